@@ -1,0 +1,41 @@
+# Everything runs in .venv, which the first target that needs it creates.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-gpu lint type wheel-check bench clean
+
+# torch comes first and pinned, so that no other package chooses its build
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test]' mypy pre-commit ruff
+	touch $@
+
+demo: .venv/ready
+	$(BIN)/python examples/demo.py
+
+test: .venv/ready
+	$(BIN)/pytest
+
+test-gpu: .venv/ready
+	$(BIN)/pytest -m gpu
+
+lint: .venv/ready
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+type: .venv/ready
+	$(BIN)/mypy
+
+# the tests on the built wheel, from a folder where the checkout is not importable
+wheel-check: .venv/ready
+	rm -rf build && mkdir -p build/site
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build .
+	$(BIN)/pip install --quiet --no-deps --target build/site build/cutefce-*.whl
+	cd build/site && PYTHONPATH=. ../../$(BIN)/python -m pytest -o pythonpath= ../../tests/test_packaging.py ../../tests/test_op.py
+
+bench: .venv/ready
+	$(BIN)/python -m bench
+
+clean:
+	rm -rf .venv build demo-output *.egg-info

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench` measures and prints, and writes its data to `bench/results/`."""

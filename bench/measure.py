@@ -1,0 +1,77 @@
+"""Time and peak memory of a call, on a CPU or on a GPU."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What repeated runs of one form took."""
+
+    median_ms: float
+    quartiles_ms: tuple[float, float]
+
+
+def interleaved(forms: dict[str, Call], device: str, repeats: int) -> dict[str, Timing]:
+    """Time all `forms` once a round, for `repeats` rounds after one to warm up.
+
+    Clocks and temperature drift: only ratios of times of one call of this function mean anything.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in forms}
+    for round_number in range(repeats + 1):
+        for name, form in forms.items():
+            milliseconds = _milliseconds(form, device)
+            if round_number:
+                samples[name].append(milliseconds)
+    return {name: _timing(values) for name, values in samples.items()}
+
+
+def _timing(values: list[float]) -> Timing:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Timing(median, (low, high))
+
+
+def _milliseconds(form: Call, device: str) -> float:
+    if device == "cpu":
+        begin = time.perf_counter()
+        form()
+        return (time.perf_counter() - begin) * 1e3
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    form()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def peak_bytes(form: Call, device: str) -> int:
+    """Return the most bytes that `form` holds at a time beyond what is allocated before it.
+
+    Counts what goes through torch's allocators.  `form` should have run once before, so that
+    nothing is allocated for good.
+    """
+    if device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        form()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        form()
+    results = profiler.profiler.kineto_results if profiler.profiler else None
+    assert results is not None
+    held = peak = 0
+    for event in sorted(results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]" and event.device_type().name == "CPU":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak

@@ -1,0 +1,53 @@
+"""What is asked (`Problem`) and how it is tiled (`TileConfig`); both frozen and printable."""
+
+from dataclasses import dataclass
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""Bytes of one element of each dtype that cutefce computes with."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One linear cross entropy: `tokens` rows of `hidden` features against `vocab` classes."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: str
+    """Dtype of hidden states and weight, as torch prints it without the `torch.` prefix."""
+    device: str
+    """Device type, as torch names it: "cpu" or "cuda"."""
+    grad_hidden: bool = True
+    grad_weight: bool = True
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element of the hidden states, the weight and the stored exponentials."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """Bytes of one element of the logits and of every sum: float64 keeps its width."""
+        return max(4, self.item_bytes)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that the caller asked for."""
+        rows = self.grad_hidden * self.tokens + self.grad_weight * self.vocab
+        return rows * self.hidden * self.item_bytes
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How the (tokens, vocab) plane is walked."""
+
+    window: int
+    """Vocabulary columns whose exponentials exist at the same time: the paper's window size."""
+    tile: int
+    """Columns of one logits tile; divides `window`."""
+    rows: int
+    """Rows of one logits tile."""
+
+    def __post_init__(self) -> None:
+        if self.window % self.tile:
+            raise ValueError(f"window: got {self.window}, expected a multiple of tile={self.tile}")

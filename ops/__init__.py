@@ -1,0 +1,1 @@
+"""The call, the plan and the run: `library` → `checks` → `planner` → `strategies` → primitives."""

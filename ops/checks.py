@@ -1,0 +1,58 @@
+"""All errors that a user can cause, raised before anything is allocated."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cutefce.cute_kernels.problem import ITEM_BYTES
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def check_call(h: Tensor, w: Tensor, y: Tensor, reduction: str) -> None:
+    """Raise TypeError or ValueError that names the argument, what was got and what is expected."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: got {reduction!r}, expected one of {REDUCTIONS}")
+    for name, x in (("h", h), ("w", w), ("y", y)):
+        if isinstance(x, DTensor):
+            raise TypeError(
+                f"{name}: got a DTensor with placements {x.placements}, expected a plain tensor; "
+                f"pass {name}.full_tensor()"
+            )
+        if x.layout != torch.strided:
+            raise TypeError(f"{name}: got layout {x.layout}, expected {torch.strided}")
+    _check_dtypes(h, w, y)
+    _check_shapes(h, w, y)
+    for name, x in (("w", w), ("y", y)):
+        if x.device != h.device:
+            raise ValueError(f"{name}: got device {x.device}, expected that of h, {h.device}")
+
+
+def _check_dtypes(h: Tensor, w: Tensor, y: Tensor) -> None:
+    if str(h.dtype).removeprefix("torch.") not in ITEM_BYTES:
+        raise TypeError(f"h: got dtype {h.dtype}, expected one of {', '.join(ITEM_BYTES)}")
+    if w.dtype != h.dtype:
+        raise TypeError(
+            f"w: got dtype {w.dtype}, expected that of h, {h.dtype}; "
+            "cast one of them, or call under torch.autocast"
+        )
+    if y.dtype == torch.bool or y.is_floating_point() or y.is_complex():
+        raise TypeError(f"y: got dtype {y.dtype}, expected integers (class indices)")
+
+
+def _check_shapes(h: Tensor, w: Tensor, y: Tensor) -> None:
+    if w.ndim != 2 or w.shape[0] == 0 or w.shape[1] == 0:
+        raise ValueError(
+            f"w: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "
+            "a sharded parameter must be gathered first"
+        )
+    if h.ndim == 0 or h.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"h: got shape {tuple(h.shape)}, expected (..., {w.shape[1]}) "
+            f"to match w of shape {tuple(w.shape)}"
+        )
+    if y.shape != h.shape[:-1]:
+        raise ValueError(
+            f"y: got shape {tuple(y.shape)}, expected {tuple(h.shape[:-1])} "
+            f"to match h of shape {tuple(h.shape)}"
+        )

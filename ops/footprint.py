@@ -1,0 +1,128 @@
+"""The workspace of a plan: its peak of allocated memory beyond the inputs and the gradients.
+
+With N tokens, D hidden, V vocab, e bytes an element, a bytes a sum, w columns a window, K columns
+kept, and tiles of R rows and C columns, the larger parts are:
+
+    kept    N·K·e                      exponentials from the forward to the backward
+    tile    R·C·a                      one tile of logits
+    buffer  N·w·e                      exponentials of one recomputed window; none if K = V
+    dX      N·D·a                      its sums, unless they are the gradient (e = a)
+    dW      N·D·e + (N + 1)·D·a + 8·V  s_i h_i, the targets' lines and their numbers
+            + w·D·a                    one window's sums, unless they are the gradient
+
+    forward without gradients          tile
+    windows                            kept + buffer + dX + dW
+    gradients in forward               c·V·e for chunks of c tokens, and V·D·a for dW's sums if
+                                       e < a; at the least the gradients' own size once more,
+                                       as the backward must not change what the forward saved
+
+A CPU multiplies 16-bit operands by converting blocks of them; `_widened` counts those.
+Sizes may be symbolic integers of a graph compiler.
+"""
+
+from cutefce.cute_kernels.problem import Problem, TileConfig
+
+ROW_BLOCK_BYTES = 16 << 20
+"""Bytes of the rows, in the dtype of sums, that a row-wise step takes at a time."""
+
+WIDENED_BLOCK = 2048
+"""Rows and columns of a 16-bit operand that a CPU's products convert to float32 at a time."""
+
+TARGET_BYTES = 17
+"""Bytes of a token's target: index and address as int64, and whether it is active."""
+
+
+def windows_bytes(p: Problem, config: TileConfig, kept: int) -> int:
+    """Return the workspace of a "windows" plan that keeps `kept` columns, which may be padded."""
+    saved = p.tokens * (kept * p.item_bytes + 3 * p.accumulator_bytes)
+    forward = saved + p.tokens * _partial_bytes(p, config)
+    forward += _step_bytes(p, config, p.tokens, stored=kept >= p.vocab)
+    if not p.gradient_bytes:
+        return forward
+    window = min(config.window, p.vocab)
+    backward = saved + p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes)
+    step = max(_row_block_bytes(p, p.tokens), _widened(p, p.tokens, window, p.hidden))
+    if p.grad_hidden and _is_narrow(p):
+        backward += p.tokens * p.hidden * p.accumulator_bytes
+    if p.grad_weight:
+        backward += p.tokens * p.hidden * p.item_bytes + 8 * p.vocab
+        backward += min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
+        sums = window * p.hidden * p.accumulator_bytes if _is_narrow(p) else 0
+        step = max(step, sums + _widened(p, window, p.tokens, p.hidden))
+    if kept < p.vocab:
+        backward += p.tokens * config.window * p.item_bytes
+        step = max(step, _tile_bytes(p, config, p.tokens, stored=True))
+    if p.grad_hidden and _is_narrow(p):
+        # dX itself is there only after its sums
+        step = max(step - p.tokens * p.hidden * p.item_bytes, _row_block_bytes(p, p.tokens))
+    return max(forward - p.gradient_bytes, backward + step)
+
+
+def chunked_bytes(p: Problem, config: TileConfig, stored: int, chunk: int) -> int:
+    """Return the workspace of gradients in forward: `chunk` tokens' `stored` columns at a time."""
+    forward = p.tokens * (TARGET_BYTES + p.accumulator_bytes)
+    forward += chunk * chunk_token_bytes(p, config, stored)
+    step = _step_bytes(p, config, chunk, stored=True)
+    step = max(step, _widened(p, chunk, p.vocab, p.hidden), _widened(p, p.vocab, chunk, p.hidden))
+    forward += step
+    if p.grad_weight and _is_narrow(p):
+        # dW itself is there only after the last chunk
+        weights = p.vocab * p.hidden
+        forward = weights * p.accumulator_bytes + max(forward - weights * p.item_bytes, 0)
+    return max(forward, p.gradient_bytes)
+
+
+def chunk_token_bytes(p: Problem, config: TileConfig, stored: int) -> int:
+    """Return what one more token in a chunk adds to `chunked_bytes`."""
+    token_bytes = stored * p.item_bytes + _partial_bytes(p, config)
+    if p.grad_hidden and _is_narrow(p):
+        token_bytes += p.hidden * p.accumulator_bytes
+    if p.grad_weight:
+        token_bytes += p.hidden * p.item_bytes
+    return token_bytes
+
+
+def _partial_bytes(p: Problem, config: TileConfig) -> int:
+    """Bytes of a token's target, logit and partial sums while the forward runs."""
+    tiles = -(-p.vocab // config.tile)
+    return TARGET_BYTES + (2 + 2 * tiles) * p.accumulator_bytes
+
+
+def _step_bytes(p: Problem, config: TileConfig, tokens: int, *, stored: bool) -> int:
+    """Bytes of what one step of the forward needs for itself: a tile or a block of rows."""
+    return max(_tile_bytes(p, config, tokens, stored=stored), _row_block_bytes(p, tokens))
+
+
+def _row_block_bytes(p: Problem, tokens: int) -> int:
+    """Bytes of a row-wise step: its operand in the dtype of sums, and as it was gathered.
+
+    A CPU converts the other operand too.
+    """
+    widest = min(tokens * p.hidden * p.accumulator_bytes, ROW_BLOCK_BYTES)
+    if not _is_narrow(p):
+        return widest
+    return widest // 2 + widest * (2 if p.device == "cpu" else 1)
+
+
+def _tile_bytes(p: Problem, config: TileConfig, tokens: int, *, stored: bool) -> int:
+    """Bytes of one tile of logits; a CPU computes them in the place of stored ones if it can."""
+    rows = min(tokens, config.rows)
+    if p.device != "cpu":
+        return rows * config.tile * p.accumulator_bytes
+    columns = min(p.vocab, config.tile)
+    in_place = stored and not _is_narrow(p)
+    logits = 0 if in_place else rows * columns * p.accumulator_bytes
+    return logits + max(rows * columns, _widened(p, rows, p.hidden, columns))
+
+
+def _widened(p: Problem, rows: int, inner: int, columns: int) -> int:
+    """Bytes of the blocks that are converted for a product (rows, inner) @ (inner, columns)."""
+    if p.device != "cpu" or not _is_narrow(p):
+        return 0
+    block = min(inner, WIDENED_BLOCK)
+    return (min(rows, WIDENED_BLOCK) + columns) * block * p.accumulator_bytes
+
+
+def _is_narrow(p: Problem) -> bool:
+    """Whether sums need more bytes than the inputs have."""
+    return p.item_bytes < p.accumulator_bytes

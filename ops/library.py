@@ -1,0 +1,252 @@
+"""The operators `torch.ops.cutefce.*`: schemas, fake kernels, autograd.
+
+`loss` is what users call.  It checks, plans and composes two inner operators, so that gradients,
+`torch.compile` and graph capture see tensors in and tensors out:
+
+    project_loss       the forward: loss, stats and what the backward needs of it
+    project_gradients  the backward of "windows" plans
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce import autotune_cache
+from cutefce.cute_kernels.problem import Problem
+from cutefce.ops import planner, strategies
+from cutefce.ops.checks import check_call
+from cutefce.ops.dispatch import primitives_for
+from cutefce.ops.primitives import Stats, sum_dtype
+
+LIBRARY = torch.library.Library("cutefce", "DEF")
+
+for overload, workspace in (("", "int? workspace=None"), (".preset", "str workspace")):
+    LIBRARY.define(
+        f"loss{overload}(Tensor h, Tensor w, Tensor y, *, str reduction='mean', "
+        f"int ignore_index=-100, {workspace}) -> Tensor"
+    )
+LIBRARY.define(
+    "project_loss(Tensor h, Tensor w, Tensor y, str reduction, int ignore_index, "
+    "bool grad_hidden, bool grad_weight, str strategy, SymInt window, SymInt kept, SymInt chunk) "
+    "-> (Tensor loss, Tensor stats, Tensor exps, Tensor dx, Tensor dw)"
+)
+LIBRARY.define(
+    "project_gradients(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, Tensor exps, "
+    "str reduction, int ignore_index, bool grad_hidden, bool grad_weight, SymInt window) "
+    "-> (Tensor dx, Tensor dw)"
+)
+
+
+def loss(
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    workspace: int | str | None = None,
+) -> Tensor:
+    """Cross entropy of softmax(h @ w.T) against y, as `torch.ops.cutefce.loss`.
+
+    Args:
+        h: (..., D) hidden states, bfloat16, float16, float32 or float64.
+        w: (V, D) weight, of h's dtype and device.
+        y: (...) integer targets in [0, V), or `ignore_index`.
+        reduction: "mean" over the targets that are not ignored (0 if there is none), "sum" or
+            "none".
+        ignore_index: rows with this target have loss 0 and gradient 0.
+        workspace: peak memory in bytes, beyond inputs and gradients, that the call may take for
+            speed; "min", "max", or None for `planner.DEFAULT`.  Below what the smallest plan
+            takes, the smallest plan runs.
+
+    Returns:
+        () or, with "none", (...): float32, or float64 for float64 inputs.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was got and what is expected.
+        IndexError: on a CPU, for a target outside [0, V).  On a GPU, which is not waited for,
+            such a row's loss and the gradients that it takes part in are NaN.
+    """
+    h, w = _autocast(h, w)
+    check_call(h, w, y, reduction)
+    rows = h.reshape(-1, h.shape[-1])
+    grad = torch.is_grad_enabled()
+    problem = _problem(rows, w, grad and h.requires_grad, grad and w.requires_grad)
+    plan = planner.make_plan(
+        problem,
+        autotune_cache.lookup(problem),
+        planner.budget_bytes(workspace),
+        scalar_upstream=reduction != "none",
+    )
+    result: Tensor = torch.ops.cutefce.project_loss(
+        rows,
+        w,
+        y.reshape(-1),
+        reduction,
+        ignore_index,
+        problem.grad_hidden,
+        problem.grad_weight,
+        plan.strategy,
+        plan.window,
+        plan.kept,
+        plan.chunk,
+    )[0]
+    return result.reshape(y.shape) if reduction == "none" else result
+
+
+def _autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast as `torch.nn.functional.linear` does: all but float64, to the region's dtype."""
+    device = h.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return h, w
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(x: Tensor) -> Tensor:
+        eligible = x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if eligible else x
+
+    return cast(h), cast(w)
+
+
+def _problem(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Problem:
+    return Problem(
+        tokens=h.shape[0],
+        hidden=h.shape[1],
+        vocab=w.shape[0],
+        dtype=str(h.dtype).removeprefix("torch."),
+        device=h.device.type,
+        grad_hidden=grad_hidden,
+        grad_weight=grad_weight,
+    )
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return x (M, K) in a layout that a GEMM can address, copied if need be."""
+    if (x.stride(1) == 1 and x.stride(0) >= x.shape[1]) or (
+        x.stride(0) == 1 and x.stride(1) >= x.shape[0]
+    ):
+        return x
+    return x.contiguous()
+
+
+def project_loss(
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    reduction: str,
+    ignore_index: int,
+    grad_hidden: bool,
+    grad_weight: bool,
+    strategy: str,
+    window: int,
+    kept: int,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the reduced loss, stats (3, N), exponentials (N, kept) and gradients.
+
+    Of the last four, those that the strategy and the flags do not ask for have no rows.
+    """
+    h, w = _dense(h), _dense(w)
+    primitives = primitives_for(_problem(h, w, grad_hidden, grad_weight))
+    targets = strategies.locate(y.long(), w.shape[0], ignore_index)
+    dx = dw = None
+    if strategy == "gradients_in_forward":
+        weight = strategies.row_weight(targets, reduction, sum_dtype(h.dtype))
+        losses, dx, dw = strategies.gradients_in_forward(
+            primitives, h, w, targets, weight, window, kept, chunk, grad_hidden, grad_weight
+        )
+        stats, exps = losses.new_empty(3, 0), h.new_empty(0, kept)
+    else:
+        exps = h.new_empty(h.shape[0], kept)
+        losses, rows = strategies.forward(primitives, h, w, targets, window, exps)
+        stats = torch.stack([rows.reference, rows.sum, rows.total])
+    dx = h.new_empty(0, h.shape[1]) if dx is None else dx
+    dw = w.new_empty(0, w.shape[1]) if dw is None else dw
+    return strategies.reduce(losses, targets, reduction), stats, exps, dx, dw
+
+
+def project_gradients(
+    upstream: Tensor,
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    stats: Tensor,
+    exps: Tensor,
+    reduction: str,
+    ignore_index: int,
+    grad_hidden: bool,
+    grad_weight: bool,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Return dX (N, D) and dW (V, D) of a "windows" plan, without rows if not asked for."""
+    h, w = _dense(h), _dense(w)
+    targets = strategies.locate(y.long(), w.shape[0], ignore_index)
+    dx, dw = strategies.backward(
+        primitives_for(_problem(h, w, grad_hidden, grad_weight)),
+        h,
+        w,
+        targets,
+        Stats(*stats),
+        exps,
+        upstream * strategies.row_weight(targets, reduction, sum_dtype(h.dtype)),
+        window,
+        grad_hidden,
+        grad_weight,
+    )
+    return (
+        h.new_empty(0, h.shape[1]) if dx is None else dx,
+        w.new_empty(0, w.shape[1]) if dw is None else dw,
+    )
+
+
+def _fake_loss(h: Tensor, w: Tensor, y: Tensor, reduction: str, *rest: Any) -> tuple[Tensor, ...]:
+    _, grad_hidden, grad_weight, strategy, _, kept, _ = rest
+    tokens, chunked = h.shape[0], strategy == "gradients_in_forward"
+    dtype = sum_dtype(h.dtype)
+    return (
+        h.new_empty((tokens,) if reduction == "none" else (), dtype=dtype),
+        h.new_empty((3, 0 if chunked else tokens), dtype=dtype),
+        h.new_empty((0 if chunked else tokens, kept)),
+        h.new_empty((tokens if chunked and grad_hidden else 0, h.shape[1])),
+        w.new_empty((w.shape[0] if chunked and grad_weight else 0, w.shape[1])),
+    )
+
+
+def _fake_gradients(upstream: Tensor, h: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, grad_hidden, grad_weight, _ = rest
+    return (
+        h.new_empty((h.shape[0] if grad_hidden else 0, h.shape[1])),
+        w.new_empty((w.shape[0] if grad_weight else 0, w.shape[1])),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    h, w, y, reduction, ignore_index, grad_hidden, grad_weight, strategy, window, *_ = inputs
+    _, stats, exps, dx, dw = output
+    ctx.set_materialize_grads(False)
+    ctx.chunked = strategy == "gradients_in_forward"
+    ctx.options = reduction, ignore_index, grad_hidden, grad_weight, window
+    ctx.save_for_backward(*((dx, dw) if ctx.chunked else (h, w, y, stats, exps)))
+
+
+def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    _, _, grad_hidden, grad_weight, _ = ctx.options
+    if upstream is None:
+        dx, dw, grad_hidden, grad_weight = None, None, False, False
+    elif ctx.chunked:
+        dx, dw = (upstream * gradient for gradient in ctx.saved_tensors)
+    else:
+        dx, dw = torch.ops.cutefce.project_gradients(upstream, *ctx.saved_tensors, *ctx.options)
+    return dx if grad_hidden else None, dw if grad_weight else None, *[None] * 9
+
+
+for overload in ("loss", "loss.preset"):
+    LIBRARY.impl(overload, loss, "CompositeImplicitAutograd")
+LIBRARY.impl("project_loss", project_loss, "CompositeExplicitAutograd")
+LIBRARY.impl("project_gradients", project_gradients, "CompositeExplicitAutograd")
+torch.library.register_fake("cutefce::project_loss", _fake_loss, lib=LIBRARY)
+torch.library.register_fake("cutefce::project_gradients", _fake_gradients, lib=LIBRARY)
+torch.library.register_autograd(
+    "cutefce::project_loss", _backward, setup_context=_setup_context, lib=LIBRARY
+)

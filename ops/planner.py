@@ -1,0 +1,144 @@
+"""Problem and workspace budget to a plan: how to run, and the memory and time that it takes.
+
+Pure Python; sizes may be symbolic integers of a graph compiler.  With N tokens, D hidden, V vocab,
+K columns kept and G gradients wanted (0 to 2), the model of time is
+
+    windows                2·N·D·((1 + G)·V + (V - K)) FLOP; dX's sums are read and written once
+                           a window, recomputed logits once
+    gradients in forward   2·N·D·(1 + G)·V FLOP; dW's sums are read and written once a chunk,
+                           and the gradients once more in the backward
+"""
+
+from dataclasses import dataclass
+
+from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.ops.footprint import chunk_token_bytes, chunked_bytes, windows_bytes
+
+MINIMUM = 0
+"""The budget "min": the smallest plan."""
+MAXIMUM = 1 << 62
+"""The budget "max": the fastest plan, whatever it takes."""
+DEFAULT = 5 << 29
+"""2.5 GiB: all exponentials of 8192 tokens and 128k classes in bfloat16, about what a compiled
+two-stage loss takes for the same; larger problems keep a part and compute the rest again."""
+
+SMALLEST_CHUNK = 256
+"""Tokens of a chunk, below which reading and writing dW's sums would take most of the time."""
+
+RATES = {"cpu": (1e11, 2e10), "cuda": (7e14, 4e12)}
+"""(FLOP/s, bytes/s) by device type; only their ratio matters to a choice."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call runs."""
+
+    strategy: str
+    """"windows" or "gradients_in_forward"."""
+    window: int
+    """Vocabulary columns walked at a time."""
+    kept: int
+    """Columns whose exponentials stay in memory until the backward, or exist for a chunk: whole
+    tiles, so that their rows lie as the hardware wants them."""
+    chunk: int
+    """Tokens walked at a time; all of them with "windows"."""
+    workspace_bytes: int
+    """Predicted peak memory beyond the inputs and the gradients."""
+    seconds: float
+    """Predicted time of forward and backward; meant for comparing plans of one problem."""
+
+
+def budget_bytes(workspace: int | str | None) -> int:
+    """Return the bytes that `workspace` stands for: bytes, "min", "max" or None, the default."""
+    if isinstance(workspace, str):
+        named = {"min": MINIMUM, "max": MAXIMUM}
+        if workspace not in named:
+            raise ValueError(f'workspace: got {workspace!r}, expected bytes, "min", "max" or None')
+        return named[workspace]
+    if workspace is None:
+        return DEFAULT
+    if workspace < 0:
+        raise ValueError(f"workspace: got {workspace}, expected bytes >= 0")
+    return workspace
+
+
+def make_plan(problem: Problem, config: TileConfig, budget: int, scalar_upstream: bool) -> Plan:
+    """Return the fastest plan within `budget` bytes, or the smallest one if none is.
+
+    `scalar_upstream` says that every row's loss gets the same upstream gradient.
+    """
+    candidates = [_windows(problem, config, budget)]
+    if scalar_upstream and problem.gradient_bytes and _can_keep(problem):
+        candidates.append(_gradients_in_forward(problem, config, budget))
+    affordable = [c for c in candidates if c.workspace_bytes <= budget]
+    if affordable:
+        return min(affordable, key=lambda c: c.seconds)
+    return min(candidates, key=lambda c: c.workspace_bytes)
+
+
+def _windows(p: Problem, config: TileConfig, budget: int) -> Plan:
+    kept, everything = 0, _all_columns(p, config)
+    if p.gradient_bytes and _can_keep(p):
+        spare = budget - windows_bytes(p, config, 0)
+        if windows_bytes(p, config, everything) <= budget:
+            kept = everything
+        elif spare > 0:
+            kept = min(spare // (p.tokens * p.item_bytes), p.vocab - 1)
+            kept = kept // config.window * config.window
+    return Plan(
+        strategy="windows",
+        window=config.window,
+        kept=kept,
+        chunk=p.tokens,
+        workspace_bytes=windows_bytes(p, config, kept),
+        seconds=_windows_seconds(p, config.window, kept),
+    )
+
+
+def _gradients_in_forward(p: Problem, config: TileConfig, budget: int) -> Plan:
+    stored = _all_columns(p, config)
+    beyond = chunked_bytes(p, config, stored, p.tokens) - budget
+    chunk = p.tokens
+    if beyond > 0:
+        chunk -= -(-beyond // chunk_token_bytes(p, config, stored))
+        chunk = chunk // SMALLEST_CHUNK * SMALLEST_CHUNK
+    chunk = min(max(chunk, SMALLEST_CHUNK), p.tokens)
+    return Plan(
+        strategy="gradients_in_forward",
+        window=config.window,
+        kept=stored,
+        chunk=chunk,
+        workspace_bytes=chunked_bytes(p, config, stored, chunk),
+        seconds=_chunked_seconds(p, chunk),
+    )
+
+
+def _all_columns(p: Problem, config: TileConfig) -> int:
+    return -(-p.vocab // config.tile) * config.tile
+
+
+def _can_keep(p: Problem) -> bool:
+    """Whether exponentials can be stored before T is known: float16 lacks the range."""
+    return p.dtype != "float16"
+
+
+def _windows_seconds(p: Problem, window: int, kept: int) -> float:
+    gradients = p.grad_hidden + p.grad_weight
+    recomputed = max(p.vocab - kept, 0) if gradients else 0
+    columns = (1 + gradients) * p.vocab + recomputed
+    passes = -(-p.vocab // window) if p.grad_hidden else 0
+    moved = p.tokens * (2 * passes * p.hidden + recomputed) * p.accumulator_bytes
+    return _seconds(p, columns, moved)
+
+
+def _chunked_seconds(p: Problem, chunk: int) -> float:
+    columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
+    passes = 2 * -(-p.tokens // chunk) if p.grad_weight else 0
+    moved = passes * p.vocab * p.hidden * p.accumulator_bytes + 2 * p.gradient_bytes
+    return _seconds(p, columns, moved)
+
+
+def _seconds(p: Problem, columns: int, moved_bytes: int) -> float:
+    """Time of products with `columns` columns of the vocabulary in all, and of moving bytes."""
+    flop_rate, byte_rate = RATES.get(p.device, RATES["cuda"])
+    return 2 * p.tokens * p.hidden * columns / flop_rate + moved_bytes / byte_rate

@@ -1,0 +1,173 @@
+"""The strategies, written once over the primitives.
+
+`forward` and `backward` walk vocabulary windows: exponentials of the first `kept` columns stay
+in memory from the one to the other, the others are computed again.  `gradients_in_forward`
+(the paper's Algorithms 3 and 4) walks chunks of tokens and needs a scalar upstream gradient.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.primitives import Primitives, Stats, Targets
+
+FLOAT16_TOTAL = 2.0**15
+"""T of float16 rows: their exponentials are probabilities times this, within float16's range."""
+
+
+def windows(vocab: int, kept: int, window: int) -> Iterator[tuple[int, int]]:
+    """Cut [0, vocab) into windows, none of which crosses the column `kept`."""
+    for first in range(0, kept, window):
+        yield first, min(first + window, kept)
+    for first in range(kept, vocab, window):
+        yield first, min(first + window, vocab)
+
+
+def locate(y: Tensor, vocab: int, ignore_index: int) -> Targets:
+    """Tell which targets count, and where; raise for one outside [0, V), unless it is on a GPU."""
+    targets = Targets(y, y != ignore_index, y.clamp(0, vocab - 1))
+    if y.device.type == "cpu":
+        wrong = targets.active & (targets.address != y)
+        if bool(wrong.any()):
+            raise IndexError(
+                f"y: got target {int(y[wrong][0])}, expected 0 <= target < {vocab} "
+                f"or ignore_index={ignore_index}"
+            )
+    return targets
+
+
+def row_weight(targets: Targets, reduction: str, dtype: torch.dtype) -> Tensor:
+    """Return () what each active row's loss counts for in the reduced loss."""
+    if reduction == "mean":
+        return targets.active.sum().clamp(min=1).to(dtype).reciprocal()
+    return torch.ones((), dtype=dtype, device=targets.index.device)
+
+
+def reduce(losses: Tensor, targets: Targets, reduction: str) -> Tensor:
+    """Reduce per-token losses (N,); the mean over no active token is 0."""
+    if reduction == "none":
+        return losses
+    return losses.sum() * row_weight(targets, reduction, losses.dtype)
+
+
+def forward(
+    primitives: Primitives, h: Tensor, w: Tensor, targets: Targets, window: int, exps: Tensor
+) -> tuple[Tensor, Stats]:
+    """Return losses (N,) and stats; `exps` (N, K) receives the first K columns' exponentials.
+
+    K is a multiple of the tile and may lie above V; the columns beyond V are undefined.
+    """
+    vocab, kept = w.shape[0], min(exps.shape[1], w.shape[0])
+    logit = primitives.target_logit(h, w, targets)
+    partials = [
+        primitives.project_exp(
+            h,
+            w,
+            (first, last),
+            logit,
+            targets.index,
+            exps[:, first : first + window] if last <= kept else None,
+        )
+        for first, last in windows(vocab, kept, window)
+    ]
+    stats, losses = primitives.finish(partials, logit)
+    if kept:
+        primitives.settle(exps, partials, stats)
+    if h.dtype == torch.float16:
+        stats = _as_probabilities(stats)
+    return losses, stats
+
+
+def backward(
+    primitives: Primitives,
+    h: Tensor,
+    w: Tensor,
+    targets: Targets,
+    stats: Stats,
+    exps: Tensor,
+    upstream: Tensor,
+    window: int,
+    grad_hidden: bool,
+    grad_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return dX (N, D) and dW (V, D) for the upstream gradient of each row's loss (N,) or ()."""
+    (vocab, hidden), tokens, kept = w.shape, h.shape[0], min(exps.shape[1], w.shape[0])
+    scale = torch.where(targets.active, upstream / stats.total, 0)
+    dx_sums = scale.new_zeros(tokens, hidden) if grad_hidden else None
+    dw = None
+    if grad_weight:
+        dw = w.new_empty(vocab, hidden)
+        unit = scale.abs().amax() if h.dtype == torch.float16 else None
+        share = scale if unit is None else torch.where(unit > 0, scale / unit, 0)
+        scaled = primitives.scale_rows(h, share)
+        target_rows = primitives.collect_target_rows(h, -share * stats.sum, targets, vocab)
+    buffer = h.new_empty(tokens, window if kept < vocab else 0)
+    for first, last in windows(vocab, kept, window):
+        if last <= kept:
+            e = exps[:, first:last]
+        else:
+            primitives.recompute_exp(h, w, (first, last), stats.reference, targets.index, buffer)
+            e = buffer[:, : last - first]
+        if dx_sums is not None:
+            primitives.add_product(dx_sums, e, w[first:last])
+        if dw is not None:
+            primitives.finish_dw(dw[first:last], e, scaled, target_rows, first, unit)
+    if dx_sums is None:
+        return None, dw
+    dx = dx_sums if dx_sums.dtype == h.dtype else h.new_empty(h.shape)
+    primitives.finish_dx(dx, dx_sums, w, targets, stats, scale)
+    return dx, dw
+
+
+def gradients_in_forward(
+    primitives: Primitives,
+    h: Tensor,
+    w: Tensor,
+    targets: Targets,
+    weight: Tensor,
+    window: int,
+    stored: int,
+    chunk: int,
+    grad_hidden: bool,
+    grad_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return losses (N,) and the gradients for an upstream gradient of `weight` () for each row.
+
+    The exponentials of `chunk` tokens exist at a time, in `stored` >= V columns.
+    """
+    (vocab, hidden), tokens = w.shape, h.shape[0]
+    losses = weight.new_empty(tokens)
+    dx = h.new_empty(h.shape) if grad_hidden else None
+    dw_sums = weight.new_zeros(vocab, hidden) if grad_weight else None
+    buffer = exps = h.new_empty(min(chunk, tokens), stored)
+    for start in range(0, tokens, chunk):
+        rows = slice(start, min(start + chunk, tokens))
+        part = Targets(targets.index[rows], targets.active[rows], targets.address[rows])
+        losses[rows], stats = forward(
+            primitives, h[rows], w, part, window, buffer[: rows.stop - start]
+        )
+        exps = buffer[: rows.stop - start, :vocab]
+        scale = torch.where(part.active, weight / stats.total, 0)
+        if dx is not None:
+            dx_sums = weight.new_zeros(rows.stop - start, hidden)
+            primitives.add_product(dx_sums, exps, w)
+            primitives.finish_dx(dx[rows], dx_sums, w, part, stats, scale)
+        if dw_sums is not None:
+            primitives.add_product(dw_sums, exps.t(), primitives.scale_rows(h[rows], scale))
+            primitives.add_target_rows(dw_sums, h[rows], -scale * stats.sum, part.address)
+    del buffer, exps  # before dW, which may be another tensor than its sums
+    return losses, dx, None if dw_sums is None else dw_sums.to(w.dtype)
+
+
+def _as_probabilities(stats: Stats) -> Stats:
+    """Move the references so that T = FLOAT16_TOTAL in every row."""
+    factor = FLOAT16_TOTAL / stats.total
+    return dataclasses.replace(
+        stats,
+        reference=stats.reference + stats.total.log() - math.log(FLOAT16_TOTAL),
+        sum=stats.sum * factor,
+        total=torch.full_like(stats.total, FLOAT16_TOTAL),
+    )
