@@ -8,10 +8,10 @@ from cutefce.cute_kernels.problem import Problem, TileConfig
 DEFAULTS = {
     # One float32 logits tile is 4 MiB: it stays in a CPU's last-level cache between the product
     # that writes it and the exponentials that read it.
-    "cpu": TileConfig(window=4096, tile=1024, rows=1024),
-    # 32 MiB: the same for a GPU's L2 cache.  A window of 8 tiles makes the two gradient
-    # products of a window long enough to run at full rate.
-    "cuda": TileConfig(window=8192, tile=1024, rows=8192),
+    "cpu": TileConfig(window=4096, tile=1024, rows=1024, piece=1024),
+    # Tiles of 64 MiB keep a GPU busy for longer than the host needs for the next; a window of 4
+    # makes the two gradient products long enough to run at full rate.
+    "cuda": TileConfig(window=8192, tile=2048, rows=8192, piece=1024),
 }
 
 
@@ -21,7 +21,11 @@ def lookup(problem: Problem) -> TileConfig:
     Unknown devices are tiled as a GPU is.
     """
     config = DEFAULTS.get(problem.device, DEFAULTS["cuda"])
-    tile = min(config.tile, -(-problem.vocab // 8) * 8)
-    return TileConfig(
-        window=min(config.window, -(-problem.vocab // tile) * tile), tile=tile, rows=config.rows
-    )
+    piece = min(config.piece, _round_up(problem.vocab, 8))
+    tile = min(config.tile, _round_up(problem.vocab, piece))
+    window = min(config.window, _round_up(problem.vocab, tile))
+    return TileConfig(window=window, tile=tile, rows=config.rows, piece=piece)
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

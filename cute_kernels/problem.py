@@ -46,8 +46,18 @@ class TileConfig:
     tile: int
     """Columns of one logits tile; divides `window`."""
     rows: int
-    """Rows of one logits tile."""
+    """Rows of one logits tile; with a quarter of them or fewer, a tile spans the window."""
+    piece: int
+    """Columns whose exponentials share a reference; divides `tile`."""
+
+    def columns(self, tokens: int) -> int:
+        """Return the columns of a tile when there are `tokens` rows in all."""
+        return self.window if 4 * tokens <= self.rows else self.tile
 
     def __post_init__(self) -> None:
-        if self.window % self.tile:
-            raise ValueError(f"window: got {self.window}, expected a multiple of tile={self.tile}")
+        for name, value, unit in (
+            ("window", self.window, self.tile),
+            ("tile", self.tile, self.piece),
+        ):
+            if value % unit:
+                raise ValueError(f"{name}: got {value}, expected a multiple of {unit}")

@@ -22,14 +22,16 @@ Sizes may be symbolic integers of a graph compiler.
 
 from cutefce.cute_kernels.problem import Problem, TileConfig
 
-ROW_BLOCK_BYTES = 16 << 20
-"""Bytes of the rows, in the dtype of sums, that a row-wise step takes at a time."""
-
 WIDENED_BLOCK = 2048
 """Rows and columns of a 16-bit operand that a CPU's products convert to float32 at a time."""
 
 TARGET_BYTES = 17
 """Bytes of a token's target: index and address as int64, and whether it is active."""
+
+
+def row_block_bytes(device: str) -> int:
+    """Return the bytes of rows, in the dtype of sums, that an unfused step takes at a time."""
+    return (16 if device == "cpu" else 128) << 20
 
 
 def windows_bytes(p: Problem, config: TileConfig, kept: int) -> int:
@@ -47,6 +49,7 @@ def windows_bytes(p: Problem, config: TileConfig, kept: int) -> int:
     if p.grad_weight:
         backward += p.tokens * p.hidden * p.item_bytes + 8 * p.vocab
         backward += min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
+        step = max(step, min(p.tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device)))
         sums = window * p.hidden * p.accumulator_bytes if _is_narrow(p) else 0
         step = max(step, sums + _widened(p, window, p.tokens, p.hidden))
     if kept < p.vocab:
@@ -84,8 +87,8 @@ def chunk_token_bytes(p: Problem, config: TileConfig, stored: int) -> int:
 
 def _partial_bytes(p: Problem, config: TileConfig) -> int:
     """Bytes of a token's target, logit and partial sums while the forward runs."""
-    tiles = -(-p.vocab // config.tile)
-    return TARGET_BYTES + (2 + 2 * tiles) * p.accumulator_bytes
+    pieces = -(-p.vocab // config.piece)
+    return TARGET_BYTES + (2 + 2 * pieces) * p.accumulator_bytes
 
 
 def _step_bytes(p: Problem, config: TileConfig, tokens: int, *, stored: bool) -> int:
@@ -96,20 +99,19 @@ def _step_bytes(p: Problem, config: TileConfig, tokens: int, *, stored: bool) ->
 def _row_block_bytes(p: Problem, tokens: int) -> int:
     """Bytes of a row-wise step: its operand in the dtype of sums, and as it was gathered.
 
-    A CPU converts the other operand too.
+    A CPU converts the other operand too; a GPU's fused steps need nothing but their results.
     """
-    widest = min(tokens * p.hidden * p.accumulator_bytes, ROW_BLOCK_BYTES)
-    if not _is_narrow(p):
-        return widest
-    return widest // 2 + widest * (2 if p.device == "cpu" else 1)
+    if p.device != "cpu":
+        return 0
+    widest = min(tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
+    return widest // 2 + 2 * widest if _is_narrow(p) else widest
 
 
 def _tile_bytes(p: Problem, config: TileConfig, tokens: int, *, stored: bool) -> int:
     """Bytes of one tile of logits; a CPU computes them in the place of stored ones if it can."""
-    rows = min(tokens, config.rows)
+    rows, columns = min(tokens, config.rows), config.columns(tokens)
     if p.device != "cpu":
-        return rows * config.tile * p.accumulator_bytes
-    columns = min(p.vocab, config.tile)
+        return rows * columns * p.accumulator_bytes
     in_place = stored and not _is_narrow(p)
     logits = 0 if in_place else rows * columns * p.accumulator_bytes
     return logits + max(rows * columns, _widened(p, rows, p.hidden, columns))

@@ -39,7 +39,7 @@ class Plan:
     """Vocabulary columns walked at a time."""
     kept: int
     """Columns whose exponentials stay in memory until the backward, or exist for a chunk: whole
-    tiles, so that their rows lie as the hardware wants them."""
+    pieces, so that their rows lie as the hardware wants them."""
     chunk: int
     """Tokens walked at a time; all of them with "windows"."""
     workspace_bytes: int
@@ -114,7 +114,7 @@ def _gradients_in_forward(p: Problem, config: TileConfig, budget: int) -> Plan:
 
 
 def _all_columns(p: Problem, config: TileConfig) -> int:
-    return -(-p.vocab // config.tile) * config.tile
+    return -(-p.vocab // config.piece) * config.piece
 
 
 def _can_keep(p: Problem) -> bool:

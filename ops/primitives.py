@@ -41,9 +41,9 @@ class Partial:
     """Row sums over pieces of the vocabulary, each piece relative to its own reference."""
 
     sums: Tensor
-    """(pieces, N) sums of exponentials."""
+    """(N, pieces) sums of exponentials."""
     references: Tensor
-    """(pieces, N) what they are relative to."""
+    """(N, pieces) what they are relative to."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Primitives(Protocol):
         """Return the row sums of e over the columns [first, last) = `window`.
 
         A piece whose largest logit lies far above `reference` (N,) uses that one as its reference
-        instead.  `exps` (N, K), if given, receives e; K is last - first, rounded up to a multiple
-        of the configuration's tile, and the columns beyond the window are undefined.
+        instead.  `exps` (N, K), if given, receives e; K is last - first, rounded up to whole
+        pieces, and the columns beyond the window are undefined.
         """
         ...
 

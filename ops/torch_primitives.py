@@ -7,21 +7,22 @@ accumulates in float32, or float64 for float64 inputs.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.problem import TileConfig
-from cutefce.ops.footprint import ROW_BLOCK_BYTES, WIDENED_BLOCK
+from cutefce.ops.footprint import WIDENED_BLOCK, row_block_bytes
+from cutefce.ops.fusion import can_fuse, fused
 from cutefce.ops.primitives import Partial, Stats, TargetRows, Targets, sum_dtype
-from cutefce.ops.tile import (
-    PADDING,
-    can_fuse,
+from cutefce.ops.rowwise import (
+    exponentials,
     exponentials_,
-    fused,
-    padded_exponentials,
-    scale_tiles_,
+    finish_dx_,
+    row_dot_,
+    scale_rows_,
+    scaled_rows_,
 )
 
 
@@ -33,9 +34,7 @@ class TorchPrimitives:
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         logit = h.new_empty(h.shape[0], dtype=sum_dtype(h.dtype))
-        for rows in _row_blocks(h):
-            product = w[targets.address[rows]].to(logit.dtype).mul_(h[rows])
-            torch.sum(product, 1, out=logit[rows])
+        _by_rows(row_dot_, logit, h, targets.address, whole=w)
         logit.masked_fill_(targets.address != targets.index, torch.nan)
         return logit.masked_fill_(~targets.active, torch.inf)
 
@@ -48,8 +47,8 @@ class TorchPrimitives:
         target: Tensor,
         exps: Tensor | None = None,
     ) -> Partial:
-        pieces = math.ceil((window[1] - window[0]) / self.config.tile)
-        partial = Partial(*reference.new_empty((2, pieces, h.shape[0])))
+        pieces = math.ceil((window[1] - window[0]) / self.config.piece)
+        partial = Partial(*reference.new_empty((2, h.shape[0], pieces)))
         self._walk_tiles(h, w, window, reference, target, exps, partial)
         return partial
 
@@ -74,31 +73,39 @@ class TorchPrimitives:
         exps: Tensor | None,
         partial: Partial | None,
     ) -> None:
-        first, last = window
-        width = self.config.tile
-        tile = _fused_tile if h.is_cuda and h.shape[0] > 1 and can_fuse() else _eager_tile
-        padded = math.ceil((last - first) / width) * width
-        columns = torch.arange(first, first + padded, device=h.device)
-        columns[last - first :] = PADDING
-        for rows in _blocks(h.shape[0], self.config.rows):
-            for piece, tile_columns in enumerate(columns.split(width)):
-                start = piece * width
-                tile(
-                    h[rows],
-                    w[first + start : min(first + start + width, last)],
-                    tile_columns,
+        (first, last), tokens, piece = window, h.shape[0], self.config.piece
+        width = self.config.columns(tokens)
+        run = fused(exponentials) if can_fuse(h) else exponentials_
+        in_place = run is exponentials_ and exps is not None and exps.dtype == reference.dtype
+        scratch = reference.new_empty(0 if in_place else min(tokens, self.config.rows), width)
+        starts = torch.arange(first, last, width, device=h.device)
+        for rows in _blocks(tokens, self.config.rows):
+            for start, tile in zip(starts, _blocks(last - first, width), strict=True):
+                valid = tile.stop - tile.start
+                pieces = slice(tile.start // piece, math.ceil(tile.stop / piece))
+                columns = slice(pieces.start * piece, pieces.stop * piece)
+                copy = None if exps is None else exps[rows, columns]
+                logits = scratch[: rows.stop - rows.start, : columns.stop - columns.start]
+                if in_place and copy is not None:
+                    logits, copy = copy, None
+                entries = w[first + tile.start : first + tile.stop]
+                _multiply(logits[:, :valid], h[rows], entries.t(), add=False)
+                logits[:, valid:].fill_(-torch.inf)
+                run(
+                    logits.unflatten(1, (-1, piece)),
+                    start,
                     reference[rows],
                     target[rows],
-                    None if partial is None else partial.sums[piece, rows],
-                    None if partial is None else partial.references[piece, rows],
-                    None if exps is None else exps[rows, start : start + width],
+                    None if partial is None else partial.sums[rows, pieces],
+                    None if partial is None else partial.references[rows, pieces],
+                    None if copy is None else copy.unflatten(1, (-1, piece)),
                 )
 
     def finish(self, partials: list[Partial], target_logit: Tensor) -> tuple[Stats, Tensor]:
-        references = torch.cat([p.references for p in partials])
-        sums = torch.cat([p.sums for p in partials])
-        reference = references.amax(0)
-        row_sum = sums.mul_(_exp_difference(references, reference)).sum(0)
+        references = torch.cat([p.references for p in partials], 1)
+        sums = torch.cat([p.sums for p in partials], 1)
+        reference = references.amax(1)
+        row_sum = sums.mul_(_exp_difference(references, reference[:, None])).sum(1)
         above = reference != target_logit
         distance = torch.where(above, reference - target_logit, 0)
         # exp(r - ρ) - 1, which is exactly 0 where the target's logit is the reference
@@ -106,13 +113,11 @@ class TorchPrimitives:
         return Stats(reference, row_sum, excess + 1), distance + torch.log1p(excess)
 
     def settle(self, exps: Tensor, partials: list[Partial], stats: Stats) -> None:
-        tiles = exps.unflatten(1, (-1, self.config.tile))
-        references = torch.cat([p.references for p in partials])[: tiles.shape[1]]
-        factor = _exp_difference(references, stats.reference).t()
-        if not exps.is_cuda and bool((factor == 1).all()):
-            return
-        scale = fused(scale_tiles_) if exps.is_cuda and can_fuse() else scale_tiles_
-        scale(tiles, factor)
+        pieces = exps.shape[1] // self.config.piece
+        references = torch.cat([p.references for p in partials], 1)[:, :pieces]
+        factor = _exp_difference(references, stats.reference[:, None])
+        if exps.is_cuda or bool((factor != 1).any()):
+            _by_rows(scale_rows_, exps.view(-1, self.config.piece), factor.flatten())
 
     def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
         _multiply(out, a, b, add=True)
@@ -120,14 +125,11 @@ class TorchPrimitives:
     def finish_dx(
         self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, stats: Stats, scale: Tensor
     ) -> None:
-        for rows in _row_blocks(out):
-            target_part = w[targets.address[rows]].to(sums.dtype).mul_(stats.sum[rows, None])
-            torch.mul(target_part.sub_(sums[rows]).neg_(), scale[rows, None], out=out[rows])
+        _by_rows(finish_dx_, out, sums, targets.address, stats.sum, scale, whole=w)
 
     def scale_rows(self, h: Tensor, scale: Tensor) -> Tensor:
         scaled = h.new_empty(h.shape)
-        for rows in _row_blocks(h):
-            torch.mul(h[rows], scale[rows, None], out=scaled[rows])
+        _by_rows(scaled_rows_, scaled, h, scale)
         return scaled
 
     def add_target_rows(self, out: Tensor, h: Tensor, scale: Tensor, line: Tensor) -> None:
@@ -172,37 +174,6 @@ class TorchPrimitives:
             out.copy_(sums)
 
 
-def _eager_tile(
-    h: Tensor,
-    w: Tensor,
-    columns: Tensor,
-    reference: Tensor,
-    target: Tensor,
-    sums: Tensor | None,
-    references: Tensor | None,
-    exps: Tensor | None,
-) -> None:
-    rows, width = h.shape[0], w.shape[0]
-    exps = None if exps is None else exps[:, :width]
-    if exps is not None and exps.dtype == reference.dtype:
-        logits, exps = exps, None
-    else:
-        logits = reference.new_empty(rows, width)
-    _multiply(logits, h, w.t(), add=False)
-    exponentials_(logits, columns[:width], reference, target, sums, references, exps)
-
-
-def _fused_tile(h: Tensor, w: Tensor, columns: Tensor, *rest: Tensor | None) -> None:
-    reference, *_, exps = rest
-    assert reference is not None
-    logits = reference.new_empty(h.shape[0], columns.shape[0])
-    _multiply(logits[:, : w.shape[0]], h, w.t(), add=False)
-    for tensor, dim in ((logits, 1), (columns, 0), (exps, 1)):
-        if tensor is not None:
-            torch._dynamo.mark_static(tensor, dim)
-    fused(padded_exponentials)(logits, columns, *rest)
-
-
 def _multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
     """`out = a @ b`, or `out += a @ b`, accumulating in out's dtype."""
     if a.dtype == out.dtype:
@@ -231,7 +202,17 @@ def _blocks(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
+def _by_rows(function: Callable[..., None], *rowwise: Tensor, whole: Tensor | None = None) -> None:
+    """Call `function` fused, or on blocks of the rows of `rowwise` with all of `whole`."""
+    rest = () if whole is None else (whole,)
+    if can_fuse(rowwise[0]):
+        fused(function)(*rowwise, *rest)
+    else:
+        for rows in _row_blocks(next(x for x in rowwise if x.ndim == 2)):
+            function(*(x[rows] for x in rowwise), *rest)
+
+
 def _row_blocks(x: Tensor) -> Iterator[slice]:
-    """Cut the rows of `x` so that a block in the dtype of sums takes ROW_BLOCK_BYTES."""
+    """Cut the rows of `x` into blocks of `row_block_bytes`."""
     row_bytes = x.shape[1] * sum_dtype(x.dtype).itemsize
-    return _blocks(x.shape[0], max(1, ROW_BLOCK_BYTES // row_bytes))
+    return _blocks(x.shape[0], max(1, row_block_bytes(x.device.type) // row_bytes))

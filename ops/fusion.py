@@ -1,0 +1,42 @@
+"""Torch functions as single GPU kernels, where Triton is there to build them."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def can_fuse(x: Tensor) -> bool:
+    """Whether functions of x's rows run fused: on a GPU, and for more than one row."""
+    return x.is_cuda and x.shape[0] > 1 and _has_triton()
+
+
+@functools.cache
+def fused(function: Callable[..., None]) -> Callable[..., None]:
+    """Return `function` as one kernel, for any number of rows.
+
+    The function writes to its arguments.  Rows are compiled as a symbol, the last dimension of
+    each tensor of several as the number that it is.
+    """
+    compiled = torch.compile(function, dynamic=True)
+
+    def run(*arguments: Any) -> None:
+        for x in arguments:
+            if isinstance(x, Tensor) and x.ndim > 1:
+                torch._dynamo.mark_static(x, x.ndim - 1)
+        compiled(*arguments)
+
+    return run
+
+
+@functools.cache
+def _has_triton() -> bool:
+    from torch.utils._triton import has_triton
+
+    if not has_triton():
+        warnings.warn("cutefce: no Triton; the portable path runs unfused on the GPU", stacklevel=2)
+        return False
+    return True
