@@ -9,9 +9,9 @@ DEFAULTS = {
     # One float32 logits tile is 4 MiB: it stays in a CPU's last-level cache between the product
     # that writes it and the exponentials that read it.
     "cpu": TileConfig(window=4096, tile=1024, rows=1024, piece=1024),
-    # Tiles of 64 MiB keep a GPU busy for longer than the host needs for the next; a window of 4
+    # Tiles of 128 MiB keep a GPU busy for longer than the host needs for the next; a window of 2
     # makes the two gradient products long enough to run at full rate.
-    "cuda": TileConfig(window=8192, tile=2048, rows=8192, piece=1024),
+    "cuda": TileConfig(window=8192, tile=4096, rows=8192, piece=1024),
 }
 
 

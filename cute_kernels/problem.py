@@ -46,13 +46,16 @@ class TileConfig:
     tile: int
     """Columns of one logits tile; divides `window`."""
     rows: int
-    """Rows of one logits tile; with a quarter of them or fewer, a tile spans the window."""
+    """Rows of one logits tile; with fewer, a tile has more columns."""
     piece: int
     """Columns whose exponentials share a reference; divides `tile`."""
 
     def columns(self, tokens: int) -> int:
         """Return the columns of a tile when there are `tokens` rows in all."""
-        return self.window if 4 * tokens <= self.rows else self.tile
+        columns = self.tile
+        while 2 * columns <= self.window and 2 * columns * tokens <= self.tile * self.rows:
+            columns *= 2
+        return columns
 
     def __post_init__(self) -> None:
         for name, value, unit in (

@@ -51,7 +51,9 @@ def windows_bytes(p: Problem, config: TileConfig, kept: int) -> int:
         backward += min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
         step = max(step, min(p.tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device)))
         sums = window * p.hidden * p.accumulator_bytes if _is_narrow(p) else 0
-        step = max(step, sums + _widened(p, window, p.tokens, p.hidden))
+        gathered = min(window * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
+        finish = gathered if p.device == "cpu" else 0
+        step = max(step, sums + max(finish, _widened(p, window, p.tokens, p.hidden)))
     if kept < p.vocab:
         backward += p.tokens * config.window * p.item_bytes
         step = max(step, _tile_bytes(p, config, p.tokens, stored=True))

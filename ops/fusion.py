@@ -18,16 +18,18 @@ def can_fuse(x: Tensor) -> bool:
 def fused(function: Callable[..., None]) -> Callable[..., None]:
     """Return `function` as one kernel, for any number of rows.
 
-    The function writes to its arguments.  Rows are compiled as a symbol, the last dimension of
-    each tensor of several as the number that it is.
+    The function writes to its arguments.  The first dimension of each tensor is compiled as a
+    symbol, the others as the numbers that they are.
     """
     compiled = torch.compile(function, dynamic=True)
 
     def run(*arguments: Any) -> None:
         for x in arguments:
-            if isinstance(x, Tensor) and x.ndim > 1:
-                torch._dynamo.mark_static(x, x.ndim - 1)
-        compiled(*arguments)
+            for dim in range(1, x.ndim) if isinstance(x, Tensor) else ():
+                torch._dynamo.mark_static(x, dim)
+        # several heads and dtypes in one process each take a kernel or two
+        with torch._dynamo.config.patch(recompile_limit=64):
+            compiled(*arguments)
 
     return run
 

@@ -7,6 +7,7 @@
     project_gradients  the backward of "windows" plans
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -73,12 +74,7 @@ def loss(
     rows = h.reshape(-1, h.shape[-1])
     grad = torch.is_grad_enabled()
     problem = _problem(rows, w, grad and h.requires_grad, grad and w.requires_grad)
-    plan = planner.make_plan(
-        problem,
-        autotune_cache.lookup(problem),
-        planner.budget_bytes(workspace),
-        scalar_upstream=reduction != "none",
-    )
+    plan = _plan(problem, planner.budget_bytes(workspace), reduction != "none")
     result: Tensor = torch.ops.cutefce.project_loss(
         rows,
         w,
@@ -119,6 +115,21 @@ def _problem(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Prob
         grad_hidden=grad_hidden,
         grad_weight=grad_weight,
     )
+
+
+def _plan(problem: Problem, budget: int, scalar_upstream: bool) -> planner.Plan:
+    """Plan anew where sizes are symbols of a graph compiler, which cannot be cached."""
+    sizes = problem.tokens, problem.hidden, problem.vocab
+    make = _cached_plan if all(type(size) is int for size in sizes) else _new_plan
+    return make(problem, budget, scalar_upstream)
+
+
+def _new_plan(problem: Problem, budget: int, scalar_upstream: bool) -> planner.Plan:
+    config = autotune_cache.lookup(problem)
+    return planner.make_plan(problem, config, budget, scalar_upstream)
+
+
+_cached_plan = functools.lru_cache(maxsize=1024)(_new_plan)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -241,6 +252,10 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Ten
     return dx if grad_hidden else None, dw if grad_weight else None, *[None] * 9
 
 
+def _no_second_derivative(ctx: Any, *_: Any) -> None:
+    raise NotImplementedError("cutefce: the loss has no second derivatives (create_graph=True)")
+
+
 for overload in ("loss", "loss.preset"):
     LIBRARY.impl(overload, loss, "CompositeImplicitAutograd")
 LIBRARY.impl("project_loss", project_loss, "CompositeExplicitAutograd")
@@ -250,3 +265,4 @@ torch.library.register_fake("cutefce::project_gradients", _fake_gradients, lib=L
 torch.library.register_autograd(
     "cutefce::project_loss", _backward, setup_context=_setup_context, lib=LIBRARY
 )
+torch.library.register_autograd("cutefce::project_gradients", _no_second_derivative, lib=LIBRARY)

@@ -112,8 +112,8 @@ class Primitives(Protocol):
         """Make `exps` (N, K), the pieces that were stored, relative to `stats.reference`."""
         ...
 
-    def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
-        """Add `a @ b` to `out`, which has the dtype of sums."""
+    def multiply(self, out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+        """Write `a @ b` to `out`, which has the dtype of sums, or `add` it."""
         ...
 
     def finish_dx(

@@ -12,9 +12,16 @@ SLACK = 32.0
 Sums stay below V·e³², so that neither they nor 1/T leave the range of bfloat16 and float32."""
 
 
-def row_dot_(out: Tensor, h: Tensor, address: Tensor, w: Tensor) -> None:
-    """Write h_i · w_address_i to `out` (R,); h is (R, D), `address` (R,), w (V, D)."""
-    out.copy_(w[address].to(out.dtype).mul_(h).sum(1))
+def target_logit_(
+    out: Tensor, h: Tensor, index: Tensor, address: Tensor, active: Tensor, w: Tensor
+) -> None:
+    """Write h_i · w_address_i to `out` (R,); NaN where address and index differ, +inf if inactive.
+
+    h is (R, D), index, address and active are (R,), w is (V, D).
+    """
+    logit = w[address].to(out.dtype).mul_(h).sum(1)
+    logit = torch.where(address == index, logit, torch.nan)
+    out.copy_(torch.where(active, logit, torch.inf))
 
 
 def scaled_rows_(out: Tensor, h: Tensor, scale: Tensor) -> None:
@@ -33,6 +40,14 @@ def finish_dx_(
     """Write scale_i (sums_i - row_sum_i w_address_i) to `out` (R, D)."""
     target_part = w[address].to(sums.dtype).mul_(row_sum[:, None])
     out.copy_(target_part.sub_(sums).mul_(-scale[:, None]))
+
+
+def finish_dw_(
+    out: Tensor, sums: Tensor, line: Tensor, target_sums: Tensor, unit: Tensor | None
+) -> None:
+    """Write (sums_v + target_sums_line_v) * unit to `out` (R, D); `out` may be `sums` itself."""
+    total = target_sums[line].add_(sums)
+    out.copy_(total if unit is None else total.mul_(unit))
 
 
 def exponentials_(

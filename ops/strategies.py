@@ -96,7 +96,7 @@ def backward(
     """Return dX (N, D) and dW (V, D) for the upstream gradient of each row's loss (N,) or ()."""
     (vocab, hidden), tokens, kept = w.shape, h.shape[0], min(exps.shape[1], w.shape[0])
     scale = torch.where(targets.active, upstream / stats.total, 0)
-    dx_sums = scale.new_zeros(tokens, hidden) if grad_hidden else None
+    dx_sums = scale.new_empty(tokens, hidden) if grad_hidden else None
     dw = None
     if grad_weight:
         dw = w.new_empty(vocab, hidden)
@@ -112,7 +112,7 @@ def backward(
             primitives.recompute_exp(h, w, (first, last), stats.reference, targets.index, buffer)
             e = buffer[:, : last - first]
         if dx_sums is not None:
-            primitives.add_product(dx_sums, e, w[first:last])
+            primitives.multiply(dx_sums, e, w[first:last], add=first > 0)
         if dw is not None:
             primitives.finish_dw(dw[first:last], e, scaled, target_rows, first, unit)
     if dx_sums is None:
@@ -152,11 +152,12 @@ def gradients_in_forward(
         exps = buffer[: rows.stop - start, :vocab]
         scale = torch.where(part.active, weight / stats.total, 0)
         if dx is not None:
-            dx_sums = weight.new_zeros(rows.stop - start, hidden)
-            primitives.add_product(dx_sums, exps, w)
+            dx_sums = weight.new_empty(rows.stop - start, hidden)
+            primitives.multiply(dx_sums, exps, w, add=False)
             primitives.finish_dx(dx[rows], dx_sums, w, part, stats, scale)
         if dw_sums is not None:
-            primitives.add_product(dw_sums, exps.t(), primitives.scale_rows(h[rows], scale))
+            scaled = primitives.scale_rows(h[rows], scale)
+            primitives.multiply(dw_sums, exps.t(), scaled, add=True)
             primitives.add_target_rows(dw_sums, h[rows], -scale * stats.sum, part.address)
     del buffer, exps  # before dW, which may be another tensor than its sums
     return losses, dx, None if dw_sums is None else dw_sums.to(w.dtype)

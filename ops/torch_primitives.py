@@ -19,10 +19,11 @@ from cutefce.ops.primitives import Partial, Stats, TargetRows, Targets, sum_dtyp
 from cutefce.ops.rowwise import (
     exponentials,
     exponentials_,
+    finish_dw_,
     finish_dx_,
-    row_dot_,
     scale_rows_,
     scaled_rows_,
+    target_logit_,
 )
 
 
@@ -34,9 +35,9 @@ class TorchPrimitives:
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         logit = h.new_empty(h.shape[0], dtype=sum_dtype(h.dtype))
-        _by_rows(row_dot_, logit, h, targets.address, whole=w)
-        logit.masked_fill_(targets.address != targets.index, torch.nan)
-        return logit.masked_fill_(~targets.active, torch.inf)
+        parts = targets.index, targets.address, targets.active
+        _by_rows(target_logit_, logit, h, *parts, whole=(w,))
+        return logit
 
     def project_exp(
         self,
@@ -78,9 +79,10 @@ class TorchPrimitives:
         run = fused(exponentials) if can_fuse(h) else exponentials_
         in_place = run is exponentials_ and exps is not None and exps.dtype == reference.dtype
         scratch = reference.new_empty(0 if in_place else min(tokens, self.config.rows), width)
-        starts = torch.arange(first, last, width, device=h.device)
+        # one more than there are tiles: a lone element would be compiled as a case of its own
+        starts = torch.arange(first, last + width, width, device=h.device)
         for rows in _blocks(tokens, self.config.rows):
-            for start, tile in zip(starts, _blocks(last - first, width), strict=True):
+            for start, tile in zip(starts, _blocks(last - first, width), strict=False):
                 valid = tile.stop - tile.start
                 pieces = slice(tile.start // piece, math.ceil(tile.stop / piece))
                 columns = slice(pieces.start * piece, pieces.stop * piece)
@@ -119,13 +121,13 @@ class TorchPrimitives:
         if exps.is_cuda or bool((factor != 1).any()):
             _by_rows(scale_rows_, exps.view(-1, self.config.piece), factor.flatten())
 
-    def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
-        _multiply(out, a, b, add=True)
+    def multiply(self, out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+        _multiply(out, a, b, add=add)
 
     def finish_dx(
         self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, stats: Stats, scale: Tensor
     ) -> None:
-        _by_rows(finish_dx_, out, sums, targets.address, stats.sum, scale, whole=w)
+        _by_rows(finish_dx_, out, sums, targets.address, stats.sum, scale, whole=(w,))
 
     def scale_rows(self, h: Tensor, scale: Tensor) -> Tensor:
         scaled = h.new_empty(h.shape)
@@ -164,14 +166,11 @@ class TorchPrimitives:
         first: int,
         unit: Tensor | None,
     ) -> None:
-        part = target_rows.sums
-        sums = out if out.dtype == part.dtype else part.new_empty(out.shape)
-        torch.index_select(part, 0, target_rows.line[first : first + out.shape[0]], out=sums)
-        _multiply(sums, exps.t(), scaled, add=True)
-        if unit is not None:
-            torch.mul(sums, unit, out=out)
-        elif sums is not out:
-            out.copy_(sums)
+        totals = target_rows.sums
+        sums = out if out.dtype == totals.dtype else totals.new_empty(out.shape)
+        _multiply(sums, exps.t(), scaled, add=False)
+        line = target_rows.line[first : first + out.shape[0]]
+        _by_rows(finish_dw_, out, sums, line, whole=(totals, unit))
 
 
 def _multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
@@ -202,14 +201,15 @@ def _blocks(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
-def _by_rows(function: Callable[..., None], *rowwise: Tensor, whole: Tensor | None = None) -> None:
+def _by_rows(
+    function: Callable[..., None], *rowwise: Tensor, whole: tuple[Tensor | None, ...] = ()
+) -> None:
     """Call `function` fused, or on blocks of the rows of `rowwise` with all of `whole`."""
-    rest = () if whole is None else (whole,)
     if can_fuse(rowwise[0]):
-        fused(function)(*rowwise, *rest)
-    else:
-        for rows in _row_blocks(next(x for x in rowwise if x.ndim == 2)):
-            function(*(x[rows] for x in rowwise), *rest)
+        fused(function)(*rowwise, *whole)
+        return
+    for rows in _row_blocks(next(x for x in rowwise if x.ndim == 2)):
+        function(*(x[rows] for x in rowwise), *whole)
 
 
 def _row_blocks(x: Tensor) -> Iterator[slice]:
