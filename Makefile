@@ -8,17 +8,17 @@ BIN := .venv/bin
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test]' mypy pre-commit ruff
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test,dev]'
 	touch $@
 
 demo: .venv/ready
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m examples.demo
 
 test: .venv/ready
 	$(BIN)/pytest
 
 test-gpu: .venv/ready
-	$(BIN)/pytest -m gpu
+	$(BIN)/pytest -m gpu --numprocesses=0
 
 lint: .venv/ready
 	$(BIN)/ruff check
@@ -27,12 +27,14 @@ lint: .venv/ready
 type: .venv/ready
 	$(BIN)/mypy
 
-# the tests on the built wheel, from a folder where the checkout is not importable
+# the tests against the built wheel, where the checkout is not importable
 wheel-check: .venv/ready
 	rm -rf build && mkdir -p build/site
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build .
 	$(BIN)/pip install --quiet --no-deps --target build/site build/cutefce-*.whl
-	cd build/site && PYTHONPATH=. ../../$(BIN)/python -m pytest -o pythonpath= ../../tests/test_packaging.py ../../tests/test_op.py
+	ln -s $(CURDIR)/tests $(CURDIR)/bench build/site/
+	cd build/site && PYTHONPATH=. ../../$(BIN)/python -m pytest --rootdir=. -c ../../pyproject.toml \
+	  -o pythonpath=. tests/test_packaging.py tests/test_op.py
 
 bench: .venv/ready
 	$(BIN)/python -m bench

@@ -83,7 +83,7 @@ def _windows(p: Problem, config: TileConfig, budget: int) -> Plan:
         if windows_bytes(p, config, everything) <= budget:
             kept = everything
         elif spare > 0:
-            kept = min(spare // (p.tokens * p.item_bytes), p.vocab - 1)
+            kept = min(spare // (max(p.tokens, 1) * p.item_bytes), p.vocab - 1)
             kept = kept // config.window * config.window
     return Plan(
         strategy="windows",
@@ -98,11 +98,10 @@ def _windows(p: Problem, config: TileConfig, budget: int) -> Plan:
 def _gradients_in_forward(p: Problem, config: TileConfig, budget: int) -> Plan:
     stored = _all_columns(p, config)
     beyond = chunked_bytes(p, config, stored, p.tokens) - budget
-    chunk = p.tokens
+    chunk = max(p.tokens, 1)
     if beyond > 0:
         chunk -= -(-beyond // chunk_token_bytes(p, config, stored))
-        chunk = chunk // SMALLEST_CHUNK * SMALLEST_CHUNK
-    chunk = min(max(chunk, SMALLEST_CHUNK), p.tokens)
+        chunk = max(chunk // SMALLEST_CHUNK * SMALLEST_CHUNK, min(SMALLEST_CHUNK, p.tokens), 1)
     return Plan(
         strategy="gradients_in_forward",
         window=config.window,

@@ -1,0 +1,80 @@
+"""The demo's corpus: the sources of Python's standard library as token ids."""
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+VOCAB = 32768
+"""Entries that the vocabulary must have."""
+
+END_OF_FILE = "<|endoffile|>"
+"""The token after each file."""
+
+VALIDATION_SHARE = 0.05
+"""Share of the files that is held out: the last ones by path."""
+
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+"""Folders left out: other packages, and tests, which not every distribution installs."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token ids (tokens,), int64, of two disjoint sets of files, and the vocabulary's size."""
+
+    train: Tensor
+    validation: Tensor
+    vocab: int
+
+
+def load_corpus(tokenizer_path: Path) -> Corpus:
+    """Tokenise the standard library; the tokenizer is trained if its file does not exist."""
+    texts = read_sources()
+    held_out = round(len(texts) * (1 - VALIDATION_SHARE))
+    if not tokenizer_path.exists():
+        train_tokenizer(texts[:held_out]).save(str(tokenizer_path))
+    tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    vocab = tokenizer.get_vocab_size()
+    if vocab < VOCAB:
+        raise RuntimeError(
+            f"{tokenizer_path}: got {vocab} entries, expected {VOCAB} or more; "
+            f"{len(texts)} sources were found below {sysconfig.get_path('stdlib')}"
+        )
+    return Corpus(encode(tokenizer, texts[:held_out]), encode(tokenizer, texts[held_out:]), vocab)
+
+
+def read_sources() -> list[str]:
+    """Return the texts of the standard library's sources that are UTF-8, in order of path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    texts = []
+    for path in sorted(root.rglob("*.py")):
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts):
+            try:
+                texts.append(path.read_text(encoding="utf-8"))
+            except UnicodeDecodeError:
+                continue
+    return texts
+
+
+def train_tokenizer(texts: list[str]) -> Tokenizer:
+    """Return a byte-level BPE tokenizer of VOCAB entries, or fewer if the texts give no more."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[END_OF_FILE],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
+    """Return the token ids (tokens,) of all texts, each followed by END_OF_FILE."""
+    encodings = tokenizer.encode_batch_fast([text + END_OF_FILE for text in texts])
+    return torch.tensor([token for encoding in encodings for token in encoding.ids])

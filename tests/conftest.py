@@ -1,0 +1,42 @@
+"""Devices, tile sizes and the skipping of GPU tests."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cutefce import autotune_cache
+from cutefce.cute_kernels.problem import TileConfig
+from cutefce.ops import library
+
+SMALL_TILES = TileConfig(window=64, tile=32, rows=32, piece=16)
+"""Many windows, tiles, row blocks and pieces at sizes that a test can afford."""
+
+
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    # several test processes share the cores
+    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[TileConfig]:
+    for name in autotune_cache.DEFAULTS:
+        monkeypatch.setitem(autotune_cache.DEFAULTS, name, SMALL_TILES)
+    library._cached_plan.cache_clear()
+    yield SMALL_TILES
+    library._cached_plan.cache_clear()

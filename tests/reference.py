@@ -1,0 +1,154 @@
+"""What results are compared with, and how far they may be from it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import cutefce
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one call and the upstream gradient of each row's loss."""
+
+    h: Tensor
+    w: Tensor
+    y: Tensor
+    upstream: Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    """Losses (N,) and gradients."""
+
+    loss: Tensor
+    dx: Tensor
+    dw: Tensor
+
+
+def random_case(
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    logit_std: float = 1.0,
+    ignored: float = 0.1,
+    seed: int = 0,
+) -> Case:
+    """Draw a case whose logits have the given standard deviation, some targets being -100."""
+    torch.manual_seed(seed)
+    h = torch.randn(tokens, hidden)
+    w = torch.randn(vocab, hidden) * (logit_std / hidden**0.5)
+    y = torch.randint(vocab, (tokens,))
+    y[torch.rand(tokens) < ignored] = -100
+    upstream = torch.randn(tokens, dtype=torch.promote_types(dtype, torch.float32))
+    return Case(h.to(device, dtype), w.to(device, dtype), y.to(device), upstream.to(device))
+
+
+def logits_case(logits: Tensor, y: Tensor, device: str = "cpu") -> Case:
+    """Return a case with exactly these logits (N, V): the weight is the identity."""
+    w = torch.eye(logits.shape[1], dtype=logits.dtype)
+    upstream = torch.ones(len(y), dtype=torch.promote_types(logits.dtype, torch.float32))
+    return Case(logits.to(device), w.to(device), y.to(device), upstream.to(device))
+
+
+def evaluate(case: Case, loss: Loss) -> Result:
+    """Run `loss`, which returns per-token losses, and its gradients."""
+    h, w = case.h.detach().requires_grad_(), case.w.detach().requires_grad_()
+    losses = loss(h, w)
+    dx, dw = torch.autograd.grad(losses, (h, w), case.upstream.to(losses.dtype))
+    return Result(losses.detach(), dx, dw)
+
+
+def exact(case: Case) -> Result:
+    """Evaluate in float64."""
+    wide = Case(case.h.double(), case.w.double(), case.y, case.upstream.double())
+    return evaluate(wide, lambda h, w: F.cross_entropy(h @ w.t(), case.y, reduction="none"))
+
+
+def two_stage(case: Case) -> Result:
+    """Evaluate by a product in the inputs' dtype and a float32 cross entropy."""
+
+    def loss(h: Tensor, w: Tensor) -> Tensor:
+        logits = h @ w.t()
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide, case.y, reduction="none")
+
+    return evaluate(case, loss)
+
+
+def wide_logits(case: Case) -> Result:
+    """Evaluate with logits in float32 and their gradient rounded to the inputs' dtype."""
+    dtype = case.h.dtype
+    logits = (case.h.float() @ case.w.float().t()).requires_grad_()
+    losses = F.cross_entropy(logits, case.y, reduction="none")
+    (dz,) = torch.autograd.grad(losses, logits, case.upstream)
+    dz = dz.to(dtype)
+    dx, dw = dz.float() @ case.w.float(), dz.float().t() @ case.h.float()
+    return Result(losses.detach(), dx.to(dtype), dw.to(dtype))
+
+
+def ours(case: Case, **options: Any) -> Result:
+    """Evaluate cutefce with reduction "none"."""
+    return evaluate(
+        case,
+        lambda h, w: cutefce.linear_cross_entropy(h, w, case.y, reduction="none", **options),
+    )
+
+
+def planned(case: Case, strategy: str, window: int, kept: int, chunk: int) -> Result:
+    """Evaluate a given plan; the loss of gradients in forward is the sum of all rows'."""
+    reduction = "none" if strategy == "windows" else "sum"
+
+    def loss(h: Tensor, w: Tensor) -> Tensor:
+        result: Tensor = torch.ops.cutefce.project_loss(
+            h, w, case.y, reduction, -100, True, True, strategy, window, kept, chunk
+        )[0]
+        return result
+
+    if strategy == "windows":
+        return evaluate(case, loss)
+    scalar = Case(case.h, case.w, case.y, torch.ones((), device=case.h.device))
+    return evaluate(scalar, loss)
+
+
+def assert_as_accurate(
+    got: Result,
+    case: Case,
+    names: tuple[str, ...] = ("loss", "dx", "dw"),
+    saturated: bool = False,
+) -> None:
+    """Assert that errors against float64 are those of the two-stage form or smaller.
+
+    The factors are the project's guarantee: 1.05 of two stages, and for 16-bit inputs 1.35 of
+    float32 logits.  float32 sums differ by their order alone, so float32 results are allowed the
+    rounding of the exact result in addition.  `saturated` cases are such that two stages are
+    exact, since probabilities that round to 1 have no error, while a stored exponential has its
+    rounding: they are allowed that, one unit roundoff.
+    """
+    truth, other = exact(case), two_stage(case)
+    narrow = case.h.dtype.itemsize == 2
+    wide = wide_logits(case) if narrow else None
+    for name in names:
+        want, result = getattr(truth, name), getattr(got, name)
+        error = _distance(result, want)
+        allowed = 1.05 * _distance(getattr(other, name), want)
+        if name == "loss" or not narrow:
+            allowed += _distance(want.to(result.dtype), want)
+        elif wide is not None:
+            allowed = min(allowed, 1.35 * _distance(getattr(wide, name), want))
+        if saturated:
+            allowed += torch.finfo(result.dtype).eps / 2 * float(want.norm())
+        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm())

@@ -1,0 +1,103 @@
+"""The planner: choices, monotony, and that it needs no torch."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cutefce
+from cutefce.autotune_cache import lookup
+from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.ops.planner import MAXIMUM, MINIMUM, Plan, budget_bytes, make_plan
+
+GIB = 1 << 30
+LLAMA = Problem(tokens=8192, hidden=4096, vocab=128256, dtype="bfloat16", device="cuda")
+LONG = dataclasses.replace(LLAMA, tokens=32768)
+CPU = Problem(tokens=2048, hidden=1024, vocab=50257, dtype="float32", device="cpu")
+
+
+def plan(problem: Problem, budget: int, scalar_upstream: bool = True) -> Plan:
+    return make_plan(problem, lookup(problem), budget, scalar_upstream)
+
+
+def test_the_ends_of_the_budget() -> None:
+    everything, nothing = plan(LLAMA, MAXIMUM), plan(LLAMA, MINIMUM)
+    assert (everything.strategy, nothing.strategy) == ("windows", "windows")
+    assert everything.kept >= LLAMA.vocab and nothing.kept == 0
+    assert nothing.workspace_bytes < everything.workspace_bytes / 4
+
+
+def test_default_budget_keeps_everything_of_a_usual_step() -> None:
+    assert plan(LLAMA, budget_bytes(None)).kept >= LLAMA.vocab
+
+
+def test_long_batches_put_gradients_in_the_forward() -> None:
+    """Where exponentials of all tokens do not fit, dW's sums and those of a chunk may."""
+    chosen = plan(LONG, 4 * GIB)
+    assert chosen.strategy == "gradients_in_forward" and 256 <= chosen.chunk < LONG.tokens
+    assert plan(LONG, 4 * GIB, scalar_upstream=False).strategy == "windows"
+
+
+@pytest.mark.parametrize("problem", [LLAMA, LONG, CPU], ids=["Llama", "long", "CPU"])
+@pytest.mark.parametrize("scalar_upstream", [True, False])
+def test_time_falls_and_memory_stays_within_a_growing_budget(
+    problem: Problem, scalar_upstream: bool
+) -> None:
+    floor = plan(problem, MINIMUM, scalar_upstream).workspace_bytes
+    plans = [
+        (budget, plan(problem, budget, scalar_upstream))
+        for budget in range(floor, 40 * floor, floor // 7)
+    ]
+    for budget, chosen in plans:
+        assert chosen.workspace_bytes <= budget
+    seconds = [chosen.seconds for _, chosen in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < seconds[0]
+
+
+def test_float16_keeps_nothing() -> None:
+    """Its range is too small for exponentials relative to the target."""
+    chosen = plan(dataclasses.replace(LLAMA, dtype="float16"), MAXIMUM)
+    assert (chosen.strategy, chosen.kept) == ("windows", 0)
+
+
+def test_no_gradients_keep_nothing() -> None:
+    chosen = plan(dataclasses.replace(LLAMA, grad_hidden=False, grad_weight=False), MAXIMUM)
+    assert (chosen.strategy, chosen.kept) == ("windows", 0)
+    assert chosen.workspace_bytes < GIB / 4
+
+
+def test_kept_columns_are_whole_windows_or_all() -> None:
+    config = lookup(LLAMA)
+    for budget in range(GIB // 2, 3 * GIB, GIB // 9):
+        kept = plan(LLAMA, budget, scalar_upstream=False).kept
+        assert kept >= LLAMA.vocab or kept % config.window == 0
+        assert kept % config.piece == 0
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8, 1000, 1025, 32001, 50257, 151669])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+def test_lookup_is_legal_and_no_wider_than_the_vocabulary(vocab: int, device: str) -> None:
+    config = lookup(dataclasses.replace(CPU, vocab=vocab, device=device))
+    assert config.window % config.tile == 0 and config.tile % config.piece == 0
+    assert config.piece <= vocab + 7
+
+
+@pytest.mark.parametrize("wrong", [{"window": 100}, {"piece": 24}])
+def test_illegal_tiles_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"(window|tile): got \d+, expected a multiple"):
+        TileConfig(**({"window": 64, "tile": 32, "rows": 32, "piece": 16} | wrong))
+
+
+def test_planner_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
+        "from cutefce.ops.planner import budget_bytes; print(budget_bytes('min'))"
+    )
+    root = Path(cutefce.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.returncode) == ("0", 0), done.stderr
