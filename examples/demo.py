@@ -1,8 +1,8 @@
 """Train one small transformer twice: with cutefce's loss, and with torch's on all logits.
 
 Both trainings start from the same parameters and see the same batches, and their steps alternate,
-so that whatever else the machine does slows down both.  Run as `python -m examples.demo`.  On a
-CPU everything is float32; on a GPU, which needs 24 GiB, products run in bfloat16 by autocast.
+so that whatever else the machine does slows down both.  Run as `python examples/demo.py`.  On a
+CPU everything is float32; on a GPU products run in bfloat16 by autocast.
 """
 
 import argparse

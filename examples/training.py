@@ -28,7 +28,7 @@ class Sizes:
     learning_rate: float
 
 
-CPU = Sizes(hidden=128, layers=2, heads=4, context=128, batch=8, steps=130, learning_rate=3e-3)
+CPU = Sizes(hidden=128, layers=2, heads=4, context=128, batch=8, steps=140, learning_rate=2e-3)
 GPU = Sizes(hidden=1024, layers=8, heads=16, context=1024, batch=16, steps=200, learning_rate=6e-4)
 
 
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
         )
         self.head = nn.Linear(sizes.hidden, vocab, bias=False)
         self.head.weight = self.embedding.weight
-        nn.init.normal_(self.head.weight, std=0.02)
+        nn.init.normal_(self.head.weight, std=0.5 * sizes.hidden**-0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens (batch, context) to the head's input (batch, context, hidden)."""

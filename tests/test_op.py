@@ -201,7 +201,7 @@ def test_compiled_equals_eager(
             assert torch.equal(eager, fast)
 
 
-def test_dynamic_sizes_compile_once(device: str) -> None:
+def test_dynamic_sizes_share_graphs(device: str) -> None:
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
@@ -210,10 +210,11 @@ def test_dynamic_sizes_compile_once(device: str) -> None:
         dynamic=True,
         backend=counter,
     )
-    for tokens in (40, 41, 57, 300):
+    for tokens in (40, 41, 57, 300, 301, 512):
         case = random_case(tokens, 16, 333, device=device)
         compiled(*leaves(case), case.y).backward()
-    assert counter.frame_count == 1
+    # one graph for each of the ranges that the planner tells apart
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
