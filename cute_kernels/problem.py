@@ -33,7 +33,7 @@ class Problem:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that the caller asked for."""
-        rows = self.grad_hidden * self.tokens + self.grad_weight * self.vocab
+        rows = (self.tokens if self.grad_hidden else 0) + (self.vocab if self.grad_weight else 0)
         return rows * self.hidden * self.item_bytes
 
 

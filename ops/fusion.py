@@ -21,7 +21,9 @@ def fused(function: Callable[..., None]) -> Callable[..., None]:
     The function writes to its arguments.  The first dimension of each tensor is compiled as a
     symbol, the others as the numbers that they are.
     """
-    compiled = torch.compile(function, dynamic=True)
+    # a tuned kernel could sum in another order in the next process
+    options: dict[str, Any] = {"triton.autotune_pointwise": False}
+    compiled = torch.compile(function, dynamic=True, options=options)
 
     def run(*arguments: Any) -> None:
         for x in arguments:

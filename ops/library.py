@@ -8,6 +8,7 @@
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,6 +104,20 @@ def _autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return x.to(dtype) if eligible else x
 
     return cast(h), cast(w)
+
+
+def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a surrounding autocast region, which casts the inputs, from casting what sums."""
+
+    @functools.wraps(kernel)
+    def run(first: Tensor, *rest: Any) -> Any:
+        device = first.device.type
+        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+            return kernel(first, *rest)
+        with torch.autocast(device, enabled=False):
+            return kernel(first, *rest)
+
+    return run
 
 
 def _problem(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Problem:
@@ -258,8 +273,8 @@ def _no_second_derivative(ctx: Any, *_: Any) -> None:
 
 for overload in ("loss", "loss.preset"):
     LIBRARY.impl(overload, loss, "CompositeImplicitAutograd")
-LIBRARY.impl("project_loss", project_loss, "CompositeExplicitAutograd")
-LIBRARY.impl("project_gradients", project_gradients, "CompositeExplicitAutograd")
+LIBRARY.impl("project_loss", _without_autocast(project_loss), "CompositeExplicitAutograd")
+LIBRARY.impl("project_gradients", _without_autocast(project_gradients), "CompositeExplicitAutograd")
 torch.library.register_fake("cutefce::project_loss", _fake_loss, lib=LIBRARY)
 torch.library.register_fake("cutefce::project_gradients", _fake_gradients, lib=LIBRARY)
 torch.library.register_autograd(

@@ -128,11 +128,11 @@ def assert_as_accurate(
 ) -> None:
     """Assert that errors against float64 are those of the two-stage form or smaller.
 
-    The factors are the project's guarantee: 1.05 of two stages, and for 16-bit inputs 1.35 of
-    float32 logits.  float32 sums differ by their order alone, so float32 results are allowed the
-    rounding of the exact result in addition.  `saturated` cases are such that two stages are
-    exact, since probabilities that round to 1 have no error, while a stored exponential has its
-    rounding: they are allowed that, one unit roundoff.
+    For 16-bit inputs the factors are the project's guarantee: 1.05 of two stages and 1.35 of
+    float32 logits.  float32 results, whose errors are those of the order of their sums alone, are
+    allowed twice the error of two stages and the rounding of the exact result.  `saturated`
+    cases are such that two stages are exact, since probabilities that round to 1 have no error,
+    while a stored exponential has its rounding: they are allowed that, one unit roundoff.
     """
     truth, other = exact(case), two_stage(case)
     narrow = case.h.dtype.itemsize == 2
@@ -140,7 +140,7 @@ def assert_as_accurate(
     for name in names:
         want, result = getattr(truth, name), getattr(got, name)
         error = _distance(result, want)
-        allowed = 1.05 * _distance(getattr(other, name), want)
+        allowed = (1.05 if narrow else 2) * _distance(getattr(other, name), want)
         if name == "loss" or not narrow:
             allowed += _distance(want.to(result.dtype), want)
         elif wide is not None:
