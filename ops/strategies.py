@@ -58,7 +58,7 @@ def forward(
 ) -> tuple[Tensor, Stats]:
     """Return losses (N,) and stats; `exps` (N, K) receives the first K columns' exponentials.
 
-    K is a multiple of the tile and may lie above V; the columns beyond V are undefined.
+    K is a multiple of the piece and may lie above V; the columns beyond V are undefined.
     """
     vocab, kept = w.shape[0], min(exps.shape[1], w.shape[0])
     logit = primitives.target_logit(h, w, targets)

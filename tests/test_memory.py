@@ -67,7 +67,8 @@ def test_peak_is_predicted(
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("workspace", ["max", "min"])
 def test_peak_is_predicted_for_every_use(workspace: str, mode: dict[str, Any], device: str) -> None:
-    shape = (512, 128, 16001)
+    # a vocabulary of several windows, so that a window's buffers are small beside the logits
+    shape = (512, 128, 16001 if device == "cpu" else 128256)
     predicted, measured, p = measure(shape, torch.float32, device, workspace, **mode)
     assert abs(predicted - measured) <= 0.1 * measured
     if workspace == "min":
