@@ -52,9 +52,12 @@ def test_ignore_index(ignore_index: int, device: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("workspace", ["max", "min"])
 @pytest.mark.parametrize("tokens", [0, 1, 6])
-def test_nothing_counts(tokens: int, reduction: str, workspace: str, device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_counts(
+    dtype: torch.dtype, tokens: int, reduction: str, workspace: str, device: str
+) -> None:
     """No tokens, or none that is not ignored: loss 0, gradients 0 and present."""
-    case = random_case(tokens, 8, 50, device=device)
+    case = random_case(tokens, 8, 50, dtype=dtype, device=device)
     case.y.fill_(-100)
     h, w = leaves(case)
     loss = cutefce.linear_cross_entropy(h, w, case.y, reduction=reduction, workspace=workspace)
