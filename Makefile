@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu lint type wheel-check bench clean
+.PHONY: demo test test-gpu lint type kernels wheel-check bench clean
 
 # torch comes first and pinned, so that no other package chooses its build
 .venv/ready: pyproject.toml constraints.txt
@@ -27,6 +27,10 @@ lint: .venv/ready
 type: .venv/ready
 	$(BIN)/mypy
 
+# every kernel that can be chosen compiles clean; needs no GPU
+kernels: .venv/ready
+	$(BIN)/python -m cutefce compile
+
 # the tests against the built wheel, where the checkout is not importable
 wheel-check: .venv/ready
 	rm -rf build && mkdir -p build/site
@@ -37,7 +41,7 @@ wheel-check: .venv/ready
 	  -o pythonpath=. tests/test_packaging.py tests/test_op.py
 
 bench: .venv/ready
-	$(BIN)/python -m bench
+	$(BIN)/python -m bench step
 
 clean:
 	rm -rf .venv build demo-output *.egg-info

@@ -1,8 +1,11 @@
 """Which configuration serves a problem: the only place that the op layer asks.
 
-`lookup` answers with the default of the device's kind.
+`lookup` answers for the portable path with the default of the device's kind, `lookup_project_exp`
+for the kernels with the default of their architecture.
 """
 
+from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.config import ProjectExpConfig
 from cutefce.cute_kernels.problem import Problem, TileConfig
 
 DEFAULTS = {
@@ -25,6 +28,11 @@ def lookup(problem: Problem) -> TileConfig:
     tile = min(config.tile, _round_up(problem.vocab, piece))
     window = min(config.window, _round_up(problem.vocab, tile))
     return TileConfig(window=window, tile=tile, rows=config.rows, piece=piece)
+
+
+def lookup_project_exp(arch: Sm90, tokens: int) -> ProjectExpConfig:
+    """Return the configuration of `project_exp` for `tokens` rows on `arch`."""
+    return arch.default(tokens)
 
 
 def _round_up(value: int, unit: int) -> int:

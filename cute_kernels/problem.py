@@ -19,6 +19,8 @@ class Problem:
     """Device type, as torch names it: "cpu" or "cuda"."""
     grad_hidden: bool = True
     grad_weight: bool = True
+    arch: str | None = None
+    """Architecture whose kernels compute it; None for the portable path."""
 
     @property
     def item_bytes(self) -> int:

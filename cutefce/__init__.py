@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from cutefce.version import __version__ as __version__
 
 if find_spec("torch") is not None:
+    from cutefce.ops.dispatch import backend_for, set_strict
     from cutefce.ops.functional import LinearCrossEntropyLoss, linear_cross_entropy
 
-    __all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
+    __all__ = ["LinearCrossEntropyLoss", "backend_for", "linear_cross_entropy", "set_strict"]

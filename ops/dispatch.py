@@ -1,18 +1,137 @@
-"""Which primitives serve a problem here."""
+"""Which primitives serve a call here, and why."""
 
 import functools
+import warnings
+from dataclasses import dataclass
+from importlib.util import find_spec
 
-from cutefce.autotune_cache import lookup
+import torch
+from torch import Tensor
+
+from cutefce import autotune_cache
+from cutefce.cute_kernels.arch import Sm90, arch_for
 from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.ops.cute_primitives import CutePrimitives, has_aligned_rows
 from cutefce.ops.primitives import Primitives
 from cutefce.ops.torch_primitives import TorchPrimitives
 
+_strict = False
 
-def primitives_for(problem: Problem) -> Primitives:
-    """Return the primitives for `problem`, tiled as `lookup` says."""
-    return _torch_primitives(lookup(problem))
+
+@dataclass(frozen=True)
+class Backend:
+    """Which primitives serve a call."""
+
+    name: str
+    """"cute", the kernels, or "torch", the portable path."""
+    reason: str
+    """Why."""
+
+
+def set_strict(enabled: bool) -> None:
+    """Make calls that the kernels cannot serve raise RuntimeError, instead of a warning once."""
+    global _strict
+    _strict = enabled
+
+
+def backend_for(h: Tensor, w: Tensor) -> Backend:
+    """Return what serves a call with hidden states h (..., D) and weight w (V, D)."""
+    rows = h if h.ndim == 2 else h.reshape(-1, h.shape[-1])
+    reason = _obstacle(rows, w)
+    if reason is not None:
+        return Backend("torch", reason)
+    capability = torch.cuda.get_device_capability(h.device)
+    return Backend("cute", f"{h.dtype} on compute capability {capability[0]}.{capability[1]}")
+
+
+def arch_of(h: Tensor) -> str | None:
+    """Return the architecture whose kernels take h (N, D), None if there is none.
+
+    Does not look at how tensors lie in memory, which a graph compiler does not know.
+    """
+    if device_obstacle(h.device, h.dtype) is not None or h.shape[1] % 8:
+        return None
+    return _arch(h.device).name
+
+
+def primitives_for(h: Tensor, w: Tensor, problem: Problem) -> Primitives:
+    """Return the primitives for h (N, D) and w (V, D).
+
+    Raises:
+        RuntimeError: in strict mode, if the kernels cannot serve the call.
+    """
+    reason = _obstacle(h, w)
+    if reason is None:
+        return _cute_primitives(h.device, problem)
+    if problem.tokens:
+        _report(reason, h.is_cuda)
+    return _torch_primitives(autotune_cache.lookup(problem))
+
+
+def _report(reason: str, on_gpu: bool) -> None:
+    if _strict:
+        raise RuntimeError(f"cutefce: the kernels cannot serve this call: {reason}")
+    if on_gpu:
+        _warn_once(reason)
 
 
 @functools.cache
-def _torch_primitives(config: TileConfig) -> Primitives:
-    return TorchPrimitives(config)
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"cutefce: served by the portable path: {reason}", stacklevel=2)
+
+
+def _obstacle(h: Tensor, w: Tensor) -> str | None:
+    """Return why the kernels cannot serve h (N, D) and w (V, D), None if they can."""
+    reason = device_obstacle(h.device, h.dtype)
+    if reason is not None:
+        return reason
+    if h.shape[0] == 0:
+        return "h: got no rows, expected at least 1"
+    if h.shape[1] % 8:
+        return f"h: got hidden size {h.shape[1]}, expected a multiple of 8"
+    if not has_aligned_rows(w):
+        return (
+            f"w: got strides {w.stride()} from byte {w.data_ptr() % 16} of 16, "
+            "expected rows that are contiguous and begin at multiples of 16 bytes"
+        )
+    return None
+
+
+@functools.cache
+def device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the kernels cannot serve `dtype` on `device`, None if they can."""
+    if device.type != "cuda":
+        return f"h: got device {device.type}, expected cuda"
+    capability = torch.cuda.get_device_capability(device)
+    arch = arch_for(capability)
+    if arch is None:
+        return f"h: got a device of compute capability {capability}, for which there are no kernels"
+    name = str(dtype).removeprefix("torch.")
+    if name not in arch.dtypes:
+        return f"h: got dtype {dtype}, expected one of {', '.join(arch.dtypes)}"
+    for module in ("cutlass", "tvm_ffi"):
+        if find_spec(module) is None:
+            return (
+                f"{module} is not installed: pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi"
+            )
+    return None
+
+
+@functools.cache
+def _arch(device: torch.device) -> Sm90:
+    arch = arch_for(torch.cuda.get_device_capability(device))
+    assert arch is not None
+    return arch
+
+
+@functools.lru_cache(maxsize=1024)
+def _cute_primitives(device: torch.device, problem: Problem) -> Primitives:
+    tiles, arch = autotune_cache.lookup(problem), _arch(device)
+    config = autotune_cache.lookup_project_exp(arch, problem.tokens)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return CutePrimitives(tiles, arch, problem.dtype, config, multiprocessors)
+
+
+@functools.cache
+def _torch_primitives(tiles: TileConfig) -> Primitives:
+    return TorchPrimitives(tiles)

@@ -16,11 +16,13 @@ kept, and tiles of R rows and C columns, the larger parts are:
                                        e < a; at the least the gradients' own size once more,
                                        as the backward must not change what the forward saved
 
-A CPU multiplies 16-bit operands by converting blocks of them; `_widened` counts those.
+The kernels need no tile, since their logits stay in registers.  A CPU multiplies 16-bit operands
+by converting blocks of them; `_widened` counts those.
 Sizes may be symbolic integers of a graph compiler.
 """
 
 from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.cute_kernels.tile_order import PARTIAL_BYTES
 
 WIDENED_BLOCK = 2048
 """Rows and columns of a 16-bit operand that a CPU's products convert to float32 at a time."""
@@ -36,7 +38,7 @@ def row_block_bytes(device: str) -> int:
 
 def windows_bytes(p: Problem, config: TileConfig, kept: int) -> int:
     """Return the workspace of a "windows" plan that keeps `kept` columns, which may be padded."""
-    saved = p.tokens * (kept * p.item_bytes + 3 * p.accumulator_bytes)
+    saved = p.tokens * (kept * p.item_bytes + 4 * p.accumulator_bytes)
     forward = saved + p.tokens * _partial_bytes(p, config)
     forward += _step_bytes(p, config, p.tokens, stored=kept >= p.vocab)
     if not p.gradient_bytes:
@@ -89,6 +91,10 @@ def chunk_token_bytes(p: Problem, config: TileConfig, stored: int) -> int:
 
 def _partial_bytes(p: Problem, config: TileConfig) -> int:
     """Bytes of a token's target, logit and partial sums while the forward runs."""
+    if p.arch is not None:
+        narrowest = 128  # columns of a kernel's tile; each gives a part at most
+        parts = min(-(-p.vocab // narrowest), PARTIAL_BYTES // (4 * max(p.tokens, 1)))
+        return TARGET_BYTES + (2 + parts) * p.accumulator_bytes
     pieces = -(-p.vocab // config.piece)
     return TARGET_BYTES + (2 + 2 * pieces) * p.accumulator_bytes
 
@@ -111,6 +117,8 @@ def _row_block_bytes(p: Problem, tokens: int) -> int:
 
 def _tile_bytes(p: Problem, config: TileConfig, tokens: int, *, stored: bool) -> int:
     """Bytes of one tile of logits; a CPU computes them in the place of stored ones if it can."""
+    if p.arch is not None:
+        return 0
     rows, columns = min(tokens, config.rows), config.columns(tokens)
     if p.device != "cpu":
         return rows * columns * p.accumulator_bytes

@@ -1,9 +1,10 @@
 """The operators `torch.ops.cutefce.*`: schemas, fake kernels, autograd.
 
-`loss` is what users call.  It checks, plans and composes two inner operators, so that gradients,
+`loss` is what users call.  It checks, plans and composes inner operators, so that gradients,
 `torch.compile` and graph capture see tensors in and tensors out:
 
-    project_loss       the forward: loss, stats and what the backward needs of it
+    forward            the loss, where no gradient is wanted
+    project_loss       the forward of a step: loss, stats and what the backward needs of it
     project_gradients  the backward of "windows" plans
 """
 
@@ -18,7 +19,7 @@ from cutefce import autotune_cache
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import planner, strategies
 from cutefce.ops.checks import check_call
-from cutefce.ops.dispatch import primitives_for
+from cutefce.ops.dispatch import arch_of, primitives_for
 from cutefce.ops.primitives import Stats, sum_dtype
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
@@ -28,6 +29,7 @@ for overload, workspace in (("", "int? workspace=None"), (".preset", "str worksp
         f"loss{overload}(Tensor h, Tensor w, Tensor y, *, str reduction='mean', "
         f"int ignore_index=-100, {workspace}) -> Tensor"
     )
+LIBRARY.define("forward(Tensor h, Tensor w, Tensor y, str reduction, int ignore_index) -> Tensor")
 LIBRARY.define(
     "project_loss(Tensor h, Tensor w, Tensor y, str reduction, int ignore_index, "
     "bool grad_hidden, bool grad_weight, str strategy, SymInt window, SymInt kept, SymInt chunk) "
@@ -73,22 +75,25 @@ def loss(
     h, w = _autocast(h, w)
     check_call(h, w, y, reduction)
     rows = h.reshape(-1, h.shape[-1])
+    budget, inputs = planner.budget_bytes(workspace), (rows, w, y.reshape(-1))
     grad = torch.is_grad_enabled()
-    problem = _problem(rows, w, grad and h.requires_grad, grad and w.requires_grad)
-    plan = _plan(problem, planner.budget_bytes(workspace), reduction != "none")
-    result: Tensor = torch.ops.cutefce.project_loss(
-        rows,
-        w,
-        y.reshape(-1),
-        reduction,
-        ignore_index,
-        problem.grad_hidden,
-        problem.grad_weight,
-        plan.strategy,
-        plan.window,
-        plan.kept,
-        plan.chunk,
-    )[0]
+    grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
+    result: Tensor
+    if not (grad_hidden or grad_weight):
+        result = torch.ops.cutefce.forward(*inputs, reduction, ignore_index)
+    else:
+        plan = _plan(_problem(rows, w, grad_hidden, grad_weight), budget, reduction != "none")
+        result = torch.ops.cutefce.project_loss(
+            *inputs,
+            reduction,
+            ignore_index,
+            grad_hidden,
+            grad_weight,
+            plan.strategy,
+            plan.window,
+            plan.kept,
+            plan.chunk,
+        )[0]
     return result.reshape(y.shape) if reduction == "none" else result
 
 
@@ -129,6 +134,7 @@ def _problem(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Prob
         device=h.device.type,
         grad_hidden=grad_hidden,
         grad_weight=grad_weight,
+        arch=arch_of(h),
     )
 
 
@@ -147,13 +153,12 @@ def _new_plan(problem: Problem, budget: int, scalar_upstream: bool) -> planner.P
 _cached_plan = functools.lru_cache(maxsize=1024)(_new_plan)
 
 
-def _dense(x: Tensor) -> Tensor:
-    """Return x (M, K) in a layout that a GEMM can address, copied if need be."""
-    if (x.stride(1) == 1 and x.stride(0) >= x.shape[1]) or (
-        x.stride(0) == 1 and x.stride(1) >= x.shape[0]
-    ):
-        return x
-    return x.contiguous()
+def forward(h: Tensor, w: Tensor, y: Tensor, reduction: str, ignore_index: int) -> Tensor:
+    """Return the reduced loss."""
+    primitives = primitives_for(h, w, _problem(h, w, False, False))
+    h, w = primitives.prepare(h, w)
+    targets = strategies.locate(y.long(), w.shape[0], ignore_index)
+    return strategies.forward(primitives, h, w, targets, reduction)[0]
 
 
 def project_loss(
@@ -169,27 +174,29 @@ def project_loss(
     kept: int,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the reduced loss, stats (3, N), exponentials (N, kept) and gradients.
+    """Return the reduced loss, stats (4, N), exponentials (N, kept) and gradients.
 
-    Of the last four, those that the strategy and the flags do not ask for have no rows.
+    Of the last four, those that the strategy and the flags do not ask for are empty.
     """
-    h, w = _dense(h), _dense(w)
-    primitives = primitives_for(_problem(h, w, grad_hidden, grad_weight))
+    primitives = primitives_for(h, w, _problem(h, w, grad_hidden, grad_weight))
+    h, w = primitives.prepare(h, w)
     targets = strategies.locate(y.long(), w.shape[0], ignore_index)
     dx = dw = None
     if strategy == "gradients_in_forward":
-        weight = strategies.row_weight(targets, reduction, sum_dtype(h.dtype))
+        weight = targets.weight(reduction, sum_dtype(h.dtype))
         losses, dx, dw = strategies.gradients_in_forward(
-            primitives, h, w, targets, weight, window, kept, chunk, grad_hidden, grad_weight
+            primitives, h, w, targets, weight, kept, chunk, grad_hidden, grad_weight
         )
-        stats, exps = losses.new_empty(3, 0), h.new_empty(0, kept)
+        loss = targets.reduce(losses, reduction)
+        stats, exps = losses.new_empty(4, 0), h.new_empty(0, kept)
     else:
         exps = h.new_empty(h.shape[0], kept)
-        losses, rows = strategies.forward(primitives, h, w, targets, window, exps)
-        stats = torch.stack([rows.reference, rows.sum, rows.total])
+        loss, saved = strategies.forward(primitives, h, w, targets, reduction, exps)
+        stats = saved.rows
+        loss = loss.clone() if reduction == "none" else loss  # not a view of another result
     dx = h.new_empty(0, h.shape[1]) if dx is None else dx
     dw = w.new_empty(0, w.shape[1]) if dw is None else dw
-    return strategies.reduce(losses, targets, reduction), stats, exps, dx, dw
+    return loss, stats, exps, dx, dw
 
 
 def project_gradients(
@@ -206,16 +213,17 @@ def project_gradients(
     window: int,
 ) -> tuple[Tensor, Tensor]:
     """Return dX (N, D) and dW (V, D) of a "windows" plan, without rows if not asked for."""
-    h, w = _dense(h), _dense(w)
+    primitives = primitives_for(h, w, _problem(h, w, grad_hidden, grad_weight))
+    h, w = primitives.prepare(h, w)
     targets = strategies.locate(y.long(), w.shape[0], ignore_index)
     dx, dw = strategies.backward(
-        primitives_for(_problem(h, w, grad_hidden, grad_weight)),
+        primitives,
         h,
         w,
         targets,
-        Stats(*stats),
+        Stats(stats),
         exps,
-        upstream * strategies.row_weight(targets, reduction, sum_dtype(h.dtype)),
+        upstream * targets.weight(reduction, sum_dtype(h.dtype)),
         window,
         grad_hidden,
         grad_weight,
@@ -226,13 +234,17 @@ def project_gradients(
     )
 
 
+def _fake_forward(h: Tensor, w: Tensor, y: Tensor, reduction: str, ignore_index: int) -> Tensor:
+    return h.new_empty(y.shape if reduction == "none" else (), dtype=sum_dtype(h.dtype))
+
+
 def _fake_loss(h: Tensor, w: Tensor, y: Tensor, reduction: str, *rest: Any) -> tuple[Tensor, ...]:
     _, grad_hidden, grad_weight, strategy, _, kept, _ = rest
     tokens, chunked = h.shape[0], strategy == "gradients_in_forward"
     dtype = sum_dtype(h.dtype)
     return (
         h.new_empty((tokens,) if reduction == "none" else (), dtype=dtype),
-        h.new_empty((3, 0 if chunked else tokens), dtype=dtype),
+        h.new_empty((4, 0 if chunked else tokens), dtype=dtype),
         h.new_empty((0 if chunked else tokens, kept)),
         h.new_empty((tokens if chunked and grad_hidden else 0, h.shape[1])),
         w.new_empty((w.shape[0] if chunked and grad_weight else 0, w.shape[1])),
@@ -273,8 +285,10 @@ def _no_second_derivative(ctx: Any, *_: Any) -> None:
 
 for overload in ("loss", "loss.preset"):
     LIBRARY.impl(overload, loss, "CompositeImplicitAutograd")
+LIBRARY.impl("forward", _without_autocast(forward), "CompositeExplicitAutograd")
 LIBRARY.impl("project_loss", _without_autocast(project_loss), "CompositeExplicitAutograd")
 LIBRARY.impl("project_gradients", _without_autocast(project_gradients), "CompositeExplicitAutograd")
+torch.library.register_fake("cutefce::forward", _fake_forward, lib=LIBRARY)
 torch.library.register_fake("cutefce::project_loss", _fake_loss, lib=LIBRARY)
 torch.library.register_fake("cutefce::project_gradients", _fake_gradients, lib=LIBRARY)
 torch.library.register_autograd(

@@ -10,14 +10,15 @@ benchmarks.  Algorithms 3 and 4 are `strategies.gradients_in_forward`.
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives import Partial, Primitives, Targets, sum_dtype
+from cutefce.ops.primitives import Targets, sum_dtype
 from cutefce.ops.strategies import windows
+from cutefce.ops.torch_primitives import Pieces, TorchPrimitives
 
 NO_TARGET = -1
 
 
 def algorithm_1(
-    primitives: Primitives, h: Tensor, w: Tensor, targets: Targets, window: int
+    primitives: TorchPrimitives, h: Tensor, w: Tensor, targets: Targets, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses, m and a, each (N,); an ignored row's loss is 0."""
     target_logit = primitives.target_logit(h, w, targets)
@@ -26,23 +27,21 @@ def algorithm_1(
     nothing = torch.full_like(targets.index, NO_TARGET)
     for first, last in windows(w.shape[0], 0, window):
         # every logit lies above a reference of -inf, so that each piece uses its own maximum
-        partial = primitives.project_exp(
-            h, w, (first, last), torch.full_like(m, -torch.inf), nothing
-        )
-        m, a = _merge(m, a, partial)
+        pieces = primitives.project_exp(h, w[first:last], torch.full_like(m, -torch.inf), nothing)
+        m, a = _merge(m, a, pieces)
     losses = torch.where(targets.active, m + a.log() - target_logit, 0)
     return losses, m, a
 
 
-def _merge(m: Tensor, a: Tensor, partial: Partial) -> tuple[Tensor, Tensor]:
+def _merge(m: Tensor, a: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
     """Join a running maximum and sum with those of further pieces."""
-    maximum = torch.maximum(m, partial.references.amax(1))
-    pieces = partial.sums * torch.exp(partial.references - maximum[:, None])
-    return maximum, a * torch.exp(m - maximum) + pieces.sum(1)
+    maximum = torch.maximum(m, pieces.references.amax(1))
+    total = pieces.sums * torch.exp(pieces.references - maximum[:, None])
+    return maximum, a * torch.exp(m - maximum) + total.sum(1)
 
 
 def algorithm_2(
-    primitives: Primitives,
+    primitives: TorchPrimitives,
     h: Tensor,
     w: Tensor,
     targets: Targets,

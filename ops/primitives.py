@@ -13,7 +13,8 @@ for float64 inputs; exponentials and gradients have the dtype of the inputs.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,38 +25,73 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-@dataclass(frozen=True)
 class Targets:
-    """The targets of N rows and which of them count."""
+    """The targets of N rows, and which of them count; what is not asked for is not computed."""
 
-    index: Tensor
-    """(N,) int64 as given: may hold ignored and out-of-range values."""
-    active: Tensor
-    """(N,) bool: the row is not ignored."""
-    address: Tensor
-    """(N,) int64 within [0, V): what may be used to read or write memory."""
+    def __init__(self, index: Tensor, vocab: int, ignore_index: int) -> None:
+        self.index = index
+        """(N,) int64 as given: may hold ignored and out-of-range values."""
+        self.vocab = vocab
+        self.ignore_index = ignore_index
+
+    @cached_property
+    def active(self) -> Tensor:
+        """(N,) bool: the row is not ignored."""
+        return self.index != self.ignore_index
+
+    @cached_property
+    def address(self) -> Tensor:
+        """(N,) int64 within [0, V): what may be used to read or write memory."""
+        return self.index.clamp(0, self.vocab - 1)
+
+    def weight(self, reduction: str, dtype: torch.dtype) -> Tensor:
+        """Return () what each active row's loss counts for in the reduced loss."""
+        if reduction == "mean":
+            return self.active.sum().clamp(min=1).to(dtype).reciprocal()
+        return torch.ones((), dtype=dtype, device=self.index.device)
+
+    def reduce(self, losses: Tensor, reduction: str) -> Tensor:
+        """Reduce per-token losses (N,); the mean over no active token is 0."""
+        if reduction == "none":
+            return losses
+        return losses.sum() * self.weight(reduction, losses.dtype)
+
+    def rows(self, rows: slice) -> "Targets":
+        """Return the targets of some rows."""
+        return Targets(self.index[rows], self.vocab, self.ignore_index)
 
 
-@dataclass(frozen=True)
-class Partial:
-    """Row sums over pieces of the vocabulary, each piece relative to its own reference."""
-
-    sums: Tensor
-    """(N, pieces) sums of exponentials."""
-    references: Tensor
-    """(N, pieces) what they are relative to."""
+Partial = Any
+"""Row sums over parts of the vocabulary, as `project_exp` hands them to `finish` and `settle`; each
+implementation has a form of its own."""
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What the backward needs to know of every row; each (N,) in the dtype of sums."""
+    """What is known of every row after the forward, in the dtype of sums."""
 
-    reference: Tensor
-    """ρ, what stored and recomputed exponentials are relative to; +inf for ignored rows."""
-    sum: Tensor
-    """S, the exponentials of all columns but the target's."""
-    total: Tensor
-    """T, which has the target's own exponential too."""
+    rows: Tensor
+    """(4, N): what the properties return."""
+
+    @property
+    def reference(self) -> Tensor:
+        """(N,) ρ, what stored and recomputed exponentials are relative to; +inf if ignored."""
+        return self.rows[0]
+
+    @property
+    def sum(self) -> Tensor:
+        """(N,) S, the exponentials of all columns but the target's."""
+        return self.rows[1]
+
+    @property
+    def total(self) -> Tensor:
+        """(N,) T, which has the target's own exponential too."""
+        return self.rows[2]
+
+    @property
+    def loss(self) -> Tensor:
+        """(N,) each row's loss, 0 if ignored."""
+        return self.rows[3]
 
 
 @dataclass(frozen=True)
@@ -71,24 +107,22 @@ class TargetRows:
 class Primitives(Protocol):
     """One implementation of the steps; all tensors of a call lie on one device."""
 
+    def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Return h and w in a layout that the other steps take, copied if need be."""
+        ...
+
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         """Return r (N,): +inf for ignored rows, NaN for targets outside [0, V)."""
         ...
 
     def project_exp(
-        self,
-        h: Tensor,
-        w: Tensor,
-        window: tuple[int, int],
-        reference: Tensor,
-        target: Tensor,
-        exps: Tensor | None = None,
+        self, h: Tensor, w: Tensor, reference: Tensor, target: Tensor, exps: Tensor | None = None
     ) -> Partial:
-        """Return the row sums of e over the columns [first, last) = `window`.
+        """Return the row sums of e over all columns.
 
-        A piece whose largest logit lies far above `reference` (N,) uses that one as its reference
-        instead.  `exps` (N, K), if given, receives e; K is last - first, rounded up to whole
-        pieces, and the columns beyond the window are undefined.
+        `exps` (N, K), if given, receives e over the first K columns, which are whole pieces; the
+        columns beyond the vocabulary are undefined.  Where logits lie far above `reference` (N,),
+        sums and `exps` may be relative to something else, which the result tells `settle`.
         """
         ...
 
@@ -104,12 +138,16 @@ class Primitives(Protocol):
         """Write e over the columns of `window`, relative to `reference`, to `exps` (N, K)."""
         ...
 
-    def finish(self, partials: list[Partial], target_logit: Tensor) -> tuple[Stats, Tensor]:
-        """Join the pieces of all windows; also return loss_i (N,), which is 0 for ignored rows."""
+    def finish(
+        self, partial: Partial, target_logit: Tensor, targets: Targets, reduction: str
+    ) -> tuple[Stats, Tensor]:
+        """Join the parts of every row; also return the reduced loss."""
         ...
 
-    def settle(self, exps: Tensor, partials: list[Partial], stats: Stats) -> None:
-        """Make `exps` (N, K), the pieces that were stored, relative to `stats.reference`."""
+    def settle(
+        self, exps: Tensor, h: Tensor, w: Tensor, target: Tensor, partial: Partial, stats: Stats
+    ) -> None:
+        """Make `exps` (N, K), which `project_exp` stored, relative to `stats.reference`."""
         ...
 
     def multiply(self, out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:

@@ -5,7 +5,6 @@ in memory from the one to the other, the others are computed again.  `gradients_
 (the paper's Algorithms 3 and 4) walks chunks of tokens and needs a scalar upstream gradient.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -28,7 +27,7 @@ def windows(vocab: int, kept: int, window: int) -> Iterator[tuple[int, int]]:
 
 def locate(y: Tensor, vocab: int, ignore_index: int) -> Targets:
     """Tell which targets count, and where; raise for one outside [0, V), unless it is on a GPU."""
-    targets = Targets(y, y != ignore_index, y.clamp(0, vocab - 1))
+    targets = Targets(y.contiguous(), vocab, ignore_index)
     if y.device.type == "cpu":
         wrong = targets.active & (targets.address != y)
         if bool(wrong.any()):
@@ -39,46 +38,29 @@ def locate(y: Tensor, vocab: int, ignore_index: int) -> Targets:
     return targets
 
 
-def row_weight(targets: Targets, reduction: str, dtype: torch.dtype) -> Tensor:
-    """Return () what each active row's loss counts for in the reduced loss."""
-    if reduction == "mean":
-        return targets.active.sum().clamp(min=1).to(dtype).reciprocal()
-    return torch.ones((), dtype=dtype, device=targets.index.device)
-
-
-def reduce(losses: Tensor, targets: Targets, reduction: str) -> Tensor:
-    """Reduce per-token losses (N,); the mean over no active token is 0."""
-    if reduction == "none":
-        return losses
-    return losses.sum() * row_weight(targets, reduction, losses.dtype)
-
-
 def forward(
-    primitives: Primitives, h: Tensor, w: Tensor, targets: Targets, window: int, exps: Tensor
+    primitives: Primitives,
+    h: Tensor,
+    w: Tensor,
+    targets: Targets,
+    reduction: str,
+    exps: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
-    """Return losses (N,) and stats; `exps` (N, K) receives the first K columns' exponentials.
+    """Return the reduced loss, () or (N,), and stats.
 
-    K is a multiple of the piece and may lie above V; the columns beyond V are undefined.
+    `exps` (N, K), if given, receives the first K columns' exponentials.  K is a multiple of the
+    piece and may lie above V; the columns beyond V are undefined.
     """
-    vocab, kept = w.shape[0], min(exps.shape[1], w.shape[0])
+    if exps is not None and not exps.shape[1]:
+        exps = None
     logit = primitives.target_logit(h, w, targets)
-    partials = [
-        primitives.project_exp(
-            h,
-            w,
-            (first, last),
-            logit,
-            targets.index,
-            exps[:, first : first + window] if last <= kept else None,
-        )
-        for first, last in windows(vocab, kept, window)
-    ]
-    stats, losses = primitives.finish(partials, logit)
-    if kept:
-        primitives.settle(exps, partials, stats)
+    partial = primitives.project_exp(h, w, logit, targets.index, exps)
+    stats, loss = primitives.finish(partial, logit, targets, reduction)
+    if exps is not None:
+        primitives.settle(exps, h, w, targets.index, partial, stats)
     if h.dtype == torch.float16:
         stats = _as_probabilities(stats)
-    return losses, stats
+    return loss, stats
 
 
 def backward(
@@ -128,7 +110,6 @@ def gradients_in_forward(
     w: Tensor,
     targets: Targets,
     weight: Tensor,
-    window: int,
     stored: int,
     chunk: int,
     grad_hidden: bool,
@@ -145,9 +126,9 @@ def gradients_in_forward(
     buffer = exps = h.new_empty(min(chunk, tokens), stored)
     for start in range(0, tokens, chunk):
         rows = slice(start, min(start + chunk, tokens))
-        part = Targets(targets.index[rows], targets.active[rows], targets.address[rows])
+        part = targets.rows(rows)
         losses[rows], stats = forward(
-            primitives, h[rows], w, part, window, buffer[: rows.stop - start]
+            primitives, h[rows], w, part, "none", buffer[: rows.stop - start]
         )
         exps = buffer[: rows.stop - start, :vocab]
         scale = torch.where(part.active, weight / stats.total, 0)
@@ -165,10 +146,7 @@ def gradients_in_forward(
 
 def _as_probabilities(stats: Stats) -> Stats:
     """Move the references so that T = FLOAT16_TOTAL in every row."""
-    factor = FLOAT16_TOTAL / stats.total
-    return dataclasses.replace(
-        stats,
-        reference=stats.reference + stats.total.log() - math.log(FLOAT16_TOTAL),
-        sum=stats.sum * factor,
-        total=torch.full_like(stats.total, FLOAT16_TOTAL),
-    )
+    reference = stats.reference + stats.total.log() - math.log(FLOAT16_TOTAL)
+    total = torch.full_like(stats.total, FLOAT16_TOTAL)
+    row_sum = stats.sum * (FLOAT16_TOTAL / stats.total)
+    return Stats(torch.stack([reference, row_sum, total, stats.loss]))

@@ -8,6 +8,7 @@ accumulates in float32, or float64 for float64 inputs.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,11 +28,22 @@ from cutefce.ops.rowwise import (
 )
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """Row sums of exponentials, each piece relative to its own reference; both (N, pieces)."""
+
+    sums: Tensor
+    references: Tensor
+
+
 class TorchPrimitives:
     """`cutefce.ops.primitives.Primitives` for any device."""
 
     def __init__(self, config: TileConfig) -> None:
         self.config = config
+
+    def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return _dense(h), _dense(w)
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         logit = h.new_empty(h.shape[0], dtype=sum_dtype(h.dtype))
@@ -40,18 +52,17 @@ class TorchPrimitives:
         return logit
 
     def project_exp(
-        self,
-        h: Tensor,
-        w: Tensor,
-        window: tuple[int, int],
-        reference: Tensor,
-        target: Tensor,
-        exps: Tensor | None = None,
+        self, h: Tensor, w: Tensor, reference: Tensor, target: Tensor, exps: Tensor | None = None
     ) -> Partial:
-        pieces = math.ceil((window[1] - window[0]) / self.config.piece)
-        partial = Partial(*reference.new_empty((2, h.shape[0], pieces)))
-        self._walk_tiles(h, w, window, reference, target, exps, partial)
-        return partial
+        vocab, piece = w.shape[0], self.config.piece
+        kept = 0 if exps is None else min(exps.shape[1], vocab)
+        pieces = Pieces(*reference.new_empty((2, h.shape[0], math.ceil(vocab / piece))))
+        if kept:
+            self._walk_tiles(h, w, (0, kept), reference, target, exps, pieces)
+        if kept < vocab:
+            rest = Pieces(pieces.sums[:, kept // piece :], pieces.references[:, kept // piece :])
+            self._walk_tiles(h, w, (kept, vocab), reference, target, None, rest)
+        return pieces
 
     def recompute_exp(
         self,
@@ -72,7 +83,7 @@ class TorchPrimitives:
         reference: Tensor,
         target: Tensor,
         exps: Tensor | None,
-        partial: Partial | None,
+        out: Pieces | None,
     ) -> None:
         (first, last), tokens, piece = window, h.shape[0], self.config.piece
         width = self.config.columns(tokens)
@@ -98,25 +109,29 @@ class TorchPrimitives:
                     start,
                     reference[rows],
                     target[rows],
-                    None if partial is None else partial.sums[rows, pieces],
-                    None if partial is None else partial.references[rows, pieces],
+                    None if out is None else out.sums[rows, pieces],
+                    None if out is None else out.references[rows, pieces],
                     None if copy is None else copy.unflatten(1, (-1, piece)),
                 )
 
-    def finish(self, partials: list[Partial], target_logit: Tensor) -> tuple[Stats, Tensor]:
-        references = torch.cat([p.references for p in partials], 1)
-        sums = torch.cat([p.sums for p in partials], 1)
+    def finish(
+        self, partial: Partial, target_logit: Tensor, targets: Targets, reduction: str
+    ) -> tuple[Stats, Tensor]:
+        references, sums = partial.references, partial.sums
         reference = references.amax(1)
-        row_sum = sums.mul_(_exp_difference(references, reference[:, None])).sum(1)
+        row_sum = (sums * _exp_difference(references, reference[:, None])).sum(1)
         above = reference != target_logit
         distance = torch.where(above, reference - target_logit, 0)
         # exp(r - ρ) - 1, which is exactly 0 where the target's logit is the reference
         excess = row_sum + torch.expm1(-distance)
-        return Stats(reference, row_sum, excess + 1), distance + torch.log1p(excess)
+        losses = distance + torch.log1p(excess)
+        stats = Stats(torch.stack([reference, row_sum, excess + 1, losses]))
+        return stats, targets.reduce(losses, reduction)
 
-    def settle(self, exps: Tensor, partials: list[Partial], stats: Stats) -> None:
-        pieces = exps.shape[1] // self.config.piece
-        references = torch.cat([p.references for p in partials], 1)[:, :pieces]
+    def settle(
+        self, exps: Tensor, h: Tensor, w: Tensor, target: Tensor, partial: Partial, stats: Stats
+    ) -> None:
+        references = partial.references[:, : exps.shape[1] // self.config.piece]
         factor = _exp_difference(references, stats.reference[:, None])
         if exps.is_cuda or bool((factor != 1).any()):
             _by_rows(scale_rows_, exps.view(-1, self.config.piece), factor.flatten())
@@ -171,6 +186,15 @@ class TorchPrimitives:
         _multiply(sums, exps.t(), scaled, add=False)
         line = target_rows.line[first : first + out.shape[0]]
         _by_rows(finish_dw_, out, sums, line, whole=(totals, unit))
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return x (M, K) in a layout that a GEMM can address, copied if need be."""
+    if (x.stride(1) == 1 and x.stride(0) >= x.shape[1]) or (
+        x.stride(0) == 1 and x.stride(1) >= x.shape[0]
+    ):
+        return x
+    return x.contiguous()
 
 
 def _multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:

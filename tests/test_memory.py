@@ -9,6 +9,7 @@ import cutefce
 from bench.measure import peak_bytes
 from cutefce.autotune_cache import lookup
 from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.dispatch import arch_of
 from cutefce.ops.planner import budget_bytes, make_plan
 from tests.reference import random_case
 
@@ -51,7 +52,7 @@ def measure(
 
     step()
     name = str(dtype).removeprefix("torch.")
-    problem = Problem(*shape, name, device, grad_hidden, grad_weight)
+    problem = Problem(*shape, name, device, grad_hidden, grad_weight, arch_of(case.h))
     plan = make_plan(problem, lookup(problem), budget_bytes(workspace), reduction != "none")
     return plan.workspace_bytes, peak_bytes(step, device) - problem.gradient_bytes, problem
 

@@ -182,6 +182,13 @@ def test_opcheck(workspace: int | str | None, reduction: str, device: str) -> No
     torch.library.opcheck(overload, (*leaves(case), case.y), options)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_opcheck_of_the_forward_alone(reduction: str, device: str) -> None:
+    case = random_case(20, 8, 50, device=device)
+    arguments = (case.h, case.w, case.y, reduction, -100)
+    torch.library.opcheck(torch.ops.cutefce.forward.default, arguments)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("workspace", WORKSPACES)
 def test_compiled_equals_eager(

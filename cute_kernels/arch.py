@@ -1,0 +1,97 @@
+"""What an architecture can run: limits, the configurations to choose from, and the default."""
+
+import math
+from dataclasses import dataclass
+
+from cutefce.cute_kernels.config import ProjectExpConfig
+
+STEP = 64
+"""Hidden features of one stage: 128 bytes of a 16-bit dtype, the widest swizzle of TMA."""
+
+
+@dataclass(frozen=True)
+class Sm90:
+    """Hopper."""
+
+    name: str = "sm_90a"
+    capability: tuple[int, int] = (9, 0)
+    smem_bytes: int = 227 << 10
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+
+    def configs(self) -> tuple[ProjectExpConfig, ...]:
+        """Return every configuration that may be chosen."""
+        return (
+            ProjectExpConfig(128, 192, cluster=2, stages=5, pingpong=True),
+            ProjectExpConfig(128, 192, cluster=1, stages=5, pingpong=True),
+            ProjectExpConfig(64, 256, cluster=1, stages=5, pingpong=True),
+            ProjectExpConfig(128, 128, cluster=2, stages=6, pingpong=True),
+            ProjectExpConfig(128, 256, cluster=2, stages=4, pingpong=False),
+        )
+
+    def default(self, tokens: int) -> ProjectExpConfig:
+        """Return the configuration for `tokens` rows where nothing better is known."""
+        paired, single, low, *_ = self.configs()
+        if tokens <= low.rows:
+            return low
+        return single if tokens <= single.rows else paired
+
+    def accumulators(self, config: ProjectExpConfig) -> int:
+        """Return the float32 accumulators of a thread."""
+        return config.tile_m * config.tile_n // (128 if config.pingpong else 256)
+
+    def registers(self, config: ProjectExpConfig) -> tuple[int, int]:
+        """Return the registers of a producer and of a consumer thread; 504 for three groups."""
+        return (40, 232) if self.accumulators(config) <= 192 else (24, 240)
+
+    def slab(self, config: ProjectExpConfig) -> int:
+        """Return the columns that a warp stores at a time: up to a swizzle of 128 bytes."""
+        return math.gcd(config.tile_n, STEP)
+
+    def used_smem_bytes(self, config: ProjectExpConfig) -> int:
+        """Return the shared memory of the kernel that stores, the larger one."""
+        barriers = 1024
+        inputs = config.stages * (config.tile_m + config.tile_n) * STEP * 2
+        return barriers + inputs + 2 * 64 * self.slab(config) * 2
+
+    def check(self, config: ProjectExpConfig) -> None:
+        """Raise ValueError for a configuration that the hardware cannot run."""
+        rows = 64 if config.pingpong else 128
+        rules = (
+            ("tile_m", config.tile_m, config.tile_m % rows == 0, f"a multiple of {rows} (wgmma)"),
+            ("tile_n", config.tile_n, config.tile_n % 16 == 0, "a multiple of 16 (stmatrix)"),
+            ("tile_n", config.tile_n, config.tile_n <= 256, "at most 256 (wgmma)"),
+            # larger clusters leave multiprocessors idle: those of a GPC are no multiple of 4
+            ("cluster", config.cluster, config.cluster in (1, 2), "1 or 2"),
+            (
+                "tile",
+                (config.tile_m, config.tile_n),
+                self.accumulators(config) <= 208,
+                "at most 208 accumulators a thread",
+            ),
+            (
+                "stages",
+                config.stages,
+                self.used_smem_bytes(config) <= self.smem_bytes,
+                f"at most {self.smem_bytes} bytes of shared memory",
+            ),
+        )
+        for name, value, holds, expected in rules:
+            if not holds:
+                raise ValueError(f"{name}: got {value}, expected {expected}")
+
+
+ARCHS = (Sm90(),)
+"""Every architecture that has kernels."""
+
+
+def arch_for(capability: tuple[int, int]) -> Sm90 | None:
+    """Return the architecture of a device of this compute capability, None if it has no kernels."""
+    return next((arch for arch in ARCHS if arch.capability == capability), None)
+
+
+def arch_named(name: str) -> Sm90:
+    """Return the architecture `name`."""
+    for arch in ARCHS:
+        if arch.name == name:
+            return arch
+    raise ValueError(f"arch: got {name!r}, expected one of {', '.join(a.name for a in ARCHS)}")

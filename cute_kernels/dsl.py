@@ -1,0 +1,40 @@
+"""What the kernels share of the DSL: dtypes, arguments to compile for, arithmetic."""
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+
+DTYPES = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "float32": cutlass.Float32,
+}
+
+MEETING_NOTE, FINISHED_NOTE, BLOCK_NOTES = 0, 1, 2
+"""Where in the notes of a call lie the arrivals at checkpoints, which are 0 before a launch unless
+there is one row block alone; the blocks of `finish` that are done; and from where on, for each row
+block, a 1 if it must be stored again.  The kernel that sums sets the last two to 0."""
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2)
+
+
+def matrix(dtype: Any, rows: Any, columns: Any, aligned: bool = True) -> Any:
+    """Return a stand-in for a matrix of any pitch, whose rows begin at 16 bytes if `aligned`."""
+    if not aligned:
+        return make_fake_tensor(dtype, (rows, columns), (cute.sym_int64(), 1))
+    pitch = cute.sym_int64(divisibility=8)
+    return make_fake_tensor(dtype, (rows, columns), (pitch, 1), assumed_align=16)
+
+
+def vector(dtype: Any, size: Any) -> Any:
+    """Return a stand-in for a contiguous vector."""
+    return make_fake_compact_tensor(dtype, (size,))
+
+
+def exp2(x: Any) -> Any:
+    """Return 2**x by the hardware's approximation, to 2 units of the last place."""
+    return cute.math.exp2(x, fastmath=True)

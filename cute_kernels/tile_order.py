@@ -1,0 +1,47 @@
+"""The order in which clusters walk the (tokens, vocab) plane, as plain integer functions.
+
+The plane is cut into units: one row block times one window of vocabulary tiles.  Window i of W
+holds the tiles i, i + W, i + 2·W, …  Cluster c of C takes the units c, c + C, c + 2·C, …  Units
+are numbered rows first within groups of row blocks: the clusters at work then share the hidden
+states of one group and read neighbouring vocabulary tiles, and both stay in the L2 cache.
+"""
+
+import functools
+from typing import Any
+
+from cutefce.cute_kernels.config import ProjectExpConfig
+
+PARTIAL_BYTES = 5 << 20
+"""What partial sums may take: with more windows the clusters' shares are more even."""
+
+
+def unit(
+    index: Any, row_blocks: Any, windows: Any, group: int, minimum: Any = min
+) -> tuple[Any, Any]:
+    """Return (row block, window) of a unit.
+
+    Takes Python integers, or a kernel's integers and their `minimum`.
+    """
+    per_group = windows * group
+    first_row = index // per_group * group
+    height = minimum(row_blocks - first_row, group)
+    inside = index % per_group
+    return first_row + inside % height, inside // height
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_windows(tokens: int, vocab: int, config: ProjectExpConfig, clusters: int) -> int:
+    """Return the number of windows that lets `clusters` clusters finish at the same time.
+
+    The time is that of the cluster with the most units, in tiles; of equal ones the fewest win.
+    """
+    tiles = -(-vocab // config.tile_n)
+    row_blocks = max(1, -(-tokens // config.rows))
+    affordable = PARTIAL_BYTES // (4 * config.parts_of_window * max(tokens, 1))
+    # a warpgroup in turns needs another tile for the other one to be busy
+    most = max(1, min(affordable, -(-tiles // config.parts_of_window)))
+
+    def tiles_of_busiest(windows: int) -> int:
+        return -(-row_blocks * windows // clusters) * -(-tiles // windows)
+
+    return min(range(1, most + 1), key=tiles_of_busiest)

@@ -1,0 +1,96 @@
+"""`python -m cutefce`: compile the kernels ahead, and show what serves this machine."""
+
+import dataclasses
+import multiprocessing
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from importlib import metadata
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from cutefce.cute_kernels import jit_cache
+from cutefce.cute_kernels.arch import ARCHS, arch_named
+from cutefce.cute_kernels.compiler import Report
+from cutefce.cute_kernels.kernels import ProjectExp, all_kernels
+
+PACKAGES = ("cutefce", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
+
+
+@click.group()
+def main() -> None:
+    """Exact fused linear cross entropy."""
+
+
+@main.command("compile")
+@click.option("--arch", default=ARCHS[0].name, show_default=True, help="Architecture.")
+def compile_all(arch: str) -> None:
+    """Compile every kernel that can be chosen into the cache folder; needs no GPU.
+
+    Fails if one spills registers, or if its products wait for each other.
+    """
+    try:
+        kernels = all_kernels(arch_named(arch))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--arch") from error
+    table = Table("kernel", "", "registers", "spilled B", "shared B", "seconds", "warnings")
+    clean = True
+    processes = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=processes) as pool:
+        for result in pool.map(jit_cache.compile_ahead, kernels):
+            table.add_row(*_cells(result))
+            clean &= result.is_clean
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    console.print(f"{len(kernels)} kernels in {jit_cache.cache_folder()}", soft_wrap=True)
+    if not clean:
+        raise click.ClickException("a kernel spills registers or its products wait")
+
+
+def _cells(result: Report) -> list[str]:
+    kernel, shared = result.kernel, ""
+    details = {f.name: getattr(kernel, f.name) for f in dataclasses.fields(kernel)}
+    if isinstance(kernel, ProjectExp):
+        shared = str(arch_named(kernel.arch).used_smem_bytes(kernel.config))
+    details = {name: value for name, value in details.items() if value and name != "arch"}
+    return [
+        type(kernel).__name__,
+        ", ".join(name if value is True else str(value) for name, value in details.items()),
+        str(result.registers),
+        str(result.spill_bytes),
+        shared,
+        f"{result.seconds:.1f}",
+        " ".join(result.warnings),
+    ]
+
+
+@main.command()
+def info() -> None:
+    """Show versions, the GPU, what serves which dtype and why, and the cache folder."""
+    import torch
+
+    from cutefce.cute_kernels.problem import ITEM_BYTES
+    from cutefce.ops.dispatch import device_obstacle
+
+    table = Table(show_header=False, box=None)
+    for name in PACKAGES:
+        try:
+            table.add_row(name, metadata.version(name))
+        except metadata.PackageNotFoundError:
+            table.add_row(name, "not installed")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    table.add_row("device", torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
+    for name in ITEM_BYTES:
+        reason = device_obstacle(device, getattr(torch, name))
+        table.add_row(name, "kernels" if reason is None else f"portable path: {reason}")
+    folder = jit_cache.cache_folder()
+    libraries = sorted(folder.glob("*.so"))
+    size = sum(path.stat().st_size for path in libraries)
+    table.add_row("cache", f"{folder} ({len(libraries)} kernels, {size / 2**20:.1f} MiB)")
+    Console(soft_wrap=True).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""The kernels themselves: every configuration, sizes past 2³¹, repair, and who serves what."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutefce
+from cutefce.autotune_cache import lookup
+from cutefce.cute_kernels.arch import ARCHS, Sm90, arch_for, arch_named
+from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.problem import Problem
+from cutefce.ops import dispatch
+from cutefce.ops.cute_primitives import CutePrimitives
+from cutefce.ops.primitives import Targets
+from tests.reference import Case, assert_as_accurate, evaluate, ours, random_case
+
+CONFIGS = Sm90().configs()
+RAGGED = {
+    "one row": (1, 64, 1000),
+    "fewer columns than a tile": (70, 8, 17),
+    "a last block of one row": (257, 72, 3001),
+    "several groups of row blocks": (2500, 136, 5000),
+}
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or arch_for(torch.cuda.get_device_capability()) is None,
+    reason="needs a GPU that has kernels",
+)
+
+
+@pytest.fixture
+def strict() -> Any:
+    dispatch.set_strict(True)
+    yield
+    dispatch.set_strict(False)
+
+
+def primitives(config: ProjectExpConfig, dtype: torch.dtype) -> CutePrimitives:
+    name = str(dtype).removeprefix("torch.")
+    tiles = lookup(Problem(1, 64, 1000, name, "cuda"))
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    return CutePrimitives(tiles, ARCHS[0], name, config, count)
+
+
+def exact_exps(case: Case, reference: Tensor) -> Tensor:
+    """Return exp(z - reference) in float64, 0 at the target."""
+    z = case.h.double() @ case.w.double().t()
+    e = torch.exp(z - reference.double()[:, None])
+    active = case.y >= 0
+    e[active.nonzero()[:, 0], case.y[active]] = 0
+    return e
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_configuration(
+    config: ProjectExpConfig, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    case = random_case(*shape, dtype=dtype, device="cuda", ignored=0)
+    steps = primitives(config, dtype)
+    targets = Targets(case.y, shape[2], -100)
+    logit = steps.target_logit(case.h, case.w, targets)
+    exact = exact_exps(case, logit)
+    buffer = torch.full((shape[0], -(-shape[2] // 8) * 8), torch.nan, dtype=dtype, device="cuda")
+    kept = buffer if dtype == torch.bfloat16 else None
+    partial = steps.project_exp(case.h, case.w, logit, case.y, kept)
+    stats, losses = steps.finish(partial, logit, targets, "none")
+    torch.testing.assert_close(stats.sum.double(), exact.sum(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses.double(), torch.log1p(exact.sum(1)), rtol=1e-5, atol=1e-6)
+    assert torch.equal(stats.reference, logit)
+    if kept is None:
+        steps.recompute_exp(case.h, case.w, (0, shape[2]), logit, case.y, buffer)
+    rounding = torch.finfo(dtype).eps / 2
+    smallest = 2.0**-24 if dtype == torch.float16 else 1e-30
+    got = buffer[:, : shape[2]].double()
+    torch.testing.assert_close(got, exact, rtol=1.01 * rounding, atol=smallest)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_repair_stores_only_noted_blocks_again(config: ProjectExpConfig) -> None:
+    case = random_case(
+        3 * config.rows + 1, 64, 2000, dtype=torch.bfloat16, device="cuda", ignored=0
+    )
+    far = torch.tensor([config.rows + 3, 3 * config.rows], device="cuda")
+    case.h[far] *= 100
+    case.y[far] = (case.h[far].float() @ case.w.float().t()).argmin(1)
+    steps, targets = primitives(config, torch.bfloat16), Targets(case.y, 2000, -100)
+    logit = steps.target_logit(case.h, case.w, targets)
+    buffer = torch.empty(len(case.y), 2000, dtype=torch.bfloat16, device="cuda")
+    partial = steps.project_exp(case.h, case.w, logit, case.y, buffer)
+    stats, _ = steps.finish(partial, logit, targets, "none")
+    moved = (stats.reference != logit).nonzero()[:, 0]
+    assert moved.tolist() == far.tolist()
+    assert partial.notes[2:].nonzero()[:, 0].tolist() == (far // config.rows).tolist()
+    before = buffer.clone()
+    steps.settle(buffer, case.h, case.w, case.y, partial, stats)
+    others = torch.ones(len(case.y), dtype=torch.bool, device="cuda")
+    others[far] = False
+    assert torch.equal(buffer[others], before[others])
+    exact = exact_exps(case, stats.reference)[far]
+    torch.testing.assert_close(buffer[far].double(), exact, rtol=2**-8, atol=1e-30)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("workspace", ["max", "min"])
+@pytest.mark.parametrize("which", ["none", "some", "all", "the last one"])
+def test_far_rows(which: str, workspace: str, dtype: torch.dtype, strict: None) -> None:
+    case = random_case(515, 64, 1500, dtype=dtype, device="cuda")
+    rows = {"none": [], "some": [7, 300], "all": list(range(515)), "the last one": [514]}[which]
+    case.h[rows] *= 60
+    assert_as_accurate(ours(case, workspace=workspace), case, saturated=True)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_bad_row_stays_alone(value: float, strict: None) -> None:
+    case = random_case(400, 64, 1500, dtype=torch.bfloat16, device="cuda", ignored=0)
+    clean = ours(case)
+    case.h[123, 5] = value
+    got = ours(case)
+    others = torch.arange(400, device="cuda") != 123
+    assert not got.loss[123].isfinite()
+    assert torch.equal(got.loss[others], clean.loss[others])
+    assert torch.equal(got.dx[others], clean.dx[others])
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("shape", [(17000, 64, 131072), (300, 8200, 262200)], ids=["N·V", "V·D"])
+def test_past_two_to_the_31(shape: tuple[int, int, int], strict: None) -> None:
+    tokens, hidden, vocab = shape
+    torch.manual_seed(0)
+    h = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    w = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16).div_(hidden**0.5)
+    y = torch.randint(vocab - 100, vocab, (tokens,), device="cuda")
+    leaf = h.detach().requires_grad_()
+    losses = cutefce.linear_cross_entropy(leaf, w, y, reduction="none", workspace="max")
+    (dx,) = torch.autograd.grad(losses.sum(), leaf)
+    last = slice(tokens - 50, tokens)
+    case = Case(h[last], w, y[last], torch.ones(50, device="cuda"))
+
+    def loss(h: Tensor, w: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy((h @ w.t()).float(), case.y, reduction="none")
+
+    rounded = evaluate(case, loss)
+    torch.testing.assert_close(losses[last].detach(), rounded.loss, rtol=1e-3, atol=5e-3)
+    torch.testing.assert_close(dx[last].float(), rounded.dx.float(), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.gpu
+@hopper
+def test_side_stream_and_other_layouts(strict: None) -> None:
+    case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda")
+    want = cutefce.linear_cross_entropy(case.h, case.w, case.y)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = cutefce.linear_cross_entropy(case.h.t().contiguous().t(), case.w, case.y)
+    stream.synchronize()
+    assert torch.equal(got, want)
+    padded = torch.empty(1500, 72, dtype=torch.bfloat16, device="cuda")[:, :64].copy_(case.w)
+    assert torch.equal(cutefce.linear_cross_entropy(case.h, padded, case.y), want)
+
+
+@pytest.mark.gpu
+@hopper
+def test_replay_and_compilation_are_bitwise_equal(strict: None) -> None:
+    case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        want = cutefce.linear_cross_entropy(case.h, case.w, case.y)
+        compiled = torch.compile(cutefce.linear_cross_entropy, fullgraph=True)
+        assert torch.equal(compiled(case.h, case.w, case.y), want)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = cutefce.linear_cross_entropy(case.h, case.w, case.y)
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.filterwarnings("ignore:cutefce")
+def test_what_the_kernels_do_not_serve() -> None:
+    case = random_case(32, 64, 300, dtype=torch.bfloat16, device="cuda")
+    assert cutefce.backend_for(case.h, case.w).name == "cute"
+    reasons = {
+        "float32": (case.h.float(), case.w.float()),
+        "multiple of 8": (case.h[:, :60], case.w[:, :60]),
+        "16 bytes": (case.h, case.w.t().contiguous().t()),
+    }
+    for reason, (h, w) in reasons.items():
+        backend = cutefce.backend_for(h, w)
+        assert backend.name == "torch"
+        assert reason in backend.reason
+        cutefce.linear_cross_entropy(h, w, case.y)
+
+
+def test_a_cpu_is_served_by_the_portable_path() -> None:
+    h, w = torch.randn(4, 8), torch.randn(16, 8)
+    assert cutefce.backend_for(h, w).name == "torch"
+    assert "expected cuda" in cutefce.backend_for(h, w).reason
+
+
+def test_strict_mode_says_what_is_in_the_way(strict: None) -> None:
+    with pytest.raises(RuntimeError, match="h: got device cpu, expected cuda"):
+        cutefce.linear_cross_entropy(torch.randn(4, 8), torch.randn(16, 8), torch.zeros(4).long())
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_configurations_are_legal(config: ProjectExpConfig) -> None:
+    Sm90().check(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (ProjectExpConfig(96, 192, 2, 5, True), "tile_m: got 96"),
+        (ProjectExpConfig(128, 200, 2, 5, True), "tile_n: got 200"),
+        (ProjectExpConfig(128, 192, 4, 5, True), "cluster: got 4"),
+        (ProjectExpConfig(128, 256, 2, 3, True), "accumulators"),
+        (ProjectExpConfig(128, 192, 2, 6, True), "shared memory"),
+    ],
+    ids=str,
+)
+def test_impossible_configurations_are_named(config: ProjectExpConfig, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Sm90().check(config)
+
+
+def test_unknown_architecture() -> None:
+    with pytest.raises(ValueError, match="arch: got 'sm_80', expected one of sm_90a"):
+        arch_named("sm_80")
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 100000])
+def test_the_default_is_one_of_the_configurations(tokens: int) -> None:
+    assert Sm90().default(tokens) in CONFIGS

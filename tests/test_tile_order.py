@@ -1,0 +1,40 @@
+"""The order of tiles visits everything once, and the number of windows is as promised."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.tile_order import PARTIAL_BYTES, choose_windows, unit
+
+
+@given(st.integers(1, 40), st.integers(1, 30), st.integers(1, 12))
+def test_every_unit_is_visited_once(row_blocks: int, windows: int, group: int) -> None:
+    units = {unit(i, row_blocks, windows, group) for i in range(row_blocks * windows)}
+    assert units == {(row, window) for row in range(row_blocks) for window in range(windows)}
+
+
+def test_a_group_is_finished_before_the_next() -> None:
+    rows = [unit(i, 20, 7, 8)[0] // 8 for i in range(20 * 7)]
+    assert rows == sorted(rows)
+
+
+@given(st.integers(0, 100_000), st.integers(1, 300_000), st.integers(1, 200))
+def test_windows_are_within_bounds(tokens: int, vocab: int, clusters: int) -> None:
+    config = Sm90().default(tokens)
+    windows = choose_windows(tokens, vocab, config, clusters)
+    assert 1 <= windows <= -(-vocab // config.tile_n)
+    if windows > 1:
+        assert tokens * windows * config.parts_of_window * 4 <= PARTIAL_BYTES
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab"), [(8192, 131072), (1024, 262144), (4096, 128256), (32768, 262144)]
+)
+def test_clusters_finish_together(tokens: int, vocab: int) -> None:
+    config = ProjectExpConfig(128, 192, cluster=2, stages=5, pingpong=True)
+    windows, clusters = choose_windows(tokens, vocab, config, 66), 66
+    tiles, row_blocks = -(-vocab // config.tile_n), -(-tokens // config.rows)
+    busiest = -(-row_blocks * windows // clusters) * -(-tiles // windows)
+    assert busiest * clusters <= 1.02 * tiles * row_blocks
