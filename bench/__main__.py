@@ -1,70 +1,98 @@
 """Command line of the benchmarks."""
 
-import argparse
 import dataclasses
 import json
 import platform
 import re
+from collections.abc import Iterable
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import click
 import torch
+from rich.console import Console
+from rich.table import Table
 
 import cutefce
-from bench.step import Row, Shape, run
+from bench import forward as forward_bench
+from bench import host as host_bench
+from bench import step as step_bench
 
+RESULTS = Path(__file__).parent / "results"
 DEFAULT_SHAPES = {
-    "cpu": Shape(tokens=2048, hidden=1024, vocab=50257, dtype="float32"),
-    "cuda": Shape(tokens=8192, hidden=4096, vocab=131072, dtype="bfloat16"),
+    "cpu": step_bench.Shape(tokens=2048, hidden=1024, vocab=50257, dtype="float32"),
+    "cuda": step_bench.Shape(tokens=8192, hidden=4096, vocab=131072, dtype="bfloat16"),
 }
 
 
-def main() -> None:
-    """Measure a step, print the table and write the data."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--tokens", type=int, help="N")
-    parser.add_argument("--hidden", type=int, help="D")
-    parser.add_argument("--vocab", type=int, help="V")
-    parser.add_argument("--dtype", help="bfloat16, float16, float32 or float64")
-    parser.add_argument("--repeats", type=int, default=7, help="timed rounds")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
+@click.group()
+@click.option("--output", type=Path, default=RESULTS, help="Folder of the data.")
+@click.pass_context
+def main(context: click.Context, output: Path) -> None:
+    """Measure, print a table, and write the data."""
+    context.obj = output
+
+
+@main.command()
+@click.option("--tokens", type=int, help="N")
+@click.option("--hidden", type=int, help="D")
+@click.option("--vocab", type=int, help="V")
+@click.option("--dtype", help="bfloat16, float16, float32 or float64")
+@click.option("--repeats", type=int, default=7, help="Timed rounds.")
+@click.pass_obj
+def step(output: Path, /, repeats: int, **sizes: Any) -> None:
+    """Forward and backward, against the plain products and two stages."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    given = {k: v for k, v in vars(options).items() if k in Shape.__annotations__ and v}
+    given = {name: value for name, value in sizes.items() if value}
     shape = dataclasses.replace(DEFAULT_SHAPES[device], **given)
-    rows = run(shape, device, options.repeats)
-    print(_table(shape, rows))
-    print(f"written: {_write(options.output, device, shape, rows)}")
+    name = f"step_{shape.tokens}x{shape.hidden}x{shape.vocab}_{shape.dtype}"
+    _finish(output, name, step_bench.run(shape, device, repeats), shape=dataclasses.asdict(shape))
 
 
-def _table(shape: Shape, rows: list[Row]) -> str:
-    lines = [f"{shape}", f"{'form':17}{'ms':>9}  /products /two-stage  peak MiB"]
-    lines += [
-        f"{row.form:17}{row.median_ms:9.2f}{row.ratio_to_products:11.3f}"
-        f"{row.ratio_to_two_stage:11.3f}{row.peak_mib:10.1f}"
-        for row in rows
-    ]
-    return "\n".join(lines)
+@main.command()
+@click.option("--repeats", type=int, default=30, help="Timed rounds.")
+@click.pass_obj
+def forward(output: Path, /, repeats: int) -> None:
+    """Forward on a GPU, against one plain product."""
+    rows = [row for shape in forward_bench.SHAPES for row in forward_bench.run(shape, repeats)]
+    _finish(output, "forward", rows)
 
 
-def _write(folder: Path, device: str, shape: Shape, rows: list[Row]) -> Path:
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    slug = re.sub(r"\W+", "_", name.lower())
-    path = folder / slug / f"step_{shape.tokens}x{shape.hidden}x{shape.vocab}_{shape.dtype}.json"
+@main.command()
+@click.pass_obj
+def host(output: Path, /) -> None:
+    """Host time of a call on a GPU."""
+    _finish(output, "host", [host_bench.run()])
+
+
+def _finish(folder: Path, name: str, rows: Iterable[Any], **more: Any) -> None:
+    """Print `rows`, which are dataclasses, and write them with what they were measured on."""
+    records = [dataclasses.asdict(row) for row in rows]
+    table = Table(*records[0])
+    for record in records:
+        table.add_row(*map(_cell, record.values()))
+    console = Console(width=160)
+    console.print(table)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    path = folder / re.sub(r"\W+", "_", device.lower()) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "device": name,
-        "versions": {
-            "cutefce": cutefce.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "shape": dataclasses.asdict(shape),
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
+    versions = {"cutefce": cutefce.__version__, "python": platform.python_version()}
+    for package in ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi"):
+        versions[package] = metadata.version(package)
+    date = datetime.now(timezone.utc).date().isoformat()
+    record = {"date": date, "device": device, "versions": versions, **more, "rows": records}
     path.write_text(json.dumps(record, indent=1) + "\n")
-    return path
+    console.print(f"written: {path}")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (tuple, list)):
+        return " to ".join(map(_cell, value))
+    return str(value)
 
 
 if __name__ == "__main__":

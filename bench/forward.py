@@ -1,0 +1,94 @@
+"""The forward on a GPU against one plain product h wᵀ, which writes all logits.
+
+product      torch.mm(h, w.t())
+loss         torch.ops.cutefce.loss without gradients
+loss, kept   the forward of a training step that keeps every exponential
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+import cutefce
+from bench.measure import Call, interleaved, peak_bytes
+from bench.step import Shape
+from cutefce.ops import strategies
+from cutefce.ops.dispatch import primitives_for
+from cutefce.ops.library import _problem
+
+SHAPES = tuple(
+    Shape(tokens, hidden, vocab, "bfloat16")
+    for tokens, hidden, vocab in (
+        (8192, 4096, 131072),
+        (8192, 2304, 256000),
+        (1024, 4096, 262144),
+        (16384, 7168, 129280),
+        (4096, 4096, 128256),
+        (32768, 4096, 262144),
+        (64, 4096, 131072),
+        (8, 4096, 131072),
+        (1, 4096, 131072),
+    )
+)
+LARGEST_KEPT_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One form at one shape; times are medians of interleaved runs."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    form: str
+    median_ms: float
+    quartiles_ms: tuple[float, float]
+    ratio_to_product: float
+    tflops: float
+    peak_mib: float
+    """Peak memory in MiB beyond the inputs and, where they are kept, the exponentials."""
+
+
+def run(shape: Shape, repeats: int) -> list[Row]:
+    """Measure every form at `shape` on fresh random data."""
+    forms = _forms(shape)
+    times = interleaved(forms, "cuda", repeats)
+    flop = 2 * shape.tokens * shape.hidden * shape.vocab
+    return [
+        Row(
+            tokens=shape.tokens,
+            hidden=shape.hidden,
+            vocab=shape.vocab,
+            form=name,
+            median_ms=timing.median_ms,
+            quartiles_ms=timing.quartiles_ms,
+            ratio_to_product=timing.median_ms / times["product"].median_ms,
+            tflops=flop / timing.median_ms / 1e9,
+            peak_mib=peak_bytes(forms[name], "cuda") / 2**20,
+        )
+        for name, timing in times.items()
+    ]
+
+
+def _forms(shape: Shape) -> dict[str, Call]:
+    dtype, device = getattr(torch, shape.dtype), "cuda"
+    h = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype)
+    w = torch.randn(shape.vocab, shape.hidden, device=device, dtype=dtype)
+    w.mul_(shape.hidden**-0.5)
+    y = torch.randint(shape.vocab, (shape.tokens,), device=device)
+    z = torch.empty(shape.tokens, shape.vocab, device=device, dtype=dtype)
+    cutefce.set_strict(True)
+    primitives = primitives_for(h, w, _problem(h, w, False, False))
+
+    def loss() -> None:
+        with torch.no_grad():
+            torch.ops.cutefce.loss(h, w, y)
+
+    def kept() -> None:
+        targets = strategies.locate(y, shape.vocab, -100)
+        strategies.forward(primitives, h, w, targets, "mean", z)
+
+    forms: dict[str, Call] = {"product": lambda: torch.mm(h, w.t(), out=z), "loss": loss}
+    if z.numel() * z.element_size() <= LARGEST_KEPT_BYTES:
+        forms["loss, kept"] = kept
+    return forms

@@ -1,0 +1,59 @@
+"""What a call costs the host: an eager call without gradients, and a new process's first one."""
+
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+CALLS = 300
+FIRST_CALL = """
+import time
+import torch
+import cutefce
+from cutefce.cute_kernels import jit_cache
+h = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+w = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16)
+y = torch.randint(8192, (256,), device="cuda")
+torch.mm(h, w.t())
+torch.cuda.synchronize()
+begin = time.perf_counter()
+with torch.no_grad():
+    torch.ops.cutefce.loss(h, w, y)
+torch.cuda.synchronize()
+print(time.perf_counter() - begin, jit_cache.compile_count)
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Host times of one process."""
+
+    call_us: float
+    """Median until an eager call without gradients returns, in microseconds."""
+    call_quartiles_us: tuple[float, float]
+    first_call_s: float
+    """Until a new process's first call has its result, with objects in the cache, in seconds."""
+    first_call_compiles: int
+    """Kernels that this process compiled."""
+
+
+def run() -> Row:
+    """Measure on small inputs, so that the GPU is never waited for."""
+    h = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16)
+    y = torch.randint(8192, (256,), device="cuda")
+    samples = []
+    with torch.no_grad():
+        for number in range(CALLS + 20):
+            if number % 20 == 0:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            torch.ops.cutefce.loss(h, w, y)
+            samples.append((time.perf_counter() - begin) * 1e6)
+    low, median, high = statistics.quantiles(samples[20:], n=4)
+    command = [sys.executable, "-c", FIRST_CALL]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return Row(median, (low, high), float(text[0]), int(text[1]))
