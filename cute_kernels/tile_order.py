@@ -33,15 +33,38 @@ def unit(
 def choose_windows(tokens: int, vocab: int, config: ProjectExpConfig, clusters: int) -> int:
     """Return the number of windows that lets `clusters` clusters finish at the same time.
 
-    The time is that of the cluster with the most units, in tiles; of equal ones the fewest win.
+    The time is that of the cluster with the most tiles; of equal ones the fewest windows win.
     """
     tiles = -(-vocab // config.tile_n)
     row_blocks = max(1, -(-tokens // config.rows))
     affordable = PARTIAL_BYTES // (4 * config.parts_of_window * max(tokens, 1))
     # a warpgroup in turns needs another tile for the other one to be busy
     most = max(1, min(affordable, -(-tiles // config.parts_of_window)))
+    even, best, least = -(-tiles * row_blocks // clusters), 1, tiles * row_blocks
+    for windows in range(1, most + 1):
+        busiest = max(loads(row_blocks, tiles, windows, config.group, clusters))
+        if busiest < least:
+            best, least = windows, busiest
+        if busiest <= even:
+            break
+    return best
 
-    def tiles_of_busiest(windows: int) -> int:
-        return -(-row_blocks * windows // clusters) * -(-tiles // windows)
 
-    return min(range(1, most + 1), key=tiles_of_busiest)
+def loads(row_blocks: int, tiles: int, windows: int, group: int, clusters: int) -> list[int]:
+    """Return the number of tiles that each cluster computes.
+
+    Within a group, the first windows have a tile more than the others; the units of either kind
+    are numbered without a gap, and of n numbers from a on, cluster c has those ≡ c modulo C.
+    """
+    short, longer = divmod(tiles, windows)
+    result = [0] * clusters
+    start = 0
+    for first_row in range(0, row_blocks, group):
+        height = min(group, row_blocks - first_row)
+        for count, size in ((longer * height, short + 1), ((windows - longer) * height, short)):
+            each, more = divmod(count, clusters)
+            for cluster in range(clusters):
+                has_one_more = (cluster - start) % clusters < more
+                result[cluster] += (each + has_one_more) * size
+            start += count
+    return result

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cutefce.cute_kernels.arch import Sm90
 from cutefce.cute_kernels.config import ProjectExpConfig
-from cutefce.cute_kernels.tile_order import PARTIAL_BYTES, choose_windows, unit
+from cutefce.cute_kernels.tile_order import PARTIAL_BYTES, choose_windows, loads, unit
 
 
 @given(st.integers(1, 40), st.integers(1, 30), st.integers(1, 12))
@@ -34,7 +34,26 @@ def test_windows_are_within_bounds(tokens: int, vocab: int, clusters: int) -> No
 )
 def test_clusters_finish_together(tokens: int, vocab: int) -> None:
     config = ProjectExpConfig(128, 192, cluster=2, stages=5, pingpong=True)
-    windows, clusters = choose_windows(tokens, vocab, config, 66), 66
     tiles, row_blocks = -(-vocab // config.tile_n), -(-tokens // config.rows)
-    busiest = -(-row_blocks * windows // clusters) * -(-tiles // windows)
-    assert busiest * clusters <= 1.02 * tiles * row_blocks
+    windows = choose_windows(tokens, vocab, config, 66)
+    assert (
+        max(loads(row_blocks, tiles, windows, config.group, 66)) <= 1.004 * tiles * row_blocks / 66
+    )
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 60),
+    st.integers(1, 30),
+    st.integers(1, 12),
+    st.integers(1, 70),
+)
+def test_loads_are_those_of_the_units(
+    row_blocks: int, tiles: int, windows: int, group: int, clusters: int
+) -> None:
+    windows = min(windows, tiles)
+    counted = [0] * clusters
+    for index in range(row_blocks * windows):
+        _, window = unit(index, row_blocks, windows, group)
+        counted[index % clusters] += len(range(window, tiles, windows))
+    assert loads(row_blocks, tiles, windows, group, clusters) == counted
