@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from cutefce import autotune_cache
+from cutefce.cute_kernels import kernels
 from cutefce.cute_kernels.arch import Sm90, arch_for
+from cutefce.cute_kernels.jit_cache import compiled
 from cutefce.cute_kernels.problem import Problem, TileConfig
 from cutefce.ops.cute_primitives import CutePrimitives, has_aligned_rows
 from cutefce.ops.primitives import Primitives
@@ -109,11 +111,20 @@ def device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     name = str(dtype).removeprefix("torch.")
     if name not in arch.dtypes:
         return f"h: got dtype {dtype}, expected one of {', '.join(arch.dtypes)}"
+    return _compiler_obstacle(arch, name)
+
+
+def _compiler_obstacle(arch: Sm90, dtype: str) -> str | None:
+    """Return why kernels cannot be had for `arch`, None if they can: by compiling or loading one."""
     for module in ("cutlass", "tvm_ffi"):
         if find_spec(module) is None:
             return (
                 f"{module} is not installed: pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi"
             )
+    try:
+        compiled(kernels.TargetLogit(arch.name, dtype))
+    except Exception as error:  # whatever a compiler raises, a loss can still be computed
+        return f"the kernels' compiler failed: {type(error).__name__}: {error}"
     return None
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import cutefce
 from cutefce.autotune_cache import lookup
+from cutefce.cute_kernels import jit_cache
 from cutefce.cute_kernels.arch import ARCHS, Sm90, arch_for, arch_named
 from cutefce.cute_kernels.config import ProjectExpConfig
 from cutefce.cute_kernels.problem import Problem
@@ -204,6 +205,18 @@ def test_what_the_kernels_do_not_serve() -> None:
         assert backend.name == "torch"
         assert reason in backend.reason
         cutefce.linear_cross_entropy(h, w, case.y)
+
+
+def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    def fail(kernel: Any) -> None:
+        raise ValueError("no such target")
+
+    monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(jit_cache, "_loaded", {})
+    monkeypatch.setattr(jit_cache, "compile_kernel", fail)
+    reason = dispatch._compiler_obstacle(Sm90(), "bfloat16")
+    assert reason is not None
+    assert "failed: ValueError: no such target" in reason
 
 
 def test_a_cpu_is_served_by_the_portable_path() -> None:
