@@ -115,7 +115,7 @@ def device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _compiler_obstacle(arch: Sm90, dtype: str) -> str | None:
-    """Return why kernels cannot be had for `arch`, None if they can: by compiling or loading one."""
+    """Return why kernels cannot be had for `arch`, None if they can; compiles or loads one."""
     for module in ("cutlass", "tvm_ffi"):
         if find_spec(module) is None:
             return (
