@@ -11,5 +11,12 @@ from cutefce.version import __version__ as __version__
 if find_spec("torch") is not None:
     from cutefce.ops.dispatch import backend_for, set_strict
     from cutefce.ops.functional import LinearCrossEntropyLoss, linear_cross_entropy
+    from cutefce.ops.library import plan
 
-    __all__ = ["LinearCrossEntropyLoss", "backend_for", "linear_cross_entropy", "set_strict"]
+    __all__ = [
+        "LinearCrossEntropyLoss",
+        "backend_for",
+        "linear_cross_entropy",
+        "plan",
+        "set_strict",
+    ]

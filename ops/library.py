@@ -97,6 +97,27 @@ def loss(
     return result.reshape(y.shape) if reduction == "none" else result
 
 
+def plan(
+    h: Tensor, w: Tensor, *, reduction: str = "mean", workspace: int | str | None = None
+) -> planner.Plan:
+    """Return how `loss` would run with these arguments; print it to read it.
+
+    Args:
+        h: (..., D) hidden states.  What is to be differentiated, h or w or both, requires grad.
+        w: (V, D) weight.
+        reduction: as for `loss`.
+        workspace: as for `loss`.
+
+    Returns:
+        Strategy, window, columns kept, and predicted memory (bytes) and time (seconds).
+    """
+    h, w = _autocast(h, w)
+    y = torch.empty(h.shape[:-1], dtype=torch.long, device=h.device)
+    check_call(h, w, y, reduction)
+    problem = _problem(h.reshape(-1, h.shape[-1]), w, h.requires_grad, w.requires_grad)
+    return _plan(problem, planner.budget_bytes(workspace), reduction != "none")
+
+
 def _autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Cast as `torch.nn.functional.linear` does: all but float64, to the region's dtype."""
     device = h.device.type

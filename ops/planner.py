@@ -35,6 +35,8 @@ class Plan:
 
     strategy: str
     """"windows" or "gradients_in_forward"."""
+    vocab: int
+    """Vocabulary columns in all."""
     window: int
     """Vocabulary columns walked at a time."""
     kept: int
@@ -46,6 +48,15 @@ class Plan:
     """Predicted peak memory beyond the inputs and the gradients."""
     seconds: float
     """Predicted time of forward and backward; meant for comparing plans of one problem."""
+
+    def __str__(self) -> str:
+        name = self.strategy.replace("_", " ")
+        share = min(self.kept / self.vocab, 1)
+        size = f"chunks of {self.chunk} tokens" if "forward" in name else f"{share:.0%} kept"
+        return (
+            f"{name}, {size}, {self.window} columns at a time: "
+            f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
+        )
 
 
 def budget_bytes(workspace: int | str | None) -> int:
@@ -87,6 +98,7 @@ def _windows(p: Problem, config: TileConfig, budget: int) -> Plan:
             kept = kept // config.window * config.window
     return Plan(
         strategy="windows",
+        vocab=p.vocab,
         window=config.window,
         kept=kept,
         chunk=p.tokens,
@@ -104,6 +116,7 @@ def _gradients_in_forward(p: Problem, config: TileConfig, budget: int) -> Plan:
         chunk = max(chunk // SMALLEST_CHUNK * SMALLEST_CHUNK, min(SMALLEST_CHUNK, p.tokens), 1)
     return Plan(
         strategy="gradients_in_forward",
+        vocab=p.vocab,
         window=config.window,
         kept=stored,
         chunk=chunk,

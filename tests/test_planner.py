@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import cutefce
 from cutefce.autotune_cache import lookup
@@ -55,6 +56,18 @@ def test_time_falls_and_memory_stays_within_a_growing_budget(
     seconds = [chosen.seconds for _, chosen in plans]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < seconds[0]
+
+
+def test_the_plan_of_a_call_can_be_read() -> None:
+    h, w = torch.randn(4, 500, 64, requires_grad=True), torch.randn(16001, 64, requires_grad=True)
+    everything = cutefce.plan(h, w, reduction="none", workspace="max")
+    nothing = cutefce.plan(h, w, reduction="none", workspace="min")
+    assert "windows, 100% kept" in str(everything)
+    assert "windows, 0% kept" in str(nothing)
+    assert nothing.workspace_bytes < everything.workspace_bytes
+    assert f"{nothing.workspace_bytes / 2**20:.1f} MiB" in str(nothing)
+    with pytest.raises(ValueError, match="w: got shape"):
+        cutefce.plan(h, w[0])
 
 
 def test_float16_keeps_nothing() -> None:
