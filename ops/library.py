@@ -146,6 +146,19 @@ def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the device of the first tensor the current one: streams and launches go by that."""
+
+    @functools.wraps(kernel)
+    def run(first: Tensor, *rest: Any) -> Any:
+        if not first.is_cuda or first.device.index == torch.cuda.current_device():
+            return kernel(first, *rest)
+        with torch.cuda.device(first.device):
+            return kernel(first, *rest)
+
+    return run
+
+
 def _problem(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Problem:
     return Problem(
         tokens=h.shape[0],
@@ -306,9 +319,9 @@ def _no_second_derivative(ctx: Any, *_: Any) -> None:
 
 for overload in ("loss", "loss.preset"):
     LIBRARY.impl(overload, loss, "CompositeImplicitAutograd")
-LIBRARY.impl("forward", _without_autocast(forward), "CompositeExplicitAutograd")
-LIBRARY.impl("project_loss", _without_autocast(project_loss), "CompositeExplicitAutograd")
-LIBRARY.impl("project_gradients", _without_autocast(project_gradients), "CompositeExplicitAutograd")
+for kernel in (forward, project_loss, project_gradients):
+    wrapped = _on_its_device(_without_autocast(kernel))
+    LIBRARY.impl(kernel.__name__, wrapped, "CompositeExplicitAutograd")
 torch.library.register_fake("cutefce::forward", _fake_forward, lib=LIBRARY)
 torch.library.register_fake("cutefce::project_loss", _fake_loss, lib=LIBRARY)
 torch.library.register_fake("cutefce::project_gradients", _fake_gradients, lib=LIBRARY)

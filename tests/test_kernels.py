@@ -175,6 +175,20 @@ def test_side_stream_and_other_layouts(strict: None) -> None:
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_device_of_the_tensors_counts(strict: None) -> None:
+    case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda:1")
+    got = ours(case)
+    with torch.cuda.device(1):
+        want = ours(case)
+    assert torch.cuda.current_device() == 0
+    assert got.loss.device == case.h.device
+    assert torch.equal(got.loss, want.loss)
+    assert torch.equal(got.dx, want.dx)
+
+
+@pytest.mark.gpu
+@hopper
 def test_replay_and_compilation_are_bitwise_equal(strict: None) -> None:
     case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda")
     with torch.no_grad():
