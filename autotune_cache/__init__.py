@@ -1,11 +1,19 @@
 """Which configuration serves a problem: the only place that the op layer asks.
 
-`lookup` answers for the portable path with the default of the device's kind, `lookup_project_exp`
-for the kernels with the default of their architecture.
+`lookup` answers for the portable path with the default of the device's kind.  For the kernels,
+`lookup_project_exp` takes what was tuned: the user's file first, then the one shipped for the GPU
+model; in each an exact key, else the nearest; else the default of the architecture.  A file that
+cannot be used is said once and ignored.
 """
 
+import functools
+import warnings
+from pathlib import Path
+
+from cutefce.autotune_cache.table import Entry, Key, Table, bucket, file_name, read
 from cutefce.cute_kernels.arch import Sm90
 from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.jit_cache import base_folder
 from cutefce.cute_kernels.problem import Problem, TileConfig
 
 DEFAULTS = {
@@ -30,9 +38,40 @@ def lookup(problem: Problem) -> TileConfig:
     return TileConfig(window=window, tile=tile, rows=config.rows, piece=piece)
 
 
-def lookup_project_exp(arch: Sm90, tokens: int) -> ProjectExpConfig:
-    """Return the configuration of `project_exp` for `tokens` rows on `arch`."""
-    return arch.default(tokens)
+@functools.lru_cache(maxsize=1024)
+def lookup_project_exp(
+    problem: Problem, arch: Sm90, device: str, multiprocessors: int
+) -> ProjectExpConfig:
+    """Return the configuration of `project_exp` for `problem` on a GPU of this name and size."""
+    tokens = bucket(problem.tokens)
+    key = Key("project_exp", problem.dtype, problem.hidden, problem.vocab, tokens)
+    found: list[tuple[float, Entry | None]] = [
+        table.nearest(key) for table in tables(arch, device, multiprocessors)
+    ]
+    _, entry = min(found, key=lambda pair: pair[0], default=(0.0, None))
+    return arch.default(problem.tokens) if entry is None else entry.config
+
+
+def user_folder() -> Path:
+    """Return the folder of the user's tuned tables; it need not exist."""
+    return base_folder() / "tuning"
+
+
+@functools.cache
+def tables(arch: Sm90, device: str, multiprocessors: int) -> tuple[Table, ...]:
+    """Return what was tuned for this kind of GPU: by the user, then as shipped."""
+    usable = []
+    for folder in (user_folder(), Path(__file__).parent):
+        path = folder / file_name(device)
+        try:
+            table = read(path)
+            table.serves(device, multiprocessors, arch.name)
+            usable.append(table)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            warnings.warn(f"cutefce: ignored the tuned table {path}: {error}", stacklevel=2)
+    return tuple(usable)
 
 
 def _round_up(value: int, unit: int) -> int:

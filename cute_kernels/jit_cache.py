@@ -58,10 +58,15 @@ def compile_ahead(kernel: Kernel) -> Report:
     return result
 
 
+def base_folder() -> Path:
+    """Return the user's folder of everything that cutefce keeps; it need not exist."""
+    given = os.environ.get(CACHE_VARIABLE)
+    return Path(given) if given else platformdirs.user_cache_path("cutefce")
+
+
 def cache_folder() -> Path:
     """Return the folder of this version's libraries; it need not exist."""
-    given = os.environ.get(CACHE_VARIABLE)
-    return (Path(given) if given else platformdirs.user_cache_path("cutefce")) / fingerprint()
+    return base_folder() / fingerprint()
 
 
 @functools.cache

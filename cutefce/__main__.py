@@ -6,16 +6,20 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from importlib import metadata
+from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from cutefce import autotune_cache
+from cutefce.autotune_cache import table as tables
 from cutefce.cute_kernels import jit_cache
 from cutefce.cute_kernels.arch import ARCHS, arch_named
 from cutefce.cute_kernels.compiler import Report
 from cutefce.cute_kernels.kernels import ProjectExp, all_kernels
 
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 PACKAGES = ("cutefce", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
 
 
@@ -90,6 +94,70 @@ def info() -> None:
     size = sum(path.stat().st_size for path in libraries)
     table.add_row("cache", f"{folder} ({len(libraries)} kernels, {size / 2**20:.1f} MiB)")
     Console(soft_wrap=True).print(table)
+
+
+@main.group()
+def cache() -> None:
+    """Look after the tuned tables."""
+
+
+@cache.command()
+@click.argument("files", nargs=-1, type=FILE)
+def show(files: tuple[Path, ...]) -> None:
+    """Show what won: in FILES, or else in every table of the user's folder."""
+    table = Table(
+        "device", "kernel", "dtype", "N × D × V", "config", "ms", "default ms", "verified"
+    )
+    for path in files or sorted(autotune_cache.user_folder().glob("*.json")):
+        tuned = _read(path)
+        for key, entry in tuned.entries.items():
+            table.add_row(
+                tuned.device,
+                key.kernel,
+                key.dtype,
+                f"{key.tokens} × {key.hidden} × {key.vocab}",
+                str(entry.config),
+                f"{entry.milliseconds:.3f}",
+                f"{entry.baseline_milliseconds:.3f}",
+                "yes" if entry.verified else "no",
+            )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+@cache.command()
+@click.argument("files", nargs=-1, type=FILE, required=True)
+def validate(files: tuple[Path, ...]) -> None:
+    """Check FILES; fail at the first that cannot be used."""
+    for path in files:
+        click.echo(f"{path}: {len(_read(path).entries)} entries")
+
+
+@cache.command()
+@click.argument("files", nargs=-1, type=FILE, required=True)
+@click.option("--into", type=click.Path(path_type=Path), required=True, help="File to write.")
+def merge(files: tuple[Path, ...], into: Path) -> None:
+    """Join FILES of one kind of GPU; of two entries for a problem the better one wins."""
+    try:
+        joined = tables.merge([_read(path) for path in files])
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    tables.write(into, joined)
+    click.echo(f"{into}: {len(joined.entries)} entries")
+
+
+@cache.command()
+def clear() -> None:
+    """Remove the user's tuned tables; shipped ones stay."""
+    for path in sorted(autotune_cache.user_folder().glob("*.json")):
+        path.unlink()
+        click.echo(f"removed {path}")
+
+
+def _read(path: Path) -> tables.Table:
+    try:
+        return tables.read(path)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"{path}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -138,8 +138,10 @@ def _arch(device: torch.device) -> Sm90:
 @functools.lru_cache(maxsize=1024)
 def _cute_primitives(device: torch.device, problem: Problem) -> Primitives:
     tiles, arch = autotune_cache.lookup(problem), _arch(device)
-    config = autotune_cache.lookup_project_exp(arch, problem.tokens)
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    properties = torch.cuda.get_device_properties(device)
+    multiprocessors = properties.multi_processor_count
+    name = properties.name
+    config = autotune_cache.lookup_project_exp(problem, arch, name, multiprocessors)
     return CutePrimitives(tiles, arch, problem.dtype, config, multiprocessors)
 
 
