@@ -13,8 +13,7 @@ import cutefce
 from bench.measure import Call, interleaved, peak_bytes
 from bench.step import Shape
 from cutefce.ops import strategies
-from cutefce.ops.dispatch import primitives_for
-from cutefce.ops.library import _problem
+from cutefce.ops.dispatch import primitives_for, problem_of
 
 SHAPES = tuple(
     Shape(tokens, hidden, vocab, "bfloat16")
@@ -78,7 +77,7 @@ def _forms(shape: Shape) -> dict[str, Call]:
     y = torch.randint(shape.vocab, (shape.tokens,), device=device)
     z = torch.empty(shape.tokens, shape.vocab, device=device, dtype=dtype)
     cutefce.set_strict(True)
-    primitives = primitives_for(h, w, _problem(h, w, False, False))
+    primitives = primitives_for(h, w, problem_of(h, w, False, False))
 
     def loss() -> None:
         with torch.no_grad():

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from cutefce.version import __version__ as __version__
 
 if find_spec("torch") is not None:
+    from cutefce.ops.call import plan
     from cutefce.ops.dispatch import backend_for, set_strict
     from cutefce.ops.functional import LinearCrossEntropyLoss, linear_cross_entropy
-    from cutefce.ops.library import plan
 
     __all__ = [
         "LinearCrossEntropyLoss",

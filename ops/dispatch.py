@@ -56,6 +56,20 @@ def arch_of(h: Tensor) -> str | None:
     return _arch(h.device).name
 
 
+def problem_of(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Problem:
+    """Return what is asked: h (N, D) against w (V, D), and the gradients that are wanted."""
+    return Problem(
+        tokens=h.shape[0],
+        hidden=h.shape[1],
+        vocab=w.shape[0],
+        dtype=str(h.dtype).removeprefix("torch."),
+        device=h.device.type,
+        grad_hidden=grad_hidden,
+        grad_weight=grad_weight,
+        arch=arch_of(h),
+    )
+
+
 def primitives_for(h: Tensor, w: Tensor, problem: Problem) -> Primitives:
     """Return the primitives for h (N, D) and w (V, D).
 

@@ -8,7 +8,7 @@ import torch
 
 from cutefce import autotune_cache
 from cutefce.cute_kernels.problem import TileConfig
-from cutefce.ops import library
+from cutefce.ops import call
 
 SMALL_TILES = TileConfig(window=64, tile=32, rows=32, piece=16)
 """Many windows, tiles, row blocks and pieces at sizes that a test can afford."""
@@ -37,6 +37,6 @@ def device(request: pytest.FixtureRequest) -> str:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[TileConfig]:
     for name in autotune_cache.DEFAULTS:
         monkeypatch.setitem(autotune_cache.DEFAULTS, name, SMALL_TILES)
-    library._cached_plan.cache_clear()
+    call._cached_plan.cache_clear()
     yield SMALL_TILES
-    library._cached_plan.cache_clear()
+    call._cached_plan.cache_clear()
