@@ -8,11 +8,11 @@ from torch import Tensor
 
 import cutefce
 from cutefce.autotune_cache import lookup
-from cutefce.cute_kernels import jit_cache
+from cutefce.cute_kernels import jit_cache, kernels
 from cutefce.cute_kernels.arch import ARCHS, Sm90, arch_for, arch_named
 from cutefce.cute_kernels.config import ProjectExpConfig
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops import dispatch
+from cutefce.ops import cute_primitives, dispatch
 from cutefce.ops.cute_primitives import CutePrimitives
 from cutefce.ops.primitives import Targets
 from tests.reference import Case, assert_as_accurate, evaluate, ours, random_case
@@ -219,6 +219,39 @@ def test_what_the_kernels_do_not_serve() -> None:
         assert backend.name == "torch"
         assert reason in backend.reason
         cutefce.linear_cross_entropy(h, w, case.y)
+
+
+def test_launches_pass_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: a launch stops at the first argument's device, past their number."""
+    pytest.importorskip("cutlass")
+    launched = []
+
+    def on_a_cpu(kernel: kernels.Kernel) -> Any:
+        def launch(*arguments: Any) -> None:
+            with pytest.raises(ValueError, match="expected device_type=cuda"):
+                jit_cache.compiled(kernel)(*arguments)
+            launched.append(type(kernel).__name__)
+
+        return launch
+
+    monkeypatch.setattr(cute_primitives, "compiled", on_a_cpu)
+    case = random_case(300, 64, 1500, dtype=torch.bfloat16)
+    tiles = lookup(Problem(300, 64, 1500, "bfloat16", "cuda"))
+    steps = CutePrimitives(tiles, ARCHS[0], "bfloat16", CONFIGS[0], multiprocessors=132)
+    targets, exps = Targets(case.y, 1500, -100), torch.empty(300, 1504, dtype=torch.bfloat16)
+    logit = steps.target_logit(case.h, case.w, targets)
+    steps.project_exp(case.h, case.w, logit, case.y)
+    partial = steps.project_exp(case.h, case.w, logit, case.y, exps)
+    stats, _ = steps.finish(partial, logit, targets, "mean")
+    steps.settle(exps, case.h, case.w, case.y, partial, stats)
+    steps.recompute_exp(case.h, case.w, (0, 1024), logit, case.y, exps)
+    steps.finish_dx(torch.empty_like(case.h), case.h.float(), case.w, targets, stats, logit)
+    scaled = steps.scale_rows(case.h, logit)
+    rows = steps.collect_target_rows(case.h, logit, targets, 1500)
+    steps.finish_dw(torch.empty_like(case.w), exps[:, :1500], scaled, rows, 0, None)
+    assert launched == ["TargetLogit", *["ProjectExp"] * 2, "Finish", *["ProjectExp"] * 2] + (
+        ["Combine"] * 3
+    )
 
 
 def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
