@@ -1,0 +1,252 @@
+"""The Hopper mainloop of `project_exp`: tiles of h wᵀ, from memory to accumulators.
+
+One producer warp loads tiles of h and w by TMA; the thread blocks of a cluster hold different rows
+and share each tile of w by multicast.  Two consumer warpgroups multiply: in turns, each a tile of
+its own, so that the exponentials of one run under the products of the other; or together, each one
+half of every tile's rows.  A cluster walks units (`tile_order`).
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from cutefce.cute_kernels import kernels, tile_order
+from cutefce.cute_kernels.arch import STEP, arch_named
+from cutefce.cute_kernels.dsl import BLOCK_NOTES, DTYPES, MEETING_NOTE
+
+GROUP = 128
+"""Threads of a warpgroup."""
+CONSUMERS = 2
+"""Warpgroups that multiply."""
+CHECKPOINT = 8
+"""Stages between two meetings of all clusters."""
+PATIENCE = 5000
+"""Looks at who has arrived, of a microsecond or less each, after which meetings are given up."""
+
+
+class Walk(NamedTuple):
+    """What every role must agree on, so that they meet at the same tiles."""
+
+    row_blocks: Int32
+    windows: Int32
+    tiles: Int32
+    """Vocabulary tiles."""
+    steps: Int32
+    """Stages of one tile."""
+    cluster: Int32
+    clusters: Int32
+    rank: Int32
+    """Thread block within the cluster."""
+    tokens: Int32
+    vocab: Int32
+    first: Int32
+    """Vocabulary entry of the first column."""
+
+
+class MainloopSm90:
+    """Loading and multiplying, for one description."""
+
+    def __init__(self, kernel: kernels.ProjectExp) -> None:
+        arch, config = arch_named(kernel.arch), kernel.config
+        arch.check(config)
+        self.config = config
+        self.dtype = DTYPES[kernel.dtype]
+        self.masked = kernel.masked
+        self.tile = (config.tile_m, config.tile_n, STEP)
+        self.producer_registers, self.consumer_registers = arch.registers(config)
+        # warpgroups that share a tile, and 64-row blocks of it that each of them holds
+        self.sharing = 1 if config.pingpong else CONSUMERS
+        self.blocks = config.tile_m // (64 * self.sharing)
+
+    def tiled_mma(self, sharing: int) -> cute.TiledMma:
+        """Return wgmma over 64 rows and a tile's columns for each of `sharing` warpgroups."""
+        return sm90.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (sharing, 1, 1),
+            (64, self.tile[1]),
+        )
+
+    @cute.jit
+    def inputs(self, h: cute.Tensor, w: cute.Tensor) -> Any:
+        """Return (TMA atom, coordinates, shared memory layout) of h and of w."""
+        config, tile, row_major = self.config, self.tile, LayoutEnum.ROW_MAJOR
+        h_layout = sm90.make_smem_layout_a(row_major, tile, self.dtype, config.stages)
+        w_layout = sm90.make_smem_layout_b(row_major, tile, self.dtype, config.stages)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        share = cpasync.CopyBulkTensorTileG2SMulticastOp() if config.cluster > 1 else load
+        load_h, g_h = cpasync.make_tiled_tma_atom(
+            load, h, cute.slice_(h_layout, (None, None, 0)), (tile[0], tile[2])
+        )
+        load_w, g_w = cpasync.make_tiled_tma_atom(
+            share,
+            w,
+            cute.slice_(w_layout, (None, None, 0)),
+            (tile[1], tile[2]),
+            num_multicast=config.cluster,
+        )
+        return (load_h, g_h, h_layout), (load_w, g_w, w_layout)
+
+    @cute.jit
+    def stages(self, barriers: Any) -> Any:
+        """Return the pipeline of stages, after all blocks of the cluster have set theirs up."""
+        config, tile = self.config, self.tile
+        pipe = pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=config.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            # one arrival of each warp that reads a stage, at every block that fills it
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, config.cluster * 4 * self.sharing
+            ),
+            tx_count=(tile[0] + tile[1]) * tile[2] * self.dtype.width // 8,
+            cta_layout_vmnk=cute.make_layout((1, config.cluster, 1, 1)),
+            defer_sync=True,
+        )
+        cluster_shape = cute.make_layout((config.cluster, 1))
+        pipeline.pipeline_init_arrive(cluster_shape_mn=cluster_shape, is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=cluster_shape)
+        return pipe
+
+    @cute.jit
+    def unit(self, walk: Walk, notes: Any, index: Int32) -> Any:
+        """Return row block, window and end of the tiles of a unit; 0, none, if it is masked."""
+        row, window = tile_order.unit(
+            index, walk.row_blocks, walk.windows, self.config.group, cutlass.min
+        )
+        end = walk.tiles
+        if cutlass.const_expr(self.masked):
+            if notes[BLOCK_NOTES + row] == 0:
+                end = Int32(0)
+        return row, window, end
+
+    @cute.jit
+    def load(self, walk: Walk, pipe: Any, h: Any, w: Any, notes: cute.Tensor) -> None:
+        """Producer: fill the stages, tile after tile; h and w are (TMA atom, coordinates, smem)."""
+        config, tile = self.config, self.tile
+        load_h, from_h, to_h = self.partition(h, (tile[0], tile[2]), Int32(0), 1)
+        load_w, from_w, to_w = self.partition(w, (tile[1], tile[2]), walk.rank, config.cluster)
+        everyone = {"mcast_mask": cutlass.Int16((1 << config.cluster) - 1)}
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
+        units, passed, patience = walk.row_blocks * walk.windows, Int32(0), Int32(PATIENCE)
+        for index in cutlass.range(walk.cluster, units, walk.clusters):
+            row, window, end = self.unit(walk, notes, index)
+            row = row * config.cluster + walk.rank
+            # up to where all clusters have tiles, and the same number; one row block shares none
+            together = window + walk.tiles // walk.windows * walk.windows
+            everyone_works = index - walk.cluster + walk.clusters <= units
+            if not everyone_works or walk.rank != 0 or walk.row_blocks == 1:
+                together = Int32(0)
+            for column in cutlass.range(window, end, walk.windows):
+                for step in cutlass.range(walk.steps, unroll=1):
+                    if cutlass.const_expr(not self.masked):
+                        if step % CHECKPOINT == 0 and column < together:
+                            # all have been at the one before: nobody waits who is on time
+                            patience = self.meet(notes, passed * walk.clusters, patience)
+                            passed += 1
+                    pipe.producer_acquire(state)
+                    full = pipe.producer_get_barrier(state)
+                    cute.copy(
+                        load_h, from_h[None, row, step], to_h[None, state.index], tma_bar_ptr=full
+                    )
+                    cute.copy(
+                        load_w,
+                        from_w[None, column, step],
+                        to_w[None, state.index],
+                        tma_bar_ptr=full,
+                        **(everyone if config.cluster > 1 else {}),
+                    )
+                    pipe.producer_commit(state)
+                    state.advance()
+        pipe.producer_tail(state)
+
+    @cute.jit
+    def meet(self, notes: cute.Tensor, target: Int32, patience: Int32) -> Int32:
+        """Arrive at a checkpoint, and wait until `target` arrivals, or until patience ends.
+
+        Clusters that read the same tiles must do so at about the same time, or the tiles have left
+        the L2 cache and are read from memory again.  It is for speed alone: return the patience
+        left, which is none after a wait that found no end, as when another kernel holds
+        multiprocessors.
+        """
+        counter = notes.iterator + MEETING_NOTE
+        if cute.arch.lane_idx() == 0:
+            cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")
+        cute.arch.sync_warp()
+        seen = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
+        tries = Int32(0)
+        while seen < target and tries < patience:
+            seen = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
+            tries += 1
+        left = patience
+        if seen < target:
+            left = Int32(0)
+        return left
+
+    @cute.jit
+    def partition(self, operand: Any, shape: Any, rank: Int32, shared_by: int) -> Any:
+        """Return (TMA atom, its sources by tile and step, its destinations by stage)."""
+        atom, coordinates, smem = operand
+        tiles = cute.local_tile(coordinates, shape, (None, None))
+        destination, source = cpasync.tma_partition(
+            atom,
+            rank,
+            cute.make_layout(shared_by),
+            cute.group_modes(smem, 0, 2),
+            cute.group_modes(tiles, 0, 2),
+        )
+        return atom, source, destination
+
+    @cute.jit
+    def multiply(
+        self,
+        pipe: Any,
+        tiled_mma: cute.TiledMma,
+        acc: cute.Tensor,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        state: Any,
+        steps: Int32,
+        group: Int32,
+    ) -> Any:
+        """Compute one tile of logits; return the state of this warpgroup's next tile."""
+        if cutlass.const_expr(self.config.pingpong):
+            cute.arch.barrier(barrier_id=1 + group, number_of_threads=2 * GROUP)
+        done = state.clone()
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+        for step in cutlass.range(steps, unroll=1):
+            pipe.consumer_wait(state)
+            warpgroup.fence()
+            for block in cutlass.range_constexpr(self.tile[2] // 16):
+                at = (None, None, block, state.index)
+                cute.gemm(tiled_mma, acc, a[at], b[at], acc)
+                tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            if step > 0:
+                pipe.consumer_release(done)
+                done.advance()
+            state.advance()
+        if cutlass.const_expr(self.config.pingpong):
+            self.pass_turn(group)
+            state.advance(steps)
+        warpgroup.wait_group(0)
+        pipe.consumer_release(done)
+        return state
+
+    @cute.jit
+    def pass_turn(self, group: Int32) -> None:
+        """Let the other warpgroup multiply.
+
+        It must not wait for its stages earlier: a barrier tells a stage's next filling from the
+        one before, but not from the one before that.
+        """
+        cute.arch.barrier_arrive(barrier_id=2 - group, number_of_threads=2 * GROUP)
