@@ -1,5 +1,6 @@
 """What an architecture can run: limits, the configurations to choose from, and the default."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -55,19 +56,23 @@ class Sm90:
 
     def check(self, config: ProjectExpConfig) -> None:
         """Raise ValueError for a configuration that the hardware cannot run."""
+        for name, number in dataclasses.asdict(config).items():
+            kind = bool if name == "pingpong" else int
+            if type(number) is not kind or number < 0:
+                raise ValueError(f"{name}: got {number!r}, expected {kind.__name__} of at least 0")
         rows = 64 if config.pingpong else 128
+        tile = config.tile_m, config.tile_n
         rules = (
             ("tile_m", config.tile_m, config.tile_m % rows == 0, f"a multiple of {rows} (wgmma)"),
             ("tile_n", config.tile_n, config.tile_n % 16 == 0, "a multiple of 16 (stmatrix)"),
             ("tile_n", config.tile_n, config.tile_n <= 256, "at most 256 (wgmma)"),
+            ("tile", tile, min(tile) > 0, "at least one row and column"),
+            ("tile", tile, self.accumulators(config) <= 208, "at most 208 accumulators a thread"),
             # larger clusters leave multiprocessors idle: those of a GPC are no multiple of 4
             ("cluster", config.cluster, config.cluster in (1, 2), "1 or 2"),
-            (
-                "tile",
-                (config.tile_m, config.tile_n),
-                self.accumulators(config) <= 208,
-                "at most 208 accumulators a thread",
-            ),
+            ("group", config.group, config.group >= 1, "at least 1"),
+            # a stage is given back when the products of the next one have been issued
+            ("stages", config.stages, config.stages >= 2, "at least 2"),
             (
                 "stages",
                 config.stages,

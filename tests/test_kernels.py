@@ -290,6 +290,12 @@ def test_configurations_are_legal(config: ProjectExpConfig) -> None:
         (ProjectExpConfig(128, 192, 4, 5, True), "cluster: got 4"),
         (ProjectExpConfig(128, 256, 2, 3, True), "accumulators"),
         (ProjectExpConfig(128, 192, 2, 6, True), "shared memory"),
+        (ProjectExpConfig(128, 192, 2, 1, True), "stages: got 1, expected at least 2"),
+        (ProjectExpConfig(0, 192, 2, 5, True), "at least one row"),
+        (ProjectExpConfig(128, 0, 2, 5, True), "at least one row"),
+        (ProjectExpConfig(128, 192, 2, 5, True, 0), "group: got 0"),
+        (ProjectExpConfig(128, 192, 2, 5.0, True), "stages: got 5.0, expected int"),  # type: ignore
+        (ProjectExpConfig(128, 192, 2, 5, 1), "pingpong: got 1, expected bool"),  # type: ignore
     ],
     ids=str,
 )
