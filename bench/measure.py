@@ -28,7 +28,7 @@ def interleaved(forms: dict[str, Call], device: str, repeats: int) -> dict[str, 
     clock = _cpu_sample if device == "cpu" else _gpu_sample
     for form in forms.values():
         form()
-    samples = {name: [] for name in forms}  # type: dict[str, list[Callable[[], float]]]
+    samples: dict[str, list[Callable[[], float]]] = {name: [] for name in forms}
     for _ in range(repeats):
         for name, form in forms.items():
             samples[name].append(clock(form))

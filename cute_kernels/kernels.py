@@ -3,6 +3,8 @@
 Nothing here needs the DSL.
 """
 
+import dataclasses
+import functools
 from dataclasses import dataclass
 from itertools import product
 
@@ -59,36 +61,51 @@ class Combine:
 
 Kernel = ProjectExp | TargetLogit | Finish | Combine
 
-VARIANTS = ((True, False, False), (False, True, False), (True, True, False), (False, True, True))
-"""(sums, store, masked) of the `ProjectExp` kernels in use: the forward alone and what the backward
-computes again; then, not for float16, the forward that keeps exponentials and their repair."""
+
+@dataclass(frozen=True)
+class KernelSet:
+    """The kernels that one architecture, dtype and configuration need."""
+
+    target_logit: TargetLogit
+    sums: ProjectExp
+    """The forward alone."""
+    sums_and_exps: ProjectExp
+    """The forward that keeps exponentials."""
+    exps: ProjectExp
+    """What the backward computes again."""
+    noted_exps: ProjectExp
+    """The repair of what the forward kept."""
+    finish: Finish
+    scale_rows: Combine
+    """s_i h_i."""
+    finish_dx: Combine
+    """s_i (x_i - S_i W_y)."""
+    finish_dw: Combine
+    """Adds the targets' part."""
+    finish_dw_scaled: Combine
+    """Adds the targets' part and multiplies by a unit."""
 
 
-def scale_rows(arch: str, dtype: str) -> Combine:
-    """Return the kernel of s_i h_i."""
-    return Combine(arch, dtype, dtype, None, scaled=True, weighted=False)
-
-
-def finish_dx(arch: str, dtype: str) -> Combine:
-    """Return the kernel of s_i (x_i - S_i W_y)."""
-    return Combine(arch, dtype, "float32", dtype, scaled=True, weighted=True)
-
-
-def finish_dw(arch: str, dtype: str, scaled: bool) -> Combine:
-    """Return the kernel that adds the targets' part to dW, and multiplies by a unit if `scaled`."""
-    return Combine(arch, dtype, "float32", "float32", scaled=scaled, weighted=False)
+def kernel_set(arch: Sm90, dtype: str, config: ProjectExpConfig) -> KernelSet:
+    """Return the kernels that `config` and `dtype` need on `arch`."""
+    project = functools.partial(ProjectExp, arch.name, dtype, config)
+    combine = functools.partial(Combine, arch.name, dtype)
+    return KernelSet(
+        target_logit=TargetLogit(arch.name, dtype),
+        sums=project(sums=True, store=False),
+        sums_and_exps=project(sums=True, store=True),
+        exps=project(sums=False, store=True),
+        noted_exps=project(sums=False, store=True, masked=True),
+        finish=Finish(arch.name, config.rows),
+        scale_rows=combine(dtype, None, scaled=True, weighted=False),
+        finish_dx=combine("float32", dtype, scaled=True, weighted=True),
+        finish_dw=combine("float32", "float32", scaled=False, weighted=False),
+        finish_dw_scaled=combine("float32", "float32", scaled=True, weighted=False),
+    )
 
 
 def all_kernels(arch: Sm90) -> list[Kernel]:
-    """Return every kernel that can be chosen on `arch`."""
-    kernels: list[Kernel] = []
-    for dtype, config, variant in product(arch.dtypes, arch.configs(), VARIANTS):
-        if dtype == "float16" and variant in VARIANTS[2:]:
-            continue
-        kernels.append(ProjectExp(arch.name, dtype, config, *variant))
-    for dtype in arch.dtypes:
-        kernels.append(TargetLogit(arch.name, dtype))
-        kernels += [scale_rows(arch.name, dtype), finish_dx(arch.name, dtype)]
-        kernels += [finish_dw(arch.name, dtype, scaled) for scaled in (False, True)]
-    kernels += [Finish(arch.name, rows) for rows in sorted({c.rows for c in arch.configs()})]
-    return kernels
+    """Return every kernel that can be chosen on `arch`, each once."""
+    sets = [kernel_set(arch, *pair) for pair in product(arch.dtypes, arch.configs())]
+    every = [getattr(s, f.name) for s in sets for f in dataclasses.fields(s)]
+    return list(dict.fromkeys(every))

@@ -6,6 +6,11 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of one element of each dtype that cutefce computes with."""
 
 
+SLACK = 32.0
+"""Nats that a logit may lie above the reference before another reference is taken.  Sums stay below
+V·e³², so that neither they nor 1/T leave the range of bfloat16 and float32."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One linear cross entropy: `tokens` rows of `hidden` features against `vocab` classes."""

@@ -26,12 +26,10 @@ from cutefce.cute_kernels.dsl import (
     matrix,
     vector,
 )
+from cutefce.cute_kernels.problem import SLACK
 
 WARPS = 8
 """Warps of a block."""
-SLACK_BITS = 46
-"""log2 of what a sum may be relative to its target: beyond it, exponentials relative to the target
-and 1/T would come near the ends of bfloat16's range."""
 
 
 def trace(kernel: kernels.Kernel) -> tuple[Any, tuple[Any, ...]]:
@@ -204,7 +202,7 @@ class Finish:
         largest = cute.arch.warp_reduction_max(largest)
         own = logit[row]
         reference = own
-        if largest > SLACK_BITS:
+        if largest > SLACK * LOG2_E:
             reference = own + largest * LN_2
             if lane == 0:
                 notes[BLOCK_NOTES + row // self.rows] = Int32(1)

@@ -6,16 +6,15 @@ again, relative to their new reference; it is launched always, and ends at once 
 noted, so that nothing waits for the GPU.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels import kernels
 from cutefce.cute_kernels.arch import Sm90
 from cutefce.cute_kernels.config import ProjectExpConfig
 from cutefce.cute_kernels.jit_cache import compiled
+from cutefce.cute_kernels.kernels import kernel_set
 from cutefce.cute_kernels.problem import TileConfig
 from cutefce.cute_kernels.tile_order import choose_windows
 from cutefce.ops.primitives import Partial, Stats, TargetRows, Targets
@@ -46,23 +45,14 @@ class CutePrimitives(TorchPrimitives):
         super().__init__(tiles)
         self.project = project
         self.clusters = multiprocessors // project.cluster
-        describe = functools.partial(kernels.ProjectExp, arch.name, dtype, project)
-        self.sums = describe(sums=True, store=False)
-        self.sums_and_exps = describe(sums=True, store=True)
-        self.exps = describe(sums=False, store=True)
-        self.masked_exps = describe(sums=False, store=True, masked=True)
-        self.logit = kernels.TargetLogit(arch.name, dtype)
-        self.join = kernels.Finish(arch.name, project.rows)
-        self.scale = kernels.scale_rows(arch.name, dtype)
-        self.end_dx = kernels.finish_dx(arch.name, dtype)
-        self.end_dw = {x: kernels.finish_dw(arch.name, dtype, x) for x in (False, True)}
+        self.kernels = kernel_set(arch, dtype, project)
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return h if has_aligned_rows(h) else h.clone(memory_format=torch.contiguous_format), w
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         logit = h.new_empty(h.shape[0], dtype=torch.float32)
-        compiled(self.logit)(h, w, targets.index, logit, targets.ignore_index)
+        compiled(self.kernels.target_logit)(h, w, targets.index, logit, targets.ignore_index)
         return logit
 
     def project_exp(
@@ -70,7 +60,7 @@ class CutePrimitives(TorchPrimitives):
     ) -> Partial:
         windows, notes = self._windows(h, w), self._notes(h)
         sums = reference.new_empty(h.shape[0], windows * self.project.parts_of_window)
-        launch = compiled(self.sums if exps is None else self.sums_and_exps)
+        launch = compiled(self.kernels.sums if exps is None else self.kernels.sums_and_exps)
         launch(h, w, reference, target, sums, exps, notes, 0, windows, self.clusters)
         return Parts(sums, notes)
 
@@ -85,7 +75,7 @@ class CutePrimitives(TorchPrimitives):
     ) -> None:
         first, last = window
         w = w[first:last]
-        launch, windows = compiled(self.exps), self._windows(h, w)
+        launch, windows = compiled(self.kernels.exps), self._windows(h, w)
         notes = self._notes(h)
         launch(h, w, reference, target, None, exps, notes, first, windows, self.clusters)
 
@@ -95,24 +85,24 @@ class CutePrimitives(TorchPrimitives):
         stats = Stats(target_logit.new_empty(4, target_logit.shape[0]))
         reduced, mean = target_logit.new_empty(1), int(reduction == "mean")
         inputs, outputs = (partial.sums, target_logit, targets.index), (stats.rows, reduced)
-        compiled(self.join)(*inputs, *outputs, partial.notes, targets.ignore_index, mean)
+        compiled(self.kernels.finish)(*inputs, *outputs, partial.notes, targets.ignore_index, mean)
         return stats, stats.loss if reduction == "none" else reduced.view(())
 
     def settle(
         self, exps: Tensor, h: Tensor, w: Tensor, target: Tensor, partial: Partial, stats: Stats
     ) -> None:
         w, notes, reference = w[: exps.shape[1]], partial.notes, stats.reference
-        launch, windows = compiled(self.masked_exps), self._windows(h, w)
+        launch, windows = compiled(self.kernels.noted_exps), self._windows(h, w)
         launch(h, w, reference, target, None, exps, notes, 0, windows, self.clusters)
 
     def finish_dx(
         self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, stats: Stats, scale: Tensor
     ) -> None:
-        compiled(self.end_dx)(out, sums, w, scale, -stats.sum, targets.address)
+        compiled(self.kernels.finish_dx)(out, sums, w, scale, -stats.sum, targets.address)
 
     def scale_rows(self, h: Tensor, scale: Tensor) -> Tensor:
         scaled = h.new_empty(h.shape)
-        compiled(self.scale)(scaled, h, None, scale, None, None)
+        compiled(self.kernels.scale_rows)(scaled, h, None, scale, None, None)
         return scaled
 
     def finish_dw(
@@ -128,7 +118,8 @@ class CutePrimitives(TorchPrimitives):
         self.multiply(sums, exps.t(), scaled, add=False)
         line = target_rows.line[first : first + out.shape[0]]
         units = None if unit is None else unit.repeat(out.shape[0])
-        compiled(self.end_dw[units is not None])(out, sums, target_rows.sums, units, None, line)
+        finish = self.kernels.finish_dw if unit is None else self.kernels.finish_dw_scaled
+        compiled(finish)(out, sums, target_rows.sums, units, None, line)
 
     def _notes(self, h: Tensor) -> Tensor:
         blocks = -(-h.shape[0] // self.project.rows)

@@ -105,7 +105,9 @@ def project_loss(
         stats, exps = losses.new_empty(4, 0), h.new_empty(0, kept)
     else:
         exps = h.new_empty(h.shape[0], kept)
-        loss, saved = strategies.forward(primitives, h, w, targets, reduction, exps)
+        loss, saved = strategies.forward(
+            primitives, h, w, targets, reduction, exps if kept else None
+        )
         stats = saved.rows
         loss = loss.clone() if reduction == "none" else loss  # not a view of another result
     dx = h.new_empty(0, h.shape[1]) if dx is None else dx

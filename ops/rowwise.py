@@ -7,9 +7,7 @@ results are rounded once, when they are written.
 import torch
 from torch import Tensor
 
-SLACK = 32.0
-"""Nats that a logit may lie above the reference before its piece takes another reference.
-Sums stay below V·e³², so that neither they nor 1/T leave the range of bfloat16 and float32."""
+from cutefce.cute_kernels.problem import SLACK
 
 
 def target_logit_(

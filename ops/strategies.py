@@ -51,8 +51,6 @@ def forward(
     `exps` (N, K), if given, receives the first K columns' exponentials.  K is a multiple of the
     piece and may lie above V; the columns beyond V are undefined.
     """
-    if exps is not None and not exps.shape[1]:
-        exps = None
     logit = primitives.target_logit(h, w, targets)
     partial = primitives.project_exp(h, w, logit, targets.index, exps)
     stats, loss = primitives.finish(partial, logit, targets, reduction)
