@@ -83,10 +83,10 @@ class CutePrimitives(TorchPrimitives):
         self, partial: Partial, target_logit: Tensor, targets: Targets, reduction: str
     ) -> tuple[Stats, Tensor]:
         stats = Stats(target_logit.new_empty(4, target_logit.shape[0]))
-        reduced, mean = target_logit.new_empty(1), int(reduction == "mean")
-        inputs, outputs = (partial.sums, target_logit, targets.index), (stats.rows, reduced)
+        reduced, mean = target_logit.new_empty(()), int(reduction == "mean")
+        inputs, outputs = (partial.sums, target_logit, targets.index), (stats.rows, reduced.view(1))
         compiled(self.kernels.finish)(*inputs, *outputs, partial.notes, targets.ignore_index, mean)
-        return stats, stats.loss if reduction == "none" else reduced.view(())
+        return stats, stats.loss if reduction == "none" else reduced
 
     def settle(
         self, exps: Tensor, h: Tensor, w: Tensor, target: Tensor, partial: Partial, stats: Stats

@@ -251,6 +251,16 @@ def ours_dtype(h: Tensor, w: Tensor, y: Tensor) -> torch.dtype:
     return cutefce.linear_cross_entropy(h, w, y).dtype
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_loss_can_be_changed_in_place(reduction: str, device: str) -> None:
+    case = random_case(10, 8, 30, dtype=torch.bfloat16, device=device)
+    h, w = leaves(case)
+    loss = cutefce.linear_cross_entropy(h, w, case.y, reduction=reduction)
+    scaled = torch.autograd.grad((loss / 4).sum(), (h, w), retain_graph=True)
+    changed = torch.autograd.grad(loss.div_(4).sum(), (h, w))
+    assert all(torch.equal(a, b) for a, b in zip(scaled, changed, strict=True))
+
+
 def test_second_derivatives_are_refused(device: str) -> None:
     case = random_case(10, 8, 30, dtype=torch.float64, device=device)
     h, w = leaves(case)
