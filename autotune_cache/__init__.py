@@ -6,6 +6,7 @@ model; in each an exact key, else the nearest; else the default of the architect
 cannot be used is said once and ignored.
 """
 
+import dataclasses
 import functools
 import warnings
 from pathlib import Path
@@ -26,12 +27,26 @@ DEFAULTS = {
 }
 
 
+KERNEL_WINDOW = 1 << 26
+"""Exponentials that the kernels compute again at a time, 128 MiB of 16 bits; more of them where
+dX's sums take more memory anyway."""
+
+
 def lookup(problem: Problem) -> TileConfig:
     """Return the tile configuration for `problem`, no wider than its vocabulary needs.
 
     Unknown devices are tiled as a GPU is.
     """
     config = DEFAULTS.get(problem.device, DEFAULTS["cuda"])
+    if problem.arch is not None:
+        # by comparison, so that a symbolic number of tokens gives one of a few numbers
+        columns = 1 << 16
+        while (
+            columns > max(2 * problem.hidden, config.piece)
+            and columns * problem.tokens > KERNEL_WINDOW
+        ):
+            columns //= 2
+        config = dataclasses.replace(config, window=columns, tile=columns)
     piece = min(config.piece, _round_up(problem.vocab, 8))
     tile = min(config.tile, _round_up(problem.vocab, piece))
     window = min(config.window, _round_up(problem.vocab, tile))

@@ -21,10 +21,6 @@ from bench import host as host_bench
 from bench import step as step_bench
 
 RESULTS = Path(__file__).parent / "results"
-DEFAULT_SHAPES = {
-    "cpu": step_bench.Shape(tokens=2048, hidden=1024, vocab=50257, dtype="float32"),
-    "cuda": step_bench.Shape(tokens=8192, hidden=4096, vocab=131072, dtype="bfloat16"),
-}
 
 
 @click.group()
@@ -46,9 +42,11 @@ def step(output: Path, /, repeats: int, **sizes: Any) -> None:
     """Forward and backward, against the plain products and two stages."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     given = {name: value for name, value in sizes.items() if value}
-    shape = dataclasses.replace(DEFAULT_SHAPES[device], **given)
-    name = f"step_{shape.tokens}x{shape.hidden}x{shape.vocab}_{shape.dtype}"
-    _finish(output, name, step_bench.run(shape, device, repeats), shape=dataclasses.asdict(shape))
+    shapes, name = step_bench.DEFAULT_SHAPES[device], "step"
+    if given:
+        shape = dataclasses.replace(shapes[0], **given)
+        shapes, name = (shape,), f"step_{shape.tokens}x{shape.hidden}x{shape.vocab}_{shape.dtype}"
+    _finish(output, name, [row for s in shapes for row in step_bench.run(s, device, repeats)])
 
 
 @main.command()
@@ -67,7 +65,7 @@ def host(output: Path, /) -> None:
     _finish(output, "host", [host_bench.run()])
 
 
-def _finish(folder: Path, name: str, rows: Iterable[Any], **more: Any) -> None:
+def _finish(folder: Path, name: str, rows: Iterable[Any]) -> None:
     """Print `rows`, which are dataclasses, and write them with what they were measured on."""
     records = [dataclasses.asdict(row) for row in rows]
     table = Table(*records[0])
@@ -82,7 +80,7 @@ def _finish(folder: Path, name: str, rows: Iterable[Any], **more: Any) -> None:
     for package in ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi"):
         versions[package] = metadata.version(package)
     date = datetime.now(timezone.utc).date().isoformat()
-    record = {"date": date, "device": device, "versions": versions, **more, "rows": records}
+    record = {"date": date, "device": device, "versions": versions, "rows": records}
     path.write_text(json.dumps(record, indent=1) + "\n")
     console.print(f"written: {path}")
 

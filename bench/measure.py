@@ -1,5 +1,6 @@
 """Time and peak memory of a call, on a CPU or on a GPU."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -23,15 +24,17 @@ def interleaved(forms: dict[str, Call], device: str, repeats: int) -> dict[str, 
     """Time all `forms` once a round, for `repeats` rounds after one to warm up.
 
     Clocks and temperature drift: only ratios of times of one call of this function mean anything.
+    Each round has an order of its own, as a form that leaves a GPU cool lets the next one run fast.
     A GPU is not waited for in between, so that a short form's launch hides behind the one before.
     """
     clock = _cpu_sample if device == "cpu" else _gpu_sample
     for form in forms.values():
         form()
     samples: dict[str, list[Callable[[], float]]] = {name: [] for name in forms}
+    order = random.Random(0)
     for _ in range(repeats):
-        for name, form in forms.items():
-            samples[name].append(clock(form))
+        for name in order.sample(list(forms), len(forms)):
+            samples[name].append(clock(forms[name]))
     if device != "cpu":
         torch.cuda.synchronize()
     return {name: _timing([sample() for sample in taken]) for name, taken in samples.items()}

@@ -1,6 +1,7 @@
 """A training step of the head: forward and backward, against the plain products and two stages.
 
-products    h wᵀ, z w and zᵀ h alone: what any exact method must at least compute
+products    h wᵀ, g w and gᵀ h alone, with g the logits' gradient: what any exact method must at
+            least compute; on the very numbers, as a GPU's clock depends on them
 two-stage   F.cross_entropy(F.linear(h, w).float(), y), forward and backward
 cutefce X   cutefce.linear_cross_entropy with workspace=X, forward and backward
 """
@@ -12,8 +13,14 @@ import torch.nn.functional as F
 
 import cutefce
 from bench.measure import Call, interleaved, peak_bytes
+from cutefce.ops.planner import Plan
 
-WORKSPACES: dict[str, str | None] = {"max": "max", "default": None, "min": "min"}
+WORKSPACES: dict[str, str | int | None] = {
+    "max": "max",
+    "3.2 GiB": 32 * 2**30 // 10,
+    "default": None,
+    "min": "min",
+}
 
 
 @dataclass(frozen=True)
@@ -26,10 +33,29 @@ class Shape:
     dtype: str
 
 
+DEFAULT_SHAPES = {
+    "cpu": (Shape(2048, 1024, 50257, "float32"),),
+    "cuda": tuple(
+        Shape(tokens, hidden, vocab, "bfloat16")
+        for tokens, hidden, vocab in (
+            (8192, 4096, 131072),
+            (8192, 2304, 256000),
+            (4096, 4096, 128256),
+            (1024, 4096, 262144),
+            (16384, 7168, 129280),
+            (32768, 4096, 131072),
+        )
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Row:
-    """One form's result; times are medians of interleaved runs."""
+    """One form's result at one shape; times are medians of interleaved runs."""
 
+    tokens: int
+    hidden: int
+    vocab: int
     form: str
     median_ms: float
     quartiles_ms: tuple[float, float]
@@ -46,6 +72,9 @@ def run(shape: Shape, device: str, repeats: int) -> list[Row]:
     products, two_stage = times["products"].median_ms, times["two-stage"].median_ms
     return [
         Row(
+            tokens=shape.tokens,
+            hidden=shape.hidden,
+            vocab=shape.vocab,
             form=name,
             median_ms=times[name].median_ms,
             quartiles_ms=times[name].quartiles_ms,
@@ -63,20 +92,23 @@ def _forms(shape: Shape, device: str) -> tuple[dict[str, Call], int]:
     # logits of standard deviation 1, as an untrained head gives
     w = torch.randn(shape.vocab, shape.hidden, device=device).div_(shape.hidden**0.5).to(dtype)
     y = torch.randint(shape.vocab, (shape.tokens,), device=device)
-    z = torch.randn(shape.tokens, shape.vocab, device=device, dtype=dtype)
+    z = h @ w.t()
+    g = z.float().softmax(1)
+    g[torch.arange(shape.tokens, device=device), y] -= 1
+    g = g.div_(shape.tokens).to(dtype)
     leaves = h.requires_grad_(), w.requires_grad_()
 
     def products() -> None:
         with torch.no_grad():
             torch.mm(h, w.t(), out=z)
-            torch.mm(z, w)
-            torch.mm(z.t(), h)
+            torch.mm(g, w)
+            torch.mm(g.t(), h)
 
     def two_stage() -> None:
         loss = F.cross_entropy(F.linear(h, w).float(), y)
         torch.autograd.grad(loss, leaves)
 
-    def ours(workspace: str | None) -> Call:
+    def ours(workspace: str | int | None) -> Call:
         def step() -> None:
             loss = cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
             torch.autograd.grad(loss, leaves)
@@ -84,5 +116,10 @@ def _forms(shape: Shape, device: str) -> tuple[dict[str, Call], int]:
         return step
 
     forms: dict[str, Call] = {"products": products, "two-stage": two_stage}
-    forms |= {f"cutefce {name}": ours(value) for name, value in WORKSPACES.items()}
+    plans: set[Plan] = set()
+    for name, workspace in WORKSPACES.items():
+        plan = cutefce.plan(h, w, workspace=workspace)
+        if plan not in plans:  # the same plan has been measured under another name
+            forms[f"cutefce {name}"] = ours(workspace)
+            plans.add(plan)
     return forms, sum(leaf.numel() * leaf.element_size() for leaf in leaves)

@@ -10,6 +10,11 @@ STEP = 64
 """Hidden features of one stage: 128 bytes of a 16-bit dtype, the widest swizzle of TMA."""
 
 
+def slab_columns(tile_n: int, item_bytes: int) -> int:
+    """Return the columns that a warp stores at a time: up to a swizzle of 128 bytes."""
+    return math.gcd(tile_n, 128 // item_bytes)
+
+
 @dataclass(frozen=True)
 class Sm90:
     """Hopper."""
@@ -36,6 +41,10 @@ class Sm90:
             return low
         return single if tokens <= single.rows else paired
 
+    def default_gradient(self) -> ProjectExpConfig:
+        """Return the configuration of the gradients' products where nothing better is known."""
+        return ProjectExpConfig(128, 128, cluster=2, stages=6, pingpong=True)
+
     def accumulators(self, config: ProjectExpConfig) -> int:
         """Return the float32 accumulators of a thread."""
         return config.tile_m * config.tile_n // (128 if config.pingpong else 256)
@@ -44,15 +53,12 @@ class Sm90:
         """Return the registers of a producer and of a consumer thread; 504 for three groups."""
         return (40, 232) if self.accumulators(config) <= 192 else (24, 240)
 
-    def slab(self, config: ProjectExpConfig) -> int:
-        """Return the columns that a warp stores at a time: up to a swizzle of 128 bytes."""
-        return math.gcd(config.tile_n, STEP)
-
     def used_smem_bytes(self, config: ProjectExpConfig) -> int:
-        """Return the shared memory of the kernel that stores, the larger one."""
+        """Return the shared memory of the kernel that needs the most: one that stores."""
         barriers = 1024
         inputs = config.stages * (config.tile_m + config.tile_n) * STEP * 2
-        return barriers + inputs + 2 * 64 * self.slab(config) * 2
+        slab = max(slab_columns(config.tile_n, size) * size for size in (2, 4))
+        return barriers + inputs + 2 * 64 * slab
 
     def check(self, config: ProjectExpConfig) -> None:
         """Raise ValueError for a configuration that the hardware cannot run."""

@@ -30,6 +30,12 @@ def matrix(dtype: Any, rows: Any, columns: Any, aligned: bool = True) -> Any:
     return make_fake_tensor(dtype, (rows, columns), (pitch, 1), assumed_align=16)
 
 
+def transposed(dtype: Any, rows: Any, columns: Any) -> Any:
+    """Return a stand-in for the transpose of a `matrix` of `columns` rows."""
+    strides = 1, cute.sym_int64(divisibility=8)
+    return make_fake_tensor(dtype, (rows, columns), strides, assumed_align=16)
+
+
 def vector(dtype: Any, size: Any) -> Any:
     """Return a stand-in for a contiguous vector."""
     return make_fake_compact_tensor(dtype, (size,))

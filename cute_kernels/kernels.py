@@ -46,7 +46,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Combine:
-    """out_i = a_i (x_i + b_i t_{k_i}): the last step of dX, dW and s ⊙ h."""
+    """out_i = a_i (x_i + b_i t_{k_i}): the last step of dX, and s ⊙ h."""
 
     arch: str
     out: str
@@ -59,7 +59,28 @@ class Combine:
     """Whether there is a b; 1 if not."""
 
 
-Kernel = ProjectExp | TargetLogit | Finish | Combine
+@dataclass(frozen=True)
+class Gradient:
+    """A product of exponentials with the weight, or of their transpose with the hidden states."""
+
+    arch: str
+    dtype: str
+    config: ProjectExpConfig
+    of: str
+    """What it is the gradient of: "hidden" or "weight"."""
+    final: bool
+    """Whether it adds the targets' part and rounds; if not, it adds to float32 sums."""
+
+
+@dataclass(frozen=True)
+class AddTargets:
+    """The targets' part, added to dW's sums."""
+
+    arch: str
+    dtype: str
+
+
+Kernel = ProjectExp | Gradient | TargetLogit | Finish | Combine | AddTargets
 
 
 @dataclass(frozen=True)
@@ -78,17 +99,26 @@ class KernelSet:
     finish: Finish
     scale_rows: Combine
     """s_i h_i."""
+    scale_sums: Combine
+    """The same of float32 sums."""
     finish_dx: Combine
     """s_i (x_i - S_i W_y)."""
-    finish_dw: Combine
-    """Adds the targets' part."""
-    finish_dw_scaled: Combine
-    """Adds the targets' part and multiplies by a unit."""
+    grad_hidden: Gradient
+    """Adds to dX's sums."""
+    grad_weight: Gradient
+    """dW at once."""
+    grad_weight_sums: Gradient
+    """Adds to dW's sums."""
+    add_targets: AddTargets
+    """Adds the targets' part to dW's sums."""
 
 
-def kernel_set(arch: Sm90, dtype: str, config: ProjectExpConfig) -> KernelSet:
-    """Return the kernels that `config` and `dtype` need on `arch`."""
-    project = functools.partial(ProjectExp, arch.name, dtype, config)
+def kernel_set(
+    arch: Sm90, dtype: str, project_config: ProjectExpConfig, gradient_config: ProjectExpConfig
+) -> KernelSet:
+    """Return the kernels that `dtype` needs on `arch` with these configurations."""
+    project = functools.partial(ProjectExp, arch.name, dtype, project_config)
+    gradient = functools.partial(Gradient, arch.name, dtype, gradient_config)
     combine = functools.partial(Combine, arch.name, dtype)
     return KernelSet(
         target_logit=TargetLogit(arch.name, dtype),
@@ -96,16 +126,23 @@ def kernel_set(arch: Sm90, dtype: str, config: ProjectExpConfig) -> KernelSet:
         sums_and_exps=project(sums=True, store=True),
         exps=project(sums=False, store=True),
         noted_exps=project(sums=False, store=True, masked=True),
-        finish=Finish(arch.name, config.rows),
+        finish=Finish(arch.name, project_config.rows),
         scale_rows=combine(dtype, None, scaled=True, weighted=False),
+        scale_sums=combine("float32", None, scaled=True, weighted=False),
         finish_dx=combine("float32", dtype, scaled=True, weighted=True),
-        finish_dw=combine("float32", "float32", scaled=False, weighted=False),
-        finish_dw_scaled=combine("float32", "float32", scaled=True, weighted=False),
+        grad_hidden=gradient("hidden", final=False),
+        grad_weight=gradient("weight", final=True),
+        grad_weight_sums=gradient("weight", final=False),
+        add_targets=AddTargets(arch.name, dtype),
     )
 
 
 def all_kernels(arch: Sm90) -> list[Kernel]:
     """Return every kernel that can be chosen on `arch`, each once."""
-    sets = [kernel_set(arch, *pair) for pair in product(arch.dtypes, arch.configs())]
+    configs = arch.configs()
+    sets = [
+        kernel_set(arch, dtype, c, arch.default_gradient())
+        for dtype, c in product(arch.dtypes, configs)
+    ]
     every = [getattr(s, f.name) for s in sets for f in dataclasses.fields(s)]
     return list(dict.fromkeys(every))

@@ -1,11 +1,12 @@
-"""The Hopper mainloop of `project_exp`: tiles of h wᵀ, from memory to accumulators.
+"""The Hopper mainloop: tiles of a bᵀ, from memory to accumulators.
 
-One producer warp loads tiles of h and w by TMA; the thread blocks of a cluster hold different rows
-and share each tile of w by multicast.  Two consumer warpgroups multiply: in turns, each a tile of
-its own, so that the exponentials of one run under the products of the other; or together, each one
-half of every tile's rows.  A cluster walks units (`tile_order`).
+One producer warp loads tiles of a (M, K) and b (N, K) by TMA; the thread blocks of a cluster hold
+different rows and share each tile of b by multicast.  Two consumer warpgroups multiply: in turns,
+each a tile of its own, so that the epilogue of one runs under the products of the other; or
+together, each one half of every tile's rows.  A cluster walks units (`tile_order`).
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -15,8 +16,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from cutefce.cute_kernels import kernels, tile_order
+from cutefce.cute_kernels import tile_order
 from cutefce.cute_kernels.arch import STEP, arch_named
+from cutefce.cute_kernels.config import ProjectExpConfig
 from cutefce.cute_kernels.dsl import BLOCK_NOTES, DTYPES, MEETING_NOTE
 
 GROUP = 128
@@ -35,28 +37,55 @@ class Walk(NamedTuple):
     row_blocks: Int32
     windows: Int32
     tiles: Int32
-    """Vocabulary tiles."""
+    """Tiles of columns."""
     steps: Int32
     """Stages of one tile."""
     cluster: Int32
     clusters: Int32
     rank: Int32
     """Thread block within the cluster."""
-    tokens: Int32
-    vocab: Int32
-    first: Int32
-    """Vocabulary entry of the first column."""
+    rows: Int32
+    columns: Int32
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How an operand lies in memory: by rows, so that its inner dimension K is contiguous, or not.
+
+    What lies by columns is the transpose of a matrix that lies by rows.
+    """
+
+    by_rows: bool
+
+    @property
+    def major(self) -> OperandMajorMode:
+        """What wgmma calls it."""
+        return OperandMajorMode.K if self.by_rows else OperandMajorMode.MN
+
+    @property
+    def layout(self) -> LayoutEnum:
+        """What the DSL calls it."""
+        return LayoutEnum.ROW_MAJOR if self.by_rows else LayoutEnum.COL_MAJOR
 
 
 class MainloopSm90:
-    """Loading and multiplying, for one description."""
+    """Loading and multiplying, for one configuration and the layouts of the operands."""
 
-    def __init__(self, kernel: kernels.ProjectExp) -> None:
-        arch, config = arch_named(kernel.arch), kernel.config
+    def __init__(
+        self,
+        arch_name: str,
+        dtype: str,
+        config: ProjectExpConfig,
+        a: Operand,
+        b: Operand,
+        masked: bool,
+    ) -> None:
+        arch = arch_named(arch_name)
         arch.check(config)
         self.config = config
-        self.dtype = DTYPES[kernel.dtype]
-        self.masked = kernel.masked
+        self.dtype = DTYPES[dtype]
+        self.a, self.b = a, b
+        self.masked = masked
         self.tile = (config.tile_m, config.tile_n, STEP)
         self.producer_registers, self.consumer_registers = arch.registers(config)
         # warpgroups that share a tile, and 64-row blocks of it that each of them holds
@@ -68,32 +97,63 @@ class MainloopSm90:
         return sm90.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
+            self.a.major,
+            self.b.major,
             Float32,
             (sharing, 1, 1),
             (64, self.tile[1]),
         )
 
+    def own(self, thread: Int32) -> Any:
+        """Return row and column of a thread's accumulators within 64 rows of a tile.
+
+        Accumulator (v, half, j) lies 8·j + v columns to the right of the thread's first one.
+        """
+        one = self.tiled_mma(1).get_slice(thread)
+        return one.partition_C(cute.make_identity_tensor((64, self.tile[1])))
+
     @cute.jit
-    def inputs(self, h: cute.Tensor, w: cute.Tensor) -> Any:
-        """Return (TMA atom, coordinates, shared memory layout) of h and of w."""
-        config, tile, row_major = self.config, self.tile, LayoutEnum.ROW_MAJOR
-        h_layout = sm90.make_smem_layout_a(row_major, tile, self.dtype, config.stages)
-        w_layout = sm90.make_smem_layout_b(row_major, tile, self.dtype, config.stages)
+    def row(self, own: cute.Tensor, top: Int32, block: int, half: int) -> Int32:
+        """Return the row of the thread's accumulators (·, half, ·) of a 64-row block."""
+        return top + block * 64 * self.sharing + own[(0, half, 0), 0, 0][0]
+
+    @cute.jit
+    def inputs(self, a: cute.Tensor, b: cute.Tensor) -> Any:
+        """Return (TMA atom, coordinates, shared memory layout) of a and of b."""
+        config, tile = self.config, self.tile
+        a_layout = sm90.make_smem_layout_a(self.a.layout, tile, self.dtype, config.stages)
+        b_layout = sm90.make_smem_layout_b(self.b.layout, tile, self.dtype, config.stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
         share = cpasync.CopyBulkTensorTileG2SMulticastOp() if config.cluster > 1 else load
-        load_h, g_h = cpasync.make_tiled_tma_atom(
-            load, h, cute.slice_(h_layout, (None, None, 0)), (tile[0], tile[2])
+        load_a, g_a = cpasync.make_tiled_tma_atom(
+            load, a, cute.slice_(a_layout, (None, None, 0)), (tile[0], tile[2])
         )
-        load_w, g_w = cpasync.make_tiled_tma_atom(
+        load_b, g_b = cpasync.make_tiled_tma_atom(
             share,
-            w,
-            cute.slice_(w_layout, (None, None, 0)),
+            b,
+            cute.slice_(b_layout, (None, None, 0)),
             (tile[1], tile[2]),
             num_multicast=config.cluster,
         )
-        return (load_h, g_h, h_layout), (load_w, g_w, w_layout)
+        return (load_a, g_a, a_layout), (load_b, g_b, b_layout)
+
+    @cute.jit
+    def walk(self, a: cute.Tensor, b: cute.Tensor, windows: Any) -> Walk:
+        """Return the walk over a bᵀ, in windows of each row block; None: every tile is one."""
+        config, tile = self.config, self.tile
+        (rows, inner), columns = a.shape, b.shape[0]
+        tiles = (columns + tile[1] - 1) // tile[1]
+        return Walk(
+            row_blocks=(rows + config.rows - 1) // config.rows,
+            windows=tiles if windows is None else windows,
+            tiles=tiles,
+            steps=(inner + tile[2] - 1) // tile[2],
+            cluster=cute.arch.block_idx()[0] // config.cluster,
+            clusters=cute.arch.grid_dim()[0] // config.cluster,
+            rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
+            rows=rows,
+            columns=columns,
+        )
 
     @cute.jit
     def stages(self, barriers: Any) -> Any:
@@ -129,11 +189,11 @@ class MainloopSm90:
         return row, window, end
 
     @cute.jit
-    def load(self, walk: Walk, pipe: Any, h: Any, w: Any, notes: cute.Tensor) -> None:
-        """Producer: fill the stages, tile after tile; h and w are (TMA atom, coordinates, smem)."""
+    def load(self, walk: Walk, pipe: Any, a: Any, b: Any, notes: cute.Tensor) -> None:
+        """Producer: fill the stages, tile after tile; a and b are (TMA atom, coordinates, smem)."""
         config, tile = self.config, self.tile
-        load_h, from_h, to_h = self.partition(h, (tile[0], tile[2]), Int32(0), 1)
-        load_w, from_w, to_w = self.partition(w, (tile[1], tile[2]), walk.rank, config.cluster)
+        load_a, from_a, to_a = self.partition(a, (tile[0], tile[2]), Int32(0), 1)
+        load_b, from_b, to_b = self.partition(b, (tile[1], tile[2]), walk.rank, config.cluster)
         everyone = {"mcast_mask": cutlass.Int16((1 << config.cluster) - 1)}
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         units, passed, patience = walk.row_blocks * walk.windows, Int32(0), Int32(PATIENCE)
@@ -155,12 +215,12 @@ class MainloopSm90:
                     pipe.producer_acquire(state)
                     full = pipe.producer_get_barrier(state)
                     cute.copy(
-                        load_h, from_h[None, row, step], to_h[None, state.index], tma_bar_ptr=full
+                        load_a, from_a[None, row, step], to_a[None, state.index], tma_bar_ptr=full
                     )
                     cute.copy(
-                        load_w,
-                        from_w[None, column, step],
-                        to_w[None, state.index],
+                        load_b,
+                        from_b[None, column, step],
+                        to_b[None, state.index],
                         tma_bar_ptr=full,
                         **(everyone if config.cluster > 1 else {}),
                     )
@@ -217,7 +277,7 @@ class MainloopSm90:
         steps: Int32,
         group: Int32,
     ) -> Any:
-        """Compute one tile of logits; return the state of this warpgroup's next tile."""
+        """Compute one tile; return the state of this warpgroup's next tile."""
         if cutlass.const_expr(self.config.pingpong):
             cute.arch.barrier(barrier_id=1 + group, number_of_threads=2 * GROUP)
         done = state.clone()

@@ -20,14 +20,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from cutefce.cute_kernels import kernels
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.dsl import (
     BLOCK_NOTES,
     DTYPES,
@@ -37,7 +33,8 @@ from cutefce.cute_kernels.dsl import (
     matrix,
     vector,
 )
-from cutefce.cute_kernels.mainloop_sm90 import CONSUMERS, GROUP, MainloopSm90, Walk
+from cutefce.cute_kernels.mainloop_sm90 import CONSUMERS, GROUP, MainloopSm90, Operand, Walk
+from cutefce.cute_kernels.slabs_sm90 import SlabsSm90
 
 
 def trace(kernel: kernels.ProjectExp) -> tuple[Any, tuple[Any, ...]]:
@@ -67,15 +64,18 @@ class Rows(NamedTuple):
     target: cute.Tensor
     sums: Any
     notes: cute.Tensor
+    first: Int32
+    """Vocabulary entry of the first column, from which targets are counted."""
 
 
 class ProjectExpSm90(MainloopSm90):
     """The kernel and its launch, for one description."""
 
     def __init__(self, kernel: kernels.ProjectExp) -> None:
-        super().__init__(kernel)
+        by_rows = Operand(by_rows=True)
+        super().__init__(kernel.arch, kernel.dtype, kernel.config, by_rows, by_rows, kernel.masked)
         self.sums, self.store = kernel.sums, kernel.store
-        self.slab = arch_named(kernel.arch).slab(kernel.config)
+        self.slabs = SlabsSm90(self.dtype, kernel.config.tile_n)
 
     @cute.jit
     def __call__(
@@ -93,26 +93,17 @@ class ProjectExpSm90(MainloopSm90):
         stream: Any,
     ) -> None:
         """Launch on `clusters` clusters, which must fit on the device at the same time."""
-        config, row_major = self.config, LayoutEnum.ROW_MAJOR
+        config = self.config
         h_parts, w_parts = self.inputs(h, w)
-        store_e, g_e, e_layout = None, None, None
+        e_parts = None, None, None
         if cutlass.const_expr(self.store):
-            # a warp stores slabs of its own 16 rows; the four of a warpgroup lie together
-            e_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (64, self.slab), CONSUMERS)
-            slab_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (16, self.slab), 1)
-            store_e, g_e = cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileS2GOp(),
-                exps,
-                cute.slice_(slab_layout, (None, None, 0)),
-                (16, self.slab),
-            )
+            e_parts = self.slabs.output(exps)
         self.kernel(
             self.tiled_mma(self.sharing),
             h_parts,
             w_parts,
-            (store_e, g_e, e_layout),
-            Rows(reference, target, sums, notes),
-            first,
+            e_parts,
+            Rows(reference, target, sums, notes, first),
             windows,
         ).launch(
             grid=[clusters * config.cluster, 1, 1],
@@ -130,11 +121,10 @@ class ProjectExpSm90(MainloopSm90):
         w: Any,
         e: Any,
         rows: Rows,
-        first: Int32,
         windows: Int32,
     ) -> None:
         """Hand out the roles; h, w and e are (TMA atom, coordinates, shared memory layout)."""
-        config, tile = self.config, self.tile
+        config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         (load_h, g_h, h_layout), (load_w, g_w, w_layout), (store_e, g_e, e_layout) = h, w, e
         if warp == 0:
@@ -149,19 +139,7 @@ class ProjectExpSm90(MainloopSm90):
         if cutlass.const_expr(self.store):
             s_e = smem.allocate_tensor(self.dtype, e_layout.outer, 1024, e_layout.inner)
         pipe = self.stages(barriers)
-        (tokens, hidden), vocab = g_h.shape, g_w.shape[0]
-        walk = Walk(
-            row_blocks=(tokens + config.rows - 1) // config.rows,
-            windows=windows,
-            tiles=(vocab + tile[1] - 1) // tile[1],
-            steps=(hidden + tile[2] - 1) // tile[2],
-            cluster=cute.arch.block_idx()[0] // config.cluster,
-            clusters=cute.arch.grid_dim()[0] // config.cluster,
-            rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
-            tokens=tokens,
-            vocab=vocab,
-            first=first,
-        )
+        walk = self.walk(g_h, g_w, windows)
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
@@ -191,12 +169,7 @@ class ProjectExpSm90(MainloopSm90):
         a = tiled_mma.make_fragment_A(slice_mma.partition_A(inputs[0]))
         b = tiled_mma.make_fragment_B(slice_mma.partition_B(inputs[1]))
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(tile[:2]), Float32)
-        # row and column of the accumulators within 64 rows of a tile; see `hide` for the columns
-        own = (
-            self.tiled_mma(1)
-            .get_slice(thread)
-            .partition_C(cute.make_identity_tensor((64, tile[1])))
-        )
+        own = self.own(thread)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
         if cutlass.const_expr(config.pingpong):
             if group == 1:
@@ -214,7 +187,7 @@ class ProjectExpSm90(MainloopSm90):
             ):
                 state = self.multiply(pipe, tiled_mma, acc, a, b, state, walk.steps, group)
                 left = column * tile[1]
-                self.hide(acc, own, rows.target, top, left, walk)
+                self.hide(acc, own, rows, top, left, walk)
                 if cutlass.const_expr(self.sums):
                     self.accumulate(acc, highest, total)
                 if cutlass.const_expr(self.store):
@@ -234,34 +207,26 @@ class ProjectExpSm90(MainloopSm90):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def row(self, own: cute.Tensor, top: Int32, block: int, half: int) -> Int32:
-        """Return the token of the thread's accumulators (·, half, ·) of a 64-row block."""
-        return top + block * 64 * self.sharing + own[(0, half, 0), 0, 0][0]
-
-    @cute.jit
     def hide(
         self,
         acc: cute.Tensor,
         own: cute.Tensor,
-        target: cute.Tensor,
+        rows: Rows,
         top: Int32,
         left: Int32,
         walk: Walk,
     ) -> None:
-        """Set the logits of targets, and of columns beyond the vocabulary, to -inf.
-
-        Accumulator (v, half, j) of a thread lies 8·j + v columns to the right of its first one.
-        """
+        """Set the logits of targets, and of columns beyond the vocabulary, to -inf."""
         offset = own[0][1]
-        limit = walk.vocab - left - offset
+        limit = walk.columns - left - offset
         targets = cute.make_rmem_tensor((2, self.blocks), Int32)
-        found = left + self.tile[1] > walk.vocab
+        found = left + self.tile[1] > walk.columns
         for block in cutlass.range_constexpr(self.blocks):
             for half in cutlass.range_constexpr(2):
                 row = self.row(own, top, block, half)
                 column = Int32(-1)
-                if row < walk.tokens:
-                    column = Int32(target[row] - walk.first) - left
+                if row < walk.rows:
+                    column = Int32(rows.target[row] - rows.first) - left
                 targets[half, block] = column - offset
                 found = found or (column >= 0 and column < self.tile[1])
         if found:
@@ -317,7 +282,7 @@ class ProjectExpSm90(MainloopSm90):
                 joint = total[half, block] * exp2(before - finite(after))
                 for offset in cutlass.range_constexpr(1, 3):
                     joint += cute.arch.shuffle_sync_bfly(joint, offset=offset)
-                if thread % 4 == 0 and row < walk.tokens:
+                if thread % 4 == 0 and row < walk.rows:
                     distance = after - rows.reference[row] * LOG2_E
                     rows.sums[row, part] = distance + cute.math.log2(joint, fastmath=True)
 
@@ -335,43 +300,24 @@ class ProjectExpSm90(MainloopSm90):
         walk: Walk,
     ) -> None:
         """Store the tile's exponentials, each warp its own 16 rows of every 64, slab by slab."""
-        atom, g_e, s_e = e
-        warp = cute.arch.make_warp_uniform(thread // 32)
-        stmatrix = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_S(
-            stmatrix, cute.make_tiled_copy_C_atom(stmatrix, self.tiled_mma(1))
-        )
-        shared = s_e[None, None, group]
-        to_slab = copy.get_slice(thread).partition_D(shared)
-        slab = cute.local_tile(shared, (16, self.slab), (warp, 0))
-        _, to_exps, from_slab = self.partition((atom, g_e, slab), (16, self.slab), Int32(0), 1)
+        width = self.slabs.width
         base = cute.make_rmem_tensor((2,), Float32)
         for block in cutlass.range_constexpr(self.blocks):
             for half in cutlass.range_constexpr(2):
                 row = self.row(own, top, block, half)
                 base[half] = Float32.inf
-                if row < walk.tokens:
+                if row < walk.rows:
                     base[half] = reference[row] * LOG2_E
-            for number in cutlass.range_constexpr(self.tile[1] // self.slab):
-                if left + number * self.slab < g_e.shape[1]:
-                    values = cute.make_rmem_tensor((2, 2, self.slab // 8), Float32)
-                    for j in cutlass.range_constexpr(self.slab // 8):
+            for number in cutlass.range_constexpr(self.tile[1] // width):
+                if left + number * width < e[1].shape[1]:
+                    values = cute.make_rmem_tensor((2, 2, width // 8), Float32)
+                    for j in cutlass.range_constexpr(width // 8):
                         for half in cutlass.range_constexpr(2):
                             for v in cutlass.range_constexpr(2):
-                                z = acc[(v, half, number * (self.slab // 8) + j), block, 0]
+                                z = acc[(v, half, number * (width // 8) + j), block, 0]
                                 values[v, half, j] = exp2(z * LOG2_E - base[half])
-                    rounded = cute.make_rmem_tensor(to_slab.shape, self.dtype)
-                    flat = cute.make_tensor(values.iterator, rounded.layout)
-                    rounded.store(flat.load().to(self.dtype))
-                    # the slab before has been read, and all of this one is written
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    cute.arch.sync_warp()
-                    cute.copy(copy, rounded, to_slab)
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    cute.arch.sync_warp()
-                    slab_row = (top + block * 64 * self.sharing) // 16 + warp
-                    cute.copy(atom, from_slab, to_exps[None, slab_row, left // self.slab + number])
-                    cute.arch.cp_async_bulk_commit_group()
+                    at = top + block * 64 * self.sharing, left // width + number
+                    self.slabs.put(values, thread, group, e, at)
 
 
 @cute.jit

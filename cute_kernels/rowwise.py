@@ -2,7 +2,8 @@
 
     target_logit   r_i = h_i · w_y, a warp a row
     finish         partial sums to S, T, ρ and the loss, a warp a row; the last block reduces
-    combine        out_i = a_i (x_i + b_i t_{k_i}), a block a row: the last step of dX, dW, s ⊙ h
+    combine        out_i = a_i (x_i + b_i t_{k_i}), a block a row: the last step of dX, and s ⊙ h
+    add_targets    sums_v += Σ_{i: y_i = v} c_i h_i, a block a row
 
 Each reads and writes everything once, 16 bytes a thread at a time, and adds in a fixed order.
 """
@@ -46,6 +47,11 @@ def trace(kernel: kernels.Kernel) -> tuple[Any, tuple[Any, ...]]:
         logit, target = vector(Float32, rows), vector(Int64, rows)
         outputs = stats, vector(Float32, 1), vector(Int32, cute.sym_int())
         return Finish(kernel.rows), (parts, logit, target, *outputs, Int64(0), Int32(0), stream)
+    if isinstance(kernel, kernels.AddTargets):
+        dtype, tokens, hidden = DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int(divisibility=8)
+        lists = vector(Int64, tokens), vector(Int32, cute.sym_int()), vector(Float32, tokens)
+        sums = matrix(Float32, rows, hidden)
+        return add_targets, (sums, *lists, matrix(dtype, tokens, hidden), stream)
     assert isinstance(kernel, kernels.Combine)
     hidden, table, index = cute.sym_int(divisibility=8), None, None
     x, out = (matrix(DTYPES[name], rows, hidden) for name in (kernel.x, kernel.out))
@@ -321,3 +327,43 @@ def combine_kernel(
         rounded = cute.make_rmem_tensor((8,), out.element_type)
         rounded.store(values.load().to(out.element_type))
         cute.autovec_copy(rounded, to[None, chunk])
+
+
+@cute.jit
+def add_targets(
+    sums: cute.Tensor,
+    order: cute.Tensor,
+    starts: cute.Tensor,
+    coefficient: cute.Tensor,
+    h: cute.Tensor,
+    stream: Any,
+) -> None:
+    """Add Σ c_i h_i over the tokens i of v to sums_v (V, D).
+
+    Those are `order` (N,) from `starts`_v to `starts`_{v+1} (V + 1,); c is `coefficient` (N,), in
+    that order.
+    """
+    add_targets_kernel(sums, order, starts, coefficient, h).launch(
+        grid=[sums.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+    )
+
+
+@cute.kernel
+def add_targets_kernel(
+    sums: cute.Tensor,
+    order: cute.Tensor,
+    starts: cute.Tensor,
+    coefficient: cute.Tensor,
+    h: cute.Tensor,
+) -> None:
+    """Add to one row a block."""
+    row = cute.arch.block_idx()[0]
+    to, begin, end = chunks(sums, row), starts[row], starts[row + 1]
+    if begin < end:
+        for chunk in cutlass.range(cute.arch.thread_idx()[0], sums.shape[1] // 8, 32 * WARPS):
+            values = load(to, chunk)
+            for place in cutlass.range(begin, end, unroll=4):
+                factor, others = coefficient[place], load(chunks(h, order[place]), chunk)
+                for i in cutlass.range_constexpr(8):
+                    values[i] = values[i] + factor * others[i]
+            cute.autovec_copy(values, to[None, chunk])

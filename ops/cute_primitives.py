@@ -1,4 +1,4 @@
-"""The primitives on the CuTe DSL kernels; plain products stay torch's.
+"""The primitives on the CuTe DSL kernels.
 
 Sums are exact whatever the logits are, stored exponentials only while their row's sum does not lie
 beyond the slack of its target.  `finish` notes the row blocks that do, and `settle` stores those
@@ -7,6 +7,7 @@ noted, so that nothing waits for the GPU.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,10 @@ from torch import Tensor
 from cutefce.cute_kernels.arch import Sm90
 from cutefce.cute_kernels.config import ProjectExpConfig
 from cutefce.cute_kernels.jit_cache import compiled
-from cutefce.cute_kernels.kernels import kernel_set
+from cutefce.cute_kernels.kernels import Gradient, kernel_set
 from cutefce.cute_kernels.problem import TileConfig
 from cutefce.cute_kernels.tile_order import choose_windows
-from cutefce.ops.primitives import Partial, Stats, TargetRows, Targets
+from cutefce.ops.primitives import Partial, Stats, TargetPart, Targets
 from cutefce.ops.torch_primitives import TorchPrimitives
 
 
@@ -31,6 +32,20 @@ class Parts:
     """(2 + row blocks,) int32; after `finish`, at 2 + i a 1 if block i must be stored again."""
 
 
+@dataclass(frozen=True)
+class TargetLists:
+    """The tokens of each target, in order, and what each contributes to dW."""
+
+    order: Tensor
+    """(N,) int64: tokens by target."""
+    starts: Tensor
+    """(V + 1,) int32: where in `order` each target's begin."""
+    coefficient: Tensor
+    """(N,): in that order."""
+    h: Tensor
+    """(N, D)"""
+
+
 class CutePrimitives(TorchPrimitives):
     """`cutefce.ops.primitives.Primitives` for one device, dtype and configuration."""
 
@@ -40,12 +55,14 @@ class CutePrimitives(TorchPrimitives):
         arch: Sm90,
         dtype: str,
         project: ProjectExpConfig,
+        gradient: ProjectExpConfig,
         multiprocessors: int,
     ) -> None:
         super().__init__(tiles)
         self.project = project
+        self.multiprocessors = multiprocessors
         self.clusters = multiprocessors // project.cluster
-        self.kernels = kernel_set(arch, dtype, project)
+        self.kernels = kernel_set(arch, dtype, project, gradient)
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return h if has_aligned_rows(h) else h.clone(memory_format=torch.contiguous_format), w
@@ -75,7 +92,8 @@ class CutePrimitives(TorchPrimitives):
     ) -> None:
         first, last = window
         w = w[first:last]
-        launch, windows = compiled(self.kernels.exps), self._windows(h, w)
+        # each tile by itself: there is nothing to sum over several of them
+        launch, windows = compiled(self.kernels.exps), -(-w.shape[0] // self.project.tile_n)
         notes = self._notes(h)
         launch(h, w, reference, target, None, exps, notes, first, windows, self.clusters)
 
@@ -100,26 +118,46 @@ class CutePrimitives(TorchPrimitives):
     ) -> None:
         compiled(self.kernels.finish_dx)(out, sums, w, scale, -stats.sum, targets.address)
 
-    def scale_rows(self, h: Tensor, scale: Tensor) -> Tensor:
-        scaled = h.new_empty(h.shape)
-        compiled(self.kernels.scale_rows)(scaled, h, None, scale, None, None)
+    def scale_rows(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        scaled = x.new_empty(x.shape, dtype=dtype)
+        narrow = x.dtype == dtype
+        launch = compiled(self.kernels.scale_rows if narrow else self.kernels.scale_sums)
+        launch(scaled, x, None, scale.contiguous(), None, None)
         return scaled
+
+    def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor) -> None:
+        self._launch(self.kernels.grad_hidden, exps, w.t(), sums, None)
+
+    def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor) -> None:
+        self._launch(self.kernels.grad_weight_sums, exps.t(), scaled.t(), sums, None)
+
+    def target_part(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetPart:
+        target, order = torch.sort(targets.address, stable=True)
+        entries = torch.arange(targets.vocab + 1, device=h.device)
+        starts = torch.searchsorted(target, entries, out_int32=True)
+        return TargetLists(order, starts, coefficient[order], h)
 
     def finish_dw(
         self,
         out: Tensor,
         exps: Tensor,
         scaled: Tensor,
-        target_rows: TargetRows,
+        part: TargetPart,
         first: int,
         unit: Tensor | None,
     ) -> None:
-        sums = scaled.new_empty(out.shape, dtype=torch.float32)
-        self.multiply(sums, exps.t(), scaled, add=False)
-        line = target_rows.line[first : first + out.shape[0]]
-        units = None if unit is None else unit.repeat(out.shape[0])
-        finish = self.kernels.finish_dw if unit is None else self.kernels.finish_dw_scaled
-        compiled(finish)(out, sums, target_rows.sums, units, None, line)
+        starts = part.starts[first : first + out.shape[0] + 1]
+        unit = None if unit is None else unit.view(1)
+        lists = part.order, starts, part.coefficient, part.h, unit
+        self._launch(self.kernels.grad_weight, exps.t(), scaled.t(), out, lists)
+
+    def add_target_part(self, sums: Tensor, part: TargetPart) -> None:
+        lists = part.order, part.starts, part.coefficient, part.h
+        compiled(self.kernels.add_targets)(sums, *lists)
+
+    def _launch(self, kernel: Gradient, a: Tensor, b: Tensor, out: Tensor, lists: Any) -> None:
+        notes = torch.zeros(1, dtype=torch.int32, device=out.device)
+        compiled(kernel)(a, b, out, lists, notes, self.multiprocessors // kernel.config.cluster)
 
     def _notes(self, h: Tensor) -> Tensor:
         blocks = -(-h.shape[0] // self.project.rows)

@@ -156,7 +156,9 @@ def _cute_primitives(device: torch.device, problem: Problem) -> Primitives:
     multiprocessors = properties.multi_processor_count
     name = properties.name
     config = autotune_cache.lookup_project_exp(problem, arch, name, multiprocessors)
-    return CutePrimitives(tiles, arch, problem.dtype, config, multiprocessors)
+    return CutePrimitives(
+        tiles, arch, problem.dtype, config, arch.default_gradient(), multiprocessors
+    )
 
 
 @functools.cache

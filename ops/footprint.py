@@ -7,14 +7,16 @@ kept, and tiles of R rows and C columns, the larger parts are:
     tile    R·C·a                      one tile of logits
     buffer  N·w·e                      exponentials of one recomputed window; none if K = V
     dX      N·D·a                      its sums, unless they are the gradient (e = a)
-    dW      N·D·e + (N + 1)·D·a + 8·V  s_i h_i, the targets' lines and their numbers
+    dW      N·D·e                      s_i h_i
+            + 12·N + 4·V               kernels: the tokens of each target, what they add
+            + (N + 1)·D·a + 8·V        portable: the targets' lines and their numbers,
             + w·D·a                    one window's sums, unless they are the gradient
 
     forward without gradients          tile
     windows                            kept + buffer + dX + dW
-    gradients in forward               c·V·e for chunks of c tokens, and V·D·a for dW's sums if
-                                       e < a; at the least the gradients' own size once more,
-                                       as the backward must not change what the forward saved
+    gradients in forward               V·D·a + N·D·e for dW's sums and dX, which are there beside
+                                       the gradients, as the backward must not change them; or
+                                       instead of these, with c·V·e for chunks of c tokens
 
 The kernels need no tile, since their logits stay in registers.  A CPU multiplies 16-bit operands
 by converting blocks of them; `_widened` counts those.
@@ -49,8 +51,11 @@ def windows_bytes(p: Problem, config: TileConfig, kept: int) -> int:
     if p.grad_hidden and _is_narrow(p):
         backward += p.tokens * p.hidden * p.accumulator_bytes
     if p.grad_weight:
-        backward += p.tokens * p.hidden * p.item_bytes + 8 * p.vocab
-        backward += min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
+        backward += p.tokens * p.hidden * p.item_bytes
+    if p.grad_weight and p.arch is not None:
+        backward += 12 * p.tokens + 4 * p.vocab
+    elif p.grad_weight:
+        backward += 8 * p.vocab + min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
         step = max(step, min(p.tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device)))
         sums = window * p.hidden * p.accumulator_bytes if _is_narrow(p) else 0
         gathered = min(window * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
@@ -67,16 +72,15 @@ def windows_bytes(p: Problem, config: TileConfig, kept: int) -> int:
 
 def chunked_bytes(p: Problem, config: TileConfig, stored: int, chunk: int) -> int:
     """Return the workspace of gradients in forward: `chunk` tokens' `stored` columns at a time."""
-    forward = p.tokens * (TARGET_BYTES + p.accumulator_bytes)
+    saved = p.tokens * p.hidden * p.item_bytes if p.grad_hidden else 0
+    saved += p.vocab * p.hidden * p.accumulator_bytes if p.grad_weight else 0
+    forward = p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes)
     forward += chunk * chunk_token_bytes(p, config, stored)
     step = _step_bytes(p, config, chunk, stored=True)
-    step = max(step, _widened(p, chunk, p.vocab, p.hidden), _widened(p, p.vocab, chunk, p.hidden))
-    forward += step
-    if p.grad_weight and _is_narrow(p):
-        # dW itself is there only after the last chunk
-        weights = p.vocab * p.hidden
-        forward = weights * p.accumulator_bytes + max(forward - weights * p.item_bytes, 0)
-    return max(forward, p.gradient_bytes)
+    forward += max(
+        step, _widened(p, chunk, p.vocab, p.hidden), _widened(p, p.vocab, chunk, p.hidden)
+    )
+    return max(saved + forward - p.gradient_bytes, saved)
 
 
 def chunk_token_bytes(p: Problem, config: TileConfig, stored: int) -> int:

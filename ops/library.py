@@ -6,6 +6,7 @@
     forward            the loss, where no gradient is wanted
     project_loss       the forward of a step: loss, stats and what the backward needs of it
     project_gradients  the backward of "windows" plans
+    scale_gradients    the backward of plans that form gradients in the forward
 """
 
 import functools
@@ -36,6 +37,10 @@ LIBRARY.define(
 LIBRARY.define(
     "project_gradients(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, Tensor exps, "
     "str reduction, int ignore_index, bool grad_hidden, bool grad_weight, SymInt window) "
+    "-> (Tensor dx, Tensor dw)"
+)
+LIBRARY.define(
+    "scale_gradients(Tensor upstream, Tensor w, Tensor dx, Tensor dw_sums) "
     "-> (Tensor dx, Tensor dw)"
 )
 
@@ -88,7 +93,7 @@ def project_loss(
     kept: int,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the reduced loss, stats (4, N), exponentials (N, kept) and gradients.
+    """Return the reduced loss, stats (4, N), exponentials (N, kept), dX and dW's sums.
 
     Of the last four, those that the strategy and the flags do not ask for are empty.
     """
@@ -111,7 +116,8 @@ def project_loss(
         stats = saved.rows
         loss = loss.clone() if reduction == "none" else loss  # not a view of another result
     dx = h.new_empty(0, h.shape[1]) if dx is None else dx
-    dw = w.new_empty(0, w.shape[1]) if dw is None else dw
+    if dw is None:
+        dw = w.new_empty(0, w.shape[1], dtype=sum_dtype(w.dtype))
     return loss, stats, exps, dx, dw
 
 
@@ -150,6 +156,19 @@ def project_gradients(
     )
 
 
+def scale_gradients(
+    upstream: Tensor, w: Tensor, dx: Tensor, dw_sums: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return dX (N, D) and dW (V, D) times `upstream` (), in w's dtype; either may have no rows."""
+    primitives = primitives_for(w, w, problem_of(w, w, True, True))
+
+    def scaled(x: Tensor) -> Tensor:
+        scale = upstream.expand(x.shape[0])
+        return primitives.scale_rows(x, scale, w.dtype) if x.shape[0] else x.to(w.dtype)
+
+    return scaled(dx), scaled(dw_sums)
+
+
 def _fake_forward(h: Tensor, w: Tensor, y: Tensor, reduction: str, ignore_index: int) -> Tensor:
     return h.new_empty(y.shape if reduction == "none" else (), dtype=sum_dtype(h.dtype))
 
@@ -163,7 +182,7 @@ def _fake_loss(h: Tensor, w: Tensor, y: Tensor, reduction: str, *rest: Any) -> t
         h.new_empty((4, 0 if chunked else tokens), dtype=dtype),
         h.new_empty((0 if chunked else tokens, kept)),
         h.new_empty((tokens if chunked and grad_hidden else 0, h.shape[1])),
-        w.new_empty((w.shape[0] if chunked and grad_weight else 0, w.shape[1])),
+        w.new_empty((w.shape[0] if chunked and grad_weight else 0, w.shape[1]), dtype=dtype),
     )
 
 
@@ -175,13 +194,17 @@ def _fake_gradients(upstream: Tensor, h: Tensor, w: Tensor, *rest: Any) -> tuple
     )
 
 
+def _fake_scaled(upstream: Tensor, w: Tensor, dx: Tensor, dw_sums: Tensor) -> tuple[Tensor, Tensor]:
+    return dx.new_empty(dx.shape), w.new_empty(dw_sums.shape)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     h, w, y, reduction, ignore_index, grad_hidden, grad_weight, strategy, window, *_ = inputs
     _, stats, exps, dx, dw = output
     ctx.set_materialize_grads(False)
     ctx.chunked = strategy == "gradients_in_forward"
     ctx.options = reduction, ignore_index, grad_hidden, grad_weight, window
-    ctx.save_for_backward(*((dx, dw) if ctx.chunked else (h, w, y, stats, exps)))
+    ctx.save_for_backward(*((w, dx, dw) if ctx.chunked else (h, w, y, stats, exps)))
 
 
 def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -189,7 +212,7 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Ten
     if upstream is None:
         dx, dw, grad_hidden, grad_weight = None, None, False, False
     elif ctx.chunked:
-        dx, dw = (upstream * gradient for gradient in ctx.saved_tensors)
+        dx, dw = torch.ops.cutefce.scale_gradients(upstream, *ctx.saved_tensors)
     else:
         dx, dw = torch.ops.cutefce.project_gradients(upstream, *ctx.saved_tensors, *ctx.options)
     return dx if grad_hidden else None, dw if grad_weight else None, *[None] * 9
@@ -201,13 +224,15 @@ def _no_second_derivative(ctx: Any, *_: Any) -> None:
 
 for overload in ("loss", "loss.preset"):
     LIBRARY.impl(overload, loss, "CompositeImplicitAutograd")
-for kernel in (forward, project_loss, project_gradients):
+for kernel in (forward, project_loss, project_gradients, scale_gradients):
     wrapped = _on_its_device(_without_autocast(kernel))
     LIBRARY.impl(kernel.__name__, wrapped, "CompositeExplicitAutograd")
 torch.library.register_fake("cutefce::forward", _fake_forward, lib=LIBRARY)
 torch.library.register_fake("cutefce::project_loss", _fake_loss, lib=LIBRARY)
 torch.library.register_fake("cutefce::project_gradients", _fake_gradients, lib=LIBRARY)
+torch.library.register_fake("cutefce::scale_gradients", _fake_scaled, lib=LIBRARY)
 torch.library.register_autograd(
     "cutefce::project_loss", _backward, setup_context=_setup_context, lib=LIBRARY
 )
-torch.library.register_autograd("cutefce::project_gradients", _no_second_derivative, lib=LIBRARY)
+for name in ("project_gradients", "scale_gradients"):
+    torch.library.register_autograd(f"cutefce::{name}", _no_second_derivative, lib=LIBRARY)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cutefce.ops.primitives import Targets, sum_dtype
 from cutefce.ops.strategies import windows
-from cutefce.ops.torch_primitives import Pieces, TorchPrimitives
+from cutefce.ops.torch_primitives import Pieces, TorchPrimitives, multiply
 
 NO_TARGET = -1
 
@@ -62,8 +62,8 @@ def algorithm_2(
         g = exps[:, : last - first] * (gamma / a)[:, None]
         column = torch.arange(first, last, device=h.device)
         g = torch.where(targets.index[:, None] == column, g - gamma[:, None], g).to(h.dtype)
-        primitives.multiply(dx, g, w[first:last], add=True)
+        multiply(dx, g, w[first:last], add=True)
         sums = dw.new_empty(last - first, h.shape[1], dtype=dtype)
-        primitives.multiply(sums, g.t(), h, add=False)
+        multiply(sums, g.t(), h, add=False)
         dw[first:last] = sums
     return dx.to(h.dtype), dw

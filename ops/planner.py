@@ -25,8 +25,9 @@ two-stage loss takes for the same; larger problems keep a part and compute the r
 SMALLEST_CHUNK = 256
 """Tokens of a chunk, below which reading and writing dW's sums would take most of the time."""
 
-RATES = {"cpu": (1e11, 2e10), "cuda": (7e14, 4e12)}
-"""(FLOP/s, bytes/s) by device type; only their ratio matters to a choice."""
+RATES = {"cpu": (1e11, 2e10), "cuda": (7e14, 4e12), "sm_90a": (7e14, 1.6e13)}
+"""(FLOP/s, bytes/s) by device type or by the kernels' architecture.  Kernels move sums while they
+multiply, so that most of it takes no time."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def _windows_seconds(p: Problem, window: int, kept: int) -> float:
     gradients = p.grad_hidden + p.grad_weight
     recomputed = max(p.vocab - kept, 0) if gradients else 0
     columns = (1 + gradients) * p.vocab + recomputed
-    passes = -(-p.vocab // window) if p.grad_hidden else 0
+    passes = -(-max(p.vocab - kept, 0) // window) + 1 if p.grad_hidden else 0
     moved = p.tokens * (2 * passes * p.hidden + recomputed) * p.accumulator_bytes
     return _seconds(p, columns, moved)
 
@@ -152,5 +153,5 @@ def _chunked_seconds(p: Problem, chunk: int) -> float:
 
 def _seconds(p: Problem, columns: int, moved_bytes: int) -> float:
     """Time of products with `columns` columns of the vocabulary in all, and of moving bytes."""
-    flop_rate, byte_rate = RATES.get(p.device, RATES["cuda"])
+    flop_rate, byte_rate = RATES.get(p.arch or p.device, RATES["cuda"])
     return 2 * p.tokens * p.hidden * columns / flop_rate + moved_bytes / byte_rate

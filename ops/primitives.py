@@ -65,6 +65,10 @@ Partial = Any
 """Row sums over parts of the vocabulary, as `project_exp` hands them to `finish` and `settle`; each
 implementation has a form of its own."""
 
+TargetPart = Any
+"""The targets' part of dW, Σ_{i: y_i = v} c_i h_i, as `target_part` hands it to `finish_dw` and
+`add_target_part`; each implementation has a form of its own."""
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -92,16 +96,6 @@ class Stats:
     def loss(self) -> Tensor:
         """(N,) each row's loss, 0 if ignored."""
         return self.rows[3]
-
-
-@dataclass(frozen=True)
-class TargetRows:
-    """The targets' part of dW, one line for each target that occurs."""
-
-    sums: Tensor
-    """(K, D) in the dtype of sums."""
-    line: Tensor
-    """(V,) int64: the line of a vocabulary entry; entries that are no target share a line of 0."""
 
 
 class Primitives(Protocol):
@@ -150,8 +144,12 @@ class Primitives(Protocol):
         """Make `exps` (N, K), which `project_exp` stored, relative to `stats.reference`."""
         ...
 
-    def multiply(self, out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
-        """Write `a @ b` to `out`, which has the dtype of sums, or `add` it."""
+    def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor) -> None:
+        """Add `exps` (N, K) @ w (K, D) to `sums` (N, D), which has the dtype of sums."""
+        ...
+
+    def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor) -> None:
+        """Add `exps`ᵀ (K, N) @ `scaled` (N, D) to `sums` (K, D), which has the dtype of sums."""
         ...
 
     def finish_dx(
@@ -160,18 +158,12 @@ class Primitives(Protocol):
         """Write s_i (sums_i - S_i W_y) to `out` (N, D); `out` may be `sums` itself."""
         ...
 
-    def scale_rows(self, h: Tensor, scale: Tensor) -> Tensor:
-        """Return s_i h_i (N, D) in h's dtype."""
+    def scale_rows(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return scale_i x_i (M, D) in `dtype`, rounded once; `scale` is (M,)."""
         ...
 
-    def add_target_rows(self, out: Tensor, h: Tensor, scale: Tensor, line: Tensor) -> None:
-        """Add scale_i h_i to line_i of `out`, which has the dtype of sums; always in one order."""
-        ...
-
-    def collect_target_rows(
-        self, h: Tensor, scale: Tensor, targets: Targets, vocab: int
-    ) -> TargetRows:
-        """Sum scale_i h_i over the rows of each target."""
+    def target_part(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetPart:
+        """Return Σ_{i: y_i = v} c_i h_i for all v, or what it takes; `coefficient` is c (N,)."""
         ...
 
     def finish_dw(
@@ -179,7 +171,7 @@ class Primitives(Protocol):
         out: Tensor,
         exps: Tensor,
         scaled: Tensor,
-        target_rows: TargetRows,
+        part: TargetPart,
         first: int,
         unit: Tensor | None,
     ) -> None:
@@ -187,4 +179,8 @@ class Primitives(Protocol):
 
         `exps` (N, K) are the columns from `first` on; `unit` () is 1 if None.
         """
+        ...
+
+    def add_target_part(self, sums: Tensor, part: TargetPart) -> None:
+        """Add the targets' part to `sums` (V, D), which has the dtype of sums."""
         ...

@@ -22,9 +22,9 @@ def target_logit_(
     out.copy_(torch.where(active, logit, torch.inf))
 
 
-def scaled_rows_(out: Tensor, h: Tensor, scale: Tensor) -> None:
-    """Write scale_i h_i to `out` (R, D); `scale` is (R,)."""
-    out.copy_(h * scale[:, None])
+def scaled_rows_(out: Tensor, x: Tensor, scale: Tensor) -> None:
+    """Write scale_i x_i to `out` (R, D); `scale` is (R,)."""
+    out.copy_(x * scale[:, None])
 
 
 def scale_rows_(x: Tensor, scale: Tensor) -> None:

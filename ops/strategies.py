@@ -18,9 +18,9 @@ FLOAT16_TOTAL = 2.0**15
 
 
 def windows(vocab: int, kept: int, window: int) -> Iterator[tuple[int, int]]:
-    """Cut [0, vocab) into windows, none of which crosses the column `kept`."""
-    for first in range(0, kept, window):
-        yield first, min(first + window, kept)
+    """Cut [0, vocab) into windows: the `kept` columns together, then `window` at a time."""
+    if kept:
+        yield 0, kept
     for first in range(kept, vocab, window):
         yield first, min(first + window, vocab)
 
@@ -76,14 +76,14 @@ def backward(
     """Return dX (N, D) and dW (V, D) for the upstream gradient of each row's loss (N,) or ()."""
     (vocab, hidden), tokens, kept = w.shape, h.shape[0], min(exps.shape[1], w.shape[0])
     scale = torch.where(targets.active, upstream / stats.total, 0)
-    dx_sums = scale.new_empty(tokens, hidden) if grad_hidden else None
+    dx_sums = scale.new_zeros(tokens, hidden) if grad_hidden else None
     dw = None
     if grad_weight:
         dw = w.new_empty(vocab, hidden)
         unit = scale.abs().amax() if h.dtype == torch.float16 else None
         share = scale if unit is None else torch.where(unit > 0, scale / unit, 0)
-        scaled = primitives.scale_rows(h, share)
-        target_rows = primitives.collect_target_rows(h, -share * stats.sum, targets, vocab)
+        scaled = primitives.scale_rows(h, share, h.dtype)
+        part = primitives.target_part(h, -share * stats.sum, targets)
     buffer = h.new_empty(tokens, window if kept < vocab else 0)
     for first, last in windows(vocab, kept, window):
         if last <= kept:
@@ -92,9 +92,9 @@ def backward(
             primitives.recompute_exp(h, w, (first, last), stats.reference, targets.index, buffer)
             e = buffer[:, : last - first]
         if dx_sums is not None:
-            primitives.multiply(dx_sums, e, w[first:last], add=first > 0)
+            primitives.add_grad_hidden(dx_sums, e, w[first:last])
         if dw is not None:
-            primitives.finish_dw(dw[first:last], e, scaled, target_rows, first, unit)
+            primitives.finish_dw(dw[first:last], e, scaled, part, first, unit)
     if dx_sums is None:
         return None, dw
     dx = dx_sums if dx_sums.dtype == h.dtype else h.new_empty(h.shape)
@@ -113,33 +113,34 @@ def gradients_in_forward(
     grad_hidden: bool,
     grad_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return losses (N,) and the gradients for an upstream gradient of `weight` () for each row.
+    """Return losses (N,), dX (N, D) and dW's sums (V, D), for upstream gradients of `weight` ().
 
     The exponentials of `chunk` tokens exist at a time, in `stored` >= V columns.
     """
     (vocab, hidden), tokens = w.shape, h.shape[0]
-    losses = weight.new_empty(tokens)
+    losses, coefficient = weight.new_empty(2, tokens)
     dx = h.new_empty(h.shape) if grad_hidden else None
     dw_sums = weight.new_zeros(vocab, hidden) if grad_weight else None
-    buffer = exps = h.new_empty(min(chunk, tokens), stored)
+    buffer = h.new_empty(min(chunk, tokens), stored)
     for start in range(0, tokens, chunk):
         rows = slice(start, min(start + chunk, tokens))
-        part = targets.rows(rows)
+        some = targets.rows(rows)
         losses[rows], stats = forward(
-            primitives, h[rows], w, part, "none", buffer[: rows.stop - start]
+            primitives, h[rows], w, some, "none", buffer[: rows.stop - start]
         )
         exps = buffer[: rows.stop - start, :vocab]
-        scale = torch.where(part.active, weight / stats.total, 0)
+        scale = torch.where(some.active, weight / stats.total, 0)
+        coefficient[rows] = -scale * stats.sum
         if dx is not None:
-            dx_sums = weight.new_empty(rows.stop - start, hidden)
-            primitives.multiply(dx_sums, exps, w, add=False)
-            primitives.finish_dx(dx[rows], dx_sums, w, part, stats, scale)
+            dx_sums = weight.new_zeros(rows.stop - start, hidden)
+            primitives.add_grad_hidden(dx_sums, exps, w)
+            primitives.finish_dx(dx[rows], dx_sums, w, some, stats, scale)
         if dw_sums is not None:
-            scaled = primitives.scale_rows(h[rows], scale)
-            primitives.multiply(dw_sums, exps.t(), scaled, add=True)
-            primitives.add_target_rows(dw_sums, h[rows], -scale * stats.sum, part.address)
-    del buffer, exps  # before dW, which may be another tensor than its sums
-    return losses, dx, None if dw_sums is None else dw_sums.to(w.dtype)
+            scaled = primitives.scale_rows(h[rows], scale, h.dtype)
+            primitives.add_grad_weight(dw_sums, exps, scaled)
+    if dw_sums is not None:
+        primitives.add_target_part(dw_sums, primitives.target_part(h, coefficient, targets))
+    return losses, dx, dw_sums
 
 
 def _as_probabilities(stats: Stats) -> Stats:

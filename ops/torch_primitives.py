@@ -9,6 +9,7 @@ accumulates in float32, or float64 for float64 inputs.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from cutefce.cute_kernels.problem import TileConfig
 from cutefce.ops.footprint import WIDENED_BLOCK, row_block_bytes
 from cutefce.ops.fusion import can_fuse, fused
-from cutefce.ops.primitives import Partial, Stats, TargetRows, Targets, sum_dtype
+from cutefce.ops.primitives import Partial, Stats, TargetPart, Targets, sum_dtype
 from cutefce.ops.rowwise import (
     exponentials,
     exponentials_,
@@ -102,7 +103,7 @@ class TorchPrimitives:
                 if in_place and copy is not None:
                     logits, copy = copy, None
                 entries = w[first + tile.start : first + tile.stop]
-                _multiply(logits[:, :valid], h[rows], entries.t(), add=False)
+                multiply(logits[:, :valid], h[rows], entries.t(), add=False)
                 logits[:, valid:].fill_(-torch.inf)
                 run(
                     logits.unflatten(1, (-1, piece)),
@@ -136,56 +137,78 @@ class TorchPrimitives:
         if exps.is_cuda or bool((factor != 1).any()):
             _by_rows(scale_rows_, exps.view(-1, self.config.piece), factor.flatten())
 
-    def multiply(self, out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
-        _multiply(out, a, b, add=add)
+    def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor) -> None:
+        multiply(sums, exps, w, add=True)
+
+    def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor) -> None:
+        multiply(sums, exps.t(), scaled, add=True)
 
     def finish_dx(
         self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, stats: Stats, scale: Tensor
     ) -> None:
         _by_rows(finish_dx_, out, sums, targets.address, stats.sum, scale, whole=(w,))
 
-    def scale_rows(self, h: Tensor, scale: Tensor) -> Tensor:
-        scaled = h.new_empty(h.shape)
-        _by_rows(scaled_rows_, scaled, h, scale)
+    def scale_rows(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        scaled = x.new_empty(x.shape, dtype=dtype)
+        _by_rows(scaled_rows_, scaled, x, scale)
         return scaled
 
-    def add_target_rows(self, out: Tensor, h: Tensor, scale: Tensor, line: Tensor) -> None:
-        for rows in _row_blocks(h):
-            part = h[rows] * scale[rows, None]
-            if out.is_cuda:  # the one of the two that has a fixed order there
-                out.index_put_((line[rows],), part, accumulate=True)
-            else:
-                out.index_add_(0, line[rows], part)
-
-    def collect_target_rows(
-        self, h: Tensor, scale: Tensor, targets: Targets, vocab: int
-    ) -> TargetRows:
-        tokens, hidden = h.shape
-        if tokens < vocab:
-            # a target's line is the number of its first row
-            order = torch.arange(tokens, device=h.device)
-            line = torch.full((vocab,), tokens, device=h.device)
-            line.scatter_reduce_(0, targets.address, order, "amin")
-        else:
-            line = torch.arange(vocab, device=h.device)
-        sums = scale.new_zeros(min(tokens + 1, vocab), hidden)
-        self.add_target_rows(sums, h, scale, line[targets.address])
-        return TargetRows(sums, line)
+    def target_part(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetPart:
+        return TargetRows(h, coefficient, targets)
 
     def finish_dw(
         self,
         out: Tensor,
         exps: Tensor,
         scaled: Tensor,
-        target_rows: TargetRows,
+        part: TargetPart,
         first: int,
         unit: Tensor | None,
     ) -> None:
-        totals = target_rows.sums
-        sums = out if out.dtype == totals.dtype else totals.new_empty(out.shape)
-        _multiply(sums, exps.t(), scaled, add=False)
-        line = target_rows.line[first : first + out.shape[0]]
-        _by_rows(finish_dw_, out, sums, line, whole=(totals, unit))
+        totals, lines = part.lines
+        for rows in _blocks(out.shape[0], self.config.window):
+            to = out[rows]
+            sums = to if out.dtype == totals.dtype else totals.new_empty(to.shape)
+            multiply(sums, exps[:, rows].t(), scaled, add=False)
+            line = lines[first + rows.start : first + rows.stop]
+            _by_rows(finish_dw_, to, sums, line, whole=(totals, unit))
+
+    def add_target_part(self, sums: Tensor, part: TargetPart) -> None:
+        part.add_to(sums, part.targets.address)
+
+
+class TargetRows:
+    """The targets' part of dW: c_i h_i, summed by target when it is asked for."""
+
+    def __init__(self, h: Tensor, coefficient: Tensor, targets: Targets) -> None:
+        self.h, self.coefficient, self.targets = h, coefficient, targets
+
+    @cached_property
+    def lines(self) -> tuple[Tensor, Tensor]:
+        """Sums (L, D) in the dtype of sums, one line for each target that occurs, and line (V,).
+
+        Vocabulary entries that are no target share a line of 0.
+        """
+        (tokens, hidden), vocab = self.h.shape, self.targets.vocab
+        if tokens < vocab:
+            # a target's line is the number of its first row
+            order = torch.arange(tokens, device=self.h.device)
+            line = torch.full((vocab,), tokens, device=self.h.device)
+            line.scatter_reduce_(0, self.targets.address, order, "amin")
+        else:
+            line = torch.arange(vocab, device=self.h.device)
+        sums = self.coefficient.new_zeros(min(tokens + 1, vocab), hidden)
+        self.add_to(sums, line[self.targets.address])
+        return sums, line
+
+    def add_to(self, out: Tensor, line: Tensor) -> None:
+        """Add c_i h_i to line_i (N,) of `out`, which has the dtype of sums; in a fixed order."""
+        for rows in _row_blocks(self.h):
+            part = self.h[rows] * self.coefficient[rows, None]
+            if out.is_cuda:  # the one of the two that has a fixed order there
+                out.index_put_((line[rows],), part, accumulate=True)
+            else:
+                out.index_add_(0, line[rows], part)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -197,7 +220,7 @@ def _dense(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
+def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
     """`out = a @ b`, or `out += a @ b`, accumulating in out's dtype."""
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=int(add), out=out)

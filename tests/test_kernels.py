@@ -17,7 +17,7 @@ from cutefce.ops.cute_primitives import CutePrimitives
 from cutefce.ops.primitives import Targets
 from tests.reference import Case, assert_as_accurate, evaluate, ours, random_case
 
-CONFIGS = Sm90().configs()
+CONFIGS, GRADIENT = Sm90().configs(), Sm90().default_gradient()
 RAGGED = {
     "one row": (1, 64, 1000),
     "fewer columns than a tile": (70, 8, 17),
@@ -42,7 +42,7 @@ def primitives(config: ProjectExpConfig, dtype: torch.dtype) -> CutePrimitives:
     name = str(dtype).removeprefix("torch.")
     tiles = lookup(Problem(1, 64, 1000, name, "cuda"))
     count = torch.cuda.get_device_properties(0).multi_processor_count
-    return CutePrimitives(tiles, ARCHS[0], name, config, count)
+    return CutePrimitives(tiles, ARCHS[0], name, config, GRADIENT, count)
 
 
 def exact_exps(case: Case, reference: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def test_launches_pass_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cute_primitives, "compiled", on_a_cpu)
     case = random_case(300, 64, 1500, dtype=torch.bfloat16)
     tiles = lookup(Problem(300, 64, 1500, "bfloat16", "cuda"))
-    steps = CutePrimitives(tiles, ARCHS[0], "bfloat16", CONFIGS[0], multiprocessors=132)
+    steps = CutePrimitives(tiles, ARCHS[0], "bfloat16", CONFIGS[0], GRADIENT, 132)
     targets, exps = Targets(case.y, 1500, -100), torch.empty(300, 1504, dtype=torch.bfloat16)
     logit = steps.target_logit(case.h, case.w, targets)
     steps.project_exp(case.h, case.w, logit, case.y)
@@ -246,12 +246,15 @@ def test_launches_pass_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) ->
     steps.settle(exps, case.h, case.w, case.y, partial, stats)
     steps.recompute_exp(case.h, case.w, (0, 1024), logit, case.y, exps)
     steps.finish_dx(torch.empty_like(case.h), case.h.float(), case.w, targets, stats, logit)
-    scaled = steps.scale_rows(case.h, logit)
-    rows = steps.collect_target_rows(case.h, logit, targets, 1500)
-    steps.finish_dw(torch.empty_like(case.w), exps[:, :1500], scaled, rows, 0, None)
-    assert launched == ["TargetLogit", *["ProjectExp"] * 2, "Finish", *["ProjectExp"] * 2] + (
-        ["Combine"] * 3
-    )
+    scaled = steps.scale_rows(case.h, logit, torch.bfloat16)
+    steps.add_grad_hidden(case.h.float(), exps[:, :1500], case.w)
+    part, sums = steps.target_part(case.h, logit, targets), case.w.float()
+    steps.finish_dw(torch.empty_like(case.w), exps[:, :1500], scaled, part, 0, None)
+    steps.add_grad_weight(sums, exps[:, :1500], scaled)
+    steps.add_target_part(sums, part)
+    steps.scale_rows(sums, torch.ones(1500), torch.bfloat16)
+    names = "TargetLogit ProjectExp ProjectExp Finish ProjectExp ProjectExp Combine Combine"
+    assert launched == [*names.split(), *["Gradient"] * 3, "AddTargets", "Combine"]
 
 
 def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

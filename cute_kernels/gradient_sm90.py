@@ -1,0 +1,226 @@
+"""The gradients' products for Hopper, of exponentials e (N, V) that lie in memory.
+
+    of the hidden states   sums (N, D) += e w              float32
+    of the weight          sums (V, D) += eᵀ s             float32
+    of the weight, final   out (V, D) = (eᵀ s + Σ_{i: y_i = v} c_i h_i) · unit, rounded once
+
+with s_i = scale_i h_i.  The target's part of the last one is added in float32, where the
+accumulators are, in the order in which the targets' lists name the tokens.
+
+Shapes: e may be some columns of a wider matrix; `starts` (V + 1,) int32 says where in `order` (N,)
+int64 the tokens with target v begin; c (N,), in that order, and unit (1,) are float32.  N, V and D
+are dynamic; D is a multiple of 8 and rows begin at multiples of 16 bytes.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, pipeline
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
+
+from cutefce.cute_kernels import kernels, tile_order
+from cutefce.cute_kernels.dsl import DTYPES, matrix, transposed, vector
+from cutefce.cute_kernels.mainloop_sm90 import CONSUMERS, GROUP, MainloopSm90, Operand, Walk
+from cutefce.cute_kernels.slabs_sm90 import SlabsSm90
+
+
+def trace(kernel: kernels.Gradient) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function of `kernel` and arguments to compile it for."""
+    dtype = DTYPES[kernel.dtype]
+    rows, inner, hidden = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
+    a = transposed(dtype, rows, inner) if kernel.of == "weight" else matrix(dtype, rows, inner)
+    targets = None
+    if kernel.final:
+        tokens = vector(Int64, inner), vector(Int32, cute.sym_int()), vector(Float32, inner)
+        unit = vector(Float32, 1) if kernel.dtype == "float16" else None
+        targets = Targets(*tokens, matrix(dtype, inner, hidden), unit)
+    return GradientSm90(kernel), (
+        a,
+        transposed(dtype, hidden, inner),
+        matrix(dtype if kernel.final else Float32, rows, hidden),
+        targets,
+        vector(Int32, cute.sym_int()),
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+class Targets(NamedTuple):
+    """The lists of tokens by target, and what is added for each of them."""
+
+    order: cute.Tensor
+    starts: cute.Tensor
+    coefficient: cute.Tensor
+    h: cute.Tensor
+    unit: Any
+
+
+class GradientSm90(MainloopSm90):
+    """The kernel and its launch, for one description."""
+
+    def __init__(self, kernel: kernels.Gradient) -> None:
+        by_rows, by_columns = Operand(by_rows=True), Operand(by_rows=False)
+        a = by_columns if kernel.of == "weight" else by_rows
+        super().__init__(kernel.arch, kernel.dtype, kernel.config, a, by_columns, masked=False)
+        self.final = kernel.final
+        self.slabs = SlabsSm90(self.dtype if self.final else Float32, kernel.config.tile_n)
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        out: cute.Tensor,
+        targets: Targets | None,
+        notes: cute.Tensor,
+        clusters: Int32,
+        stream: Any,
+    ) -> None:
+        """Launch on `clusters` clusters: a (M, K) and b (D, K) to out (M, D)."""
+        a_parts, b_parts = self.inputs(a, b)
+        self.kernel(
+            self.tiled_mma(self.sharing), a_parts, b_parts, self.slabs.output(out), targets, notes
+        ).launch(
+            grid=[clusters * self.config.cluster, 1, 1],
+            block=[GROUP * (1 + CONSUMERS), 1, 1],
+            cluster=[self.config.cluster, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tiled_mma: cute.TiledMma,
+        a: Any,
+        b: Any,
+        out: Any,
+        targets: Any,
+        notes: cute.Tensor,
+    ) -> None:
+        """Hand out the roles; a, b and out are (TMA atom, coordinates, shared memory layout)."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        (load_a, g_a, a_layout), (load_b, g_b, b_layout), (store, g_out, out_layout) = a, b, out
+        if warp == 0:
+            cpasync.prefetch_descriptor(load_a)
+            cpasync.prefetch_descriptor(load_b)
+        smem = SmemAllocator()
+        barriers = smem.allocate_array(Int64, 2 * self.config.stages)
+        s_a = smem.allocate_tensor(self.dtype, a_layout.outer, 1024, a_layout.inner)
+        s_b = smem.allocate_tensor(self.dtype, b_layout.outer, 1024, b_layout.inner)
+        s_out = smem.allocate_tensor(self.slabs.dtype, out_layout.outer, 1024, out_layout.inner)
+        pipe = self.stages(barriers)
+        walk = self.walk(g_a, g_b, None)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp == 0:
+                self.load(walk, pipe, (load_a, g_a, s_a), (load_b, g_b, s_b), notes)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.consume(walk, pipe, tiled_mma, (s_a, s_b), (store, g_out, s_out), targets)
+
+    @cute.jit
+    def consume(
+        self,
+        walk: Walk,
+        pipe: Any,
+        tiled_mma: cute.TiledMma,
+        inputs: Any,
+        out: Any,
+        targets: Any,
+    ) -> None:
+        """Consumer: multiply tile after tile, and hand it on."""
+        config, tile = self.config, self.tile
+        thread = cute.arch.thread_idx()[0] % GROUP
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP) - 1
+        share = Int32(0) if cutlass.const_expr(config.pingpong) else group
+        turn = group if cutlass.const_expr(config.pingpong) else Int32(0)
+        slice_mma = tiled_mma.get_slice(share * GROUP)
+        a = tiled_mma.make_fragment_A(slice_mma.partition_A(inputs[0]))
+        b = tiled_mma.make_fragment_B(slice_mma.partition_B(inputs[1]))
+        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(tile[:2]), Float32)
+        own = self.own(thread)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
+        if cutlass.const_expr(config.pingpong):
+            if group == 1:
+                state.advance(walk.steps)
+                self.pass_turn(group)
+        for index in cutlass.range(
+            walk.cluster + turn * walk.clusters,
+            walk.row_blocks * walk.tiles,
+            walk.clusters * config.parts_of_window,
+        ):
+            row, column = tile_order.unit(
+                index, walk.row_blocks, walk.tiles, config.group, cutlass.min
+            )
+            top = (row * config.cluster + walk.rank) * tile[0] + share * 64
+            left = column * tile[1]
+            state = self.multiply(pipe, tiled_mma, acc, a, b, state, walk.steps, group)
+            if cutlass.const_expr(self.final):
+                self.add_targets(acc, own, targets, top, left, walk)
+            self.put(acc, thread, group, out, top, left, walk)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def add_targets(
+        self,
+        acc: cute.Tensor,
+        own: cute.Tensor,
+        targets: Targets,
+        top: Int32,
+        left: Int32,
+        walk: Walk,
+    ) -> None:
+        """Add what the tokens contribute whose target a row is."""
+        first = left + own[0][1]
+        limit = walk.columns - first
+        for block in cutlass.range_constexpr(self.blocks):
+            for half in cutlass.range_constexpr(2):
+                row = self.row(own, top, block, half)
+                begin, end = Int32(0), Int32(0)
+                if row < walk.rows:
+                    begin, end = targets.starts[row], targets.starts[row + 1]
+                for place in cutlass.range(begin, end, unroll=4):
+                    token = targets.order[place]
+                    factor = targets.coefficient[place]
+                    pairs = cute.zipped_divide(targets.h[token, None], (2,))
+                    for j in cutlass.range_constexpr(self.tile[1] // 8):
+                        if 8 * j < limit:
+                            pair = cute.make_rmem_tensor((2,), self.dtype)
+                            cute.autovec_copy(pairs[None, first // 2 + 4 * j], pair)
+                            wide = pair.load().to(Float32)
+                            for v in cutlass.range_constexpr(2):
+                                at = (v, half, j), block, 0
+                                acc[at] = acc[at] + factor * wide[v]
+        if cutlass.const_expr(targets.unit is not None):
+            unit = targets.unit[0]
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] = acc[i] * unit
+
+    @cute.jit
+    def put(
+        self,
+        acc: cute.Tensor,
+        thread: Int32,
+        group: Int32,
+        out: Any,
+        top: Int32,
+        left: Int32,
+        walk: Walk,
+    ) -> None:
+        """Store the tile, or add it."""
+        width = self.slabs.width
+        for block in cutlass.range_constexpr(self.blocks):
+            for number in cutlass.range_constexpr(self.tile[1] // width):
+                if left + number * width < walk.columns:
+                    values = cute.make_rmem_tensor((2, 2, width // 8), Float32)
+                    for j in cutlass.range_constexpr(width // 8):
+                        for half in cutlass.range_constexpr(2):
+                            for v in cutlass.range_constexpr(2):
+                                of = (v, half, number * (width // 8) + j), block, 0
+                                values[v, half, j] = acc[of]
+                    at = top + block * 64 * self.sharing, left // width + number
+                    self.slabs.put(values, thread, group, out, at)
