@@ -24,20 +24,34 @@ def interleaved(forms: dict[str, Call], device: str, repeats: int) -> dict[str, 
     """Time all `forms` once a round, for `repeats` rounds after one to warm up.
 
     Clocks and temperature drift: only ratios of times of one call of this function mean anything.
-    Each round has an order of its own, as a form that leaves a GPU cool lets the next one run fast.
-    A GPU is not waited for in between, so that a short form's launch hides behind the one before.
+    A GPU's clock also depends on what it did just before: on one, the same products run before each
+    form, as a model's layers do before its loss, and each round has an order of its own.  It is
+    not waited for in between, so that launches hide behind these products.
     """
-    clock = _cpu_sample if device == "cpu" else _gpu_sample
+    clock, layers = (_cpu_sample, None) if device == "cpu" else (_gpu_sample, _layers())
     for form in forms.values():
         form()
     samples: dict[str, list[Callable[[], float]]] = {name: [] for name in forms}
     order = random.Random(0)
     for _ in range(repeats):
         for name in order.sample(list(forms), len(forms)):
+            if layers is not None:
+                layers()
             samples[name].append(clock(forms[name]))
     if device != "cpu":
         torch.cuda.synchronize()
     return {name: _timing([sample() for sample in taken]) for name, taken in samples.items()}
+
+
+def _layers() -> Call:
+    """Return products of random numbers that take an H200 some 20 ms."""
+    a, b, out = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def run() -> None:
+        for _ in range(12):
+            torch.mm(a, b, out=out)
+
+    return run
 
 
 def _timing(values: list[float]) -> Timing:
