@@ -65,6 +65,16 @@ def host(output: Path, /) -> None:
     _finish(output, "host", [host_bench.run()])
 
 
+@main.command()
+@click.option("--steps", type=int, help="Steps of each training; the demo's number if not given.")
+@click.pass_obj
+def equivalence(output: Path, /, steps: int | None) -> None:
+    """Loss curves of the demo's training with every strategy."""
+    from bench import equivalence as equivalence_bench  # its corpus needs packages of the demo
+
+    _finish(output, "equivalence", equivalence_bench.run(steps))
+
+
 def _finish(folder: Path, name: str, rows: Iterable[Any]) -> None:
     """Print `rows`, which are dataclasses, and write them with what they were measured on."""
     records = [dataclasses.asdict(row) for row in rows]
@@ -89,7 +99,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, (tuple, list)):
-        return " to ".join(map(_cell, value))
+        return " to ".join(map(_cell, (value[0], value[-1])))
     return str(value)
 
 

@@ -23,14 +23,20 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from rich.table import Table
-from torch import Tensor
-from torch.nn import functional as F
 
 import cutefce
 from examples.corpus import load_corpus
-from examples.training import CPU, GPU, Batch, Sizes, Training, Transformer
+from examples.training import (
+    CPU,
+    GPU,
+    SEED,
+    Batch,
+    Training,
+    Transformer,
+    logits_loss,
+    sample_batches,
+)
 
-SEED = 0
 VALIDATION_BATCHES = 8
 FINAL_STEPS = 10
 """Steps at the end whose mean is reported as the training loss."""
@@ -46,21 +52,6 @@ class Result:
     tokens_per_second: float
     peak_bytes: int
     losses: list[float]
-
-
-def logits_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Return the mean loss () from all logits (tokens, vocab) in float32."""
-    logits = F.linear(hidden, weight).float()
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
-def sample_batches(ids: Tensor, sizes: Sizes, count: int, device: torch.device) -> Iterator[Batch]:
-    """Yield batches from random places of ids (tokens,); targets are the tokens one later."""
-    generator = torch.Generator().manual_seed(SEED)
-    for _ in range(count):
-        starts = torch.randint(len(ids) - sizes.context, (sizes.batch, 1), generator=generator)
-        places = starts + torch.arange(sizes.context)
-        yield ids[places].to(device), ids[places + 1].to(device)
 
 
 def alternate_steps(trainings: list[Training], batches: Iterator[Batch], steps: int) -> None:

@@ -1,7 +1,7 @@
 """The demo's model, a small decoder-only transformer, and one training of it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ class Sizes:
     learning_rate: float
 
 
+SEED = 0
 CPU = Sizes(hidden=128, layers=2, heads=4, context=128, batch=8, steps=140, learning_rate=2e-3)
 GPU = Sizes(hidden=1024, layers=8, heads=16, context=1024, batch=16, steps=200, learning_rate=6e-4)
 
@@ -150,3 +151,18 @@ def peak_bytes(call: Callable[[], None], device: torch.device) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+def logits_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Return the mean loss () from all logits (tokens, vocab) in float32."""
+    logits = F.linear(hidden, weight).float()
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def sample_batches(ids: Tensor, sizes: Sizes, count: int, device: torch.device) -> Iterator[Batch]:
+    """Yield batches from random places of ids (tokens,); targets are the tokens one later."""
+    generator = torch.Generator().manual_seed(SEED)
+    for _ in range(count):
+        starts = torch.randint(len(ids) - sizes.context, (sizes.batch, 1), generator=generator)
+        places = starts + torch.arange(sizes.context)
+        yield ids[places].to(device), ids[places + 1].to(device)

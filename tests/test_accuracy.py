@@ -79,6 +79,20 @@ def test_every_window_gives_the_same(window: int, small_tiles: TileConfig, devic
     assert_as_accurate(planned(case, "windows", window, 0, 70), case)
 
 
+@pytest.mark.parametrize("workspace", ["max", "min"])
+def test_errors_do_not_grow_with_tokens(workspace: str, device: str) -> None:
+    """Relative to the gradients themselves, over all rows."""
+
+    def errors(tokens: int) -> list[float]:
+        case = random_case(tokens, 64, 1500, dtype=torch.bfloat16, device=device)
+        got, want = ours(case, workspace=workspace), exact(case)
+        pairs = ((got.dx, want.dx), (got.dw, want.dw))
+        return [float((a - b).norm() / b.norm()) for a, b in pairs]
+
+    for few, many in zip(errors(100), errors(6000), strict=True):
+        assert many <= 1.05 * few
+
+
 def test_float64_is_exact_to_rounding(device: str) -> None:
     case = random_case(50, 20, 3001, dtype=torch.float64, device=device, logit_std=3)
     got, want = ours(case, workspace="min"), exact(case)

@@ -41,7 +41,11 @@ def test_long_batches_put_gradients_in_the_forward() -> None:
     assert plan(LONG, 4 * GIB, scalar_upstream=False).strategy == "windows"
 
 
-@pytest.mark.parametrize("problem", [LLAMA, LONG, CPU], ids=["Llama", "long", "CPU"])
+@pytest.mark.parametrize(
+    "problem",
+    [LLAMA, LONG, CPU, *(dataclasses.replace(p, arch="sm_90a") for p in (LLAMA, LONG))],
+    ids=["Llama", "long", "CPU", "Llama on kernels", "long on kernels"],
+)
 @pytest.mark.parametrize("scalar_upstream", [True, False])
 def test_time_falls_and_memory_stays_within_a_growing_budget(
     problem: Problem, scalar_upstream: bool
