@@ -1,6 +1,7 @@
 """What an architecture can run: limits, the configurations to choose from, and the default."""
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ class Sm90:
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
 
     def configs(self) -> tuple[ProjectExpConfig, ...]:
-        """Return every configuration that may be chosen."""
+        """Return every configuration that may be chosen where nothing was tuned."""
         return (
             ProjectExpConfig(128, 192, cluster=2, stages=5, pingpong=True),
             ProjectExpConfig(128, 192, cluster=1, stages=5, pingpong=True),
@@ -35,6 +36,23 @@ class Sm90:
         if tokens <= low.rows:
             return low
         return single if tokens <= single.rows else paired
+
+    def candidates(self) -> tuple[ProjectExpConfig, ...]:
+        """Return every configuration that is worth a trial.
+
+        A kernel has as many stages as fit, or one less: more hide more, whatever the problem.
+        """
+        found = []
+        tiles = itertools.product((64, 128, 192, 256), (128, 160, 192, 256), (1, 2), (True, False))
+        for tile_m, tile_n, cluster, pingpong in tiles:
+            legal: list[ProjectExpConfig] = []
+            for stages in range(2, 17):
+                config = ProjectExpConfig(tile_m, tile_n, cluster, stages, pingpong)
+                if self.is_legal(config):
+                    legal.append(config)
+            for config, group in itertools.product(legal[:-3:-1], (8, 4, 16)):
+                found.append(dataclasses.replace(config, group=group))
+        return tuple(found)
 
     def accumulators(self, config: ProjectExpConfig) -> int:
         """Return the float32 accumulators of a thread."""
@@ -53,6 +71,14 @@ class Sm90:
         barriers = 1024
         inputs = config.stages * (config.tile_m + config.tile_n) * STEP * 2
         return barriers + inputs + 2 * 64 * self.slab(config) * 2
+
+    def is_legal(self, config: ProjectExpConfig) -> bool:
+        """Whether the hardware can run a configuration."""
+        try:
+            self.check(config)
+        except ValueError:
+            return False
+        return True
 
     def check(self, config: ProjectExpConfig) -> None:
         """Raise ValueError for a configuration that the hardware cannot run."""
