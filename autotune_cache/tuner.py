@@ -9,7 +9,6 @@ memory is rejected with the reason.  Every result is written at once.
 import dataclasses
 import functools
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +16,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import filelock
-
-from cutefce import autotune_cache
 from cutefce.autotune_cache import table as tables
 from cutefce.autotune_cache import trials
 from cutefce.autotune_cache.child import Child, ChildError
-from cutefce.autotune_cache.table import Choice, Entry, Key, Rejection, Table, file_name, key_of
+from cutefce.autotune_cache.table import Choice, Entry, Key, Rejection, Table, key_of
 from cutefce.autotune_cache.trials import Product, Timing
 from cutefce.autotune_cache.tunable import Tunable
 from cutefce.cute_kernels import jit_cache
@@ -105,34 +101,6 @@ def prune(tunable: Tunable, problem: Problem, choices: Sequence[Choice]) -> tupl
     return tuple(left.values())
 
 
-_met: set[Key] = set()
-"""What this process has tried to tune on first use."""
-
-
-def tune_on_first_use(tunables: Sequence[Tunable], device: str, problem: Problem) -> None:
-    """Tune `problem` for the user's table, unless a table has it; warn if that is impossible."""
-    for tunable in tunables:
-        key, head = key_of(tunable.name, problem), head_for(tunable, device)
-        held = autotune_cache.tables(tunable.arch, device, tunable.multiprocessors)
-        if key in _met or any(key in table.entries for table in held):
-            continue
-        _met.add(key)
-        sizes = problem.tokens, problem.hidden, problem.vocab
-        job = plan(tunable, tunable.problem(sizes, problem.dtype))
-        path = autotune_cache.user_folder() / file_name(device)
-        try:
-            unusable = build(missing(job.kernels()), lambda: None)
-            with Child() as child:
-                outcome = Tuner(path, head, child, unusable).tune(job, lambda: None)
-        except (OSError, RuntimeError, filelock.Timeout) as error:
-            warnings.warn(f"cutefce: {key} was not tuned: {error}", stacklevel=2)
-            continue
-        if outcome.entry is None:
-            reason = outcome.failures.get(job.choices[0])
-            warnings.warn(f"cutefce: {key} was not tuned: {reason}", stacklevel=2)
-        autotune_cache.forget()
-
-
 def missing(kernels: Iterable[Kernel]) -> list[Kernel]:
     """Return the kernels that have to be compiled, each once."""
     return [k for k in dict.fromkeys(kernels) if not jit_cache.is_stored(k)]
@@ -207,17 +175,15 @@ class Tuner:
         """Race the first contestant against the others; None if it is rejected."""
         tunable, problem, choice = job.tunable, job.problem, contestants[0]
         assert choice != "product"
-        reason = self._known_fault(job, choice)
-        if reason is None:
-            self._prepare(job)
-            race = functools.partial(trials.race, tunable, problem, contestants, seconds)
-            try:
-                return self.child.ask(race, TRIAL_SECONDS)
-            except ChildError as error:
-                reason = str(error)
-                self._reject(job, choice, Rejection(reason, not error.is_out_of_memory))
-        self.failures[choice] = reason
-        return None
+        if self._is_rejected(job, choice):
+            return None
+        self._prepare(job)
+        race = functools.partial(trials.race, tunable, problem, contestants, seconds)
+        try:
+            return self.child.ask(race, TRIAL_SECONDS)
+        except ChildError as error:
+            self._reject(job, choice, Rejection(str(error), not error.is_out_of_memory))
+            return None
 
     def _prepare(self, job: Job) -> None:
         """Make the inputs, which are there already unless the child is a new one."""
@@ -227,17 +193,21 @@ class Tuner:
         except ChildError as error:
             raise _UnpreparedError(f"before any kernel: {error}") from error
 
-    def _known_fault(self, job: Job, choice: Choice) -> str | None:
-        for kernel in job.tunable.kernels(job.problem.dtype, choice):
-            if kernel in self.unusable:
-                return self.unusable[kernel]
+    def _is_rejected(self, job: Job, choice: Choice) -> bool:
+        """Whether it is known not to work."""
         for (key, config), rejection in self.rejected.items():
             same = (key.kernel, key.dtype, config) == (job.key.kernel, job.key.dtype, choice)
             if same and (rejection.everywhere or key == job.key):
-                return rejection.reason
-        return None
+                self.failures[choice] = rejection.reason
+                return True
+        for kernel in job.tunable.kernels(job.problem.dtype, choice):
+            if kernel in self.unusable:
+                self._reject(job, choice, Rejection(self.unusable[kernel], everywhere=True))
+                return True
+        return False
 
     def _reject(self, job: Job, choice: Choice, rejection: Rejection) -> None:
+        self.failures[choice] = rejection.reason
         self.rejected[job.key, choice] = rejection
         found = {(job.key, choice): rejection}
         tables.update(self.path, dataclasses.replace(self.head, rejected=found))

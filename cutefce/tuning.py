@@ -111,8 +111,8 @@ def _this_gpu() -> tuple[tuple[Tunable, ...], str]:
     arch = arch_for(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
     if arch is None:
         raise click.ClickException("there is no GPU here that has kernels")
-    properties = torch.cuda.get_device_properties()
     device = f"cuda:{torch.cuda.current_device()}"
+    properties = torch.cuda.get_device_properties(device)
     return all_tunables(arch, properties.multi_processor_count, device), properties.name
 
 

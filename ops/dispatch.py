@@ -185,11 +185,11 @@ def _cute_primitives(device: torch.device, problem: Problem) -> Primitives:
     multiprocessors = properties.multi_processor_count
     name = properties.name
     if autotune_cache.tunes_on_first_use() and not _others_wait():
-        from cutefce.autotune_cache import tunables, tuner
+        from cutefce.autotune_cache import first_use, tunables
 
         torch.cuda.synchronize(device)
         every = tunables.all_tunables(arch, multiprocessors, str(device))
-        tuner.tune_on_first_use(every, name, problem)
+        first_use.tune_on_first_use(every, name, problem)
     config = autotune_cache.lookup_project_exp(problem, arch, name, multiprocessors)
     return CutePrimitives(tiles, arch, problem.dtype, config, multiprocessors)
 
