@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from click.testing import CliRunner
 
 from cutefce import autotune_cache, tuning
 from cutefce.__main__ import main
-from cutefce.autotune_cache import first_use, shapes, trials, tuner, verification
+from cutefce.autotune_cache import first_use, shapes, trials, tunables, tuner, verification
 from cutefce.autotune_cache import table as tables
 from cutefce.autotune_cache.child import Child, ChildError
 from cutefce.autotune_cache.table import Rejection, Table, file_name
@@ -29,6 +30,7 @@ from cutefce.autotune_cache.tuner import Job, Tuner
 from cutefce.cute_kernels import jit_cache, kernels
 from cutefce.cute_kernels.arch import Sm90, arch_for
 from cutefce.ops import dispatch
+from cutefce.ops.cute_primitives import CutePrimitives
 from tests.stand_ins import Hanging, Kind, StandIn, config
 
 DEVICE, SIZE = "NVIDIA Test 9000", 132
@@ -229,9 +231,9 @@ def test_compiling_ahead(folder: Path) -> None:
     reason="needs a GPU that has kernels",
 )
 def test_on_a_gpu(folder: Path) -> None:
-    tunables, name = tuning._this_gpu()
+    every, name = tuning._this_gpu()
     path = folder / "table.json"
-    for tunable in tunables:
+    for tunable in every:
         todo = tuner.plan(tunable, tunable.problem((1000, 512, 8000), "bfloat16"))
         todo = dataclasses.replace(todo, choices=todo.choices[:3])
         assert not tuner.build(tuner.missing(todo.kernels()), nothing)
@@ -358,40 +360,58 @@ def test_verification_is_done_once_and_recorded(
     assert verification.verify_once((STAND_IN,), DEVICE).passed
     assert verification.known(Sm90(), DEVICE, SIZE) == verification.Verdict(True)
     assert verification.known(Sm90(), "NVIDIA Other", SIZE) is None
+    (record,) = (folder / "verified").glob("*.json")
     monkeypatch.setattr(verification, "Child", None)
     assert verification.verify_once((STAND_IN,), DEVICE).passed
+    record.write_text("half of")
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
     monkeypatch.setattr(jit_cache, "fingerprint", lambda: "other kernels")
     assert verification.known(Sm90(), DEVICE, SIZE) is None
 
 
+@dataclass
+class FakeGpu:
+    """What the dispatch sees of a GPU that is not there."""
+
+    capturing: bool = False
+    ranks: int = 1
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    fake = FakeGpu()
+    properties = SimpleNamespace(name=DEVICE, multi_processor_count=SIZE)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: fake.ranks > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: fake.ranks)
+    monkeypatch.setattr(dispatch, "_compiler_obstacle", lambda arch, dtype: None)
+    caches = dispatch._arch, dispatch._cute_primitives, dispatch._device_obstacle
+    for cache in caches:
+        cache.cache_clear()
+    yield fake
+    for cache in caches:
+        cache.cache_clear()
+
+
 def test_a_kernel_that_hangs_is_never_launched_here(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path of a call: not in a capture, once outside, and then never again."""
     monkeypatch.setattr(verification, "CHECK_SECONDS", 2)
-    gpu, capturing = SimpleNamespace(name=DEVICE, multi_processor_count=SIZE), [True]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr(dispatch, "_compiler_obstacle", lambda arch, dtype: None)
-    monkeypatch.setattr(
-        "cutefce.autotune_cache.tunables.all_tunables",
-        lambda *_: (Hanging(Sm90(), SIZE, "cpu"),),
-    )
-    device = torch.device("cuda", 7)
-    try:
-        assert "never ran on NVIDIA Test 9000" in str(
-            dispatch.device_obstacle(device, torch.bfloat16)
-        )
-        capturing[0] = False
-        for dtype in (torch.bfloat16, torch.float16):
-            reason = str(dispatch.device_obstacle(device, dtype))
-            assert "failed on NVIDIA Test 9000" in reason
-            assert "no answer within 2 s" in reason
-            assert "python -m cutefce verify" in reason
-            monkeypatch.setattr(verification, "Child", None)
-    finally:
-        dispatch._device_obstacle.cache_clear()
+    hanging = Hanging(Sm90(), SIZE, "cpu")
+    monkeypatch.setattr(tunables, "all_tunables", lambda *_: (hanging,))
+    device, gpu.capturing = torch.device("cuda", 7), True
+    assert "never ran on NVIDIA Test" in str(dispatch.device_obstacle(device, torch.bfloat16))
+    gpu.capturing = False
+    for dtype in (torch.bfloat16, torch.float16):
+        reason = str(dispatch.device_obstacle(device, dtype))
+        assert "failed on NVIDIA Test 9000" in reason
+        assert "no answer within 2 s" in reason
+        assert "python -m cutefce verify" in reason
+        monkeypatch.setattr(verification, "Child", None)
 
 
 def test_a_shipped_table_counts_as_verification(
@@ -404,15 +424,54 @@ def test_a_shipped_table_counts_as_verification(
         assert verification.known(Sm90(), DEVICE, 114) is None
 
 
-def test_first_use_tunes_what_no_table_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variable", "there", "tuned"),
+    [
+        ("1", FakeGpu(), True),
+        ("1", FakeGpu(capturing=True), False),
+        ("1", FakeGpu(ranks=2), False),
+        ("0", FakeGpu(), False),
+    ],
+    ids=["asked for", "in a capture", "beside other ranks", "not asked for"],
+)
+def test_first_use_tunes_what_no_table_has(
+    variable: str,
+    there: FakeGpu,
+    tuned: bool,
+    folder: Path,
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(autotune_cache.AUTOTUNE_VARIABLE, variable)
     monkeypatch.setattr(first_use, "Child", Inline)
-    monkeypatch.setattr(jit_cache, "fingerprint", lambda: "0123")
+    monkeypatch.setattr(first_use, "_met", set())
+    monkeypatch.setattr(tunables, "all_tunables", lambda *_: (STAND_IN,))
+    gpu.capturing, gpu.ranks = there.capturing, there.ranks
     problem = STAND_IN.problem((20, 16, 300), "bfloat16")
-    before = autotune_cache.lookup_project_exp(problem, Sm90(), DEVICE, SIZE)
-    assert before == Sm90().default(20)
-    first_use.tune_on_first_use((STAND_IN,), DEVICE, problem)
-    after = autotune_cache.lookup_project_exp(problem, Sm90(), DEVICE, SIZE)
-    assert after == config(Kind.FAST)
-    monkeypatch.setattr(first_use, "Child", None)
-    first_use._met.clear()
-    first_use.tune_on_first_use((STAND_IN,), DEVICE, dataclasses.replace(problem, tokens=30))
+    expected = config(Kind.FAST) if tuned else Sm90().default(20)
+    for tokens in (20, 30):  # the second is in the table
+        problem = dataclasses.replace(problem, tokens=tokens)
+        steps = dispatch._cute_primitives(torch.device("cuda", 7), problem)
+        assert isinstance(steps, CutePrimitives)
+        assert steps.project == expected
+        monkeypatch.setattr(first_use, "Child", None)
+        first_use._met.clear()
+
+
+def test_first_use_without_a_child_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_use, "_met", set())
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    problem = STAND_IN.problem((20, 16, 300), "bfloat16")
+    with pytest.warns(UserWarning, match="was not tuned: .*exit status 1"):
+        first_use.tune_on_first_use((STAND_IN,), DEVICE, problem)
+    assert autotune_cache.tables(Sm90(), DEVICE, SIZE) == ()
+
+
+def test_a_check_without_a_child_is_no_verdict(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    verdict = verification.verify((STAND_IN,), DEVICE)
+    assert not verdict.passed
+    assert "could not be checked" in verdict.reason
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
