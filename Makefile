@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu lint type kernels wheel-check bench clean
+.PHONY: demo test test-gpu lint type kernels wheel-check autotune bench clean
 
 # torch comes first and pinned, so that no other package chooses its build
 .venv/ready: pyproject.toml constraints.txt
@@ -39,6 +39,10 @@ wheel-check: .venv/ready
 	ln -s $(CURDIR)/tests $(CURDIR)/bench build/site/
 	cd build/site && PYTHONPATH=. ../../$(BIN)/python -m pytest --rootdir=. -c ../../pyproject.toml \
 	  -o pythonpath=. tests/test_packaging.py tests/test_op.py
+
+# the shipped table of this machine's GPU; ARGS=--resume goes on with one that was interrupted
+autotune: .venv/ready
+	$(BIN)/python -m cutefce tune --folder autotune_cache $(ARGS)
 
 bench: .venv/ready
 	$(BIN)/python -m bench step

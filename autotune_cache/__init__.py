@@ -1,21 +1,28 @@
 """Which configuration serves a problem: the only place that the op layer asks.
 
 `lookup` answers for the portable path with the default of the device's kind.  For the kernels,
-`lookup_project_exp` takes what was tuned: the user's file first, then the one shipped for the GPU
+`lookup_configs` takes what was tuned: the user's file first, then the one shipped for the GPU
 model; in each an exact key, else the nearest; else the default of the architecture.  A file that
 cannot be used is said once and ignored.
 """
 
 import dataclasses
 import functools
+import os
 import warnings
 from pathlib import Path
+from typing import Any
 
-from cutefce.autotune_cache.table import Entry, Key, Table, bucket, file_name, read
+from cutefce.autotune_cache.table import Entry, Table, file_name, key_of, read
 from cutefce.cute_kernels.arch import Sm90
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import Configs
 from cutefce.cute_kernels.jit_cache import base_folder
 from cutefce.cute_kernels.problem import Problem, TileConfig
+
+AUTOTUNE_VARIABLE = "CUTEFCE_AUTOTUNE"
+"""Environment variable that, set to 1, has each new problem tuned when it is first met."""
+SHIPPED_FOLDER = Path(__file__).parent
+"""Where the tables lie that come with the package."""
 
 DEFAULTS = {
     # One float32 logits tile is 4 MiB: it stays in a CPU's last-level cache between the product
@@ -54,17 +61,26 @@ def lookup(problem: Problem) -> TileConfig:
 
 
 @functools.lru_cache(maxsize=1024)
-def lookup_project_exp(
-    problem: Problem, arch: Sm90, device: str, multiprocessors: int
-) -> ProjectExpConfig:
-    """Return the configuration of `project_exp` for `problem` on a GPU of this name and size."""
-    tokens = bucket(problem.tokens)
-    key = Key("project_exp", problem.dtype, problem.hidden, problem.vocab, tokens)
+def lookup_configs(problem: Problem, arch: Sm90, device: str, multiprocessors: int) -> Configs:
+    """Return the kernels' configurations for `problem` on a GPU of this name and size."""
+    default = arch.default_configs(problem.tokens, problem.hidden, multiprocessors)
+    entries = {
+        field.name: tuned(field.name, problem, arch, device, multiprocessors)
+        for field in dataclasses.fields(Configs)
+    }
+    found: dict[str, Any] = {name: entry.config for name, entry in entries.items() if entry}
+    return dataclasses.replace(default, **found)
+
+
+def tuned(
+    kernel: str, problem: Problem, arch: Sm90, device: str, multiprocessors: int
+) -> Entry | None:
+    """Return what won for `problem` or, if it was not tuned, for the nearest one that was."""
+    key = key_of(kernel, problem)
     found: list[tuple[float, Entry | None]] = [
         table.nearest(key) for table in tables(arch, device, multiprocessors)
     ]
-    _, entry = min(found, key=lambda pair: pair[0], default=(0.0, None))
-    return arch.default(problem.tokens) if entry is None else entry.config
+    return min(found, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
 def user_folder() -> Path:
@@ -72,21 +88,43 @@ def user_folder() -> Path:
     return base_folder() / "tuning"
 
 
-@functools.cache
 def tables(arch: Sm90, device: str, multiprocessors: int) -> tuple[Table, ...]:
     """Return what was tuned for this kind of GPU: by the user, then as shipped."""
-    usable = []
-    for folder in (user_folder(), Path(__file__).parent):
-        path = folder / file_name(device)
-        try:
-            table = read(path)
-            table.serves(device, multiprocessors, arch.name)
-            usable.append(table)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            warnings.warn(f"cutefce: ignored the tuned table {path}: {error}", stacklevel=2)
-    return tuple(usable)
+    found = (
+        _table(folder, arch, device, multiprocessors) for folder in (user_folder(), SHIPPED_FOLDER)
+    )
+    return tuple(table for table in found if table is not None)
+
+
+def tunes_on_first_use() -> bool:
+    """Whether the user asked for that."""
+    return os.environ.get(AUTOTUNE_VARIABLE) == "1"
+
+
+def has_shipped(arch: Sm90, device: str, multiprocessors: int) -> bool:
+    """Whether the kernels were verified on this kind of GPU before they were shipped."""
+    table = _table(SHIPPED_FOLDER, arch, device, multiprocessors)
+    return table is not None and any(entry.verified for entry in table.entries.values())
+
+
+def forget() -> None:
+    """Read the tables again at the next lookup."""
+    _table.cache_clear()
+    lookup_configs.cache_clear()
+
+
+@functools.cache
+def _table(folder: Path, arch: Sm90, device: str, multiprocessors: int) -> Table | None:
+    path = folder / file_name(device)
+    try:
+        table = read(path)
+        table.serves(device, multiprocessors, arch.name)
+        return table
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        warnings.warn(f"cutefce: ignored the tuned table {path}: {error}", stacklevel=2)
+    return None
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -1,28 +1,40 @@
 """The tuner's file: which configuration won for which problem, on one GPU model.
 
-    {"schema": 1, "device": "NVIDIA H200", "multiprocessors": 132, "arch": "sm_90a",
+    {"schema": 2, "device": "NVIDIA H200", "multiprocessors": 132, "arch": "sm_90a",
      "versions": {...}, "entries": [{"kernel": "project_exp", "dtype": "bfloat16", "hidden": 4096,
      "vocab": 131072, "tokens": 8192, "config": {...}, "milliseconds": 12.5,
-     "baseline_milliseconds": 13.0, "verified": true}, ...]}
+     "baseline_milliseconds": 13.0, "product_milliseconds": 12.9, "verified": true,
+     "kernels": "0123456789abcdef"}, ...], "rejected": [{"kernel": ..., "config": {...},
+     "reason": "no answer within 30 s", "everywhere": true}, ...]}
 
-`tokens` is a bucket: a power of 2, of all numbers of tokens above half of it.
+`tokens` is a bucket: a power of 2, of all numbers of tokens above half of it.  A config of null is
+the plain product of cuBLAS, for kernels that it can stand in for.
 """
 
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from cutefce.cute_kernels.arch import Sm90, arch_named
 from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.problem import Problem
 
-SCHEMA = 1
+SCHEMA = 2
 FARTHEST = 3.0
 """Doublings of a size, or of several together, beyond which another problem says nothing."""
+LOCK_SECONDS = 60
+"""How long to wait for another process that writes the same file."""
+
+Choice = ProjectExpConfig | None
+"""What can win: a configuration, or None for the plain product."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +58,38 @@ class Key:
         return self.hidden, self.vocab, self.tokens
 
 
+def key_of(kernel: str, problem: Problem) -> Key:
+    """Return what stands for `problem` in a table."""
+    return Key(kernel, problem.dtype, problem.hidden, problem.vocab, bucket(problem.tokens))
+
+
 @dataclass(frozen=True)
 class Entry:
     """What won."""
 
-    config: ProjectExpConfig
+    config: Choice
     milliseconds: float
     baseline_milliseconds: float
     """What the architecture's default took, in the same run."""
+    product_milliseconds: float
+    """What the plain products of the same work took, in the same run."""
     verified: bool
     """Whether its results were compared with the portable path's."""
+    kernels: str
+    """Fingerprint of the kernels that were tuned."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a configuration cannot win."""
+
+    reason: str
+    everywhere: bool
+    """Whether it must not serve other problems either; else it lacked memory for this one."""
+
+
+Entries = Mapping[Key, Entry]
+Rejections = Mapping[tuple[Key, Choice], Rejection]
 
 
 @dataclass(frozen=True)
@@ -65,8 +99,10 @@ class Table:
     device: str
     multiprocessors: int
     arch: str
-    versions: dict[str, str] = field(default_factory=dict)
-    entries: dict[Key, Entry] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of what took part; "kernels" is the fingerprint of the kernels that rejections are of."""
+    entries: Entries = field(default_factory=dict)
+    rejected: Rejections = field(default_factory=dict)
 
     def nearest(self, key: Key) -> tuple[float, Entry | None]:
         """Return distance and entry of the nearest verified key; inf and None if none is near."""
@@ -84,6 +120,26 @@ class Table:
             got = getattr(self, name)
             if got != expected:
                 raise ValueError(f"{name}: got {got!r}, expected {expected!r}")
+
+    def joined(self, other: "Table") -> "Table":
+        """Return a table with what is in `other` too, and its versions.
+
+        What is rejected everywhere wins nothing any more.  Rejections of other kernels than those
+        of `other` are forgotten.
+        """
+        same = self.versions.get("kernels") == other.versions.get("kernels")
+        rejected = {**(self.rejected if same else {}), **other.rejected}
+        unfit = {
+            (key.kernel, key.dtype, config)
+            for (key, config), rejection in rejected.items()
+            if rejection.everywhere
+        }
+        entries = {
+            key: entry
+            for key, entry in {**self.entries, **other.entries}.items()
+            if (key.kernel, key.dtype, entry.config) not in unfit
+        }
+        return dataclasses.replace(other, entries=entries, rejected=rejected)
 
 
 def bucket(tokens: int) -> int:
@@ -105,55 +161,115 @@ def read(path: Path) -> Table:
     """
     try:
         data = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         got = data.get("schema") if isinstance(data, dict) else data
         raise ValueError(f"schema: got {got!r}, expected {SCHEMA}")
     try:
         arch = arch_named(data["arch"])
-        entries = dict(_entry(arch, item) for item in data["entries"])
         return Table(
-            str(data["device"]), int(data["multiprocessors"]), arch.name, data["versions"], entries
+            str(data["device"]),
+            int(data["multiprocessors"]),
+            arch.name,
+            dict(data["versions"]),
+            dict(_entry(arch, item) for item in data["entries"]),
+            dict(_rejection(arch, item) for item in data["rejected"]),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"a field is missing or of another kind: {error}") from error
 
 
-def _entry(arch: Sm90, item: dict[str, Any]) -> tuple[Key, Entry]:
+def _key(item: dict[str, Any]) -> Key:
+    key = Key(**{f.name: item[f.name] for f in dataclasses.fields(Key)})
+    if not all(type(size) is int and 0 < size < sys.maxsize for size in key._sizes()):
+        raise ValueError(f"entry: got {item}, expected sizes and times above 0")
+    return key
+
+
+def _choice(arch: Sm90, item: dict[str, Any]) -> Choice:
+    if item["config"] is None and item["kernel"] == "grad_hidden":
+        return None
     config = ProjectExpConfig(**item["config"])
     arch.check(config)
-    key = Key(**{f.name: item[f.name] for f in dataclasses.fields(Key)})
-    times = float(item["milliseconds"]), float(item["baseline_milliseconds"])
-    if min(key._sizes()) < 1 or min(times) <= 0:
+    return config
+
+
+def _entry(arch: Sm90, item: dict[str, Any]) -> tuple[Key, Entry]:
+    names = ("milliseconds", "baseline_milliseconds", "product_milliseconds")
+    tuned, baseline, product = (float(item[name]) for name in names)
+    if not all(0 < time < math.inf for time in (tuned, baseline, product)):
         raise ValueError(f"entry: got {item}, expected sizes and times above 0")
-    return key, Entry(config, *times, verified=item["verified"] is True)
+    verified, kernels = item["verified"] is True, str(item["kernels"])
+    return _key(item), Entry(_choice(arch, item), tuned, baseline, product, verified, kernels)
+
+
+def _rejection(arch: Sm90, item: dict[str, Any]) -> tuple[tuple[Key, Choice], Rejection]:
+    rejection = Rejection(str(item["reason"]), item["everywhere"] is True)
+    return (_key(item), _choice(arch, item)), rejection
 
 
 def write(path: Path, table: Table) -> None:
     """Write a file, which appears whole or not at all."""
-    entries = [
-        dataclasses.asdict(key) | dataclasses.asdict(entry) for key, entry in table.entries.items()
-    ]
-    head = {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
-    text = json.dumps({"schema": SCHEMA, **head, "entries": entries}, indent=1) + "\n"
+    with _lock(path):
+        _replace(path, table)
+
+
+def update(path: Path, found: Table) -> None:
+    """Add what was found to the file, beside what other processes add to it.
+
+    A file that cannot be used is moved aside.
+    """
+    with _lock(path):
+        try:
+            held = read(path)
+            held.serves(found.device, found.multiprocessors, found.arch)
+            found = held.joined(found)
+        except FileNotFoundError:
+            pass
+        except ValueError:
+            os.replace(path, path.with_suffix(".unusable"))
+        _replace(path, found)
+
+
+def _lock(path: Path) -> filelock.BaseFileLock:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(text)
+    return filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS)
+
+
+def _replace(path: Path, table: Table) -> None:
+    data = {"schema": SCHEMA} | {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
+    data["entries"] = [
+        dataclasses.asdict(key) | dataclasses.asdict(entry)
+        for key, entry in sorted(table.entries.items(), key=_order)
+    ]
+    data["rejected"] = [
+        dataclasses.asdict(key)
+        | {"config": None if config is None else dataclasses.asdict(config)}
+        | dataclasses.asdict(rejection)
+        for (key, config), rejection in sorted(table.rejected.items(), key=_order)
+    ]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(data, indent=1) + "\n")
     os.replace(temporary, path)
+
+
+def _order(pair: tuple[object, object]) -> str:
+    return repr(pair[0])
 
 
 def merge(tables: Iterable[Table]) -> Table:
     """Join tables of one kind of GPU: of two entries for a key, the verified or faster one wins."""
-    first, *others = tables
-    entries = dict(first.entries)
+    result, *others = tables
     for table in others:
-        table.serves(first.device, first.multiprocessors, first.arch)
-        for key, entry in table.entries.items():
-            held = entries.get(key)
-            if held is None or _rank(entry) < _rank(held):
-                entries[key] = entry
-    return dataclasses.replace(first, entries=entries)
+        table.serves(result.device, result.multiprocessors, result.arch)
+        better = {
+            key: entry
+            for key, entry in table.entries.items()
+            if key not in result.entries or _rank(entry) < _rank(result.entries[key])
+        }
+        result = result.joined(dataclasses.replace(table, entries=better))
+    return result
 
 
 def _rank(entry: Entry) -> tuple[bool, float]:

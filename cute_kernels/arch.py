@@ -1,10 +1,11 @@
 """What an architecture can run: limits, the configurations to choose from, and the default."""
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import Configs, ProjectExpConfig
 
 STEP = 64
 """Hidden features of one stage: 128 bytes of a 16-bit dtype, the widest swizzle of TMA."""
@@ -25,7 +26,7 @@ class Sm90:
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
 
     def configs(self) -> tuple[ProjectExpConfig, ...]:
-        """Return every configuration that may be chosen."""
+        """Return every configuration that may be chosen where nothing was tuned."""
         return (
             ProjectExpConfig(128, 192, cluster=2, stages=5, pingpong=True),
             ProjectExpConfig(128, 192, cluster=1, stages=5, pingpong=True),
@@ -41,9 +42,31 @@ class Sm90:
             return low
         return single if tokens <= single.rows else paired
 
-    def default_gradient(self) -> ProjectExpConfig:
-        """Return the configuration of the gradients' products where nothing better is known."""
-        return ProjectExpConfig(128, 128, cluster=2, stages=6, pingpong=True)
+    def default_configs(self, tokens: int, hidden: int, multiprocessors: int) -> Configs:
+        """Return the configurations of all kernels where nothing better is known."""
+        gradient = ProjectExpConfig(128, 128, cluster=2, stages=6, pingpong=True)
+        clusters = multiprocessors // gradient.cluster
+        units = -(-tokens // gradient.rows) * -(-hidden // gradient.tile_n)
+        # a tile of dX is not shared out: a plain product, which does that, wins where few are there
+        busy = units / (-(-units // clusters) * clusters)
+        return Configs(self.default(tokens), gradient if busy >= 0.8 else None, gradient)
+
+    def candidates(self) -> tuple[ProjectExpConfig, ...]:
+        """Return every configuration that is worth a trial.
+
+        A kernel has as many stages as fit, or one less: more hide more, whatever the problem.
+        """
+        found = []
+        tiles = itertools.product((64, 128, 192, 256), (128, 160, 192, 256), (1, 2), (True, False))
+        for tile_m, tile_n, cluster, pingpong in tiles:
+            legal: list[ProjectExpConfig] = []
+            for stages in range(2, 17):
+                config = ProjectExpConfig(tile_m, tile_n, cluster, stages, pingpong)
+                if self.is_legal(config):
+                    legal.append(config)
+            for config, group in itertools.product(legal[:-3:-1], (8, 4, 16)):
+                found.append(dataclasses.replace(config, group=group))
+        return tuple(found)
 
     def accumulators(self, config: ProjectExpConfig) -> int:
         """Return the float32 accumulators of a thread."""
@@ -59,6 +82,14 @@ class Sm90:
         inputs = config.stages * (config.tile_m + config.tile_n) * STEP * 2
         slab = max(slab_columns(config.tile_n, size) * size for size in (2, 4))
         return barriers + inputs + 2 * 64 * slab
+
+    def is_legal(self, config: ProjectExpConfig) -> bool:
+        """Whether the hardware can run a configuration."""
+        try:
+            self.check(config)
+        except ValueError:
+            return False
+        return True
 
     def check(self, config: ProjectExpConfig) -> None:
         """Raise ValueError for a configuration that the hardware cannot run."""

@@ -35,3 +35,13 @@ class ProjectExpConfig:
     def parts_of_window(self) -> int:
         """Partial sums that a unit writes for each row."""
         return 2 if self.pingpong else 1
+
+
+@dataclass(frozen=True)
+class Configs:
+    """One way to run each kernel that has a choice."""
+
+    project_exp: ProjectExpConfig
+    grad_hidden: ProjectExpConfig | None
+    """None for a plain product."""
+    grad_weight: ProjectExpConfig

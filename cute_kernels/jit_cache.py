@@ -93,6 +93,11 @@ def library_path(kernel: Kernel) -> Path:
     return cache_folder() / f"{type(kernel).__name__}-{key}.so"
 
 
+def is_stored(kernel: Kernel) -> bool:
+    """Whether the library of `kernel` lies in the cache folder."""
+    return _is_whole(library_path(kernel))
+
+
 def store(kernel: Kernel, compile_: Callable[[], Any]) -> Path:
     """Put the library of `kernel` into the cache folder, if it is not there; return its path.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from cutefce.cute_kernels.arch import Sm90
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import Configs, ProjectExpConfig
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class KernelSet:
     """The same of float32 sums."""
     finish_dx: Combine
     """s_i (x_i - S_i W_y)."""
-    grad_hidden: Gradient
-    """Adds to dX's sums."""
+    grad_hidden: Gradient | None
+    """Adds to dX's sums; None: a plain product does."""
     grad_weight: Gradient
     """dW at once."""
     grad_weight_sums: Gradient
@@ -112,13 +112,19 @@ class KernelSet:
     add_targets: AddTargets
     """Adds the targets' part to dW's sums."""
 
+    def all(self) -> list[Kernel]:
+        """Return every kernel of the set."""
+        found = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return [kernel for kernel in found if kernel is not None]
 
-def kernel_set(
-    arch: Sm90, dtype: str, project_config: ProjectExpConfig, gradient_config: ProjectExpConfig
-) -> KernelSet:
-    """Return the kernels that `dtype` needs on `arch` with these configurations."""
-    project = functools.partial(ProjectExp, arch.name, dtype, project_config)
-    gradient = functools.partial(Gradient, arch.name, dtype, gradient_config)
+
+def kernel_set(arch: Sm90, dtype: str, configs: Configs) -> KernelSet:
+    """Return the kernels that `dtype` needs on `arch` with `configs`."""
+    project = functools.partial(ProjectExp, arch.name, dtype, configs.project_exp)
+    weight = functools.partial(Gradient, arch.name, dtype, configs.grad_weight, "weight")
+    hidden = None
+    if configs.grad_hidden is not None:
+        hidden = Gradient(arch.name, dtype, configs.grad_hidden, "hidden", final=False)
     combine = functools.partial(Combine, arch.name, dtype)
     return KernelSet(
         target_logit=TargetLogit(arch.name, dtype),
@@ -126,23 +132,23 @@ def kernel_set(
         sums_and_exps=project(sums=True, store=True),
         exps=project(sums=False, store=True),
         noted_exps=project(sums=False, store=True, masked=True),
-        finish=Finish(arch.name, project_config.rows),
+        finish=Finish(arch.name, configs.project_exp.rows),
         scale_rows=combine(dtype, None, scaled=True, weighted=False),
         scale_sums=combine("float32", None, scaled=True, weighted=False),
         finish_dx=combine("float32", dtype, scaled=True, weighted=True),
-        grad_hidden=gradient("hidden", final=False),
-        grad_weight=gradient("weight", final=True),
-        grad_weight_sums=gradient("weight", final=False),
+        grad_hidden=hidden,
+        grad_weight=weight(final=True),
+        grad_weight_sums=weight(final=False),
         add_targets=AddTargets(arch.name, dtype),
     )
 
 
 def all_kernels(arch: Sm90) -> list[Kernel]:
-    """Return every kernel that can be chosen on `arch`, each once."""
-    configs = arch.configs()
+    """Return every kernel that can be chosen on `arch` where nothing was tuned, each once."""
+    configs = arch.default_configs(tokens=8192, hidden=4096, multiprocessors=132)
     sets = [
-        kernel_set(arch, dtype, c, arch.default_gradient())
-        for dtype, c in product(arch.dtypes, configs)
+        kernel_set(arch, dtype, dataclasses.replace(configs, project_exp=config))
+        for dtype, config in product(arch.dtypes, arch.configs())
     ]
-    every = [getattr(s, f.name) for s in sets for f in dataclasses.fields(s)]
+    every = [kernel for s in sets for kernel in s.all()]
     return list(dict.fromkeys(every))

@@ -18,6 +18,7 @@ from cutefce.cute_kernels import jit_cache
 from cutefce.cute_kernels.arch import ARCHS, arch_named
 from cutefce.cute_kernels.compiler import Report
 from cutefce.cute_kernels.kernels import ProjectExp, all_kernels
+from cutefce.tuning import tune, verify
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 PACKAGES = ("cutefce", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
@@ -26,6 +27,10 @@ PACKAGES = ("cutefce", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-py
 @click.group()
 def main() -> None:
     """Exact fused linear cross entropy."""
+
+
+main.add_command(tune)
+main.add_command(verify)
 
 
 @main.command("compile")
@@ -106,22 +111,33 @@ def cache() -> None:
 def show(files: tuple[Path, ...]) -> None:
     """Show what won: in FILES, or else in every table of the user's folder."""
     table = Table(
-        "device", "kernel", "dtype", "N × D × V", "config", "ms", "default ms", "verified"
+        *("device", "kernel", "dtype", "N × D × V", "config", "ms", "default ms", "verified"),
+        title="what won",
     )
+    rejected = Table("device", "kernel", "dtype", "N × D × V", "config", "reason", title="rejected")
     for path in files or sorted(autotune_cache.user_folder().glob("*.json")):
         tuned = _read(path)
         for key, entry in tuned.entries.items():
             table.add_row(
-                tuned.device,
-                key.kernel,
-                key.dtype,
-                f"{key.tokens} × {key.hidden} × {key.vocab}",
-                str(entry.config),
+                *_problem_cells(tuned, key),
+                str(entry.config or "product"),
                 f"{entry.milliseconds:.3f}",
                 f"{entry.baseline_milliseconds:.3f}",
                 "yes" if entry.verified else "no",
             )
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+        for (key, config), rejection in tuned.rejected.items():
+            rejected.add_row(
+                *_problem_cells(tuned, key), str(config or "product"), rejection.reason
+            )
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    if rejected.rows:
+        console.print(rejected)
+
+
+def _problem_cells(table: tables.Table, key: tables.Key) -> tuple[str, ...]:
+    sizes = f"{key.tokens} × {key.hidden} × {key.vocab}"
+    return table.device, key.kernel, key.dtype, sizes
 
 
 @cache.command()

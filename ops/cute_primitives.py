@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.arch import Sm90
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import Configs
 from cutefce.cute_kernels.jit_cache import compiled
 from cutefce.cute_kernels.kernels import Gradient, kernel_set
 from cutefce.cute_kernels.problem import TileConfig
@@ -47,22 +47,21 @@ class TargetLists:
 
 
 class CutePrimitives(TorchPrimitives):
-    """`cutefce.ops.primitives.Primitives` for one device, dtype and configuration."""
+    """`cutefce.ops.primitives.Primitives` for one device, dtype and set of configurations."""
 
     def __init__(
         self,
         tiles: TileConfig,
         arch: Sm90,
         dtype: str,
-        project: ProjectExpConfig,
-        gradient: ProjectExpConfig,
+        configs: Configs,
         multiprocessors: int,
     ) -> None:
         super().__init__(tiles)
-        self.project = project
+        self.project = configs.project_exp
         self.multiprocessors = multiprocessors
-        self.clusters = multiprocessors // project.cluster
-        self.kernels = kernel_set(arch, dtype, project, gradient)
+        self.clusters = multiprocessors // self.project.cluster
+        self.kernels = kernel_set(arch, dtype, configs)
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return h if has_aligned_rows(h) else h.clone(memory_format=torch.contiguous_format), w
@@ -126,7 +125,10 @@ class CutePrimitives(TorchPrimitives):
         return scaled
 
     def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor) -> None:
-        self._launch(self.kernels.grad_hidden, exps, w.t(), sums, None)
+        if self.kernels.grad_hidden is None:
+            super().add_grad_hidden(sums, exps, w)
+        else:
+            self._launch(self.kernels.grad_hidden, exps, w.t(), sums, None)
 
     def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor) -> None:
         self._launch(self.kernels.grad_weight_sums, exps.t(), scaled.t(), sums, None)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cutefce import autotune_cache
+from cutefce.autotune_cache import verification
 from cutefce.cute_kernels import kernels
 from cutefce.cute_kernels.arch import Sm90, arch_for
 from cutefce.cute_kernels.jit_cache import compiled
@@ -113,9 +114,20 @@ def _obstacle(h: Tensor, w: Tensor) -> str | None:
     return None
 
 
-@functools.cache
 def device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the kernels cannot serve `dtype` on `device`, None if they can."""
+    try:
+        return _device_obstacle(device, dtype)
+    except _NotNowError as later:
+        return str(later)
+
+
+class _NotNowError(Exception):
+    """An obstacle that only the next call can remove."""
+
+
+@functools.cache
+def _device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"h: got device {device.type}, expected cuda"
     capability = torch.cuda.get_device_capability(device)
@@ -125,7 +137,24 @@ def device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     name = str(dtype).removeprefix("torch.")
     if name not in arch.dtypes:
         return f"h: got dtype {dtype}, expected one of {', '.join(arch.dtypes)}"
-    return _compiler_obstacle(arch, name)
+    return _compiler_obstacle(arch, name) or _unverified(arch, device)
+
+
+def _unverified(arch: Sm90, device: torch.device) -> str | None:
+    """Return why the kernels may not be launched on this GPU, None if they may; tries them once."""
+    properties = torch.cuda.get_device_properties(device)
+    name, multiprocessors = properties.name, properties.multi_processor_count
+    verdict = verification.known(arch, name, multiprocessors)
+    if verdict is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise _NotNowError(f"they never ran on {name}; first run: python -m cutefce verify")
+        from cutefce.autotune_cache.tunables import all_tunables
+
+        tunables = all_tunables(arch, multiprocessors, str(device))
+        verdict = verification.verify_once(tunables, name)
+    if verdict.passed:
+        return None
+    return f"they failed on {name} ({verdict.reason}); to try again: python -m cutefce verify"
 
 
 def _compiler_obstacle(arch: Sm90, dtype: str) -> str | None:
@@ -155,9 +184,21 @@ def _cute_primitives(device: torch.device, problem: Problem) -> Primitives:
     properties = torch.cuda.get_device_properties(device)
     multiprocessors = properties.multi_processor_count
     name = properties.name
-    config = autotune_cache.lookup_project_exp(problem, arch, name, multiprocessors)
-    return CutePrimitives(
-        tiles, arch, problem.dtype, config, arch.default_gradient(), multiprocessors
+    if autotune_cache.tunes_on_first_use() and not _others_wait():
+        from cutefce.autotune_cache import first_use, tunables
+
+        torch.cuda.synchronize(device)
+        every = tunables.all_tunables(arch, multiprocessors, str(device))
+        first_use.tune_on_first_use(every, name, problem)
+    configs = autotune_cache.lookup_configs(problem, arch, name, multiprocessors)
+    return CutePrimitives(tiles, arch, problem.dtype, configs, multiprocessors)
+
+
+def _others_wait() -> bool:
+    """Whether work that takes long is out of place: in a graph's capture, or beside other ranks."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.cuda.is_current_stream_capturing() or (
+        distributed and torch.distributed.get_world_size() > 1
     )
 
 

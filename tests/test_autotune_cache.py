@@ -3,26 +3,30 @@
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from cutefce import autotune_cache
 from cutefce.__main__ import main
 from cutefce.autotune_cache import table as tables
-from cutefce.autotune_cache.table import Entry, Key, Table
-from cutefce.cute_kernels import jit_cache
+from cutefce.autotune_cache.table import Entry, Key, Rejection, Table
+from cutefce.cute_kernels import jit_cache, kernels
 from cutefce.cute_kernels.arch import Sm90
 from cutefce.cute_kernels.config import ProjectExpConfig
 from cutefce.cute_kernels.problem import Problem
+from cutefce.ops import cute_primitives, dispatch
 
 DEVICE, SIZE = "NVIDIA Test 9000", 132
 TUNED, OTHER = Sm90().configs()[3:5]
 KEY = Key("project_exp", "bfloat16", 4096, 131072, 8192)
-ENTRY = Entry(TUNED, 12.5, 13.0, verified=True)
-TABLE = Table(DEVICE, SIZE, "sm_90a", {"cutefce": "0"}, {KEY: ENTRY})
+ENTRY = Entry(TUNED, 12.5, 13.0, 12.9, verified=True, kernels="0123")
+REJECTED: tables.Rejections = {(KEY, OTHER): Rejection("no answer within 30 s", everywhere=True)}
+TABLE = Table(DEVICE, SIZE, "sm_90a", {"kernels": "0123"}, {KEY: ENTRY}, REJECTED)
 PROBLEM = Problem(8192, 4096, 131072, "bfloat16", "cuda", arch="sm_90a")
 
 
@@ -30,31 +34,36 @@ PROBLEM = Problem(8192, 4096, 131072, "bfloat16", "cuda", arch="sm_90a")
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return where the user's table for the test's GPU lies."""
     monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(tmp_path))
-    forget()
+    autotune_cache.forget()
     yield autotune_cache.user_folder() / tables.file_name(DEVICE)
-    forget()
-
-
-def forget() -> None:
-    """Do what a new process does: know no table."""
-    autotune_cache.tables.cache_clear()
-    autotune_cache.lookup_project_exp.cache_clear()
+    autotune_cache.forget()
 
 
 def look(problem: Problem = PROBLEM, size: int = SIZE) -> ProjectExpConfig:
-    return autotune_cache.lookup_project_exp(problem, Sm90(), DEVICE, size)
+    return autotune_cache.lookup_configs(problem, Sm90(), DEVICE, size).project_exp
 
 
 def test_round_trip(file: Path) -> None:
     tables.write(file, TABLE)
     assert tables.read(file) == TABLE
-    assert [path.name for path in file.parent.iterdir()] == ["nvidia_test_9000.json"]
+    assert not list(file.parent.glob("*.tmp"))
+
+
+def test_the_plain_product_can_win_but_not_for_project_exp(file: Path) -> None:
+    product = dataclasses.replace(ENTRY, config=None)
+    key = dataclasses.replace(KEY, kernel="grad_hidden")
+    tables.write(file, dataclasses.replace(TABLE, entries={key: product}))
+    assert tables.read(file).entries == {key: product}
+    assert autotune_cache.tuned("grad_hidden", PROBLEM, Sm90(), DEVICE, SIZE) == product
+    tables.write(file, dataclasses.replace(TABLE, entries={KEY: product}))
+    with pytest.raises(ValueError, match="a field is missing"):
+        tables.read(file)
 
 
 def test_exact_then_nearest_then_default(file: Path) -> None:
     far = dataclasses.replace(KEY, tokens=512)
-    entries = {KEY: ENTRY, far: Entry(OTHER, 1.0, 2.0, verified=True)}
-    tables.write(file, dataclasses.replace(TABLE, entries=entries))
+    entries = {KEY: ENTRY, far: dataclasses.replace(ENTRY, config=OTHER)}
+    tables.write(file, dataclasses.replace(TABLE, entries=entries, rejected={}))
     assert look() == TUNED
     assert look(dataclasses.replace(PROBLEM, tokens=5000)) == TUNED, "the same bucket"
     assert look(dataclasses.replace(PROBLEM, tokens=700, vocab=128256)) == OTHER
@@ -69,12 +78,36 @@ def test_unverified_entries_are_not_used(file: Path) -> None:
     assert look() == Sm90().default(8192)
 
 
-def test_an_edited_configuration_is_what_is_launched(file: Path) -> None:
+def test_an_edited_configuration_is_what_is_launched(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two processes would, before and after the edit; launches are noted, not made."""
+    gpu = SimpleNamespace(name=DEVICE, multi_processor_count=SIZE)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    launched: list[kernels.Kernel] = []
+
+    def note(kernel: kernels.Kernel) -> Callable[..., None]:
+        return lambda *arguments: launched.append(kernel)
+
+    monkeypatch.setattr(cute_primitives, "compiled", note)
     tables.write(file, TABLE)
-    data = json.loads(file.read_text())
-    data["entries"][0]["config"]["group"] = 3
-    file.write_text(json.dumps(data))
-    assert look() == dataclasses.replace(TUNED, group=3)
+    for change in ({}, {"group": 3}, {"tile_n": 96}):
+        data = json.loads(file.read_text())
+        data["entries"][0]["config"].update(change)
+        file.write_text(json.dumps(data))
+        autotune_cache.forget()
+        dispatch._arch.cache_clear()
+        dispatch._cute_primitives.cache_clear()
+        steps = dispatch._cute_primitives(torch.device("cuda", 7), PROBLEM)
+        h, w, y = torch.zeros(4, 8), torch.zeros(32, 8), torch.zeros(4, dtype=torch.long)
+        steps.project_exp(h, w, h[:, 0], y)
+        (kernel,) = launched
+        assert isinstance(kernel, kernels.ProjectExp)
+        assert dataclasses.asdict(kernel.config) == data["entries"][0]["config"]
+        launched.clear()
+    dispatch._arch.cache_clear()
+    dispatch._cute_primitives.cache_clear()
 
 
 def edited(**changes: object) -> str:
@@ -83,8 +116,8 @@ def edited(**changes: object) -> str:
 
 def text_of(table: Table) -> str:
     entries = [dataclasses.asdict(k) | dataclasses.asdict(e) for k, e in table.entries.items()]
-    return json.dumps({"schema": 1, **dataclasses.asdict(dataclasses.replace(table, entries={}))}
-                      | {"entries": entries})  # fmt: skip
+    empty = dataclasses.asdict(dataclasses.replace(table, entries={}, rejected={}))
+    return json.dumps({"schema": 2, **empty, "entries": entries, "rejected": []})
 
 
 def broken_entry(**changes: object) -> str:
@@ -97,8 +130,9 @@ BAD = {
     "empty": ("", "not JSON"),
     "cut off": (text_of(TABLE)[:200], "not JSON"),
     "a list": ("[]", "schema: got"),
-    "an older schema": (edited(schema=0), "schema: got 0, expected 1"),
-    "a newer schema": (edited(schema=2), "schema: got 2, expected 1"),
+    "nested without end": ("[" * 100_000, "not JSON"),
+    "an older schema": (edited(schema=1), "schema: got 1, expected 2"),
+    "a newer schema": (edited(schema=3), "schema: got 3, expected 2"),
     "another GPU": (edited(device="NVIDIA Other"), "device: got 'NVIDIA Other'"),
     "another size": (edited(multiprocessors=114), "multiprocessors: got 114"),
     "an unknown architecture": (edited(arch="sm_80"), "arch: got 'sm_80'"),
@@ -109,6 +143,11 @@ BAD = {
     ),
     "an unknown field": (broken_entry(config={"warps": 4}), "a field is missing"),
     "a size of 0": (broken_entry(tokens=0), "expected sizes and times above 0"),
+    "a size beyond all": (broken_entry(vocab=10**400), "expected sizes and times above 0"),
+    "a size that is text": (broken_entry(vocab="131072"), "expected sizes and times above 0"),
+    "a time that is none": (broken_entry(milliseconds=float("nan")), "expected sizes and times"),
+    "no configuration": (broken_entry(config=None), "a field is missing"),
+    "no reason to reject": (edited(rejected=[{}]), "a field is missing"),
 }
 
 
@@ -120,6 +159,17 @@ def test_a_bad_file_is_said_once_and_ignored(text: str, said: str, file: Path) -
         assert look() == Sm90().default(8192)
         assert look(dataclasses.replace(PROBLEM, tokens=100)) == Sm90().default(100)
     assert len(warned) == 1
+
+
+@pytest.mark.parametrize("kind", ["a folder", "not text"])
+def test_a_file_that_cannot_be_read(kind: str, file: Path) -> None:
+    file.parent.mkdir(parents=True)
+    if kind == "a folder":
+        file.mkdir()
+    else:
+        file.write_bytes(b"\xff\xfe{")
+    with pytest.warns(UserWarning, match="ignored the tuned table"):
+        assert look() == Sm90().default(8192)
 
 
 def test_lookups_are_fast(file: Path) -> None:
@@ -135,17 +185,40 @@ def test_merge_keeps_the_verified_and_the_faster(file: Path) -> None:
     slower = dataclasses.replace(ENTRY, config=OTHER, milliseconds=12.6)
     faster_unverified = dataclasses.replace(ENTRY, config=OTHER, milliseconds=1.0, verified=False)
     new = dataclasses.replace(KEY, vocab=50304)
-    first = dataclasses.replace(TABLE, entries={KEY: slower})
-    third = dataclasses.replace(TABLE, entries={KEY: faster_unverified, new: ENTRY})
+    first = dataclasses.replace(TABLE, entries={KEY: slower}, rejected={})
+    third = dataclasses.replace(first, entries={KEY: faster_unverified, new: ENTRY})
     assert tables.merge([first, TABLE, third]).entries == {KEY: ENTRY, new: ENTRY}
+    assert tables.merge([first, TABLE]).rejected == REJECTED
     with pytest.raises(ValueError, match="multiprocessors: got 114"):
         tables.merge([TABLE, dataclasses.replace(TABLE, multiprocessors=114)])
+
+
+def test_what_is_rejected_everywhere_wins_nothing(file: Path) -> None:
+    elsewhere = dataclasses.replace(KEY, vocab=32000)
+    won = {elsewhere: dataclasses.replace(ENTRY, config=OTHER), KEY: ENTRY}
+    tables.update(file, dataclasses.replace(TABLE, entries=won, rejected={}))
+    small: tables.Rejections = {(KEY, TUNED): Rejection("out of memory", everywhere=False)}
+    tables.update(file, dataclasses.replace(TABLE, entries={}, rejected={**REJECTED, **small}))
+    assert tables.read(file).entries == {KEY: ENTRY}
+    new = dataclasses.replace(TABLE, versions={"kernels": "new"}, entries=won, rejected={})
+    tables.update(file, new)
+    assert tables.read(file) == new, "rejections of other kernels are forgotten"
+
+
+def test_a_file_that_cannot_be_used_is_moved_aside(file: Path) -> None:
+    file.parent.mkdir(parents=True)
+    file.write_text("precious, but no table")
+    tables.update(file, TABLE)
+    assert tables.read(file) == TABLE
+    assert file.with_suffix(".unusable").read_text() == "precious, but no table"
 
 
 def test_commands(file: Path, tmp_path: Path) -> None:
     tables.write(file, TABLE)
     run = CliRunner().invoke
-    assert "8192 × 4096 × 131072" in run(main, ["cache", "show"]).output
+    shown = run(main, ["cache", "show"]).output
+    assert "8192 × 4096 × 131072" in shown
+    assert "no answer within 30 s" in shown
     assert "1 entries" in run(main, ["cache", "validate", str(file)]).output
     into = tmp_path / "joined.json"
     assert run(main, ["cache", "merge", str(file), str(file), "--into", str(into)]).exit_code == 0
@@ -155,7 +228,7 @@ def test_commands(file: Path, tmp_path: Path) -> None:
     into.write_text("{}")
     result = run(main, ["cache", "validate", str(into)])
     assert result.exit_code == 1
-    assert "schema: got None, expected 1" in result.output
+    assert "schema: got None, expected 2" in result.output
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 64, 65, 8192, 8193])

@@ -1,5 +1,6 @@
 """The kernels themselves: every configuration, sizes past 2³¹, repair, and who serves what."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,14 +11,14 @@ import cutefce
 from cutefce.autotune_cache import lookup
 from cutefce.cute_kernels import jit_cache, kernels
 from cutefce.cute_kernels.arch import ARCHS, Sm90, arch_for, arch_named
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import Configs, ProjectExpConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import cute_primitives, dispatch
 from cutefce.ops.cute_primitives import CutePrimitives
 from cutefce.ops.primitives import Targets
 from tests.reference import Case, assert_as_accurate, evaluate, ours, random_case
 
-CONFIGS, GRADIENT = Sm90().configs(), Sm90().default_gradient()
+CONFIGS = Sm90().configs()
 RAGGED = {
     "one row": (1, 64, 1000),
     "fewer columns than a tile": (70, 8, 17),
@@ -38,11 +39,16 @@ def strict() -> Any:
     dispatch.set_strict(False)
 
 
+def with_project_exp(config: ProjectExpConfig) -> Configs:
+    default = Sm90().default_configs(tokens=8192, hidden=4096, multiprocessors=132)
+    return dataclasses.replace(default, project_exp=config)
+
+
 def primitives(config: ProjectExpConfig, dtype: torch.dtype) -> CutePrimitives:
     name = str(dtype).removeprefix("torch.")
     tiles = lookup(Problem(1, 64, 1000, name, "cuda"))
     count = torch.cuda.get_device_properties(0).multi_processor_count
-    return CutePrimitives(tiles, ARCHS[0], name, config, GRADIENT, count)
+    return CutePrimitives(tiles, ARCHS[0], name, with_project_exp(config), count)
 
 
 def exact_exps(case: Case, reference: Tensor) -> Tensor:
@@ -237,7 +243,7 @@ def test_launches_pass_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cute_primitives, "compiled", on_a_cpu)
     case = random_case(300, 64, 1500, dtype=torch.bfloat16)
     tiles = lookup(Problem(300, 64, 1500, "bfloat16", "cuda"))
-    steps = CutePrimitives(tiles, ARCHS[0], "bfloat16", CONFIGS[0], GRADIENT, 132)
+    steps = CutePrimitives(tiles, ARCHS[0], "bfloat16", with_project_exp(CONFIGS[0]), 132)
     targets, exps = Targets(case.y, 1500, -100), torch.empty(300, 1504, dtype=torch.bfloat16)
     logit = steps.target_logit(case.h, case.w, targets)
     steps.project_exp(case.h, case.w, logit, case.y)

@@ -15,6 +15,8 @@ import cutefce
     "name",
     [
         "autotune_cache",
+        "autotune_cache.tuner",
+        "autotune_cache.verification",
         "cute_kernels.problem",
         "ops.checks",
         "ops.dispatch",
@@ -28,6 +30,7 @@ import cutefce
         "ops.rowwise",
         "ops.strategies",
         "ops.torch_primitives",
+        "tuning",
     ],
 )
 def test_modules_are_installed(name: str) -> None:

@@ -1,0 +1,107 @@
+"""A kernel that can be tuned, as an interface: its choices, and what is done with one.
+
+A choice is a configuration, or None for the plain product where that can stand in.  `expected` and
+what follows it run in the tuner's child processes, the rest touches no GPU.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from cutefce.autotune_cache.table import Choice
+from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.kernels import Kernel
+from cutefce.cute_kernels.problem import Problem
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one call."""
+
+    problem: Problem
+    h: Tensor
+    w: Tensor
+    y: Tensor
+    upstream: Tensor | None
+    """(N,) gradient of each row's loss; without it, gradients are not asked for."""
+
+    def exact(self) -> "Case":
+        """Return the same in float64 on the CPU."""
+        problem = dataclasses.replace(self.problem, dtype="float64", device="cpu", arch=None)
+        h, w = self.h.double().cpu(), self.w.double().cpu()
+        upstream = None if self.upstream is None else self.upstream.double().cpu()
+        return Case(problem, h, w, self.y.cpu(), upstream)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Something that is compared with what the portable path finds for it."""
+
+    values: Tensor
+    """(N, C) or (N,)."""
+    roundings: int
+    """How often its parts are rounded to their dtype."""
+    scale: Tensor | None = None
+    """(N,) what each row is divided by before it is compared."""
+    floor: float = 1e-30
+    """What is as small as this is not told from 0."""
+    of_row: bool = False
+    """Whether errors are relative to the largest value of a row, not each to its own."""
+
+
+@dataclass(frozen=True)
+class Tunable(abc.ABC):
+    """One kernel on one GPU; made to be pickled."""
+
+    arch: Sm90
+    multiprocessors: int
+    device: str = "cuda"
+    """Where trials run, as torch names it."""
+
+    name: ClassVar[str]
+    """As in tables."""
+
+    def problem(self, sizes: tuple[int, int, int], dtype: str) -> Problem:
+        """Return the problem of (tokens, hidden, vocab) where trials run."""
+        return Problem(*sizes, dtype, torch.device(self.device).type, arch=self.arch.name)
+
+    @abc.abstractmethod
+    def default(self, problem: Problem) -> Choice:
+        """Return what serves where nothing was tuned."""
+
+    @abc.abstractmethod
+    def defaults(self) -> Sequence[Choice]:
+        """Return every choice that may be a default."""
+
+    @abc.abstractmethod
+    def candidates(self, problem: Problem) -> Sequence[Choice]:
+        """Return what can be run and differs for `problem`."""
+
+    @abc.abstractmethod
+    def cost(self, problem: Problem, choice: Choice) -> float:
+        """Return the predicted time; only ratios mean anything."""
+
+    @abc.abstractmethod
+    def kernels(self, dtype: str, choice: Choice) -> Sequence[Kernel]:
+        """Return what must be compiled for a trial."""
+
+    @abc.abstractmethod
+    def expected(self, case: Case) -> dict[str, Result]:
+        """Return what the portable path finds."""
+
+    @abc.abstractmethod
+    def results(self, case: Case, choice: Choice) -> dict[str, Result]:
+        """Return what a choice finds for the same."""
+
+    @abc.abstractmethod
+    def call(self, case: Case, choice: Choice) -> Callable[[], object]:
+        """Return what is timed."""
+
+    @abc.abstractmethod
+    def product(self, case: Case) -> Callable[[], object]:
+        """Return the plain products of the same work."""

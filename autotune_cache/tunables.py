@@ -1,0 +1,243 @@
+"""What can be tuned."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce import autotune_cache
+from cutefce.autotune_cache.cost import product_cycles, project_exp_cycles
+from cutefce.autotune_cache.table import Choice
+from cutefce.autotune_cache.tunable import Case, Result, Tunable
+from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.config import Configs
+from cutefce.cute_kernels.kernels import Kernel, kernel_set
+from cutefce.cute_kernels.problem import Problem
+from cutefce.ops import planner, strategies
+from cutefce.ops.cute_primitives import CutePrimitives
+from cutefce.ops.primitives import Primitives, Targets
+from cutefce.ops.torch_primitives import TorchPrimitives
+
+PRODUCT_BYTES = 8 << 30
+"""What the result of a plain product may take; larger ones are computed in parts."""
+EXPS_BYTES = 2 << 30
+"""What the exponentials of a gradient's product may take: of more, the first columns serve."""
+
+
+def all_tunables(arch: Sm90, multiprocessors: int, device: str) -> tuple[Tunable, ...]:
+    """Return what can be tuned on a GPU of `arch`, which torch names `device`."""
+    kinds: tuple[type[Tunable], ...] = (ProjectExp, GradHidden, GradWeight)
+    return tuple(kind(arch, multiprocessors, device) for kind in kinds)
+
+
+class OnKernels(Tunable):
+    """What the three have in common."""
+
+    def choices(self, rows: int) -> Sequence[Choice]:
+        """Return what differs for products of so many rows."""
+        found: dict[object, Choice] = {}
+        for config in self.arch.candidates():
+            # a group of more row blocks than there are is one of all
+            group = min(config.group, -(-rows // config.rows))
+            found.setdefault(dataclasses.replace(config, group=group), config)
+        return tuple(found.values())
+
+    def default_configs(self, problem: Problem) -> Configs:
+        """Return what serves where nothing was tuned."""
+        sizes = problem.tokens, problem.hidden
+        return self.arch.default_configs(*sizes, self.multiprocessors)
+
+    def default(self, problem: Problem) -> Choice:
+        choice: Choice = getattr(self.default_configs(problem), self.name)
+        return choice
+
+    def configs(self, problem: Problem, choice: Choice) -> Configs:
+        """Return the default with `choice` in its place."""
+        changed: dict[str, Any] = {self.name: choice}
+        return dataclasses.replace(self.default_configs(problem), **changed)
+
+    def primitives(self, problem: Problem, choice: Choice) -> Primitives:
+        """Return the primitives that are tried."""
+        tiles, configs = autotune_cache.lookup(problem), self.configs(problem, choice)
+        return CutePrimitives(tiles, self.arch, problem.dtype, configs, self.multiprocessors)
+
+    def kernels(self, dtype: str, choice: Choice) -> Sequence[Kernel]:
+        configs = self.configs(Problem(8192, 4096, 131072, dtype, "cuda"), choice)
+        return kernel_set(self.arch, dtype, configs).all()
+
+    def expected(self, case: Case) -> dict[str, Result]:
+        return self.found(case, TorchPrimitives(autotune_cache.lookup(case.problem)))
+
+    def results(self, case: Case, choice: Choice) -> dict[str, Result]:
+        return self.found(case, self.primitives(case.problem, choice))
+
+    @abc.abstractmethod
+    def found(self, case: Case, primitives: Primitives) -> dict[str, Result]:
+        """Return what `primitives` find."""
+
+
+class ProjectExp(OnKernels):
+    """`project_exp`: timed is the forward of a step with the default workspace."""
+
+    name = "project_exp"
+
+    def defaults(self) -> Sequence[Choice]:
+        return self.arch.configs()
+
+    def candidates(self, problem: Problem) -> Sequence[Choice]:
+        return self.choices(problem.tokens)
+
+    def cost(self, problem: Problem, choice: Choice) -> float:
+        assert choice is not None
+        return project_exp_cycles(problem, choice, self.multiprocessors)
+
+    def found(self, case: Case, primitives: Primitives) -> dict[str, Result]:
+        return _results(case, primitives)
+
+    def call(self, case: Case, choice: Choice) -> Callable[[], object]:
+        primitives = self.primitives(case.problem, choice)
+        h, w = primitives.prepare(case.h, case.w)
+        logit = primitives.target_logit(h, w, _targets(case))
+        exps = _kept(case)
+        return lambda: primitives.project_exp(h, w, logit, case.y, exps)
+
+    def product(self, case: Case) -> Callable[[], object]:
+        tokens, vocab = case.problem.tokens, case.problem.vocab
+        width = min(vocab, PRODUCT_BYTES // (tokens * case.problem.item_bytes))
+        logits = case.h.new_empty(tokens, width)
+
+        def multiply() -> None:
+            for first, last in strategies.windows(vocab, 0, width):
+                torch.mm(case.h, case.w[first:last].t(), out=logits[:, : last - first])
+
+        return multiply
+
+
+class OfGradient(OnKernels):
+    """A gradient's product: timed is that of all exponentials, or of as many as memory holds."""
+
+    def defaults(self) -> Sequence[Choice]:
+        return (self.default(Problem(8192, 4096, 131072, "bfloat16", "cuda")),)
+
+    def found(self, case: Case, primitives: Primitives) -> dict[str, Result]:
+        if case.upstream is not None:
+            return _results(case, primitives)
+        result, call = self.product_of(case, primitives)
+        call()
+        # both sides round sums, or results, once; sums are long
+        return {self.name: Result(result, 1, of_row=True)}
+
+    def call(self, case: Case, choice: Choice) -> Callable[[], object]:
+        return self.product_of(case, self.primitives(case.problem, choice))[1]
+
+    @abc.abstractmethod
+    def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
+        """Return where the result will be, and the call that computes it."""
+
+
+class GradHidden(OfGradient):
+    """dX's sums, added."""
+
+    name = "grad_hidden"
+
+    def candidates(self, problem: Problem) -> Sequence[Choice]:
+        return (None, *self.choices(problem.tokens))
+
+    def cost(self, problem: Problem, choice: Choice) -> float:
+        sizes = problem.tokens, problem.hidden, problem.vocab
+        return 0.0 if choice is None else product_cycles(*sizes, choice, self.multiprocessors)
+
+    def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
+        exps, sums = _exponentials(case), torch.zeros_like(case.h, dtype=torch.float32)
+        w = case.w[: exps.shape[1]]
+        return sums, lambda: primitives.add_grad_hidden(sums, exps, w)
+
+    def product(self, case: Case) -> Callable[[], object]:
+        exps, out = _exponentials(case), torch.empty_like(case.h)
+        w = case.w[: exps.shape[1]]
+        return lambda: torch.mm(exps, w, out=out)
+
+
+class GradWeight(OfGradient):
+    """dW, final."""
+
+    name = "grad_weight"
+
+    def candidates(self, problem: Problem) -> Sequence[Choice]:
+        return self.choices(problem.vocab)
+
+    def cost(self, problem: Problem, choice: Choice) -> float:
+        assert choice is not None
+        sizes = problem.vocab, problem.hidden, problem.tokens
+        return product_cycles(*sizes, choice, self.multiprocessors)
+
+    def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
+        exps, targets = _exponentials(case), _targets(case)
+        part = primitives.target_part(case.h, torch.ones_like(case.y, dtype=torch.float32), targets)
+        out = case.w.new_empty(exps.shape[1], case.problem.hidden)
+        unit = out.new_ones((), dtype=torch.float32) if out.dtype == torch.float16 else None
+        return out, lambda: primitives.finish_dw(out, exps, case.h, part, 0, unit)
+
+    def product(self, case: Case) -> Callable[[], object]:
+        exps = _exponentials(case)
+        out = case.w.new_empty(exps.shape[1], case.problem.hidden)
+        return lambda: torch.mm(exps.t(), case.h, out=out)
+
+
+def _targets(case: Case) -> Targets:
+    return strategies.locate(case.y, case.problem.vocab, -100)
+
+
+def _exponentials(case: Case) -> Tensor:
+    """Return random numbers in their place, the same at every call."""
+    tokens, vocab = case.problem.tokens, case.problem.vocab
+    columns = min(vocab, EXPS_BYTES // (tokens * case.problem.item_bytes) // 8 * 8)
+    generator = torch.Generator(case.h.device).manual_seed(1)
+    exps = case.h.new_empty(tokens, -(-columns // 8) * 8)
+    return exps.uniform_(generator=generator)[:, :columns]
+
+
+def _plan(case: Case) -> planner.Plan:
+    tiles = autotune_cache.lookup(case.problem)
+    return planner.make_plan(case.problem, tiles, planner.DEFAULT, scalar_upstream=False)
+
+
+def _kept(case: Case) -> Tensor | None:
+    """Return room for the exponentials that a step keeps, None if it keeps none."""
+    kept = _plan(case).kept
+    return case.h.new_empty(case.problem.tokens, kept) if kept else None
+
+
+def _results(case: Case, primitives: Primitives) -> dict[str, Result]:
+    """Return losses, probabilities as they are kept and as they are computed again, gradients."""
+    vocab, dtype = case.problem.vocab, case.h.dtype
+    h, w = primitives.prepare(case.h, case.w)
+    targets, exps, window = _targets(case), _kept(case), _plan(case).window
+    loss, stats = strategies.forward(primitives, h, w, targets, "none", exps)
+    again = h.new_empty(h.shape[0], window)
+    first, last = list(strategies.windows(vocab, 0, window))[-1]
+    primitives.recompute_exp(h, w, (first, last), stats.reference, targets.index, again)
+    # float16's smallest exponentials are lost, relative to totals of at most FLOAT16_TOTAL
+    floor = 2.0**-28 if dtype == torch.float16 else 1e-30
+    results = {
+        "loss": Result(loss, 1),
+        "others' share": Result(stats.sum, 1, stats.total),
+        "recomputed": Result(again[:, : last - first], 1, stats.total, floor),
+    }
+    if exps is not None:
+        # the portable path rounds again what it moves to another reference
+        results["kept"] = Result(exps[:, :vocab], 2, stats.total, floor)
+    if case.upstream is not None:
+        kept = h.new_empty(h.shape[0], 0) if exps is None else exps
+        dx, dw = strategies.backward(
+            primitives, h, w, targets, stats, kept, case.upstream, window, True, True
+        )
+        # exponentials, scaled hidden states and the gradients themselves are rounded
+        floor = torch.finfo(dtype).smallest_normal
+        for name, gradient in (("dX", dx), ("dW", dw)):
+            assert gradient is not None
+            results[name] = Result(gradient, 3, floor=floor, of_row=True)
+    return results

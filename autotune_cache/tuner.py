@@ -1,0 +1,240 @@
+"""The tuner: tries what may be fast, in child processes, and writes down what was.
+
+For each problem the cost model leaves a few candidates.  Each is compiled ahead, then raced in a
+child process under a time limit against the architecture's default; the best of them are raced
+longer, against the best so far.  What hangs, crashes, differs from the portable path or lacks
+memory is rejected with the reason.  Every result is written at once.
+"""
+
+import dataclasses
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from cutefce.autotune_cache import table as tables
+from cutefce.autotune_cache import trials
+from cutefce.autotune_cache.child import Child, ChildError
+from cutefce.autotune_cache.table import Choice, Entry, Key, Rejection, Table, key_of
+from cutefce.autotune_cache.trials import Product, Timing
+from cutefce.autotune_cache.tunable import Tunable
+from cutefce.cute_kernels import jit_cache
+from cutefce.cute_kernels.kernels import Kernel
+from cutefce.cute_kernels.problem import Problem
+from cutefce.version import __version__
+
+CANDIDATES = 10
+"""Candidates of a problem that the cost model leaves, beside the default."""
+VARIANTS = 2
+"""Of these, how many may differ in the raster group alone."""
+FINALISTS = 3
+MARGIN = 0.005
+"""Share of the time that a candidate must save to be better: less is noise."""
+FIRST_SECONDS, FINAL_SECONDS = 0.06, 0.5
+"""Of a race; it has at least `trials.LEAST_ROUNDS` rounds."""
+BUILD_SECONDS, PREPARE_SECONDS, TRIAL_SECONDS = 300, 120, 30
+"""Time limits of a kernel's compilation, of making inputs and expected results, of a race."""
+MOST_BUILDERS = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """One problem, and what is tried for it."""
+
+    tunable: Tunable
+    problem: Problem
+    choices: tuple[Choice, ...]
+    """The default first."""
+    pruned: int
+    """Candidates that the cost model left out."""
+
+    @property
+    def key(self) -> Key:
+        """What stands for it in a table."""
+        return key_of(self.tunable.name, self.problem)
+
+    def kernels(self) -> list[Kernel]:
+        """Return what must be compiled."""
+        return [k for c in self.choices for k in self.tunable.kernels(self.problem.dtype, c)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What tuning one problem brought."""
+
+    job: Job
+    entry: Entry | None
+    failures: dict[Choice, str]
+    """Choices that were rejected, and why."""
+
+
+def plan(tunable: Tunable, problem: Problem, everything: bool = False) -> Job:
+    """Return what to try for `problem`: what the cost model favours, or everything."""
+    default, candidates = tunable.default(problem), tunable.candidates(problem)
+    every = tuple(dict.fromkeys((default, *candidates)))
+    choices = every if everything else prune(tunable, problem, every)
+    return Job(tunable, problem, choices, len(every) - len(choices))
+
+
+def prune(tunable: Tunable, problem: Problem, choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    """Return the first choice and those that are predicted to be fastest, few of each tile.
+
+    Those that differ in the number of stages alone count as one: the most stages win.
+    """
+
+    def order(choice: Choice) -> tuple[float, int]:
+        return tunable.cost(problem, choice), 0 if choice is None else -choice.stages
+
+    first, *others = choices
+    left: dict[Choice, Choice] = {}
+    of_tile: Counter[Choice] = Counter()
+    for choice in (first, *sorted(others, key=order)):
+        variant = choice and dataclasses.replace(choice, stages=0)
+        tile = variant and dataclasses.replace(variant, group=0)
+        if len(left) <= CANDIDATES and variant not in left and of_tile[tile] < VARIANTS:
+            left[variant] = choice
+            of_tile[tile] += 1
+    return tuple(left.values())
+
+
+def missing(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """Return the kernels that have to be compiled, each once."""
+    return [k for k in dict.fromkeys(kernels) if not jit_cache.is_stored(k)]
+
+
+def build(kernels: Sequence[Kernel], done: Callable[[], None]) -> dict[Kernel, str]:
+    """Compile kernels in child processes; return those that cannot be used, and why."""
+    failed: dict[Kernel, str] = {}
+
+    def compile_all(some: Sequence[Kernel]) -> None:
+        with Child() as child:
+            for kernel in some:
+                try:
+                    child.ask(functools.partial(trials.build, kernel), BUILD_SECONDS)
+                except ChildError as error:
+                    failed[kernel] = f"compiling {type(kernel).__name__}: {error}"
+                done()
+
+    builders = max(1, min(os.cpu_count() or 1, MOST_BUILDERS, len(kernels)))
+    with ThreadPoolExecutor(builders) as pool:
+        list(pool.map(compile_all, [kernels[i::builders] for i in range(builders)]))
+    return failed
+
+
+class Tuner:
+    """Tunes problems one after another and adds what it finds to a file."""
+
+    def __init__(self, path: Path, head: Table, child: Child, unusable: dict[Kernel, str]) -> None:
+        """`head` says what GPU this is; `unusable` are kernels that could not be compiled."""
+        self.path, self.head, self.child, self.unusable = path, head, child, unusable
+        self.rejected: dict[tuple[Key, Choice], Rejection] = {}
+        self.failures: dict[Choice, str] = {}
+
+    def tune(self, job: Job, done: Callable[[], None]) -> Outcome:
+        """Tune one problem; call `done` after each choice."""
+        self.rejected, self.failures = dict(read_like(self.path, self.head).rejected), {}
+        try:
+            entry = self._tune(job, done)
+        except _UnpreparedError as error:
+            return Outcome(job, None, {**self.failures, job.choices[0]: str(error)})
+        if entry is not None:
+            tables.update(self.path, dataclasses.replace(self.head, entries={job.key: entry}))
+        return Outcome(job, entry, self.failures)
+
+    def _tune(self, job: Job, done: Callable[[], None]) -> Entry | None:
+        default, *others = job.choices
+        ratios: dict[Choice, float] = {}
+        if self._race(job, (default,), FIRST_SECONDS) is None:
+            return None
+        done()
+        for choice in others:
+            timings = self._race(job, (choice, default), FIRST_SECONDS)
+            if timings is not None:
+                ratios[choice] = timings[0].ratio
+            done()
+        best = default
+        for choice in sorted(ratios, key=ratios.__getitem__)[:FINALISTS]:
+            timings = self._race(job, (choice, best), FINAL_SECONDS)
+            if timings is not None and timings[0].ratio < 1 - MARGIN:
+                best = choice
+        last = self._race(job, (best, "product", default), FINAL_SECONDS)
+        if last is None:
+            return None
+        won, product, baseline = (timing.milliseconds for timing in last)
+        if won >= baseline or last[0].ratio >= 1:  # luck, until now
+            best, won = default, baseline
+        return Entry(best, won, baseline, product, True, self.head.versions["kernels"])
+
+    def _race(
+        self, job: Job, contestants: tuple[Choice | Product, ...], seconds: float
+    ) -> tuple[Timing, ...] | None:
+        """Race the first contestant against the others; None if it is rejected."""
+        tunable, problem, choice = job.tunable, job.problem, contestants[0]
+        assert choice != "product"
+        if self._is_rejected(job, choice):
+            return None
+        self._prepare(job)
+        race = functools.partial(trials.race, tunable, problem, contestants, seconds)
+        try:
+            return self.child.ask(race, TRIAL_SECONDS)
+        except ChildError as error:
+            self._reject(job, choice, Rejection(str(error), not error.is_out_of_memory))
+            return None
+
+    def _prepare(self, job: Job) -> None:
+        """Make the inputs, which are there already unless the child is a new one."""
+        try:
+            prepare = functools.partial(trials.prepare_full, job.tunable, job.problem)
+            self.child.ask(prepare, PREPARE_SECONDS)
+        except ChildError as error:
+            raise _UnpreparedError(f"before any kernel: {error}") from error
+
+    def _is_rejected(self, job: Job, choice: Choice) -> bool:
+        """Whether it is known not to work."""
+        for (key, config), rejection in self.rejected.items():
+            same = (key.kernel, key.dtype, config) == (job.key.kernel, job.key.dtype, choice)
+            if same and (rejection.everywhere or key == job.key):
+                self.failures[choice] = rejection.reason
+                return True
+        for kernel in job.tunable.kernels(job.problem.dtype, choice):
+            if kernel in self.unusable:
+                self._reject(job, choice, Rejection(self.unusable[kernel], everywhere=True))
+                return True
+        return False
+
+    def _reject(self, job: Job, choice: Choice, rejection: Rejection) -> None:
+        self.failures[choice] = rejection.reason
+        self.rejected[job.key, choice] = rejection
+        found = {(job.key, choice): rejection}
+        tables.update(self.path, dataclasses.replace(self.head, rejected=found))
+
+
+class _UnpreparedError(Exception):
+    """Inputs and expected results could not be had, for which no choice is to blame."""
+
+
+def read_like(path: Path, head: Table) -> Table:
+    """Return the file's table if it is of the GPU and the kernels of `head`, else `head`."""
+    try:
+        held = tables.read(path)
+        held.serves(head.device, head.multiprocessors, head.arch)
+    except (OSError, ValueError):
+        return head
+    return held if held.versions.get("kernels") == head.versions["kernels"] else head
+
+
+def is_done(job: Job, path: Path, head: Table) -> bool:
+    """Whether the file has an entry for `job` of the kernels as they are."""
+    entry = read_like(path, head).entries.get(job.key)
+    return entry is not None and entry.verified and entry.kernels == head.versions["kernels"]
+
+
+def head_for(tunable: Tunable, device: str) -> Table:
+    """Return a table without entries for the GPU of `tunable`, which is called `device`."""
+    versions = {name: version(name) for name in ("torch", "nvidia-cutlass-dsl")}
+    versions |= {"cutefce": __version__, "kernels": jit_cache.fingerprint()}
+    return Table(device, tunable.multiprocessors, tunable.arch.name, versions)

@@ -1,0 +1,477 @@
+"""The tuner, without a GPU: whatever candidates and processes do, the table stays right."""
+
+import dataclasses
+import functools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from cutefce import autotune_cache, tuning
+from cutefce.__main__ import main
+from cutefce.autotune_cache import first_use, shapes, trials, tunables, tuner, verification
+from cutefce.autotune_cache import table as tables
+from cutefce.autotune_cache.child import Child, ChildError
+from cutefce.autotune_cache.table import Rejection, Table, file_name
+from cutefce.autotune_cache.trials import Timing
+from cutefce.autotune_cache.tunables import ProjectExp
+from cutefce.autotune_cache.tuner import Job, Tuner
+from cutefce.cute_kernels import jit_cache, kernels
+from cutefce.cute_kernels.arch import Sm90, arch_for
+from cutefce.ops import dispatch
+from cutefce.ops.cute_primitives import CutePrimitives
+from tests.stand_ins import Hanging, Kind, StandIn, config
+
+DEVICE, SIZE = "NVIDIA Test 9000", 132
+HEAD = Table(DEVICE, SIZE, "sm_90a", {"kernels": "0123"})
+STAND_IN = StandIn(Sm90(), SIZE, "cpu")
+SIZES = (24, 16, 300)
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(tmp_path))
+    autotune_cache.forget()
+    yield tmp_path
+    autotune_cache.forget()
+
+
+def job(kinds: tuple[Kind, ...], sizes: tuple[int, int, int] = SIZES) -> Job:
+    choices = tuple(config(kind) for kind in kinds)
+    return Job(STAND_IN, STAND_IN.problem(sizes, "bfloat16"), choices, 0)
+
+
+def test_faults_are_rejected_with_their_reason_and_tuning_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "TRIAL_SECONDS", 6)
+    path, kinds = folder / "table.json", tuple(kind for kind in Kind if kind is not Kind.WRONG_SUMS)
+    with Child() as child:
+        outcome = Tuner(path, HEAD, child, {}).tune(job(kinds), nothing)
+    reasons = {
+        Kind.HANGS: "no answer within 6 s",
+        Kind.CRASHES: "its process ended by SIGSEGV",
+        Kind.WRONG_GRADIENTS: "MismatchError: one row: dW is off by 0.0",
+        Kind.LEAKS: "can't allocate memory",
+    }
+    assert outcome.failures.keys() == {config(kind) for kind in reasons}
+    held = tables.read(path)
+    for kind, reason in reasons.items():
+        rejection = held.rejected[outcome.job.key, config(kind)]
+        assert reason in rejection.reason
+        assert rejection.everywhere == (kind is not Kind.LEAKS)
+    entry = held.entries[outcome.job.key]
+    assert entry.verified
+    assert entry.config == config(Kind.FAST)
+    assert entry.baseline_milliseconds > 20 > entry.milliseconds > 0
+    assert entry.product_milliseconds > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(Kind.WRONG_SUMS, "others' share is off by 0.0001"), (Kind.WRONG_GRADIENTS, "dW is off by")],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_slightly_wrong_results_are_found(kind: Kind, said: str, dtype: str) -> None:
+    trials.check(STAND_IN, dtype, config(Kind.FAST))
+    with pytest.raises(trials.MismatchError, match=said):
+        trials.check(STAND_IN, dtype, config(kind))
+
+
+class Inline(Child):
+    """Answers in the place of a child, as if the stand-ins had been raced."""
+
+    def ask(self, call: Any, seconds: float) -> Any:
+        if call.func is trials.prepare_full:
+            return None
+        assert call.func is trials.race
+        _, _, contestants, _ = call.args
+        kinds = [Kind.FAST if c == "product" else Kind(c.group) for c in contestants]
+        for kind in kinds:
+            if kind not in (Kind.SLOW, Kind.FAST):
+                raise ChildError("out of memory" if kind is Kind.LEAKS else "wrong")
+        times = [1.0 if kind is Kind.FAST else 2.0 for kind in kinds]
+        return tuple(Timing(time, time / times[-1]) for time in times)
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Run `work` in a process of its own, which imports nothing anew."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def tune_inline(path: Path, vocabularies: range, note: Callable[[Job], object]) -> None:
+    work = Tuner(path, HEAD, Inline(), {})
+    for vocab in vocabularies:
+        todo = job(tuple(Kind), (24, 16, vocab))
+        assert work.tune(todo, nothing).entry is not None
+        note(todo)
+
+
+def test_killed_at_any_time_the_file_is_right(folder: Path) -> None:
+    path, chance = folder / "table.json", random.Random(0)
+    table, reported, killed = HEAD, set(), 0
+    for attempt in range(60):
+        ours, theirs = os.pipe()
+        vocabularies = range(1 + 1000 * attempt, 1001 + 1000 * attempt)
+        note = functools.partial(report, theirs)
+        pid = fork(functools.partial(tune_inline, path, vocabularies, note))
+        os.close(theirs)
+        with os.fdopen(ours, "rb") as pipe:
+            done = pipe.read(4 * chance.randrange(3))
+            time.sleep(chance.uniform(0, 0.02))
+            os.kill(pid, signal.SIGKILL)
+            killed += os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+            done += pipe.read()
+        reported |= {int.from_bytes(done[i : i + 4], "little") for i in range(0, len(done), 4)}
+        if path.exists():
+            table = tables.read(path)
+        assert reported <= {key.vocab for key in table.entries}
+        for entry in table.entries.values():
+            assert entry.verified
+            assert entry.config == config(Kind.FAST)
+    assert killed == 60
+    assert len(reported) >= 30
+    faulty = {kind for kind in Kind if kind not in (Kind.SLOW, Kind.FAST)}
+    assert {choice for _, choice in table.rejected} == {config(kind) for kind in faulty}
+
+
+def report(pipe: int, done: Job) -> None:
+    os.write(pipe, done.key.vocab.to_bytes(4, "little"))
+
+
+def test_two_tuners_at_once_lose_nothing(folder: Path) -> None:
+    path = folder / "table.json"
+    ranges = [range(100, 130), range(120, 150)]
+    pids = [fork(functools.partial(tune_inline, path, some, lambda job: None)) for some in ranges]
+    assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
+    assert {key.vocab for key in tables.read(path).entries} == set(range(100, 150))
+
+
+def test_what_hung_once_is_not_tried_again(folder: Path) -> None:
+    asked = []
+
+    class Counting(Inline):
+        def ask(self, call: Any, seconds: float) -> Any:
+            asked.append(call)
+            return super().ask(call, seconds)
+
+    path, kinds = folder / "table.json", (Kind.SLOW, Kind.HANGS, Kind.LEAKS)
+    work = Tuner(path, HEAD, Counting(), {})
+    work.tune(job(kinds), nothing)
+
+    def tried(kind: Kind) -> int:
+        races = [call.args[2][0] for call in asked if call.func is trials.race]
+        return races.count(config(kind))
+
+    work.tune(job(kinds, (24, 16, 700)), nothing)
+    assert tried(Kind.HANGS) == 1, "whatever the problem"
+    assert tried(Kind.LEAKS) == 2, "another problem may need less memory"
+    newer = dataclasses.replace(HEAD, versions={"kernels": "4567"})
+    again = Tuner(path, newer, Counting(), {}).tune(job(kinds), nothing)
+    assert tried(Kind.HANGS) == 2, "other kernels may not hang"
+    assert again.entry is not None
+    assert again.entry.config == config(Kind.SLOW), "what is left"
+
+
+def test_a_kernel_that_does_not_compile_is_rejected(folder: Path) -> None:
+    broken = kernels.ProjectExp("sm_90a", "bfloat16", config(Kind.FAST), sums=True, store=True)
+
+    class Compiled(StandIn):
+        def kernels(self, dtype: str, choice: Any) -> tuple[kernels.Kernel, ...]:
+            return (dataclasses.replace(broken, config=choice),)
+
+    tunable = Compiled(Sm90(), SIZE, "cpu")
+    choices = config(Kind.SLOW), config(Kind.FAST)
+    todo = Job(tunable, tunable.problem(SIZES, "bfloat16"), choices, 0)
+    work = Tuner(folder / "table.json", HEAD, Inline(), {broken: "16 bytes spilled"})
+    outcome = work.tune(todo, nothing)
+    assert outcome.failures == {config(Kind.FAST): "16 bytes spilled"}
+    (rejection,) = tables.read(folder / "table.json").rejected.values()
+    assert rejection == Rejection("16 bytes spilled", everywhere=True)
+    assert outcome.entry is not None
+    assert outcome.entry.config == config(Kind.SLOW)
+
+
+def test_compiling_ahead(folder: Path) -> None:
+    pytest.importorskip("cutlass")
+    good = kernels.Combine("sm_90a", "bfloat16", "bfloat16", None, scaled=True, weighted=False)
+    bad = dataclasses.replace(good, arch="sm_1")
+    assert tuner.missing([good, good]) == [good]
+    done: list[None] = []
+    failed = tuner.build([good, bad], lambda: done.append(None))
+    assert len(done) == 2
+    assert failed.keys() == {bad}
+    assert tuner.missing([good]) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or arch_for(torch.cuda.get_device_capability()) is None,
+    reason="needs a GPU that has kernels",
+)
+def test_on_a_gpu(folder: Path) -> None:
+    every, name = tuning._this_gpu()
+    path = folder / "table.json"
+    for tunable in every:
+        todo = tuner.plan(tunable, tunable.problem((1000, 512, 8000), "bfloat16"))
+        todo = dataclasses.replace(todo, choices=todo.choices[:3])
+        assert not tuner.build(tuner.missing(todo.kernels()), nothing)
+        with Child() as child:
+            outcome = Tuner(path, tuner.head_for(tunable, name), child, {}).tune(todo, nothing)
+        assert not outcome.failures
+        assert outcome.entry is not None
+        assert outcome.entry.config in todo.choices
+        assert tables.read(path).entries[todo.key] == outcome.entry
+
+
+def test_what_the_cost_model_leaves() -> None:
+    tunable, arch = ProjectExp(Sm90(), SIZE), Sm90()
+    for sizes in [sizes for some in shapes.NAMED.values() for sizes in some]:
+        todo = tuner.plan(tunable, tunable.problem(sizes, "bfloat16"))
+        assert todo.choices[0] == arch.default(sizes[0])
+        assert len(set(todo.choices)) == len(todo.choices) == 1 + tuner.CANDIDATES
+        everything = tuner.plan(tunable, todo.problem, everything=True)
+        assert everything.pruned == 0
+        assert set(todo.choices) < set(everything.choices)
+        assert len(everything.choices) == len(todo.choices) + todo.pruned
+
+
+def test_candidates_are_legal_and_contain_the_defaults() -> None:
+    arch = Sm90()
+    every = arch.candidates()
+    assert len(set(every)) == len(every) > 100
+    assert all(arch.is_legal(config) for config in every)
+    assert set(arch.configs()) <= set(every)
+
+
+def test_shapes_by_name_and_by_hand() -> None:
+    assert (8192, 4096, 131072) in shapes.parse("paper")
+    assert shapes.parse("5000x2304x256000") == shapes.parse("5000×2304×256000")
+    for wrong in ("gpt", "1x2", "0x8x8", "8x12x8", "8x8x-8"):
+        with pytest.raises(ValueError, match="expected one of paper, "):
+            shapes.parse(wrong)
+
+
+@pytest.fixture
+def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return what runs a command as if the stand-ins were this GPU's kernels."""
+    monkeypatch.setattr(tuning, "_this_gpu", lambda: ((STAND_IN,), DEVICE))
+    monkeypatch.setattr(tuning, "Child", Inline)
+    verdict = verification.Verdict(True)
+    monkeypatch.setattr(verification, "verify_once", lambda *_: verdict)
+    return lambda *arguments: CliRunner().invoke(main, arguments)
+
+
+def test_the_command(command: Any, folder: Path) -> None:
+    path = folder / "tuning" / file_name(DEVICE)
+    one, two = "24x16x300", "24x16x700"
+    dry = command("tune", "--shapes", one, "--dry-run")
+    assert dry.exit_code == 0
+    assert "1 of 1 problems to tune, in 2 trials" in dry.output
+    assert not path.exists()
+    assert command("tune", "--shapes", one, "--budget-minutes", "0").output.count("are left") == 1
+    first = command("tune", "--shapes", one)
+    assert first.exit_code == 0, first.output
+    assert "24 × 16 × 300" in first.output
+    assert "100.0%" in first.output, "the gain"
+    second = command("tune", "--shapes", one, "--shapes", two, "--resume")
+    assert "1 of 2 problems to tune" in second.output
+    assert second.output.count("100.0%") == 2, "the table has both"
+    assert len(tables.read(path).entries) == 2
+    assert autotune_cache.tables(Sm90(), DEVICE, SIZE) == (tables.read(path),)
+    assert "expected one of" in command("tune", "--dtype", "float64").output
+    assert "expected one of paper" in command("tune", "--shapes", "gpt").output
+
+
+def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("tune", "verify"):
+        result = CliRunner().invoke(main, [name])
+        assert result.exit_code == 1
+        assert "no GPU here that has kernels" in result.output
+
+
+def test_after_a_failure_a_new_child_serves() -> None:
+    with Child() as child:
+        pid = child.ask(os.getpid, 10)
+        assert child.ask(os.getpid, 10) == pid
+        with pytest.raises(ChildError, match="ZeroDivisionError"):
+            child.ask(functools.partial(divmod, 1, 0), 10)
+        other = child.ask(os.getpid, 10)
+        assert other != pid
+        with pytest.raises(ChildError, match="exit status 3"):
+            child.ask(functools.partial(os._exit, 3), 10)
+    assert not is_running(other)
+
+
+def test_what_hangs_does_not_outlive_the_tuner() -> None:
+    code = (
+        "import functools, os, time\n"
+        "from cutefce.autotune_cache.child import Child\n"
+        "child = Child()\n"
+        "print(child.ask(os.getpid, 10), flush=True)\n"
+        "child.ask(functools.partial(time.sleep, 3600), 3600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    time.sleep(0.5)  # let the call begin
+    parent.kill()
+    parent.communicate()
+    end = time.monotonic() + 10
+    while is_running(child) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not is_running(child)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and not only its exit status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_verification_is_done_once_and_recorded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
+    assert verification.verify_once((STAND_IN,), DEVICE).passed
+    assert verification.known(Sm90(), DEVICE, SIZE) == verification.Verdict(True)
+    assert verification.known(Sm90(), "NVIDIA Other", SIZE) is None
+    (record,) = (folder / "verified").glob("*.json")
+    monkeypatch.setattr(verification, "Child", None)
+    assert verification.verify_once((STAND_IN,), DEVICE).passed
+    record.write_text("half of")
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
+    monkeypatch.setattr(jit_cache, "fingerprint", lambda: "other kernels")
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
+
+
+@dataclass
+class FakeGpu:
+    """What the dispatch sees of a GPU that is not there."""
+
+    capturing: bool = False
+    ranks: int = 1
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    fake = FakeGpu()
+    properties = SimpleNamespace(name=DEVICE, multi_processor_count=SIZE)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: fake.ranks > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: fake.ranks)
+    monkeypatch.setattr(dispatch, "_compiler_obstacle", lambda arch, dtype: None)
+    caches = dispatch._arch, dispatch._cute_primitives, dispatch._device_obstacle
+    for cache in caches:
+        cache.cache_clear()
+    yield fake
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_a_kernel_that_hangs_is_never_launched_here(
+    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a call: not in a capture, once outside, and then never again."""
+    monkeypatch.setattr(verification, "CHECK_SECONDS", 2)
+    hanging = Hanging(Sm90(), SIZE, "cpu")
+    monkeypatch.setattr(tunables, "all_tunables", lambda *_: (hanging,))
+    device, gpu.capturing = torch.device("cuda", 7), True
+    assert "never ran on NVIDIA Test" in str(dispatch.device_obstacle(device, torch.bfloat16))
+    gpu.capturing = False
+    for dtype in (torch.bfloat16, torch.float16):
+        reason = str(dispatch.device_obstacle(device, dtype))
+        assert "failed on NVIDIA Test 9000" in reason
+        assert "no answer within 2 s" in reason
+        assert "python -m cutefce verify" in reason
+        monkeypatch.setattr(verification, "Child", None)
+
+
+def test_a_shipped_table_counts_as_verification(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autotune_cache, "SHIPPED_FOLDER", folder)
+    tune_inline(folder / file_name(DEVICE), range(100, 101), lambda job: None)
+    assert verification.known(Sm90(), DEVICE, SIZE) == verification.Verdict(True)
+    with pytest.warns(UserWarning, match="multiprocessors: got 132"):
+        assert verification.known(Sm90(), DEVICE, 114) is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "there", "tuned"),
+    [
+        ("1", FakeGpu(), True),
+        ("1", FakeGpu(capturing=True), False),
+        ("1", FakeGpu(ranks=2), False),
+        ("0", FakeGpu(), False),
+    ],
+    ids=["asked for", "in a capture", "beside other ranks", "not asked for"],
+)
+def test_first_use_tunes_what_no_table_has(
+    variable: str,
+    there: FakeGpu,
+    tuned: bool,
+    folder: Path,
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(autotune_cache.AUTOTUNE_VARIABLE, variable)
+    monkeypatch.setattr(first_use, "Child", Inline)
+    monkeypatch.setattr(first_use, "_met", set())
+    monkeypatch.setattr(tunables, "all_tunables", lambda *_: (STAND_IN,))
+    gpu.capturing, gpu.ranks = there.capturing, there.ranks
+    problem = STAND_IN.problem((20, 16, 300), "bfloat16")
+    expected = config(Kind.FAST) if tuned else Sm90().default(20)
+    for tokens in (20, 30):  # the second is in the table
+        problem = dataclasses.replace(problem, tokens=tokens)
+        steps = dispatch._cute_primitives(torch.device("cuda", 7), problem)
+        assert isinstance(steps, CutePrimitives)
+        assert steps.project == expected
+        monkeypatch.setattr(first_use, "Child", None)
+        first_use._met.clear()
+
+
+def test_first_use_without_a_child_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_use, "_met", set())
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    problem = STAND_IN.problem((20, 16, 300), "bfloat16")
+    with pytest.warns(UserWarning, match="was not tuned: .*exit status 1"):
+        first_use.tune_on_first_use((STAND_IN,), DEVICE, problem)
+    assert autotune_cache.tables(Sm90(), DEVICE, SIZE) == ()
+
+
+def test_a_check_without_a_child_is_no_verdict(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    verdict = verification.verify((STAND_IN,), DEVICE)
+    assert not verdict.passed
+    assert "could not be checked" in verdict.reason
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
