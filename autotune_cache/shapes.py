@@ -15,21 +15,21 @@ def _heads(hidden: tuple[int, ...], vocab: int) -> tuple[Sizes, ...]:
 
 
 NAMED: dict[str, tuple[Sizes, ...]] = {
-    "paper": tuple(
-        (tokens, 4096, vocab)
-        for vocab, tokens in product(
-            (32768, 65536, 131072, 262144), (1024, 2048, 4096, 8192, 16384, 32768)
-        )
-    ),
+    "few-tokens": tuple((tokens, 4096, 131072) for tokens in (1, 8, 64, 256)),
     "llama3": _heads((2048, 3072, 4096, 8192, 16384), 128256),
     "qwen3": _heads((1024, 2048, 2560, 4096, 5120), 151936),
     "gemma2": _heads((2304, 3584, 4608), 256000),
     "gemma3": _heads((1152, 2560, 3840, 5376), 262144),
     "deepseek-v3": _heads((7168,), 129280),
     "gpt-oss": _heads((2880,), 201088),
-    "few-tokens": tuple((tokens, 4096, 131072) for tokens in (1, 8, 64, 256)),
+    "paper": tuple(
+        (tokens, 4096, vocab)
+        for vocab, tokens in product(
+            (32768, 65536, 131072, 262144), (1024, 2048, 4096, 8192, 16384, 32768)
+        )
+    ),
 }
-"""Sets of problems: the grid of the paper (arXiv 2511.17599), heads of models, decoding."""
+"""Sets of problems: decoding, heads of models, the grid of the paper (arXiv 2511.17599)."""
 
 
 def parse(text: str) -> tuple[Sizes, ...]:

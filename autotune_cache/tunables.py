@@ -23,6 +23,8 @@ from cutefce.ops.torch_primitives import TorchPrimitives
 
 PRODUCT_BYTES = 8 << 30
 """What the result of a plain product may take; larger ones are computed in parts."""
+SUM_ROUNDINGS = 16
+"""What a sum over 2**18 products may be off, in units of the error of short ones."""
 EXPS_BYTES = 2 << 30
 """What the exponentials of a gradient's product may take: of more, the first columns serve."""
 
@@ -127,8 +129,9 @@ class OfGradient(OnKernels):
             return _results(case, primitives)
         result, call = self.product_of(case, primitives)
         call()
-        # both sides round sums, or results, once; sums are long
-        return {self.name: Result(result, 1, of_row=True)}
+        # results are rounded once; float32 sums lose bits in the tensor cores, all along
+        roundings = 1 if result.dtype.itemsize == 2 else SUM_ROUNDINGS
+        return {self.name: Result(result, roundings, of_row=True)}
 
     def call(self, case: Case, choice: Choice) -> Callable[[], object]:
         return self.product_of(case, self.primitives(case.problem, choice))[1]

@@ -34,7 +34,7 @@ VARIANTS = 2
 FINALISTS = 3
 MARGIN = 0.005
 """Share of the time that a candidate must save to be better: less is noise."""
-FIRST_SECONDS, FINAL_SECONDS = 0.06, 0.5
+FIRST_SECONDS, FINAL_SECONDS = 0.05, 0.3
 """Of a race; it has at least `trials.LEAST_ROUNDS` rounds."""
 BUILD_SECONDS, PREPARE_SECONDS, TRIAL_SECONDS = 300, 120, 30
 """Time limits of a kernel's compilation, of making inputs and expected results, of a race."""

@@ -59,12 +59,12 @@ def job(kinds: tuple[Kind, ...], sizes: tuple[int, int, int] = SIZES) -> Job:
 def test_faults_are_rejected_with_their_reason_and_tuning_goes_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuner, "TRIAL_SECONDS", 6)
+    monkeypatch.setattr(tuner, "TRIAL_SECONDS", 15)
     path, kinds = folder / "table.json", tuple(kind for kind in Kind if kind is not Kind.WRONG_SUMS)
     with Child() as child:
         outcome = Tuner(path, HEAD, child, {}).tune(job(kinds), nothing)
     reasons = {
-        Kind.HANGS: "no answer within 6 s",
+        Kind.HANGS: "no answer within 15 s",
         Kind.CRASHES: "its process ended by SIGSEGV",
         Kind.WRONG_GRADIENTS: "MismatchError: one row: dW is off by 0.0",
         Kind.LEAKS: "can't allocate memory",
@@ -269,7 +269,7 @@ def test_shapes_by_name_and_by_hand() -> None:
     assert (8192, 4096, 131072) in shapes.parse("paper")
     assert shapes.parse("5000x2304x256000") == shapes.parse("5000×2304×256000")
     for wrong in ("gpt", "1x2", "0x8x8", "8x12x8", "8x8x-8"):
-        with pytest.raises(ValueError, match="expected one of paper, "):
+        with pytest.raises(ValueError, match="expected one of few-tokens, "):
             shapes.parse(wrong)
 
 
