@@ -80,6 +80,8 @@ class KernelSet:
     """s_i h_i."""
     finish_dx: Combine
     """s_i (x_i - S_i W_y)."""
+    finish_dx_part: Combine
+    """The same, not rounded: one rank's part of a sum."""
     finish_dw: Combine
     """Adds the targets' part."""
     finish_dw_scaled: Combine
@@ -99,6 +101,7 @@ def kernel_set(arch: Sm90, dtype: str, config: ProjectExpConfig) -> KernelSet:
         finish=Finish(arch.name, config.rows),
         scale_rows=combine(dtype, None, scaled=True, weighted=False),
         finish_dx=combine("float32", dtype, scaled=True, weighted=True),
+        finish_dx_part=Combine(arch.name, "float32", "float32", dtype, scaled=True, weighted=True),
         finish_dw=combine("float32", "float32", scaled=False, weighted=False),
         finish_dw_scaled=combine("float32", "float32", scaled=True, weighted=False),
     )

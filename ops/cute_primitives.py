@@ -6,6 +6,8 @@ again, relative to their new reference; it is launched always, and ends at once 
 noted, so that nothing waits for the GPU.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +66,10 @@ class CutePrimitives(TorchPrimitives):
         launch(h, w, reference, target, sums, exps, notes, 0, windows, self.clusters)
         return Parts(sums, notes)
 
+    def join(self, partial: Partial, gather: Callable[[Tensor], Tensor]) -> Partial:
+        total = torch.logsumexp(partial.sums * math.log(2), 1) / math.log(2)
+        return Parts(gather(total).t().contiguous(), partial.notes)
+
     def recompute_exp(
         self,
         h: Tensor,
@@ -83,9 +89,12 @@ class CutePrimitives(TorchPrimitives):
         self, partial: Partial, target_logit: Tensor, targets: Targets, reduction: str
     ) -> tuple[Stats, Tensor]:
         stats = Stats(target_logit.new_empty(4, target_logit.shape[0]))
-        reduced, mean = target_logit.new_empty(()), int(reduction == "mean")
+        reduced = target_logit.new_empty(())
+        mean = int(reduction == "mean" and targets.denominator is None)
         inputs, outputs = (partial.sums, target_logit, targets.index), (stats.rows, reduced.view(1))
         compiled(self.kernels.finish)(*inputs, *outputs, partial.notes, targets.ignore_index, mean)
+        if targets.denominator is not None:
+            reduced = reduced * targets.weight(reduction, reduced.dtype)
         return stats, stats.loss if reduction == "none" else reduced
 
     def settle(
@@ -98,7 +107,9 @@ class CutePrimitives(TorchPrimitives):
     def finish_dx(
         self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, stats: Stats, scale: Tensor
     ) -> None:
-        compiled(self.kernels.finish_dx)(out, sums, w, scale, -stats.sum, targets.address)
+        rounded = out.dtype == w.dtype
+        finish = self.kernels.finish_dx if rounded else self.kernels.finish_dx_part
+        compiled(finish)(out, sums, w, scale, -stats.sum, targets.address)
 
     def scale_rows(self, h: Tensor, scale: Tensor) -> Tensor:
         scaled = h.new_empty(h.shape)

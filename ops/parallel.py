@@ -1,0 +1,288 @@
+"""Model parallelism: a call whose vocabulary is sharded over a group of ranks.
+
+Rank k of a group of R holds the rows [f_k, f_k + V_k) of the weight, the V_k being any numbers;
+targets are global ids, the same on every rank.  The steps of `ops.primitives` run on each shard,
+and what they need of the others is exchanged in between:
+
+    h        under sequence parallelism: all-gather of the tokens, in the forward and again in
+             the backward, so that nobody keeps all of them
+    r_i      one rank has it: all-reduce of (N,), and of how many ranks have it, which is 1
+    S_i      all-gather of each shard's sum with its reference, (2, N).  A row that lies far above
+             its target may do so on one rank alone; all ranks join the same R pairs in the same
+             order, so that ρ, S, T and the loss have the same bits everywhere
+    dX       sum in the dtype of sums, rounded once afterwards: all-reduce, or reduce-scatter under
+             sequence parallelism.  Sums of rounded parts would miss the accuracy of one device
+    dW       nothing: rows belong to one rank.  The target's part belongs to the rank that has r_i
+
+Ranks compare the sizes of their calls through the group's store, which waits for no device: on a
+CPU in every operator, on a GPU when this rank has not yet seen them.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+
+from cutefce.ops import strategies
+from cutefce.ops.primitives import Partial, Primitives, Stats, Targets, sum_dtype
+
+IGNORED = -(1 << 62)
+"""The local index of ignored targets; those of other ranks' targets lie outside [0, V_k), too."""
+
+
+class Whole:
+    """A call on one device: nothing is shared."""
+
+    def gather(self, h: Tensor) -> Tensor:
+        """Return the hidden states of all tokens (N, D)."""
+        return h
+
+    def locate(
+        self, y: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None
+    ) -> Targets:
+        """Return the targets y (N,) as rows of the weight (vocab, D) that is here."""
+        return strategies.locate(y, vocab, ignore_index, denominator)
+
+    def primitives(self, own: Primitives) -> Primitives:
+        """Return `own` with what others have to say."""
+        return own
+
+    def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return dX of the tokens that are here, of the part (N, D) that this rank found."""
+        return dx
+
+
+@dataclass(frozen=True)
+class Shard(Whole):
+    """One rank's part of a call."""
+
+    group: str
+    rank: int
+    vocab: tuple[int, ...]
+    """Rows of every rank's weight."""
+    sequence_parallel: bool
+
+    @property
+    def first(self) -> int:
+        """The global id of the first row here."""
+        return sum(self.vocab[: self.rank])
+
+    def gather(self, h: Tensor) -> Tensor:
+        """Return the hidden states of all tokens (N, D), of a shard (N / R, D) or of all."""
+        return self.all_gather(h).flatten(0, 1) if self.sequence_parallel else h
+
+    def locate(
+        self, y: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None
+    ) -> Targets:
+        """Number the targets y (N,) from the first row here; what is wrong is found later."""
+        index = torch.where(y == ignore_index, IGNORED, y - self.first)
+        return Targets(index, vocab, IGNORED, denominator)
+
+    def primitives(self, own: Primitives) -> Primitives:
+        """Return `own`, joined with the other shards' results."""
+        return cast(Primitives, ShardPrimitives(own, self))
+
+    def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
+        """Add the ranks' parts (N, D) and round: (N, D), or (N / R, D) if tokens are sharded."""
+        if not self.sequence_parallel:
+            return self.all_reduce_(dx).to(dtype)
+        ranks = len(self.vocab)
+        ops = torch.ops._c10d_functional
+        part = ops.wait_tensor(ops.reduce_scatter_tensor(dx, "sum", ranks, self.group))
+        return cast(Tensor, part.to(dtype))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return every rank's x (...) as (R, ...)."""
+        ops, ranks = torch.ops._c10d_functional, len(self.vocab)
+        rows = ops.all_gather_into_tensor(x.contiguous(), ranks, self.group)
+        return cast(Tensor, ops.wait_tensor(rows).view(ranks, *x.shape))
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """Replace x by its sum over the ranks."""
+        ops = torch.ops._c10d_functional
+        return cast(Tensor, ops.wait_tensor(ops.all_reduce_(x, "sum", self.group)))
+
+
+class ShardPrimitives:
+    """`cutefce.ops.primitives.Primitives` of one shard: `own`, joined with the others' results."""
+
+    def __init__(self, own: Primitives, shard: Shard) -> None:
+        self.own, self.shard = own, shard
+
+    def __getattr__(self, name: str) -> Any:
+        """Leave every other step to `own`: it needs nothing of the other shards."""
+        return getattr(self.own, name)
+
+    def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of sums: dX is rounded after the ranks' parts are added."""
+        return sum_dtype(dtype)
+
+    def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
+        """Return r (N,): +inf for ignored rows, NaN for targets that no rank has, or several.
+
+        Raises:
+            IndexError: for such a target, on every rank; but not on a GPU, which is not waited for.
+        """
+        logit, elsewhere = self.own.target_logit(h, w, targets), _elsewhere(targets)
+        here = targets.active & ~elsewhere
+        found = torch.stack([torch.where(elsewhere, 0, logit), here.to(logit.dtype)])
+        logit, owners = self.shard.all_reduce_(found)
+        wrong = (owners != 1) & (logit != torch.inf)
+        if wrong.device.type == "cpu" and bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise IndexError(
+                f"y: got target {int(targets.index[row]) + self.shard.first}, which "
+                f"{int(owners[row])} ranks of the group own, expected 0 <= target < "
+                f"{sum(self.shard.vocab)} or ignore_index, and the same targets on every rank"
+            )
+        return torch.where(wrong, torch.nan, logit)
+
+    def finish(
+        self, partial: Partial, target_logit: Tensor, targets: Targets, reduction: str
+    ) -> tuple[Stats, Tensor]:
+        """Join the parts of every row; S is 0 where another rank has the target, and its part."""
+        joined = self.own.join(partial, self.shard.all_gather)
+        stats, loss = self.own.finish(joined, target_logit, targets, reduction)
+        stats.sum.masked_fill_(_elsewhere(targets), 0)
+        return stats, loss
+
+
+def _elsewhere(targets: Targets) -> Tensor:
+    """Return (N,) bool: the row counts, and its target is not one of this shard's."""
+    return targets.active & (targets.address != targets.index)
+
+
+@dataclass
+class Meetings:
+    """What this process has exchanged with the ranks of one group."""
+
+    count: int = 0
+    known: dict[tuple[Any, ...], list[dict[str, Any]]] = field(default_factory=dict)
+
+
+_meetings: WeakKeyDictionary[dist.ProcessGroup, Meetings] = WeakKeyDictionary()
+
+
+def ranks(group: str | None, sequence_parallel: bool) -> int:
+    """Return the number of ranks that a call is shared among."""
+    if group is None and sequence_parallel:
+        raise ValueError("sequence_parallel: got True without a group, expected a group")
+    return 1 if group is None else resolve(group).size()
+
+
+def resolve(group: str) -> dist.ProcessGroup:
+    """Return the process group of this name, of which this rank is a member."""
+    try:
+        return _resolve_process_group(cast(Any, group))  # a str of torch's own kind
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"group: got {group!r}, expected the name of a process group that this rank is in"
+        ) from error
+
+
+def shard_of(
+    group: str | None, h: Tensor, w: Tensor, sequence_parallel: bool, **same: Any
+) -> Whole:
+    """Return this rank's part of a call; raise on every rank if the ranks' calls differ.
+
+    Args:
+        group: name of the process group; None for a call on one device.
+        h: (N, D) or, if `sequence_parallel`, (N / R, D).
+        w: (V_k, D).
+        sequence_parallel: whether h holds a part of the tokens.
+        same: whatever else has to be the same on every rank.
+    """
+    if group is None:
+        return Whole()
+    (tokens, hidden), vocab = h.shape, w.shape[0]
+    same |= {"rows of h": tokens, "hidden size": hidden, "dtype of h": str(h.dtype)}
+    same |= {"sequence_parallel": sequence_parallel}
+    told = meet(group, {**same, "vocab": vocab}, cached=h.is_cuda)
+    for name, value in same.items():
+        for rank, other in enumerate(told):
+            if other.get(name) != value:
+                raise ValueError(
+                    f"{name}: got {other.get(name)} on rank {rank} of the group and {value} on "
+                    f"rank {resolve(group).rank()}, expected the same on every rank"
+                )
+    sizes = tuple(other["vocab"] for other in told)
+    return Shard(group, resolve(group).rank(), sizes, sequence_parallel)
+
+
+def widest_shard(group: str, vocab: int) -> int:
+    """Return the largest number of rows that a rank's weight has, this rank's being `vocab`.
+
+    Asked once for each `vocab`, since a graph compiler may ask while it traces, at any time.
+    """
+    told = meet(group, {"operator": "plan", "vocab": vocab}, cached=True)
+    return max(int(other["vocab"]) for other in told)
+
+
+def meet(group: str, mine: dict[str, Any], *, cached: bool) -> list[dict[str, Any]]:
+    """Exchange a few values with all ranks of the group, in whose timeout they must come.
+
+    `cached` gives the same answer to the same question again, without asking.
+
+    Raises:
+        RuntimeError: if another rank does not come, or failed before.
+    """
+    process_group = resolve(group)
+    meetings = _meetings.setdefault(process_group, Meetings())
+    question = tuple(mine.items())
+    if cached and question in meetings.known:
+        return meetings.known[question]
+    number, store = _tell(process_group, mine), process_group.get_group_store()
+    keys = [_key(number, rank) for rank in range(process_group.size())]
+    timeout = process_group._get_backend(process_group._device_types[0]).options._timeout
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"group: a rank did not make the call that rank {process_group.rank()} made, "
+            f"{mine}, within the group's timeout"
+        ) from error
+    told = [json.loads(text) for text in store.multi_get(keys)]
+    # all came, so that all have read what was told before
+    store.delete_key(_key(number - 1, process_group.rank()))
+    for rank, other in enumerate(told):
+        if "error" in other:
+            raise RuntimeError(f"group: rank {rank} failed: {other['error']}")
+        if other.get("operator") != mine["operator"]:
+            raise RuntimeError(
+                f"group: rank {rank} called {other.get('operator')} while rank "
+                f"{process_group.rank()} called {mine['operator']}"
+            )
+    if cached:
+        meetings.known[question] = told
+    return told
+
+
+@contextmanager
+def reporting(group: str | None) -> Iterator[None]:
+    """Tell the other ranks, who will ask for this rank's values, why there are none."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if group is not None:
+            _tell(resolve(group), {"error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+def _tell(process_group: dist.ProcessGroup, mine: dict[str, Any]) -> int:
+    """Write this rank's values down and return the number of the meeting."""
+    meetings = _meetings.setdefault(process_group, Meetings())
+    number, meetings.count = meetings.count, meetings.count + 1
+    store, rank = process_group.get_group_store(), process_group.rank()
+    store.set(_key(number, rank), json.dumps(mine))
+    return number
+
+
+def _key(number: int, rank: int) -> str:
+    return f"cutefce/{number}/{rank}"

@@ -1,0 +1,142 @@
+"""A loss that ranks share equals the loss on one device."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import cutefce
+from tests.conftest import SMALL_TILES
+from tests.ranks import Ranks, group, started
+from tests.reference import Case, Result, assert_as_accurate, random_case
+
+SHARDS = {
+    "2 ranks": (167, 166),
+    "2 ranks, very unequal": (1, 332),
+    "3 ranks": (100, 133, 100),
+    "4 ranks": (64, 200, 5, 64),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with started(4) as processes:
+        yield processes
+
+
+Share = tuple[Tensor, Tensor, Tensor]
+"""Loss, dX and dW of one rank."""
+
+
+def part(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Return this rank's rows of x, which is cut into `sizes`."""
+    first = sum(sizes[: group(len(sizes)).rank()])
+    return x[first : first + sizes[group(len(sizes)).rank()]]
+
+
+def leaves(case: Case, sizes: tuple[int, ...], sequence_parallel: bool) -> tuple[Tensor, Tensor]:
+    """Return this rank's h and w, which require gradients."""
+    count = len(sizes)
+    h = part(case.h, (len(case.h) // count,) * count) if sequence_parallel else case.h
+    return h.clone().requires_grad_(), part(case.w, sizes).clone().requires_grad_()
+
+
+def gradients(case: Case, loss: Tensor, h: Tensor, w: Tensor) -> Share:
+    dx, dw = torch.autograd.grad(loss, (h, w), case.upstream if loss.ndim else None)
+    return loss.detach(), dx, dw
+
+
+def shared(
+    case: Case, sizes: tuple[int, ...], sequence_parallel: bool, options: dict[str, Any]
+) -> Share:
+    h, w = leaves(case, sizes, sequence_parallel)
+    sharing: Any = {"group": group(len(sizes)), "sequence_parallel": sequence_parallel}
+    loss = cutefce.linear_cross_entropy(h, w, case.y, **sharing, **options)
+    return gradients(case, loss, h, w)
+
+
+def planned_share(
+    case: Case,
+    sizes: tuple[int, ...],
+    sequence_parallel: bool,
+    strategy: str,
+    kept: int,
+    chunk: int,
+) -> Share:
+    """Run a given plan; `kept` is at most everything."""
+    h, w = leaves(case, sizes, sequence_parallel)
+    piece = min(SMALL_TILES.piece, -(-len(w) // 8) * 8)
+    kept = min(kept, -(-len(w) // piece) * piece)
+    reduction = "none" if strategy == "windows" else "sum"
+    plan = strategy, SMALL_TILES.window, kept, chunk
+    sharing = None, group(len(sizes)).group_name, sequence_parallel
+    loss = torch.ops.cutefce.project_loss(
+        h, w, case.y, reduction, -100, True, True, *plan, *sharing
+    )[0]
+    return gradients(case, loss, h, w)
+
+
+def joined(results: list[Share], sequence_parallel: bool) -> Result:
+    """Return the whole of what ranks returned, after a look at what must be the same."""
+    losses, dxs, dws = zip(*results, strict=True)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    if not sequence_parallel:
+        assert all(torch.equal(dx, dxs[0]) for dx in dxs)
+    return Result(losses[0], torch.cat(dxs) if sequence_parallel else dxs[0], torch.cat(dws))
+
+
+LAYOUTS = {f"tp {name}": (sizes, False) for name, sizes in SHARDS.items()}
+LAYOUTS |= {f"sp {name}": (SHARDS[name], True) for name in ("2 ranks", "4 ranks")}
+layouts = pytest.mark.parametrize(
+    ("sizes", "sequence_parallel"), LAYOUTS.values(), ids=list(LAYOUTS)
+)
+
+
+@layouts
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("workspace", ["max", "min"])
+def test_reductions_equal_torch(
+    sizes: tuple[int, ...], sequence_parallel: bool, reduction: str, workspace: str, ranks: Ranks
+) -> None:
+    case = random_case(60, 16, 333, dtype=torch.float64, ignored=0.3)
+    options = {"reduction": reduction, "workspace": workspace}
+    results = ranks.run(len(sizes), shared, case, sizes, sequence_parallel, options)
+    got = joined(results, sequence_parallel)
+    h, w = case.h.requires_grad_(), case.w.requires_grad_()
+    want = F.cross_entropy(F.linear(h, w), case.y, reduction=reduction)
+    torch.testing.assert_close(got.loss, want)
+    upstream = case.upstream if want.ndim else None
+    torch.testing.assert_close((got.dx, got.dw), torch.autograd.grad(want, (h, w), upstream))
+
+
+@layouts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "kept", "chunk"),
+    [
+        ("windows", 0, 152),
+        ("windows", 64, 152),
+        ("windows", 336, 152),
+        ("gradients_in_forward", 336, 40),
+        ("gradients_in_forward", 336, 152),
+    ],
+)
+def test_every_strategy(
+    sizes: tuple[int, ...],
+    sequence_parallel: bool,
+    strategy: str,
+    kept: int,
+    chunk: int,
+    dtype: torch.dtype,
+    ranks: Ranks,
+) -> None:
+    case = random_case(152, 48, 333, dtype=dtype)
+    if strategy != "windows":
+        case.upstream.fill_(1.0)
+    plan = strategy, kept, chunk
+    results = ranks.run(len(sizes), planned_share, case, sizes, sequence_parallel, *plan)
+    names = ("loss", "dx", "dw") if strategy == "windows" else ("dx", "dw")
+    assert_as_accurate(joined(results, sequence_parallel), case, names)
