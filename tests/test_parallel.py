@@ -11,7 +11,7 @@ from torch import Tensor
 import cutefce
 from tests.conftest import SMALL_TILES
 from tests.ranks import Ranks, group, started
-from tests.reference import Case, Result, assert_as_accurate, random_case
+from tests.reference import Case, Result, assert_as_accurate, logits_case, random_case
 
 SHARDS = {
     "2 ranks": (167, 166),
@@ -140,3 +140,72 @@ def test_every_strategy(
     results = ranks.run(len(sizes), planned_share, case, sizes, sequence_parallel, *plan)
     names = ("loss", "dx", "dw") if strategy == "windows" else ("dx", "dw")
     assert_as_accurate(joined(results, sequence_parallel), case, names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("logit_std", [0.1, 4, 40])
+@layouts
+def test_logit_scales(
+    sizes: tuple[int, ...],
+    sequence_parallel: bool,
+    logit_std: float,
+    dtype: torch.dtype,
+    ranks: Ranks,
+) -> None:
+    case = random_case(152, 48, 333, dtype=dtype, logit_std=logit_std)
+    options = {"reduction": "none"}
+    results = ranks.run(len(sizes), shared, case, sizes, sequence_parallel, options)
+    assert_as_accurate(joined(results, sequence_parallel), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("height", [20.0, 33.0, 60.0, 110.0, 1e4, 1e30])
+@pytest.mark.parametrize("kept", [0, 32, 336])
+@pytest.mark.parametrize("strategy", ["windows", "gradients_in_forward"])
+def test_rows_far_above_their_target_on_one_rank(
+    strategy: str, kept: int, height: float, dtype: torch.dtype, ranks: Ranks
+) -> None:
+    """The target's rank, the far logit's rank, and a third must use one reference."""
+    torch.manual_seed(1)
+    logits, y = torch.randn(40, 97), torch.randint(97, (40,))
+    for row in range(0, 40, 2):
+        column = (int(y[row]) + 1 + 13 * row) % 97
+        logits[row, column if column != y[row] else column - 1] = height
+    case, sizes = logits_case(logits.to(dtype), y), (40, 17, 40)
+    plan = strategy, kept if strategy == "windows" else 336, 16
+    got = joined(ranks.run(3, planned_share, case, sizes, False, *plan), False)
+    assert bool(torch.isfinite(got.loss).all() and torch.isfinite(got.dx).all())
+    names = ("loss", "dx", "dw") if strategy == "windows" else ("dx", "dw")
+    assert_as_accurate(got, case, names, saturated=True)
+
+
+def compiled_share(
+    sizes: tuple[int, ...], sequence_parallel: bool, workspace: int | str, dynamic: bool
+) -> list[tuple[Tensor, ...]]:
+    """Return loss, dX and dW, eager and compiled in turns."""
+    sharing: Any = {"group": group(len(sizes)), "sequence_parallel": sequence_parallel}
+
+    def step(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return cutefce.linear_cross_entropy(h * 2, w, y, workspace=workspace, **sharing) + 1
+
+    torch.compiler.reset()
+    results = []
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens in (48, 72, 32):
+        case = random_case(tokens, 16, 333)
+        for function in (step, compiled):
+            h, w = leaves(case, sizes, sequence_parallel)
+            results.append(gradients(case, function(h, w, case.y), h, w))
+    return results
+
+
+@pytest.mark.parametrize("workspace", ["max", "min"])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("count", "sequence_parallel"), [(2, False), (2, True), (3, False)])
+def test_compiled_equals_eager(
+    count: int, sequence_parallel: bool, dynamic: bool, workspace: str, ranks: Ranks
+) -> None:
+    sizes = SHARDS[f"{count} ranks"]
+    for results in ranks.run(count, compiled_share, sizes, sequence_parallel, workspace, dynamic):
+        for eager, compiled in zip(results[::2], results[1::2], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
