@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ def loss(
     workspace: int | str | None = None,
     denominator: Tensor | None = None,
     group: str | None = None,
+    shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
 ) -> Tensor:
     """Cross entropy of softmax(h @ w.T) against y, as `torch.ops.cutefce.loss`.
@@ -41,6 +43,7 @@ def loss(
         group: name of the process group over which the vocabulary is sharded: w is this rank's
             (V_k, D), V the sum of all V_k.  Everything else is the same on every rank, targets
             are global ids, and so are the loss and dX.
+        shards: V_k of every rank; None if they are equal.
         sequence_parallel: h holds this rank's part of the tokens, an equal share of the first
             dimension, in order of the ranks; y has all of them.  So has the loss; dX is this
             part's.
@@ -55,13 +58,14 @@ def loss(
             such a row's loss and the gradients that it takes part in are NaN.
     """
     h, w = _autocast(h, w)
-    ranks = parallel.ranks(group, sequence_parallel)
+    ranks = parallel.ranks(group, shards, sequence_parallel)
     with parallel.reporting(group):
         check_call(h, w, y, reduction, ranks if sequence_parallel else 1)
         check_denominator(denominator, h, reduction)
+        parallel.check_shards(group, shards, w)
         budget = planner.budget_bytes(workspace)
     rows = h.reshape(-1, h.shape[-1])
-    inputs, sharing = (rows, w, y.reshape(-1)), (denominator, group, sequence_parallel)
+    inputs, sharing = (rows, w, y.reshape(-1)), (denominator, group, shards, sequence_parallel)
     grad = torch.is_grad_enabled()
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     result: Tensor
@@ -69,7 +73,7 @@ def loss(
         result = torch.ops.cutefce.forward(*inputs, reduction, ignore_index, *sharing)
     else:
         problem = problem_of(rows, w, grad_hidden, grad_weight)
-        plan = _plan(problem, budget, reduction != "none", group, sequence_parallel)
+        plan = _plan(problem, budget, reduction != "none", group, shards, sequence_parallel)
         result = torch.ops.cutefce.project_loss(
             *inputs,
             reduction,
@@ -92,6 +96,7 @@ def plan(
     reduction: str = "mean",
     workspace: int | str | None = None,
     group: str | None = None,
+    shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
 ) -> planner.Plan:
     """Return how `loss` would run with these arguments; print it to read it.
@@ -102,6 +107,7 @@ def plan(
         reduction: as for `loss`.
         workspace: as for `loss`.
         group: as for `loss`.
+        shards: as for `loss`.
         sequence_parallel: as for `loss`.
 
     Returns:
@@ -112,7 +118,7 @@ def plan(
     check_call(h, w, y, reduction)
     problem = problem_of(h.reshape(-1, h.shape[-1]), w, h.requires_grad, w.requires_grad)
     budget, scalar = planner.budget_bytes(workspace), reduction != "none"
-    return _plan(problem, budget, scalar, group, sequence_parallel)
+    return _plan(problem, budget, scalar, group, shards, sequence_parallel)
 
 
 def _autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,17 +140,19 @@ def _plan(
     budget: int,
     scalar_upstream: bool,
     group: str | None,
+    shards: Sequence[int] | None,
     sequence_parallel: bool,
 ) -> planner.Plan:
     """Plan the part of this rank; anew where sizes are symbols of a graph compiler."""
-    widest = problem.vocab
     if group is not None:
-        ranks = parallel.ranks(group, sequence_parallel)
-        tokens = problem.tokens * ranks if sequence_parallel else problem.tokens
+        ranks = parallel.ranks(group, shards, sequence_parallel)
         problem = dataclasses.replace(
-            problem, tokens=tokens, ranks=ranks, sequence_parallel=sequence_parallel
+            problem,
+            tokens=problem.tokens * ranks if sequence_parallel else problem.tokens,
+            ranks=ranks,
+            sequence_parallel=sequence_parallel,
         )
-        widest = parallel.widest_shard(group, int(problem.vocab))
+    widest = max(shards) if shards else problem.vocab
     sizes = problem.tokens, problem.hidden, problem.vocab
     make = _cached_plan if all(type(size) is int for size in sizes) else _new_plan
     return make(problem, budget, scalar_upstream, widest)

@@ -1,5 +1,6 @@
 """Distributed tensors to the plain ones, and the group, of a call that `ops.parallel` shares."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,13 +16,19 @@ class Call:
     w: Tensor
     y: Tensor
     group: str | None
+    shards: list[int] | None
     sequence_parallel: bool
     dim: int
     """Where the first dimension of y, and of a loss like it, was."""
 
 
 def localise(
-    h: Tensor, w: Tensor, y: Tensor, group: ProcessGroup | None, sequence_parallel: bool
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    group: ProcessGroup | None,
+    shards: Sequence[int] | None,
+    sequence_parallel: bool,
 ) -> Call:
     """Return this rank's part of the tensors, and the group that their placements mean.
 
@@ -29,15 +36,22 @@ def localise(
         h: (..., D), plain, replicated, or sharded over a dimension of tokens.
         w: (V, D), plain or sharded over V, which is what selects a group.
         y: (...), plain or replicated.
-        group: where the tensors do not say it.
+        group: where w does not say it.
+        shards: rows of all ranks' parts of w, where it does not say it.
         sequence_parallel: whether a plain h is a part of the tokens.
 
     Raises:
         TypeError, ValueError: naming the argument; on every rank, since all know all placements.
     """
     if not isinstance(w, DTensor):
-        return Call(h, w, y, None if group is None else group.group_name, sequence_parallel, 0)
-    _check_weight(w, group)
+        sizes = None if shards is None else list(shards)
+        named = None if group is None else group.group_name
+        return Call(h, w, y, named, sizes, sequence_parallel, 0)
+    _check_weight(w)
+    if group is not None and group.group_name != w.device_mesh.get_group().group_name:
+        raise ValueError(f"group: got {group.group_name!r}, expected None or that of w's mesh")
+    if shards is not None and list(shards) != _shards(w):
+        raise ValueError(f"shards: got {list(shards)}, expected None or those of w, {_shards(w)}")
     ranks, dim = w.device_mesh.size(), 0
     for name, x in (("h", h), ("y", y)):
         if isinstance(x, DTensor) and x.device_mesh != w.device_mesh:
@@ -65,23 +79,23 @@ def localise(
             )
         y = y.to_local()
     name = w.device_mesh.get_group().group_name
-    return Call(h, w.to_local(), y.movedim(dim, 0), name, sequence_parallel, dim)
+    return Call(h, w.to_local(), y.movedim(dim, 0), name, _shards(w), sequence_parallel, dim)
 
 
-def _check_weight(w: DTensor, group: ProcessGroup | None) -> None:
+def _shards(w: DTensor) -> list[int]:
+    """Return the rows of every rank's part, of which only the last may be smaller."""
+    rows = -(-w.shape[0] // w.device_mesh.size())
+    return [int(min(rows, w.shape[0] - start)) for start in range(0, w.shape[0], rows)]
+
+
+def _check_weight(w: DTensor) -> None:
     mesh = w.device_mesh
     if w.placements != (Shard(0),):
         raise TypeError(
             f"w: got a DTensor with placements {w.placements}, expected (Shard(0),) over a mesh "
             "of one dimension; pass w.full_tensor()"
         )
-    if group is not None and group.group_name != mesh.get_group().group_name:
-        raise ValueError(
-            f"group: got {group.group_name!r}, expected None or that of w's mesh, "
-            f"{mesh.get_group().group_name!r}"
-        )
-    rows = -(-w.shape[0] // mesh.size())
-    if rows * (mesh.size() - 1) >= w.shape[0]:
+    if len(_shards(w)) < mesh.size():
         raise ValueError(
             f"w: got {w.shape[0]} rows over {mesh.size()} ranks, expected some for every rank"
         )

@@ -1,5 +1,6 @@
 """The public call, with the names and defaults of torch's `linear_cross_entropy`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def linear_cross_entropy(
     workspace: int | str | None = None,
     denominator: Tensor | float | None = None,
     group: ProcessGroup | None = None,
+    shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
 ) -> Tensor:
     """Cross entropy of softmax(input @ linear_weight.T) against target, without the logits.
@@ -48,6 +50,7 @@ def linear_cross_entropy(
         group: every rank of it holds a part (V_k, D) of the weight in order of the ranks, V being
             the sum of all V_k.  Targets, which are global ids, and all else are the same on every
             rank; so are the loss and the gradient of input.
+        shards: V_k of every rank; None if they are equal.
         sequence_parallel: input is this rank's part of the tokens, an equal share of the first
             dimension in order of the ranks, and so is its gradient.  Targets, and losses with
             "none", are those of all tokens.
@@ -76,7 +79,7 @@ def linear_cross_entropy(
     )
     if isinstance(denominator, (int, float)):
         denominator = torch.full((), denominator, dtype=torch.float64, device=input.device)
-    call = localise(input, linear_weight, target, group, sequence_parallel)
+    call = localise(input, linear_weight, target, group, shards, sequence_parallel)
     result: Tensor = torch.ops.cutefce.loss(
         call.h,
         call.w,
@@ -86,6 +89,7 @@ def linear_cross_entropy(
         workspace=workspace,
         denominator=denominator,
         group=call.group,
+        shards=call.shards,
         sequence_parallel=call.sequence_parallel,
     )
     return result.movedim(0, call.dim) if result.ndim else result

@@ -23,7 +23,9 @@ from cutefce.ops.parallel import Whole, shard_of
 from cutefce.ops.primitives import Primitives, Stats, Targets, sum_dtype
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
-SHARING = "Tensor? denominator=None, str? group=None, bool sequence_parallel=False"
+SHARING = (
+    "Tensor? denominator=None, str? group=None, int[]? shards=None, bool sequence_parallel=False"
+)
 
 for overload, workspace in (("", "int? workspace=None"), (".preset", "str workspace")):
     LIBRARY.define(
@@ -97,11 +99,12 @@ def forward(
     ignore_index: int,
     denominator: Tensor | None = None,
     group: str | None = None,
+    shards: list[int] | None = None,
     sequence_parallel: bool = False,
 ) -> Tensor:
     """Return the reduced loss."""
     same = {"operator": "forward", "reduction": reduction, "ignore_index": ignore_index}
-    shard = shard_of(group, h, w, sequence_parallel, **same)
+    shard = shard_of(group, shards, sequence_parallel, h, w, **same)
     inputs = _prepare(shard, h, w, y, ignore_index, denominator, (False, False))
     return strategies.forward(*inputs, reduction)[0]
 
@@ -120,6 +123,7 @@ def project_loss(
     chunk: int,
     denominator: Tensor | None = None,
     group: str | None = None,
+    shards: list[int] | None = None,
     sequence_parallel: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the reduced loss, stats (4, N), exponentials (N, kept) and gradients.
@@ -128,7 +132,7 @@ def project_loss(
     """
     same = {"operator": "project_loss", "reduction": reduction, "ignore_index": ignore_index}
     plan = {"dX is wanted": grad_hidden, "strategy": strategy, "tokens of a chunk": chunk}
-    shard = shard_of(group, h, w, sequence_parallel, **same, **plan)
+    shard = shard_of(group, shards, sequence_parallel, h, w, **same, **plan)
     grads = grad_hidden, grad_weight
     inputs = _, h, w, targets = _prepare(shard, h, w, y, ignore_index, denominator, grads)
     dx = dw = None
@@ -159,10 +163,11 @@ def project_gradients(
     window: int,
     denominator: Tensor | None = None,
     group: str | None = None,
+    shards: list[int] | None = None,
     sequence_parallel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return dX (N, D) and dW (V, D) of a "windows" plan, without rows if not asked for."""
-    shard = shard_of(group, h, w, sequence_parallel, operator="project_gradients")
+    shard = shard_of(group, shards, sequence_parallel, h, w, operator="project_gradients")
     grads = grad_hidden, grad_weight
     inputs = _, h, w, targets = _prepare(shard, h, w, y, ignore_index, denominator, grads)
     upstream = upstream * targets.weight(reduction, sum_dtype(h.dtype))
@@ -228,11 +233,12 @@ def _fake_gradients(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    h, w, y, *options, strategy, window, _, _, denominator, group, sequence_parallel = inputs
+    h, w, y, *options, strategy, window, _, _ = inputs[:11]
+    denominator, *sharing = inputs[11:]
     _, stats, exps, dx, dw = output
     ctx.set_materialize_grads(False)
     ctx.chunked, ctx.inputs = strategy == "gradients_in_forward", len(inputs)
-    ctx.options, ctx.sharing = (*options, window), (group, sequence_parallel)
+    ctx.options, ctx.sharing = (*options, window), sharing
     ctx.save_for_backward(*((dx, dw) if ctx.chunked else (h, w, y, stats, exps, denominator)))
 
 

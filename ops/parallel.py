@@ -15,11 +15,11 @@ and what they need of the others is exchanged in between:
     dW       nothing: rows belong to one rank.  The target's part belongs to the rank that has r_i
 
 Ranks compare the sizes of their calls through the group's store, which waits for no device: on a
-CPU in every operator, on a GPU when this rank has not yet seen them.
+CPU in every operator, on a GPU when they are new.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -164,17 +164,33 @@ class Meetings:
     """What this process has exchanged with the ranks of one group."""
 
     count: int = 0
-    known: dict[tuple[Any, ...], list[dict[str, Any]]] = field(default_factory=dict)
+    agreed: set[str] = field(default_factory=set)
 
 
 _meetings: WeakKeyDictionary[dist.ProcessGroup, Meetings] = WeakKeyDictionary()
 
 
-def ranks(group: str | None, sequence_parallel: bool) -> int:
-    """Return the number of ranks that a call is shared among."""
-    if group is None and sequence_parallel:
-        raise ValueError("sequence_parallel: got True without a group, expected a group")
-    return 1 if group is None else resolve(group).size()
+def ranks(group: str | None, shards: Sequence[int] | None, sequence_parallel: bool) -> int:
+    """Return the number of ranks that a call is shared among; raise for what needs a group."""
+    if group is not None:
+        return resolve(group).size()
+    for name, value in (("shards", shards), ("sequence_parallel", sequence_parallel)):
+        if value:
+            raise ValueError(f"{name}: got {value} without a group, expected a group")
+    return 1
+
+
+def check_shards(group: str | None, shards: Sequence[int] | None, w: Tensor) -> None:
+    """Raise ValueError unless `shards` are sizes of all ranks' weights, w (V_k, D) being here."""
+    if group is None or shards is None:
+        return
+    process_group = resolve(group)
+    rank, ranks = process_group.rank(), process_group.size()
+    if len(shards) != ranks or min(shards) < 1 or shards[rank] != w.shape[0]:
+        raise ValueError(
+            f"shards: got {list(shards)}, expected the rows of w of {ranks} ranks, each at least "
+            f"1, and {w.shape[0]} for rank {rank}"
+        )
 
 
 def resolve(group: str) -> dist.ProcessGroup:
@@ -188,57 +204,61 @@ def resolve(group: str) -> dist.ProcessGroup:
 
 
 def shard_of(
-    group: str | None, h: Tensor, w: Tensor, sequence_parallel: bool, **same: Any
+    group: str | None,
+    shards: Sequence[int] | None,
+    sequence_parallel: bool,
+    h: Tensor,
+    w: Tensor,
+    **same: Any,
 ) -> Whole:
     """Return this rank's part of a call; raise on every rank if the ranks' calls differ.
 
     Args:
         group: name of the process group; None for a call on one device.
+        shards: rows of every rank's weight; None if they are as many as here.
+        sequence_parallel: whether h holds a part of the tokens.
         h: (N, D) or, if `sequence_parallel`, (N / R, D).
         w: (V_k, D).
-        sequence_parallel: whether h holds a part of the tokens.
         same: whatever else has to be the same on every rank.
     """
     if group is None:
         return Whole()
-    (tokens, hidden), vocab = h.shape, w.shape[0]
-    same |= {"rows of h": tokens, "hidden size": hidden, "dtype of h": str(h.dtype)}
-    same |= {"sequence_parallel": sequence_parallel}
-    told = meet(group, {**same, "vocab": vocab}, cached=h.is_cuda)
-    for name, value in same.items():
-        for rank, other in enumerate(told):
-            if other.get(name) != value:
+    process_group = resolve(group)
+    rank, ranks = process_group.rank(), process_group.size()
+    same = {
+        "sequence_parallel": sequence_parallel,
+        "rows of h": h.shape[0],
+        "hidden size": h.shape[1],
+        "dtype of h": str(h.dtype),
+        "rows of w, or shards": list(shards or [w.shape[0]]),
+        **same,
+    }
+    for other, told in enumerate(meet(process_group, same, cached=h.is_cuda)):
+        for name, value in same.items():
+            if told[name] != value:
                 raise ValueError(
-                    f"{name}: got {other.get(name)} on rank {rank} of the group and {value} on "
-                    f"rank {resolve(group).rank()}, expected the same on every rank"
+                    f"{name}: got {told[name]} on rank {other} of the group and {value} on rank "
+                    f"{rank}, expected the same on every rank"
                 )
-    sizes = tuple(other["vocab"] for other in told)
-    return Shard(group, resolve(group).rank(), sizes, sequence_parallel)
+    return Shard(group, rank, tuple(shards or [w.shape[0]] * ranks), sequence_parallel)
 
 
-def widest_shard(group: str, vocab: int) -> int:
-    """Return the largest number of rows that a rank's weight has, this rank's being `vocab`.
-
-    Asked once for each `vocab`, since a graph compiler may ask while it traces, at any time.
-    """
-    told = meet(group, {"operator": "plan", "vocab": vocab}, cached=True)
-    return max(int(other["vocab"]) for other in told)
-
-
-def meet(group: str, mine: dict[str, Any], *, cached: bool) -> list[dict[str, Any]]:
+def meet(
+    process_group: dist.ProcessGroup, mine: dict[str, Any], *, cached: bool
+) -> list[dict[str, Any]]:
     """Exchange a few values with all ranks of the group, in whose timeout they must come.
 
-    `cached` gives the same answer to the same question again, without asking.
+    `cached` takes ranks that told the same before to tell the same again: since all that a rank
+    tells holds for every rank, either all of them ask or none does.
 
     Raises:
         RuntimeError: if another rank does not come, or failed before.
     """
-    process_group = resolve(group)
     meetings = _meetings.setdefault(process_group, Meetings())
-    question = tuple(mine.items())
-    if cached and question in meetings.known:
-        return meetings.known[question]
-    number, store = _tell(process_group, mine), process_group.get_group_store()
+    text = json.dumps(mine)
+    if cached and text in meetings.agreed:
+        return [mine]
+    number, store = _tell(process_group, text), process_group.get_group_store()
     keys = [_key(number, rank) for rank in range(process_group.size())]
     timeout = process_group._get_backend(process_group._device_types[0]).options._timeout
     try:
@@ -259,8 +279,8 @@ def meet(group: str, mine: dict[str, Any], *, cached: bool) -> list[dict[str, An
                 f"group: rank {rank} called {other.get('operator')} while rank "
                 f"{process_group.rank()} called {mine['operator']}"
             )
-    if cached:
-        meetings.known[question] = told
+    if all(other == mine for other in told):
+        meetings.agreed.add(text)
     return told
 
 
@@ -271,16 +291,16 @@ def reporting(group: str | None) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         if group is not None:
-            _tell(resolve(group), {"error": f"{type(error).__name__}: {error}"})
+            _tell(resolve(group), json.dumps({"error": f"{type(error).__name__}: {error}"}))
         raise
 
 
-def _tell(process_group: dist.ProcessGroup, mine: dict[str, Any]) -> int:
+def _tell(process_group: dist.ProcessGroup, text: str) -> int:
     """Write this rank's values down and return the number of the meeting."""
     meetings = _meetings.setdefault(process_group, Meetings())
     number, meetings.count = meetings.count, meetings.count + 1
     store, rank = process_group.get_group_store(), process_group.rank()
-    store.set(_key(number, rank), json.dumps(mine))
+    store.set(_key(number, rank), text)
     return number
 
 

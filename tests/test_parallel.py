@@ -44,6 +44,14 @@ def leaves(case: Case, sizes: tuple[int, ...], sequence_parallel: bool) -> tuple
     return h.clone().requires_grad_(), part(case.w, sizes).clone().requires_grad_()
 
 
+def options_of(sizes: tuple[int, ...], sequence_parallel: bool) -> dict[str, Any]:
+    return {
+        "group": group(len(sizes)),
+        "shards": sizes,
+        "sequence_parallel": sequence_parallel,
+    }
+
+
 def gradients(case: Case, loss: Tensor, h: Tensor, w: Tensor) -> Share:
     dx, dw = torch.autograd.grad(loss, (h, w), case.upstream if loss.ndim else None)
     return loss.detach(), dx, dw
@@ -53,7 +61,7 @@ def shared(
     case: Case, sizes: tuple[int, ...], sequence_parallel: bool, options: dict[str, Any]
 ) -> Share:
     h, w = leaves(case, sizes, sequence_parallel)
-    sharing: Any = {"group": group(len(sizes)), "sequence_parallel": sequence_parallel}
+    sharing = options_of(sizes, sequence_parallel)
     loss = cutefce.linear_cross_entropy(h, w, case.y, **sharing, **options)
     return gradients(case, loss, h, w)
 
@@ -72,7 +80,7 @@ def planned_share(
     kept = min(kept, -(-len(w) // piece) * piece)
     reduction = "none" if strategy == "windows" else "sum"
     plan = strategy, SMALL_TILES.window, kept, chunk
-    sharing = None, group(len(sizes)).group_name, sequence_parallel
+    sharing = None, group(len(sizes)).group_name, list(sizes), sequence_parallel
     loss = torch.ops.cutefce.project_loss(
         h, w, case.y, reduction, -100, True, True, *plan, *sharing
     )[0]
@@ -181,9 +189,9 @@ def test_rows_far_above_their_target_on_one_rank(
 
 def compiled_share(
     sizes: tuple[int, ...], sequence_parallel: bool, workspace: int | str, dynamic: bool
-) -> list[tuple[Tensor, ...]]:
+) -> list[Share]:
     """Return loss, dX and dW, eager and compiled in turns."""
-    sharing: Any = {"group": group(len(sizes)), "sequence_parallel": sequence_parallel}
+    sharing = options_of(sizes, sequence_parallel)
 
     def step(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
         return cutefce.linear_cross_entropy(h * 2, w, y, workspace=workspace, **sharing) + 1

@@ -1,0 +1,265 @@
+"""How ranks are told to share a loss, what wrong use raises on all of them, and what it costs."""
+
+import functools
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.debug import CommDebugMode
+
+import cutefce
+from cutefce.ops import parallel
+from tests.ranks import Ranks, group, started
+from tests.reference import random_case
+
+H, W, Y = torch.randn(8, 8), torch.randn(10, 8), torch.tensor([0, 1, 2, 9, 4, 5, -100, 7])
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with started(4) as processes:
+        yield processes
+
+
+def call(*by_rank: dict[str, Any]) -> Tensor:
+    """Call with what is given for this rank, beside two halves of W."""
+    rank = dist.get_rank()
+    given: dict[str, Any] = {"h": H, "w": W.split(5)[rank], "y": Y, "group": group(2)}
+    given |= by_rank[rank]
+    tensors = [given.pop(name).clone() for name in ("h", "w", "y")]
+    w = tensors[1].requires_grad_(given.pop("grad", True))
+    loss = cutefce.linear_cross_entropy(tensors[0], w, tensors[2], **given)
+    return loss.detach()
+
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "tokens": ({}, {"h": H[:4], "y": Y[:4]}, "rows of h: got"),
+    "tokens, without gradients": (
+        {"grad": False},
+        {"h": H[:4], "y": Y[:4], "grad": False},
+        "rows of h: got",
+    ),
+    "hidden size": ({}, {"h": H[:, :4], "w": W[5:, :4]}, "hidden size: got"),
+    "dtype": ({}, {"h": H.double(), "w": W[5:].double()}, "dtype of h: got"),
+    "reduction": ({}, {"reduction": "sum"}, "reduction: got"),
+    "ignored targets": ({}, {"ignore_index": 5}, "ignore_index: got"),
+    "gradients": ({}, {"grad": False}, "called"),
+    "sequence parallelism": (
+        {"sequence_parallel": True, "y": torch.cat([Y, Y])},
+        {},
+        "sequence_parallel: got",
+    ),
+    "a target that nobody has": (
+        {"y": Y + 1},
+        {"y": Y + 1},
+        r"y: got target 10, which 0 ranks .* expected 0 <= target < 10",
+    ),
+    "a negative target": ({"y": Y - 3}, {"y": Y - 3}, "y: got target -3, which 0 ranks"),
+    "a target that nobody has, known to one rank": ({}, {"y": Y + 1}, "y: got target .* ranks"),
+    "other targets": ({"y": Y}, {"y": Y.flip(0)}, "y: got target .* which [02] ranks"),
+    "shards": ({"w": W[:4]}, {"w": W[4:]}, "rows of w, or shards: got"),
+    "shards that are not there": (
+        {"w": W[:4], "shards": (5, 5)},
+        {"w": W[4:], "shards": (4, 6)},
+        r"shards: got \[., .\], expected the rows of w of 2 ranks",
+    ),
+    "one rank's own mistake": ({}, {"y": Y[:3]}, r"y: got shape \(3,\)"),
+    "one rank's empty shard": ({}, {"w": W[:0]}, r"w: got shape \(0, 8\)"),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "message"), WRONG.values(), ids=WRONG)
+def test_ranks_that_differ_all_raise(
+    first: dict[str, Any], second: dict[str, Any], message: str, ranks: Ranks
+) -> None:
+    for outcomes in (
+        ranks.outcomes(2, call, first, second),
+        ranks.outcomes(2, call, second, first),
+    ):
+        for failed, text in outcomes:
+            assert failed
+            assert re.search(message, text), text
+        good = ranks.run(2, call, {}, {})
+        assert torch.equal(good[0], good[1])
+
+
+@functools.cache
+def mesh() -> DeviceMesh:
+    """Return four ranks as two replicas, "dp", of two parts, "tp"."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def misuse(given: dict[str, Any]) -> str:
+    """Return what a call with `given` raises; (x, dim of the mesh, placement) is a DTensor."""
+    placed: dict[str, Any] = {"h": H, "w": (W, "tp", Shard(0)), "y": Y} | given
+    if "group" in placed:
+        placed["group"] = group(4)
+    for name, value in placed.items():
+        if isinstance(value, tuple):
+            x, dim, placement = value
+            placed[name] = DTensor.from_local(x, mesh()[dim], [placement])
+    tensors = [placed.pop(name) for name in ("h", "w", "y")]
+    with pytest.raises((TypeError, ValueError)) as caught:
+        cutefce.linear_cross_entropy(*tensors, **placed)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+MISUSES: dict[str, tuple[dict[str, Any], str]] = {
+    "replicated w": ({"w": (W, "tp", Replicate())}, r"TypeError: w: got .*Replicate.*Shard\(0\)"),
+    "w by columns": ({"w": (W, "tp", Shard(1))}, r"TypeError: w: got .*dim=1.*full_tensor"),
+    "partial w": ({"w": (W, "tp", Partial())}, "TypeError: w: got .*Partial"),
+    "h by columns": ({"h": (H, "tp", Shard(1))}, "TypeError: h: got .*dim=1.*of tokens"),
+    "partial h": ({"h": (H, "tp", Partial())}, "TypeError: h: got .*Partial"),
+    "replicated h as a part": (
+        {"h": (H, "tp", Replicate()), "sequence_parallel": True},
+        "TypeError: h: .*without sequence_parallel",
+    ),
+    "sharded y": ({"y": (Y, "tp", Shard(0))}, "TypeError: y: got .*y.full_tensor"),
+    "h on another mesh": ({"h": (H, "dp", Replicate())}, "ValueError: h: got DeviceMesh"),
+    "a group that is not the mesh's": ({"group": 4}, "ValueError: group: got"),
+    "h alone": ({"w": W, "h": (H, "tp", Shard(0))}, "TypeError: h: got a DTensor"),
+    "a part of the tokens, without a group": (
+        {"w": W, "sequence_parallel": True},
+        "ValueError: sequence_parallel: got True without a group",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), MISUSES.values(), ids=MISUSES)
+def test_wrong_placements_raise_at_once(given: dict[str, Any], message: str, ranks: Ranks) -> None:
+    for text in ranks.run(4, misuse, given):
+        assert re.match(message, text), text
+
+
+def placed_share(
+    shape: tuple[int, ...], h_placement: Placement, vocab: int, reduction: str, compiled: bool
+) -> tuple[Tensor, ...]:
+    """Return loss and whole gradients of distributed tensors, and those of one process."""
+    tp = mesh()["tp"]
+    torch.manual_seed(0)
+    h, w = torch.randn(*shape, 8, dtype=torch.float64), torch.randn(vocab, 8, dtype=torch.float64)
+    y = torch.randint(vocab, shape)
+    y.flatten()[::5] = -100
+    placed_h = distribute_tensor(h, tp, [h_placement]).requires_grad_()
+    head = cutefce.LinearCrossEntropyLoss(8, vocab, reduction=reduction, dtype=torch.float64)
+    head.linear.weight = nn.Parameter(distribute_tensor(w, tp, [Shard(0)]))
+    torch.compiler.reset()  # torch 2.13 does not look at the whole shape of a distributed tensor
+    call = torch.compile(head, fullgraph=True, backend="aot_eager") if compiled else head
+    loss = call(placed_h, y)
+    upstream = torch.randn(loss.shape, dtype=torch.float64)
+    dx, dw = torch.autograd.grad(loss, (placed_h, head.linear.weight), upstream)
+    assert isinstance(dx, DTensor) and dx.placements == (h_placement,)
+    assert isinstance(dw, DTensor) and dw.placements == (Shard(0),)
+    h.requires_grad_()
+    w.requires_grad_()
+    rows = F.linear(h, w).flatten(0, -2)
+    want = F.cross_entropy(rows, y.flatten(), reduction=reduction)
+    want = want.view_as(loss)
+    gradients = torch.autograd.grad(want, (h, w), upstream)
+    return loss.detach(), dx.full_tensor(), dw.full_tensor(), want.detach(), *gradients
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("vocab", [30, 31])
+@pytest.mark.parametrize(
+    ("shape", "h_placement"),
+    [
+        ((12,), Replicate()),
+        ((3, 4), Replicate()),
+        ((12,), Shard(0)),
+        ((3, 4), Shard(1)),
+        ((2, 3, 5), Shard(0)),
+        ((2, 4, 3), Shard(1)),
+    ],
+    ids=str,
+)
+def test_placements_select_the_form(
+    shape: tuple[int, ...],
+    h_placement: Placement,
+    vocab: int,
+    reduction: str,
+    compiled: bool,
+    ranks: Ranks,
+) -> None:
+    arguments = shape, h_placement, vocab, reduction, compiled
+    for loss, dx, dw, *want in ranks.run(4, placed_share, *arguments):
+        torch.testing.assert_close([loss, dx, dw], want)
+
+
+def uneven(h_rows: int, vocab: int) -> None:
+    tp = mesh()["tp"]
+    h = distribute_tensor(torch.randn(h_rows, 8), tp, [Shard(0)])
+    w = distribute_tensor(torch.randn(vocab, 8), tp, [Shard(0)])
+    cutefce.linear_cross_entropy(h, w, torch.zeros(h_rows).long())
+
+
+@pytest.mark.parametrize(
+    ("h_rows", "vocab", "message"),
+    [(5, 8, "h: got 5 in dimension 0, .*multiple of the 2"), (4, 1, "w: got 1 rows over 2 ranks")],
+)
+def test_shards_that_cannot_be_shared(h_rows: int, vocab: int, message: str, ranks: Ranks) -> None:
+    for failed, text in ranks.outcomes(4, uneven, h_rows, vocab):
+        assert failed and re.search(message, text), text
+
+
+def microbatches(sequence_parallel: bool, workspace: str) -> tuple[Tensor, ...]:
+    """Return summed loss and gradients of 2 replicas x 2 microbatches, and of one big batch."""
+    dp, tp = mesh()["dp"], mesh()["tp"]
+    case = random_case(64, 16, 333, dtype=torch.float64, ignored=0.4)
+    case.y[:16] = -100  # a microbatch without any target
+    w = case.w.clone().split((100, 233))[tp.get_local_rank()].requires_grad_()
+    hs, ys = (x.view(2, 2, 16, *x.shape[1:])[dp.get_local_rank()] for x in (case.h, case.y))
+    count = (ys != -100).sum()
+    dist.all_reduce(count, group=dp.get_group())
+    total, dxs = torch.zeros((), dtype=torch.float64), []
+    for h, y in zip(hs, ys, strict=True):
+        part = h.chunk(2)[tp.get_local_rank()] if sequence_parallel else h
+        part = part.clone().requires_grad_()
+        sharing: Any = {"group": tp.get_group(), "shards": (100, 233)}
+        sharing["sequence_parallel"] = sequence_parallel
+        loss = cutefce.linear_cross_entropy(
+            part, w, y, denominator=count, workspace=workspace, **sharing
+        )
+        loss.backward()
+        total += loss.detach()
+        assert part.grad is not None
+        dxs.append(part.grad)
+    assert w.grad is not None
+    for x in (total, w.grad):
+        dist.all_reduce(x, group=dp.get_group())
+    want_h, want_w = case.h.requires_grad_(), case.w.requires_grad_()
+    want = F.cross_entropy(F.linear(want_h, want_w), case.y)
+    want.backward()
+    assert want_h.grad is not None and want_w.grad is not None
+    want_dx = want_h.grad.view(2, 2, 16, 16)[dp.get_local_rank()]
+    if sequence_parallel:
+        want_dx = want_dx.chunk(2, 1)[tp.get_local_rank()]
+    want_dw = want_w.grad.split((100, 233))[tp.get_local_rank()]
+    return total, torch.stack(dxs), w.grad, want.detach(), want_dx, want_dw
+
+
+@pytest.mark.parametrize("workspace", ["max", "min"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_microbatches_of_replicas_equal_one_batch(
+    sequence_parallel: bool, workspace: str, ranks: Ranks
+) -> None:
+    for results in ranks.run(4, microbatches, sequence_parallel, workspace):
+        torch.testing.assert_close(results[:3], results[3:])
