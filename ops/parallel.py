@@ -91,12 +91,8 @@ class Shard(Whole):
 
     def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
         """Add the ranks' parts (N, D) and round: (N, D), or (N / R, D) if tokens are sharded."""
-        if not self.sequence_parallel:
-            return self.all_reduce_(dx).to(dtype)
-        ranks = len(self.vocab)
-        ops = torch.ops._c10d_functional
-        part = ops.wait_tensor(ops.reduce_scatter_tensor(dx, "sum", ranks, self.group))
-        return cast(Tensor, part.to(dtype))
+        total = self.reduce_scatter(dx) if self.sequence_parallel else self.all_reduce_(dx)
+        return total.to(dtype)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every rank's x (...) as (R, ...)."""
@@ -108,6 +104,12 @@ class Shard(Whole):
         """Replace x by its sum over the ranks."""
         ops = torch.ops._c10d_functional
         return cast(Tensor, ops.wait_tensor(ops.all_reduce_(x, "sum", self.group)))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return this rank's rows (N / R, ...) of the sum of x (N, ...) over the ranks."""
+        ops = torch.ops._c10d_functional
+        rows = ops.reduce_scatter_tensor(x, "sum", len(self.vocab), self.group)
+        return cast(Tensor, ops.wait_tensor(rows))
 
 
 class ShardPrimitives:

@@ -58,17 +58,16 @@ class Ranks:
 @contextmanager
 def started(count: int, timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
     """Start `count` ranks, which wait for each other for `timeout_s`."""
-    context, pipes = mp.get_context("spawn"), []
+    context, pipes, processes = mp.get_context("spawn"), [], []
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{Path(folder) / 'store'}"
-        processes = []
         for rank in range(count):
             ours, theirs = context.Pipe()
             arguments = rank, count, store, timeout_s, theirs
             processes.append(context.Process(target=_serve, args=arguments, daemon=True))
+            processes[-1].start()
+            theirs.close()  # so that a rank's death ends its pipe
             pipes.append(ours)
-        for process in processes:
-            process.start()
         try:
             yield Ranks(pipes)
         finally:

@@ -1,6 +1,5 @@
 """A loss that ranks share equals the loss on one device."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor
 
 import cutefce
 from tests.conftest import SMALL_TILES
-from tests.ranks import Ranks, group, started
+from tests.ranks import Ranks, group
 from tests.reference import Case, Result, assert_as_accurate, logits_case, random_case
 
 SHARDS = {
@@ -19,12 +18,6 @@ SHARDS = {
     "3 ranks": (100, 133, 100),
     "4 ranks": (64, 200, 5, 64),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with started(4) as processes:
-        yield processes
 
 
 Share = tuple[Tensor, Tensor, Tensor]

@@ -4,7 +4,6 @@ import functools
 import os
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,12 +29,6 @@ from tests.ranks import Ranks, group, started
 from tests.reference import random_case
 
 H, W, Y = torch.randn(8, 8), torch.randn(10, 8), torch.tensor([0, 1, 2, 9, 4, 5, -100, 7])
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with started(4) as processes:
-        yield processes
 
 
 def call(*by_rank: dict[str, Any]) -> Tensor:
@@ -177,17 +170,15 @@ def placed_share(
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("vocab", [30, 31])
 @pytest.mark.parametrize(
-    ("shape", "h_placement"),
+    ("shape", "h_placement", "vocab", "reduction"),
     [
-        ((12,), Replicate()),
-        ((3, 4), Replicate()),
-        ((12,), Shard(0)),
-        ((3, 4), Shard(1)),
-        ((2, 3, 5), Shard(0)),
-        ((2, 4, 3), Shard(1)),
+        ((12,), Replicate(), 30, "mean"),
+        ((3, 4), Replicate(), 31, "none"),
+        ((12,), Shard(0), 31, "sum"),
+        ((3, 4), Shard(1), 30, "none"),
+        ((2, 4, 3), Shard(1), 31, "mean"),
+        ((2, 3, 4), Shard(2), 31, "none"),
     ],
     ids=str,
 )
@@ -263,3 +254,130 @@ def test_microbatches_of_replicas_equal_one_batch(
 ) -> None:
     for results in ranks.run(4, microbatches, sequence_parallel, workspace):
         torch.testing.assert_close(results[:3], results[3:])
+
+
+def collectives(sequence_parallel: bool, grad: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the collectives of a step, and what they were given."""
+    seen = []
+
+    class Watch(parallel.Shard):
+        def all_gather(self, x: Tensor) -> Tensor:
+            seen.append(("all_gather", tuple(x.shape)))
+            return super().all_gather(x)
+
+        def all_reduce_(self, x: Tensor) -> Tensor:
+            seen.append(("all_reduce", tuple(x.shape)))
+            return super().all_reduce_(x)
+
+        def reduce_scatter(self, x: Tensor) -> Tensor:
+            seen.append(("reduce_scatter", tuple(x.shape)))
+            return super().reduce_scatter(x)
+
+    h = (H[:4] if sequence_parallel else H).clone().requires_grad_(grad)
+    w, y = W.split(5)[dist.get_rank()].clone().requires_grad_(grad), Y
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "Shard", Watch)
+        loss = cutefce.linear_cross_entropy(
+            h, w, y, group=group(2), sequence_parallel=sequence_parallel, reduction="none"
+        )
+        if grad:
+            loss.sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_is_exchanged(sequence_parallel: bool, grad: bool, ranks: Ranks) -> None:
+    forward = [("all_reduce", (2, 8)), ("all_gather", (2, 8))]
+    backward = [("all_reduce", (8, 8))]
+    if sequence_parallel:
+        forward.insert(0, ("all_gather", (4, 8)))
+        backward = [("all_gather", (4, 8)), ("reduce_scatter", (8, 8))]
+    for seen in ranks.run(2, collectives, sequence_parallel, grad):
+        assert seen == (forward + backward if grad else forward)
+
+
+class Model(nn.Module):
+    """A body and the head that the recipe of the README makes a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8, bias=False, dtype=torch.float64)
+        self.head = cutefce.LinearCrossEntropyLoss(8, 20, dtype=torch.float64)
+
+    def forward(self, x: Tensor, y: Tensor, denominator: Tensor) -> Tensor:
+        """Return the loss of x (N, 8) against y (N,)."""
+        loss: Tensor = self.head(self.body(x), y, denominator)
+        return loss
+
+
+def gathered_head() -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
+    """Return how often the head's weight is gathered, and gradients with and without FSDP2."""
+    torch.manual_seed(0)
+    model, whole = Model(), Model()
+    whole.load_state_dict(model.state_dict())
+    fully_shard(model.head, mesh=mesh()["tp"], reshard_after_forward=False)
+    fully_shard(model, mesh=mesh()["tp"])
+    rank, x = mesh()["tp"].get_local_rank(), torch.randn(2, 6, 8, dtype=torch.float64)
+    y = torch.randint(20, (2, 6))
+    y[0, :4] = -100
+    count = (y != -100).sum()
+    gathers: list[int] = []
+    with CommDebugMode() as comm:
+        # the gradients are averaged over the ranks
+        model(x[rank], y[rank], count / 2).backward()
+    counts = comm.get_comm_counts()
+    gathers = [n for op, n in counts.items() if "allgather" in str(op) or "all_gather" in str(op)]
+    whole(x.flatten(0, 1), y.flatten(), count).backward()
+    got = {n: p.grad.full_tensor() for n, p in model.named_parameters()}  # type: ignore
+    want = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    return sum(gathers), got, want
+
+
+def test_fsdp_gathers_the_head_once_a_step(ranks: Ranks) -> None:
+    for gathers, got, want in ranks.run(4, gathered_head):
+        assert gathers == 2, "the head's weight and the body's, each once"
+        torch.testing.assert_close(got, want)
+
+
+def dying(when: str) -> None:
+    """Die on rank 1; on rank 0, go on."""
+    h, w = H.clone().requires_grad_(), W.split(5)[dist.get_rank()].clone().requires_grad_()
+    for step in range(3):
+        if dist.get_rank() == 1 and when == "forward" and step:
+            os._exit(1)
+        loss = cutefce.linear_cross_entropy(h, w, Y, group=group(2))
+        if dist.get_rank() == 1 and when == "backward" and step:
+            os._exit(1)
+        loss.backward()
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_that_dies_ends_the_others(when: str) -> None:
+    timeout_s = 3.0
+    with started(2, timeout_s) as two:
+        for pipe in two.pipes:
+            pipe.send((dying, (when,)))
+        with pytest.raises(EOFError):
+            two.pipes[1].recv()
+        begin = time.monotonic()
+        failed, text = two.pipes[0].recv()
+    assert failed and "RuntimeError" in text
+    assert time.monotonic() - begin < timeout_s + 2
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_opcheck(sequence_parallel: bool, ranks: Ranks) -> None:
+    ranks.run(2, checked, sequence_parallel)
+
+
+def checked(sequence_parallel: bool) -> None:
+    h = (H[:4] if sequence_parallel else H).clone().requires_grad_()
+    w = W.split((4, 6))[dist.get_rank()].clone().requires_grad_()
+    options: dict[str, Any] = {"group": group(2).group_name, "shards": [4, 6]}
+    options["sequence_parallel"] = sequence_parallel
+    for overload in ("default", "preset"):
+        if overload == "preset":
+            options["workspace"] = "min"
+        op = getattr(torch.ops.cutefce.loss, overload)
+        torch.library.opcheck(op, (h, w, Y), options)
