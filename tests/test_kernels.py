@@ -1,5 +1,6 @@
 """The kernels themselves: every configuration, sizes past 2³¹, repair, and who serves what."""
 
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from cutefce.cute_kernels.arch import ARCHS, Sm90, arch_for, arch_named
 from cutefce.cute_kernels.config import ProjectExpConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import cute_primitives, dispatch
-from cutefce.ops.cute_primitives import CutePrimitives
+from cutefce.ops.cute_primitives import CutePrimitives, Parts
 from cutefce.ops.primitives import Targets
 from tests.reference import Case, assert_as_accurate, evaluate, ours, random_case
 
@@ -254,6 +255,18 @@ def test_launches_pass_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) ->
     assert launched == ["TargetLogit", *["ProjectExp"] * 2, "Finish", *["ProjectExp"] * 2] + (
         ["Combine"] * 4
     )
+
+
+def test_parts_of_all_ranks_are_joined() -> None:
+    """From 2^-80 to 2^900: what no sum of float32 could hold."""
+    tiles = lookup(Problem(4, 64, 1500, "bfloat16", "cuda"))
+    steps = CutePrimitives(tiles, ARCHS[0], "bfloat16", CONFIGS[0], multiprocessors=132)
+    sums = torch.tensor([[0.0, 1.0], [-80.0, -80.0], [900.0, 2.0], [-torch.inf, -torch.inf]])
+    notes, other = torch.zeros(3, dtype=torch.int32), torch.arange(4.0)
+    joined = steps.join(Parts(sums, notes), lambda total: torch.stack([total, other]))
+    want = torch.tensor([math.log2(3), -79, 900, -torch.inf])
+    torch.testing.assert_close(joined.sums, torch.stack([want, other], 1))
+    assert joined.sums.is_contiguous() and joined.notes is notes
 
 
 def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -24,9 +24,13 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.debug import CommDebugMode
 
 import cutefce
+from bench.measure import peak_bytes
+from cutefce import autotune_cache
+from cutefce.cute_kernels.problem import TileConfig
+from cutefce.ops import call as call_module
 from cutefce.ops import parallel
 from tests.ranks import Ranks, group, started
-from tests.reference import random_case
+from tests.reference import assert_as_accurate, ours, random_case
 
 H, W, Y = torch.randn(8, 8), torch.randn(10, 8), torch.tensor([0, 1, 2, 9, 4, 5, -100, 7])
 
@@ -381,3 +385,59 @@ def checked(sequence_parallel: bool) -> None:
             options["workspace"] = "min"
         op = getattr(torch.ops.cutefce.loss, overload)
         torch.library.opcheck(op, (h, w, Y), options)
+
+
+def peak(
+    sequence_parallel: bool, workspace: str, dtype: torch.dtype, reduction: str
+) -> tuple[int, int]:
+    """Return the predicted and the measured workspace of a step."""
+    case = random_case(512, 256, 8002, dtype=dtype, seed=dist.get_rank())
+    h = (case.h[:256] if sequence_parallel else case.h).requires_grad_()
+    w, y = case.w[:4001].requires_grad_(), random_case(512, 8, 8002).y
+    options: dict[str, Any] = {"reduction": reduction, "workspace": workspace}
+    options["sequence_parallel"] = sequence_parallel
+
+    def step() -> None:
+        loss = cutefce.linear_cross_entropy(h, w, y, group=group(2), **options)
+        torch.autograd.grad(loss.sum(), (h, w))
+
+    with pytest.MonkeyPatch.context() as patch:
+        tiles = TileConfig(window=1024, tile=1024, rows=512, piece=1024)
+        patch.setitem(autotune_cache.DEFAULTS, "cpu", tiles)
+        call_module._cached_plan.cache_clear()
+        step()
+        plan = cutefce.plan(h, w, group=group(2).group_name, **options)
+        gradient_bytes = sum(x.numel() * x.element_size() for x in (h, w))
+        measured = peak_bytes(step, "cpu") - gradient_bytes
+        call_module._cached_plan.cache_clear()
+    return plan.workspace_bytes, measured
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("workspace", ["max", "min"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_peak_is_predicted(
+    sequence_parallel: bool, workspace: str, dtype: torch.dtype, reduction: str, ranks: Ranks
+) -> None:
+    arguments = sequence_parallel, workspace, dtype, reduction
+    for predicted, measured in ranks.run(2, peak, *arguments):
+        assert abs(predicted - measured) <= 0.1 * measured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workspace", ["max", "min", 2 << 20])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_one_rank_on_a_gpu(
+    dtype: torch.dtype, sequence_parallel: bool, workspace: int | str, tmp_path: Any
+) -> None:
+    """The steps between the kernels, on the smallest group that there is."""
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("nccl", init_method=store, rank=0, world_size=1)
+    try:
+        case = random_case(300, 64, 3000, dtype=dtype, device="cuda")
+        sharing: Any = {"group": dist.group.WORLD, "sequence_parallel": sequence_parallel}
+        assert_as_accurate(ours(case, workspace=workspace, **sharing), case)
+    finally:
+        dist.destroy_process_group()
