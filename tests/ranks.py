@@ -1,5 +1,6 @@
 """A few processes that run functions together, as the ranks of gloo groups on the CPU."""
 
+import functools
 import os
 import tempfile
 import traceback
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cutefce import autotune_cache
 from tests.conftest import SMALL_TILES
@@ -26,6 +28,12 @@ def group(ranks: int) -> dist.ProcessGroup:
     found = _groups[ranks]
     assert found is not None
     return found
+
+
+@functools.cache
+def mesh() -> DeviceMesh:
+    """Return four ranks as two replicas, "dp", of two parts, "tp"."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 _groups: dict[int, dist.ProcessGroup | None] = {}

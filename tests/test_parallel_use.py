@@ -1,6 +1,5 @@
 """How ranks are told to share a loss, what wrong use raises on all of them, and what it costs."""
 
-import functools
 import os
 import re
 import time
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
@@ -29,7 +27,7 @@ from cutefce import autotune_cache
 from cutefce.cute_kernels.problem import TileConfig
 from cutefce.ops import call as call_module
 from cutefce.ops import parallel
-from tests.ranks import Ranks, group, started
+from tests.ranks import Ranks, group, mesh, started
 from tests.reference import assert_as_accurate, ours, random_case
 
 H, W, Y = torch.randn(8, 8), torch.randn(10, 8), torch.tensor([0, 1, 2, 9, 4, 5, -100, 7])
@@ -95,12 +93,6 @@ def test_ranks_that_differ_all_raise(
             assert re.search(message, text), text
         good = ranks.run(2, call, {}, {})
         assert torch.equal(good[0], good[1])
-
-
-@functools.cache
-def mesh() -> DeviceMesh:
-    """Return four ranks as two replicas, "dp", of two parts, "tp"."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def misuse(given: dict[str, Any]) -> str:
