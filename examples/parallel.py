@@ -99,10 +99,8 @@ def mean_over_ranks(values: list[float], mesh: DeviceMesh) -> list[float]:
 
 def train(mode: str, corpus: Corpus, sizes: Sizes, mesh: DeviceMesh) -> tuple[list[float], float]:
     """Return the loss of every step and the validation loss; rank 0 prints the progress."""
-    training, device = (
-        make_training(mode, corpus.vocab, sizes, mesh),
-        torch.device(mesh.device_type),
-    )
+    training = make_training(mode, corpus.vocab, sizes, mesh)
+    device = torch.device(mesh.device_type)
     for batch in sample_batches(corpus.train, sizes, sizes.steps, device):
         training.step(own_part(mode, batch, mesh))
         step = len(training.losses)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutefce import autotune_cache
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops import parallel, planner
+from cutefce.ops import agreement, planner
 from cutefce.ops.checks import check_call, check_denominator
 from cutefce.ops.dispatch import problem_of
 
@@ -58,11 +58,11 @@ def loss(
             such a row's loss and the gradients that it takes part in are NaN.
     """
     h, w = _autocast(h, w)
-    ranks = parallel.ranks(group, shards, sequence_parallel)
-    with parallel.reporting(group):
+    ranks = agreement.ranks(group, shards, sequence_parallel)
+    with agreement.reporting(group):
         check_call(h, w, y, reduction, ranks if sequence_parallel else 1)
         check_denominator(denominator, h, reduction)
-        parallel.check_shards(group, shards, w)
+        agreement.check_shards(group, shards, w)
         budget = planner.budget_bytes(workspace)
     rows = h.reshape(-1, h.shape[-1])
     inputs, sharing = (rows, w, y.reshape(-1)), (denominator, group, shards, sequence_parallel)
@@ -145,7 +145,7 @@ def _plan(
 ) -> planner.Plan:
     """Plan the part of this rank; anew where sizes are symbols of a graph compiler."""
     if group is not None:
-        ranks = parallel.ranks(group, shards, sequence_parallel)
+        ranks = agreement.ranks(group, shards, sequence_parallel)
         problem = dataclasses.replace(
             problem,
             tokens=problem.tokens * ranks if sequence_parallel else problem.tokens,

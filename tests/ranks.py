@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from cutefce import autotune_cache
 from tests.conftest import SMALL_TILES
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 """What a group waits for a rank, and a test for a result."""
 
 
