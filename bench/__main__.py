@@ -4,7 +4,7 @@ import dataclasses
 import json
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -18,9 +18,16 @@ from rich.table import Table
 import cutefce
 from bench import forward as forward_bench
 from bench import host as host_bench
+from bench import parallel as parallel_bench
 from bench import step as step_bench
 
 RESULTS = Path(__file__).parent / "results"
+
+
+SHARED_SHAPES = {
+    "cpu": step_bench.Shape(tokens=512, hidden=256, vocab=8192, dtype="float32"),
+    "cuda": step_bench.Shape(tokens=32768, hidden=4096, vocab=262144, dtype="bfloat16"),
+}
 
 
 @click.group()
@@ -31,22 +38,47 @@ def main(context: click.Context, output: Path) -> None:
     context.obj = output
 
 
+def shape_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that a `Shape` is made of."""
+    for name, kind, text in (
+        ("--dtype", str, "bfloat16, float16, float32 or float64"),
+        ("--vocab", int, "V"),
+        ("--hidden", int, "D"),
+        ("--tokens", int, "N"),
+    ):
+        command = click.option(name, type=kind, help=text)(command)
+    return command
+
+
 @main.command()
-@click.option("--tokens", type=int, help="N")
-@click.option("--hidden", type=int, help="D")
-@click.option("--vocab", type=int, help="V")
-@click.option("--dtype", help="bfloat16, float16, float32 or float64")
+@shape_options
 @click.option("--repeats", type=int, default=7, help="Timed rounds.")
 @click.pass_obj
 def step(output: Path, /, repeats: int, **sizes: Any) -> None:
     """Forward and backward, against the plain products and two stages."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    given = {name: value for name, value in sizes.items() if value}
     shapes, name = step_bench.DEFAULT_SHAPES[device], "step"
-    if given:
-        shape = dataclasses.replace(shapes[0], **given)
-        shapes, name = (shape,), f"step_{shape.tokens}x{shape.hidden}x{shape.vocab}_{shape.dtype}"
+    if any(sizes.values()):
+        shapes = (_shape(shapes[0], sizes),)
+        name = f"step_{_slug(shapes[0])}"
     _finish(output, name, [row for s in shapes for row in step_bench.run(s, device, repeats)])
+
+
+@main.command()
+@shape_options
+@click.option("--repeats", type=int, default=20, help="Timed rounds.")
+@click.option("--workspace", help='Bytes, "min" or "max".')
+@click.pass_obj
+def parallel(output: Path, /, repeats: int, workspace: str | None, **sizes: Any) -> None:
+    """A step that ranks share, against one device; run by torchrun."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = _shape(SHARED_SHAPES[device], sizes)
+    budget = int(workspace) if workspace and workspace.isdigit() else workspace
+    with parallel_bench.joined(device) as (rank, ranks):
+        rows = parallel_bench.run(shape, device, repeats, budget)
+        if rank == 0:
+            more = {"shape": dataclasses.asdict(shape), "workspace": budget}
+            _finish(output, f"parallel_{ranks}_ranks_{_slug(shape)}", rows, **more)
 
 
 @main.command()
@@ -75,7 +107,16 @@ def equivalence(output: Path, /, steps: int | None) -> None:
     _finish(output, "equivalence", equivalence_bench.run(steps))
 
 
-def _finish(folder: Path, name: str, rows: Iterable[Any]) -> None:
+def _shape(default: step_bench.Shape, sizes: dict[str, Any]) -> step_bench.Shape:
+    given = {name: value for name, value in sizes.items() if value}
+    return dataclasses.replace(default, **given)
+
+
+def _slug(shape: step_bench.Shape) -> str:
+    return f"{shape.tokens}x{shape.hidden}x{shape.vocab}_{shape.dtype}"
+
+
+def _finish(folder: Path, name: str, rows: Iterable[Any], **more: Any) -> None:
     """Print `rows`, which are dataclasses, and write them with what they were measured on."""
     records = [dataclasses.asdict(row) for row in rows]
     table = Table(*records[0])

@@ -103,6 +103,8 @@ class KernelSet:
     """The same of float32 sums."""
     finish_dx: Combine
     """s_i (x_i - S_i W_y)."""
+    finish_dx_part: Combine
+    """The same, not rounded: one rank's part of a sum."""
     grad_hidden: Gradient | None
     """Adds to dX's sums; None: a plain product does."""
     grad_weight: Gradient
@@ -136,6 +138,7 @@ def kernel_set(arch: Sm90, dtype: str, configs: Configs) -> KernelSet:
         scale_rows=combine(dtype, None, scaled=True, weighted=False),
         scale_sums=combine("float32", None, scaled=True, weighted=False),
         finish_dx=combine("float32", dtype, scaled=True, weighted=True),
+        finish_dx_part=Combine(arch.name, "float32", "float32", dtype, scaled=True, weighted=True),
         grad_hidden=hidden,
         grad_weight=weight(final=True),
         grad_weight_sums=weight(final=False),

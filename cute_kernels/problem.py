@@ -26,6 +26,10 @@ class Problem:
     grad_weight: bool = True
     arch: str | None = None
     """Architecture whose kernels compute it; None for the portable path."""
+    ranks: int = 1
+    """Ranks that hold a part of the vocabulary each, of which `vocab` is this one's."""
+    sequence_parallel: bool = False
+    """Whether a rank is given the hidden states of `tokens` / `ranks` rows alone."""
 
     @property
     def item_bytes(self) -> int:
@@ -40,7 +44,8 @@ class Problem:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that the caller asked for."""
-        rows = (self.tokens if self.grad_hidden else 0) + (self.vocab if self.grad_weight else 0)
+        tokens = self.tokens // self.ranks if self.sequence_parallel else self.tokens
+        rows = (tokens if self.grad_hidden else 0) + (self.vocab if self.grad_weight else 0)
         return rows * self.hidden * self.item_bytes
 
 

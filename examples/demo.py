@@ -30,6 +30,7 @@ from examples.training import (
     CPU,
     GPU,
     SEED,
+    VALIDATION_BATCHES,
     Batch,
     Training,
     Transformer,
@@ -37,7 +38,6 @@ from examples.training import (
     sample_batches,
 )
 
-VALIDATION_BATCHES = 8
 FINAL_STEPS = 10
 """Steps at the end whose mean is reported as the training loss."""
 

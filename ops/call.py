@@ -1,14 +1,16 @@
 """From a user's call to the operators that run it: check, plan, compose."""
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from cutefce import autotune_cache
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops import planner
-from cutefce.ops.checks import check_call
+from cutefce.ops import agreement, planner
+from cutefce.ops.checks import check_call, check_denominator
 from cutefce.ops.dispatch import problem_of
 
 
@@ -20,6 +22,10 @@ def loss(
     reduction: str = "mean",
     ignore_index: int = -100,
     workspace: int | str | None = None,
+    denominator: Tensor | None = None,
+    group: str | None = None,
+    shards: Sequence[int] | None = None,
+    sequence_parallel: bool = False,
 ) -> Tensor:
     """Cross entropy of softmax(h @ w.T) against y, as `torch.ops.cutefce.loss`.
 
@@ -33,26 +39,41 @@ def loss(
         workspace: peak memory in bytes, beyond inputs and gradients, that the call may take for
             speed; "min", "max", or None for `planner.DEFAULT`.  Below what the smallest plan
             takes, the smallest plan runs.
+        denominator: () what "mean" divides by instead; with 0 the loss is 0.
+        group: name of the process group over which the vocabulary is sharded: w is this rank's
+            (V_k, D), V the sum of all V_k.  Everything else is the same on every rank, targets
+            are global ids, and so are the loss and dX.
+        shards: V_k of every rank; None if they are equal.
+        sequence_parallel: h holds this rank's part of the tokens, an equal share of the first
+            dimension, in order of the ranks; y has all of them.  So has the loss; dX is this
+            part's.
 
     Returns:
         () or, with "none", (...): float32, or float64 for float64 inputs.
 
     Raises:
         TypeError, ValueError: naming the argument, what was got and what is expected.
+        RuntimeError: if another rank of the group fails, or makes no such call in time.
         IndexError: on a CPU, for a target outside [0, V).  On a GPU, which is not waited for,
             such a row's loss and the gradients that it takes part in are NaN.
     """
     h, w = _autocast(h, w)
-    check_call(h, w, y, reduction)
+    ranks = agreement.ranks(group, shards, sequence_parallel)
+    with agreement.reporting(group):
+        check_call(h, w, y, reduction, ranks if sequence_parallel else 1)
+        check_denominator(denominator, h, reduction)
+        agreement.check_shards(group, shards, w)
+        budget = planner.budget_bytes(workspace)
     rows = h.reshape(-1, h.shape[-1])
-    budget, inputs = planner.budget_bytes(workspace), (rows, w, y.reshape(-1))
+    inputs, sharing = (rows, w, y.reshape(-1)), (denominator, group, shards, sequence_parallel)
     grad = torch.is_grad_enabled()
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     result: Tensor
     if not (grad_hidden or grad_weight):
-        result = torch.ops.cutefce.forward(*inputs, reduction, ignore_index)
+        result = torch.ops.cutefce.forward(*inputs, reduction, ignore_index, *sharing)
     else:
-        plan = _plan(problem_of(rows, w, grad_hidden, grad_weight), budget, reduction != "none")
+        problem = problem_of(rows, w, grad_hidden, grad_weight)
+        plan = _plan(problem, budget, reduction != "none", group, shards, sequence_parallel)
         result = torch.ops.cutefce.project_loss(
             *inputs,
             reduction,
@@ -63,12 +84,20 @@ def loss(
             plan.window,
             plan.kept,
             plan.chunk,
+            *sharing,
         )[0]
     return result.reshape(y.shape) if reduction == "none" else result
 
 
 def plan(
-    h: Tensor, w: Tensor, *, reduction: str = "mean", workspace: int | str | None = None
+    h: Tensor,
+    w: Tensor,
+    *,
+    reduction: str = "mean",
+    workspace: int | str | None = None,
+    group: str | None = None,
+    shards: Sequence[int] | None = None,
+    sequence_parallel: bool = False,
 ) -> planner.Plan:
     """Return how `loss` would run with these arguments; print it to read it.
 
@@ -77,6 +106,9 @@ def plan(
         w: (V, D) weight.
         reduction: as for `loss`.
         workspace: as for `loss`.
+        group: as for `loss`.
+        shards: as for `loss`.
+        sequence_parallel: as for `loss`.
 
     Returns:
         Strategy, window, columns kept, and predicted memory (bytes) and time (seconds).
@@ -85,7 +117,8 @@ def plan(
     y = torch.empty(h.shape[:-1], dtype=torch.long, device=h.device)
     check_call(h, w, y, reduction)
     problem = problem_of(h.reshape(-1, h.shape[-1]), w, h.requires_grad, w.requires_grad)
-    return _plan(problem, planner.budget_bytes(workspace), reduction != "none")
+    budget, scalar = planner.budget_bytes(workspace), reduction != "none"
+    return _plan(problem, budget, scalar, group, shards, sequence_parallel)
 
 
 def _autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,16 +135,37 @@ def _autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return cast(h), cast(w)
 
 
-def _plan(problem: Problem, budget: int, scalar_upstream: bool) -> planner.Plan:
-    """Plan anew where sizes are symbols of a graph compiler, which cannot be cached."""
+def _plan(
+    problem: Problem,
+    budget: int,
+    scalar_upstream: bool,
+    group: str | None,
+    shards: Sequence[int] | None,
+    sequence_parallel: bool,
+) -> planner.Plan:
+    """Plan the part of this rank; anew where sizes are symbols of a graph compiler."""
+    if group is not None:
+        ranks = agreement.ranks(group, shards, sequence_parallel)
+        problem = dataclasses.replace(
+            problem,
+            tokens=problem.tokens * ranks if sequence_parallel else problem.tokens,
+            ranks=ranks,
+            sequence_parallel=sequence_parallel,
+        )
+    widest = max(shards) if shards else problem.vocab
     sizes = problem.tokens, problem.hidden, problem.vocab
     make = _cached_plan if all(type(size) is int for size in sizes) else _new_plan
-    return make(problem, budget, scalar_upstream)
+    return make(problem, budget, scalar_upstream, widest)
 
 
-def _new_plan(problem: Problem, budget: int, scalar_upstream: bool) -> planner.Plan:
-    config = autotune_cache.lookup(problem)
-    return planner.make_plan(problem, config, budget, scalar_upstream)
+def _new_plan(problem: Problem, budget: int, scalar_upstream: bool, widest: int) -> planner.Plan:
+    """Plan as for the `widest` shard: ranks whose shards differ must walk the same chunks."""
+    leading = dataclasses.replace(problem, vocab=widest)
+    config = autotune_cache.lookup(leading)
+    plan = planner.make_plan(leading, config, budget, scalar_upstream)
+    if widest == problem.vocab:
+        return plan
+    return planner.narrowed(plan, problem, autotune_cache.lookup(problem), budget)
 
 
 _cached_plan = functools.lru_cache(maxsize=1024)(_new_plan)

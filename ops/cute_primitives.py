@@ -6,6 +6,8 @@ again, relative to their new reference; it is launched always, and ends at once 
 noted, so that nothing waits for the GPU.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +82,10 @@ class CutePrimitives(TorchPrimitives):
         launch(h, w, reference, target, sums, exps, notes, 0, windows, self.clusters)
         return Parts(sums, notes)
 
+    def join(self, partial: Partial, gather: Callable[[Tensor], Tensor]) -> Partial:
+        total = torch.logsumexp(partial.sums * math.log(2), 1) / math.log(2)
+        return Parts(gather(total).t().contiguous(), partial.notes)
+
     def recompute_exp(
         self,
         h: Tensor,
@@ -100,9 +106,12 @@ class CutePrimitives(TorchPrimitives):
         self, partial: Partial, target_logit: Tensor, targets: Targets, reduction: str
     ) -> tuple[Stats, Tensor]:
         stats = Stats(target_logit.new_empty(4, target_logit.shape[0]))
-        reduced, mean = target_logit.new_empty(()), int(reduction == "mean")
+        reduced = target_logit.new_empty(())
+        mean = int(reduction == "mean" and targets.denominator is None)
         inputs, outputs = (partial.sums, target_logit, targets.index), (stats.rows, reduced.view(1))
         compiled(self.kernels.finish)(*inputs, *outputs, partial.notes, targets.ignore_index, mean)
+        if targets.denominator is not None:
+            reduced = reduced * targets.weight(reduction, reduced.dtype)
         return stats, stats.loss if reduction == "none" else reduced
 
     def settle(
@@ -115,7 +124,9 @@ class CutePrimitives(TorchPrimitives):
     def finish_dx(
         self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, stats: Stats, scale: Tensor
     ) -> None:
-        compiled(self.kernels.finish_dx)(out, sums, w, scale, -stats.sum, targets.address)
+        rounded = out.dtype == w.dtype
+        finish = self.kernels.finish_dx if rounded else self.kernels.finish_dx_part
+        compiled(finish)(out, sums, w, scale, -stats.sum, targets.address)
 
     def scale_rows(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         scaled = x.new_empty(x.shape, dtype=dtype)
@@ -134,7 +145,9 @@ class CutePrimitives(TorchPrimitives):
         self._launch(self.kernels.grad_weight_sums, exps.t(), scaled.t(), sums, None)
 
     def target_part(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetPart:
-        target, order = torch.sort(targets.address, stable=True)
+        # who has no target here comes last, in the list of none
+        here = targets.active & (targets.address == targets.index)
+        target, order = torch.where(here, targets.index, targets.vocab).sort(stable=True)
         entries = torch.arange(targets.vocab + 1, device=h.device)
         starts = torch.searchsorted(target, entries, out_int32=True)
         return TargetLists(order, starts, coefficient[order], h)

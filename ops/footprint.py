@@ -18,6 +18,9 @@ kept, and tiles of R rows and C columns, the larger parts are:
                                        the gradients, as the backward must not change them; or
                                        instead of these, with c·V·e for chunks of c tokens
 
+A rank that has a part of the tokens gathers them: N·D·e more.  Gradients in forward of a rank that
+has a part of the vocabulary keep dX's sums until the ranks' are added: N·D·a more.
+
 The kernels need no tile, since their logits stay in registers.  A CPU multiplies 16-bit operands
 by converting blocks of them; `_widened` counts those.
 Sizes may be symbolic integers of a graph compiler.
@@ -41,13 +44,14 @@ def row_block_bytes(device: str) -> int:
 def windows_bytes(p: Problem, config: TileConfig, kept: int) -> int:
     """Return the workspace of a "windows" plan that keeps `kept` columns, which may be padded."""
     saved = p.tokens * (kept * p.item_bytes + 4 * p.accumulator_bytes)
-    forward = saved + p.tokens * _partial_bytes(p, config)
+    forward = saved + p.tokens * _partial_bytes(p, config) + _gathered_bytes(p)
     forward += _step_bytes(p, config, p.tokens, stored=kept >= p.vocab)
     if not p.gradient_bytes:
         return forward
     window = min(config.window, p.vocab)
-    backward = saved + p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes)
-    step = max(_row_block_bytes(p, p.tokens), _widened(p, p.tokens, window, p.hidden))
+    backward = saved + p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
+    longest = max(window, min(kept, p.vocab))
+    step = max(_row_block_bytes(p, p.tokens), _widened(p, p.tokens, longest, p.hidden))
     if p.grad_hidden and _is_narrow(p):
         backward += p.tokens * p.hidden * p.accumulator_bytes
     if p.grad_weight:
@@ -74,7 +78,9 @@ def chunked_bytes(p: Problem, config: TileConfig, stored: int, chunk: int) -> in
     """Return the workspace of gradients in forward: `chunk` tokens' `stored` columns at a time."""
     saved = p.tokens * p.hidden * p.item_bytes if p.grad_hidden else 0
     saved += p.vocab * p.hidden * p.accumulator_bytes if p.grad_weight else 0
-    forward = p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes)
+    forward = p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
+    if p.grad_hidden and p.ranks > 1:
+        forward += p.tokens * p.hidden * p.accumulator_bytes
     forward += chunk * chunk_token_bytes(p, config, stored)
     step = _step_bytes(p, config, chunk, stored=True)
     forward += max(
@@ -91,6 +97,11 @@ def chunk_token_bytes(p: Problem, config: TileConfig, stored: int) -> int:
     if p.grad_weight:
         token_bytes += p.hidden * p.item_bytes
     return token_bytes
+
+
+def _gathered_bytes(p: Problem) -> int:
+    """Bytes of the hidden states of all tokens, where a rank is given a part of them."""
+    return p.tokens * p.hidden * p.item_bytes if p.sequence_parallel else 0
 
 
 def _partial_bytes(p: Problem, config: TileConfig) -> int:

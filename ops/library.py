@@ -1,7 +1,8 @@
 """The operators `torch.ops.cutefce.*`: schemas, kernels, fake kernels, autograd.
 
 `loss` is what users call (`ops/call.py`).  It composes inner operators, so that gradients,
-`torch.compile` and graph capture see tensors in and tensors out:
+`torch.compile` and graph capture see tensors in and tensors out; the ranks of a `group` exchange
+what `ops/parallel.py` says inside of them:
 
     forward            the loss, where no gradient is wanted
     project_loss       the forward of a step: loss, stats and what the backward needs of it
@@ -19,25 +20,31 @@ from torch import Tensor
 from cutefce.ops import strategies
 from cutefce.ops.call import loss
 from cutefce.ops.dispatch import primitives_for, problem_of
-from cutefce.ops.primitives import Stats, sum_dtype
+from cutefce.ops.parallel import Whole, shard_of
+from cutefce.ops.primitives import Primitives, Stats, Targets, sum_dtype
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
+SHARING = (
+    "Tensor? denominator=None, str? group=None, int[]? shards=None, bool sequence_parallel=False"
+)
 
 for overload, workspace in (("", "int? workspace=None"), (".preset", "str workspace")):
     LIBRARY.define(
         f"loss{overload}(Tensor h, Tensor w, Tensor y, *, str reduction='mean', "
-        f"int ignore_index=-100, {workspace}) -> Tensor"
+        f"int ignore_index=-100, {workspace}, {SHARING}) -> Tensor"
     )
-LIBRARY.define("forward(Tensor h, Tensor w, Tensor y, str reduction, int ignore_index) -> Tensor")
+LIBRARY.define(
+    f"forward(Tensor h, Tensor w, Tensor y, str reduction, int ignore_index, {SHARING}) -> Tensor"
+)
 LIBRARY.define(
     "project_loss(Tensor h, Tensor w, Tensor y, str reduction, int ignore_index, "
-    "bool grad_hidden, bool grad_weight, str strategy, SymInt window, SymInt kept, SymInt chunk) "
-    "-> (Tensor loss, Tensor stats, Tensor exps, Tensor dx, Tensor dw)"
+    "bool grad_hidden, bool grad_weight, str strategy, SymInt window, SymInt kept, SymInt chunk, "
+    f"{SHARING}) -> (Tensor loss, Tensor stats, Tensor exps, Tensor dx, Tensor dw)"
 )
 LIBRARY.define(
     "project_gradients(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, Tensor exps, "
-    "str reduction, int ignore_index, bool grad_hidden, bool grad_weight, SymInt window) "
-    "-> (Tensor dx, Tensor dw)"
+    "str reduction, int ignore_index, bool grad_hidden, bool grad_weight, SymInt window, "
+    f"{SHARING}) -> (Tensor dx, Tensor dw)"
 )
 LIBRARY.define(
     "scale_gradients(Tensor upstream, Tensor w, Tensor dx, Tensor dw_sums) "
@@ -72,12 +79,39 @@ def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def forward(h: Tensor, w: Tensor, y: Tensor, reduction: str, ignore_index: int) -> Tensor:
+def _prepare(
+    shard: Whole,
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    ignore_index: int,
+    denominator: Tensor | None,
+    grads: tuple[bool, bool],
+) -> tuple[Primitives, Tensor, Tensor, Targets]:
+    """Return primitives, h (N, D), w and targets as `strategies` takes them."""
+    h = shard.gather(h)
+    own = primitives_for(h, w, problem_of(h, w, *grads))
+    h, w = own.prepare(h, w)
+    targets = shard.locate(y.long(), w.shape[0], ignore_index, denominator)
+    return shard.primitives(own), h, w, targets
+
+
+def forward(
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    reduction: str,
+    ignore_index: int,
+    denominator: Tensor | None = None,
+    group: str | None = None,
+    shards: list[int] | None = None,
+    sequence_parallel: bool = False,
+) -> Tensor:
     """Return the reduced loss."""
-    primitives = primitives_for(h, w, problem_of(h, w, False, False))
-    h, w = primitives.prepare(h, w)
-    targets = strategies.locate(y.long(), w.shape[0], ignore_index)
-    return strategies.forward(primitives, h, w, targets, reduction)[0]
+    same = {"operator": "forward", "reduction": reduction, "ignore_index": ignore_index}
+    shard = shard_of(group, shards, sequence_parallel, h, w, **same)
+    inputs = _prepare(shard, h, w, y, ignore_index, denominator, (False, False))
+    return strategies.forward(*inputs, reduction)[0]
 
 
 def project_loss(
@@ -92,33 +126,34 @@ def project_loss(
     window: int,
     kept: int,
     chunk: int,
+    denominator: Tensor | None = None,
+    group: str | None = None,
+    shards: list[int] | None = None,
+    sequence_parallel: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the reduced loss, stats (4, N), exponentials (N, kept), dX and dW's sums.
 
     Of the last four, those that the strategy and the flags do not ask for are empty.
     """
-    primitives = primitives_for(h, w, problem_of(h, w, grad_hidden, grad_weight))
-    h, w = primitives.prepare(h, w)
-    targets = strategies.locate(y.long(), w.shape[0], ignore_index)
+    same = {"operator": "project_loss", "reduction": reduction, "ignore_index": ignore_index}
+    plan = {"dX is wanted": grad_hidden, "strategy": strategy, "tokens of a chunk": chunk}
+    shard = shard_of(group, shards, sequence_parallel, h, w, **same, **plan)
+    grads = grad_hidden, grad_weight
+    inputs = _, h, w, targets = _prepare(shard, h, w, y, ignore_index, denominator, grads)
     dx = dw = None
     if strategy == "gradients_in_forward":
         weight = targets.weight(reduction, sum_dtype(h.dtype))
-        losses, dx, dw = strategies.gradients_in_forward(
-            primitives, h, w, targets, weight, kept, chunk, grad_hidden, grad_weight
-        )
+        losses, dx, dw = strategies.gradients_in_forward(*inputs, weight, kept, chunk, *grads)
         loss = targets.reduce(losses, reduction)
         stats, exps = losses.new_empty(4, 0), h.new_empty(0, kept)
     else:
         exps = h.new_empty(h.shape[0], kept)
-        loss, saved = strategies.forward(
-            primitives, h, w, targets, reduction, exps if kept else None
-        )
+        loss, saved = strategies.forward(*inputs, reduction, exps if kept else None)
         stats = saved.rows
         loss = loss.clone() if reduction == "none" else loss  # not a view of another result
-    dx = h.new_empty(0, h.shape[1]) if dx is None else dx
     if dw is None:
         dw = w.new_empty(0, w.shape[1], dtype=sum_dtype(w.dtype))
-    return loss, stats, exps, dx, dw
+    return loss, stats, exps, *_gradients(shard, h, w, dx, dw)
 
 
 def project_gradients(
@@ -133,25 +168,26 @@ def project_gradients(
     grad_hidden: bool,
     grad_weight: bool,
     window: int,
+    denominator: Tensor | None = None,
+    group: str | None = None,
+    shards: list[int] | None = None,
+    sequence_parallel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return dX (N, D) and dW (V, D) of a "windows" plan, without rows if not asked for."""
-    primitives = primitives_for(h, w, problem_of(h, w, grad_hidden, grad_weight))
-    h, w = primitives.prepare(h, w)
-    targets = strategies.locate(y.long(), w.shape[0], ignore_index)
-    dx, dw = strategies.backward(
-        primitives,
-        h,
-        w,
-        targets,
-        Stats(stats),
-        exps,
-        upstream * targets.weight(reduction, sum_dtype(h.dtype)),
-        window,
-        grad_hidden,
-        grad_weight,
-    )
+    shard = shard_of(group, shards, sequence_parallel, h, w, operator="project_gradients")
+    grads = grad_hidden, grad_weight
+    inputs = _, h, w, targets = _prepare(shard, h, w, y, ignore_index, denominator, grads)
+    upstream = upstream * targets.weight(reduction, sum_dtype(h.dtype))
+    dx, dw = strategies.backward(*inputs, Stats(stats), exps, upstream, window, *grads)
+    return _gradients(shard, h, w, dx, dw)
+
+
+def _gradients(
+    shard: Whole, h: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return what the operators do: dX of the tokens that are here and dW, empty if not there."""
     return (
-        h.new_empty(0, h.shape[1]) if dx is None else dx,
+        h.new_empty(0, h.shape[1]) if dx is None else shard.finish_dx(dx, h.dtype),
         w.new_empty(0, w.shape[1]) if dw is None else dw,
     )
 
@@ -169,25 +205,47 @@ def scale_gradients(
     return scaled(dx), scaled(dw_sums)
 
 
-def _fake_forward(h: Tensor, w: Tensor, y: Tensor, reduction: str, ignore_index: int) -> Tensor:
+def _fake_forward(h: Tensor, w: Tensor, y: Tensor, reduction: str, *_: Any) -> Tensor:
     return h.new_empty(y.shape if reduction == "none" else (), dtype=sum_dtype(h.dtype))
 
 
-def _fake_loss(h: Tensor, w: Tensor, y: Tensor, reduction: str, *rest: Any) -> tuple[Tensor, ...]:
-    _, grad_hidden, grad_weight, strategy, _, kept, _ = rest
-    tokens, chunked = h.shape[0], strategy == "gradients_in_forward"
+def _fake_loss(
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    reduction: str,
+    ignore_index: int,
+    grad_hidden: bool,
+    grad_weight: bool,
+    strategy: str,
+    window: int,
+    kept: int,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    tokens, chunked = y.shape[0], strategy == "gradients_in_forward"
     dtype = sum_dtype(h.dtype)
     return (
         h.new_empty((tokens,) if reduction == "none" else (), dtype=dtype),
         h.new_empty((4, 0 if chunked else tokens), dtype=dtype),
         h.new_empty((0 if chunked else tokens, kept)),
-        h.new_empty((tokens if chunked and grad_hidden else 0, h.shape[1])),
+        h.new_empty((h.shape[0] if chunked and grad_hidden else 0, h.shape[1])),
         w.new_empty((w.shape[0] if chunked and grad_weight else 0, w.shape[1]), dtype=dtype),
     )
 
 
-def _fake_gradients(upstream: Tensor, h: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, grad_hidden, grad_weight, _ = rest
+def _fake_gradients(
+    upstream: Tensor,
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    stats: Tensor,
+    exps: Tensor,
+    reduction: str,
+    ignore_index: int,
+    grad_hidden: bool,
+    grad_weight: bool,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
     return (
         h.new_empty((h.shape[0] if grad_hidden else 0, h.shape[1])),
         w.new_empty((w.shape[0] if grad_weight else 0, w.shape[1])),
@@ -199,12 +257,14 @@ def _fake_scaled(upstream: Tensor, w: Tensor, dx: Tensor, dw_sums: Tensor) -> tu
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    h, w, y, reduction, ignore_index, grad_hidden, grad_weight, strategy, window, *_ = inputs
+    h, w, y, *options, strategy, window, _, _ = inputs[:11]
+    denominator, *sharing = inputs[11:]
     _, stats, exps, dx, dw = output
     ctx.set_materialize_grads(False)
-    ctx.chunked = strategy == "gradients_in_forward"
-    ctx.options = reduction, ignore_index, grad_hidden, grad_weight, window
-    ctx.save_for_backward(*((w, dx, dw) if ctx.chunked else (h, w, y, stats, exps)))
+    ctx.chunked, ctx.inputs = strategy == "gradients_in_forward", len(inputs)
+    ctx.options, ctx.sharing = (*options, window), sharing
+    saved = (w, dx, dw) if ctx.chunked else (h, w, y, stats, exps, denominator)
+    ctx.save_for_backward(*saved)
 
 
 def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -214,8 +274,11 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Ten
     elif ctx.chunked:
         dx, dw = torch.ops.cutefce.scale_gradients(upstream, *ctx.saved_tensors)
     else:
-        dx, dw = torch.ops.cutefce.project_gradients(upstream, *ctx.saved_tensors, *ctx.options)
-    return dx if grad_hidden else None, dw if grad_weight else None, *[None] * 9
+        *saved, denominator = ctx.saved_tensors
+        arguments = upstream, *saved, *ctx.options, denominator, *ctx.sharing
+        dx, dw = torch.ops.cutefce.project_gradients(*arguments)
+    gradients = dx if grad_hidden else None, dw if grad_weight else None
+    return *gradients, *[None] * (ctx.inputs - 2)
 
 
 def _no_second_derivative(ctx: Any, *_: Any) -> None:

@@ -9,6 +9,7 @@ K columns kept and G gradients wanted (0 to 2), the model of time is
                            and the gradients once more in the backward
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 from cutefce.cute_kernels.problem import Problem, TileConfig
@@ -86,6 +87,21 @@ def make_plan(problem: Problem, config: TileConfig, budget: int, scalar_upstream
     if affordable:
         return min(affordable, key=lambda c: c.seconds)
     return min(candidates, key=lambda c: c.workspace_bytes)
+
+
+def narrowed(plan: Plan, p: Problem, config: TileConfig, budget: int) -> Plan:
+    """Return `plan`, which was made for a wider vocabulary, for `p`; chunks stay as they are."""
+    if plan.strategy == "windows":
+        return _windows(p, config, budget)
+    stored = _all_columns(p, config)
+    return dataclasses.replace(
+        plan,
+        vocab=p.vocab,
+        window=config.window,
+        kept=stored,
+        workspace_bytes=chunked_bytes(p, config, stored, plan.chunk),
+        seconds=_chunked_seconds(p, plan.chunk),
+    )
 
 
 def _windows(p: Problem, config: TileConfig, budget: int) -> Plan:

@@ -12,6 +12,7 @@ In the shapes below N is tokens, D hidden, V vocab.  The dtype of sums is float3
 for float64 inputs; exponentials and gradients have the dtype of the inputs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -28,11 +29,15 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 class Targets:
     """The targets of N rows, and which of them count; what is not asked for is not computed."""
 
-    def __init__(self, index: Tensor, vocab: int, ignore_index: int) -> None:
+    def __init__(
+        self, index: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None = None
+    ) -> None:
         self.index = index
         """(N,) int64 as given: may hold ignored and out-of-range values."""
         self.vocab = vocab
         self.ignore_index = ignore_index
+        self.denominator = denominator
+        """() what "mean" divides by; None for the number of active rows."""
 
     @cached_property
     def active(self) -> Tensor:
@@ -46,6 +51,9 @@ class Targets:
 
     def weight(self, reduction: str, dtype: torch.dtype) -> Tensor:
         """Return () what each active row's loss counts for in the reduced loss."""
+        if reduction == "mean" and self.denominator is not None:
+            share = self.denominator.to(dtype).reciprocal()
+            return torch.where(self.denominator == 0, 0, share)
         if reduction == "mean":
             return self.active.sum().clamp(min=1).to(dtype).reciprocal()
         return torch.ones((), dtype=dtype, device=self.index.device)
@@ -58,7 +66,7 @@ class Targets:
 
     def rows(self, rows: slice) -> "Targets":
         """Return the targets of some rows."""
-        return Targets(self.index[rows], self.vocab, self.ignore_index)
+        return Targets(self.index[rows], self.vocab, self.ignore_index, self.denominator)
 
 
 Partial = Any
@@ -84,7 +92,7 @@ class Stats:
 
     @property
     def sum(self) -> Tensor:
-        """(N,) S, the exponentials of all columns but the target's."""
+        """(N,) S, the exponentials of all columns but the target's; 0 where another rank has it."""
         return self.rows[1]
 
     @property
@@ -120,6 +128,13 @@ class Primitives(Protocol):
         """
         ...
 
+    def join(self, partial: Partial, gather: Callable[[Tensor], Tensor]) -> Partial:
+        """Return the row sums of all shards of the vocabulary, for `finish`.
+
+        `gather` maps a tensor (...) to those of all ranks (R, ...).
+        """
+        ...
+
     def recompute_exp(
         self,
         h: Tensor,
@@ -150,6 +165,10 @@ class Primitives(Protocol):
 
     def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor) -> None:
         """Add `exps`ᵀ (K, N) @ `scaled` (N, D) to `sums` (K, D), which has the dtype of sums."""
+        ...
+
+    def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of dX as `finish_dx` writes it, for inputs of `dtype`."""
         ...
 
     def finish_dx(

@@ -25,9 +25,9 @@ def windows(vocab: int, kept: int, window: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + window, vocab)
 
 
-def locate(y: Tensor, vocab: int, ignore_index: int) -> Targets:
+def locate(y: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None = None) -> Targets:
     """Tell which targets count, and where; raise for one outside [0, V), unless it is on a GPU."""
-    targets = Targets(y.contiguous(), vocab, ignore_index)
+    targets = Targets(y.contiguous(), vocab, ignore_index, denominator)
     if y.device.type == "cpu":
         wrong = targets.active & (targets.address != y)
         if bool(wrong.any()):
@@ -97,7 +97,8 @@ def backward(
             primitives.finish_dw(dw[first:last], e, scaled, part, first, unit)
     if dx_sums is None:
         return None, dw
-    dx = dx_sums if dx_sums.dtype == h.dtype else h.new_empty(h.shape)
+    dtype = primitives.dx_dtype(h.dtype)
+    dx = dx_sums if dx_sums.dtype == dtype else h.new_empty(h.shape)
     primitives.finish_dx(dx, dx_sums, w, targets, stats, scale)
     return dx, dw
 
@@ -119,7 +120,7 @@ def gradients_in_forward(
     """
     (vocab, hidden), tokens = w.shape, h.shape[0]
     losses, coefficient = weight.new_empty(2, tokens)
-    dx = h.new_empty(h.shape) if grad_hidden else None
+    dx = h.new_empty(h.shape, dtype=primitives.dx_dtype(h.dtype)) if grad_hidden else None
     dw_sums = weight.new_zeros(vocab, hidden) if grad_weight else None
     buffer = h.new_empty(min(chunk, tokens), stored)
     for start in range(0, tokens, chunk):

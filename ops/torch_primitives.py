@@ -65,6 +65,12 @@ class TorchPrimitives:
             self._walk_tiles(h, w, (kept, vocab), reference, target, None, rest)
         return pieces
 
+    def join(self, partial: Partial, gather: Callable[[Tensor], Tensor]) -> Partial:
+        references = partial.references.amax(1)
+        sums = (partial.sums * _exp_difference(partial.references, references[:, None])).sum(1)
+        shards = gather(torch.stack([sums, references]))
+        return Pieces(shards[:, 0].t(), shards[:, 1].t())
+
     def recompute_exp(
         self,
         h: Tensor,
@@ -142,6 +148,9 @@ class TorchPrimitives:
 
     def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor) -> None:
         multiply(sums, exps.t(), scaled, add=True)
+
+    def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
 
     def finish_dx(
         self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, stats: Stats, scale: Tensor

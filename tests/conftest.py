@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ import torch
 from cutefce import autotune_cache
 from cutefce.cute_kernels.problem import TileConfig
 from cutefce.ops import call
+
+if TYPE_CHECKING:
+    from tests.ranks import Ranks
 
 SMALL_TILES = TileConfig(window=64, tile=32, rows=32, piece=16)
 """Many windows, tiles, row blocks and pieces at sizes that a test can afford."""
@@ -40,3 +44,11 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[TileConfig]:
     call._cached_plan.cache_clear()
     yield SMALL_TILES
     call._cached_plan.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator["Ranks"]:
+    from tests.ranks import started
+
+    with started(4) as processes:
+        yield processes

@@ -27,6 +27,19 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown reduction": ({"reduction": "avg"}, ValueError, r"reduction: got 'avg', expected"),
     "unknown workspace": ({"workspace": "huge"}, ValueError, r"workspace: got 'huge', expected"),
     "negative workspace": ({"workspace": -1}, ValueError, r"workspace: got -1, expected"),
+    "denominator without a mean": (
+        {"denominator": torch.tensor(2.0), "reduction": "sum"},
+        ValueError,
+        'denominator: got one with reduction=.sum., expected "mean"',
+    ),
+    "denominators": ({"denominator": torch.ones(4)}, ValueError, r"denominator: got shape \(4,\)"),
+    "shards without a group": ({"shards": [5, 5]}, ValueError, "shards: got .* without a group"),
+    "sequence parallelism without a group": (
+        {"sequence_parallel": True},
+        ValueError,
+        "sequence_parallel: got True without a group",
+    ),
+    "an unknown group": ({"group": "nobody"}, ValueError, "group: got 'nobody', expected"),
     "target too large": ({"y": Y + 8}, IndexError, r"y: got target 10, expected 0 <= target < 10"),
     "target negative": ({"y": Y - 1}, IndexError, r"y: got target -1, .*ignore_index=-100"),
 }

@@ -1,6 +1,7 @@
 """The kernels themselves: every configuration, sizes past 2³¹, repair, and who serves what."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from cutefce.cute_kernels.arch import ARCHS, Sm90, arch_for, arch_named
 from cutefce.cute_kernels.config import Configs, ProjectExpConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import cute_primitives, dispatch
-from cutefce.ops.cute_primitives import CutePrimitives
+from cutefce.ops.cute_primitives import CutePrimitives, Parts
 from cutefce.ops.primitives import Targets
 from tests.reference import Case, assert_as_accurate, evaluate, ours, random_case
 
@@ -251,7 +252,8 @@ def test_launches_pass_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) ->
     stats, _ = steps.finish(partial, logit, targets, "mean")
     steps.settle(exps, case.h, case.w, case.y, partial, stats)
     steps.recompute_exp(case.h, case.w, (0, 1024), logit, case.y, exps)
-    steps.finish_dx(torch.empty_like(case.h), case.h.float(), case.w, targets, stats, logit)
+    for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX
+        steps.finish_dx(out, case.h.float(), case.w, targets, stats, logit)
     scaled = steps.scale_rows(case.h, logit, torch.bfloat16)
     steps.add_grad_hidden(case.h.float(), exps[:, :1500], case.w)
     part, sums = steps.target_part(case.h, logit, targets), case.w.float()
@@ -259,8 +261,21 @@ def test_launches_pass_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) ->
     steps.add_grad_weight(sums, exps[:, :1500], scaled)
     steps.add_target_part(sums, part)
     steps.scale_rows(sums, torch.ones(1500), torch.bfloat16)
-    names = "TargetLogit ProjectExp ProjectExp Finish ProjectExp ProjectExp Combine Combine"
-    assert launched == [*names.split(), *["Gradient"] * 3, "AddTargets", "Combine"]
+    names = "TargetLogit ProjectExp ProjectExp Finish ProjectExp ProjectExp"
+    combined = [*["Combine"] * 3, *["Gradient"] * 3, "AddTargets", "Combine"]
+    assert launched == [*names.split(), *combined]
+
+
+def test_parts_of_all_ranks_are_joined() -> None:
+    """From 2^-80 to 2^900: what no sum of float32 could hold."""
+    tiles = lookup(Problem(4, 64, 1500, "bfloat16", "cuda"))
+    steps = CutePrimitives(tiles, ARCHS[0], "bfloat16", with_project_exp(CONFIGS[0]), 132)
+    sums = torch.tensor([[0.0, 1.0], [-80.0, -80.0], [900.0, 2.0], [-torch.inf, -torch.inf]])
+    notes, other = torch.zeros(3, dtype=torch.int32), torch.arange(4.0)
+    joined = steps.join(Parts(sums, notes), lambda total: torch.stack([total, other]))
+    want = torch.tensor([math.log2(3), -79, 900, -torch.inf])
+    torch.testing.assert_close(joined.sums, torch.stack([want, other], 1))
+    assert joined.sums.is_contiguous() and joined.notes is notes
 
 
 def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 import cutefce
 from cutefce.cute_kernels.problem import TileConfig
 from cutefce.ops import call
-from tests.reference import Case, assert_as_accurate, ours, random_case
+from tests.reference import Case, Result, assert_as_accurate, ours, random_case
 
 WORKSPACES = ["max", "min", 1 << 20, None]
 
@@ -169,6 +169,39 @@ def test_runs_are_bitwise_equal(device: str) -> None:
     first, second = ours(case), ours(case)
     for name in ("loss", "dx", "dw"):
         assert torch.equal(getattr(first, name), getattr(second, name)), name
+
+
+@pytest.mark.parametrize("workspace", WORKSPACES)
+@pytest.mark.parametrize("kind", ["tensor", "integers", "number"])
+def test_denominator(
+    kind: str, workspace: int | str | None, small_tiles: TileConfig, device: str
+) -> None:
+    case = random_case(60, 16, 333, dtype=torch.bfloat16, device=device)
+    other = copy.deepcopy(case)
+    other.upstream.fill_(1 / 12)
+    h, w = leaves(case)
+    given: Any = {
+        "tensor": torch.tensor(12.0, device=device),
+        "integers": torch.tensor(12, device=device),
+        "number": 12,
+    }[kind]
+    loss = cutefce.linear_cross_entropy(h, w, case.y, denominator=given, workspace=workspace)
+    total = cutefce.linear_cross_entropy(h, w, case.y, reduction="sum")
+    torch.testing.assert_close(loss, total / 12)
+    dx, dw = torch.autograd.grad(loss, (h, w))
+    got = Result(loss.detach(), dx, dw)
+    # a gradient that is rounded before it is divided would be too far off
+    assert_as_accurate(got, other, ("dx", "dw"))
+
+
+@pytest.mark.parametrize("workspace", ["max", "min"])
+def test_a_denominator_of_nothing(workspace: str, device: str) -> None:
+    case = random_case(6, 8, 50, device=device)
+    case.y.fill_(-100)
+    h, w = leaves(case)
+    loss = cutefce.linear_cross_entropy(h, w, case.y, denominator=0, workspace=workspace)
+    dx, dw = torch.autograd.grad(loss, (h, w))
+    assert not loss.any() and not dx.any() and not dw.any()
 
 
 @pytest.mark.parametrize("workspace", WORKSPACES)

@@ -1,0 +1,194 @@
+"""Model parallelism: a call whose vocabulary is sharded over a group of ranks.
+
+Rank k of a group of R holds the rows [f_k, f_k + V_k) of the weight, the V_k being any numbers;
+targets are global ids, the same on every rank.  The steps of `ops.primitives` run on each shard,
+and what they need of the others is exchanged in between:
+
+    h        under sequence parallelism: all-gather of the tokens, in the forward and again in
+             the backward, so that nobody keeps all of them
+    r_i      one rank has it: all-reduce of (N,), and of how many ranks have it, which is 1
+    S_i      all-gather of each shard's sum with its reference, (2, N).  A row that lies far above
+             its target may do so on one rank alone; all ranks join the same R pairs in the same
+             order, so that ρ, S, T and the loss have the same bits everywhere
+    dX       sum in the dtype of sums, rounded once afterwards: all-reduce, or reduce-scatter under
+             sequence parallelism.  Sums of rounded parts would miss the accuracy of one device
+    dW       nothing: rows belong to one rank.  The target's part belongs to the rank that has r_i
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from cutefce.ops import strategies
+from cutefce.ops.agreement import meet, resolve
+from cutefce.ops.primitives import Partial, Primitives, Stats, Targets, sum_dtype
+
+IGNORED = -(1 << 62)
+"""The local index of ignored targets; those of other ranks' targets lie outside [0, V_k), too."""
+
+
+class Whole:
+    """A call on one device: nothing is shared."""
+
+    def gather(self, h: Tensor) -> Tensor:
+        """Return the hidden states of all tokens (N, D)."""
+        return h
+
+    def locate(
+        self, y: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None
+    ) -> Targets:
+        """Return the targets y (N,) as rows of the weight (vocab, D) that is here."""
+        return strategies.locate(y, vocab, ignore_index, denominator)
+
+    def primitives(self, own: Primitives) -> Primitives:
+        """Return `own` with what others have to say."""
+        return own
+
+    def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return dX of the tokens that are here, of the part (N, D) that this rank found."""
+        return dx
+
+
+@dataclass(frozen=True)
+class Shard(Whole):
+    """One rank's part of a call."""
+
+    group: str
+    rank: int
+    vocab: tuple[int, ...]
+    """Rows of every rank's weight."""
+    sequence_parallel: bool
+
+    @property
+    def first(self) -> int:
+        """The global id of the first row here."""
+        return sum(self.vocab[: self.rank])
+
+    def gather(self, h: Tensor) -> Tensor:
+        """Return the hidden states of all tokens (N, D), of a shard (N / R, D) or of all."""
+        return self.all_gather(h).flatten(0, 1) if self.sequence_parallel else h
+
+    def locate(
+        self, y: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None
+    ) -> Targets:
+        """Number the targets y (N,) from the first row here; what is wrong is found later."""
+        index = torch.where(y == ignore_index, IGNORED, y - self.first)
+        return Targets(index, vocab, IGNORED, denominator)
+
+    def primitives(self, own: Primitives) -> Primitives:
+        """Return `own`, joined with the other shards' results."""
+        return cast(Primitives, ShardPrimitives(own, self))
+
+    def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
+        """Add the ranks' parts (N, D) and round: (N, D), or (N / R, D) if tokens are sharded."""
+        total = self.reduce_scatter(dx) if self.sequence_parallel else self.all_reduce_(dx)
+        return total.to(dtype)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return every rank's x (...) as (R, ...)."""
+        ops, ranks = torch.ops._c10d_functional, len(self.vocab)
+        rows = ops.all_gather_into_tensor(x.contiguous(), ranks, self.group)
+        return cast(Tensor, ops.wait_tensor(rows).view(ranks, *x.shape))
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """Replace x by its sum over the ranks."""
+        ops = torch.ops._c10d_functional
+        return cast(Tensor, ops.wait_tensor(ops.all_reduce_(x, "sum", self.group)))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return this rank's rows (N / R, ...) of the sum of x (N, ...) over the ranks."""
+        ops = torch.ops._c10d_functional
+        rows = ops.reduce_scatter_tensor(x, "sum", len(self.vocab), self.group)
+        return cast(Tensor, ops.wait_tensor(rows))
+
+
+class ShardPrimitives:
+    """`cutefce.ops.primitives.Primitives` of one shard: `own`, joined with the others' results."""
+
+    def __init__(self, own: Primitives, shard: Shard) -> None:
+        self.own, self.shard = own, shard
+
+    def __getattr__(self, name: str) -> Any:
+        """Leave every other step to `own`: it needs nothing of the other shards."""
+        return getattr(self.own, name)
+
+    def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of sums: dX is rounded after the ranks' parts are added."""
+        return sum_dtype(dtype)
+
+    def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
+        """Return r (N,): +inf for ignored rows, NaN for targets that no rank has, or several.
+
+        Raises:
+            IndexError: for such a target, on every rank; but not on a GPU, which is not waited for.
+        """
+        logit, elsewhere = self.own.target_logit(h, w, targets), _elsewhere(targets)
+        here = targets.active & ~elsewhere
+        found = torch.stack([torch.where(elsewhere, 0, logit), here.to(logit.dtype)])
+        logit, owners = self.shard.all_reduce_(found)
+        wrong = (owners != 1) & (logit != torch.inf)
+        if wrong.device.type == "cpu" and bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise IndexError(
+                f"y: got target {int(targets.index[row]) + self.shard.first}, which "
+                f"{int(owners[row])} ranks of the group own, expected 0 <= target < "
+                f"{sum(self.shard.vocab)} or ignore_index, and the same targets on every rank"
+            )
+        return torch.where(wrong, torch.nan, logit)
+
+    def finish(
+        self, partial: Partial, target_logit: Tensor, targets: Targets, reduction: str
+    ) -> tuple[Stats, Tensor]:
+        """Join the parts of every row; S is 0 where another rank has the target, and its part."""
+        joined = self.own.join(partial, self.shard.all_gather)
+        stats, loss = self.own.finish(joined, target_logit, targets, reduction)
+        stats.sum.masked_fill_(_elsewhere(targets), 0)
+        return stats, loss
+
+
+def _elsewhere(targets: Targets) -> Tensor:
+    """Return (N,) bool: the row counts, and its target is not one of this shard's."""
+    return targets.active & (targets.address != targets.index)
+
+
+def shard_of(
+    group: str | None,
+    shards: Sequence[int] | None,
+    sequence_parallel: bool,
+    h: Tensor,
+    w: Tensor,
+    **same: Any,
+) -> Whole:
+    """Return this rank's part of a call; raise on every rank if the ranks' calls differ.
+
+    Args:
+        group: name of the process group; None for a call on one device.
+        shards: rows of every rank's weight; None if they are as many as here.
+        sequence_parallel: whether h holds a part of the tokens.
+        h: (N, D) or, if `sequence_parallel`, (N / R, D).
+        w: (V_k, D).
+        same: whatever else has to be the same on every rank.
+    """
+    if group is None:
+        return Whole()
+    process_group = resolve(group)
+    rank, ranks = process_group.rank(), process_group.size()
+    same = {
+        "sequence_parallel": sequence_parallel,
+        "rows of h": h.shape[0],
+        "hidden size": h.shape[1],
+        "dtype of h": str(h.dtype),
+        "rows of w, or shards": list(shards or [w.shape[0]]),
+        **same,
+    }
+    for other, told in enumerate(meet(process_group, same, cached=h.is_cuda)):
+        for name, value in same.items():
+            if told[name] != value:
+                raise ValueError(
+                    f"{name}: got {told[name]} on rank {other} of the group and {value} on rank "
+                    f"{rank}, expected the same on every rank"
+                )
+    return Shard(group, rank, tuple(shards or [w.shape[0]] * ranks), sequence_parallel)
