@@ -107,6 +107,16 @@ def equivalence(output: Path, /, steps: int | None) -> None:
     _finish(output, "equivalence", equivalence_bench.run(steps))
 
 
+@main.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def plot(folder: Path) -> None:
+    """Draw the data in FOLDER, such as bench/results/nvidia_h200."""
+    from bench import plots  # needs matplotlib
+
+    for path in plots.draw(folder):
+        click.echo(f"written: {path}")
+
+
 def _shape(default: step_bench.Shape, sizes: dict[str, Any]) -> step_bench.Shape:
     given = {name: value for name, value in sizes.items() if value}
     return dataclasses.replace(default, **given)

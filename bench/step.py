@@ -15,12 +15,18 @@ import cutefce
 from bench.measure import Call, interleaved, peak_bytes
 from cutefce.ops.planner import Plan
 
+GIB = 1 << 30
 WORKSPACES: dict[str, str | int | None] = {
     "max": "max",
-    "3.2 GiB": 32 * 2**30 // 10,
+    "4 GiB": 4 * GIB,
+    "3.2 GiB": 32 * GIB // 10,
     "default": None,
+    "2 GiB": 2 * GIB,
+    "1.5 GiB": 15 * GIB // 10,
+    "1 GiB": GIB,
     "min": "min",
 }
+"""Of those that lead to the same plan, the first is measured."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +69,13 @@ class Row:
     ratio_to_two_stage: float
     peak_mib: float
     """Peak memory in MiB beyond the inputs and the gradients."""
+    predicted_mib: float | None
+    """What the plan says of it."""
 
 
 def run(shape: Shape, device: str, repeats: int) -> list[Row]:
     """Measure every form on fresh random data."""
-    forms, gradient_bytes = _forms(shape, device)
+    forms, plans, gradient_bytes = _forms(shape, device)
     times = interleaved(forms, device, repeats)
     products, two_stage = times["products"].median_ms, times["two-stage"].median_ms
     return [
@@ -81,12 +89,13 @@ def run(shape: Shape, device: str, repeats: int) -> list[Row]:
             ratio_to_products=times[name].median_ms / products,
             ratio_to_two_stage=times[name].median_ms / two_stage,
             peak_mib=(peak_bytes(form, device) - gradient_bytes) / 2**20,
+            predicted_mib=plans[name].workspace_bytes / 2**20 if name in plans else None,
         )
         for name, form in forms.items()
     ]
 
 
-def _forms(shape: Shape, device: str) -> tuple[dict[str, Call], int]:
+def _forms(shape: Shape, device: str) -> tuple[dict[str, Call], dict[str, Plan], int]:
     dtype = getattr(torch, shape.dtype)
     h = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype)
     # logits of standard deviation 1, as an untrained head gives
@@ -116,10 +125,10 @@ def _forms(shape: Shape, device: str) -> tuple[dict[str, Call], int]:
         return step
 
     forms: dict[str, Call] = {"products": products, "two-stage": two_stage}
-    plans: set[Plan] = set()
+    plans: dict[str, Plan] = {}
     for name, workspace in WORKSPACES.items():
         plan = cutefce.plan(h, w, workspace=workspace)
-        if plan not in plans:  # the same plan has been measured under another name
+        if plan not in plans.values():
             forms[f"cutefce {name}"] = ours(workspace)
-            plans.add(plan)
-    return forms, sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+            plans[f"cutefce {name}"] = plan
+    return forms, plans, sum(leaf.numel() * leaf.element_size() for leaf in leaves)
