@@ -181,7 +181,7 @@ class GradWeight(OfGradient):
         exps, targets = _exponentials(case), _targets(case)
         part = primitives.target_part(case.h, torch.ones_like(case.y, dtype=torch.float32), targets)
         out = case.w.new_empty(exps.shape[1], case.problem.hidden)
-        unit = out.new_ones((), dtype=torch.float32) if out.dtype == torch.float16 else None
+        unit = torch.ones_like(case.y[0], dtype=torch.float32)
         return out, lambda: primitives.finish_dw(out, exps, case.h, part, 0, unit)
 
     def product(self, case: Case) -> Callable[[], object]:

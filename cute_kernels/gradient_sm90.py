@@ -35,8 +35,7 @@ def trace(kernel: kernels.Gradient) -> tuple[Any, tuple[Any, ...]]:
     targets = None
     if kernel.final:
         tokens = vector(Int64, inner), vector(Int32, cute.sym_int()), vector(Float32, inner)
-        unit = vector(Float32, 1) if kernel.dtype == "float16" else None
-        targets = Targets(*tokens, matrix(dtype, inner, hidden), unit)
+        targets = Targets(*tokens, matrix(dtype, inner, hidden), vector(Float32, 1))
     return GradientSm90(kernel), (
         a,
         transposed(dtype, hidden, inner),
@@ -55,7 +54,7 @@ class Targets(NamedTuple):
     starts: cute.Tensor
     coefficient: cute.Tensor
     h: cute.Tensor
-    unit: Any
+    unit: cute.Tensor
 
 
 class GradientSm90(MainloopSm90):
@@ -160,12 +159,12 @@ class GradientSm90(MainloopSm90):
             left = column * tile[1]
             state = self.multiply(pipe, tiled_mma, acc, a, b, state, walk.steps, group)
             if cutlass.const_expr(self.final):
-                self.add_targets(acc, own, targets, top, left, walk)
+                self.finish(acc, own, targets, top, left, walk)
             self.put(acc, thread, group, out, top, left, walk)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def add_targets(
+    def finish(
         self,
         acc: cute.Tensor,
         own: cute.Tensor,
@@ -174,7 +173,7 @@ class GradientSm90(MainloopSm90):
         left: Int32,
         walk: Walk,
     ) -> None:
-        """Add what the tokens contribute whose target a row is."""
+        """Add what the tokens contribute whose target a row is, and multiply by the unit."""
         first = left + own[0][1]
         limit = walk.columns - first
         for block in cutlass.range_constexpr(self.blocks):
@@ -195,10 +194,7 @@ class GradientSm90(MainloopSm90):
                             for v in cutlass.range_constexpr(2):
                                 at = (v, half, j), block, 0
                                 acc[at] = acc[at] + factor * wide[v]
-        if cutlass.const_expr(targets.unit is not None):
-            unit = targets.unit[0]
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] = acc[i] * unit
+        acc.store(acc.load() * targets.unit[0])
 
     @cute.jit
     def put(

@@ -165,7 +165,7 @@ def _new_plan(problem: Problem, budget: int, scalar_upstream: bool, widest: int)
     plan = planner.make_plan(leading, config, budget, scalar_upstream)
     if widest == problem.vocab:
         return plan
-    return planner.narrowed(plan, problem, autotune_cache.lookup(problem), budget)
+    return planner.narrowed(plan, problem, autotune_cache.lookup(problem), budget, scalar_upstream)
 
 
 _cached_plan = functools.lru_cache(maxsize=1024)(_new_plan)

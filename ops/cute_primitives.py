@@ -122,11 +122,11 @@ class CutePrimitives(TorchPrimitives):
         launch(h, w, reference, target, None, exps, notes, 0, windows, self.clusters)
 
     def finish_dx(
-        self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, stats: Stats, scale: Tensor
+        self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, scale: Tensor, weight: Tensor
     ) -> None:
         rounded = out.dtype == w.dtype
         finish = self.kernels.finish_dx if rounded else self.kernels.finish_dx_part
-        compiled(finish)(out, sums, w, scale, -stats.sum, targets.address)
+        compiled(finish)(out, sums, w, scale.contiguous(), weight, targets.address)
 
     def scale_rows(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         scaled = x.new_empty(x.shape, dtype=dtype)
@@ -159,11 +159,10 @@ class CutePrimitives(TorchPrimitives):
         scaled: Tensor,
         part: TargetPart,
         first: int,
-        unit: Tensor | None,
+        unit: Tensor,
     ) -> None:
         starts = part.starts[first : first + out.shape[0] + 1]
-        unit = None if unit is None else unit.view(1)
-        lists = part.order, starts, part.coefficient, part.h, unit
+        lists = part.order, starts, part.coefficient, part.h, unit.view(1)
         self._launch(self.kernels.grad_weight, exps.t(), scaled.t(), out, lists)
 
     def add_target_part(self, sums: Tensor, part: TargetPart) -> None:

@@ -7,7 +7,8 @@ kept, and tiles of R rows and C columns, the larger parts are:
     tile    R·C·a                      one tile of logits
     buffer  N·w·e                      exponentials of one recomputed window; none if K = V
     dX      N·D·a                      its sums, unless they are the gradient (e = a)
-    dW      N·D·e                      s_i h_i
+    dW      N·D·e                      s_i h_i, unless K = 0 and every row's loss has the same
+                                       upstream gradient
             + 12·N + 4·V               kernels: the tokens of each target, what they add
             + (N + 1)·D·a + 8·V        portable: the targets' lines and their numbers,
             + w·D·a                    one window's sums, unless they are the gradient
@@ -41,7 +42,7 @@ def row_block_bytes(device: str) -> int:
     return (16 if device == "cpu" else 128) << 20
 
 
-def windows_bytes(p: Problem, config: TileConfig, kept: int) -> int:
+def windows_bytes(p: Problem, config: TileConfig, kept: int, scalar_upstream: bool) -> int:
     """Return the workspace of a "windows" plan that keeps `kept` columns, which may be padded."""
     saved = p.tokens * (kept * p.item_bytes + 4 * p.accumulator_bytes)
     forward = saved + p.tokens * _partial_bytes(p, config) + _gathered_bytes(p)
@@ -54,7 +55,7 @@ def windows_bytes(p: Problem, config: TileConfig, kept: int) -> int:
     step = max(_row_block_bytes(p, p.tokens), _widened(p, p.tokens, longest, p.hidden))
     if p.grad_hidden and _is_narrow(p):
         backward += p.tokens * p.hidden * p.accumulator_bytes
-    if p.grad_weight:
+    if p.grad_weight and (kept or not scalar_upstream):
         backward += p.tokens * p.hidden * p.item_bytes
     if p.grad_weight and p.arch is not None:
         backward += 12 * p.tokens + 4 * p.vocab

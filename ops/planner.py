@@ -80,7 +80,7 @@ def make_plan(problem: Problem, config: TileConfig, budget: int, scalar_upstream
 
     `scalar_upstream` says that every row's loss gets the same upstream gradient.
     """
-    candidates = [_windows(problem, config, budget)]
+    candidates = [_windows(problem, config, budget, scalar_upstream)]
     if scalar_upstream and problem.gradient_bytes and _can_keep(problem):
         candidates.append(_gradients_in_forward(problem, config, budget))
     affordable = [c for c in candidates if c.workspace_bytes <= budget]
@@ -89,10 +89,12 @@ def make_plan(problem: Problem, config: TileConfig, budget: int, scalar_upstream
     return min(candidates, key=lambda c: c.workspace_bytes)
 
 
-def narrowed(plan: Plan, p: Problem, config: TileConfig, budget: int) -> Plan:
+def narrowed(
+    plan: Plan, p: Problem, config: TileConfig, budget: int, scalar_upstream: bool
+) -> Plan:
     """Return `plan`, which was made for a wider vocabulary, for `p`; chunks stay as they are."""
     if plan.strategy == "windows":
-        return _windows(p, config, budget)
+        return _windows(p, config, budget, scalar_upstream)
     stored = _all_columns(p, config)
     return dataclasses.replace(
         plan,
@@ -104,22 +106,25 @@ def narrowed(plan: Plan, p: Problem, config: TileConfig, budget: int) -> Plan:
     )
 
 
-def _windows(p: Problem, config: TileConfig, budget: int) -> Plan:
+def _windows(p: Problem, config: TileConfig, budget: int, scalar_upstream: bool) -> Plan:
+    def bytes_with(kept: int) -> int:
+        return windows_bytes(p, config, kept, scalar_upstream)
+
     kept, everything = 0, _all_columns(p, config)
     if p.gradient_bytes and _can_keep(p):
-        spare = budget - windows_bytes(p, config, 0)
-        if windows_bytes(p, config, everything) <= budget:
+        column = max(p.tokens, 1) * p.item_bytes
+        spare = budget - bytes_with(config.window) + config.window * column
+        if bytes_with(everything) <= budget:
             kept = everything
         elif spare > 0:
-            kept = min(spare // (max(p.tokens, 1) * p.item_bytes), p.vocab - 1)
-            kept = kept // config.window * config.window
+            kept = min(spare // column, p.vocab - 1) // config.window * config.window
     return Plan(
         strategy="windows",
         vocab=p.vocab,
         window=config.window,
         kept=kept,
         chunk=p.tokens,
-        workspace_bytes=windows_bytes(p, config, kept),
+        workspace_bytes=bytes_with(kept),
         seconds=_windows_seconds(p, config.window, kept),
     )
 

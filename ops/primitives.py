@@ -172,9 +172,9 @@ class Primitives(Protocol):
         ...
 
     def finish_dx(
-        self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, stats: Stats, scale: Tensor
+        self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, scale: Tensor, weight: Tensor
     ) -> None:
-        """Write s_i (sums_i - S_i W_y) to `out` (N, D); `out` may be `sums` itself."""
+        """Write scale_i (sums_i + weight_i W_y) to `out` (N, D); `out` may be `sums` itself."""
         ...
 
     def scale_rows(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -192,11 +192,11 @@ class Primitives(Protocol):
         scaled: Tensor,
         part: TargetPart,
         first: int,
-        unit: Tensor | None,
+        unit: Tensor,
     ) -> None:
         """Write (expsᵀ @ scaled + the targets' part) * unit to `out` (K, D), rounding once.
 
-        `exps` (N, K) are the columns from `first` on; `unit` () is 1 if None.
+        `exps` (N, K) are the columns from `first` on; `unit` is ().
         """
         ...
 

@@ -33,19 +33,16 @@ def scale_rows_(x: Tensor, scale: Tensor) -> None:
 
 
 def finish_dx_(
-    out: Tensor, sums: Tensor, address: Tensor, row_sum: Tensor, scale: Tensor, w: Tensor
+    out: Tensor, sums: Tensor, address: Tensor, scale: Tensor, weight: Tensor, w: Tensor
 ) -> None:
-    """Write scale_i (sums_i - row_sum_i w_address_i) to `out` (R, D)."""
-    target_part = w[address].to(sums.dtype).mul_(row_sum[:, None])
-    out.copy_(target_part.sub_(sums).mul_(-scale[:, None]))
+    """Write scale_i (sums_i + weight_i w_address_i) to `out` (R, D)."""
+    target_part = w[address].to(sums.dtype).mul_(weight[:, None])
+    out.copy_(target_part.add_(sums).mul_(scale[:, None]))
 
 
-def finish_dw_(
-    out: Tensor, sums: Tensor, line: Tensor, target_sums: Tensor, unit: Tensor | None
-) -> None:
+def finish_dw_(out: Tensor, sums: Tensor, line: Tensor, target_sums: Tensor, unit: Tensor) -> None:
     """Write (sums_v + target_sums_line_v) * unit to `out` (R, D); `out` may be `sums` itself."""
-    total = target_sums[line].add_(sums)
-    out.copy_(total if unit is None else total.mul_(unit))
+    out.copy_(target_sums[line].add_(sums).mul_(unit))
 
 
 def exponentials_(

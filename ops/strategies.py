@@ -73,23 +73,38 @@ def backward(
     grad_hidden: bool,
     grad_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return dX (N, D) and dW (V, D) for the upstream gradient of each row's loss (N,) or ()."""
+    """Return dX (N, D) and dW (V, D) for the upstream gradient of each row's loss (N,) or ().
+
+    s_i is kept apart as share_i · unit.  Exponentials that were kept need scaled hidden states.
+    Those that are computed again for a scalar upstream gradient, which is the unit, take share_i
+    into their reference, and so are probabilities.
+    """
     (vocab, hidden), tokens, kept = w.shape, h.shape[0], min(exps.shape[1], w.shape[0])
-    scale = torch.where(targets.active, upstream / stats.total, 0)
-    dx_sums = scale.new_zeros(tokens, hidden) if grad_hidden else None
+    narrow = h.dtype == torch.float16
+    as_probabilities = kept == 0 and upstream.ndim == 0
+    if as_probabilities:
+        total = FLOAT16_TOTAL if narrow else 1
+        unit = upstream / total
+        share = torch.where(targets.active, total / stats.total, 0)
+        reference, factor, weight = stats.reference - share.log(), unit.expand(tokens), -share
+    else:
+        factor = torch.where(targets.active, upstream / stats.total, 0)
+        # float16 lacks the range of s_i
+        unit = factor.abs().amax() if narrow else factor.new_ones(())
+        share = torch.where(unit > 0, factor / unit, 0)
+        reference, weight = stats.reference, -torch.ones_like(share)
+    dx_sums = share.new_zeros(tokens, hidden) if grad_hidden else None
     dw = None
     if grad_weight:
         dw = w.new_empty(vocab, hidden)
-        unit = scale.abs().amax() if h.dtype == torch.float16 else None
-        share = scale if unit is None else torch.where(unit > 0, scale / unit, 0)
-        scaled = primitives.scale_rows(h, share, h.dtype)
+        scaled = h if as_probabilities else primitives.scale_rows(h, share, h.dtype)
         part = primitives.target_part(h, -share * stats.sum, targets)
     buffer = h.new_empty(tokens, window if kept < vocab else 0)
     for first, last in windows(vocab, kept, window):
         if last <= kept:
             e = exps[:, first:last]
         else:
-            primitives.recompute_exp(h, w, (first, last), stats.reference, targets.index, buffer)
+            primitives.recompute_exp(h, w, (first, last), reference, targets.index, buffer)
             e = buffer[:, : last - first]
         if dx_sums is not None:
             primitives.add_grad_hidden(dx_sums, e, w[first:last])
@@ -99,7 +114,7 @@ def backward(
         return None, dw
     dtype = primitives.dx_dtype(h.dtype)
     dx = dx_sums if dx_sums.dtype == dtype else h.new_empty(h.shape)
-    primitives.finish_dx(dx, dx_sums, w, targets, stats, scale)
+    primitives.finish_dx(dx, dx_sums, w, targets, factor, weight * stats.sum)
     return dx, dw
 
 
@@ -135,7 +150,7 @@ def gradients_in_forward(
         if dx is not None:
             dx_sums = weight.new_zeros(rows.stop - start, hidden)
             primitives.add_grad_hidden(dx_sums, exps, w)
-            primitives.finish_dx(dx[rows], dx_sums, w, some, stats, scale)
+            primitives.finish_dx(dx[rows], dx_sums, w, some, scale, -stats.sum)
         if dw_sums is not None:
             scaled = primitives.scale_rows(h[rows], scale, h.dtype)
             primitives.add_grad_weight(dw_sums, exps, scaled)

@@ -153,9 +153,9 @@ class TorchPrimitives:
         return dtype
 
     def finish_dx(
-        self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, stats: Stats, scale: Tensor
+        self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, scale: Tensor, weight: Tensor
     ) -> None:
-        _by_rows(finish_dx_, out, sums, targets.address, stats.sum, scale, whole=(w,))
+        _by_rows(finish_dx_, out, sums, targets.address, scale, weight, whole=(w,))
 
     def scale_rows(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         scaled = x.new_empty(x.shape, dtype=dtype)
@@ -172,7 +172,7 @@ class TorchPrimitives:
         scaled: Tensor,
         part: TargetPart,
         first: int,
-        unit: Tensor | None,
+        unit: Tensor,
     ) -> None:
         totals, lines = part.lines
         for rows in _blocks(out.shape[0], self.config.window):

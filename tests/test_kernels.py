@@ -253,11 +253,11 @@ def test_launches_pass_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) ->
     steps.settle(exps, case.h, case.w, case.y, partial, stats)
     steps.recompute_exp(case.h, case.w, (0, 1024), logit, case.y, exps)
     for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX
-        steps.finish_dx(out, case.h.float(), case.w, targets, stats, logit)
+        steps.finish_dx(out, case.h.float(), case.w, targets, logit, stats.sum)
     scaled = steps.scale_rows(case.h, logit, torch.bfloat16)
     steps.add_grad_hidden(case.h.float(), exps[:, :1500], case.w)
     part, sums = steps.target_part(case.h, logit, targets), case.w.float()
-    steps.finish_dw(torch.empty_like(case.w), exps[:, :1500], scaled, part, 0, None)
+    steps.finish_dw(torch.empty_like(case.w), exps[:, :1500], scaled, part, 0, logit[0])
     steps.add_grad_weight(sums, exps[:, :1500], scaled)
     steps.add_target_part(sums, part)
     steps.scale_rows(sums, torch.ones(1500), torch.bfloat16)
