@@ -28,7 +28,7 @@ from cutefce.cute_kernels.config import ProjectExpConfig
 from cutefce.cute_kernels.problem import Problem
 
 SCHEMA = 2
-FARTHEST = 3.0
+FARTHEST = 1.0
 """Doublings of a size, or of several together, beyond which another problem says nothing."""
 LOCK_SECONDS = 60
 """How long to wait for another process that writes the same file."""

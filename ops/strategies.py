@@ -151,9 +151,11 @@ def gradients_in_forward(
             dx_sums = weight.new_zeros(rows.stop - start, hidden)
             primitives.add_grad_hidden(dx_sums, exps, w)
             primitives.finish_dx(dx[rows], dx_sums, w, some, scale, -stats.sum)
+            del dx_sums  # or the next chunk's would be there beside them
         if dw_sums is not None:
             scaled = primitives.scale_rows(h[rows], scale, h.dtype)
             primitives.add_grad_weight(dw_sums, exps, scaled)
+            del scaled
     if dw_sums is not None:
         primitives.add_target_part(dw_sums, primitives.target_part(h, coefficient, targets))
     return losses, dx, dw_sums
