@@ -6,7 +6,7 @@ its own, so that the exponentials of one run under the products of the other; or
 half of every tile's rows.  A cluster walks units (`tile_order`).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -15,9 +15,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from cutefce.cute_kernels import kernels, tile_order
+from cutefce.cute_kernels import kernels
 from cutefce.cute_kernels.arch import STEP, arch_named
-from cutefce.cute_kernels.dsl import BLOCK_NOTES, DTYPES, MEETING_NOTE
+from cutefce.cute_kernels.dsl import DTYPES, MEETING_NOTE
+from cutefce.cute_kernels.project_exp import Walk, unit
 
 GROUP = 128
 """Threads of a warpgroup."""
@@ -27,25 +28,6 @@ CHECKPOINT = 8
 """Stages between two meetings of all clusters."""
 PATIENCE = 5000
 """Looks at who has arrived, of a microsecond or less each, after which meetings are given up."""
-
-
-class Walk(NamedTuple):
-    """What every role must agree on, so that they meet at the same tiles."""
-
-    row_blocks: Int32
-    windows: Int32
-    tiles: Int32
-    """Vocabulary tiles."""
-    steps: Int32
-    """Stages of one tile."""
-    cluster: Int32
-    clusters: Int32
-    rank: Int32
-    """Thread block within the cluster."""
-    tokens: Int32
-    vocab: Int32
-    first: Int32
-    """Vocabulary entry of the first column."""
 
 
 class MainloopSm90:
@@ -117,18 +99,6 @@ class MainloopSm90:
         return pipe
 
     @cute.jit
-    def unit(self, walk: Walk, notes: Any, index: Int32) -> Any:
-        """Return row block, window and end of the tiles of a unit; 0, none, if it is masked."""
-        row, window = tile_order.unit(
-            index, walk.row_blocks, walk.windows, self.config.group, cutlass.min
-        )
-        end = walk.tiles
-        if cutlass.const_expr(self.masked):
-            if notes[BLOCK_NOTES + row] == 0:
-                end = Int32(0)
-        return row, window, end
-
-    @cute.jit
     def load(self, walk: Walk, pipe: Any, h: Any, w: Any, notes: cute.Tensor) -> None:
         """Producer: fill the stages, tile after tile; h and w are (TMA atom, coordinates, smem)."""
         config, tile = self.config, self.tile
@@ -138,7 +108,7 @@ class MainloopSm90:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         units, passed, patience = walk.row_blocks * walk.windows, Int32(0), Int32(PATIENCE)
         for index in cutlass.range(walk.cluster, units, walk.clusters):
-            row, window, end = self.unit(walk, notes, index)
+            row, window, end = unit(walk, config.group, notes if self.masked else None, index)
             row = row * config.cluster + walk.rank
             # up to where all clusters have tiles, and the same number; one row block shares none
             together = window + walk.tiles // walk.windows * walk.windows
