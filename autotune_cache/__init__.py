@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 from cutefce.autotune_cache.table import Entry, Key, Table, bucket, file_name, read
-from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.arch import Arch
 from cutefce.cute_kernels.config import ProjectExpConfig
 from cutefce.cute_kernels.jit_cache import base_folder
 from cutefce.cute_kernels.problem import Problem, TileConfig
@@ -40,7 +40,7 @@ def lookup(problem: Problem) -> TileConfig:
 
 @functools.lru_cache(maxsize=1024)
 def lookup_project_exp(
-    problem: Problem, arch: Sm90, device: str, multiprocessors: int
+    problem: Problem, arch: Arch, device: str, multiprocessors: int
 ) -> ProjectExpConfig:
     """Return the configuration of `project_exp` for `problem` on a GPU of this name and size."""
     tokens = bucket(problem.tokens)
@@ -58,7 +58,7 @@ def user_folder() -> Path:
 
 
 @functools.cache
-def tables(arch: Sm90, device: str, multiprocessors: int) -> tuple[Table, ...]:
+def tables(arch: Arch, device: str, multiprocessors: int) -> tuple[Table, ...]:
     """Return what was tuned for this kind of GPU: by the user, then as shipped."""
     usable = []
     for folder in (user_folder(), Path(__file__).parent):

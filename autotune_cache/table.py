@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cutefce.cute_kernels.arch import Sm90, arch_named
+from cutefce.cute_kernels.arch import Arch, arch_named
 from cutefce.cute_kernels.config import ProjectExpConfig
 
 SCHEMA = 1
@@ -120,7 +120,7 @@ def read(path: Path) -> Table:
         raise ValueError(f"a field is missing or of another kind: {error}") from error
 
 
-def _entry(arch: Sm90, item: dict[str, Any]) -> tuple[Key, Entry]:
+def _entry(arch: Arch, item: dict[str, Any]) -> tuple[Key, Entry]:
     config = ProjectExpConfig(**item["config"])
     arch.check(config)
     key = Key(**{f.name: item[f.name] for f in dataclasses.fields(Key)})

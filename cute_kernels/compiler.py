@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.kernels import Kernel, ProjectExp
 
 OPTIONS = "--enable-tvm-ffi"
@@ -47,7 +48,7 @@ def compile_kernel(kernel: Kernel, options: str = "") -> Any:
 def source_of(kernel: Kernel) -> str:
     """Return the module of this folder that holds the code of `kernel`."""
     if isinstance(kernel, ProjectExp):
-        return f"project_exp_{kernel.arch.removesuffix('a')}".replace("sm_", "sm")
+        return f"project_exp_{arch_named(kernel.arch).family}"
     return "rowwise"
 
 

@@ -8,7 +8,7 @@ import functools
 from dataclasses import dataclass
 from itertools import product
 
-from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.arch import Arch
 from cutefce.cute_kernels.config import ProjectExpConfig
 
 
@@ -86,7 +86,7 @@ class KernelSet:
     """Adds the targets' part and multiplies by a unit."""
 
 
-def kernel_set(arch: Sm90, dtype: str, config: ProjectExpConfig) -> KernelSet:
+def kernel_set(arch: Arch, dtype: str, config: ProjectExpConfig) -> KernelSet:
     """Return the kernels that `config` and `dtype` need on `arch`."""
     project = functools.partial(ProjectExp, arch.name, dtype, config)
     combine = functools.partial(Combine, arch.name, dtype)
@@ -104,7 +104,7 @@ def kernel_set(arch: Sm90, dtype: str, config: ProjectExpConfig) -> KernelSet:
     )
 
 
-def all_kernels(arch: Sm90) -> list[Kernel]:
+def all_kernels(arch: Arch) -> list[Kernel]:
     """Return every kernel that can be chosen on `arch`, each once."""
     sets = [kernel_set(arch, *pair) for pair in product(arch.dtypes, arch.configs())]
     every = [getattr(s, f.name) for s in sets for f in dataclasses.fields(s)]

@@ -16,7 +16,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from cutefce.cute_kernels import kernels
-from cutefce.cute_kernels.arch import STEP, arch_named
+from cutefce.cute_kernels.arch import STEP, Sm90, arch_named
 from cutefce.cute_kernels.dsl import DTYPES, MEETING_NOTE
 from cutefce.cute_kernels.project_exp import Walk, unit
 
@@ -35,11 +35,13 @@ class MainloopSm90:
 
     def __init__(self, kernel: kernels.ProjectExp) -> None:
         arch, config = arch_named(kernel.arch), kernel.config
+        assert isinstance(arch, Sm90)
         arch.check(config)
         self.config = config
         self.dtype = DTYPES[kernel.dtype]
         self.masked = kernel.masked
         self.tile = (config.tile_m, config.tile_n, STEP)
+        self.slab = arch.slab(config)
         self.producer_registers, self.consumer_registers = arch.registers(config)
         # warpgroups that share a tile, and 64-row blocks of it that each of them holds
         self.sharing = 1 if config.pingpong else CONSUMERS

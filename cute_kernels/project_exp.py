@@ -108,7 +108,7 @@ def unit(walk: Walk, group: int, notes: Any, index: Int32) -> Any:
 
 
 @cute.jit
-def accumulate(z: cute.Tensor, highest: Float32, total: Float32) -> Any:
+def accumulate(z: cute.Tensor, highest: Float32, total: Float32, emulated: int = 0) -> Any:
     """Join logits z to a row: return its maximum and Σ exp2(z·log2 e - maximum)."""
     maximum = z[0]
     for i in cutlass.range_constexpr(cute.size(z)):
@@ -118,9 +118,14 @@ def accumulate(z: cute.Tensor, highest: Float32, total: Float32) -> Any:
     even = total * exp2(highest - base)
     odd = Float32(0.0)
     for i in cutlass.range_constexpr(0, cute.size(z), 2):
-        even += exp2(z[i] * LOG2_E - base)
-        odd += exp2(z[i + 1] * LOG2_E - base)
+        even += exp2(z[i] * LOG2_E - base, is_emulated(i, emulated))
+        odd += exp2(z[i + 1] * LOG2_E - base, is_emulated(i + 1, emulated))
     return after, even + odd
+
+
+def is_emulated(column: int, emulated: int) -> bool:
+    """Whether a column's exponential is one of the `emulated` of every 16, evenly spread."""
+    return column % 16 * emulated % 16 < emulated
 
 
 @cute.jit

@@ -16,7 +16,6 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from cutefce.cute_kernels import kernels
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.dsl import BLOCK_NOTES, FINISHED_NOTE, LOG2_E, exp2
 from cutefce.cute_kernels.mainloop_sm90 import CONSUMERS, GROUP, MainloopSm90
 from cutefce.cute_kernels.project_exp import (
@@ -41,7 +40,6 @@ class ProjectExpSm90(MainloopSm90):
     def __init__(self, kernel: kernels.ProjectExp) -> None:
         super().__init__(kernel)
         self.sums, self.store = kernel.sums, kernel.store
-        self.slab = arch_named(kernel.arch).slab(kernel.config)
 
     @cute.jit
     def __call__(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.arch import Arch
 from cutefce.cute_kernels.config import ProjectExpConfig
 from cutefce.cute_kernels.jit_cache import compiled
 from cutefce.cute_kernels.kernels import kernel_set
@@ -37,7 +37,7 @@ class CutePrimitives(TorchPrimitives):
     def __init__(
         self,
         tiles: TileConfig,
-        arch: Sm90,
+        arch: Arch,
         dtype: str,
         project: ProjectExpConfig,
         multiprocessors: int,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cutefce import autotune_cache
 from cutefce.cute_kernels import kernels
-from cutefce.cute_kernels.arch import Sm90, arch_for
+from cutefce.cute_kernels.arch import Arch, arch_for
 from cutefce.cute_kernels.jit_cache import compiled
 from cutefce.cute_kernels.problem import Problem, TileConfig
 from cutefce.ops.cute_primitives import CutePrimitives, has_aligned_rows
@@ -125,10 +125,15 @@ def device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     name = str(dtype).removeprefix("torch.")
     if name not in arch.dtypes:
         return f"h: got dtype {dtype}, expected one of {', '.join(arch.dtypes)}"
+    if not arch.is_trusted:
+        return (
+            f"the kernels for {arch.name} were never run by us, nor verified on this GPU: "
+            "run `python -m cutefce verify`"
+        )
     return _compiler_obstacle(arch, name)
 
 
-def _compiler_obstacle(arch: Sm90, dtype: str) -> str | None:
+def _compiler_obstacle(arch: Arch, dtype: str) -> str | None:
     """Return why kernels cannot be had for `arch`, None if they can; compiles or loads one."""
     for module in ("cutlass", "tvm_ffi"):
         if find_spec(module) is None:
@@ -143,7 +148,7 @@ def _compiler_obstacle(arch: Sm90, dtype: str) -> str | None:
 
 
 @functools.cache
-def _arch(device: torch.device) -> Sm90:
+def _arch(device: torch.device) -> Arch:
     arch = arch_for(torch.cuda.get_device_capability(device))
     assert arch is not None
     return arch
