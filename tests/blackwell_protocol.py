@@ -3,12 +3,13 @@
 Every role is a list of steps, unrolled over tiles and stages as in `mainloop_sm100` and
 `project_exp_sm100`.  A step waits for a phase of a barrier and then acts at once.  What the
 hardware does later is in flight: loads and arrivals land in any order, products and commits of one
-multiplier in the order of their issue.  `explore` follows every interleaving and raises `Fault`
-where something is overwritten, read too early, stuck, or lands in a block that has ended.
+multiplier in the order of their issue.  `explore` follows every interleaving and returns what can
+go wrong: something overwritten, read too early, stuck, or landing in a block that has ended.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 Barrier = tuple[int, str, int]
@@ -151,21 +152,25 @@ class Machine:
             (0,) * len(self.programs), frozenset(), ((),) * self.p.blocks, frozenset(), frozenset()
         )
 
-    def moves(self, state: State) -> Iterator[State]:
-        """Yield what can happen next."""
+    def moves(self, state: State) -> list[Callable[[], State]]:
+        """Return what can happen next."""
         barriers, memory = dict(state.barriers), dict(state.memory)
-        for flight in state.flights:
-            yield self.land(state, barriers, memory, flight)
-        for block, queue in enumerate(state.queues):
-            if queue:
-                yield self.execute(state, barriers, memory, block, queue)
-        for role, place in enumerate(state.places):
-            if place < len(self.programs[role]):
-                step = self.programs[role][place]
-                if self.may(state, barriers, role, step):
-                    yield self.act(state, barriers, memory, role, step)
+        lands = [partial(self.land, state, barriers, memory, flight) for flight in state.flights]
+        executes = [
+            partial(self.execute, state, barriers, memory, block, queue)
+            for block, queue in enumerate(state.queues)
+            if queue
+        ]
+        places = zip(self.programs, state.places, strict=True)
+        steps = [(role, p[at]) for role, (p, at) in enumerate(places) if at < len(p)]
+        acts = [
+            partial(self.act, state, barriers, memory, role, step)
+            for role, step in steps
+            if self.may(state, barriers, step)
+        ]
+        return [*lands, *executes, *acts]
 
-    def may(self, state: State, barriers: dict[Barrier, Any], role: int, step: Step) -> bool:
+    def may(self, state: State, barriers: dict[Barrier, Any], step: Step) -> bool:
         """Whether a role's next step can be taken."""
         if step.actions == (("meet",),):
             # the last to come opens the way for all
@@ -275,20 +280,27 @@ class Machine:
         )
 
 
-def explore(p: Protocol) -> int:
-    """Follow everything that can happen; return the number of states, or raise Fault."""
+def explore(p: Protocol, sought: str = "") -> tuple[int, set[str]]:
+    """Follow everything that can happen; return the number of states, and what went wrong.
+
+    Ends early where the fault that is `sought` was found.
+    """
     machine = Machine(p)
+    faults: set[str] = set()
     start = machine.start()
     seen, open_ = {start}, [start]
-    while open_:
+    while open_ and sought not in faults:
         state = open_.pop()
-        following = list(machine.moves(state))
-        if not following:
-            ended = [len(program) for program in machine.programs] == list(state.places)
-            if not ended:
-                raise Fault("all wait for each other")
-        for each in following:
-            if each not in seen:
-                seen.add(each)
-                open_.append(each)
-    return len(seen)
+        moves = machine.moves(state)
+        if not moves and [len(program) for program in machine.programs] != list(state.places):
+            faults.add("all wait for each other")
+        for move in moves:
+            try:
+                following = move()
+            except Fault as fault:
+                faults.add(str(fault))
+                continue
+            if following not in seen:
+                seen.add(following)
+                open_.append(following)
+    return len(seen), faults
