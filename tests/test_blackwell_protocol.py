@@ -150,12 +150,14 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
             ("load", block, stage, part, use, (block, *filled[1:])),))}, STUCK),
     "w reaches one block alone": (
         MULTICAST, {"change": edit("load", lambda role, block, stage, part, use, filled: (
-            ("load", block, stage, part, use, filled),) if role.startswith(str(block)) else ())}, STUCK),
+            ("load", block, stage, part, use, filled),) if role.startswith(str(block)) else ())},
+        STUCK),
     "readers of one block are enough": (
         PAIRED, {"counts": {"read": 1}}, OVERWRITTEN),
     "a reader too many is expected": (PAIRED, {"counts": {"read": 3}}, STUCK),
     "every lane of a reader arrives": (
-        SINGLE, {"change": edit("arrive", lambda role, barrier: (("arrive", barrier),) * 2)}, STUCK),
+        SINGLE, {"change": edit("arrive", lambda role, barrier: (("arrive", barrier),) * 2)},
+        STUCK),
     "a pair's second block releases its own": (
         PAIRED, {"change": edit("arrive", lambda role, barrier: (
             ("arrive", (int(role[0]), *barrier[1:])),))}, STUCK),
