@@ -118,6 +118,7 @@ class MainloopSm100:
         Also makes every barrier that was set up before visible to the cluster.
         """
         if warp == 0:
+            cute.arch.sync_warp()  # one lane has set up barriers
             cute.arch.alloc_tmem(self.columns, address, is_two_cta=self.config.paired)
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.config.paired)
         cute.arch.mbarrier_init_fence()
@@ -135,6 +136,7 @@ class MainloopSm100:
         self.sync()
         after_sync()
         if warp == 0:
+            cute.arch.sync_warp()
             cute.arch.dealloc_tmem(
                 accumulators.iterator, self.columns, is_two_cta=self.config.paired
             )

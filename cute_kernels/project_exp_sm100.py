@@ -159,6 +159,8 @@ class ProjectExpSm100(MainloopSm100):
                 tiles.consumer_wait(state)
                 after_sync()
                 for number in cutlass.range(slabs, unroll=1):
+                    # lanes part where they wait and where they hide logits; they read as one
+                    cute.arch.sync_warp()
                     cute.copy(copy, logits[None, number, state.index], fragment)
                     cute.arch.fence_view_async_tmem_load()
                     if number == slabs - 1:

@@ -107,6 +107,11 @@ class Code:
         """Return the next line that matches, or else the next instruction; past the end if none."""
         return next(iter(self.at(pattern, line + 1)), len(self.lines))
 
+    def joins(self, line: int) -> bool:
+        """Whether the lanes of a warp meet in the block of instructions before `line`."""
+        begin = max(self.at(r"^\$|bra|^@", 0, line), default=0)
+        return bool(self.at(r"^bar\.warp\.sync", begin, line))
+
     def comes(self, line: int, *patterns: str) -> bool:
         """Whether the instructions that these name come after `line`, in this order."""
         for pattern in patterns:
@@ -150,6 +155,7 @@ def tensor_memory(code: Code) -> Iterator[bool]:
         for name in ("alloc", "relinquish_alloc_permit", "dealloc")
     )
     yield len(alloc) == len(permit) == len(dealloc) == len(code.at("^tcgen05.*alloc")) / 3 == 1
+    yield code.joins(alloc[0]) and code.joins(dealloc[0])
     sizes = [re.findall(r", (%r\d+);", code.lines[i])[0] for i in (alloc[0], dealloc[0])]
     columns = [code.value(i, size) for i, size in zip((alloc[0], dealloc[0]), sizes, strict=True)]
     yield columns == 2 * [code.arch.used_tmem_columns(code.config)]
@@ -244,6 +250,7 @@ def reads(code: Code) -> Iterator[bool]:
     (load,) = code.at(r"^tcgen05\.ld")
     yield "fence::after_thread_sync" in code.lines[code.next(computed)]
     yield computed < load
+    yield code.joins(load)
     yield ".sync.aligned.32x32b.x64.b32" in code.lines[load]
     registers = set(re.findall(r"%r\d+", code.lines[load].split("}")[0]))
     waits = code.at(r"^tcgen05\.wait::ld\.sync\.aligned", load)

@@ -5,8 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from numpy.typing import NDArray
 
+from cutefce.__main__ import main
 from cutefce.cute_kernels.arch import ARCHS, Arch, Sm90, Sm100, arch_for, arch_named
 from cutefce.cute_kernels.config import ProjectExpConfig
 from cutefce.cute_kernels.exp2 import emulated_exp2
@@ -116,3 +118,9 @@ def test_nothing_is_dispatched_that_was_never_run(
         assert obstacle is not None
         assert arch.name in obstacle
         assert "run `python -m cutefce verify`" in obstacle
+
+
+def test_an_unknown_architecture_among_several_is_named() -> None:
+    result = CliRunner().invoke(main, ["compile", "--arch", "sm_100a,sm_80"])
+    assert result.exit_code != 0
+    assert "got 'sm_80', expected one of sm_90a, sm_100a, sm_103a" in result.output

@@ -124,8 +124,12 @@ FAULTS = {
     "a logit is used before it is there": (
         0, r"(\{(%r\d+)(?:, %r\d+)+\}, \[[^\n]*\n)(?=[\s\S]{0,9000}tcgen05\.wait::ld)",
         r"\1add.s32 %r1, \2, 1;\n", "reads"),
+    "lanes read on their own": (
+        0, r"bar\.warp\.sync\s+-1;(?=[^$@]*tcgen05\.ld)", "", "reads"),
+    "lanes allocate on their own": (
+        0, r"bar\.warp\.sync\s+-1;(?=[^$@]*tcgen05\.alloc)", "", "tensor_memory"),
     "logits are read unfenced": (
-        0, r"tcgen05\.fence::after_thread_sync;(?=[^@]*tcgen05\.ld)", "", "reads"),
+        0, r"tcgen05\.fence::after_thread_sync;(?=[^@]*tcgen05\.ld\.)", "", "reads"),
     "an accumulator is given back unfenced": (
         0, r"tcgen05\.fence::before_thread_sync;(?=\s+elect)", "", "reads"),
     "every lane gives an accumulator back": (
