@@ -144,6 +144,7 @@ class ProjectExpSm100(MainloopSm100):
         state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Consumer, self.arch.ACCUMULATORS
         )
+        buffer = Int32(0)
         for index in cutlass.range(walk.cluster, walk.row_blocks * walk.windows, walk.clusters):
             block, window, end = unit(
                 walk, config.group, rows.notes if self.masked else None, index
@@ -172,7 +173,7 @@ class ProjectExpSm100(MainloopSm100):
                     if cutlass.const_expr(self.sums):
                         highest, total = accumulate(z, highest, total, config.emulated)
                     if cutlass.const_expr(self.store):
-                        self.put(z, base, e, top, left, number % self.arch.SLABS)
+                        buffer = self.put(z, base, e, top, left, buffer)
                 state.advance()
             if cutlass.const_expr(self.sums):
                 if row < walk.tokens:
@@ -207,9 +208,10 @@ class ProjectExpSm100(MainloopSm100):
     @cute.jit
     def put(
         self, z: cute.Tensor, base: Float32, e: Any, top: Int32, left: Int32, buffer: Int32
-    ) -> None:
-        """Store a slab of exponentials: each warp its own 32 rows."""
+    ) -> Int32:
+        """Store a slab of exponentials, each warp its own 32 rows; return the next one's buffer."""
         atom, g_e, s_e = e
+        following = buffer
         if left < g_e.shape[1]:
             thread = cute.arch.thread_idx()[0]
             warp = cute.arch.make_warp_uniform(thread // 32)
@@ -229,6 +231,8 @@ class ProjectExpSm100(MainloopSm100):
             to, source = self.destination(atom, g_e, shared)
             cute.copy(atom, source, to[None, top // 32 + warp, left // self.slab])
             cute.arch.cp_async_bulk_commit_group()
+            following = (buffer + 1) % self.arch.SLABS
+        return following
 
     @cute.jit
     def destination(self, atom: Any, g_e: cute.Tensor, shared: cute.Tensor) -> Any:
