@@ -4,10 +4,13 @@
 evaluated for each rank of a cluster, as far as they are constants.
 """
 
+import functools
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 
 from cutefce.cute_kernels.arch import STEP, Sm100, arch_named
+from cutefce.cute_kernels.compiler import compile_kernel
 from cutefce.cute_kernels.kernels import ProjectExp
 
 WAIT = re.compile(r"mbarrier\.try_wait\S* P1, \[(%r\d+)\]")
@@ -117,6 +120,15 @@ class Code:
         for pattern in patterns:
             line = self.next(line, pattern)
         return line < len(self.lines)
+
+
+@functools.cache
+def artifacts(kernel: ProjectExp) -> tuple[str, bytes]:
+    """Return PTX and machine code."""
+    with tempfile.TemporaryDirectory() as folder:  # files of two kernels have one name
+        options = f"--keep-ptx --keep-cubin --dump-dir {folder}"
+        found = compile_kernel(kernel, options).artifacts
+        return found.PTX, found.CUBIN
 
 
 Rule = Callable[[Code], Iterator[bool]]

@@ -3,7 +3,6 @@
 import functools
 import re
 import subprocess
-import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -12,9 +11,8 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import Sm100, arch_named
-from cutefce.cute_kernels.compiler import compile_kernel
 from cutefce.cute_kernels.kernels import ProjectExp, kernel_set
-from tests.blackwell_code import assembly_violations, violations
+from tests.blackwell_code import artifacts, assembly_violations, violations
 
 ARCH = arch_named("sm_100a")
 PAIRED, MULTICAST, SINGLE, *_ = ARCH.configs()
@@ -32,15 +30,6 @@ KERNELS = (*variants("sm_100a"), *variants("sm_103a")[1::4], variants("sm_103a",
 def describe(kernel: ProjectExp) -> str:
     kinds = [name for name in ("sums", "store", "masked") if getattr(kernel, name)]
     return f"{kernel.arch} {kernel.dtype} {kernel.config}: {' '.join(kinds)}"
-
-
-@functools.cache
-def artifacts(kernel: ProjectExp) -> tuple[str, bytes]:
-    """Return PTX and machine code."""
-    with tempfile.TemporaryDirectory() as folder:  # files of two kernels have one name
-        options = f"--keep-ptx --keep-cubin --dump-dir {folder}"
-        found = compile_kernel(kernel, options).artifacts
-        return found.PTX, found.CUBIN
 
 
 def both(config: int) -> ProjectExp:
