@@ -190,7 +190,8 @@ class Cluster:
             number = PARAMETERS + int(operand.rsplit("_", 1)[1])
         else:
             number = int(operand)
-        constant = np.broadcast_to(np.asarray(number, np.int64), LANES)
+        narrow = operand[0] != "%" and -(1 << 31) <= number < 1 << 31  # type: ignore[operator]
+        constant = np.broadcast_to(np.asarray(number, np.int32 if narrow else np.int64), LANES)
         warp.registers[operand] = constant
         return constant
 
@@ -198,8 +199,8 @@ class Cluster:
         """Write a register of the lanes that are there."""
         if value.shape != (LANES,):
             value = np.broadcast_to(value, LANES)
-        if register.startswith("%r") and register[2] not in "ds":
-            value = value.astype(np.int32).astype(np.int64)
+        if register.startswith("%r"):
+            value = value.astype(np.int64 if register[2] == "d" else np.int32, copy=False)
         if mask is not ALL and not mask.all():
             value = np.where(mask, value, warp.registers.get(register, 0))
         warp.registers[register] = value
@@ -252,7 +253,9 @@ class Cluster:
             if kind == "f32":
                 values = [as_float(v) for v in values]
             elif is_unsigned:
-                values = [v & 0xFFFFFFFF for v in values]
+                values = [unsigned(v) for v in values]
+            elif "wide" in kinds:
+                values = [v.astype(np.int64) for v in values]
             self.put(warp, operands[0], np.asarray(function(*values)), mask)
 
         return run
@@ -364,7 +367,12 @@ class Launch:
 
 def as_float(bits: Any) -> Any:
     """Return the floats that the lowest 32 bits are."""
-    return bits.astype(np.int32).view(np.float32)
+    return bits.astype(np.int32, copy=False).view(np.float32)
+
+
+def unsigned(bits: Any) -> Any:
+    """Return the lowest 32 bits as numbers of at least 0."""
+    return bits.astype(np.int64) & 0xFFFFFFFF
 
 
 def floats_of(bits: Any) -> Any:
@@ -493,7 +501,7 @@ def move(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list[str]
         cluster.put(warp, operands[1], whole >> 32, mask)
     elif len(operands) == 3:
         low, high = (cluster.value(warp, o) for o in operands[1:])
-        cluster.put(warp, operands[0], low & 0xFFFFFFFF | high << 32, mask)
+        cluster.put(warp, operands[0], unsigned(low) | high.astype(np.int64) << 32, mask)
     else:
         cluster.put(warp, operands[0], cluster.value(warp, operands[1]), mask)
 
@@ -530,7 +538,7 @@ def touch_global(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: l
         number, offset = divmod(int(addresses[lane]) - GLOBAL, 1 << 32)
         words = cluster.arrays[number]
         if is_store:
-            words[offset // 4] = values[lane] & 0xFFFFFFFF
+            words[offset // 4] = int(values[lane]) & 0xFFFFFFFF
         else:
             values[lane] = words[offset // 4]
     if not is_store:
@@ -546,7 +554,7 @@ def touch_shared(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: l
         cluster.put(warp, operands[0], words[(address - SHARED) // 4].astype(np.int64), mask)
         return
     for i, operand in enumerate(operands[1:]):
-        values = (cluster.value(warp, operand) & 0xFFFFFFFF).astype(np.uint32)
+        values = unsigned(cluster.value(warp, operand)).astype(np.uint32)
         words[(address[mask] - SHARED) // 4 + i] = values[mask]
 
 
