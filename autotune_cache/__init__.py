@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cutefce.autotune_cache.table import Entry, Table, file_name, key_of, read
-from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.arch import Arch
 from cutefce.cute_kernels.config import Configs
 from cutefce.cute_kernels.jit_cache import base_folder
 from cutefce.cute_kernels.problem import Problem, TileConfig
@@ -61,7 +61,7 @@ def lookup(problem: Problem) -> TileConfig:
 
 
 @functools.lru_cache(maxsize=1024)
-def lookup_configs(problem: Problem, arch: Sm90, device: str, multiprocessors: int) -> Configs:
+def lookup_configs(problem: Problem, arch: Arch, device: str, multiprocessors: int) -> Configs:
     """Return the kernels' configurations for `problem` on a GPU of this name and size."""
     default = arch.default_configs(problem.tokens, problem.hidden, multiprocessors)
     entries = {
@@ -73,7 +73,7 @@ def lookup_configs(problem: Problem, arch: Sm90, device: str, multiprocessors: i
 
 
 def tuned(
-    kernel: str, problem: Problem, arch: Sm90, device: str, multiprocessors: int
+    kernel: str, problem: Problem, arch: Arch, device: str, multiprocessors: int
 ) -> Entry | None:
     """Return what won for `problem` or, if it was not tuned, for the nearest one that was."""
     key = key_of(kernel, problem)
@@ -88,7 +88,7 @@ def user_folder() -> Path:
     return base_folder() / "tuning"
 
 
-def tables(arch: Sm90, device: str, multiprocessors: int) -> tuple[Table, ...]:
+def tables(arch: Arch, device: str, multiprocessors: int) -> tuple[Table, ...]:
     """Return what was tuned for this kind of GPU: by the user, then as shipped."""
     found = (
         _table(folder, arch, device, multiprocessors) for folder in (user_folder(), SHIPPED_FOLDER)
@@ -101,7 +101,7 @@ def tunes_on_first_use() -> bool:
     return os.environ.get(AUTOTUNE_VARIABLE) == "1"
 
 
-def has_shipped(arch: Sm90, device: str, multiprocessors: int) -> bool:
+def has_shipped(arch: Arch, device: str, multiprocessors: int) -> bool:
     """Whether the kernels were verified on this kind of GPU before they were shipped."""
     table = _table(SHIPPED_FOLDER, arch, device, multiprocessors)
     return table is not None and any(entry.verified for entry in table.entries.values())
@@ -114,7 +114,7 @@ def forget() -> None:
 
 
 @functools.cache
-def _table(folder: Path, arch: Sm90, device: str, multiprocessors: int) -> Table | None:
+def _table(folder: Path, arch: Arch, device: str, multiprocessors: int) -> Table | None:
     path = folder / file_name(device)
     try:
         table = read(path)

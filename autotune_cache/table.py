@@ -23,7 +23,7 @@ from typing import Any
 
 import filelock
 
-from cutefce.cute_kernels.arch import Sm90, arch_named
+from cutefce.cute_kernels.arch import Arch, arch_named
 from cutefce.cute_kernels.config import ProjectExpConfig
 from cutefce.cute_kernels.problem import Problem
 
@@ -187,7 +187,7 @@ def _key(item: dict[str, Any]) -> Key:
     return key
 
 
-def _choice(arch: Sm90, item: dict[str, Any]) -> Choice:
+def _choice(arch: Arch, item: dict[str, Any]) -> Choice:
     if item["config"] is None and item["kernel"] == "grad_hidden":
         return None
     config = ProjectExpConfig(**item["config"])
@@ -195,7 +195,7 @@ def _choice(arch: Sm90, item: dict[str, Any]) -> Choice:
     return config
 
 
-def _entry(arch: Sm90, item: dict[str, Any]) -> tuple[Key, Entry]:
+def _entry(arch: Arch, item: dict[str, Any]) -> tuple[Key, Entry]:
     names = ("milliseconds", "baseline_milliseconds", "product_milliseconds")
     tuned, baseline, product = (float(item[name]) for name in names)
     if not all(0 < time < math.inf for time in (tuned, baseline, product)):
@@ -204,7 +204,7 @@ def _entry(arch: Sm90, item: dict[str, Any]) -> tuple[Key, Entry]:
     return _key(item), Entry(_choice(arch, item), tuned, baseline, product, verified, kernels)
 
 
-def _rejection(arch: Sm90, item: dict[str, Any]) -> tuple[tuple[Key, Choice], Rejection]:
+def _rejection(arch: Arch, item: dict[str, Any]) -> tuple[tuple[Key, Choice], Rejection]:
     rejection = Rejection(str(item["reason"]), item["everywhere"] is True)
     return (_key(item), _choice(arch, item)), rejection
 

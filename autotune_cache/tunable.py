@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache.table import Choice
-from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.arch import Arch
 from cutefce.cute_kernels.kernels import Kernel
 from cutefce.cute_kernels.problem import Problem
 
@@ -58,7 +58,7 @@ class Result:
 class Tunable(abc.ABC):
     """One kernel on one GPU; made to be pickled."""
 
-    arch: Sm90
+    arch: Arch
     multiprocessors: int
     device: str = "cuda"
     """Where trials run, as torch names it."""

@@ -12,7 +12,7 @@ from cutefce import autotune_cache
 from cutefce.autotune_cache.cost import product_cycles, project_exp_cycles
 from cutefce.autotune_cache.table import Choice
 from cutefce.autotune_cache.tunable import Case, Result, Tunable
-from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.arch import Arch
 from cutefce.cute_kernels.config import Configs
 from cutefce.cute_kernels.kernels import Kernel, kernel_set
 from cutefce.cute_kernels.problem import Problem
@@ -29,9 +29,11 @@ EXPS_BYTES = 2 << 30
 """What the exponentials of a gradient's product may take: of more, the first columns serve."""
 
 
-def all_tunables(arch: Sm90, multiprocessors: int, device: str) -> tuple[Tunable, ...]:
+def all_tunables(arch: Arch, multiprocessors: int, device: str) -> tuple[Tunable, ...]:
     """Return what can be tuned on a GPU of `arch`, which torch names `device`."""
     kinds: tuple[type[Tunable], ...] = (ProjectExp, GradHidden, GradWeight)
+    if arch.default_configs(8192, 4096, multiprocessors).grad_weight is None:
+        kinds = (ProjectExp,)
     return tuple(kind(arch, multiprocessors, device) for kind in kinds)
 
 

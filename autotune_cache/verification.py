@@ -20,7 +20,7 @@ from cutefce import autotune_cache
 from cutefce.autotune_cache.child import Child, ChildError
 from cutefce.autotune_cache.table import Choice, file_name
 from cutefce.cute_kernels import jit_cache
-from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.arch import Arch
 
 if TYPE_CHECKING:
     from cutefce.autotune_cache.tunable import Tunable
@@ -40,7 +40,7 @@ class Verdict:
     """Why not."""
 
 
-def known(arch: Sm90, device: str, multiprocessors: int) -> Verdict | None:
+def known(arch: Arch, device: str, multiprocessors: int) -> Verdict | None:
     """Return the verdict on the kernels on this kind of GPU, None if there is none yet."""
     if autotune_cache.has_shipped(arch, device, multiprocessors):
         return Verdict(True)

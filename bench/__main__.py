@@ -20,6 +20,7 @@ from bench import forward as forward_bench
 from bench import host as host_bench
 from bench import parallel as parallel_bench
 from bench import step as step_bench
+from bench.compare import regressions
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -115,6 +116,20 @@ def plot(folder: Path) -> None:
 
     for path in plots.draw(folder):
         click.echo(f"written: {path}")
+
+
+@main.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def compare(folder: Path) -> None:
+    """Compare results in FOLDER with the committed ones; fail if a ratio or memory grew."""
+    found = []
+    for new in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if not (RESULTS / new.name).exists():
+            click.echo(f"nothing is committed for {new.name}: commit these results")
+            continue
+        found += [f"{new.name}/{text}" for text in regressions(new, RESULTS / new.name)]
+    if found:
+        raise click.ClickException("worse than committed:\n" + "\n".join(found))
 
 
 def _shape(default: step_bench.Shape, sizes: dict[str, Any]) -> step_bench.Shape:

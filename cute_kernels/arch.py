@@ -3,12 +3,20 @@
 import dataclasses
 import itertools
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from cutefce.cute_kernels.config import Configs, ProjectExpConfig
 
 STEP = 64
 """Hidden features of one stage: 128 bytes of a 16-bit dtype, the widest swizzle of TMA."""
+BARRIER_BYTES = 1024
+"""Shared memory before the first tile, which is aligned to as much."""
+
+Rule = tuple[str, Any, bool, str]
+"""What is looked at, its value, whether it is legal, and what would be."""
 
 
 def slab_columns(tile_n: int, item_bytes: int) -> int:
@@ -17,16 +25,94 @@ def slab_columns(tile_n: int, item_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Sm90:
+class Arch(ABC):
+    """What all architectures have in common."""
+
+    name: str
+    capability: tuple[int, int]
+    family: str
+    """Which of the kernels' modules are its own."""
+    smem_bytes: int = 227 << 10
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+
+    @abstractmethod
+    def configs(self) -> tuple[ProjectExpConfig, ...]:
+        """Return every configuration that may be chosen where nothing was tuned."""
+
+    @abstractmethod
+    def default(self, tokens: int) -> ProjectExpConfig:
+        """Return the configuration for `tokens` rows where nothing better is known."""
+
+    @abstractmethod
+    def default_configs(self, tokens: int, hidden: int, multiprocessors: int) -> Configs:
+        """Return the configurations of all kernels where nothing better is known."""
+
+    @abstractmethod
+    def candidates(self) -> tuple[ProjectExpConfig, ...]:
+        """Return every configuration that is worth a trial."""
+
+    @abstractmethod
+    def stage_bytes(self, config: ProjectExpConfig) -> int:
+        """Return the shared memory of one stage."""
+
+    @abstractmethod
+    def slab_bytes(self, config: ProjectExpConfig) -> int:
+        """Return the shared memory of the exponentials on their way to memory."""
+
+    @abstractmethod
+    def rules(self, config: ProjectExpConfig) -> Iterator[Rule]:
+        """Yield what this architecture asks of a configuration."""
+
+    def used_smem_bytes(self, config: ProjectExpConfig) -> int:
+        """Return the shared memory of the kernel that stores, the larger one."""
+        inputs = config.stages * self.stage_bytes(config)
+        return BARRIER_BYTES + inputs + self.slab_bytes(config)
+
+    def is_legal(self, config: ProjectExpConfig) -> bool:
+        """Whether the hardware can run a configuration."""
+        try:
+            self.check(config)
+        except ValueError:
+            return False
+        return True
+
+    def check(self, config: ProjectExpConfig) -> None:
+        """Raise ValueError for a configuration that the hardware cannot run."""
+        for field in dataclasses.fields(config):
+            number, kind = getattr(config, field.name), field.type
+            assert isinstance(kind, type)
+            is_of_kind = type(number) is kind
+            if not is_of_kind or number < 0:
+                raise ValueError(
+                    f"{field.name}: got {number!r}, expected {kind.__name__} of at least 0"
+                )
+        tile = config.tile_m, config.tile_n
+        common: tuple[Rule, ...] = (
+            ("tile", tile, min(tile) > 0, "at least one row and column"),
+            ("group", config.group, config.group >= 1, "at least 1"),
+            # larger clusters leave multiprocessors idle: those of a GPC are no multiple of 4
+            ("cluster", config.cluster, config.cluster in (1, 2), "1 or 2"),
+        )
+        memory: Rule = (
+            "stages",
+            config.stages,
+            self.used_smem_bytes(config) <= self.smem_bytes,
+            f"at most {self.smem_bytes} bytes of shared memory",
+        )
+        for name, value, holds, expected in (*common, *self.rules(config), memory):
+            if not holds:
+                raise ValueError(f"{name}: got {value}, expected {expected}")
+
+
+@dataclass(frozen=True)
+class Sm90(Arch):
     """Hopper."""
 
     name: str = "sm_90a"
     capability: tuple[int, int] = (9, 0)
-    smem_bytes: int = 227 << 10
-    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    family: str = "sm90"
 
     def configs(self) -> tuple[ProjectExpConfig, ...]:
-        """Return every configuration that may be chosen where nothing was tuned."""
         return (
             ProjectExpConfig(128, 192, cluster=2, stages=5, pingpong=True),
             ProjectExpConfig(128, 192, cluster=1, stages=5, pingpong=True),
@@ -36,14 +122,12 @@ class Sm90:
         )
 
     def default(self, tokens: int) -> ProjectExpConfig:
-        """Return the configuration for `tokens` rows where nothing better is known."""
         paired, single, low, *_ = self.configs()
         if tokens <= low.rows:
             return low
         return single if tokens <= single.rows else paired
 
     def default_configs(self, tokens: int, hidden: int, multiprocessors: int) -> Configs:
-        """Return the configurations of all kernels where nothing better is known."""
         gradient = ProjectExpConfig(128, 128, cluster=2, stages=6, pingpong=True)
         clusters = multiprocessors // gradient.cluster
         units = -(-tokens // gradient.rows) * -(-hidden // gradient.tile_n)
@@ -52,10 +136,7 @@ class Sm90:
         return Configs(self.default(tokens), gradient if busy >= 0.8 else None, gradient)
 
     def candidates(self) -> tuple[ProjectExpConfig, ...]:
-        """Return every configuration that is worth a trial.
-
-        A kernel has as many stages as fit, or one less: more hide more, whatever the problem.
-        """
+        # as many stages as fit, or one less: more hide more, whatever the problem
         found = []
         tiles = itertools.product((64, 128, 192, 256), (128, 160, 192, 256), (1, 2), (True, False))
         for tile_m, tile_n, cluster, pingpong in tiles:
@@ -76,62 +157,102 @@ class Sm90:
         """Return the registers of a producer and of a consumer thread; 504 for three groups."""
         return (40, 232) if self.accumulators(config) <= 192 else (24, 240)
 
-    def used_smem_bytes(self, config: ProjectExpConfig) -> int:
-        """Return the shared memory of the kernel that needs the most: one that stores."""
-        barriers = 1024
-        inputs = config.stages * (config.tile_m + config.tile_n) * STEP * 2
-        slab = max(slab_columns(config.tile_n, size) * size for size in (2, 4))
-        return barriers + inputs + 2 * 64 * slab
+    def stage_bytes(self, config: ProjectExpConfig) -> int:
+        return (config.tile_m + config.tile_n) * STEP * 2
 
-    def is_legal(self, config: ProjectExpConfig) -> bool:
-        """Whether the hardware can run a configuration."""
-        try:
-            self.check(config)
-        except ValueError:
-            return False
-        return True
+    def slab_bytes(self, config: ProjectExpConfig) -> int:
+        return 2 * 64 * max(slab_columns(config.tile_n, size) * size for size in (2, 4))
 
-    def check(self, config: ProjectExpConfig) -> None:
-        """Raise ValueError for a configuration that the hardware cannot run."""
-        for name, number in dataclasses.asdict(config).items():
-            kind = bool if name == "pingpong" else int
-            if type(number) is not kind or number < 0:
-                raise ValueError(f"{name}: got {number!r}, expected {kind.__name__} of at least 0")
-        rows = 64 if config.pingpong else 128
-        tile = config.tile_m, config.tile_n
-        rules = (
-            ("tile_m", config.tile_m, config.tile_m % rows == 0, f"a multiple of {rows} (wgmma)"),
-            ("tile_n", config.tile_n, config.tile_n % 16 == 0, "a multiple of 16 (stmatrix)"),
-            ("tile_n", config.tile_n, config.tile_n <= 256, "at most 256 (wgmma)"),
-            ("tile", tile, min(tile) > 0, "at least one row and column"),
-            ("tile", tile, self.accumulators(config) <= 208, "at most 208 accumulators a thread"),
-            # larger clusters leave multiprocessors idle: those of a GPC are no multiple of 4
-            ("cluster", config.cluster, config.cluster in (1, 2), "1 or 2"),
-            ("group", config.group, config.group >= 1, "at least 1"),
-            # a stage is given back when the products of the next one have been issued
-            ("stages", config.stages, config.stages >= 2, "at least 2"),
-            (
-                "stages",
-                config.stages,
-                self.used_smem_bytes(config) <= self.smem_bytes,
-                f"at most {self.smem_bytes} bytes of shared memory",
-            ),
+    def rules(self, config: ProjectExpConfig) -> Iterator[Rule]:
+        tile_m, tile_n, rows = config.tile_m, config.tile_n, 64 if config.pingpong else 128
+        yield "tile_m", tile_m, tile_m % rows == 0, f"a multiple of {rows} (wgmma)"
+        yield "tile_n", tile_n, tile_n % 16 == 0, "a multiple of 16 (stmatrix)"
+        yield "tile_n", tile_n, tile_n <= 256, "at most 256 (wgmma)"
+        few = self.accumulators(config) <= 208
+        yield "tile", (tile_m, tile_n), few, "at most 208 accumulators a thread"
+        yield "paired", config.paired, not config.paired, "False (tcgen05 alone)"
+        yield "emulated", config.emulated, not config.emulated, "0 (Blackwell alone)"
+        # a stage is given back when the products of the next one have been issued
+        yield "stages", config.stages, config.stages >= 2, "at least 2"
+
+
+@dataclass(frozen=True)
+class Sm100(Arch):
+    """Blackwell, of compute capability 10.0 unless said otherwise."""
+
+    name: str = "sm_100a"
+    capability: tuple[int, int] = (10, 0)
+    family: str = "sm100"
+    tmem_columns: int = 512
+    """Columns of tensor memory, of 128 rows of 32 bits."""
+    emulated: int = 4
+    """Exponentials of 16 that are worth computing by products: those of the hardware are few."""
+
+    ACCUMULATORS = 2
+    """Tiles of logits in tensor memory: one is multiplied while the other one is read."""
+    SLAB = 64
+    """Columns that a warp reads and stores at a time: a swizzle of 128 bytes."""
+    SLABS = 2
+    """Slabs of a warp that are on their way to memory."""
+
+    def configs(self) -> tuple[ProjectExpConfig, ...]:
+        paired = ProjectExpConfig(128, 256, cluster=2, stages=6, pingpong=False, paired=True)
+        plain = (
+            paired,
+            ProjectExpConfig(128, 256, cluster=2, stages=4, pingpong=False),
+            ProjectExpConfig(128, 256, cluster=1, stages=4, pingpong=False),
         )
-        for name, value, holds, expected in rules:
-            if not holds:
-                raise ValueError(f"{name}: got {value}, expected {expected}")
+        if not self.emulated:
+            return plain
+        return *plain, dataclasses.replace(paired, emulated=self.emulated)
+
+    def default(self, tokens: int) -> ProjectExpConfig:
+        paired, _, single, *_ = self.configs()
+        return single if tokens <= single.rows else paired
+
+    def default_configs(self, tokens: int, hidden: int, multiprocessors: int) -> Configs:
+        # the gradients' products have no kernels here
+        return Configs(self.default(tokens), None, None)
+
+    def candidates(self) -> tuple[ProjectExpConfig, ...]:
+        groups = itertools.product(self.configs(), (8, 4, 16))
+        return tuple(dataclasses.replace(config, group=group) for config, group in groups)
+
+    def used_tmem_columns(self, config: ProjectExpConfig) -> int:
+        """Return the columns of tensor memory to allocate: a power of 2."""
+        return 1 << (self.ACCUMULATORS * config.tile_n - 1).bit_length()
+
+    def stage_bytes(self, config: ProjectExpConfig) -> int:
+        shared_by = 2 if config.paired else 1
+        return (config.tile_m + config.tile_n // shared_by) * STEP * 2
+
+    def slab_bytes(self, config: ProjectExpConfig) -> int:
+        return self.SLABS * config.tile_m * self.SLAB * 2
+
+    def rules(self, config: ProjectExpConfig) -> Iterator[Rule]:
+        tile_m, tile_n = config.tile_m, config.tile_n
+        yield "pingpong", config.pingpong, not config.pingpong, "False (Hopper alone)"
+        # with 128 rows, a row is a lane of tensor memory and thus a thread
+        yield "tile_m", tile_m, tile_m == 128, "128 (tcgen05)"
+        yield "tile_n", tile_n, tile_n % self.SLAB == 0, f"a multiple of {self.SLAB}"
+        fits = self.used_tmem_columns(config) <= self.tmem_columns
+        yield "tile_n", tile_n, fits, f"two tiles in {self.tmem_columns} columns of tensor memory"
+        pairs = config.cluster == 2 or not config.paired
+        yield "cluster", config.cluster, pairs, "2, as it is paired"
+        yield "emulated", config.emulated, config.emulated <= 16, "at most 16"
+        yield "stages", config.stages, config.stages >= 2, "at least 2"
 
 
-ARCHS = (Sm90(),)
-"""Every architecture that has kernels."""
+ARCHS: tuple[Arch, ...] = (Sm90(), Sm100(), Sm100("sm_103a", (10, 3), emulated=0))
+"""Every architecture that has kernels; the exponentials of sm_103a are twice as many a cycle."""
 
 
-def arch_for(capability: tuple[int, int]) -> Sm90 | None:
+def arch_for(capability: tuple[int, int]) -> Arch | None:
     """Return the architecture of a device of this compute capability, None if it has no kernels."""
     return next((arch for arch in ARCHS if arch.capability == capability), None)
 
 
-def arch_named(name: str) -> Sm90:
+def arch_named(name: str) -> Arch:
     """Return the architecture `name`."""
     for arch in ARCHS:
         if arch.name == name:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.kernels import Gradient, Kernel, ProjectExp
 
 OPTIONS = "--enable-tvm-ffi"
@@ -46,10 +47,10 @@ def compile_kernel(kernel: Kernel, options: str = "") -> Any:
 
 def source_of(kernel: Kernel) -> str:
     """Return the module of this folder that holds the code of `kernel`."""
-    suffix = kernel.arch.removesuffix("a").replace("sm_", "sm")
+    family = arch_named(kernel.arch).family
     if isinstance(kernel, ProjectExp):
-        return f"project_exp_{suffix}"
-    return f"gradient_{suffix}" if isinstance(kernel, Gradient) else "rowwise"
+        return f"project_exp_{family}"
+    return f"gradient_{family}" if isinstance(kernel, Gradient) else "rowwise"
 
 
 def report(kernel: Kernel) -> tuple[Report, Any]:

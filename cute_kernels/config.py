@@ -8,7 +8,7 @@ class ProjectExpConfig:
     """One way to run `project_exp`."""
 
     tile_m: int
-    """Rows (tokens) of a tile."""
+    """Rows (tokens) of a thread block's tile."""
     tile_n: int
     """Columns (vocabulary entries) of a tile."""
     cluster: int
@@ -16,15 +16,21 @@ class ProjectExpConfig:
     stages: int
     """Tiles of the inputs that are in flight."""
     pingpong: bool
-    """Whether the two warpgroups take turns on tiles of their own, or share each tile."""
+    """Hopper: whether the two warpgroups take turns on tiles of their own, or share each tile."""
     group: int = 8
     """Row blocks that clusters walk side by side; their hidden states stay in the L2 cache."""
+    paired: bool = False
+    """Blackwell: whether the two thread blocks of a cluster multiply as one, each with half of the
+    weight's tile, or each by itself with all of it."""
+    emulated: int = 0
+    """Blackwell: of every 16 exponentials, how many are computed by multiplying and adding."""
 
     def __str__(self) -> str:
-        schedule = "ping-pong" if self.pingpong else "cooperative"
-        return (
-            f"{self.tile_m}x{self.tile_n} {schedule}, cluster {self.cluster}, {self.stages} stages"
-        )
+        parts = [f"{self.tile_m}x{self.tile_n}"]
+        parts += ["ping-pong"] * self.pingpong + ["paired"] * self.paired
+        parts += [f"cluster {self.cluster}", f"{self.stages} stages"]
+        parts += [f"{self.emulated}/16 emulated"] * bool(self.emulated)
+        return ", ".join(parts)
 
     @property
     def rows(self) -> int:
@@ -44,4 +50,5 @@ class Configs:
     project_exp: ProjectExpConfig
     grad_hidden: ProjectExpConfig | None
     """None for a plain product."""
-    grad_weight: ProjectExpConfig
+    grad_weight: ProjectExpConfig | None
+    """None for plain products and passes over their results."""

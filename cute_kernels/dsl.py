@@ -7,6 +7,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
+from cutefce.cute_kernels.exp2 import emulated_exp2
+
 DTYPES = {
     "bfloat16": cutlass.BFloat16,
     "float16": cutlass.Float16,
@@ -41,6 +43,16 @@ def vector(dtype: Any, size: Any) -> Any:
     return make_fake_compact_tensor(dtype, (size,))
 
 
-def exp2(x: Any) -> Any:
-    """Return 2**x by the hardware's approximation, to 2 units of the last place."""
-    return cute.math.exp2(x, fastmath=True)
+def exp2(x: Any, emulated: bool = False) -> Any:
+    """Return 2**x to 2 units of the last place: by the hardware's approximation, or `emulated`."""
+    return emulated_exp2(x, _clamp, _power) if emulated else cute.math.exp2(x, fastmath=True)
+
+
+def _clamp(x: Any, low: float, high: float) -> Any:
+    """Return x within [low, high]; NaN stays."""
+    return cute.arch.fmin(cute.arch.fmax(x, low, nan=True), high, nan=True)
+
+
+def _power(x: Any) -> Any:
+    """Return the float of x's bits, moved by 23."""
+    return (x.bitcast(cutlass.Int32) << 23).bitcast(cutlass.Float32)

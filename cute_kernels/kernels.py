@@ -8,7 +8,7 @@ import functools
 from dataclasses import dataclass
 from itertools import product
 
-from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.arch import Arch
 from cutefce.cute_kernels.config import Configs, ProjectExpConfig
 
 
@@ -107,9 +107,9 @@ class KernelSet:
     """The same, not rounded: one rank's part of a sum."""
     grad_hidden: Gradient | None
     """Adds to dX's sums; None: a plain product does."""
-    grad_weight: Gradient
-    """dW at once."""
-    grad_weight_sums: Gradient
+    grad_weight: Gradient | None
+    """dW at once; None: plain products, and what the portable path does with them."""
+    grad_weight_sums: Gradient | None
     """Adds to dW's sums."""
     add_targets: AddTargets
     """Adds the targets' part to dW's sums."""
@@ -120,13 +120,15 @@ class KernelSet:
         return [kernel for kernel in found if kernel is not None]
 
 
-def kernel_set(arch: Sm90, dtype: str, configs: Configs) -> KernelSet:
+def kernel_set(arch: Arch, dtype: str, configs: Configs) -> KernelSet:
     """Return the kernels that `dtype` needs on `arch` with `configs`."""
     project = functools.partial(ProjectExp, arch.name, dtype, configs.project_exp)
-    weight = functools.partial(Gradient, arch.name, dtype, configs.grad_weight, "weight")
-    hidden = None
+    hidden = weight = weight_sums = None
     if configs.grad_hidden is not None:
         hidden = Gradient(arch.name, dtype, configs.grad_hidden, "hidden", final=False)
+    if configs.grad_weight is not None:
+        weight = Gradient(arch.name, dtype, configs.grad_weight, "weight", final=True)
+        weight_sums = dataclasses.replace(weight, final=False)
     combine = functools.partial(Combine, arch.name, dtype)
     return KernelSet(
         target_logit=TargetLogit(arch.name, dtype),
@@ -140,13 +142,13 @@ def kernel_set(arch: Sm90, dtype: str, configs: Configs) -> KernelSet:
         finish_dx=combine("float32", dtype, scaled=True, weighted=True),
         finish_dx_part=Combine(arch.name, "float32", "float32", dtype, scaled=True, weighted=True),
         grad_hidden=hidden,
-        grad_weight=weight(final=True),
-        grad_weight_sums=weight(final=False),
+        grad_weight=weight,
+        grad_weight_sums=weight_sums,
         add_targets=AddTargets(arch.name, dtype),
     )
 
 
-def all_kernels(arch: Sm90) -> list[Kernel]:
+def all_kernels(arch: Arch) -> list[Kernel]:
     """Return every kernel that can be chosen on `arch` where nothing was tuned, each once."""
     configs = arch.default_configs(tokens=8192, hidden=4096, multiprocessors=132)
     sets = [

@@ -17,7 +17,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from cutefce.cute_kernels import tile_order
-from cutefce.cute_kernels.arch import STEP, arch_named
+from cutefce.cute_kernels.arch import STEP, Sm90, arch_named
 from cutefce.cute_kernels.config import ProjectExpConfig
 from cutefce.cute_kernels.dsl import BLOCK_NOTES, DTYPES, MEETING_NOTE
 
@@ -81,6 +81,7 @@ class MainloopSm90:
         masked: bool,
     ) -> None:
         arch = arch_named(arch_name)
+        assert isinstance(arch, Sm90)
         arch.check(config)
         self.config = config
         self.dtype = DTYPES[dtype]

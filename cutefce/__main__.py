@@ -34,17 +34,23 @@ main.add_command(verify)
 
 
 @main.command("compile")
-@click.option("--arch", default=ARCHS[0].name, show_default=True, help="Architecture.")
-def compile_all(arch: str) -> None:
+@click.option(
+    "--arch",
+    "names",
+    default=",".join(arch.name for arch in ARCHS),
+    show_default=True,
+    help="Architectures, separated by commas.",
+)
+def compile_all(names: str) -> None:
     """Compile every kernel that can be chosen into the cache folder; needs no GPU.
 
     Fails if one spills registers, or if its products wait for each other.
     """
     try:
-        kernels = all_kernels(arch_named(arch))
+        kernels = [kernel for name in names.split(",") for kernel in all_kernels(arch_named(name))]
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arch") from error
-    table = Table("kernel", "", "registers", "spilled B", "shared B", "seconds", "warnings")
+    table = Table("arch", "kernel", "", "registers", "spilled B", "shared B", "seconds", "warnings")
     clean = True
     processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=processes) as pool:
@@ -65,6 +71,7 @@ def _cells(result: Report) -> list[str]:
         shared = str(arch_named(kernel.arch).used_smem_bytes(kernel.config))
     details = {name: value for name, value in details.items() if value and name != "arch"}
     return [
+        kernel.arch,
         type(kernel).__name__,
         ", ".join(name if value is True else str(value) for name, value in details.items()),
         str(result.registers),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.arch import Arch
 from cutefce.cute_kernels.config import Configs
 from cutefce.cute_kernels.jit_cache import compiled
 from cutefce.cute_kernels.kernels import Gradient, kernel_set
@@ -54,7 +54,7 @@ class CutePrimitives(TorchPrimitives):
     def __init__(
         self,
         tiles: TileConfig,
-        arch: Sm90,
+        arch: Arch,
         dtype: str,
         configs: Configs,
         multiprocessors: int,
@@ -142,9 +142,14 @@ class CutePrimitives(TorchPrimitives):
             self._launch(self.kernels.grad_hidden, exps, w.t(), sums, None)
 
     def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor) -> None:
-        self._launch(self.kernels.grad_weight_sums, exps.t(), scaled.t(), sums, None)
+        if self.kernels.grad_weight_sums is None:
+            super().add_grad_weight(sums, exps, scaled)
+        else:
+            self._launch(self.kernels.grad_weight_sums, exps.t(), scaled.t(), sums, None)
 
     def target_part(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetPart:
+        if self.kernels.grad_weight is None:
+            return super().target_part(h, coefficient, targets)
         # who has no target here comes last, in the list of none
         here = targets.active & (targets.address == targets.index)
         target, order = torch.where(here, targets.index, targets.vocab).sort(stable=True)
@@ -161,11 +166,17 @@ class CutePrimitives(TorchPrimitives):
         first: int,
         unit: Tensor,
     ) -> None:
+        if self.kernels.grad_weight is None:
+            super().finish_dw(out, exps, scaled, part, first, unit)
+            return
         starts = part.starts[first : first + out.shape[0] + 1]
         lists = part.order, starts, part.coefficient, part.h, unit.view(1)
         self._launch(self.kernels.grad_weight, exps.t(), scaled.t(), out, lists)
 
     def add_target_part(self, sums: Tensor, part: TargetPart) -> None:
+        if self.kernels.grad_weight is None:
+            super().add_target_part(sums, part)
+            return
         lists = part.order, part.starts, part.coefficient, part.h
         compiled(self.kernels.add_targets)(sums, *lists)
 

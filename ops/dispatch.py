@@ -11,7 +11,7 @@ from torch import Tensor
 from cutefce import autotune_cache
 from cutefce.autotune_cache import verification
 from cutefce.cute_kernels import kernels
-from cutefce.cute_kernels.arch import Sm90, arch_for
+from cutefce.cute_kernels.arch import Arch, arch_for
 from cutefce.cute_kernels.jit_cache import compiled
 from cutefce.cute_kernels.problem import Problem, TileConfig
 from cutefce.ops.cute_primitives import CutePrimitives, has_aligned_rows
@@ -140,7 +140,7 @@ def _device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return _compiler_obstacle(arch, name) or _unverified(arch, device)
 
 
-def _unverified(arch: Sm90, device: torch.device) -> str | None:
+def _unverified(arch: Arch, device: torch.device) -> str | None:
     """Return why the kernels may not be launched on this GPU, None if they may; tries them once."""
     properties = torch.cuda.get_device_properties(device)
     name, multiprocessors = properties.name, properties.multi_processor_count
@@ -157,7 +157,7 @@ def _unverified(arch: Sm90, device: torch.device) -> str | None:
     return f"they failed on {name} ({verdict.reason}); to try again: python -m cutefce verify"
 
 
-def _compiler_obstacle(arch: Sm90, dtype: str) -> str | None:
+def _compiler_obstacle(arch: Arch, dtype: str) -> str | None:
     """Return why kernels cannot be had for `arch`, None if they can; compiles or loads one."""
     for module in ("cutlass", "tvm_ffi"):
         if find_spec(module) is None:
@@ -172,7 +172,7 @@ def _compiler_obstacle(arch: Sm90, dtype: str) -> str | None:
 
 
 @functools.cache
-def _arch(device: torch.device) -> Sm90:
+def _arch(device: torch.device) -> Arch:
     arch = arch_for(torch.cuda.get_device_capability(device))
     assert arch is not None
     return arch

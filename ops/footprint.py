@@ -37,6 +37,10 @@ TARGET_BYTES = 17
 """Bytes of a token's target: index and address as int64, and whether it is active."""
 
 
+GRADIENT_KERNELS = ("sm_90a",)
+"""Architectures whose kernels form dW."""
+
+
 def row_block_bytes(device: str) -> int:
     """Return the bytes of rows, in the dtype of sums, that an unfused step takes at a time."""
     return (16 if device == "cpu" else 128) << 20
@@ -57,7 +61,7 @@ def windows_bytes(p: Problem, config: TileConfig, kept: int, scalar_upstream: bo
         backward += p.tokens * p.hidden * p.accumulator_bytes
     if p.grad_weight and (kept or not scalar_upstream):
         backward += p.tokens * p.hidden * p.item_bytes
-    if p.grad_weight and p.arch is not None:
+    if p.grad_weight and p.arch in GRADIENT_KERNELS:
         backward += 12 * p.tokens + 4 * p.vocab
     elif p.grad_weight:
         backward += 8 * p.vocab + min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes

@@ -11,7 +11,7 @@ from torch import Tensor
 import cutefce
 from cutefce.autotune_cache import lookup
 from cutefce.cute_kernels import jit_cache, kernels
-from cutefce.cute_kernels.arch import ARCHS, Sm90, arch_for, arch_named
+from cutefce.cute_kernels.arch import ARCHS, Arch, Sm90, arch_for, arch_named
 from cutefce.cute_kernels.config import Configs, ProjectExpConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import cute_primitives, dispatch
@@ -19,7 +19,9 @@ from cutefce.ops.cute_primitives import CutePrimitives, Parts
 from cutefce.ops.primitives import Targets
 from tests.reference import Case, assert_as_accurate, evaluate, ours, random_case
 
-CONFIGS = Sm90().configs()
+HERE = arch_for(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+ARCH = HERE or Sm90()
+CONFIGS = ARCH.configs()
 RAGGED = {
     "one row": (1, 64, 1000),
     "fewer columns than a tile": (70, 8, 17),
@@ -27,8 +29,8 @@ RAGGED = {
     "several groups of row blocks": (2500, 136, 5000),
 }
 
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or arch_for(torch.cuda.get_device_capability()) is None,
+with_kernels = pytest.mark.skipif(
+    HERE is None,
     reason="needs a GPU that has kernels",
 )
 
@@ -49,7 +51,7 @@ def primitives(config: ProjectExpConfig, dtype: torch.dtype) -> CutePrimitives:
     name = str(dtype).removeprefix("torch.")
     tiles = lookup(Problem(1, 64, 1000, name, "cuda"))
     count = torch.cuda.get_device_properties(0).multi_processor_count
-    return CutePrimitives(tiles, ARCHS[0], name, with_project_exp(config), count)
+    return CutePrimitives(tiles, ARCH, name, with_project_exp(config), count)
 
 
 def exact_exps(case: Case, reference: Tensor) -> Tensor:
@@ -62,7 +64,7 @@ def exact_exps(case: Case, reference: Tensor) -> Tensor:
 
 
 @pytest.mark.gpu
-@hopper
+@with_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -90,7 +92,7 @@ def test_every_configuration(
 
 
 @pytest.mark.gpu
-@hopper
+@with_kernels
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_repair_stores_only_noted_blocks_again(config: ProjectExpConfig) -> None:
     case = random_case(
@@ -117,7 +119,7 @@ def test_repair_stores_only_noted_blocks_again(config: ProjectExpConfig) -> None
 
 
 @pytest.mark.gpu
-@hopper
+@with_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("workspace", ["max", "min"])
 @pytest.mark.parametrize("which", ["none", "some", "all", "the last one"])
@@ -129,7 +131,7 @@ def test_far_rows(which: str, workspace: str, dtype: torch.dtype, strict: None) 
 
 
 @pytest.mark.gpu
-@hopper
+@with_kernels
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_bad_row_stays_alone(value: float, strict: None) -> None:
     case = random_case(400, 64, 1500, dtype=torch.bfloat16, device="cuda", ignored=0)
@@ -143,7 +145,7 @@ def test_a_bad_row_stays_alone(value: float, strict: None) -> None:
 
 
 @pytest.mark.gpu
-@hopper
+@with_kernels
 @pytest.mark.parametrize("shape", [(17000, 64, 131072), (300, 8200, 262200)], ids=["N·V", "V·D"])
 def test_past_two_to_the_31(shape: tuple[int, int, int], strict: None) -> None:
     tokens, hidden, vocab = shape
@@ -166,7 +168,7 @@ def test_past_two_to_the_31(shape: tuple[int, int, int], strict: None) -> None:
 
 
 @pytest.mark.gpu
-@hopper
+@with_kernels
 def test_side_stream_and_other_layouts(strict: None) -> None:
     case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda")
     want = cutefce.linear_cross_entropy(case.h, case.w, case.y)
@@ -181,7 +183,7 @@ def test_side_stream_and_other_layouts(strict: None) -> None:
 
 
 @pytest.mark.gpu
-@hopper
+@with_kernels
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_the_device_of_the_tensors_counts(strict: None) -> None:
     case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda:1")
@@ -195,7 +197,7 @@ def test_the_device_of_the_tensors_counts(strict: None) -> None:
 
 
 @pytest.mark.gpu
-@hopper
+@with_kernels
 def test_replay_and_compilation_are_bitwise_equal(strict: None) -> None:
     case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda")
     with torch.no_grad():
@@ -211,7 +213,7 @@ def test_replay_and_compilation_are_bitwise_equal(strict: None) -> None:
 
 
 @pytest.mark.gpu
-@hopper
+@with_kernels
 @pytest.mark.filterwarnings("ignore:cutefce")
 def test_what_the_kernels_do_not_serve() -> None:
     case = random_case(32, 64, 300, dtype=torch.bfloat16, device="cuda")
@@ -228,7 +230,8 @@ def test_what_the_kernels_do_not_serve() -> None:
         cutefce.linear_cross_entropy(h, w, case.y)
 
 
-def test_launches_pass_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arch", [ARCHS[0], ARCHS[1]], ids=lambda arch: arch.name)
+def test_launches_pass_what_the_kernels_take(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: a launch stops at the first argument's device, past their number."""
     pytest.importorskip("cutlass")
     launched = []
@@ -244,7 +247,8 @@ def test_launches_pass_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cute_primitives, "compiled", on_a_cpu)
     case = random_case(300, 64, 1500, dtype=torch.bfloat16)
     tiles = lookup(Problem(300, 64, 1500, "bfloat16", "cuda"))
-    steps = CutePrimitives(tiles, ARCHS[0], "bfloat16", with_project_exp(CONFIGS[0]), 132)
+    default = arch.default_configs(tokens=8192, hidden=4096, multiprocessors=132)
+    steps = CutePrimitives(tiles, arch, "bfloat16", default, 132)
     targets, exps = Targets(case.y, 1500, -100), torch.empty(300, 1504, dtype=torch.bfloat16)
     logit = steps.target_logit(case.h, case.w, targets)
     steps.project_exp(case.h, case.w, logit, case.y)
@@ -301,9 +305,10 @@ def test_strict_mode_says_what_is_in_the_way(strict: None) -> None:
         cutefce.linear_cross_entropy(torch.randn(4, 8), torch.randn(16, 8), torch.zeros(4).long())
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_configurations_are_legal(config: ProjectExpConfig) -> None:
-    Sm90().check(config)
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_configurations_are_legal(arch: Arch) -> None:
+    for config in arch.configs():
+        arch.check(config)
 
 
 @pytest.mark.parametrize(
@@ -320,6 +325,8 @@ def test_configurations_are_legal(config: ProjectExpConfig) -> None:
         (ProjectExpConfig(128, 192, 2, 5, True, 0), "group: got 0"),
         (ProjectExpConfig(128, 192, 2, 5.0, True), "stages: got 5.0, expected int"),  # type: ignore
         (ProjectExpConfig(128, 192, 2, 5, 1), "pingpong: got 1, expected bool"),  # type: ignore
+        (ProjectExpConfig(128, 192, 2, 5, True, paired=True), "paired: got True, expected False"),
+        (ProjectExpConfig(128, 192, 2, 5, True, emulated=4), "emulated: got 4, expected 0"),
     ],
     ids=str,
 )
@@ -333,6 +340,7 @@ def test_unknown_architecture() -> None:
         arch_named("sm_80")
 
 
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 @pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 100000])
-def test_the_default_is_one_of_the_configurations(tokens: int) -> None:
-    assert Sm90().default(tokens) in CONFIGS
+def test_the_default_is_one_of_the_configurations(tokens: int, arch: Arch) -> None:
+    assert arch.default(tokens) in arch.configs()
