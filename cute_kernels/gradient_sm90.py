@@ -21,10 +21,11 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from cutefce.cute_kernels import kernels, tile_order
+from cutefce.cute_kernels import kernels
 from cutefce.cute_kernels.dsl import DTYPES, matrix, transposed, vector
-from cutefce.cute_kernels.mainloop_sm90 import CONSUMERS, GROUP, MainloopSm90, Operand, Walk
+from cutefce.cute_kernels.mainloop_sm90 import CONSUMERS, GROUP, MainloopSm90, Operand
 from cutefce.cute_kernels.slabs_sm90 import SlabsSm90
+from cutefce.cute_kernels.walk import Walk, make_walk, unit
 
 
 def trace(kernel: kernels.Gradient) -> tuple[Any, tuple[Any, ...]]:
@@ -112,7 +113,7 @@ class GradientSm90(MainloopSm90):
         s_b = smem.allocate_tensor(self.dtype, b_layout.outer, 1024, b_layout.inner)
         s_out = smem.allocate_tensor(self.slabs.dtype, out_layout.outer, 1024, out_layout.inner)
         pipe = self.stages(barriers)
-        walk = self.walk(g_a, g_b, None)
+        walk = make_walk(self.config, self.tile[2], g_a, g_b, None)
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
@@ -152,9 +153,7 @@ class GradientSm90(MainloopSm90):
             walk.row_blocks * walk.tiles,
             walk.clusters * config.parts_of_window,
         ):
-            row, column = tile_order.unit(
-                index, walk.row_blocks, walk.tiles, config.group, cutlass.min
-            )
+            row, column, _ = unit(walk, config.group, None, index)
             top = (row * config.cluster + walk.rank) * tile[0] + share * 64
             left = column * tile[1]
             state = self.multiply(pipe, tiled_mma, acc, a, b, state, walk.steps, group)

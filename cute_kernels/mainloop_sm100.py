@@ -26,7 +26,7 @@ from cutlass.utils import blackwell_helpers as sm100
 from cutefce.cute_kernels import kernels
 from cutefce.cute_kernels.arch import STEP, Sm100, arch_named
 from cutefce.cute_kernels.dsl import DTYPES
-from cutefce.cute_kernels.project_exp import Walk, unit
+from cutefce.cute_kernels.walk import Walk, unit
 
 READERS = 4
 """Warps that read accumulators, the first ones: warp i can reach lanes 32·i to 32·i + 31."""

@@ -7,7 +7,7 @@ together, each one half of every tile's rows.  A cluster walks units (`tile_orde
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -16,10 +16,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from cutefce.cute_kernels import tile_order
 from cutefce.cute_kernels.arch import STEP, Sm90, arch_named
 from cutefce.cute_kernels.config import ProjectExpConfig
-from cutefce.cute_kernels.dsl import BLOCK_NOTES, DTYPES, MEETING_NOTE
+from cutefce.cute_kernels.dsl import DTYPES, MEETING_NOTE
+from cutefce.cute_kernels.walk import Walk, unit
 
 GROUP = 128
 """Threads of a warpgroup."""
@@ -29,23 +29,6 @@ CHECKPOINT = 8
 """Stages between two meetings of all clusters."""
 PATIENCE = 5000
 """Looks at who has arrived, of a microsecond or less each, after which meetings are given up."""
-
-
-class Walk(NamedTuple):
-    """What every role must agree on, so that they meet at the same tiles."""
-
-    row_blocks: Int32
-    windows: Int32
-    tiles: Int32
-    """Tiles of columns."""
-    steps: Int32
-    """Stages of one tile."""
-    cluster: Int32
-    clusters: Int32
-    rank: Int32
-    """Thread block within the cluster."""
-    rows: Int32
-    columns: Int32
 
 
 @dataclass(frozen=True)
@@ -139,24 +122,6 @@ class MainloopSm90:
         return (load_a, g_a, a_layout), (load_b, g_b, b_layout)
 
     @cute.jit
-    def walk(self, a: cute.Tensor, b: cute.Tensor, windows: Any) -> Walk:
-        """Return the walk over a bᵀ, in windows of each row block; None: every tile is one."""
-        config, tile = self.config, self.tile
-        (rows, inner), columns = a.shape, b.shape[0]
-        tiles = (columns + tile[1] - 1) // tile[1]
-        return Walk(
-            row_blocks=(rows + config.rows - 1) // config.rows,
-            windows=tiles if windows is None else windows,
-            tiles=tiles,
-            steps=(inner + tile[2] - 1) // tile[2],
-            cluster=cute.arch.block_idx()[0] // config.cluster,
-            clusters=cute.arch.grid_dim()[0] // config.cluster,
-            rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
-            rows=rows,
-            columns=columns,
-        )
-
-    @cute.jit
     def stages(self, barriers: Any) -> Any:
         """Return the pipeline of stages, after all blocks of the cluster have set theirs up."""
         config, tile = self.config, self.tile
@@ -178,18 +143,6 @@ class MainloopSm90:
         return pipe
 
     @cute.jit
-    def unit(self, walk: Walk, notes: Any, index: Int32) -> Any:
-        """Return row block, window and end of the tiles of a unit; 0, none, if it is masked."""
-        row, window = tile_order.unit(
-            index, walk.row_blocks, walk.windows, self.config.group, cutlass.min
-        )
-        end = walk.tiles
-        if cutlass.const_expr(self.masked):
-            if notes[BLOCK_NOTES + row] == 0:
-                end = Int32(0)
-        return row, window, end
-
-    @cute.jit
     def load(self, walk: Walk, pipe: Any, a: Any, b: Any, notes: cute.Tensor) -> None:
         """Producer: fill the stages, tile after tile; a and b are (TMA atom, coordinates, smem)."""
         config, tile = self.config, self.tile
@@ -199,7 +152,7 @@ class MainloopSm90:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         units, passed, patience = walk.row_blocks * walk.windows, Int32(0), Int32(PATIENCE)
         for index in cutlass.range(walk.cluster, units, walk.clusters):
-            row, window, end = self.unit(walk, notes, index)
+            row, window, end = unit(walk, config.group, notes if self.masked else None, index)
             row = row * config.cluster + walk.rank
             # up to where all clusters have tiles, and the same number; one row block shares none
             together = window + walk.tiles // walk.windows * walk.windows

@@ -1,4 +1,4 @@
-"""What `project_exp` is on every architecture: its arguments, who walks where, a row's arithmetic.
+"""What `project_exp` is on every architecture: its arguments, and a row's arithmetic.
 
     sums (N, P)   log2 Σ exp(z_iv - ρ_i) over the columns of one part, without the target's
     exps (N, K)   exp(z_iv - ρ_i), 0 at the target, in the inputs' dtype; the first K columns
@@ -18,28 +18,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from cutefce.cute_kernels import kernels, tile_order
-from cutefce.cute_kernels.config import ProjectExpConfig
-from cutefce.cute_kernels.dsl import BLOCK_NOTES, DTYPES, LOG2_E, exp2, matrix, vector
-
-
-class Walk(NamedTuple):
-    """What every role must agree on, so that they meet at the same tiles."""
-
-    row_blocks: Int32
-    windows: Int32
-    tiles: Int32
-    """Vocabulary tiles."""
-    steps: Int32
-    """Stages of one tile."""
-    cluster: Int32
-    clusters: Int32
-    rank: Int32
-    """Thread block within the cluster."""
-    tokens: Int32
-    vocab: Int32
-    first: Int32
-    """Vocabulary entry of the first column."""
+from cutefce.cute_kernels import kernels
+from cutefce.cute_kernels.dsl import DTYPES, LOG2_E, exp2, matrix, vector
 
 
 class Rows(NamedTuple):
@@ -49,6 +29,8 @@ class Rows(NamedTuple):
     target: cute.Tensor
     sums: Any
     notes: cute.Tensor
+    first: Int32
+    """Vocabulary entry of the first column, from which targets are counted."""
 
 
 def arguments(kernel: kernels.ProjectExp) -> tuple[Any, ...]:
@@ -69,42 +51,6 @@ def arguments(kernel: kernels.ProjectExp) -> tuple[Any, ...]:
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-
-
-@cute.jit
-def make_walk(
-    config: ProjectExpConfig,
-    step: int,
-    h: cute.Tensor,
-    w: cute.Tensor,
-    first: Int32,
-    windows: Int32,
-) -> Walk:
-    """Return the walk of this thread block over h (N, D) and w (V, D), `step` features a stage."""
-    (tokens, hidden), vocab = h.shape, w.shape[0]
-    return Walk(
-        row_blocks=(tokens + config.rows - 1) // config.rows,
-        windows=windows,
-        tiles=(vocab + config.tile_n - 1) // config.tile_n,
-        steps=(hidden + step - 1) // step,
-        cluster=cute.arch.block_idx()[0] // config.cluster,
-        clusters=cute.arch.grid_dim()[0] // config.cluster,
-        rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
-        tokens=tokens,
-        vocab=vocab,
-        first=first,
-    )
-
-
-@cute.jit
-def unit(walk: Walk, group: int, notes: Any, index: Int32) -> Any:
-    """Return row block, window and end of the tiles of a unit; 0, none, if `notes` leave it out."""
-    row, window = tile_order.unit(index, walk.row_blocks, walk.windows, group, cutlass.min)
-    end = walk.tiles
-    if cutlass.const_expr(notes is not None):
-        if notes[BLOCK_NOTES + row] == 0:
-            end = Int32(0)
-    return row, window, end
 
 
 @cute.jit

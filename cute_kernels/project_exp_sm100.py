@@ -26,15 +26,8 @@ from cutefce.cute_kernels.mainloop_sm100 import (
     after_sync,
     before_sync,
 )
-from cutefce.cute_kernels.project_exp import (
-    Rows,
-    Walk,
-    accumulate,
-    arguments,
-    is_emulated,
-    make_walk,
-    unit,
-)
+from cutefce.cute_kernels.project_exp import Rows, accumulate, arguments, is_emulated
+from cutefce.cute_kernels.walk import Walk, make_walk, unit
 
 
 def trace(kernel: kernels.ProjectExp) -> tuple[Any, tuple[Any, ...]]:
@@ -83,8 +76,7 @@ class ProjectExpSm100(MainloopSm100):
             h_parts,
             w_parts,
             (store_e, g_e, e_layout),
-            Rows(reference, target, sums, notes),
-            first,
+            Rows(reference, target, sums, notes, first),
             windows,
         ).launch(
             grid=[clusters * cluster, 1, 1],
@@ -101,7 +93,6 @@ class ProjectExpSm100(MainloopSm100):
         w: Any,
         e: Any,
         rows: Rows,
-        first: Int32,
         windows: Int32,
     ) -> None:
         """Hand out the roles; h, w and e are (TMA atom, coordinates, shared memory layout)."""
@@ -124,7 +115,7 @@ class ProjectExpSm100(MainloopSm100):
         # made here, not on the host, its fields are constants
         tiled_mma = self.tiled_mma()
         accumulators = self.allocate(tiled_mma, warp, address)
-        walk = make_walk(self.config, self.tile[2], g_h, g_w, first, windows)
+        walk = make_walk(self.config, self.tile[2], g_h, g_w, windows)
         if warp == LOADER:
             self.load(walk, stages, tiled_mma, (load_h, g_h, s_h), (load_w, g_w, s_w), rows.notes)
         # the first block of a pair multiplies for both
@@ -152,8 +143,8 @@ class ProjectExpSm100(MainloopSm100):
             top = (block * config.cluster + walk.rank) * config.tile_m
             row = top + thread
             target, base = Int32(-1), Float32.inf
-            if row < walk.tokens:
-                target = Int32(rows.target[row] - walk.first)
+            if row < walk.rows:
+                target = Int32(rows.target[row] - rows.first)
                 base = rows.reference[row] * LOG2_E
             highest, total = -Float32.inf, Float32(0.0)
             for column in cutlass.range(window, end, walk.windows):
@@ -169,14 +160,14 @@ class ProjectExpSm100(MainloopSm100):
                         with cute.arch.elect_one():
                             tiles.consumer_release(state)
                     left = column * self.tile[1] + number * slab
-                    self.hide(z, target - left, walk.vocab - left)
+                    self.hide(z, target - left, walk.columns - left)
                     if cutlass.const_expr(self.sums):
                         highest, total = accumulate(z, highest, total, config.emulated)
                     if cutlass.const_expr(self.store):
                         buffer = self.put(z, base, e, top, left, buffer)
                 state.advance()
             if cutlass.const_expr(self.sums):
-                if row < walk.tokens:
+                if row < walk.rows:
                     rows.sums[row, window] = highest - base + cute.math.log2(total, fastmath=True)
                 if window == 0 and thread == 0 and walk.rank == 0:
                     rows.notes[FINISHED_NOTE] = Int32(0)

@@ -1,71 +1,28 @@
 """`project_exp` for Hopper: logits z = h wᵀ that live and die in registers.
 
-    sums (N, P)   log2 Σ exp(z_iv - ρ_i) over the columns of one part, without the target's
-    exps (N, K)   exp(z_iv - ρ_i), 0 at the target, in the inputs' dtype; the first K columns
-
 The mainloop (`mainloop_sm90`) leaves a tile of logits in a warpgroup's registers; what is done
 with them there is this file.  A row's maximum and sum stay in registers for a whole unit.
-
-Sums are relative to the running maximum until they leave (online softmax, the paper's Algorithm
-1), so that they are exact for any logits; exps are relative to the given ρ and may overflow.
-
-Shapes: h (N, D), w (V, D), reference ρ (N,) float32, target (N,) int64 counted from `first`,
-notes (2 + row blocks,) int32: see `dsl`.  N, V and D are dynamic; rows of h, w and exps begin at
-multiples of 16 bytes.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import kernels
-from cutefce.cute_kernels.dsl import (
-    BLOCK_NOTES,
-    DTYPES,
-    FINISHED_NOTE,
-    LOG2_E,
-    exp2,
-    matrix,
-    vector,
-)
-from cutefce.cute_kernels.mainloop_sm90 import CONSUMERS, GROUP, MainloopSm90, Operand, Walk
+from cutefce.cute_kernels.dsl import BLOCK_NOTES, FINISHED_NOTE, LOG2_E, exp2
+from cutefce.cute_kernels.mainloop_sm90 import CONSUMERS, GROUP, MainloopSm90, Operand
+from cutefce.cute_kernels.project_exp import Rows, accumulate, arguments, finite
 from cutefce.cute_kernels.slabs_sm90 import SlabsSm90
+from cutefce.cute_kernels.walk import Walk, make_walk, unit
 
 
 def trace(kernel: kernels.ProjectExp) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and arguments to compile it for."""
-    dtype = DTYPES[kernel.dtype]
-    tokens, vocab, hidden = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
-    columns, parts = cute.sym_int(divisibility=8), cute.sym_int()
-    return ProjectExpSm90(kernel), (
-        matrix(dtype, tokens, hidden),
-        matrix(dtype, vocab, hidden),
-        vector(Float32, tokens),
-        vector(Int64, tokens),
-        matrix(Float32, tokens, parts, aligned=False) if kernel.sums else None,
-        matrix(dtype, tokens, columns) if kernel.store else None,
-        vector(Int32, cute.sym_int()),
-        Int32(0),
-        Int32(1),
-        Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-
-
-class Rows(NamedTuple):
-    """What there is of every row."""
-
-    reference: cute.Tensor
-    target: cute.Tensor
-    sums: Any
-    notes: cute.Tensor
-    first: Int32
-    """Vocabulary entry of the first column, from which targets are counted."""
+    return ProjectExpSm90(kernel), arguments(kernel)
 
 
 class ProjectExpSm90(MainloopSm90):
@@ -139,7 +96,7 @@ class ProjectExpSm90(MainloopSm90):
         if cutlass.const_expr(self.store):
             s_e = smem.allocate_tensor(self.dtype, e_layout.outer, 1024, e_layout.inner)
         pipe = self.stages(barriers)
-        walk = self.walk(g_h, g_w, windows)
+        walk = make_walk(config, self.tile[2], g_h, g_w, windows)
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
@@ -178,7 +135,7 @@ class ProjectExpSm90(MainloopSm90):
         highest = cute.make_rmem_tensor((2, self.blocks), Float32)
         total = cute.make_rmem_tensor((2, self.blocks), Float32)
         for index in cutlass.range(walk.cluster, walk.row_blocks * walk.windows, walk.clusters):
-            row, window, end = self.unit(walk, rows.notes, index)
+            row, window, end = unit(walk, config.group, rows.notes if self.masked else None, index)
             top = (row * config.cluster + walk.rank) * tile[0] + share * 64
             highest.fill(-Float32.inf)
             total.fill(0.0)
@@ -189,7 +146,13 @@ class ProjectExpSm90(MainloopSm90):
                 left = column * tile[1]
                 self.hide(acc, own, rows, top, left, walk)
                 if cutlass.const_expr(self.sums):
-                    self.accumulate(acc, highest, total)
+                    for block in cutlass.range_constexpr(self.blocks):
+                        for half in cutlass.range_constexpr(2):
+                            highest[half, block], total[half, block] = accumulate(
+                                acc[(None, half, None), block, 0],
+                                highest[half, block],
+                                total[half, block],
+                            )
                 if cutlass.const_expr(self.store):
                     self.put(acc, own, thread, group, e, rows.reference, top, left, walk)
             if cutlass.const_expr(config.pingpong):
@@ -237,26 +200,6 @@ class ProjectExpSm90(MainloopSm90):
                             column = 8 * j + v
                             if targets[half, block] == column or limit <= column:
                                 acc[(v, half, j), block, 0] = -Float32.inf
-
-    @cute.jit
-    def accumulate(self, acc: cute.Tensor, highest: cute.Tensor, total: cute.Tensor) -> None:
-        """Add the tile to the rows' sums: Σ exp2(z·log2 e - highest), per thread."""
-        for block in cutlass.range_constexpr(self.blocks):
-            for half in cutlass.range_constexpr(2):
-                maximum = acc[(0, half, 0), block, 0]
-                for j in cutlass.range_constexpr(self.tile[1] // 8):
-                    for v in cutlass.range_constexpr(2):
-                        maximum = cute.arch.fmax(maximum, acc[(v, half, j), block, 0])
-                before = highest[half, block]
-                after = cute.arch.fmax(before, maximum * LOG2_E)
-                base = finite(after)
-                even = total[half, block] * exp2(before - base)
-                odd = Float32(0.0)
-                for j in cutlass.range_constexpr(self.tile[1] // 8):
-                    even += exp2(acc[(0, half, j), block, 0] * LOG2_E - base)
-                    odd += exp2(acc[(1, half, j), block, 0] * LOG2_E - base)
-                total[half, block] = even + odd
-                highest[half, block] = after
 
     @cute.jit
     def flush(
@@ -318,12 +261,3 @@ class ProjectExpSm90(MainloopSm90):
                                 values[v, half, j] = exp2(z * LOG2_E - base[half])
                     at = top + block * 64 * self.sharing, left // width + number
                     self.slabs.put(values, thread, group, e, at)
-
-
-@cute.jit
-def finite(x: Float32) -> Float32:
-    """Return x, or 0 for -inf: the maximum of nothing, which must not be subtracted from itself."""
-    y = x
-    if x == -Float32.inf:
-        y = Float32(0.0)
-    return y

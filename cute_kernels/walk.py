@@ -1,0 +1,62 @@
+"""How a thread block walks the tiles of a bᵀ, in the order of `tile_order`."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cutefce.cute_kernels import tile_order
+from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.dsl import BLOCK_NOTES
+
+
+class Walk(NamedTuple):
+    """What every role must agree on, so that they meet at the same tiles."""
+
+    row_blocks: Int32
+    windows: Int32
+    tiles: Int32
+    """Tiles of columns."""
+    steps: Int32
+    """Stages of one tile."""
+    cluster: Int32
+    clusters: Int32
+    rank: Int32
+    """Thread block within the cluster."""
+    rows: Int32
+    columns: Int32
+
+
+@cute.jit
+def make_walk(
+    config: ProjectExpConfig, step: int, a: cute.Tensor, b: cute.Tensor, windows: Any
+) -> Walk:
+    """Return the walk over a (M, K) and b (N, K), `step` of K a stage.
+
+    `windows` are those of each row block; None: every tile is one.
+    """
+    (rows, inner), columns = a.shape, b.shape[0]
+    tiles = (columns + config.tile_n - 1) // config.tile_n
+    return Walk(
+        row_blocks=(rows + config.rows - 1) // config.rows,
+        windows=tiles if windows is None else windows,
+        tiles=tiles,
+        steps=(inner + step - 1) // step,
+        cluster=cute.arch.block_idx()[0] // config.cluster,
+        clusters=cute.arch.grid_dim()[0] // config.cluster,
+        rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
+        rows=rows,
+        columns=columns,
+    )
+
+
+@cute.jit
+def unit(walk: Walk, group: int, notes: Any, index: Int32) -> Any:
+    """Return row block, window and end of the tiles of a unit; 0, none, if `notes` leave it out."""
+    row, window = tile_order.unit(index, walk.row_blocks, walk.windows, group, cutlass.min)
+    end = walk.tiles
+    if cutlass.const_expr(notes is not None):
+        if notes[BLOCK_NOTES + row] == 0:
+            end = Int32(0)
+    return row, window, end
