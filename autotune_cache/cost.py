@@ -7,7 +7,7 @@ warpgroups that share a tile wait for theirs.  Cycles are those of one multiproc
 are an H100's or H200's, and only the order of the results means anything.
 """
 
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
 
 FLOP_A_CYCLE = 4096
@@ -24,14 +24,14 @@ HIDDEN_SHARE = 1 / 20
 
 
 def product_cycles(
-    rows: int, columns: int, inner: int, config: ProjectExpConfig, multiprocessors: int
+    rows: int, columns: int, inner: int, config: GemmConfig, multiprocessors: int
 ) -> float:
     """Return the predicted time of a (rows, inner) @ (inner, columns) of 16 bits."""
     p = Problem(tokens=rows, hidden=inner, vocab=columns, dtype="bfloat16", device="cuda")
     return project_exp_cycles(p, config, multiprocessors)
 
 
-def project_exp_cycles(p: Problem, config: ProjectExpConfig, multiprocessors: int) -> float:
+def project_exp_cycles(p: Problem, config: GemmConfig, multiprocessors: int) -> float:
     """Return the predicted time of `project_exp` for `p`."""
     clusters = multiprocessors // config.cluster
     row_blocks, tiles = -(-p.tokens // config.rows), -(-p.vocab // config.tile_n)
@@ -49,7 +49,7 @@ def project_exp_cycles(p: Problem, config: ProjectExpConfig, multiprocessors: in
 
 
 def _memory_bytes(
-    p: Problem, config: ProjectExpConfig, row_blocks: int, tiles: int, clusters: int
+    p: Problem, config: GemmConfig, row_blocks: int, tiles: int, clusters: int
 ) -> float:
     """Bytes of the inputs that come from memory: the weight again for each group of row blocks.
 

@@ -24,7 +24,7 @@ from typing import Any
 import filelock
 
 from cutefce.cute_kernels.arch import Arch, arch_named
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
 
 SCHEMA = 2
@@ -33,7 +33,7 @@ FARTHEST = 1.0
 LOCK_SECONDS = 60
 """How long to wait for another process that writes the same file."""
 
-Choice = ProjectExpConfig | None
+Choice = GemmConfig | None
 """What can win: a configuration, or None for the plain product."""
 
 
@@ -190,7 +190,7 @@ def _key(item: dict[str, Any]) -> Key:
 def _choice(arch: Arch, item: dict[str, Any]) -> Choice:
     if item["config"] is None and item["kernel"] == "grad_hidden":
         return None
-    config = ProjectExpConfig(**item["config"])
+    config = GemmConfig(**item["config"])
     arch.check(config)
     return config
 

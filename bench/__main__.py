@@ -18,6 +18,7 @@ from rich.table import Table
 import cutefce
 from bench import forward as forward_bench
 from bench import host as host_bench
+from bench import paper as paper_bench
 from bench import parallel as parallel_bench
 from bench import step as step_bench
 from bench.compare import regressions
@@ -106,6 +107,26 @@ def equivalence(output: Path, /, steps: int | None) -> None:
     from bench import equivalence as equivalence_bench  # its corpus needs packages of the demo
 
     _finish(output, "equivalence", equivalence_bench.run(steps))
+
+
+@main.command()
+@click.option("--repeats", type=int, default=9, help="Timed rounds.")
+@click.pass_obj
+def paper(output: Path, /, repeats: int) -> None:
+    """The forward over the paper's grid, against all logits, beside the paper's numbers."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = [paper_bench.run(shape, device, repeats) for shape in paper_bench.SHAPES[device]]
+    _finish(output, "paper", rows)
+
+
+@main.command()
+@click.pass_obj
+def stability(output: Path, /) -> None:
+    """Errors against float64 over vocabularies, scales of logits and placements of targets."""
+    from bench import stability as stability_bench  # its references need packages of the tests
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    _finish(output, "stability", stability_bench.run(device))
 
 
 @main.command()

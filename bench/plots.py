@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 def draw(folder: Path) -> list[Path]:
     """Draw what `folder` has data for; return the pictures."""
     pictures = []
-    for name, function in (("step", _step), ("equivalence", _equivalence)):
+    drawings = {"step": _step, "equivalence": _equivalence, "paper": _paper}
+    for name, function in drawings.items():
         path = folder / f"{name}.json"
         if path.exists():
             record = json.loads(path.read_text())
@@ -59,3 +60,23 @@ def _equivalence(figure: Figure, rows: list[dict[str, Any]]) -> None:
     for axes in (curves, distances):
         axes.set_xlabel("step")
     curves.legend()
+
+
+def _paper(figure: Figure, rows: list[dict[str, Any]]) -> None:
+    """Draw the paper's Figures 4 and 5: latency and memory over the vocabulary."""
+    latency, memory = figure.subplots(1, 2)
+    for tokens, of_tokens in groupby(rows, lambda row: int(row["tokens"])):
+        cells = list(of_tokens)
+        vocab = [row["vocab"] for row in cells]
+        for axes, unit in ((latency, "ms"), (memory, "mib")):
+            (line,) = axes.plot(
+                vocab, [r[f"ours_{unit}"] for r in cells], marker="o", label=f"{tokens} tokens"
+            )
+            canonical = [row[f"canonical_{unit}"] for row in cells]
+            axes.plot(vocab, canonical, "--", marker="x", color=line.get_color())
+    for axes, label in ((latency, "forward, ms"), (memory, "memory with inputs, MiB")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("vocabulary")
+        axes.set_ylabel(f"{label} (dashed: all logits)")
+    latency.legend()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cutefce.cute_kernels.config import Configs, ProjectExpConfig
+from cutefce.cute_kernels.config import Configs, GemmConfig
 
 STEP = 64
 """Hidden features of one stage: 128 bytes of a 16-bit dtype, the widest swizzle of TMA."""
@@ -36,11 +36,11 @@ class Arch(ABC):
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
 
     @abstractmethod
-    def configs(self) -> tuple[ProjectExpConfig, ...]:
+    def configs(self) -> tuple[GemmConfig, ...]:
         """Return every configuration that may be chosen where nothing was tuned."""
 
     @abstractmethod
-    def default(self, tokens: int) -> ProjectExpConfig:
+    def default(self, tokens: int) -> GemmConfig:
         """Return the configuration for `tokens` rows where nothing better is known."""
 
     @abstractmethod
@@ -48,27 +48,27 @@ class Arch(ABC):
         """Return the configurations of all kernels where nothing better is known."""
 
     @abstractmethod
-    def candidates(self) -> tuple[ProjectExpConfig, ...]:
+    def candidates(self) -> tuple[GemmConfig, ...]:
         """Return every configuration that is worth a trial."""
 
     @abstractmethod
-    def stage_bytes(self, config: ProjectExpConfig) -> int:
+    def stage_bytes(self, config: GemmConfig) -> int:
         """Return the shared memory of one stage."""
 
     @abstractmethod
-    def slab_bytes(self, config: ProjectExpConfig) -> int:
+    def slab_bytes(self, config: GemmConfig) -> int:
         """Return the shared memory of the exponentials on their way to memory."""
 
     @abstractmethod
-    def rules(self, config: ProjectExpConfig) -> Iterator[Rule]:
+    def rules(self, config: GemmConfig) -> Iterator[Rule]:
         """Yield what this architecture asks of a configuration."""
 
-    def used_smem_bytes(self, config: ProjectExpConfig) -> int:
+    def used_smem_bytes(self, config: GemmConfig) -> int:
         """Return the shared memory of the kernel that stores, the larger one."""
         inputs = config.stages * self.stage_bytes(config)
         return BARRIER_BYTES + inputs + self.slab_bytes(config)
 
-    def is_legal(self, config: ProjectExpConfig) -> bool:
+    def is_legal(self, config: GemmConfig) -> bool:
         """Whether the hardware can run a configuration."""
         try:
             self.check(config)
@@ -76,7 +76,7 @@ class Arch(ABC):
             return False
         return True
 
-    def check(self, config: ProjectExpConfig) -> None:
+    def check(self, config: GemmConfig) -> None:
         """Raise ValueError for a configuration that the hardware cannot run."""
         for field in dataclasses.fields(config):
             number, kind = getattr(config, field.name), field.type
@@ -112,58 +112,58 @@ class Sm90(Arch):
     capability: tuple[int, int] = (9, 0)
     family: str = "sm90"
 
-    def configs(self) -> tuple[ProjectExpConfig, ...]:
+    def configs(self) -> tuple[GemmConfig, ...]:
         return (
-            ProjectExpConfig(128, 192, cluster=2, stages=5, pingpong=True),
-            ProjectExpConfig(128, 192, cluster=1, stages=5, pingpong=True),
-            ProjectExpConfig(64, 256, cluster=1, stages=5, pingpong=True),
-            ProjectExpConfig(128, 128, cluster=2, stages=6, pingpong=True),
-            ProjectExpConfig(128, 256, cluster=2, stages=4, pingpong=False),
+            GemmConfig(128, 192, cluster=2, stages=5, pingpong=True),
+            GemmConfig(128, 192, cluster=1, stages=5, pingpong=True),
+            GemmConfig(64, 256, cluster=1, stages=5, pingpong=True),
+            GemmConfig(128, 128, cluster=2, stages=6, pingpong=True),
+            GemmConfig(128, 256, cluster=2, stages=4, pingpong=False),
         )
 
-    def default(self, tokens: int) -> ProjectExpConfig:
+    def default(self, tokens: int) -> GemmConfig:
         paired, single, low, *_ = self.configs()
         if tokens <= low.rows:
             return low
         return single if tokens <= single.rows else paired
 
     def default_configs(self, tokens: int, hidden: int, multiprocessors: int) -> Configs:
-        gradient = ProjectExpConfig(128, 128, cluster=2, stages=6, pingpong=True)
+        gradient = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
         clusters = multiprocessors // gradient.cluster
         units = -(-tokens // gradient.rows) * -(-hidden // gradient.tile_n)
         # a tile of dX is not shared out: a plain product, which does that, wins where few are there
         busy = units / (-(-units // clusters) * clusters)
         return Configs(self.default(tokens), gradient if busy >= 0.8 else None, gradient)
 
-    def candidates(self) -> tuple[ProjectExpConfig, ...]:
+    def candidates(self) -> tuple[GemmConfig, ...]:
         # as many stages as fit, or one less: more hide more, whatever the problem
         found = []
         tiles = itertools.product((64, 128, 192, 256), (128, 160, 192, 256), (1, 2), (True, False))
         for tile_m, tile_n, cluster, pingpong in tiles:
-            legal: list[ProjectExpConfig] = []
+            legal: list[GemmConfig] = []
             for stages in range(2, 17):
-                config = ProjectExpConfig(tile_m, tile_n, cluster, stages, pingpong)
+                config = GemmConfig(tile_m, tile_n, cluster, stages, pingpong)
                 if self.is_legal(config):
                     legal.append(config)
             for config, group in itertools.product(legal[:-3:-1], (8, 4, 16)):
                 found.append(dataclasses.replace(config, group=group))
         return tuple(found)
 
-    def accumulators(self, config: ProjectExpConfig) -> int:
+    def accumulators(self, config: GemmConfig) -> int:
         """Return the float32 accumulators of a thread."""
         return config.tile_m * config.tile_n // (128 if config.pingpong else 256)
 
-    def registers(self, config: ProjectExpConfig) -> tuple[int, int]:
+    def registers(self, config: GemmConfig) -> tuple[int, int]:
         """Return the registers of a producer and of a consumer thread; 504 for three groups."""
         return (40, 232) if self.accumulators(config) <= 192 else (24, 240)
 
-    def stage_bytes(self, config: ProjectExpConfig) -> int:
+    def stage_bytes(self, config: GemmConfig) -> int:
         return (config.tile_m + config.tile_n) * STEP * 2
 
-    def slab_bytes(self, config: ProjectExpConfig) -> int:
+    def slab_bytes(self, config: GemmConfig) -> int:
         return 2 * 64 * max(slab_columns(config.tile_n, size) * size for size in (2, 4))
 
-    def rules(self, config: ProjectExpConfig) -> Iterator[Rule]:
+    def rules(self, config: GemmConfig) -> Iterator[Rule]:
         tile_m, tile_n, rows = config.tile_m, config.tile_n, 64 if config.pingpong else 128
         yield "tile_m", tile_m, tile_m % rows == 0, f"a multiple of {rows} (wgmma)"
         yield "tile_n", tile_n, tile_n % 16 == 0, "a multiple of 16 (stmatrix)"
@@ -195,18 +195,18 @@ class Sm100(Arch):
     SLABS = 2
     """Slabs of a warp that are on their way to memory."""
 
-    def configs(self) -> tuple[ProjectExpConfig, ...]:
-        paired = ProjectExpConfig(128, 256, cluster=2, stages=6, pingpong=False, paired=True)
+    def configs(self) -> tuple[GemmConfig, ...]:
+        paired = GemmConfig(128, 256, cluster=2, stages=6, pingpong=False, paired=True)
         plain = (
             paired,
-            ProjectExpConfig(128, 256, cluster=2, stages=4, pingpong=False),
-            ProjectExpConfig(128, 256, cluster=1, stages=4, pingpong=False),
+            GemmConfig(128, 256, cluster=2, stages=4, pingpong=False),
+            GemmConfig(128, 256, cluster=1, stages=4, pingpong=False),
         )
         if not self.emulated:
             return plain
         return *plain, dataclasses.replace(paired, emulated=self.emulated)
 
-    def default(self, tokens: int) -> ProjectExpConfig:
+    def default(self, tokens: int) -> GemmConfig:
         paired, _, single, *_ = self.configs()
         return single if tokens <= single.rows else paired
 
@@ -214,22 +214,22 @@ class Sm100(Arch):
         # the gradients' products have no kernels here
         return Configs(self.default(tokens), None, None)
 
-    def candidates(self) -> tuple[ProjectExpConfig, ...]:
+    def candidates(self) -> tuple[GemmConfig, ...]:
         groups = itertools.product(self.configs(), (8, 4, 16))
         return tuple(dataclasses.replace(config, group=group) for config, group in groups)
 
-    def used_tmem_columns(self, config: ProjectExpConfig) -> int:
+    def used_tmem_columns(self, config: GemmConfig) -> int:
         """Return the columns of tensor memory to allocate: a power of 2."""
         return 1 << (self.ACCUMULATORS * config.tile_n - 1).bit_length()
 
-    def stage_bytes(self, config: ProjectExpConfig) -> int:
+    def stage_bytes(self, config: GemmConfig) -> int:
         shared_by = 2 if config.paired else 1
         return (config.tile_m + config.tile_n // shared_by) * STEP * 2
 
-    def slab_bytes(self, config: ProjectExpConfig) -> int:
+    def slab_bytes(self, config: GemmConfig) -> int:
         return self.SLABS * config.tile_m * self.SLAB * 2
 
-    def rules(self, config: ProjectExpConfig) -> Iterator[Rule]:
+    def rules(self, config: GemmConfig) -> Iterator[Rule]:
         tile_m, tile_n = config.tile_m, config.tile_n
         yield "pingpong", config.pingpong, not config.pingpong, "False (Hopper alone)"
         # with 128 rows, a row is a lane of tensor memory and thus a thread

@@ -1,27 +1,27 @@
-"""How `project_exp` is tiled: a frozen choice, printable, the same for every architecture."""
+"""How a product is tiled: a frozen choice, printable, the same for every architecture."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class ProjectExpConfig:
-    """One way to run `project_exp`."""
+class GemmConfig:
+    """One way to compute the tiles of a bᵀ; in `project_exp`, a is h and b is w."""
 
     tile_m: int
-    """Rows (tokens) of a thread block's tile."""
+    """Rows of a thread block's tile."""
     tile_n: int
-    """Columns (vocabulary entries) of a tile."""
+    """Columns of a tile."""
     cluster: int
-    """Thread blocks of a cluster: each has rows of its own, all share a tile of the weight."""
+    """Thread blocks of a cluster: each has rows of its own, all share a tile of b."""
     stages: int
-    """Tiles of the inputs that are in flight."""
+    """Steps of the inner dimension that are in flight."""
     pingpong: bool
     """Hopper: whether the two warpgroups take turns on tiles of their own, or share each tile."""
     group: int = 8
-    """Row blocks that clusters walk side by side; their hidden states stay in the L2 cache."""
+    """Row blocks that clusters walk side by side; their rows of a stay in the L2 cache."""
     paired: bool = False
-    """Blackwell: whether the two thread blocks of a cluster multiply as one, each with half of the
-    weight's tile, or each by itself with all of it."""
+    """Blackwell: whether the two thread blocks of a cluster multiply as one, each with half of b's
+    tile, or each by itself with all of it."""
     emulated: int = 0
     """Blackwell: of every 16 exponentials, how many are computed by multiplying and adding."""
 
@@ -47,8 +47,8 @@ class ProjectExpConfig:
 class Configs:
     """One way to run each kernel that has a choice."""
 
-    project_exp: ProjectExpConfig
-    grad_hidden: ProjectExpConfig | None
+    project_exp: GemmConfig
+    grad_hidden: GemmConfig | None
     """None for a plain product."""
-    grad_weight: ProjectExpConfig | None
+    grad_weight: GemmConfig | None
     """None for plain products and passes over their results."""

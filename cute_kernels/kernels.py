@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from cutefce.cute_kernels.arch import Arch
-from cutefce.cute_kernels.config import Configs, ProjectExpConfig
+from cutefce.cute_kernels.config import Configs, GemmConfig
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class ProjectExp:
 
     arch: str
     dtype: str
-    config: ProjectExpConfig
+    config: GemmConfig
     sums: bool
     """Whether it returns row sums."""
     store: bool
@@ -65,7 +65,7 @@ class Gradient:
 
     arch: str
     dtype: str
-    config: ProjectExpConfig
+    config: GemmConfig
     of: str
     """What it is the gradient of: "hidden" or "weight"."""
     final: bool
@@ -111,7 +111,7 @@ class KernelSet:
     """dW at once; None: plain products, and what the portable path does with them."""
     grad_weight_sums: Gradient | None
     """Adds to dW's sums."""
-    add_targets: AddTargets
+    add_targets: AddTargets | None
     """Adds the targets' part to dW's sums."""
 
     def all(self) -> list[Kernel]:
@@ -123,12 +123,13 @@ class KernelSet:
 def kernel_set(arch: Arch, dtype: str, configs: Configs) -> KernelSet:
     """Return the kernels that `dtype` needs on `arch` with `configs`."""
     project = functools.partial(ProjectExp, arch.name, dtype, configs.project_exp)
-    hidden = weight = weight_sums = None
+    hidden = weight = weight_sums = add_targets = None
     if configs.grad_hidden is not None:
         hidden = Gradient(arch.name, dtype, configs.grad_hidden, "hidden", final=False)
     if configs.grad_weight is not None:
         weight = Gradient(arch.name, dtype, configs.grad_weight, "weight", final=True)
         weight_sums = dataclasses.replace(weight, final=False)
+        add_targets = AddTargets(arch.name, dtype)
     combine = functools.partial(Combine, arch.name, dtype)
     return KernelSet(
         target_logit=TargetLogit(arch.name, dtype),
@@ -144,7 +145,7 @@ def kernel_set(arch: Arch, dtype: str, configs: Configs) -> KernelSet:
         grad_hidden=hidden,
         grad_weight=weight,
         grad_weight_sums=weight_sums,
-        add_targets=AddTargets(arch.name, dtype),
+        add_targets=add_targets,
     )
 
 

@@ -17,7 +17,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from cutefce.cute_kernels.arch import STEP, Sm90, arch_named
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.dsl import DTYPES, MEETING_NOTE
 from cutefce.cute_kernels.walk import Walk, unit
 
@@ -58,7 +58,7 @@ class MainloopSm90:
         self,
         arch_name: str,
         dtype: str,
-        config: ProjectExpConfig,
+        config: GemmConfig,
         a: Operand,
         b: Operand,
         masked: bool,

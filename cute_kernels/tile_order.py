@@ -9,7 +9,7 @@ states of one group and read neighbouring vocabulary tiles, and both stay in the
 import functools
 from typing import Any
 
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import GemmConfig
 
 PARTIAL_BYTES = 5 << 20
 """What partial sums may take: with more windows the clusters' shares are more even."""
@@ -30,7 +30,7 @@ def unit(
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_windows(tokens: int, vocab: int, config: ProjectExpConfig, clusters: int) -> int:
+def choose_windows(tokens: int, vocab: int, config: GemmConfig, clusters: int) -> int:
     """Return the number of windows that lets `clusters` clusters finish at the same time.
 
     The time is that of the cluster with the most tiles; of equal ones the fewest windows win.

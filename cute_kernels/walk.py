@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cutefce.cute_kernels import tile_order
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.dsl import BLOCK_NOTES
 
 
@@ -29,9 +29,7 @@ class Walk(NamedTuple):
 
 
 @cute.jit
-def make_walk(
-    config: ProjectExpConfig, step: int, a: cute.Tensor, b: cute.Tensor, windows: Any
-) -> Walk:
+def make_walk(config: GemmConfig, step: int, a: cute.Tensor, b: cute.Tensor, windows: Any) -> Walk:
     """Return the walk over a (M, K) and b (N, K), `step` of K a stage.
 
     `windows` are those of each row block; None: every tile is one.

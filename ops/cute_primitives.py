@@ -168,17 +168,17 @@ class CutePrimitives(TorchPrimitives):
     ) -> None:
         if self.kernels.grad_weight is None:
             super().finish_dw(out, exps, scaled, part, first, unit)
-            return
-        starts = part.starts[first : first + out.shape[0] + 1]
-        lists = part.order, starts, part.coefficient, part.h, unit.view(1)
-        self._launch(self.kernels.grad_weight, exps.t(), scaled.t(), out, lists)
+        else:
+            starts = part.starts[first : first + out.shape[0] + 1]
+            lists = part.order, starts, part.coefficient, part.h, unit.view(1)
+            self._launch(self.kernels.grad_weight, exps.t(), scaled.t(), out, lists)
 
     def add_target_part(self, sums: Tensor, part: TargetPart) -> None:
-        if self.kernels.grad_weight is None:
+        if self.kernels.add_targets is None:
             super().add_target_part(sums, part)
-            return
-        lists = part.order, part.starts, part.coefficient, part.h
-        compiled(self.kernels.add_targets)(sums, *lists)
+        else:
+            lists = part.order, part.starts, part.coefficient, part.h
+            compiled(self.kernels.add_targets)(sums, *lists)
 
     def _launch(self, kernel: Gradient, a: Tensor, b: Tensor, out: Tensor, lists: Any) -> None:
         notes = torch.zeros(1, dtype=torch.int32, device=out.device)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from cutefce.cute_kernels.arch import STEP
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import GemmConfig
 
 LANES = 32
 ALL = np.ones(LANES, bool)
@@ -91,9 +91,7 @@ def places(begin: int, rows: int, columns: int) -> Any:
 class Cluster:
     """The blocks of one cluster, and the program they run."""
 
-    def __init__(
-        self, ptx: str, config: ProjectExpConfig, number: int, clusters: int, seed: int
-    ) -> None:
+    def __init__(self, ptx: str, config: GemmConfig, number: int, clusters: int, seed: int) -> None:
         self.config, self.number, self.clusters = config, number, clusters
         self.random = random.Random(seed)
         self.parameters: dict[tuple[int, int], int] = {}
@@ -344,7 +342,7 @@ class Launch:
     first: int
     windows: int
 
-    def run(self, ptx: str, config: ProjectExpConfig, clusters: int, seed: int) -> None:
+    def run(self, ptx: str, config: GemmConfig, clusters: int, seed: int) -> None:
         """Run the kernel, one cluster after the other."""
         maps = [(self.h, config.tile_m), (self.w, config.tile_n // config.cluster)]
         vectors = [self.reference, self.target]

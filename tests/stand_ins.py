@@ -12,7 +12,7 @@ import torch
 from cutefce import autotune_cache
 from cutefce.autotune_cache.table import Choice
 from cutefce.autotune_cache.tunables import ProjectExp
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.kernels import Kernel
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives import Primitives
@@ -31,9 +31,9 @@ class Kind(IntEnum):
     LEAKS = 7
 
 
-def config(kind: Kind) -> ProjectExpConfig:
+def config(kind: Kind) -> GemmConfig:
     """Return a configuration that stands for `kind`."""
-    return ProjectExpConfig(128, 128, cluster=1, stages=6, pingpong=True, group=kind)
+    return GemmConfig(128, 128, cluster=1, stages=6, pingpong=True, group=kind)
 
 
 class Faulty(TorchPrimitives):
@@ -44,7 +44,7 @@ class Faulty(TorchPrimitives):
 
     def project_exp(self, *arguments: Any) -> Any:
         if self.kind is Kind.SLOW:
-            time.sleep(0.02)
+            time.sleep(0.1)
         elif self.kind is Kind.HANGS:
             time.sleep(3600)
         elif self.kind is Kind.CRASHES:

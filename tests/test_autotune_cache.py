@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import time
+import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from cutefce.autotune_cache import table as tables
 from cutefce.autotune_cache.table import Entry, Key, Rejection, Table
 from cutefce.cute_kernels import jit_cache, kernels
 from cutefce.cute_kernels.arch import Sm90
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import cute_primitives, dispatch
 
@@ -39,7 +39,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     autotune_cache.forget()
 
 
-def look(problem: Problem = PROBLEM, size: int = SIZE) -> ProjectExpConfig:
+def look(problem: Problem = PROBLEM, size: int = SIZE) -> GemmConfig:
     return autotune_cache.lookup_configs(problem, Sm90(), DEVICE, size).project_exp
 
 
@@ -175,10 +175,8 @@ def test_a_file_that_cannot_be_read(kind: str, file: Path) -> None:
 def test_lookups_are_fast(file: Path) -> None:
     tables.write(file, TABLE)
     look()
-    begin = time.perf_counter()
-    for _ in range(1000):
-        look()
-    assert (time.perf_counter() - begin) / 1000 <= 5e-6
+    # other processes can only make it slower
+    assert min(timeit.repeat(look, number=200, repeat=20)) / 200 <= 5e-6
 
 
 def test_merge_keeps_the_verified_and_the_faster(file: Path) -> None:

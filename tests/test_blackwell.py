@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from cutefce.__main__ import main
 from cutefce.autotune_cache import verification
 from cutefce.cute_kernels.arch import ARCHS, Arch, Sm100, arch_for, arch_named
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.exp2 import emulated_exp2
 from cutefce.ops import dispatch
 
 BLACKWELL = [arch for arch in ARCHS if isinstance(arch, Sm100)]
-PAIRED = ProjectExpConfig(128, 256, 2, 6, False, paired=True)
+PAIRED = GemmConfig(128, 256, 2, 6, False, paired=True)
 
 Numbers = NDArray[np.float32]
 
@@ -69,8 +69,8 @@ def test_what_is_stored_fits(arch: Sm100) -> None:
     for config in arch.configs():
         assert arch.used_smem_bytes(config) <= 227 << 10
         assert arch.used_tmem_columns(config) == 512
-    assert arch.used_tmem_columns(ProjectExpConfig(128, 192, 1, 4, False)) == 512
-    assert arch.used_tmem_columns(ProjectExpConfig(128, 64, 1, 4, False)) == 128
+    assert arch.used_tmem_columns(GemmConfig(128, 192, 1, 4, False)) == 512
+    assert arch.used_tmem_columns(GemmConfig(128, 64, 1, 4, False)) == 128
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.config import Configs, ProjectExpConfig
+from cutefce.cute_kernels.config import Configs, GemmConfig
 from cutefce.cute_kernels.kernels import ProjectExp, kernel_set
 from tests.blackwell_code import artifacts
 from tests.blackwell_emulator import Launch, Stuck
@@ -98,7 +98,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("config", CONFIGS[:3], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_sums_and_exponentials(config: ProjectExpConfig, shape: tuple[int, int, int]) -> None:
+def test_sums_and_exponentials(config: GemmConfig, shape: tuple[int, int, int]) -> None:
     case, kernel = Case(*shape), BOTH[config].sums_and_exps
     launch = case.launch(kernel, windows=2)
     run(kernel, launch, clusters=1 if shape[0] == 300 else 2)
@@ -109,7 +109,7 @@ def test_sums_and_exponentials(config: ProjectExpConfig, shape: tuple[int, int, 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("config", [PAIRED, MULTICAST], ids=str)
-def test_whatever_happens_first(config: ProjectExpConfig, seed: int) -> None:
+def test_whatever_happens_first(config: GemmConfig, seed: int) -> None:
     """More steps than stages, and more tiles than accumulators."""
     case, kernel = Case(config.rows, 3 * 64, 700), BOTH[config].sums_and_exps
     launch = case.launch(kernel, windows=1)
@@ -167,7 +167,7 @@ def test_a_bad_row_stays_alone() -> None:
 
 
 # what is done to the code, and what comes of it: nothing goes on, or results are wrong
-FAULTS: dict[str, tuple[ProjectExpConfig, str, str, type[Exception]]] = {
+FAULTS: dict[str, tuple[GemmConfig, str, str, type[Exception]]] = {
     "a pair's first block alone is told": (
         PAIRED, r"(tcgen05\.commit[^\n]*), %rs\d+;", r"\1, 1;", Stuck),
     "w reaches one block alone": (

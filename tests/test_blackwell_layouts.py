@@ -18,7 +18,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers as sm100
 
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.kernels import ProjectExp
 from cutefce.cute_kernels.project_exp_sm100 import ProjectExpSm100
 
@@ -38,7 +38,7 @@ def on_the_host(look: Callable[[], None]) -> None:
     cute.compile(trace, make_fake_stream(), options="--gpu-arch sm_100a")
 
 
-def kernel_of(config: ProjectExpConfig) -> ProjectExpSm100:
+def kernel_of(config: GemmConfig) -> ProjectExpSm100:
     return ProjectExpSm100(ProjectExp("sm_100a", "bfloat16", config, sums=True, store=True))
 
 
@@ -51,7 +51,7 @@ def accumulators(kernel: ProjectExpSm100) -> Any:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_products_put_a_row_into_a_lane(config: ProjectExpConfig) -> None:
+def test_products_put_a_row_into_a_lane(config: GemmConfig) -> None:
     kernel = kernel_of(config)
 
     def look() -> None:
@@ -67,7 +67,7 @@ def test_products_put_a_row_into_a_lane(config: ProjectExpConfig) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_accumulators_lie_in_columns_of_their_own(config: ProjectExpConfig) -> None:
+def test_accumulators_lie_in_columns_of_their_own(config: GemmConfig) -> None:
     kernel = kernel_of(config)
 
     def look() -> None:
@@ -87,7 +87,7 @@ def test_accumulators_lie_in_columns_of_their_own(config: ProjectExpConfig) -> N
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_thread_reads_the_row_that_the_epilogue_takes_for_its_own(
-    config: ProjectExpConfig,
+    config: GemmConfig,
 ) -> None:
     kernel = kernel_of(config)
     slab = kernel.slab
@@ -142,7 +142,7 @@ def test_a_slab_lies_as_tma_takes_it() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_stages_hold_what_a_block_loads(config: ProjectExpConfig) -> None:
+def test_stages_hold_what_a_block_loads(config: GemmConfig) -> None:
     kernel = kernel_of(config)
 
     def look() -> None:

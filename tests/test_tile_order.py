@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cutefce.cute_kernels.arch import Sm90
-from cutefce.cute_kernels.config import ProjectExpConfig
+from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.tile_order import PARTIAL_BYTES, choose_windows, loads, unit
 
 
@@ -33,7 +33,7 @@ def test_windows_are_within_bounds(tokens: int, vocab: int, clusters: int) -> No
     ("tokens", "vocab"), [(8192, 131072), (1024, 262144), (4096, 128256), (32768, 262144)]
 )
 def test_clusters_finish_together(tokens: int, vocab: int) -> None:
-    config = ProjectExpConfig(128, 192, cluster=2, stages=5, pingpong=True)
+    config = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
     tiles, row_blocks = -(-vocab // config.tile_n), -(-tokens // config.rows)
     windows = choose_windows(tokens, vocab, config, 66)
     assert (

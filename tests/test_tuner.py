@@ -78,7 +78,7 @@ def test_faults_are_rejected_with_their_reason_and_tuning_goes_on(
     entry = held.entries[outcome.job.key]
     assert entry.verified
     assert entry.config == config(Kind.FAST)
-    assert entry.baseline_milliseconds > 20 > entry.milliseconds > 0
+    assert entry.baseline_milliseconds > 100 > entry.milliseconds > 0
     assert entry.product_milliseconds > 0
 
 
@@ -301,7 +301,7 @@ def test_the_command(command: Any, folder: Path) -> None:
     assert len(tables.read(path).entries) == 2
     assert autotune_cache.tables(Sm90(), DEVICE, SIZE) == (tables.read(path),)
     assert "expected one of" in command("tune", "--dtype", "float64").output
-    assert "expected one of paper" in command("tune", "--shapes", "gpt").output
+    assert "expected one of few-tokens" in command("tune", "--shapes", "gpt").output
 
 
 def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
