@@ -12,6 +12,7 @@ On CPUs ranks talk by gloo and everything is float32; on GPUs by NCCL, and produ
 
 import argparse
 import dataclasses
+import gc
 import os
 import statistics
 from pathlib import Path
@@ -137,6 +138,19 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def run(mode: str, folder: Path, sizes: Sizes, device: str) -> None:
+    """Train on all ranks; rank 0 makes the tokenizer and prints."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = folder / "tokenizer.json"
+    if dist.get_rank() == 0 and not tokenizer.exists():
+        load_corpus(tokenizer)
+    dist.barrier()
+    _, validation = train(mode, load_corpus(tokenizer), sizes, mesh)
+    if dist.get_rank() == 0:
+        print(f"{mode} over {mesh.size()} ranks: validation loss {validation:.4f}")
+
+
 def main() -> None:
     """Train on the ranks that torchrun started."""
     arguments = parse_arguments()
@@ -147,16 +161,10 @@ def main() -> None:
     if arguments.steps:
         sizes = dataclasses.replace(sizes, steps=arguments.steps)
     dist.init_process_group()
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    tokenizer = arguments.output / "tokenizer.json"
-    if dist.get_rank() == 0 and not tokenizer.exists():
-        load_corpus(tokenizer)
-    dist.barrier()
-    _, validation = train(arguments.mode, load_corpus(tokenizer), sizes, mesh)
-    if dist.get_rank() == 0:
-        print(f"{arguments.mode} over {mesh.size()} ranks: validation loss {validation:.4f}")
+    run(arguments.mode, arguments.output, sizes, device)
     dist.destroy_process_group()
+    # FSDP2's cycles hold groups, whose gloo threads must not outlive the interpreter: it aborts
+    gc.collect()
 
 
 if __name__ == "__main__":

@@ -53,6 +53,12 @@ def test_wrong_arguments(change: dict[str, Any], error: type[Exception], message
         torch.ops.cutefce.loss(*tensors, **arguments)
 
 
+@pytest.mark.parametrize("group", ["a name", torch.distributed.GroupMember.NON_GROUP_MEMBER])
+def test_what_is_no_group_is_refused(group: Any) -> None:
+    with pytest.raises(TypeError, match=r"group: got .*, expected a ProcessGroup that this rank"):
+        cutefce.linear_cross_entropy(H, W, Y, group=group)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
