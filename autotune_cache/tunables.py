@@ -31,9 +31,8 @@ EXPS_BYTES = 2 << 30
 
 def all_tunables(arch: Arch, multiprocessors: int, device: str) -> tuple[Tunable, ...]:
     """Return what can be tuned on a GPU of `arch`, which torch names `device`."""
-    kinds: tuple[type[Tunable], ...] = (ProjectExp, GradHidden, GradWeight)
-    if arch.default_configs(8192, 4096, multiprocessors).grad_weight is None:
-        kinds = (ProjectExp,)
+    gradients = (GradHidden, GradWeight) if arch.forms_weight_gradient else ()
+    kinds: tuple[type[Tunable], ...] = (ProjectExp, *gradients)
     return tuple(kind(arch, multiprocessors, device) for kind in kinds)
 
 

@@ -22,13 +22,14 @@ from bench import paper as paper_bench
 from bench import parallel as parallel_bench
 from bench import step as step_bench
 from bench.compare import regressions
+from bench.head import Shape
 
 RESULTS = Path(__file__).parent / "results"
 
 
 SHARED_SHAPES = {
-    "cpu": step_bench.Shape(tokens=512, hidden=256, vocab=8192, dtype="float32"),
-    "cuda": step_bench.Shape(tokens=32768, hidden=4096, vocab=262144, dtype="bfloat16"),
+    "cpu": Shape(tokens=512, hidden=256, vocab=8192, dtype="float32"),
+    "cuda": Shape(tokens=32768, hidden=4096, vocab=262144, dtype="bfloat16"),
 }
 
 
@@ -153,12 +154,12 @@ def compare(folder: Path) -> None:
         raise click.ClickException("worse than committed:\n" + "\n".join(found))
 
 
-def _shape(default: step_bench.Shape, sizes: dict[str, Any]) -> step_bench.Shape:
+def _shape(default: Shape, sizes: dict[str, Any]) -> Shape:
     given = {name: value for name, value in sizes.items() if value}
     return dataclasses.replace(default, **given)
 
 
-def _slug(shape: step_bench.Shape) -> str:
+def _slug(shape: Shape) -> str:
     return f"{shape.tokens}x{shape.hidden}x{shape.vocab}_{shape.dtype}"
 
 

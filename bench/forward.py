@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 import cutefce
+from bench.head import Shape, random_head
 from bench.measure import Call, interleaved, peak_bytes
-from bench.step import Shape
 from cutefce.ops import strategies
 from cutefce.ops.dispatch import primitives_for, problem_of
 
@@ -70,12 +70,8 @@ def run(shape: Shape, repeats: int) -> list[Row]:
 
 
 def _forms(shape: Shape) -> dict[str, Call]:
-    dtype, device = getattr(torch, shape.dtype), "cuda"
-    h = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype)
-    w = torch.randn(shape.vocab, shape.hidden, device=device, dtype=dtype)
-    w.mul_(shape.hidden**-0.5)
-    y = torch.randint(shape.vocab, (shape.tokens,), device=device)
-    z = torch.empty(shape.tokens, shape.vocab, device=device, dtype=dtype)
+    h, w, y = random_head(shape, "cuda")
+    z = h.new_empty(shape.tokens, shape.vocab)
     cutefce.set_strict(True)
     primitives = primitives_for(h, w, problem_of(h, w, False, False))
 

@@ -20,13 +20,16 @@ class Timing:
     quartiles_ms: tuple[float, float]
 
 
-def interleaved(forms: dict[str, Call], device: str, repeats: int) -> dict[str, Timing]:
+def interleaved(
+    forms: dict[str, Call], device: str, repeats: int, before: Call | None = None
+) -> dict[str, Timing]:
     """Time all `forms` once a round, for `repeats` rounds after one to warm up.
 
     Clocks and temperature drift: only ratios of times of one call of this function mean anything.
     A GPU's clock also depends on what it did just before: on one, the same products run before each
     form, as a model's layers do before its loss, and each round has an order of its own.  It is
-    not waited for in between, so that launches hide behind these products.
+    not waited for in between, so that launches hide behind these products.  `before` is called
+    right before each form, untimed.
     """
     clock, layers = (_cpu_sample, None) if device == "cpu" else (_gpu_sample, _layers())
     for form in forms.values():
@@ -37,6 +40,8 @@ def interleaved(forms: dict[str, Call], device: str, repeats: int) -> dict[str, 
         for name in order.sample(list(forms), len(forms)):
             if layers is not None:
                 layers()
+            if before is not None:
+                before()
             samples[name].append(clock(forms[name]))
     if device != "cpu":
         torch.cuda.synchronize()

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import cutefce
+from bench.head import Shape, random_head
 from bench.measure import Call, interleaved, peak_bytes
-from bench.step import Shape
 
 HIDDEN = 4096
 PUBLISHED: dict[tuple[int, int], tuple[float, float, int, int]] = {
@@ -91,11 +91,7 @@ def run(shape: Shape, device: str, repeats: int) -> Row:
 
 def _forms(shape: Shape, device: str) -> tuple[dict[str, Call], int]:
     """Return both forms, and the bytes of what they are given."""
-    dtype = getattr(torch, shape.dtype)
-    h = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype)
-    w = torch.randn(shape.vocab, shape.hidden, device=device, dtype=dtype)
-    w *= shape.hidden**-0.5
-    y = torch.randint(shape.vocab, (shape.tokens,), device=device)
+    h, w, y = random_head(shape, device)
 
     def canonical() -> None:
         with torch.no_grad():

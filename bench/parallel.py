@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cutefce
-from bench.measure import Call, interleaved, peak_bytes
-from bench.step import Shape
+from bench.head import Shape, random_head
+from bench.measure import interleaved, peak_bytes
 from cutefce.ops import parallel
 
 FORMS = ("tp", "sp")
@@ -67,10 +67,7 @@ def run(shape: Shape, device: str, repeats: int, workspace: int | str | None) ->
     }
     gradient_bytes = {name: sum(x.nbytes for x in result[1:]) for name, result in results.items()}
     results.clear()
-    forms: dict[str, Call] = {}
-    for name, step in steps.items():
-        forms |= {f"before {name}": lambda: _wait(device), name: step}
-    times = interleaved(forms, device, repeats)
+    times = interleaved(dict(steps), device, repeats, before=lambda: _wait(device))
     peaks = {n: peak_bytes(steps[n], device) - gradient_bytes[n] for n in gradient_bytes}
     mine = times, peaks, differences
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -136,10 +133,7 @@ def _steps(
     if shape.vocab % ranks or shape.tokens % ranks:
         raise ValueError(f"got {shape}, expected tokens and vocab in multiples of {ranks}")
     torch.manual_seed(0)
-    dtype = getattr(torch, shape.dtype)
-    h = torch.randn(shape.tokens, shape.hidden, device=device).to(dtype)
-    w = torch.randn(shape.vocab, shape.hidden, device=device).div_(shape.hidden**0.5).to(dtype)
-    y = torch.randint(shape.vocab, (shape.tokens,), device=device)
+    h, w, y = random_head(shape, device)
     own_h, own_w = (x.chunk(ranks)[rank].clone() for x in (h, w))
     for x in (h, w, own_h, own_w):
         x.requires_grad_()

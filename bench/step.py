@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import cutefce
+from bench.head import Shape, random_head
 from bench.measure import Call, interleaved, peak_bytes
 from cutefce.ops.planner import Plan
 
@@ -27,16 +28,6 @@ WORKSPACES: dict[str, str | int | None] = {
     "min": "min",
 }
 """Of those that lead to the same plan, the first is measured."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes and dtype of one head."""
-
-    tokens: int
-    hidden: int
-    vocab: int
-    dtype: str
 
 
 DEFAULT_SHAPES = {
@@ -96,15 +87,11 @@ def run(shape: Shape, device: str, repeats: int) -> list[Row]:
 
 
 def _forms(shape: Shape, device: str) -> tuple[dict[str, Call], dict[str, Plan], int]:
-    dtype = getattr(torch, shape.dtype)
-    h = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype)
-    # logits of standard deviation 1, as an untrained head gives
-    w = torch.randn(shape.vocab, shape.hidden, device=device).div_(shape.hidden**0.5).to(dtype)
-    y = torch.randint(shape.vocab, (shape.tokens,), device=device)
+    h, w, y = random_head(shape, device)
     z = h @ w.t()
     g = z.float().softmax(1)
     g[torch.arange(shape.tokens, device=device), y] -= 1
-    g = g.div_(shape.tokens).to(dtype)
+    g = g.div_(shape.tokens).to(h.dtype)
     leaves = h.requires_grad_(), w.requires_grad_()
 
     def products() -> None:

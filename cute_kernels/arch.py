@@ -32,6 +32,8 @@ class Arch(ABC):
     capability: tuple[int, int]
     family: str
     """Which of the kernels' modules are its own."""
+    forms_weight_gradient: bool
+    """Whether dW has kernels."""
     smem_bytes: int = 227 << 10
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
 
@@ -111,6 +113,7 @@ class Sm90(Arch):
     name: str = "sm_90a"
     capability: tuple[int, int] = (9, 0)
     family: str = "sm90"
+    forms_weight_gradient: bool = True
 
     def configs(self) -> tuple[GemmConfig, ...]:
         return (
@@ -183,6 +186,7 @@ class Sm100(Arch):
     name: str = "sm_100a"
     capability: tuple[int, int] = (10, 0)
     family: str = "sm100"
+    forms_weight_gradient: bool = False
     tmem_columns: int = 512
     """Columns of tensor memory, of 128 rows of 32 bits."""
     emulated: int = 4

@@ -7,7 +7,7 @@ together, each one half of every tile's rows.  A cluster walks units (`tile_orde
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -49,6 +49,23 @@ class Operand:
     def layout(self) -> LayoutEnum:
         """What the DSL calls it."""
         return LayoutEnum.ROW_MAJOR if self.by_rows else LayoutEnum.COL_MAJOR
+
+
+class Consumer(NamedTuple):
+    """What a thread of a consumer has."""
+
+    thread: Int32
+    """Within its warpgroup."""
+    group: Int32
+    """Its warpgroup."""
+    share: Int32
+    """Which half of a tile's rows the warpgroup holds; in turns, 0: it holds all rows."""
+    turn: Int32
+    """Which of two tiles is its first; 0 if the warpgroups share each tile."""
+    a: cute.Tensor
+    b: cute.Tensor
+    acc: cute.Tensor
+    own: cute.Tensor
 
 
 class MainloopSm90:
@@ -146,8 +163,8 @@ class MainloopSm90:
     def load(self, walk: Walk, pipe: Any, a: Any, b: Any, notes: cute.Tensor) -> None:
         """Producer: fill the stages, tile after tile; a and b are (TMA atom, coordinates, smem)."""
         config, tile = self.config, self.tile
-        load_a, from_a, to_a = self.partition(a, (tile[0], tile[2]), Int32(0), 1)
-        load_b, from_b, to_b = self.partition(b, (tile[1], tile[2]), walk.rank, config.cluster)
+        load_a, from_a, to_a = partition(a, (tile[0], tile[2]), Int32(0), 1)
+        load_b, from_b, to_b = partition(b, (tile[1], tile[2]), walk.rank, config.cluster)
         everyone = {"mcast_mask": cutlass.Int16((1 << config.cluster) - 1)}
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         units, passed, patience = walk.row_blocks * walk.windows, Int32(0), Int32(PATIENCE)
@@ -206,18 +223,29 @@ class MainloopSm90:
         return left
 
     @cute.jit
-    def partition(self, operand: Any, shape: Any, rank: Int32, shared_by: int) -> Any:
-        """Return (TMA atom, its sources by tile and step, its destinations by stage)."""
-        atom, coordinates, smem = operand
-        tiles = cute.local_tile(coordinates, shape, (None, None))
-        destination, source = cpasync.tma_partition(
-            atom,
-            rank,
-            cute.make_layout(shared_by),
-            cute.group_modes(smem, 0, 2),
-            cute.group_modes(tiles, 0, 2),
+    def begin(self, walk: Walk, tiled_mma: cute.TiledMma, a: cute.Tensor, b: cute.Tensor) -> Any:
+        """Return what a consumer has of its own, and the state of its first tile."""
+        config = self.config
+        thread = cute.arch.thread_idx()[0] % GROUP
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP) - 1
+        share = Int32(0) if cutlass.const_expr(config.pingpong) else group
+        slice_mma = tiled_mma.get_slice(share * GROUP)
+        consumer = Consumer(
+            thread=thread,
+            group=group,
+            share=share,
+            turn=group if cutlass.const_expr(config.pingpong) else Int32(0),
+            a=tiled_mma.make_fragment_A(slice_mma.partition_A(a)),
+            b=tiled_mma.make_fragment_B(slice_mma.partition_B(b)),
+            acc=cute.make_rmem_tensor(tiled_mma.partition_shape_C(self.tile[:2]), Float32),
+            own=self.own(thread),
         )
-        return atom, source, destination
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
+        if cutlass.const_expr(config.pingpong):
+            if group == 1:
+                state.advance(walk.steps)
+                self.pass_turn(group)
+        return consumer, state
 
     @cute.jit
     def multiply(
@@ -264,3 +292,18 @@ class MainloopSm90:
         one before, but not from the one before that.
         """
         cute.arch.barrier_arrive(barrier_id=2 - group, number_of_threads=2 * GROUP)
+
+
+@cute.jit
+def partition(operand: Any, shape: Any, rank: Int32, shared_by: int) -> Any:
+    """Return (TMA atom, its sources by tile and step, its destinations by stage)."""
+    atom, coordinates, smem = operand
+    tiles = cute.local_tile(coordinates, shape, (None, None))
+    destination, source = cpasync.tma_partition(
+        atom,
+        rank,
+        cute.make_layout(shared_by),
+        cute.group_modes(smem, 0, 2),
+        cute.group_modes(tiles, 0, 2),
+    )
+    return atom, source, destination

@@ -8,7 +8,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, pipeline
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -117,21 +117,8 @@ class ProjectExpSm90(MainloopSm90):
     ) -> None:
         """Consumer: multiply tile after tile and turn the logits into sums and exponentials."""
         config, tile = self.config, self.tile
-        thread = cute.arch.thread_idx()[0] % GROUP
-        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP) - 1
-        # in turns, a warpgroup holds all rows of every second tile
-        share = Int32(0) if cutlass.const_expr(config.pingpong) else group
-        turn = group if cutlass.const_expr(config.pingpong) else Int32(0)
-        slice_mma = tiled_mma.get_slice(share * GROUP)
-        a = tiled_mma.make_fragment_A(slice_mma.partition_A(inputs[0]))
-        b = tiled_mma.make_fragment_B(slice_mma.partition_B(inputs[1]))
-        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(tile[:2]), Float32)
-        own = self.own(thread)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
-        if cutlass.const_expr(config.pingpong):
-            if group == 1:
-                state.advance(walk.steps)
-                self.pass_turn(group)
+        consumer, state = self.begin(walk, tiled_mma, *inputs)
+        thread, group, share, turn, a, b, acc, own = consumer
         highest = cute.make_rmem_tensor((2, self.blocks), Float32)
         total = cute.make_rmem_tensor((2, self.blocks), Float32)
         for index in cutlass.range(walk.cluster, walk.row_blocks * walk.windows, walk.clusters):

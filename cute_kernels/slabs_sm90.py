@@ -16,7 +16,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from cutefce.cute_kernels.arch import slab_columns
-from cutefce.cute_kernels.mainloop_sm90 import CONSUMERS
+from cutefce.cute_kernels.mainloop_sm90 import CONSUMERS, partition
 
 
 class SlabsSm90:
@@ -53,14 +53,7 @@ class SlabsSm90:
         warp = cute.arch.make_warp_uniform(thread // 32)
         shared = smem[None, None, group]
         slab = cute.local_tile(shared, (16, self.width), (warp, 0))
-        tiles = cute.local_tile(coordinates, (16, self.width), (None, None))
-        source, destination = cpasync.tma_partition(
-            atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(slab, 0, 2),
-            cute.group_modes(tiles, 0, 2),
-        )
+        _, destination, source = partition((atom, coordinates, slab), (16, self.width), Int32(0), 1)
         # the slab before has been read, and all of this one is written
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()

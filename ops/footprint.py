@@ -27,6 +27,7 @@ by converting blocks of them; `_widened` counts those.
 Sizes may be symbolic integers of a graph compiler.
 """
 
+from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.problem import Problem, TileConfig
 from cutefce.cute_kernels.tile_order import PARTIAL_BYTES
 
@@ -35,10 +36,6 @@ WIDENED_BLOCK = 2048
 
 TARGET_BYTES = 17
 """Bytes of a token's target: index and address as int64, and whether it is active."""
-
-
-GRADIENT_KERNELS = ("sm_90a",)
-"""Architectures whose kernels form dW."""
 
 
 def row_block_bytes(device: str) -> int:
@@ -61,7 +58,7 @@ def windows_bytes(p: Problem, config: TileConfig, kept: int, scalar_upstream: bo
         backward += p.tokens * p.hidden * p.accumulator_bytes
     if p.grad_weight and (kept or not scalar_upstream):
         backward += p.tokens * p.hidden * p.item_bytes
-    if p.grad_weight and p.arch in GRADIENT_KERNELS:
+    if p.grad_weight and p.arch is not None and arch_named(p.arch).forms_weight_gradient:
         backward += 12 * p.tokens + 4 * p.vocab
     elif p.grad_weight:
         backward += 8 * p.vocab + min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops import strategies
+from cutefce.ops import fakes, strategies
 from cutefce.ops.call import loss
 from cutefce.ops.dispatch import primitives_for, problem_of
 from cutefce.ops.parallel import Whole, shard_of
@@ -205,57 +205,6 @@ def scale_gradients(
     return scaled(dx), scaled(dw_sums)
 
 
-def _fake_forward(h: Tensor, w: Tensor, y: Tensor, reduction: str, *_: Any) -> Tensor:
-    return h.new_empty(y.shape if reduction == "none" else (), dtype=sum_dtype(h.dtype))
-
-
-def _fake_loss(
-    h: Tensor,
-    w: Tensor,
-    y: Tensor,
-    reduction: str,
-    ignore_index: int,
-    grad_hidden: bool,
-    grad_weight: bool,
-    strategy: str,
-    window: int,
-    kept: int,
-    *_: Any,
-) -> tuple[Tensor, ...]:
-    tokens, chunked = y.shape[0], strategy == "gradients_in_forward"
-    dtype = sum_dtype(h.dtype)
-    return (
-        h.new_empty((tokens,) if reduction == "none" else (), dtype=dtype),
-        h.new_empty((4, 0 if chunked else tokens), dtype=dtype),
-        h.new_empty((0 if chunked else tokens, kept)),
-        h.new_empty((h.shape[0] if chunked and grad_hidden else 0, h.shape[1])),
-        w.new_empty((w.shape[0] if chunked and grad_weight else 0, w.shape[1]), dtype=dtype),
-    )
-
-
-def _fake_gradients(
-    upstream: Tensor,
-    h: Tensor,
-    w: Tensor,
-    y: Tensor,
-    stats: Tensor,
-    exps: Tensor,
-    reduction: str,
-    ignore_index: int,
-    grad_hidden: bool,
-    grad_weight: bool,
-    *_: Any,
-) -> tuple[Tensor, Tensor]:
-    return (
-        h.new_empty((h.shape[0] if grad_hidden else 0, h.shape[1])),
-        w.new_empty((w.shape[0] if grad_weight else 0, w.shape[1])),
-    )
-
-
-def _fake_scaled(upstream: Tensor, w: Tensor, dx: Tensor, dw_sums: Tensor) -> tuple[Tensor, Tensor]:
-    return dx.new_empty(dx.shape), w.new_empty(dw_sums.shape)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     h, w, y, *options, strategy, window, _, _ = inputs[:11]
     denominator, *sharing = inputs[11:]
@@ -290,10 +239,10 @@ for overload in ("loss", "loss.preset"):
 for kernel in (forward, project_loss, project_gradients, scale_gradients):
     wrapped = _on_its_device(_without_autocast(kernel))
     LIBRARY.impl(kernel.__name__, wrapped, "CompositeExplicitAutograd")
-torch.library.register_fake("cutefce::forward", _fake_forward, lib=LIBRARY)
-torch.library.register_fake("cutefce::project_loss", _fake_loss, lib=LIBRARY)
-torch.library.register_fake("cutefce::project_gradients", _fake_gradients, lib=LIBRARY)
-torch.library.register_fake("cutefce::scale_gradients", _fake_scaled, lib=LIBRARY)
+torch.library.register_fake("cutefce::forward", fakes.forward, lib=LIBRARY)
+torch.library.register_fake("cutefce::project_loss", fakes.loss, lib=LIBRARY)
+torch.library.register_fake("cutefce::project_gradients", fakes.gradients, lib=LIBRARY)
+torch.library.register_fake("cutefce::scale_gradients", fakes.scaled, lib=LIBRARY)
 torch.library.register_autograd(
     "cutefce::project_loss", _backward, setup_context=_setup_context, lib=LIBRARY
 )

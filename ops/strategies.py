@@ -86,13 +86,14 @@ def backward(
         total = FLOAT16_TOTAL if narrow else 1
         unit = upstream / total
         share = torch.where(targets.active, total / stats.total, 0)
-        reference, factor, weight = stats.reference - share.log(), unit.expand(tokens), -share
+        reference, row_sum = stats.reference - share.log(), share * stats.sum
+        factor = unit.expand(tokens)
     else:
         factor = torch.where(targets.active, upstream / stats.total, 0)
         # float16 lacks the range of s_i
         unit = factor.abs().amax() if narrow else factor.new_ones(())
         share = torch.where(unit > 0, factor / unit, 0)
-        reference, weight = stats.reference, -torch.ones_like(share)
+        reference, row_sum = stats.reference, stats.sum
     dx_sums = share.new_zeros(tokens, hidden) if grad_hidden else None
     dw = None
     if grad_weight:
@@ -114,7 +115,7 @@ def backward(
         return None, dw
     dtype = primitives.dx_dtype(h.dtype)
     dx = dx_sums if dx_sums.dtype == dtype else h.new_empty(h.shape)
-    primitives.finish_dx(dx, dx_sums, w, targets, factor, weight * stats.sum)
+    primitives.finish_dx(dx, dx_sums, w, targets, factor, -row_sum)
     return dx, dw
 
 

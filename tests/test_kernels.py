@@ -323,8 +323,8 @@ def test_configurations_are_legal(arch: Arch) -> None:
         (GemmConfig(0, 192, 2, 5, True), "at least one row"),
         (GemmConfig(128, 0, 2, 5, True), "at least one row"),
         (GemmConfig(128, 192, 2, 5, True, 0), "group: got 0"),
-        (GemmConfig(128, 192, 2, 5.0, True), "stages: got 5.0, expected int"),  # type: ignore
-        (GemmConfig(128, 192, 2, 5, 1), "pingpong: got 1, expected bool"),  # type: ignore
+        (GemmConfig(128, 192, 2, 5.0, True), "stages: got 5.0, expected int"),  # type: ignore[arg-type]
+        (GemmConfig(128, 192, 2, 5, 1), "pingpong: got 1, expected bool"),  # type: ignore[arg-type]
         (GemmConfig(128, 192, 2, 5, True, paired=True), "paired: got True, expected False"),
         (GemmConfig(128, 192, 2, 5, True, emulated=4), "emulated: got 4, expected 0"),
     ],

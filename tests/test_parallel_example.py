@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench import parallel as bench
-from bench.step import Shape
+from bench.head import Shape
 from tests.ranks import Ranks, mesh
 
 pytest.importorskip("matplotlib")

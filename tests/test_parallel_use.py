@@ -325,7 +325,7 @@ def gathered_head() -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
     counts = comm.get_comm_counts()
     gathers = [n for op, n in counts.items() if "allgather" in str(op) or "all_gather" in str(op)]
     whole(x.flatten(0, 1), y.flatten(), count).backward()
-    got = {n: p.grad.full_tensor() for n, p in model.named_parameters()}  # type: ignore
+    got = {n: p.grad.full_tensor() for n, p in model.named_parameters()}  # type: ignore[union-attr]
     want = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
     return sum(gathers), got, want
 

@@ -1,0 +1,62 @@
+"""The operators of `ops/library.py` without numbers: what a graph compiler must know of them."""
+
+from typing import Any
+
+from torch import Tensor
+
+from cutefce.ops.primitives import sum_dtype
+
+
+def forward(h: Tensor, w: Tensor, y: Tensor, reduction: str, *_: Any) -> Tensor:
+    """Of `forward`."""
+    return h.new_empty(y.shape if reduction == "none" else (), dtype=sum_dtype(h.dtype))
+
+
+def loss(
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    reduction: str,
+    ignore_index: int,
+    grad_hidden: bool,
+    grad_weight: bool,
+    strategy: str,
+    window: int,
+    kept: int,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    """Of `project_loss`."""
+    tokens, chunked = y.shape[0], strategy == "gradients_in_forward"
+    dtype = sum_dtype(h.dtype)
+    return (
+        h.new_empty((tokens,) if reduction == "none" else (), dtype=dtype),
+        h.new_empty((4, 0 if chunked else tokens), dtype=dtype),
+        h.new_empty((0 if chunked else tokens, kept)),
+        h.new_empty((h.shape[0] if chunked and grad_hidden else 0, h.shape[1])),
+        w.new_empty((w.shape[0] if chunked and grad_weight else 0, w.shape[1]), dtype=dtype),
+    )
+
+
+def gradients(
+    upstream: Tensor,
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    stats: Tensor,
+    exps: Tensor,
+    reduction: str,
+    ignore_index: int,
+    grad_hidden: bool,
+    grad_weight: bool,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Of `project_gradients`."""
+    return (
+        h.new_empty((h.shape[0] if grad_hidden else 0, h.shape[1])),
+        w.new_empty((w.shape[0] if grad_weight else 0, w.shape[1])),
+    )
+
+
+def scaled(upstream: Tensor, w: Tensor, dx: Tensor, dw_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `scale_gradients`."""
+    return dx.new_empty(dx.shape), w.new_empty(dw_sums.shape)
