@@ -1,4 +1,4 @@
-"""The operators `torch.ops.cutefce.*`: schemas, kernels, fake kernels, autograd.
+"""The operators `torch.ops.cutefce.*`: schemas, kernels, autograd; `fakes.py` has no numbers.
 
 `loss` is what users call (`ops/call.py`).  It composes inner operators, so that gradients,
 `torch.compile` and graph capture see tensors in and tensors out; the ranks of a `group` exchange
