@@ -34,9 +34,12 @@ DEFAULTS = {
 }
 
 
-KERNEL_WINDOW = 1 << 26
-"""Exponentials that the kernels compute again at a time, 128 MiB of 16 bits; more of them where
-dX's sums take more memory anyway."""
+KERNEL_WINDOWS = (67584, 33792, 16896, 8448, 4096, 2048, 1024)
+"""Columns that the kernels can compute again at a time.  Those from 33·256 on give dW, whose
+products take 256 rows of it, as many tiles as 132 multiprocessors share evenly."""
+KERNEL_WINDOW = 8192 * 8448
+"""Exponentials of a window, 132 MiB of 16 bits; more where dX's sums take as much anyway."""
+KERNEL_PIECE = 256
 
 
 def lookup(problem: Problem) -> TileConfig:
@@ -47,13 +50,13 @@ def lookup(problem: Problem) -> TileConfig:
     config = DEFAULTS.get(problem.device, DEFAULTS["cuda"])
     if problem.arch is not None:
         # by comparison, so that a symbolic number of tokens gives one of a few numbers
-        columns = 1 << 16
-        while (
-            columns > max(2 * problem.hidden, config.piece)
-            and columns * problem.tokens > KERNEL_WINDOW
-        ):
-            columns //= 2
-        config = dataclasses.replace(config, window=columns, tile=columns)
+        affordable = (
+            columns
+            for columns in KERNEL_WINDOWS
+            if columns <= 33 * problem.hidden // 16 or columns * problem.tokens <= KERNEL_WINDOW
+        )
+        columns = next(affordable, KERNEL_WINDOWS[-1])
+        config = dataclasses.replace(config, window=columns, tile=columns, piece=KERNEL_PIECE)
     piece = min(config.piece, _round_up(problem.vocab, 8))
     tile = min(config.tile, _round_up(problem.vocab, piece))
     window = min(config.window, _round_up(problem.vocab, tile))

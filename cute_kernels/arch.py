@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutefce.cute_kernels.config import Configs, GemmConfig
+from cutefce.cute_kernels.tile_order import LEAST_STEPS, MOST_CUTS, choose_cuts, rounds
 
 STEP = 64
 """Hidden features of one stage: 128 bytes of a 16-bit dtype, the widest swizzle of TMA."""
@@ -134,9 +135,10 @@ class Sm90(Arch):
         gradient = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
         clusters = multiprocessors // gradient.cluster
         units = -(-tokens // gradient.rows) * -(-hidden // gradient.tile_n)
-        # a tile of dX is not shared out: a plain product, which does that, wins where few are there
-        busy = units / (-(-units // clusters) * clusters)
-        return Configs(self.default(tokens), gradient if busy >= 0.8 else None, gradient)
+        longest = rounds(units, clusters, choose_cuts(units, clusters, MOST_CUTS * LEAST_STEPS))
+        # a plain product, which has tiles of other sizes, wins where few rows fill those of dX
+        used = tokens * hidden / (longest * clusters * gradient.rows * gradient.tile_n)
+        return Configs(self.default(tokens), gradient if used >= 0.8 else None, gradient)
 
     def candidates(self) -> tuple[GemmConfig, ...]:
         # as many stages as fit, or one less: more hide more, whatever the problem

@@ -19,6 +19,9 @@ MEETING_NOTE, FINISHED_NOTE, BLOCK_NOTES = 0, 1, 2
 """Where in the notes of a call lie the arrivals at checkpoints, which are 0 before a launch unless
 there is one row block alone; the blocks of `finish` that are done; and from where on, for each row
 block, a 1 if it must be stored again.  The kernel that sums sets the last two to 0."""
+PIECE_NOTES = 1
+"""From where on in the notes of a gradient's product lie, for each warp that can have a part of a
+unit that is cut, the pieces of it that were added; all 0 before a launch."""
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)

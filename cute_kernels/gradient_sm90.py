@@ -22,10 +22,10 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import kernels
-from cutefce.cute_kernels.dsl import DTYPES, matrix, transposed, vector
+from cutefce.cute_kernels.dsl import DTYPES, PIECE_NOTES, matrix, transposed, vector
 from cutefce.cute_kernels.mainloop_sm90 import CONSUMERS, GROUP, MainloopSm90, Operand
 from cutefce.cute_kernels.slabs_sm90 import SlabsSm90
-from cutefce.cute_kernels.walk import Walk, make_walk, unit
+from cutefce.cute_kernels.walk import Piece, Walk, indices, make_walk, piece, unit
 
 
 def trace(kernel: kernels.Gradient) -> tuple[Any, tuple[Any, ...]]:
@@ -44,6 +44,7 @@ def trace(kernel: kernels.Gradient) -> tuple[Any, tuple[Any, ...]]:
         targets,
         vector(Int32, cute.sym_int()),
         Int32(1),
+        None if kernel.final else Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
@@ -77,13 +78,13 @@ class GradientSm90(MainloopSm90):
         targets: Targets | None,
         notes: cute.Tensor,
         clusters: Int32,
+        cuts: Int32 | None,
         stream: Any,
     ) -> None:
         """Launch on `clusters` clusters: a (M, K) and b (D, K) to out (M, D)."""
         a_parts, b_parts = self.inputs(a, b)
-        self.kernel(
-            self.tiled_mma(self.sharing), a_parts, b_parts, self.slabs.output(out), targets, notes
-        ).launch(
+        out_parts, tiled_mma = self.slabs.output(out), self.tiled_mma(self.sharing)
+        self.kernel(tiled_mma, a_parts, b_parts, out_parts, targets, notes, cuts).launch(
             grid=[clusters * self.config.cluster, 1, 1],
             block=[GROUP * (1 + CONSUMERS), 1, 1],
             cluster=[self.config.cluster, 1, 1],
@@ -100,6 +101,7 @@ class GradientSm90(MainloopSm90):
         out: Any,
         targets: Any,
         notes: cute.Tensor,
+        cuts: Any,
     ) -> None:
         """Hand out the roles; a, b and out are (TMA atom, coordinates, shared memory layout)."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -113,14 +115,15 @@ class GradientSm90(MainloopSm90):
         s_b = smem.allocate_tensor(self.dtype, b_layout.outer, 1024, b_layout.inner)
         s_out = smem.allocate_tensor(self.slabs.dtype, out_layout.outer, 1024, out_layout.inner)
         pipe = self.stages(barriers)
-        walk = make_walk(self.config, self.tile[2], g_a, g_b, None)
+        walk = make_walk(self.config, self.tile[2], g_a, g_b, None, cuts)
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
                 self.load(walk, pipe, (load_a, g_a, s_a), (load_b, g_b, s_b), notes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(walk, pipe, tiled_mma, (s_a, s_b), (store, g_out, s_out), targets)
+            to = store, g_out, s_out
+            self.consume(walk, pipe, tiled_mma, (s_a, s_b), to, targets, notes)
 
     @cute.jit
     def consume(
@@ -131,6 +134,7 @@ class GradientSm90(MainloopSm90):
         inputs: Any,
         out: Any,
         targets: Any,
+        notes: cute.Tensor,
     ) -> None:
         """Consumer: multiply tile after tile, and hand it on."""
         config, tile = self.config, self.tile
@@ -138,16 +142,25 @@ class GradientSm90(MainloopSm90):
         thread, group, share, turn, a, b, acc, own = consumer
         for index in cutlass.range(
             walk.cluster + turn * walk.clusters,
-            walk.row_blocks * walk.tiles,
+            indices(walk),
             walk.clusters * config.parts_of_window,
         ):
-            row, column, _ = unit(walk, config.group, None, index)
+            own_part, others = piece(walk, index), piece(walk, index + walk.clusters)
+            row, column, _ = unit(walk, config.group, None, own_part.unit)
             top = (row * config.cluster + walk.rank) * tile[0] + share * 64
             left = column * tile[1]
-            state = self.multiply(pipe, tiled_mma, acc, a, b, state, walk.steps, group)
+            steps, between = own_part.end - own_part.first, others.end - others.first
+            state = self.multiply(pipe, tiled_mma, acc, a, b, state, steps, between, group)
             if cutlass.const_expr(self.final):
                 self.finish(acc, own, targets, top, left, walk)
-            self.put(acc, thread, group, out, top, left, walk)
+                self.put(acc, thread, group, out, top, left, walk)
+            else:
+                note = notes.iterator + self.note(own_part, walk, share, thread)
+                if own_part.earlier > 0:
+                    await_adds(note, own_part.earlier)
+                self.put(acc, thread, group, out, top, left, walk)
+                if own_part.later > 0:
+                    tell_adds(note)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -184,6 +197,13 @@ class GradientSm90(MainloopSm90):
         acc.store(acc.load() * targets.unit[0])
 
     @cute.jit
+    def note(self, part: Piece, walk: Walk, share: Int32, thread: Int32) -> Int32:
+        """Return where a warp notes the pieces of a unit that it has added."""
+        warp = cute.arch.make_warp_uniform((share * GROUP + thread) // 32)
+        block = part.unit % walk.clusters * self.config.cluster + walk.rank
+        return PIECE_NOTES + block * kernels.Gradient.WARPS + warp
+
+    @cute.jit
     def put(
         self,
         acc: cute.Tensor,
@@ -207,3 +227,23 @@ class GradientSm90(MainloopSm90):
                                 values[v, half, j] = acc[of]
                     at = top + block * 64 * self.sharing, left // width + number
                     self.slabs.put(values, thread, group, out, at)
+
+
+@cute.jit
+def await_adds(note: Any, pieces: Int32) -> None:
+    """Wait until so many pieces of a unit were added: sums are the same in every run."""
+    if cute.arch.lane_idx() == 0:
+        added = cute.arch.load(note, Int32, sem="acquire", scope="gpu")
+        while added < pieces:
+            added = cute.arch.load(note, Int32, sem="acquire", scope="gpu")
+    cute.arch.sync_warp()
+    cute.arch.fence_proxy("async.global")
+
+
+@cute.jit
+def tell_adds(note: Any) -> None:
+    """Note that a warp's part of a piece was added."""
+    cute.arch.cp_async_bulk_wait_group(0)
+    cute.arch.sync_warp()
+    if cute.arch.lane_idx() == 0:
+        cute.arch.red(note, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")

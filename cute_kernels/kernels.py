@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 from itertools import product
+from typing import ClassVar
 
 from cutefce.cute_kernels.arch import Arch
 from cutefce.cute_kernels.config import Configs, GemmConfig
@@ -70,6 +71,13 @@ class Gradient:
     """What it is the gradient of: "hidden" or "weight"."""
     final: bool
     """Whether it adds the targets' part and rounds; if not, it adds to float32 sums."""
+
+    WARPS: ClassVar[int] = 8
+    """Warps of a thread block that multiply."""
+
+    def notes(self, clusters: int) -> int:
+        """Return the size of its notes on `clusters` clusters; see `cute_kernels.dsl`."""
+        return 1 if self.final else 1 + clusters * self.config.cluster * self.WARPS
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from cutlass.utils import hopper_helpers as sm90
 from cutefce.cute_kernels.arch import STEP, Sm90, arch_named
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.dsl import DTYPES, MEETING_NOTE
-from cutefce.cute_kernels.walk import Walk, unit
+from cutefce.cute_kernels.walk import Walk, indices, piece, unit
 
 GROUP = 128
 """Threads of a warpgroup."""
@@ -168,8 +168,9 @@ class MainloopSm90:
         everyone = {"mcast_mask": cutlass.Int16((1 << config.cluster) - 1)}
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         units, passed, patience = walk.row_blocks * walk.windows, Int32(0), Int32(PATIENCE)
-        for index in cutlass.range(walk.cluster, units, walk.clusters):
-            row, window, end = unit(walk, config.group, notes if self.masked else None, index)
+        for index in cutlass.range(walk.cluster, indices(walk), walk.clusters):
+            part = piece(walk, index)
+            row, window, end = unit(walk, config.group, notes if self.masked else None, part.unit)
             row = row * config.cluster + walk.rank
             # up to where all clusters have tiles, and the same number; one row block shares none
             together = window + walk.tiles // walk.windows * walk.windows
@@ -177,7 +178,7 @@ class MainloopSm90:
             if not everyone_works or walk.rank != 0 or walk.row_blocks == 1:
                 together = Int32(0)
             for column in cutlass.range(window, end, walk.windows):
-                for step in cutlass.range(walk.steps, unroll=1):
+                for step in cutlass.range(part.first, part.end, unroll=1):
                     if cutlass.const_expr(not self.masked):
                         if step % CHECKPOINT == 0 and column < together:
                             # all have been at the one before: nobody waits who is on time
@@ -243,7 +244,8 @@ class MainloopSm90:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
         if cutlass.const_expr(config.pingpong):
             if group == 1:
-                state.advance(walk.steps)
+                others = piece(walk, walk.cluster)
+                state.advance(others.end - others.first)
                 self.pass_turn(group)
         return consumer, state
 
@@ -257,9 +259,13 @@ class MainloopSm90:
         b: cute.Tensor,
         state: Any,
         steps: Int32,
+        others: Int32,
         group: Int32,
     ) -> Any:
-        """Compute one tile; return the state of this warpgroup's next tile."""
+        """Compute one tile, in `steps`; return the state of this warpgroup's next tile.
+
+        In turns, `others` are the steps of the other warpgroup's tile in between.
+        """
         if cutlass.const_expr(self.config.pingpong):
             cute.arch.barrier(barrier_id=1 + group, number_of_threads=2 * GROUP)
         done = state.clone()
@@ -279,7 +285,7 @@ class MainloopSm90:
             state.advance()
         if cutlass.const_expr(self.config.pingpong):
             self.pass_turn(group)
-            state.advance(steps)
+            state.advance(others)
         warpgroup.wait_group(0)
         pipe.consumer_release(done)
         return state

@@ -129,7 +129,8 @@ class ProjectExpSm90(MainloopSm90):
             for column in cutlass.range(
                 window + turn * walk.windows, end, walk.windows * config.parts_of_window
             ):
-                state = self.multiply(pipe, tiled_mma, acc, a, b, state, walk.steps, group)
+                steps = walk.steps
+                state = self.multiply(pipe, tiled_mma, acc, a, b, state, steps, steps, group)
                 left = column * tile[1]
                 self.hide(acc, own, rows, top, left, walk)
                 if cutlass.const_expr(self.sums):

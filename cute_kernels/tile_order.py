@@ -4,6 +4,10 @@ The plane is cut into units: one row block times one window of vocabulary tiles.
 holds the tiles i, i + W, i + 2·W, …  Cluster c of C takes the units c, c + C, c + 2·C, …  Units
 are numbered rows first within groups of row blocks: the clusters at work then share the hidden
 states of one group and read neighbouring vocabulary tiles, and both stay in the L2 cache.
+
+Where results are added to memory, the units of the last round, in which not all clusters would have
+one, can be cut into pieces of the inner dimension: C·r + i is then no unit but piece i of these,
+numbered by unit first, so that clusters at work share what they read here too.
 """
 
 import functools
@@ -13,6 +17,8 @@ from cutefce.cute_kernels.config import GemmConfig
 
 PARTIAL_BYTES = 5 << 20
 """What partial sums may take: with more windows the clusters' shares are more even."""
+MOST_CUTS, LEAST_STEPS = 8, 16
+"""Pieces of a unit at most, and stages of a piece at least: each is added to memory."""
 
 
 def unit(
@@ -27,6 +33,32 @@ def unit(
     height = minimum(row_blocks - first_row, group)
     inside = index % per_group
     return first_row + inside % height, inside // height
+
+
+def piece(index: Any, units: Any, clusters: Any) -> tuple[Any, Any]:
+    """Return (unit, which of its pieces) of an index in the last round, if that is cut.
+
+    Takes Python integers or a kernel's.
+    """
+    left = units % clusters
+    whole = units - left
+    return whole + (index - whole) % left, (index - whole) // left
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_cuts(units: int, clusters: int, steps: int) -> int:
+    """Return into how many pieces units of the last round are cut: 1 to `MOST_CUTS`.
+
+    The time is that of the cluster with the most steps; of equal ones the fewest pieces win.
+    """
+    most = max(1, min(MOST_CUTS, steps // LEAST_STEPS))
+    return min(range(1, most + 1), key=lambda cuts: rounds(units, clusters, cuts))
+
+
+def rounds(units: int, clusters: int, cuts: int) -> float:
+    """Return the time of all units, relative to that of one."""
+    whole, left = divmod(units, clusters)
+    return whole + -(-left * cuts // clusters) / cuts
 
 
 @functools.lru_cache(maxsize=1024)

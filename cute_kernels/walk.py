@@ -20,6 +20,8 @@ class Walk(NamedTuple):
     """Tiles of columns."""
     steps: Int32
     """Stages of one tile."""
+    cuts: Any
+    """Pieces of each unit of the last round; None: units are not cut."""
     cluster: Int32
     clusters: Int32
     rank: Int32
@@ -28,8 +30,23 @@ class Walk(NamedTuple):
     columns: Int32
 
 
+class Piece(NamedTuple):
+    """A unit, or a piece of it."""
+
+    unit: Int32
+    """Its number."""
+    first: Int32
+    """Its first stage."""
+    end: Int32
+    earlier: Int32
+    """Pieces of the unit whose results are added before this one's."""
+    later: Int32
+
+
 @cute.jit
-def make_walk(config: GemmConfig, step: int, a: cute.Tensor, b: cute.Tensor, windows: Any) -> Walk:
+def make_walk(
+    config: GemmConfig, step: int, a: cute.Tensor, b: cute.Tensor, windows: Any, cuts: Any = None
+) -> Walk:
     """Return the walk over a (M, K) and b (N, K), `step` of K a stage.
 
     `windows` are those of each row block; None: every tile is one.
@@ -41,6 +58,7 @@ def make_walk(config: GemmConfig, step: int, a: cute.Tensor, b: cute.Tensor, win
         windows=tiles if windows is None else windows,
         tiles=tiles,
         steps=(inner + step - 1) // step,
+        cuts=cuts,
         cluster=cute.arch.block_idx()[0] // config.cluster,
         clusters=cute.arch.grid_dim()[0] // config.cluster,
         rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
@@ -50,9 +68,31 @@ def make_walk(config: GemmConfig, step: int, a: cute.Tensor, b: cute.Tensor, win
 
 
 @cute.jit
-def unit(walk: Walk, group: int, notes: Any, index: Int32) -> Any:
+def indices(walk: Walk) -> Int32:
+    """Return the end of the indices that are walked."""
+    units = walk.row_blocks * walk.windows
+    if cutlass.const_expr(walk.cuts is not None):
+        units += units % walk.clusters * (walk.cuts - 1)
+    return units
+
+
+@cute.jit
+def piece(walk: Walk, index: Int32) -> Any:
+    """Return the `Piece` of an index."""
+    number, cut, cuts = index, Int32(0), Int32(1)
+    if cutlass.const_expr(walk.cuts is not None):
+        units = walk.row_blocks * walk.windows
+        if index >= units - units % walk.clusters:
+            number, cut = tile_order.piece(index, units, walk.clusters)
+            cuts = walk.cuts
+    first, end = walk.steps * cut // cuts, walk.steps * (cut + 1) // cuts
+    return Piece(number, first, end, cut, cuts - 1 - cut)
+
+
+@cute.jit
+def unit(walk: Walk, group: int, notes: Any, number: Int32) -> Any:
     """Return row block, window and end of the tiles of a unit; 0, none, if `notes` leave it out."""
-    row, window = tile_order.unit(index, walk.row_blocks, walk.windows, group, cutlass.min)
+    row, window = tile_order.unit(number, walk.row_blocks, walk.windows, group, cutlass.min)
     end = walk.tiles
     if cutlass.const_expr(notes is not None):
         if notes[BLOCK_NOTES + row] == 0:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.arch import Arch
+from cutefce.cute_kernels.arch import STEP, Arch
 from cutefce.cute_kernels.config import Configs
 from cutefce.cute_kernels.jit_cache import compiled
 from cutefce.cute_kernels.kernels import Gradient, kernel_set
 from cutefce.cute_kernels.problem import TileConfig
-from cutefce.cute_kernels.tile_order import choose_windows
+from cutefce.cute_kernels.tile_order import choose_cuts, choose_windows
 from cutefce.ops.primitives import Partial, Stats, TargetPart, Targets
 from cutefce.ops.torch_primitives import TorchPrimitives
 
@@ -181,8 +181,12 @@ class CutePrimitives(TorchPrimitives):
             compiled(self.kernels.add_targets)(sums, *lists)
 
     def _launch(self, kernel: Gradient, a: Tensor, b: Tensor, out: Tensor, lists: Any) -> None:
-        notes = torch.zeros(1, dtype=torch.int32, device=out.device)
-        compiled(kernel)(a, b, out, lists, notes, self.multiprocessors // kernel.config.cluster)
+        config, (rows, columns) = kernel.config, out.shape
+        clusters, steps = self.multiprocessors // config.cluster, -(-a.shape[1] // STEP)
+        units = -(-rows // config.rows) * -(-columns // config.tile_n)
+        cuts = None if kernel.final else choose_cuts(units, clusters, steps)
+        notes = torch.zeros(kernel.notes(clusters), dtype=torch.int32, device=out.device)
+        compiled(kernel)(a, b, out, lists, notes, clusters, cuts)
 
     def _notes(self, h: Tensor) -> Tensor:
         blocks = -(-h.shape[0] // self.project.rows)
