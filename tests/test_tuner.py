@@ -28,8 +28,8 @@ from cutefce.autotune_cache.trials import Timing
 from cutefce.autotune_cache.tunables import ProjectExp
 from cutefce.autotune_cache.tuner import Job, Tuner
 from cutefce.cute_kernels import jit_cache, kernels
-from cutefce.cute_kernels.arch import Sm90, arch_for
-from cutefce.ops import dispatch
+from cutefce.cute_kernels.arch import ARCHS, Arch, Sm90, arch_for
+from cutefce.ops import cute_primitives, dispatch
 from cutefce.ops.cute_primitives import CutePrimitives
 from tests.stand_ins import Hanging, Kind, StandIn, config
 
@@ -94,6 +94,24 @@ def test_slightly_wrong_results_are_found(kind: Kind, said: str, dtype: str) -> 
 
 
 class Inline(Child):
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_all_kernels_are_checked(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bfloat16: float16 has kernels that no call launches."""
+    launched: set[kernels.Kernel] = set()
+
+    def note(kernel: kernels.Kernel) -> Callable[..., None]:
+        return lambda *arguments: launched.add(kernel)
+
+    monkeypatch.setattr(cute_primitives, "compiled", note)
+    known: list[kernels.Kernel] = []
+    for tunable in tunables.all_tunables(arch, SIZE, "cpu"):
+        for choice in tunable.defaults():
+            known += tunable.kernels("bfloat16", choice)
+            for name in trials.SMALL:
+                tunable.results(trials._small(tunable, name, "bfloat16")[0], choice)
+    assert set(known) <= launched
+
+
     """Answers in the place of a child, as if the stand-ins had been raced."""
 
     def ask(self, call: Any, seconds: float) -> Any:
@@ -388,8 +406,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: fake.ranks > 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: fake.ranks)
     monkeypatch.setattr(dispatch, "_compiler_obstacle", lambda arch, dtype: None)
-    caches = dispatch._arch, dispatch._cute_primitives, dispatch._device_obstacle
-    for cache in caches:
+    caches = dispatch._arch, dispatch._device_obstacle, dispatch._unverified
+    for cache in (*caches, dispatch._cute_primitives):
         cache.cache_clear()
     yield fake
     for cache in caches:
