@@ -410,7 +410,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     for cache in (*caches, dispatch._cute_primitives):
         cache.cache_clear()
     yield fake
-    for cache in caches:
+    for cache in (*caches, dispatch._cute_primitives):
         cache.cache_clear()
 
 

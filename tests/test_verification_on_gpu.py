@@ -76,8 +76,9 @@ def new_process() -> Iterator[Callable[[], None]]:
 
     def forget() -> None:
         autotune_cache.forget()
-        for cache in (dispatch._device_obstacle, dispatch._cute_primitives, dispatch._warn_once):
+        for cache in (dispatch._device_obstacle, dispatch._unverified, dispatch._warn_once):
             cache.cache_clear()
+        dispatch._cute_primitives.cache_clear()
 
     forget()
     yield forget
