@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 from cutefce import autotune_cache, tuning
 from cutefce.__main__ import main
+from cutefce.autotune_cache import child as child_module
 from cutefce.autotune_cache import first_use, shapes, trials, tunables, tuner, verification
 from cutefce.autotune_cache import table as tables
 from cutefce.autotune_cache.child import Child, ChildError
@@ -93,7 +94,6 @@ def test_slightly_wrong_results_are_found(kind: Kind, said: str, dtype: str) -> 
         trials.check(STAND_IN, dtype, config(kind))
 
 
-class Inline(Child):
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_all_kernels_are_checked(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of bfloat16: float16 has kernels that no call launches."""
@@ -112,6 +112,7 @@ def test_all_kernels_are_checked(arch: Arch, monkeypatch: pytest.MonkeyPatch) ->
     assert set(known) <= launched
 
 
+class Inline(Child):
     """Answers in the place of a child, as if the stand-ins had been raced."""
 
     def ask(self, call: Any, seconds: float) -> Any:
@@ -343,6 +344,18 @@ def test_after_a_failure_a_new_child_serves() -> None:
     assert not is_running(other)
 
 
+def test_a_process_that_cannot_be_ended_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "END_SECONDS", 0.1)
+    with Child() as child:
+        pid = child.ask(os.getpid, 10)
+        assert child._process is not None
+        monkeypatch.setattr(child._process, "kill", lambda: None)
+        with pytest.raises(ChildError, match="no answer"):
+            child.ask(functools.partial(time.sleep, 3600), 0.1)
+    assert is_running(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
 def test_what_hangs_does_not_outlive_the_tuner() -> None:
     code = (
         "import functools, os, time\n"
@@ -491,5 +504,68 @@ def test_a_check_without_a_child_is_no_verdict(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     verdict = verification.verify((STAND_IN,), DEVICE)
     assert not verdict.passed
-    assert "could not be checked" in verdict.reason
+    assert "not checked" in verdict.reason
     assert verification.known(Sm90(), DEVICE, SIZE) is None
+
+
+BUILT = kernels.TargetLogit("sm_90a", "bfloat16")
+
+
+class Built(StandIn):
+    """One kernel to compile."""
+
+    def kernels(self, dtype: str, choice: Any) -> tuple[kernels.Kernel, ...]:
+        return (BUILT,)
+
+
+def test_kernels_that_no_folder_keeps_are_compiled_before_the_clock_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, float]] = []
+
+    class Asked(Child):
+        def ask(self, call: Any, seconds: float) -> Any:
+            asked.append((call.func.__name__, seconds))
+
+    monkeypatch.setattr(tuner, "build", lambda *_: {})
+    monkeypatch.setattr(verification, "Child", Asked)
+    assert verification.verify((Built(Sm90(), SIZE, "cpu"),), DEVICE).passed
+    assert asked[:3] == [
+        ("load", tuner.BUILD_SECONDS),
+        ("prepare", verification.PREPARE_SECONDS),
+        ("check", verification.CHECK_SECONDS),
+    ]
+
+
+def test_a_failed_compilation_is_no_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "build", lambda *_: {BUILT: "its process ended by SIGKILL"})
+    verdict = verification.verify((Built(Sm90(), SIZE, "cpu"),), DEVICE)
+    assert verdict == verification.Verdict(False, "not checked: its process ended by SIGKILL")
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
+
+
+def test_a_process_that_the_system_ends_is_no_verdict(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(Child):
+        def ask(self, call: Any, seconds: float) -> Any:
+            if call.func is trials.check:
+                assert self._process is not None
+                self._process.kill()
+            return super().ask(functools.partial(int), seconds)
+
+    monkeypatch.setattr(verification, "Child", Killed)
+    verdict = verification.verify((STAND_IN,), DEVICE)
+    assert "not checked: its process ended by SIGKILL" in verdict.reason
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
+
+
+def test_a_verdict_that_no_folder_keeps_holds_for_the_process(
+    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "verified").write_text("a file in the folder's place")
+    monkeypatch.setattr(tunables, "all_tunables", lambda *_: (STAND_IN,))
+    device = torch.device("cuda", 7)
+    assert dispatch.device_obstacle(device, torch.bfloat16) is None
+    monkeypatch.setattr(verification, "Child", None)
+    assert dispatch.device_obstacle(device, torch.float16) is None
