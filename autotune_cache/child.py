@@ -21,11 +21,19 @@ from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
 
-START_SECONDS = 120
+START_SECONDS, END_SECONDS = 120, 30
 MOST_CHARACTERS = 300
 """Of a reason."""
-OUT_OF_MEMORY = ("out of memory", "MemoryError", "can't allocate memory", "ALLOC_FAILED")
-"""What errors say that are for lack of memory."""
+OUT_OF_MEMORY = (
+    "out of memory",
+    "OUT_OF_MEMORY",
+    "MemoryError",
+    "MemoryAllocation",
+    "can't allocate memory",
+    "ALLOC_FAILED",
+    "ended by SIGKILL",
+)
+"""What errors say that are for lack of memory, the last one where the system ends a process."""
 
 
 class ChildError(Exception):
@@ -81,7 +89,9 @@ class Child:
         """End the process, whatever it is doing."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            # one that a driver does not let go is left behind
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
             self._open.close()
             self._process = None
 

@@ -58,6 +58,11 @@ def build(kernel: Kernel) -> None:
         return  # it is compiled again by the process that needs it
 
 
+def load(kernel: Kernel) -> None:
+    """Have `kernel` ready, compiled here where the cache folder does not keep it."""
+    jit_cache.compiled(kernel)
+
+
 def prepare(tunable: Tunable, dtype: str) -> None:
     """Make the small problems' inputs and expected results, so that a trial's time is its own."""
     if torch.device(tunable.device).type == "cuda":

@@ -18,7 +18,7 @@ from cutefce.cute_kernels.kernels import Kernel, kernel_set
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import planner, strategies
 from cutefce.ops.cute_primitives import CutePrimitives
-from cutefce.ops.primitives import Primitives, Targets
+from cutefce.ops.primitives import Primitives, Targets, sum_dtype
 from cutefce.ops.torch_primitives import TorchPrimitives
 
 PRODUCT_BYTES = 8 << 30
@@ -216,7 +216,10 @@ def _kept(case: Case) -> Tensor | None:
 
 
 def _results(case: Case, primitives: Primitives) -> dict[str, Result]:
-    """Return losses, probabilities as they are kept and as they are computed again, gradients."""
+    """Return losses, probabilities as they are kept and as they are computed again, gradients.
+
+    With an upstream gradient all kernels are launched that some call may launch.
+    """
     vocab, dtype = case.problem.vocab, case.h.dtype
     h, w = primitives.prepare(case.h, case.w)
     targets, exps, window = _targets(case), _kept(case), _plan(case).window
@@ -236,12 +239,60 @@ def _results(case: Case, primitives: Primitives) -> dict[str, Result]:
         results["kept"] = Result(exps[:, :vocab], 2, stats.total, floor)
     if case.upstream is not None:
         kept = h.new_empty(h.shape[0], 0) if exps is None else exps
-        dx, dw = strategies.backward(
+        gradients = strategies.backward(
             primitives, h, w, targets, stats, kept, case.upstream, window, True, True
         )
-        # exponentials, scaled hidden states and the gradients themselves are rounded
-        floor = torch.finfo(dtype).smallest_normal
-        for name, gradient in (("dX", dx), ("dW", dw)):
-            assert gradient is not None
-            results[name] = Result(gradient, 3, floor=floor, of_row=True)
+        results |= _gradients("", *gradients)
+        if dtype != torch.float16:  # which lacks the range, see `planner`
+            results |= _chunks(h, w, targets, primitives, autotune_cache.lookup(case.problem).piece)
+        results |= _alone(h, w, targets, primitives, case.upstream)
     return results
+
+
+def _chunks(
+    h: Tensor, w: Tensor, targets: Targets, primitives: Primitives, piece: int
+) -> dict[str, Result]:
+    """Return the gradients of the losses' sum, formed in the forward of two chunks of tokens."""
+    tokens, vocab = h.shape[0], w.shape[0]
+    stored, chunk = -(-vocab // piece) * piece, -(-tokens // 2)
+    _, dx, sums = strategies.gradients_in_forward(
+        primitives,
+        h,
+        w,
+        targets,
+        targets.weight("sum", sum_dtype(h.dtype)),
+        stored,
+        chunk,
+        True,
+        True,
+    )
+    assert dx is not None
+    assert sums is not None
+    scaled = (primitives.scale_rows(x, sums.new_ones(x.shape[0]), h.dtype) for x in (dx, sums))
+    return _gradients(" of chunks", *scaled)
+
+
+def _alone(
+    h: Tensor, w: Tensor, targets: Targets, primitives: Primitives, upstream: Tensor
+) -> dict[str, Result]:
+    """Return what a forward without gradients finds, and one rank's part of dX for any sums."""
+    loss, stats = strategies.forward(primitives, h, w, targets, "none")
+    sums = h.to(upstream.dtype)
+    part = torch.empty_like(sums)
+    primitives.finish_dx(part, sums, w, targets, upstream, upstream)
+    return {
+        "loss alone": Result(loss, 1),
+        "others' share alone": Result(stats.sum, 1, stats.total),
+        "a rank's part of dX": Result(part, 1, of_row=True),
+    }
+
+
+def _gradients(which: str, dx: Tensor | None, dw: Tensor | None) -> dict[str, Result]:
+    """Return dX and dW; exponentials, scaled hidden states and they themselves are rounded."""
+    assert dx is not None
+    assert dw is not None
+    floor = torch.finfo(dx.dtype).smallest_normal
+    return {
+        f"{name}{which}": Result(gradient, 3, floor=floor, of_row=True)
+        for name, gradient in (("dX", dx), ("dW", dw))
+    }

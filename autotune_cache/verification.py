@@ -67,12 +67,13 @@ def verify_once(tunables: "tuple[Tunable, ...]", device: str) -> Verdict:
 def verify(tunables: "tuple[Tunable, ...]", device: str) -> Verdict:
     """Check every configuration that may be chosen on this kind of GPU; record the verdict.
 
-    What hinders the check itself, such as a GPU without memory to spare, is not recorded.
+    What hinders the check itself, such as a GPU without memory to spare or a compiler that fails,
+    is not recorded.
     """
     try:
         fault = _fault(tunables, device)
     except (OSError, RuntimeError) as error:
-        return Verdict(False, f"they could not be checked: {error}")
+        return Verdict(False, f"not checked: {error}")
     verdict = Verdict(fault is None, fault or "")
     with contextlib.suppress(OSError):
         path = _record(device)
@@ -99,10 +100,12 @@ def _fault(tunables: "tuple[Tunable, ...]", device: str) -> str | None:
     ]
     kernels = [k for tunable, dtype, choice in todo for k in tunable.kernels(dtype, choice)]
     for fault in tuner.build(tuner.missing(kernels), lambda: None).values():
-        return fault
+        raise RuntimeError(fault)
     with Child() as child:
         for tunable, dtype, choice in todo:
             try:
+                for kernel in tunable.kernels(dtype, choice):
+                    child.ask(functools.partial(trials.load, kernel), tuner.BUILD_SECONDS)
                 child.ask(functools.partial(trials.prepare, tunable, dtype), PREPARE_SECONDS)
             except ChildError as error:
                 raise RuntimeError(str(error)) from error

@@ -18,6 +18,8 @@ from cutefce.ops.cute_primitives import CutePrimitives, has_aligned_rows
 from cutefce.ops.primitives import Primitives
 from cutefce.ops.torch_primitives import TorchPrimitives
 
+VERIFY = "python -m cutefce verify"
+
 _strict = False
 
 
@@ -140,6 +142,7 @@ def _device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return _compiler_obstacle(arch, name) or _unverified(arch, device)
 
 
+@functools.cache
 def _unverified(arch: Arch, device: torch.device) -> str | None:
     """Return why the kernels may not be launched on this GPU, None if they may; tries them once."""
     properties = torch.cuda.get_device_properties(device)
@@ -147,14 +150,14 @@ def _unverified(arch: Arch, device: torch.device) -> str | None:
     verdict = verification.known(arch, name, multiprocessors)
     if verdict is None:
         if torch.cuda.is_current_stream_capturing():
-            raise _NotNowError(f"they never ran on {name}; first run: python -m cutefce verify")
+            raise _NotNowError(f"the kernels never ran on {name}; first run: {VERIFY}")
         from cutefce.autotune_cache.tunables import all_tunables
 
         tunables = all_tunables(arch, multiprocessors, str(device))
         verdict = verification.verify_once(tunables, name)
     if verdict.passed:
         return None
-    return f"they failed on {name} ({verdict.reason}); to try again: python -m cutefce verify"
+    return f"the kernels failed on {name} ({verdict.reason}); to try again: {VERIFY}"
 
 
 def _compiler_obstacle(arch: Arch, dtype: str) -> str | None:

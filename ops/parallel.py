@@ -24,6 +24,7 @@ from torch import Tensor
 
 from cutefce.ops import strategies
 from cutefce.ops.agreement import meet, resolve
+from cutefce.ops.dispatch import backend_for
 from cutefce.ops.primitives import Partial, Primitives, Stats, Targets, sum_dtype
 
 IGNORED = -(1 << 62)
@@ -182,6 +183,8 @@ def shard_of(
         "hidden size": h.shape[1],
         "dtype of h": str(h.dtype),
         "rows of w, or shards": list(shards or [w.shape[0]]),
+        # kernels and the portable path exchange other sums
+        "primitives": backend_for(h, w).name,
         **same,
     }
     for other, told in enumerate(meet(process_group, same, cached=h.is_cuda)):

@@ -1,13 +1,16 @@
-"""Candidates for the tuner that need no GPU: the portable primitives, right, slow or faulty."""
+"""Candidates that are right, slow or faulty: the portable primitives on a CPU, kernels on a GPU."""
 
 import ctypes
 import resource
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from cutefce import autotune_cache
 from cutefce.autotune_cache.table import Choice
@@ -36,34 +39,59 @@ def config(kind: Kind) -> GemmConfig:
     return GemmConfig(128, 128, cluster=1, stages=6, pingpong=True, group=kind)
 
 
-class Faulty(TorchPrimitives):
-    """The portable primitives, with a fault."""
+class Faulty:
+    """Primitives with a fault; on a GPU it is the GPU that hangs or crashes."""
 
-    kind: Kind
-    held: list[torch.Tensor] = []  # noqa: RUF012 - leaks for good
+    held: list[Tensor] = []  # noqa: RUF012 - leaks for good
 
-    def project_exp(self, *arguments: Any) -> Any:
+    def __init__(self, own: Primitives, kind: Kind) -> None:
+        self.own, self.kind = own, kind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def project_exp(
+        self, h: Tensor, w: Tensor, reference: Tensor, target: Tensor, exps: Tensor | None = None
+    ) -> Any:
         if self.kind is Kind.SLOW:
             time.sleep(0.1)
         elif self.kind is Kind.HANGS:
-            time.sleep(3600)
-        elif self.kind is Kind.CRASHES:
-            ctypes.string_at(0)
+            _hang(h.is_cuda)
+        elif self.kind is Kind.CRASHES and exps is not None:
+            exps = _out_of_bounds(exps)
         elif self.kind is Kind.LEAKS:
             _limit_memory(1 << 30)
             self.held.append(torch.empty(300 << 20, dtype=torch.uint8))
-        return super().project_exp(*arguments)
+        return self.own.project_exp(h, w, reference, target, exps)
 
     def finish(self, *arguments: Any) -> Any:
-        stats, loss = super().finish(*arguments)
+        stats, loss = self.own.finish(*arguments)
         if self.kind is Kind.WRONG_SUMS:
             stats.sum.mul_(1.0001)
         return stats, loss
 
-    def finish_dw(self, out: torch.Tensor, *arguments: Any) -> None:
-        super().finish_dw(out, *arguments)
+    def finish_dw(self, out: Tensor, *arguments: Any) -> None:
+        self.own.finish_dw(out, *arguments)
         if self.kind is Kind.WRONG_GRADIENTS:
             out[len(out) // 2].mul_(1.03)
+
+
+def _hang(on_gpu: bool) -> None:
+    """Take forever: a GPU, in which a kernel without end would outlive a test's fault, minutes."""
+    if on_gpu:
+        torch.cuda._sleep(1 << 40)
+    else:
+        time.sleep(3600)
+
+
+def _out_of_bounds(x: Tensor) -> Tensor:
+    """Return a matrix like x (N, C) of 16 bits that lies where there is no memory."""
+    if not x.is_cuda:
+        ctypes.string_at(0)
+    far, description = 1 << 44, {"data": (x.data_ptr(), False), "typestr": "<i2", "version": 2}
+    memory = SimpleNamespace(__cuda_array_interface__={**description, "shape": (2 * far,)})
+    beyond = torch.as_tensor(memory, device=x.device)[far : far + x.numel()]
+    return beyond.view(x.dtype).view(x.shape)
 
 
 def _limit_memory(more: int) -> None:
@@ -92,9 +120,8 @@ class StandIn(ProjectExp):
 
     def primitives(self, problem: Problem, choice: Choice) -> Primitives:
         assert choice is not None
-        primitives = Faulty(autotune_cache.lookup(problem))
-        primitives.kind = Kind(choice.group)
-        return primitives
+        own = TorchPrimitives(autotune_cache.lookup(problem))
+        return cast(Primitives, Faulty(own, Kind(choice.group)))
 
 
 class Hanging(StandIn):
@@ -102,3 +129,16 @@ class Hanging(StandIn):
 
     def defaults(self) -> Sequence[Choice]:
         return (config(Kind.HANGS),)
+
+
+@dataclass(frozen=True)
+class Kernels(ProjectExp):
+    """The kernels with one configuration, and a fault or none."""
+
+    kind: Kind = Kind.FAST
+
+    def defaults(self) -> Sequence[Choice]:
+        return self.arch.configs()[:1]
+
+    def primitives(self, problem: Problem, choice: Choice) -> Primitives:
+        return cast(Primitives, Faulty(super().primitives(problem, choice), self.kind))

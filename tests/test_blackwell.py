@@ -116,12 +116,15 @@ def test_nothing_is_dispatched_that_did_not_pass(
     monkeypatch.setattr(verification, "known", lambda *_: None)
     verdicts = iter((verification.Verdict(False, "it hung"), verification.Verdict(True)))
     monkeypatch.setattr(verification, "verify_once", lambda *_: next(verdicts))
+    dispatch._unverified.cache_clear()
     device = torch.device("cuda"), torch.bfloat16
     obstacle = dispatch._device_obstacle.__wrapped__(*device)
     assert obstacle == (
-        "they failed on a new GPU (it hung); to try again: python -m cutefce verify"
+        "the kernels failed on a new GPU (it hung); to try again: python -m cutefce verify"
     )
+    dispatch._unverified.cache_clear()
     assert dispatch._device_obstacle.__wrapped__(*device) is None
+    dispatch._unverified.cache_clear()
 
 
 def test_an_unknown_architecture_among_several_is_named() -> None:

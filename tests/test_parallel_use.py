@@ -4,6 +4,7 @@ import os
 import re
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from bench.measure import peak_bytes
 from cutefce import autotune_cache
 from cutefce.cute_kernels.problem import TileConfig
 from cutefce.ops import call as call_module
-from cutefce.ops import parallel
+from cutefce.ops import dispatch, parallel
 from tests.ranks import Ranks, group, mesh, started
 from tests.reference import assert_as_accurate, ours, random_case
 
@@ -93,6 +94,20 @@ def test_ranks_that_differ_all_raise(
             assert re.search(message, text), text
         good = ranks.run(2, call, {}, {})
         assert torch.equal(good[0], good[1])
+
+
+def served_by(names: tuple[str, str]) -> None:
+    """Call as if this rank's part were served by its one of `names`."""
+    backend = dispatch.Backend(names[dist.get_rank()], "as if")
+    with mock.patch.object(parallel, "backend_for", lambda h, w: backend):
+        call({}, {})
+
+
+def test_ranks_that_differ_in_primitives_all_raise(ranks: Ranks) -> None:
+    """As where one GPU has no memory to spare to verify the kernels."""
+    for failed, text in ranks.outcomes(2, served_by, ("cute", "torch")):
+        assert failed
+        assert re.search("primitives: got .* expected the same on every rank", text), text
 
 
 def misuse(given: dict[str, Any]) -> str:

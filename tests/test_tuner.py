@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 from cutefce import autotune_cache, tuning
 from cutefce.__main__ import main
+from cutefce.autotune_cache import child as child_module
 from cutefce.autotune_cache import first_use, shapes, trials, tunables, tuner, verification
 from cutefce.autotune_cache import table as tables
 from cutefce.autotune_cache.child import Child, ChildError
@@ -28,8 +29,8 @@ from cutefce.autotune_cache.trials import Timing
 from cutefce.autotune_cache.tunables import ProjectExp
 from cutefce.autotune_cache.tuner import Job, Tuner
 from cutefce.cute_kernels import jit_cache, kernels
-from cutefce.cute_kernels.arch import Sm90, arch_for
-from cutefce.ops import dispatch
+from cutefce.cute_kernels.arch import ARCHS, Arch, Sm90, arch_for
+from cutefce.ops import cute_primitives, dispatch
 from cutefce.ops.cute_primitives import CutePrimitives
 from tests.stand_ins import Hanging, Kind, StandIn, config
 
@@ -91,6 +92,24 @@ def test_slightly_wrong_results_are_found(kind: Kind, said: str, dtype: str) -> 
     trials.check(STAND_IN, dtype, config(Kind.FAST))
     with pytest.raises(trials.MismatchError, match=said):
         trials.check(STAND_IN, dtype, config(kind))
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_all_kernels_are_checked(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bfloat16: float16 has kernels that no call launches."""
+    launched: set[kernels.Kernel] = set()
+
+    def note(kernel: kernels.Kernel) -> Callable[..., None]:
+        return lambda *arguments: launched.add(kernel)
+
+    monkeypatch.setattr(cute_primitives, "compiled", note)
+    known: list[kernels.Kernel] = []
+    for tunable in tunables.all_tunables(arch, SIZE, "cpu"):
+        for choice in tunable.defaults():
+            known += tunable.kernels("bfloat16", choice)
+            for name in trials.SMALL:
+                tunable.results(trials._small(tunable, name, "bfloat16")[0], choice)
+    assert set(known) <= launched
 
 
 class Inline(Child):
@@ -325,6 +344,18 @@ def test_after_a_failure_a_new_child_serves() -> None:
     assert not is_running(other)
 
 
+def test_a_process_that_cannot_be_ended_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "END_SECONDS", 0.1)
+    with Child() as child:
+        pid = child.ask(os.getpid, 10)
+        assert child._process is not None
+        monkeypatch.setattr(child._process, "kill", lambda: None)
+        with pytest.raises(ChildError, match="no answer"):
+            child.ask(functools.partial(time.sleep, 3600), 0.1)
+    assert is_running(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
 def test_what_hangs_does_not_outlive_the_tuner() -> None:
     code = (
         "import functools, os, time\n"
@@ -388,11 +419,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: fake.ranks > 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: fake.ranks)
     monkeypatch.setattr(dispatch, "_compiler_obstacle", lambda arch, dtype: None)
-    caches = dispatch._arch, dispatch._cute_primitives, dispatch._device_obstacle
-    for cache in caches:
+    caches = dispatch._arch, dispatch._device_obstacle, dispatch._unverified
+    for cache in (*caches, dispatch._cute_primitives):
         cache.cache_clear()
     yield fake
-    for cache in caches:
+    for cache in (*caches, dispatch._cute_primitives):
         cache.cache_clear()
 
 
@@ -473,5 +504,68 @@ def test_a_check_without_a_child_is_no_verdict(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     verdict = verification.verify((STAND_IN,), DEVICE)
     assert not verdict.passed
-    assert "could not be checked" in verdict.reason
+    assert "not checked" in verdict.reason
     assert verification.known(Sm90(), DEVICE, SIZE) is None
+
+
+BUILT = kernels.TargetLogit("sm_90a", "bfloat16")
+
+
+class Built(StandIn):
+    """One kernel to compile."""
+
+    def kernels(self, dtype: str, choice: Any) -> tuple[kernels.Kernel, ...]:
+        return (BUILT,)
+
+
+def test_kernels_that_no_folder_keeps_are_compiled_before_the_clock_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, float]] = []
+
+    class Asked(Child):
+        def ask(self, call: Any, seconds: float) -> Any:
+            asked.append((call.func.__name__, seconds))
+
+    monkeypatch.setattr(tuner, "build", lambda *_: {})
+    monkeypatch.setattr(verification, "Child", Asked)
+    assert verification.verify((Built(Sm90(), SIZE, "cpu"),), DEVICE).passed
+    assert asked[:3] == [
+        ("load", tuner.BUILD_SECONDS),
+        ("prepare", verification.PREPARE_SECONDS),
+        ("check", verification.CHECK_SECONDS),
+    ]
+
+
+def test_a_failed_compilation_is_no_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "build", lambda *_: {BUILT: "its process ended by SIGKILL"})
+    verdict = verification.verify((Built(Sm90(), SIZE, "cpu"),), DEVICE)
+    assert verdict == verification.Verdict(False, "not checked: its process ended by SIGKILL")
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
+
+
+def test_a_process_that_the_system_ends_is_no_verdict(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(Child):
+        def ask(self, call: Any, seconds: float) -> Any:
+            if call.func is trials.check:
+                assert self._process is not None
+                self._process.kill()
+            return super().ask(functools.partial(int), seconds)
+
+    monkeypatch.setattr(verification, "Child", Killed)
+    verdict = verification.verify((STAND_IN,), DEVICE)
+    assert "not checked: its process ended by SIGKILL" in verdict.reason
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
+
+
+def test_a_verdict_that_no_folder_keeps_holds_for_the_process(
+    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "verified").write_text("a file in the folder's place")
+    monkeypatch.setattr(tunables, "all_tunables", lambda *_: (STAND_IN,))
+    device = torch.device("cuda", 7)
+    assert dispatch.device_obstacle(device, torch.bfloat16) is None
+    monkeypatch.setattr(verification, "Child", None)
+    assert dispatch.device_obstacle(device, torch.float16) is None
