@@ -80,7 +80,7 @@ LIGER_HOPPER = (
     "liger_fused_linear_cross_entropy_sm90",
 )
 PEERS = {
-    "torch, 16-bit logits": Peer("torch.nn.functional", "cross_entropy", _narrow),
+    "torch without float()": Peer("torch.nn.functional", "cross_entropy", _narrow),
     "torch.compile": Peer("torch", "compile", _compiled),
     "torch linear_cross_entropy": Peer("torch.nn.functional", "linear_cross_entropy", _plain),
     "torch linear_cross_entropy, chunks": Peer("torch.nn", "LinearCrossEntropyOptions", _chunked),

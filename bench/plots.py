@@ -34,8 +34,9 @@ def _frontier(figure: Figure, rows: list[Row]) -> None:
     measured = [row for row in rows if row["peak_mib"] is not None]
     shapes = [(name, list(some)) for name, some in groupby(measured, title)]
     lines = math.ceil(len(shapes) / COLUMNS)
-    figure.set_size_inches(4 * min(COLUMNS, len(shapes)), 3 * lines + 2)
-    panels = figure.subplots(lines, min(COLUMNS, len(shapes)), squeeze=False).flatten()
+    columns = min(COLUMNS, len(shapes))
+    figure.set_size_inches(4 * columns, 3 * lines + 3)
+    panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
     peers = [row["form"] for row in measured if not row["form"].startswith("cutefce")]
     markers = dict(zip(dict.fromkeys(peers), MARKERS, strict=False))
     for axes, (name, forms) in zip(panels, shapes, strict=False):
@@ -43,15 +44,15 @@ def _frontier(figure: Figure, rows: list[Row]) -> None:
         axes.plot(*zip(*ours, strict=True), marker="o", color="black", label="cutefce, by budget")
         for number, (peer, marker) in enumerate(markers.items()):
             points = [_point(row) for row in forms if row["form"] == peer]
-            columns = zip(*points, strict=True) if points else ([], [])
-            axes.plot(*columns, marker, color=f"C{number}", label=peer)
+            coordinates = zip(*points, strict=True) if points else ([], [])
+            axes.plot(*coordinates, marker, color=f"C{number}", label=peer)
         axes.set_xscale("log")
+        axes.set_xlabel("peak beyond inputs and gradients, MiB", fontsize="small")
         axes.set_title(name, fontsize="small")
     for axes in panels[len(shapes) :]:
         axes.remove()
-    figure.supxlabel("peak memory beyond inputs and gradients, MiB")
     figure.supylabel("forward and backward / three plain products")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=COLUMNS)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
 
 
 def _point(row: Row) -> tuple[float, float]:

@@ -17,14 +17,29 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tokenizers")
 
 from bench import __main__ as command
-from bench import breakdown, ceiling, head, measure, paper, peers, plots, report, stability, step
+from bench import (
+    breakdown,
+    ceiling,
+    equivalence,
+    head,
+    measure,
+    paper,
+    peers,
+    plots,
+    report,
+    stability,
+    step,
+)
 from bench.errors import errors, exact
 from bench.head import Shape
 from bench.records import collect, read, write
 from cutefce.autotune_cache.child import Child, ChildError
+from examples.corpus import Corpus
+from examples.training import Sizes
 from tests.reference import Case, random_case
 from tests.reference import exact as exact_at_once
 
+SIZES = Sizes(hidden=16, layers=1, heads=2, context=8, batch=4, steps=2, learning_rate=1e-2)
 TINY = Shape(tokens=48, hidden=16, vocab=256, dtype="float32")
 
 
@@ -289,6 +304,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ceiling.MOST_TOKENS, "cpu", 512)
     monkeypatch.setattr(ceiling, "LOSSES", {"two-stage": head.two_stage})
     monkeypatch.setitem(stability.VOCABS, "cpu", (512,))
+    tokens = torch.randint(50, (400,))
+    monkeypatch.setattr(equivalence, "load_corpus", lambda path: Corpus(tokens, tokens[:100], 50))
+    monkeypatch.setattr(equivalence, "CPU", SIZES)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
