@@ -1,6 +1,6 @@
 """Where the time of a step goes, from the profiler's times of its kernels.
 
-whole              the step, as `bench.step` times it; on a CPU, under the profiler
+whole              the step in turns with the plain products, without the profiler
 forward product    project_exp, which includes the epilogue: logits, and their exponentials
 epilogue           of that, what the plain product of cuBLAS does not take in the same minute; it
                    is negative where cuBLAS is slower, and where logits are computed twice it holds
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.head import SMALL, Shape, gradients, ours, random_head
+from bench.head import SMALL, Shape, gradients, logits_gradient, ours, random_head
 from bench.measure import Call, interleaved
 
 SHAPES = {
@@ -58,7 +58,7 @@ class Row:
 def run(shape: Shape, device: str, repeats: int) -> list[Row]:
     """Profile a step with most and least workspace on fresh random data."""
     h, w, y = random_head(shape, device)
-    g = torch.randn(shape.tokens, shape.vocab, device=device, dtype=h.dtype)
+    g = logits_gradient(h, w, y)
     steps: dict[str, Call] = {
         workspace: functools.partial(gradients, ours(workspace), h, w, y)
         for workspace in WORKSPACES

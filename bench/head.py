@@ -31,6 +31,7 @@ HEADS = {
     Shape(8192, 5376, 262144, "bfloat16"): "Gemma 3 27B",
     Shape(8192, 7168, 129280, "bfloat16"): "DeepSeek V3",
     Shape(8192, 2880, 201088, "bfloat16"): "gpt-oss",
+    Shape(32768, 4096, 128256, "bfloat16"): "Llama 3 8B",
 }
 """Heads of real models, and whose they are."""
 NAMES = {(shape.tokens, shape.hidden, shape.vocab): name for shape, name in HEADS.items()}
@@ -73,3 +74,10 @@ def gradients(loss: Loss, h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tens
     value = loss(h, w, y)
     dx, dw = torch.autograd.grad(value, (h, w))
     return value.detach(), dx, dw
+
+
+def logits_gradient(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    """Return the gradient (N, V) of the mean loss by the logits, in h's dtype."""
+    g = (h @ w.t()).float().softmax(1)
+    g[torch.arange(len(y), device=y.device), y] -= 1
+    return g.div_(len(y)).to(h.dtype)

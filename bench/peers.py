@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from bench.head import Loss, Shape, gradients, random_head, two_stage
 from cutefce.autotune_cache.child import Child, ChildError
 
-SECONDS = 180
+SECONDS = 120
 """Time limit of a peer's first step at a shape, with all that it compiles and tunes."""
 
 

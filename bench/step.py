@@ -19,7 +19,17 @@ from torch import Tensor
 import cutefce
 from bench import paper
 from bench.errors import Errors, errors, exact
-from bench.head import HEADS, SMALL, Loss, Shape, gradients, ours, random_head, two_stage
+from bench.head import (
+    HEADS,
+    SMALL,
+    Loss,
+    Shape,
+    gradients,
+    logits_gradient,
+    ours,
+    random_head,
+    two_stage,
+)
 from bench.measure import Call, Timing, interleaved, peak_bytes
 from cutefce.ops.planner import Plan
 
@@ -161,9 +171,7 @@ def _plans(h: Tensor, w: Tensor, workspaces: tuple[str, ...]) -> dict[str, Plan]
 
 
 def _products(h: Tensor, w: Tensor, y: Tensor) -> Call:
-    g = (h @ w.t()).float().softmax(1)
-    g[torch.arange(len(y), device=y.device), y] -= 1
-    g = g.div_(len(y)).to(h.dtype)
+    g = logits_gradient(h, w, y)
 
     def products() -> None:
         torch.mm(h, w.t())
