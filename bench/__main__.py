@@ -1,12 +1,9 @@
 """Command line of the benchmarks."""
 
 import dataclasses
-import json
-import platform
-import re
-from collections.abc import Callable, Iterable
-from datetime import datetime, timezone
-from importlib import metadata
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +12,55 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import cutefce
+from bench import breakdown as breakdown_bench
+from bench import ceiling as ceiling_bench
 from bench import forward as forward_bench
 from bench import host as host_bench
 from bench import paper as paper_bench
 from bench import parallel as parallel_bench
+from bench import peers as peers_bench
 from bench import step as step_bench
 from bench.compare import regressions
-from bench.head import Shape
+from bench.head import HEADS, SMALL, Shape
+from bench.records import Piece, collect, folder_name
+from cutefce.autotune_cache.child import Child
 
 RESULTS = Path(__file__).parent / "results"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHARED_SHAPES = {"cpu": SMALL, "cuda": Shape(32768, 4096, 262144, "bfloat16")}
 
 
-SHARED_SHAPES = {
-    "cpu": Shape(tokens=512, hidden=256, vocab=8192, dtype="float32"),
-    "cuda": Shape(tokens=32768, hidden=4096, vocab=262144, dtype="bfloat16"),
-}
+@dataclass(frozen=True)
+class Data:
+    """Where the data goes, and whether what is there already is kept."""
+
+    output: Path
+    resume: bool
+
+    @property
+    def folder(self) -> Path:
+        """That of this machine's GPU model."""
+        return self.output / folder_name()
+
+    def measure(self, name: str, pieces: Sequence[Piece], **more: Any) -> None:
+        """Measure the pieces, write them under `name`, and print them."""
+        path = self.folder / f"{name}.jsonl"
+        rows = collect(path, pieces, self.resume, **more)
+        table = Table(*rows[0])
+        for row in rows:
+            table.add_row(*map(_cell, row.values()))
+        console = Console(width=200)
+        console.print(table)
+        console.print(f"written: {path}")
 
 
 @click.group()
 @click.option("--output", type=Path, default=RESULTS, help="Folder of the data.")
+@click.option("--resume", is_flag=True, help="Measure only what the data of this version lacks.")
 @click.pass_context
-def main(context: click.Context, output: Path) -> None:
+def main(context: click.Context, output: Path, resume: bool) -> None:
     """Measure, print a table, and write the data."""
-    context.obj = output
+    context.obj = Data(output, resume)
 
 
 def shape_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -57,14 +79,107 @@ def shape_options(command: Callable[..., None]) -> Callable[..., None]:
 @shape_options
 @click.option("--repeats", type=int, default=7, help="Timed rounds.")
 @click.pass_obj
-def step(output: Path, /, repeats: int, **sizes: Any) -> None:
-    """Forward and backward, against the plain products and two stages."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    shapes, name = step_bench.DEFAULT_SHAPES[device], "step"
-    if any(sizes.values()):
-        shapes = (_shape(shapes[0], sizes),)
-        name = f"step_{_slug(shapes[0])}"
-    _finish(output, name, [row for s in shapes for row in step_bench.run(s, device, repeats)])
+def step(data: Data, /, repeats: int, **sizes: Any) -> None:
+    """Forward and backward over heads and the paper's grid, at three budgets."""
+    shapes, name = _shapes("step", step_bench.SHAPES[DEVICE], sizes)
+    run = functools.partial(
+        step_bench.run, device=DEVICE, repeats=repeats, workspaces=step_bench.FEW
+    )
+    data.measure(name, [_piece(shape, run) for shape in shapes])
+
+
+@main.command()
+@shape_options
+@click.option("--repeats", type=int, default=7, help="Timed rounds.")
+@click.pass_obj
+def peers(data: Data, /, repeats: int, **sizes: Any) -> None:
+    """Forward and backward of heads at every budget, in turns with other projects'."""
+    shapes, name = _shapes("peers", tuple(HEADS) if DEVICE == "cuda" else (SMALL,), sizes)
+    budgets = tuple(step_bench.WORKSPACES)
+    with Child() as child:
+
+        def run(shape: Shape) -> list[step_bench.Row]:
+            others = peers_bench.usable(child, shape, DEVICE)
+            return step_bench.run(shape, DEVICE, repeats, budgets, others)
+
+        data.measure(name, [_piece(shape, run) for shape in shapes])
+
+
+@main.command()
+@click.option("--repeats", type=int, default=9, help="Timed rounds.")
+@click.pass_obj
+def paper(data: Data, /, repeats: int) -> None:
+    """The forward over the paper's grid, against all logits, beside the paper's numbers."""
+    data.measure(
+        "paper",
+        [
+            _piece(shape, lambda shape: [paper_bench.run(shape, DEVICE, repeats)])
+            for shape in paper_bench.SHAPES[DEVICE]
+        ],
+    )
+
+
+@main.command()
+@click.pass_obj
+def ceiling(data: Data, /) -> None:
+    """The most tokens of a step before memory runs out."""
+    data.measure(
+        "ceiling",
+        [
+            ({"form": form}, functools.partial(ceiling_bench.run, form, DEVICE))
+            for form in ceiling_bench.LOSSES
+        ],
+    )
+
+
+@main.command()
+@click.option("--repeats", type=int, default=9, help="Timed rounds.")
+@click.pass_obj
+def breakdown(data: Data, /, repeats: int) -> None:
+    """Where the time of a step goes."""
+    run = functools.partial(breakdown_bench.run, device=DEVICE, repeats=repeats)
+    data.measure("breakdown", [_piece(shape, run) for shape in breakdown_bench.SHAPES[DEVICE]])
+
+
+@main.command()
+@click.pass_obj
+def stability(data: Data, /) -> None:
+    """Errors against float64 over vocabularies, scales of logits and placements of targets."""
+    from bench import stability as stability_bench  # its references need packages of the tests
+
+    data.measure(
+        "stability",
+        [
+            ({"vocab": vocab}, functools.partial(stability_bench.run, vocab, DEVICE))
+            for vocab in stability_bench.VOCABS[DEVICE]
+        ],
+    )
+
+
+@main.command()
+@click.option("--steps", type=int, help="Steps of each training; the demo's number if not given.")
+@click.pass_obj
+def equivalence(data: Data, /, steps: int | None) -> None:
+    """Loss curves of the demo's training with every strategy."""
+    from bench import equivalence as equivalence_bench  # its corpus needs packages of the demo
+
+    data.measure("equivalence", [({}, functools.partial(equivalence_bench.run, steps))])
+
+
+@main.command()
+@click.option("--repeats", type=int, default=30, help="Timed rounds.")
+@click.pass_obj
+def forward(data: Data, /, repeats: int) -> None:
+    """Forward on a GPU, against one plain product."""
+    run = functools.partial(forward_bench.run, repeats=repeats)
+    data.measure("forward", [_piece(shape, run) for shape in forward_bench.SHAPES])
+
+
+@main.command()
+@click.pass_obj
+def host(data: Data, /) -> None:
+    """Host time of a call on a GPU."""
+    data.measure("host", [({}, lambda: [host_bench.run()])])
 
 
 @main.command()
@@ -72,71 +187,30 @@ def step(output: Path, /, repeats: int, **sizes: Any) -> None:
 @click.option("--repeats", type=int, default=20, help="Timed rounds.")
 @click.option("--workspace", help='Bytes, "min" or "max".')
 @click.pass_obj
-def parallel(output: Path, /, repeats: int, workspace: str | None, **sizes: Any) -> None:
+def parallel(data: Data, /, repeats: int, workspace: str | None, **sizes: Any) -> None:
     """A step that ranks share, against one device; run by torchrun."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = _shape(SHARED_SHAPES[device], sizes)
+    shape = _shape(SHARED_SHAPES[DEVICE], sizes)
     budget = int(workspace) if workspace and workspace.isdigit() else workspace
-    with parallel_bench.joined(device) as (rank, ranks):
-        rows = parallel_bench.run(shape, device, repeats, budget)
+    with parallel_bench.joined(DEVICE) as (rank, ranks):
+        rows = parallel_bench.run(shape, DEVICE, repeats, budget)
         if rank == 0:
             more = {"shape": dataclasses.asdict(shape), "workspace": budget}
-            _finish(output, f"parallel_{ranks}_ranks_{_slug(shape)}", rows, **more)
+            data.measure(f"parallel_{ranks}_ranks_{_slug(shape)}", [({}, lambda: rows)], **more)
 
 
 @main.command()
-@click.option("--repeats", type=int, default=30, help="Timed rounds.")
+@click.argument(
+    "folder", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path)
+)
 @click.pass_obj
-def forward(output: Path, /, repeats: int) -> None:
-    """Forward on a GPU, against one plain product."""
-    rows = [row for shape in forward_bench.SHAPES for row in forward_bench.run(shape, repeats)]
-    _finish(output, "forward", rows)
-
-
-@main.command()
-@click.pass_obj
-def host(output: Path, /) -> None:
-    """Host time of a call on a GPU."""
-    _finish(output, "host", [host_bench.run()])
-
-
-@main.command()
-@click.option("--steps", type=int, help="Steps of each training; the demo's number if not given.")
-@click.pass_obj
-def equivalence(output: Path, /, steps: int | None) -> None:
-    """Loss curves of the demo's training with every strategy."""
-    from bench import equivalence as equivalence_bench  # its corpus needs packages of the demo
-
-    _finish(output, "equivalence", equivalence_bench.run(steps))
-
-
-@main.command()
-@click.option("--repeats", type=int, default=9, help="Timed rounds.")
-@click.pass_obj
-def paper(output: Path, /, repeats: int) -> None:
-    """The forward over the paper's grid, against all logits, beside the paper's numbers."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = [paper_bench.run(shape, device, repeats) for shape in paper_bench.SHAPES[device]]
-    _finish(output, "paper", rows)
-
-
-@main.command()
-@click.pass_obj
-def stability(output: Path, /) -> None:
-    """Errors against float64 over vocabularies, scales of logits and placements of targets."""
-    from bench import stability as stability_bench  # its references need packages of the tests
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    _finish(output, "stability", stability_bench.run(device))
-
-
-@main.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-def plot(folder: Path) -> None:
-    """Draw the data in FOLDER, such as bench/results/nvidia_h200."""
+def report(data: Data, /, folder: Path | None) -> None:
+    """Draw the data and write report.md, in FOLDER such as bench/results/nvidia_h200."""
     from bench import plots  # needs matplotlib
+    from bench import report as report_bench
 
-    for path in plots.draw(folder):
+    folder = folder or data.folder
+    pictures = plots.draw(folder)
+    for path in (*pictures, report_bench.write(folder, pictures)):
         click.echo(f"written: {path}")
 
 
@@ -154,6 +228,21 @@ def compare(folder: Path) -> None:
         raise click.ClickException("worse than committed:\n" + "\n".join(found))
 
 
+def _shapes(
+    name: str, default: tuple[Shape, ...], sizes: dict[str, Any]
+) -> tuple[tuple[Shape, ...], str]:
+    """Return the shapes to measure and the name of their data: other sizes have their own."""
+    if not any(sizes.values()):
+        return default, name
+    shape = _shape(default[0], sizes)
+    return (shape,), f"{name}_{_slug(shape)}"
+
+
+def _piece(shape: Shape, run: Callable[[Shape], Sequence[Any]]) -> Piece:
+    key = {"tokens": shape.tokens, "hidden": shape.hidden, "vocab": shape.vocab}
+    return key, functools.partial(run, shape)
+
+
 def _shape(default: Shape, sizes: dict[str, Any]) -> Shape:
     given = {name: value for name, value in sizes.items() if value}
     return dataclasses.replace(default, **given)
@@ -161,26 +250,6 @@ def _shape(default: Shape, sizes: dict[str, Any]) -> Shape:
 
 def _slug(shape: Shape) -> str:
     return f"{shape.tokens}x{shape.hidden}x{shape.vocab}_{shape.dtype}"
-
-
-def _finish(folder: Path, name: str, rows: Iterable[Any], **more: Any) -> None:
-    """Print `rows`, which are dataclasses, and write them with what they were measured on."""
-    records = [dataclasses.asdict(row) for row in rows]
-    table = Table(*records[0])
-    for record in records:
-        table.add_row(*map(_cell, record.values()))
-    console = Console(width=160)
-    console.print(table)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    path = folder / re.sub(r"\W+", "_", device.lower()) / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    versions = {"cutefce": cutefce.__version__, "python": platform.python_version()}
-    for package in ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi"):
-        versions[package] = metadata.version(package)
-    date = datetime.now(timezone.utc).date().isoformat()
-    record = {"date": date, "device": device, "versions": versions, "rows": records}
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    console.print(f"written: {path}")
 
 
 def _cell(value: Any) -> str:

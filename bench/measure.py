@@ -27,9 +27,10 @@ def interleaved(
 
     Clocks and temperature drift: only ratios of times of one call of this function mean anything.
     A GPU's clock also depends on what it did just before: on one, the same products run before each
-    form, as a model's layers do before its loss, and each round has an order of its own.  It is
-    not waited for in between, so that launches hide behind these products.  `before` is called
-    right before each form, untimed.
+    form, as a model's layers do before its loss, and each round has an order of its own.  These
+    products leave nothing of a form's inputs in the L2 cache.  The GPU is not waited for in
+    between, so that launches hide behind them.  What a form compiles and tunes on first use is not
+    timed.  `before` is called right before each form, untimed.
     """
     clock, layers = (_cpu_sample, None) if device == "cpu" else (_gpu_sample, _layers())
     for form in forms.values():

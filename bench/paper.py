@@ -1,7 +1,8 @@
 """The paper's Table 2 here: the forward, canonical and ours, over tokens and vocabulary.
 
 canonical   F.cross_entropy(F.linear(h, w).float(), y), which holds all logits
-ours        torch.ops.cutefce.loss without gradients
+ours        cutefce.linear_cross_entropy without gradients
+product     h wᵀ alone
 
 The paper is "From Projection to Prediction: Beyond Logits for Scalable Language Models" (arXiv
 2511.17599); its numbers are those of an NVIDIA GB200 with hidden size 4096 in bfloat16.
@@ -10,10 +11,8 @@ The paper is "From Projection to Prediction: Beyond Logits for Scalable Language
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-import cutefce
-from bench.head import Shape, random_head
+from bench.head import Loss, Shape, ours, random_head, two_stage
 from bench.measure import Call, interleaved, peak_bytes
 
 HIDDEN = 4096
@@ -61,45 +60,42 @@ class Row:
     """Ours over canonical."""
     published_ratio: float | None
     """The paper's proposed over canonical."""
+    product_tflops: float
+    """Rate of cuBLAS in the same minute."""
     canonical_mib: float
     ours_mib: float
-    published_memory_ratio: float | None
     memory_ratio: float
+    published_memory_ratio: float | None
 
 
 def run(shape: Shape, device: str, repeats: int) -> Row:
     """Measure both forms at `shape` on fresh random data."""
-    forms, inputs = _forms(shape, device)
-    times = interleaved(forms, device, repeats)
-    canonical, ours = (times[name].median_ms for name in forms)
+    h, w, y = random_head(shape, device)
+
+    def form(loss: Loss) -> Call:
+        def forward() -> None:
+            with torch.no_grad():
+                loss(h, w, y)
+
+        return forward
+
+    forms = {"canonical": form(two_stage), "ours": form(ours(None))}
+    times = interleaved({**forms, "product": lambda: torch.mm(h, w.t())}, device, repeats)
+    canonical_ms, ours_ms, product_ms = (timing.median_ms for timing in times.values())
+    inputs = sum(x.nbytes for x in (h, w, y))
     memory = [(inputs + peak_bytes(form, device)) / 2**20 for form in forms.values()]
     published = PUBLISHED.get((shape.tokens, shape.vocab)) if shape.hidden == HIDDEN else None
     return Row(
         tokens=shape.tokens,
         hidden=shape.hidden,
         vocab=shape.vocab,
-        canonical_ms=canonical,
-        ours_ms=ours,
-        ratio=ours / canonical,
+        canonical_ms=canonical_ms,
+        ours_ms=ours_ms,
+        ratio=ours_ms / canonical_ms,
         published_ratio=published and published[1] / published[0],
+        product_tflops=2 * shape.tokens * shape.hidden * shape.vocab / product_ms / 1e9,
         canonical_mib=memory[0],
         ours_mib=memory[1],
         memory_ratio=memory[1] / memory[0],
         published_memory_ratio=published and published[3] / published[2],
     )
-
-
-def _forms(shape: Shape, device: str) -> tuple[dict[str, Call], int]:
-    """Return both forms, and the bytes of what they are given."""
-    h, w, y = random_head(shape, device)
-
-    def canonical() -> None:
-        with torch.no_grad():
-            F.cross_entropy(F.linear(h, w).float(), y)
-
-    def ours() -> None:
-        with torch.no_grad():
-            cutefce.linear_cross_entropy(h, w, y)
-
-    size = sum(x.numel() * x.element_size() for x in (h, w, y))
-    return {"canonical": canonical, "ours": ours}, size

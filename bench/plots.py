@@ -1,52 +1,65 @@
 """Plots of what the benchmarks measured, from their data."""
 
-import json
+import math
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
+
+from bench.head import title
+from bench.records import Row, read
+
+COLUMNS = 3
+"""Of the frontier's panels."""
+MARKERS = "xsv^D*P<>Xph"
 
 
 def draw(folder: Path) -> list[Path]:
     """Draw what `folder` has data for; return the pictures."""
     pictures = []
-    drawings = {"step": _step, "equivalence": _equivalence, "paper": _paper}
+    drawings = {"peers": _frontier, "equivalence": _equivalence, "paper": _paper}
     for name, function in drawings.items():
-        path = folder / f"{name}.json"
-        if path.exists():
-            record = json.loads(path.read_text())
+        for path in sorted(folder.glob(f"{name}*.jsonl")):
+            header, rows = read(path)
             figure = Figure(figsize=(9, 5), layout="constrained")
-            function(figure, record["rows"])
-            figure.suptitle(f"{record['device']}, {record['date']}")
+            function(figure, rows)
+            figure.suptitle(f"{header['device']}, {header['date']}")
             pictures.append(path.with_suffix(".png"))
             figure.savefig(pictures[-1], dpi=120)
     return pictures
 
 
-def _step(figure: Figure, rows: list[dict[str, Any]]) -> None:
-    """Draw time over memory: one line a shape, one point a budget."""
-    axes = figure.subplots()
-    for shape, of_shape in groupby(rows, lambda row: (row["tokens"], row["hidden"], row["vocab"])):
-        forms = list(of_shape)
-        ours = sorted(
-            (row["peak_mib"], row["ratio_to_products"])
-            for row in forms
-            if row["form"].startswith("cutefce")
-        )
-        (line,) = axes.plot(*zip(*ours, strict=True), marker="o", label=" × ".join(map(str, shape)))
-        for row in forms:
-            if row["form"] == "two-stage":
-                axes.plot(
-                    row["peak_mib"], row["ratio_to_products"], marker="x", color=line.get_color()
-                )
-    axes.set_xscale("log")
-    axes.set_xlabel("peak memory beyond inputs and gradients, MiB (crosses: all logits in float32)")
-    axes.set_ylabel("forward and backward / three plain products")
-    axes.legend(title="tokens × hidden × vocab")
+def _frontier(figure: Figure, rows: list[Row]) -> None:
+    """Draw time over memory: a panel a shape, a line through our budgets, a mark a peer."""
+    measured = [row for row in rows if row["peak_mib"] is not None]
+    shapes = [(name, list(some)) for name, some in groupby(measured, title)]
+    lines = math.ceil(len(shapes) / COLUMNS)
+    columns = min(COLUMNS, len(shapes))
+    figure.set_size_inches(4 * columns, 3 * lines + 3)
+    panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
+    peers = [row["form"] for row in measured if not row["form"].startswith("cutefce")]
+    markers = dict(zip(dict.fromkeys(peers), MARKERS, strict=False))
+    for axes, (name, forms) in zip(panels, shapes, strict=False):
+        ours = sorted(_point(row) for row in forms if row["form"].startswith("cutefce"))
+        axes.plot(*zip(*ours, strict=True), marker="o", color="black", label="cutefce, by budget")
+        for number, (peer, marker) in enumerate(markers.items()):
+            points = [_point(row) for row in forms if row["form"] == peer]
+            coordinates = zip(*points, strict=True) if points else ([], [])
+            axes.plot(*coordinates, marker, color=f"C{number}", label=peer)
+        axes.set_xscale("log")
+        axes.set_xlabel("peak beyond inputs and gradients, MiB", fontsize="small")
+        axes.set_title(name, fontsize="small")
+    for axes in panels[len(shapes) :]:
+        axes.remove()
+    figure.supylabel("forward and backward / three plain products")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
 
 
-def _equivalence(figure: Figure, rows: list[dict[str, Any]]) -> None:
+def _point(row: Row) -> tuple[float, float]:
+    return max(row["peak_mib"], 1.0), row["ratio_to_products"]
+
+
+def _equivalence(figure: Figure, rows: list[Row]) -> None:
     """Draw loss curves, and their distance from the first."""
     curves, distances = figure.subplots(1, 2)
     for row in rows:
@@ -62,7 +75,7 @@ def _equivalence(figure: Figure, rows: list[dict[str, Any]]) -> None:
     curves.legend()
 
 
-def _paper(figure: Figure, rows: list[dict[str, Any]]) -> None:
+def _paper(figure: Figure, rows: list[Row]) -> None:
     """Draw the paper's Figures 4 and 5: latency and memory over the vocabulary."""
     latency, memory = figure.subplots(1, 2)
     for tokens, of_tokens in groupby(rows, lambda row: int(row["tokens"])):

@@ -4,16 +4,33 @@ products    h wᵀ, g w and gᵀ h alone, with g the logits' gradient: what any 
             least compute; on the very numbers, as a GPU's clock depends on them
 two-stage   F.cross_entropy(F.linear(h, w).float(), y), forward and backward
 cutefce X   cutefce.linear_cross_entropy with workspace=X, forward and backward
+others      the losses of `bench.peers`
+
+All of a shape run in turns on the same inputs.  A form that fails is a row that says why.
 """
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
 import cutefce
-from bench.head import Shape, random_head
-from bench.measure import Call, interleaved, peak_bytes
+from bench import paper
+from bench.errors import Errors, errors, exact
+from bench.head import (
+    HEADS,
+    SMALL,
+    Loss,
+    Shape,
+    gradients,
+    logits_gradient,
+    ours,
+    random_head,
+    two_stage,
+)
+from bench.measure import Call, Timing, interleaved, peak_bytes
 from cutefce.ops.planner import Plan
 
 GIB = 1 << 30
@@ -28,22 +45,12 @@ WORKSPACES: dict[str, str | int | None] = {
     "min": "min",
 }
 """Of those that lead to the same plan, the first is measured."""
-
-
-DEFAULT_SHAPES = {
-    "cpu": (Shape(2048, 1024, 50257, "float32"),),
-    "cuda": tuple(
-        Shape(tokens, hidden, vocab, "bfloat16")
-        for tokens, hidden, vocab in (
-            (8192, 4096, 131072),
-            (8192, 2304, 256000),
-            (4096, 4096, 128256),
-            (1024, 4096, 262144),
-            (16384, 7168, 129280),
-            (32768, 4096, 131072),
-        )
-    ),
-}
+LARGEST_ERROR = 0.05
+"""Relative, of loss or gradients: a form with more computes something else."""
+MOST_CHARACTERS = 300
+"""Of a note."""
+FEW = ("max", "default", "min")
+SHAPES = {"cpu": (SMALL,), "cuda": (*HEADS, *paper.SHAPES["cuda"])}
 
 
 @dataclass(frozen=True)
@@ -54,68 +61,129 @@ class Row:
     hidden: int
     vocab: int
     form: str
-    median_ms: float
-    quartiles_ms: tuple[float, float]
-    ratio_to_products: float
-    ratio_to_two_stage: float
-    peak_mib: float
+    median_ms: float | None = None
+    quartiles_ms: tuple[float, float] | None = None
+    ratio_to_products: float | None = None
+    ratio_to_two_stage: float | None = None
+    tflops: float | None = None
+    """The products' operations over the time, whatever a form computes again."""
+    products_tflops: float | None = None
+    """Rate of cuBLAS in the same minute."""
+    peak_mib: float | None = None
     """Peak memory in MiB beyond the inputs and the gradients."""
-    predicted_mib: float | None
+    predicted_mib: float | None = None
     """What the plan says of it."""
+    loss_error: float | None = None
+    """Relative to float64, in the Euclidean norm; so are the next two."""
+    dx_error: float | None = None
+    dw_error: float | None = None
+    note: str = ""
+    """Why there are no numbers."""
 
 
-def run(shape: Shape, device: str, repeats: int) -> list[Row]:
-    """Measure every form on fresh random data."""
-    forms, plans, gradient_bytes = _forms(shape, device)
-    times = interleaved(forms, device, repeats)
-    products, two_stage = times["products"].median_ms, times["two-stage"].median_ms
-    return [
-        Row(
-            tokens=shape.tokens,
-            hidden=shape.hidden,
-            vocab=shape.vocab,
-            form=name,
-            median_ms=times[name].median_ms,
-            quartiles_ms=times[name].quartiles_ms,
-            ratio_to_products=times[name].median_ms / products,
-            ratio_to_two_stage=times[name].median_ms / two_stage,
-            peak_mib=(peak_bytes(form, device) - gradient_bytes) / 2**20,
-            predicted_mib=plans[name].workspace_bytes / 2**20 if name in plans else None,
-        )
-        for name, form in forms.items()
-    ]
+def run(
+    shape: Shape,
+    device: str,
+    repeats: int,
+    workspaces: tuple[str, ...],
+    peers: Mapping[str, Loss | str] | None = None,
+) -> list[Row]:
+    """Measure every form on fresh random data.
 
-
-def _forms(shape: Shape, device: str) -> tuple[dict[str, Call], dict[str, Plan], int]:
+    `workspaces` are keys of `WORKSPACES`; `peers` are losses by name, or why there is none.
+    """
     h, w, y = random_head(shape, device)
-    z = h @ w.t()
-    g = z.float().softmax(1)
-    g[torch.arange(shape.tokens, device=device), y] -= 1
-    g = g.div_(shape.tokens).to(h.dtype)
-    leaves = h.requires_grad_(), w.requires_grad_()
+    plans = _plans(h, w, workspaces)
+    losses: dict[str, Loss | str] = {"two-stage": two_stage}
+    losses |= {f"cutefce {name}": ours(WORKSPACES[name]) for name in plans} | dict(peers or {})
+    steps, found, notes = _tried(losses, h, w, y)
+    forms = {"products": _products(h, w, y), **steps}
+    times = interleaved(forms, device, repeats)
+    gradient_bytes = h.nbytes + w.nbytes
+    peaks = {
+        name: (peak_bytes(step, device) - gradient_bytes) / 2**20 for name, step in steps.items()
+    }
+    rows = []
+    for name in ("products", *losses):
+        place = shape.tokens, shape.hidden, shape.vocab, name
+        if name in notes:
+            rows.append(Row(*place, note=notes[name]))
+            continue
+        plan = plans.get(name.removeprefix("cutefce "))
+        loss_error, dx_error, dw_error = found.get(name, (None, None, None))
+        rows.append(
+            Row(
+                *place,
+                median_ms=times[name].median_ms,
+                quartiles_ms=times[name].quartiles_ms,
+                ratio_to_products=_ratio(times, name, "products"),
+                ratio_to_two_stage=_ratio(times, name, "two-stage"),
+                tflops=_tflops(shape, times[name]),
+                products_tflops=_tflops(shape, times["products"]),
+                peak_mib=peaks.get(name),
+                predicted_mib=plan.workspace_bytes / 2**20 if plan else None,
+                loss_error=loss_error,
+                dx_error=dx_error,
+                dw_error=dw_error,
+            )
+        )
+    return rows
+
+
+def _tried(
+    losses: Mapping[str, Loss | str], h: Tensor, w: Tensor, y: Tensor
+) -> tuple[dict[str, Call], dict[str, Errors], dict[str, str]]:
+    """Return the steps that run, their errors, and why the others do not."""
+    truth = exact(h, w, y)
+    steps: dict[str, Call] = {}
+    found: dict[str, Errors] = {}
+    notes: dict[str, str] = {}
+    for name, loss in losses.items():
+        if isinstance(loss, str):
+            notes[name] = loss
+            continue
+        try:
+            found[name] = _checked(errors(gradients(loss, h, w, y), truth))
+            steps[name] = functools.partial(gradients, loss, h, w, y)
+        except torch.OutOfMemoryError:
+            notes[name] = "out of memory"
+        except Exception as error:  # whatever a peer does is a row
+            notes[name] = f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
+    return steps, found, notes
+
+
+def _checked(found: Errors) -> Errors:
+    if not all(error <= LARGEST_ERROR for error in found):  # NaN is not
+        text = ", ".join(f"{error:.2g}" for error in found)
+        raise ArithmeticError(f"relative errors of loss, dX and dW are {text}")
+    return found
+
+
+def _plans(h: Tensor, w: Tensor, workspaces: tuple[str, ...]) -> dict[str, Plan]:
+    """Return the plans that differ, by the first workspace that leads to each."""
+    plans: dict[str, Plan] = {}
+    leaves = h.detach().requires_grad_(), w.detach().requires_grad_()
+    for name in workspaces:
+        plan = cutefce.plan(*leaves, workspace=WORKSPACES[name])
+        if plan not in plans.values():
+            plans[name] = plan
+    return plans
+
+
+def _products(h: Tensor, w: Tensor, y: Tensor) -> Call:
+    g = logits_gradient(h, w, y)
 
     def products() -> None:
-        with torch.no_grad():
-            torch.mm(h, w.t(), out=z)
-            torch.mm(g, w)
-            torch.mm(g.t(), h)
+        torch.mm(h, w.t())
+        torch.mm(g, w)
+        torch.mm(g.t(), h)
 
-    def two_stage() -> None:
-        loss = F.cross_entropy(F.linear(h, w).float(), y)
-        torch.autograd.grad(loss, leaves)
+    return products
 
-    def ours(workspace: str | int | None) -> Call:
-        def step() -> None:
-            loss = cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
-            torch.autograd.grad(loss, leaves)
 
-        return step
+def _ratio(times: dict[str, Timing], name: str, base: str) -> float | None:
+    return times[name].median_ms / times[base].median_ms if base in times else None
 
-    forms: dict[str, Call] = {"products": products, "two-stage": two_stage}
-    plans: dict[str, Plan] = {}
-    for name, workspace in WORKSPACES.items():
-        plan = cutefce.plan(h, w, workspace=workspace)
-        if plan not in plans.values():
-            forms[f"cutefce {name}"] = ours(workspace)
-            plans[f"cutefce {name}"] = plan
-    return forms, plans, sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+def _tflops(shape: Shape, timing: Timing) -> float:
+    return 6 * shape.tokens * shape.hidden * shape.vocab / timing.median_ms / 1e9

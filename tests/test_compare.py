@@ -21,7 +21,8 @@ ROW = {
 
 def write(folder: Path, *rows: dict[str, Any]) -> Path:
     folder.mkdir(parents=True)
-    (folder / "forward.json").write_text(json.dumps({"rows": rows}))
+    lines = ({"device": "some gpu"}, *rows)
+    (folder / "forward.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
@@ -34,6 +35,7 @@ def write(folder: Path, *rows: dict[str, Any]) -> Path:
         ({"ratio_to_product": 1.1}, ["ratio_to_product was 0.950, is 1.100"]),
         ({"peak_mib": 3.0}, []),
         ({"peak_mib": 9.0}, ["peak_mib was 2.000, is 9.000"]),
+        ({"peak_mib": None, "note": "failed"}, ["peak_mib was 2.000, is inf"]),
         ({"tokens": 1, "ratio_to_product": 9.0}, []),
     ],
     ids=str,

@@ -1,0 +1,344 @@
+"""The benchmarks measure what they say: fakes of known duration and memory, tiny sizes on a CPU."""
+
+import csv
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tokenizers")
+
+from bench import __main__ as command
+from bench import (
+    breakdown,
+    ceiling,
+    equivalence,
+    head,
+    measure,
+    paper,
+    peers,
+    plots,
+    report,
+    stability,
+    step,
+)
+from bench.errors import errors, exact
+from bench.head import Shape
+from bench.records import collect, read, write
+from cutefce.autotune_cache.child import Child, ChildError
+from examples.corpus import Corpus
+from examples.training import Sizes
+from tests.reference import Case, random_case
+from tests.reference import exact as exact_at_once
+
+SIZES = Sizes(hidden=16, layers=1, heads=2, context=8, batch=4, steps=2, learning_rate=1e-2)
+TINY = Shape(tokens=48, hidden=16, vocab=256, dtype="float32")
+
+
+def run(output: Path, *arguments: str) -> Result:
+    result = CliRunner().invoke(command.main, ["--output", str(output), *arguments])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+# the harness
+
+
+def test_a_call_of_known_duration_takes_that_long() -> None:
+    forms: dict[str, Callable[[], object]] = {
+        "short": lambda: time.sleep(0.01),
+        "long": lambda: time.sleep(0.03),
+    }
+    times = measure.interleaved(forms, "cpu", repeats=5)
+    for name, milliseconds in (("short", 10), ("long", 30)):
+        low, high = times[name].quartiles_ms
+        assert milliseconds <= low <= times[name].median_ms <= high
+        assert times[name].median_ms < 2 * milliseconds
+
+
+def test_forms_take_turns_after_one_to_warm_up() -> None:
+    calls: list[str] = []
+    forms: dict[str, Callable[[], object]] = {
+        name: lambda name=name: calls.append(name)  # type: ignore[misc]
+        for name in "abc"
+    }
+    measure.interleaved(forms, "cpu", repeats=4)
+    rounds = [calls[start : start + 3] for start in range(0, len(calls), 3)]
+    assert len(rounds) == 5
+    assert all(sorted(found) == ["a", "b", "c"] for found in rounds)
+    assert len({tuple(found) for found in rounds}) > 1
+
+
+def test_a_known_allocation_is_what_is_counted() -> None:
+    def form() -> Tensor:
+        torch.empty(1 << 20)  # freed before the next
+        return torch.empty(3 << 20)
+
+    assert measure.peak_bytes(form, "cpu") == 4 * (3 << 20)
+
+
+def test_chunks_of_the_reference_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.errors.ROWS", 20)
+    case = random_case(48, 16, 256, ignored=0)
+    mean = Case(case.h, case.w, case.y, torch.full((48,), 1 / 48))
+    want = exact_at_once(mean)
+    found = errors(exact(case.h, case.w, case.y), (want.loss.mean(), want.dx, want.dw))
+    assert max(found) < 1e-7  # the upstream gradient is float32
+
+
+# data
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a benchmark may find."""
+
+    size: int
+    ms: float | None
+    spread: tuple[float, float]
+
+
+def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
+    path, measured = tmp_path / "data.jsonl", []
+
+    def piece(size: int, fails: bool = False) -> Any:
+        def rows() -> list[Row]:
+            if fails:
+                raise KeyboardInterrupt
+            measured.append(size)
+            return [Row(size, 1.5, (1.0, 2.0)), Row(size, None, (0.0, 0.0))]
+
+        return {"size": size}, rows
+
+    with pytest.raises(KeyboardInterrupt):
+        collect(path, [piece(1), piece(2, fails=True)], resume=False)
+    rows = collect(path, [piece(1), piece(2)], resume=True)
+    assert measured == [1, 2]
+    assert [row["size"] for row in rows] == [1, 1, 2, 2]
+    assert read(path)[1] == json.loads(json.dumps(rows))
+    collect(path, [piece(1)], resume=False)
+    assert measured == [1, 2, 1] and len(read(path)[1]) == 2
+    header, rows = read(path)
+    write(path, {**header, "versions": {"torch": "another"}}, rows)
+    collect(path, [piece(1)], resume=True)
+    assert measured == [1, 2, 1, 1]
+
+
+def assert_same(path: Path) -> None:
+    """The CSV beside `path` says what its JSON lines say."""
+    rows = read(path)[1]
+    with path.with_suffix(".csv").open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    assert len(cells) == len(rows)
+    for row, line in zip(rows, cells, strict=True):
+        for name, value in row.items():
+            if isinstance(value, list):
+                assert [float(text) for text in line[name].split()] == value
+            else:
+                assert line[name] == ("" if value is None else str(value))
+
+
+# peers
+
+
+def crash(function: object) -> head.Loss:
+    import os
+
+    os.abort()
+
+
+def refuse(function: object) -> head.Loss:
+    def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        raise NotImplementedError("no such sizes")
+
+    return loss
+
+
+def half(function: object) -> head.Loss:
+    return lambda h, w, y: head.two_stage(h, w, y) / 2
+
+
+def right(function: object) -> head.Loss:
+    return head.two_stage
+
+
+def test_a_peer_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = {
+        name: peers.Peer("bench.head", "two_stage", adapt)
+        for name, adapt in (("crash", crash), ("refuse", refuse), ("half", half), ("right", right))
+    }
+    fakes["absent"] = peers.Peer("no_such_package", "loss", right)
+    fakes["older"] = peers.Peer("bench.head", "no_such_loss", right)
+    monkeypatch.setattr(peers, "PEERS", fakes)
+    with Child() as child:
+        usable = peers.usable(child, TINY, "cpu")
+    rows = {row.form: row for row in step.run(TINY, "cpu", 2, ("max", "min"), usable)}
+    for name, text in {
+        "crash": "SIGABRT",
+        "refuse": "no such sizes",
+        "half": "relative errors of loss, dX and dW are 0.5, 0.5, 0.5",
+        "absent": "not there: No module named 'no_such_package'",
+        "older": "not there: bench.head has no no_such_loss",
+    }.items():
+        assert text in rows[name].note
+        assert rows[name].median_ms is None
+    assert rows["right"].note == "" and rows["right"].median_ms
+    assert rows["right"].dx_error == rows["two-stage"].dx_error
+
+
+def test_every_peer_can_be_sent_to_a_child() -> None:
+    import pickle
+
+    for peer in peers.PEERS.values():
+        assert pickle.loads(pickle.dumps(peer)) == peer
+
+
+# the most tokens
+
+
+def test_the_ceiling_is_between_what_fits_and_what_does_not() -> None:
+    asked = []
+
+    def peak_mib(tokens: int) -> float:
+        asked.append(tokens)
+        if tokens > 700:
+            raise ChildError("CUDA out of memory")
+        return float(tokens)
+
+    found = ceiling.most_tokens(peak_mib, first=100, most=10000)
+    assert asked == [100, 200, 400, 800, 600]
+    assert found == (600, 600.0, 800, "out of memory")
+    assert ceiling.most_tokens(peak_mib, first=100, most=200)[:3] == (200, 200.0, None)
+    assert ceiling.most_tokens(peak_mib, first=800, most=10000)[:3] == (0, None, 800)
+
+
+# where the time goes
+
+
+def test_kernels_are_told_apart_by_name() -> None:
+    for kernel, part in {
+        "kernel_cutlass___call___cutefcecute_kernelsproject_exp_sm90ProjectExpSm90": "forward",
+        "kernel_cutlass___call___cutefcecute_kernelsgradient_sm90GradientSm90": "gradient",
+        "nvjet_hsh_192x128_64x5_2x1_v_bz_coopB_TNN": "gradient",
+        "kernel_cutlass_finish_rows": "glue",
+        "void at::native::vectorized_elementwise_kernel<4>": "glue",
+    }.items():
+        assert breakdown.part_of(kernel).split()[0] == part
+
+
+# the report
+
+
+def form(name: str, ms: float | None, mib: float | None, **more: Any) -> dict[str, Any]:
+    row = step.Row(64, 16, 256, name, ms, (1.0, 2.0), 1.0, 1.0, 1.0, 1.0, mib, None, 0.1, 0.1, 0.1)
+    return {**vars(row), **more}
+
+
+BASE = (form("products", 1, None), form("two-stage", 2, 100), form("cutefce max", 1.1, 50))
+
+
+@pytest.mark.parametrize(
+    ("rows", "said", "unsaid"),
+    [
+        ([form("peer", 1.2, 40)], ["No peer is both"], ["peer ("]),
+        ([form("peer", 1.0, 60)], ["peer (*)", "No peer is both"], ["peer (!)"]),
+        (
+            [form("peer", 1.0, 40)],
+            ["peer (!)", "- peer at 64 × 16 × 256: cutefce max"],
+            ["No peer"],
+        ),
+        (
+            [form("peer", 1.05, 45), form("cutefce min", 1.05, 40)],
+            ["No peer is both"],
+            ["peer ("],
+        ),
+        ([form("peer", 1.2, 40, dw_error=0.3)], ["peer (†)"], []),
+        ([form("peer", None, None, note="it\nfailed")], ["it failed"], ["peer ("]),
+    ],
+    ids=["neither", "time", "both", "another budget", "inexact", "failed"],
+)
+def test_the_report_marks_peers(
+    rows: list[dict[str, Any]], said: list[str], unsaid: list[str], tmp_path: Path
+) -> None:
+    header = {"date": "2026-01-01", "device": "some gpu", "versions": {"torch": "2"}}
+    write(tmp_path / "peers.jsonl", header, [*BASE, *rows])
+    text = report.write(tmp_path, plots.draw(tmp_path)).read_text()
+    for part in (*said, "![peers](peers.png)", "Not measured: `python -m bench paper`"):
+        assert part in text
+    table = text.split("(*) faster")[0]
+    for part in unsaid:
+        assert part not in (table if part.startswith("peer") else text)
+
+
+def test_the_paper_counts_cells_and_their_mean(tmp_path: Path) -> None:
+    rows = [
+        vars(paper.Row(1024, 4096, 32768, 2.0, 1.0, 0.5, 0.95, 600.0, 100.0, 50.0, 0.5, 0.26)),
+        vars(paper.Row(1024, 4096, 65536, 1.0, 2.0, 2.0, 0.69, 600.0, 100.0, 50.0, 0.5, 0.26)),
+    ]
+    header = {"date": "2026-01-01", "device": "some gpu", "versions": {}}
+    write(tmp_path / "paper.jsonl", header, rows)
+    text = report.write(tmp_path, []).read_text()
+    assert "Faster than canonical in 1 of 2 cells, with less memory in 2." in text
+    assert "Geometric mean of ours / canonical: 1.000" in text
+    assert "0.73 → 0.69" in text
+
+
+# every command
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (step, paper, breakdown):
+        monkeypatch.setitem(module.SHAPES, "cpu", (TINY, replace(TINY, vocab=320)))
+    monkeypatch.setattr(command, "SMALL", TINY)
+    monkeypatch.setattr(command, "DEVICE", "cpu")
+    monkeypatch.setattr(peers, "PEERS", {"absent": peers.Peer("no_such_package", "loss", right)})
+    monkeypatch.setitem(ceiling.MOST_TOKENS, "cpu", 512)
+    monkeypatch.setattr(ceiling, "LOSSES", {"two-stage": head.two_stage})
+    monkeypatch.setitem(stability.VOCABS, "cpu", (512,))
+    tokens = torch.randint(50, (400,))
+    monkeypatch.setattr(equivalence, "load_corpus", lambda path: Corpus(tokens, tokens[:100], 50))
+    monkeypatch.setattr(equivalence, "CPU", SIZES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_every_command_runs_on_a_cpu_and_its_data_makes_a_report(
+    tmp_path: Path, tiny: None
+) -> None:
+    for name in ("paper", "step", "peers", "breakdown"):
+        run(tmp_path, name, "--repeats", "2")
+    for name in ("ceiling", "stability"):
+        run(tmp_path, name)
+    run(tmp_path, "equivalence", "--steps", "2")
+    folder = tmp_path / "cpu"
+    files = sorted(folder.glob("*.jsonl"))
+    assert {path.stem for path in files} == report.SECTIONS.keys()
+    for path in files:
+        assert_same(path)
+        header, rows = read(path)
+        assert rows and header["device"] == "cpu" and header["versions"]["torch"]
+    run(tmp_path, "report")
+    text = (folder / "report.md").read_text()
+    assert "Not measured" not in text
+    for picture in ("paper", "peers", "equivalence"):
+        assert (folder / f"{picture}.png").stat().st_size and f"({picture}.png)" in text
+    before = (folder / "step.jsonl").read_text()
+    output = run(tmp_path, "--resume", "step", "--repeats", "2").output
+    assert output.count(": there") == 2
+    assert (folder / "step.jsonl").read_text() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_other_sizes_have_data_of_their_own(tmp_path: Path, tiny: None) -> None:
+    run(tmp_path, "step", "--repeats", "2", "--tokens", "32", "--vocab", "128")
+    rows = read(tmp_path / "cpu" / "step_32x16x128_float32.jsonl")[1]
+    assert {row["tokens"] for row in rows} == {32}
+    assert {"products", "two-stage", "cutefce max"} <= {row["form"] for row in rows}
