@@ -123,7 +123,7 @@ class OfGradient(OnKernels):
     """A gradient's product: timed is that of all exponentials, or of as many as memory holds."""
 
     def defaults(self) -> Sequence[Choice]:
-        return (self.default(Problem(8192, 4096, 131072, "bfloat16", "cuda")),)
+        return self.arch.gradient_configs()
 
     def found(self, case: Case, primitives: Primitives) -> dict[str, Result]:
         if case.upstream is not None:
@@ -143,9 +143,12 @@ class OfGradient(OnKernels):
 
 
 class GradHidden(OfGradient):
-    """dX's sums, added."""
+    """dX's sums, added; tried on many columns, and checked on few too."""
 
     name = "grad_hidden"
+
+    def configs(self, problem: Problem, choice: Choice) -> Configs:
+        return dataclasses.replace(super().configs(problem, choice), grad_hidden_short=choice)
 
     def candidates(self, problem: Problem) -> Sequence[Choice]:
         return (None, *self.choices(problem.tokens))

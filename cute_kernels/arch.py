@@ -51,6 +51,10 @@ class Arch(ABC):
         """Return the configurations of all kernels where nothing better is known."""
 
     @abstractmethod
+    def gradient_configs(self) -> tuple[GemmConfig, ...]:
+        """Return every configuration of a gradient's product that those can have."""
+
+    @abstractmethod
     def candidates(self) -> tuple[GemmConfig, ...]:
         """Return every configuration that is worth a trial."""
 
@@ -132,13 +136,32 @@ class Sm90(Arch):
         return single if tokens <= single.rows else paired
 
     def default_configs(self, tokens: int, hidden: int, multiprocessors: int) -> Configs:
-        gradient = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
-        clusters = multiprocessors // gradient.cluster
-        units = -(-tokens // gradient.rows) * -(-hidden // gradient.tile_n)
+        narrow, middle, wide = self.gradient_configs()
+
+        def best(seconds: dict[GemmConfig, float]) -> GemmConfig:
+            """Return the configuration that is fastest for tiles of these relative times."""
+            return min(seconds, key=lambda c: seconds[c] * -(-hidden // c.tile_n) * c.tile_n)
+
+        # measured on an H200, in turns with other work and for long: wide tiles move less, which
+        # saves power; in turns, warpgroups hide the epilogues, which short products have more of
+        of_hidden = best({wide: 1.0, middle: 1.015, narrow: 1.03})
+        of_short = best({narrow: 1.0, middle: 1.0})
+        of_weight = best({narrow: 1.0, middle: 0.96 if tokens >= 16384 else 0.988})
+        clusters = multiprocessors // of_hidden.cluster
+        units = -(-tokens // of_hidden.rows) * -(-hidden // of_hidden.tile_n)
         longest = rounds(units, clusters, choose_cuts(units, clusters, MOST_CUTS * LEAST_STEPS))
         # a plain product, which has tiles of other sizes, wins where few rows fill those of dX
-        used = tokens * hidden / (longest * clusters * gradient.rows * gradient.tile_n)
-        return Configs(self.default(tokens), gradient if used >= 0.8 else None, gradient)
+        used = tokens * hidden / (longest * clusters * of_hidden.rows * of_hidden.tile_n)
+        if used < 0.8:
+            return Configs(self.default(tokens), None, of_weight)
+        return Configs(self.default(tokens), of_hidden, of_weight, of_short)
+
+    def gradient_configs(self) -> tuple[GemmConfig, ...]:
+        return (
+            GemmConfig(128, 128, cluster=2, stages=6, pingpong=True),
+            GemmConfig(128, 192, cluster=2, stages=5, pingpong=True),
+            GemmConfig(128, 256, cluster=2, stages=4, pingpong=False),
+        )
 
     def candidates(self) -> tuple[GemmConfig, ...]:
         # as many stages as fit, or one less: more hide more, whatever the problem
@@ -217,8 +240,10 @@ class Sm100(Arch):
         return single if tokens <= single.rows else paired
 
     def default_configs(self, tokens: int, hidden: int, multiprocessors: int) -> Configs:
-        # the gradients' products have no kernels here
         return Configs(self.default(tokens), None, None)
+
+    def gradient_configs(self) -> tuple[GemmConfig, ...]:
+        return ()  # the gradients' products have no kernels here
 
     def candidates(self) -> tuple[GemmConfig, ...]:
         groups = itertools.product(self.configs(), (8, 4, 16))

@@ -1,6 +1,7 @@
 """How a product is tiled: a frozen choice, printable, the same for every architecture."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -52,3 +53,7 @@ class Configs:
     """None for a plain product."""
     grad_weight: GemmConfig | None
     """None for plain products and passes over their results."""
+    grad_hidden_short: GemmConfig | None = None
+    """The same as `grad_hidden`, for fewer columns than `SHORT`."""
+
+    SHORT: ClassVar[int] = 1 << 15

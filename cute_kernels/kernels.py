@@ -115,6 +115,8 @@ class KernelSet:
     """The same, not rounded: one rank's part of a sum."""
     grad_hidden: Gradient | None
     """Adds to dX's sums; None: a plain product does."""
+    grad_hidden_short: Gradient | None
+    """The same, for few columns."""
     grad_weight: Gradient | None
     """dW at once; None: plain products, and what the portable path does with them."""
     grad_weight_sums: Gradient | None
@@ -131,9 +133,11 @@ class KernelSet:
 def kernel_set(arch: Arch, dtype: str, configs: Configs) -> KernelSet:
     """Return the kernels that `dtype` needs on `arch` with `configs`."""
     project = functools.partial(ProjectExp, arch.name, dtype, configs.project_exp)
-    hidden = weight = weight_sums = add_targets = None
-    if configs.grad_hidden is not None:
-        hidden = Gradient(arch.name, dtype, configs.grad_hidden, "hidden", final=False)
+    hidden, short = (
+        None if config is None else Gradient(arch.name, dtype, config, "hidden", final=False)
+        for config in (configs.grad_hidden, configs.grad_hidden_short)
+    )
+    weight = weight_sums = add_targets = None
     if configs.grad_weight is not None:
         weight = Gradient(arch.name, dtype, configs.grad_weight, "weight", final=True)
         weight_sums = dataclasses.replace(weight, final=False)
@@ -151,6 +155,7 @@ def kernel_set(arch: Arch, dtype: str, configs: Configs) -> KernelSet:
         finish_dx=combine("float32", dtype, scaled=True, weighted=True),
         finish_dx_part=Combine(arch.name, "float32", "float32", dtype, scaled=True, weighted=True),
         grad_hidden=hidden,
+        grad_hidden_short=short,
         grad_weight=weight,
         grad_weight_sums=weight_sums,
         add_targets=add_targets,
@@ -159,10 +164,10 @@ def kernel_set(arch: Arch, dtype: str, configs: Configs) -> KernelSet:
 
 def all_kernels(arch: Arch) -> list[Kernel]:
     """Return every kernel that can be chosen on `arch` where nothing was tuned, each once."""
-    configs = arch.default_configs(tokens=8192, hidden=4096, multiprocessors=132)
+    gradients = arch.gradient_configs() or (None,)
     sets = [
-        kernel_set(arch, dtype, dataclasses.replace(configs, project_exp=config))
-        for dtype, config in product(arch.dtypes, arch.configs())
+        kernel_set(arch, dtype, Configs(config, gradient, gradient))
+        for dtype, config, gradient in product(arch.dtypes, arch.configs(), gradients)
     ]
     every = [kernel for s in sets for kernel in s.all()]
     return list(dict.fromkeys(every))

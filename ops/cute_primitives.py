@@ -136,10 +136,12 @@ class CutePrimitives(TorchPrimitives):
         return scaled
 
     def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor) -> None:
-        if self.kernels.grad_hidden is None:
+        short = exps.shape[1] < Configs.SHORT
+        kernel = self.kernels.grad_hidden_short if short else self.kernels.grad_hidden
+        if kernel is None:
             super().add_grad_hidden(sums, exps, w)
         else:
-            self._launch(self.kernels.grad_hidden, exps, w.t(), sums, None)
+            self._launch(kernel, exps, w.t(), sums, None)
 
     def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor) -> None:
         if self.kernels.grad_weight_sums is None:

@@ -48,10 +48,14 @@ def with_project_exp(config: GemmConfig) -> Configs:
 
 
 def primitives(config: GemmConfig, dtype: torch.dtype) -> CutePrimitives:
+    return with_configs(with_project_exp(config), dtype)
+
+
+def with_configs(configs: Configs, dtype: torch.dtype) -> CutePrimitives:
     name = str(dtype).removeprefix("torch.")
     tiles = lookup(Problem(1, 64, 1000, name, "cuda"))
     count = torch.cuda.get_device_properties(0).multi_processor_count
-    return CutePrimitives(tiles, ARCH, name, with_project_exp(config), count)
+    return CutePrimitives(tiles, ARCH, name, configs, count)
 
 
 def exact_exps(case: Case, reference: Tensor) -> Tensor:
@@ -128,6 +132,39 @@ def test_far_rows(which: str, workspace: str, dtype: torch.dtype, strict: None) 
     rows = {"none": [], "some": [7, 300], "all": list(range(515)), "the last one": [514]}[which]
     case.h[rows] *= 60
     assert_as_accurate(ours(case, workspace=workspace), case, saturated=True)
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("shape", [(521, 264, 1003), (1000, 1096, 20001), (300, 64, 5003)], ids=str)
+@pytest.mark.parametrize("config", ARCH.gradient_configs(), ids=str)
+def test_sums_are_right_and_the_same_again(
+    config: GemmConfig, shape: tuple[int, int, int], strict: None
+) -> None:
+    """Also where tiles are cut into pieces, whose sums different clusters add."""
+    tokens, hidden, vocab = shape
+    case = random_case(*shape, dtype=torch.bfloat16, device="cuda")
+    configs = dataclasses.replace(
+        with_project_exp(CONFIGS[0]),
+        grad_hidden=config,
+        grad_weight=config,
+        grad_hidden_short=config,
+    )
+    steps = with_configs(configs, torch.bfloat16)
+    exps = torch.rand(tokens, -(-vocab // 8) * 8, device="cuda").to(torch.bfloat16)[:, :vocab]
+    before = torch.randn(tokens, hidden, device="cuda"), torch.randn(vocab, hidden, device="cuda")
+    results = []
+    for _ in range(3):
+        dx, dw = (x.clone() for x in before)
+        steps.add_grad_hidden(dx, exps, case.w)
+        steps.add_grad_weight(dw, exps, case.h)
+        results.append((dx, dw))
+    e = exps.double()
+    exact = before[0] + e @ case.w.double(), before[1] + e.t() @ case.h.double()
+    for got, want in zip(results[0], exact, strict=True):
+        assert float((got - want).norm() / want.norm()) < 1e-4
+    for again in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
 
 
 @pytest.mark.gpu

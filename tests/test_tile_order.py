@@ -6,7 +6,16 @@ from hypothesis import strategies as st
 
 from cutefce.cute_kernels.arch import Sm90
 from cutefce.cute_kernels.config import GemmConfig
-from cutefce.cute_kernels.tile_order import PARTIAL_BYTES, choose_windows, loads, unit
+from cutefce.cute_kernels.tile_order import (
+    LEAST_STEPS,
+    PARTIAL_BYTES,
+    choose_cuts,
+    choose_windows,
+    loads,
+    piece,
+    rounds,
+    unit,
+)
 
 
 @given(st.integers(1, 40), st.integers(1, 30), st.integers(1, 12))
@@ -57,3 +66,26 @@ def test_loads_are_those_of_the_units(
         _, window = unit(index, row_blocks, windows, group)
         counted[index % clusters] += len(range(window, tiles, windows))
     assert loads(row_blocks, tiles, windows, group, clusters) == counted
+
+
+@given(st.integers(1, 300), st.integers(1, 70), st.integers(1, 8))
+def test_pieces_make_up_the_units_of_the_last_round(units: int, clusters: int, cuts: int) -> None:
+    left = units % clusters
+    pieces = [piece(i, units, clusters) for i in range(units - left, units + left * (cuts - 1))]
+    assert sorted(pieces) == [(u, c) for u in range(units - left, units) for c in range(cuts)]
+    # a cluster that waits for an earlier piece does not wait for one that is begun later
+    assert [c for _, c in pieces] == sorted(c for _, c in pieces)
+
+
+@pytest.mark.parametrize("units", [1024, 512, 576, 32, 100], ids=str)
+def test_cuts_share_the_last_round(units: int) -> None:
+    cuts = choose_cuts(units, 66, 2048)
+    assert rounds(units, 66, 1) >= rounds(units, 66, cuts) >= units / 66
+    assert rounds(units, 66, cuts) <= units / 66 + 0.12
+
+
+@given(st.integers(1, 300), st.integers(1, 70), st.integers(1, 3000))
+def test_pieces_are_not_too_short(units: int, clusters: int, steps: int) -> None:
+    cuts = choose_cuts(units, clusters, steps)
+    assert cuts == 1 or steps // cuts >= LEAST_STEPS
+    assert choose_cuts(units * clusters, clusters, steps) == 1

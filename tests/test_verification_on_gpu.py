@@ -87,9 +87,9 @@ def new_process() -> Iterator[Callable[[], None]]:
 
 FAULTS = {
     Kind.HANGS: f"no answer within {LIMIT_SECONDS} s",
-    Kind.CRASHES: "illegal",
+    Kind.CRASHES: "cuda error",
     Kind.WRONG_SUMS: "others' share is off by",
-    Kind.WRONG_GRADIENTS: "dW is off by",
+    Kind.WRONG_GRADIENTS: "dw is off by",
 }
 
 
@@ -103,7 +103,7 @@ def test_a_fault_ends_with_the_child(
     case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda")
     backend = cutefce.backend_for(case.h, case.w)
     assert backend.name == "torch"
-    assert said in backend.reason
+    assert said in backend.reason.lower()
     (process,) = gate.processes
     assert process.returncode is not None, "it has ended"
     verdict = gate.verdict()
