@@ -78,12 +78,17 @@ def lookup_configs(problem: Problem, arch: Arch, device: str, multiprocessors: i
 def tuned(
     kernel: str, problem: Problem, arch: Arch, device: str, multiprocessors: int
 ) -> Entry | None:
-    """Return what won for `problem` or, if it was not tuned, for the nearest one that was."""
+    """Return what won for `problem` or, if it was not tuned, for the nearest one that was.
+
+    None stands for the default.
+    """
     key = key_of(kernel, problem)
     found: list[tuple[float, Entry | None]] = [
         table.nearest(key) for table in tables(arch, device, multiprocessors)
     ]
-    return min(found, key=lambda pair: pair[0], default=(0.0, None))[1]
+    distance, entry = min(found, key=lambda pair: pair[0], default=(0.0, None))
+    # where the default won elsewhere, the default of this problem is the better guess
+    return entry if entry is not None and (distance == 0 or entry.gained) else None
 
 
 def user_folder() -> Path:

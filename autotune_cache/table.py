@@ -30,6 +30,8 @@ from cutefce.cute_kernels.problem import Problem
 SCHEMA = 2
 FARTHEST = 1.0
 """Doublings of a size, or of several together, beyond which another problem says nothing."""
+LEAST_GAIN = 0.005
+"""Share of the time that something must save to be better: less is noise."""
 LOCK_SECONDS = 60
 """How long to wait for another process that writes the same file."""
 
@@ -77,6 +79,11 @@ class Entry:
     """Whether its results were compared with the portable path's."""
     kernels: str
     """Fingerprint of the kernels that were tuned."""
+
+    @property
+    def gained(self) -> bool:
+        """Whether it is faster than the default was."""
+        return self.milliseconds < (1 - LEAST_GAIN) * self.baseline_milliseconds
 
 
 @dataclass(frozen=True)

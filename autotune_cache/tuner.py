@@ -19,7 +19,15 @@ from pathlib import Path
 from cutefce.autotune_cache import table as tables
 from cutefce.autotune_cache import trials
 from cutefce.autotune_cache.child import Child, ChildError
-from cutefce.autotune_cache.table import Choice, Entry, Key, Rejection, Table, key_of
+from cutefce.autotune_cache.table import (
+    LEAST_GAIN,
+    Choice,
+    Entry,
+    Key,
+    Rejection,
+    Table,
+    key_of,
+)
 from cutefce.autotune_cache.trials import Product, Timing
 from cutefce.autotune_cache.tunable import Tunable
 from cutefce.cute_kernels import jit_cache
@@ -32,8 +40,6 @@ CANDIDATES = 10
 VARIANTS = 2
 """Of these, how many may differ in the raster group alone."""
 FINALISTS = 3
-MARGIN = 0.005
-"""Share of the time that a candidate must save to be better: less is noise."""
 FIRST_SECONDS, FINAL_SECONDS = 0.05, 0.3
 """Of a race; it has at least `trials.LEAST_ROUNDS` rounds."""
 BUILD_SECONDS, PREPARE_SECONDS, TRIAL_SECONDS = 300, 120, 30
@@ -159,7 +165,7 @@ class Tuner:
         best = default
         for choice in sorted(ratios, key=ratios.__getitem__)[:FINALISTS]:
             timings = self._race(job, (choice, best), FINAL_SECONDS)
-            if timings is not None and timings[0].ratio < 1 - MARGIN:
+            if timings is not None and timings[0].ratio < 1 - LEAST_GAIN:
                 best = choice
         last = self._race(job, (best, "product", default), FINAL_SECONDS)
         if last is None:

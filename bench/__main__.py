@@ -80,11 +80,13 @@ def shape_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--repeats", type=int, default=7, help="Timed rounds.")
 @click.pass_obj
 def step(data: Data, /, repeats: int, **sizes: Any) -> None:
-    """Forward and backward over heads and the paper's grid, at three budgets."""
+    """Forward and backward over heads and the paper's grid, at three budgets.
+
+    Of a shape given by hand, at every budget.
+    """
     shapes, name = _shapes("step", step_bench.SHAPES[DEVICE], sizes)
-    run = functools.partial(
-        step_bench.run, device=DEVICE, repeats=repeats, workspaces=step_bench.FEW
-    )
+    budgets = tuple(step_bench.WORKSPACES) if any(sizes.values()) else step_bench.FEW
+    run = functools.partial(step_bench.run, device=DEVICE, repeats=repeats, workspaces=budgets)
     data.measure(name, [_piece(shape, run) for shape in shapes])
 
 

@@ -1,5 +1,6 @@
 """Time and peak memory of a call, on a CPU or on a GPU."""
 
+import gc
 import random
 import statistics
 import time
@@ -86,8 +87,10 @@ def peak_bytes(form: Call, device: str) -> int:
     Counts what goes through torch's allocators.  `form` should have run once before, so that
     nothing is allocated for good.
     """
+    gc.collect()  # what others left in cycles could go meanwhile
     if device != "cpu":
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # or parts of larger blocks would count as a whole
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         form()

@@ -60,6 +60,12 @@ def _chunked(options: Any) -> Loss:
     return loss
 
 
+def _chunks_of_2048(function: Any) -> Loss:
+    # its default, 4096, fails where the hidden size is the same
+    loss: Loss = functools.partial(function, chunk_size=2048)
+    return loss
+
+
 def _unfiltered(function: Any) -> Loss:
     loss: Loss = functools.partial(function, filter_eps=None)
     return loss
@@ -85,6 +91,9 @@ PEERS = {
     "torch linear_cross_entropy": Peer("torch.nn.functional", "linear_cross_entropy", _plain),
     "torch linear_cross_entropy, chunks": Peer("torch.nn", "LinearCrossEntropyOptions", _chunked),
     "quack": Peer("quack.linear_cross_entropy", "chunked_linear_cross_entropy", _plain),
+    "quack, chunks of 2048": Peer(
+        "quack.linear_cross_entropy", "chunked_linear_cross_entropy", _chunks_of_2048
+    ),
     "Liger": Peer(*LIGER, _first_output),
     "Liger, float32 sums": Peer(*LIGER, _first_output_float32),
     "Liger CuTe DSL": Peer(*LIGER_HOPPER, _plain),

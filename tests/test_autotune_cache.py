@@ -72,6 +72,13 @@ def test_exact_then_nearest_then_default(file: Path) -> None:
         assert look(problem) == Sm90().default(problem.tokens)
 
 
+def test_where_the_default_won_other_problems_have_their_own(file: Path) -> None:
+    same = dataclasses.replace(ENTRY, config=OTHER, milliseconds=13.0)
+    tables.write(file, dataclasses.replace(TABLE, entries={KEY: same}, rejected={}))
+    assert look() == OTHER
+    assert look(dataclasses.replace(PROBLEM, tokens=16384)) == Sm90().default(16384)
+
+
 def test_unverified_entries_are_not_used(file: Path) -> None:
     unverified = dataclasses.replace(ENTRY, verified=False)
     tables.write(file, dataclasses.replace(TABLE, entries={KEY: unverified}))
