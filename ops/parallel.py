@@ -10,8 +10,8 @@ and what they need of the others is exchanged in between:
     S_i      all-gather of each shard's sum with its reference, (2, N).  A row that lies far above
              its target may do so on one rank alone; all ranks join the same R pairs in the same
              order, so that ρ, S, T and the loss have the same bits everywhere
-    dX       sum in the dtype of sums, rounded once afterwards: all-reduce, or reduce-scatter under
-             sequence parallelism.  Sums of rounded parts would miss the accuracy of one device
+    dX       sum in the dtype of sums, rounded once afterwards: reduce-scatter, and all-gather
+             unless tokens are sharded.  Sums of rounded parts would miss one device's accuracy
     dW       nothing: rows belong to one rank.  The target's part belongs to the rank that has r_i
 """
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cutefce.ops import strategies
@@ -85,8 +86,12 @@ class Shard(Whole):
 
     def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
         """Add the ranks' parts (N, D) and round: (N, D), or (N / R, D) if tokens are sharded."""
-        total = self.reduce_scatter(dx) if self.sequence_parallel else self.all_reduce_(dx)
-        return total.to(dtype)
+        if self.sequence_parallel:
+            return self.reduce_scatter(dx).to(dtype)
+        # each rank rounds some rows before they are gathered: less is moved than by an all-reduce
+        whole = F.pad(dx, (0, 0, 0, -len(dx) % len(self.vocab)))
+        rows = self.reduce_scatter(whole).to(dtype)
+        return self.all_gather(rows).flatten(0, 1)[: len(dx)]
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every rank's x (...) as (R, ...)."""

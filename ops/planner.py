@@ -23,12 +23,13 @@ DEFAULT = 5 << 29
 """2.5 GiB: all exponentials of 8192 tokens and 128k classes in bfloat16, about what a compiled
 two-stage loss takes for the same; larger problems keep a part and compute the rest again."""
 
-SMALLEST_CHUNK = 256
+SMALLEST_CHUNK = 1024
 """Tokens of a chunk, below which reading and writing dW's sums would take most of the time."""
+CHUNK_UNIT = 256
+"""Tokens that a chunk is a multiple of: a row block of the kernels."""
 
-RATES = {"cpu": (1e11, 2e10), "cuda": (7e14, 4e12), "sm_90a": (7e14, 1.6e13)}
-"""(FLOP/s, bytes/s) by device type or by the kernels' architecture.  Kernels move sums while they
-multiply, so that most of it takes no time."""
+RATES = {"cpu": (1e11, 2e10), "cuda": (7e14, 4e12)}
+"""(FLOP/s, bytes/s) by device type; those of a GPU are an H200's."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,10 @@ def _gradients_in_forward(p: Problem, config: TileConfig, budget: int) -> Plan:
     chunk = max(p.tokens, 1)
     if beyond > 0:
         chunk -= -(-beyond // chunk_token_bytes(p, config, stored))
-        chunk = max(chunk // SMALLEST_CHUNK * SMALLEST_CHUNK, min(SMALLEST_CHUNK, p.tokens), 1)
+        chunk = max(chunk // CHUNK_UNIT * CHUNK_UNIT, min(SMALLEST_CHUNK, p.tokens), 1)
+        # as many chunks, but of about the same size
+        even = -(-p.tokens // -(-p.tokens // chunk))
+        chunk = min(chunk, -(-even // CHUNK_UNIT) * CHUNK_UNIT)
     return Plan(
         strategy="gradients_in_forward",
         vocab=p.vocab,
@@ -174,5 +178,5 @@ def _chunked_seconds(p: Problem, chunk: int) -> float:
 
 def _seconds(p: Problem, columns: int, moved_bytes: int) -> float:
     """Time of products with `columns` columns of the vocabulary in all, and of moving bytes."""
-    flop_rate, byte_rate = RATES.get(p.arch or p.device, RATES["cuda"])
+    flop_rate, byte_rate = RATES.get(p.device, RATES["cuda"])
     return 2 * p.tokens * p.hidden * columns / flop_rate + moved_bytes / byte_rate

@@ -300,7 +300,7 @@ def collectives(sequence_parallel: bool, grad: bool) -> list[tuple[str, tuple[in
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_what_is_exchanged(sequence_parallel: bool, grad: bool, ranks: Ranks) -> None:
     forward = [("all_reduce", (2, 8)), ("all_gather", (2, 8))]
-    backward = [("all_reduce", (8, 8))]
+    backward = [("reduce_scatter", (8, 8)), ("all_gather", (4, 8))]
     if sequence_parallel:
         forward.insert(0, ("all_gather", (4, 8)))
         backward = [("all_gather", (4, 8)), ("reduce_scatter", (8, 8))]
