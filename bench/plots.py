@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from bench.head import title
 from bench.records import Row, read
 
-COLUMNS = 3
-"""Of the frontier's panels."""
+TIMES = (0.9, 1, 1.2, 1.5, 2, 3, 5)
+"""Marked on the frontier's axis, relative to the plain products."""
 MARKERS = "xsv^D*P<>Xph"
 
 
@@ -33,8 +33,8 @@ def _frontier(figure: Figure, rows: list[Row]) -> None:
     """Draw time over memory: a panel a shape, a line through our budgets, a mark a peer."""
     measured = [row for row in rows if row["peak_mib"] is not None]
     shapes = [(name, list(some)) for name, some in groupby(measured, title)]
-    lines = math.ceil(len(shapes) / COLUMNS)
-    columns = min(COLUMNS, len(shapes))
+    columns = math.ceil(math.sqrt(len(shapes)))
+    lines = math.ceil(len(shapes) / columns)
     figure.set_size_inches(4 * columns, 3 * lines + 3)
     panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
     peers = [row["form"] for row in measured if not row["form"].startswith("cutefce")]
@@ -47,6 +47,9 @@ def _frontier(figure: Figure, rows: list[Row]) -> None:
             coordinates = zip(*points, strict=True) if points else ([], [])
             axes.plot(*coordinates, marker, color=f"C{number}", label=peer)
         axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_yticks(TIMES, map(str, TIMES))
+        axes.minorticks_off()
         axes.set_xlabel("peak beyond inputs and gradients, MiB", fontsize="small")
         axes.set_title(name, fontsize="small")
     for axes in panels[len(shapes) :]:
