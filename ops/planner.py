@@ -138,8 +138,8 @@ def _gradients_in_forward(p: Problem, config: TileConfig, budget: int) -> Plan:
         chunk -= -(-beyond // chunk_token_bytes(p, config, stored))
         chunk = max(chunk // CHUNK_UNIT * CHUNK_UNIT, min(SMALLEST_CHUNK, p.tokens), 1)
         # as many chunks, but of about the same size
-        even = -(-p.tokens // -(-p.tokens // chunk))
-        chunk = min(chunk, -(-even // CHUNK_UNIT) * CHUNK_UNIT)
+        even = -(-p.tokens // max(1, -(-p.tokens // chunk)))
+        chunk = max(1, min(chunk, -(-even // CHUNK_UNIT) * CHUNK_UNIT))
     return Plan(
         strategy="gradients_in_forward",
         vocab=p.vocab,
