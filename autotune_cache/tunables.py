@@ -105,7 +105,8 @@ class ProjectExp(OnKernels):
         h, w = primitives.prepare(case.h, case.w)
         logit = primitives.target_logit(h, w, _targets(case))
         exps = _kept(case)
-        return lambda: primitives.project_exp(h, w, logit, case.y, exps)
+        columns = 0, case.problem.vocab
+        return lambda: primitives.project_exp(h, w, columns, logit, case.y, exps)
 
     def product(self, case: Case) -> Callable[[], object]:
         tokens, vocab = case.problem.tokens, case.problem.vocab
@@ -226,7 +227,8 @@ def _results(case: Case, primitives: Primitives) -> dict[str, Result]:
     vocab, dtype = case.problem.vocab, case.h.dtype
     h, w = primitives.prepare(case.h, case.w)
     targets, exps, window = _targets(case), _kept(case), _plan(case).window
-    loss, stats = strategies.forward(primitives, h, w, targets, "none", exps)
+    stored = [] if exps is None else [(0, exps)]
+    loss, stats = strategies.forward(primitives, h, w, targets, "none", stored)
     again = h.new_empty(h.shape[0], window)
     first, last = list(strategies.windows(vocab, 0, window))[-1]
     primitives.recompute_exp(h, w, (first, last), stats.reference, targets.index, again)
@@ -241,11 +243,11 @@ def _results(case: Case, primitives: Primitives) -> dict[str, Result]:
         # the portable path rounds again what it moves to another reference
         results["kept"] = Result(exps[:, :vocab], 2, stats.total, floor)
     if case.upstream is not None:
-        kept = h.new_empty(h.shape[0], 0) if exps is None else exps
-        gradients = strategies.backward(
-            primitives, h, w, targets, stats, kept, case.upstream, window, True, True
+        dw = torch.empty_like(w)
+        dx = strategies.backward(
+            primitives, h, w, targets, stats, stored, case.upstream, window, True, dw
         )
-        results |= _gradients("", *gradients)
+        results |= _gradients("", dx, dw)
         if dtype != torch.float16:  # which lacks the range, see `planner`
             results |= _chunks(h, w, targets, primitives, autotune_cache.lookup(case.problem).piece)
         results |= _alone(h, w, targets, primitives, case.upstream)

@@ -81,7 +81,7 @@ def _forms(shape: Shape) -> dict[str, Call]:
 
     def kept() -> None:
         targets = strategies.locate(y, shape.vocab, -100)
-        strategies.forward(primitives, h, w, targets, "mean", z)
+        strategies.forward(primitives, h, w, targets, "mean", [(0, z)])
 
     forms: dict[str, Call] = {"product": lambda: torch.mm(h, w.t(), out=z), "loss": loss}
     if z.numel() * z.element_size() <= LARGEST_KEPT_BYTES:

@@ -82,6 +82,7 @@ def loss(
             grad_weight,
             plan.strategy,
             plan.window,
+            plan.lent,
             plan.kept,
             plan.chunk,
             *sharing,
@@ -111,7 +112,7 @@ def plan(
         sequence_parallel: as for `loss`.
 
     Returns:
-        Strategy, window, columns kept, and predicted memory (bytes) and time (seconds).
+        Strategy, window, columns lent and kept, and predicted memory (bytes) and time (seconds).
     """
     h, w = _autocast(h, w)
     y = torch.empty(h.shape[:-1], dtype=torch.long, device=h.device)

@@ -7,7 +7,7 @@ noted, so that nothing waits for the GPU.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,13 +74,26 @@ class CutePrimitives(TorchPrimitives):
         return logit
 
     def project_exp(
-        self, h: Tensor, w: Tensor, reference: Tensor, target: Tensor, exps: Tensor | None = None
+        self,
+        h: Tensor,
+        w: Tensor,
+        window: tuple[int, int],
+        reference: Tensor,
+        target: Tensor,
+        exps: Tensor | None = None,
     ) -> Partial:
+        first, last = window
+        w = w[first:last]
         windows, notes = self._windows(h, w), self._notes(h)
         sums = reference.new_empty(h.shape[0], windows * self.project.parts_of_window)
         launch = compiled(self.kernels.sums if exps is None else self.kernels.sums_and_exps)
-        launch(h, w, reference, target, sums, exps, notes, 0, windows, self.clusters)
+        launch(h, w, reference, target, sums, exps, notes, first, windows, self.clusters)
         return Parts(sums, notes)
+
+    def side_by_side(self, partials: Sequence[Partial]) -> Partial:
+        if len(partials) == 1:
+            return partials[0]
+        return Parts(torch.cat([part.sums for part in partials], 1), partials[0].notes)
 
     def join(self, partial: Partial, gather: Callable[[Tensor], Tensor]) -> Partial:
         total = torch.logsumexp(partial.sums * math.log(2), 1) / math.log(2)
@@ -115,11 +128,18 @@ class CutePrimitives(TorchPrimitives):
         return stats, stats.loss if reduction == "none" else reduced
 
     def settle(
-        self, exps: Tensor, h: Tensor, w: Tensor, target: Tensor, partial: Partial, stats: Stats
+        self,
+        exps: Tensor,
+        h: Tensor,
+        w: Tensor,
+        first: int,
+        target: Tensor,
+        partial: Partial,
+        stats: Stats,
     ) -> None:
-        w, notes, reference = w[: exps.shape[1]], partial.notes, stats.reference
+        w, notes, reference = w[first : first + exps.shape[1]], partial.notes, stats.reference
         launch, windows = compiled(self.kernels.noted_exps), self._windows(h, w)
-        launch(h, w, reference, target, None, exps, notes, 0, windows, self.clusters)
+        launch(h, w, reference, target, None, exps, notes, first, windows, self.clusters)
 
     def finish_dx(
         self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, scale: Tensor, weight: Tensor

@@ -22,6 +22,7 @@ def loss(
     grad_weight: bool,
     strategy: str,
     window: int,
+    lent: int,
     kept: int,
     *_: Any,
 ) -> tuple[Tensor, ...]:
@@ -33,7 +34,9 @@ def loss(
         h.new_empty((4, 0 if chunked else tokens), dtype=dtype),
         h.new_empty((0 if chunked else tokens, kept)),
         h.new_empty((h.shape[0] if chunked and grad_hidden else 0, h.shape[1])),
-        w.new_empty((w.shape[0] if chunked and grad_weight else 0, w.shape[1]), dtype=dtype),
+        w.new_empty((w.shape[0] if chunked and grad_weight else 0, w.shape[1]), dtype=dtype)
+        if chunked
+        else w.new_empty((w.shape[0] if lent else 0, w.shape[1])),
     )
 
 
@@ -44,6 +47,7 @@ def gradients(
     y: Tensor,
     stats: Tensor,
     exps: Tensor,
+    dw: Tensor,
     reduction: str,
     ignore_index: int,
     grad_hidden: bool,

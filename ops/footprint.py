@@ -3,11 +3,13 @@
 With N tokens, D hidden, V vocab, e bytes an element, a bytes a sum, w columns a window, K columns
 kept, and tiles of R rows and C columns, the larger parts are:
 
-    kept    N·K·e                      exponentials from the forward to the backward
+    kept    N·K·e                      exponentials from the forward to the backward; those of L
+                                       more columns lie in dW, which is there from the forward on
     tile    R·C·a                      one tile of logits
-    buffer  N·w·e                      exponentials of one recomputed window; none if K = V
-    dX      N·D·a                      its sums, unless they are the gradient (e = a)
-    dW      N·D·e                      s_i h_i, unless K = 0 and every row's loss has the same
+    buffer  N·w·e                      exponentials of one recomputed window; none if K + L = V
+    dX      N·D·a                      its sums, unless they are the gradient (e = a), which is
+                                       there only after buffer and s_i h_i have gone
+    dW      N·D·e                      s_i h_i, unless K = L = 0 and every row's loss has the same
                                        upstream gradient
             + 12·N + 4·V               kernels: the tokens of each target, what they add
             + (N + 1)·D·a + 8·V        portable: the targets' lines and their numbers,
@@ -43,20 +45,35 @@ def row_block_bytes(device: str) -> int:
     return (16 if device == "cpu" else 128) << 20
 
 
-def windows_bytes(p: Problem, config: TileConfig, kept: int, scalar_upstream: bool) -> int:
-    """Return the workspace of a "windows" plan that keeps `kept` columns, which may be padded."""
+def windows_bytes(
+    p: Problem, config: TileConfig, lent: int, kept: int, scalar_upstream: bool
+) -> int:
+    """Return the workspace of a "windows" plan that keeps `lent` columns in dW's place, and `kept`.
+
+    The latter may be padded.
+    """
+    stored = lent + kept
     saved = p.tokens * (kept * p.item_bytes + 4 * p.accumulator_bytes)
-    forward = saved + p.tokens * _partial_bytes(p, config) + _gathered_bytes(p)
-    forward += _step_bytes(p, config, p.tokens, stored=kept >= p.vocab)
+    partial = p.tokens * _partial_bytes(p, config)
+    step = _step_bytes(p, config, p.tokens, stored=stored >= p.vocab)
+    forward = saved + partial + _gathered_bytes(p)
+    if lent:
+        # the windows' partial sums are there beside those of all columns, but not beside a tile
+        forward += p.vocab * p.hidden * p.item_bytes
+        step = max(step, partial)
+    forward += step
     if not p.gradient_bytes:
         return forward
     window = min(config.window, p.vocab)
     backward = saved + p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
+    end = backward + _row_block_bytes(p, p.tokens)
     longest = max(window, min(kept, p.vocab))
     step = max(_row_block_bytes(p, p.tokens), _widened(p, p.tokens, longest, p.hidden))
     if p.grad_hidden and _is_narrow(p):
-        backward += p.tokens * p.hidden * p.accumulator_bytes
-    if p.grad_weight and (kept or not scalar_upstream):
+        # dX itself is there only at the end
+        backward += p.tokens * p.hidden * (p.accumulator_bytes - p.item_bytes)
+        end += p.tokens * p.hidden * p.accumulator_bytes
+    if p.grad_weight and (stored or not scalar_upstream):
         backward += p.tokens * p.hidden * p.item_bytes
     if p.grad_weight and p.arch is not None and arch_named(p.arch).forms_weight_gradient:
         backward += 12 * p.tokens + 4 * p.vocab
@@ -67,13 +84,10 @@ def windows_bytes(p: Problem, config: TileConfig, kept: int, scalar_upstream: bo
         gathered = min(window * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
         finish = gathered if p.device == "cpu" else 0
         step = max(step, sums + max(finish, _widened(p, window, p.tokens, p.hidden)))
-    if kept < p.vocab:
+    if stored < p.vocab:
         backward += p.tokens * config.window * p.item_bytes
         step = max(step, _tile_bytes(p, config, p.tokens, stored=True))
-    if p.grad_hidden and _is_narrow(p):
-        # dX itself is there only after its sums
-        step = max(step - p.tokens * p.hidden * p.item_bytes, _row_block_bytes(p, p.tokens))
-    return max(forward - p.gradient_bytes, backward + step)
+    return max(forward - p.gradient_bytes, backward + step, end)
 
 
 def chunked_bytes(p: Problem, config: TileConfig, stored: int, chunk: int) -> int:

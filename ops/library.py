@@ -20,6 +20,7 @@ from torch import Tensor
 from cutefce.ops import fakes, strategies
 from cutefce.ops.call import loss
 from cutefce.ops.dispatch import primitives_for, problem_of
+from cutefce.ops.lending import lent_windows
 from cutefce.ops.parallel import Whole, shard_of
 from cutefce.ops.primitives import Primitives, Stats, Targets, sum_dtype
 
@@ -38,13 +39,13 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "project_loss(Tensor h, Tensor w, Tensor y, str reduction, int ignore_index, "
-    "bool grad_hidden, bool grad_weight, str strategy, SymInt window, SymInt kept, SymInt chunk, "
-    f"{SHARING}) -> (Tensor loss, Tensor stats, Tensor exps, Tensor dx, Tensor dw)"
+    "bool grad_hidden, bool grad_weight, str strategy, SymInt window, SymInt lent, SymInt kept, "
+    f"SymInt chunk, {SHARING}) -> (Tensor loss, Tensor stats, Tensor exps, Tensor dx, Tensor dw)"
 )
 LIBRARY.define(
     "project_gradients(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, Tensor exps, "
-    "str reduction, int ignore_index, bool grad_hidden, bool grad_weight, SymInt window, "
-    f"{SHARING}) -> (Tensor dx, Tensor dw)"
+    "Tensor dw, str reduction, int ignore_index, bool grad_hidden, bool grad_weight, "
+    f"SymInt window, SymInt lent, {SHARING}) -> (Tensor dx, Tensor dw)"
 )
 LIBRARY.define(
     "scale_gradients(Tensor upstream, Tensor w, Tensor dx, Tensor dw_sums) "
@@ -56,12 +57,12 @@ def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Keep a surrounding autocast region, which casts the inputs, from casting what sums."""
 
     @functools.wraps(kernel)
-    def run(first: Tensor, *rest: Any) -> Any:
+    def run(first: Tensor, *rest: Any, **more: Any) -> Any:
         device = first.device.type
         if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-            return kernel(first, *rest)
+            return kernel(first, *rest, **more)
         with torch.autocast(device, enabled=False):
-            return kernel(first, *rest)
+            return kernel(first, *rest, **more)
 
     return run
 
@@ -70,11 +71,11 @@ def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Make the device of the first tensor the current one: streams and launches go by that."""
 
     @functools.wraps(kernel)
-    def run(first: Tensor, *rest: Any) -> Any:
+    def run(first: Tensor, *rest: Any, **more: Any) -> Any:
         if not first.is_cuda or first.device.index == torch.cuda.current_device():
-            return kernel(first, *rest)
+            return kernel(first, *rest, **more)
         with torch.cuda.device(first.device):
-            return kernel(first, *rest)
+            return kernel(first, *rest, **more)
 
     return run
 
@@ -124,6 +125,7 @@ def project_loss(
     grad_weight: bool,
     strategy: str,
     window: int,
+    lent: int,
     kept: int,
     chunk: int,
     denominator: Tensor | None = None,
@@ -133,7 +135,8 @@ def project_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the reduced loss, stats (4, N), exponentials (N, kept), dX and dW's sums.
 
-    Of the last four, those that the strategy and the flags do not ask for are empty.
+    Of the last four, those that the strategy and the flags do not ask for are empty.  With `lent`
+    columns, the last one is dW itself, in which their exponentials lie.
     """
     same = {"operator": "project_loss", "reduction": reduction, "ignore_index": ignore_index}
     plan = {"dX is wanted": grad_hidden, "strategy": strategy, "tokens of a chunk": chunk}
@@ -148,7 +151,9 @@ def project_loss(
         stats, exps = losses.new_empty(4, 0), h.new_empty(0, kept)
     else:
         exps = h.new_empty(h.shape[0], kept)
-        loss, saved = strategies.forward(*inputs, reduction, exps if kept else None)
+        dw = w.new_empty(w.shape if lent else (0, w.shape[1]))
+        stored = _stored(exps, dw, window, lent)
+        loss, saved = strategies.forward(*inputs, reduction, stored)
         stats = saved.rows
         loss = loss.clone() if reduction == "none" else loss  # not a view of another result
     if dw is None:
@@ -163,23 +168,39 @@ def project_gradients(
     y: Tensor,
     stats: Tensor,
     exps: Tensor,
+    dw: Tensor,
     reduction: str,
     ignore_index: int,
     grad_hidden: bool,
     grad_weight: bool,
     window: int,
+    lent: int,
     denominator: Tensor | None = None,
     group: str | None = None,
     shards: list[int] | None = None,
     sequence_parallel: bool = False,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return dX (N, D) and dW (V, D) of a "windows" plan, without rows if not asked for."""
+    """Return dX (N, D) and dW (V, D) of a "windows" plan, without rows if not asked for.
+
+    `dw` is what `project_loss` lent the exponentials of `lent` columns, or has no rows if they are
+    lost.  What an operator returns is new; `in_place`, which is none's, writes to `dw` instead.
+    """
     shard = shard_of(group, shards, sequence_parallel, h, w, operator="project_gradients")
     grads = grad_hidden, grad_weight
     inputs = _, h, w, targets = _prepare(shard, h, w, y, ignore_index, denominator, grads)
     upstream = upstream * targets.weight(reduction, sum_dtype(h.dtype))
-    dx, dw = strategies.backward(*inputs, Stats(stats), exps, upstream, window, *grads)
-    return _gradients(shard, h, w, dx, dw)
+    stored = _stored(exps, dw, window, lent)
+    to = (dw if in_place else w.new_empty(w.shape)) if grad_weight else None
+    options = window, grad_hidden, to, lent > 0
+    dx = strategies.backward(*inputs, Stats(stats), stored, upstream, *options)
+    return _gradients(shard, h, w, dx, to)
+
+
+def _stored(exps: Tensor, dw: Tensor, window: int, lent: int) -> strategies.Stored:
+    """Return where exponentials lie: those of `lent` columns in dW, then `exps` (N, K)."""
+    rooms = lent_windows(dw, exps.shape[0], window, lent) if len(dw) else []
+    return [*rooms, (lent, exps)] if exps.shape[1] else rooms
 
 
 def _gradients(
@@ -206,26 +227,34 @@ def scale_gradients(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    h, w, y, *options, strategy, window, _, _ = inputs[:11]
-    denominator, *sharing = inputs[11:]
+    h, w, y, *options, strategy, window, lent, _, _ = inputs[:12]
+    denominator, *sharing = inputs[12:]
     _, stats, exps, dx, dw = output
     ctx.set_materialize_grads(False)
     ctx.chunked, ctx.inputs = strategy == "gradients_in_forward", len(inputs)
-    ctx.options, ctx.sharing = (*options, window), sharing
-    saved = (w, dx, dw) if ctx.chunked else (h, w, y, stats, exps, denominator)
+    ctx.options, ctx.sharing = (*options, window, lent), sharing
+    ctx.is_spent = False
+    saved = (w, dx, dw) if ctx.chunked else (h, w, y, stats, exps, dw, denominator)
     ctx.save_for_backward(*saved)
 
 
 def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    _, _, grad_hidden, grad_weight, _ = ctx.options
+    _, _, grad_hidden, grad_weight, *_ = ctx.options
     if upstream is None:
         dx, dw, grad_hidden, grad_weight = None, None, False, False
     elif ctx.chunked:
         dx, dw = torch.ops.cutefce.scale_gradients(upstream, *ctx.saved_tensors)
     else:
-        *saved, denominator = ctx.saved_tensors
-        arguments = upstream, *saved, *ctx.options, denominator, *ctx.sharing
-        dx, dw = torch.ops.cutefce.project_gradients(*arguments)
+        *saved, dw, denominator = ctx.saved_tensors
+        if ctx.is_spent:
+            dw = dw[:0]
+        # a graph, also one of second derivatives, must not see a saved tensor change
+        in_place = len(dw) > 0 and type(dw) is Tensor and not torch.is_grad_enabled()
+        run: Callable[..., Any] = torch.ops.cutefce.project_gradients
+        if in_place:
+            ctx.is_spent, dw = True, dw.data  # a second backward is welcome to the rest
+            run = functools.partial(KERNELS[project_gradients], in_place=True)
+        dx, dw = run(upstream, *saved, dw, *ctx.options, denominator, *ctx.sharing)
     gradients = dx if grad_hidden else None, dw if grad_weight else None
     return *gradients, *[None] * (ctx.inputs - 2)
 
@@ -236,8 +265,11 @@ def _no_second_derivative(ctx: Any, *_: Any) -> None:
 
 for overload in ("loss", "loss.preset"):
     LIBRARY.impl(overload, loss, "CompositeImplicitAutograd")
-for kernel in (forward, project_loss, project_gradients, scale_gradients):
-    wrapped = _on_its_device(_without_autocast(kernel))
+KERNELS = {
+    kernel: _on_its_device(_without_autocast(kernel))
+    for kernel in (forward, project_loss, project_gradients, scale_gradients)
+}
+for kernel, wrapped in KERNELS.items():
     LIBRARY.impl(kernel.__name__, wrapped, "CompositeExplicitAutograd")
 torch.library.register_fake("cutefce::forward", fakes.forward, lib=LIBRARY)
 torch.library.register_fake("cutefce::project_loss", fakes.loss, lib=LIBRARY)

@@ -27,7 +27,8 @@ def algorithm_1(
     nothing = torch.full_like(targets.index, NO_TARGET)
     for first, last in windows(w.shape[0], 0, window):
         # every logit lies above a reference of -inf, so that each piece uses its own maximum
-        pieces = primitives.project_exp(h, w[first:last], torch.full_like(m, -torch.inf), nothing)
+        below = torch.full_like(m, -torch.inf)
+        pieces = primitives.project_exp(h, w, (first, last), below, nothing)
         m, a = _merge(m, a, pieces)
     losses = torch.where(targets.active, m + a.log() - target_logit, 0)
     return losses, m, a

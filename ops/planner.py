@@ -3,8 +3,8 @@
 Pure Python; sizes may be symbolic integers of a graph compiler.  With N tokens, D hidden, V vocab,
 K columns kept and G gradients wanted (0 to 2), the model of time is
 
-    windows                2·N·D·((1 + G)·V + (V - K)) FLOP; dX's sums are read and written once
-                           a window, recomputed logits once
+    windows                2·N·D·((1 + G)·V + (V - K - L)) FLOP; dX's sums are read and written
+                           once a window, recomputed logits once; L columns are lent, see `lending`
     gradients in forward   2·N·D·(1 + G)·V FLOP; dW's sums are read and written once a chunk,
                            and the gradients once more in the backward
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from cutefce.cute_kernels.problem import Problem, TileConfig
 from cutefce.ops.footprint import chunk_token_bytes, chunked_bytes, windows_bytes
+from cutefce.ops.lending import lendable_windows
 
 MINIMUM = 0
 """The budget "min": the smallest plan."""
@@ -42,9 +43,11 @@ class Plan:
     """Vocabulary columns in all."""
     window: int
     """Vocabulary columns walked at a time."""
+    lent: int
+    """Columns whose exponentials lie in dW until the backward: the first ones, whole windows."""
     kept: int
-    """Columns whose exponentials stay in memory until the backward, or exist for a chunk: whole
-    pieces, so that their rows lie as the hardware wants them."""
+    """Columns after these whose exponentials stay in memory until the backward, or exist for a
+    chunk: whole pieces, so that their rows lie as the hardware wants them."""
     chunk: int
     """Tokens walked at a time; all of them with "windows"."""
     workspace_bytes: int
@@ -54,8 +57,9 @@ class Plan:
 
     def __str__(self) -> str:
         name = self.strategy.replace("_", " ")
-        share = min(self.kept / self.vocab, 1)
-        size = f"chunks of {self.chunk} tokens" if "forward" in name else f"{share:.0%} kept"
+        kept, lent = min(self.kept / self.vocab, 1), self.lent / self.vocab
+        size = f"{kept:.0%} kept" + f", {lent:.0%} in the place of dW" * (lent > 0)
+        size = f"chunks of {self.chunk} tokens" if "forward" in name else size
         return (
             f"{name}, {size}, {self.window} columns at a time: "
             f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
@@ -96,11 +100,12 @@ def narrowed(
     """Return `plan`, which was made for a wider vocabulary, for `p`; chunks stay as they are."""
     if plan.strategy == "windows":
         return _windows(p, config, budget, scalar_upstream)
-    stored = _all_columns(p, config)
+    stored = _all_columns(p.vocab, config)
     return dataclasses.replace(
         plan,
         vocab=p.vocab,
         window=config.window,
+        lent=0,
         kept=stored,
         workspace_bytes=chunked_bytes(p, config, stored, plan.chunk),
         seconds=_chunked_seconds(p, plan.chunk),
@@ -108,30 +113,40 @@ def narrowed(
 
 
 def _windows(p: Problem, config: TileConfig, budget: int, scalar_upstream: bool) -> Plan:
-    def bytes_with(kept: int) -> int:
-        return windows_bytes(p, config, kept, scalar_upstream)
+    def bytes_with(lent: int, kept: int) -> int:
+        return windows_bytes(p, config, lent, kept, scalar_upstream)
 
-    kept, everything = 0, _all_columns(p, config)
+    lent = kept = 0
     if p.gradient_bytes and _can_keep(p):
         column = max(p.tokens, 1) * p.item_bytes
-        spare = budget - bytes_with(config.window) + config.window * column
-        if bytes_with(everything) <= budget:
-            kept = everything
-        elif spare > 0:
-            kept = min(spare // column, p.vocab - 1) // config.window * config.window
+        kept = _all_columns(p.vocab, config)
+        if bytes_with(0, kept) > budget:
+            lent = _lendable(p, config)
+            kept = _all_columns(p.vocab - lent, config)
+        if bytes_with(lent, kept) > budget:
+            spare = budget - bytes_with(lent, config.window) + config.window * column
+            most = min(max(spare, 0) // column, p.vocab - lent - 1)
+            kept = most // config.window * config.window
     return Plan(
         strategy="windows",
         vocab=p.vocab,
         window=config.window,
+        lent=lent,
         kept=kept,
         chunk=p.tokens,
-        workspace_bytes=bytes_with(kept),
-        seconds=_windows_seconds(p, config.window, kept),
+        workspace_bytes=bytes_with(lent, kept),
+        seconds=_windows_seconds(p, config.window, lent, kept),
     )
 
 
+def _lendable(p: Problem, config: TileConfig) -> int:
+    if not p.grad_weight:
+        return 0
+    return config.window * lendable_windows(p.tokens, p.hidden, p.vocab, config.window)
+
+
 def _gradients_in_forward(p: Problem, config: TileConfig, budget: int) -> Plan:
-    stored = _all_columns(p, config)
+    stored = _all_columns(p.vocab, config)
     beyond = chunked_bytes(p, config, stored, p.tokens) - budget
     chunk = max(p.tokens, 1)
     if beyond > 0:
@@ -144,6 +159,7 @@ def _gradients_in_forward(p: Problem, config: TileConfig, budget: int) -> Plan:
         strategy="gradients_in_forward",
         vocab=p.vocab,
         window=config.window,
+        lent=0,
         kept=stored,
         chunk=chunk,
         workspace_bytes=chunked_bytes(p, config, stored, chunk),
@@ -151,8 +167,8 @@ def _gradients_in_forward(p: Problem, config: TileConfig, budget: int) -> Plan:
     )
 
 
-def _all_columns(p: Problem, config: TileConfig) -> int:
-    return -(-p.vocab // config.piece) * config.piece
+def _all_columns(columns: int, config: TileConfig) -> int:
+    return -(-columns // config.piece) * config.piece
 
 
 def _can_keep(p: Problem) -> bool:
@@ -160,11 +176,11 @@ def _can_keep(p: Problem) -> bool:
     return p.dtype != "float16"
 
 
-def _windows_seconds(p: Problem, window: int, kept: int) -> float:
+def _windows_seconds(p: Problem, window: int, lent: int, kept: int) -> float:
     gradients = p.grad_hidden + p.grad_weight
-    recomputed = max(p.vocab - kept, 0) if gradients else 0
+    recomputed = max(p.vocab - lent - kept, 0) if gradients else 0
     columns = (1 + gradients) * p.vocab + recomputed
-    passes = -(-max(p.vocab - kept, 0) // window) + 1 if p.grad_hidden else 0
+    passes = -(-(recomputed + lent) // window) + 1 if p.grad_hidden else 0
     moved = p.tokens * (2 * passes * p.hidden + recomputed) * p.accumulator_bytes
     return _seconds(p, columns, moved)
 

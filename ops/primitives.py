@@ -12,7 +12,7 @@ In the shapes below N is tokens, D hidden, V vocab.  The dtype of sums is float3
 for float64 inputs; exponentials and gradients have the dtype of the inputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -118,14 +118,24 @@ class Primitives(Protocol):
         ...
 
     def project_exp(
-        self, h: Tensor, w: Tensor, reference: Tensor, target: Tensor, exps: Tensor | None = None
+        self,
+        h: Tensor,
+        w: Tensor,
+        window: tuple[int, int],
+        reference: Tensor,
+        target: Tensor,
+        exps: Tensor | None = None,
     ) -> Partial:
-        """Return the row sums of e over all columns.
+        """Return the row sums of e over the columns of `window`, which begin with a piece.
 
-        `exps` (N, K), if given, receives e over the first K columns, which are whole pieces; the
+        `exps` (N, K), if given, receives e over the first K of them, which are whole pieces; the
         columns beyond the vocabulary are undefined.  Where logits lie far above `reference` (N,),
         sums and `exps` may be relative to something else, which the result tells `settle`.
         """
+        ...
+
+    def side_by_side(self, partials: Sequence[Partial]) -> Partial:
+        """Return the row sums of all columns, given those of windows that lie one after another."""
         ...
 
     def join(self, partial: Partial, gather: Callable[[Tensor], Tensor]) -> Partial:
@@ -154,9 +164,19 @@ class Primitives(Protocol):
         ...
 
     def settle(
-        self, exps: Tensor, h: Tensor, w: Tensor, target: Tensor, partial: Partial, stats: Stats
+        self,
+        exps: Tensor,
+        h: Tensor,
+        w: Tensor,
+        first: int,
+        target: Tensor,
+        partial: Partial,
+        stats: Stats,
     ) -> None:
-        """Make `exps` (N, K), which `project_exp` stored, relative to `stats.reference`."""
+        """Make `exps` (N, K), which `project_exp` stored, relative to `stats.reference`.
+
+        They are those of the columns from `first` on; `partial` is that of all columns.
+        """
         ...
 
     def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor) -> None:

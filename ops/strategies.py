@@ -1,12 +1,12 @@
 """The strategies, written once over the primitives.
 
-`forward` and `backward` walk vocabulary windows: exponentials of the first `kept` columns stay
-in memory from the one to the other, the others are computed again.  `gradients_in_forward`
+`forward` and `backward` walk vocabulary windows: exponentials of some columns stay in memory from
+the one to the other (`Stored`), the others are computed again.  `gradients_in_forward`
 (the paper's Algorithms 3 and 4) walks chunks of tokens and needs a scalar upstream gradient.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,12 +17,24 @@ FLOAT16_TOTAL = 2.0**15
 """T of float16 rows: their exponentials are probabilities times this, within float16's range."""
 
 
-def windows(vocab: int, kept: int, window: int) -> Iterator[tuple[int, int]]:
-    """Cut [0, vocab) into windows: the `kept` columns together, then `window` at a time."""
-    if kept:
-        yield 0, kept
-    for first in range(kept, vocab, window):
-        yield first, min(first + window, vocab)
+Stored = Sequence[tuple[int, Tensor]]
+"""First columns, ascending, and the exponentials (N, K) of the K columns from there on."""
+
+
+def windows(vocab: int, first: int, window: int) -> Iterator[tuple[int, int]]:
+    """Cut [first, vocab) into windows."""
+    for start in range(first, vocab, window):
+        yield start, min(start + window, vocab)
+
+
+def walk(vocab: int, stored: Stored, window: int) -> Iterator[tuple[int, int, Tensor | None]]:
+    """Cut [0, vocab) into what is stored and, in between, windows that are not."""
+    done = 0
+    for first, exps in stored:
+        yield from ((*columns, None) for columns in windows(first, done, window))
+        done = min(first + exps.shape[1], vocab)
+        yield first, done, exps[:, : done - first]
+    yield from ((*columns, None) for columns in windows(vocab, done, window))
 
 
 def locate(y: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None = None) -> Targets:
@@ -44,18 +56,25 @@ def forward(
     w: Tensor,
     targets: Targets,
     reduction: str,
-    exps: Tensor | None = None,
+    stored: Stored = (),
 ) -> tuple[Tensor, Stats]:
     """Return the reduced loss, () or (N,), and stats.
 
-    `exps` (N, K), if given, receives the first K columns' exponentials.  K is a multiple of the
-    piece and may lie above V; the columns beyond V are undefined.
+    `stored` receives its columns' exponentials; they begin with column 0, one after another, and
+    are whole pieces.  The last ones may lie beyond V; such columns are undefined.
     """
     logit = primitives.target_logit(h, w, targets)
-    partial = primitives.project_exp(h, w, logit, targets.index, exps)
+    firsts, rooms = zip(*stored, strict=True) if stored else ((0,), (None,))
+    columns = zip(firsts, (*firsts[1:], w.shape[0]), strict=True)
+    partial = primitives.side_by_side(
+        [
+            primitives.project_exp(h, w, window, logit, targets.index, exps)
+            for window, exps in zip(columns, rooms, strict=True)
+        ]
+    )
     stats, loss = primitives.finish(partial, logit, targets, reduction)
-    if exps is not None:
-        primitives.settle(exps, h, w, targets.index, partial, stats)
+    for first, exps in stored:
+        primitives.settle(exps, h, w, first, targets.index, partial, stats)
     if h.dtype == torch.float16:
         stats = _as_probabilities(stats)
     return loss, stats
@@ -67,21 +86,25 @@ def backward(
     w: Tensor,
     targets: Targets,
     stats: Stats,
-    exps: Tensor,
+    stored: Stored,
     upstream: Tensor,
     window: int,
     grad_hidden: bool,
-    grad_weight: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return dX (N, D) and dW (V, D) for the upstream gradient of each row's loss (N,) or ().
+    dw: Tensor | None,
+    lost: bool = False,
+) -> Tensor | None:
+    """Return dX (N, D) for the upstream gradient of each row's loss (N,) or (); write `dw` (V, D).
 
     s_i is kept apart as share_i · unit.  Exponentials that were kept need scaled hidden states.
-    Those that are computed again for a scalar upstream gradient, which is the unit, take share_i
-    into their reference, and so are probabilities.
+    Where none were, those that are computed for a scalar upstream gradient, which is the unit, take
+    share_i into their reference, and so are probabilities.  `lost` says that some were kept, and
+    are not in `stored` any more: what is computed instead has the same bits.
+
+    `dw` is written from its first row on, so that some of `stored` may lie in it, see `lending`.
     """
-    (vocab, hidden), tokens, kept = w.shape, h.shape[0], min(exps.shape[1], w.shape[0])
+    (vocab, hidden), tokens = w.shape, h.shape[0]
     narrow = h.dtype == torch.float16
-    as_probabilities = kept == 0 and upstream.ndim == 0
+    as_probabilities = not stored and not lost and upstream.ndim == 0
     if as_probabilities:
         total = FLOAT16_TOTAL if narrow else 1
         unit = upstream / total
@@ -95,28 +118,28 @@ def backward(
         share = torch.where(unit > 0, factor / unit, 0)
         reference, row_sum = stats.reference, stats.sum
     dx_sums = share.new_zeros(tokens, hidden) if grad_hidden else None
-    dw = None
-    if grad_weight:
-        dw = w.new_empty(vocab, hidden)
+    scaled, part = h, None
+    if dw is not None:
         scaled = h if as_probabilities else primitives.scale_rows(h, share, h.dtype)
         part = primitives.target_part(h, -share * stats.sum, targets)
-    buffer = h.new_empty(tokens, window if kept < vocab else 0)
-    for first, last in windows(vocab, kept, window):
-        if last <= kept:
-            e = exps[:, first:last]
-        else:
+    columns = list(walk(vocab, stored, window))
+    again = any(exps is None for _, _, exps in columns)
+    buffer = h.new_empty(tokens, window if again else 0)
+    for first, last, exps in columns:
+        if exps is None:
             primitives.recompute_exp(h, w, (first, last), reference, targets.index, buffer)
-            e = buffer[:, : last - first]
+            exps = buffer[:, : last - first]
         if dx_sums is not None:
-            primitives.add_grad_hidden(dx_sums, e, w[first:last])
+            primitives.add_grad_hidden(dx_sums, exps, w[first:last])
         if dw is not None:
-            primitives.finish_dw(dw[first:last], e, scaled, part, first, unit)
+            primitives.finish_dw(dw[first:last], exps, scaled, part, first, unit)
     if dx_sums is None:
-        return None, dw
+        return None
+    del buffer, exps, scaled, part  # or they would be there beside dX
     dtype = primitives.dx_dtype(h.dtype)
     dx = dx_sums if dx_sums.dtype == dtype else h.new_empty(h.shape)
     primitives.finish_dx(dx, dx_sums, w, targets, factor, -row_sum)
-    return dx, dw
+    return dx
 
 
 def gradients_in_forward(
@@ -142,10 +165,9 @@ def gradients_in_forward(
     for start in range(0, tokens, chunk):
         rows = slice(start, min(start + chunk, tokens))
         some = targets.rows(rows)
-        losses[rows], stats = forward(
-            primitives, h[rows], w, some, "none", buffer[: rows.stop - start]
-        )
-        exps = buffer[: rows.stop - start, :vocab]
+        exps = buffer[: rows.stop - start]
+        losses[rows], stats = forward(primitives, h[rows], w, some, "none", [(0, exps)])
+        exps = exps[:, :vocab]
         scale = torch.where(some.active, weight / stats.total, 0)
         coefficient[rows] = -scale * stats.sum
         if dx is not None:

@@ -7,7 +7,7 @@ accumulates in float32, or float64 for float64 inputs.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -53,17 +53,30 @@ class TorchPrimitives:
         return logit
 
     def project_exp(
-        self, h: Tensor, w: Tensor, reference: Tensor, target: Tensor, exps: Tensor | None = None
+        self,
+        h: Tensor,
+        w: Tensor,
+        window: tuple[int, int],
+        reference: Tensor,
+        target: Tensor,
+        exps: Tensor | None = None,
     ) -> Partial:
-        vocab, piece = w.shape[0], self.config.piece
-        kept = 0 if exps is None else min(exps.shape[1], vocab)
-        pieces = Pieces(*reference.new_empty((2, h.shape[0], math.ceil(vocab / piece))))
-        if kept:
-            self._walk_tiles(h, w, (0, kept), reference, target, exps, pieces)
-        if kept < vocab:
-            rest = Pieces(pieces.sums[:, kept // piece :], pieces.references[:, kept // piece :])
-            self._walk_tiles(h, w, (kept, vocab), reference, target, None, rest)
+        (first, last), piece = window, self.config.piece
+        middle = first if exps is None else min(first + exps.shape[1], last)
+        pieces = Pieces(*reference.new_empty((2, h.shape[0], math.ceil((last - first) / piece))))
+        if first < middle:
+            self._walk_tiles(h, w, (first, middle), reference, target, exps, pieces)
+        if middle < last:
+            done = (middle - first) // piece
+            rest = Pieces(pieces.sums[:, done:], pieces.references[:, done:])
+            self._walk_tiles(h, w, (middle, last), reference, target, None, rest)
         return pieces
+
+    def side_by_side(self, partials: Sequence[Partial]) -> Partial:
+        if len(partials) == 1:
+            return partials[0]
+        sums, references = ([getattr(p, x) for p in partials] for x in ("sums", "references"))
+        return Pieces(torch.cat(sums, 1), torch.cat(references, 1))
 
     def join(self, partial: Partial, gather: Callable[[Tensor], Tensor]) -> Partial:
         references = partial.references.amax(1)
@@ -136,9 +149,17 @@ class TorchPrimitives:
         return stats, targets.reduce(losses, reduction)
 
     def settle(
-        self, exps: Tensor, h: Tensor, w: Tensor, target: Tensor, partial: Partial, stats: Stats
+        self,
+        exps: Tensor,
+        h: Tensor,
+        w: Tensor,
+        first: int,
+        target: Tensor,
+        partial: Partial,
+        stats: Stats,
     ) -> None:
-        references = partial.references[:, : exps.shape[1] // self.config.piece]
+        start, count = first // self.config.piece, exps.shape[1] // self.config.piece
+        references = partial.references[:, start : start + count]
         factor = _exp_difference(references, stats.reference[:, None])
         if exps.is_cuda or bool((factor != 1).any()):
             _by_rows(scale_rows_, exps.view(-1, self.config.piece), factor.flatten())

@@ -104,13 +104,13 @@ def ours(case: Case, **options: Any) -> Result:
     )
 
 
-def planned(case: Case, strategy: str, window: int, kept: int, chunk: int) -> Result:
+def planned(case: Case, strategy: str, window: int, kept: int, chunk: int, lent: int = 0) -> Result:
     """Evaluate a given plan; the loss of gradients in forward is the sum of all rows'."""
     reduction = "none" if strategy == "windows" else "sum"
 
     def loss(h: Tensor, w: Tensor) -> Tensor:
         result: Tensor = torch.ops.cutefce.project_loss(
-            h, w, case.y, reduction, -100, True, True, strategy, window, kept, chunk
+            h, w, case.y, reduction, -100, True, True, strategy, window, lent, kept, chunk
         )[0]
         return result
 

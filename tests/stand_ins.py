@@ -51,7 +51,13 @@ class Faulty:
         return getattr(self.own, name)
 
     def project_exp(
-        self, h: Tensor, w: Tensor, reference: Tensor, target: Tensor, exps: Tensor | None = None
+        self,
+        h: Tensor,
+        w: Tensor,
+        window: tuple[int, int],
+        reference: Tensor,
+        target: Tensor,
+        exps: Tensor | None = None,
     ) -> Any:
         if self.kind is Kind.SLOW:
             time.sleep(0.1)
@@ -62,7 +68,7 @@ class Faulty:
         elif self.kind is Kind.LEAKS:
             _limit_memory(1 << 30)
             self.held.append(torch.empty(300 << 20, dtype=torch.uint8))
-        return self.own.project_exp(h, w, reference, target, exps)
+        return self.own.project_exp(h, w, window, reference, target, exps)
 
     def finish(self, *arguments: Any) -> Any:
         stats, loss = self.own.finish(*arguments)

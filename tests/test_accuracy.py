@@ -48,17 +48,21 @@ def test_logit_scales(dtype: torch.dtype, logit_std: float, device: str) -> None
 @pytest.mark.parametrize("logit_std", [0.1, 4, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("strategy", "kept", "chunk"),
+    ("strategy", "lent", "kept", "chunk"),
     [
-        ("windows", 0, 150),
-        ("windows", 64, 150),
-        ("windows", 336, 150),
-        ("gradients_in_forward", 336, 40),
-        ("gradients_in_forward", 336, 150),
+        ("windows", 0, 0, 150),
+        ("windows", 0, 64, 150),
+        ("windows", 0, 336, 150),
+        ("windows", 64, 0, 150),
+        ("windows", 64, 128, 150),
+        ("windows", 64, 272, 150),
+        ("gradients_in_forward", 0, 336, 40),
+        ("gradients_in_forward", 0, 336, 150),
     ],
 )
 def test_every_strategy(
     strategy: str,
+    lent: int,
     kept: int,
     chunk: int,
     dtype: torch.dtype,
@@ -69,7 +73,7 @@ def test_every_strategy(
     case = random_case(150, 48, 333, dtype=dtype, device=device, logit_std=logit_std)
     names = ("dx", "dw") if strategy == "gradients_in_forward" else ("loss", "dx", "dw")
     case.upstream.fill_(1.0)
-    got = planned(case, strategy, small_tiles.window, kept, chunk)
+    got = planned(case, strategy, small_tiles.window, kept, chunk, lent)
     assert_as_accurate(got, case, names)
 
 

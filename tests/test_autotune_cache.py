@@ -108,7 +108,7 @@ def test_an_edited_configuration_is_what_is_launched(
         dispatch._cute_primitives.cache_clear()
         steps = dispatch._cute_primitives(torch.device("cuda", 7), PROBLEM)
         h, w, y = torch.zeros(4, 8), torch.zeros(32, 8), torch.zeros(4, dtype=torch.long)
-        steps.project_exp(h, w, h[:, 0], y)
+        steps.project_exp(h, w, (0, 32), h[:, 0], y)
         (kernel,) = launched
         assert isinstance(kernel, kernels.ProjectExp)
         assert dataclasses.asdict(kernel.config) == data["entries"][0]["config"]

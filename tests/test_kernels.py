@@ -82,7 +82,7 @@ def test_every_configuration(
     exact = exact_exps(case, logit)
     buffer = torch.full((shape[0], -(-shape[2] // 8) * 8), torch.nan, dtype=dtype, device="cuda")
     kept = buffer if dtype == torch.bfloat16 else None
-    partial = steps.project_exp(case.h, case.w, logit, case.y, kept)
+    partial = steps.project_exp(case.h, case.w, (0, shape[2]), logit, case.y, kept)
     stats, losses = steps.finish(partial, logit, targets, "none")
     torch.testing.assert_close(stats.sum.double(), exact.sum(1), rtol=1e-5, atol=0)
     torch.testing.assert_close(losses.double(), torch.log1p(exact.sum(1)), rtol=1e-5, atol=1e-6)
@@ -108,13 +108,13 @@ def test_repair_stores_only_noted_blocks_again(config: GemmConfig) -> None:
     steps, targets = primitives(config, torch.bfloat16), Targets(case.y, 2000, -100)
     logit = steps.target_logit(case.h, case.w, targets)
     buffer = torch.empty(len(case.y), 2000, dtype=torch.bfloat16, device="cuda")
-    partial = steps.project_exp(case.h, case.w, logit, case.y, buffer)
+    partial = steps.project_exp(case.h, case.w, (0, 2000), logit, case.y, buffer)
     stats, _ = steps.finish(partial, logit, targets, "none")
     moved = (stats.reference != logit).nonzero()[:, 0]
     assert moved.tolist() == far.tolist()
     assert partial.notes[2:].nonzero()[:, 0].tolist() == (far // config.rows).tolist()
     before = buffer.clone()
-    steps.settle(buffer, case.h, case.w, case.y, partial, stats)
+    steps.settle(buffer, case.h, case.w, 0, case.y, partial, stats)
     others = torch.ones(len(case.y), dtype=torch.bool, device="cuda")
     others[far] = False
     assert torch.equal(buffer[others], before[others])
@@ -288,10 +288,10 @@ def test_launches_pass_what_the_kernels_take(arch: Arch, monkeypatch: pytest.Mon
     steps = CutePrimitives(tiles, arch, "bfloat16", default, 132)
     targets, exps = Targets(case.y, 1500, -100), torch.empty(300, 1504, dtype=torch.bfloat16)
     logit = steps.target_logit(case.h, case.w, targets)
-    steps.project_exp(case.h, case.w, logit, case.y)
-    partial = steps.project_exp(case.h, case.w, logit, case.y, exps)
+    steps.project_exp(case.h, case.w, (0, 1500), logit, case.y)
+    partial = steps.project_exp(case.h, case.w, (0, 1500), logit, case.y, exps)
     stats, _ = steps.finish(partial, logit, targets, "mean")
-    steps.settle(exps, case.h, case.w, case.y, partial, stats)
+    steps.settle(exps, case.h, case.w, 0, case.y, partial, stats)
     steps.recompute_exp(case.h, case.w, (0, 1024), logit, case.y, exps)
     for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX
         steps.finish_dx(out, case.h.float(), case.w, targets, logit, stats.sum)

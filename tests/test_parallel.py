@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
+from cutefce.ops.lending import lendable_windows
 from tests.conftest import SMALL_TILES
 from tests.ranks import Ranks, group
 from tests.reference import Case, Result, assert_as_accurate, logits_case, random_case
@@ -66,13 +67,15 @@ def planned_share(
     strategy: str,
     kept: int,
     chunk: int,
+    lent: int = 0,
 ) -> Share:
     """Run a given plan; `kept` is at most everything."""
     h, w = leaves(case, sizes, sequence_parallel)
     piece = min(SMALL_TILES.piece, -(-len(w) // 8) * 8)
     kept = min(kept, -(-len(w) // piece) * piece)
     reduction = "none" if strategy == "windows" else "sum"
-    plan = strategy, SMALL_TILES.window, kept, chunk
+    room = lendable_windows(len(case.h), w.shape[1], len(w), SMALL_TILES.window)
+    plan = strategy, SMALL_TILES.window, min(lent, room * SMALL_TILES.window), kept, chunk
     sharing = None, group(len(sizes)).group_name, list(sizes), sequence_parallel
     loss = torch.ops.cutefce.project_loss(
         h, w, case.y, reduction, -100, True, True, *plan, *sharing
@@ -116,13 +119,14 @@ def test_reductions_equal_torch(
 @layouts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("strategy", "kept", "chunk"),
+    ("strategy", "kept", "chunk", "lent"),
     [
-        ("windows", 0, 152),
-        ("windows", 64, 152),
-        ("windows", 336, 152),
-        ("gradients_in_forward", 336, 40),
-        ("gradients_in_forward", 336, 152),
+        ("windows", 0, 152, 0),
+        ("windows", 64, 152, 0),
+        ("windows", 336, 152, 0),
+        ("windows", 0, 152, 64),
+        ("gradients_in_forward", 336, 40, 0),
+        ("gradients_in_forward", 336, 152, 0),
     ],
 )
 def test_every_strategy(
@@ -131,13 +135,14 @@ def test_every_strategy(
     strategy: str,
     kept: int,
     chunk: int,
+    lent: int,
     dtype: torch.dtype,
     ranks: Ranks,
 ) -> None:
     case = random_case(152, 48, 333, dtype=dtype)
     if strategy != "windows":
         case.upstream.fill_(1.0)
-    plan = strategy, kept, chunk
+    plan = strategy, kept, chunk, lent
     results = ranks.run(len(sizes), planned_share, case, sizes, sequence_parallel, *plan)
     names = ("loss", "dx", "dw") if strategy == "windows" else ("dx", "dw")
     assert_as_accurate(joined(results, sequence_parallel), case, names)

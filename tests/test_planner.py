@@ -89,9 +89,21 @@ def test_no_gradients_keep_nothing() -> None:
 def test_kept_columns_are_whole_windows_or_all() -> None:
     config = lookup(LLAMA)
     for budget in range(GIB // 2, 3 * GIB, GIB // 9):
-        kept = plan(LLAMA, budget, scalar_upstream=False).kept
-        assert kept >= LLAMA.vocab or kept % config.window == 0
-        assert kept % config.piece == 0
+        chosen = plan(LLAMA, budget, scalar_upstream=False)
+        lent, kept = chosen.lent, chosen.kept
+        assert lent + kept >= LLAMA.vocab or kept % config.window == 0
+        assert lent % config.window == 0 and kept % config.piece == 0
+
+
+def test_the_place_of_dw_is_used_before_anything_is_computed_again() -> None:
+    """Where N <= D, most exponentials have room there; gradients of w must be wanted."""
+    wide = dataclasses.replace(LLAMA, hidden=8192)
+    for problem, least in ((LLAMA, 0.4), (wide, 0.8)):
+        smallest = plan(problem, MINIMUM)
+        assert smallest.lent >= least * problem.vocab and smallest.kept == 0
+        assert f"{smallest.lent / problem.vocab:.0%} in the place of dW" in str(smallest)
+        assert plan(problem, MAXIMUM).lent == 0
+    assert plan(dataclasses.replace(LLAMA, grad_weight=False), MINIMUM).lent == 0
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 8, 1000, 1025, 32001, 50257, 151669])

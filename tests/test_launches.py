@@ -1,0 +1,62 @@
+"""The strategies on the kernels' host side, with models of the kernels in torch."""
+
+import pytest
+import torch
+
+from cutefce.cute_kernels.arch import Arch, Sm90, Sm100
+from cutefce.cute_kernels.problem import TileConfig
+from cutefce.ops import cute_primitives, library
+from cutefce.ops.cute_primitives import CutePrimitives
+from tests.kernel_models import model_of
+from tests.reference import assert_as_accurate, logits_case, planned, random_case
+
+
+@pytest.fixture(params=[Sm90(), Sm100()], ids=lambda arch: str(arch.name))
+def on_kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, small_tiles: TileConfig
+) -> TileConfig:
+    """Serve calls on a CPU by models of an architecture's kernels."""
+    pytest.importorskip("cutlass")
+    arch: Arch = request.param
+    configs = arch.default_configs(tokens=8192, hidden=4096, multiprocessors=132)
+    primitives = CutePrimitives(small_tiles, arch, "bfloat16", configs, 132)
+    monkeypatch.setattr(cute_primitives, "compiled", model_of)
+    monkeypatch.setattr(library, "primitives_for", lambda *_: primitives)
+    return small_tiles
+
+
+PLANS = {
+    "nothing kept": ("windows", 0, 0, 150),
+    "some kept": ("windows", 0, 64, 150),
+    "everything kept": ("windows", 0, 336, 150),
+    "some lent": ("windows", 64, 0, 150),
+    "some lent, some kept": ("windows", 64, 128, 150),
+    "the rest kept": ("windows", 64, 272, 150),
+    "in chunks": ("gradients_in_forward", 0, 336, 40),
+}
+
+
+@pytest.mark.parametrize("logit_std", [0.1, 4, 40])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_strategy(
+    plan: tuple[str, int, int, int], logit_std: float, on_kernels: TileConfig
+) -> None:
+    strategy, lent, kept, chunk = plan
+    case = random_case(150, 48, 333, dtype=torch.bfloat16, logit_std=logit_std)
+    case.upstream.fill_(1.0)
+    names = ("loss", "dx", "dw") if strategy == "windows" else ("dx", "dw")
+    got = planned(case, strategy, on_kernels.window, kept, chunk, lent)
+    assert_as_accurate(got, case, names)
+
+
+@pytest.mark.parametrize("lent", [0, 64])
+@pytest.mark.parametrize("height", [20.0, 60.0, 1e4])
+def test_far_rows_are_settled(height: float, lent: int, on_kernels: TileConfig) -> None:
+    """In every window that keeps them, with one reference."""
+    torch.manual_seed(1)
+    logits, y = torch.randn(40, 333), torch.randint(333, (40,))
+    for row in range(0, 40, 3):
+        logits[row, (int(y[row]) + 1 + 13 * row) % 333] = height
+    case = logits_case(logits.bfloat16(), y)
+    got = planned(case, "windows", on_kernels.window, 336 - lent, 40, lent)
+    assert_as_accurate(got, case, saturated=True)
