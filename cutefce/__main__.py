@@ -17,7 +17,7 @@ from cutefce.autotune_cache import table as tables
 from cutefce.cute_kernels import jit_cache
 from cutefce.cute_kernels.arch import ARCHS, arch_named
 from cutefce.cute_kernels.compiler import Report
-from cutefce.cute_kernels.kernels import ProjectExp, all_kernels
+from cutefce.cute_kernels.kernels import ProjectExp
 from cutefce.tuning import tune, verify
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -47,9 +47,10 @@ def compile_all(names: str) -> None:
     Fails if one spills registers, or if its products wait for each other.
     """
     try:
-        kernels = [kernel for name in names.split(",") for kernel in all_kernels(arch_named(name))]
+        archs = [arch_named(name) for name in names.split(",")]
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arch") from error
+    kernels = [kernel for arch in archs for kernel in autotune_cache.shipped_kernels(arch)]
     table = Table("arch", "kernel", "", "registers", "spilled B", "shared B", "seconds", "warnings")
     clean = True
     processes = multiprocessing.get_context("spawn")
