@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu lint type kernels wheel-check autotune bench clean
+.PHONY: demo test test-gpu lint type kernels wheel wheel-check autotune bench clean
 
 # torch comes first and pinned, so that no other package chooses its build
 .venv/ready: pyproject.toml constraints.txt
@@ -31,14 +31,30 @@ type: .venv/ready
 kernels: .venv/ready
 	$(BIN)/python -m cutefce compile
 
-# the tests against the built wheel, where the checkout is not importable
+# a wheel with every kernel that can be chosen; it runs where the wheels of nvidia-cutlass-dsl do,
+# whose libraries are what the kernels need of a system
+PLATFORM := manylinux_2_28_$(shell uname -m)
+wheel: .venv/ready
+	rm -rf build dist && mkdir -p build/tree
+	cp -a LICENSE README.md pyproject.toml autotune_cache cute_kernels cutefce ops build/tree/
+	CUTEFCE_CACHE_DIR=build/tree/cute_kernels/prebuilt $(BIN)/python -m cutefce compile
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist \
+	  --config-settings=--build-option=--plat-name=$(PLATFORM) build/tree
+	$(call check-wheel,dist)
+
+# the wheel of `pip install .`
 wheel-check: .venv/ready
-	rm -rf build && mkdir -p build/site
+	rm -rf build
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build .
-	$(BIN)/pip install --quiet --no-deps --target build/site build/cutefce-*.whl
+	$(call check-wheel,build)
+
+# the tests against the wheel in a folder, where the checkout is not importable
+define check-wheel
+	$(BIN)/pip install --quiet --no-deps --target build/site $(1)/cutefce-*.whl
 	ln -s $(CURDIR)/tests $(CURDIR)/bench build/site/
 	cd build/site && PYTHONPATH=. ../../$(BIN)/python -m pytest --rootdir=. -c ../../pyproject.toml \
 	  -o pythonpath=. tests/test_packaging.py tests/test_op.py
+endef
 
 # the shipped table of this machine's GPU; ARGS=--resume goes on with one that was interrupted
 autotune: .venv/ready
@@ -51,4 +67,4 @@ bench: .venv/ready
 	$(BIN)/python -m bench report
 
 clean:
-	rm -rf .venv build demo-output *.egg-info
+	rm -rf .venv build dist demo-output *.egg-info

@@ -17,6 +17,7 @@ from cutefce.autotune_cache.table import Entry, Table, file_name, key_of, read
 from cutefce.cute_kernels.arch import Arch
 from cutefce.cute_kernels.config import Configs
 from cutefce.cute_kernels.jit_cache import base_folder
+from cutefce.cute_kernels.kernels import Kernel, all_kernels, kernel_set
 from cutefce.cute_kernels.problem import Problem, TileConfig
 
 AUTOTUNE_VARIABLE = "CUTEFCE_AUTOTUNE"
@@ -113,6 +114,18 @@ def has_shipped(arch: Arch, device: str, multiprocessors: int) -> bool:
     """Whether the kernels were verified on this kind of GPU before they were shipped."""
     table = _table(SHIPPED_FOLDER, arch, device, multiprocessors)
     return table is not None and any(entry.verified for entry in table.entries.values())
+
+
+def shipped_kernels(arch: Arch) -> list[Kernel]:
+    """Return every kernel that can be chosen on `arch` where the user tuned nothing, each once."""
+    found = all_kernels(arch)
+    shipped = map(read, sorted(SHIPPED_FOLDER.glob("*.json")))
+    for table in (table for table in shipped if table.arch == arch.name):
+        for key, entry in table.entries.items():
+            winner: dict[str, Any] = {key.kernel: entry.config}
+            configs = dataclasses.replace(Configs(arch.configs()[0], None, None), **winner)
+            found += kernel_set(arch, key.dtype, configs).all()
+    return list(dict.fromkeys(found))
 
 
 def forget() -> None:

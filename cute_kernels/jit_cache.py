@@ -1,4 +1,4 @@
-"""Compiled kernels: in this process, then in the user's cache folder, then from the compiler.
+"""Compiled kernels: in this process, the user's cache folder, the package, or from the compiler.
 
 A library lies at <folder>/<fingerprint>/<key>.so.  The fingerprint covers the kernels' sources and
 the versions of the compiler, the key a kernel's description.  Loading one takes a millisecond and
@@ -7,8 +7,12 @@ what comes before it, which loaders do not look at: whatever is damaged or forei
 again.  Processes that need the same kernel wait for the first one's; a process that dies leaves
 nothing that others would wait for or take.  Where the folder cannot be written, or no linker (cc)
 is there, the kernel serves this process alone.
+
+The package's folder, which `make wheel` fills, obeys the same rules but is never written to: what
+cannot be used there is compiled into the user's.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -17,7 +21,7 @@ import platform
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +35,8 @@ from cutefce.cute_kernels.kernels import Kernel
 
 CACHE_VARIABLE = "CUTEFCE_CACHE_DIR"
 """Environment variable that names another cache folder."""
+PREBUILT_FOLDER = Path(__file__).parent / "prebuilt"
+"""The package's folder of libraries; only a wheel of `make wheel` has it."""
 LOCK_SECONDS = 120
 """How long to wait for another process that compiles the same kernel."""
 
@@ -69,6 +75,11 @@ def cache_folder() -> Path:
     return base_folder() / fingerprint()
 
 
+def prebuilt_folder() -> Path:
+    """Return the folder of this version's libraries in the package; it need not exist."""
+    return PREBUILT_FOLDER / fingerprint()
+
+
 @functools.cache
 def fingerprint() -> str:
     """Return what libraries depend on besides their description, as 16 hexadecimal digits."""
@@ -88,14 +99,19 @@ def _version(package: str) -> str:
 
 
 def library_path(kernel: Kernel) -> Path:
-    """Return where the library of `kernel` lies, or would lie."""
+    """Return where the library of `kernel` lies in the cache folder, or would lie."""
     key = hashlib.sha256(repr(kernel).encode()).hexdigest()[:16]
     return cache_folder() / f"{type(kernel).__name__}-{key}.so"
 
 
 def is_stored(kernel: Kernel) -> bool:
-    """Whether the library of `kernel` lies in the cache folder."""
-    return _is_whole(library_path(kernel))
+    """Whether a library of `kernel` lies in the cache folder or in the package."""
+    return any(_stored(kernel))
+
+
+def _stored(kernel: Kernel) -> Iterator[Path]:
+    path = library_path(kernel)
+    return filter(_is_whole, (path, prebuilt_folder() / path.name))
 
 
 def store(kernel: Kernel, compile_: Callable[[], Any]) -> Path:
@@ -114,6 +130,9 @@ def store(kernel: Kernel, compile_: Callable[[], Any]) -> Path:
 
 
 def _load_or_compile(kernel: Kernel) -> Any:
+    for path in _stored(kernel):
+        with contextlib.suppress(OSError):
+            return _load(path)
     try:
         return _load(store(kernel, lambda: _compile(kernel)))
     except (OSError, filelock.Timeout):
@@ -146,7 +165,7 @@ def _write(path: Path, function: Any) -> None:
 def _is_whole(path: Path) -> bool:
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         return False
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
@@ -155,7 +174,10 @@ def _load(path: Path) -> Any:
     import tvm_ffi
 
     _load_runtime()
-    return tvm_ffi.load_module(str(path))[SYMBOL]
+    try:
+        return tvm_ffi.load_module(str(path))[SYMBOL]
+    except (AttributeError, RuntimeError) as error:
+        raise OSError(f"{path} does not load: {error}") from error
 
 
 @functools.cache

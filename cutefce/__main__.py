@@ -10,14 +10,14 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from cutefce import autotune_cache
 from cutefce.autotune_cache import table as tables
 from cutefce.cute_kernels import jit_cache
 from cutefce.cute_kernels.arch import ARCHS, arch_named
 from cutefce.cute_kernels.compiler import Report
-from cutefce.cute_kernels.kernels import ProjectExp, all_kernels
+from cutefce.cute_kernels.kernels import ProjectExp
 from cutefce.tuning import tune, verify
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -47,9 +47,10 @@ def compile_all(names: str) -> None:
     Fails if one spills registers, or if its products wait for each other.
     """
     try:
-        kernels = [kernel for name in names.split(",") for kernel in all_kernels(arch_named(name))]
+        archs = [arch_named(name) for name in names.split(",")]
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arch") from error
+    kernels = [kernel for arch in archs for kernel in autotune_cache.shipped_kernels(arch)]
     table = Table("arch", "kernel", "", "registers", "spilled B", "shared B", "seconds", "warnings")
     clean = True
     processes = multiprocessing.get_context("spawn")
@@ -84,13 +85,13 @@ def _cells(result: Report) -> list[str]:
 
 @main.command()
 def info() -> None:
-    """Show versions, the GPU, what serves which dtype and why, and the cache folder."""
+    """Show versions, the GPU, what serves which dtype and why, and the kernels that are there."""
     import torch
 
     from cutefce.cute_kernels.problem import ITEM_BYTES
     from cutefce.ops.dispatch import device_obstacle
 
-    table = Table(show_header=False, box=None)
+    table = Table("", Column(overflow="fold"), show_header=False, box=None)
     for name in PACKAGES:
         try:
             table.add_row(name, metadata.version(name))
@@ -101,11 +102,17 @@ def info() -> None:
     for name in ITEM_BYTES:
         reason = device_obstacle(device, getattr(torch, name))
         table.add_row(name, "kernels" if reason is None else f"portable path: {reason}")
-    folder = jit_cache.cache_folder()
-    libraries = sorted(folder.glob("*.so"))
-    size = sum(path.stat().st_size for path in libraries)
-    table.add_row("cache", f"{folder} ({len(libraries)} kernels, {size / 2**20:.1f} MiB)")
+    table.add_row("cache", _libraries(jit_cache.cache_folder()))
+    table.add_row("prebuilt", _libraries(jit_cache.prebuilt_folder()))
+    for folder in sorted(jit_cache.PREBUILT_FOLDER.glob("*")):
+        if folder != jit_cache.prebuilt_folder():
+            table.add_row("", f"{_libraries(folder)}: of other versions, not used")
     Console(soft_wrap=True).print(table)
+
+
+def _libraries(folder: Path) -> str:
+    sizes = [path.stat().st_size for path in folder.glob("*.so")]
+    return f"{folder} ({len(sizes)} kernels, {sum(sizes) / 2**20:.1f} MiB)"
 
 
 @main.group()

@@ -1,6 +1,7 @@
 """The tuned tables: what is found in them, and that a bad file never changes a result."""
 
 import dataclasses
+import itertools
 import json
 import timeit
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from cutefce.__main__ import main
 from cutefce.autotune_cache import table as tables
 from cutefce.autotune_cache.table import Entry, Key, Rejection, Table
 from cutefce.cute_kernels import jit_cache, kernels
-from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.arch import ARCHS, Sm90, arch_named
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import cute_primitives, dispatch
@@ -83,6 +84,20 @@ def test_unverified_entries_are_not_used(file: Path) -> None:
     unverified = dataclasses.replace(ENTRY, verified=False)
     tables.write(file, dataclasses.replace(TABLE, entries={KEY: unverified}))
     assert look() == Sm90().default(8192)
+
+
+def test_what_is_chosen_as_shipped_is_compiled_ahead(file: Path) -> None:
+    shipped = map(tables.read, autotune_cache.SHIPPED_FOLDER.glob("*.json"))
+    gpus = {(table.device, table.multiprocessors, table.arch) for table in shipped}
+    gpus |= {(DEVICE, SIZE, arch.name) for arch in ARCHS}
+    for device, size, name in gpus:
+        arch = arch_named(name)
+        ahead = set(autotune_cache.shipped_kernels(arch))
+        sizes = [1, 100, 1024, 8192, 32768], [1024, 2304, 4096, 7168], [32768, 131072, 256000]
+        for tokens, hidden, vocab, dtype in itertools.product(*sizes, arch.dtypes):
+            problem = Problem(tokens, hidden, vocab, dtype, "cuda", arch=name)
+            configs = autotune_cache.lookup_configs(problem, arch, device, size)
+            assert ahead.issuperset(kernels.kernel_set(arch, dtype, configs).all())
 
 
 def test_an_edited_configuration_is_what_is_launched(
