@@ -61,7 +61,7 @@ autotune: .venv/ready
 	$(BIN)/python -m cutefce tune --folder autotune_cache $(ARGS)
 
 # all tables, plots and the report of this machine's GPU; ARGS=--resume as above
-BENCHMARKS := paper step peers ceiling breakdown stability equivalence
+BENCHMARKS := paper step peers sustained ceiling breakdown stability equivalence
 bench: .venv/ready
 	for name in $(BENCHMARKS); do $(BIN)/python -m bench $(ARGS) $$name || exit 1; done
 	$(BIN)/python -m bench report

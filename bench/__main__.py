@@ -20,6 +20,7 @@ from bench import paper as paper_bench
 from bench import parallel as parallel_bench
 from bench import peers as peers_bench
 from bench import step as step_bench
+from bench import sustained as sustained_bench
 from bench.compare import regressions
 from bench.head import HEADS, SMALL, Shape
 from bench.records import Piece, collect, folder_name
@@ -119,6 +120,15 @@ def paper(data: Data, /, repeats: int) -> None:
             for shape in paper_bench.SHAPES[DEVICE]
         ],
     )
+
+
+@main.command()
+@click.option("--seconds", type=float, default=0.25, help="Of a form's stretch, and to settle.")
+@click.pass_obj
+def sustained(data: Data, /, seconds: float) -> None:
+    """Forward and backward of heads, each form for long by itself."""
+    run = functools.partial(sustained_bench.run, device=DEVICE, seconds=seconds)
+    data.measure("sustained", [_piece(shape, run) for shape in sustained_bench.SHAPES[DEVICE]])
 
 
 @main.command()

@@ -11,6 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 Call = Callable[[], object]
+STRETCHES = 3
+"""Of runs of a form, for which it has a GPU to itself."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,35 @@ def interleaved(
     if device != "cpu":
         torch.cuda.synchronize()
     return {name: _timing([sample() for sample in taken]) for name, taken in samples.items()}
+
+
+def sustained(forms: dict[str, Call], device: str, seconds: float) -> dict[str, Timing]:
+    """Time `forms` one after another, each alone for `seconds` after as long to settle.
+
+    `STRETCHES` times, in an order of their own; a time is that of one run in a stretch.
+    """
+
+    def milliseconds(form: Call, runs: int) -> float:
+        def stretch() -> None:
+            for _ in range(runs):
+                form()
+
+        sample = (_cpu_sample if device == "cpu" else _gpu_sample)(stretch)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        return sample() / runs
+
+    runs = {}
+    for name, form in forms.items():
+        form()
+        runs[name] = max(1, round(seconds * 1e3 / milliseconds(form, 1)))
+    samples: dict[str, list[float]] = {name: [] for name in forms}
+    order = random.Random(0)
+    for _ in range(STRETCHES):
+        for name in order.sample(list(forms), len(forms)):
+            milliseconds(forms[name], runs[name])
+            samples[name].append(milliseconds(forms[name], runs[name]))
+    return {name: _timing(taken) for name, taken in samples.items()}
 
 
 def _layers() -> Call:

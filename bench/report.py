@@ -142,6 +142,13 @@ def _ceiling(rows: list[Row]) -> Iterator[str]:
     )
 
 
+def _sustained(rows: list[Row]) -> Iterator[str]:
+    columns = "form", "ms", "quartiles", "time / products", "TFLOP/s"
+    yield from _table(
+        {"tokens × hidden × vocab": title, **{name: FORM[name] for name in columns}}, rows
+    )
+
+
 def _breakdown(rows: list[Row]) -> Iterator[str]:
     yield from _table(
         {
@@ -268,6 +275,7 @@ SECTIONS: dict[str, Callable[[list[Row]], Iterator[str]]] = {
     "paper": _paper,
     "step": _step,
     "peers": _peers,
+    "sustained": _sustained,
     "ceiling": _ceiling,
     "breakdown": _breakdown,
     "stability": _stability,

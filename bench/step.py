@@ -93,11 +93,11 @@ def run(
     `workspaces` are keys of `WORKSPACES`; `peers` are losses by name, or why there is none.
     """
     h, w, y = random_head(shape, device)
-    plans = _plans(h, w, workspaces)
+    plans = plans_of(h, w, workspaces)
     losses: dict[str, Loss | str] = {"two-stage": two_stage}
     losses |= {f"cutefce {name}": ours(WORKSPACES[name]) for name in plans} | dict(peers or {})
     steps, found, notes = _tried(losses, h, w, y)
-    forms = {"products": _products(h, w, y), **steps}
+    forms = {"products": products_of(h, w, y), **steps}
     times = interleaved(forms, device, repeats)
     gradient_bytes = h.nbytes + w.nbytes
     peaks = {
@@ -118,8 +118,8 @@ def run(
                 quartiles_ms=times[name].quartiles_ms,
                 ratio_to_products=_ratio(times, name, "products"),
                 ratio_to_two_stage=_ratio(times, name, "two-stage"),
-                tflops=_tflops(shape, times[name]),
-                products_tflops=_tflops(shape, times["products"]),
+                tflops=tflops_of(shape, times[name]),
+                products_tflops=tflops_of(shape, times["products"]),
                 peak_mib=peaks.get(name),
                 predicted_mib=plan.workspace_bytes / 2**20 if plan else None,
                 loss_error=loss_error,
@@ -159,7 +159,7 @@ def _checked(found: Errors) -> Errors:
     return found
 
 
-def _plans(h: Tensor, w: Tensor, workspaces: tuple[str, ...]) -> dict[str, Plan]:
+def plans_of(h: Tensor, w: Tensor, workspaces: tuple[str, ...]) -> dict[str, Plan]:
     """Return the plans that differ, by the first workspace that leads to each."""
     plans: dict[str, Plan] = {}
     leaves = h.detach().requires_grad_(), w.detach().requires_grad_()
@@ -170,7 +170,8 @@ def _plans(h: Tensor, w: Tensor, workspaces: tuple[str, ...]) -> dict[str, Plan]
     return plans
 
 
-def _products(h: Tensor, w: Tensor, y: Tensor) -> Call:
+def products_of(h: Tensor, w: Tensor, y: Tensor) -> Call:
+    """Return the products that any exact method computes, on the very numbers."""
     g = logits_gradient(h, w, y)
 
     def products() -> None:
@@ -185,5 +186,6 @@ def _ratio(times: dict[str, Timing], name: str, base: str) -> float | None:
     return times[name].median_ms / times[base].median_ms if base in times else None
 
 
-def _tflops(shape: Shape, timing: Timing) -> float:
+def tflops_of(shape: Shape, timing: Timing) -> float:
+    """Return the products' 10¹² operations a second."""
     return 6 * shape.tokens * shape.hidden * shape.vocab / timing.median_ms / 1e9

@@ -29,6 +29,7 @@ from bench import (
     report,
     stability,
     step,
+    sustained,
 )
 from bench.errors import errors, exact
 from bench.head import Shape
@@ -62,6 +63,13 @@ def test_a_call_of_known_duration_takes_that_long() -> None:
         low, high = times[name].quartiles_ms
         assert milliseconds <= low <= times[name].median_ms <= high
         assert times[name].median_ms < 2 * milliseconds
+
+
+def test_a_stretch_is_as_long_as_asked_for() -> None:
+    begin = time.perf_counter()
+    times = measure.sustained({"sleep": lambda: time.sleep(0.01)}, "cpu", seconds=0.05)
+    assert 10 <= times["sleep"].median_ms < 20
+    assert time.perf_counter() - begin >= 2 * measure.STRETCHES * 0.04
 
 
 def test_forms_take_turns_after_one_to_warm_up() -> None:
@@ -296,7 +304,7 @@ def test_the_paper_counts_cells_and_their_mean(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (step, paper, breakdown):
+    for module in (step, sustained, paper, breakdown):
         monkeypatch.setitem(module.SHAPES, "cpu", (TINY, replace(TINY, vocab=320)))
     monkeypatch.setattr(command, "SMALL", TINY)
     monkeypatch.setattr(command, "DEVICE", "cpu")
@@ -315,6 +323,7 @@ def test_every_command_runs_on_a_cpu_and_its_data_makes_a_report(
 ) -> None:
     for name in ("paper", "step", "peers", "breakdown"):
         run(tmp_path, name, "--repeats", "2")
+    run(tmp_path, "sustained", "--seconds", "0.01")
     for name in ("ceiling", "stability"):
         run(tmp_path, name)
     run(tmp_path, "equivalence", "--steps", "2")
