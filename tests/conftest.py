@@ -47,6 +47,17 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[TileConfig]:
 
 
 @pytest.fixture(scope="session")
+def gpu_ranks() -> Iterator["Ranks"]:
+    from tests.ranks import started
+
+    count = min(4, torch.cuda.device_count())
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    with started(count, backend="nccl") as processes:
+        yield processes
+
+
+@pytest.fixture(scope="session")
 def ranks() -> Iterator["Ranks"]:
     from tests.ranks import started
 

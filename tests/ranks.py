@@ -1,4 +1,4 @@
-"""A few processes that run functions together, as the ranks of gloo groups on the CPU."""
+"""A few processes that run functions together, as ranks on the CPU, or each on a GPU of its own."""
 
 import functools
 import os
@@ -64,14 +64,14 @@ class Ranks:
 
 
 @contextmanager
-def started(count: int, timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
-    """Start `count` ranks, which wait for each other for `timeout_s`."""
+def started(count: int, timeout_s: float = TIMEOUT_S, backend: str = "gloo") -> Iterator[Ranks]:
+    """Start `count` ranks, which wait for each other for `timeout_s`; with "nccl", on GPUs."""
     context, pipes, processes = mp.get_context("spawn"), [], []
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{Path(folder) / 'store'}"
         for rank in range(count):
             ours, theirs = context.Pipe()
-            arguments = rank, count, store, timeout_s, theirs
+            arguments = rank, count, backend, store, timeout_s, theirs
             processes.append(context.Process(target=_serve, args=arguments, daemon=True))
             processes[-1].start()
             theirs.close()  # so that a rank's death ends its pipe
@@ -85,14 +85,18 @@ def started(count: int, timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
 
 
 def _serve(
-    rank: int, count: int, store: str, timeout_s: float, pipe: "Connection[Any, Any]"
+    rank: int, count: int, backend: str, store: str, timeout_s: float, pipe: "Connection[Any, Any]"
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     for name in autotune_cache.DEFAULTS:
         autotune_cache.DEFAULTS[name] = SMALL_TILES
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=timeout)
+    dist.init_process_group(
+        backend, init_method=store, rank=rank, world_size=count, timeout=timeout
+    )
     for ranks in range(1, count + 1):
         made = dist.new_group(list(range(ranks)), timeout=timeout)
         _groups[ranks] = made if rank < ranks else None

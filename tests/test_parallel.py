@@ -148,6 +148,31 @@ def test_every_strategy(
     assert_as_accurate(joined(results, sequence_parallel), case, names)
 
 
+def shared_on_gpu(case: Case, *arguments: Any) -> Share:
+    on_gpu = (x.cuda() for x in (case.h, case.w, case.y, case.upstream))
+    loss, dx, dw = shared(Case(*on_gpu), *arguments)
+    return loss.cpu(), dx.cpu(), dw.cpu()
+
+
+@pytest.mark.gpu
+@layouts
+@pytest.mark.parametrize("workspace", ["max", "min", 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gpus_share_a_loss(
+    sizes: tuple[int, ...],
+    sequence_parallel: bool,
+    workspace: int | str,
+    dtype: torch.dtype,
+    gpu_ranks: Ranks,
+) -> None:
+    if len(sizes) > len(gpu_ranks.pipes):
+        pytest.skip(f"needs {len(sizes)} GPUs")
+    case = random_case(152, 48, 333, dtype=dtype)
+    options = {"reduction": "none", "workspace": workspace}
+    results = gpu_ranks.run(len(sizes), shared_on_gpu, case, sizes, sequence_parallel, options)
+    assert_as_accurate(joined(results, sequence_parallel), case)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("logit_std", [0.1, 4, 40])
 @layouts
