@@ -108,11 +108,10 @@ def chunked_bytes(p: Problem, config: TileConfig, stored: int, chunk: int) -> in
 def chunk_token_bytes(p: Problem, config: TileConfig, stored: int) -> int:
     """Return what one more token in a chunk adds to `chunked_bytes`."""
     token_bytes = stored * p.item_bytes + _partial_bytes(p, config)
-    if p.grad_hidden and _is_narrow(p):
-        token_bytes += p.hidden * p.accumulator_bytes
-    if p.grad_weight:
-        token_bytes += p.hidden * p.item_bytes
-    return token_bytes
+    # dX's sums have gone when s_i h_i is there
+    sums = p.hidden * p.accumulator_bytes if p.grad_hidden else 0
+    scaled = p.hidden * p.item_bytes if p.grad_weight else 0
+    return token_bytes + max(sums, scaled)
 
 
 def _gathered_bytes(p: Problem) -> int:

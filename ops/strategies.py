@@ -161,7 +161,7 @@ def gradients_in_forward(
     losses, coefficient = weight.new_empty(2, tokens)
     dx = h.new_empty(h.shape, dtype=primitives.dx_dtype(h.dtype)) if grad_hidden else None
     dw_sums = weight.new_zeros(vocab, hidden) if grad_weight else None
-    buffer = h.new_empty(min(chunk, tokens), stored)
+    exps = buffer = h.new_empty(min(chunk, tokens), stored)
     for start in range(0, tokens, chunk):
         rows = slice(start, min(start + chunk, tokens))
         some = targets.rows(rows)
@@ -179,6 +179,7 @@ def gradients_in_forward(
             scaled = primitives.scale_rows(h[rows], scale, h.dtype)
             primitives.add_grad_weight(dw_sums, exps, scaled)
             del scaled
+    del exps, buffer  # or they would be there beside what the targets' part takes
     if dw_sums is not None:
         primitives.add_target_part(dw_sums, primitives.target_part(h, coefficient, targets))
     return losses, dx, dw_sums

@@ -10,6 +10,7 @@ from bench.measure import peak_bytes
 from cutefce.autotune_cache import lookup
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.dispatch import arch_of
+from cutefce.ops.footprint import chunked_bytes
 from cutefce.ops.planner import budget_bytes, make_plan
 from tests.reference import random_case
 
@@ -76,6 +77,29 @@ def test_peak_is_predicted_for_every_use(workspace: str, mode: dict[str, Any], d
     assert abs(predicted - measured) <= 0.1 * measured
     if workspace == "min":
         assert measured < p.tokens * p.vocab * p.item_bytes, "room for the logits"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("shape", "chunk"), [((4096, 256, 8192), 1024), ((3000, 128, 20000), 768)])
+def test_the_peak_of_chunks_is_predicted(
+    shape: tuple[int, int, int], chunk: int, dtype: torch.dtype, device: str
+) -> None:
+    torch.compiler.reset()
+    case = random_case(*shape, dtype=dtype, device=device)
+    leaves = case.h.requires_grad_(), case.w.requires_grad_()
+    name = str(dtype).removeprefix("torch.")
+    problem = Problem(*shape, name, device, arch=arch_of(case.h))
+    config = lookup(problem)
+    stored = -(-shape[2] // config.piece) * config.piece
+    plan = "gradients_in_forward", config.window, 0, stored, chunk
+
+    def step() -> None:
+        loss = torch.ops.cutefce.project_loss(*leaves, case.y, "mean", -100, True, True, *plan)[0]
+        torch.autograd.grad(loss, leaves)
+
+    step()
+    measured = peak_bytes(step, device) - problem.gradient_bytes
+    assert abs(chunked_bytes(problem, config, stored, chunk) - measured) <= 0.05 * measured
 
 
 def test_a_forward_alone_needs_a_tile() -> None:
