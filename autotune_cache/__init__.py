@@ -41,6 +41,7 @@ products take 256 rows of it, as many tiles as 132 multiprocessors share evenly.
 KERNEL_WINDOW = 8192 * 8448
 """Exponentials of a window, 132 MiB of 16 bits; more where dX's sums take as much anyway."""
 KERNEL_PIECE = 256
+"""What kept columns are a multiple of: the kernels' references are those of rows."""
 
 
 def lookup(problem: Problem) -> TileConfig:

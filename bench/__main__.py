@@ -88,7 +88,7 @@ def step(data: Data, /, repeats: int, **sizes: Any) -> None:
     shapes, name = _shapes("step", step_bench.SHAPES[DEVICE], sizes)
     budgets = tuple(step_bench.WORKSPACES) if any(sizes.values()) else step_bench.FEW
     run = functools.partial(step_bench.run, device=DEVICE, repeats=repeats, workspaces=budgets)
-    data.measure(name, [_piece(shape, run) for shape in shapes])
+    data.measure(name, _pieces(shapes, run))
 
 
 @main.command()
@@ -105,7 +105,7 @@ def peers(data: Data, /, repeats: int, **sizes: Any) -> None:
             others = peers_bench.usable(child, shape, DEVICE)
             return step_bench.run(shape, DEVICE, repeats, budgets, others)
 
-        data.measure(name, [_piece(shape, run) for shape in shapes])
+        data.measure(name, _pieces(shapes, run))
 
 
 @main.command()
@@ -113,13 +113,8 @@ def peers(data: Data, /, repeats: int, **sizes: Any) -> None:
 @click.pass_obj
 def paper(data: Data, /, repeats: int) -> None:
     """The forward over the paper's grid, against all logits, beside the paper's numbers."""
-    data.measure(
-        "paper",
-        [
-            _piece(shape, lambda shape: [paper_bench.run(shape, DEVICE, repeats)])
-            for shape in paper_bench.SHAPES[DEVICE]
-        ],
-    )
+    run = functools.partial(paper_bench.run, device=DEVICE, repeats=repeats)
+    data.measure("paper", _pieces(paper_bench.SHAPES[DEVICE], run))
 
 
 @main.command()
@@ -128,7 +123,7 @@ def paper(data: Data, /, repeats: int) -> None:
 def sustained(data: Data, /, seconds: float) -> None:
     """Forward and backward of heads, each form for long by itself."""
     run = functools.partial(sustained_bench.run, device=DEVICE, seconds=seconds)
-    data.measure("sustained", [_piece(shape, run) for shape in sustained_bench.SHAPES[DEVICE]])
+    data.measure("sustained", _pieces(sustained_bench.SHAPES[DEVICE], run))
 
 
 @main.command()
@@ -150,7 +145,7 @@ def ceiling(data: Data, /) -> None:
 def breakdown(data: Data, /, repeats: int) -> None:
     """Where the time of a step goes."""
     run = functools.partial(breakdown_bench.run, device=DEVICE, repeats=repeats)
-    data.measure("breakdown", [_piece(shape, run) for shape in breakdown_bench.SHAPES[DEVICE]])
+    data.measure("breakdown", _pieces(breakdown_bench.SHAPES[DEVICE], run))
 
 
 @main.command()
@@ -184,7 +179,7 @@ def equivalence(data: Data, /, steps: int | None) -> None:
 def forward(data: Data, /, repeats: int) -> None:
     """Forward on a GPU, against one plain product."""
     run = functools.partial(forward_bench.run, repeats=repeats)
-    data.measure("forward", [_piece(shape, run) for shape in forward_bench.SHAPES])
+    data.measure("forward", _pieces(forward_bench.SHAPES, run))
 
 
 @main.command()
@@ -250,9 +245,14 @@ def _shapes(
     return (shape,), f"{name}_{_slug(shape)}"
 
 
-def _piece(shape: Shape, run: Callable[[Shape], Sequence[Any]]) -> Piece:
-    key = {"tokens": shape.tokens, "hidden": shape.hidden, "vocab": shape.vocab}
-    return key, functools.partial(run, shape)
+def _pieces(shapes: Sequence[Shape], run: Callable[[Shape], Sequence[Any]]) -> list[Piece]:
+    return [
+        (
+            {"tokens": shape.tokens, "hidden": shape.hidden, "vocab": shape.vocab},
+            functools.partial(run, shape),
+        )
+        for shape in shapes
+    ]
 
 
 def _shape(default: Shape, sizes: dict[str, Any]) -> Shape:

@@ -71,7 +71,6 @@ def run(shape: Shape, device: str, repeats: int) -> list[Row]:
     times = {name: t.median_ms for name, t in interleaved(forms, device, repeats).items()}
     times["products"] = times["forward product"] + times["gradient products"]
     times["whole"] = times["products"]
-    product_flop = 2 * shape.tokens * shape.hidden * shape.vocab
     flop = {"forward product": 1, "gradient products": 2, "products": 3, "whole": 3}
     rows = []
     for workspace, step in steps.items():
@@ -84,7 +83,7 @@ def run(shape: Shape, device: str, repeats: int) -> list[Row]:
         host = _host_ms(step, device)
         shares["host"] = host, host / whole
         for part, (ms, share) in shares.items():
-            counted = flop[part] * product_flop / 1e9 if part in flop else None
+            counted = flop[part] * shape.product_flop / 1e9 if part in flop else None
             rows.append(
                 Row(
                     shape.tokens,

@@ -52,7 +52,6 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     """Measure every form at `shape` on fresh random data."""
     forms = _forms(shape)
     times = interleaved(forms, "cuda", repeats)
-    flop = 2 * shape.tokens * shape.hidden * shape.vocab
     return [
         Row(
             tokens=shape.tokens,
@@ -62,7 +61,7 @@ def run(shape: Shape, repeats: int) -> list[Row]:
             median_ms=timing.median_ms,
             quartiles_ms=timing.quartiles_ms,
             ratio_to_product=timing.median_ms / times["product"].median_ms,
-            tflops=flop / timing.median_ms / 1e9,
+            tflops=shape.product_flop / timing.median_ms / 1e9,
             peak_mib=peak_bytes(forms[name], "cuda") / 2**20,
         )
         for name, timing in times.items()

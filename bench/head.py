@@ -23,6 +23,11 @@ class Shape:
     vocab: int
     dtype: str
 
+    @property
+    def product_flop(self) -> int:
+        """Operations of one of the three products."""
+        return 2 * self.tokens * self.hidden * self.vocab
+
 
 HEADS = {
     Shape(8192, 4096, 128256, "bfloat16"): "Llama 3 8B",

@@ -68,7 +68,7 @@ class Row:
     published_memory_ratio: float | None
 
 
-def run(shape: Shape, device: str, repeats: int) -> Row:
+def run(shape: Shape, device: str, repeats: int) -> list[Row]:
     """Measure both forms at `shape` on fresh random data."""
     h, w, y = random_head(shape, device)
 
@@ -85,7 +85,7 @@ def run(shape: Shape, device: str, repeats: int) -> Row:
     inputs = sum(x.nbytes for x in (h, w, y))
     memory = [(inputs + peak_bytes(form, device)) / 2**20 for form in forms.values()]
     published = PUBLISHED.get((shape.tokens, shape.vocab)) if shape.hidden == HIDDEN else None
-    return Row(
+    row = Row(
         tokens=shape.tokens,
         hidden=shape.hidden,
         vocab=shape.vocab,
@@ -93,9 +93,10 @@ def run(shape: Shape, device: str, repeats: int) -> Row:
         ours_ms=ours_ms,
         ratio=ours_ms / canonical_ms,
         published_ratio=published and published[1] / published[0],
-        product_tflops=2 * shape.tokens * shape.hidden * shape.vocab / product_ms / 1e9,
+        product_tflops=shape.product_flop / product_ms / 1e9,
         canonical_mib=memory[0],
         ours_mib=memory[1],
         memory_ratio=memory[1] / memory[0],
         published_memory_ratio=published and published[3] / published[2],
     )
+    return [row]

@@ -188,4 +188,4 @@ def _ratio(times: dict[str, Timing], name: str, base: str) -> float | None:
 
 def tflops_of(shape: Shape, timing: Timing) -> float:
     """Return the products' 10¹² operations a second."""
-    return 6 * shape.tokens * shape.hidden * shape.vocab / timing.median_ms / 1e9
+    return 3 * shape.product_flop / timing.median_ms / 1e9

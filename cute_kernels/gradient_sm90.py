@@ -66,6 +66,7 @@ class GradientSm90(MainloopSm90):
         by_rows, by_columns = Operand(by_rows=True), Operand(by_rows=False)
         a = by_columns if kernel.of == "weight" else by_rows
         super().__init__(kernel.arch, kernel.dtype, kernel.config, a, by_columns, masked=False)
+        assert kernel.WARPS * 32 == CONSUMERS * GROUP
         self.final = kernel.final
         self.slabs = SlabsSm90(self.dtype if self.final else Float32, kernel.config.tile_n)
 
@@ -85,11 +86,7 @@ class GradientSm90(MainloopSm90):
         a_parts, b_parts = self.inputs(a, b)
         out_parts, tiled_mma = self.slabs.output(out), self.tiled_mma(self.sharing)
         self.kernel(tiled_mma, a_parts, b_parts, out_parts, targets, notes, cuts).launch(
-            grid=[clusters * self.config.cluster, 1, 1],
-            block=[GROUP * (1 + CONSUMERS), 1, 1],
-            cluster=[self.config.cluster, 1, 1],
-            min_blocks_per_mp=1,
-            stream=stream,
+            **self.launch_shape(clusters), stream=stream
         )
 
     @cute.kernel

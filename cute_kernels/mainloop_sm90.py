@@ -93,6 +93,15 @@ class MainloopSm90:
         self.sharing = 1 if config.pingpong else CONSUMERS
         self.blocks = config.tile_m // (64 * self.sharing)
 
+    def launch_shape(self, clusters: Int32) -> dict[str, Any]:
+        """Return what a launch on `clusters` clusters asks for."""
+        return {
+            "grid": [clusters * self.config.cluster, 1, 1],
+            "block": [GROUP * (1 + CONSUMERS), 1, 1],
+            "cluster": [self.config.cluster, 1, 1],
+            "min_blocks_per_mp": 1,
+        }
+
     def tiled_mma(self, sharing: int) -> cute.TiledMma:
         """Return wgmma over 64 rows and a tile's columns for each of `sharing` warpgroups."""
         return sm90.make_trivial_tiled_mma(

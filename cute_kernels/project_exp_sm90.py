@@ -14,7 +14,7 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import kernels
 from cutefce.cute_kernels.dsl import BLOCK_NOTES, FINISHED_NOTE, LOG2_E, exp2
-from cutefce.cute_kernels.mainloop_sm90 import CONSUMERS, GROUP, MainloopSm90, Operand
+from cutefce.cute_kernels.mainloop_sm90 import MainloopSm90, Operand
 from cutefce.cute_kernels.project_exp import Rows, accumulate, arguments, finite
 from cutefce.cute_kernels.slabs_sm90 import SlabsSm90
 from cutefce.cute_kernels.walk import Walk, make_walk, unit
@@ -50,7 +50,6 @@ class ProjectExpSm90(MainloopSm90):
         stream: Any,
     ) -> None:
         """Launch on `clusters` clusters, which must fit on the device at the same time."""
-        config = self.config
         h_parts, w_parts = self.inputs(h, w)
         e_parts = None, None, None
         if cutlass.const_expr(self.store):
@@ -62,13 +61,7 @@ class ProjectExpSm90(MainloopSm90):
             e_parts,
             Rows(reference, target, sums, notes, first),
             windows,
-        ).launch(
-            grid=[clusters * config.cluster, 1, 1],
-            block=[GROUP * (1 + CONSUMERS), 1, 1],
-            cluster=[config.cluster, 1, 1],
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+        ).launch(**self.launch_shape(clusters), stream=stream)
 
     @cute.kernel
     def kernel(

@@ -97,8 +97,8 @@ def backward(
 
     s_i is kept apart as share_i · unit.  Exponentials that were kept need scaled hidden states.
     Where none were, those that are computed for a scalar upstream gradient, which is the unit, take
-    share_i into their reference, and so are probabilities.  `lost` says that some were kept, and
-    are not in `stored` any more: what is computed instead has the same bits.
+    share_i into their reference, and so are probabilities.  `lost` says that some were kept that
+    may not be in `stored` any more: what is computed instead has the same bits.
 
     `dw` is written from its first row on, so that some of `stored` may lie in it, see `lending`.
     """
