@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from cutefce import autotune_cache
+from cutefce.cute_kernels import jit_cache
 from cutefce.cute_kernels.problem import TileConfig
 from cutefce.ops import call
 
@@ -35,6 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return an empty folder that stands for the user's."""
+    monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(tmp_path))
+    autotune_cache.forget()
+    yield tmp_path
+    autotune_cache.forget()
 
 
 @pytest.fixture

@@ -8,10 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,40 +19,27 @@ from click.testing import CliRunner
 from cutefce import autotune_cache, tuning
 from cutefce.__main__ import main
 from cutefce.autotune_cache import child as child_module
-from cutefce.autotune_cache import first_use, shapes, trials, tunables, tuner, verification
+from cutefce.autotune_cache import shapes, trials, tunables, tuner, verification
 from cutefce.autotune_cache import table as tables
 from cutefce.autotune_cache.child import Child, ChildError
-from cutefce.autotune_cache.table import Rejection, Table, file_name
-from cutefce.autotune_cache.trials import Timing
+from cutefce.autotune_cache.table import Rejection, file_name
 from cutefce.autotune_cache.tunables import ProjectExp
 from cutefce.autotune_cache.tuner import Job, Tuner
-from cutefce.cute_kernels import jit_cache, kernels
+from cutefce.cute_kernels import kernels
 from cutefce.cute_kernels.arch import ARCHS, Arch, Sm90, arch_for
-from cutefce.ops import cute_primitives, dispatch
-from cutefce.ops.cute_primitives import CutePrimitives
-from tests.stand_ins import Hanging, Kind, StandIn, config
-
-DEVICE, SIZE = "NVIDIA Test 9000", 132
-HEAD = Table(DEVICE, SIZE, "sm_90a", {"kernels": "0123"})
-STAND_IN = StandIn(Sm90(), SIZE, "cpu")
-SIZES = (24, 16, 300)
-
-
-def nothing() -> None:
-    pass
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(tmp_path))
-    autotune_cache.forget()
-    yield tmp_path
-    autotune_cache.forget()
-
-
-def job(kinds: tuple[Kind, ...], sizes: tuple[int, int, int] = SIZES) -> Job:
-    choices = tuple(config(kind) for kind in kinds)
-    return Job(STAND_IN, STAND_IN.problem(sizes, "bfloat16"), choices, 0)
+from cutefce.ops import cute_primitives
+from tests.stand_ins import Kind, StandIn, config
+from tests.tuning_stand_ins import (
+    DEVICE,
+    HEAD,
+    SIZE,
+    SIZES,
+    STAND_IN,
+    Inline,
+    job,
+    nothing,
+    tune_inline,
+)
 
 
 def test_faults_are_rejected_with_their_reason_and_tuning_goes_on(
@@ -112,22 +97,6 @@ def test_all_kernels_are_checked(arch: Arch, monkeypatch: pytest.MonkeyPatch) ->
     assert set(known) <= launched
 
 
-class Inline(Child):
-    """Answers in the place of a child, as if the stand-ins had been raced."""
-
-    def ask(self, call: Any, seconds: float) -> Any:
-        if call.func is trials.prepare_full:
-            return None
-        assert call.func is trials.race
-        _, _, contestants, _ = call.args
-        kinds = [Kind.FAST if c == "product" else Kind(c.group) for c in contestants]
-        for kind in kinds:
-            if kind not in (Kind.SLOW, Kind.FAST):
-                raise ChildError("out of memory" if kind is Kind.LEAKS else "wrong")
-        times = [1.0 if kind is Kind.FAST else 2.0 for kind in kinds]
-        return tuple(Timing(time, time / times[-1]) for time in times)
-
-
 def fork(work: Callable[[], object]) -> int:
     """Run `work` in a process of its own, which imports nothing anew."""
     pid = os.fork()
@@ -137,14 +106,6 @@ def fork(work: Callable[[], object]) -> int:
         finally:
             os._exit(0)
     return pid
-
-
-def tune_inline(path: Path, vocabularies: range, note: Callable[[Job], object]) -> None:
-    work = Tuner(path, HEAD, Inline(), {})
-    for vocab in vocabularies:
-        todo = job(tuple(Kind), (24, 16, vocab))
-        assert work.tune(todo, nothing).entry is not None
-        note(todo)
 
 
 def test_killed_at_any_time_the_file_is_right(folder: Path) -> None:
@@ -382,190 +343,3 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
-
-
-def test_verification_is_done_once_and_recorded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert verification.known(Sm90(), DEVICE, SIZE) is None
-    assert verification.verify_once((STAND_IN,), DEVICE).passed
-    assert verification.known(Sm90(), DEVICE, SIZE) == verification.Verdict(True)
-    assert verification.known(Sm90(), "NVIDIA Other", SIZE) is None
-    (record,) = (folder / "verified").glob("*.json")
-    monkeypatch.setattr(verification, "Child", None)
-    assert verification.verify_once((STAND_IN,), DEVICE).passed
-    record.write_text("half of")
-    assert verification.known(Sm90(), DEVICE, SIZE) is None
-    monkeypatch.setattr(jit_cache, "fingerprint", lambda: "other kernels")
-    assert verification.known(Sm90(), DEVICE, SIZE) is None
-
-
-@dataclass
-class FakeGpu:
-    """What the dispatch sees of a GPU that is not there."""
-
-    capturing: bool = False
-    ranks: int = 1
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    fake = FakeGpu()
-    properties = SimpleNamespace(name=DEVICE, multi_processor_count=SIZE)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: fake.ranks > 1)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: fake.ranks)
-    monkeypatch.setattr(dispatch, "_compiler_obstacle", lambda arch, dtype: None)
-    caches = dispatch._arch, dispatch._device_obstacle, dispatch._unverified
-    for cache in (*caches, dispatch._cute_primitives):
-        cache.cache_clear()
-    yield fake
-    for cache in (*caches, dispatch._cute_primitives):
-        cache.cache_clear()
-
-
-def test_a_kernel_that_hangs_is_never_launched_here(
-    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The path of a call: not in a capture, once outside, and then never again."""
-    monkeypatch.setattr(verification, "CHECK_SECONDS", 2)
-    hanging = Hanging(Sm90(), SIZE, "cpu")
-    monkeypatch.setattr(tunables, "all_tunables", lambda *_: (hanging,))
-    device, gpu.capturing = torch.device("cuda", 7), True
-    assert "never ran on NVIDIA Test" in str(dispatch.device_obstacle(device, torch.bfloat16))
-    gpu.capturing = False
-    for dtype in (torch.bfloat16, torch.float16):
-        reason = str(dispatch.device_obstacle(device, dtype))
-        assert "failed on NVIDIA Test 9000" in reason
-        assert "no answer within 2 s" in reason
-        assert "python -m cutefce verify" in reason
-        monkeypatch.setattr(verification, "Child", None)
-
-
-def test_a_shipped_table_counts_as_verification(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(autotune_cache, "SHIPPED_FOLDER", folder)
-    tune_inline(folder / file_name(DEVICE), range(100, 101), lambda job: None)
-    assert verification.known(Sm90(), DEVICE, SIZE) == verification.Verdict(True)
-    with pytest.warns(UserWarning, match="multiprocessors: got 132"):
-        assert verification.known(Sm90(), DEVICE, 114) is None
-
-
-@pytest.mark.parametrize(
-    ("variable", "there", "tuned"),
-    [
-        ("1", FakeGpu(), True),
-        ("1", FakeGpu(capturing=True), False),
-        ("1", FakeGpu(ranks=2), False),
-        ("0", FakeGpu(), False),
-    ],
-    ids=["asked for", "in a capture", "beside other ranks", "not asked for"],
-)
-def test_first_use_tunes_what_no_table_has(
-    variable: str,
-    there: FakeGpu,
-    tuned: bool,
-    folder: Path,
-    gpu: FakeGpu,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(autotune_cache.AUTOTUNE_VARIABLE, variable)
-    monkeypatch.setattr(first_use, "Child", Inline)
-    monkeypatch.setattr(first_use, "_met", set())
-    monkeypatch.setattr(tunables, "all_tunables", lambda *_: (STAND_IN,))
-    gpu.capturing, gpu.ranks = there.capturing, there.ranks
-    problem = STAND_IN.problem((20, 16, 300), "bfloat16")
-    expected = config(Kind.FAST) if tuned else Sm90().default(20)
-    for tokens in (20, 30):  # the second is in the table
-        problem = dataclasses.replace(problem, tokens=tokens)
-        steps = dispatch._cute_primitives(torch.device("cuda", 7), problem)
-        assert isinstance(steps, CutePrimitives)
-        assert steps.project == expected
-        monkeypatch.setattr(first_use, "Child", None)
-        first_use._met.clear()
-
-
-def test_first_use_without_a_child_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_use, "_met", set())
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    problem = STAND_IN.problem((20, 16, 300), "bfloat16")
-    with pytest.warns(UserWarning, match="was not tuned: .*exit status 1"):
-        first_use.tune_on_first_use((STAND_IN,), DEVICE, problem)
-    assert autotune_cache.tables(Sm90(), DEVICE, SIZE) == ()
-
-
-def test_a_check_without_a_child_is_no_verdict(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    verdict = verification.verify((STAND_IN,), DEVICE)
-    assert not verdict.passed
-    assert "not checked" in verdict.reason
-    assert verification.known(Sm90(), DEVICE, SIZE) is None
-
-
-BUILT = kernels.TargetLogit("sm_90a", "bfloat16")
-
-
-class Built(StandIn):
-    """One kernel to compile."""
-
-    def kernels(self, dtype: str, choice: Any) -> tuple[kernels.Kernel, ...]:
-        return (BUILT,)
-
-
-def test_kernels_that_no_folder_keeps_are_compiled_before_the_clock_starts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, float]] = []
-
-    class Asked(Child):
-        def ask(self, call: Any, seconds: float) -> Any:
-            asked.append((call.func.__name__, seconds))
-
-    monkeypatch.setattr(tuner, "build", lambda *_: {})
-    monkeypatch.setattr(verification, "Child", Asked)
-    assert verification.verify((Built(Sm90(), SIZE, "cpu"),), DEVICE).passed
-    assert asked[:3] == [
-        ("load", tuner.BUILD_SECONDS),
-        ("prepare", verification.PREPARE_SECONDS),
-        ("check", verification.CHECK_SECONDS),
-    ]
-
-
-def test_a_failed_compilation_is_no_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "build", lambda *_: {BUILT: "its process ended by SIGKILL"})
-    verdict = verification.verify((Built(Sm90(), SIZE, "cpu"),), DEVICE)
-    assert verdict == verification.Verdict(False, "not checked: its process ended by SIGKILL")
-    assert verification.known(Sm90(), DEVICE, SIZE) is None
-
-
-def test_a_process_that_the_system_ends_is_no_verdict(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Killed(Child):
-        def ask(self, call: Any, seconds: float) -> Any:
-            if call.func is trials.check:
-                assert self._process is not None
-                self._process.kill()
-            return super().ask(functools.partial(int), seconds)
-
-    monkeypatch.setattr(verification, "Child", Killed)
-    verdict = verification.verify((STAND_IN,), DEVICE)
-    assert "not checked: its process ended by SIGKILL" in verdict.reason
-    assert verification.known(Sm90(), DEVICE, SIZE) is None
-
-
-def test_a_verdict_that_no_folder_keeps_holds_for_the_process(
-    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "verified").write_text("a file in the folder's place")
-    monkeypatch.setattr(tunables, "all_tunables", lambda *_: (STAND_IN,))
-    device = torch.device("cuda", 7)
-    assert dispatch.device_obstacle(device, torch.bfloat16) is None
-    monkeypatch.setattr(verification, "Child", None)
-    assert dispatch.device_obstacle(device, torch.float16) is None

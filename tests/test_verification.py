@@ -1,0 +1,217 @@
+"""Before a first launch kernels are verified, and on first use tuned, if that is asked for."""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cutefce import autotune_cache
+from cutefce.autotune_cache import first_use, trials, tunables, tuner, verification
+from cutefce.autotune_cache.child import Child
+from cutefce.autotune_cache.table import file_name
+from cutefce.cute_kernels import jit_cache, kernels
+from cutefce.cute_kernels.arch import Sm90
+from cutefce.ops import dispatch
+from cutefce.ops.cute_primitives import CutePrimitives
+from tests.stand_ins import Hanging, Kind, StandIn, config
+from tests.tuning_stand_ins import (
+    DEVICE,
+    SIZE,
+    STAND_IN,
+    Inline,
+    tune_inline,
+)
+
+
+def test_verification_is_done_once_and_recorded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
+    assert verification.verify_once((STAND_IN,), DEVICE).passed
+    assert verification.known(Sm90(), DEVICE, SIZE) == verification.Verdict(True)
+    assert verification.known(Sm90(), "NVIDIA Other", SIZE) is None
+    (record,) = (folder / "verified").glob("*.json")
+    monkeypatch.setattr(verification, "Child", None)
+    assert verification.verify_once((STAND_IN,), DEVICE).passed
+    record.write_text("half of")
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
+    monkeypatch.setattr(jit_cache, "fingerprint", lambda: "other kernels")
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
+
+
+@dataclass
+class FakeGpu:
+    """What the dispatch sees of a GPU that is not there."""
+
+    capturing: bool = False
+    ranks: int = 1
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    fake = FakeGpu()
+    properties = SimpleNamespace(name=DEVICE, multi_processor_count=SIZE)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: fake.ranks > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: fake.ranks)
+    monkeypatch.setattr(dispatch, "_compiler_obstacle", lambda arch, dtype: None)
+    caches = dispatch._arch, dispatch._device_obstacle, dispatch._unverified
+    for cache in (*caches, dispatch._cute_primitives):
+        cache.cache_clear()
+    yield fake
+    for cache in (*caches, dispatch._cute_primitives):
+        cache.cache_clear()
+
+
+def test_a_kernel_that_hangs_is_never_launched_here(
+    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a call: not in a capture, once outside, and then never again."""
+    monkeypatch.setattr(verification, "CHECK_SECONDS", 2)
+    hanging = Hanging(Sm90(), SIZE, "cpu")
+    monkeypatch.setattr(tunables, "all_tunables", lambda *_: (hanging,))
+    device, gpu.capturing = torch.device("cuda", 7), True
+    assert "never ran on NVIDIA Test" in str(dispatch.device_obstacle(device, torch.bfloat16))
+    gpu.capturing = False
+    for dtype in (torch.bfloat16, torch.float16):
+        reason = str(dispatch.device_obstacle(device, dtype))
+        assert "failed on NVIDIA Test 9000" in reason
+        assert "no answer within 2 s" in reason
+        assert "python -m cutefce verify" in reason
+        monkeypatch.setattr(verification, "Child", None)
+
+
+def test_a_shipped_table_counts_as_verification(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autotune_cache, "SHIPPED_FOLDER", folder)
+    tune_inline(folder / file_name(DEVICE), range(100, 101), lambda job: None)
+    assert verification.known(Sm90(), DEVICE, SIZE) == verification.Verdict(True)
+    with pytest.warns(UserWarning, match="multiprocessors: got 132"):
+        assert verification.known(Sm90(), DEVICE, 114) is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "there", "tuned"),
+    [
+        ("1", FakeGpu(), True),
+        ("1", FakeGpu(capturing=True), False),
+        ("1", FakeGpu(ranks=2), False),
+        ("0", FakeGpu(), False),
+    ],
+    ids=["asked for", "in a capture", "beside other ranks", "not asked for"],
+)
+def test_first_use_tunes_what_no_table_has(
+    variable: str,
+    there: FakeGpu,
+    tuned: bool,
+    folder: Path,
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(autotune_cache.AUTOTUNE_VARIABLE, variable)
+    monkeypatch.setattr(first_use, "Child", Inline)
+    monkeypatch.setattr(first_use, "_met", set())
+    monkeypatch.setattr(tunables, "all_tunables", lambda *_: (STAND_IN,))
+    gpu.capturing, gpu.ranks = there.capturing, there.ranks
+    problem = STAND_IN.problem((20, 16, 300), "bfloat16")
+    expected = config(Kind.FAST) if tuned else Sm90().default(20)
+    for tokens in (20, 30):  # the second is in the table
+        problem = dataclasses.replace(problem, tokens=tokens)
+        steps = dispatch._cute_primitives(torch.device("cuda", 7), problem)
+        assert isinstance(steps, CutePrimitives)
+        assert steps.project == expected
+        monkeypatch.setattr(first_use, "Child", None)
+        first_use._met.clear()
+
+
+def test_first_use_without_a_child_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_use, "_met", set())
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    problem = STAND_IN.problem((20, 16, 300), "bfloat16")
+    with pytest.warns(UserWarning, match="was not tuned: .*exit status 1"):
+        first_use.tune_on_first_use((STAND_IN,), DEVICE, problem)
+    assert autotune_cache.tables(Sm90(), DEVICE, SIZE) == ()
+
+
+def test_a_check_without_a_child_is_no_verdict(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    verdict = verification.verify((STAND_IN,), DEVICE)
+    assert not verdict.passed
+    assert "not checked" in verdict.reason
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
+
+
+BUILT = kernels.TargetLogit("sm_90a", "bfloat16")
+
+
+class Built(StandIn):
+    """One kernel to compile."""
+
+    def kernels(self, dtype: str, choice: Any) -> tuple[kernels.Kernel, ...]:
+        return (BUILT,)
+
+
+def test_kernels_that_no_folder_keeps_are_compiled_before_the_clock_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, float]] = []
+
+    class Asked(Child):
+        def ask(self, call: Any, seconds: float) -> Any:
+            asked.append((call.func.__name__, seconds))
+
+    monkeypatch.setattr(tuner, "build", lambda *_: {})
+    monkeypatch.setattr(verification, "Child", Asked)
+    assert verification.verify((Built(Sm90(), SIZE, "cpu"),), DEVICE).passed
+    assert asked[:3] == [
+        ("load", tuner.BUILD_SECONDS),
+        ("prepare", verification.PREPARE_SECONDS),
+        ("check", verification.CHECK_SECONDS),
+    ]
+
+
+def test_a_failed_compilation_is_no_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "build", lambda *_: {BUILT: "its process ended by SIGKILL"})
+    verdict = verification.verify((Built(Sm90(), SIZE, "cpu"),), DEVICE)
+    assert verdict == verification.Verdict(False, "not checked: its process ended by SIGKILL")
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
+
+
+def test_a_process_that_the_system_ends_is_no_verdict(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(Child):
+        def ask(self, call: Any, seconds: float) -> Any:
+            if call.func is trials.check:
+                assert self._process is not None
+                self._process.kill()
+            return super().ask(functools.partial(int), seconds)
+
+    monkeypatch.setattr(verification, "Child", Killed)
+    verdict = verification.verify((STAND_IN,), DEVICE)
+    assert "not checked: its process ended by SIGKILL" in verdict.reason
+    assert verification.known(Sm90(), DEVICE, SIZE) is None
+
+
+def test_a_verdict_that_no_folder_keeps_holds_for_the_process(
+    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "verified").write_text("a file in the folder's place")
+    monkeypatch.setattr(tunables, "all_tunables", lambda *_: (STAND_IN,))
+    device = torch.device("cuda", 7)
+    assert dispatch.device_obstacle(device, torch.bfloat16) is None
+    monkeypatch.setattr(verification, "Child", None)
+    assert dispatch.device_obstacle(device, torch.float16) is None
