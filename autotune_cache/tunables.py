@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cutefce import autotune_cache
+from cutefce.autotune_cache import findings
 from cutefce.autotune_cache.cost import product_cycles, project_exp_cycles
 from cutefce.autotune_cache.table import Choice
 from cutefce.autotune_cache.tunable import Case, Result, Tunable
@@ -16,9 +17,9 @@ from cutefce.cute_kernels.arch import Arch
 from cutefce.cute_kernels.config import Configs
 from cutefce.cute_kernels.kernels import Kernel, kernel_set
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops import planner, strategies
+from cutefce.ops import strategies
 from cutefce.ops.cute_primitives import CutePrimitives
-from cutefce.ops.primitives import Primitives, Targets, sum_dtype
+from cutefce.ops.primitives import Primitives
 from cutefce.ops.torch_primitives import TorchPrimitives
 
 PRODUCT_BYTES = 8 << 30
@@ -98,13 +99,14 @@ class ProjectExp(OnKernels):
         return project_exp_cycles(problem, choice, self.multiprocessors)
 
     def found(self, case: Case, primitives: Primitives) -> dict[str, Result]:
-        return _results(case, primitives)
+        return findings.of_steps(case, primitives)
 
     def call(self, case: Case, choice: Choice) -> Callable[[], object]:
         primitives = self.primitives(case.problem, choice)
         h, w = primitives.prepare(case.h, case.w)
-        logit = primitives.target_logit(h, w, _targets(case))
-        exps = _kept(case)
+        logit = primitives.target_logit(h, w, findings.targets_of(case))
+        kept = findings.plan_of(case).kept
+        exps = h.new_empty(h.shape[0], kept) if kept else None
         columns = 0, case.problem.vocab
         return lambda: primitives.project_exp(h, w, columns, logit, case.y, exps)
 
@@ -128,7 +130,7 @@ class OfGradient(OnKernels):
 
     def found(self, case: Case, primitives: Primitives) -> dict[str, Result]:
         if case.upstream is not None:
-            return _results(case, primitives)
+            return findings.of_steps(case, primitives)
         result, call = self.product_of(case, primitives)
         call()
         # results are rounded once; float32 sums lose bits in the tensor cores, all along
@@ -183,7 +185,7 @@ class GradWeight(OfGradient):
         return product_cycles(*sizes, choice, self.multiprocessors)
 
     def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
-        exps, targets = _exponentials(case), _targets(case)
+        exps, targets = _exponentials(case), findings.targets_of(case)
         part = primitives.target_part(case.h, torch.ones_like(case.y, dtype=torch.float32), targets)
         out = case.w.new_empty(exps.shape[1], case.problem.hidden)
         unit = torch.ones_like(case.y[0], dtype=torch.float32)
@@ -195,10 +197,6 @@ class GradWeight(OfGradient):
         return lambda: torch.mm(exps.t(), case.h, out=out)
 
 
-def _targets(case: Case) -> Targets:
-    return strategies.locate(case.y, case.problem.vocab, -100)
-
-
 def _exponentials(case: Case) -> Tensor:
     """Return random numbers in their place, the same at every call."""
     tokens, vocab = case.problem.tokens, case.problem.vocab
@@ -206,98 +204,3 @@ def _exponentials(case: Case) -> Tensor:
     generator = torch.Generator(case.h.device).manual_seed(1)
     exps = case.h.new_empty(tokens, -(-columns // 8) * 8)
     return exps.uniform_(generator=generator)[:, :columns]
-
-
-def _plan(case: Case) -> planner.Plan:
-    tiles = autotune_cache.lookup(case.problem)
-    return planner.make_plan(case.problem, tiles, planner.DEFAULT, scalar_upstream=False)
-
-
-def _kept(case: Case) -> Tensor | None:
-    """Return room for the exponentials that a step keeps, None if it keeps none."""
-    kept = _plan(case).kept
-    return case.h.new_empty(case.problem.tokens, kept) if kept else None
-
-
-def _results(case: Case, primitives: Primitives) -> dict[str, Result]:
-    """Return losses, probabilities as they are kept and as they are computed again, gradients.
-
-    With an upstream gradient all kernels are launched that some call may launch.
-    """
-    vocab, dtype = case.problem.vocab, case.h.dtype
-    h, w = primitives.prepare(case.h, case.w)
-    targets, exps, window = _targets(case), _kept(case), _plan(case).window
-    stored = [] if exps is None else [(0, exps)]
-    loss, stats = strategies.forward(primitives, h, w, targets, "none", stored)
-    again = h.new_empty(h.shape[0], window)
-    first, last = list(strategies.windows(vocab, 0, window))[-1]
-    primitives.recompute_exp(h, w, (first, last), stats.reference, targets.index, again)
-    # float16's smallest exponentials are lost, relative to totals of at most FLOAT16_TOTAL
-    floor = 2.0**-28 if dtype == torch.float16 else 1e-30
-    results = {
-        "loss": Result(loss, 1),
-        "others' share": Result(stats.sum, 1, stats.total),
-        "recomputed": Result(again[:, : last - first], 1, stats.total, floor),
-    }
-    if exps is not None:
-        # the portable path rounds again what it moves to another reference
-        results["kept"] = Result(exps[:, :vocab], 2, stats.total, floor)
-    if case.upstream is not None:
-        dw = torch.empty_like(w)
-        dx = strategies.backward(
-            primitives, h, w, targets, stats, stored, case.upstream, window, True, dw
-        )
-        results |= _gradients("", dx, dw)
-        if dtype != torch.float16:  # which lacks the range, see `planner`
-            results |= _chunks(h, w, targets, primitives, autotune_cache.lookup(case.problem).piece)
-        results |= _alone(h, w, targets, primitives, case.upstream)
-    return results
-
-
-def _chunks(
-    h: Tensor, w: Tensor, targets: Targets, primitives: Primitives, piece: int
-) -> dict[str, Result]:
-    """Return the gradients of the losses' sum, formed in the forward of two chunks of tokens."""
-    tokens, vocab = h.shape[0], w.shape[0]
-    stored, chunk = -(-vocab // piece) * piece, -(-tokens // 2)
-    _, dx, sums = strategies.gradients_in_forward(
-        primitives,
-        h,
-        w,
-        targets,
-        targets.weight("sum", sum_dtype(h.dtype)),
-        stored,
-        chunk,
-        True,
-        True,
-    )
-    assert dx is not None
-    assert sums is not None
-    scaled = (primitives.scale_rows(x, sums.new_ones(x.shape[0]), h.dtype) for x in (dx, sums))
-    return _gradients(" of chunks", *scaled)
-
-
-def _alone(
-    h: Tensor, w: Tensor, targets: Targets, primitives: Primitives, upstream: Tensor
-) -> dict[str, Result]:
-    """Return what a forward without gradients finds, and one rank's part of dX for any sums."""
-    loss, stats = strategies.forward(primitives, h, w, targets, "none")
-    sums = h.to(upstream.dtype)
-    part = torch.empty_like(sums)
-    primitives.finish_dx(part, sums, w, targets, upstream, upstream)
-    return {
-        "loss alone": Result(loss, 1),
-        "others' share alone": Result(stats.sum, 1, stats.total),
-        "a rank's part of dX": Result(part, 1, of_row=True),
-    }
-
-
-def _gradients(which: str, dx: Tensor | None, dw: Tensor | None) -> dict[str, Result]:
-    """Return dX and dW; exponentials, scaled hidden states and they themselves are rounded."""
-    assert dx is not None
-    assert dw is not None
-    floor = torch.finfo(dx.dtype).smallest_normal
-    return {
-        f"{name}{which}": Result(gradient, 3, floor=floor, of_row=True)
-        for name, gradient in (("dX", dx), ("dW", dw))
-    }

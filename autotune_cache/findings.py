@@ -1,0 +1,113 @@
+"""What primitives find for a case: losses, exponentials and gradients, as any call has them."""
+
+import torch
+from torch import Tensor
+
+from cutefce import autotune_cache
+from cutefce.autotune_cache.tunable import Case, Result
+from cutefce.ops import planner, strategies
+from cutefce.ops.primitives import Primitives, Targets, sum_dtype
+
+
+def targets_of(case: Case) -> Targets:
+    """Return which targets count, and where."""
+    return strategies.locate(case.y, case.problem.vocab, -100)
+
+
+def plan_of(case: Case) -> planner.Plan:
+    """Return how a step with the default workspace would run."""
+    tiles = autotune_cache.lookup(case.problem)
+    return planner.make_plan(case.problem, tiles, planner.DEFAULT, scalar_upstream=False)
+
+
+def _stored(case: Case) -> list[tuple[int, Tensor]]:
+    """Return room for what a step keeps; of a small problem in two parts, as what dW is lent."""
+    kept, piece = plan_of(case).kept, autotune_cache.lookup(case.problem).piece
+    first = 0 if case.upstream is None else kept // 2 // piece * piece
+    parts = (0, first), (first, kept - first)
+    return [(at, case.h.new_empty(case.problem.tokens, size)) for at, size in parts if size]
+
+
+def of_steps(case: Case, primitives: Primitives) -> dict[str, Result]:
+    """Return losses, probabilities as they are kept and as they are computed again, gradients.
+
+    With an upstream gradient all kernels are launched that some call may launch.
+    """
+    vocab, dtype = case.problem.vocab, case.h.dtype
+    h, w = primitives.prepare(case.h, case.w)
+    targets, stored, window = targets_of(case), _stored(case), plan_of(case).window
+    loss, stats = strategies.forward(primitives, h, w, targets, "none", stored)
+    again = h.new_empty(h.shape[0], window)
+    first, last = list(strategies.windows(vocab, 0, window))[-1]
+    primitives.recompute_exp(h, w, (first, last), stats.reference, targets.index, again)
+    # float16's smallest exponentials are lost, relative to totals of at most FLOAT16_TOTAL
+    floor = 2.0**-28 if dtype == torch.float16 else 1e-30
+    results = {
+        "loss": Result(loss, 1),
+        "others' share": Result(stats.sum, 1, stats.total),
+        "recomputed": Result(again[:, : last - first], 1, stats.total, floor),
+    }
+    if stored:
+        parts = [exps for _, exps in stored]
+        kept = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        # the portable path rounds again what it moves to another reference
+        results["kept"] = Result(kept[:, :vocab], 2, stats.total, floor)
+    if case.upstream is not None:
+        dw = torch.empty_like(w)
+        dx = strategies.backward(
+            primitives, h, w, targets, stats, stored, case.upstream, window, True, dw
+        )
+        results |= _gradients("", dx, dw)
+        if dtype != torch.float16:  # which lacks the range, see `planner`
+            results |= _chunks(h, w, targets, primitives, autotune_cache.lookup(case.problem).piece)
+        results |= _alone(h, w, targets, primitives, case.upstream)
+    return results
+
+
+def _chunks(
+    h: Tensor, w: Tensor, targets: Targets, primitives: Primitives, piece: int
+) -> dict[str, Result]:
+    """Return the gradients of the losses' sum, formed in the forward of two chunks of tokens."""
+    tokens, vocab = h.shape[0], w.shape[0]
+    stored, chunk = -(-vocab // piece) * piece, -(-tokens // 2)
+    _, dx, sums = strategies.gradients_in_forward(
+        primitives,
+        h,
+        w,
+        targets,
+        targets.weight("sum", sum_dtype(h.dtype)),
+        stored,
+        chunk,
+        True,
+        True,
+    )
+    assert dx is not None
+    assert sums is not None
+    scaled = (primitives.scale_rows(x, sums.new_ones(x.shape[0]), h.dtype) for x in (dx, sums))
+    return _gradients(" of chunks", *scaled)
+
+
+def _alone(
+    h: Tensor, w: Tensor, targets: Targets, primitives: Primitives, upstream: Tensor
+) -> dict[str, Result]:
+    """Return what a forward without gradients finds, and one rank's part of dX for any sums."""
+    loss, stats = strategies.forward(primitives, h, w, targets, "none")
+    sums = h.to(upstream.dtype)
+    part = torch.empty_like(sums)
+    primitives.finish_dx(part, sums, w, targets, upstream, upstream)
+    return {
+        "loss alone": Result(loss, 1),
+        "others' share alone": Result(stats.sum, 1, stats.total),
+        "a rank's part of dX": Result(part, 1, of_row=True),
+    }
+
+
+def _gradients(which: str, dx: Tensor | None, dw: Tensor | None) -> dict[str, Result]:
+    """Return dX and dW; exponentials, scaled hidden states and they themselves are rounded."""
+    assert dx is not None
+    assert dw is not None
+    floor = torch.finfo(dx.dtype).smallest_normal
+    return {
+        f"{name}{which}": Result(gradient, 3, floor=floor, of_row=True)
+        for name, gradient in (("dX", dx), ("dW", dw))
+    }
