@@ -115,18 +115,17 @@ def _gpu_sample(form: Call) -> Callable[[], float]:
 def peak_bytes(form: Call, device: str) -> int:
     """Return the most bytes that `form` holds at a time beyond what is allocated before it.
 
-    Counts what goes through torch's allocators.  `form` should have run once before, so that
-    nothing is allocated for good.
+    Counts what is asked of torch's allocators; that of GPUs may give each tensor up to 1 MiB more.
+    `form` should have run once before, so that nothing is allocated for good.
     """
     gc.collect()  # what others left in cycles could go meanwhile
     if device != "cpu":
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # or parts of larger blocks would count as a whole
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         form()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return int(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         form()
     results = profiler.profiler.kineto_results if profiler.profiler else None
