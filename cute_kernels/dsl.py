@@ -23,8 +23,20 @@ PIECE_NOTES = 1
 """From where on in the notes of a gradient's product lie, for each warp that can have a part of a
 unit that is cut, the pieces of it that were added; all 0 before a launch."""
 
+EARLY = {"use_pdl": True}
+"""What a launch asks for to begin while the kernel before ends."""
+
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
+
+
+def await_previous() -> None:
+    """Wait for the kernel before, of which only what is older is done, and let the next one begin.
+
+    Every kernel that is launched early (`EARLY`) calls this before it reads or writes memory.
+    """
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
 
 
 def matrix(dtype: Any, rows: Any, columns: Any, aligned: bool = True) -> Any:

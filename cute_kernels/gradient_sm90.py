@@ -22,7 +22,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import kernels
-from cutefce.cute_kernels.dsl import DTYPES, PIECE_NOTES, matrix, transposed, vector
+from cutefce.cute_kernels.dsl import DTYPES, PIECE_NOTES, await_previous, matrix, transposed, vector
 from cutefce.cute_kernels.mainloop_sm90 import CONSUMERS, GROUP, MainloopSm90, Operand
 from cutefce.cute_kernels.slabs_sm90 import SlabsSm90
 from cutefce.cute_kernels.walk import Piece, Walk, indices, make_walk, piece, unit
@@ -113,6 +113,7 @@ class GradientSm90(MainloopSm90):
         s_out = smem.allocate_tensor(self.slabs.dtype, out_layout.outer, 1024, out_layout.inner)
         pipe = self.stages(barriers)
         walk = make_walk(self.config, self.tile[2], g_a, g_b, None, cuts)
+        await_previous()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:

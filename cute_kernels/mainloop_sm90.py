@@ -18,7 +18,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from cutefce.cute_kernels.arch import STEP, Sm90, arch_named
 from cutefce.cute_kernels.config import GemmConfig
-from cutefce.cute_kernels.dsl import DTYPES, MEETING_NOTE
+from cutefce.cute_kernels.dsl import DTYPES, EARLY, MEETING_NOTE
 from cutefce.cute_kernels.walk import Walk, indices, piece, unit
 
 GROUP = 128
@@ -100,6 +100,7 @@ class MainloopSm90:
             "block": [GROUP * (1 + CONSUMERS), 1, 1],
             "cluster": [self.config.cluster, 1, 1],
             "min_blocks_per_mp": 1,
+            **EARLY,
         }
 
     def tiled_mma(self, sharing: int) -> cute.TiledMma:

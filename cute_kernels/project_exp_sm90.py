@@ -90,12 +90,17 @@ class ProjectExpSm90(MainloopSm90):
             s_e = smem.allocate_tensor(self.dtype, e_layout.outer, 1024, e_layout.inner)
         pipe = self.stages(barriers)
         walk = make_walk(config, self.tile[2], g_h, g_w, windows)
+        cute.arch.griddepcontrol_launch_dependents()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
+                # h and w are older than the kernel before the forward; one row block has no notes
+                if not self.sums or walk.row_blocks > 1:
+                    cute.arch.griddepcontrol_wait()
                 self.load(walk, pipe, (load_h, g_h, s_h), (load_w, g_w, s_w), rows.notes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
+            cute.arch.griddepcontrol_wait()
             self.consume(walk, pipe, tiled_mma, (s_h, s_w), (store_e, g_e, s_e), rows)
 
     @cute.jit

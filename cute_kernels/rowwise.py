@@ -20,9 +20,11 @@ from cutefce.cute_kernels import kernels
 from cutefce.cute_kernels.dsl import (
     BLOCK_NOTES,
     DTYPES,
+    EARLY,
     FINISHED_NOTE,
     LN_2,
     LOG2_E,
+    await_previous,
     exp2,
     matrix,
     vector,
@@ -75,7 +77,7 @@ def target_logit(
     """Write r (N,): +inf where the target (N,) is `ignored`, NaN where it lies outside [0, V)."""
     blocks = (h.shape[0] + WARPS - 1) // WARPS
     target_logit_kernel(h, w, target, logit, ignored).launch(
-        grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+        grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **EARLY
     )
 
 
@@ -84,6 +86,7 @@ def target_logit_kernel(
     h: cute.Tensor, w: cute.Tensor, target: cute.Tensor, logit: cute.Tensor, ignored: Int64
 ) -> None:
     """Compute one row a warp."""
+    await_previous()
     lane = cute.arch.lane_idx()
     row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
     if row < h.shape[0]:
@@ -158,7 +161,7 @@ class Finish:
         """
         blocks = (logit.shape[0] + WARPS - 1) // WARPS
         self.kernel(parts, logit, target, stats, reduced, notes, ignored, mean).launch(
-            grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+            grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **EARLY
         )
 
     @cute.kernel
@@ -174,6 +177,7 @@ class Finish:
         mean: Int32,
     ) -> None:
         """Join one row a warp; the block that finishes last adds all losses."""
+        await_previous()
         thread = cute.arch.thread_idx()[0]
         smem = SmemAllocator()
         shared = smem.allocate_tensor(Float32, cute.make_layout(2 * WARPS), 16)
@@ -292,7 +296,7 @@ def combine(
 ) -> None:
     """Write a_i (x_i + b_i table_{index_i}) to out (N, D), of x (N, D), a, b, index (N,)."""
     combine_kernel(out, x, table, a, b, index).launch(
-        grid=[x.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+        grid=[x.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **EARLY
     )
 
 
@@ -306,6 +310,7 @@ def combine_kernel(
     index: Any,
 ) -> None:
     """Combine one row a block."""
+    await_previous()
     row = cute.arch.block_idx()[0]
     scale, factor = Float32(1.0), Float32(1.0)
     if cutlass.const_expr(a is not None):
@@ -344,7 +349,7 @@ def add_targets(
     that order.
     """
     add_targets_kernel(sums, order, starts, coefficient, h).launch(
-        grid=[sums.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+        grid=[sums.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **EARLY
     )
 
 
@@ -357,6 +362,7 @@ def add_targets_kernel(
     h: cute.Tensor,
 ) -> None:
     """Add to one row a block."""
+    await_previous()
     row = cute.arch.block_idx()[0]
     to, begin, end = chunks(sums, row), starts[row], starts[row + 1]
     if begin < end:

@@ -6,10 +6,11 @@ again, relative to their new reference; it is launched always, and ends at once 
 noted, so that nothing waits for the GPU.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from cutefce.cute_kernels.problem import TileConfig
 from cutefce.cute_kernels.tile_order import choose_cuts, choose_windows
 from cutefce.ops.primitives import Partial, Stats, TargetPart, Targets
 from cutefce.ops.torch_primitives import TorchPrimitives
+
+NO_ZEROS = torch.empty(0, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,9 @@ class TargetLists:
 class CutePrimitives(TorchPrimitives):
     """`cutefce.ops.primitives.Primitives` for one device, dtype and set of configurations."""
 
+    ZEROS: ClassVar[int] = 1 << 14
+    """Zeros that a call fills at a time: each filling is a launch, and most take few."""
+
     def __init__(
         self,
         tiles: TileConfig,
@@ -64,6 +70,13 @@ class CutePrimitives(TorchPrimitives):
         self.multiprocessors = multiprocessors
         self.clusters = multiprocessors // self.project.cluster
         self.kernels = kernel_set(arch, dtype, configs)
+        self._zeros: Tensor | None = None
+
+    def for_a_call(self) -> "CutePrimitives":
+        """Return the same for one call on one stream, whose launches share what it fills."""
+        own = copy.copy(self)
+        own._zeros = NO_ZEROS
+        return own
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return h if has_aligned_rows(h) else h.clone(memory_format=torch.contiguous_format), w
@@ -207,13 +220,23 @@ class CutePrimitives(TorchPrimitives):
         clusters, steps = self.multiprocessors // config.cluster, -(-a.shape[1] // STEP)
         units = -(-rows // config.rows) * -(-columns // config.tile_n)
         cuts = None if kernel.final else choose_cuts(units, clusters, steps)
-        notes = torch.zeros(kernel.notes(clusters), dtype=torch.int32, device=out.device)
+        notes = self._take_zeros(kernel.notes(clusters), out.device)
         compiled(kernel)(a, b, out, lists, notes, clusters, cuts)
 
     def _notes(self, h: Tensor) -> Tensor:
         blocks = -(-h.shape[0] // self.project.rows)
-        make = torch.zeros if blocks > 1 else torch.empty  # see `cute_kernels.dsl`
-        return make(2 + blocks, dtype=torch.int32, device=h.device)
+        if blocks == 1:  # see `cute_kernels.dsl`
+            return torch.empty(2 + blocks, dtype=torch.int32, device=h.device)
+        return self._take_zeros(2 + blocks, h.device)
+
+    def _take_zeros(self, count: int, device: torch.device) -> Tensor:
+        """Return (count,) int32 zeros that nobody else has."""
+        if self._zeros is None:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        if len(self._zeros) < count:
+            self._zeros = torch.zeros(max(count, self.ZEROS), dtype=torch.int32, device=device)
+        taken, self._zeros = self._zeros[:count], self._zeros[-(-count // 32) * 32 :]
+        return taken
 
     def _windows(self, h: Tensor, w: Tensor) -> int:
         return choose_windows(h.shape[0], w.shape[0], self.project, self.clusters)

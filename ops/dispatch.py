@@ -81,7 +81,7 @@ def primitives_for(h: Tensor, w: Tensor, problem: Problem) -> Primitives:
     """
     reason = _obstacle(h, w)
     if reason is None:
-        return _cute_primitives(h.device, problem)
+        return _cute_primitives(h.device, problem).for_a_call()
     if problem.tokens:
         _report(reason, h.is_cuda)
     return _torch_primitives(autotune_cache.lookup(problem))
@@ -182,7 +182,7 @@ def _arch(device: torch.device) -> Arch:
 
 
 @functools.lru_cache(maxsize=1024)
-def _cute_primitives(device: torch.device, problem: Problem) -> Primitives:
+def _cute_primitives(device: torch.device, problem: Problem) -> CutePrimitives:
     tiles, arch = autotune_cache.lookup(problem), _arch(device)
     properties = torch.cuda.get_device_properties(device)
     multiprocessors = properties.multi_processor_count
