@@ -6,7 +6,6 @@ again, relative to their new reference; it is launched always, and ends at once 
 noted, so that nothing waits for the GPU.
 """
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,8 +73,8 @@ class CutePrimitives(TorchPrimitives):
 
     def for_a_call(self) -> "CutePrimitives":
         """Return the same for one call on one stream, whose launches share what it fills."""
-        own = copy.copy(self)
-        own._zeros = NO_ZEROS
+        own = object.__new__(CutePrimitives)  # a tenth of what copy.copy takes
+        own.__dict__.update(self.__dict__, _zeros=NO_ZEROS)
         return own
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
