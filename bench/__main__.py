@@ -21,6 +21,7 @@ from bench import parallel as parallel_bench
 from bench import peers as peers_bench
 from bench import step as step_bench
 from bench import sustained as sustained_bench
+from bench import tuned as tuned_bench
 from bench.compare import regressions
 from bench.head import HEADS, SMALL, Shape
 from bench.records import Piece, collect, folder_name
@@ -180,6 +181,15 @@ def forward(data: Data, /, repeats: int) -> None:
     """Forward on a GPU, against one plain product."""
     run = functools.partial(forward_bench.run, repeats=repeats)
     data.measure("forward", _pieces(forward_bench.SHAPES, run))
+
+
+@main.command()
+@click.option("--repeats", type=int, default=15, help="Timed rounds.")
+@click.pass_obj
+def tuned(data: Data, /, repeats: int) -> None:
+    """The tuned table's configurations on a GPU, against the defaults."""
+    run = functools.partial(tuned_bench.run, repeats=repeats)
+    data.measure("tuned", _pieces(tuned_bench.SHAPES, run))
 
 
 @main.command()

@@ -16,6 +16,7 @@ import functools
 import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,14 +118,27 @@ def _parts(step: Call, device: str) -> dict[str, float]:
         return dict(milliseconds)
     results = profiler.profiler.kineto_results if profiler.profiler else None
     assert results is not None
-    kernels = [e for e in results.events() if e.device_type().name == "CUDA"]
-    end = None
-    for kernel in sorted(kernels, key=lambda kernel: kernel.start_ns()):
-        milliseconds[part_of(kernel.name())] += kernel.duration_ns() / 1e6 / STEPS
-        if end is not None:
-            milliseconds["idle"] += max(0, kernel.start_ns() - end) / 1e6 / STEPS
-        end = max(end or 0, kernel.start_ns() + kernel.duration_ns())
-    return dict(milliseconds)
+    kernels = [
+        (e.start_ns(), e.start_ns() + e.duration_ns(), e.name())
+        for e in results.events()
+        if e.device_type().name == "CUDA"
+    ]
+    return {part: ns / 1e6 / STEPS for part, ns in shared_out(kernels).items()}
+
+
+def shared_out(kernels: Sequence[tuple[int, int, str]]) -> dict[str, int]:
+    """Return the time of each part of kernels with these starts, ends and names.
+
+    Kernels begin early, and wait for the one before: what they have together is that one's.
+    """
+    taken: Counter[str] = Counter()
+    before = min(start for start, _, _ in kernels)
+    for start, end, name in sorted(kernels):
+        begin = max(start, before)
+        taken["idle"] += begin - before
+        taken[part_of(name)] += max(0, end - begin)
+        before = max(end, begin)
+    return dict(taken)
 
 
 def part_of(kernel: str) -> str:

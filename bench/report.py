@@ -21,7 +21,7 @@ def write(folder: Path, pictures: Sequence[Path]) -> Path:
     parts = [f"# {folder.name}"]
     for name, section in SECTIONS.items():
         files = sorted(folder.glob(f"{name}*.jsonl"))
-        if not files:
+        if not files and name not in ON_GPUS:
             parts.append(f"## {name}\n\nNot measured: `python -m bench {name}`.")
         for path in files:
             header, rows = read(path)
@@ -78,6 +78,32 @@ def _paper(rows: list[Row]) -> Iterator[str]:
         f"Faster than canonical in {faster} of {len(rows)} cells, with less memory in {leaner}. "
         f"Geometric mean of ours / canonical: {_mean(r['ratio'] for r in rows):.3f}"
         + (f"; of the paper's: {_mean(published):.3f}." if published else ".")
+    )
+
+
+def _forward(rows: list[Row]) -> Iterator[str]:
+    yield from _table(
+        {
+            "tokens × hidden × vocab": title,
+            **{name: FORM[name] for name in ("form", "ms", "quartiles")},
+            "time / product": lambda r: _number(r["ratio_to_product"]),
+            **{name: FORM[name] for name in ("TFLOP/s", "memory, MiB")},
+        },
+        rows,
+    )
+
+
+def _tuned(rows: list[Row]) -> Iterator[str]:
+    yield from _table(
+        {
+            "tokens × hidden × vocab": title,
+            "other configurations": lambda r: r["kernels"] or "–",
+            "forward / defaults": lambda r: _number(r["forward"]),
+            "step / defaults": lambda r: _number(r["step"]),
+            "forward / product": lambda r: _number(r["forward_to_product"]),
+            "step / products": lambda r: _number(r["step_to_products"]),
+        },
+        rows,
     )
 
 
@@ -273,6 +299,7 @@ ERRORS: dict[str, Callable[[Row], str]] = {
 }
 SECTIONS: dict[str, Callable[[list[Row]], Iterator[str]]] = {
     "paper": _paper,
+    "forward": _forward,
     "step": _step,
     "peers": _peers,
     "sustained": _sustained,
@@ -280,4 +307,7 @@ SECTIONS: dict[str, Callable[[list[Row]], Iterator[str]]] = {
     "breakdown": _breakdown,
     "stability": _stability,
     "equivalence": _equivalence,
+    "tuned": _tuned,
 }
+ON_GPUS = ("forward", "tuned")
+"""Those that a CPU has not."""

@@ -30,6 +30,7 @@ from bench import (
     stability,
     step,
     sustained,
+    tuned,
 )
 from bench.errors import errors, exact
 from bench.head import Shape
@@ -242,6 +243,12 @@ def test_kernels_are_told_apart_by_name() -> None:
         assert breakdown.part_of(kernel).split()[0] == part
 
 
+def test_no_time_counts_twice() -> None:
+    kernels = [(10, 20, "fill"), (12, 60, "project_exp"), (55, 58, "add"), (70, 90, "nvjet")]
+    parts = {"glue": 10, "forward product": 40, "gradient products": 20, "idle": 10}
+    assert breakdown.shared_out(kernels) == parts
+
+
 # the report
 
 
@@ -299,6 +306,18 @@ def test_the_paper_counts_cells_and_their_mean(tmp_path: Path) -> None:
     assert "0.73 → 0.69" in text
 
 
+def test_the_report_says_what_the_table_brings(tmp_path: Path) -> None:
+    rows = [
+        vars(tuned.Row(8192, 4096, 131072, "")),
+        vars(tuned.Row(1024, 4096, 131072, "project_exp", 0.97, 0.99, 0.9, 1.0)),
+    ]
+    write(tmp_path / "tuned.jsonl", {"date": "", "device": "some gpu", "versions": {}}, rows)
+    text = report.write(tmp_path, []).read_text()
+    assert "| 1024 × 4096 × 131072 | project_exp | 0.97 | 0.99 | 0.9 | 1 |" in text
+    assert "| 8192 × 4096 × 131072 | – | – | – | – | – |" in text
+    assert "bench forward" not in text, "needs a GPU"
+
+
 # every command
 
 
@@ -329,7 +348,7 @@ def test_every_command_runs_on_a_cpu_and_its_data_makes_a_report(
     run(tmp_path, "equivalence", "--steps", "2")
     folder = tmp_path / "cpu"
     files = sorted(folder.glob("*.jsonl"))
-    assert {path.stem for path in files} == report.SECTIONS.keys()
+    assert {path.stem for path in files} == report.SECTIONS.keys() - report.ON_GPUS
     for path in files:
         assert_same(path)
         header, rows = read(path)

@@ -1,0 +1,91 @@
+"""What the tuned table brings on a GPU: its configurations against the architecture's defaults.
+
+Timed in turns are the forward without gradients, the step that keeps every exponential, and the
+plain products.  Where the table has no other choice, there is nothing to measure.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench import forward, paper
+from bench.head import HEADS, Shape, random_head
+from bench.measure import Call, interleaved
+from bench.step import products_of
+from cutefce import autotune_cache
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.config import Configs
+from cutefce.ops import strategies
+from cutefce.ops.cute_primitives import CutePrimitives
+from cutefce.ops.dispatch import problem_of
+
+SHAPES = tuple(dict.fromkeys((*forward.SHAPES, *HEADS, *paper.SHAPES["cuda"])))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape; ratios are of medians of interleaved runs."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    kernels: str
+    """Those for which the table has another configuration."""
+    forward: float | None = None
+    """With the table over with the defaults; None where nothing differs."""
+    step: float | None = None
+    forward_to_product: float | None = None
+    """With the table over h wᵀ by cuBLAS."""
+    step_to_products: float | None = None
+
+
+def run(shape: Shape, repeats: int) -> list[Row]:
+    """Measure on fresh random data."""
+    h, w, y = random_head(shape, "cuda")
+    problem, properties = problem_of(h, w, True, True), torch.cuda.get_device_properties(h.device)
+    assert problem.arch is not None, "no kernels"
+    arch, count = arch_named(problem.arch), properties.multi_processor_count
+    default = arch.default_configs(shape.tokens, shape.hidden, count)
+    tuned = autotune_cache.lookup_configs(problem, arch, properties.name, count)
+    names = [field.name for field in dataclasses.fields(Configs)]
+    differ = [name for name in names if getattr(default, name) != getattr(tuned, name)]
+    row = Row(shape.tokens, shape.hidden, shape.vocab, ", ".join(differ))
+    if not differ:
+        return [row]
+    forms: dict[str, Call] = {
+        "product": lambda: torch.mm(h, w.t()),
+        "products": products_of(h, w, y),
+    }
+    tiles = autotune_cache.lookup(problem)
+    for name, configs in (("default", default), ("tuned", tuned)):
+        steps = CutePrimitives(tiles, arch, shape.dtype, configs, count)
+        forms[f"{name} forward"] = functools.partial(_forward, steps, h, w, y)
+        forms[f"{name} step"] = functools.partial(_step, steps, h, w, y)
+    ms = {name: timing.median_ms for name, timing in interleaved(forms, "cuda", repeats).items()}
+    measured = dataclasses.replace(
+        row,
+        forward=ms["tuned forward"] / ms["default forward"],
+        step=ms["tuned step"] / ms["default step"],
+        forward_to_product=ms["tuned forward"] / ms["product"],
+        step_to_products=ms["tuned step"] / ms["products"],
+    )
+    return [measured]
+
+
+def _forward(steps: CutePrimitives, h: Tensor, w: Tensor, y: Tensor) -> None:
+    steps = steps.for_a_call()
+    strategies.forward(steps, h, w, strategies.locate(y, w.shape[0], -100), "mean")
+
+
+def _step(steps: CutePrimitives, h: Tensor, w: Tensor, y: Tensor) -> None:
+    steps, targets = steps.for_a_call(), strategies.locate(y, w.shape[0], -100)
+    piece = autotune_cache.KERNEL_PIECE
+    exps = h.new_empty(h.shape[0], -(-w.shape[0] // piece) * piece)
+    stored = [(0, exps)]
+    _, stats = strategies.forward(steps, h, w, targets, "mean", stored)
+    upstream = targets.weight("mean", torch.float32)
+    window, dw = steps.config.window, torch.empty_like(w)
+    strategies.backward(steps, h, w, targets, stats, stored, upstream, window, True, dw)
