@@ -33,9 +33,15 @@ class Case:
     def exact(self) -> "Case":
         """Return the same in float64 on the CPU."""
         problem = dataclasses.replace(self.problem, dtype="float64", device="cpu", arch=None)
-        h, w = self.h.double().cpu(), self.w.double().cpu()
-        upstream = None if self.upstream is None else self.upstream.double().cpu()
-        return Case(problem, h, w, self.y.cpu(), upstream)
+        upstream = None if self.upstream is None else self.upstream.double()
+        exact = Case(problem, self.h.double(), self.w.double(), self.y, upstream)
+        return exact.to("cpu")
+
+    def to(self, device: str) -> "Case":
+        """Return the same on a device."""
+        upstream = None if self.upstream is None else self.upstream.to(device)
+        h, w, y = self.h.to(device), self.w.to(device), self.y.to(device)
+        return Case(self.problem, h, w, y, upstream)
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,11 @@ class Result:
     """What is as small as this is not told from 0."""
     of_row: bool = False
     """Whether errors are relative to the largest value of a row, not each to its own."""
+
+    def to(self, device: str) -> "Result":
+        """Return the same on a device."""
+        scale = None if self.scale is None else self.scale.to(device)
+        return dataclasses.replace(self, values=self.values.to(device), scale=scale)
 
 
 @dataclass(frozen=True)
