@@ -30,7 +30,7 @@ from cutefce.cute_kernels.problem import Problem
 SCHEMA = 2
 FARTHEST = 1.0
 """Doublings of a size, or of several together, beyond which another problem says nothing."""
-LEAST_GAIN = 0.005
+LEAST_GAIN = 0.01
 """Share of the time that something must save to be better: less is noise."""
 LOCK_SECONDS = 60
 """How long to wait for another process that writes the same file."""

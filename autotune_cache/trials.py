@@ -6,6 +6,7 @@ drift, so that only ratios of times of one round mean anything.
 """
 
 import functools
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -115,7 +116,13 @@ def race(
         _ = [sample(call)() for call in calls]
         round_seconds = time.perf_counter() - begin
     rounds = min(max(round(seconds / round_seconds), LEAST_ROUNDS), MOST_ROUNDS)
-    taken = [[sample(call) for call in calls] for _ in range(rounds)]
+    # a GPU's clock depends on what it did before: each round has an order of its own
+    order = random.Random(0)
+    taken = []
+    for _ in range(rounds):
+        turns = order.sample(range(len(calls)), len(calls))
+        reads = {turn: sample(calls[turn]) for turn in turns}
+        taken.append([reads[i] for i in range(len(calls))])
     times = [[read() for read in row] for row in taken]
     return tuple(
         Timing(

@@ -167,11 +167,12 @@ class Tuner:
             timings = self._race(job, (choice, best), FINAL_SECONDS)
             if timings is not None and timings[0].ratio < 1 - LEAST_GAIN:
                 best = choice
-        last = self._race(job, (best, "product", default), FINAL_SECONDS)
+        rivals = () if best == default else (default,)
+        last = self._race(job, (best, "product", *rivals), FINAL_SECONDS)
         if last is None:
             return None
-        won, product, baseline = (timing.milliseconds for timing in last)
-        if won >= baseline or last[0].ratio >= 1:  # luck, until now
+        won, product, baseline = (timing.milliseconds for timing in (*last, last[0])[:3])
+        if won >= baseline or last[0].ratio >= 1 - LEAST_GAIN:  # luck, until now
             best, won = default, baseline
         return Entry(best, won, baseline, product, True, self.head.versions["kernels"])
 

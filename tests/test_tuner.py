@@ -79,6 +79,23 @@ def test_slightly_wrong_results_are_found(kind: Kind, said: str, dtype: str) -> 
         trials.check(STAND_IN, dtype, config(kind))
 
 
+def test_rounds_of_a_race_have_orders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def sample(call: object) -> Callable[[], float]:
+        calls.append(call)
+        return lambda: 2.0 if call is calls[0] else 3.0
+
+    monkeypatch.setattr(trials, "_cpu_sample", sample)
+    problem = STAND_IN.problem(SIZES, "bfloat16")
+    timings = trials.race(STAND_IN, problem, (config(Kind.FAST), "product"), 0.0)
+    assert timings == (trials.Timing(2.0, 2 / 3), trials.Timing(3.0, 1.0))
+    first, second, *_ = calls
+    rounds = [tuple(calls[i : i + 2]) for i in range(4, len(calls), 2)]
+    assert len(rounds) == trials.LEAST_ROUNDS
+    assert set(rounds) == {(first, second), (second, first)}
+
+
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_all_kernels_are_checked(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of bfloat16: float16 has kernels that no call launches."""
