@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from cutefce.cute_kernels.arch import STEP, Sm100, arch_named
 from cutefce.cute_kernels.compiler import compile_kernel
-from cutefce.cute_kernels.kernels import ProjectExp
+from cutefce.cute_kernels.kernels import Kernel, ProjectExp
 
 WAIT = re.compile(r"mbarrier\.try_wait\S* P1, \[(%r\d+)\]")
 DEFINITION = re.compile(r"(\S+) (%\w+|\{[%\w, ]+\})(?:\|%p\d+)?, (.*);")
@@ -123,7 +123,7 @@ class Code:
 
 
 @functools.cache
-def artifacts(kernel: ProjectExp) -> tuple[str, bytes]:
+def artifacts(kernel: Kernel) -> tuple[str, bytes]:
     """Return PTX and machine code."""
     with tempfile.TemporaryDirectory() as folder:  # files of two kernels have one name
         options = f"--keep-ptx --keep-cubin --dump-dir {folder}"

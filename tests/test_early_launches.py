@@ -1,0 +1,61 @@
+"""Kernels that begin while the one before ends wait for it before they touch memory.
+
+What is looked at is the PTX of every kind of kernel, compiled without a GPU.  Roles of a kernel
+begin where they take or give registers.
+"""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.kernels import Kernel, ProjectExp, kernel_set
+from tests.blackwell_code import artifacts
+
+ARCH = Sm90()
+KERNELS = kernel_set(ARCH, "bfloat16", ARCH.default_configs(8192, 4096, 132))
+KINDS: dict[str, Kernel | None] = {
+    "target_logit": KERNELS.target_logit,
+    "sums": KERNELS.sums,
+    "exps": KERNELS.exps,
+    "noted_exps": KERNELS.noted_exps,
+    "finish": KERNELS.finish,
+    "finish_dx": KERNELS.finish_dx,
+    "grad_hidden": KERNELS.grad_hidden,
+    "grad_weight": KERNELS.grad_weight,
+    "add_targets": KERNELS.add_targets,
+}
+WAIT, LET = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+ACCESS = re.compile(r"\b(ld|st|red|atom)\.[\w.:]*global\b|\bcp\.(reduce\.)?async\.bulk\.tensor\b")
+
+
+def unguarded(ptx: str) -> Iterator[str]:
+    """Yield what touches memory before a wait: anywhere before the first, or first in a role."""
+    prologue, *roles = re.split(r"setmaxnreg\.\w+", ptx)
+    for part in [prologue] if WAIT in prologue else [prologue, *roles]:
+        for line in part.split(WAIT)[0].splitlines():
+            if ACCESS.search(line):
+                yield line.strip()
+
+
+@pytest.mark.parametrize("kernel", KINDS.values(), ids=KINDS)
+def test_nothing_is_touched_before_a_wait(kernel: Kernel | None) -> None:
+    assert kernel is not None
+    ptx, _ = artifacts(kernel)
+    assert not list(unguarded(ptx))
+    assert LET in ptx
+    if not isinstance(kernel, ProjectExp):
+        assert ptx.count(WAIT) == 1
+        assert ptx.index(WAIT) < ptx.index(LET), "what is older than this kernel is done"
+        without = ptx.replace(WAIT, "")
+        assert list(unguarded(without)), "the fault is found"
+
+
+def test_each_role_waits_by_itself() -> None:
+    ptx, _ = artifacts(KERNELS.sums)
+    first, second = (match.start() for match in re.finditer(re.escape(WAIT), ptx))
+    for start in (first, second):
+        assert list(unguarded(ptx[:start] + ptx[start + len(WAIT) :])), "the fault is found"
