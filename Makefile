@@ -62,6 +62,7 @@ autotune: .venv/ready
 
 # all tables, plots and the report of this machine's GPU; ARGS=--resume as above
 BENCHMARKS := paper step peers sustained ceiling breakdown stability equivalence
+BENCHMARKS += $(if $(shell nvidia-smi -L 2>&1 | grep GPU),forward host tuned)
 bench: .venv/ready
 	for name in $(BENCHMARKS); do $(BIN)/python -m bench $(ARGS) $$name || exit 1; done
 	$(BIN)/python -m bench report
