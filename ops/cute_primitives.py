@@ -73,7 +73,7 @@ class CutePrimitives(TorchPrimitives):
 
     def for_a_call(self) -> "CutePrimitives":
         """Return the same for one call on one stream, whose launches share what it fills."""
-        own = object.__new__(CutePrimitives)  # a tenth of what copy.copy takes
+        own = object.__new__(CutePrimitives)  # a quarter of what copy.copy takes
         own.__dict__.update(self.__dict__, _zeros=NO_ZEROS)
         return own
 
@@ -95,7 +95,7 @@ class CutePrimitives(TorchPrimitives):
         exps: Tensor | None = None,
     ) -> Partial:
         first, last = window
-        w = w if last - first == w.shape[0] else w[first:last]  # slicing takes 2 us of a call
+        w = w[first:last]
         windows, notes = self._windows(h, w), self._notes(h)
         sums = reference.new_empty(h.shape[0], windows * self.project.parts_of_window)
         launch = compiled(self.kernels.sums if exps is None else self.kernels.sums_and_exps)

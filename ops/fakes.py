@@ -28,15 +28,13 @@ def loss(
 ) -> tuple[Tensor, ...]:
     """Of `project_loss`."""
     tokens, chunked = y.shape[0], strategy == "gradients_in_forward"
-    dtype = sum_dtype(h.dtype)
+    dtype, has_dw = sum_dtype(h.dtype), grad_weight if chunked else lent > 0
     return (
         h.new_empty((tokens,) if reduction == "none" else (), dtype=dtype),
         h.new_empty((4, 0 if chunked else tokens), dtype=dtype),
         h.new_empty((0 if chunked else tokens, kept)),
         h.new_empty((h.shape[0] if chunked and grad_hidden else 0, h.shape[1])),
-        w.new_empty((w.shape[0] if chunked and grad_weight else 0, w.shape[1]), dtype=dtype)
-        if chunked
-        else w.new_empty((w.shape[0] if lent else 0, w.shape[1])),
+        w.new_empty((w.shape[0] if has_dw else 0, w.shape[1]), dtype=dtype if chunked else w.dtype),
     )
 
 

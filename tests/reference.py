@@ -104,7 +104,20 @@ def ours(case: Case, **options: Any) -> Result:
     )
 
 
-def planned(case: Case, strategy: str, window: int, kept: int, chunk: int, lent: int = 0) -> Result:
+PLANS = {
+    "nothing kept": ("windows", 0, 0, 150),
+    "some kept": ("windows", 0, 64, 150),
+    "everything kept": ("windows", 0, 336, 150),
+    "some lent": ("windows", 64, 0, 150),
+    "some lent, some kept": ("windows", 64, 128, 150),
+    "the rest kept": ("windows", 64, 272, 150),
+    "in chunks": ("gradients_in_forward", 0, 336, 40),
+    "in one chunk": ("gradients_in_forward", 0, 336, 150),
+}
+"""Strategy, lent and kept columns of 333 in small tiles, and a chunk's tokens of 150."""
+
+
+def planned(case: Case, window: int, strategy: str, lent: int, kept: int, chunk: int) -> Result:
     """Evaluate a given plan; the loss of gradients in forward is the sum of all rows'."""
     reduction = "none" if strategy == "windows" else "sum"
 

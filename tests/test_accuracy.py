@@ -6,6 +6,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.problem import TileConfig
 from tests.reference import (
+    PLANS,
     assert_as_accurate,
     exact,
     logits_case,
@@ -47,40 +48,24 @@ def test_logit_scales(dtype: torch.dtype, logit_std: float, device: str) -> None
 
 @pytest.mark.parametrize("logit_std", [0.1, 4, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("strategy", "lent", "kept", "chunk"),
-    [
-        ("windows", 0, 0, 150),
-        ("windows", 0, 64, 150),
-        ("windows", 0, 336, 150),
-        ("windows", 64, 0, 150),
-        ("windows", 64, 128, 150),
-        ("windows", 64, 272, 150),
-        ("gradients_in_forward", 0, 336, 40),
-        ("gradients_in_forward", 0, 336, 150),
-    ],
-)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_every_strategy(
-    strategy: str,
-    lent: int,
-    kept: int,
-    chunk: int,
+    plan: tuple[str, int, int, int],
     dtype: torch.dtype,
     logit_std: float,
     small_tiles: TileConfig,
     device: str,
 ) -> None:
     case = random_case(150, 48, 333, dtype=dtype, device=device, logit_std=logit_std)
-    names = ("dx", "dw") if strategy == "gradients_in_forward" else ("loss", "dx", "dw")
     case.upstream.fill_(1.0)
-    got = planned(case, strategy, small_tiles.window, kept, chunk, lent)
-    assert_as_accurate(got, case, names)
+    names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
+    assert_as_accurate(planned(case, small_tiles.window, *plan), case, names)
 
 
 @pytest.mark.parametrize("window", [32, 64, 96, 352])
 def test_every_window_gives_the_same(window: int, small_tiles: TileConfig, device: str) -> None:
     case = random_case(70, 16, 333, device=device)
-    assert_as_accurate(planned(case, "windows", window, 0, 70), case)
+    assert_as_accurate(planned(case, window, "windows", 0, 0, 70), case)
 
 
 @pytest.mark.parametrize("workspace", ["max", "min"])
@@ -160,7 +145,7 @@ def test_rows_far_above_their_target(
         column = (int(y[row]) + 1 + row) % 97
         logits[row, column if column != y[row] else column - 1] = height
     case = logits_case(logits.to(dtype), y, device)
-    got = planned(case, "windows", small_tiles.window, kept, 40)
+    got = planned(case, small_tiles.window, "windows", 0, kept, 40)
     assert bool(torch.isfinite(got.loss).all() and torch.isfinite(got.dx).all())
     assert_as_accurate(got, case, saturated=True)
 

@@ -11,23 +11,25 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.arch import ARCHS, Sm90
 from cutefce.cute_kernels.kernels import Kernel, ProjectExp, kernel_set
 from tests.blackwell_code import artifacts
 
-ARCH = Sm90()
-KERNELS = kernel_set(ARCH, "bfloat16", ARCH.default_configs(8192, 4096, 132))
+SETS = {
+    arch.name: kernel_set(arch, "bfloat16", arch.default_configs(8192, 4096, 132)) for arch in ARCHS
+}
+KERNELS = SETS[Sm90().name]
 KINDS: dict[str, Kernel | None] = {
-    "target_logit": KERNELS.target_logit,
     "sums": KERNELS.sums,
     "exps": KERNELS.exps,
     "noted_exps": KERNELS.noted_exps,
-    "finish": KERNELS.finish,
-    "finish_dx": KERNELS.finish_dx,
     "grad_hidden": KERNELS.grad_hidden,
     "grad_weight": KERNELS.grad_weight,
     "add_targets": KERNELS.add_targets,
 }
+for name, kernels in SETS.items():  # Blackwell's project_exp begins as kernels do
+    KINDS |= {f"{name} finish": kernels.finish, f"{name} finish_dx": kernels.finish_dx}
+    KINDS |= {f"{name} target_logit": kernels.target_logit}
 WAIT, LET = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 ACCESS = re.compile(r"\b(ld|st|red|atom)\.[\w.:]*global\b|\bcp\.(reduce\.)?async\.bulk\.tensor\b")
 

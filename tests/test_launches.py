@@ -8,7 +8,7 @@ from cutefce.cute_kernels.problem import TileConfig
 from cutefce.ops import cute_primitives, library
 from cutefce.ops.cute_primitives import CutePrimitives
 from tests.kernel_models import model_of
-from tests.reference import assert_as_accurate, logits_case, planned, random_case
+from tests.reference import PLANS, assert_as_accurate, logits_case, planned, random_case
 
 
 @pytest.fixture(params=[Sm90(), Sm100()], ids=lambda arch: str(arch.name))
@@ -25,28 +25,15 @@ def on_kernels(
     return small_tiles
 
 
-PLANS = {
-    "nothing kept": ("windows", 0, 0, 150),
-    "some kept": ("windows", 0, 64, 150),
-    "everything kept": ("windows", 0, 336, 150),
-    "some lent": ("windows", 64, 0, 150),
-    "some lent, some kept": ("windows", 64, 128, 150),
-    "the rest kept": ("windows", 64, 272, 150),
-    "in chunks": ("gradients_in_forward", 0, 336, 40),
-}
-
-
 @pytest.mark.parametrize("logit_std", [0.1, 4, 40])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_every_strategy(
     plan: tuple[str, int, int, int], logit_std: float, on_kernels: TileConfig
 ) -> None:
-    strategy, lent, kept, chunk = plan
     case = random_case(150, 48, 333, dtype=torch.bfloat16, logit_std=logit_std)
     case.upstream.fill_(1.0)
-    names = ("loss", "dx", "dw") if strategy == "windows" else ("dx", "dw")
-    got = planned(case, strategy, on_kernels.window, kept, chunk, lent)
-    assert_as_accurate(got, case, names)
+    names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
+    assert_as_accurate(planned(case, on_kernels.window, *plan), case, names)
 
 
 @pytest.mark.parametrize("lent", [0, 64])
@@ -58,5 +45,5 @@ def test_far_rows_are_settled(height: float, lent: int, on_kernels: TileConfig) 
     for row in range(0, 40, 3):
         logits[row, (int(y[row]) + 1 + 13 * row) % 333] = height
     case = logits_case(logits.bfloat16(), y)
-    got = planned(case, "windows", on_kernels.window, 336 - lent, 40, lent)
+    got = planned(case, on_kernels.window, "windows", lent, 336 - lent, 40)
     assert_as_accurate(got, case, saturated=True)

@@ -11,7 +11,7 @@ import cutefce
 from cutefce.ops.lending import lendable_windows
 from tests.conftest import SMALL_TILES
 from tests.ranks import Ranks, group
-from tests.reference import Case, Result, assert_as_accurate, logits_case, random_case
+from tests.reference import PLANS, Case, Result, assert_as_accurate, logits_case, random_case
 
 SHARDS = {
     "2 ranks": (167, 166),
@@ -65,17 +65,18 @@ def planned_share(
     sizes: tuple[int, ...],
     sequence_parallel: bool,
     strategy: str,
+    lent: int,
     kept: int,
     chunk: int,
-    lent: int = 0,
 ) -> Share:
-    """Run a given plan; `kept` is at most everything."""
+    """Run a given plan; lent and kept columns are at most what there is room for, and all."""
     h, w = leaves(case, sizes, sequence_parallel)
     piece = min(SMALL_TILES.piece, -(-len(w) // 8) * 8)
-    kept = min(kept, -(-len(w) // piece) * piece)
-    reduction = "none" if strategy == "windows" else "sum"
     room = lendable_windows(len(case.h), w.shape[1], len(w), SMALL_TILES.window)
-    plan = strategy, SMALL_TILES.window, min(lent, room * SMALL_TILES.window), kept, chunk
+    lent = min(lent, room * SMALL_TILES.window)
+    kept = min(kept, -(-(len(w) - lent) // piece) * piece)
+    reduction = "none" if strategy == "windows" else "sum"
+    plan = strategy, SMALL_TILES.window, lent, kept, chunk
     sharing = None, group(len(sizes)).group_name, list(sizes), sequence_parallel
     loss = torch.ops.cutefce.project_loss(
         h, w, case.y, reduction, -100, True, True, *plan, *sharing
@@ -118,33 +119,19 @@ def test_reductions_equal_torch(
 
 @layouts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("strategy", "kept", "chunk", "lent"),
-    [
-        ("windows", 0, 152, 0),
-        ("windows", 64, 152, 0),
-        ("windows", 336, 152, 0),
-        ("windows", 0, 152, 64),
-        ("gradients_in_forward", 336, 40, 0),
-        ("gradients_in_forward", 336, 152, 0),
-    ],
-)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_every_strategy(
     sizes: tuple[int, ...],
     sequence_parallel: bool,
-    strategy: str,
-    kept: int,
-    chunk: int,
-    lent: int,
+    plan: tuple[str, int, int, int],
     dtype: torch.dtype,
     ranks: Ranks,
 ) -> None:
     case = random_case(152, 48, 333, dtype=dtype)
-    if strategy != "windows":
+    if plan[0] != "windows":
         case.upstream.fill_(1.0)
-    plan = strategy, kept, chunk, lent
     results = ranks.run(len(sizes), planned_share, case, sizes, sequence_parallel, *plan)
-    names = ("loss", "dx", "dw") if strategy == "windows" else ("dx", "dw")
+    names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
     assert_as_accurate(joined(results, sequence_parallel), case, names)
 
 
@@ -203,7 +190,7 @@ def test_rows_far_above_their_target_on_one_rank(
         column = (int(y[row]) + 1 + 13 * row) % 97
         logits[row, column if column != y[row] else column - 1] = height
     case, sizes = logits_case(logits.to(dtype), y), (40, 17, 40)
-    plan = strategy, kept if strategy == "windows" else 336, 16
+    plan = strategy, 0, kept if strategy == "windows" else 336, 16
     got = joined(ranks.run(3, planned_share, case, sizes, False, *plan), False)
     assert bool(torch.isfinite(got.loss).all() and torch.isfinite(got.dx).all())
     names = ("loss", "dx", "dw") if strategy == "windows" else ("dx", "dw")
