@@ -62,6 +62,11 @@ class TileConfig:
     piece: int
     """Columns whose exponentials share a reference; divides `tile`."""
 
+    @property
+    def half(self) -> int:
+        """Half of a window, in whole pieces."""
+        return -(-self.window // (2 * self.piece)) * self.piece
+
     def columns(self, tokens: int) -> int:
         """Return the columns of a tile when there are `tokens` rows in all."""
         columns = self.tile

@@ -6,7 +6,9 @@ kept, and tiles of R rows and C columns, the larger parts are:
     kept    N·K·e                      exponentials from the forward to the backward; those of L
                                        more columns lie in dW, which is there from the forward on
     tile    R·C·a                      one tile of logits
-    buffer  N·w·e                      exponentials of one recomputed window; none if K + L = V
+    buffer  N·w·e / 2                  exponentials of half a window, where the rest of dW has no
+                                       room to compute one again; of a whole one where there is no
+                                       dW, none if K + L = V
     dX      N·D·a                      its sums, unless they are the gradient (e = a), which is
                                        there only after buffer and s_i h_i have gone
     dW      N·D·e                      s_i h_i, unless K = L = 0 and every row's loss has the same
@@ -32,6 +34,7 @@ Sizes may be symbolic integers of a graph compiler.
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.problem import Problem, TileConfig
 from cutefce.cute_kernels.tile_order import PARTIAL_BYTES
+from cutefce.ops.lending import has_room
 
 WIDENED_BLOCK = 2048
 """Rows and columns of a 16-bit operand that a CPU's products convert to float32 at a time."""
@@ -64,7 +67,11 @@ def windows_bytes(
     forward += step
     if not p.gradient_bytes:
         return forward
-    window = min(config.window, p.vocab)
+    window = own = min(config.window, p.vocab)
+    if p.grad_weight:
+        own = min(config.half, config.window)
+        if not stored and not has_room(window, p.tokens, p.hidden, p.vocab, config.window):
+            window = min(own, p.vocab)
     backward = saved + p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
     end = backward + _row_block_bytes(p, p.tokens)
     longest = max(window, min(kept, p.vocab))
@@ -85,7 +92,7 @@ def windows_bytes(
         finish = gathered if p.device == "cpu" else 0
         step = max(step, sums + max(finish, _widened(p, window, p.tokens, p.hidden)))
     if stored < p.vocab:
-        backward += p.tokens * config.window * p.item_bytes
+        backward += p.tokens * own * p.item_bytes
         step = max(step, _tile_bytes(p, config, p.tokens, stored=True))
     return max(forward - p.gradient_bytes, backward + step, end)
 

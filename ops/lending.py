@@ -8,6 +8,8 @@ before it was used.  As both sides are linear in j, the first and the last one d
 
     m·N·W <= (V - W)·D        and        m·W·D <= V·D - N·W
 
+What is computed again lies at the end of these bytes too, while the rows that follow leave it room.
+
 Sizes may be symbolic integers of a graph compiler.
 """
 
@@ -35,3 +37,16 @@ def lent_windows(
     start = flat.numel() - len(firsts) * size
     rooms = flat[start:].view(len(firsts), tokens, window)
     return list(zip(firsts, rooms, strict=True))
+
+
+def has_room(rows: int, tokens: int, hidden: int, vocab: int, columns: int) -> bool:
+    """Whether the exponentials of `columns` fit in what follows the first `rows` of dW (V, D)."""
+    return rows * hidden + tokens * columns <= vocab * hidden
+
+
+def room_after(dw: "Tensor", rows: int, tokens: int, columns: int) -> "Tensor | None":
+    """Return room (N, K) for `columns` in what follows the first `rows` of dW, None if it lacks."""
+    vocab, hidden = dw.shape
+    if not has_room(rows, tokens, hidden, vocab, columns):
+        return None
+    return dw.view(-1)[vocab * hidden - tokens * columns :].view(tokens, columns)

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.problem import TileConfig
+
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of `dtype` are summed."""
@@ -108,6 +110,8 @@ class Stats:
 
 class Primitives(Protocol):
     """One implementation of the steps; all tensors of a call lie on one device."""
+
+    config: TileConfig
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return h and w in a layout that the other steps take, copied if need be."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from cutefce.ops.lending import room_after
 from cutefce.ops.primitives import Primitives, Stats, Targets
 
 FLOAT16_TOTAL = 2.0**15
@@ -123,23 +124,46 @@ def backward(
         scaled = h if as_probabilities else primitives.scale_rows(h, share, h.dtype)
         part = primitives.target_part(h, -share * stats.sum, targets)
     columns = list(walk(vocab, stored, window))
-    again = any(exps is None for _, _, exps in columns)
-    buffer = h.new_empty(tokens, window if again else 0)
-    for first, last, exps in columns:
-        if exps is None:
-            primitives.recompute_exp(h, w, (first, last), reference, targets.index, buffer)
-            exps = buffer[:, : last - first]
+    for first, last, exps in _complete(primitives, h, w, targets, reference, columns, window, dw):
         if dx_sums is not None:
             primitives.add_grad_hidden(dx_sums, exps, w[first:last])
         if dw is not None:
             primitives.finish_dw(dw[first:last], exps, scaled, part, first, unit)
     if dx_sums is None:
         return None
-    del buffer, exps, scaled, part  # or they would be there beside dX
+    del exps, scaled, part  # or they would be there beside dX
     dtype = primitives.dx_dtype(h.dtype)
     dx = dx_sums if dx_sums.dtype == dtype else h.new_empty(h.shape)
     primitives.finish_dx(dx, dx_sums, w, targets, factor, -row_sum)
     return dx
+
+
+def _complete(
+    primitives: Primitives,
+    h: Tensor,
+    w: Tensor,
+    targets: Targets,
+    reference: Tensor,
+    columns: Sequence[tuple[int, int, Tensor | None]],
+    window: int,
+    dw: Tensor | None,
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield columns with their exponentials, of which those that are not there are computed again.
+
+    They lie in the rest of dW, or where there is too little, half a window at a time, in memory of
+    their own.
+    """
+    tokens, width = h.shape[0], window if dw is None else min(window, primitives.config.half)
+    own = h.new_empty(tokens, width if any(exps is None for _, _, exps in columns) else 0)
+    for first, last, exps in columns:
+        if exps is not None:
+            yield first, last, exps
+            continue
+        room = None if dw is None else room_after(dw, last, tokens, window)
+        to = own if room is None else room
+        for part in windows(last, first, to.shape[1]):
+            primitives.recompute_exp(h, w, part, reference, targets.index, to)
+            yield *part, to[:, : part[1] - part[0]]
 
 
 def gradients_in_forward(
