@@ -31,7 +31,7 @@ LN_2 = math.log(2)
 
 
 def await_previous() -> None:
-    """Wait for the kernel before, of which only what is older is done, and let the next one begin.
+    """Wait for the kernel before - what is older is done - and let the next one begin.
 
     Every kernel that is launched early (`EARLY`) calls this before it reads or writes memory.
     """
