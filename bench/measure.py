@@ -19,8 +19,19 @@ STRETCHES = 3
 class Timing:
     """What repeated runs of one form took."""
 
-    median_ms: float
-    quartiles_ms: tuple[float, float]
+    samples_ms: tuple[float, ...]
+    """In the order of the runs."""
+
+    @property
+    def median_ms(self) -> float:
+        """The median of the runs."""
+        return statistics.median(self.samples_ms)
+
+    @property
+    def quartiles_ms(self) -> tuple[float, float]:
+        """The lower and the upper quartile of the runs."""
+        low, _, high = statistics.quantiles(self.samples_ms, n=4, method="inclusive")
+        return low, high
 
 
 def interleaved(
@@ -49,7 +60,7 @@ def interleaved(
             samples[name].append(clock(forms[name]))
     if device != "cpu":
         torch.cuda.synchronize()
-    return {name: _timing([sample() for sample in taken]) for name, taken in samples.items()}
+    return {name: Timing(tuple(sample() for sample in taken)) for name, taken in samples.items()}
 
 
 def sustained(forms: dict[str, Call], device: str, seconds: float) -> dict[str, Timing]:
@@ -78,7 +89,7 @@ def sustained(forms: dict[str, Call], device: str, seconds: float) -> dict[str, 
         for name in order.sample(list(forms), len(forms)):
             milliseconds(forms[name], runs[name])
             samples[name].append(milliseconds(forms[name], runs[name]))
-    return {name: _timing(taken) for name, taken in samples.items()}
+    return {name: Timing(tuple(taken)) for name, taken in samples.items()}
 
 
 def _layers() -> Call:
@@ -90,11 +101,6 @@ def _layers() -> Call:
             torch.mm(a, b, out=out)
 
     return run
-
-
-def _timing(values: list[float]) -> Timing:
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Timing(median, (low, high))
 
 
 def _cpu_sample(form: Call) -> Callable[[], float]:

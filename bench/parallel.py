@@ -21,7 +21,7 @@ from torch import Tensor
 
 import cutefce
 from bench.head import Shape, random_head
-from bench.measure import interleaved, peak_bytes
+from bench.measure import Timing, interleaved, peak_bytes
 from cutefce.ops import parallel
 
 FORMS = ("tp", "sp")
@@ -29,7 +29,7 @@ FORMS = ("tp", "sp")
 
 @dataclass(frozen=True)
 class Row:
-    """One form's result: that of the slowest rank; times are medians of interleaved runs."""
+    """One form's result; times are medians of interleaved runs, each that of its slowest rank."""
 
     form: str
     ranks: int
@@ -73,8 +73,9 @@ def run(shape: Shape, device: str, repeats: int, workspace: int | str | None) ->
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
 
-    def slowest(name: str) -> Any:
-        return max((times[name] for times, _, _ in everyone), key=lambda t: t.median_ms)
+    def slowest(name: str) -> Timing:
+        samples = (times[name].samples_ms for times, _, _ in everyone)
+        return Timing(tuple(map(max, zip(*samples, strict=True))))
 
     one = slowest("one").median_ms
     rows = []

@@ -101,7 +101,7 @@ def chunked_bytes(p: Problem, config: TileConfig, stored: int, chunk: int) -> in
     """Return the workspace of gradients in forward: `chunk` tokens' `stored` columns at a time."""
     saved = p.tokens * p.hidden * p.item_bytes if p.grad_hidden else 0
     saved += p.vocab * p.hidden * p.accumulator_bytes if p.grad_weight else 0
-    forward = p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
+    forward = p.tokens * (TARGET_BYTES + 3 * p.accumulator_bytes) + _gathered_bytes(p)
     if p.grad_hidden and p.ranks > 1:
         forward += p.tokens * p.hidden * p.accumulator_bytes
     forward += chunk * chunk_token_bytes(p, config, stored)

@@ -58,13 +58,15 @@ def forward(
     targets: Targets,
     reduction: str,
     stored: Stored = (),
+    logit: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
-    """Return the reduced loss, () or (N,), and stats.
+    """Return the reduced loss, () or (N,), and stats, of target logits (N,) if these are known.
 
     `stored` receives its columns' exponentials; they begin with column 0, one after another, and
     are whole pieces.  The last ones may lie beyond V; such columns are undefined.
     """
-    logit = primitives.target_logit(h, w, targets)
+    if logit is None:
+        logit = primitives.target_logit(h, w, targets)
     firsts, rooms = zip(*stored, strict=True) if stored else ((0,), (None,))
     columns = zip(firsts, (*firsts[1:], w.shape[0]), strict=True)
     partial = primitives.side_by_side(
@@ -185,12 +187,14 @@ def gradients_in_forward(
     losses, coefficient = weight.new_empty(2, tokens)
     dx = h.new_empty(h.shape, dtype=primitives.dx_dtype(h.dtype)) if grad_hidden else None
     dw_sums = weight.new_zeros(vocab, hidden) if grad_weight else None
+    logit = primitives.target_logit(h, w, targets)  # of all: ranks wait for each other once
     exps = buffer = h.new_empty(min(chunk, tokens), stored)
     for start in range(0, tokens, chunk):
         rows = slice(start, min(start + chunk, tokens))
         some = targets.rows(rows)
         exps = buffer[: rows.stop - start]
-        losses[rows], stats = forward(primitives, h[rows], w, some, "none", [(0, exps)])
+        inputs = primitives, h[rows], w, some
+        losses[rows], stats = forward(*inputs, "none", [(0, exps)], logit[rows])
         exps = exps[:, :vocab]
         scale = torch.where(some.active, weight / stats.total, 0)
         coefficient[rows] = -scale * stats.sum
@@ -203,7 +207,7 @@ def gradients_in_forward(
             scaled = primitives.scale_rows(h[rows], scale, h.dtype)
             primitives.add_grad_weight(dw_sums, exps, scaled)
             del scaled
-    del exps, buffer  # or they would be there beside what the targets' part takes
+    del exps, buffer, logit  # or they would be there beside what the targets' part takes
     if dw_sums is not None:
         primitives.add_target_part(dw_sums, primitives.target_part(h, coefficient, targets))
     return losses, dx, dw_sums
