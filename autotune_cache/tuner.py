@@ -40,6 +40,7 @@ CANDIDATES = 10
 VARIANTS = 2
 """Of these, how many may differ in the raster group alone."""
 FINALISTS = 3
+"""Candidates that are raced for longer, if they were faster than the default."""
 FIRST_SECONDS, FINAL_SECONDS = 0.05, 0.3
 """Of a race; it has at least `trials.LEAST_ROUNDS` rounds."""
 BUILD_SECONDS, PREPARE_SECONDS, TRIAL_SECONDS = 300, 120, 30
@@ -163,7 +164,8 @@ class Tuner:
                 ratios[choice] = timings[0].ratio
             done()
         best = default
-        for choice in sorted(ratios, key=ratios.__getitem__)[:FINALISTS]:
+        faster = [choice for choice, ratio in ratios.items() if ratio < 1]
+        for choice in sorted(faster, key=ratios.__getitem__)[:FINALISTS]:
             timings = self._race(job, (choice, best), FINAL_SECONDS)
             if timings is not None and timings[0].ratio < 1 - LEAST_GAIN:
                 best = choice
