@@ -59,7 +59,7 @@ def loss(
     """
     h, w = _autocast(h, w)
     ranks = agreement.ranks(group, shards, sequence_parallel)
-    with agreement.reporting(group):
+    with agreement.Reporting(group):
         check_call(h, w, y, reduction, ranks if sequence_parallel else 1)
         check_denominator(denominator, h, reduction)
         agreement.check_shards(group, shards, w)
