@@ -27,7 +27,8 @@ PRODUCT_BYTES = 8 << 30
 SUM_ROUNDINGS = 16
 """What a sum over 2**18 products may be off, in units of the error of short ones."""
 EXPS_BYTES = 2 << 30
-"""What the exponentials of a gradient's product may take: of more, the first columns serve."""
+"""What the exponentials of a gradient's product may take: of more, the first rows of the result
+serve, since what is fastest depends on the length of the sums."""
 
 
 def all_tunables(arch: Arch, multiprocessors: int, device: str) -> tuple[Tunable, ...]:
@@ -123,7 +124,7 @@ class ProjectExp(OnKernels):
 
 
 class OfGradient(OnKernels):
-    """A gradient's product: timed is that of all exponentials, or of as many as memory holds."""
+    """A gradient's product: timed is that of all exponentials, or of the first result's rows."""
 
     def defaults(self) -> Sequence[Choice]:
         return self.arch.gradient_configs()
@@ -139,6 +140,10 @@ class OfGradient(OnKernels):
 
     def call(self, case: Case, choice: Choice) -> Callable[[], object]:
         return self.product_of(case, self.primitives(case.problem, choice))[1]
+
+    @abc.abstractmethod
+    def exponentials(self, case: Case) -> Tensor:
+        """Return random numbers in the place of those (N, V) that the result's first rows take."""
 
     @abc.abstractmethod
     def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
@@ -160,15 +165,19 @@ class GradHidden(OfGradient):
         sizes = problem.tokens, problem.hidden, problem.vocab
         return 0.0 if choice is None else product_cycles(*sizes, choice, self.multiprocessors)
 
+    def exponentials(self, case: Case) -> Tensor:
+        tokens, vocab = case.problem.tokens, case.problem.vocab
+        return _random(case, _affordable(tokens, vocab, case.problem.item_bytes), vocab)
+
     def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
-        exps, sums = _exponentials(case), torch.zeros_like(case.h, dtype=torch.float32)
-        w = case.w[: exps.shape[1]]
-        return sums, lambda: primitives.add_grad_hidden(sums, exps, w)
+        exps = self.exponentials(case)
+        sums = torch.zeros_like(case.h[: len(exps)], dtype=torch.float32)
+        return sums, lambda: primitives.add_grad_hidden(sums, exps, case.w)
 
     def product(self, case: Case) -> Callable[[], object]:
-        exps, out = _exponentials(case), torch.empty_like(case.h)
-        w = case.w[: exps.shape[1]]
-        return lambda: torch.mm(exps, w, out=out)
+        exps = self.exponentials(case)
+        out = torch.empty_like(case.h[: len(exps)])
+        return lambda: torch.mm(exps, case.w, out=out)
 
 
 class GradWeight(OfGradient):
@@ -184,23 +193,30 @@ class GradWeight(OfGradient):
         sizes = problem.vocab, problem.hidden, problem.tokens
         return product_cycles(*sizes, choice, self.multiprocessors)
 
+    def exponentials(self, case: Case) -> Tensor:
+        tokens, vocab = case.problem.tokens, case.problem.vocab
+        return _random(case, tokens, _affordable(vocab, tokens, case.problem.item_bytes))
+
     def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
-        exps, targets = _exponentials(case), findings.targets_of(case)
+        exps, targets = self.exponentials(case), findings.targets_of(case)
         part = primitives.target_part(case.h, torch.ones_like(case.y, dtype=torch.float32), targets)
         out = case.w.new_empty(exps.shape[1], case.problem.hidden)
         unit = torch.ones_like(case.y[0], dtype=torch.float32)
         return out, lambda: primitives.finish_dw(out, exps, case.h, part, 0, unit)
 
     def product(self, case: Case) -> Callable[[], object]:
-        exps = _exponentials(case)
+        exps = self.exponentials(case)
         out = case.w.new_empty(exps.shape[1], case.problem.hidden)
         return lambda: torch.mm(exps.t(), case.h, out=out)
 
 
-def _exponentials(case: Case) -> Tensor:
-    """Return random numbers in their place, the same at every call."""
-    tokens, vocab = case.problem.tokens, case.problem.vocab
-    columns = min(vocab, EXPS_BYTES // (tokens * case.problem.item_bytes) // 8 * 8)
+def _affordable(rows: int, numbers: int, item_bytes: int) -> int:
+    """Return how many of a result's rows are computed, which are sums of so many products."""
+    return min(rows, max(8, EXPS_BYTES // (numbers * item_bytes) // 8 * 8))
+
+
+def _random(case: Case, tokens: int, columns: int) -> Tensor:
+    """Return (tokens, columns) random numbers in [0, 1), the same at every call."""
     generator = torch.Generator(case.h.device).manual_seed(1)
     exps = case.h.new_empty(tokens, -(-columns // 8) * 8)
     return exps.uniform_(generator=generator)[:, :columns]
