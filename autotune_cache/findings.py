@@ -6,6 +6,7 @@ from torch import Tensor
 from cutefce import autotune_cache
 from cutefce.autotune_cache.tunable import Case, Result
 from cutefce.ops import planner, strategies
+from cutefce.ops.halves import Sums, rest_rows
 from cutefce.ops.primitives import Primitives, Targets, sum_dtype
 
 
@@ -70,21 +71,14 @@ def _chunks(
     """Return the gradients of the losses' sum, formed in the forward of two chunks of tokens."""
     tokens, vocab = h.shape[0], w.shape[0]
     stored, chunk = -(-vocab // piece) * piece, -(-tokens // 2)
-    _, dx, sums = strategies.gradients_in_forward(
-        primitives,
-        h,
-        w,
-        targets,
-        targets.weight("sum", sum_dtype(h.dtype)),
-        stored,
-        chunk,
-        True,
-        True,
-    )
-    assert dx is not None
-    assert sums is not None
-    scaled = (primitives.scale_rows(x, sums.new_ones(x.shape[0]), h.dtype) for x in (dx, sums))
-    return _gradients(" of chunks", *scaled)
+    weight = targets.weight("sum", sum_dtype(h.dtype))
+    gradients = []
+    for x in (h, w):
+        rows = rest_rows(0, len(x), narrow=x.dtype != weight.dtype)
+        gradients.append(Sums(torch.empty_like(x), weight.new_empty(rows, x.shape[1])).zero_())
+    strategies.gradients_in_forward(primitives, h, w, targets, weight, stored, chunk, *gradients)
+    finished = [sums.finish(primitives, weight, in_place=True) for sums in gradients]
+    return _gradients(" of chunks", *finished)
 
 
 def _alone(

@@ -160,12 +160,10 @@ class CutePrimitives(TorchPrimitives):
         finish = self.kernels.finish_dx if rounded else self.kernels.finish_dx_part
         compiled(finish)(out, sums, w, scale.contiguous(), weight, targets.address)
 
-    def scale_rows(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        scaled = x.new_empty(x.shape, dtype=dtype)
-        narrow = x.dtype == dtype
+    def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
+        narrow = x.dtype == out.dtype
         launch = compiled(self.kernels.scale_rows if narrow else self.kernels.scale_sums)
-        launch(scaled, x, None, scale.contiguous(), None, None)
-        return scaled
+        launch(out, x, None, scale.contiguous(), None, None)
 
     def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor) -> None:
         short = exps.shape[1] < Configs.SHORT
@@ -203,15 +201,14 @@ class CutePrimitives(TorchPrimitives):
         if self.kernels.grad_weight is None:
             super().finish_dw(out, exps, scaled, part, first, unit)
         else:
-            starts = part.starts[first : first + out.shape[0] + 1]
-            lists = part.order, starts, part.coefficient, part.h, unit.view(1)
+            lists = part.order, _starts(part, first, out), part.coefficient, part.h, unit.view(1)
             self._launch(self.kernels.grad_weight, exps.t(), scaled.t(), out, lists)
 
-    def add_target_part(self, sums: Tensor, part: TargetPart) -> None:
+    def add_target_part(self, sums: Tensor, part: TargetPart, first: int) -> None:
         if self.kernels.add_targets is None:
-            super().add_target_part(sums, part)
+            super().add_target_part(sums, part, first)
         else:
-            lists = part.order, part.starts, part.coefficient, part.h
+            lists = part.order, _starts(part, first, sums), part.coefficient, part.h
             compiled(self.kernels.add_targets)(sums, *lists)
 
     def _launch(self, kernel: Gradient, a: Tensor, b: Tensor, out: Tensor, lists: Any) -> None:
@@ -239,6 +236,11 @@ class CutePrimitives(TorchPrimitives):
 
     def _windows(self, h: Tensor, w: Tensor) -> int:
         return choose_windows(h.shape[0], w.shape[0], self.project, self.clusters)
+
+
+def _starts(part: TargetLists, first: int, out: Tensor) -> Tensor:
+    """Return where the lists of the targets begin that are rows of `out`, from `first` on."""
+    return part.starts[first : first + len(out) + 1]
 
 
 def has_aligned_rows(x: Tensor) -> bool:

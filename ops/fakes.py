@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from cutefce.ops.halves import rest_rows
 from cutefce.ops.primitives import sum_dtype
 
 
@@ -24,17 +25,29 @@ def loss(
     window: int,
     lent: int,
     kept: int,
+    chunk: int,
+    denominator: Tensor | None = None,
+    group: str | None = None,
     *_: Any,
 ) -> tuple[Tensor, ...]:
     """Of `project_loss`."""
     tokens, chunked = y.shape[0], strategy == "gradients_in_forward"
     dtype, has_dw = sum_dtype(h.dtype), grad_weight if chunked else lent > 0
+    narrow = dtype != h.dtype
+    rows = h.shape[0] if chunked and grad_hidden else 0, w.shape[0] if has_dw else 0
     return (
         h.new_empty((tokens,) if reduction == "none" else (), dtype=dtype),
-        h.new_empty((4, 0 if chunked else tokens), dtype=dtype),
-        h.new_empty((0 if chunked else tokens, kept)),
-        h.new_empty((h.shape[0] if chunked and grad_hidden else 0, h.shape[1])),
-        w.new_empty((w.shape[0] if has_dw else 0, w.shape[1]), dtype=dtype if chunked else w.dtype),
+        h.new_empty((4, tokens), dtype=dtype),
+        h.new_empty((0, 0) if chunked else (tokens, kept)),
+        h.new_empty((rows[0], h.shape[1])),
+        w.new_empty((rows[1], w.shape[1])),
+        h.new_empty(
+            (
+                rest_rows(*rows, narrow=narrow, sharded=group is not None) if chunked else 0,
+                h.shape[1],
+            ),
+            dtype=dtype,
+        ),
     )
 
 
@@ -59,6 +72,6 @@ def gradients(
     )
 
 
-def scaled(upstream: Tensor, w: Tensor, dx: Tensor, dw_sums: Tensor) -> tuple[Tensor, Tensor]:
+def scaled(upstream: Tensor, w: Tensor, dx: Tensor, dw: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Of `scale_gradients`."""
-    return dx.new_empty(dx.shape), w.new_empty(dw_sums.shape)
+    return dx.new_empty(dx.shape), dw.new_empty(dw.shape)

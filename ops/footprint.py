@@ -19,12 +19,12 @@ kept, and tiles of R rows and C columns, the larger parts are:
 
     forward without gradients          tile
     windows                            kept + buffer + dX + dW
-    gradients in forward               V·D·a + N·D·e for dW's sums and dX, which are there beside
-                                       the gradients, as the backward must not change them; or
-                                       instead of these, with c·V·e for chunks of c tokens
+    gradients in forward               c·V·e for chunks of c tokens, and (V + N)·D·a / 2 for half of
+                                       the gradients' sums, the others' place being theirs; none if
+                                       the sums are the gradients (e = a)
 
 A rank that has a part of the tokens gathers them: N·D·e more.  Gradients in forward of a rank that
-has a part of the vocabulary keep dX's sums until the ranks' are added: N·D·a more.
+has a part of the vocabulary keep all of dX's sums until the ranks' are added: N·D·a for half of it.
 
 The kernels need no tile, since their logits stay in registers.  A CPU multiplies 16-bit operands
 by converting blocks of them; `_widened` counts those.
@@ -34,6 +34,7 @@ Sizes may be symbolic integers of a graph compiler.
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.problem import Problem, TileConfig
 from cutefce.cute_kernels.tile_order import PARTIAL_BYTES
+from cutefce.ops.halves import rest_rows
 from cutefce.ops.lending import has_room
 
 WIDENED_BLOCK = 2048
@@ -99,26 +100,28 @@ def windows_bytes(
 
 def chunked_bytes(p: Problem, config: TileConfig, stored: int, chunk: int) -> int:
     """Return the workspace of gradients in forward: `chunk` tokens' `stored` columns at a time."""
-    saved = p.tokens * p.hidden * p.item_bytes if p.grad_hidden else 0
-    saved += p.vocab * p.hidden * p.accumulator_bytes if p.grad_weight else 0
-    forward = p.tokens * (TARGET_BYTES + 3 * p.accumulator_bytes) + _gathered_bytes(p)
-    if p.grad_hidden and p.ranks > 1:
-        forward += p.tokens * p.hidden * p.accumulator_bytes
+    sharded = p.ranks > 1
+    rows = p.tokens if p.grad_hidden else 0, p.vocab if p.grad_weight else 0
+    narrow = _is_narrow(p)
+    kept = rest_rows(*rows, narrow=narrow, sharded=sharded) * p.hidden * p.accumulator_bytes
+    kept += 4 * p.tokens * p.accumulator_bytes
+    forward = p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
+    if sharded and p.grad_hidden:
+        # dX itself is there only at the end
+        dx_rows = p.tokens // p.ranks if p.sequence_parallel else p.tokens
+        forward += p.hidden * (p.tokens * p.accumulator_bytes - dx_rows * p.item_bytes)
     forward += chunk * chunk_token_bytes(p, config, stored)
     step = _step_bytes(p, config, chunk, stored=True)
     forward += max(
         step, _widened(p, chunk, p.vocab, p.hidden), _widened(p, p.vocab, chunk, p.hidden)
     )
-    return max(saved + forward - p.gradient_bytes, saved)
+    return kept + max(forward, 0)
 
 
 def chunk_token_bytes(p: Problem, config: TileConfig, stored: int) -> int:
     """Return what one more token in a chunk adds to `chunked_bytes`."""
-    token_bytes = stored * p.item_bytes + _partial_bytes(p, config)
-    # dX's sums have gone when s_i h_i is there
-    sums = p.hidden * p.accumulator_bytes if p.grad_hidden else 0
     scaled = p.hidden * p.item_bytes if p.grad_weight else 0
-    return token_bytes + max(sums, scaled)
+    return stored * p.item_bytes + _partial_bytes(p, config) + scaled
 
 
 def _gathered_bytes(p: Problem) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 from cutefce.ops import fakes, strategies
 from cutefce.ops.call import loss
 from cutefce.ops.dispatch import primitives_for, problem_of
+from cutefce.ops.halves import Sums, rest_rows
 from cutefce.ops.lending import lent_windows
 from cutefce.ops.parallel import Whole, shard_of
 from cutefce.ops.primitives import Primitives, Stats, Targets, sum_dtype
@@ -40,7 +41,8 @@ LIBRARY.define(
 LIBRARY.define(
     "project_loss(Tensor h, Tensor w, Tensor y, str reduction, int ignore_index, "
     "bool grad_hidden, bool grad_weight, str strategy, SymInt window, SymInt lent, SymInt kept, "
-    f"SymInt chunk, {SHARING}) -> (Tensor loss, Tensor stats, Tensor exps, Tensor dx, Tensor dw)"
+    f"SymInt chunk, {SHARING}) "
+    "-> (Tensor loss, Tensor stats, Tensor exps, Tensor dx, Tensor dw, Tensor rest)"
 )
 LIBRARY.define(
     "project_gradients(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, Tensor exps, "
@@ -48,7 +50,7 @@ LIBRARY.define(
     f"SymInt window, SymInt lent, {SHARING}) -> (Tensor dx, Tensor dw)"
 )
 LIBRARY.define(
-    "scale_gradients(Tensor upstream, Tensor w, Tensor dx, Tensor dw_sums) "
+    "scale_gradients(Tensor upstream, Tensor w, Tensor dx, Tensor dw, Tensor rest) "
     "-> (Tensor dx, Tensor dw)"
 )
 
@@ -132,33 +134,40 @@ def project_loss(
     group: str | None = None,
     shards: list[int] | None = None,
     sequence_parallel: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the reduced loss, stats (4, N), exponentials (N, kept), dX and dW's sums.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the reduced loss, stats (4, N), exponentials (N, kept), dX, dW and a rest.
 
-    Of the last four, those that the strategy and the flags do not ask for are empty.  With `lent`
-    columns, the last one is dW itself, in which their exponentials lie.
+    Of the last four, those that the strategy and the flags do not ask for are empty.  Gradients in
+    forward lie in the last three as `_halves` says; with `lent` columns, dW is where exponentials
+    lie.
     """
     same = {"operator": "project_loss", "reduction": reduction, "ignore_index": ignore_index}
     plan = {"dX is wanted": grad_hidden, "strategy": strategy, "tokens of a chunk": chunk}
     shard = shard_of(group, shards, sequence_parallel, h, w, **same, **plan)
     grads = grad_hidden, grad_weight
     inputs = _, h, w, targets = _prepare(shard, h, w, y, ignore_index, denominator, grads)
-    dx = dw = None
     if strategy == "gradients_in_forward":
-        weight = targets.weight(reduction, sum_dtype(h.dtype))
-        losses, dx, dw = strategies.gradients_in_forward(*inputs, weight, kept, chunk, *grads)
-        loss = targets.reduce(losses, reduction)
-        stats, exps = losses.new_empty(4, 0), h.new_empty(0, kept)
+        weight, sharded = targets.weight(reduction, sum_dtype(h.dtype)), group is not None
+        narrow = weight.dtype != h.dtype
+        # the ranks' parts are added before they are rounded
+        dtype = weight.dtype if sharded else h.dtype
+        dx = h.new_empty(h.shape if grad_hidden else (0, h.shape[1]), dtype=dtype)
+        dw = w.new_empty(w.shape if grad_weight else (0, w.shape[1]))
+        rest = weight.new_empty(
+            rest_rows(len(dx), len(dw), narrow=narrow, sharded=sharded), w.shape[1]
+        )
+        to = [sums.zero_() if len(sums.gradient) else None for sums in _halves(dx, dw, rest)]
+        saved = strategies.gradients_in_forward(*inputs, weight, kept, chunk, *to)
+        loss, exps = targets.reduce(saved.loss, reduction), h.new_empty(0, 0)
+        dx = shard.finish_dx(dx, h.dtype) if grad_hidden else dx.to(h.dtype)
     else:
         exps = h.new_empty(h.shape[0], kept)
-        dw = w.new_empty(w.shape if lent else (0, w.shape[1]))
+        dx, dw = h.new_empty(0, h.shape[1]), w.new_empty(w.shape if lent else (0, w.shape[1]))
+        rest = w.new_empty(0, w.shape[1], dtype=sum_dtype(w.dtype))
         stored = _stored(exps, dw, window, lent)
         loss, saved = strategies.forward(*inputs, reduction, stored)
-        stats = saved.rows
         loss = loss.clone() if reduction == "none" else loss  # not a view of another result
-    if dw is None:
-        dw = w.new_empty(0, w.shape[1], dtype=sum_dtype(w.dtype))
-    return loss, stats, exps, *_gradients(shard, h, w, dx, dw)
+    return loss, saved.rows, exps, dx, dw, rest
 
 
 def project_gradients(
@@ -194,7 +203,10 @@ def project_gradients(
     to = (dw if in_place else w.new_empty(w.shape)) if grad_weight else None
     options = window, grad_hidden, to, lent > 0
     dx = strategies.backward(*inputs, Stats(stats), stored, upstream, *options)
-    return _gradients(shard, h, w, dx, to)
+    return (
+        h.new_empty(0, h.shape[1]) if dx is None else shard.finish_dx(dx, h.dtype),
+        w.new_empty(0, w.shape[1]) if to is None else to,
+    )
 
 
 def _stored(exps: Tensor, dw: Tensor, window: int, lent: int) -> strategies.Stored:
@@ -203,58 +215,65 @@ def _stored(exps: Tensor, dw: Tensor, window: int, lent: int) -> strategies.Stor
     return [*rooms, (lent, exps)] if exps.shape[1] else rooms
 
 
-def _gradients(
-    shard: Whole, h: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return what the operators do: dX of the tokens that are here and dW, empty if not there."""
-    return (
-        h.new_empty(0, h.shape[1]) if dx is None else shard.finish_dx(dx, h.dtype),
-        w.new_empty(0, w.shape[1]) if dw is None else dw,
-    )
+def _halves(dx: Tensor, dw: Tensor, rest: Tensor) -> tuple[Sums, Sums]:
+    """Return the sums that lie in dX (N, D), dW (V, D) and `rest`, those of dW first.
+
+    Where `rest` has none of dX's, it is finished but for the upstream gradient.
+    """
+    entries = rest_rows(0, len(dw), narrow=dw.dtype != rest.dtype)
+    of_dx = rest[entries:] if len(rest) > entries else dx.new_empty(0, dx.shape[1])
+    return Sums(dx, of_dx), Sums(dw, rest[:entries])
 
 
 def scale_gradients(
-    upstream: Tensor, w: Tensor, dx: Tensor, dw_sums: Tensor
+    upstream: Tensor, w: Tensor, dx: Tensor, dw: Tensor, rest: Tensor, in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return dX (N, D) and dW (V, D) times `upstream` (), in w's dtype; either may have no rows."""
+    """Return dX (N, D) and dW (V, D) times `upstream` (), of sums as `_halves` has them.
+
+    What an operator returns is new; `in_place`, which is none's, writes to `dx` and `dw` instead.
+    """
     primitives = primitives_for(w, w, problem_of(w, w, True, True))
-
-    def scaled(x: Tensor) -> Tensor:
-        scale = upstream.expand(x.shape[0])
-        return primitives.scale_rows(x, scale, w.dtype) if x.shape[0] else x.to(w.dtype)
-
-    return scaled(dx), scaled(dw_sums)
+    of_dx, of_dw = _halves(dx, dw, rest)
+    return (
+        of_dx.finish(primitives, upstream, in_place=in_place),
+        of_dw.finish(primitives, upstream, in_place=in_place),
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     h, w, y, *options, strategy, window, lent, _, _ = inputs[:12]
     denominator, *sharing = inputs[12:]
-    _, stats, exps, dx, dw = output
+    _, *saved = output
     ctx.set_materialize_grads(False)
     ctx.chunked, ctx.inputs = strategy == "gradients_in_forward", len(inputs)
     ctx.options, ctx.sharing = (*options, window, lent), sharing
     ctx.is_spent = False
-    saved = (w, dx, dw) if ctx.chunked else (h, w, y, stats, exps, dw, denominator)
-    ctx.save_for_backward(*saved)
+    ctx.save_for_backward(h, w, y, *saved, denominator)
 
 
 def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     _, _, grad_hidden, grad_weight, *_ = ctx.options
     if upstream is None:
-        dx, dw, grad_hidden, grad_weight = None, None, False, False
-    elif ctx.chunked:
-        dx, dw = torch.ops.cutefce.scale_gradients(upstream, *ctx.saved_tensors)
-    else:
-        *saved, dw, denominator = ctx.saved_tensors
-        if ctx.is_spent:
-            dw = dw[:0]
-        # a graph, also one of second derivatives, must not see a saved tensor change
-        in_place = len(dw) > 0 and type(dw) is Tensor and not torch.is_grad_enabled()
-        run: Callable[..., Any] = torch.ops.cutefce.project_gradients
+        return (*[None] * ctx.inputs,)
+    h, w, y, stats, exps, dx, dw, rest, denominator = ctx.saved_tensors
+    # a graph, also one of second derivatives, must not see a saved tensor change
+    in_place = type(dw) is Tensor and not torch.is_grad_enabled()
+    run: Callable[..., Any]
+    if ctx.chunked and not ctx.is_spent:
+        run = torch.ops.cutefce.scale_gradients
         if in_place:
-            ctx.is_spent, dw = True, dw.data  # a second backward is welcome to the rest
+            ctx.is_spent, dx, dw = True, dx.data, dw.data
+            run = functools.partial(KERNELS[scale_gradients], in_place=True)
+        dx, dw = run(upstream, w, dx, dw, rest)
+    else:
+        run = torch.ops.cutefce.project_gradients
+        if ctx.is_spent:  # what the first backward wrote over is computed again
+            dw = dw[:0]
+        elif in_place and len(dw):
+            ctx.is_spent, dw = True, dw.data
             run = functools.partial(KERNELS[project_gradients], in_place=True)
-        dx, dw = run(upstream, *saved, dw, *ctx.options, denominator, *ctx.sharing)
+        saved = h, w, y, stats, exps, dw
+        dx, dw = run(upstream, *saved, *ctx.options, denominator, *ctx.sharing)
     gradients = dx if grad_hidden else None, dw if grad_weight else None
     return *gradients, *[None] * (ctx.inputs - 2)
 

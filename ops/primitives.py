@@ -201,8 +201,8 @@ class Primitives(Protocol):
         """Write scale_i (sums_i + weight_i W_y) to `out` (N, D); `out` may be `sums` itself."""
         ...
 
-    def scale_rows(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return scale_i x_i (M, D) in `dtype`, rounded once; `scale` is (M,)."""
+    def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
+        """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x` itself."""
         ...
 
     def target_part(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetPart:
@@ -224,6 +224,6 @@ class Primitives(Protocol):
         """
         ...
 
-    def add_target_part(self, sums: Tensor, part: TargetPart) -> None:
-        """Add the targets' part to `sums` (V, D), which has the dtype of sums."""
+    def add_target_part(self, sums: Tensor, part: TargetPart, first: int) -> None:
+        """Add the targets' part to `sums` (K, D), those of the entries from `first` on."""
         ...

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from cutefce.ops.halves import Sums
 from cutefce.ops.lending import room_after
 from cutefce.ops.primitives import Primitives, Stats, Targets
 
@@ -123,7 +124,9 @@ def backward(
     dx_sums = share.new_zeros(tokens, hidden) if grad_hidden else None
     scaled, part = h, None
     if dw is not None:
-        scaled = h if as_probabilities else primitives.scale_rows(h, share, h.dtype)
+        if not as_probabilities:
+            scaled = h.new_empty(h.shape)
+            primitives.scale_rows(scaled, h, share)
         part = primitives.target_part(h, -share * stats.sum, targets)
     columns = list(walk(vocab, stored, window))
     for first, last, exps in _complete(primitives, h, w, targets, reference, columns, window, dw):
@@ -176,41 +179,44 @@ def gradients_in_forward(
     weight: Tensor,
     stored: int,
     chunk: int,
-    grad_hidden: bool,
-    grad_weight: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return losses (N,), dX (N, D) and dW's sums (V, D), for upstream gradients of `weight` ().
+    dx: Sums | None,
+    dw: Sums | None,
+) -> Stats:
+    """Return stats; add the gradients for upstream gradients of `weight` () to `dx` and `dw`.
 
     The exponentials of `chunk` tokens exist at a time, in `stored` >= V columns.
     """
-    (vocab, hidden), tokens = w.shape, h.shape[0]
-    losses, coefficient = weight.new_empty(2, tokens)
-    dx = h.new_empty(h.shape, dtype=primitives.dx_dtype(h.dtype)) if grad_hidden else None
-    dw_sums = weight.new_zeros(vocab, hidden) if grad_weight else None
+    vocab, tokens = w.shape[0], h.shape[0]
+    whole = Stats(weight.new_empty(4, tokens))
+    coefficient = weight.new_empty(tokens)
     logit = primitives.target_logit(h, w, targets)  # of all: ranks wait for each other once
     exps = buffer = h.new_empty(min(chunk, tokens), stored)
     for start in range(0, tokens, chunk):
         rows = slice(start, min(start + chunk, tokens))
-        some = targets.rows(rows)
-        exps = buffer[: rows.stop - start]
-        inputs = primitives, h[rows], w, some
-        losses[rows], stats = forward(*inputs, "none", [(0, exps)], logit[rows])
+        some, x = targets.rows(rows), h[rows]
+        exps = buffer[: len(x)]
+        _, stats = forward(primitives, x, w, some, "none", [(0, exps)], logit[rows])
+        whole.rows[:, rows] = stats.rows
         exps = exps[:, :vocab]
         scale = torch.where(some.active, weight / stats.total, 0)
         coefficient[rows] = -scale * stats.sum
-        if dx is not None:
-            dx_sums = weight.new_zeros(rows.stop - start, hidden)
-            primitives.add_grad_hidden(dx_sums, exps, w)
-            primitives.finish_dx(dx[rows], dx_sums, w, some, scale, -stats.sum)
-            del dx_sums  # or the next chunk's would be there beside them
-        if dw_sums is not None:
-            scaled = primitives.scale_rows(h[rows], scale, h.dtype)
-            primitives.add_grad_weight(dw_sums, exps, scaled)
+        for place, sums in dx.of(rows) if dx is not None else ():
+            own = slice(place.start - start, place.stop - start)
+            primitives.add_grad_hidden(sums, exps[own], w)
+            parts = w, some.rows(own), scale[own], -stats.sum[own]
+            primitives.finish_dx(sums, sums, *parts)
+        if dw is not None:
+            scaled = x.new_empty(x.shape)
+            primitives.scale_rows(scaled, x, scale)
+            for entries, sums in dw.of(slice(0, vocab)):
+                primitives.add_grad_weight(sums, exps[:, entries], scaled)
             del scaled
     del exps, buffer, logit  # or they would be there beside what the targets' part takes
-    if dw_sums is not None:
-        primitives.add_target_part(dw_sums, primitives.target_part(h, coefficient, targets))
-    return losses, dx, dw_sums
+    if dw is not None:
+        part = primitives.target_part(h, coefficient, targets)
+        for entries, sums in dw.of(slice(0, vocab)):
+            primitives.add_target_part(sums, part, entries.start)
+    return whole
 
 
 def _as_probabilities(stats: Stats) -> Stats:

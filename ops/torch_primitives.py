@@ -178,10 +178,8 @@ class TorchPrimitives:
     ) -> None:
         _by_rows(finish_dx_, out, sums, targets.address, scale, weight, whole=(w,))
 
-    def scale_rows(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        scaled = x.new_empty(x.shape, dtype=dtype)
-        _by_rows(scaled_rows_, scaled, x, scale)
-        return scaled
+    def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
+        _by_rows(scaled_rows_, out, x, scale)
 
     def target_part(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetPart:
         return TargetRows(h, coefficient, targets)
@@ -203,8 +201,8 @@ class TorchPrimitives:
             line = lines[first + rows.start : first + rows.stop]
             _by_rows(finish_dw_, to, sums, line, whole=(totals, unit))
 
-    def add_target_part(self, sums: Tensor, part: TargetPart) -> None:
-        part.add_to(sums, part.targets.address)
+    def add_target_part(self, sums: Tensor, part: TargetPart, first: int) -> None:
+        part.add_to(sums, part.targets.address - first)
 
 
 class TargetRows:
@@ -232,9 +230,15 @@ class TargetRows:
         return sums, line
 
     def add_to(self, out: Tensor, line: Tensor) -> None:
-        """Add c_i h_i to line_i (N,) of `out`, which has the dtype of sums; in a fixed order."""
+        """Add c_i h_i to line_i (N,) of `out`, if it has that, in the dtype of sums.
+
+        The order is fixed.
+        """
+        there = (line >= 0) & (line < len(out))
+        line = torch.where(there, line, 0)
         for rows in _row_blocks(self.h):
             part = self.h[rows] * self.coefficient[rows, None]
+            part.masked_fill_(~there[rows, None], 0)
             if out.is_cuda:  # the one of the two that has a fixed order there
                 out.index_put_((line[rows],), part, accumulate=True)
             else:

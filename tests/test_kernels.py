@@ -295,13 +295,14 @@ def test_launches_pass_what_the_kernels_take(arch: Arch, monkeypatch: pytest.Mon
     steps.recompute_exp(case.h, case.w, (0, 1024), logit, case.y, exps)
     for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX
         steps.finish_dx(out, case.h.float(), case.w, targets, logit, stats.sum)
-    scaled = steps.scale_rows(case.h, logit, torch.bfloat16)
+    scaled = torch.empty_like(case.h)
+    steps.scale_rows(scaled, case.h, logit)
     steps.add_grad_hidden(case.h.float(), exps[:, :1500], case.w)
     part, sums = steps.target_part(case.h, logit, targets), case.w.float()
     steps.finish_dw(torch.empty_like(case.w), exps[:, :1500], scaled, part, 0, logit[0])
     steps.add_grad_weight(sums, exps[:, :1500], scaled)
-    steps.add_target_part(sums, part)
-    steps.scale_rows(sums, torch.ones(1500), torch.bfloat16)
+    steps.add_target_part(sums, part, 0)
+    steps.scale_rows(torch.empty_like(case.w), sums, torch.ones(1500))
     names = "TargetLogit ProjectExp ProjectExp Finish ProjectExp ProjectExp"
     products = [*["Gradient"] * 3, "AddTargets"] if default.grad_weight else []
     assert launched == [*names.split(), *["Combine"] * 3, *products, "Combine"]
