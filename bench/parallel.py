@@ -3,7 +3,9 @@
 one           forward and backward with the whole weight, on every rank by itself
 tp            vocabulary parallel: every rank has a part of the weight
 sp            the same, and every rank has a part of the hidden states
-X, silent     the same without communication: what the collectives returned before is used again
+X, in step    the same with one number exchanged in the place of each tensor, and what the
+              collectives returned before used again: ranks wait for each other, and move nothing
+X, silent     the same without the waiting
 
 Run by torchrun, on GPUs with NCCL or on a CPU with gloo.
 """
@@ -37,7 +39,9 @@ class Row:
     quartiles_ms: tuple[float, float]
     ratio_to_one: float
     communication_share: float
-    """Share of the time that is not there without communication; 0 for "one"."""
+    """Share of the time that exchanging tensors takes, more than "in step"; 0 for "one"."""
+    waiting_share: float
+    """Share of the time that "in step" takes more than "silent"; 0 for "one"."""
     peak_mib: float
     """Peak memory in MiB beyond the inputs and the gradients."""
     loss_difference: float
@@ -61,7 +65,7 @@ def joined(device: str) -> Iterator[tuple[int, int]]:
 def run(shape: Shape, device: str, repeats: int, workspace: int | str | None) -> list[Row]:
     """Measure every form on fresh random data, the same on every rank."""
     steps = _steps(shape, device, workspace)
-    results = {name: step() for name, step in steps.items() if "silent" not in name}
+    results = {name: step() for name, step in steps.items() if "," not in name}
     differences = {
         name: _differences(name, result, results["one"]) for name, result in results.items()
     }
@@ -81,7 +85,10 @@ def run(shape: Shape, device: str, repeats: int, workspace: int | str | None) ->
     rows = []
     for name in gradient_bytes:
         time = slowest(name)
-        silent = slowest(f"{name}, silent").median_ms if name in FORMS else time.median_ms
+        in_step, silent = (
+            slowest(f"{name}, {less}").median_ms if name in FORMS else time.median_ms
+            for less in ("in step", "silent")
+        )
         loss, dx, dw = (max(found[name][i] for _, _, found in everyone) for i in range(3))
         rows.append(
             Row(
@@ -90,7 +97,8 @@ def run(shape: Shape, device: str, repeats: int, workspace: int | str | None) ->
                 median_ms=time.median_ms,
                 quartiles_ms=time.quartiles_ms,
                 ratio_to_one=time.median_ms / one,
-                communication_share=1 - silent / time.median_ms,
+                communication_share=1 - in_step / time.median_ms,
+                waiting_share=(in_step - silent) / time.median_ms,
                 peak_mib=max(peaks[name] for _, peaks, _ in everyone) / 2**20,
                 loss_difference=loss,
                 dx_difference=dx,
@@ -105,6 +113,8 @@ class Silent(parallel.Shard):
 
     said: ClassVar[list[Tensor]]
     heard: ClassVar[int]
+    in_step: ClassVar[bool]
+    """Whether ranks wait for each other nevertheless."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every rank's x (...) as (R, ...)."""
@@ -122,6 +132,8 @@ class Silent(parallel.Shard):
         cls = type(self)
         if cls.heard == len(cls.said):
             cls.said.append(collective(x).clone())
+        elif cls.in_step:
+            super().all_reduce_(x.new_zeros(1))
         cls.heard += 1
         return cls.said[cls.heard - 1]
 
@@ -146,8 +158,10 @@ def _steps(
 
         return step
 
-    def silent(step: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
-        shard: Any = type("Silent", (Silent,), {"said": []})
+    def silent(
+        step: Callable[[], tuple[Tensor, ...]], in_step: bool
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        shard: Any = type("Silent", (Silent,), {"said": [], "in_step": in_step})
 
         def quietly() -> tuple[Tensor, ...]:
             shard.heard = 0
@@ -162,7 +176,12 @@ def _steps(
         "tp": form(h, own_w, group=group),
         "sp": form(own_h, own_w, group=group, sequence_parallel=True),
     }
-    return steps | {f"{name}, silent": silent(steps[name]) for name in FORMS}
+    less = {"in step": True, "silent": False}
+    return steps | {
+        f"{name}, {how}": silent(steps[name], in_step)
+        for name in FORMS
+        for how, in_step in less.items()
+    }
 
 
 def _differences(
