@@ -6,7 +6,7 @@ from torch import Tensor
 from cutefce import autotune_cache
 from cutefce.autotune_cache.tunable import Case, Result
 from cutefce.ops import planner, strategies
-from cutefce.ops.halves import Sums, rest_rows
+from cutefce.ops.halves import Sums
 from cutefce.ops.primitives import Primitives, Targets, sum_dtype
 
 
@@ -72,10 +72,7 @@ def _chunks(
     tokens, vocab = h.shape[0], w.shape[0]
     stored, chunk = -(-vocab // piece) * piece, -(-tokens // 2)
     weight = targets.weight("sum", sum_dtype(h.dtype))
-    gradients = []
-    for x in (h, w):
-        rows = rest_rows(0, len(x), narrow=x.dtype != weight.dtype)
-        gradients.append(Sums(torch.empty_like(x), weight.new_empty(rows, x.shape[1])).zero_())
+    gradients = [Sums.zeros(torch.empty_like(x), weight.dtype) for x in (h, w)]
     strategies.gradients_in_forward(primitives, h, w, targets, weight, stored, chunk, *gradients)
     finished = [sums.finish(primitives, weight, in_place=True) for sums in gradients]
     return _gradients(" of chunks", *finished)

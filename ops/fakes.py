@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cutefce.ops.halves import rest_rows
+from cutefce.ops.halves import rows_in_place
 from cutefce.ops.primitives import sum_dtype
 
 
@@ -33,21 +33,20 @@ def loss(
     """Of `project_loss`."""
     tokens, chunked = y.shape[0], strategy == "gradients_in_forward"
     dtype, has_dw = sum_dtype(h.dtype), grad_weight if chunked else lent > 0
-    narrow = dtype != h.dtype
-    rows = h.shape[0] if chunked and grad_hidden else 0, w.shape[0] if has_dw else 0
+    dx_rows, dw_rows = h.shape[0] if chunked and grad_hidden else 0, w.shape[0] if has_dw else 0
+
+    def rest(rows: int, are_sums: bool) -> Tensor:
+        beyond = rows - rows_in_place(rows, narrow=dtype != h.dtype) if are_sums else 0
+        return h.new_empty((beyond, h.shape[1]), dtype=dtype if are_sums else h.dtype)
+
     return (
         h.new_empty((tokens,) if reduction == "none" else (), dtype=dtype),
         h.new_empty((4, tokens), dtype=dtype),
         h.new_empty((0, 0) if chunked else (tokens, kept)),
-        h.new_empty((rows[0], h.shape[1])),
-        w.new_empty((rows[1], w.shape[1])),
-        h.new_empty(
-            (
-                rest_rows(*rows, narrow=narrow, sharded=group is not None) if chunked else 0,
-                h.shape[1],
-            ),
-            dtype=dtype,
-        ),
+        h.new_empty((dx_rows, h.shape[1])),
+        w.new_empty((dw_rows, w.shape[1])),
+        rest(dx_rows, chunked and group is None),
+        rest(dw_rows, chunked),
     )
 
 

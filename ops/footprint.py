@@ -34,7 +34,7 @@ Sizes may be symbolic integers of a graph compiler.
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.problem import Problem, TileConfig
 from cutefce.cute_kernels.tile_order import PARTIAL_BYTES
-from cutefce.ops.halves import rest_rows
+from cutefce.ops.halves import rows_in_place
 from cutefce.ops.lending import has_room
 
 WIDENED_BLOCK = 2048
@@ -101,9 +101,9 @@ def windows_bytes(
 def chunked_bytes(p: Problem, config: TileConfig, stored: int, chunk: int) -> int:
     """Return the workspace of gradients in forward: `chunk` tokens' `stored` columns at a time."""
     sharded = p.ranks > 1
-    rows = p.tokens if p.grad_hidden else 0, p.vocab if p.grad_weight else 0
-    narrow = _is_narrow(p)
-    kept = rest_rows(*rows, narrow=narrow, sharded=sharded) * p.hidden * p.accumulator_bytes
+    rows = p.tokens if p.grad_hidden and not sharded else 0, p.vocab if p.grad_weight else 0
+    beyond = sum(count - rows_in_place(count, narrow=_is_narrow(p)) for count in rows)
+    kept = beyond * p.hidden * p.accumulator_bytes
     kept += 4 * p.tokens * p.accumulator_bytes
     forward = p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
     if sharded and p.grad_hidden:

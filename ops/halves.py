@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from cutefce.ops.primitives import Primitives
@@ -29,15 +30,6 @@ def rows_in_place(rows: int, *, narrow: bool) -> int:
     return rows // 2 // UNIT * UNIT if narrow else rows
 
 
-def rest_rows(tokens: int, vocab: int, *, narrow: bool, sharded: bool = False) -> int:
-    """Return for how many rows of dX (tokens, D) and dW (vocab, D) there is no room in them.
-
-    A rank's part of dX, if it is `sharded`, is in the dtype of sums.
-    """
-    of_dx = 0 if sharded else tokens - rows_in_place(tokens, narrow=narrow)
-    return of_dx + vocab - rows_in_place(vocab, narrow=narrow)
-
-
 @dataclass(frozen=True)
 class Sums:
     """A gradient's sums, or what `finish` makes of them."""
@@ -47,6 +39,15 @@ class Sums:
     rest: "Tensor"
     """(R - rows in place, D) in the dtype of sums."""
 
+    @classmethod
+    def zeros(cls, gradient: "Tensor", dtype: "torch.dtype") -> "Sums":
+        """Return sums of `dtype`, all 0, that lie in `gradient` as far as there is room."""
+        rows, hidden = gradient.shape
+        beyond = rows - rows_in_place(rows, narrow=gradient.dtype != dtype)
+        sums = cls(gradient, gradient.new_zeros(beyond, hidden, dtype=dtype))
+        sums.first.zero_()
+        return sums
+
     @property
     def first(self) -> "Tensor":
         """The sums that lie in the gradient."""
@@ -55,12 +56,6 @@ class Sums:
             return self.gradient[:rows]
         place = self.gradient.view(-1)[: 2 * rows * hidden]
         return place.view(self.rest.dtype).view(rows, hidden)
-
-    def zero_(self) -> "Sums":
-        """Set all to 0."""
-        self.first.zero_()
-        self.rest.zero_()
-        return self
 
     def of(self, rows: slice) -> "Iterator[tuple[slice, Tensor]]":
         """Cut `rows` in two where their sums lie in two places, and say where."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from cutefce.ops import fakes, strategies
 from cutefce.ops.call import loss
 from cutefce.ops.dispatch import primitives_for, problem_of
-from cutefce.ops.halves import Sums, rest_rows
+from cutefce.ops.halves import Sums
 from cutefce.ops.lending import lent_windows
 from cutefce.ops.parallel import Whole, shard_of
 from cutefce.ops.primitives import Primitives, Stats, Targets, sum_dtype
@@ -42,7 +42,8 @@ LIBRARY.define(
     "project_loss(Tensor h, Tensor w, Tensor y, str reduction, int ignore_index, "
     "bool grad_hidden, bool grad_weight, str strategy, SymInt window, SymInt lent, SymInt kept, "
     f"SymInt chunk, {SHARING}) "
-    "-> (Tensor loss, Tensor stats, Tensor exps, Tensor dx, Tensor dw, Tensor rest)"
+    "-> (Tensor loss, Tensor stats, Tensor exps, Tensor dx, Tensor dw, Tensor dx_rest, "
+    "Tensor dw_rest)"
 )
 LIBRARY.define(
     "project_gradients(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, Tensor exps, "
@@ -50,8 +51,8 @@ LIBRARY.define(
     f"SymInt window, SymInt lent, {SHARING}) -> (Tensor dx, Tensor dw)"
 )
 LIBRARY.define(
-    "scale_gradients(Tensor upstream, Tensor w, Tensor dx, Tensor dw, Tensor rest) "
-    "-> (Tensor dx, Tensor dw)"
+    "scale_gradients(Tensor upstream, Tensor w, Tensor dx, Tensor dw, Tensor dx_rest, "
+    "Tensor dw_rest) -> (Tensor dx, Tensor dw)"
 )
 
 
@@ -134,12 +135,12 @@ def project_loss(
     group: str | None = None,
     shards: list[int] | None = None,
     sequence_parallel: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the reduced loss, stats (4, N), exponentials (N, kept), dX, dW and a rest.
+) -> tuple[Tensor, ...]:
+    """Return the reduced loss, stats (4, N), exponentials (N, kept), dX, dW and the rests of both.
 
-    Of the last four, those that the strategy and the flags do not ask for are empty.  Gradients in
-    forward lie in the last three as `_halves` says; with `lent` columns, dW is where exponentials
-    lie.
+    Of the last five, those that the strategy and the flags do not ask for are empty.  Gradients in
+    forward are `Sums` with these rests; a rank's dX is finished but for the upstream gradient, and
+    has a rest of its own dtype.  With `lent` columns, dW is where exponentials lie.
     """
     same = {"operator": "project_loss", "reduction": reduction, "ignore_index": ignore_index}
     plan = {"dX is wanted": grad_hidden, "strategy": strategy, "tokens of a chunk": chunk}
@@ -147,27 +148,26 @@ def project_loss(
     grads = grad_hidden, grad_weight
     inputs = _, h, w, targets = _prepare(shard, h, w, y, ignore_index, denominator, grads)
     if strategy == "gradients_in_forward":
-        weight, sharded = targets.weight(reduction, sum_dtype(h.dtype)), group is not None
-        narrow = weight.dtype != h.dtype
-        # the ranks' parts are added before they are rounded
-        dtype = weight.dtype if sharded else h.dtype
-        dx = h.new_empty(h.shape if grad_hidden else (0, h.shape[1]), dtype=dtype)
-        dw = w.new_empty(w.shape if grad_weight else (0, w.shape[1]))
-        rest = weight.new_empty(
-            rest_rows(len(dx), len(dw), narrow=narrow, sharded=sharded), w.shape[1]
-        )
-        to = [sums.zero_() if len(sums.gradient) else None for sums in _halves(dx, dw, rest)]
-        saved = strategies.gradients_in_forward(*inputs, weight, kept, chunk, *to)
+        weight, hidden = targets.weight(reduction, sum_dtype(h.dtype)), h.shape[1]
+        # the ranks' parts of dX are added before they are rounded
+        dtype = h.dtype if group is None else weight.dtype
+        dx = h.new_empty(len(h) if grad_hidden else 0, hidden, dtype=dtype)
+        dw = w.new_empty(len(w) if grad_weight else 0, hidden)
+        sums = of_dx, of_dw = Sums.zeros(dx, weight.dtype), Sums.zeros(dw, weight.dtype)
+        saved = strategies.gradients_in_forward(*inputs, weight, kept, chunk, *sums)
         loss, exps = targets.reduce(saved.loss, reduction), h.new_empty(0, 0)
-        dx = shard.finish_dx(dx, h.dtype) if grad_hidden else dx.to(h.dtype)
+        if group is not None:
+            dx = shard.finish_dx(dx, h.dtype) if grad_hidden else dx.to(h.dtype)
+            of_dx = Sums(dx, dx.new_empty(0, hidden))
+        dx_rest, dw_rest = of_dx.rest, of_dw.rest
     else:
         exps = h.new_empty(h.shape[0], kept)
         dx, dw = h.new_empty(0, h.shape[1]), w.new_empty(w.shape if lent else (0, w.shape[1]))
-        rest = w.new_empty(0, w.shape[1], dtype=sum_dtype(w.dtype))
+        dx_rest, dw_rest = dx.new_empty(0, h.shape[1]), dw.new_empty(0, w.shape[1])
         stored = _stored(exps, dw, window, lent)
         loss, saved = strategies.forward(*inputs, reduction, stored)
         loss = loss.clone() if reduction == "none" else loss  # not a view of another result
-    return loss, saved.rows, exps, dx, dw, rest
+    return loss, saved.rows, exps, dx, dw, dx_rest, dw_rest
 
 
 def project_gradients(
@@ -215,28 +215,23 @@ def _stored(exps: Tensor, dw: Tensor, window: int, lent: int) -> strategies.Stor
     return [*rooms, (lent, exps)] if exps.shape[1] else rooms
 
 
-def _halves(dx: Tensor, dw: Tensor, rest: Tensor) -> tuple[Sums, Sums]:
-    """Return the sums that lie in dX (N, D), dW (V, D) and `rest`, those of dW first.
-
-    Where `rest` has none of dX's, it is finished but for the upstream gradient.
-    """
-    entries = rest_rows(0, len(dw), narrow=dw.dtype != rest.dtype)
-    of_dx = rest[entries:] if len(rest) > entries else dx.new_empty(0, dx.shape[1])
-    return Sums(dx, of_dx), Sums(dw, rest[:entries])
-
-
 def scale_gradients(
-    upstream: Tensor, w: Tensor, dx: Tensor, dw: Tensor, rest: Tensor, in_place: bool = False
+    upstream: Tensor,
+    w: Tensor,
+    dx: Tensor,
+    dw: Tensor,
+    dx_rest: Tensor,
+    dw_rest: Tensor,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return dX (N, D) and dW (V, D) times `upstream` (), of sums as `_halves` has them.
+    """Return dX (N, D) and dW (V, D) times `upstream` (), of the `Sums` that they are.
 
     What an operator returns is new; `in_place`, which is none's, writes to `dx` and `dw` instead.
     """
     primitives = primitives_for(w, w, problem_of(w, w, True, True))
-    of_dx, of_dw = _halves(dx, dw, rest)
     return (
-        of_dx.finish(primitives, upstream, in_place=in_place),
-        of_dw.finish(primitives, upstream, in_place=in_place),
+        Sums(dx, dx_rest).finish(primitives, upstream, in_place=in_place),
+        Sums(dw, dw_rest).finish(primitives, upstream, in_place=in_place),
     )
 
 
@@ -255,7 +250,7 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Ten
     _, _, grad_hidden, grad_weight, *_ = ctx.options
     if upstream is None:
         return (*[None] * ctx.inputs,)
-    h, w, y, stats, exps, dx, dw, rest, denominator = ctx.saved_tensors
+    h, w, y, stats, exps, dx, dw, *rests, denominator = ctx.saved_tensors
     # a graph, also one of second derivatives, must not see a saved tensor change
     in_place = type(dw) is Tensor and not torch.is_grad_enabled()
     run: Callable[..., Any]
@@ -264,7 +259,7 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Ten
         if in_place:
             ctx.is_spent, dx, dw = True, dx.data, dw.data
             run = functools.partial(KERNELS[scale_gradients], in_place=True)
-        dx, dw = run(upstream, w, dx, dw, rest)
+        dx, dw = run(upstream, w, dx, dw, *rests)
     else:
         run = torch.ops.cutefce.project_gradients
         if ctx.is_spent:  # what the first backward wrote over is computed again

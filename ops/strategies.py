@@ -179,10 +179,12 @@ def gradients_in_forward(
     weight: Tensor,
     stored: int,
     chunk: int,
-    dx: Sums | None,
-    dw: Sums | None,
+    dx: Sums,
+    dw: Sums,
 ) -> Stats:
     """Return stats; add the gradients for upstream gradients of `weight` () to `dx` and `dw`.
+
+    One that has no rows is not wanted.
 
     The exponentials of `chunk` tokens exist at a time, in `stored` >= V columns.
     """
@@ -200,19 +202,19 @@ def gradients_in_forward(
         exps = exps[:, :vocab]
         scale = torch.where(some.active, weight / stats.total, 0)
         coefficient[rows] = -scale * stats.sum
-        for place, sums in dx.of(rows) if dx is not None else ():
+        for place, sums in dx.of(rows):
             own = slice(place.start - start, place.stop - start)
             primitives.add_grad_hidden(sums, exps[own], w)
             parts = w, some.rows(own), scale[own], -stats.sum[own]
             primitives.finish_dx(sums, sums, *parts)
-        if dw is not None:
+        if len(dw.gradient):
             scaled = x.new_empty(x.shape)
             primitives.scale_rows(scaled, x, scale)
             for entries, sums in dw.of(slice(0, vocab)):
                 primitives.add_grad_weight(sums, exps[:, entries], scaled)
             del scaled
     del exps, buffer, logit  # or they would be there beside what the targets' part takes
-    if dw is not None:
+    if len(dw.gradient):
         part = primitives.target_part(h, coefficient, targets)
         for entries, sums in dw.of(slice(0, vocab)):
             primitives.add_target_part(sums, part, entries.start)

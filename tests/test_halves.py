@@ -8,15 +8,14 @@ from hypothesis import strategies as st
 import cutefce
 from bench.errors import relative_error
 from cutefce.cute_kernels.problem import TileConfig
-from cutefce.ops.halves import Sums, rest_rows
+from cutefce.ops.halves import Sums
 from cutefce.ops.torch_primitives import TorchPrimitives
 from tests.reference import random_case
 
 
 def some_sums(rows: int, dtype: torch.dtype) -> tuple[Sums, torch.Tensor]:
     wide = torch.promote_types(dtype, torch.float32)
-    rest = rest_rows(0, rows, narrow=dtype != wide)
-    sums = Sums(torch.empty(rows, 8, dtype=dtype), torch.empty(rest, 8, dtype=wide)).zero_()
+    sums = Sums.zeros(torch.empty(rows, 8, dtype=dtype), wide)
     values = torch.randn(rows, 8, dtype=wide)
     for place, part in sums.of(slice(0, rows)):
         part += values[place]
