@@ -25,7 +25,7 @@ GROUP = 128
 """Threads of a warpgroup."""
 CONSUMERS = 2
 """Warpgroups that multiply."""
-CHECKPOINT = 8
+CHECKPOINT = 4
 """Stages between two meetings of all clusters."""
 PATIENCE = 5000
 """Looks at who has arrived, of a microsecond or less each, after which meetings are given up."""
