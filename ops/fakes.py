@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from cutefce.ops import agreement
 from cutefce.ops.halves import rows_in_place
 from cutefce.ops.primitives import sum_dtype
 
@@ -34,10 +35,13 @@ def loss(
     tokens, chunked = y.shape[0], strategy == "gradients_in_forward"
     dtype, has_dw = sum_dtype(h.dtype), grad_weight if chunked else lent > 0
     dx_rows, dw_rows = h.shape[0] if chunked and grad_hidden else 0, w.shape[0] if has_dw else 0
-
-    def rest(rows: int, are_sums: bool) -> Tensor:
-        beyond = rows - rows_in_place(rows, narrow=dtype != h.dtype) if are_sums else 0
-        return h.new_empty((beyond, h.shape[1]), dtype=dtype if are_sums else h.dtype)
+    dx_rest, dw_rest = (
+        rows - rows_in_place(rows, narrow=dtype != h.dtype) if chunked else 0
+        for rows in (dx_rows, dw_rows)
+    )
+    if group is not None:
+        dx_rows, dx_rest = 0, -(-tokens // agreement.resolve(group).size()) if dx_rows else 0
+    rest_dtype = dtype if chunked else h.dtype
 
     return (
         h.new_empty((tokens,) if reduction == "none" else (), dtype=dtype),
@@ -45,8 +49,8 @@ def loss(
         h.new_empty((0, 0) if chunked else (tokens, kept)),
         h.new_empty((dx_rows, h.shape[1])),
         w.new_empty((dw_rows, w.shape[1])),
-        rest(dx_rows, chunked and group is None),
-        rest(dw_rows, chunked),
+        h.new_empty((dx_rest, h.shape[1]), dtype=rest_dtype),
+        h.new_empty((dw_rest, h.shape[1]), dtype=rest_dtype),
     )
 
 
@@ -71,6 +75,17 @@ def gradients(
     )
 
 
-def scaled(upstream: Tensor, w: Tensor, dx: Tensor, dw: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def scaled(
+    upstream: Tensor,
+    h: Tensor,
+    w: Tensor,
+    dx: Tensor,
+    dw: Tensor,
+    dx_rest: Tensor,
+    dw_rest: Tensor,
+    group: str | None = None,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
     """Of `scale_gradients`."""
-    return dx.new_empty(dx.shape), dw.new_empty(dw.shape)
+    whole = dx if group is None or not dx_rest.shape[0] else h
+    return h.new_empty(whole.shape), dw.new_empty(dw.shape)

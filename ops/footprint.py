@@ -23,8 +23,8 @@ kept, and tiles of R rows and C columns, the larger parts are:
                                        the gradients' sums, the others' place being theirs; none if
                                        the sums are the gradients (e = a)
 
-A rank that has a part of the tokens gathers them: N·D·e more.  Gradients in forward of a rank that
-has a part of the vocabulary keep all of dX's sums until the ranks' are added: N·D·a for half of it.
+A rank that has a part of the tokens gathers them: N·D·e more.  Where R ranks share a loss,
+gradients in forward have all of dX's sums until the ranks' are added, and N·D·a / R from then on.
 
 The kernels need no tile, since their logits stay in registers.  A CPU multiplies 16-bit operands
 by converting blocks of them; `_widened` counts those.
@@ -100,7 +100,7 @@ def windows_bytes(
 
 def chunked_bytes(p: Problem, config: TileConfig, stored: int, chunk: int) -> int:
     """Return the workspace of gradients in forward: `chunk` tokens' `stored` columns at a time."""
-    sharded = p.ranks > 1
+    sharded, backward = p.ranks > 1, 0
     rows = p.tokens if p.grad_hidden and not sharded else 0, p.vocab if p.grad_weight else 0
     beyond = sum(count - rows_in_place(count, narrow=_is_narrow(p)) for count in rows)
     kept = beyond * p.hidden * p.accumulator_bytes
@@ -108,14 +108,19 @@ def chunked_bytes(p: Problem, config: TileConfig, stored: int, chunk: int) -> in
     forward = p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
     if sharded and p.grad_hidden:
         # dX itself is there only at the end
-        dx_rows = p.tokens // p.ranks if p.sequence_parallel else p.tokens
-        forward += p.hidden * (p.tokens * p.accumulator_bytes - dx_rows * p.item_bytes)
+        own_rows = -(-p.tokens // p.ranks)
+        dx_rows = own_rows if p.sequence_parallel else p.tokens
+        kept += p.hidden * own_rows * p.accumulator_bytes
+        forward += p.hidden * (p.tokens - own_rows) * p.accumulator_bytes
+        forward -= p.hidden * dx_rows * p.item_bytes
+        # rounded, before they are gathered
+        backward = 0 if p.sequence_parallel else p.hidden * own_rows * p.item_bytes
     forward += chunk * chunk_token_bytes(p, config, stored)
     step = _step_bytes(p, config, chunk, stored=True)
     forward += max(
         step, _widened(p, chunk, p.vocab, p.hidden), _widened(p, p.vocab, chunk, p.hidden)
     )
-    return kept + max(forward, 0)
+    return kept + max(forward, backward)
 
 
 def chunk_token_bytes(p: Problem, config: TileConfig, stored: int) -> int:

@@ -51,8 +51,9 @@ LIBRARY.define(
     f"SymInt window, SymInt lent, {SHARING}) -> (Tensor dx, Tensor dw)"
 )
 LIBRARY.define(
-    "scale_gradients(Tensor upstream, Tensor w, Tensor dx, Tensor dw, Tensor dx_rest, "
-    "Tensor dw_rest) -> (Tensor dx, Tensor dw)"
+    "scale_gradients(Tensor upstream, Tensor h, Tensor w, Tensor dx, Tensor dw, Tensor dx_rest, "
+    "Tensor dw_rest, str? group=None, int[]? shards=None, bool sequence_parallel=False) "
+    "-> (Tensor dx, Tensor dw)"
 )
 
 
@@ -139,8 +140,8 @@ def project_loss(
     """Return the reduced loss, stats (4, N), exponentials (N, kept), dX, dW and the rests of both.
 
     Of the last five, those that the strategy and the flags do not ask for are empty.  Gradients in
-    forward are `Sums` with these rests; a rank's dX is finished but for the upstream gradient, and
-    has a rest of its own dtype.  With `lent` columns, dW is where exponentials lie.
+    forward are `Sums` with these rests; of ranks that share a call, each has a rest alone, of some
+    rows of dX.  With `lent` columns, dW is where exponentials lie.
     """
     same = {"operator": "project_loss", "reduction": reduction, "ignore_index": ignore_index}
     plan = {"dX is wanted": grad_hidden, "strategy": strategy, "tokens of a chunk": chunk}
@@ -156,10 +157,9 @@ def project_loss(
         sums = of_dx, of_dw = Sums.zeros(dx, weight.dtype), Sums.zeros(dw, weight.dtype)
         saved = strategies.gradients_in_forward(*inputs, weight, kept, chunk, *sums)
         loss, exps = targets.reduce(saved.loss, reduction), h.new_empty(0, 0)
-        if group is not None:
-            dx = shard.finish_dx(dx, h.dtype) if grad_hidden else dx.to(h.dtype)
-            of_dx = Sums(dx, dx.new_empty(0, hidden))
         dx_rest, dw_rest = of_dx.rest, of_dw.rest
+        if group is not None:
+            dx, dx_rest = h.new_empty(0, hidden), shard.add(dx) if grad_hidden else dx
     else:
         exps = h.new_empty(h.shape[0], kept)
         dx, dw = h.new_empty(0, h.shape[1]), w.new_empty(w.shape if lent else (0, w.shape[1]))
@@ -217,20 +217,28 @@ def _stored(exps: Tensor, dw: Tensor, window: int, lent: int) -> strategies.Stor
 
 def scale_gradients(
     upstream: Tensor,
+    h: Tensor,
     w: Tensor,
     dx: Tensor,
     dw: Tensor,
     dx_rest: Tensor,
     dw_rest: Tensor,
+    group: str | None = None,
+    shards: list[int] | None = None,
+    sequence_parallel: bool = False,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return dX (N, D) and dW (V, D) times `upstream` (), of the `Sums` that they are.
 
     What an operator returns is new; `in_place`, which is none's, writes to `dx` and `dw` instead.
     """
+    shard = shard_of(group, shards, sequence_parallel, h, w, operator="scale_gradients")
     primitives = primitives_for(w, w, problem_of(w, w, True, True))
+    if group is not None:
+        dx = h.new_empty(dx_rest.shape)
+    dx = Sums(dx, dx_rest).finish(primitives, upstream, in_place=in_place or group is not None)
     return (
-        Sums(dx, dx_rest).finish(primitives, upstream, in_place=in_place),
+        shard.share(dx, len(h)) if len(dx) else dx,
         Sums(dw, dw_rest).finish(primitives, upstream, in_place=in_place),
     )
 
@@ -259,7 +267,7 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Ten
         if in_place:
             ctx.is_spent, dx, dw = True, dx.data, dw.data
             run = functools.partial(KERNELS[scale_gradients], in_place=True)
-        dx, dw = run(upstream, w, dx, dw, *rests)
+        dx, dw = run(upstream, h, w, dx, dw, *rests, *ctx.sharing)
     else:
         run = torch.ops.cutefce.project_gradients
         if ctx.is_spent:  # what the first backward wrote over is computed again

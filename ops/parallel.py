@@ -49,9 +49,17 @@ class Whole:
         """Return `own` with what others have to say."""
         return own
 
+    def add(self, dx: Tensor) -> Tensor:
+        """Return the sums that this rank finishes, of the part of dX (N, D) that it found."""
+        return dx
+
+    def share(self, rows: Tensor, tokens: int) -> Tensor:
+        """Return dX of the `tokens` that are here, of the `rows` that this rank finished."""
+        return rows
+
     def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
         """Return dX of the tokens that are here, of the part (N, D) that this rank found."""
-        return dx
+        return self.share(self.add(dx).to(dtype), len(dx))
 
 
 @dataclass(frozen=True)
@@ -84,14 +92,17 @@ class Shard(Whole):
         """Return `own`, joined with the other shards' results."""
         return cast(Primitives, ShardPrimitives(own, self))
 
-    def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
-        """Add the ranks' parts (N, D) and round: (N, D), or (N / R, D) if tokens are sharded."""
-        if self.sequence_parallel:
-            return self.reduce_scatter(dx).to(dtype)
-        # each rank rounds some rows before they are gathered: less is moved than by an all-reduce
-        whole = F.pad(dx, (0, 0, 0, -len(dx) % len(self.vocab)))
-        rows = self.reduce_scatter(whole).to(dtype)
-        return self.all_gather(rows).flatten(0, 1)[: len(dx)]
+    def add(self, dx: Tensor) -> Tensor:
+        """Add the ranks' parts (N, D); each rank has N / R rows of the sum, rounded up."""
+        beyond = -len(dx) % len(self.vocab)
+        return self.reduce_scatter(F.pad(dx, (0, 0, 0, beyond)) if beyond else dx)
+
+    def share(self, rows: Tensor, tokens: int) -> Tensor:
+        """Gather the ranks' rows (N / R, D), unless tokens are sharded; they are rounded by then.
+
+        Less is moved than by an all-reduce of sums.
+        """
+        return rows if self.sequence_parallel else self.all_gather(rows).flatten(0, 1)[:tokens]
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every rank's x (...) as (R, ...)."""

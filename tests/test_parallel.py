@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
+from bench.errors import relative_error
 from cutefce.ops.lending import lendable_windows
 from tests.conftest import SMALL_TILES
 from tests.ranks import Ranks, group
@@ -133,6 +134,34 @@ def test_every_strategy(
     results = ranks.run(len(sizes), planned_share, case, sizes, sequence_parallel, *plan)
     names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
     assert_as_accurate(joined(results, sequence_parallel), case, names)
+
+
+def times_upstream(case: Case, sizes: tuple[int, ...], sequence_parallel: bool) -> list[Tensor]:
+    """Return dX for an upstream gradient of 0.37: everything kept, and formed in the forward."""
+    results = []
+    for strategy in ("windows", "gradients_in_forward"):
+        h, w = leaves(case, sizes, sequence_parallel)
+        plan = strategy, SMALL_TILES.window, 0, 336, 80
+        sharing = None, group(len(sizes)).group_name, list(sizes), sequence_parallel
+        loss = torch.ops.cutefce.project_loss(
+            h, w, case.y, "sum", -100, True, True, *plan, *sharing
+        )[0]
+        results.append(torch.autograd.grad(loss * 0.37, h)[0])
+    return results
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gradients_in_forward_are_rounded_once(sequence_parallel: bool, ranks: Ranks) -> None:
+    # rounded before they are multiplied, they would be off by 1.4 times as much
+    case, sizes = random_case(1500, 64, 333, dtype=torch.bfloat16), SHARDS["2 ranks"]
+    results = ranks.run(2, times_upstream, case, sizes, sequence_parallel)
+    h = case.h.double().requires_grad_()
+    loss = cutefce.linear_cross_entropy(h, case.w.double(), case.y, reduction="sum")
+    exact = torch.autograd.grad(loss * 0.37, h)[0]
+    parts = exact.chunk(2) if sequence_parallel else (exact, exact)
+    for (windows, chunks), part_of_exact in zip(results, parts, strict=True):
+        error = relative_error(windows, part_of_exact)
+        assert relative_error(chunks, part_of_exact) <= 1.05 * error
 
 
 def shared_on_gpu(case: Case, *arguments: Any) -> Share:

@@ -25,9 +25,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 import cutefce
 from bench.measure import peak_bytes
 from cutefce import autotune_cache
-from cutefce.cute_kernels.problem import TileConfig
+from cutefce.cute_kernels.problem import Problem, TileConfig
 from cutefce.ops import call as call_module
 from cutefce.ops import dispatch, parallel
+from cutefce.ops.footprint import chunked_bytes
 from tests.ranks import Ranks, group, mesh, started
 from tests.reference import assert_as_accurate, ours, random_case
 
@@ -429,6 +430,38 @@ def test_peak_is_predicted(
 ) -> None:
     arguments = sequence_parallel, workspace, dtype, reduction
     for predicted, measured in ranks.run(2, peak, *arguments):
+        assert abs(predicted - measured) <= 0.1 * measured
+
+
+def peak_of_chunks(sequence_parallel: bool, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the predicted and the measured workspace of gradients in forward."""
+    tokens, hidden, vocab = 2048, 256, 4096
+    case = random_case(tokens, hidden, vocab, dtype=dtype, seed=dist.get_rank())
+    h = (case.h[: tokens // 2] if sequence_parallel else case.h).requires_grad_()
+    w, y = case.w.requires_grad_(), random_case(tokens, 8, 2 * vocab).y
+    name = str(dtype).removeprefix("torch.")
+    problem = Problem(tokens, hidden, vocab, name, "cpu", True, True, None, 2, sequence_parallel)
+    config, chunk = autotune_cache.lookup(problem), 512
+    stored = -(-vocab // config.piece) * config.piece
+    plan = "gradients_in_forward", config.window, 0, stored, chunk
+    sharing = None, group(2).group_name, None, sequence_parallel
+
+    def step() -> None:
+        project_loss = torch.ops.cutefce.project_loss
+        loss = project_loss(h, w, y, "mean", -100, True, True, *plan, *sharing)[0]
+        torch.autograd.grad(loss, (h, w))
+
+    step()
+    measured = peak_bytes(step, "cpu") - problem.gradient_bytes
+    return chunked_bytes(problem, config, stored, chunk), measured
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_peak_of_chunks_is_predicted(
+    sequence_parallel: bool, dtype: torch.dtype, ranks: Ranks
+) -> None:
+    for predicted, measured in ranks.run(2, peak_of_chunks, sequence_parallel, dtype):
         assert abs(predicted - measured) <= 0.1 * measured
 
 
