@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,9 +27,9 @@ PRODUCT_BYTES = 8 << 30
 """What the result of a plain product may take; larger ones are computed in parts."""
 SUM_ROUNDINGS = 16
 """What a sum over 2**18 products may be off, in units of the error of short ones."""
-EXPS_BYTES = 2 << 30
+EXPS_BYTES = 16 << 30
 """What the exponentials of a gradient's product may take: of more, the first rows of the result
-serve, since what is fastest depends on the length of the sums."""
+serve.  What is fastest depends on the length of the sums and on how many there are."""
 
 
 def all_tunables(arch: Arch, multiprocessors: int, device: str) -> tuple[Tunable, ...]:
@@ -167,7 +168,8 @@ class GradHidden(OfGradient):
 
     def exponentials(self, case: Case) -> Tensor:
         tokens, vocab = case.problem.tokens, case.problem.vocab
-        return _random(case, _affordable(tokens, vocab, case.problem.item_bytes), vocab)
+        rows = _affordable(tokens, vocab, case.problem.item_bytes)
+        return _random(rows, vocab, case.h.dtype, case.h.device)
 
     def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
         exps = self.exponentials(case)
@@ -195,7 +197,8 @@ class GradWeight(OfGradient):
 
     def exponentials(self, case: Case) -> Tensor:
         tokens, vocab = case.problem.tokens, case.problem.vocab
-        return _random(case, tokens, _affordable(vocab, tokens, case.problem.item_bytes))
+        columns = _affordable(vocab, tokens, case.problem.item_bytes)
+        return _random(tokens, columns, case.h.dtype, case.h.device)
 
     def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
         exps, targets = self.exponentials(case), findings.targets_of(case)
@@ -215,8 +218,8 @@ def _affordable(rows: int, numbers: int, item_bytes: int) -> int:
     return min(rows, max(8, EXPS_BYTES // (numbers * item_bytes) // 8 * 8))
 
 
-def _random(case: Case, tokens: int, columns: int) -> Tensor:
+@functools.lru_cache(maxsize=1)
+def _random(tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return (tokens, columns) random numbers in [0, 1), the same at every call."""
-    generator = torch.Generator(case.h.device).manual_seed(1)
-    exps = case.h.new_empty(tokens, -(-columns // 8) * 8)
-    return exps.uniform_(generator=generator)[:, :columns]
+    exps = torch.empty(tokens, -(-columns // 8) * 8, dtype=dtype, device=device)
+    return exps.uniform_(generator=torch.Generator(device).manual_seed(1))[:, :columns]

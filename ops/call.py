@@ -64,8 +64,10 @@ def loss(
         check_denominator(denominator, h, reduction)
         agreement.check_shards(group, shards, w)
         budget = planner.budget_bytes(workspace)
-    rows = h.reshape(-1, h.shape[-1])
-    inputs, sharing = (rows, w, y.reshape(-1)), (denominator, group, shards, sequence_parallel)
+    # to reshape what needs it not takes 2 us of a call
+    rows = h if h.ndim == 2 else h.reshape(-1, h.shape[-1])
+    y_rows = y if y.ndim == 1 else y.reshape(-1)
+    inputs, sharing = (rows, w, y_rows), (denominator, group, shards, sequence_parallel)
     grad = torch.is_grad_enabled()
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     result: Tensor
