@@ -70,11 +70,12 @@ class CutePrimitives(TorchPrimitives):
         self.clusters = multiprocessors // self.project.cluster
         self.kernels = kernel_set(arch, dtype, configs)
         self._zeros: Tensor | None = None
+        self._taken = 0
 
     def for_a_call(self) -> "CutePrimitives":
         """Return the same for one call on one stream, whose launches share what it fills."""
         own = object.__new__(CutePrimitives)  # a quarter of what copy.copy takes
-        own.__dict__.update(self.__dict__, _zeros=NO_ZEROS)
+        own.__dict__.update(self.__dict__, _zeros=NO_ZEROS, _taken=0)
         return own
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,10 +230,12 @@ class CutePrimitives(TorchPrimitives):
         """Return (count,) int32 zeros that nobody else has."""
         if self._zeros is None:
             return torch.zeros(count, dtype=torch.int32, device=device)
-        if len(self._zeros) < count:
+        begin, end = self._taken, self._taken + count
+        if len(self._zeros) < end:
             self._zeros = torch.zeros(max(count, self.ZEROS), dtype=torch.int32, device=device)
-        taken, self._zeros = self._zeros[:count], self._zeros[-(-count // 32) * 32 :]
-        return taken
+            begin, end = 0, count
+        self._taken = -(-end // 32) * 32
+        return self._zeros[begin:end]
 
     def _windows(self, h: Tensor, w: Tensor) -> int:
         return choose_windows(h.shape[0], w.shape[0], self.project, self.clusters)

@@ -61,16 +61,23 @@ def arch_of(h: Tensor) -> str | None:
 
 def problem_of(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Problem:
     """Return what is asked: h (N, D) against w (V, D), and the gradients that are wanted."""
-    return Problem(
-        tokens=h.shape[0],
-        hidden=h.shape[1],
-        vocab=w.shape[0],
-        dtype=str(h.dtype).removeprefix("torch."),
-        device=h.device.type,
-        grad_hidden=grad_hidden,
-        grad_weight=grad_weight,
-        arch=arch_of(h),
+    (tokens, hidden), vocab = h.shape, w.shape[0]
+    # not symbols of a graph compiler
+    known = type(tokens) is type(hidden) is type(vocab) is int
+    return (_known_problem if known else Problem)(
+        tokens,
+        hidden,
+        vocab,
+        str(h.dtype).removeprefix("torch."),
+        h.device.type,
+        grad_hidden,
+        grad_weight,
+        arch_of(h),
     )
+
+
+_known_problem = functools.lru_cache(maxsize=1024)(Problem)
+"""The one of these sizes: to make and to compare problems takes 3 us of a call."""
 
 
 def primitives_for(h: Tensor, w: Tensor, problem: Problem) -> Primitives:

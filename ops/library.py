@@ -57,28 +57,22 @@ LIBRARY.define(
 )
 
 
-def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep a surrounding autocast region, which casts the inputs, from casting what sums."""
+def _apart(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a surrounding autocast region, which casts the inputs, from casting what sums.
+
+    Make the device of the first tensor the current one: streams and launches go by that.
+    """
 
     @functools.wraps(kernel)
     def run(first: Tensor, *rest: Any, **more: Any) -> Any:
-        device = first.device.type
-        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        device = first.device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return run(first, *rest, **more)
+        name = device.type
+        if not torch.amp.is_autocast_available(name) or not torch.is_autocast_enabled(name):
             return kernel(first, *rest, **more)
-        with torch.autocast(device, enabled=False):
-            return kernel(first, *rest, **more)
-
-    return run
-
-
-def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the device of the first tensor the current one: streams and launches go by that."""
-
-    @functools.wraps(kernel)
-    def run(first: Tensor, *rest: Any, **more: Any) -> Any:
-        if not first.is_cuda or first.device.index == torch.cuda.current_device():
-            return kernel(first, *rest, **more)
-        with torch.cuda.device(first.device):
+        with torch.autocast(name, enabled=False):
             return kernel(first, *rest, **more)
 
     return run
@@ -288,8 +282,7 @@ def _no_second_derivative(ctx: Any, *_: Any) -> None:
 for overload in ("loss", "loss.preset"):
     LIBRARY.impl(overload, loss, "CompositeImplicitAutograd")
 KERNELS = {
-    kernel: _on_its_device(_without_autocast(kernel))
-    for kernel in (forward, project_loss, project_gradients, scale_gradients)
+    kernel: _apart(kernel) for kernel in (forward, project_loss, project_gradients, scale_gradients)
 }
 for kernel, wrapped in KERNELS.items():
     LIBRARY.impl(kernel.__name__, wrapped, "CompositeExplicitAutograd")
