@@ -42,7 +42,6 @@ def loss(
     if group is not None:
         dx_rows, dx_rest = 0, -(-tokens // agreement.resolve(group).size()) if dx_rows else 0
     rest_dtype = dtype if chunked else h.dtype
-
     return (
         h.new_empty((tokens,) if reduction == "none" else (), dtype=dtype),
         h.new_empty((4, tokens), dtype=dtype),

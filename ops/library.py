@@ -26,9 +26,8 @@ from cutefce.ops.parallel import Whole, shard_of
 from cutefce.ops.primitives import Primitives, Stats, Targets, sum_dtype
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
-SHARING = (
-    "Tensor? denominator=None, str? group=None, int[]? shards=None, bool sequence_parallel=False"
-)
+RANKS = "str? group=None, int[]? shards=None, bool sequence_parallel=False"
+SHARING = f"Tensor? denominator=None, {RANKS}"
 
 for overload, workspace in (("", "int? workspace=None"), (".preset", "str workspace")):
     LIBRARY.define(
@@ -52,8 +51,7 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "scale_gradients(Tensor upstream, Tensor h, Tensor w, Tensor dx, Tensor dw, Tensor dx_rest, "
-    "Tensor dw_rest, str? group=None, int[]? shards=None, bool sequence_parallel=False) "
-    "-> (Tensor dx, Tensor dw)"
+    f"Tensor dw_rest, {RANKS}) -> (Tensor dx, Tensor dw)"
 )
 
 
@@ -65,14 +63,13 @@ def _apart(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(kernel)
     def run(first: Tensor, *rest: Any, **more: Any) -> Any:
-        device = first.device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
+        device, kind = first.device, first.device.type
+        if kind == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return run(first, *rest, **more)
-        name = device.type
-        if not torch.amp.is_autocast_available(name) or not torch.is_autocast_enabled(name):
+        if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
             return kernel(first, *rest, **more)
-        with torch.autocast(name, enabled=False):
+        with torch.autocast(kind, enabled=False):
             return kernel(first, *rest, **more)
 
     return run
