@@ -72,7 +72,7 @@ def _chunks(
     tokens, vocab = h.shape[0], w.shape[0]
     stored, chunk = -(-vocab // piece) * piece, -(-tokens // 2)
     weight = targets.weight("sum", sum_dtype(h.dtype))
-    gradients = [Sums.zeros(torch.empty_like(x), weight.dtype) for x in (h, w)]
+    gradients = [Sums.empty(torch.empty_like(x), weight.dtype) for x in (h, w)]
     strategies.gradients_in_forward(primitives, h, w, targets, weight, stored, chunk, *gradients)
     finished = [sums.finish(primitives, weight, in_place=True) for sums in gradients]
     return _gradients(" of chunks", *finished)

@@ -152,7 +152,7 @@ class OfGradient(OnKernels):
 
 
 class GradHidden(OfGradient):
-    """dX's sums, added; tried on many columns, and checked on few too."""
+    """dX's sums; tried on many columns, and checked on few too."""
 
     name = "grad_hidden"
 
@@ -173,8 +173,8 @@ class GradHidden(OfGradient):
 
     def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
         exps = self.exponentials(case)
-        sums = torch.zeros_like(case.h[: len(exps)], dtype=torch.float32)
-        return sums, lambda: primitives.add_grad_hidden(sums, exps, case.w)
+        sums = torch.empty_like(case.h[: len(exps)], dtype=torch.float32)
+        return sums, lambda: primitives.add_grad_hidden(sums, exps, case.w, fresh=True)
 
     def product(self, case: Case) -> Callable[[], object]:
         exps = self.exponentials(case)

@@ -1,7 +1,7 @@
 """The gradients' products for Hopper, of exponentials e (N, V) that lie in memory.
 
-    of the hidden states   sums (N, D) += e w              float32
-    of the weight          sums (V, D) += eᵀ s             float32
+    of the hidden states   sums (N, D) = or += e w         float32
+    of the weight          sums (V, D) = or += eᵀ s        float32
     of the weight, final   out (V, D) = (eᵀ s + Σ_{i: y_i = v} c_i h_i) · unit, rounded once
 
 with s_i = scale_i h_i.  The target's part of the last one is added in float32, where the
@@ -45,6 +45,7 @@ def trace(kernel: kernels.Gradient) -> tuple[Any, tuple[Any, ...]]:
         vector(Int32, cute.sym_int()),
         Int32(1),
         None if kernel.final else Int32(1),
+        None if kernel.final else Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
@@ -80,12 +81,18 @@ class GradientSm90(MainloopSm90):
         notes: cute.Tensor,
         clusters: Int32,
         cuts: Int32 | None,
+        fresh: Int32 | None,
         stream: Any,
     ) -> None:
-        """Launch on `clusters` clusters: a (M, K) and b (D, K) to out (M, D)."""
+        """Launch on `clusters` clusters: a (M, K) and b (D, K) to out (M, D).
+
+        Sums, of which units of the last round are cut into `cuts` pieces, are added to what `out`
+        holds unless they are `fresh`.
+        """
         a_parts, b_parts = self.inputs(a, b)
-        out_parts, tiled_mma = self.slabs.output(out), self.tiled_mma(self.sharing)
-        self.kernel(tiled_mma, a_parts, b_parts, out_parts, targets, notes, cuts).launch(
+        out_parts, adder = self.slabs.output(out), self.slabs.adder(out)
+        sums, tiled_mma = (adder, cuts, fresh), self.tiled_mma(self.sharing)
+        self.kernel(tiled_mma, a_parts, b_parts, out_parts, targets, notes, sums).launch(
             **self.launch_shape(clusters), stream=stream
         )
 
@@ -98,9 +105,10 @@ class GradientSm90(MainloopSm90):
         out: Any,
         targets: Any,
         notes: cute.Tensor,
-        cuts: Any,
+        sums: Any,
     ) -> None:
         """Hand out the roles; a, b and out are (TMA atom, coordinates, shared memory layout)."""
+        adder, cuts, fresh = sums
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         (load_a, g_a, a_layout), (load_b, g_b, b_layout), (store, g_out, out_layout) = a, b, out
         if warp == 0:
@@ -120,7 +128,7 @@ class GradientSm90(MainloopSm90):
                 self.load(walk, pipe, (load_a, g_a, s_a), (load_b, g_b, s_b), notes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            to = store, g_out, s_out
+            to = (store, g_out, s_out), adder, fresh
             self.consume(walk, pipe, tiled_mma, (s_a, s_b), to, targets, notes)
 
     @cute.jit
@@ -135,6 +143,7 @@ class GradientSm90(MainloopSm90):
         notes: cute.Tensor,
     ) -> None:
         """Consumer: multiply tile after tile, and hand it on."""
+        to, adder, fresh = out
         config, tile = self.config, self.tile
         consumer, state = self.begin(walk, tiled_mma, *inputs)
         thread, group, share, turn, a, b, acc, own = consumer
@@ -151,12 +160,13 @@ class GradientSm90(MainloopSm90):
             state = self.multiply(pipe, tiled_mma, acc, a, b, state, steps, between, group)
             if cutlass.const_expr(self.final):
                 self.finish(acc, own, targets, top, left, walk)
-                self.put(acc, thread, group, out, top, left, walk)
+                self.put(acc, thread, group, to, top, left, walk, None)
             else:
                 note = notes.iterator + self.note(own_part, walk, share, thread)
                 if own_part.earlier > 0:
                     await_adds(note, own_part.earlier)
-                self.put(acc, thread, group, out, top, left, walk)
+                adds = fresh == 0 or own_part.earlier > 0
+                self.put(acc, thread, group, to, top, left, walk, (adder, adds))
                 if own_part.later > 0:
                     tell_adds(note)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -211,8 +221,9 @@ class GradientSm90(MainloopSm90):
         top: Int32,
         left: Int32,
         walk: Walk,
+        add: Any,
     ) -> None:
-        """Store the tile, or add it."""
+        """Store the tile, or add it, see `SlabsSm90.put`."""
         width = self.slabs.width
         for block in cutlass.range_constexpr(self.blocks):
             for number in cutlass.range_constexpr(self.tile[1] // width):
@@ -224,7 +235,7 @@ class GradientSm90(MainloopSm90):
                                 of = (v, half, number * (width // 8) + j), block, 0
                                 values[v, half, j] = acc[of]
                     at = top + block * 64 * self.sharing, left // width + number
-                    self.slabs.put(values, thread, group, out, at)
+                    self.slabs.put(values, thread, group, out, at, add)
 
 
 @cute.jit

@@ -30,10 +30,17 @@ class ProjectExp:
 
 @dataclass(frozen=True)
 class TargetLogit:
-    """Row dots h_i · w_y."""
+    """Row dots h_i · w_y, and zeros for the notes of the kernels that follow."""
 
     arch: str
     dtype: str
+
+    WARPS: ClassVar[int] = 8
+    """Warps of a thread block, each of which takes a row."""
+
+    def zeros(self, tokens: int) -> int:
+        """Return how many zeros its threads can write."""
+        return -(-tokens // self.WARPS) * 32 * self.WARPS
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers as sm100
 
 from cutefce.cute_kernels import kernels
-from cutefce.cute_kernels.dsl import BLOCK_NOTES, FINISHED_NOTE, LOG2_E, exp2
+from cutefce.cute_kernels.dsl import LOG2_E, exp2
 from cutefce.cute_kernels.mainloop_sm100 import (
     LOADER,
     MULTIPLIER,
@@ -169,9 +169,6 @@ class ProjectExpSm100(MainloopSm100):
             if cutlass.const_expr(self.sums):
                 if row < walk.rows:
                     rows.sums[row, window] = highest - base + cute.math.log2(total, fastmath=True)
-                if window == 0 and thread == 0 and walk.rank == 0:
-                    rows.notes[FINISHED_NOTE] = Int32(0)
-                    rows.notes[BLOCK_NOTES + block] = Int32(0)
         if cutlass.const_expr(self.store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 

@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import kernels
-from cutefce.cute_kernels.dsl import BLOCK_NOTES, FINISHED_NOTE, LOG2_E, exp2
+from cutefce.cute_kernels.dsl import LOG2_E, exp2
 from cutefce.cute_kernels.mainloop_sm90 import MainloopSm90, Operand
 from cutefce.cute_kernels.project_exp import Rows, accumulate, arguments, finite
 from cutefce.cute_kernels.slabs_sm90 import SlabsSm90
@@ -94,7 +94,7 @@ class ProjectExpSm90(MainloopSm90):
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
-                # h and w are older than the kernel before the forward; one row block has no notes
+                # h and w are older than the kernel before the forward; one row block needs no notes
                 if not self.sums or walk.row_blocks > 1:
                     cute.arch.griddepcontrol_wait()
                 self.load(walk, pipe, (load_h, g_h, s_h), (load_w, g_w, s_w), rows.notes)
@@ -149,9 +149,6 @@ class ProjectExpSm90(MainloopSm90):
                 if cutlass.const_expr(config.pingpong):
                     part += group
                 self.flush(highest, total, own, thread, rows, top, part, walk)
-                if window == 0 and thread == 0:
-                    rows.notes[FINISHED_NOTE] = Int32(0)
-                    rows.notes[BLOCK_NOTES + row] = Int32(0)
         if cutlass.const_expr(self.store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 

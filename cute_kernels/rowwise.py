@@ -1,6 +1,6 @@
 """The O(N·D) kernels: what a row needs before and after the products.
 
-    target_logit   r_i = h_i · w_y, a warp a row
+    target_logit   r_i = h_i · w_y, a warp a row; zeros for the notes of what follows
     finish         partial sums to S, T, ρ and the loss, a warp a row; the last block reduces
     combine        out_i = a_i (x_i + b_i t_{k_i}), a block a row: the last step of dX, and s ⊙ h
     add_targets    sums_v += Σ_{i: y_i = v} c_i h_i, a block a row
@@ -31,7 +31,7 @@ from cutefce.cute_kernels.dsl import (
 )
 from cutefce.cute_kernels.problem import SLACK
 
-WARPS = 8
+WARPS = kernels.TargetLogit.WARPS
 """Warps of a block."""
 
 
@@ -42,7 +42,8 @@ def trace(kernel: kernels.Kernel) -> tuple[Any, tuple[Any, ...]]:
     if isinstance(kernel, kernels.TargetLogit):
         dtype, hidden = DTYPES[kernel.dtype], cute.sym_int(divisibility=8)
         h, w = matrix(dtype, rows, hidden), matrix(dtype, cute.sym_int(), hidden)
-        return target_logit, (h, w, vector(Int64, rows), vector(Float32, rows), Int64(0), stream)
+        vectors = vector(Int64, rows), vector(Float32, rows), vector(Int32, cute.sym_int())
+        return target_logit, (h, w, *vectors, Int64(0), stream)
     if isinstance(kernel, kernels.Finish):
         parts = matrix(Float32, rows, cute.sym_int(), aligned=False)
         stats = matrix(Float32, 4, rows, aligned=False)
@@ -71,23 +72,35 @@ def target_logit(
     w: cute.Tensor,
     target: cute.Tensor,
     logit: cute.Tensor,
+    zeros: cute.Tensor,
     ignored: Int64,
     stream: Any,
 ) -> None:
-    """Write r (N,): +inf where the target (N,) is `ignored`, NaN where it lies outside [0, V)."""
+    """Write r (N,): +inf where the target (N,) is `ignored`, NaN where it lies outside [0, V).
+
+    Set `zeros`, which are at most `kernels.TargetLogit.zeros(N)`, to 0.
+    """
     blocks = (h.shape[0] + WARPS - 1) // WARPS
-    target_logit_kernel(h, w, target, logit, ignored).launch(
+    target_logit_kernel(h, w, target, logit, zeros, ignored).launch(
         grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **EARLY
     )
 
 
 @cute.kernel
 def target_logit_kernel(
-    h: cute.Tensor, w: cute.Tensor, target: cute.Tensor, logit: cute.Tensor, ignored: Int64
+    h: cute.Tensor,
+    w: cute.Tensor,
+    target: cute.Tensor,
+    logit: cute.Tensor,
+    zeros: cute.Tensor,
+    ignored: Int64,
 ) -> None:
-    """Compute one row a warp."""
+    """Compute one row a warp; a thread has one of the zeros."""
     await_previous()
     lane = cute.arch.lane_idx()
+    place = cute.arch.block_idx()[0] * 32 * WARPS + cute.arch.thread_idx()[0]
+    if place < zeros.shape[0]:
+        zeros[place] = Int32(0)
     row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
     if row < h.shape[0]:
         index = target[row]

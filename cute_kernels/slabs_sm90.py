@@ -20,7 +20,7 @@ from cutefce.cute_kernels.mainloop_sm90 import CONSUMERS, partition
 
 
 class SlabsSm90:
-    """Slabs of tiles of `tile_n` columns; float32 ones are added, 16-bit ones are stored."""
+    """Slabs of tiles of `tile_n` columns; 16-bit ones are stored, float32 ones may be added."""
 
     def __init__(self, dtype: Any, tile_n: int) -> None:
         self.dtype = dtype
@@ -28,26 +28,42 @@ class SlabsSm90:
 
     @cute.jit
     def output(self, out: cute.Tensor) -> Any:
-        """Return (TMA atom, coordinates, shared memory layout) of `out`."""
+        """Return (TMA atom that stores, coordinates, shared memory layout) of `out`."""
         # the four warps of a warpgroup lie together
         layout = self._layout(64, CONSUMERS)
-        op = cpasync.CopyBulkTensorTileS2GOp()
-        if cutlass.const_expr(self.dtype is Float32):
-            op = cpasync.CopyReduceBulkTensorTileS2GOp()
-        slab = cute.slice_(self._layout(16, 1), (None, None, 0))
-        atom, coordinates = cpasync.make_tiled_tma_atom(op, out, slab, (16, self.width))
+        atom, coordinates = self._atom(cpasync.CopyBulkTensorTileS2GOp(), out)
         return atom, coordinates, layout
+
+    @cute.jit
+    def adder(self, out: cute.Tensor) -> Any:
+        """Return the TMA atom that adds to `out`; None for 16-bit numbers."""
+        atom = None
+        if cutlass.const_expr(self.dtype is Float32):
+            atom, _ = self._atom(cpasync.CopyReduceBulkTensorTileS2GOp(), out)
+        return atom
+
+    def _atom(self, op: Any, out: cute.Tensor) -> Any:
+        slab = cute.slice_(self._layout(16, 1), (None, None, 0))
+        return cpasync.make_tiled_tma_atom(op, out, slab, (16, self.width))
 
     def _layout(self, rows: int, count: int) -> Any:
         shape = rows, self.width
         return sm90.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, shape, count)
 
     @cute.jit
-    def put(self, values: cute.Tensor, thread: Int32, group: Int32, out: Any, at: Any) -> None:
+    def put(
+        self,
+        values: cute.Tensor,
+        thread: Int32,
+        group: Int32,
+        out: Any,
+        at: Any,
+        add: Any = None,
+    ) -> None:
         """Put `values` (2, 2, width / 8): accumulators (v, half, j) of `thread` of a warpgroup.
 
         `out` is (TMA atom, coordinates, shared memory), `at` the first of the warpgroup's 64 rows,
-        and which slab of these rows it is.
+        and which slab of these rows it is.  `add` is (TMA atom that adds, whether it is to).
         """
         atom, coordinates, smem = out
         warp = cute.arch.make_warp_uniform(thread // 32)
@@ -60,7 +76,15 @@ class SlabsSm90:
         self._write(values, shared, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        cute.copy(atom, source, destination[None, at[0] // 16 + warp, at[1]])
+        place = destination[None, at[0] // 16 + warp, at[1]]
+        if cutlass.const_expr(add is None):
+            cute.copy(atom, source, place)
+        else:
+            adder, adds = add
+            if adds:
+                cute.copy(adder, source, place)
+            else:
+                cute.copy(atom, source, place)
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit

@@ -54,7 +54,7 @@ class CutePrimitives(TorchPrimitives):
     """`cutefce.ops.primitives.Primitives` for one device, dtype and set of configurations."""
 
     ZEROS: ClassVar[int] = 1 << 14
-    """Zeros that a call fills at a time: each filling is a launch, and most take few."""
+    """Zeros that a call fills at a time: each filling is a launch, the first `target_logit`'s."""
 
     def __init__(
         self,
@@ -82,8 +82,12 @@ class CutePrimitives(TorchPrimitives):
         return h if has_aligned_rows(h) else h.clone(memory_format=torch.contiguous_format), w
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
-        logit = h.new_empty(h.shape[0], dtype=torch.float32)
-        compiled(self.kernels.target_logit)(h, w, targets.index, logit, targets.ignore_index)
+        logit, kernel = h.new_empty(h.shape[0], dtype=torch.float32), self.kernels.target_logit
+        count = min(self.ZEROS, kernel.zeros(h.shape[0]))
+        zeros = torch.empty(count, dtype=torch.int32, device=h.device)
+        compiled(kernel)(h, w, targets.index, logit, zeros, targets.ignore_index)
+        if self._zeros is not None:
+            self._zeros, self._taken = zeros, 0
         return logit
 
     def project_exp(
@@ -166,19 +170,19 @@ class CutePrimitives(TorchPrimitives):
         launch = compiled(self.kernels.scale_rows if narrow else self.kernels.scale_sums)
         launch(out, x, None, scale.contiguous(), None, None)
 
-    def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor) -> None:
+    def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor, *, fresh: bool) -> None:
         short = exps.shape[1] < Configs.SHORT
         kernel = self.kernels.grad_hidden_short if short else self.kernels.grad_hidden
         if kernel is None:
-            super().add_grad_hidden(sums, exps, w)
+            super().add_grad_hidden(sums, exps, w, fresh=fresh)
         else:
-            self._launch(kernel, exps, w.t(), sums, None)
+            self._launch(kernel, exps, w.t(), sums, None, fresh)
 
-    def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor) -> None:
+    def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor, *, fresh: bool) -> None:
         if self.kernels.grad_weight_sums is None:
-            super().add_grad_weight(sums, exps, scaled)
+            super().add_grad_weight(sums, exps, scaled, fresh=fresh)
         else:
-            self._launch(self.kernels.grad_weight_sums, exps.t(), scaled.t(), sums, None)
+            self._launch(self.kernels.grad_weight_sums, exps.t(), scaled.t(), sums, None, fresh)
 
     def target_part(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetPart:
         if self.kernels.grad_weight is None:
@@ -212,19 +216,19 @@ class CutePrimitives(TorchPrimitives):
             lists = part.order, _starts(part, first, sums), part.coefficient, part.h
             compiled(self.kernels.add_targets)(sums, *lists)
 
-    def _launch(self, kernel: Gradient, a: Tensor, b: Tensor, out: Tensor, lists: Any) -> None:
+    def _launch(
+        self, kernel: Gradient, a: Tensor, b: Tensor, out: Tensor, lists: Any, fresh: bool = True
+    ) -> None:
         config, (rows, columns) = kernel.config, out.shape
         clusters, steps = self.multiprocessors // config.cluster, -(-a.shape[1] // STEP)
         units = -(-rows // config.rows) * -(-columns // config.tile_n)
         cuts = None if kernel.final else choose_cuts(units, clusters, steps)
+        first = None if kernel.final else int(fresh)
         notes = self._take_zeros(kernel.notes(clusters), out.device)
-        compiled(kernel)(a, b, out, lists, notes, clusters, cuts)
+        compiled(kernel)(a, b, out, lists, notes, clusters, cuts, first)
 
     def _notes(self, h: Tensor) -> Tensor:
-        blocks = -(-h.shape[0] // self.project.rows)
-        if blocks == 1:  # see `cute_kernels.dsl`
-            return torch.empty(2 + blocks, dtype=torch.int32, device=h.device)
-        return self._take_zeros(2 + blocks, h.device)
+        return self._take_zeros(2 + -(-h.shape[0] // self.project.rows), h.device)
 
     def _take_zeros(self, count: int, device: torch.device) -> Tensor:
         """Return (count,) int32 zeros that nobody else has."""

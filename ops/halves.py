@@ -40,13 +40,11 @@ class Sums:
     """(R - rows in place, D) in the dtype of sums."""
 
     @classmethod
-    def zeros(cls, gradient: "Tensor", dtype: "torch.dtype") -> "Sums":
-        """Return sums of `dtype`, all 0, that lie in `gradient` as far as there is room."""
+    def empty(cls, gradient: "Tensor", dtype: "torch.dtype") -> "Sums":
+        """Return sums of `dtype` that lie in `gradient` as far as there is room."""
         rows, hidden = gradient.shape
         beyond = rows - rows_in_place(rows, narrow=gradient.dtype != dtype)
-        sums = cls(gradient, gradient.new_zeros(beyond, hidden, dtype=dtype))
-        sums.first.zero_()
-        return sums
+        return cls(gradient, gradient.new_empty(beyond, hidden, dtype=dtype))
 
     @property
     def first(self) -> "Tensor":

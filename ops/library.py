@@ -145,7 +145,7 @@ def project_loss(
         dtype = h.dtype if group is None else weight.dtype
         dx = h.new_empty(len(h) if grad_hidden else 0, hidden, dtype=dtype)
         dw = w.new_empty(len(w) if grad_weight else 0, hidden)
-        sums = of_dx, of_dw = Sums.zeros(dx, weight.dtype), Sums.zeros(dw, weight.dtype)
+        sums = of_dx, of_dw = Sums.empty(dx, weight.dtype), Sums.empty(dw, weight.dtype)
         saved = strategies.gradients_in_forward(*inputs, weight, kept, chunk, *sums)
         loss, exps = targets.reduce(saved.loss, reduction), h.new_empty(0, 0)
         dx_rest, dw_rest = of_dx.rest, of_dw.rest

@@ -183,12 +183,18 @@ class Primitives(Protocol):
         """
         ...
 
-    def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor) -> None:
-        """Add `exps` (N, K) @ w (K, D) to `sums` (N, D), which has the dtype of sums."""
+    def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor, *, fresh: bool) -> None:
+        """Add `exps` (N, K) @ w (K, D) to `sums` (N, D), which has the dtype of sums.
+
+        `fresh` ones hold nothing yet, and are set.
+        """
         ...
 
-    def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor) -> None:
-        """Add `exps`ᵀ (K, N) @ `scaled` (N, D) to `sums` (K, D), which has the dtype of sums."""
+    def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor, *, fresh: bool) -> None:
+        """Add `exps`ᵀ (K, N) @ `scaled` (N, D) to `sums` (K, D), which has the dtype of sums.
+
+        `fresh` ones hold nothing yet, and are set.
+        """
         ...
 
     def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -121,7 +121,7 @@ def backward(
         unit = factor.abs().amax() if narrow else factor.new_ones(())
         share = torch.where(unit > 0, factor / unit, 0)
         reference, row_sum = stats.reference, stats.sum
-    dx_sums = share.new_zeros(tokens, hidden) if grad_hidden else None
+    dx_sums = share.new_empty(tokens, hidden) if grad_hidden else None
     scaled, part = h, None
     if dw is not None:
         if not as_probabilities:
@@ -131,7 +131,7 @@ def backward(
     columns = list(walk(vocab, stored, window))
     for first, last, exps in _complete(primitives, h, w, targets, reference, columns, window, dw):
         if dx_sums is not None:
-            primitives.add_grad_hidden(dx_sums, exps, w[first:last])
+            primitives.add_grad_hidden(dx_sums, exps, w[first:last], fresh=first == 0)
         if dw is not None:
             primitives.finish_dw(dw[first:last], exps, scaled, part, first, unit)
     if dx_sums is None:
@@ -182,7 +182,7 @@ def gradients_in_forward(
     dx: Sums,
     dw: Sums,
 ) -> Stats:
-    """Return stats; add the gradients for upstream gradients of `weight` () to `dx` and `dw`.
+    """Return stats; set `dx` and `dw` to the gradients for upstream gradients of `weight` ().
 
     One that has no rows is not wanted.
 
@@ -193,7 +193,7 @@ def gradients_in_forward(
     coefficient = weight.new_empty(tokens)
     logit = primitives.target_logit(h, w, targets)  # of all: ranks wait for each other once
     exps = buffer = h.new_empty(min(chunk, tokens), stored)
-    for start in range(0, tokens, chunk):
+    for start in range(0, max(tokens, 1), chunk):  # without a token too, sums are set
         rows = slice(start, min(start + chunk, tokens))
         some, x = targets.rows(rows), h[rows]
         exps = buffer[: len(x)]
@@ -204,14 +204,14 @@ def gradients_in_forward(
         coefficient[rows] = -scale * stats.sum
         for place, sums in dx.of(rows):
             own = slice(place.start - start, place.stop - start)
-            primitives.add_grad_hidden(sums, exps[own], w)
+            primitives.add_grad_hidden(sums, exps[own], w, fresh=True)
             parts = w, some.rows(own), scale[own], -stats.sum[own]
             primitives.finish_dx(sums, sums, *parts)
         if len(dw.gradient):
             scaled = x.new_empty(x.shape)
             primitives.scale_rows(scaled, x, scale)
             for entries, sums in dw.of(slice(0, vocab)):
-                primitives.add_grad_weight(sums, exps[:, entries], scaled)
+                primitives.add_grad_weight(sums, exps[:, entries], scaled, fresh=start == 0)
             del scaled
     del exps, buffer, logit  # or they would be there beside what the targets' part takes
     if len(dw.gradient):

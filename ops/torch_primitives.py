@@ -164,11 +164,11 @@ class TorchPrimitives:
         if exps.is_cuda or bool((factor != 1).any()):
             _by_rows(scale_rows_, exps.view(-1, self.config.piece), factor.flatten())
 
-    def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor) -> None:
-        multiply(sums, exps, w, add=True)
+    def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor, *, fresh: bool) -> None:
+        multiply(sums, exps, w, add=not fresh)
 
-    def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor) -> None:
-        multiply(sums, exps.t(), scaled, add=True)
+    def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor, *, fresh: bool) -> None:
+        multiply(sums, exps.t(), scaled, add=not fresh)
 
     def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype

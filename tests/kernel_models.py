@@ -30,7 +30,17 @@ def model_of(kernel: kernels.Kernel) -> Callable[..., None]:
     return functools.partial(models[type(kernel)], kernel)
 
 
-def _target_logit(_: Any, h: Tensor, w: Tensor, y: Tensor, out: Tensor, ignored: int) -> None:
+def _target_logit(
+    kernel: kernels.TargetLogit,
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    out: Tensor,
+    zeros: Tensor,
+    ignored: int,
+) -> None:
+    assert len(zeros) <= kernel.zeros(len(h))
+    zeros.fill_(0)
     here = (y >= 0) & (y < len(w))
     out[:] = (h.float() * w[torch.where(here, y, 0)].float()).sum(1)
     out[~here] = torch.nan
@@ -55,11 +65,11 @@ def _project_exp(
     if sums is not None:
         sums.fill_(-torch.inf)
         sums[:, 0] = relative.logsumexp(1) / math.log(2)
-        notes[FINISHED_NOTE:] = 0
-    elif kernel.masked:
+    if kernel.masked:
         assert notes[FINISHED_NOTE] > 0, "after the kernel that notes blocks"
-    elif len(notes) > 1 + BLOCK_NOTES:
-        assert notes[MEETING_NOTE] == 0
+    else:
+        assert not notes.any()
+        notes[MEETING_NOTE] = 1
     if exps is not None:
         blocks = torch.arange(len(h)) // kernel.config.rows
         rows = notes[BLOCK_NOTES + blocks] == 1 if kernel.masked else torch.ones(len(h)) == 1
@@ -115,16 +125,17 @@ def _gradient(
     notes: Tensor,
     clusters: int,
     cuts: int | None,
+    fresh: int | None,
 ) -> None:
     assert notes.tolist() == [0] * kernel.notes(clusters)
-    assert (cuts is None) == kernel.final
+    assert (cuts is None) == (fresh is None) == kernel.final
     product = a.float() @ b.float().t()
     if kernel.final:
         *targets, unit = lists
         _add_targets(None, product, *targets)
         out[:] = (product * unit).to(out.dtype)
     else:
-        out += product
+        out[:] = product if fresh else out + product
 
 
 def _add_targets(

@@ -15,10 +15,10 @@ from tests.reference import random_case
 
 def some_sums(rows: int, dtype: torch.dtype) -> tuple[Sums, torch.Tensor]:
     wide = torch.promote_types(dtype, torch.float32)
-    sums = Sums.zeros(torch.empty(rows, 8, dtype=dtype), wide)
+    sums = Sums.empty(torch.empty(rows, 8, dtype=dtype), wide)
     values = torch.randn(rows, 8, dtype=wide)
     for place, part in sums.of(slice(0, rows)):
-        part += values[place]
+        part.copy_(values[place])
     return sums, values
 
 

@@ -138,8 +138,9 @@ def test_far_rows(which: str, workspace: str, dtype: torch.dtype, strict: None) 
 @with_kernels
 @pytest.mark.parametrize("shape", [(521, 264, 1003), (1000, 1096, 20001), (300, 64, 5003)], ids=str)
 @pytest.mark.parametrize("config", ARCH.gradient_configs(), ids=str)
+@pytest.mark.parametrize("fresh", [False, True])
 def test_sums_are_right_and_the_same_again(
-    config: GemmConfig, shape: tuple[int, int, int], strict: None
+    fresh: bool, config: GemmConfig, shape: tuple[int, int, int], strict: None
 ) -> None:
     """Also where tiles are cut into pieces, whose sums different clusters add."""
     tokens, hidden, vocab = shape
@@ -155,12 +156,14 @@ def test_sums_are_right_and_the_same_again(
     before = torch.randn(tokens, hidden, device="cuda"), torch.randn(vocab, hidden, device="cuda")
     results = []
     for _ in range(3):
-        dx, dw = (x.clone() for x in before)
-        steps.add_grad_hidden(dx, exps, case.w)
-        steps.add_grad_weight(dw, exps, case.h)
+        dx, dw = (torch.full_like(x, torch.nan) if fresh else x.clone() for x in before)
+        steps.add_grad_hidden(dx, exps, case.w, fresh=fresh)
+        steps.add_grad_weight(dw, exps, case.h, fresh=fresh)
         results.append((dx, dw))
     e = exps.double()
-    exact = before[0] + e @ case.w.double(), before[1] + e.t() @ case.h.double()
+    exact = [e @ case.w.double(), e.t() @ case.h.double()]
+    if not fresh:
+        exact = [x + there for x, there in zip(exact, before, strict=True)]
     for got, want in zip(results[0], exact, strict=True):
         assert float((got - want).norm() / want.norm()) < 1e-4
     for again in results[1:]:
@@ -297,10 +300,10 @@ def test_launches_pass_what_the_kernels_take(arch: Arch, monkeypatch: pytest.Mon
         steps.finish_dx(out, case.h.float(), case.w, targets, logit, stats.sum)
     scaled = torch.empty_like(case.h)
     steps.scale_rows(scaled, case.h, logit)
-    steps.add_grad_hidden(case.h.float(), exps[:, :1500], case.w)
+    steps.add_grad_hidden(case.h.float(), exps[:, :1500], case.w, fresh=False)
     part, sums = steps.target_part(case.h, logit, targets), case.w.float()
     steps.finish_dw(torch.empty_like(case.w), exps[:, :1500], scaled, part, 0, logit[0])
-    steps.add_grad_weight(sums, exps[:, :1500], scaled)
+    steps.add_grad_weight(sums, exps[:, :1500], scaled, fresh=False)
     steps.add_target_part(sums, part, 0)
     steps.scale_rows(torch.empty_like(case.w), sums, torch.ones(1500))
     names = "TargetLogit ProjectExp ProjectExp Finish ProjectExp ProjectExp"
