@@ -122,6 +122,9 @@ def _windows(p: Problem, config: TileConfig, budget: int, scalar_upstream: bool)
         kept = _all_columns(p.vocab, config)
         if bytes_with(0, kept) > budget:
             lent = _lendable(p, config)
+            # each lent window is products of its own: as few as there is no room for elsewhere
+            spare = budget - bytes_with(lent, _all_columns(p.vocab - lent, config))
+            lent -= max(spare, 0) // (config.window * column) * config.window
             kept = _all_columns(p.vocab - lent, config)
         if bytes_with(lent, kept) > budget:
             spare = budget - bytes_with(lent, config.window) + config.window * column

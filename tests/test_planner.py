@@ -106,6 +106,18 @@ def test_the_place_of_dw_is_used_before_anything_is_computed_again() -> None:
     assert plan(dataclasses.replace(LLAMA, grad_weight=False), MINIMUM).lent == 0
 
 
+def test_no_more_is_lent_than_has_no_room_elsewhere() -> None:
+    """Each window in the place of dW is products of its own."""
+    window_bytes = lookup(LLAMA).window * LLAMA.tokens * LLAMA.item_bytes
+    lent = []
+    for budget in range(GIB, 5 * GIB // 2, GIB // 8):
+        chosen = plan(LLAMA, budget, scalar_upstream=False)
+        if chosen.lent and chosen.lent + chosen.kept >= LLAMA.vocab:
+            assert chosen.workspace_bytes <= budget < chosen.workspace_bytes + window_bytes
+            lent.append(chosen.lent)
+    assert lent == sorted(lent, reverse=True) and lent[0] > lent[-1]
+
+
 @pytest.mark.parametrize("vocab", [1, 7, 8, 1000, 1025, 32001, 50257, 151669])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
 def test_lookup_is_legal_and_no_wider_than_the_vocabulary(vocab: int, device: str) -> None:
