@@ -6,6 +6,7 @@ what follows it run in the tuner's child processes, the rest touches no GPU.
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -42,6 +43,18 @@ class Case:
         upstream = None if self.upstream is None else self.upstream.to(device)
         h, w, y = self.h.to(device), self.w.to(device), self.y.to(device)
         return Case(self.problem, h, w, y, upstream)
+
+    def random(self, rows: int, columns: int) -> Tensor:
+        """Return (rows, columns) random numbers in [0, 1), kept as long as the case."""
+        if (rows, columns) not in self._random:
+            numbers = self.h.new_empty(rows, -(-columns // 8) * 8)
+            generator = torch.Generator(numbers.device).manual_seed(1)
+            self._random[rows, columns] = numbers.uniform_(generator=generator)[:, :columns]
+        return self._random[rows, columns]
+
+    @functools.cached_property
+    def _random(self) -> dict[tuple[int, int], Tensor]:
+        return {}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -169,7 +168,7 @@ class GradHidden(OfGradient):
     def exponentials(self, case: Case) -> Tensor:
         tokens, vocab = case.problem.tokens, case.problem.vocab
         rows = _affordable(tokens, vocab, case.problem.item_bytes)
-        return _random(rows, vocab, case.h.dtype, case.h.device)
+        return case.random(rows, vocab)
 
     def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
         exps = self.exponentials(case)
@@ -198,7 +197,7 @@ class GradWeight(OfGradient):
     def exponentials(self, case: Case) -> Tensor:
         tokens, vocab = case.problem.tokens, case.problem.vocab
         columns = _affordable(vocab, tokens, case.problem.item_bytes)
-        return _random(tokens, columns, case.h.dtype, case.h.device)
+        return case.random(tokens, columns)
 
     def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
         exps, targets = self.exponentials(case), findings.targets_of(case)
@@ -216,10 +215,3 @@ class GradWeight(OfGradient):
 def _affordable(rows: int, numbers: int, item_bytes: int) -> int:
     """Return how many of a result's rows are computed, which are sums of so many products."""
     return min(rows, max(8, EXPS_BYTES // (numbers * item_bytes) // 8 * 8))
-
-
-@functools.lru_cache(maxsize=1)
-def _random(tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return (tokens, columns) random numbers in [0, 1), the same at every call."""
-    exps = torch.empty(tokens, -(-columns // 8) * 8, dtype=dtype, device=device)
-    return exps.uniform_(generator=torch.Generator(device).manual_seed(1))[:, :columns]
