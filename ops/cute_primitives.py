@@ -75,7 +75,7 @@ class CutePrimitives(TorchPrimitives):
     def for_a_call(self) -> "CutePrimitives":
         """Return the same for one call on one stream, whose launches share what it fills."""
         own = object.__new__(CutePrimitives)  # a quarter of what copy.copy takes
-        own.__dict__.update(self.__dict__, _zeros=NO_ZEROS)
+        own.__dict__.update(self.__dict__, _zeros=NO_ZEROS, _filled=0, _taken=0)
         return own
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

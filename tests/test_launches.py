@@ -47,3 +47,17 @@ def test_far_rows_are_settled(height: float, lent: int, on_kernels: TileConfig) 
     case = logits_case(logits.bfloat16(), y)
     got = planned(case, on_kernels.window, "windows", lent, 336 - lent, 40)
     assert_as_accurate(got, case, saturated=True)
+
+
+@pytest.mark.parametrize("count", [1, 33, CutePrimitives.ZEROS + 1])
+def test_nobody_shares_zeros(count: int, small_tiles: TileConfig) -> None:
+    """Neither launches of a call, which write what they take, nor calls."""
+    configs = Sm90().default_configs(tokens=8192, hidden=4096, multiprocessors=132)
+    call, taken = CutePrimitives(small_tiles, Sm90(), "bfloat16", configs, 132), []
+    for _ in range(3):
+        call = call.for_a_call()
+        taken += [call._take_zeros(count, torch.device("cpu"))[:count] for _ in range(600)]
+    for number, zeros in enumerate(taken, 1):
+        assert zeros.shape == (count,)
+        assert not zeros.any()
+        zeros.fill_(number)
