@@ -21,7 +21,7 @@ def on_kernels(
     configs = arch.default_configs(tokens=8192, hidden=4096, multiprocessors=132)
     primitives = CutePrimitives(small_tiles, arch, "bfloat16", configs, 132)
     monkeypatch.setattr(cute_primitives, "compiled", model_of)
-    monkeypatch.setattr(library, "primitives_for", lambda *_: primitives)
+    monkeypatch.setattr(library, "primitives_for", lambda *_: primitives.for_a_call())
     return small_tiles
 
 
