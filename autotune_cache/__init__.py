@@ -40,6 +40,8 @@ KERNEL_WINDOWS = (67584, 33792, 16896, 8448, 4096, 2048, 1024)
 products take 256 rows of it, as many tiles as 132 multiprocessors share evenly."""
 KERNEL_WINDOW = 8192 * 8448
 """Exponentials of a window, 132 MiB of 16 bits; more where dX's sums take as much anyway."""
+NARROWER = 2
+"""How many of these below the widest one a plan may choose: others cost more than they save."""
 KERNEL_PIECE = 256
 """What kept columns are a multiple of: the kernels' references are those of rows."""
 
@@ -63,6 +65,15 @@ def lookup(problem: Problem) -> TileConfig:
     tile = min(config.tile, _round_up(problem.vocab, piece))
     window = min(config.window, _round_up(problem.vocab, tile))
     return TileConfig(window=window, tile=tile, rows=config.rows, piece=piece)
+
+
+def widths(problem: Problem) -> tuple[TileConfig, ...]:
+    """Return what a plan for `problem` chooses from: `lookup`'s, then narrower windows."""
+    widest = lookup(problem)
+    if problem.arch is None:
+        return (widest,)
+    narrower = [columns for columns in KERNEL_WINDOWS if columns < widest.window][:NARROWER]
+    return widest, *(dataclasses.replace(widest, window=w, tile=w) for w in narrower)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,8 +17,8 @@ def targets_of(case: Case) -> Targets:
 
 def plan_of(case: Case) -> planner.Plan:
     """Return how a step with the default workspace would run."""
-    tiles = autotune_cache.lookup(case.problem)
-    return planner.make_plan(case.problem, tiles, planner.DEFAULT, scalar_upstream=False)
+    configs = autotune_cache.widths(case.problem)
+    return planner.make_plan(case.problem, configs, planner.DEFAULT, scalar_upstream=False)
 
 
 def _stored(case: Case) -> list[tuple[int, Tensor]]:

@@ -164,11 +164,10 @@ def _plan(
 def _new_plan(problem: Problem, budget: int, scalar_upstream: bool, widest: int) -> planner.Plan:
     """Plan as for the `widest` shard: ranks whose shards differ must walk the same chunks."""
     leading = dataclasses.replace(problem, vocab=widest)
-    config = autotune_cache.lookup(leading)
-    plan = planner.make_plan(leading, config, budget, scalar_upstream)
+    plan = planner.make_plan(leading, autotune_cache.widths(leading), budget, scalar_upstream)
     if widest == problem.vocab:
         return plan
-    return planner.narrowed(plan, problem, autotune_cache.lookup(problem), budget, scalar_upstream)
+    return planner.narrowed(plan, problem, autotune_cache.widths(problem), budget, scalar_upstream)
 
 
 _cached_plan = functools.lru_cache(maxsize=1024)(_new_plan)

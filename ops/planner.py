@@ -4,12 +4,14 @@ Pure Python; sizes may be symbolic integers of a graph compiler.  With N tokens,
 K columns kept and G gradients wanted (0 to 2), the model of time is
 
     windows                2·N·D·((1 + G)·V + (V - K - L)) FLOP; dX's sums are read and written
-                           once a window, recomputed logits once; L columns are lent, see `lending`
+                           once a window, recomputed logits once; L columns are lent, see `lending`;
+                           narrow windows lend more, but are more
     gradients in forward   2·N·D·(1 + G)·V FLOP; dW's sums are read and written once a chunk,
                            and the gradients once more in the backward
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cutefce.cute_kernels.problem import Problem, TileConfig
@@ -29,8 +31,9 @@ SMALLEST_CHUNK = 1024
 CHUNK_UNIT = 256
 """Tokens that a chunk is a multiple of: a row block of the kernels."""
 
-RATES = {"cpu": (1e11, 2e10), "cuda": (7e14, 4e12)}
-"""(FLOP/s, bytes/s) by device type; those of a GPU are an H200's."""
+RATES = {"cpu": (1e11, 2e10, 0.0), "cuda": (7e14, 4e12, 6e-5)}
+"""(FLOP/s, bytes/s, seconds a window) by device type; those of a GPU are an H200's, where products
+of few columns leave multiprocessors idle as they begin and end."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +83,17 @@ def budget_bytes(workspace: int | str | None) -> int:
     return workspace
 
 
-def make_plan(problem: Problem, config: TileConfig, budget: int, scalar_upstream: bool) -> Plan:
+def make_plan(
+    problem: Problem, configs: Sequence[TileConfig], budget: int, scalar_upstream: bool
+) -> Plan:
     """Return the fastest plan within `budget` bytes, or the smallest one if none is.
 
-    `scalar_upstream` says that every row's loss gets the same upstream gradient.
+    `configs` are for windows of several widths, the widest first.  `scalar_upstream` says that
+    every row's loss gets the same upstream gradient.
     """
-    candidates = [_windows(problem, config, budget, scalar_upstream)]
+    candidates = [_windows(problem, configs, budget, scalar_upstream)]
     if scalar_upstream and problem.gradient_bytes and _can_keep(problem):
-        candidates.append(_gradients_in_forward(problem, config, budget))
+        candidates.append(_gradients_in_forward(problem, configs[0], budget))
     affordable = [c for c in candidates if c.workspace_bytes <= budget]
     if affordable:
         return min(affordable, key=lambda c: c.seconds)
@@ -95,11 +101,12 @@ def make_plan(problem: Problem, config: TileConfig, budget: int, scalar_upstream
 
 
 def narrowed(
-    plan: Plan, p: Problem, config: TileConfig, budget: int, scalar_upstream: bool
+    plan: Plan, p: Problem, configs: Sequence[TileConfig], budget: int, scalar_upstream: bool
 ) -> Plan:
     """Return `plan`, which was made for a wider vocabulary, for `p`; chunks stay as they are."""
     if plan.strategy == "windows":
-        return _windows(p, config, budget, scalar_upstream)
+        return _windows(p, configs, budget, scalar_upstream)
+    config = configs[0]
     stored = _all_columns(p.vocab, config)
     return dataclasses.replace(
         plan,
@@ -112,7 +119,15 @@ def narrowed(
     )
 
 
-def _windows(p: Problem, config: TileConfig, budget: int, scalar_upstream: bool) -> Plan:
+def _windows(p: Problem, configs: Sequence[TileConfig], budget: int, scalar_upstream: bool) -> Plan:
+    """Return the fastest plan within the budget or, if none is, no larger than the first one's."""
+    plans = [_windows_of(p, config, budget, scalar_upstream) for config in configs]
+    within = [plan for plan in plans if plan.workspace_bytes <= budget]
+    least = [plan for plan in plans if plan.workspace_bytes <= plans[0].workspace_bytes]
+    return min(within or least, key=lambda plan: plan.seconds)
+
+
+def _windows_of(p: Problem, config: TileConfig, budget: int, scalar_upstream: bool) -> Plan:
     def bytes_with(lent: int, kept: int) -> int:
         return windows_bytes(p, config, lent, kept, scalar_upstream)
 
@@ -183,9 +198,10 @@ def _windows_seconds(p: Problem, window: int, lent: int, kept: int) -> float:
     gradients = p.grad_hidden + p.grad_weight
     recomputed = max(p.vocab - lent - kept, 0) if gradients else 0
     columns = (1 + gradients) * p.vocab + recomputed
-    passes = -(-(recomputed + lent) // window) + 1 if p.grad_hidden else 0
+    products = -(-(recomputed + lent) // window)
+    passes = products + 1 if p.grad_hidden else 0
     moved = p.tokens * (2 * passes * p.hidden + recomputed) * p.accumulator_bytes
-    return _seconds(p, columns, moved)
+    return _seconds(p, columns, moved, products)
 
 
 def _chunked_seconds(p: Problem, chunk: int) -> float:
@@ -195,7 +211,8 @@ def _chunked_seconds(p: Problem, chunk: int) -> float:
     return _seconds(p, columns, moved)
 
 
-def _seconds(p: Problem, columns: int, moved_bytes: int) -> float:
+def _seconds(p: Problem, columns: int, moved_bytes: int, windows: int = 0) -> float:
     """Time of products with `columns` columns of the vocabulary in all, and of moving bytes."""
-    flop_rate, byte_rate = RATES.get(p.device, RATES["cuda"])
-    return 2 * p.tokens * p.hidden * columns / flop_rate + moved_bytes / byte_rate
+    flop_rate, byte_rate, of_window = RATES.get(p.device, RATES["cuda"])
+    products = 2 * p.tokens * p.hidden * columns / flop_rate
+    return products + moved_bytes / byte_rate + windows * of_window

@@ -7,7 +7,7 @@ import torch
 
 import cutefce
 from bench.measure import peak_bytes
-from cutefce.autotune_cache import lookup
+from cutefce.autotune_cache import lookup, widths
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.dispatch import arch_of
 from cutefce.ops.footprint import chunked_bytes
@@ -54,7 +54,7 @@ def measure(
     step()
     name = str(dtype).removeprefix("torch.")
     problem = Problem(*shape, name, device, grad_hidden, grad_weight, arch_of(case.h))
-    plan = make_plan(problem, lookup(problem), budget_bytes(workspace), reduction != "none")
+    plan = make_plan(problem, widths(problem), budget_bytes(workspace), reduction != "none")
     return plan.workspace_bytes, peak_bytes(step, device) - problem.gradient_bytes, problem
 
 

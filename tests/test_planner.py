@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cutefce
-from cutefce.autotune_cache import lookup
+from cutefce.autotune_cache import lookup, widths
 from cutefce.cute_kernels.problem import Problem, TileConfig
 from cutefce.ops.planner import MAXIMUM, MINIMUM, Plan, budget_bytes, make_plan
 
@@ -20,7 +20,7 @@ CPU = Problem(tokens=2048, hidden=1024, vocab=50257, dtype="float32", device="cp
 
 
 def plan(problem: Problem, budget: int, scalar_upstream: bool = True) -> Plan:
-    return make_plan(problem, lookup(problem), budget, scalar_upstream)
+    return make_plan(problem, widths(problem), budget, scalar_upstream)
 
 
 def test_the_ends_of_the_budget() -> None:
@@ -116,6 +116,31 @@ def test_no_more_is_lent_than_has_no_room_elsewhere() -> None:
             assert chosen.workspace_bytes <= budget < chosen.workspace_bytes + window_bytes
             lent.append(chosen.lent)
     assert lent == sorted(lent, reverse=True) and lent[0] > lent[-1]
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 1024, 2048, 4096, 8192, 16384, 32768])
+@pytest.mark.parametrize("vocab", [32768, 65536, 128256, 262144])
+def test_narrower_windows_save_time_and_memory(tokens: int, vocab: int) -> None:
+    problem = dataclasses.replace(LLAMA, tokens=tokens, vocab=vocab, arch="sm_90a")
+    smallest = plan(problem, MINIMUM)
+    widest = make_plan(problem, widths(problem)[:1], MINIMUM, scalar_upstream=True)
+    assert smallest.seconds <= widest.seconds
+    assert smallest.workspace_bytes <= widest.workspace_bytes
+    if smallest.window < widest.window:  # more of them have room where dW will be
+        assert smallest.lent > widest.lent
+    else:
+        assert smallest == widest
+    if 1024 <= tokens <= 2048 and vocab <= 65536:
+        assert smallest.seconds < 0.95 * widest.seconds
+
+
+def test_a_narrower_window_serves_where_a_wider_one_is_too_large() -> None:
+    problem = dataclasses.replace(LLAMA, arch="sm_90a")
+    smallest = plan(problem, MINIMUM)
+    budget = smallest.workspace_bytes - (1 << 20)
+    chosen = plan(problem, budget)
+    assert chosen.workspace_bytes <= budget
+    assert chosen.window < smallest.window
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 8, 1000, 1025, 32001, 50257, 151669])
