@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from cutefce.autotune_cache.table import Entry, Table, file_name, key_of, read
+from cutefce.autotune_cache.table import WINDOW, Entry, Table, file_name, key_of, read
 from cutefce.cute_kernels.arch import Arch
 from cutefce.cute_kernels.config import Configs
 from cutefce.cute_kernels.jit_cache import base_folder
@@ -76,6 +76,15 @@ def widths(problem: Problem) -> tuple[TileConfig, ...]:
     return widest, *(dataclasses.replace(widest, window=w, tile=w) for w in narrower)
 
 
+def tuned_widths(
+    problem: Problem, arch: Arch, device: str, multiprocessors: int
+) -> tuple[TileConfig, ...]:
+    """Return the one of `widths` that won on a GPU of this name and size, all if none was tuned."""
+    every, entry = widths(problem), tuned(WINDOW, problem, arch, device, multiprocessors)
+    won = tuple(config for config in every if entry and config.window == entry.config)
+    return won or every
+
+
 @functools.lru_cache(maxsize=1024)
 def lookup_configs(problem: Problem, arch: Arch, device: str, multiprocessors: int) -> Configs:
     """Return the kernels' configurations for `problem` on a GPU of this name and size."""
@@ -134,6 +143,8 @@ def shipped_kernels(arch: Arch) -> list[Kernel]:
     shipped = map(read, sorted(SHIPPED_FOLDER.glob("*.json")))
     for table in (table for table in shipped if table.arch == arch.name):
         for key, entry in table.entries.items():
+            if key.kernel == WINDOW:
+                continue
             winner: dict[str, Any] = {key.kernel: entry.config}
             configs = dataclasses.replace(Configs(arch.configs()[0], None, None), **winner)
             found += kernel_set(arch, key.dtype, configs).all()

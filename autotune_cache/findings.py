@@ -7,6 +7,7 @@ from cutefce import autotune_cache
 from cutefce.autotune_cache.tunable import Case, Result
 from cutefce.ops import planner, strategies
 from cutefce.ops.halves import Sums
+from cutefce.ops.lending import lent_windows
 from cutefce.ops.primitives import Primitives, Targets, sum_dtype
 
 
@@ -27,6 +28,28 @@ def _stored(case: Case) -> list[tuple[int, Tensor]]:
     first = 0 if case.upstream is None else kept // 2 // piece * piece
     parts = (0, first), (first, kept - first)
     return [(at, case.h.new_empty(case.problem.tokens, size)) for at, size in parts if size]
+
+
+def smallest_step(case: Case, primitives: Primitives) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return losses (N,) and the gradients of their mean, in windows of the primitives.
+
+    The workspace is the smallest one.
+    """
+    config, window = primitives.config, primitives.config.window
+    plan = planner.make_plan(case.problem, (config,), planner.MINIMUM, scalar_upstream=True)
+    h, w = primitives.prepare(case.h, case.w)
+    targets, dw = targets_of(case), torch.empty_like(w)
+    stored = lent_windows(dw, len(h), window, plan.lent)
+    loss, stats = strategies.forward(primitives, h, w, targets, "none", stored)
+    upstream = targets.weight("mean", sum_dtype(h.dtype))
+    inputs = primitives, h, w, targets, stats, stored, upstream, window
+    return loss, strategies.backward(*inputs, True, dw, plan.lent > 0), dw
+
+
+def of_smallest_step(case: Case, primitives: Primitives) -> dict[str, Result]:
+    """Return the same to compare."""
+    loss, dx, dw = smallest_step(case, primitives)
+    return {"loss": Result(loss, 1)} | _gradients("", dx, dw)
 
 
 def of_steps(case: Case, primitives: Primitives) -> dict[str, Result]:

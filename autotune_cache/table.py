@@ -8,7 +8,8 @@
      "reason": "no answer within 30 s", "everywhere": true}, ...]}
 
 `tokens` is a bucket: a power of 2, of all numbers of tokens above half of it.  A config of null is
-the plain product of cuBLAS, for kernels that it can stand in for.
+the plain product of cuBLAS, for kernels that it can stand in for.  That of "window" is a number:
+how many columns of the vocabulary are walked at a time.
 """
 
 import dataclasses
@@ -35,8 +36,11 @@ LEAST_GAIN = 0.01
 LOCK_SECONDS = 60
 """How long to wait for another process that writes the same file."""
 
-Choice = GemmConfig | None
-"""What can win: a configuration, or None for the plain product."""
+WINDOW = "window"
+"""What stands in the place of a kernel's name for the columns of a window."""
+
+Choice = GemmConfig | int | None
+"""What can win: a configuration, the columns of a window, or None for the plain product."""
 
 
 @dataclass(frozen=True)
@@ -197,9 +201,17 @@ def _key(item: dict[str, Any]) -> Key:
 def _choice(arch: Arch, item: dict[str, Any]) -> Choice:
     if item["config"] is None and item["kernel"] == "grad_hidden":
         return None
+    if item["kernel"] == WINDOW:
+        return _columns(item["config"])
     config = GemmConfig(**item["config"])
     arch.check(config)
     return config
+
+
+def _columns(number: Any) -> int:
+    if type(number) is not int or not 0 < number < sys.maxsize:
+        raise ValueError(f"config: got {number!r}, expected the columns of a window, above 0")
+    return number
 
 
 def _entry(arch: Arch, item: dict[str, Any]) -> tuple[Key, Entry]:
@@ -252,7 +264,7 @@ def _replace(path: Path, table: Table) -> None:
     ]
     data["rejected"] = [
         dataclasses.asdict(key)
-        | {"config": None if config is None else dataclasses.asdict(config)}
+        | {"config": dataclasses.asdict(config) if isinstance(config, GemmConfig) else config}
         | dataclasses.asdict(rejection)
         for (key, config), rejection in sorted(table.rejected.items(), key=_order)
     ]

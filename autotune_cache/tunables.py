@@ -3,27 +3,22 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutefce import autotune_cache
 from cutefce.autotune_cache import findings
 from cutefce.autotune_cache.cost import product_cycles, project_exp_cycles
+from cutefce.autotune_cache.on_kernels import PRODUCT_BYTES, OnKernels
 from cutefce.autotune_cache.table import Choice
 from cutefce.autotune_cache.tunable import Case, Result, Tunable
+from cutefce.autotune_cache.windows import Window
 from cutefce.cute_kernels.arch import Arch
-from cutefce.cute_kernels.config import Configs
-from cutefce.cute_kernels.kernels import Kernel, kernel_set
+from cutefce.cute_kernels.config import Configs, GemmConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import strategies
-from cutefce.ops.cute_primitives import CutePrimitives
 from cutefce.ops.primitives import Primitives
-from cutefce.ops.torch_primitives import TorchPrimitives
 
-PRODUCT_BYTES = 8 << 30
-"""What the result of a plain product may take; larger ones are computed in parts."""
 SUM_ROUNDINGS = 16
 """What a sum over 2**18 products may be off, in units of the error of short ones."""
 EXPS_BYTES = 16 << 30
@@ -34,54 +29,8 @@ serve.  What is fastest depends on the length of the sums and on how many there 
 def all_tunables(arch: Arch, multiprocessors: int, device: str) -> tuple[Tunable, ...]:
     """Return what can be tuned on a GPU of `arch`, which torch names `device`."""
     gradients = (GradHidden, GradWeight) if arch.forms_weight_gradient else ()
-    kinds: tuple[type[Tunable], ...] = (ProjectExp, *gradients)
+    kinds: tuple[type[Tunable], ...] = (ProjectExp, *gradients, Window)
     return tuple(kind(arch, multiprocessors, device) for kind in kinds)
-
-
-class OnKernels(Tunable):
-    """What the three have in common."""
-
-    def choices(self, rows: int) -> Sequence[Choice]:
-        """Return what differs for products of so many rows."""
-        found: dict[object, Choice] = {}
-        for config in self.arch.candidates():
-            # a group of more row blocks than there are is one of all
-            group = min(config.group, -(-rows // config.rows))
-            found.setdefault(dataclasses.replace(config, group=group), config)
-        return tuple(found.values())
-
-    def default_configs(self, problem: Problem) -> Configs:
-        """Return what serves where nothing was tuned."""
-        sizes = problem.tokens, problem.hidden
-        return self.arch.default_configs(*sizes, self.multiprocessors)
-
-    def default(self, problem: Problem) -> Choice:
-        choice: Choice = getattr(self.default_configs(problem), self.name)
-        return choice
-
-    def configs(self, problem: Problem, choice: Choice) -> Configs:
-        """Return the default with `choice` in its place."""
-        changed: dict[str, Any] = {self.name: choice}
-        return dataclasses.replace(self.default_configs(problem), **changed)
-
-    def primitives(self, problem: Problem, choice: Choice) -> Primitives:
-        """Return the primitives that are tried."""
-        tiles, configs = autotune_cache.lookup(problem), self.configs(problem, choice)
-        return CutePrimitives(tiles, self.arch, problem.dtype, configs, self.multiprocessors)
-
-    def kernels(self, dtype: str, choice: Choice) -> Sequence[Kernel]:
-        configs = self.configs(Problem(8192, 4096, 131072, dtype, "cuda"), choice)
-        return kernel_set(self.arch, dtype, configs).all()
-
-    def expected(self, case: Case) -> dict[str, Result]:
-        return self.found(case, TorchPrimitives(autotune_cache.lookup(case.problem)))
-
-    def results(self, case: Case, choice: Choice) -> dict[str, Result]:
-        return self.found(case, self.primitives(case.problem, choice))
-
-    @abc.abstractmethod
-    def found(self, case: Case, primitives: Primitives) -> dict[str, Result]:
-        """Return what `primitives` find."""
 
 
 class ProjectExp(OnKernels):
@@ -96,7 +45,7 @@ class ProjectExp(OnKernels):
         return self.choices(problem.tokens)
 
     def cost(self, problem: Problem, choice: Choice) -> float:
-        assert choice is not None
+        assert isinstance(choice, GemmConfig)
         return project_exp_cycles(problem, choice, self.multiprocessors)
 
     def found(self, case: Case, primitives: Primitives) -> dict[str, Result]:
@@ -156,14 +105,18 @@ class GradHidden(OfGradient):
     name = "grad_hidden"
 
     def configs(self, problem: Problem, choice: Choice) -> Configs:
+        assert choice is None or isinstance(choice, GemmConfig)
         return dataclasses.replace(super().configs(problem, choice), grad_hidden_short=choice)
 
     def candidates(self, problem: Problem) -> Sequence[Choice]:
         return (None, *self.choices(problem.tokens))
 
     def cost(self, problem: Problem, choice: Choice) -> float:
+        if choice is None:
+            return 0.0
+        assert isinstance(choice, GemmConfig)
         sizes = problem.tokens, problem.hidden, problem.vocab
-        return 0.0 if choice is None else product_cycles(*sizes, choice, self.multiprocessors)
+        return product_cycles(*sizes, choice, self.multiprocessors)
 
     def exponentials(self, case: Case) -> Tensor:
         tokens, vocab = case.problem.tokens, case.problem.vocab
@@ -190,7 +143,7 @@ class GradWeight(OfGradient):
         return self.choices(problem.vocab)
 
     def cost(self, problem: Problem, choice: Choice) -> float:
-        assert choice is not None
+        assert isinstance(choice, GemmConfig)
         sizes = problem.vocab, problem.hidden, problem.tokens
         return product_cycles(*sizes, choice, self.multiprocessors)
 

@@ -31,6 +31,7 @@ from cutefce.autotune_cache.table import (
 from cutefce.autotune_cache.trials import Product, Timing
 from cutefce.autotune_cache.tunable import Tunable
 from cutefce.cute_kernels import jit_cache
+from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.kernels import Kernel
 from cutefce.cute_kernels.problem import Problem
 from cutefce.version import __version__
@@ -94,14 +95,16 @@ def prune(tunable: Tunable, problem: Problem, choices: Sequence[Choice]) -> tupl
     """
 
     def order(choice: Choice) -> tuple[float, int]:
-        return tunable.cost(problem, choice), 0 if choice is None else -choice.stages
+        return tunable.cost(problem, choice), -getattr(choice, "stages", 0)
 
     first, *others = choices
     left: dict[Choice, Choice] = {}
     of_tile: Counter[Choice] = Counter()
     for choice in (first, *sorted(others, key=order)):
-        variant = choice and dataclasses.replace(choice, stages=0)
-        tile = variant and dataclasses.replace(variant, group=0)
+        variant = tile = choice
+        if isinstance(choice, GemmConfig):
+            variant = dataclasses.replace(choice, stages=0)
+            tile = dataclasses.replace(choice, stages=0, group=0)
         if len(left) <= CANDIDATES and variant not in left and of_tile[tile] < VARIANTS:
             left[variant] = choice
             of_tile[tile] += 1

@@ -100,6 +100,7 @@ def _tuned(rows: list[Row]) -> Iterator[str]:
             "other configurations": lambda r: r["kernels"] or "–",
             "forward / defaults": lambda r: _number(r["forward"]),
             "step / defaults": lambda r: _number(r["step"]),
+            "smallest step / defaults": lambda r: _number(r["smallest"]),
             "forward / product": lambda r: _number(r["forward_to_product"]),
             "step / products": lambda r: _number(r["step_to_products"]),
         },

@@ -1,11 +1,13 @@
 """What the tuned table brings on a GPU: its configurations against the architecture's defaults.
 
-Timed in turns are the forward without gradients, the step that keeps every exponential, and the
-plain products.  Where the table has no other choice, there is nothing to measure.
+Timed in turns are the forward without gradients, the step that keeps every exponential, the one
+with the smallest workspace, and the plain products.  Where the table has no other choice, there is
+nothing to measure.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +18,12 @@ from bench.head import HEADS, Shape, random_head
 from bench.measure import Call, interleaved
 from bench.step import products_of
 from cutefce import autotune_cache
+from cutefce.autotune_cache import findings
+from cutefce.autotune_cache.tunable import Case
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import Configs
-from cutefce.ops import strategies
+from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.ops import planner, strategies
 from cutefce.ops.cute_primitives import CutePrimitives
 from cutefce.ops.dispatch import problem_of
 
@@ -33,10 +38,13 @@ class Row:
     hidden: int
     vocab: int
     kernels: str
-    """Those for which the table has another configuration."""
+    """Those for which the table has another configuration; "window" if another width won."""
     forward: float | None = None
     """With the table over with the defaults; None where nothing differs."""
     step: float | None = None
+    """That keeps every exponential."""
+    smallest: float | None = None
+    """The step with the smallest workspace."""
     forward_to_product: float | None = None
     """With the table over h wᵀ by cuBLAS."""
     step_to_products: float | None = None
@@ -52,6 +60,9 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     tuned = autotune_cache.lookup_configs(problem, arch, properties.name, count)
     names = [field.name for field in dataclasses.fields(Configs)]
     differ = [name for name in names if getattr(default, name) != getattr(tuned, name)]
+    width = _width(problem, autotune_cache.widths(problem))
+    won = _width(problem, autotune_cache.tuned_widths(problem, arch, properties.name, count))
+    differ += ["window"] * (width != won)
     row = Row(shape.tokens, shape.hidden, shape.vocab, ", ".join(differ))
     if not differ:
         return [row]
@@ -59,20 +70,28 @@ def run(shape: Shape, repeats: int) -> list[Row]:
         "product": lambda: torch.mm(h, w.t()),
         "products": products_of(h, w, y),
     }
-    tiles = autotune_cache.lookup(problem)
-    for name, configs in (("default", default), ("tuned", tuned)):
+    case = Case(problem, h, w, y, None)
+    for name, configs, window in (("default", default, width), ("tuned", tuned, won)):
+        tiles = dataclasses.replace(autotune_cache.lookup(problem), window=window, tile=window)
         steps = CutePrimitives(tiles, arch, shape.dtype, configs, count)
         forms[f"{name} forward"] = functools.partial(_forward, steps, h, w, y)
         forms[f"{name} step"] = functools.partial(_step, steps, h, w, y)
+        forms[f"{name} smallest"] = functools.partial(findings.smallest_step, case, steps)
     ms = {name: timing.median_ms for name, timing in interleaved(forms, "cuda", repeats).items()}
     measured = dataclasses.replace(
         row,
         forward=ms["tuned forward"] / ms["default forward"],
         step=ms["tuned step"] / ms["default step"],
+        smallest=ms["tuned smallest"] / ms["default smallest"],
         forward_to_product=ms["tuned forward"] / ms["product"],
         step_to_products=ms["tuned step"] / ms["products"],
     )
     return [measured]
+
+
+def _width(problem: Problem, configs: Sequence[TileConfig]) -> int:
+    """Return the width of the windows of the smallest plan."""
+    return planner.make_plan(problem, configs, planner.MINIMUM, scalar_upstream=True).window
 
 
 def _forward(steps: CutePrimitives, h: Tensor, w: Tensor, y: Tensor) -> None:

@@ -168,4 +168,6 @@ def _sizes(job: Job) -> str:
 
 
 def _name(choice: tables.Choice) -> str:
+    if isinstance(choice, int):
+        return f"{choice} columns"
     return "cuBLAS" if choice is None else f"{choice}, groups of {choice.group}"

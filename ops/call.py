@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cutefce import autotune_cache
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import agreement, planner
 from cutefce.ops.checks import check_call, check_denominator
-from cutefce.ops.dispatch import problem_of
+from cutefce.ops.dispatch import problem_of, widths_for
 
 
 def loss(
@@ -75,7 +74,7 @@ def loss(
         result = torch.ops.cutefce.forward(*inputs, reduction, ignore_index, *sharing)
     else:
         problem = problem_of(rows, w, grad_hidden, grad_weight)
-        plan = _plan(problem, budget, reduction != "none", group, shards, sequence_parallel)
+        plan = _plan(problem, h.device, budget, reduction != "none", *sharing[1:])
         result = torch.ops.cutefce.project_loss(
             *inputs,
             reduction,
@@ -121,7 +120,7 @@ def plan(
     check_call(h, w, y, reduction)
     problem = problem_of(h.reshape(-1, h.shape[-1]), w, h.requires_grad, w.requires_grad)
     budget, scalar = planner.budget_bytes(workspace), reduction != "none"
-    return _plan(problem, budget, scalar, group, shards, sequence_parallel)
+    return _plan(problem, h.device, budget, scalar, group, shards, sequence_parallel)
 
 
 def _autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,6 +139,7 @@ def _autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 def _plan(
     problem: Problem,
+    device: torch.device,
     budget: int,
     scalar_upstream: bool,
     group: str | None,
@@ -158,16 +158,18 @@ def _plan(
     widest = max(shards) if shards else problem.vocab
     sizes = problem.tokens, problem.hidden, problem.vocab
     make = _cached_plan if all(type(size) is int for size in sizes) else _new_plan
-    return make(problem, budget, scalar_upstream, widest)
+    return make(problem, device, budget, scalar_upstream, widest)
 
 
-def _new_plan(problem: Problem, budget: int, scalar_upstream: bool, widest: int) -> planner.Plan:
+def _new_plan(
+    problem: Problem, device: torch.device, budget: int, scalar_upstream: bool, widest: int
+) -> planner.Plan:
     """Plan as for the `widest` shard: ranks whose shards differ must walk the same chunks."""
-    leading = dataclasses.replace(problem, vocab=widest)
-    plan = planner.make_plan(leading, autotune_cache.widths(leading), budget, scalar_upstream)
+    leading, more = dataclasses.replace(problem, vocab=widest), (budget, scalar_upstream)
+    plan = planner.make_plan(leading, widths_for(leading, device), *more)
     if widest == problem.vocab:
         return plan
-    return planner.narrowed(plan, problem, autotune_cache.widths(problem), budget, scalar_upstream)
+    return planner.narrowed(plan, problem, widths_for(problem, device), *more)
 
 
 _cached_plan = functools.lru_cache(maxsize=1024)(_new_plan)

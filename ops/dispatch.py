@@ -80,6 +80,16 @@ _known_problem = functools.lru_cache(maxsize=1024)(Problem)
 """The one of these sizes: to make and to compare problems takes 3 us of a call."""
 
 
+def widths_for(problem: Problem, device: torch.device) -> tuple[TileConfig, ...]:
+    """Return what a plan for `problem` on `device` chooses from; not tuned for symbolic sizes."""
+    known = all(type(size) is int for size in (problem.tokens, problem.hidden, problem.vocab))
+    if problem.arch is None or not known:
+        return autotune_cache.widths(problem)
+    properties = torch.cuda.get_device_properties(device)
+    on = _arch(device), properties.name, properties.multi_processor_count
+    return autotune_cache.tuned_widths(problem, *on)
+
+
 def primitives_for(h: Tensor, w: Tensor, problem: Problem) -> Primitives:
     """Return the primitives for h (N, D) and w (V, D).
 

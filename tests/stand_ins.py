@@ -125,7 +125,7 @@ class StandIn(ProjectExp):
         return ()
 
     def primitives(self, problem: Problem, choice: Choice) -> Primitives:
-        assert choice is not None
+        assert isinstance(choice, GemmConfig)
         own = TorchPrimitives(autotune_cache.lookup(problem))
         return cast(Primitives, Faulty(own, Kind(choice.group)))
 

@@ -20,7 +20,7 @@ from cutefce.cute_kernels import jit_cache, kernels
 from cutefce.cute_kernels.arch import ARCHS, Sm90, arch_named
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops import cute_primitives, dispatch
+from cutefce.ops import call, cute_primitives, dispatch, planner
 
 DEVICE, SIZE = "NVIDIA Test 9000", 132
 TUNED, OTHER = Sm90().configs()[3:5]
@@ -130,6 +130,34 @@ def test_an_edited_configuration_is_what_is_launched(
         launched.clear()
     dispatch._arch.cache_clear()
     dispatch._cute_primitives.cache_clear()
+
+
+def test_an_edited_window_is_what_is_planned(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, device = SimpleNamespace(name=DEVICE, multi_processor_count=SIZE), torch.device("cuda", 7)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(dispatch, "_arch", lambda device: Sm90())
+    problem, key = dataclasses.replace(PROBLEM, tokens=2048), dataclasses.replace(KEY, tokens=2048)
+    planned = call._new_plan(problem, device, planner.MINIMUM, True, problem.vocab).window
+    every = [config.window for config in autotune_cache.widths(problem)]
+    for width in (*every, 12345):
+        entry = dataclasses.replace(ENTRY, config=width)
+        windows = {dataclasses.replace(key, kernel=tables.WINDOW): entry}
+        tables.write(file, dataclasses.replace(TABLE, entries=windows))
+        assert tables.read(file).entries == windows
+        autotune_cache.forget()
+        plan = call._new_plan(problem, device, planner.MINIMUM, True, problem.vocab)
+        assert plan.window == (width if width in every else planned)
+    assert len(every) > 1 and autotune_cache.shipped_kernels(Sm90())
+
+
+@pytest.mark.parametrize("columns", [0, -8448, 8448.0, "8448", True, None, {"window": 8448}])
+def test_wrong_windows_are_refused(columns: object, file: Path) -> None:
+    data = json.loads(text_of(TABLE))
+    data["entries"][0] |= {"kernel": tables.WINDOW, "config": columns}
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="expected the columns of a window"):
+        tables.read(file)
 
 
 def edited(**changes: object) -> str:

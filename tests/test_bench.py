@@ -309,12 +309,12 @@ def test_the_paper_counts_cells_and_their_mean(tmp_path: Path) -> None:
 def test_the_report_says_what_the_table_brings(tmp_path: Path) -> None:
     rows = [
         vars(tuned.Row(8192, 4096, 131072, "")),
-        vars(tuned.Row(1024, 4096, 131072, "project_exp", 0.97, 0.99, 0.9, 1.0)),
+        vars(tuned.Row(1024, 4096, 131072, "project_exp", 0.97, 0.99, 0.98, 0.9, 1.0)),
     ]
     write(tmp_path / "tuned.jsonl", {"date": "", "device": "some gpu", "versions": {}}, rows)
     text = report.write(tmp_path, []).read_text()
-    assert "| 1024 × 4096 × 131072 | project_exp | 0.97 | 0.99 | 0.9 | 1 |" in text
-    assert "| 8192 × 4096 × 131072 | – | – | – | – | – |" in text
+    assert "| 1024 × 4096 × 131072 | project_exp | 0.97 | 0.99 | 0.98 | 0.9 | 1 |" in text
+    assert "| 8192 × 4096 × 131072 | – | – | – | – | – | – |" in text
     assert "bench forward" not in text, "needs a GPU"
 
 

@@ -25,9 +25,11 @@ from cutefce.autotune_cache.child import Child, ChildError
 from cutefce.autotune_cache.table import Rejection, file_name
 from cutefce.autotune_cache.tunables import ProjectExp
 from cutefce.autotune_cache.tuner import Job, Tuner
+from cutefce.autotune_cache.windows import Window
 from cutefce.cute_kernels import kernels
 from cutefce.cute_kernels.arch import ARCHS, Arch, Sm90, arch_for
 from cutefce.ops import cute_primitives
+from tests.kernel_models import model_of
 from tests.stand_ins import Kind, StandIn, config
 from tests.tuning_stand_ins import (
     DEVICE,
@@ -112,6 +114,21 @@ def test_all_kernels_are_checked(arch: Arch, monkeypatch: pytest.MonkeyPatch) ->
             for name in trials.SMALL:
                 tunable.results(trials._small(tunable, name, "bfloat16")[0], choice)
     assert set(known) <= launched
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_steps_with_windows_of_any_width_are_right(
+    arch: Arch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cute_primitives, "compiled", model_of)
+    tunable, widths = Window(arch, SIZE, "cpu"), set()
+    for name in trials.SMALL:
+        case, expected = trials._small(tunable, name, "bfloat16")
+        assert tunable.default(case.problem) in tunable.candidates(case.problem)
+        for width in tunable.candidates(case.problem):
+            trials._compare(tunable.results(case, width), expected, 1, name)
+            widths.add(width)
+    assert len(widths) > 2
 
 
 def fork(work: Callable[[], object]) -> int:

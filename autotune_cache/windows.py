@@ -1,0 +1,81 @@
+"""The width of windows, which can be tuned as kernels can.
+
+Narrow windows lend more of dW's place, and wide ones have longer products.  The planner's model of
+that is rough; a step with the smallest workspace, which walks the most windows, tells.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from cutefce import autotune_cache
+from cutefce.autotune_cache import findings
+from cutefce.autotune_cache.on_kernels import PRODUCT_BYTES, OnKernels
+from cutefce.autotune_cache.table import WINDOW, Choice
+from cutefce.autotune_cache.tunable import Case, Result
+from cutefce.cute_kernels.config import Configs
+from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.ops import planner, strategies
+from cutefce.ops.primitives import Primitives
+
+
+class Window(OnKernels):
+    """Columns of a window, of widths with which no step takes more memory than with the widest."""
+
+    name = WINDOW
+
+    def defaults(self) -> Sequence[Choice]:
+        return ()  # verified are kernels
+
+    def default(self, problem: Problem) -> Choice:
+        return _smallest(problem, autotune_cache.widths(problem)).window
+
+    def candidates(self, problem: Problem) -> Sequence[Choice]:
+        plans = [_smallest(problem, (config,)) for config in autotune_cache.widths(problem)]
+        most = plans[0].workspace_bytes
+        return [plan.window for plan in plans if plan.workspace_bytes <= most]
+
+    def cost(self, problem: Problem, choice: Choice) -> float:
+        return _smallest(problem, (_of_width(problem, choice),)).seconds
+
+    def configs(self, problem: Problem, choice: Choice) -> Configs:
+        return self.default_configs(problem)
+
+    def tiles(self, problem: Problem, choice: Choice) -> TileConfig:
+        return _of_width(problem, choice)
+
+    def found(self, case: Case, primitives: Primitives) -> dict[str, Result]:
+        return findings.of_smallest_step(case, primitives)
+
+    def call(self, case: Case, choice: Choice) -> Callable[[], object]:
+        primitives = self.primitives(case.problem, choice)
+        return lambda: findings.smallest_step(case, primitives)
+
+    def product(self, case: Case) -> Callable[[], object]:
+        problem, (h, w) = case.problem, (case.h, case.w)
+        most = min(problem.vocab, PRODUCT_BYTES // (problem.tokens * problem.item_bytes))
+        width = max(8, most // 8 * 8)
+        exps = h.new_empty(problem.tokens, width).uniform_()
+        dx, dw = torch.empty_like(h), torch.empty_like(w)
+
+        def multiply() -> None:
+            for first, last in strategies.windows(problem.vocab, 0, width):
+                some = exps[:, : last - first]
+                torch.mm(h, w[first:last].t(), out=some)
+                torch.mm(some, w[first:last], out=dx)
+                torch.mm(some.t(), h, out=dw[first:last])
+
+        return multiply
+
+
+def _smallest(problem: Problem, configs: Sequence[TileConfig]) -> planner.Plan:
+    return planner.make_plan(problem, configs, planner.MINIMUM, scalar_upstream=True)
+
+
+def _of_width(problem: Problem, choice: Choice) -> TileConfig:
+    """Return the tile configuration with windows of a width, or with one of all columns."""
+    assert isinstance(choice, int)
+    widest = autotune_cache.lookup(problem)
+    width = min(choice, widest.window)
+    return dataclasses.replace(widest, window=width, tile=width)
