@@ -31,6 +31,8 @@ LOGIT_ERROR = 2.0**-13
 """Error of float32 logits of up to 2**8, which is the relative one of their exponentials."""
 CHUNK = 1 << 24
 """Values that are compared at a time."""
+MOST_CHECKED = 64
+"""Choices of which is known that they are right on the problem."""
 CPU_THREADS = 8
 """More of them wait for each other where problems are small."""
 
@@ -89,11 +91,18 @@ def check(tunable: Tunable, dtype: str, choice: Choice) -> None:
         _compare(tunable.results(case, choice), expected, 1, name)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=MOST_CHECKED)
 def check_full(tunable: Tunable, problem: Problem, choice: Choice) -> None:
     """Raise MismatchError if `choice` is wrong on `problem`."""
     case, expected = _full(tunable, problem)
     _compare(tunable.results(case, choice), expected, 2, "the problem itself")
+
+
+def qualify(tunable: Tunable, problem: Problem, choice: Choice) -> bool:
+    """Return True; raise MismatchError if `choice` is wrong on a small problem or on `problem`."""
+    check(tunable, problem.dtype, choice)
+    check_full(tunable, problem, choice)
+    return True
 
 
 def race(
@@ -106,8 +115,7 @@ def race(
         if contestant == "product":
             calls.append(tunable.product(case))
         else:
-            check(tunable, problem.dtype, contestant)
-            check_full(tunable, problem, contestant)
+            qualify(tunable, problem, contestant)
             calls.append(tunable.call(case, contestant))
     on_cpu = torch.device(tunable.device).type == "cpu"
     sample = _cpu_sample if on_cpu else _gpu_sample

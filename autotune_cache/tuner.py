@@ -1,9 +1,10 @@
 """The tuner: tries what may be fast, in child processes, and writes down what was.
 
-For each problem the cost model leaves a few candidates.  Each is compiled ahead, then raced in a
-child process under a time limit against the architecture's default; the best of them are raced
-longer, against the best so far.  What hangs, crashes, differs from the portable path or lacks
-memory is rejected with the reason.  Every result is written at once.
+For each problem the cost model leaves a few candidates.  Each is compiled ahead, then tried in a
+child process under a time limit.  Those that are right are raced against each other and the
+architecture's default; the best of them are raced longer, against the best so far.  What hangs,
+crashes, differs from the portable path or lacks memory is rejected with the reason.  Every result
+is written at once.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 from cutefce.autotune_cache import table as tables
 from cutefce.autotune_cache import trials
@@ -36,14 +38,17 @@ from cutefce.cute_kernels.kernels import Kernel
 from cutefce.cute_kernels.problem import Problem
 from cutefce.version import __version__
 
+T = TypeVar("T")
+
 CANDIDATES = 10
 """Candidates of a problem that the cost model leaves, beside the default."""
 VARIANTS = 2
 """Of these, how many may differ in the raster group alone."""
 FINALISTS = 3
 """Candidates that are raced for longer, if they were faster than the default."""
-FIRST_SECONDS, FINAL_SECONDS = 0.05, 0.3
-"""Of a race; it has at least `trials.LEAST_ROUNDS` rounds."""
+FIRST_SECONDS, FINAL_SECONDS = 0.3, 0.3
+"""Of the first race, in which all take part, and of each later one; they have at least
+`trials.LEAST_ROUNDS` rounds."""
 BUILD_SECONDS, PREPARE_SECONDS, TRIAL_SECONDS = 300, 120, 30
 """Time limits of a kernel's compilation, of making inputs and expected results, of a race."""
 MOST_BUILDERS = 16
@@ -157,15 +162,9 @@ class Tuner:
 
     def _tune(self, job: Job, done: Callable[[], None]) -> Entry | None:
         default, *others = job.choices
-        ratios: dict[Choice, float] = {}
-        if self._race(job, (default,), FIRST_SECONDS) is None:
+        if not self._qualifies(job, default, done):
             return None
-        done()
-        for choice in others:
-            timings = self._race(job, (choice, default), FIRST_SECONDS)
-            if timings is not None:
-                ratios[choice] = timings[0].ratio
-            done()
+        ratios = self._first(job, [x for x in others if self._qualifies(job, x, done)], default)
         best = default
         faster = [choice for choice, ratio in ratios.items() if ratio < 1]
         for choice in sorted(faster, key=ratios.__getitem__)[:FINALISTS]:
@@ -181,18 +180,42 @@ class Tuner:
             best, won = default, baseline
         return Entry(best, won, baseline, product, True, self.head.versions["kernels"])
 
+    def _qualifies(self, job: Job, choice: Choice, done: Callable[[], None]) -> bool:
+        """Whether a choice is right; it is rejected if not."""
+        call = functools.partial(trials.qualify, job.tunable, job.problem, choice)
+        passed = self._ask(job, choice, call)
+        done()
+        return bool(passed)
+
+    def _first(self, job: Job, others: list[Choice], default: Choice) -> dict[Choice, float]:
+        """Race all, or one by one if one of them ends the race; return ratios to the default."""
+        every = functools.partial(
+            trials.race, job.tunable, job.problem, (*others, default), FIRST_SECONDS
+        )
+        self._prepare(job)
+        try:
+            together = self.child.ask(every, TRIAL_SECONDS)[:-1]
+            return {x: timing.ratio for x, timing in zip(others, together, strict=True)}
+        except ChildError:
+            pairs = {x: self._race(job, (x, default), FIRST_SECONDS) for x in others}
+            return {x: timings[0].ratio for x, timings in pairs.items() if timings}
+
     def _race(
         self, job: Job, contestants: tuple[Choice | Product, ...], seconds: float
     ) -> tuple[Timing, ...] | None:
         """Race the first contestant against the others; None if it is rejected."""
-        tunable, problem, choice = job.tunable, job.problem, contestants[0]
+        choice = contestants[0]
         assert choice != "product"
+        race = functools.partial(trials.race, job.tunable, job.problem, contestants, seconds)
+        return self._ask(job, choice, race)
+
+    def _ask(self, job: Job, choice: Choice, trial: Callable[[], T]) -> T | None:
+        """Return what a trial of `choice` returns in the child, None if it is rejected."""
         if self._is_rejected(job, choice):
             return None
         self._prepare(job)
-        race = functools.partial(trials.race, tunable, problem, contestants, seconds)
         try:
-            return self.child.ask(race, TRIAL_SECONDS)
+            return self.child.ask(trial, TRIAL_SECONDS)
         except ChildError as error:
             self._reject(job, choice, Rejection(str(error), not error.is_out_of_memory))
             return None

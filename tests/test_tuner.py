@@ -195,8 +195,7 @@ def test_what_hung_once_is_not_tried_again(folder: Path) -> None:
     work.tune(job(kinds), nothing)
 
     def tried(kind: Kind) -> int:
-        races = [call.args[2][0] for call in asked if call.func is trials.race]
-        return races.count(config(kind))
+        return [call.args[2] for call in asked if call.func is trials.qualify].count(config(kind))
 
     work.tune(job(kinds, (24, 16, 700)), nothing)
     assert tried(Kind.HANGS) == 1, "whatever the problem"
@@ -206,6 +205,22 @@ def test_what_hung_once_is_not_tried_again(folder: Path) -> None:
     assert tried(Kind.HANGS) == 2, "other kernels may not hang"
     assert again.entry is not None
     assert again.entry.config == config(Kind.SLOW), "what is left"
+
+
+def test_what_ends_the_race_of_all_is_found_one_by_one(folder: Path) -> None:
+    class Brittle(Inline):
+        def ask(self, call: Any, seconds: float) -> Any:
+            raced = call.args[2] if call.func is trials.race else ()
+            if config(Kind.LEAKS) in raced:
+                raise ChildError("out of memory")
+            is_right = call.func is trials.qualify and call.args[2] == config(Kind.LEAKS)
+            return True if is_right else super().ask(call, seconds)
+
+    path, kinds = folder / "table.json", (Kind.SLOW, Kind.LEAKS, Kind.FAST)
+    outcome = Tuner(path, HEAD, Brittle(), {}).tune(job(kinds), nothing)
+    assert outcome.failures == {config(Kind.LEAKS): "out of memory"}
+    assert outcome.entry is not None
+    assert outcome.entry.config == config(Kind.FAST)
 
 
 def test_a_kernel_that_does_not_compile_is_rejected(folder: Path) -> None:
