@@ -84,7 +84,7 @@ class CutePrimitives(TorchPrimitives):
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         logit, kernel = h.new_empty(h.shape[0], dtype=torch.float32), self.kernels.target_logit
         count = min(self.ZEROS, kernel.zeros(h.shape[0]))
-        zeros = torch.empty(count, dtype=torch.int32, device=h.device)
+        zeros = h.new_empty(count, dtype=torch.int32)  # half of what torch.empty takes
         compiled(kernel)(h, w, targets.index, logit, zeros, targets.ignore_index)
         if self._zeros is not None:
             self._zeros, self._filled, self._taken = zeros, count, 0
