@@ -222,10 +222,9 @@ class CutePrimitives(TorchPrimitives):
         config, (rows, columns) = kernel.config, out.shape
         clusters, steps = self.multiprocessors // config.cluster, -(-a.shape[1] // STEP)
         units = -(-rows // config.rows) * -(-columns // config.tile_n)
-        cuts = None if kernel.final else choose_cuts(units, clusters, steps)
-        first = None if kernel.final else int(fresh)
+        of_sums = (None,) * 2 if kernel.final else (choose_cuts(units, clusters, steps), int(fresh))
         notes = self._take_zeros(kernel.notes(clusters), out.device)
-        compiled(kernel)(a, b, out, lists, notes, clusters, cuts, first)
+        compiled(kernel)(a, b, out, lists, notes, clusters, *of_sums)
 
     def _notes(self, h: Tensor) -> Tensor:
         return self._take_zeros(2 + -(-h.shape[0] // self.project.rows), h.device)
