@@ -120,14 +120,23 @@ def narrowed(
 
 
 def _windows(p: Problem, configs: Sequence[TileConfig], budget: int, scalar_upstream: bool) -> Plan:
-    """Return the fastest plan within the budget or, if none is, no larger than the first one's."""
-    plans = [_windows_of(p, config, budget, scalar_upstream) for config in configs]
-    within = [plan for plan in plans if plan.workspace_bytes <= budget]
+    """Return the fastest plan within the budget or, if none is, no larger than the first one's.
+
+    What is lent needs s_i h_i, which may take more than there is: then nothing is.
+    """
+    plans: list[Plan] = []
+    for lends in (True, False):
+        plans += [_windows_of(p, config, budget, scalar_upstream, lends) for config in configs]
+        within = [plan for plan in plans if plan.workspace_bytes <= budget]
+        if within:
+            return min(within, key=lambda plan: plan.seconds)
     least = [plan for plan in plans if plan.workspace_bytes <= plans[0].workspace_bytes]
-    return min(within or least, key=lambda plan: plan.seconds)
+    return min(least, key=lambda plan: plan.seconds)
 
 
-def _windows_of(p: Problem, config: TileConfig, budget: int, scalar_upstream: bool) -> Plan:
+def _windows_of(
+    p: Problem, config: TileConfig, budget: int, scalar_upstream: bool, lends: bool
+) -> Plan:
     def bytes_with(lent: int, kept: int) -> int:
         return windows_bytes(p, config, lent, kept, scalar_upstream)
 
@@ -136,7 +145,7 @@ def _windows_of(p: Problem, config: TileConfig, budget: int, scalar_upstream: bo
         column = max(p.tokens, 1) * p.item_bytes
         kept = _all_columns(p.vocab, config)
         if bytes_with(0, kept) > budget:
-            lent = _lendable(p, config)
+            lent = _lendable(p, config) if lends else 0
             # each lent window is products of its own: as few as there is no room for elsewhere
             spare = budget - bytes_with(lent, _all_columns(p.vocab - lent, config))
             lent -= max(spare, 0) // (config.window * column) * config.window

@@ -143,6 +143,17 @@ def test_a_narrower_window_serves_where_a_wider_one_is_too_large() -> None:
     assert chosen.window < smallest.window
 
 
+def test_nothing_is_lent_where_that_alone_takes_too_much() -> None:
+    """What dW's place keeps needs s_i h_i, another N·D."""
+    problem = dataclasses.replace(LONG, arch="sm_90a")
+    configs = widths(problem)[:1]
+    lends = make_plan(problem, configs, MINIMUM, scalar_upstream=True)
+    budget = lends.workspace_bytes - (1 << 20)
+    chosen = make_plan(problem, configs, budget, scalar_upstream=True)
+    assert lends.lent > 0 == chosen.lent and chosen.workspace_bytes <= budget
+    assert lends.seconds < chosen.seconds
+
+
 @pytest.mark.parametrize("vocab", [1, 7, 8, 1000, 1025, 32001, 50257, 151669])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
 def test_lookup_is_legal_and_no_wider_than_the_vocabulary(vocab: int, device: str) -> None:
