@@ -9,7 +9,7 @@ import functools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,9 @@ from cutefce.cute_kernels.problem import Problem
 
 Product = Literal["product"]
 """Stands for the plain products in a race."""
+Contestant = Choice | Product
+STRETCH_SECONDS = 0.075
+"""How long calls in a row need to last: a GPU's clock has then followed the power they draw."""
 LEAST_ROUNDS, MOST_ROUNDS = 4, 50
 SUM_ERROR = 2.0**-16
 """Relative error of float32 sums: they leave the kernels as logarithms of up to 2**7."""
@@ -106,9 +109,16 @@ def qualify(tunable: Tunable, problem: Problem, choice: Choice) -> bool:
 
 
 def race(
-    tunable: Tunable, problem: Problem, contestants: tuple[Choice | Product, ...], seconds: float
+    tunable: Tunable,
+    problem: Problem,
+    contestants: Sequence[Contestant],
+    seconds: float,
+    in_a_row: int,
 ) -> tuple[Timing, ...]:
-    """Check the contestants, then time them in turns for about `seconds`."""
+    """Check the contestants, then time calls in a row of each, in turns, for about `seconds`.
+
+    There are fewer in a row where STRETCH_SECONDS have room for fewer.
+    """
     case, _ = _full(tunable, problem)
     calls = []
     for contestant in contestants:
@@ -121,17 +131,20 @@ def race(
     sample = _cpu_sample if on_cpu else _gpu_sample
     for _ in range(2):  # the first round loads kernels, the second says how long one takes
         begin = time.perf_counter()
-        _ = [sample(call)() for call in calls]
+        _ = [sample(call, 1)() for call in calls]
         round_seconds = time.perf_counter() - begin
         if round_seconds > seconds:
             break  # to load kernels is nothing to that
-    rounds = min(max(round(seconds / round_seconds), LEAST_ROUNDS), MOST_ROUNDS)
+    room = round(STRETCH_SECONDS * len(calls) / round_seconds)
+    in_a_row = max(1, min(in_a_row, room))
+    rounds = round(seconds / (in_a_row * round_seconds))
+    rounds = min(max(rounds, LEAST_ROUNDS), MOST_ROUNDS)
     # a GPU's clock depends on what it did before: each round has an order of its own
     order = random.Random(0)
     taken = []
     for _ in range(rounds):
         turns = order.sample(range(len(calls)), len(calls))
-        reads = {turn: sample(calls[turn]) for turn in turns}
+        reads = {turn: sample(calls[turn], in_a_row) for turn in turns}
         taken.append([reads[i] for i in range(len(calls))])
     times = [[read() for read in row] for row in taken]
     return tuple(
@@ -143,23 +156,25 @@ def race(
     )
 
 
-def _cpu_sample(call: Callable[[], object]) -> Callable[[], float]:
+def _cpu_sample(call: Callable[[], object], in_a_row: int) -> Callable[[], float]:
     begin = time.perf_counter()
-    call()
-    milliseconds = (time.perf_counter() - begin) * 1e3
+    for _ in range(in_a_row):
+        call()
+    milliseconds = (time.perf_counter() - begin) * 1e3 / in_a_row
     return lambda: milliseconds
 
 
-def _gpu_sample(call: Callable[[], object]) -> Callable[[], float]:
-    """Enqueue `call`; what is returned waits for it."""
+def _gpu_sample(call: Callable[[], object], in_a_row: int) -> Callable[[], float]:
+    """Enqueue calls; what is returned waits for them, and returns the milliseconds of one."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    call()
+    for _ in range(in_a_row):
+        call()
     end.record()
 
     def read() -> float:
         end.synchronize()
-        return float(start.elapsed_time(end))
+        return float(start.elapsed_time(end)) / in_a_row
 
     return read
 

@@ -30,7 +30,7 @@ from cutefce.autotune_cache.table import (
     Table,
     key_of,
 )
-from cutefce.autotune_cache.trials import Product, Timing
+from cutefce.autotune_cache.trials import Contestant, Timing
 from cutefce.autotune_cache.tunable import Tunable
 from cutefce.cute_kernels import jit_cache
 from cutefce.cute_kernels.config import GemmConfig
@@ -46,9 +46,12 @@ VARIANTS = 2
 """Of these, how many may differ in the raster group alone."""
 FINALISTS = 3
 """Candidates that are raced for longer, if they were faster than the default."""
-FIRST_SECONDS, FINAL_SECONDS = 0.3, 0.3
-"""Of the first race, in which all take part, and of each later one; they have at least
+FIRST_SECONDS, FINAL_SECONDS = 0.3, 0.6
+"""Of the first race, in which all take part, and of the last one; they have at least
 `trials.LEAST_ROUNDS` rounds."""
+STEP_CALLS = 3
+"""Calls in a row of a contestant in the last race: the products that a step has.  What needs fewer
+cycles but more power wins a short race, and loses when the GPU slows down for it."""
 BUILD_SECONDS, PREPARE_SECONDS, TRIAL_SECONDS = 300, 120, 30
 """Time limits of a kernel's compilation, of making inputs and expected results, of a race."""
 MOST_BUILDERS = 16
@@ -164,21 +167,19 @@ class Tuner:
         default, *others = job.choices
         if not self._qualifies(job, default, done):
             return None
-        ratios = self._first(job, [x for x in others if self._qualifies(job, x, done)], default)
-        best = default
-        faster = [choice for choice, ratio in ratios.items() if ratio < 1]
-        for choice in sorted(faster, key=ratios.__getitem__)[:FINALISTS]:
-            timings = self._race(job, (choice, best), FINAL_SECONDS)
-            if timings is not None and timings[0].ratio < 1 - LEAST_GAIN:
-                best = choice
-        rivals = () if best == default else (default,)
-        last = self._race(job, (best, "product", *rivals), FINAL_SECONDS)
-        if last is None:
+        right = [choice for choice in others if self._qualifies(job, choice, done)]
+        first = self._race(job, right, default, FIRST_SECONDS, 1) if right else {}
+        faster = [choice for choice in right if choice in first and first[choice].ratio < 1]
+        finalists = sorted(faster, key=lambda choice: first[choice].ratio)[:FINALISTS]
+        last = self._race(job, ["product", *finalists], default, FINAL_SECONDS, STEP_CALLS)
+        if "product" not in last:
             return None
-        won, product, baseline = (timing.milliseconds for timing in (*last, last[0])[:3])
-        if won >= baseline or last[0].ratio >= 1 - LEAST_GAIN:  # luck, until now
+        best = min((x for x in (default, *finalists) if x in last), key=lambda x: last[x].ratio)
+        baseline, won = last[default].milliseconds, last[best].milliseconds
+        if won >= baseline or last[best].ratio >= 1 - LEAST_GAIN:  # luck, until now
             best, won = default, baseline
-        return Entry(best, won, baseline, product, True, self.head.versions["kernels"])
+        kernels = self.head.versions["kernels"]
+        return Entry(best, won, baseline, last["product"].milliseconds, True, kernels)
 
     def _qualifies(self, job: Job, choice: Choice, done: Callable[[], None]) -> bool:
         """Whether a choice is right; it is rejected if not."""
@@ -187,27 +188,33 @@ class Tuner:
         done()
         return bool(passed)
 
-    def _first(self, job: Job, others: list[Choice], default: Choice) -> dict[Choice, float]:
-        """Race all, or one by one if one of them ends the race; return ratios to the default."""
-        every = functools.partial(
-            trials.race, job.tunable, job.problem, (*others, default), FIRST_SECONDS
-        )
+    def _race(
+        self,
+        job: Job,
+        contestants: Sequence[Contestant],
+        default: Choice,
+        seconds: float,
+        calls: int,
+    ) -> dict[Contestant, Timing]:
+        """Race all and the default, or one by one against it if one of them ends the race."""
+
+        def race(some: Sequence[Contestant]) -> Callable[[], Sequence[Timing]]:
+            tunable, problem = job.tunable, job.problem
+            return functools.partial(trials.race, tunable, problem, some, seconds, calls)
+
+        every = (*contestants, default)
         self._prepare(job)
         try:
-            together = self.child.ask(every, TRIAL_SECONDS)[:-1]
-            return {x: timing.ratio for x, timing in zip(others, together, strict=True)}
+            return dict(zip(every, self.child.ask(race(every), TRIAL_SECONDS), strict=True))
         except ChildError:
-            pairs = {x: self._race(job, (x, default), FIRST_SECONDS) for x in others}
-            return {x: timings[0].ratio for x, timings in pairs.items() if timings}
-
-    def _race(
-        self, job: Job, contestants: tuple[Choice | Product, ...], seconds: float
-    ) -> tuple[Timing, ...] | None:
-        """Race the first contestant against the others; None if it is rejected."""
-        choice = contestants[0]
-        assert choice != "product"
-        race = functools.partial(trials.race, job.tunable, job.problem, contestants, seconds)
-        return self._ask(job, choice, race)
+            timings: dict[Contestant, Timing] = {}
+            for contestant in contestants:
+                pair, choice = (contestant, default), contestant
+                if choice == "product":
+                    choice = default
+                raced = self._ask(job, choice, race(pair))
+                timings |= zip(pair, raced, strict=True) if raced else ()
+            return timings
 
     def _ask(self, job: Job, choice: Choice, trial: Callable[[], T]) -> T | None:
         """Return what a trial of `choice` returns in the child, None if it is rejected."""

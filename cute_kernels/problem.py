@@ -62,10 +62,9 @@ class TileConfig:
     piece: int
     """Columns whose exponentials share a reference; divides `tile`."""
 
-    @property
-    def half(self) -> int:
-        """Half of a window, in whole pieces."""
-        return -(-self.window // (2 * self.piece)) * self.piece
+    def half(self, window: int) -> int:
+        """Return half of a window of so many columns, in whole pieces."""
+        return -(-window // (2 * self.piece)) * self.piece
 
     def columns(self, tokens: int) -> int:
         """Return the columns of a tile when there are `tokens` rows in all."""

@@ -70,7 +70,7 @@ def windows_bytes(
         return forward
     window = own = min(config.window, p.vocab)
     if p.grad_weight:
-        own = min(config.half, config.window)
+        own = min(config.half(config.window), config.window)
         if not stored and not has_room(window, p.tokens, p.hidden, p.vocab, config.window):
             window = min(own, p.vocab)
     backward = saved + p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)

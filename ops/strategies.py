@@ -5,7 +5,6 @@ the one to the other (`Stored`), the others are computed again.  `gradients_in_f
 (the paper's Algorithms 3 and 4) walks chunks of tokens and needs a scalar upstream gradient.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -159,8 +158,8 @@ def _complete(
     They lie in the rest of dW, or where there is too little, half a window at a time, in memory of
     their own.
     """
-    config = dataclasses.replace(primitives.config, window=window, tile=window)
-    tokens, width = h.shape[0], window if dw is None else min(window, config.half)
+    half = primitives.config.half(window)
+    tokens, width = h.shape[0], window if dw is None else min(window, half)
     own = h.new_empty(tokens, width if any(exps is None for _, _, exps in columns) else 0)
     for first, last, exps in columns:
         if exps is not None:

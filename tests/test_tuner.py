@@ -84,18 +84,54 @@ def test_slightly_wrong_results_are_found(kind: Kind, said: str, dtype: str) -> 
 def test_rounds_of_a_race_have_orders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
 
-    def sample(call: object) -> Callable[[], float]:
+    def sample(call: object, in_a_row: int) -> Callable[[], float]:
         calls.append(call)
         return lambda: 2.0 if call is calls[0] else 3.0
 
     monkeypatch.setattr(trials, "_cpu_sample", sample)
     problem = STAND_IN.problem(SIZES, "bfloat16")
-    timings = trials.race(STAND_IN, problem, (config(Kind.FAST), "product"), 0.0)
+    timings = trials.race(STAND_IN, problem, (config(Kind.FAST), "product"), 0.0, 1)
     assert timings == (trials.Timing(2.0, 2 / 3), trials.Timing(3.0, 1.0))
     first, second, *_ = calls
     rounds = [tuple(calls[i : i + 2]) for i in range(2, len(calls), 2)]
     assert len(rounds) == trials.LEAST_ROUNDS
     assert set(rounds) == {(first, second), (second, first)}
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "calls"), [(5, 3), (25, 3), (38, 2), (200, 1)], ids=lambda x: str(x)
+)
+def test_calls_in_a_row_of_a_race(
+    milliseconds: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as a step has, unless fewer last as long as a GPU's clock needs."""
+    now, taken = [0.0], []
+
+    def sample(call: object, in_a_row: int) -> Callable[[], float]:
+        now[0] += in_a_row * milliseconds / 1e3
+        taken.append(in_a_row)
+        return lambda: float(milliseconds)
+
+    monkeypatch.setattr(trials, "_cpu_sample", sample)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    problem = STAND_IN.problem(SIZES, "bfloat16")
+    trials.race(STAND_IN, problem, (config(Kind.FAST), "product"), 0.5, 3)
+    assert set(taken[:-2]) <= {1, calls} and taken[-2:] == [calls, calls]
+
+
+def test_what_wins_the_first_race_alone_does_not_win(folder: Path) -> None:
+    class Powered(Inline):
+        def ask(self, call: Any, seconds: float) -> Any:
+            answer = super().ask(call, seconds)
+            if call.func is trials.race and call.args[-1] > 1:
+                return tuple(trials.Timing(2.0, 1.0) for _ in answer)
+            return answer
+
+    outcome = Tuner(folder / "table.json", HEAD, Powered(), {}).tune(
+        job((Kind.SLOW, Kind.FAST)), nothing
+    )
+    assert outcome.entry is not None
+    assert outcome.entry.config == config(Kind.SLOW)
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
