@@ -73,7 +73,12 @@ def widths(problem: Problem) -> tuple[TileConfig, ...]:
     if problem.arch is None:
         return (widest,)
     narrower = [columns for columns in KERNEL_WINDOWS if columns < widest.window][:NARROWER]
-    return widest, *(dataclasses.replace(widest, window=w, tile=w) for w in narrower)
+    return widest, *(of_width(widest, columns) for columns in narrower)
+
+
+def of_width(config: TileConfig, columns: int) -> TileConfig:
+    """Return the kernels' `config` with windows of so many columns, each walked as one tile."""
+    return dataclasses.replace(config, window=columns, tile=columns)
 
 
 def tuned_widths(

@@ -1,10 +1,13 @@
 """What primitives find for a case: losses, exponentials and gradients, as any call has them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from cutefce import autotune_cache
 from cutefce.autotune_cache.tunable import Case, Result
+from cutefce.cute_kernels.problem import Problem, TileConfig
 from cutefce.ops import planner, strategies
 from cutefce.ops.halves import Sums
 from cutefce.ops.lending import lent_windows
@@ -22,6 +25,11 @@ def plan_of(case: Case) -> planner.Plan:
     return planner.make_plan(case.problem, configs, planner.DEFAULT, scalar_upstream=False)
 
 
+def smallest_plan(problem: Problem, configs: Sequence[TileConfig]) -> planner.Plan:
+    """Return how a step with the smallest workspace would run."""
+    return planner.make_plan(problem, configs, planner.MINIMUM, scalar_upstream=True)
+
+
 def _stored(case: Case) -> list[tuple[int, Tensor]]:
     """Return room for what a step keeps; of a small problem in two parts, as what dW is lent."""
     kept, piece = plan_of(case).kept, autotune_cache.lookup(case.problem).piece
@@ -36,7 +44,7 @@ def smallest_step(case: Case, primitives: Primitives) -> tuple[Tensor, Tensor | 
     The workspace is the smallest one.
     """
     config, window = primitives.config, primitives.config.window
-    plan = planner.make_plan(case.problem, (config,), planner.MINIMUM, scalar_upstream=True)
+    plan = smallest_plan(case.problem, (config,))
     h, w = primitives.prepare(case.h, case.w)
     targets, dw = targets_of(case), torch.empty_like(w)
     stored = lent_windows(dw, len(h), window, plan.lent)

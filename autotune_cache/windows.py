@@ -4,7 +4,6 @@ Narrow windows lend more of dW's place, and wide ones have longer products.  The
 that is rough; a step with the smallest workspace, which walks the most windows, tells.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +15,7 @@ from cutefce.autotune_cache.table import WINDOW, Choice
 from cutefce.autotune_cache.tunable import Case, Result
 from cutefce.cute_kernels.config import Configs
 from cutefce.cute_kernels.problem import Problem, TileConfig
-from cutefce.ops import planner, strategies
+from cutefce.ops import strategies
 from cutefce.ops.primitives import Primitives
 
 
@@ -29,15 +28,16 @@ class Window(OnKernels):
         return ()  # verified are kernels
 
     def default(self, problem: Problem) -> Choice:
-        return _smallest(problem, autotune_cache.widths(problem)).window
+        return findings.smallest_plan(problem, autotune_cache.widths(problem)).window
 
     def candidates(self, problem: Problem) -> Sequence[Choice]:
-        plans = [_smallest(problem, (config,)) for config in autotune_cache.widths(problem)]
+        configs = autotune_cache.widths(problem)
+        plans = [findings.smallest_plan(problem, (config,)) for config in configs]
         most = plans[0].workspace_bytes
         return [plan.window for plan in plans if plan.workspace_bytes <= most]
 
     def cost(self, problem: Problem, choice: Choice) -> float:
-        return _smallest(problem, (_of_width(problem, choice),)).seconds
+        return findings.smallest_plan(problem, (_of_width(problem, choice),)).seconds
 
     def configs(self, problem: Problem, choice: Choice) -> Configs:
         return self.default_configs(problem)
@@ -69,13 +69,8 @@ class Window(OnKernels):
         return multiply
 
 
-def _smallest(problem: Problem, configs: Sequence[TileConfig]) -> planner.Plan:
-    return planner.make_plan(problem, configs, planner.MINIMUM, scalar_upstream=True)
-
-
 def _of_width(problem: Problem, choice: Choice) -> TileConfig:
     """Return the tile configuration with windows of a width, or with one of all columns."""
     assert isinstance(choice, int)
     widest = autotune_cache.lookup(problem)
-    width = min(choice, widest.window)
-    return dataclasses.replace(widest, window=width, tile=width)
+    return autotune_cache.of_width(widest, min(choice, widest.window))

@@ -7,7 +7,6 @@ nothing to measure.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +21,7 @@ from cutefce.autotune_cache import findings
 from cutefce.autotune_cache.tunable import Case
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import Configs
-from cutefce.cute_kernels.problem import Problem, TileConfig
-from cutefce.ops import planner, strategies
+from cutefce.ops import strategies
 from cutefce.ops.cute_primitives import CutePrimitives
 from cutefce.ops.dispatch import problem_of
 
@@ -60,8 +58,13 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     tuned = autotune_cache.lookup_configs(problem, arch, properties.name, count)
     names = [field.name for field in dataclasses.fields(Configs)]
     differ = [name for name in names if getattr(default, name) != getattr(tuned, name)]
-    width = _width(problem, autotune_cache.widths(problem))
-    won = _width(problem, autotune_cache.tuned_widths(problem, arch, properties.name, count))
+    width, won = (
+        findings.smallest_plan(problem, configs).window
+        for configs in (
+            autotune_cache.widths(problem),
+            autotune_cache.tuned_widths(problem, arch, properties.name, count),
+        )
+    )
     differ += ["window"] * (width != won)
     row = Row(shape.tokens, shape.hidden, shape.vocab, ", ".join(differ))
     if not differ:
@@ -72,7 +75,7 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     }
     case = Case(problem, h, w, y, None)
     for name, configs, window in (("default", default, width), ("tuned", tuned, won)):
-        tiles = dataclasses.replace(autotune_cache.lookup(problem), window=window, tile=window)
+        tiles = autotune_cache.of_width(autotune_cache.lookup(problem), window)
         steps = CutePrimitives(tiles, arch, shape.dtype, configs, count)
         forms[f"{name} forward"] = functools.partial(_forward, steps, h, w, y)
         forms[f"{name} step"] = functools.partial(_step, steps, h, w, y)
@@ -87,11 +90,6 @@ def run(shape: Shape, repeats: int) -> list[Row]:
         step_to_products=ms["tuned step"] / ms["products"],
     )
     return [measured]
-
-
-def _width(problem: Problem, configs: Sequence[TileConfig]) -> int:
-    """Return the width of the windows of the smallest plan."""
-    return planner.make_plan(problem, configs, planner.MINIMUM, scalar_upstream=True).window
 
 
 def _forward(steps: CutePrimitives, h: Tensor, w: Tensor, y: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import agreement, planner
 from cutefce.ops.checks import check_call, check_denominator
-from cutefce.ops.dispatch import problem_of, widths_for
+from cutefce.ops.dispatch import are_known, problem_of, widths_for
 
 
 def loss(
@@ -157,7 +157,7 @@ def _plan(
         )
     widest = max(shards) if shards else problem.vocab
     sizes = problem.tokens, problem.hidden, problem.vocab
-    make = _cached_plan if all(type(size) is int for size in sizes) else _new_plan
+    make = _cached_plan if are_known(*sizes) else _new_plan
     return make(problem, device, budget, scalar_upstream, widest)
 
 

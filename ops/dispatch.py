@@ -59,12 +59,15 @@ def arch_of(h: Tensor) -> str | None:
     return _arch(h.device).name
 
 
+def are_known(*sizes: int) -> bool:
+    """Whether all sizes are numbers, not symbols of a graph compiler."""
+    return set(map(type, sizes)) == {int}
+
+
 def problem_of(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Problem:
     """Return what is asked: h (N, D) against w (V, D), and the gradients that are wanted."""
     (tokens, hidden), vocab = h.shape, w.shape[0]
-    # not symbols of a graph compiler
-    known = type(tokens) is type(hidden) is type(vocab) is int
-    return (_known_problem if known else Problem)(
+    return (_known_problem if are_known(tokens, hidden, vocab) else Problem)(
         tokens,
         hidden,
         vocab,
@@ -82,8 +85,7 @@ _known_problem = functools.lru_cache(maxsize=1024)(Problem)
 
 def widths_for(problem: Problem, device: torch.device) -> tuple[TileConfig, ...]:
     """Return what a plan for `problem` on `device` chooses from; not tuned for symbolic sizes."""
-    known = all(type(size) is int for size in (problem.tokens, problem.hidden, problem.vocab))
-    if problem.arch is None or not known:
+    if problem.arch is None or not are_known(problem.tokens, problem.hidden, problem.vocab):
         return autotune_cache.widths(problem)
     properties = torch.cuda.get_device_properties(device)
     on = _arch(device), properties.name, properties.multi_processor_count

@@ -19,17 +19,14 @@ from click.testing import CliRunner
 from cutefce import autotune_cache, tuning
 from cutefce.__main__ import main
 from cutefce.autotune_cache import child as child_module
-from cutefce.autotune_cache import shapes, trials, tunables, tuner, verification
+from cutefce.autotune_cache import shapes, trials, tuner, verification
 from cutefce.autotune_cache import table as tables
 from cutefce.autotune_cache.child import Child, ChildError
 from cutefce.autotune_cache.table import Rejection, file_name
 from cutefce.autotune_cache.tunables import ProjectExp
 from cutefce.autotune_cache.tuner import Job, Tuner
-from cutefce.autotune_cache.windows import Window
 from cutefce.cute_kernels import kernels
-from cutefce.cute_kernels.arch import ARCHS, Arch, Sm90, arch_for
-from cutefce.ops import cute_primitives
-from tests.kernel_models import model_of
+from cutefce.cute_kernels.arch import Sm90, arch_for
 from tests.stand_ins import Kind, StandIn, config
 from tests.tuning_stand_ins import (
     DEVICE,
@@ -70,55 +67,6 @@ def test_faults_are_rejected_with_their_reason_and_tuning_goes_on(
     assert entry.product_milliseconds > 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [(Kind.WRONG_SUMS, "others' share is off by 0.0001"), (Kind.WRONG_GRADIENTS, "dW is off by")],
-)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_slightly_wrong_results_are_found(kind: Kind, said: str, dtype: str) -> None:
-    trials.check(STAND_IN, dtype, config(Kind.FAST))
-    with pytest.raises(trials.MismatchError, match=said):
-        trials.check(STAND_IN, dtype, config(kind))
-
-
-def test_rounds_of_a_race_have_orders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[object] = []
-
-    def sample(call: object, in_a_row: int) -> Callable[[], float]:
-        calls.append(call)
-        return lambda: 2.0 if call is calls[0] else 3.0
-
-    monkeypatch.setattr(trials, "_cpu_sample", sample)
-    problem = STAND_IN.problem(SIZES, "bfloat16")
-    timings = trials.race(STAND_IN, problem, (config(Kind.FAST), "product"), 0.0, 1)
-    assert timings == (trials.Timing(2.0, 2 / 3), trials.Timing(3.0, 1.0))
-    first, second, *_ = calls
-    rounds = [tuple(calls[i : i + 2]) for i in range(2, len(calls), 2)]
-    assert len(rounds) == trials.LEAST_ROUNDS
-    assert set(rounds) == {(first, second), (second, first)}
-
-
-@pytest.mark.parametrize(
-    ("milliseconds", "calls"), [(5, 3), (25, 3), (38, 2), (200, 1)], ids=lambda x: str(x)
-)
-def test_calls_in_a_row_of_a_race(
-    milliseconds: int, calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many as a step has, unless fewer last as long as a GPU's clock needs."""
-    now, taken = [0.0], []
-
-    def sample(call: object, in_a_row: int) -> Callable[[], float]:
-        now[0] += in_a_row * milliseconds / 1e3
-        taken.append(in_a_row)
-        return lambda: float(milliseconds)
-
-    monkeypatch.setattr(trials, "_cpu_sample", sample)
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    problem = STAND_IN.problem(SIZES, "bfloat16")
-    trials.race(STAND_IN, problem, (config(Kind.FAST), "product"), 0.5, 3)
-    assert set(taken[:-2]) <= {1, calls} and taken[-2:] == [calls, calls]
-
-
 def test_what_wins_the_first_race_alone_does_not_win(folder: Path) -> None:
     class Powered(Inline):
         def ask(self, call: Any, seconds: float) -> Any:
@@ -132,39 +80,6 @@ def test_what_wins_the_first_race_alone_does_not_win(folder: Path) -> None:
     )
     assert outcome.entry is not None
     assert outcome.entry.config == config(Kind.SLOW)
-
-
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_all_kernels_are_checked(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of bfloat16: float16 has kernels that no call launches."""
-    launched: set[kernels.Kernel] = set()
-
-    def note(kernel: kernels.Kernel) -> Callable[..., None]:
-        return lambda *arguments: launched.add(kernel)
-
-    monkeypatch.setattr(cute_primitives, "compiled", note)
-    known: list[kernels.Kernel] = []
-    for tunable in tunables.all_tunables(arch, SIZE, "cpu"):
-        for choice in tunable.defaults():
-            known += tunable.kernels("bfloat16", choice)
-            for name in trials.SMALL:
-                tunable.results(trials._small(tunable, name, "bfloat16")[0], choice)
-    assert set(known) <= launched
-
-
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_steps_with_windows_of_any_width_are_right(
-    arch: Arch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cute_primitives, "compiled", model_of)
-    tunable, widths = Window(arch, SIZE, "cpu"), set()
-    for name in trials.SMALL:
-        case, expected = trials._small(tunable, name, "bfloat16")
-        assert tunable.default(case.problem) in tunable.candidates(case.problem)
-        for width in tunable.candidates(case.problem):
-            trials._compare(tunable.results(case, width), expected, 1, name)
-            widths.add(width)
-    assert len(widths) > 2
 
 
 def fork(work: Callable[[], object]) -> int:
