@@ -4,10 +4,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 CALLS = 3000
 WARM_UP_SECONDS = 1.0
@@ -37,6 +38,8 @@ class Row:
     call_us: float
     """Median until an eager call without gradients returns, in microseconds."""
     call_quartiles_us: tuple[float, float]
+    two_stage_us: float
+    """The same of a product and torch's cross entropy, in turns with it: hosts differ."""
     first_call_s: float
     """Until a new process's first call has its result, with objects in the cache, in seconds."""
     first_call_compiles: int
@@ -49,21 +52,32 @@ def run() -> Row:
     w = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16)
     y = torch.randint(8192, (256,), device="cuda")
 
-    def twenty_calls() -> Iterator[float]:
-        torch.cuda.synchronize()
-        for _ in range(20):
-            begin = time.perf_counter()
-            torch.ops.cutefce.loss(h, w, y)
-            yield (time.perf_counter() - begin) * 1e6
+    def fused() -> None:
+        torch.ops.cutefce.loss(h, w, y)
 
-    samples: list[float] = []
+    def two_stage() -> None:
+        F.cross_entropy(F.linear(h, w), y)
+
+    samples: dict[Callable[[], None], list[float]] = {fused: [], two_stage: []}
     end = time.perf_counter() + WARM_UP_SECONDS
     with torch.no_grad():
         while time.perf_counter() < end:
-            list(twenty_calls())
-        while len(samples) < CALLS:
-            samples += twenty_calls()
-    low, median, high = statistics.quantiles(samples, n=4)
+            list(_twenty(fused))
+        while len(samples[fused]) < CALLS:
+            for call, times in samples.items():
+                times += _twenty(call)
+    low, median, high = statistics.quantiles(samples[fused], n=4)
     command = [sys.executable, "-c", FIRST_CALL]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    return Row(median, (low, high), float(text[0]), int(text[1]))
+    return Row(
+        median, (low, high), statistics.median(samples[two_stage]), float(text[0]), int(text[1])
+    )
+
+
+def _twenty(call: Callable[[], None]) -> Iterator[float]:
+    """Time calls one by one, in microseconds; the GPU is idle at first."""
+    torch.cuda.synchronize()
+    for _ in range(20):
+        begin = time.perf_counter()
+        call()
+        yield (time.perf_counter() - begin) * 1e6

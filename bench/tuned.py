@@ -19,11 +19,10 @@ from bench.step import products_of
 from cutefce import autotune_cache
 from cutefce.autotune_cache import findings
 from cutefce.autotune_cache.tunable import Case
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import Configs
 from cutefce.ops import strategies
 from cutefce.ops.cute_primitives import CutePrimitives
-from cutefce.ops.dispatch import problem_of
+from cutefce.ops.dispatch import gpu_of, problem_of
 
 SHAPES = tuple(dict.fromkeys((*forward.SHAPES, *HEADS, *paper.SHAPES["cuda"])))
 
@@ -51,18 +50,17 @@ class Row:
 def run(shape: Shape, repeats: int) -> list[Row]:
     """Measure on fresh random data."""
     h, w, y = random_head(shape, "cuda")
-    problem, properties = problem_of(h, w, True, True), torch.cuda.get_device_properties(h.device)
-    assert problem.arch is not None, "no kernels"
-    arch, count = arch_named(problem.arch), properties.multi_processor_count
-    default = arch.default_configs(shape.tokens, shape.hidden, count)
-    tuned = autotune_cache.lookup_configs(problem, arch, properties.name, count)
+    problem, gpu = problem_of(h, w, True, True), gpu_of(h.device)
+    arch, _, multiprocessors = gpu
+    default = arch.default_configs(shape.tokens, shape.hidden, multiprocessors)
+    tuned = autotune_cache.lookup_configs(problem, *gpu)
     names = [field.name for field in dataclasses.fields(Configs)]
     differ = [name for name in names if getattr(default, name) != getattr(tuned, name)]
     width, won = (
         findings.smallest_plan(problem, configs).window
         for configs in (
             autotune_cache.widths(problem),
-            autotune_cache.tuned_widths(problem, arch, properties.name, count),
+            autotune_cache.tuned_widths(problem, *gpu),
         )
     )
     differ += ["window"] * (width != won)
@@ -76,7 +74,7 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     case = Case(problem, h, w, y, None)
     for name, configs, window in (("default", default, width), ("tuned", tuned, won)):
         tiles = autotune_cache.of_width(autotune_cache.lookup(problem), window)
-        steps = CutePrimitives(tiles, arch, shape.dtype, configs, count)
+        steps = CutePrimitives(tiles, arch, shape.dtype, configs, multiprocessors)
         forms[f"{name} forward"] = functools.partial(_forward, steps, h, w, y)
         forms[f"{name} step"] = functools.partial(_step, steps, h, w, y)
         forms[f"{name} smallest"] = functools.partial(findings.smallest_step, case, steps)

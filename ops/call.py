@@ -123,12 +123,19 @@ def plan(
     return _plan(problem, h.device, budget, scalar, group, shards, sequence_parallel)
 
 
+def is_autocasting(device: str) -> bool:
+    """Whether this is an autocast region for devices of this type."""
+    return _has_autocast(device) and torch.is_autocast_enabled(device)
+
+
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
+
+
 def _autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Cast as `torch.nn.functional.linear` does: all but float64, to the region's dtype."""
-    device = h.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not is_autocasting(h.device.type):
         return h, w
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(h.device.type)
 
     def cast(x: Tensor) -> Tensor:
         eligible = x.is_floating_point() and x.dtype != torch.float64

@@ -58,7 +58,7 @@ def check_denominator(denominator: Tensor | None, h: Tensor, reduction: str) -> 
 
 
 def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
-    if w.ndim != 2 or w.shape[0] == 0 or w.shape[1] == 0:
+    if w.ndim != 2 or 0 in w.shape:
         raise ValueError(
             f"w: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "
             "a sharded parameter must be gathered first"
@@ -68,14 +68,14 @@ def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
             f"h: got shape {tuple(h.shape)}, expected (..., {w.shape[1]}) "
             f"to match w of shape {tuple(w.shape)}"
         )
-    tokens = tuple(h.shape[:-1])
+    tokens: tuple[int, ...] = h.shape[:-1]
     if parts > 1:
         if h.ndim == 1:
             raise ValueError(f"h: got shape {tuple(h.shape)}, expected a dimension of tokens first")
         tokens = parts * tokens[0], *tokens[1:]
-    if tuple(y.shape) != tokens:
+    if y.shape != tokens:
         shared = f", of which {parts} ranks hold a part each" if parts > 1 else ""
         raise ValueError(
-            f"y: got shape {tuple(y.shape)}, expected {tokens} "
+            f"y: got shape {tuple(y.shape)}, expected {tuple(tokens)} "
             f"to match h of shape {tuple(h.shape)}{shared}"
         )

@@ -56,7 +56,7 @@ def arch_of(h: Tensor) -> str | None:
     """
     if device_obstacle(h.device, h.dtype) is not None or h.shape[1] % 8:
         return None
-    return _arch(h.device).name
+    return gpu_of(h.device)[0].name
 
 
 def are_known(*sizes: int) -> bool:
@@ -87,9 +87,7 @@ def widths_for(problem: Problem, device: torch.device) -> tuple[TileConfig, ...]
     """Return what a plan for `problem` on `device` chooses from; not tuned for symbolic sizes."""
     if problem.arch is None or not are_known(problem.tokens, problem.hidden, problem.vocab):
         return autotune_cache.widths(problem)
-    properties = torch.cuda.get_device_properties(device)
-    on = _arch(device), properties.name, properties.multi_processor_count
-    return autotune_cache.tuned_widths(problem, *on)
+    return autotune_cache.tuned_widths(problem, *gpu_of(device))
 
 
 def primitives_for(h: Tensor, w: Tensor, problem: Problem) -> Primitives:
@@ -158,14 +156,13 @@ def _device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     name = str(dtype).removeprefix("torch.")
     if name not in arch.dtypes:
         return f"h: got dtype {dtype}, expected one of {', '.join(arch.dtypes)}"
-    return _compiler_obstacle(arch, name) or _unverified(arch, device)
+    return _compiler_obstacle(arch, name) or _unverified(device)
 
 
 @functools.cache
-def _unverified(arch: Arch, device: torch.device) -> str | None:
+def _unverified(device: torch.device) -> str | None:
     """Return why the kernels may not be launched on this GPU, None if they may; tries them once."""
-    properties = torch.cuda.get_device_properties(device)
-    name, multiprocessors = properties.name, properties.multi_processor_count
+    arch, name, multiprocessors = gpu_of(device)
     verdict = verification.known(arch, name, multiprocessors)
     if verdict is None:
         if torch.cuda.is_current_stream_capturing():
@@ -194,18 +191,17 @@ def _compiler_obstacle(arch: Arch, dtype: str) -> str | None:
 
 
 @functools.cache
-def _arch(device: torch.device) -> Arch:
+def gpu_of(device: torch.device) -> tuple[Arch, str, int]:
+    """Return the architecture, name and multiprocessors of a GPU that there are kernels for."""
     arch = arch_for(torch.cuda.get_device_capability(device))
     assert arch is not None
-    return arch
+    properties = torch.cuda.get_device_properties(device)
+    return arch, properties.name, properties.multi_processor_count
 
 
 @functools.lru_cache(maxsize=1024)
 def _cute_primitives(device: torch.device, problem: Problem) -> CutePrimitives:
-    tiles, arch = autotune_cache.lookup(problem), _arch(device)
-    properties = torch.cuda.get_device_properties(device)
-    multiprocessors = properties.multi_processor_count
-    name = properties.name
+    tiles, (arch, name, multiprocessors) = autotune_cache.lookup(problem), gpu_of(device)
     if autotune_cache.tunes_on_first_use() and not _others_wait():
         from cutefce.autotune_cache import first_use, tunables
 

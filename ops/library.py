@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops import fakes, strategies
-from cutefce.ops.call import loss
+from cutefce.ops.call import is_autocasting, loss
 from cutefce.ops.dispatch import primitives_for, problem_of
 from cutefce.ops.halves import Sums
 from cutefce.ops.lending import lent_windows
@@ -67,7 +67,7 @@ def _apart(kernel: Callable[..., Any]) -> Callable[..., Any]:
         if kind == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return run(first, *rest, **more)
-        if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        if not is_autocasting(kind):
             return kernel(first, *rest, **more)
         with torch.autocast(kind, enabled=False):
             return kernel(first, *rest, **more)

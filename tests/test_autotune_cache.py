@@ -119,7 +119,7 @@ def test_an_edited_configuration_is_what_is_launched(
         data["entries"][0]["config"].update(change)
         file.write_text(json.dumps(data))
         autotune_cache.forget()
-        dispatch._arch.cache_clear()
+        dispatch.gpu_of.cache_clear()
         dispatch._cute_primitives.cache_clear()
         steps = dispatch._cute_primitives(torch.device("cuda", 7), PROBLEM)
         h, w, y = torch.zeros(4, 8), torch.zeros(32, 8), torch.zeros(4, dtype=torch.long)
@@ -128,14 +128,13 @@ def test_an_edited_configuration_is_what_is_launched(
         assert isinstance(kernel, kernels.ProjectExp)
         assert dataclasses.asdict(kernel.config) == data["entries"][0]["config"]
         launched.clear()
-    dispatch._arch.cache_clear()
+    dispatch.gpu_of.cache_clear()
     dispatch._cute_primitives.cache_clear()
 
 
 def test_an_edited_window_is_what_is_planned(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, device = SimpleNamespace(name=DEVICE, multi_processor_count=SIZE), torch.device("cuda", 7)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(dispatch, "_arch", lambda device: Sm90())
+    device = torch.device("cuda", 7)
+    monkeypatch.setattr(dispatch, "gpu_of", lambda device: (Sm90(), DEVICE, SIZE))
     problem, key = dataclasses.replace(PROBLEM, tokens=2048), dataclasses.replace(KEY, tokens=2048)
     planned = call._new_plan(problem, device, planner.MINIMUM, True, problem.vocab).window
     every = [config.window for config in autotune_cache.widths(problem)]

@@ -116,6 +116,7 @@ def test_nothing_is_dispatched_that_did_not_pass(
     monkeypatch.setattr(verification, "known", lambda *_: None)
     verdicts = iter((verification.Verdict(False, "it hung"), verification.Verdict(True)))
     monkeypatch.setattr(verification, "verify_once", lambda *_: next(verdicts))
+    dispatch.gpu_of.cache_clear()
     dispatch._unverified.cache_clear()
     device = torch.device("cuda"), torch.bfloat16
     obstacle = dispatch._device_obstacle.__wrapped__(*device)
@@ -124,6 +125,7 @@ def test_nothing_is_dispatched_that_did_not_pass(
     )
     dispatch._unverified.cache_clear()
     assert dispatch._device_obstacle.__wrapped__(*device) is None
+    dispatch.gpu_of.cache_clear()
     dispatch._unverified.cache_clear()
 
 

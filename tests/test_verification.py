@@ -65,7 +65,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: fake.ranks > 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: fake.ranks)
     monkeypatch.setattr(dispatch, "_compiler_obstacle", lambda arch, dtype: None)
-    caches = dispatch._arch, dispatch._device_obstacle, dispatch._unverified
+    caches = dispatch.gpu_of, dispatch._device_obstacle, dispatch._unverified
     for cache in (*caches, dispatch._cute_primitives):
         cache.cache_clear()
     yield fake
