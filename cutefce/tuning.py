@@ -20,6 +20,7 @@ from cutefce.autotune_cache.tunable import Tunable
 from cutefce.autotune_cache.tunables import all_tunables
 from cutefce.autotune_cache.tuner import Job, Outcome
 from cutefce.cute_kernels.arch import arch_for
+from cutefce.ops.dispatch import gpu_of
 
 
 def _sizes_of(
@@ -108,12 +109,11 @@ def _demand(verdict: verification.Verdict, name: str) -> None:
 
 def _this_gpu() -> tuple[tuple[Tunable, ...], str]:
     """Return what can be tuned on the current GPU, and the GPU's name."""
-    arch = arch_for(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
-    if arch is None:
+    if not torch.cuda.is_available() or arch_for(torch.cuda.get_device_capability()) is None:
         raise click.ClickException("there is no GPU here that has kernels")
-    device = f"cuda:{torch.cuda.current_device()}"
-    properties = torch.cuda.get_device_properties(device)
-    return all_tunables(arch, properties.multi_processor_count, device), properties.name
+    device = torch.device("cuda", torch.cuda.current_device())
+    arch, name, multiprocessors = gpu_of(device)
+    return all_tunables(arch, multiprocessors, str(device)), name
 
 
 def _run(
