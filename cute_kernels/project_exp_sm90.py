@@ -100,7 +100,6 @@ class ProjectExpSm90(MainloopSm90):
                 self.load(walk, pipe, (load_h, g_h, s_h), (load_w, g_w, s_w), rows.notes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            cute.arch.griddepcontrol_wait()
             self.consume(walk, pipe, tiled_mma, (s_h, s_w), (store_e, g_e, s_e), rows)
 
     @cute.jit
@@ -117,6 +116,8 @@ class ProjectExpSm90(MainloopSm90):
         config, tile = self.config, self.tile
         consumer, state = self.begin(walk, tiled_mma, *inputs)
         thread, group, share, turn, a, b, acc, own = consumer
+        if cutlass.const_expr(self.masked):
+            cute.arch.griddepcontrol_wait()  # the notes are of the kernel before
         highest = cute.make_rmem_tensor((2, self.blocks), Float32)
         total = cute.make_rmem_tensor((2, self.blocks), Float32)
         for index in cutlass.range(walk.cluster, walk.row_blocks * walk.windows, walk.clusters):
@@ -129,6 +130,7 @@ class ProjectExpSm90(MainloopSm90):
             ):
                 steps = walk.steps
                 state = self.multiply(pipe, tiled_mma, acc, a, b, state, steps, steps, group)
+                cute.arch.griddepcontrol_wait()  # the products need nothing of the kernel before
                 left = column * tile[1]
                 self.hide(acc, own, rows, top, left, walk)
                 if cutlass.const_expr(self.sums):
@@ -145,6 +147,7 @@ class ProjectExpSm90(MainloopSm90):
                 tiles = (end - window + walk.windows - 1) // walk.windows
                 turn = (turn + cutlass.max(tiles, 0)) % 2
             if cutlass.const_expr(self.sums):
+                cute.arch.griddepcontrol_wait()  # a warpgroup may have no tile of a unit
                 part = window * config.parts_of_window
                 if cutlass.const_expr(config.pingpong):
                     part += group
