@@ -19,6 +19,7 @@ from cutlass.utils import hopper_helpers as sm90
 from cutefce.cute_kernels.arch import STEP, Sm90, arch_named
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.dsl import DTYPES, EARLY, MEETING_NOTE
+from cutefce.cute_kernels.problem import ITEM_BYTES
 from cutefce.cute_kernels.walk import Walk, indices, piece, unit
 
 GROUP = 128
@@ -29,6 +30,9 @@ CHECKPOINT = 4
 """Stages between two meetings of all clusters."""
 PATIENCE = 5000
 """Looks at who has arrived, of a microsecond or less each, after which meetings are given up."""
+FEW, BOX = 64, 8
+"""Tiles of few rows load so many of them at a time, and leave out those beyond the last: in loads,
+rows that do not exist take longer than others."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ class MainloopSm90:
         self.a, self.b = a, b
         self.masked = masked
         self.tile = (config.tile_m, config.tile_n, STEP)
+        self.row_bytes = STEP * ITEM_BYTES[dtype]
+        self.box = BOX if a.by_rows and config.tile_m == FEW else config.tile_m
         self.producer_registers, self.consumer_registers = arch.registers(config)
         # warpgroups that share a tile, and 64-row blocks of it that each of them holds
         self.sharing = 1 if config.pingpong else CONSUMERS
@@ -133,11 +139,12 @@ class MainloopSm90:
         """Return (TMA atom, coordinates, shared memory layout) of a and of b."""
         config, tile = self.config, self.tile
         a_layout = sm90.make_smem_layout_a(self.a.layout, tile, self.dtype, config.stages)
+        box = sm90.make_smem_layout_a(self.a.layout, (self.box, *tile[1:]), self.dtype, 1)
         b_layout = sm90.make_smem_layout_b(self.b.layout, tile, self.dtype, config.stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
         share = cpasync.CopyBulkTensorTileG2SMulticastOp() if config.cluster > 1 else load
         load_a, g_a = cpasync.make_tiled_tma_atom(
-            load, a, cute.slice_(a_layout, (None, None, 0)), (tile[0], tile[2])
+            load, a, cute.slice_(box, (None, None, 0)), (self.box, tile[2])
         )
         load_b, g_b = cpasync.make_tiled_tma_atom(
             share,
@@ -160,7 +167,7 @@ class MainloopSm90:
             consumer_group=pipeline.CooperativeGroup(
                 pipeline.Agent.Thread, config.cluster * 4 * self.sharing
             ),
-            tx_count=(tile[0] + tile[1]) * tile[2] * self.dtype.width // 8,
+            tx_count=self.row_bytes * (self.box + tile[1]),
             cta_layout_vmnk=cute.make_layout((1, config.cluster, 1, 1)),
             defer_sync=True,
         )
@@ -173,7 +180,9 @@ class MainloopSm90:
     def load(self, walk: Walk, pipe: Any, a: Any, b: Any, notes: cute.Tensor) -> None:
         """Producer: fill the stages, tile after tile; a and b are (TMA atom, coordinates, smem)."""
         config, tile = self.config, self.tile
-        load_a, from_a, to_a = partition(a, (tile[0], tile[2]), Int32(0), 1)
+        atom, coordinates, smem = a
+        by_box = atom, coordinates, cute.flat_divide(smem, (self.box, tile[2]))
+        load_a, from_a, to_a = partition(by_box, (self.box, tile[2]), Int32(0), 1)
         load_b, from_b, to_b = partition(b, (tile[1], tile[2]), walk.rank, config.cluster)
         everyone = {"mcast_mask": cutlass.Int16((1 << config.cluster) - 1)}
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
@@ -182,6 +191,10 @@ class MainloopSm90:
             part = piece(walk, index)
             row, window, end = unit(walk, config.group, notes if self.masked else None, part.unit)
             row = row * config.cluster + walk.rank
+            boxes = Int32(1)
+            if cutlass.const_expr(self.box < tile[0]):
+                there = cutlass.min(walk.rows - row * tile[0], tile[0])
+                boxes = cutlass.max((there + self.box - 1) // self.box, 1)
             # up to where all clusters have tiles, and the same number; one row block shares none
             together = window + walk.tiles // walk.windows * walk.windows
             everyone_works = index - walk.cluster + walk.clusters <= units
@@ -196,9 +209,17 @@ class MainloopSm90:
                             passed += 1
                     pipe.producer_acquire(state)
                     full = pipe.producer_get_barrier(state)
-                    cute.copy(
-                        load_a, from_a[None, row, step], to_a[None, state.index], tma_bar_ptr=full
-                    )
+                    if cutlass.const_expr(self.box < tile[0]):
+                        more = (boxes - 1) * self.box * self.row_bytes
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_expect_tx(full, more)
+                    for box in cutlass.range(boxes, unroll=1):
+                        cute.copy(
+                            load_a,
+                            from_a[None, row * (tile[0] // self.box) + box, step],
+                            to_a[None, box, 0, state.index],
+                            tma_bar_ptr=full,
+                        )
                     cute.copy(
                         load_b,
                         from_b[None, column, step],
