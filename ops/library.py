@@ -49,20 +49,22 @@ LIBRARY.define(
     f"Tensor dw_rest, {RANKS}) -> (Tensor dx, Tensor dw)"
 )
 
-_NOBODY = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
-NOBODY = {x.raw_repr() for x in (_NOBODY, _NOBODY.add(torch._C.DispatchKey.ADInplaceOrView))}
+_NONE = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+NOBODY = {x.raw_repr() for x in (_NONE, _NONE.add(torch._C.DispatchKey.ADInplaceOrView))}
 """The dispatcher's states, in inference mode and out of it, in which nobody looks at calls: no fake
 tensors, tracer, transform or mode."""
+PLAIN = {Tensor, Parameter}
+"""Types of tensors that do not look at calls themselves."""
 
 
-def is_direct(*tensors: Tensor) -> bool:
-    """Whether the dispatcher would do nothing for `tensors` of one device but call a kernel.
+def is_direct(h: Tensor, w: Tensor, y: Tensor) -> bool:
+    """Whether the dispatcher would do nothing for tensors of one device but call a kernel.
 
     The way through it takes a tenth of the host's time of a call.
     """
-    if torch._C._dispatch_tls_local_include_set().raw_repr() not in NOBODY or tensors[0].is_meta:
+    if torch._C._dispatch_tls_local_include_set().raw_repr() not in NOBODY or h.is_meta:
         return False
-    return all(type(x) is Tensor or type(x) is Parameter for x in tensors)
+    return type(h) in PLAIN and type(w) in PLAIN and type(y) in PLAIN
 
 
 def is_autocasting(device: str) -> bool:
