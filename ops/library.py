@@ -1,8 +1,8 @@
-"""The inner operators: schemas, kernels, autograd; `fakes.py` has no numbers.
+"""The operators `torch.ops.cutefce.*`: schemas, kernels, autograd; `fakes.py` has no numbers.
 
-`torch.ops.cutefce.loss` (`call.py`), which users call, composes them, so that gradients,
+`loss` is what users call (`ops/call.py`).  It composes inner operators, so that gradients,
 `torch.compile` and graph capture see tensors in and tensors out; the ranks of a `group` exchange
-what `parallel.py` says inside of them:
+what `ops/parallel.py` says inside of them:
 
     forward            the loss, where no gradient is wanted
     project_loss       the forward of a step: loss, stats and what the backward needs of it
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from cutefce.ops import fakes, strategies
+from cutefce.ops.call import is_autocasting, loss
 from cutefce.ops.dispatch import primitives_for, problem_of
 from cutefce.ops.halves import Sums
 from cutefce.ops.lending import lent_windows
@@ -29,6 +29,11 @@ LIBRARY = torch.library.Library("cutefce", "DEF")
 RANKS = "str? group=None, int[]? shards=None, bool sequence_parallel=False"
 SHARING = f"Tensor? denominator=None, {RANKS}"
 
+for overload, workspace in (("", "int? workspace=None"), (".preset", "str workspace")):
+    LIBRARY.define(
+        f"loss{overload}(Tensor h, Tensor w, Tensor y, *, str reduction='mean', "
+        f"int ignore_index=-100, {workspace}, {SHARING}) -> Tensor"
+    )
 LIBRARY.define(
     f"forward(Tensor h, Tensor w, Tensor y, str reduction, int ignore_index, {SHARING}) -> Tensor"
 )
@@ -48,31 +53,6 @@ LIBRARY.define(
     "scale_gradients(Tensor upstream, Tensor h, Tensor w, Tensor dx, Tensor dw, Tensor dx_rest, "
     f"Tensor dw_rest, {RANKS}) -> (Tensor dx, Tensor dw)"
 )
-
-_NONE = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
-NOBODY = {x.raw_repr() for x in (_NONE, _NONE.add(torch._C.DispatchKey.ADInplaceOrView))}
-"""The dispatcher's states, in inference mode and out of it, in which nobody looks at calls: no fake
-tensors, tracer, transform or mode."""
-PLAIN = {Tensor, Parameter}
-"""Types of tensors that do not look at calls themselves."""
-
-
-def is_direct(h: Tensor, w: Tensor, y: Tensor) -> bool:
-    """Whether the dispatcher would do nothing for tensors of one device but call a kernel.
-
-    The way through it takes a tenth of the host's time of a call.
-    """
-    if torch._C._dispatch_tls_local_include_set().raw_repr() not in NOBODY or h.is_meta:
-        return False
-    return type(h) in PLAIN and type(w) in PLAIN and type(y) in PLAIN
-
-
-def is_autocasting(device: str) -> bool:
-    """Whether this is an autocast region for devices of this type."""
-    return _has_autocast(device) and torch.is_autocast_enabled(device)
-
-
-_has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 
 def _apart(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -296,6 +276,8 @@ def _no_second_derivative(ctx: Any, *_: Any) -> None:
     raise NotImplementedError("cutefce: the loss has no second derivatives (create_graph=True)")
 
 
+for overload in ("loss", "loss.preset"):
+    LIBRARY.impl(overload, loss, "CompositeImplicitAutograd")
 KERNELS = {
     kernel: _apart(kernel) for kernel in (forward, project_loss, project_gradients, scale_gradients)
 }
