@@ -2,7 +2,6 @@
 
 import csv
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,23 +53,41 @@ def run(output: Path, *arguments: str) -> Result:
 # the harness
 
 
-def test_a_call_of_known_duration_takes_that_long() -> None:
+class Clock:
+    """A clock that forms alone move: how busy the machine is does not matter."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(measure, "time", clock)
+    return clock
+
+
+def test_a_call_of_known_duration_takes_that_long(clock: Clock) -> None:
     forms: dict[str, Callable[[], object]] = {
-        "short": lambda: time.sleep(0.01),
-        "long": lambda: time.sleep(0.03),
+        "short": lambda: clock.sleep(0.01),
+        "long": lambda: clock.sleep(0.03),
     }
     times = measure.interleaved(forms, "cpu", repeats=5)
     for name, milliseconds in (("short", 10), ("long", 30)):
-        low, high = times[name].quartiles_ms
-        assert milliseconds <= low <= times[name].median_ms <= high
-        assert times[name].median_ms < 2 * milliseconds
+        assert times[name].samples_ms == pytest.approx([milliseconds] * 5)
 
 
-def test_a_stretch_is_as_long_as_asked_for() -> None:
-    begin = time.perf_counter()
-    times = measure.sustained({"sleep": lambda: time.sleep(0.01)}, "cpu", seconds=0.05)
-    assert 10 <= times["sleep"].median_ms < 20
-    assert time.perf_counter() - begin >= 2 * measure.STRETCHES * 0.04
+def test_a_stretch_is_as_long_as_asked_for(clock: Clock) -> None:
+    times = measure.sustained({"sleep": lambda: clock.sleep(0.01)}, "cpu", seconds=0.05)
+    assert times["sleep"].samples_ms == pytest.approx([10] * measure.STRETCHES)
+    # one run to warm up and one to see how long it takes, then as long to settle as is timed
+    assert clock.now == pytest.approx(2 * 0.01 + 2 * measure.STRETCHES * 0.05)
 
 
 def test_forms_take_turns_after_one_to_warm_up() -> None:
