@@ -13,9 +13,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from cutefce.autotune_cache.table import WINDOW, Entry, Table, file_name, key_of, read
+from cutefce.autotune_cache.table import WINDOW, Entry, Key, Table, file_name, key_of, read
 from cutefce.cute_kernels.arch import Arch
-from cutefce.cute_kernels.config import Configs
+from cutefce.cute_kernels.config import Configs, GemmConfig
 from cutefce.cute_kernels.jit_cache import base_folder
 from cutefce.cute_kernels.kernels import Kernel, all_kernels, kernel_set
 from cutefce.cute_kernels.problem import Problem, TileConfig
@@ -114,8 +114,18 @@ def tuned(
         table.nearest(key) for table in tables(arch, device, multiprocessors)
     ]
     distance, entry = min(found, key=lambda pair: pair[0], default=(0.0, None))
+    if entry is None or distance == 0:
+        return entry
     # where the default won elsewhere, the default of this problem is the better guess
-    return entry if entry is not None and (distance == 0 or entry.gained) else None
+    return entry if entry.gained and not _wastes_rows(key, entry, problem, arch) else None
+
+
+def _wastes_rows(key: Key, entry: Entry, problem: Problem, arch: Arch) -> bool:
+    """Whether what won for other tokens computes many more rows than these have."""
+    if key.kernel == "grad_weight" or not isinstance(entry.config, GemmConfig):
+        return False
+    least = _round_up(problem.tokens, arch.default(problem.tokens).rows)
+    return 16 * _round_up(problem.tokens, entry.config.rows) > 17 * least
 
 
 def user_folder() -> Path:

@@ -6,6 +6,7 @@ from itertools import product
 Sizes = tuple[int, int, int]
 """(tokens, hidden, vocab)."""
 
+FEW_TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 HEAD_TOKENS = (2048, 8192)
 """Tokens that the head of a model is tuned for: others take the nearest."""
 
@@ -15,7 +16,7 @@ def _heads(hidden: tuple[int, ...], vocab: int) -> tuple[Sizes, ...]:
 
 
 NAMED: dict[str, tuple[Sizes, ...]] = {
-    "few-tokens": tuple((tokens, 4096, 131072) for tokens in (1, 8, 64, 256)),
+    "few-tokens": tuple((tokens, 4096, 131072) for tokens in FEW_TOKENS),
     "llama3": _heads((2048, 3072, 4096, 8192, 16384), 128256),
     "qwen3": _heads((1024, 2048, 2560, 4096, 5120), 151936),
     "gemma2": _heads((2304, 3584, 4608), 256000),

@@ -7,9 +7,10 @@
      "kernels": "0123456789abcdef"}, ...], "rejected": [{"kernel": ..., "config": {...},
      "reason": "no answer within 30 s", "everywhere": true}, ...]}
 
-`tokens` is a bucket: a power of 2, of all numbers of tokens above half of it.  A config of null is
-the plain product of cuBLAS, for kernels that it can stand in for.  That of "window" is a number:
-how many columns of the vocabulary are walked at a time.
+`tokens` is a bucket, a power of 2 or three quarters of one: it stands for all numbers of tokens
+above the next smaller bucket.  A config of null is the plain product of cuBLAS, for kernels that it
+can stand in for.  That of "window" is a number: how many columns of the vocabulary are walked at a
+time.
 """
 
 import dataclasses
@@ -154,8 +155,9 @@ class Table:
 
 
 def bucket(tokens: int) -> int:
-    """Return the power of 2 that stands for `tokens`."""
-    return 1 << max(tokens - 1, 0).bit_length()
+    """Return the power of 2, or three quarters of one, that stands for `tokens`."""
+    power = 1 << max(tokens - 1, 0).bit_length()
+    return power * 3 // 4 if 0 < tokens <= power * 3 // 4 else power
 
 
 def file_name(device: str) -> str:

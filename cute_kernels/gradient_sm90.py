@@ -66,7 +66,8 @@ class GradientSm90(MainloopSm90):
     def __init__(self, kernel: kernels.Gradient) -> None:
         by_rows, by_columns = Operand(by_rows=True), Operand(by_rows=False)
         a = by_columns if kernel.of == "weight" else by_rows
-        super().__init__(kernel.arch, kernel.dtype, kernel.config, a, by_columns, masked=False)
+        given = kernel.arch, kernel.dtype, kernel.config, a, by_columns
+        super().__init__(*given, masked=False, leaves_out=False)
         assert kernel.WARPS * 32 == CONSUMERS * GROUP
         self.final = kernel.final
         self.slabs = SlabsSm90(self.dtype if self.final else Float32, kernel.config.tile_n)
@@ -107,13 +108,13 @@ class GradientSm90(MainloopSm90):
         notes: cute.Tensor,
         sums: Any,
     ) -> None:
-        """Hand out the roles; a, b and out are (TMA atom, coordinates, shared memory layout)."""
+        """Hand out the roles; a, b and out are (TMA atoms, coordinates, shared memory layout)."""
         adder, cuts, fresh = sums
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        (load_a, g_a, a_layout), (load_b, g_b, b_layout), (store, g_out, out_layout) = a, b, out
+        (loads_a, g_a, a_layout), (load_b, g_b, b_layout), (store, g_out, out_layout) = a, b, out
         if warp == 0:
-            cpasync.prefetch_descriptor(load_a)
-            cpasync.prefetch_descriptor(load_b)
+            for load in (*loads_a, load_b):
+                cpasync.prefetch_descriptor(load)
         smem = SmemAllocator()
         barriers = smem.allocate_array(Int64, 2 * self.config.stages)
         s_a = smem.allocate_tensor(self.dtype, a_layout.outer, 1024, a_layout.inner)
@@ -125,7 +126,7 @@ class GradientSm90(MainloopSm90):
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
-                self.load(walk, pipe, (load_a, g_a, s_a), (load_b, g_b, s_b), notes)
+                self.load(walk, pipe, (loads_a, g_a, s_a), (load_b, g_b, s_b), notes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             to = (store, g_out, s_out), adder, fresh

@@ -30,9 +30,10 @@ CHECKPOINT = 4
 """Stages between two meetings of all clusters."""
 PATIENCE = 5000
 """Looks at who has arrived, of a microsecond or less each, after which meetings are given up."""
-FEW, BOX = 64, 8
-"""Tiles of few rows load so many of them at a time, and leave out those beyond the last: in loads,
-rows that do not exist take longer than others."""
+BLOCK, BOX = 64, 8
+"""Rows of a that are loaded at a time where those beyond the last are left out: as long as there
+are so many, and then.  In loads, rows that do not exist take longer than others; but the producer
+must have the time to make several of one."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,11 @@ class MainloopSm90:
         config: GemmConfig,
         a: Operand,
         b: Operand,
+        *,
         masked: bool,
+        leaves_out: bool,
     ) -> None:
+        """Leave out units that are not noted if `masked`, and rows beyond the last of a."""
         arch = arch_named(arch_name)
         assert isinstance(arch, Sm90)
         arch.check(config)
@@ -92,8 +96,9 @@ class MainloopSm90:
         self.a, self.b = a, b
         self.masked = masked
         self.tile = (config.tile_m, config.tile_n, STEP)
+        self.leaves_out = leaves_out
+        self.heights = (BLOCK, BOX) if leaves_out else (config.tile_m,)
         self.row_bytes = STEP * ITEM_BYTES[dtype]
-        self.box = BOX if a.by_rows and config.tile_m == FEW else config.tile_m
         self.producer_registers, self.consumer_registers = arch.registers(config)
         # warpgroups that share a tile, and 64-row blocks of it that each of them holds
         self.sharing = 1 if config.pingpong else CONSUMERS
@@ -136,16 +141,21 @@ class MainloopSm90:
 
     @cute.jit
     def inputs(self, a: cute.Tensor, b: cute.Tensor) -> Any:
-        """Return (TMA atom, coordinates, shared memory layout) of a and of b."""
+        """Return (TMA atoms, coordinates, shared memory layout) of a, and the same of b.
+
+        Those of a are for `BLOCK` rows and for `BOX`, or for a tile; that of b is for a tile.
+        """
         config, tile = self.config, self.tile
         a_layout = sm90.make_smem_layout_a(self.a.layout, tile, self.dtype, config.stages)
-        box = sm90.make_smem_layout_a(self.a.layout, (self.box, *tile[1:]), self.dtype, 1)
         b_layout = sm90.make_smem_layout_b(self.b.layout, tile, self.dtype, config.stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
         share = cpasync.CopyBulkTensorTileG2SMulticastOp() if config.cluster > 1 else load
-        load_a, g_a = cpasync.make_tiled_tma_atom(
-            load, a, cute.slice_(box, (None, None, 0)), (self.box, tile[2])
-        )
+        loads_a, g_a = [], None
+        for rows in self.heights:
+            part = sm90.make_smem_layout_a(self.a.layout, (rows, *tile[1:]), self.dtype, 1)
+            part = cute.slice_(part, (None, None, 0))
+            load_a, g_a = cpasync.make_tiled_tma_atom(load, a, part, (rows, tile[2]))
+            loads_a.append(load_a)
         load_b, g_b = cpasync.make_tiled_tma_atom(
             share,
             b,
@@ -153,7 +163,7 @@ class MainloopSm90:
             (tile[1], tile[2]),
             num_multicast=config.cluster,
         )
-        return (load_a, g_a, a_layout), (load_b, g_b, b_layout)
+        return (loads_a, g_a, a_layout), (load_b, g_b, b_layout)
 
     @cute.jit
     def stages(self, barriers: Any) -> Any:
@@ -167,7 +177,7 @@ class MainloopSm90:
             consumer_group=pipeline.CooperativeGroup(
                 pipeline.Agent.Thread, config.cluster * 4 * self.sharing
             ),
-            tx_count=self.row_bytes * (self.box + tile[1]),
+            tx_count=self.row_bytes * (tile[0] + tile[1]),
             cta_layout_vmnk=cute.make_layout((1, config.cluster, 1, 1)),
             defer_sync=True,
         )
@@ -178,11 +188,14 @@ class MainloopSm90:
 
     @cute.jit
     def load(self, walk: Walk, pipe: Any, a: Any, b: Any, notes: cute.Tensor) -> None:
-        """Producer: fill the stages, tile after tile; a and b are (TMA atom, coordinates, smem)."""
+        """Producer: fill the stages, tile after tile; a and b are those of `inputs`, in smem."""
         config, tile = self.config, self.tile
-        atom, coordinates, smem = a
-        by_box = atom, coordinates, cute.flat_divide(smem, (self.box, tile[2]))
-        load_a, from_a, to_a = partition(by_box, (self.box, tile[2]), Int32(0), 1)
+        atoms_a, g_a, s_a = a
+        loads_a = []
+        for height, atom_a in zip(self.heights, atoms_a, strict=True):
+            shape = height, tile[2]
+            operand = atom_a, g_a, cute.flat_divide(s_a, shape)
+            loads_a.append(partition(operand, shape, Int32(0), 1))
         load_b, from_b, to_b = partition(b, (tile[1], tile[2]), walk.rank, config.cluster)
         everyone = {"mcast_mask": cutlass.Int16((1 << config.cluster) - 1)}
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
@@ -191,10 +204,8 @@ class MainloopSm90:
             part = piece(walk, index)
             row, window, end = unit(walk, config.group, notes if self.masked else None, part.unit)
             row = row * config.cluster + walk.rank
-            boxes = Int32(1)
-            if cutlass.const_expr(self.box < tile[0]):
-                there = cutlass.min(walk.rows - row * tile[0], tile[0])
-                boxes = cutlass.max((there + self.box - 1) // self.box, 1)
+            filled, spans = self.rows_to_load(walk, row)
+            tile_bytes = (filled + tile[1]) * self.row_bytes
             # up to where all clusters have tiles, and the same number; one row block shares none
             together = window + walk.tiles // walk.windows * walk.windows
             everyone_works = index - walk.cluster + walk.clusters <= units
@@ -207,19 +218,18 @@ class MainloopSm90:
                             # all have been at the one before: nobody waits who is on time
                             patience = self.meet(notes, passed * walk.clusters, patience)
                             passed += 1
-                    pipe.producer_acquire(state)
+                    pipe.sync_object_empty.wait(state.index, state.phase)
+                    pipe.sync_object_full.arrive_and_expect_tx(state.index, tile_bytes)
                     full = pipe.producer_get_barrier(state)
-                    if cutlass.const_expr(self.box < tile[0]):
-                        more = (boxes - 1) * self.box * self.row_bytes
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_expect_tx(full, more)
-                    for box in cutlass.range(boxes, unroll=1):
-                        cute.copy(
-                            load_a,
-                            from_a[None, row * (tile[0] // self.box) + box, step],
-                            to_a[None, box, 0, state.index],
-                            tma_bar_ptr=full,
-                        )
+                    for kind in cutlass.range_constexpr(len(spans)):
+                        (load_a, from_a, to_a), (first, last) = loads_a[kind], spans[kind]
+                        for rows in cutlass.range(first, last, unroll=1):
+                            cute.copy(
+                                load_a,
+                                from_a[None, row * (tile[0] // self.heights[kind]) + rows, step],
+                                to_a[None, rows, 0, state.index],
+                                tma_bar_ptr=full,
+                            )
                     cute.copy(
                         load_b,
                         from_b[None, column, step],
@@ -230,6 +240,15 @@ class MainloopSm90:
                     pipe.producer_commit(state)
                     state.advance()
         pipe.producer_tail(state)
+
+    @cute.jit
+    def rows_to_load(self, walk: Walk, row: Int32) -> Any:
+        """Return how many rows of a tile of a are loaded, and in which parts of each height."""
+        if cutlass.const_expr(not self.leaves_out):
+            return self.tile[0], ((0, 1),)
+        there = cutlass.min(cutlass.max(walk.rows - row * self.tile[0], 0), self.tile[0])
+        blocks, boxes = there // BLOCK, (there + BOX - 1) // BOX
+        return boxes * BOX, ((0, blocks), (blocks * (BLOCK // BOX), boxes))
 
     @cute.jit
     def meet(self, notes: cute.Tensor, target: Int32, patience: Int32) -> Int32:

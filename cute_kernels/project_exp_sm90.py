@@ -30,7 +30,8 @@ class ProjectExpSm90(MainloopSm90):
 
     def __init__(self, kernel: kernels.ProjectExp) -> None:
         by_rows = Operand(by_rows=True)
-        super().__init__(kernel.arch, kernel.dtype, kernel.config, by_rows, by_rows, kernel.masked)
+        given = kernel.arch, kernel.dtype, kernel.config, by_rows, by_rows
+        super().__init__(*given, masked=kernel.masked, leaves_out=True)
         self.sums, self.store = kernel.sums, kernel.store
         self.slabs = SlabsSm90(self.dtype, kernel.config.tile_n)
 
@@ -73,13 +74,13 @@ class ProjectExpSm90(MainloopSm90):
         rows: Rows,
         windows: Int32,
     ) -> None:
-        """Hand out the roles; h, w and e are (TMA atom, coordinates, shared memory layout)."""
+        """Hand out the roles; h, w and e are (TMA atoms, coordinates, shared memory layout)."""
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        (load_h, g_h, h_layout), (load_w, g_w, w_layout), (store_e, g_e, e_layout) = h, w, e
+        (loads_h, g_h, h_layout), (load_w, g_w, w_layout), (store_e, g_e, e_layout) = h, w, e
         if warp == 0:
-            cpasync.prefetch_descriptor(load_h)
-            cpasync.prefetch_descriptor(load_w)
+            for load in (*loads_h, load_w):
+                cpasync.prefetch_descriptor(load)
 
         smem = SmemAllocator()
         barriers = smem.allocate_array(Int64, 2 * config.stages)
@@ -97,7 +98,7 @@ class ProjectExpSm90(MainloopSm90):
                 # h and w are older than the kernel before the forward; one row block needs no notes
                 if not self.sums or walk.row_blocks > 1:
                     cute.arch.griddepcontrol_wait()
-                self.load(walk, pipe, (load_h, g_h, s_h), (load_w, g_w, s_w), rows.notes)
+                self.load(walk, pipe, (loads_h, g_h, s_h), (load_w, g_w, s_w), rows.notes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(walk, pipe, tiled_mma, (s_h, s_w), (store_e, g_e, s_e), rows)

@@ -23,7 +23,7 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import call, cute_primitives, dispatch, planner
 
 DEVICE, SIZE = "NVIDIA Test 9000", 132
-TUNED, OTHER = Sm90().configs()[3:5]
+_, _, _, TUNED, _, OTHER = Sm90().configs()
 KEY = Key("project_exp", "bfloat16", 4096, 131072, 8192)
 ENTRY = Entry(TUNED, 12.5, 13.0, 12.9, verified=True, kernels="0123")
 REJECTED: tables.Rejections = {(KEY, OTHER): Rejection("no answer within 30 s", everywhere=True)}
@@ -66,7 +66,7 @@ def test_exact_then_nearest_then_default(file: Path) -> None:
     entries = {KEY: ENTRY, far: dataclasses.replace(ENTRY, config=OTHER)}
     tables.write(file, dataclasses.replace(TABLE, entries=entries, rejected={}))
     assert look() == TUNED
-    assert look(dataclasses.replace(PROBLEM, tokens=5000)) == TUNED, "the same bucket"
+    assert look(dataclasses.replace(PROBLEM, tokens=7000)) == TUNED, "the same bucket"
     assert look(dataclasses.replace(PROBLEM, tokens=400, vocab=128256)) == OTHER
     for other in ({"dtype": "float16"}, {"tokens": 8}):
         problem = dataclasses.replace(PROBLEM, **other)
@@ -78,6 +78,16 @@ def test_where_the_default_won_other_problems_have_their_own(file: Path) -> None
     tables.write(file, dataclasses.replace(TABLE, entries={KEY: same}, rejected={}))
     assert look() == OTHER
     assert look(dataclasses.replace(PROBLEM, tokens=16384)) == Sm90().default(16384)
+
+
+def test_what_won_for_more_tokens_has_no_rows_to_waste(file: Path) -> None:
+    tall = dataclasses.replace(ENTRY, config=OTHER)
+    entries = {dataclasses.replace(KEY, tokens=256): tall}
+    tables.write(file, dataclasses.replace(TABLE, entries=entries, rejected={}))
+    for tokens in (256, 500):
+        assert look(dataclasses.replace(PROBLEM, tokens=tokens)) == OTHER
+    for tokens in (128, 192, 300):
+        assert look(dataclasses.replace(PROBLEM, tokens=tokens)) == Sm90().default(tokens)
 
 
 def test_unverified_entries_are_not_used(file: Path) -> None:
@@ -280,4 +290,4 @@ def test_commands(file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 64, 65, 8192, 8193])
 def test_buckets(tokens: int) -> None:
-    assert tables.bucket(tokens) / 2 < tokens <= tables.bucket(tokens)
+    assert tables.bucket(tokens) * 2 / 3 < tokens <= tables.bucket(tokens)
