@@ -11,6 +11,8 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import agreement, planner
 from cutefce.ops.checks import check_call, check_denominator
 from cutefce.ops.dispatch import are_known, problem_of, widths_for
+from cutefce.ops.library import KERNELS, LIBRARY, SHARING, forward
+from cutefce.ops.surroundings import is_autocasting, is_direct
 
 
 def loss(
@@ -71,7 +73,9 @@ def loss(
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     result: Tensor
     if not (grad_hidden or grad_weight):
-        result = torch.ops.cutefce.forward(*inputs, reduction, ignore_index, *sharing)
+        direct = denominator is None and is_direct(*inputs)
+        run = KERNELS[forward] if direct else torch.ops.cutefce.forward
+        result = run(*inputs, reduction, ignore_index, *sharing)
     else:
         problem = problem_of(rows, w, grad_hidden, grad_weight)
         plan = _plan(problem, h.device, budget, reduction != "none", *sharing[1:])
@@ -123,14 +127,6 @@ def plan(
     return _plan(problem, h.device, budget, scalar, group, shards, sequence_parallel)
 
 
-def is_autocasting(device: str) -> bool:
-    """Whether this is an autocast region for devices of this type."""
-    return _has_autocast(device) and torch.is_autocast_enabled(device)
-
-
-_has_autocast = functools.cache(torch.amp.is_autocast_available)
-
-
 def _autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Cast as `torch.nn.functional.linear` does: all but float64, to the region's dtype."""
     if not is_autocasting(h.device.type):
@@ -180,3 +176,10 @@ def _new_plan(
 
 
 _cached_plan = functools.lru_cache(maxsize=1024)(_new_plan)
+
+for overload, budget in (("", "int? workspace=None"), (".preset", "str workspace")):
+    LIBRARY.define(
+        f"loss{overload}(Tensor h, Tensor w, Tensor y, *, str reduction='mean', "
+        f"int ignore_index=-100, {budget}, {SHARING}) -> Tensor"
+    )
+    LIBRARY.impl(f"loss{overload}", loss, "CompositeImplicitAutograd")

@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from cutefce.cute_kernels.problem import ITEM_BYTES
 
+DTYPES = {getattr(torch, name) for name in ITEM_BYTES}
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -33,7 +34,7 @@ def check_call(h: Tensor, w: Tensor, y: Tensor, reduction: str, parts: int = 1) 
 
 
 def _check_dtypes(h: Tensor, w: Tensor, y: Tensor) -> None:
-    if str(h.dtype).removeprefix("torch.") not in ITEM_BYTES:
+    if h.dtype not in DTYPES:
         raise TypeError(f"h: got dtype {h.dtype}, expected one of {', '.join(ITEM_BYTES)}")
     if w.dtype != h.dtype:
         raise TypeError(

@@ -96,7 +96,7 @@ def primitives_for(h: Tensor, w: Tensor, problem: Problem) -> Primitives:
     Raises:
         RuntimeError: in strict mode, if the kernels cannot serve the call.
     """
-    reason = _obstacle(h, w)
+    reason = _obstacle(h, w) if problem.arch is None else _obstacle_of_rows(h, w)
     if reason is None:
         return _cute_primitives(h.device, problem).for_a_call()
     if problem.tokens:
@@ -118,9 +118,11 @@ def _warn_once(reason: str) -> None:
 
 def _obstacle(h: Tensor, w: Tensor) -> str | None:
     """Return why the kernels cannot serve h (N, D) and w (V, D), None if they can."""
-    reason = device_obstacle(h.device, h.dtype)
-    if reason is not None:
-        return reason
+    return device_obstacle(h.device, h.dtype) or _obstacle_of_rows(h, w)
+
+
+def _obstacle_of_rows(h: Tensor, w: Tensor) -> str | None:
+    """Return why the kernels that the device has cannot serve h (N, D) and w (V, D)."""
     if h.shape[0] == 0:
         return "h: got no rows, expected at least 1"
     if h.shape[1] % 8:

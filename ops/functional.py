@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-import cutefce.ops.library  # noqa: F401  (registers torch.ops.cutefce)
+import cutefce.ops.call  # noqa: F401  (registers torch.ops.cutefce)
 from cutefce.ops.dtensor import localise
 
 

@@ -1,8 +1,8 @@
-"""The operators `torch.ops.cutefce.*`: schemas, kernels, autograd; `fakes.py` has no numbers.
+"""The inner operators: schemas, kernels, autograd; `fakes.py` has no numbers.
 
-`loss` is what users call (`ops/call.py`).  It composes inner operators, so that gradients,
+`torch.ops.cutefce.loss` (`call.py`), which users call, composes them, so that gradients,
 `torch.compile` and graph capture see tensors in and tensors out; the ranks of a `group` exchange
-what `ops/parallel.py` says inside of them:
+what `parallel.py` says inside of them:
 
     forward            the loss, where no gradient is wanted
     project_loss       the forward of a step: loss, stats and what the backward needs of it
@@ -18,22 +18,17 @@ import torch
 from torch import Tensor
 
 from cutefce.ops import fakes, strategies
-from cutefce.ops.call import is_autocasting, loss
 from cutefce.ops.dispatch import primitives_for, problem_of
 from cutefce.ops.halves import Sums
 from cutefce.ops.lending import lent_windows
 from cutefce.ops.parallel import Whole, shard_of
 from cutefce.ops.primitives import Primitives, Stats, Targets, sum_dtype
+from cutefce.ops.surroundings import apart
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
 RANKS = "str? group=None, int[]? shards=None, bool sequence_parallel=False"
 SHARING = f"Tensor? denominator=None, {RANKS}"
 
-for overload, workspace in (("", "int? workspace=None"), (".preset", "str workspace")):
-    LIBRARY.define(
-        f"loss{overload}(Tensor h, Tensor w, Tensor y, *, str reduction='mean', "
-        f"int ignore_index=-100, {workspace}, {SHARING}) -> Tensor"
-    )
 LIBRARY.define(
     f"forward(Tensor h, Tensor w, Tensor y, str reduction, int ignore_index, {SHARING}) -> Tensor"
 )
@@ -53,26 +48,6 @@ LIBRARY.define(
     "scale_gradients(Tensor upstream, Tensor h, Tensor w, Tensor dx, Tensor dw, Tensor dx_rest, "
     f"Tensor dw_rest, {RANKS}) -> (Tensor dx, Tensor dw)"
 )
-
-
-def _apart(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep a surrounding autocast region, which casts the inputs, from casting what sums.
-
-    Make the device of the first tensor the current one: streams and launches go by that.
-    """
-
-    @functools.wraps(kernel)
-    def run(first: Tensor, *rest: Any, **more: Any) -> Any:
-        device, kind = first.device, first.device.type
-        if kind == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return run(first, *rest, **more)
-        if not is_autocasting(kind):
-            return kernel(first, *rest, **more)
-        with torch.autocast(kind, enabled=False):
-            return kernel(first, *rest, **more)
-
-    return run
 
 
 def _prepare(
@@ -276,10 +251,8 @@ def _no_second_derivative(ctx: Any, *_: Any) -> None:
     raise NotImplementedError("cutefce: the loss has no second derivatives (create_graph=True)")
 
 
-for overload in ("loss", "loss.preset"):
-    LIBRARY.impl(overload, loss, "CompositeImplicitAutograd")
 KERNELS = {
-    kernel: _apart(kernel) for kernel in (forward, project_loss, project_gradients, scale_gradients)
+    kernel: apart(kernel) for kernel in (forward, project_loss, project_gradients, scale_gradients)
 }
 for kernel, wrapped in KERNELS.items():
     LIBRARY.impl(kernel.__name__, wrapped, "CompositeExplicitAutograd")
