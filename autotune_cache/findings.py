@@ -1,5 +1,6 @@
 """What primitives find for a case: losses, exponentials and gradients, as any call has them."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ from cutefce.cute_kernels.problem import Problem, TileConfig
 from cutefce.ops import planner, strategies
 from cutefce.ops.halves import Sums
 from cutefce.ops.lending import lent_windows
-from cutefce.ops.primitives import Primitives, Targets, sum_dtype
+from cutefce.ops.primitives import Primitives, Targets, step_by_step, sum_dtype
 
 
 def targets_of(case: Case) -> Targets:
@@ -113,15 +114,15 @@ def _alone(
     h: Tensor, w: Tensor, targets: Targets, primitives: Primitives, upstream: Tensor
 ) -> dict[str, Result]:
     """Return what a forward without gradients finds, and one rank's part of dX for any sums."""
-    loss, stats = strategies.forward(primitives, h, w, targets, "none")
+    results, steps = {}, functools.partial(step_by_step, primitives)
+    for name, forward in (("alone", primitives.forward), ("alone, by steps", steps)):
+        stats, loss = forward(h, w, targets, "none")
+        results[f"loss {name}"] = Result(loss, 1)
+        results[f"others' share {name}"] = Result(stats.sum, 1, stats.total)
     sums = h.to(upstream.dtype)
     part = torch.empty_like(sums)
     primitives.finish_dx(part, sums, w, targets, upstream, upstream)
-    return {
-        "loss alone": Result(loss, 1),
-        "others' share alone": Result(stats.sum, 1, stats.total),
-        "a rank's part of dX": Result(part, 1, of_row=True),
-    }
+    return results | {"a rank's part of dX": Result(part, 1, of_row=True)}
 
 
 def _gradients(which: str, dx: Tensor | None, dw: Tensor | None) -> dict[str, Result]:

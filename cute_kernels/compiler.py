@@ -6,10 +6,10 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.kernels import Gradient, Kernel, ProjectExp
+from cutefce.cute_kernels.kernels import Forward, Gradient, Kernel, ProjectExp
 
 OPTIONS = "--enable-tvm-ffi"
 SYMBOL = "kernel"
@@ -38,15 +38,22 @@ def compile_kernel(kernel: Kernel, options: str = "") -> Any:
     """Compile `kernel` for its architecture; a GPU is not needed."""
     import cutlass.cute as cute
 
-    source = importlib.import_module(f"cutefce.cute_kernels.{source_of(kernel)}")
-    function, arguments = source.trace(kernel)
+    function, arguments = traced(kernel)
     return cute.compile(
         function, *arguments, options=f"--gpu-arch {kernel.arch} {OPTIONS} {options}"
     )
 
 
+def traced(kernel: Kernel) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function of `kernel` and arguments to compile it for."""
+    source = importlib.import_module(f"cutefce.cute_kernels.{source_of(kernel)}")
+    return cast(tuple[Any, tuple[Any, ...]], source.trace(kernel))
+
+
 def source_of(kernel: Kernel) -> str:
     """Return the module of this folder that holds the code of `kernel`."""
+    if isinstance(kernel, Forward):
+        return "forward"
     family = arch_named(kernel.arch).family
     if isinstance(kernel, ProjectExp):
         return f"project_exp_{family}"

@@ -58,6 +58,11 @@ def vector(dtype: Any, size: Any) -> Any:
     return make_fake_compact_tensor(dtype, (size,))
 
 
+def number(dtype: Any) -> Any:
+    """Return a stand-in for a tensor () of one number."""
+    return make_fake_compact_tensor(dtype, ())
+
+
 def exp2(x: Any, emulated: bool = False) -> Any:
     """Return 2**x to 2 units of the last place: by the hardware's approximation, or `emulated`."""
     return emulated_exp2(x, _clamp, _power) if emulated else cute.math.exp2(x, fastmath=True)

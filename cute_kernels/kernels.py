@@ -53,6 +53,35 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class Forward:
+    """The forward where nothing is stored: what `target_logit`, `sums` and `finish` do, at once."""
+
+    arch: str
+    dtype: str
+    config: GemmConfig
+
+    @property
+    def target_logit(self) -> TargetLogit:
+        """Its first part."""
+        return TargetLogit(self.arch, self.dtype)
+
+    @property
+    def sums(self) -> ProjectExp:
+        """Its second part."""
+        return ProjectExp(self.arch, self.dtype, self.config, sums=True, store=False)
+
+    @property
+    def finish(self) -> Finish:
+        """Its third part."""
+        return Finish(self.arch, self.config.rows)
+
+    def between(self, tokens: int, windows: int) -> int:
+        """Return how many numbers of 4 bytes lie between its parts."""
+        parts, blocks = windows * self.config.parts_of_window, -(-tokens // self.config.rows)
+        return tokens * (1 + parts) + 2 + blocks
+
+
+@dataclass(frozen=True)
 class Combine:
     """out_i = a_i (x_i + b_i t_{k_i}): the last step of dX, and s ⊙ h."""
 
@@ -95,16 +124,18 @@ class AddTargets:
     dtype: str
 
 
-Kernel = ProjectExp | Gradient | TargetLogit | Finish | Combine | AddTargets
+Kernel = ProjectExp | Gradient | TargetLogit | Finish | Forward | Combine | AddTargets
 
 
 @dataclass(frozen=True)
 class KernelSet:
     """The kernels that one architecture, dtype and configuration need."""
 
+    forward: Forward
+    """The forward alone."""
     target_logit: TargetLogit
     sums: ProjectExp
-    """The forward alone."""
+    """The forward alone, of ranks that share it."""
     sums_and_exps: ProjectExp
     """The forward that keeps exponentials."""
     exps: ProjectExp
@@ -150,13 +181,15 @@ def kernel_set(arch: Arch, dtype: str, configs: Configs) -> KernelSet:
         weight_sums = dataclasses.replace(weight, final=False)
         add_targets = AddTargets(arch.name, dtype)
     combine = functools.partial(Combine, arch.name, dtype)
+    forward = Forward(arch.name, dtype, configs.project_exp)
     return KernelSet(
-        target_logit=TargetLogit(arch.name, dtype),
-        sums=project(sums=True, store=False),
+        forward=forward,
+        target_logit=forward.target_logit,
+        sums=forward.sums,
         sums_and_exps=project(sums=True, store=True),
         exps=project(sums=False, store=True),
         noted_exps=project(sums=False, store=True, masked=True),
-        finish=Finish(arch.name, configs.project_exp.rows),
+        finish=forward.finish,
         scale_rows=combine(dtype, None, scaled=True, weighted=False),
         scale_sums=combine("float32", None, scaled=True, weighted=False),
         finish_dx=combine("float32", dtype, scaled=True, weighted=True),

@@ -27,6 +27,7 @@ from cutefce.cute_kernels.dsl import (
     await_previous,
     exp2,
     matrix,
+    number,
     vector,
 )
 from cutefce.cute_kernels.problem import SLACK
@@ -48,7 +49,7 @@ def trace(kernel: kernels.Kernel) -> tuple[Any, tuple[Any, ...]]:
         parts = matrix(Float32, rows, cute.sym_int(), aligned=False)
         stats = matrix(Float32, 4, rows, aligned=False)
         logit, target = vector(Float32, rows), vector(Int64, rows)
-        outputs = stats, vector(Float32, 1), vector(Int32, cute.sym_int())
+        outputs = stats, number(Float32), vector(Int32, cute.sym_int())
         return Finish(kernel.rows), (parts, logit, target, *outputs, Int64(0), Int32(0), stream)
     if isinstance(kernel, kernels.AddTargets):
         dtype, tokens, hidden = DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int(divisibility=8)
@@ -167,7 +168,7 @@ class Finish:
         """Write ρ, S, T and the loss to stats (4, N), of parts (N, P) and r (N,).
 
         ρ is r, unless a part lies beyond the slack: then ρ is about the largest part, and the row
-        block is noted.  Losses of rows with r = +inf are 0.  `reduced` (1,) receives their sum, or
+        block is noted.  Losses of rows with r = +inf are 0.  `reduced` () receives their sum, or
         the mean over the targets that are not `ignored`.
 
         notes (2 + row blocks,) are described in `dsl`.
@@ -282,7 +283,7 @@ class Finish:
                 count += shared[WARPS + other]
             if mean != 0:
                 total = total / cute.arch.fmax(count, Float32(1.0))
-            reduced[0] = total
+            reduced[()] = total
 
 
 @cute.jit

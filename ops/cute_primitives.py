@@ -107,6 +107,17 @@ class CutePrimitives(TorchPrimitives):
         launch(h, w, reference, target, sums, exps, notes, first, windows, self.clusters)
         return Parts(sums, notes)
 
+    def forward(
+        self, h: Tensor, w: Tensor, targets: Targets, reduction: str
+    ) -> tuple[Stats, Tensor]:
+        kernel, windows, tokens = self.kernels.forward, self._windows(h, w), h.shape[0]
+        between = h.new_empty(kernel.between(tokens, windows), dtype=torch.float32)
+        stats, reduced = Stats(between.new_empty(4, tokens)), between.new_empty(())
+        tensors = h, w, targets.index, between, stats.rows, reduced
+        mean = _divides(targets, reduction)
+        compiled(kernel)(*tensors, targets.ignore_index, windows, self.clusters, mean)
+        return stats, _reduced(stats, reduced, targets, reduction)
+
     def side_by_side(self, partials: Sequence[Partial]) -> Partial:
         if len(partials) == 1:
             return partials[0]
@@ -137,12 +148,10 @@ class CutePrimitives(TorchPrimitives):
     ) -> tuple[Stats, Tensor]:
         stats = Stats(target_logit.new_empty(4, target_logit.shape[0]))
         reduced = target_logit.new_empty(())
-        mean = int(reduction == "mean" and targets.denominator is None)
-        inputs, outputs = (partial.sums, target_logit, targets.index), (stats.rows, reduced.view(1))
-        compiled(self.kernels.finish)(*inputs, *outputs, partial.notes, targets.ignore_index, mean)
-        if targets.denominator is not None:
-            reduced = reduced * targets.weight(reduction, reduced.dtype)
-        return stats, stats.loss if reduction == "none" else reduced
+        inputs, outputs = (partial.sums, target_logit, targets.index), (stats.rows, reduced)
+        numbers = targets.ignore_index, _divides(targets, reduction)
+        compiled(self.kernels.finish)(*inputs, *outputs, partial.notes, *numbers)
+        return stats, _reduced(stats, reduced, targets, reduction)
 
     def settle(
         self,
@@ -242,6 +251,20 @@ class CutePrimitives(TorchPrimitives):
 
     def _windows(self, h: Tensor, w: Tensor) -> int:
         return choose_windows(h.shape[0], w.shape[0], self.project, self.clusters)
+
+
+def _divides(targets: Targets, reduction: str) -> int:
+    """Return whether a kernel that reduces the losses is to divide by the targets that count."""
+    return int(reduction == "mean" and targets.denominator is None)
+
+
+def _reduced(stats: Stats, reduced: Tensor, targets: Targets, reduction: str) -> Tensor:
+    """Return the loss, of what a kernel `reduced`."""
+    if reduction == "none":
+        return stats.loss
+    if targets.denominator is None:
+        return reduced
+    return reduced * targets.weight(reduction, reduced.dtype)
 
 
 def _starts(part: TargetLists, first: int, out: Tensor) -> Tensor:

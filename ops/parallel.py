@@ -26,7 +26,7 @@ from torch import Tensor
 from cutefce.ops import strategies
 from cutefce.ops.agreement import meet, resolve
 from cutefce.ops.dispatch import backend_for
-from cutefce.ops.primitives import Partial, Primitives, Stats, Targets, sum_dtype
+from cutefce.ops.primitives import Partial, Primitives, Stats, Targets, step_by_step, sum_dtype
 
 IGNORED = -(1 << 62)
 """The local index of ignored targets; those of other ranks' targets lie outside [0, V_k), too."""
@@ -131,6 +131,8 @@ class ShardPrimitives:
     def __getattr__(self, name: str) -> Any:
         """Leave every other step to `own`: it needs nothing of the other shards."""
         return getattr(self.own, name)
+
+    forward = step_by_step
 
     def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of sums: dX is rounded after the ranks' parts are added."""

@@ -149,6 +149,12 @@ class Primitives(Protocol):
         """
         ...
 
+    def forward(
+        self, h: Tensor, w: Tensor, targets: Targets, reduction: str
+    ) -> tuple[Stats, Tensor]:
+        """Do `target_logit`, `project_exp` of all columns and `finish`; nothing is stored."""
+        ...
+
     def recompute_exp(
         self,
         h: Tensor,
@@ -233,3 +239,12 @@ class Primitives(Protocol):
     def add_target_part(self, sums: Tensor, part: TargetPart, first: int) -> None:
         """Add the targets' part to `sums` (K, D), those of the entries from `first` on."""
         ...
+
+
+def step_by_step(
+    primitives: Primitives, h: Tensor, w: Tensor, targets: Targets, reduction: str
+) -> tuple[Stats, Tensor]:
+    """Do what `Primitives.forward` does by the other steps."""
+    logit = primitives.target_logit(h, w, targets)
+    partial = primitives.project_exp(h, w, (0, w.shape[0]), logit, targets.index)
+    return primitives.finish(partial, logit, targets, reduction)

@@ -66,19 +66,22 @@ def forward(
     `stored` receives its columns' exponentials; they begin with column 0, one after another, and
     are whole pieces.  The last ones may lie beyond V; such columns are undefined.
     """
-    if logit is None:
-        logit = primitives.target_logit(h, w, targets)
-    firsts, rooms = zip(*stored, strict=True) if stored else ((0,), (None,))
-    columns = zip(firsts, (*firsts[1:], w.shape[0]), strict=True)
-    partial = primitives.side_by_side(
-        [
-            primitives.project_exp(h, w, window, logit, targets.index, exps)
-            for window, exps in zip(columns, rooms, strict=True)
-        ]
-    )
-    stats, loss = primitives.finish(partial, logit, targets, reduction)
-    for first, exps in stored:
-        primitives.settle(exps, h, w, first, targets.index, partial, stats)
+    if not stored:
+        stats, loss = primitives.forward(h, w, targets, reduction)
+    else:
+        if logit is None:
+            logit = primitives.target_logit(h, w, targets)
+        firsts, rooms = zip(*stored, strict=True)
+        columns = zip(firsts, (*firsts[1:], w.shape[0]), strict=True)
+        partial = primitives.side_by_side(
+            [
+                primitives.project_exp(h, w, window, logit, targets.index, exps)
+                for window, exps in zip(columns, rooms, strict=True)
+            ]
+        )
+        stats, loss = primitives.finish(partial, logit, targets, reduction)
+        for first, exps in stored:
+            primitives.settle(exps, h, w, first, targets.index, partial, stats)
     if h.dtype == torch.float16:
         stats = _as_probabilities(stats)
     return loss, stats

@@ -17,7 +17,7 @@ from torch import Tensor
 from cutefce.cute_kernels.problem import TileConfig
 from cutefce.ops.footprint import WIDENED_BLOCK, row_block_bytes
 from cutefce.ops.fusion import can_fuse, fused
-from cutefce.ops.primitives import Partial, Stats, TargetPart, Targets, sum_dtype
+from cutefce.ops.primitives import Partial, Stats, TargetPart, Targets, step_by_step, sum_dtype
 from cutefce.ops.rowwise import (
     exponentials,
     exponentials_,
@@ -71,6 +71,8 @@ class TorchPrimitives:
             rest = Pieces(pieces.sums[:, done:], pieces.references[:, done:])
             self._walk_tiles(h, w, (middle, last), reference, target, None, rest)
         return pieces
+
+    forward = step_by_step
 
     def side_by_side(self, partials: Sequence[Partial]) -> Partial:
         if len(partials) == 1:

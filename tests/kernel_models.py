@@ -23,6 +23,7 @@ def model_of(kernel: kernels.Kernel) -> Callable[..., None]:
         kernels.TargetLogit: _target_logit,
         kernels.ProjectExp: _project_exp,
         kernels.Finish: _finish,
+        kernels.Forward: _forward,
         kernels.Combine: _combine,
         kernels.Gradient: _gradient,
         kernels.AddTargets: _add_targets,
@@ -98,7 +99,30 @@ def _finish(
     total = torch.exp2(parts - distance[:, None] / math.log(2)).sum(1)
     excess = total + torch.expm1(-distance)
     stats[:] = torch.stack([reference, total, excess + 1, distance + torch.log1p(excess)])
-    reduced[0] = stats[3].sum() / ((target != ignored).sum().clamp(min=1) if mean else 1)
+    reduced.copy_(stats[3].sum() / ((target != ignored).sum().clamp(min=1) if mean else 1))
+
+
+def _forward(
+    kernel: kernels.Forward,
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    between: Tensor,
+    stats: Tensor,
+    reduced: Tensor,
+    ignored: int,
+    windows: int,
+    clusters: int,
+    mean: int,
+) -> None:
+    tokens, parts = len(h), windows * kernel.config.parts_of_window
+    assert len(between) == kernel.between(tokens, windows)
+    noted = len(between) - tokens * (1 + parts)
+    logit, sums, rest = between.split([tokens, tokens * parts, noted])
+    sums, notes = sums.view(tokens, parts), rest.view(torch.int32)
+    model_of(kernel.target_logit)(h, w, y, logit, notes, ignored)
+    model_of(kernel.sums)(h, w, logit, y, sums, None, notes, 0, windows, clusters)
+    model_of(kernel.finish)(sums, logit, y, stats, reduced, notes, ignored, mean)
 
 
 def _combine(

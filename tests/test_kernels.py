@@ -16,7 +16,7 @@ from cutefce.cute_kernels.config import Configs, GemmConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import cute_primitives, dispatch
 from cutefce.ops.cute_primitives import CutePrimitives, Parts
-from cutefce.ops.primitives import Targets
+from cutefce.ops.primitives import Targets, step_by_step
 from tests.reference import Case, assert_as_accurate, evaluate, ours, random_case
 
 HERE = arch_for(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
@@ -93,6 +93,23 @@ def test_every_configuration(
     smallest = 2.0**-24 if dtype == torch.float16 else 1e-30
     got = buffer[:, : shape[2]].double()
     torch.testing.assert_close(got, exact, rtol=1.01 * rounding, atol=smallest)
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_forward_at_once_is_its_steps(
+    config: GemmConfig, shape: tuple[int, int, int], reduction: str
+) -> None:
+    case = random_case(*shape, dtype=torch.bfloat16, device="cuda")
+    case.h[::5] *= 100.0  # some of these rows lie far above their targets
+    steps, targets = primitives(config, torch.bfloat16), Targets(case.y, shape[2], -100)
+    stats, loss = steps.forward(case.h, case.w, targets, reduction)
+    expected = step_by_step(steps, case.h, case.w, targets, reduction)
+    assert torch.equal(stats.rows, expected[0].rows)
+    assert torch.equal(loss, expected[1])
 
 
 @pytest.mark.gpu
