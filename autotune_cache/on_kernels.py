@@ -41,9 +41,9 @@ class OnKernels(Tunable):
         return choice
 
     def configs(self, problem: Problem, choice: Choice) -> Configs:
-        """Return the default with `choice` in its place."""
+        """Return the defaults of the typical problem, with `choice` in its place."""
         changed: dict[str, Any] = {self.name: choice}
-        return dataclasses.replace(self.default_configs(problem), **changed)
+        return dataclasses.replace(self.default_configs(self.typical(problem.dtype)), **changed)
 
     def tiles(self, problem: Problem, choice: Choice) -> TileConfig:
         """Return how the primitives that are tried walk the vocabulary."""
@@ -54,9 +54,8 @@ class OnKernels(Tunable):
         tiles, configs = self.tiles(problem, choice), self.configs(problem, choice)
         return CutePrimitives(tiles, self.arch, problem.dtype, configs, self.multiprocessors)
 
-    def kernels(self, dtype: str, choice: Choice) -> Sequence[Kernel]:
-        configs = self.configs(Problem(8192, 4096, 131072, dtype, "cuda"), choice)
-        return kernel_set(self.arch, dtype, configs).all()
+    def kernels(self, problem: Problem, choice: Choice) -> Sequence[Kernel]:
+        return kernel_set(self.arch, problem.dtype, self.configs(problem, choice)).all()
 
     def expected(self, case: Case) -> dict[str, Result]:
         return self.found(case, TorchPrimitives(autotune_cache.lookup(case.problem)))

@@ -94,6 +94,10 @@ class Tunable(abc.ABC):
         """Return the problem of (tokens, hidden, vocab) where trials run."""
         return Problem(*sizes, dtype, torch.device(self.device).type, arch=self.arch.name)
 
+    def typical(self, dtype: str) -> Problem:
+        """Return the problem whose defaults run what is not tried, whatever is: few kernels do."""
+        return self.problem((8192, 4096, 131072), dtype)
+
     @abc.abstractmethod
     def default(self, problem: Problem) -> Choice:
         """Return what serves where nothing was tuned."""
@@ -111,8 +115,8 @@ class Tunable(abc.ABC):
         """Return the predicted time; only ratios mean anything."""
 
     @abc.abstractmethod
-    def kernels(self, dtype: str, choice: Choice) -> Sequence[Kernel]:
-        """Return what must be compiled for a trial."""
+    def kernels(self, problem: Problem, choice: Choice) -> Sequence[Kernel]:
+        """Return what must be compiled to check a choice, and to time it on `problem`."""
 
     @abc.abstractmethod
     def expected(self, case: Case) -> dict[str, Result]:

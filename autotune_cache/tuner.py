@@ -75,7 +75,7 @@ class Job:
 
     def kernels(self) -> list[Kernel]:
         """Return what must be compiled."""
-        return [k for c in self.choices for k in self.tunable.kernels(self.problem.dtype, c)]
+        return [k for c in self.choices for k in self.tunable.kernels(self.problem, c)]
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Tuner:
             if same and (rejection.everywhere or key == job.key):
                 self.failures[choice] = rejection.reason
                 return True
-        for kernel in job.tunable.kernels(job.problem.dtype, choice):
+        for kernel in job.tunable.kernels(job.problem, choice):
             if kernel in self.unusable:
                 self._reject(job, choice, Rejection(self.unusable[kernel], everywhere=True))
                 return True

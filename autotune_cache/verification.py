@@ -93,18 +93,18 @@ def _fault(tunables: "tuple[Tunable, ...]", device: str) -> str | None:
     from cutefce.autotune_cache import trials, tuner
 
     todo = [
-        (tunable, dtype, choice)
+        (tunable, dtype, choice, tunable.kernels(tunable.typical(dtype), choice))
         for tunable in tunables
         for choice in dict.fromkeys((*tunable.defaults(), *_tuned(tunable, device)))
         for dtype in tunable.arch.dtypes
     ]
-    kernels = [k for tunable, dtype, choice in todo for k in tunable.kernels(dtype, choice)]
+    kernels = [kernel for *_, own in todo for kernel in own]
     for fault in tuner.build(tuner.missing(kernels), lambda: None).values():
         raise RuntimeError(fault)
     with Child() as child:
-        for tunable, dtype, choice in todo:
+        for tunable, dtype, choice, own in todo:
             try:
-                for kernel in tunable.kernels(dtype, choice):
+                for kernel in own:
                     child.ask(functools.partial(trials.load, kernel), tuner.BUILD_SECONDS)
                 child.ask(functools.partial(trials.prepare, tunable, dtype), PREPARE_SECONDS)
             except ChildError as error:

@@ -14,8 +14,10 @@ from cutefce.autotune_cache.on_kernels import PRODUCT_BYTES, OnKernels
 from cutefce.autotune_cache.table import WINDOW, Choice
 from cutefce.autotune_cache.tunable import Case, Result
 from cutefce.cute_kernels.config import Configs
+from cutefce.cute_kernels.kernels import Kernel, kernel_set
 from cutefce.cute_kernels.problem import Problem, TileConfig
 from cutefce.ops import strategies
+from cutefce.ops.cute_primitives import CutePrimitives
 from cutefce.ops.primitives import Primitives
 
 
@@ -40,7 +42,11 @@ class Window(OnKernels):
         return findings.smallest_plan(problem, (_of_width(problem, choice),)).seconds
 
     def configs(self, problem: Problem, choice: Choice) -> Configs:
-        return self.default_configs(problem)
+        return self.default_configs(self.typical(problem.dtype))
+
+    def kernels(self, problem: Problem, choice: Choice) -> Sequence[Kernel]:
+        own = kernel_set(self.arch, problem.dtype, self.default_configs(problem))
+        return *super().kernels(problem, choice), *own.all()
 
     def tiles(self, problem: Problem, choice: Choice) -> TileConfig:
         return _of_width(problem, choice)
@@ -49,8 +55,10 @@ class Window(OnKernels):
         return findings.of_smallest_step(case, primitives)
 
     def call(self, case: Case, choice: Choice) -> Callable[[], object]:
-        primitives = self.primitives(case.problem, choice)
-        return lambda: findings.smallest_step(case, primitives)
+        # as a step of the problem runs; what is checked is the typical problem's
+        tiles, configs = self.tiles(case.problem, choice), self.default_configs(case.problem)
+        gpu = self.arch, case.problem.dtype, configs, self.multiprocessors
+        return lambda: findings.smallest_step(case, CutePrimitives(tiles, *gpu))
 
     def product(self, case: Case) -> Callable[[], object]:
         problem, (h, w) = case.problem, (case.h, case.w)

@@ -123,7 +123,7 @@ class StandIn(ProjectExp):
     def candidates(self, problem: Problem) -> Sequence[Choice]:
         return [config(kind) for kind in Kind]
 
-    def kernels(self, dtype: str, choice: Choice) -> Sequence[Kernel]:
+    def kernels(self, problem: Problem, choice: Choice) -> Sequence[Kernel]:
         return ()
 
     def primitives(self, problem: Problem, choice: Choice) -> Primitives:

@@ -76,10 +76,32 @@ def test_all_kernels_are_checked(arch: Arch, monkeypatch: pytest.MonkeyPatch) ->
     known: list[kernels.Kernel] = []
     for tunable in tunables.all_tunables(arch, SIZE, "cpu"):
         for choice in tunable.defaults():
-            known += tunable.kernels("bfloat16", choice)
+            known += tunable.kernels(tunable.typical("bfloat16"), choice)
             for name in trials.SMALL:
                 tunable.results(trials._small(tunable, name, "bfloat16")[0], choice)
     assert set(known) <= launched
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_trials_launch_nothing_that_was_not_compiled_ahead(
+    arch: Arch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling takes longer than a trial may."""
+    launched: set[kernels.Kernel] = set()
+
+    def note(kernel: kernels.Kernel) -> Callable[..., None]:
+        return lambda *arguments: launched.add(kernel)
+
+    monkeypatch.setattr(cute_primitives, "compiled", note)
+    for tunable in tunables.all_tunables(arch, SIZE, "cpu"):
+        problem = tunable.problem((130, 64, 1500), "bfloat16")
+        case, _ = trials._full(tunable, problem)
+        choice = tunable.default(problem)
+        for some in (case, *(trials._small(tunable, x, "bfloat16")[0] for x in trials.SMALL)):
+            tunable.results(some, choice)
+        tunable.call(case, choice)()
+        assert launched and launched <= set(tunable.kernels(problem, choice))
+        launched.clear()
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)

@@ -27,6 +27,7 @@ from cutefce.autotune_cache.tunables import ProjectExp
 from cutefce.autotune_cache.tuner import Job, Tuner
 from cutefce.cute_kernels import kernels
 from cutefce.cute_kernels.arch import Sm90, arch_for
+from cutefce.cute_kernels.problem import Problem
 from tests.stand_ins import Kind, StandIn, config
 from tests.tuning_stand_ins import (
     DEVICE,
@@ -178,7 +179,7 @@ def test_a_kernel_that_does_not_compile_is_rejected(folder: Path) -> None:
     broken = kernels.ProjectExp("sm_90a", "bfloat16", config(Kind.FAST), sums=True, store=True)
 
     class Compiled(StandIn):
-        def kernels(self, dtype: str, choice: Any) -> tuple[kernels.Kernel, ...]:
+        def kernels(self, problem: Problem, choice: Any) -> tuple[kernels.Kernel, ...]:
             return (dataclasses.replace(broken, config=choice),)
 
     tunable = Compiled(Sm90(), SIZE, "cpu")

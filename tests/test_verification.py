@@ -18,6 +18,7 @@ from cutefce.autotune_cache.child import Child
 from cutefce.autotune_cache.table import file_name
 from cutefce.cute_kernels import jit_cache, kernels
 from cutefce.cute_kernels.arch import Sm90
+from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import dispatch
 from cutefce.ops.cute_primitives import CutePrimitives
 from tests.stand_ins import Hanging, Kind, StandIn, config
@@ -160,7 +161,7 @@ BUILT = kernels.TargetLogit("sm_90a", "bfloat16")
 class Built(StandIn):
     """One kernel to compile."""
 
-    def kernels(self, dtype: str, choice: Any) -> tuple[kernels.Kernel, ...]:
+    def kernels(self, problem: Problem, choice: Any) -> tuple[kernels.Kernel, ...]:
         return (BUILT,)
 
 
