@@ -17,6 +17,9 @@ from tests.reference import random_case
 
 FORWARD = torch.ops.cutefce.forward.default
 
+# on a GPU, kernels serve bfloat16 and the portable path float32
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
 
 def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
@@ -38,11 +41,12 @@ class Seen(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
+@each_dtype
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_a_plain_call_is_direct(
-    context: Callable[[], AbstractContextManager[None]], device: str
+    context: Callable[[], AbstractContextManager[None]], dtype: torch.dtype, device: str
 ) -> None:
-    case = random_case(20, 8, 50, dtype=torch.bfloat16, device=device)
+    case = random_case(20, 8, 50, dtype=dtype, device=device)
     w = nn.Parameter(case.w)
     with profile(activities=[ProfilerActivity.CPU]) as profiler, context():
         result = torch.ops.cutefce.loss(case.h, w, case.y)
@@ -51,17 +55,24 @@ def test_a_plain_call_is_direct(
     assert torch.equal(result, FORWARD(case.h, case.w, case.y, "mean", -100))
 
 
-def test_modes_see_the_operator(device: str) -> None:
-    case = random_case(20, 8, 50, dtype=torch.bfloat16, device=device)
+@each_dtype
+def test_modes_see_the_operator(dtype: torch.dtype, device: str) -> None:
+    case = random_case(20, 8, 50, dtype=dtype, device=device)
     with Seen() as seen:
         result = loss(case.h, case.w, case.y)
     assert FORWARD in seen.operators
     assert torch.equal(result, loss(case.h, case.w, case.y))
 
 
+@each_dtype
 @pytest.mark.parametrize("pre_dispatch", [False, True])
-def test_tracers_see_an_operator(pre_dispatch: bool, device: str) -> None:
-    case = random_case(20, 8, 50, dtype=torch.bfloat16, device=device)
+def test_tracers_see_an_operator(
+    pre_dispatch: bool, dtype: torch.dtype, device: str, request: pytest.FixtureRequest
+) -> None:
+    if device == "cuda" and dtype == torch.float32:
+        reason = "FX does not trace what torch.compile made, as the portable path's rows on a GPU"
+        request.applymarker(pytest.mark.xfail(raises=RuntimeError, strict=True, reason=reason))
+    case = random_case(20, 8, 50, dtype=dtype, device=device)
     inputs = case.h, case.w, case.y
     traced = make_fx(loss, pre_dispatch=pre_dispatch)(*inputs)
     called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
@@ -78,10 +89,13 @@ def test_tensors_without_numbers_stay_without(without: Callable[[], Any]) -> Non
     assert result.shape == () and result.dtype == torch.float32
 
 
-def test_compiled_without_gradients_equals_eager(small_tiles: TileConfig, device: str) -> None:
+@each_dtype
+def test_compiled_without_gradients_equals_eager(
+    dtype: torch.dtype, small_tiles: TileConfig, device: str
+) -> None:
     torch.compiler.reset()
     backend = "aot_eager" if device == "cpu" else "inductor"
     compiled = torch.compile(loss, fullgraph=True, backend=backend)
-    case = random_case(40, 16, 333, dtype=torch.bfloat16, device=device)
+    case = random_case(40, 16, 333, dtype=dtype, device=device)
     compiled(case.h, case.w, case.y)  # the run that compiles may take the portable path unfused
     assert torch.equal(compiled(case.h, case.w, case.y), loss(case.h, case.w, case.y))
