@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cutefce import autotune_cache
 from cutefce.autotune_cache.tunable import Case, Result
-from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.cute_kernels.problem import Problem, TileConfig, can_keep
 from cutefce.ops import planner, strategies
 from cutefce.ops.halves import Sums
 from cutefce.ops.lending import lent_windows
@@ -91,7 +91,7 @@ def of_steps(case: Case, primitives: Primitives) -> dict[str, Result]:
             primitives, h, w, targets, stats, stored, case.upstream, window, True, dw
         )
         results |= _gradients("", dx, dw)
-        if dtype != torch.float16:  # which lacks the range, see `planner`
+        if can_keep(case.problem.dtype):
             results |= _chunks(h, w, targets, primitives, autotune_cache.lookup(case.problem).piece)
         results |= _alone(h, w, targets, primitives, case.upstream)
     return results

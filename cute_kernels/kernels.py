@@ -7,10 +7,11 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cutefce.cute_kernels.arch import Arch
 from cutefce.cute_kernels.config import Configs, GemmConfig
+from cutefce.cute_kernels.problem import can_keep
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class Finish:
     rows: int
     """Rows of a row block."""
 
+    def notes(self, tokens: Any) -> Any:
+        """Return the size of a forward's notes, as a kernel's integer too; see `dsl`."""
+        return 2 + (tokens + self.rows - 1) // self.rows
+
 
 @dataclass(frozen=True)
 class Forward:
@@ -77,8 +82,8 @@ class Forward:
 
     def between(self, tokens: int, windows: int) -> int:
         """Return how many numbers of 4 bytes lie between its parts."""
-        parts, blocks = windows * self.config.parts_of_window, -(-tokens // self.config.rows)
-        return tokens * (1 + parts) + 2 + blocks
+        parts = windows * self.config.parts_of_window
+        return tokens * (1 + parts) + int(self.finish.notes(tokens))
 
 
 @dataclass(frozen=True)
@@ -162,9 +167,20 @@ class KernelSet:
     add_targets: AddTargets | None
     """Adds the targets' part to dW's sums."""
 
+    OF_KEPT: ClassVar = (
+        "sums_and_exps",
+        "noted_exps",
+        "scale_sums",
+        "grad_weight_sums",
+        "add_targets",
+    )
+    """Those of plans that store exponentials in the forward."""
+
     def all(self) -> list[Kernel]:
-        """Return every kernel of the set."""
-        found = (getattr(self, field.name) for field in dataclasses.fields(self))
+        """Return every kernel of the set that a call may launch."""
+        unused = () if can_keep(self.sums.dtype) else self.OF_KEPT
+        names = (field.name for field in dataclasses.fields(self) if field.name not in unused)
+        found = (getattr(self, name) for name in names)
         return [kernel for kernel in found if kernel is not None]
 
 

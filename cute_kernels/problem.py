@@ -11,6 +11,11 @@ SLACK = 32.0
 V·e³², so that neither they nor 1/T leave the range of bfloat16 and float32."""
 
 
+def can_keep(dtype: str) -> bool:
+    """Whether exponentials can be stored before T is known: float16 lacks the range."""
+    return dtype != "float16"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One linear cross entropy: `tokens` rows of `hidden` features against `vocab` classes."""

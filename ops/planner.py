@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.cute_kernels.problem import Problem, TileConfig, can_keep
 from cutefce.ops.footprint import chunk_token_bytes, chunked_bytes, windows_bytes
 from cutefce.ops.lending import lendable_windows
 
@@ -92,7 +92,7 @@ def make_plan(
     every row's loss gets the same upstream gradient.
     """
     candidates = [_windows(problem, configs, budget, scalar_upstream)]
-    if scalar_upstream and problem.gradient_bytes and _can_keep(problem):
+    if scalar_upstream and problem.gradient_bytes and can_keep(problem.dtype):
         candidates.append(_gradients_in_forward(problem, configs[0], budget))
     affordable = [c for c in candidates if c.workspace_bytes <= budget]
     if affordable:
@@ -141,7 +141,7 @@ def _windows_of(
         return windows_bytes(p, config, lent, kept, scalar_upstream)
 
     lent = kept = 0
-    if p.gradient_bytes and _can_keep(p):
+    if p.gradient_bytes and can_keep(p.dtype):
         column = max(p.tokens, 1) * p.item_bytes
         kept = _all_columns(p.vocab, config)
         if bytes_with(0, kept) > budget:
@@ -196,11 +196,6 @@ def _gradients_in_forward(p: Problem, config: TileConfig, budget: int) -> Plan:
 
 def _all_columns(columns: int, config: TileConfig) -> int:
     return -(-columns // config.piece) * config.piece
-
-
-def _can_keep(p: Problem) -> bool:
-    """Whether exponentials can be stored before T is known: float16 lacks the range."""
-    return p.dtype != "float16"
 
 
 def _windows_seconds(p: Problem, window: int, lent: int, kept: int) -> float:

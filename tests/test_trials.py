@@ -64,9 +64,9 @@ def test_calls_in_a_row_of_a_race(
     assert set(taken[:-2]) <= {1, calls} and taken[-2:] == [calls, calls]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_all_kernels_are_checked(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of bfloat16: float16 has kernels that no call launches."""
+def test_all_kernels_are_checked(arch: Arch, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: set[kernels.Kernel] = set()
 
     def note(kernel: kernels.Kernel) -> Callable[..., None]:
@@ -76,15 +76,16 @@ def test_all_kernels_are_checked(arch: Arch, monkeypatch: pytest.MonkeyPatch) ->
     known: list[kernels.Kernel] = []
     for tunable in tunables.all_tunables(arch, SIZE, "cpu"):
         for choice in tunable.defaults():
-            known += tunable.kernels(tunable.typical("bfloat16"), choice)
+            known += tunable.kernels(tunable.typical(dtype), choice)
             for name in trials.SMALL:
-                tunable.results(trials._small(tunable, name, "bfloat16")[0], choice)
+                tunable.results(trials._small(tunable, name, dtype)[0], choice)
     assert set(known) <= launched
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_trials_launch_nothing_that_was_not_compiled_ahead(
-    arch: Arch, monkeypatch: pytest.MonkeyPatch
+    arch: Arch, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiling takes longer than a trial may."""
     launched: set[kernels.Kernel] = set()
@@ -94,10 +95,10 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
 
     monkeypatch.setattr(cute_primitives, "compiled", note)
     for tunable in tunables.all_tunables(arch, SIZE, "cpu"):
-        problem = tunable.problem((130, 64, 1500), "bfloat16")
+        problem = tunable.problem((130, 64, 1500), dtype)
         case, _ = trials._full(tunable, problem)
         choice = tunable.default(problem)
-        for some in (case, *(trials._small(tunable, x, "bfloat16")[0] for x in trials.SMALL)):
+        for some in (case, *(trials._small(tunable, x, dtype)[0] for x in trials.SMALL)):
             tunable.results(some, choice)
         tunable.call(case, choice)()
         assert launched and launched <= set(tunable.kernels(problem, choice))
