@@ -34,7 +34,6 @@ class Forward:
     ) -> None:
         self.config = kernel.config
         self.target_logit, self.project, self.finish = target_logit, project, finish
-        self.noted = kernel.finish.notes
 
     @cute.jit
     def __call__(
@@ -53,11 +52,12 @@ class Forward:
     ) -> None:
         """Do `target_logit`, `project_exp` over all columns and `finish`."""
         rows, parts = h.shape[0], windows * self.config.parts_of_window
+        noted = kernels.notes_of_forward(rows, self.config.rows)
         logit = cute.make_tensor(between.iterator, cute.make_layout((rows,)))
         behind = between.iterator + rows
         sums = cute.make_tensor(behind, cute.make_layout((rows, parts), stride=(parts, 1)))
         place = cute.recast_ptr(behind + rows * parts, dtype=Int32)
-        notes = cute.make_tensor(place, cute.make_layout((self.noted(rows),)))
+        notes = cute.make_tensor(place, cute.make_layout((noted,)))
         self.target_logit(h, w, target, logit, notes, ignored, stream)
         self.project(h, w, logit, target, sums, None, notes, Int32(0), windows, clusters, stream)
         self.finish(sums, logit, target, stats, reduced, notes, ignored, mean, stream)

@@ -14,6 +14,14 @@ from cutefce.cute_kernels.config import Configs, GemmConfig
 from cutefce.cute_kernels.problem import can_keep
 
 
+def notes_of_forward(tokens: Any, rows: int) -> Any:
+    """Return the size of the notes of `tokens`, `rows` a block; see `dsl`.
+
+    Takes Python integers or a kernel's.
+    """
+    return 2 + (tokens + rows - 1) // rows
+
+
 @dataclass(frozen=True)
 class ProjectExp:
     """Exponentials of the logits: their row sums, or the exponentials themselves, or both."""
@@ -52,10 +60,6 @@ class Finish:
     rows: int
     """Rows of a row block."""
 
-    def notes(self, tokens: Any) -> Any:
-        """Return the size of a forward's notes, as a kernel's integer too; see `dsl`."""
-        return 2 + (tokens + self.rows - 1) // self.rows
-
 
 @dataclass(frozen=True)
 class Forward:
@@ -82,8 +86,8 @@ class Forward:
 
     def between(self, tokens: int, windows: int) -> int:
         """Return how many numbers of 4 bytes lie between its parts."""
-        parts = windows * self.config.parts_of_window
-        return tokens * (1 + parts) + int(self.finish.notes(tokens))
+        notes: int = notes_of_forward(tokens, self.config.rows)
+        return tokens * (1 + windows * self.config.parts_of_window) + notes
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops import agreement, planner
+from cutefce.ops import agreement, planner, repeats
 from cutefce.ops.checks import check_call, check_denominator
 from cutefce.ops.dispatch import are_known, problem_of, widths_for
 from cutefce.ops.library import KERNELS, LIBRARY, SHARING, forward
+from cutefce.ops.primitives import Targets
 from cutefce.ops.surroundings import is_autocasting, is_direct
 
 
@@ -59,23 +60,31 @@ def loss(
             such a row's loss and the gradients that it takes part in are NaN.
     """
     h, w = _autocast(h, w)
-    ranks = agreement.ranks(group, shards, sequence_parallel)
-    with agreement.Reporting(group):
-        check_call(h, w, y, reduction, ranks if sequence_parallel else 1)
-        check_denominator(denominator, h, reduction)
-        agreement.check_shards(group, shards, w)
-        budget = planner.budget_bytes(workspace)
+    grad = torch.is_grad_enabled()
+    grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
+    direct = not (grad_hidden or grad_weight) and denominator is None and is_direct(h, w, y)
+    alone = direct and group is None and not shards and not sequence_parallel
+    looks = repeats.looks_of(h, w, y, reduction, workspace) if alone else None
+    primitives = repeats.served(looks)
+    if primitives is None:
+        ranks = agreement.ranks(group, shards, sequence_parallel)
+        with agreement.Reporting(group):
+            check_call(h, w, y, reduction, ranks if sequence_parallel else 1)
+            check_denominator(denominator, h, reduction)
+            agreement.check_shards(group, shards, w)
+            budget = planner.budget_bytes(workspace)
     # to reshape what needs it not takes 2 us of a call
     rows = h if h.ndim == 2 else h.reshape(-1, h.shape[-1])
     y_rows = y if y.ndim == 1 else y.reshape(-1)
     inputs, sharing = (rows, w, y_rows), (denominator, group, shards, sequence_parallel)
-    grad = torch.is_grad_enabled()
-    grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     result: Tensor
-    if not (grad_hidden or grad_weight):
-        direct = denominator is None and is_direct(*inputs)
+    if primitives is not None:
+        targets = Targets(y_rows, w.shape[0], ignore_index)
+        _, result = primitives.forward(rows, w, targets, reduction)
+    elif not (grad_hidden or grad_weight):
         run = KERNELS[forward] if direct else torch.ops.cutefce.forward
         result = run(*inputs, reduction, ignore_index, *sharing)
+        repeats.remember(looks, *inputs)
     else:
         problem = problem_of(rows, w, grad_hidden, grad_weight)
         plan = _plan(problem, h.device, budget, reduction != "none", *sharing[1:])

@@ -17,7 +17,7 @@ from torch import Tensor
 from cutefce.cute_kernels.arch import STEP, Arch
 from cutefce.cute_kernels.config import Configs
 from cutefce.cute_kernels.jit_cache import compiled
-from cutefce.cute_kernels.kernels import Gradient, kernel_set
+from cutefce.cute_kernels.kernels import Gradient, kernel_set, notes_of_forward
 from cutefce.cute_kernels.problem import TileConfig
 from cutefce.cute_kernels.tile_order import choose_cuts, choose_windows
 from cutefce.ops.primitives import Partial, Stats, TargetPart, Targets
@@ -236,7 +236,7 @@ class CutePrimitives(TorchPrimitives):
         compiled(kernel)(a, b, out, lists, notes, clusters, *of_sums)
 
     def _notes(self, h: Tensor) -> Tensor:
-        return self._take_zeros(self.kernels.finish.notes(h.shape[0]), h.device)
+        return self._take_zeros(notes_of_forward(h.shape[0], self.project.rows), h.device)
 
     def _take_zeros(self, count: int, device: torch.device) -> Tensor:
         """Return int32 zeros that nobody else has, `count` of them or more."""

@@ -23,6 +23,8 @@ def is_direct(h: Tensor, w: Tensor, y: Tensor) -> bool:
     """
     if torch._C._dispatch_tls_local_include_set().raw_repr() not in NOBODY or h.is_meta:
         return False
+    if not h.layout == w.layout == y.layout == torch.strided:
+        return False
     return type(h) in PLAIN and type(w) in PLAIN and type(y) in PLAIN
 
 

@@ -19,7 +19,7 @@ from cutefce.autotune_cache.child import Child
 from cutefce.autotune_cache.tunable import Tunable
 from cutefce.cute_kernels import jit_cache
 from cutefce.cute_kernels.arch import Arch, arch_for
-from cutefce.ops import dispatch
+from cutefce.ops import dispatch, repeats
 from tests.reference import assert_as_accurate, ours, random_case
 from tests.stand_ins import Kernels, Kind
 
@@ -79,6 +79,7 @@ def new_process() -> Iterator[Callable[[], None]]:
         for cache in (dispatch._device_obstacle, dispatch._unverified, dispatch._warn_once):
             cache.cache_clear()
         dispatch._cute_primitives.cache_clear()
+        repeats.forget()
 
     forget()
     yield forget
