@@ -141,3 +141,14 @@ def test_few_looks_are_remembered(device: str, monkeypatch: pytest.MonkeyPatch) 
         tensors = inputs(device, tokens)
         assert torch.equal(loss(*tensors), FORWARD(*tensors, "mean", -100))
         assert len(repeats._served) <= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("device", ["cuda:1"])
+def test_a_device_that_is_not_current_is_no_repeat(device: str, checked: list[Any]) -> None:
+    for current in (1, 0, 1):
+        with torch.cuda.device(current):
+            tensors = inputs(device)
+            assert torch.equal(loss(*tensors), FORWARD(*tensors, "mean", -100))
+    assert len(checked) == 2
