@@ -65,8 +65,8 @@ def loss(
     direct = not (grad_hidden or grad_weight) and denominator is None and is_direct(h, w, y)
     alone = direct and group is None and not shards and not sequence_parallel
     looks = repeats.looks_of(h, w, y, reduction, workspace) if alone else None
-    primitives = repeats.served(looks)
-    if primitives is None:
+    known = repeats.served(looks)
+    if known is None:
         ranks = agreement.ranks(group, shards, sequence_parallel)
         with agreement.Reporting(group):
             check_call(h, w, y, reduction, ranks if sequence_parallel else 1)
@@ -78,9 +78,9 @@ def loss(
     y_rows = y if y.ndim == 1 else y.reshape(-1)
     inputs, sharing = (rows, w, y_rows), (denominator, group, shards, sequence_parallel)
     result: Tensor
-    if primitives is not None:
+    if known is not None:
         targets = Targets(y_rows, w.shape[0], ignore_index)
-        _, result = primitives.forward(rows, w, targets, reduction)
+        _, result = known.forward(rows, w, targets, reduction)
     elif not (grad_hidden or grad_weight):
         run = KERNELS[forward] if direct else torch.ops.cutefce.forward
         result = run(*inputs, reduction, ignore_index, *sharing)
