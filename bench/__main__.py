@@ -12,20 +12,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench import breakdown as breakdown_bench
-from bench import ceiling as ceiling_bench
-from bench import forward as forward_bench
-from bench import host as host_bench
-from bench import paper as paper_bench
-from bench import parallel as parallel_bench
-from bench import peers as peers_bench
-from bench import step as step_bench
-from bench import sustained as sustained_bench
-from bench import tuned as tuned_bench
-from bench.compare import regressions
-from bench.head import HEADS, SMALL, Shape
-from bench.records import Piece, collect, folder_name
-from cutefce.autotune_cache.child import Child
+from bench.experiments import breakdown as breakdown_bench
+from bench.experiments import cpu_overhead as host_bench
+from bench.experiments import forward as forward_bench
+from bench.experiments import max_tokens as ceiling_bench
+from bench.experiments import paper_grid as paper_bench
+from bench.experiments import parallel as parallel_bench
+from bench.experiments import peers as peers_bench
+from bench.experiments import steady_state as sustained_bench
+from bench.experiments import step as step_bench
+from bench.experiments import tuned as tuned_bench
+from bench.harness.problems import HEADS, SMALL, Shape
+from bench.harness.records import Piece, collect, folder_name
+from bench.report.compare import regressions
+from cutefce.autotune_cache.tuning.subprocess_worker import Child
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -153,7 +153,9 @@ def breakdown(data: Data, /, repeats: int) -> None:
 @click.pass_obj
 def stability(data: Data, /) -> None:
     """Errors against float64 over vocabularies, scales of logits and placements of targets."""
-    from bench import stability as stability_bench  # its references need packages of the tests
+    from bench.experiments import (
+        stability as stability_bench,  # its references need packages of the tests
+    )
 
     data.measure(
         "stability",
@@ -169,7 +171,9 @@ def stability(data: Data, /) -> None:
 @click.pass_obj
 def equivalence(data: Data, /, steps: int | None) -> None:
     """Loss curves of the demo's training with every strategy."""
-    from bench import equivalence as equivalence_bench  # its corpus needs packages of the demo
+    from bench.experiments import (
+        loss_curves as equivalence_bench,  # its corpus needs packages of the demo
+    )
 
     data.measure("equivalence", [({}, functools.partial(equivalence_bench.run, steps))])
 
@@ -222,8 +226,8 @@ def parallel(data: Data, /, repeats: int, workspace: str | None, **sizes: Any) -
 @click.pass_obj
 def report(data: Data, /, folder: Path | None) -> None:
     """Draw the data and write report.md, in FOLDER such as bench/results/nvidia_h200."""
-    from bench import plots  # needs matplotlib
-    from bench import report as report_bench
+    from bench.report import markdown as report_bench
+    from bench.report import plots  # needs matplotlib
 
     folder = folder or data.folder
     pictures = plots.draw(folder)

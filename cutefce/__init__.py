@@ -1,6 +1,6 @@
 """Exact fused linear cross entropy: the loss of `softmax(h @ w.T)` without the logits.
 
-Importing this package registers `torch.ops.cutefce.loss`.  Only `cutefce.ops.planner` and the
+Importing this package registers `torch.ops.cutefce.loss`.  Only `cutefce.ops.planning` and the
 folders below it can be imported where torch is not installed.
 """
 
@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from cutefce.version import __version__ as __version__
 
 if find_spec("torch") is not None:
-    from cutefce.ops.call import plan
-    from cutefce.ops.dispatch import backend_for, set_strict
-    from cutefce.ops.functional import LinearCrossEntropyLoss, linear_cross_entropy
+    from cutefce.ops.interface.api import LinearCrossEntropyLoss, linear_cross_entropy
+    from cutefce.ops.interface.call import plan
+    from cutefce.ops.primitives.dispatch import backend_for, set_strict
 
     __all__ = [
         "LinearCrossEntropyLoss",

@@ -12,13 +12,12 @@ import click
 from rich.console import Console
 from rich.table import Column, Table
 
-from cutefce import autotune_cache
-from cutefce.autotune_cache import table as tables
-from cutefce.cute_kernels import jit_cache
+from cutefce.autotune_cache import lookup, table, table_io
+from cutefce.commands.tune import tune, verify
 from cutefce.cute_kernels.arch import ARCHS, arch_named
-from cutefce.cute_kernels.compiler import Report
-from cutefce.cute_kernels.kernels import ProjectExp
-from cutefce.tuning import tune, verify
+from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.jit.compiler import Report
+from cutefce.cute_kernels.spec import ProjectExp
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 PACKAGES = ("cutefce", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
@@ -50,7 +49,7 @@ def compile_all(names: str) -> None:
         archs = [arch_named(name) for name in names.split(",")]
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arch") from error
-    kernels = [kernel for arch in archs for kernel in autotune_cache.shipped_kernels(arch)]
+    kernels = [kernel for arch in archs for kernel in lookup.shipped_kernels(arch)]
     table = Table("arch", "kernel", "", "registers", "spilled B", "shared B", "seconds", "warnings")
     clean = True
     processes = multiprocessing.get_context("spawn")
@@ -89,7 +88,7 @@ def info() -> None:
     import torch
 
     from cutefce.cute_kernels.problem import ITEM_BYTES
-    from cutefce.ops.dispatch import device_obstacle
+    from cutefce.ops.primitives.dispatch import device_obstacle
 
     table = Table("", Column(overflow="fold"), show_header=False, box=None)
     for name in PACKAGES:
@@ -129,7 +128,7 @@ def show(files: tuple[Path, ...]) -> None:
         title="what won",
     )
     rejected = Table("device", "kernel", "dtype", "N × D × V", "config", "reason", title="rejected")
-    for path in files or sorted(autotune_cache.user_folder().glob("*.json")):
+    for path in files or sorted(lookup.user_folder().glob("*.json")):
         tuned = _read(path)
         for key, entry in tuned.entries.items():
             table.add_row(
@@ -149,7 +148,7 @@ def show(files: tuple[Path, ...]) -> None:
         console.print(rejected)
 
 
-def _problem_cells(table: tables.Table, key: tables.Key) -> tuple[str, ...]:
+def _problem_cells(table: table.Table, key: table.Key) -> tuple[str, ...]:
     sizes = f"{key.tokens} × {key.hidden} × {key.vocab}"
     return table.device, key.kernel, key.dtype, sizes
 
@@ -168,24 +167,24 @@ def validate(files: tuple[Path, ...]) -> None:
 def merge(files: tuple[Path, ...], into: Path) -> None:
     """Join FILES of one kind of GPU; of two entries for a problem the better one wins."""
     try:
-        joined = tables.merge([_read(path) for path in files])
+        joined = table.merge([_read(path) for path in files])
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    tables.write(into, joined)
+    table_io.write(into, joined)
     click.echo(f"{into}: {len(joined.entries)} entries")
 
 
 @cache.command()
 def clear() -> None:
     """Remove the user's tuned tables; shipped ones stay."""
-    for path in sorted(autotune_cache.user_folder().glob("*.json")):
+    for path in sorted(lookup.user_folder().glob("*.json")):
         path.unlink()
         click.echo(f"removed {path}")
 
 
-def _read(path: Path) -> tables.Table:
+def _read(path: Path) -> table.Table:
     try:
-        return tables.read(path)
+        return table_io.read(path)
     except (OSError, ValueError) as error:
         raise click.ClickException(f"{path}: {error}") from error
 

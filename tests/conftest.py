@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from cutefce import autotune_cache
-from cutefce.cute_kernels import jit_cache
+from cutefce.autotune_cache import defaults, lookup
+from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import TileConfig
-from cutefce.ops import call
+from cutefce.ops.interface import call
 
 if TYPE_CHECKING:
-    from tests.ranks import Ranks
+    from tests.support.ranks import Ranks
 
 SMALL_TILES = TileConfig(window=64, tile=32, rows=32, piece=16)
 """Many windows, tiles, row blocks and pieces at sizes that a test can afford."""
@@ -43,15 +43,15 @@ def device(request: pytest.FixtureRequest) -> str:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return an empty folder that stands for the user's."""
     monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(tmp_path))
-    autotune_cache.forget()
+    lookup.forget()
     yield tmp_path
-    autotune_cache.forget()
+    lookup.forget()
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[TileConfig]:
-    for name in autotune_cache.DEFAULTS:
-        monkeypatch.setitem(autotune_cache.DEFAULTS, name, SMALL_TILES)
+    for name in defaults.DEFAULTS:
+        monkeypatch.setitem(defaults.DEFAULTS, name, SMALL_TILES)
     call._cached_plan.cache_clear()
     yield SMALL_TILES
     call._cached_plan.cache_clear()
@@ -59,7 +59,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[TileConfig]:
 
 @pytest.fixture(scope="session")
 def gpu_ranks() -> Iterator["Ranks"]:
-    from tests.ranks import started
+    from tests.support.ranks import started
 
     count = min(4, torch.cuda.device_count())
     if count < 2:
@@ -70,7 +70,7 @@ def gpu_ranks() -> Iterator["Ranks"]:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator["Ranks"]:
-    from tests.ranks import started
+    from tests.support.ranks import started
 
     with started(4) as processes:
         yield processes

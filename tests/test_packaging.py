@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import cutefce
-from cutefce.cute_kernels.jit_cache import CACHE_VARIABLE
+from cutefce.cute_kernels.jit.cache import CACHE_VARIABLE
 
 
 @pytest.mark.parametrize(

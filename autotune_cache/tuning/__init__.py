@@ -1,0 +1,1 @@
+"""One tuning run: shapes, candidates, trials in subprocesses, table."""

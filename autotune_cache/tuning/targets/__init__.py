@@ -1,0 +1,16 @@
+"""TODO."""
+
+from cutefce.autotune_cache.tuning.targets.base import (
+    Tunable,
+)
+from cutefce.autotune_cache.tuning.targets.gradients import GradHidden, GradWeight
+from cutefce.autotune_cache.tuning.targets.project_exp import ProjectExp
+from cutefce.autotune_cache.tuning.targets.window import Window
+from cutefce.cute_kernels.arch.base import Arch
+
+
+def all_tunables(arch: Arch, multiprocessors: int, device: str) -> tuple[Tunable, ...]:
+    """Return what can be tuned on a GPU of `arch`, which torch names `device`."""
+    gradients = (GradHidden, GradWeight) if arch.forms_weight_gradient else ()
+    kinds: tuple[type[Tunable], ...] = (ProjectExp, *gradients, Window)
+    return tuple(kind(arch, multiprocessors, device) for kind in kinds)

@@ -1,0 +1,1 @@
+"""One experiment a file."""

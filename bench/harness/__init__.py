@@ -1,0 +1,1 @@
+"""What experiments share: problems, timers, records."""

@@ -1,0 +1,1 @@
+"""From recorded data to plots and tables."""

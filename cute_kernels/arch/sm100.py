@@ -1,0 +1,79 @@
+"""TODO."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cutefce.cute_kernels.arch.base import STEP, Arch, Rule
+from cutefce.cute_kernels.config import Configs, GemmConfig
+
+
+@dataclass(frozen=True)
+class Sm100(Arch):
+    """Blackwell, of compute capability 10.0 unless said otherwise."""
+
+    name: str = "sm_100a"
+    capability: tuple[int, int] = (10, 0)
+    family: str = "sm100"
+    forms_weight_gradient: bool = False
+    tmem_columns: int = 512
+    """Columns of tensor memory, of 128 rows of 32 bits."""
+    emulated: int = 4
+    """Exponentials of 16 that are worth computing by products: those of the hardware are few."""
+
+    ACCUMULATORS = 2
+    """Tiles of logits in tensor memory: one is multiplied while the other one is read."""
+    SLAB = 64
+    """Columns that a warp reads and stores at a time: a swizzle of 128 bytes."""
+    SLABS = 2
+    """Slabs of a warp that are on their way to memory."""
+
+    def configs(self) -> tuple[GemmConfig, ...]:
+        paired = GemmConfig(128, 256, cluster=2, stages=6, pingpong=False, paired=True)
+        plain = (
+            paired,
+            GemmConfig(128, 256, cluster=2, stages=4, pingpong=False),
+            GemmConfig(128, 256, cluster=1, stages=4, pingpong=False),
+        )
+        if not self.emulated:
+            return plain
+        return *plain, dataclasses.replace(paired, emulated=self.emulated)
+
+    def default(self, tokens: int) -> GemmConfig:
+        paired, _, single, *_ = self.configs()
+        return single if tokens <= single.rows else paired
+
+    def default_configs(self, tokens: int, hidden: int, multiprocessors: int) -> Configs:
+        return Configs(self.default(tokens), None, None)
+
+    def gradient_configs(self) -> tuple[GemmConfig, ...]:
+        return ()  # the gradients' products have no kernels here
+
+    def candidates(self) -> tuple[GemmConfig, ...]:
+        groups = itertools.product(self.configs(), (8, 4, 16))
+        return tuple(dataclasses.replace(config, group=group) for config, group in groups)
+
+    def used_tmem_columns(self, config: GemmConfig) -> int:
+        """Return the columns of tensor memory to allocate: a power of 2."""
+        return 1 << (self.ACCUMULATORS * config.tile_n - 1).bit_length()
+
+    def stage_bytes(self, config: GemmConfig) -> int:
+        shared_by = 2 if config.paired else 1
+        return (config.tile_m + config.tile_n // shared_by) * STEP * 2
+
+    def slab_bytes(self, config: GemmConfig) -> int:
+        return self.SLABS * config.tile_m * self.SLAB * 2
+
+    def rules(self, config: GemmConfig) -> Iterator[Rule]:
+        tile_m, tile_n = config.tile_m, config.tile_n
+        yield "pingpong", config.pingpong, not config.pingpong, "False (Hopper alone)"
+        # with 128 rows, a row is a lane of tensor memory and thus a thread
+        yield "tile_m", tile_m, tile_m == 128, "128 (tcgen05)"
+        yield "tile_n", tile_n, tile_n % self.SLAB == 0, f"a multiple of {self.SLAB}"
+        fits = self.used_tmem_columns(config) <= self.tmem_columns
+        yield "tile_n", tile_n, fits, f"two tiles in {self.tmem_columns} columns of tensor memory"
+        pairs = config.cluster == 2 or not config.paired
+        yield "cluster", config.cluster, pairs, "2, as it is paired"
+        yield "emulated", config.emulated, config.emulated <= 16, "at most 16"
+        yield "stages", config.stages, config.stages >= 2, "at least 2"

@@ -1,0 +1,1 @@
+"""Device code that all kernels share."""

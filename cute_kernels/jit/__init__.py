@@ -1,0 +1,1 @@
+"""Compile a kernel from its specification, and cache it."""

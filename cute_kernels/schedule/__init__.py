@@ -1,0 +1,1 @@
+"""The order in which clusters compute tiles."""

@@ -1,0 +1,1 @@
+"""1. Call: public functions, argument checks, operators, autograd."""

@@ -1,0 +1,1 @@
+"""Across ranks: a vocabulary, and tokens, sharded over a process group."""

@@ -1,0 +1,184 @@
+"""The workspace of a plan: its peak of allocated memory beyond the inputs and the gradients.
+
+With N tokens, D hidden, V vocab, e bytes an element, a bytes a sum, w columns a window, K columns
+kept, and tiles of R rows and C columns, the larger parts are:
+
+    kept    N·K·e                      exponentials from the forward to the backward; those of L
+                                       more columns lie in dW, which is there from the forward on
+    tile    R·C·a                      one tile of logits
+    buffer  N·w·e / 2                  exponentials of half a window, where the rest of dW has no
+                                       room to compute one again; of a whole one where there is no
+                                       dW, none if K + L = V
+    dX      N·D·a                      its sums, unless they are the gradient (e = a), which is
+                                       there only after buffer and s_i h_i have gone
+    dW      N·D·e                      s_i h_i, unless K = L = 0 and every row's loss has the same
+                                       upstream gradient
+            + 12·N + 4·V               kernels: the tokens of each target, what they add
+            + (N + 1)·D·a + 8·V        portable: the targets' lines and their numbers,
+            + w·D·a                    one window's sums, unless they are the gradient
+
+    forward without gradients          tile
+    windows                            kept + buffer + dX + dW
+    gradients in forward               c·V·e for chunks of c tokens, and (V + N)·D·a / 2 for half of
+                                       the gradients' sums, the others' place being theirs; none if
+                                       the sums are the gradients (e = a)
+
+A rank that has a part of the tokens gathers them: N·D·e more.  Where R ranks share a loss,
+gradients in forward have all of dX's sums until the ranks' are added, and N·D·a / R from then on.
+
+The kernels need no tile, since their logits stay in registers.  A CPU multiplies 16-bit operands
+by converting blocks of them; `_widened` counts those.
+Sizes may be symbolic integers of a graph compiler.
+"""
+
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
+from cutefce.ops.planning.dw_aliasing import has_room, rows_in_place
+
+WIDENED_BLOCK = 2048
+"""Rows and columns of a 16-bit operand that a CPU's products convert to float32 at a time."""
+
+TARGET_BYTES = 17
+"""Bytes of a token's target: index and address as int64, and whether it is active."""
+
+
+def row_block_bytes(device: str) -> int:
+    """Return the bytes of rows, in the dtype of sums, that an unfused step takes at a time."""
+    return (16 if device == "cpu" else 128) << 20
+
+
+def windows_bytes(
+    p: Problem, config: TileConfig, lent: int, kept: int, scalar_upstream: bool
+) -> int:
+    """Return the workspace of a "windows" plan that keeps `lent` columns in dW's place, and `kept`.
+
+    The latter may be padded.
+    """
+    stored = lent + kept
+    saved = p.tokens * (kept * p.item_bytes + 4 * p.accumulator_bytes)
+    partial = p.tokens * _partial_bytes(p, config)
+    step = _step_bytes(p, config, p.tokens, stored=stored >= p.vocab)
+    forward = saved + partial + _gathered_bytes(p)
+    if lent:
+        # the windows' partial sums are there beside those of all columns, but not beside a tile
+        forward += p.vocab * p.hidden * p.item_bytes
+        step = max(step, partial)
+    forward += step
+    if not p.gradient_bytes:
+        return forward
+    window = own = min(config.window, p.vocab)
+    if p.grad_weight:
+        own = min(config.half(config.window), config.window)
+        if not stored and not has_room(window, p.tokens, p.hidden, p.vocab, config.window):
+            window = min(own, p.vocab)
+    backward = saved + p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
+    end = backward + _row_block_bytes(p, p.tokens)
+    longest = max(window, min(kept, p.vocab))
+    step = max(_row_block_bytes(p, p.tokens), _widened(p, p.tokens, longest, p.hidden))
+    if p.grad_hidden and _is_narrow(p):
+        # dX itself is there only at the end
+        backward += p.tokens * p.hidden * (p.accumulator_bytes - p.item_bytes)
+        end += p.tokens * p.hidden * p.accumulator_bytes
+    if p.grad_weight and (stored or not scalar_upstream):
+        backward += p.tokens * p.hidden * p.item_bytes
+    if p.grad_weight and p.arch is not None and arch_named(p.arch).forms_weight_gradient:
+        backward += 12 * p.tokens + 4 * p.vocab
+    elif p.grad_weight:
+        backward += 8 * p.vocab + min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
+        step = max(step, min(p.tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device)))
+        sums = window * p.hidden * p.accumulator_bytes if _is_narrow(p) else 0
+        gathered = min(window * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
+        finish = gathered if p.device == "cpu" else 0
+        step = max(step, sums + max(finish, _widened(p, window, p.tokens, p.hidden)))
+    if stored < p.vocab:
+        backward += p.tokens * own * p.item_bytes
+        step = max(step, _tile_bytes(p, config, p.tokens, stored=True))
+    return max(forward - p.gradient_bytes, backward + step, end)
+
+
+def chunked_bytes(p: Problem, config: TileConfig, stored: int, chunk: int) -> int:
+    """Return the workspace of gradients in forward: `chunk` tokens' `stored` columns at a time."""
+    sharded, backward = p.ranks > 1, 0
+    rows = p.tokens if p.grad_hidden and not sharded else 0, p.vocab if p.grad_weight else 0
+    beyond = sum(count - rows_in_place(count, narrow=_is_narrow(p)) for count in rows)
+    kept = beyond * p.hidden * p.accumulator_bytes
+    kept += 4 * p.tokens * p.accumulator_bytes
+    forward = p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
+    if sharded and p.grad_hidden:
+        # dX itself is there only at the end
+        own_rows = -(-p.tokens // p.ranks)
+        dx_rows = own_rows if p.sequence_parallel else p.tokens
+        kept += p.hidden * own_rows * p.accumulator_bytes
+        forward += p.hidden * (p.tokens - own_rows) * p.accumulator_bytes
+        forward -= p.hidden * dx_rows * p.item_bytes
+        # rounded, before they are gathered
+        backward = 0 if p.sequence_parallel else p.hidden * own_rows * p.item_bytes
+    forward += chunk * chunk_token_bytes(p, config, stored)
+    step = _step_bytes(p, config, chunk, stored=True)
+    forward += max(
+        step, _widened(p, chunk, p.vocab, p.hidden), _widened(p, p.vocab, chunk, p.hidden)
+    )
+    return kept + max(forward, backward)
+
+
+def chunk_token_bytes(p: Problem, config: TileConfig, stored: int) -> int:
+    """Return what one more token in a chunk adds to `chunked_bytes`."""
+    scaled = p.hidden * p.item_bytes if p.grad_weight else 0
+    return stored * p.item_bytes + _partial_bytes(p, config) + scaled
+
+
+def _gathered_bytes(p: Problem) -> int:
+    """Bytes of the hidden states of all tokens, where a rank is given a part of them."""
+    return p.tokens * p.hidden * p.item_bytes if p.sequence_parallel else 0
+
+
+def _partial_bytes(p: Problem, config: TileConfig) -> int:
+    """Bytes of a token's target, logit and partial sums while the forward runs."""
+    if p.arch is not None:
+        narrowest = 128  # columns of a kernel's tile; each gives a part at most
+        parts = min(-(-p.vocab // narrowest), PARTIAL_BYTES // (4 * max(p.tokens, 1)))
+        return TARGET_BYTES + (2 + parts) * p.accumulator_bytes
+    pieces = -(-p.vocab // config.piece)
+    return TARGET_BYTES + (2 + 2 * pieces) * p.accumulator_bytes
+
+
+def _step_bytes(p: Problem, config: TileConfig, tokens: int, *, stored: bool) -> int:
+    """Bytes of what one step of the forward needs for itself: a tile or a block of rows."""
+    return max(_tile_bytes(p, config, tokens, stored=stored), _row_block_bytes(p, tokens))
+
+
+def _row_block_bytes(p: Problem, tokens: int) -> int:
+    """Bytes of a row-wise step: its operand in the dtype of sums, and as it was gathered.
+
+    A CPU converts the other operand too; a GPU's fused steps need nothing but their results.
+    """
+    if p.device != "cpu":
+        return 0
+    widest = min(tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
+    return widest // 2 + 2 * widest if _is_narrow(p) else widest
+
+
+def _tile_bytes(p: Problem, config: TileConfig, tokens: int, *, stored: bool) -> int:
+    """Bytes of one tile of logits; a CPU computes them in the place of stored ones if it can."""
+    if p.arch is not None:
+        return 0
+    rows, columns = min(tokens, config.rows), config.columns(tokens)
+    if p.device != "cpu":
+        return rows * columns * p.accumulator_bytes
+    in_place = stored and not _is_narrow(p)
+    logits = 0 if in_place else rows * columns * p.accumulator_bytes
+    return logits + max(rows * columns, _widened(p, rows, p.hidden, columns))
+
+
+def _widened(p: Problem, rows: int, inner: int, columns: int) -> int:
+    """Bytes of the blocks that are converted for a product (rows, inner) @ (inner, columns)."""
+    if p.device != "cpu" or not _is_narrow(p):
+        return 0
+    block = min(inner, WIDENED_BLOCK)
+    return (min(rows, WIDENED_BLOCK) + columns) * block * p.accumulator_bytes
+
+
+def _is_narrow(p: Problem) -> bool:
+    """Whether sums need more bytes than the inputs have."""
+    return p.item_bytes < p.accumulator_bytes

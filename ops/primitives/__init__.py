@@ -1,0 +1,1 @@
+"""4. Primitives: the steps, on the kernels and in plain torch."""

@@ -1,0 +1,369 @@
+"""What the code of a Blackwell kernel must look like: rules over its PTX.
+
+`violations` names the rules that do not hold.  Addresses of barriers and other operands are
+evaluated for each rank of a cluster, as far as they are constants.
+"""
+
+import functools
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.arch.base import STEP
+from cutefce.cute_kernels.arch.sm100 import Sm100
+from cutefce.cute_kernels.jit.compiler import compile_kernel
+from cutefce.cute_kernels.spec import Kernel, ProjectExp
+
+WAIT = re.compile(r"mbarrier\.try_wait\S* P1, \[(%r\d+)\]")
+DEFINITION = re.compile(r"(\S+) (%\w+|\{[%\w, ]+\})(?:\|%p\d+)?, (.*);")
+ARITHMETIC: dict[str, Callable[..., int]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "shl": lambda a, b: a << b,
+    "shr": lambda a, b: a >> b,
+    "selp": lambda a, b, condition: a if condition else b,
+    "setp.ne": lambda a, b: int(a != b),
+    "setp.lt": lambda a, b: int(a < b),
+}
+FORMATS = {"float16": 0, "bfloat16": 1}
+"""Of the operands, in an instruction descriptor."""
+K_MAJOR = 1 << 16 | (1024 >> 4) << 32 | 1 << 46 | 2 << 61
+"""Of a matrix descriptor, all but the address: rows of 128 bytes, swizzled, 8 of them together."""
+
+
+class Code:
+    """The instructions of one kernel, and what it was compiled from."""
+
+    def __init__(self, ptx: str, kernel: ProjectExp) -> None:
+        self.kernel, self.config = kernel, kernel.config
+        arch = arch_named(kernel.arch)
+        assert isinstance(arch, Sm100)
+        self.arch = arch
+        body = ptx[ptx.index(".reqntid") :]
+        lines = (line.strip().replace("\t", " ") for line in body.splitlines())
+        self.lines = [re.sub(r"\s+", " ", line) for line in lines if line]
+        self.pair = 2 if self.config.paired else 1
+        self.sharing = self.config.cluster // self.pair
+        stages = self.config.stages
+        # barriers by their place: kind, number and arrivals
+        kinds = (
+            ("filled", stages, 1),
+            ("drained", stages, self.sharing),
+            ("computed", arch.ACCUMULATORS, 1),
+            ("read", arch.ACCUMULATORS, 4 * self.pair),
+        )
+        named = [(kind, count) for kind, number, count in kinds for _ in range(number)]
+        self.barriers = {8 * i: barrier for i, barrier in enumerate(named)}
+
+    def at(self, pattern: str, start: int = 0, stop: int | None = None) -> list[int]:
+        """Return the lines that match, from `start` on."""
+        lines = enumerate(self.lines[start:stop], start)
+        return [i for i, line in lines if re.search(pattern, line)]
+
+    def definition(self, line: int, register: str) -> tuple[int, str, list[str]]:
+        """Return the last definition before `line`: where, operation and operands."""
+        for i in range(line - 1, -1, -1):
+            found = DEFINITION.match(self.lines[i])
+            if not found or register not in (parts := found[2].strip("{}").split(", ")):
+                continue
+            operands = [part.strip("{} ") for part in found[3].split(",")]
+            half = ("low", "high")[parts.index(register)] if len(parts) == 2 else found[1]
+            return i, half, operands
+        raise LookupError(register)
+
+    def value(self, line: int, operand: str, rank: int = 0) -> int:
+        """Return what an operand holds at `line` in block `rank`, if it is a constant there."""
+        if operand == "%cluster_ctarank":
+            return rank
+        if not operand.startswith("%"):
+            return int(operand, 0)
+        i, operation, operands = self.definition(line, operand)
+        if operation.split(".")[0] in ("mov", "cvt", "shfl"):
+            return self.value(i, operands[0], rank)
+        values = (self.value(i, each, rank) for each in operands)
+        name = next(name for name in ARITHMETIC if operation.startswith(name))
+        return ARITHMETIC[name](*values)
+
+    def offset(self, line: int, operand: str) -> int:
+        """Return the constant part of an address: of a barrier, that of the first of its kind."""
+        register, _, immediate = operand.strip("[]").partition("+")
+        rest = int(immediate or 0)
+        _, operation, operands = self.definition(line, register)
+        if operation.startswith("mapa"):
+            return rest + self.offset(line, operands[0])
+        if operation.startswith("add") and not operands[1].startswith("%"):
+            return rest + int(operands[1]) + self.offset(line, operands[0])
+        return rest  # a stage's or accumulator's
+
+    def kind(self, line: int, operand: str) -> str:
+        """Return what kind of barrier lies at an address."""
+        return self.barriers.get(self.offset(line, operand), ("none", 0))[0]
+
+    def waits(self, kind: str) -> list[int]:
+        """Return where barriers of a kind are waited for."""
+        found = [(i, WAIT.search(self.lines[i])) for i in range(len(self.lines))]
+        return [i for i, match in found if match and self.kind(i, match[1]) == kind]
+
+    def next(self, line: int, pattern: str = r"^(?!//|\}|\$|\.|bra|@P1|DONE|LAB)\w") -> int:
+        """Return the next line that matches, or else the next instruction; past the end if none."""
+        return next(iter(self.at(pattern, line + 1)), len(self.lines))
+
+    def joins(self, line: int) -> bool:
+        """Whether the lanes of a warp meet in the block of instructions before `line`."""
+        begin = max(self.at(r"^\$|bra|^@", 0, line), default=0)
+        return bool(self.at(r"^bar\.warp\.sync", begin, line))
+
+    def comes(self, line: int, *patterns: str) -> bool:
+        """Whether the instructions that these name come after `line`, in this order."""
+        for pattern in patterns:
+            line = self.next(line, pattern)
+        return line < len(self.lines)
+
+
+@functools.cache
+def artifacts(kernel: Kernel) -> tuple[str, bytes]:
+    """Return PTX and machine code."""
+    with tempfile.TemporaryDirectory() as folder:  # files of two kernels have one name
+        options = f"--keep-ptx --keep-cubin --dump-dir {folder}"
+        found = compile_kernel(kernel, options).artifacts
+        return found.PTX, found.CUBIN
+
+
+Rule = Callable[[Code], Iterator[bool]]
+
+
+def barriers(code: Code) -> Iterator[bool]:
+    """Every barrier expects the arrivals that it gets, and is set up once."""
+    found = {}
+    for i in code.at(r"^mbarrier\.init"):
+        address, count = re.findall(r"\[(.*)\], (.*);", code.lines[i])[0]
+        yield code.offset(i, address) not in found
+        found[code.offset(i, address)] = code.value(i, count)
+    yield found == {place: count for place, (_, count) in code.barriers.items()}
+
+
+def setup(code: Code) -> Iterator[bool]:
+    """Barriers and tensor memory are there, for the whole cluster, before anyone uses them."""
+    last = code.at(r"^mbarrier\.init|^tcgen05\.(alloc|relinquish)")[-1]
+    sync = sync_patterns(code)
+    yield code.comes(
+        last,
+        r"^fence\.mbarrier_init",
+        "before_thread_sync",
+        *sync,
+        "after_thread_sync",
+        "ld.shared",
+    )
+    first_use = code.at(r"mbarrier\.(try_wait|arrive)|^ld\.shared|^tcgen05\.(mma|ld)")[0]
+    yield first_use > code.next(last, sync[-1])
+
+
+def tensor_memory(code: Code) -> Iterator[bool]:
+    """Both accumulators are allocated; all is given back, after all blocks have come."""
+    alloc, permit, dealloc = (
+        code.at(rf"^tcgen05\.{name}\.cta_group::{code.pair}\.")
+        for name in ("alloc", "relinquish_alloc_permit", "dealloc")
+    )
+    yield len(alloc) == len(permit) == len(dealloc) == len(code.at("^tcgen05.*alloc")) / 3 == 1
+    yield code.joins(alloc[0]) and code.joins(dealloc[0])
+    sizes = [re.findall(r", (%r\d+);", code.lines[i])[0] for i in (alloc[0], dealloc[0])]
+    columns = [code.value(i, size) for i, size in zip((alloc[0], dealloc[0]), sizes, strict=True)]
+    yield columns == 2 * [code.arch.used_tmem_columns(code.config)]
+    last = max(code.at(r"try_wait|^tcgen05\.(ld|wait|mma|commit)|cp\.async"))
+    yield code.comes(
+        last, "before_thread_sync", *sync_patterns(code), "after_thread_sync", "dealloc"
+    )
+
+
+def sync_patterns(code: Code) -> tuple[str, ...]:
+    """Return what all threads of a cluster meet at."""
+    cluster = (r"^barrier\.cluster\.arrive;", r"^barrier\.cluster\.wait;")
+    return cluster if code.config.cluster > 1 else (r"^(bar|barrier)\.sync 0;",)
+
+
+def loads(code: Code) -> Iterator[bool]:
+    """A stage is filled when it is drained: with h, with w for all that share it, all counted."""
+    found = code.at(r"^cp\.async\.bulk\.tensor\.2d\.shared")
+    yield len(found) == 2
+    for i, is_shared in zip(found, (False, code.sharing > 1), strict=True):
+        line = code.lines[i]
+        yield ("cta_group::2" in line) == code.config.paired
+        yield ("multicast::cluster" in line) == is_shared
+        barrier = re.findall(r"\[(%r\d+)\]", line)[0]
+        if is_shared:
+            mask = re.findall(r"(%rs\d+),", line)[0]
+            yield all(code.value(i, mask, rank) == 0b11 for rank in range(2))
+        if code.config.paired:  # of the pair's first block: the bit that tells them apart is cut
+            _, operation, operands = code.definition(i, barrier)
+            yield operation == "and.b32" and int(operands[1]) == -16777224
+            barrier = operands[0]
+        yield code.kind(i, barrier) == "filled"
+    expect = code.at(r"^mbarrier\.arrive\.expect_tx")
+    yield len(expect) == 1
+    address, size = re.findall(r"\[(.*)\], (.*);", code.lines[expect[0]])[0]
+    yield code.kind(expect[0], address) == "filled"
+    yield code.value(expect[0], size) == code.pair * code.arch.stage_bytes(code.config)
+    drained = code.waits("drained")
+    # once before each filling, and at the end once for every stage
+    yield len(drained) == 1 + code.config.stages
+    yield drained[0] < expect[0] < found[0] < found[1] < drained[1]
+
+
+def operands(code: Code) -> Iterator[bool]:
+    """Each product takes 16-bit operands, both K-major, of the tile's size, to float32."""
+    products = code.at(r"^tcgen05\.mma")
+    yield len(products) == STEP // 16
+    for number, i in enumerate(products):
+        line = code.lines[i]
+        yield f".cta_group::{code.pair}.kind::f16" in line
+        a, b, descriptor = re.findall(r"\], (%rd\d+), (%rd\d+), (%r\d+), \{", line)[0]
+        bits = code.value(i, descriptor)
+        kind = FORMATS[code.kernel.dtype]
+        rows, columns = 128 * code.pair, code.config.tile_n
+        yield bits == 1 << 4 | kind << 7 | kind << 10 | columns // 8 << 17 | rows // 16 << 24
+        yield {code.value(i, lane) for lane in re.findall(r"%r\d+", line.split("{")[1])} == {0}
+        enabled = re.findall(r"(%p\d+);", line)[0]
+        _, _, (initial,) = code.definition(i, enabled)
+        yield initial == ("0" if number == 0 else "-1")
+        for matrix in (a, b):
+            _, _, (low, high) = code.definition(i, matrix)
+            yield code.offset(i, low) == 2 * number
+            whole = code.definition(i, high)
+            yield whole[1] == "high"
+            _, operation, (_, constant) = code.definition(whole[0], whole[2][0])
+            yield operation == "or.b64" and int(constant) == K_MAJOR
+
+
+def products(code: Code) -> Iterator[bool]:
+    """Products wait for an accumulator, then for each stage; commits give both on, in order."""
+    (read,), (filled,) = code.waits("read"), code.waits("filled")
+    issued, commits = code.at(r"^tcgen05\.mma"), code.at(r"^tcgen05\.commit")
+    yield len(commits) == 2
+    for wait in (read, filled):
+        yield "fence::after_thread_sync" in code.lines[code.next(wait)]
+    yield read < filled < issued[0] < issued[-1] < commits[0] < commits[1]
+    for i, kind in zip(commits, ("drained", "computed"), strict=True):
+        line = code.lines[i]
+        address = re.findall(r"\[(\S+)\]", line)[0]
+        yield f".cta_group::{code.pair}." in line and code.kind(i, address) == kind
+        for rank in range(code.config.cluster):
+            own = 0b11 if code.config.paired else 1 << rank
+            everyone = (1 << code.config.cluster) - 1
+            mask = re.findall(r", (%rs\d+);", line)
+            got = code.value(i, mask[0], rank) if mask else 1
+            yield got == (everyone if kind == "drained" else own)
+
+
+def reads(code: Code) -> Iterator[bool]:
+    """Logits are waited for before use and before release, which each warp does once."""
+    (computed,) = code.waits("computed")
+    (load,) = code.at(r"^tcgen05\.ld")
+    yield "fence::after_thread_sync" in code.lines[code.next(computed)]
+    yield computed < load
+    yield code.joins(load)
+    yield ".sync.aligned.32x32b.x64.b32" in code.lines[load]
+    registers = set(re.findall(r"%r\d+", code.lines[load].split("}")[0]))
+    waits = code.at(r"^tcgen05\.wait::ld\.sync\.aligned", load)
+    yield len(waits) == 1
+    # naming a pair of registers is not using it: the assembler gives no instruction for it
+    renamed = (r"^mov\.b64 %rd\d+, \{", r"^//")
+    between = [
+        line
+        for line in code.lines[load + 1 : waits[0]]
+        if not any(re.search(pattern, line) for pattern in renamed)
+    ]
+    yield not any(set(re.findall(r"%r\d+", line)) & registers for line in between)
+    (release,) = code.at(r"^mbarrier\.arrive\.shared")
+    yield code.comes(waits[0], "before_thread_sync", r"^elect\.sync", r"^mbarrier\.arrive\.shared")
+    yield not code.at(r"^(tcgen05\.ld|elect)", release, code.next(release, r"^\$"))
+    address, count = re.findall(r"\[(.*)\](?:, (%r\d+))?;", code.lines[release])[0]
+    yield code.kind(release, address) == "read"
+    yield not count or code.value(release, count) == 1
+    is_remote = "shared::cluster" in code.lines[release]
+    yield is_remote == code.config.paired
+    if is_remote:
+        _, _, (_, target) = code.definition(release, address)
+        yield all(code.value(release, target, rank) == 0 for rank in range(2))
+
+
+def stores(code: Code) -> Iterator[bool]:
+    """A slab is written when its buffer has been read, and stored when all lanes have written."""
+    found = code.at(r"^cp\.async\.bulk\.tensor\.2d\.global")
+    yield len(found) == code.kernel.store
+    if not found:
+        return
+    written = code.at(r"^st\.shared\.v4")
+    yield len(written) == code.arch.SLAB // 8
+    free = [i for i in code.at(r"^cp\.async\.bulk\.wait_group\.read 1;") if i < written[0]]
+    yield bool(free) and code.comes(free[-1], r"^bar\.warp\.sync", r"^st\.shared")
+    yield bool(free) and code.next(free[-1], r"^bar\.warp\.sync") < written[0]
+    fence = code.next(written[-1], r"^fence\.proxy\.async\.shared::cta")
+    yield fence < code.next(fence, r"^bar\.warp\.sync") < found[0]
+    yield "commit_group" in code.lines[code.next(found[0])]
+    yield code.comes(found[0], r"^cp\.async\.bulk\.wait_group\.read 0;", "dealloc")
+
+
+def exponentials(code: Code) -> Iterator[bool]:
+    """As many exponentials are the hardware's as the configuration says."""
+    share = 1 - code.config.emulated / 16
+    columns = code.arch.SLAB * (code.kernel.sums + code.kernel.store)
+    # two more rescale the sum of a row: one a slab
+    expected = int(columns * share) + code.kernel.sums
+    yield len(code.at(r"^ex2\.approx\.ftz\.f32")) == expected
+
+
+def registers(code: Code) -> Iterator[bool]:
+    """Nothing lies in local memory, and no warp waits for registers of others."""
+    yield not code.at(r"(ld|st)\.local|setmaxnreg")
+
+
+RULES: tuple[Rule, ...] = (
+    barriers,
+    setup,
+    tensor_memory,
+    loads,
+    operands,
+    products,
+    reads,
+    stores,
+    exponentials,
+    registers,
+)
+
+
+def violations(ptx: str, kernel: ProjectExp) -> list[str]:
+    """Return the names of the rules that the code of `kernel` does not keep."""
+    code = Code(ptx, kernel)
+    return [rule.__name__ for rule in RULES if not _holds(rule, code)]
+
+
+def _holds(rule: Rule, code: Code) -> bool:
+    try:
+        return all(rule(code))
+    except (ValueError, IndexError, LookupError):  # something that it looks for is not there
+        return False
+
+
+def assembly_violations(sass: str, kernel: ProjectExp) -> list[str]:
+    """Return what the machine code of `kernel` has another number of than it should have."""
+    code = kernel.config
+    pair, multicast = ".2CTA" * code.paired, ".MULTICAST" * (code.cluster > 1)
+    shared = ".MULTICAST" * (code.cluster > 1 and not code.paired)
+    loads = {f"UTMALDG.2D{pair}": 1 if shared else 2}
+    expected = {
+        f"UTCHMMA{pair}": STEP // 16,
+        f"UTCBAR{pair}{multicast}": 2,
+        **loads,
+        **({f"UTMALDG.2D{shared}": 1} if shared else {}),
+        "LDTM.x64": 1,
+        "UTMASTG.2D": int(kernel.store),
+        "LDL": 0,
+        "STL": 0,
+    }
+    found = re.findall(r"\b(?:UTCHMMA|UTCBAR|UTMALDG|LDTM|UTMASTG|LDL|STL)[\w.]*", sass)
+    names = dict.fromkeys([*expected, *found])
+    return [name for name in names if found.count(name) != expected.get(name, 0)]

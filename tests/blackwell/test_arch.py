@@ -1,0 +1,138 @@
+"""What Blackwell can run, exponentials by products, and that nothing unverified is dispatched."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from numpy.typing import NDArray
+
+from cutefce.__main__ import main
+from cutefce.autotune_cache import verdicts
+from cutefce.autotune_cache.tuning import verify
+from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
+from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.arch.sm100 import Sm100
+from cutefce.cute_kernels.common.exp2 import emulated_exp2
+from cutefce.cute_kernels.config import GemmConfig
+from cutefce.ops.primitives import dispatch
+
+BLACKWELL = [arch for arch in ARCHS if isinstance(arch, Sm100)]
+PAIRED = GemmConfig(128, 256, 2, 6, False, paired=True)
+
+Numbers = NDArray[np.float32]
+
+
+def exp2(x: Numbers) -> Numbers:
+    """Return what the kernel computes, but that its products and sums are rounded once."""
+
+    def clamp(x: Numbers, low: float, high: float) -> Numbers:
+        return np.minimum(np.maximum(x, np.float32(low)), np.float32(high))
+
+    def power(x: Numbers) -> Numbers:
+        return (x.view(np.int32) << 23).view(np.float32)
+
+    with np.errstate(over="ignore"):
+        result: Numbers = emulated_exp2(x, clamp, power)
+    assert result.dtype == np.float32
+    return result
+
+
+def test_emulated_exponentials_are_as_accurate_as_the_hardware_s() -> None:
+    whole = np.arange(-126, 128, dtype=np.float32)
+    x = np.concatenate([np.linspace(n - 0.5, n + 0.5, 4001, dtype=np.float32) for n in whole])
+    x = x[(x >= -126) & (x < 127.4)]
+    exact = np.exp2(x.astype(np.float64))
+    assert np.abs(exp2(x) / exact - 1).max() < 2.5e-7
+
+
+def test_emulated_exponentials_of_extremes() -> None:
+    x = np.array([-np.inf, -1e30, -127, 128, 1e30, np.inf, np.nan], np.float32)
+    expected = np.array([0, 0, 0, np.inf, np.inf, np.inf, np.nan], np.float32)
+    np.testing.assert_array_equal(exp2(x), expected)
+    tiny = exp2(np.linspace(-127, -126, 1001, dtype=np.float32))
+    assert ((tiny >= 0) & (tiny < 1.000001 * 2**-126)).all()
+
+
+def test_emulated_columns_are_as_many_as_asked() -> None:
+    pytest.importorskip("cutlass")
+    from cutefce.cute_kernels.common.online_softmax import is_emulated
+
+    for emulated in range(17):
+        columns = [is_emulated(column, emulated) for column in range(64)]
+        assert sum(columns) == 4 * emulated
+    # spread, so that both units have work at any time
+    assert [i for i in range(16) if is_emulated(i, 4)] == [0, 4, 8, 12]
+
+
+@pytest.mark.parametrize("arch", BLACKWELL, ids=lambda arch: arch.name)
+def test_what_is_stored_fits(arch: Sm100) -> None:
+    for config in arch.configs():
+        assert arch.used_smem_bytes(config) <= 227 << 10
+        assert arch.used_tmem_columns(config) == 512
+    assert arch.used_tmem_columns(GemmConfig(128, 192, 1, 4, False)) == 512
+    assert arch.used_tmem_columns(GemmConfig(128, 64, 1, 4, False)) == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"pingpong": True}, "pingpong: got True, expected False"),
+        ({"tile_m": 64}, "tile_m: got 64, expected 128"),
+        ({"tile_n": 96}, "tile_n: got 96, expected a multiple of 64"),
+        ({"tile_n": 320}, "tile_n: got 320, expected two tiles in 512 columns"),
+        ({"cluster": 1}, "cluster: got 1, expected 2, as it is paired"),
+        ({"cluster": 4}, "cluster: got 4, expected 1 or 2"),
+        ({"emulated": 17}, "emulated: got 17, expected at most 16"),
+        ({"stages": 1}, "stages: got 1, expected at least 2"),
+        ({"stages": 7}, "stages: got 7, expected at most 232448 bytes"),
+        ({"paired": False}, "stages: got 6, expected at most 232448 bytes"),
+        ({"paired": 1}, "paired: got 1, expected bool"),
+    ],
+    ids=str,
+)
+def test_impossible_configurations_are_named(changes: dict[str, int], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Sm100().check(dataclasses.replace(PAIRED, **changes))  # type: ignore[arg-type]
+
+
+def test_architectures_by_capability() -> None:
+    found = {capability: arch_for(capability) for capability in ((9, 0), (10, 0), (10, 3), (12, 0))}
+    names = [arch.name if arch else None for arch in found.values()]
+    assert names == ["sm_90a", "sm_100a", "sm_103a", None]
+    # exponentials are emulated only where the hardware's are too few
+    assert any(config.emulated for config in arch_named("sm_100a").configs())
+    assert not any(config.emulated for config in arch_named("sm_103a").configs())
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_nothing_is_dispatched_that_did_not_pass(
+    arch: Arch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(name="a new GPU", multi_processor_count=148)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: arch.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(dispatch, "_compiler_obstacle", lambda *_: None)
+    monkeypatch.setattr(verdicts, "known", lambda *_: None)
+    answers = iter((verdicts.Verdict(False, "it hung"), verdicts.Verdict(True)))
+    monkeypatch.setattr(verify, "verify_once", lambda *_: next(answers))
+    dispatch.gpu_of.cache_clear()
+    dispatch._unverified.cache_clear()
+    device = torch.device("cuda"), torch.bfloat16
+    obstacle = dispatch._device_obstacle.__wrapped__(*device)
+    assert obstacle == (
+        "the kernels failed on a new GPU (it hung); to try again: python -m cutefce verify"
+    )
+    dispatch._unverified.cache_clear()
+    assert dispatch._device_obstacle.__wrapped__(*device) is None
+    dispatch.gpu_of.cache_clear()
+    dispatch._unverified.cache_clear()
+
+
+def test_an_unknown_architecture_among_several_is_named() -> None:
+    result = CliRunner().invoke(main, ["compile", "--arch", "sm_100a,sm_80"])
+    assert result.exit_code != 0
+    assert "got 'sm_80', expected one of sm_90a, sm_100a, sm_103a" in result.output

@@ -1,0 +1,203 @@
+"""The code of the Blackwell kernels, run on numpy, against float64; and faults that show there."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.config import Configs, GemmConfig
+from cutefce.cute_kernels.spec import ProjectExp, kernel_set
+from tests.blackwell.emulator import Launch, Stuck
+from tests.blackwell.machine_code import artifacts
+
+ARCH = arch_named("sm_100a")
+CONFIGS = ARCH.configs()
+PAIRED, MULTICAST, SINGLE, EMULATED = CONFIGS
+BOTH = {
+    config: kernel_set(arch_named("sm_100a"), "bfloat16", Configs(config, None, None))
+    for config in CONFIGS
+}
+
+
+class Case:
+    """Inputs, and what must come of them."""
+
+    def __init__(self, tokens: int, hidden: int, vocab: int, first: int = 0, scale: float = 3.0):
+        generator = torch.Generator().manual_seed(0)
+        self.h = torch.randn(tokens, hidden, generator=generator).bfloat16()
+        self.w = torch.randn(vocab, hidden, generator=generator) * scale / hidden**0.5
+        self.w = self.w.bfloat16()
+        self.y = torch.randint(vocab, (tokens,), generator=generator) + first
+        self.y[tokens // 2] = -100
+        self.first, self.columns = first, -(-vocab // 8) * 8
+        own = (self.y - first).clamp(0)
+        self.reference = (self.h.float() * self.w.float()[own]).sum(1)
+
+    def exact(self) -> Any:
+        """Return exp(z - ρ), 0 at the target, in float64."""
+        z = self.h.double() @ self.w.double().t()
+        z[torch.arange(len(self.y)), (self.y - self.first).clamp(0)] += torch.where(
+            self.y >= 0, -torch.inf, 0.0
+        ).double()
+        return torch.exp(z - self.reference.double()[:, None]).numpy()
+
+    def launch(self, kernel: ProjectExp, windows: int) -> Launch:
+        """Return arguments whose results are not there yet."""
+        blocks = -(-len(self.y) // kernel.config.rows)
+        exps = np.full((len(self.y), self.columns), 0x7FFF, np.uint16)
+        return Launch(
+            h=patterns(self.h),
+            w=patterns(self.w),
+            reference=self.reference.numpy(),
+            target=self.y.numpy(),
+            sums=np.full((len(self.y), windows), np.nan, np.float32) if kernel.sums else None,
+            exps=exps if kernel.store else None,
+            notes=np.full(2 + blocks, 7, np.int32),
+            first=self.first,
+            windows=windows,
+        )
+
+
+def patterns(x: torch.Tensor) -> Any:
+    return x.view(torch.int16).numpy().view(np.uint16)
+
+
+def numbers(exps: Any) -> Any:
+    """Return what bfloat16 patterns stand for."""
+    return (exps.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def check(launch: Launch, case: Case) -> None:
+    exact = case.exact()
+    if launch.sums is not None:
+        # a window without a tile has no sum: its logarithm is -inf
+        total = np.exp2(launch.sums.astype(np.float64)).sum(1)
+        np.testing.assert_allclose(total, exact.sum(1), rtol=1e-5)
+    if launch.exps is not None:
+        got, vocab = numbers(launch.exps), len(case.w)
+        np.testing.assert_allclose(got[:, :vocab], exact, rtol=1.01 * 2**-8, atol=1e-30)
+        assert (got[:, vocab:] == 0).all()
+
+
+def run(kernel: ProjectExp, launch: Launch, clusters: int = 1, seed: int = 0) -> None:
+    launch.run(artifacts(kernel)[0], kernel.config, clusters, seed)
+
+
+SHAPES = {
+    "many tiles": (300, 136, 700),
+    "one row": (1, 64, 600),
+    "fewer columns than a tile": (70, 8, 17),
+    "a last block of one row": (257, 72, 300),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS[:3], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_sums_and_exponentials(config: GemmConfig, shape: tuple[int, int, int]) -> None:
+    case, kernel = Case(*shape), BOTH[config].sums_and_exps
+    launch = case.launch(kernel, windows=2)
+    run(kernel, launch, clusters=1 if shape[0] == 300 else 2)
+    check(launch, case)
+    assert (launch.notes == 7).all(), "nobody meets, and nothing is noted"
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("config", [PAIRED, MULTICAST], ids=str)
+def test_whatever_happens_first(config: GemmConfig, seed: int) -> None:
+    """More steps than stages, and more tiles than accumulators."""
+    case, kernel = Case(config.rows, 3 * 64, 700), BOTH[config].sums_and_exps
+    launch = case.launch(kernel, windows=1)
+    run(kernel, launch, seed=seed)
+    check(launch, case)
+
+
+def test_sums_alone() -> None:
+    config = PAIRED
+    case, kernel = Case(300, 72, 700, scale=60.0), BOTH[config].sums
+    launch = case.launch(kernel, windows=2)
+    run(kernel, launch, clusters=2)
+    z = np.log2(case.exact(), where=case.exact() > 0, out=np.full((300, 700), -np.inf))
+    highest = z.max(1)
+    exact = highest + np.log2(np.exp2(z - highest[:, None]).sum(1))
+    largest = launch.sums.max(1).astype(np.float64)
+    got = largest + np.log2(np.exp2(launch.sums - largest[:, None]).sum(1))
+    assert highest.max() > 200, "far beyond what a float can hold"
+    np.testing.assert_allclose(got, exact, rtol=1e-6, atol=1e-3)
+
+
+def test_a_window_that_is_computed_again() -> None:
+    config = SINGLE
+    case, kernel = Case(300, 72, 600, first=5000), BOTH[config].exps
+    launch = case.launch(kernel, windows=2)
+    run(kernel, launch, clusters=2)
+    check(launch, case)
+
+
+def test_only_noted_blocks_are_stored_again() -> None:
+    config = PAIRED
+    case, kernel = Case(3 * config.rows + 1, 64, 600), BOTH[config].noted_exps
+    launch = case.launch(kernel, windows=1)
+    launch.notes[2:] = [0, 1, 0, 1]
+    run(kernel, launch, clusters=3)
+    noted = np.repeat([False, True, False, True], config.rows)[: len(case.y)]
+    assert (launch.exps[~noted] == 0x7FFF).all()
+    got = numbers(launch.exps)[noted]
+    np.testing.assert_allclose(got, case.exact()[noted], rtol=1.01 * 2**-8, atol=1e-30)
+    assert launch.notes[2:].tolist() == [0, 1, 0, 1]
+
+
+def test_a_bad_row_stays_alone() -> None:
+    config = EMULATED
+    case, kernel = Case(300, 72, 300), BOTH[config].sums_and_exps
+    clean, bad = (case.launch(kernel, 1) for _ in range(2))
+    run(kernel, clean)
+    bad.h = bad.h.copy()
+    bad.h[123, 5] = 0x7FC0
+    run(kernel, bad)
+    others = np.arange(300) != 123
+    assert np.isnan(bad.sums[123]).all()
+    assert np.array_equal(bad.sums[others], clean.sums[others])
+    assert np.array_equal(bad.exps[others], clean.exps[others])
+
+
+# what is done to the code, and what comes of it: nothing goes on, or results are wrong
+FAULTS: dict[str, tuple[GemmConfig, str, str, type[Exception]]] = {
+    "a pair's first block alone is told": (
+        PAIRED, r"(tcgen05\.commit[^\n]*), %rs\d+;", r"\1, 1;", Stuck),
+    "w reaches one block alone": (
+        MULTICAST, r"(mov\.b16\s+%rs\d+), 3;(?=[^$]*multicast::cluster)", r"\1, 1;", Stuck),
+    "more bytes are expected than come": (
+        PAIRED, r"(mov\.b32\s+%r\d+), 65536;", r"\1, 65552;", Stuck),
+    "accumulators are never given back": (
+        SINGLE, r"mbarrier\.arrive\.shared[^\n]*\n", "", Stuck),
+    "steps of a tile replace each other": (
+        SINGLE, r"(mov\.pred\s+%p\d+), -1;", r"\1, 0;", AssertionError),
+    "a quarter of a stage is taken twice": (
+        SINGLE, r"(add\.s32\s+%r\d+, %r\d+), 4;", r"\1, 2;", AssertionError),
+    "stages are filled before they are drained": (
+        SINGLE, r"(mbarrier\.init\S+\s+\[%r1\+32\]), %r\d+", r"\1, 2", Stuck),
+    "slabs are written while they are stored": (
+        SINGLE, r"(cp\.async\.bulk\.wait_group\.read\s+)1;", r"\g<1>2;", AssertionError),
+    "a block ends before its stores": (
+        SINGLE, r"cp\.async\.bulk\.wait_group\.read\s+0;", "", AssertionError),
+    "lanes give back on their own": (
+        SINGLE, r"elect\.sync[^\n]*\n[^\n]*\n[^\n]*\n(?=[^$]*mbarrier\.arrive\.shared)", "", Stuck),
+    "tensor memory is kept": (PAIRED, r"tcgen05\.dealloc[^\n]*\n", "", AssertionError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_shows(fault: str) -> None:
+    config, pattern, replacement, outcome = FAULTS[fault]
+    case, kernel = Case(config.rows, 3 * 64, 700), BOTH[config].sums_and_exps
+    broken, count = re.subn(pattern, replacement, artifacts(kernel)[0], count=1)
+    assert count == 1
+    launch = case.launch(kernel, windows=1)
+    with pytest.raises(outcome):
+        launch.run(broken, config, clusters=1, seed=0)
+        check(launch, case)

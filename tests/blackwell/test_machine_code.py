@@ -1,0 +1,185 @@
+"""The code that the compiler makes for Blackwell keeps the rules, and each rule can fail."""
+
+import functools
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.arch.sm100 import Sm100
+from cutefce.cute_kernels.config import Configs
+from cutefce.cute_kernels.spec import ProjectExp, kernel_set
+from tests.blackwell.machine_code import artifacts, assembly_violations, violations
+
+ARCH = arch_named("sm_100a")
+PAIRED, MULTICAST, SINGLE, *_ = ARCH.configs()
+
+
+def variants(arch: str, dtype: str = "bfloat16") -> list[ProjectExp]:
+    sets = [
+        kernel_set(arch_named(arch), dtype, Configs(config, None, None))
+        for config in arch_named(arch).configs()
+    ]
+    return [k for s in sets for k in (s.sums, s.sums_and_exps, s.exps, s.noted_exps)]
+
+
+KERNELS = (*variants("sm_100a"), *variants("sm_103a")[1::4], variants("sm_103a", "float16")[2])
+"""All of one architecture; the other one's differ in their target, float16 in the operands."""
+
+
+def describe(kernel: ProjectExp) -> str:
+    kinds = [name for name in ("sums", "store", "masked") if getattr(kernel, name)]
+    return f"{kernel.arch} {kernel.dtype} {kernel.config}: {' '.join(kinds)}"
+
+
+def both(config: int) -> ProjectExp:
+    """Return the kernel of a configuration that sums and stores."""
+    return variants("sm_100a")[4 * config + 1]
+
+
+@functools.cache
+def disassembler() -> Path:
+    files = metadata.files("nvidia-cuda-nvdisasm") or []
+    return next(Path(str(f.locate())) for f in files if f.name == "nvdisasm")
+
+
+def disassemble(cubin: bytes, folder: Path) -> str:
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    return subprocess.run(
+        [disassembler(), "-c", path], capture_output=True, text=True, check=True
+    ).stdout
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=describe)
+def test_code_keeps_the_rules(kernel: ProjectExp, tmp_path: Path) -> None:
+    ptx, cubin = artifacts(kernel)
+    assert f".target {kernel.arch}" in ptx
+    assert violations(ptx, kernel) == []
+    assert assembly_violations(disassemble(cubin, tmp_path), kernel) == []
+
+
+# what is done to the code: configuration, pattern, replacement, and the rule that must notice
+FAULTS = {
+    "a barrier expects one arrival too many": (
+        0, r"(mbarrier\.init\S+\s+\[%r1\+112\]), %r\d+", r"\1, 9", "barriers"),
+    "a barrier expects one block where two arrive": (
+        1, r"(mbarrier\.init\S+\s+\[%r1\+32\]), %r\d+", r"\1, 1", "barriers"),
+    "a barrier is not set up": (0, r"mbarrier\.init\S+\s+\[%r1\+8\].*", "", "barriers"),
+    "barriers are not fenced": (0, r"fence\.mbarrier_init\S+", "", "setup"),
+    "tensor memory is used before the peer has its own": (
+        0, r"barrier\.cluster\.wait;(?=[^$]*ld\.shared)", "", "setup"),
+    "tensor memory is found before it is allocated": (
+        2, r"bar\.sync\s+0;(?=[^$]*ld\.shared)", "", "setup"),
+    "half of the tensor memory is allocated": (
+        0, r"(tcgen05\.alloc\S+\s+\[%r\d+\]), %r\d+", r"\1, 256", "tensor_memory"),
+    "tensor memory is kept": (0, r"tcgen05\.dealloc.*", "", "tensor_memory"),
+    "the right to allocate is kept": (0, r"tcgen05\.relinquish.*", "", "tensor_memory"),
+    "tensor memory is freed while it is read": (
+        0, r"barrier\.cluster\.arrive;(?![\s\S]*cluster\.arrive)", "", "tensor_memory"),
+    "a pair allocates as single blocks": (
+        0, r"tcgen05\.alloc\.cta_group::2", "tcgen05.alloc.cta_group::1", "tensor_memory"),
+    "half of the bytes are expected": (0, r"(mov\.b32\s+%r\d+), 65536;", r"\1, 32768;", "loads"),
+    "a tile of w reaches one block alone": (
+        1, r"(mov\.b16\s+%rs\d+), 3;(?=[^$]*multicast::cluster)", r"\1, 1;", "loads"),
+    "h is multicast too": (
+        1, r"(shared::)cta(\.global\.tile\.mbarrier::complete_tx::bytes)",
+        r"\1cluster\2.multicast::cluster", "loads"),
+    "a pair's second block counts for itself": (0, r"-16777224", "-8", "loads"),
+    "a stage is filled without waiting": (
+        0, r"mbarrier\.try_wait(?=[\s\S]*expect_tx)[^\n]*", "", "loads"),
+    "one block's instruction for a pair": (
+        0, r"cta_group::2\.kind", "cta_group::1.kind", "operands"),
+    "operands of another dtype": (0, r"272630928", "272629776", "operands"),
+    "operands of another size": (0, r"272630928", "272499856", "operands"),
+    "matrices of another swizzle": (
+        0, "4611756662049538048", "6917599671263232000", "operands"),
+    "a quarter of a stage is skipped": (
+        0, r"(add\.s32\s+%r\d+, %r\d+), 2;", r"\1, 4;", "operands"),
+    "tiles add to the tiles before them": (
+        0, r"(mov\.pred\s+%p\d+), 0;", r"\1, -1;", "operands"),
+    "steps of a tile replace each other": (
+        0, r"(mov\.pred\s+%p\d+), -1;", r"\1, 0;", "operands"),
+    "a stage is given back before its products": (
+        0, r"((?:tcgen05\.mma[^\n]*\n[\s\S]*?){4})(tcgen05\.commit[^\n]*\n)", r"\2\1", "products"),
+    "a commit reaches one block of a pair": (
+        0, r"(tcgen05\.commit[^\n]*), %rs\d+;", r"\1, 1;", "products"),
+    "a commit reaches another barrier": (
+        0, r"(tcgen05\.commit\S+\s+\[%r\d+)\+48\]", r"\1]", "products"),
+    "products start on an accumulator unfenced": (
+        0, r"tcgen05\.fence::after_thread_sync;(?=[^$]*shl\.b32\s+%r\d+, %r\d+, 8;\s+add\.s32\s+"
+        r"%r\d+, %r\d+, %r\d+;\s+@%p\d+ bra)", "", "products"),
+    "logits are not waited for": (0, r"tcgen05\.wait::ld\S*", "", "reads"),
+    "a logit is used before it is there": (
+        0, r"(\{(%r\d+)(?:, %r\d+)+\}, \[[^\n]*\n)(?=[\s\S]{0,9000}tcgen05\.wait::ld)",
+        r"\1add.s32 %r1, \2, 1;\n", "reads"),
+    "lanes read on their own": (
+        0, r"bar\.warp\.sync\s+-1;(?=[^$@]*tcgen05\.ld)", "", "reads"),
+    "lanes allocate on their own": (
+        0, r"bar\.warp\.sync\s+-1;(?=[^$@]*tcgen05\.alloc)", "", "tensor_memory"),
+    "logits are read unfenced": (
+        0, r"tcgen05\.fence::after_thread_sync;(?=[^@]*tcgen05\.ld\.)", "", "reads"),
+    "an accumulator is given back unfenced": (
+        0, r"tcgen05\.fence::before_thread_sync;(?=\s+elect)", "", "reads"),
+    "every lane gives an accumulator back": (
+        0, r"elect\.sync[^\n]*\n[^\n]*\n[^\n]*\n(?=[^$]*mbarrier\.arrive\.shared)", "", "reads"),
+    "an accumulator is given back twice": (
+        0, r"(mbarrier\.arrive\.shared[^\n]*\n)", r"\1\1", "reads"),
+    "an accumulator is given back before it is read": (
+        0, r"(tcgen05\.ld\.[\s\S]*?)(mbarrier\.arrive\.shared[^\n]*\n)", r"\2\1", "reads"),
+    "a pair's second block gives its own back": (
+        0, r"(mapa\S+\s+%r\d+, %r\d+), %r\d+;", r"\1, %cluster_ctarank;", "reads"),
+    "lanes of another shape": (0, r"32x32b\.x64", "16x256b.x64", "reads"),
+    "a slab is written while it is stored": (
+        0, r"cp\.async\.bulk\.wait_group\.read\s+1;", "", "stores"),
+    "a slab is stored before TMA sees it": (0, r"fence\.proxy\.async\S+", "", "stores"),
+    "a slab is stored before all lanes wrote": (
+        0, r"(fence\.proxy\.async\S+\s+)bar\.warp\.sync\s+-1;", r"\1", "stores"),
+    "a slab's store is not in a group": (0, r"cp\.async\.bulk\.commit_group;", "", "stores"),
+    "a block ends while it stores": (
+        0, r"cp\.async\.bulk\.wait_group\.read\s+0;", "", "stores"),
+    "an exponential is emulated too many": (0, r"ex2\.approx\.ftz\.f32[^\n]*", "", "exponentials",
+    ),
+    "registers are spilled": (0, r"(tcgen05\.dealloc)", r"st.local.b32 [%r1], %r2;\n\1",
+                              "registers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault: str) -> None:
+    config, pattern, replacement, rule = FAULTS[fault]
+    kernel = both(config)
+    ptx, _ = artifacts(kernel)
+    broken, count = re.subn(pattern, replacement, ptx, count=1)
+    assert count == 1
+    assert rule in violations(broken, kernel)
+
+
+@pytest.mark.parametrize(
+    ("config", "found", "wrong"),
+    [
+        (0, "UTCHMMA.2CTA", "UTCHMMA"),
+        (0, "LDTM.x64", "LDTM.x32"),
+        (0, "UTMASTG.2D", "STL"),
+        (1, "UTMALDG.2D.MULTICAST", "UTMALDG.2D"),
+        (1, "UTCBAR.MULTICAST", "UTCBAR"),
+    ],
+)
+def test_a_fault_in_the_machine_code_is_found(
+    config: int, found: str, wrong: str, tmp_path: Path
+) -> None:
+    kernel = both(config)
+    sass = disassemble(artifacts(kernel)[1], tmp_path)
+    broken = re.sub(rf"{re.escape(found)}\b(?!\.)", wrong, sass, count=1)
+    assert set(assembly_violations(broken, kernel)) == {found, wrong}
+
+
+def test_the_kernel_of_the_paired_blocks_is_the_default() -> None:
+    assert isinstance(ARCH, Sm100)
+    assert (ARCH.default(129), ARCH.default(128)) == (PAIRED, SINGLE)
+    assert MULTICAST.rows == PAIRED.rows

@@ -1,0 +1,254 @@
+"""The cache of compiled kernels: once per key, whatever happens to processes and files.
+
+And what a package brings along: it serves where the cache has nothing, or nothing that is whole.
+"""
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("cutlass")
+
+from cutefce.__main__ import main
+from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.jit.compiler import compile_kernel
+
+KERNEL = spec.Combine("sm_90a", "bfloat16", "bfloat16", None, scaled=True, weighted=False)
+"""The one that compiles fastest."""
+
+COMPILE = f"""
+from cutefce.cute_kernels import jit_cache, kernels
+function = jit_cache.compiled(kernels.{KERNEL!r})
+print(jit_cache.compile_count, callable(function))
+"""
+DIE = """
+import os, time
+from cutefce.cute_kernels import jit_cache
+
+def stop(kernel):
+    print("compiling", flush=True)
+    time.sleep(60)
+
+jit_cache.compile_kernel = stop
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty cache folder, which this process has loaded nothing from."""
+    path = tmp_path / "cache"
+    path.mkdir()
+    monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(path))
+    monkeypatch.setattr(jit_cache, "PREBUILT_FOLDER", tmp_path / "prebuilt")
+    monkeypatch.setattr(jit_cache, "_loaded", {})
+    monkeypatch.setattr(jit_cache, "compile_count", 0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a whole library of the kernel, outside of any cache."""
+    path = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(jit_cache.CACHE_VARIABLE, str(path))
+        return jit_cache.store(KERNEL, lambda: compile_kernel(KERNEL))
+
+
+@pytest.fixture
+def prebuilt(folder: Path, library: Path) -> Path:
+    """Return the library that the package has, beside an empty cache folder."""
+    path = jit_cache.prebuilt_folder() / library.name
+    path.parent.mkdir(parents=True)
+    shutil.copy(library, path)
+    return path
+
+
+def start(code: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+def output(process: "subprocess.Popen[str]") -> list[str]:
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return text.split()
+
+
+def works(function: Any) -> bool:
+    """Whether this is the kernel: it checks its arguments, also where there is no GPU."""
+    with pytest.raises(TypeError, match="out: Tensor"):
+        function()
+    return True
+
+
+def test_eight_processes_compile_once(folder: Path) -> None:
+    processes = [start(COMPILE) for _ in range(8)]
+    results = [output(process) for process in processes]
+    assert sum(int(count) for count, _ in results) == 1
+    assert all(is_callable == "True" for _, is_callable in results)
+    assert output(start(COMPILE))[0] == "0", "a later process compiles nothing"
+
+
+def test_a_process_that_dies_leaves_nothing_in_the_way(folder: Path) -> None:
+    process = start(DIE + COMPILE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "compiling\n"
+    path = jit_cache.library_path(KERNEL)
+    path.with_suffix(".tmp").write_bytes(b"half of it")
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    begin = time.monotonic()
+    assert works(jit_cache.compiled(KERNEL))
+    assert time.monotonic() - begin < 30
+    assert jit_cache.compile_count == 1
+    assert [p.suffix for p in path.parent.iterdir() if p.suffix != ".lock"] == [".so"]
+
+
+FOREIGN = b"\x7fELF of something else"
+DAMAGES = ["truncated", "empty", "foreign", "a bit"]
+
+
+def damaged(content: bytes, damage: str) -> bytes:
+    flipped = bytes([content[1000] ^ 1])
+    return {
+        "truncated": content[: len(content) // 2],
+        "empty": b"",
+        "foreign": FOREIGN,
+        "a bit": content[:1000] + flipped + content[1001:],
+        "does not load": FOREIGN + hashlib.sha256(FOREIGN).digest(),
+    }[damage]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_compiled_again(damage: str, folder: Path) -> None:
+    path = jit_cache.store(KERNEL, lambda: compile_kernel(KERNEL))
+    content = path.read_bytes()
+    path.write_bytes(damaged(content, damage))
+    assert works(jit_cache.compiled(KERNEL))
+    assert jit_cache.compile_count == 1
+    assert path.read_bytes()[:4] == b"\x7fELF"
+    assert len(path.read_bytes()) > len(content) // 2
+
+
+def test_a_library_that_does_not_load_stops_nobody(folder: Path, library: Path) -> None:
+    path = jit_cache.library_path(KERNEL)
+    path.parent.mkdir()
+    path.write_bytes(damaged(library.read_bytes(), "does not load"))
+    assert callable(jit_cache.compiled(KERNEL))
+    assert jit_cache.compile_count == 1
+
+
+def test_a_folder_that_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = folder / "file"
+    file.write_text("")
+    monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(file))
+    assert callable(jit_cache.compiled(KERNEL))
+    assert jit_cache.compile_count == 1
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_full_or_read_only_disk(code: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    assert callable(jit_cache.compiled(KERNEL))
+    assert not list(folder.rglob("*.so"))
+
+
+def test_no_linker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    assert callable(jit_cache.compiled(KERNEL))
+    assert not list(folder.rglob("*.so"))
+
+
+def test_loading_does_not_need_the_compiler(folder: Path) -> None:
+    jit_cache.store(KERNEL, lambda: compile_kernel(KERNEL))
+    code = COMPILE + "import sys; assert 'cutlass' not in sys.modules"
+    assert output(start(code)) == ["0", "True"]
+
+
+def test_keys_tell_kernels_apart(folder: Path) -> None:
+    from cutefce.cute_kernels.arch import ARCHS
+
+    every = [kernel for arch in ARCHS for kernel in spec.all_kernels(arch)]
+    assert len({jit_cache.library_path(kernel) for kernel in every}) == len(every)
+
+
+@pytest.mark.parametrize("can_write", [True, False])
+def test_a_prebuilt_library_serves(
+    can_write: bool, folder: Path, prebuilt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_write:
+        file = folder / "file"
+        file.write_text("")
+        monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(file))
+    assert jit_cache.is_stored(KERNEL)
+    assert works(jit_cache.compiled(KERNEL))
+    assert jit_cache.compile_count == 0
+    assert not list(folder.rglob("*.so"))
+
+
+def test_the_users_library_goes_first(
+    folder: Path, prebuilt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jit_cache.library_path(KERNEL)
+    path.parent.mkdir()
+    shutil.copy(prebuilt, path)
+    loaded: list[Path] = []
+    monkeypatch.setattr(jit_cache, "_load", loaded.append)
+    jit_cache.compiled(KERNEL)
+    assert loaded == [path]
+    path.write_bytes(b"")
+    monkeypatch.setattr(jit_cache, "_loaded", {})
+    jit_cache.compiled(KERNEL)
+    assert loaded == [path, prebuilt]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "does not load"])
+def test_a_damaged_prebuilt_library_is_left_alone(
+    damage: str, folder: Path, prebuilt: Path
+) -> None:
+    content = damaged(prebuilt.read_bytes(), damage)
+    prebuilt.write_bytes(content)
+    assert works(jit_cache.compiled(KERNEL))
+    assert jit_cache.compile_count == 1
+    assert jit_cache.library_path(KERNEL).exists(), "later processes find it compiled"
+    assert prebuilt.read_bytes() == content
+
+
+def test_prebuilt_libraries_of_other_versions_are_not_used(folder: Path, prebuilt: Path) -> None:
+    prebuilt.parent.rename(prebuilt.parent.with_name("0123456789abcdef"))
+    assert not jit_cache.is_stored(KERNEL)
+    assert works(jit_cache.compiled(KERNEL))
+    assert jit_cache.compile_count == 1
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+def test_a_library_asks_little_of_the_system(library: Path) -> None:
+    """The platform tag of a wheel with kernels promises as much."""
+    command = ["objdump", "--private-headers", "--dynamic-syms", str(library)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r"GLIBC\w*[\d.]*", text)) <= {"GLIBC_2.2.5", "GLIBC_2.17"}
+    assert set(re.findall(r"NEEDED +(\S+)", text)) <= {"libc.so.6"}
+
+
+def test_info_says_whether_prebuilt_libraries_fit(folder: Path, prebuilt: Path) -> None:
+    def info() -> str:
+        return "".join(CliRunner().invoke(main, "info").output.split())  # lines are folded
+
+    assert f"prebuilt{prebuilt.parent}(1kernels" in info()
+    prebuilt.parent.rename(prebuilt.parent.with_name("0123456789abcdef"))
+    assert f"prebuilt{prebuilt.parent}(0kernels" in info()
+    assert re.search(r"0123456789abcdef\(1kernels,[^)]*\):ofotherversions,notused", info())

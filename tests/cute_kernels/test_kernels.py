@@ -1,0 +1,408 @@
+"""The kernels themselves: every configuration, sizes past 2³¹, repair, and who serves what."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutefce
+from cutefce.autotune_cache.defaults import lookup
+from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
+from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.arch.sm90 import Sm90
+from cutefce.cute_kernels.config import Configs, GemmConfig
+from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.primitives import cute, dispatch
+from cutefce.ops.primitives.cute import CutePrimitives, Parts
+from cutefce.ops.primitives.interface import step_by_step
+from cutefce.ops.primitives.rows import Targets
+from tests.support.reference import Case, assert_as_accurate, evaluate, ours, random_case
+
+HERE = arch_for(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+ARCH = HERE or Sm90()
+CONFIGS = ARCH.configs()
+RAGGED = {
+    "one row": (1, 64, 1000),
+    "fewer columns than a tile": (70, 8, 17),
+    "a last block of one row": (257, 72, 3001),
+    "several groups of row blocks": (2500, 136, 5000),
+}
+
+with_kernels = pytest.mark.skipif(
+    HERE is None,
+    reason="needs a GPU that has kernels",
+)
+
+
+@pytest.fixture
+def strict() -> Any:
+    dispatch.set_strict(True)
+    yield
+    dispatch.set_strict(False)
+
+
+def with_project_exp(config: GemmConfig) -> Configs:
+    default = Sm90().default_configs(tokens=8192, hidden=4096, multiprocessors=132)
+    return dataclasses.replace(default, project_exp=config)
+
+
+def primitives(config: GemmConfig, dtype: torch.dtype) -> CutePrimitives:
+    return with_configs(with_project_exp(config), dtype)
+
+
+def with_configs(configs: Configs, dtype: torch.dtype) -> CutePrimitives:
+    name = str(dtype).removeprefix("torch.")
+    tiles = lookup(Problem(1, 64, 1000, name, "cuda"))
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    return CutePrimitives(tiles, ARCH, name, configs, count)
+
+
+def exact_exps(case: Case, reference: Tensor) -> Tensor:
+    """Return exp(z - reference) in float64, 0 at the target."""
+    z = case.h.double() @ case.w.double().t()
+    e = torch.exp(z - reference.double()[:, None])
+    active = case.y >= 0
+    e[active.nonzero()[:, 0], case.y[active]] = 0
+    return e
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_configuration(
+    config: GemmConfig, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    case = random_case(*shape, dtype=dtype, device="cuda", ignored=0)
+    steps = primitives(config, dtype)
+    targets = Targets(case.y, shape[2], -100)
+    logit = steps.target_logit(case.h, case.w, targets)
+    exact = exact_exps(case, logit)
+    buffer = torch.full((shape[0], -(-shape[2] // 8) * 8), torch.nan, dtype=dtype, device="cuda")
+    kept = buffer if dtype == torch.bfloat16 else None
+    partial = steps.project_exp(case.h, case.w, (0, shape[2]), logit, case.y, kept)
+    stats, losses = steps.finish(partial, logit, targets, "none")
+    torch.testing.assert_close(stats.sum.double(), exact.sum(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses.double(), torch.log1p(exact.sum(1)), rtol=1e-5, atol=1e-6)
+    assert torch.equal(stats.reference, logit)
+    if kept is None:
+        steps.recompute_exp(case.h, case.w, (0, shape[2]), logit, case.y, buffer)
+    rounding = torch.finfo(dtype).eps / 2
+    smallest = 2.0**-24 if dtype == torch.float16 else 1e-30
+    got = buffer[:, : shape[2]].double()
+    torch.testing.assert_close(got, exact, rtol=1.01 * rounding, atol=smallest)
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_forward_at_once_is_its_steps(
+    config: GemmConfig, shape: tuple[int, int, int], reduction: str
+) -> None:
+    case = random_case(*shape, dtype=torch.bfloat16, device="cuda")
+    case.h[::5] *= 100.0  # some of these rows lie far above their targets
+    steps, targets = primitives(config, torch.bfloat16), Targets(case.y, shape[2], -100)
+    stats, loss = steps.forward(case.h, case.w, targets, reduction)
+    expected = step_by_step(steps, case.h, case.w, targets, reduction)
+    assert torch.equal(stats.rows, expected[0].rows)
+    assert torch.equal(loss, expected[1])
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_repair_stores_only_noted_blocks_again(config: GemmConfig) -> None:
+    case = random_case(
+        3 * config.rows + 1, 64, 2000, dtype=torch.bfloat16, device="cuda", ignored=0
+    )
+    far = torch.tensor([config.rows + 3, 3 * config.rows], device="cuda")
+    case.h[far] *= 100
+    case.y[far] = (case.h[far].float() @ case.w.float().t()).argmin(1)
+    steps, targets = primitives(config, torch.bfloat16), Targets(case.y, 2000, -100)
+    logit = steps.target_logit(case.h, case.w, targets)
+    buffer = torch.empty(len(case.y), 2000, dtype=torch.bfloat16, device="cuda")
+    partial = steps.project_exp(case.h, case.w, (0, 2000), logit, case.y, buffer)
+    stats, _ = steps.finish(partial, logit, targets, "none")
+    moved = (stats.reference != logit).nonzero()[:, 0]
+    assert moved.tolist() == far.tolist()
+    assert partial.notes[2:].nonzero()[:, 0].tolist() == (far // config.rows).tolist()
+    before = buffer.clone()
+    steps.settle(buffer, case.h, case.w, 0, case.y, partial, stats)
+    others = torch.ones(len(case.y), dtype=torch.bool, device="cuda")
+    others[far] = False
+    assert torch.equal(buffer[others], before[others])
+    exact = exact_exps(case, stats.reference)[far]
+    torch.testing.assert_close(buffer[far].double(), exact, rtol=2**-8, atol=1e-30)
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("workspace", ["max", "min"])
+@pytest.mark.parametrize("which", ["none", "some", "all", "the last one"])
+def test_far_rows(which: str, workspace: str, dtype: torch.dtype, strict: None) -> None:
+    case = random_case(515, 64, 1500, dtype=dtype, device="cuda")
+    rows = {"none": [], "some": [7, 300], "all": list(range(515)), "the last one": [514]}[which]
+    case.h[rows] *= 60
+    assert_as_accurate(ours(case, workspace=workspace), case, saturated=True)
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("shape", [(521, 264, 1003), (1000, 1096, 20001), (300, 64, 5003)], ids=str)
+@pytest.mark.parametrize("config", ARCH.gradient_configs(), ids=str)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_sums_are_right_and_the_same_again(
+    fresh: bool, config: GemmConfig, shape: tuple[int, int, int], strict: None
+) -> None:
+    """Also where tiles are cut into pieces, whose sums different clusters add."""
+    tokens, hidden, vocab = shape
+    case = random_case(*shape, dtype=torch.bfloat16, device="cuda")
+    configs = dataclasses.replace(
+        with_project_exp(CONFIGS[0]),
+        grad_hidden=config,
+        grad_weight=config,
+        grad_hidden_short=config,
+    )
+    steps = with_configs(configs, torch.bfloat16)
+    exps = torch.rand(tokens, -(-vocab // 8) * 8, device="cuda").to(torch.bfloat16)[:, :vocab]
+    before = torch.randn(tokens, hidden, device="cuda"), torch.randn(vocab, hidden, device="cuda")
+    results = []
+    for _ in range(3):
+        dx, dw = (torch.full_like(x, torch.nan) if fresh else x.clone() for x in before)
+        steps.add_grad_hidden(dx, exps, case.w, fresh=fresh)
+        steps.add_grad_weight(dw, exps, case.h, fresh=fresh)
+        results.append((dx, dw))
+    e = exps.double()
+    exact = [e @ case.w.double(), e.t() @ case.h.double()]
+    if not fresh:
+        exact = [x + there for x, there in zip(exact, before, strict=True)]
+    for got, want in zip(results[0], exact, strict=True):
+        assert float((got - want).norm() / want.norm()) < 1e-4
+    for again in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_bad_row_stays_alone(value: float, strict: None) -> None:
+    case = random_case(400, 64, 1500, dtype=torch.bfloat16, device="cuda", ignored=0)
+    clean = ours(case)
+    case.h[123, 5] = value
+    got = ours(case)
+    others = torch.arange(400, device="cuda") != 123
+    assert not got.loss[123].isfinite()
+    assert torch.equal(got.loss[others], clean.loss[others])
+    assert torch.equal(got.dx[others], clean.dx[others])
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("shape", [(17000, 64, 131072), (300, 8200, 262200)], ids=["N·V", "V·D"])
+def test_past_two_to_the_31(shape: tuple[int, int, int], strict: None) -> None:
+    tokens, hidden, vocab = shape
+    torch.manual_seed(0)
+    h = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    w = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16).div_(hidden**0.5)
+    y = torch.randint(vocab - 100, vocab, (tokens,), device="cuda")
+    leaf = h.detach().requires_grad_()
+    losses = cutefce.linear_cross_entropy(leaf, w, y, reduction="none", workspace="max")
+    (dx,) = torch.autograd.grad(losses.sum(), leaf)
+    last = slice(tokens - 50, tokens)
+    case = Case(h[last], w, y[last], torch.ones(50, device="cuda"))
+
+    def loss(h: Tensor, w: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy((h @ w.t()).float(), case.y, reduction="none")
+
+    rounded = evaluate(case, loss)
+    torch.testing.assert_close(losses[last].detach(), rounded.loss, rtol=1e-3, atol=5e-3)
+    torch.testing.assert_close(dx[last].float(), rounded.dx.float(), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.gpu
+@with_kernels
+def test_side_stream_and_other_layouts(strict: None) -> None:
+    case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda")
+    want = cutefce.linear_cross_entropy(case.h, case.w, case.y)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = cutefce.linear_cross_entropy(case.h.t().contiguous().t(), case.w, case.y)
+    stream.synchronize()
+    assert torch.equal(got, want)
+    padded = torch.empty(1500, 72, dtype=torch.bfloat16, device="cuda")[:, :64].copy_(case.w)
+    assert torch.equal(cutefce.linear_cross_entropy(case.h, padded, case.y), want)
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_device_of_the_tensors_counts(strict: None) -> None:
+    case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda:1")
+    got = ours(case)
+    with torch.cuda.device(1):
+        want = ours(case)
+    assert torch.cuda.current_device() == 0
+    assert got.loss.device == case.h.device
+    assert torch.equal(got.loss, want.loss)
+    assert torch.equal(got.dx, want.dx)
+
+
+@pytest.mark.gpu
+@with_kernels
+def test_replay_and_compilation_are_bitwise_equal(strict: None) -> None:
+    case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        want = cutefce.linear_cross_entropy(case.h, case.w, case.y)
+        compiled = torch.compile(cutefce.linear_cross_entropy, fullgraph=True)
+        assert torch.equal(compiled(case.h, case.w, case.y), want)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = cutefce.linear_cross_entropy(case.h, case.w, case.y)
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.filterwarnings("ignore:cutefce")
+def test_what_the_kernels_do_not_serve() -> None:
+    case = random_case(32, 64, 300, dtype=torch.bfloat16, device="cuda")
+    assert cutefce.backend_for(case.h, case.w).name == "cute"
+    reasons = {
+        "float32": (case.h.float(), case.w.float()),
+        "multiple of 8": (case.h[:, :60], case.w[:, :60]),
+        "16 bytes": (case.h, case.w.t().contiguous().t()),
+    }
+    for reason, (h, w) in reasons.items():
+        backend = cutefce.backend_for(h, w)
+        assert backend.name == "torch"
+        assert reason in backend.reason
+        cutefce.linear_cross_entropy(h, w, case.y)
+
+
+@pytest.mark.parametrize("arch", [ARCHS[0], ARCHS[1]], ids=lambda arch: arch.name)
+def test_launches_pass_what_the_kernels_take(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: a launch stops at the first argument's device, past their number."""
+    pytest.importorskip("cutlass")
+    launched = []
+
+    def on_a_cpu(kernel: spec.Kernel) -> Any:
+        def launch(*arguments: Any) -> None:
+            with pytest.raises(ValueError, match="expected device_type=cuda"):
+                jit_cache.compiled(kernel)(*arguments)
+            launched.append(type(kernel).__name__)
+
+        return launch
+
+    monkeypatch.setattr(cute, "compiled", on_a_cpu)
+    case = random_case(300, 64, 1500, dtype=torch.bfloat16)
+    tiles = lookup(Problem(300, 64, 1500, "bfloat16", "cuda"))
+    default = arch.default_configs(tokens=8192, hidden=4096, multiprocessors=132)
+    steps = CutePrimitives(tiles, arch, "bfloat16", default, 132)
+    targets, exps = Targets(case.y, 1500, -100), torch.empty(300, 1504, dtype=torch.bfloat16)
+    logit = steps.target_logit(case.h, case.w, targets)
+    steps.project_exp(case.h, case.w, (0, 1500), logit, case.y)
+    partial = steps.project_exp(case.h, case.w, (0, 1500), logit, case.y, exps)
+    stats, _ = steps.finish(partial, logit, targets, "mean")
+    steps.settle(exps, case.h, case.w, 0, case.y, partial, stats)
+    steps.recompute_exp(case.h, case.w, (0, 1024), logit, case.y, exps)
+    for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX
+        steps.finish_dx(out, case.h.float(), case.w, targets, logit, stats.sum)
+    scaled = torch.empty_like(case.h)
+    steps.scale_rows(scaled, case.h, logit)
+    steps.add_grad_hidden(case.h.float(), exps[:, :1500], case.w, fresh=False)
+    part, sums = steps.target_part(case.h, logit, targets), case.w.float()
+    steps.finish_dw(torch.empty_like(case.w), exps[:, :1500], scaled, part, 0, logit[0])
+    steps.add_grad_weight(sums, exps[:, :1500], scaled, fresh=False)
+    steps.add_target_part(sums, part, 0)
+    steps.scale_rows(torch.empty_like(case.w), sums, torch.ones(1500))
+    names = "TargetLogit ProjectExp ProjectExp Finish ProjectExp ProjectExp"
+    products = [*["Gradient"] * 3, "AddTargets"] if default.grad_weight else []
+    assert launched == [*names.split(), *["Combine"] * 3, *products, "Combine"]
+
+
+def test_parts_of_all_ranks_are_joined() -> None:
+    """From 2^-80 to 2^900: what no sum of float32 could hold."""
+    tiles = lookup(Problem(4, 64, 1500, "bfloat16", "cuda"))
+    steps = CutePrimitives(tiles, ARCHS[0], "bfloat16", with_project_exp(CONFIGS[0]), 132)
+    sums = torch.tensor([[0.0, 1.0], [-80.0, -80.0], [900.0, 2.0], [-torch.inf, -torch.inf]])
+    notes, other = torch.zeros(3, dtype=torch.int32), torch.arange(4.0)
+    joined = steps.join(Parts(sums, notes), lambda total: torch.stack([total, other]))
+    want = torch.tensor([math.log2(3), -79, 900, -torch.inf])
+    torch.testing.assert_close(joined.sums, torch.stack([want, other], 1))
+    assert joined.sums.is_contiguous() and joined.notes is notes
+
+
+def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    def fail(kernel: Any) -> None:
+        raise ValueError("no such target")
+
+    monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(jit_cache, "_loaded", {})
+    monkeypatch.setattr(jit_cache, "compile_kernel", fail)
+    reason = dispatch._compiler_obstacle(Sm90(), "bfloat16")
+    assert reason is not None
+    assert "failed: ValueError: no such target" in reason
+
+
+def test_a_cpu_is_served_by_the_portable_path() -> None:
+    h, w = torch.randn(4, 8), torch.randn(16, 8)
+    assert cutefce.backend_for(h, w).name == "torch"
+    assert "expected cuda" in cutefce.backend_for(h, w).reason
+
+
+def test_strict_mode_says_what_is_in_the_way(strict: None) -> None:
+    with pytest.raises(RuntimeError, match="h: got device cpu, expected cuda"):
+        cutefce.linear_cross_entropy(torch.randn(4, 8), torch.randn(16, 8), torch.zeros(4).long())
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_configurations_are_legal(arch: Arch) -> None:
+    for config in arch.configs():
+        arch.check(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (GemmConfig(96, 192, 2, 5, True), "tile_m: got 96"),
+        (GemmConfig(128, 200, 2, 5, True), "tile_n: got 200"),
+        (GemmConfig(128, 192, 4, 5, True), "cluster: got 4"),
+        (GemmConfig(128, 256, 2, 3, True), "accumulators"),
+        (GemmConfig(128, 192, 2, 6, True), "shared memory"),
+        (GemmConfig(128, 192, 2, 1, True), "stages: got 1, expected at least 2"),
+        (GemmConfig(0, 192, 2, 5, True), "at least one row"),
+        (GemmConfig(128, 0, 2, 5, True), "at least one row"),
+        (GemmConfig(128, 192, 2, 5, True, 0), "group: got 0"),
+        (GemmConfig(128, 192, 2, 5.0, True), "stages: got 5.0, expected int"),  # type: ignore[arg-type]
+        (GemmConfig(128, 192, 2, 5, 1), "pingpong: got 1, expected bool"),  # type: ignore[arg-type]
+        (GemmConfig(128, 192, 2, 5, True, paired=True), "paired: got True, expected False"),
+        (GemmConfig(128, 192, 2, 5, True, emulated=4), "emulated: got 4, expected 0"),
+    ],
+    ids=str,
+)
+def test_impossible_configurations_are_named(config: GemmConfig, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Sm90().check(config)
+
+
+def test_unknown_architecture() -> None:
+    with pytest.raises(ValueError, match="arch: got 'sm_80', expected one of sm_90a"):
+        arch_named("sm_80")
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+@pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 100000])
+def test_the_default_is_one_of_the_configurations(tokens: int, arch: Arch) -> None:
+    assert arch.default(tokens) in arch.configs()

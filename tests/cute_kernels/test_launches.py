@@ -1,0 +1,66 @@
+"""The strategies on the kernels' host side, with models of the kernels in torch."""
+
+import pytest
+import torch
+
+from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.arch.sm90 import Sm90
+from cutefce.cute_kernels.arch.sm100 import Sm100
+from cutefce.cute_kernels.problem import TileConfig
+from cutefce.ops.interface import operators
+from cutefce.ops.primitives import cute
+from cutefce.ops.primitives.cute import CutePrimitives
+from tests.support.kernel_models import model_of
+from tests.support.reference import PLANS, assert_as_accurate, logits_case, planned, random_case
+
+
+@pytest.fixture(params=[Sm90(), Sm100()], ids=lambda arch: str(arch.name))
+def on_kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, small_tiles: TileConfig
+) -> TileConfig:
+    """Serve calls on a CPU by models of an architecture's kernels."""
+    pytest.importorskip("cutlass")
+    arch: Arch = request.param
+    configs = arch.default_configs(tokens=8192, hidden=4096, multiprocessors=132)
+    primitives = CutePrimitives(small_tiles, arch, "bfloat16", configs, 132)
+    monkeypatch.setattr(cute, "compiled", model_of)
+    monkeypatch.setattr(operators, "primitives_for", lambda *_: primitives.for_a_call())
+    return small_tiles
+
+
+@pytest.mark.parametrize("logit_std", [0.1, 4, 40])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_strategy(
+    plan: tuple[str, int, int, int], logit_std: float, on_kernels: TileConfig
+) -> None:
+    case = random_case(150, 48, 333, dtype=torch.bfloat16, logit_std=logit_std)
+    case.upstream.fill_(1.0)
+    names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
+    assert_as_accurate(planned(case, on_kernels.window, *plan), case, names)
+
+
+@pytest.mark.parametrize("lent", [0, 64])
+@pytest.mark.parametrize("height", [20.0, 60.0, 1e4])
+def test_far_rows_are_settled(height: float, lent: int, on_kernels: TileConfig) -> None:
+    """In every window that keeps them, with one reference."""
+    torch.manual_seed(1)
+    logits, y = torch.randn(40, 333), torch.randint(333, (40,))
+    for row in range(0, 40, 3):
+        logits[row, (int(y[row]) + 1 + 13 * row) % 333] = height
+    case = logits_case(logits.bfloat16(), y)
+    got = planned(case, on_kernels.window, "windows", lent, 336 - lent, 40)
+    assert_as_accurate(got, case, saturated=True)
+
+
+@pytest.mark.parametrize("count", [1, 33, CutePrimitives.ZEROS + 1])
+def test_nobody_shares_zeros(count: int, small_tiles: TileConfig) -> None:
+    """Neither launches of a call, which write what they take, nor calls."""
+    configs = Sm90().default_configs(tokens=8192, hidden=4096, multiprocessors=132)
+    call, taken = CutePrimitives(small_tiles, Sm90(), "bfloat16", configs, 132), []
+    for _ in range(3):
+        call = call.for_a_call()
+        taken += [call._take_zeros(count, torch.device("cpu"))[:count] for _ in range(600)]
+    for number, zeros in enumerate(taken, 1):
+        assert zeros.shape == (count,)
+        assert not zeros.any()
+        zeros.fill_(number)

@@ -1,0 +1,65 @@
+"""Kernels that begin while the one before ends wait for it before they touch memory.
+
+What is looked at is the PTX of every kind of kernel, compiled without a GPU.  Roles of a kernel
+begin where they take or give registers.
+"""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cutefce.cute_kernels.arch import ARCHS
+from cutefce.cute_kernels.arch.sm90 import Sm90
+from cutefce.cute_kernels.spec import Kernel, ProjectExp, kernel_set
+from tests.blackwell.machine_code import artifacts
+
+SETS = {
+    arch.name: kernel_set(arch, "bfloat16", arch.default_configs(8192, 4096, 132)) for arch in ARCHS
+}
+KERNELS = SETS[Sm90().name]
+KINDS: dict[str, Kernel | None] = {
+    "sums": KERNELS.sums,
+    "exps": KERNELS.exps,
+    "noted_exps": KERNELS.noted_exps,
+    "grad_hidden": KERNELS.grad_hidden,
+    "grad_weight": KERNELS.grad_weight,
+    "add_targets": KERNELS.add_targets,
+}
+for name, kernels in SETS.items():  # Blackwell's project_exp begins as kernels do
+    KINDS |= {f"{name} finish": kernels.finish, f"{name} finish_dx": kernels.finish_dx}
+    KINDS |= {f"{name} target_logit": kernels.target_logit}
+ROLE = r"setmaxnreg\.\w+"
+WAIT, LET = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+ACCESS = re.compile(r"\b(ld|st|red|atom)\.[\w.:]*global\b|\bcp\.(reduce\.)?async\.bulk\.tensor\b")
+
+
+def unguarded(ptx: str) -> Iterator[str]:
+    """Yield what touches memory before a wait: anywhere before the first, or first in a role."""
+    prologue, *roles = re.split(ROLE, ptx)
+    for part in [prologue] if WAIT in prologue else [prologue, *roles]:
+        for line in part.split(WAIT)[0].splitlines():
+            if ACCESS.search(line):
+                yield line.strip()
+
+
+@pytest.mark.parametrize("kernel", KINDS.values(), ids=KINDS)
+def test_nothing_is_touched_before_a_wait(kernel: Kernel | None) -> None:
+    assert kernel is not None
+    ptx, _ = artifacts(kernel)
+    assert not list(unguarded(ptx))
+    assert LET in ptx
+    if not isinstance(kernel, ProjectExp):
+        assert ptx.count(WAIT) == 1
+        assert ptx.index(WAIT) < ptx.index(LET), "what is older than this kernel is done"
+        without = ptx.replace(WAIT, "")
+        assert list(unguarded(without)), "the fault is found"
+
+
+def test_each_role_waits_by_itself() -> None:
+    ptx, _ = artifacts(KERNELS.sums)
+    _, *roles = re.split(ROLE, ptx)
+    for role in roles:
+        assert list(unguarded(ptx.replace(role, role.replace(WAIT, "")))), "the fault is found"

@@ -1,0 +1,162 @@
+"""Loss and gradients against float64, at most as far from it as the two-stage form is."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from cutefce.cute_kernels.problem import TileConfig
+from tests.support.reference import (
+    PLANS,
+    assert_as_accurate,
+    exact,
+    logits_case,
+    ours,
+    planned,
+    random_case,
+)
+
+SHAPES = {
+    "a single class: every loss is 0": (5, 8, 1),
+    "a vocabulary below one piece": (33, 16, 7),
+    "more tokens than classes: lines of dW are dense in targets": (2000, 16, 7),
+    "one token": (1, 32, 300),
+    "odd hidden size: no row is aligned": (40, 13, 257),
+    "more rows than a tile, a ragged last tile": (1100, 24, 1300),
+    "32001: one beyond a multiple of every tile": (24, 16, 32001),
+    "50257: GPT-2, odd": (24, 16, 50257),
+    "151669: Qwen 3, odd": (12, 8, 151669),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("workspace", ["max", "min"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_shapes(
+    shape: tuple[int, int, int], dtype: torch.dtype, workspace: str, device: str
+) -> None:
+    case = random_case(*shape, dtype=dtype, device=device)
+    assert_as_accurate(ours(case, workspace=workspace), case)
+
+
+@pytest.mark.parametrize("logit_std", [0.01, 0.3, 1, 3, 8, 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logit_scales(dtype: torch.dtype, logit_std: float, device: str) -> None:
+    case = random_case(300, 64, 3000, dtype=dtype, device=device, logit_std=logit_std)
+    assert_as_accurate(ours(case), case)
+
+
+@pytest.mark.parametrize("logit_std", [0.1, 4, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_strategy(
+    plan: tuple[str, int, int, int],
+    dtype: torch.dtype,
+    logit_std: float,
+    small_tiles: TileConfig,
+    device: str,
+) -> None:
+    case = random_case(150, 48, 333, dtype=dtype, device=device, logit_std=logit_std)
+    case.upstream.fill_(1.0)
+    names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
+    assert_as_accurate(planned(case, small_tiles.window, *plan), case, names)
+
+
+@pytest.mark.parametrize("window", [32, 64, 96, 352])
+def test_every_window_gives_the_same(window: int, small_tiles: TileConfig, device: str) -> None:
+    case = random_case(70, 16, 333, device=device)
+    assert_as_accurate(planned(case, window, "windows", 0, 0, 70), case)
+
+
+@pytest.mark.parametrize("workspace", ["max", "min"])
+def test_errors_do_not_grow_with_tokens(workspace: str, device: str) -> None:
+    """Relative to the gradients themselves, over all rows."""
+
+    def errors(tokens: int) -> list[float]:
+        case = random_case(tokens, 64, 1500, dtype=torch.bfloat16, device=device)
+        got, want = ours(case, workspace=workspace), exact(case)
+        pairs = ((got.dx, want.dx), (got.dw, want.dw))
+        return [float((a - b).norm() / b.norm()) for a, b in pairs]
+
+    for few, many in zip(errors(100), errors(6000), strict=True):
+        assert many <= 1.05 * few
+
+
+def test_float64_is_exact_to_rounding(device: str) -> None:
+    case = random_case(50, 20, 3001, dtype=torch.float64, device=device, logit_std=3)
+    got, want = ours(case, workspace="min"), exact(case)
+    for name in ("loss", "dx", "dw"):
+        truth = getattr(want, name)
+        # half an ulp for each of about log2(3001) levels of a pairwise sum, with a margin of 4
+        limit = 4 * 12 * torch.finfo(torch.float64).eps / 2 * float(truth.norm())
+        assert float((getattr(got, name) - truth).norm()) <= limit, name
+
+
+def _mixture(rows: int = 40, vocab: int = 97) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(rows, vocab), torch.randint(vocab, (rows,))
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4, 1e3])
+@pytest.mark.parametrize("workspace", ["max", "min"])
+def test_a_common_offset_changes_nothing(offset: float, workspace: str, device: str) -> None:
+    logits, y = _mixture()
+    logits = (logits * 256).round() / 256  # exact with the offset added, so no input rounding
+    plain, moved = logits_case(logits, y, device), logits_case(logits + offset, y, device)
+    assert_as_accurate(ours(moved, workspace=workspace), moved)
+    difference = (ours(plain).loss - ours(moved).loss).abs().max()
+    # the identity's product and the subtraction of the reference are exact
+    assert float(difference) <= 4 * torch.finfo(torch.float32).eps * float(ours(plain).loss.max())
+
+
+@pytest.mark.parametrize("gap", [2.0, 10.0, 20.7, 30.0])
+def test_confident_rows_keep_relative_precision(gap: float, device: str) -> None:
+    """Up to p(target) = 1 - 1e-11, where two stages lose loss and gradient to cancellation."""
+    logits, y = _mixture()
+    logits.scatter_(1, y[:, None], gap)
+    case = logits_case(logits, y, device)
+    others = logits.double().scatter(1, y[:, None], -torch.inf)
+    want = (others - logits.double().gather(1, y[:, None])).exp().sum(1).log1p()
+    relative = ((ours(case).loss.cpu() - want) / want).abs().max()
+    # exp turns the rounding of a difference of logits into a relative error of the same size
+    spread = float(logits.max() - logits.min())
+    assert float(relative) <= 4 * spread * torch.finfo(torch.float32).eps
+    assert_as_accurate(ours(case), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flagged", ["none", "one", "last", "half", "all"])
+@pytest.mark.parametrize("height", [33.0, 110.0, 1e4, 1e30])
+@pytest.mark.parametrize("kept", [0, 64, 112])
+def test_rows_far_above_their_target(
+    flagged: str,
+    height: float,
+    kept: int,
+    dtype: torch.dtype,
+    small_tiles: TileConfig,
+    device: str,
+) -> None:
+    """Losses up to 1e30 nats beside ordinary ones: where a plain exp(z - r) would overflow."""
+    logits, y = _mixture()
+    rows = {"none": [], "one": [7], "last": [39], "half": range(0, 40, 2), "all": range(40)}[
+        flagged
+    ]
+    for row in rows:
+        column = (int(y[row]) + 1 + row) % 97
+        logits[row, column if column != y[row] else column - 1] = height
+    case = logits_case(logits.to(dtype), y, device)
+    got = planned(case, small_tiles.window, "windows", 0, kept, 40)
+    assert bool(torch.isfinite(got.loss).all() and torch.isfinite(got.dx).all())
+    assert_as_accurate(got, case, saturated=True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_row_stays_alone(value: float, device: str) -> None:
+    case = random_case(20, 8, 100, device=device, ignored=0)
+    good = ours(case)
+    case.h[3, 2] = value
+    bad = ours(case)
+    rest = torch.arange(20, device=device) != 3
+    assert not torch.isfinite(bad.loss[3])
+    assert torch.equal(bad.loss[rest], good.loss[rest])
+    assert torch.equal(bad.dx[rest], good.dx[rest])

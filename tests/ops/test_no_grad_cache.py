@@ -1,0 +1,155 @@
+"""Calls that look like one before skip what was found out, and nothing else."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cutefce.cute_kernels.arch.sm90 import Sm90
+from cutefce.ops.interface import call, no_grad_cache
+from cutefce.ops.interface.checks import check_call
+from cutefce.ops.primitives import cute, dispatch
+from tests.support.kernel_models import model_of
+from tests.support.reference import random_case
+
+FORWARD = torch.ops.cutefce.forward.default
+
+
+@pytest.fixture(autouse=True)
+def on_kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Serve calls by the kernels; on a CPU by models of them."""
+    if device == "cpu":
+        pytest.importorskip("cutlass")
+        monkeypatch.setattr(cute, "compiled", model_of)
+        monkeypatch.setattr(dispatch, "_device_obstacle", lambda device, dtype: None)
+        monkeypatch.setattr(dispatch, "gpu_of", lambda device: (Sm90(), "a model", 132))
+        monkeypatch.setattr(no_grad_cache, "is_on_current_gpu", lambda x: True)
+    no_grad_cache.forget()
+    yield
+    no_grad_cache.forget()
+    dispatch._cute_primitives.cache_clear()
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that grows with each call whose inputs are checked."""
+    calls: list[Any] = []
+
+    def note(*inputs: Any) -> None:
+        calls.append(inputs)
+        check_call(*inputs)
+
+    monkeypatch.setattr(call, "check_call", note)
+    return calls
+
+
+def inputs(device: str, tokens: int = 20) -> tuple[Tensor, Tensor, Tensor]:
+    case = random_case(tokens, 16, 50, dtype=torch.bfloat16, device=device, ignored=0)
+    return case.h, case.w, case.y
+
+
+def loss(*tensors: Tensor, **options: Any) -> Tensor:
+    with torch.no_grad():
+        result: Tensor = torch.ops.cutefce.loss(*tensors, **options)
+    return result
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(20,), (4, 5)])
+def test_a_repeat_is_not_checked(
+    shape: tuple[int, ...], reduction: str, device: str, checked: list[Any]
+) -> None:
+    for _ in range(3):
+        h, w, y = inputs(device)
+        got = loss(h.reshape(*shape, 16), w, y.reshape(shape), reduction=reduction)
+        assert got.shape == (shape if reduction == "none" else ())
+        assert torch.equal(got.flatten(), FORWARD(h, w, y, reduction, -100).flatten())
+    assert len(checked) == 1
+
+
+def test_a_repeat_has_an_ignore_index_of_its_own(device: str, checked: list[Any]) -> None:
+    h, w, y = inputs(device)
+    for ignored in (-100, int(y[0]), int(y[1])):
+        expected = FORWARD(h, w, y, "sum", ignored)
+        assert torch.equal(loss(h, w, y, reduction="sum", ignore_index=ignored), expected)
+    assert len(checked) == 1
+
+
+def unaligned(x: Tensor) -> Tensor:
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+ALIKE = {
+    "more tokens": lambda h, w, y: (h.repeat(2, 1), w, y.repeat(2)),
+    "fewer classes": lambda h, w, y: (h, w[:-1], y.clamp(max=len(w) - 2)),
+    "other dtypes": lambda h, w, y: (h.half(), w.half(), y),
+    "wide rows": lambda h, w, y: (h.repeat(1, 2)[:, :16], w, y),
+}
+"""Calls that look like each other, and not like one of `inputs`."""
+COPIED = {
+    "narrow targets": lambda h, w, y: (h, w, y.int()),
+    "spread targets": lambda h, w, y: (h, w, y.repeat_interleave(2)[::2]),
+    "transposed": lambda h, w, y: (h.t().contiguous().t(), w, y),
+    "unaligned": lambda h, w, y: (unaligned(h), w, y),
+}
+"""Calls whose inputs the kernels do not take as they are."""
+
+
+@pytest.mark.parametrize("other", (ALIKE | COPIED).values(), ids=ALIKE | COPIED)
+def test_other_looks_are_no_repeat(other: Any, device: str, checked: list[Any]) -> None:
+    loss(*inputs(device))
+    for _ in range(2):
+        tensors = other(*inputs(device))
+        assert torch.equal(loss(*tensors), FORWARD(*tensors, "mean", -100))
+    assert len(checked) == (2 if other in ALIKE.values() else 3)
+
+
+WRONG = {
+    "y: got shape": lambda h, w, y: {"y": y[1:]},
+    "y: got dtype": lambda h, w, y: {"y": y.float()},
+    "w: got dtype": lambda h, w, y: {"w": w.float()},
+    "h: got shape": lambda h, w, y: {"h": h[:, 8:]},
+    "h: got layout": lambda h, w, y: {"h": h.to_sparse()},
+    "reduction: got": lambda h, w, y: {"reduction": "all"},
+    "workspace: got": lambda h, w, y: {"workspace": -1},
+    "shards: got": lambda h, w, y: {"shards": [50]},
+    "denominator: got": lambda h, w, y: {"denominator": y},
+}
+
+
+@pytest.mark.parametrize(("said", "wrong"), WRONG.items(), ids=WRONG)
+def test_wrong_calls_are_found_after_right_ones(said: str, wrong: Any, device: str) -> None:
+    h, w, y = inputs(device)
+    loss(h, w, y)
+    with pytest.raises((TypeError, ValueError), match=said):
+        loss(**({"h": h, "w": w, "y": y} | wrong(h, w, y)))
+
+
+def test_gradients_are_no_repeat(device: str) -> None:
+    h, w, y = inputs(device)
+    expected = loss(h, w, y)
+    got = torch.ops.cutefce.loss(h.requires_grad_(), w, y)
+    got.backward()
+    assert h.grad is not None and torch.isfinite(h.grad).all()
+    torch.testing.assert_close(got.detach(), expected)
+
+
+def test_few_looks_are_remembered(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(no_grad_cache, "MOST", 3)
+    for tokens in range(2, 12):
+        tensors = inputs(device, tokens)
+        assert torch.equal(loss(*tensors), FORWARD(*tensors, "mean", -100))
+        assert len(no_grad_cache._served) <= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("device", ["cuda:1"])
+def test_a_device_that_is_not_current_is_no_repeat(device: str, checked: list[Any]) -> None:
+    for current in (1, 0, 1):
+        with torch.cuda.device(current):
+            tensors = inputs(device)
+            assert torch.equal(loss(*tensors), FORWARD(*tensors, "mean", -100))
+    assert len(checked) == 2

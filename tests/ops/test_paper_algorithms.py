@@ -1,0 +1,24 @@
+"""The paper's Algorithms 1 and 2 as they stand."""
+
+import pytest
+import torch
+
+from cutefce.cute_kernels.problem import TileConfig
+from cutefce.ops.primitives import rows
+from cutefce.ops.primitives.portable import TorchPrimitives
+from tests.support import paper
+from tests.support.reference import Result, assert_as_accurate, random_case
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("logit_std", [0.1, 1, 30])
+@pytest.mark.parametrize("window", [32, 64, 352])
+def test_algorithms_1_and_2(
+    window: int, logit_std: float, dtype: torch.dtype, small_tiles: TileConfig, device: str
+) -> None:
+    case = random_case(70, 16, 333, dtype=dtype, device=device, logit_std=logit_std)
+    primitives = TorchPrimitives(small_tiles)
+    targets = rows.locate(case.y, 333, -100)
+    losses, m, a = paper.algorithm_1(primitives, case.h, case.w, targets, window)
+    dx, dw = paper.algorithm_2(primitives, case.h, case.w, targets, m, a, case.upstream, window)
+    assert_as_accurate(Result(losses, dx, dw), case)

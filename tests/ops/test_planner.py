@@ -1,0 +1,180 @@
+"""The planner: choices, monotony, and that it needs no torch."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cutefce
+from cutefce.autotune_cache.defaults import lookup, widths
+from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.ops.planning.planner import MAXIMUM, MINIMUM, Plan, budget_bytes, make_plan
+
+GIB = 1 << 30
+LLAMA = Problem(tokens=8192, hidden=4096, vocab=128256, dtype="bfloat16", device="cuda")
+LONG = dataclasses.replace(LLAMA, tokens=32768)
+CPU = Problem(tokens=2048, hidden=1024, vocab=50257, dtype="float32", device="cpu")
+
+
+def plan(problem: Problem, budget: int, scalar_upstream: bool = True) -> Plan:
+    return make_plan(problem, widths(problem), budget, scalar_upstream)
+
+
+def test_the_ends_of_the_budget() -> None:
+    everything, nothing = plan(LLAMA, MAXIMUM), plan(LLAMA, MINIMUM)
+    assert (everything.strategy, nothing.strategy) == ("windows", "windows")
+    assert everything.kept >= LLAMA.vocab and nothing.kept == 0
+    assert nothing.workspace_bytes < everything.workspace_bytes / 4
+
+
+def test_default_budget_keeps_everything_of_a_usual_step() -> None:
+    assert plan(LLAMA, budget_bytes(None)).kept >= LLAMA.vocab
+
+
+def test_long_batches_put_gradients_in_the_forward() -> None:
+    """Where exponentials of all tokens do not fit, dW's sums and those of a chunk may."""
+    chosen = plan(LONG, 4 * GIB)
+    assert chosen.strategy == "gradients_in_forward" and 256 <= chosen.chunk < LONG.tokens
+    assert plan(LONG, 4 * GIB, scalar_upstream=False).strategy == "windows"
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [LLAMA, LONG, CPU, *(dataclasses.replace(p, arch="sm_90a") for p in (LLAMA, LONG))],
+    ids=["Llama", "long", "CPU", "Llama on kernels", "long on kernels"],
+)
+@pytest.mark.parametrize("scalar_upstream", [True, False])
+def test_time_falls_and_memory_stays_within_a_growing_budget(
+    problem: Problem, scalar_upstream: bool
+) -> None:
+    floor = plan(problem, MINIMUM, scalar_upstream).workspace_bytes
+    plans = [
+        (budget, plan(problem, budget, scalar_upstream))
+        for budget in range(floor, 40 * floor, floor // 7)
+    ]
+    for budget, chosen in plans:
+        assert chosen.workspace_bytes <= budget
+    seconds = [chosen.seconds for _, chosen in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < seconds[0]
+
+
+def test_the_plan_of_a_call_can_be_read() -> None:
+    h, w = torch.randn(4, 500, 64, requires_grad=True), torch.randn(16001, 64, requires_grad=True)
+    everything = cutefce.plan(h, w, reduction="none", workspace="max")
+    nothing = cutefce.plan(h, w, reduction="none", workspace="min")
+    assert "windows, 100% kept" in str(everything)
+    assert "windows, 0% kept" in str(nothing)
+    assert nothing.workspace_bytes < everything.workspace_bytes
+    assert f"{nothing.workspace_bytes / 2**20:.1f} MiB" in str(nothing)
+    with pytest.raises(ValueError, match="w: got shape"):
+        cutefce.plan(h, w[0])
+
+
+def test_float16_keeps_nothing() -> None:
+    """Its range is too small for exponentials relative to the target."""
+    chosen = plan(dataclasses.replace(LLAMA, dtype="float16"), MAXIMUM)
+    assert (chosen.strategy, chosen.kept) == ("windows", 0)
+
+
+def test_no_gradients_keep_nothing() -> None:
+    chosen = plan(dataclasses.replace(LLAMA, grad_hidden=False, grad_weight=False), MAXIMUM)
+    assert (chosen.strategy, chosen.kept) == ("windows", 0)
+    assert chosen.workspace_bytes < GIB / 4
+
+
+def test_kept_columns_are_whole_windows_or_all() -> None:
+    config = lookup(LLAMA)
+    for budget in range(GIB // 2, 3 * GIB, GIB // 9):
+        chosen = plan(LLAMA, budget, scalar_upstream=False)
+        lent, kept = chosen.lent, chosen.kept
+        assert lent + kept >= LLAMA.vocab or kept % config.window == 0
+        assert lent % config.window == 0 and kept % config.piece == 0
+
+
+def test_the_place_of_dw_is_used_before_anything_is_computed_again() -> None:
+    """Where N <= D, most exponentials have room there; gradients of w must be wanted."""
+    wide = dataclasses.replace(LLAMA, hidden=8192)
+    for problem, least in ((LLAMA, 0.4), (wide, 0.8)):
+        smallest = plan(problem, MINIMUM)
+        assert smallest.lent >= least * problem.vocab and smallest.kept == 0
+        assert f"{smallest.lent / problem.vocab:.0%} in the place of dW" in str(smallest)
+        assert plan(problem, MAXIMUM).lent == 0
+    assert plan(dataclasses.replace(LLAMA, grad_weight=False), MINIMUM).lent == 0
+
+
+def test_no_more_is_lent_than_has_no_room_elsewhere() -> None:
+    """Each window in the place of dW is products of its own."""
+    window_bytes = lookup(LLAMA).window * LLAMA.tokens * LLAMA.item_bytes
+    lent = []
+    for budget in range(GIB, 5 * GIB // 2, GIB // 8):
+        chosen = plan(LLAMA, budget, scalar_upstream=False)
+        if chosen.lent and chosen.lent + chosen.kept >= LLAMA.vocab:
+            assert chosen.workspace_bytes <= budget < chosen.workspace_bytes + window_bytes
+            lent.append(chosen.lent)
+    assert lent == sorted(lent, reverse=True) and lent[0] > lent[-1]
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 1024, 2048, 4096, 8192, 16384, 32768])
+@pytest.mark.parametrize("vocab", [32768, 65536, 128256, 262144])
+def test_narrower_windows_save_time_and_memory(tokens: int, vocab: int) -> None:
+    problem = dataclasses.replace(LLAMA, tokens=tokens, vocab=vocab, arch="sm_90a")
+    smallest = plan(problem, MINIMUM)
+    widest = make_plan(problem, widths(problem)[:1], MINIMUM, scalar_upstream=True)
+    assert smallest.seconds <= widest.seconds
+    assert smallest.workspace_bytes <= widest.workspace_bytes
+    if smallest.window < widest.window:  # more of them have room where dW will be
+        assert smallest.lent > widest.lent
+    else:
+        assert smallest == widest
+    if 1024 <= tokens <= 2048 and vocab <= 65536:
+        assert smallest.seconds < 0.95 * widest.seconds
+
+
+def test_a_narrower_window_serves_where_a_wider_one_is_too_large() -> None:
+    problem = dataclasses.replace(LLAMA, arch="sm_90a")
+    smallest = plan(problem, MINIMUM)
+    budget = smallest.workspace_bytes - (1 << 20)
+    chosen = plan(problem, budget)
+    assert chosen.workspace_bytes <= budget
+    assert chosen.window < smallest.window
+
+
+def test_nothing_is_lent_where_that_alone_takes_too_much() -> None:
+    """What dW's place keeps needs s_i h_i, another N·D."""
+    problem = dataclasses.replace(LONG, arch="sm_90a")
+    configs = widths(problem)[:1]
+    lends = make_plan(problem, configs, MINIMUM, scalar_upstream=True)
+    budget = lends.workspace_bytes - (1 << 20)
+    chosen = make_plan(problem, configs, budget, scalar_upstream=True)
+    assert lends.lent > 0 == chosen.lent and chosen.workspace_bytes <= budget
+    assert lends.seconds < chosen.seconds
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8, 1000, 1025, 32001, 50257, 151669])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+def test_lookup_is_legal_and_no_wider_than_the_vocabulary(vocab: int, device: str) -> None:
+    config = lookup(dataclasses.replace(CPU, vocab=vocab, device=device))
+    assert config.window % config.tile == 0 and config.tile % config.piece == 0
+    assert config.piece <= vocab + 7
+
+
+@pytest.mark.parametrize("wrong", [{"window": 100}, {"piece": 24}])
+def test_illegal_tiles_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"(window|tile): got \d+, expected a multiple"):
+        TileConfig(**({"window": 64, "tile": 32, "rows": 32, "piece": 16} | wrong))
+
+
+def test_planner_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
+        "from cutefce.ops.planning.planner import budget_bytes; print(budget_bytes('min'))"
+    )
+    root = Path(cutefce.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.returncode) == ("0", 0), done.stderr

@@ -1,0 +1,484 @@
+"""How ranks are told to share a loss, what wrong use raises on all of them, and what it costs."""
+
+import os
+import re
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.debug import CommDebugMode
+
+import cutefce
+from bench.harness.timing import peak_bytes
+from cutefce.autotune_cache import defaults
+from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.ops.interface import call as call_module
+from cutefce.ops.parallel import shard
+from cutefce.ops.planning.memory_model import chunked_bytes
+from cutefce.ops.primitives import dispatch
+from tests.support.ranks import Ranks, group, mesh, started
+from tests.support.reference import assert_as_accurate, ours, random_case
+
+H, W, Y = torch.randn(8, 8), torch.randn(10, 8), torch.tensor([0, 1, 2, 9, 4, 5, -100, 7])
+
+
+def call(*by_rank: dict[str, Any]) -> Tensor:
+    """Call with what is given for this rank, beside two halves of W."""
+    rank = dist.get_rank()
+    given: dict[str, Any] = {"h": H, "w": W.split(5)[rank], "y": Y, "group": group(2)}
+    given |= by_rank[rank]
+    tensors = [given.pop(name).clone() for name in ("h", "w", "y")]
+    w = tensors[1].requires_grad_(given.pop("grad", True))
+    loss = cutefce.linear_cross_entropy(tensors[0], w, tensors[2], **given)
+    return loss.detach()
+
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "tokens": ({}, {"h": H[:4], "y": Y[:4]}, "rows of h: got"),
+    "tokens, without gradients": (
+        {"grad": False},
+        {"h": H[:4], "y": Y[:4], "grad": False},
+        "rows of h: got",
+    ),
+    "hidden size": ({}, {"h": H[:, :4], "w": W[5:, :4]}, "hidden size: got"),
+    "dtype": ({}, {"h": H.double(), "w": W[5:].double()}, "dtype of h: got"),
+    "reduction": ({}, {"reduction": "sum"}, "reduction: got"),
+    "ignored targets": ({}, {"ignore_index": 5}, "ignore_index: got"),
+    "gradients": ({}, {"grad": False}, "called"),
+    "sequence parallelism": (
+        {"sequence_parallel": True, "y": torch.cat([Y, Y])},
+        {},
+        "sequence_parallel: got",
+    ),
+    "a target that nobody has": (
+        {"y": Y + 1},
+        {"y": Y + 1},
+        r"y: got target 10, which 0 ranks .* expected 0 <= target < 10",
+    ),
+    "a negative target": ({"y": Y - 3}, {"y": Y - 3}, "y: got target -3, which 0 ranks"),
+    "a target that nobody has, known to one rank": ({}, {"y": Y + 1}, "y: got target .* ranks"),
+    "other targets": ({"y": Y}, {"y": Y.flip(0)}, "y: got target .* which [02] ranks"),
+    "shards": ({"w": W[:4]}, {"w": W[4:]}, "rows of w, or shards: got"),
+    "shards that are not there": (
+        {"w": W[:4], "shards": (5, 5)},
+        {"w": W[4:], "shards": (4, 6)},
+        r"shards: got \[., .\], expected the rows of w of 2 ranks",
+    ),
+    "one rank's own mistake": ({}, {"y": Y[:3]}, r"y: got shape \(3,\)"),
+    "one rank's empty shard": ({}, {"w": W[:0]}, r"w: got shape \(0, 8\)"),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "message"), WRONG.values(), ids=WRONG)
+def test_ranks_that_differ_all_raise(
+    first: dict[str, Any], second: dict[str, Any], message: str, ranks: Ranks
+) -> None:
+    for outcomes in (
+        ranks.outcomes(2, call, first, second),
+        ranks.outcomes(2, call, second, first),
+    ):
+        for failed, text in outcomes:
+            assert failed
+            assert re.search(message, text), text
+        good = ranks.run(2, call, {}, {})
+        assert torch.equal(good[0], good[1])
+
+
+def served_by(names: tuple[str, str]) -> None:
+    """Call as if this rank's part were served by its one of `names`."""
+    backend = dispatch.Backend(names[dist.get_rank()], "as if")
+    with mock.patch.object(shard, "backend_for", lambda h, w: backend):
+        call({}, {})
+
+
+def test_ranks_that_differ_in_primitives_all_raise(ranks: Ranks) -> None:
+    """As where one GPU has no memory to spare to verify the kernels."""
+    for failed, text in ranks.outcomes(2, served_by, ("cute", "torch")):
+        assert failed
+        assert re.search("primitives: got .* expected the same on every rank", text), text
+
+
+def misuse(given: dict[str, Any]) -> str:
+    """Return what a call with `given` raises; (x, dim of the mesh, placement) is a DTensor."""
+    placed: dict[str, Any] = {"h": H, "w": (W, "tp", Shard(0)), "y": Y} | given
+    if "group" in placed:
+        placed["group"] = group(4)
+    for name, value in placed.items():
+        if isinstance(value, tuple):
+            x, dim, placement = value
+            placed[name] = DTensor.from_local(x, mesh()[dim], [placement])
+    tensors = [placed.pop(name) for name in ("h", "w", "y")]
+    with pytest.raises((TypeError, ValueError)) as caught:
+        cutefce.linear_cross_entropy(*tensors, **placed)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+MISUSES: dict[str, tuple[dict[str, Any], str]] = {
+    "replicated w": ({"w": (W, "tp", Replicate())}, r"TypeError: w: got .*Replicate.*Shard\(0\)"),
+    "w by columns": ({"w": (W, "tp", Shard(1))}, r"TypeError: w: got .*dim=1.*full_tensor"),
+    "partial w": ({"w": (W, "tp", Partial())}, "TypeError: w: got .*Partial"),
+    "h by columns": ({"h": (H, "tp", Shard(1))}, "TypeError: h: got .*dim=1.*of tokens"),
+    "partial h": ({"h": (H, "tp", Partial())}, "TypeError: h: got .*Partial"),
+    "replicated h as a part": (
+        {"h": (H, "tp", Replicate()), "sequence_parallel": True},
+        "TypeError: h: .*without sequence_parallel",
+    ),
+    "sharded y": ({"y": (Y, "tp", Shard(0))}, "TypeError: y: got .*y.full_tensor"),
+    "h on another mesh": ({"h": (H, "dp", Replicate())}, "ValueError: h: got DeviceMesh"),
+    "a group that is not the mesh's": ({"group": 4}, "ValueError: group: got"),
+    "h alone": ({"w": W, "h": (H, "tp", Shard(0))}, "TypeError: h: got a DTensor"),
+    "a part of the tokens, without a group": (
+        {"w": W, "sequence_parallel": True},
+        "ValueError: sequence_parallel: got True without a group",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), MISUSES.values(), ids=MISUSES)
+def test_wrong_placements_raise_at_once(given: dict[str, Any], message: str, ranks: Ranks) -> None:
+    for text in ranks.run(4, misuse, given):
+        assert re.match(message, text), text
+
+
+def placed_share(
+    shape: tuple[int, ...], h_placement: Placement, vocab: int, reduction: str, compiled: bool
+) -> tuple[Tensor, ...]:
+    """Return loss and whole gradients of distributed tensors, and those of one process."""
+    tp = mesh()["tp"]
+    torch.manual_seed(0)
+    h, w = torch.randn(*shape, 8, dtype=torch.float64), torch.randn(vocab, 8, dtype=torch.float64)
+    y = torch.randint(vocab, shape)
+    y.flatten()[::5] = -100
+    placed_h = distribute_tensor(h, tp, [h_placement]).requires_grad_()
+    head = cutefce.LinearCrossEntropyLoss(8, vocab, reduction=reduction, dtype=torch.float64)
+    head.linear.weight = nn.Parameter(distribute_tensor(w, tp, [Shard(0)]))
+    torch.compiler.reset()  # torch 2.13 does not look at the whole shape of a distributed tensor
+    call = torch.compile(head, fullgraph=True, backend="aot_eager") if compiled else head
+    loss = call(placed_h, y)
+    upstream = torch.randn(loss.shape, dtype=torch.float64)
+    dx, dw = torch.autograd.grad(loss, (placed_h, head.linear.weight), upstream)
+    assert isinstance(dx, DTensor) and dx.placements == (h_placement,)
+    assert isinstance(dw, DTensor) and dw.placements == (Shard(0),)
+    h.requires_grad_()
+    w.requires_grad_()
+    rows = F.linear(h, w).flatten(0, -2)
+    want = F.cross_entropy(rows, y.flatten(), reduction=reduction)
+    want = want.view_as(loss)
+    gradients = torch.autograd.grad(want, (h, w), upstream)
+    return loss.detach(), dx.full_tensor(), dw.full_tensor(), want.detach(), *gradients
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("shape", "h_placement", "vocab", "reduction"),
+    [
+        ((12,), Replicate(), 30, "mean"),
+        ((3, 4), Replicate(), 31, "none"),
+        ((12,), Shard(0), 31, "sum"),
+        ((3, 4), Shard(1), 30, "none"),
+        ((2, 4, 3), Shard(1), 31, "mean"),
+        ((2, 3, 4), Shard(2), 31, "none"),
+    ],
+    ids=str,
+)
+def test_placements_select_the_form(
+    shape: tuple[int, ...],
+    h_placement: Placement,
+    vocab: int,
+    reduction: str,
+    compiled: bool,
+    ranks: Ranks,
+) -> None:
+    arguments = shape, h_placement, vocab, reduction, compiled
+    for loss, dx, dw, *want in ranks.run(4, placed_share, *arguments):
+        torch.testing.assert_close([loss, dx, dw], want)
+
+
+def uneven(h_rows: int, vocab: int) -> None:
+    tp = mesh()["tp"]
+    h = distribute_tensor(torch.randn(h_rows, 8), tp, [Shard(0)])
+    w = distribute_tensor(torch.randn(vocab, 8), tp, [Shard(0)])
+    cutefce.linear_cross_entropy(h, w, torch.zeros(h_rows).long())
+
+
+@pytest.mark.parametrize(
+    ("h_rows", "vocab", "message"),
+    [(5, 8, "h: got 5 in dimension 0, .*multiple of the 2"), (4, 1, "w: got 1 rows over 2 ranks")],
+)
+def test_shards_that_cannot_be_shared(h_rows: int, vocab: int, message: str, ranks: Ranks) -> None:
+    for failed, text in ranks.outcomes(4, uneven, h_rows, vocab):
+        assert failed and re.search(message, text), text
+
+
+def microbatches(sequence_parallel: bool, workspace: str) -> tuple[Tensor, ...]:
+    """Return summed loss and gradients of 2 replicas x 2 microbatches, and of one big batch."""
+    dp, tp = mesh()["dp"], mesh()["tp"]
+    case = random_case(64, 16, 333, dtype=torch.float64, ignored=0.4)
+    case.y[:16] = -100  # a microbatch without any target
+    w = case.w.clone().split((100, 233))[tp.get_local_rank()].requires_grad_()
+    hs, ys = (x.view(2, 2, 16, *x.shape[1:])[dp.get_local_rank()] for x in (case.h, case.y))
+    count = (ys != -100).sum()
+    dist.all_reduce(count, group=dp.get_group())
+    total, dxs = torch.zeros((), dtype=torch.float64), []
+    for h, y in zip(hs, ys, strict=True):
+        part = h.chunk(2)[tp.get_local_rank()] if sequence_parallel else h
+        part = part.clone().requires_grad_()
+        sharing: Any = {"group": tp.get_group(), "shards": (100, 233)}
+        sharing["sequence_parallel"] = sequence_parallel
+        loss = cutefce.linear_cross_entropy(
+            part, w, y, denominator=count, workspace=workspace, **sharing
+        )
+        loss.backward()
+        total += loss.detach()
+        assert part.grad is not None
+        dxs.append(part.grad)
+    assert w.grad is not None
+    for x in (total, w.grad):
+        dist.all_reduce(x, group=dp.get_group())
+    want_h, want_w = case.h.requires_grad_(), case.w.requires_grad_()
+    want = F.cross_entropy(F.linear(want_h, want_w), case.y)
+    want.backward()
+    assert want_h.grad is not None and want_w.grad is not None
+    want_dx = want_h.grad.view(2, 2, 16, 16)[dp.get_local_rank()]
+    if sequence_parallel:
+        want_dx = want_dx.chunk(2, 1)[tp.get_local_rank()]
+    want_dw = want_w.grad.split((100, 233))[tp.get_local_rank()]
+    return total, torch.stack(dxs), w.grad, want.detach(), want_dx, want_dw
+
+
+@pytest.mark.parametrize("workspace", ["max", "min"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_microbatches_of_replicas_equal_one_batch(
+    sequence_parallel: bool, workspace: str, ranks: Ranks
+) -> None:
+    for results in ranks.run(4, microbatches, sequence_parallel, workspace):
+        torch.testing.assert_close(results[:3], results[3:])
+
+
+def collectives(sequence_parallel: bool, grad: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the collectives of a step, and what they were given."""
+    seen = []
+
+    class Watch(shard.Shard):
+        def all_gather(self, x: Tensor) -> Tensor:
+            seen.append(("all_gather", tuple(x.shape)))
+            return super().all_gather(x)
+
+        def all_reduce_(self, x: Tensor) -> Tensor:
+            seen.append(("all_reduce", tuple(x.shape)))
+            return super().all_reduce_(x)
+
+        def reduce_scatter(self, x: Tensor) -> Tensor:
+            seen.append(("reduce_scatter", tuple(x.shape)))
+            return super().reduce_scatter(x)
+
+    h = (H[:4] if sequence_parallel else H).clone().requires_grad_(grad)
+    w, y = W.split(5)[dist.get_rank()].clone().requires_grad_(grad), Y
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "Shard", Watch)
+        loss = cutefce.linear_cross_entropy(
+            h, w, y, group=group(2), sequence_parallel=sequence_parallel, reduction="none"
+        )
+        if grad:
+            loss.sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_is_exchanged(sequence_parallel: bool, grad: bool, ranks: Ranks) -> None:
+    forward = [("all_reduce", (2, 8)), ("all_gather", (2, 8))]
+    backward = [("reduce_scatter", (8, 8)), ("all_gather", (4, 8))]
+    if sequence_parallel:
+        forward.insert(0, ("all_gather", (4, 8)))
+        backward = [("all_gather", (4, 8)), ("reduce_scatter", (8, 8))]
+    for seen in ranks.run(2, collectives, sequence_parallel, grad):
+        assert seen == (forward + backward if grad else forward)
+
+
+class Model(nn.Module):
+    """A body and the head that the recipe of the README makes a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8, bias=False, dtype=torch.float64)
+        self.head = cutefce.LinearCrossEntropyLoss(8, 20, dtype=torch.float64)
+
+    def forward(self, x: Tensor, y: Tensor, denominator: Tensor) -> Tensor:
+        """Return the loss of x (N, 8) against y (N,)."""
+        loss: Tensor = self.head(self.body(x), y, denominator)
+        return loss
+
+
+def gathered_head() -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
+    """Return how often the head's weight is gathered, and gradients with and without FSDP2."""
+    torch.manual_seed(0)
+    model, whole = Model(), Model()
+    whole.load_state_dict(model.state_dict())
+    fully_shard(model.head, mesh=mesh()["tp"], reshard_after_forward=False)
+    fully_shard(model, mesh=mesh()["tp"])
+    rank, x = mesh()["tp"].get_local_rank(), torch.randn(2, 6, 8, dtype=torch.float64)
+    y = torch.randint(20, (2, 6))
+    y[0, :4] = -100
+    count = (y != -100).sum()
+    gathers: list[int] = []
+    with CommDebugMode() as comm:
+        # the gradients are averaged over the ranks
+        model(x[rank], y[rank], count / 2).backward()
+    counts = comm.get_comm_counts()
+    gathers = [n for op, n in counts.items() if "allgather" in str(op) or "all_gather" in str(op)]
+    whole(x.flatten(0, 1), y.flatten(), count).backward()
+    got = {n: p.grad.full_tensor() for n, p in model.named_parameters()}  # type: ignore[union-attr]
+    want = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    return sum(gathers), got, want
+
+
+def test_fsdp_gathers_the_head_once_a_step(ranks: Ranks) -> None:
+    for gathers, got, want in ranks.run(4, gathered_head):
+        assert gathers == 2, "the head's weight and the body's, each once"
+        torch.testing.assert_close(got, want)
+
+
+def dying(when: str) -> None:
+    """Die on rank 1; on rank 0, go on."""
+    h, w = H.clone().requires_grad_(), W.split(5)[dist.get_rank()].clone().requires_grad_()
+    for step in range(3):
+        if dist.get_rank() == 1 and when == "forward" and step:
+            os._exit(1)
+        loss = cutefce.linear_cross_entropy(h, w, Y, group=group(2))
+        if dist.get_rank() == 1 and when == "backward" and step:
+            os._exit(1)
+        loss.backward()
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_that_dies_ends_the_others(when: str) -> None:
+    timeout_s = 3.0
+    with started(2, timeout_s) as two:
+        for pipe in two.pipes:
+            pipe.send((dying, (when,)))
+        with pytest.raises(EOFError):
+            two.pipes[1].recv()
+        begin = time.monotonic()
+        failed, text = two.pipes[0].recv()
+    assert failed and "RuntimeError" in text
+    assert time.monotonic() - begin < timeout_s + 2
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_opcheck(sequence_parallel: bool, ranks: Ranks) -> None:
+    ranks.run(2, checked, sequence_parallel)
+
+
+def checked(sequence_parallel: bool) -> None:
+    h = (H[:4] if sequence_parallel else H).clone().requires_grad_()
+    w = W.split((4, 6))[dist.get_rank()].clone().requires_grad_()
+    options: dict[str, Any] = {"group": group(2).group_name, "shards": [4, 6]}
+    options["sequence_parallel"] = sequence_parallel
+    for overload in ("default", "preset"):
+        if overload == "preset":
+            options["workspace"] = "min"
+        op = getattr(torch.ops.cutefce.loss, overload)
+        torch.library.opcheck(op, (h, w, Y), options)
+
+
+def peak(
+    sequence_parallel: bool, workspace: str, dtype: torch.dtype, reduction: str
+) -> tuple[int, int]:
+    """Return the predicted and the measured workspace of a step."""
+    case = random_case(512, 256, 8002, dtype=dtype, seed=dist.get_rank())
+    h = (case.h[:256] if sequence_parallel else case.h).requires_grad_()
+    w, y = case.w[:4001].requires_grad_(), random_case(512, 8, 8002).y
+    options: dict[str, Any] = {"reduction": reduction, "workspace": workspace}
+    options["sequence_parallel"] = sequence_parallel
+
+    def step() -> None:
+        loss = cutefce.linear_cross_entropy(h, w, y, group=group(2), **options)
+        torch.autograd.grad(loss.sum(), (h, w))
+
+    with pytest.MonkeyPatch.context() as patch:
+        tiles = TileConfig(window=1024, tile=1024, rows=512, piece=1024)
+        patch.setitem(defaults.DEFAULTS, "cpu", tiles)
+        call_module._cached_plan.cache_clear()
+        step()
+        plan = cutefce.plan(h, w, group=group(2).group_name, **options)
+        gradient_bytes = sum(x.numel() * x.element_size() for x in (h, w))
+        measured = peak_bytes(step, "cpu") - gradient_bytes
+        call_module._cached_plan.cache_clear()
+    return plan.workspace_bytes, measured
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("workspace", ["max", "min"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_peak_is_predicted(
+    sequence_parallel: bool, workspace: str, dtype: torch.dtype, reduction: str, ranks: Ranks
+) -> None:
+    arguments = sequence_parallel, workspace, dtype, reduction
+    for predicted, measured in ranks.run(2, peak, *arguments):
+        assert abs(predicted - measured) <= 0.1 * measured
+
+
+def peak_of_chunks(sequence_parallel: bool, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the predicted and the measured workspace of gradients in forward."""
+    tokens, hidden, vocab = 2048, 256, 4096
+    case = random_case(tokens, hidden, vocab, dtype=dtype, seed=dist.get_rank())
+    h = (case.h[: tokens // 2] if sequence_parallel else case.h).requires_grad_()
+    w, y = case.w.requires_grad_(), random_case(tokens, 8, 2 * vocab).y
+    name = str(dtype).removeprefix("torch.")
+    problem = Problem(tokens, hidden, vocab, name, "cpu", True, True, None, 2, sequence_parallel)
+    config, chunk = defaults.lookup(problem), 512
+    stored = -(-vocab // config.piece) * config.piece
+    plan = "gradients_in_forward", config.window, 0, stored, chunk
+    sharing = None, group(2).group_name, None, sequence_parallel
+
+    def step() -> None:
+        project_loss = torch.ops.cutefce.project_loss
+        loss = project_loss(h, w, y, "mean", -100, True, True, *plan, *sharing)[0]
+        torch.autograd.grad(loss, (h, w))
+
+    step()
+    measured = peak_bytes(step, "cpu") - problem.gradient_bytes
+    return chunked_bytes(problem, config, stored, chunk), measured
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_peak_of_chunks_is_predicted(
+    sequence_parallel: bool, dtype: torch.dtype, ranks: Ranks
+) -> None:
+    for predicted, measured in ranks.run(2, peak_of_chunks, sequence_parallel, dtype):
+        assert abs(predicted - measured) <= 0.1 * measured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workspace", ["max", "min", 2 << 20])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_one_rank_on_a_gpu(
+    dtype: torch.dtype, sequence_parallel: bool, workspace: int | str, tmp_path: Any
+) -> None:
+    """The steps between the kernels, on the smallest group that there is."""
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("nccl", init_method=store, rank=0, world_size=1)
+    try:
+        case = random_case(300, 64, 3000, dtype=dtype, device="cuda")
+        sharing: Any = {"group": dist.group.WORLD, "sequence_parallel": sequence_parallel}
+        assert_as_accurate(ours(case, workspace=workspace, **sharing), case)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,152 @@
+"""Candidates that are right, slow or faulty: the portable primitives on a CPU, kernels on a GPU."""
+
+import ctypes
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from cutefce.autotune_cache import defaults
+from cutefce.autotune_cache.table import Choice
+from cutefce.autotune_cache.tuning.targets.project_exp import ProjectExp
+from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.spec import Kernel
+from cutefce.ops.primitives.interface import Primitives, step_by_step
+from cutefce.ops.primitives.portable import TorchPrimitives
+
+
+class Kind(IntEnum):
+    """How a candidate behaves; the raster group of its configuration says it."""
+
+    SLOW = 1
+    FAST = 2
+    HANGS = 3
+    CRASHES = 4
+    WRONG_GRADIENTS = 5
+    WRONG_SUMS = 6
+    LEAKS = 7
+
+
+def config(kind: Kind) -> GemmConfig:
+    """Return a configuration that stands for `kind`."""
+    return GemmConfig(128, 128, cluster=1, stages=6, pingpong=True, group=kind)
+
+
+class Faulty:
+    """Primitives with a fault; on a GPU it is the GPU that hangs or crashes."""
+
+    held: list[Tensor] = []  # noqa: RUF012 - leaks for good
+
+    def __init__(self, own: Primitives, kind: Kind) -> None:
+        self.own, self.kind = own, kind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def project_exp(
+        self,
+        h: Tensor,
+        w: Tensor,
+        window: tuple[int, int],
+        reference: Tensor,
+        target: Tensor,
+        exps: Tensor | None = None,
+    ) -> Any:
+        if self.kind is Kind.SLOW:
+            time.sleep(0.1)
+        elif self.kind is Kind.HANGS:
+            _hang(h.is_cuda)
+        elif self.kind is Kind.CRASHES and exps is not None:
+            exps = _out_of_bounds(exps)
+        elif self.kind is Kind.LEAKS:
+            _limit_memory(1 << 30)
+            self.held.append(torch.empty(300 << 20, dtype=torch.uint8))
+        return self.own.project_exp(h, w, window, reference, target, exps)
+
+    forward = step_by_step
+
+    def finish(self, *arguments: Any) -> Any:
+        stats, loss = self.own.finish(*arguments)
+        if self.kind is Kind.WRONG_SUMS:
+            stats.sum.mul_(1.0001)
+        return stats, loss
+
+    def finish_dw(self, out: Tensor, *arguments: Any) -> None:
+        self.own.finish_dw(out, *arguments)
+        if self.kind is Kind.WRONG_GRADIENTS:
+            out[len(out) // 2].mul_(1.03)
+
+
+def _hang(on_gpu: bool) -> None:
+    """Take forever: a GPU, in which a kernel without end would outlive a test's fault, minutes."""
+    if on_gpu:
+        torch.cuda._sleep(1 << 40)
+    else:
+        time.sleep(3600)
+
+
+def _out_of_bounds(x: Tensor) -> Tensor:
+    """Return a matrix like x (N, C) of 16 bits that lies where there is no memory."""
+    if not x.is_cuda:
+        ctypes.string_at(0)
+    far, description = 1 << 44, {"data": (x.data_ptr(), False), "typestr": "<i2", "version": 2}
+    memory = SimpleNamespace(__cuda_array_interface__={**description, "shape": (2 * far,)})
+    beyond = torch.as_tensor(memory, device=x.device)[far : far + x.numel()]
+    return beyond.view(x.dtype).view(x.shape)
+
+
+def _limit_memory(more: int) -> None:
+    """Let this process take no more than `more` bytes beyond what it has, from the first call."""
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[0])
+        limit = pages * resource.getpagesize() + more
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+class StandIn(ProjectExp):
+    """`project_exp` with one candidate of each kind; the slow one is the default."""
+
+    def default(self, problem: Problem) -> Choice:
+        return config(Kind.SLOW)
+
+    def defaults(self) -> Sequence[Choice]:
+        return (config(Kind.SLOW),)
+
+    def candidates(self, problem: Problem) -> Sequence[Choice]:
+        return [config(kind) for kind in Kind]
+
+    def kernels(self, problem: Problem, choice: Choice) -> Sequence[Kernel]:
+        return ()
+
+    def primitives(self, problem: Problem, choice: Choice) -> Primitives:
+        assert isinstance(choice, GemmConfig)
+        own = TorchPrimitives(defaults.lookup(problem))
+        return cast(Primitives, Faulty(own, Kind(choice.group)))
+
+
+class Hanging(StandIn):
+    """The same with a default that hangs."""
+
+    def defaults(self) -> Sequence[Choice]:
+        return (config(Kind.HANGS),)
+
+
+@dataclass(frozen=True)
+class Kernels(ProjectExp):
+    """The kernels with one configuration, and a fault or none."""
+
+    kind: Kind = Kind.FAST
+
+    def defaults(self) -> Sequence[Choice]:
+        return self.arch.configs()[:1]
+
+    def primitives(self, problem: Problem, choice: Choice) -> Primitives:
+        return cast(Primitives, Faulty(super().primitives(problem, choice), self.kind))

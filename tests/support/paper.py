@@ -1,0 +1,70 @@
+"""The paper's own streaming form, for comparison with the strategies.
+
+Algorithms 1 and 2 of "From Projection to Prediction: Beyond Logits for Scalable Language Models"
+(arXiv 2511.17599), window by window: the forward keeps a running maximum m and sum a of every row
+and the target's logit apart; the backward computes every logit again and forms
+g_v = Γ (exp(z_v - m) / a - [v = y]) in the inputs' dtype.  Nothing calls this but tests and
+benchmarks.  Algorithms 3 and 4 are `strategies.gradients_in_forward`.
+"""
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.primitives.portable import Pieces, TorchPrimitives, multiply
+from cutefce.ops.primitives.rows import Targets, sum_dtype
+from cutefce.ops.strategies.windows import windows
+
+NO_TARGET = -1
+
+
+def algorithm_1(
+    primitives: TorchPrimitives, h: Tensor, w: Tensor, targets: Targets, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return losses, m and a, each (N,); an ignored row's loss is 0."""
+    target_logit = primitives.target_logit(h, w, targets)
+    m = torch.full_like(target_logit, -torch.inf)
+    a = torch.zeros_like(m)
+    nothing = torch.full_like(targets.index, NO_TARGET)
+    for first, last in windows(w.shape[0], 0, window):
+        # every logit lies above a reference of -inf, so that each piece uses its own maximum
+        below = torch.full_like(m, -torch.inf)
+        pieces = primitives.project_exp(h, w, (first, last), below, nothing)
+        m, a = _merge(m, a, pieces)
+    losses = torch.where(targets.active, m + a.log() - target_logit, 0)
+    return losses, m, a
+
+
+def _merge(m: Tensor, a: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+    """Join a running maximum and sum with those of further pieces."""
+    maximum = torch.maximum(m, pieces.references.amax(1))
+    total = pieces.sums * torch.exp(pieces.references - maximum[:, None])
+    return maximum, a * torch.exp(m - maximum) + total.sum(1)
+
+
+def algorithm_2(
+    primitives: TorchPrimitives,
+    h: Tensor,
+    w: Tensor,
+    targets: Targets,
+    m: Tensor,
+    a: Tensor,
+    upstream: Tensor,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Return dX (N, D) and dW (V, D) for the upstream gradient Γ (N,) of each row's loss."""
+    dtype = sum_dtype(h.dtype)
+    dx = torch.zeros(h.shape, dtype=dtype, device=h.device)
+    dw = torch.empty_like(w)
+    gamma = torch.where(targets.active, upstream, 0)
+    nothing = torch.full_like(targets.index, NO_TARGET)
+    exps = torch.empty(h.shape[0], window, dtype=dtype, device=h.device)
+    for first, last in windows(w.shape[0], 0, window):
+        primitives.recompute_exp(h, w, (first, last), m, nothing, exps)
+        g = exps[:, : last - first] * (gamma / a)[:, None]
+        column = torch.arange(first, last, device=h.device)
+        g = torch.where(targets.index[:, None] == column, g - gamma[:, None], g).to(h.dtype)
+        multiply(dx, g, w[first:last], add=True)
+        sums = dw.new_empty(last - first, h.shape[1], dtype=dtype)
+        multiply(sums, g.t(), h, add=False)
+        dw[first:last] = sums
+    return dx.to(h.dtype), dw

@@ -1,0 +1,108 @@
+"""A few processes that run functions together, as ranks on the CPU, or each on a GPU of its own."""
+
+import functools
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from cutefce.autotune_cache import defaults
+from tests.conftest import SMALL_TILES
+
+TIMEOUT_S = 120
+"""What a group waits for a rank, and a test for a result."""
+
+
+def group(ranks: int) -> dist.ProcessGroup:
+    """Return the group of the first `ranks` ranks, in one of them."""
+    found = _groups[ranks]
+    assert found is not None
+    return found
+
+
+@functools.cache
+def mesh() -> DeviceMesh:
+    """Return four ranks as two replicas, "dp", of two parts, "tp"."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+_groups: dict[int, dist.ProcessGroup | None] = {}
+
+
+class Ranks:
+    """The processes; each stays until the end."""
+
+    def __init__(self, pipes: Sequence[Any]) -> None:
+        self.pipes = pipes
+
+    def run(self, count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Return what `function` returns on the first `count` ranks; raise if it does on any."""
+        outcomes = self.outcomes(count, function, *arguments)
+        failures = [text for failed, text in outcomes if failed]
+        assert not failures, failures[0]
+        return [result for _, result in outcomes]
+
+    def outcomes(
+        self, count: int, function: Callable[..., Any], *arguments: Any
+    ) -> list[tuple[bool, Any]]:
+        """Return for every rank whether `function` raised, and its result or the traceback."""
+        for pipe in self.pipes[:count]:
+            pipe.send((function, arguments))
+        for rank, pipe in enumerate(self.pipes[:count]):
+            assert pipe.poll(TIMEOUT_S), f"rank {rank} does not answer"
+        return [pipe.recv() for pipe in self.pipes[:count]]
+
+
+@contextmanager
+def started(count: int, timeout_s: float = TIMEOUT_S, backend: str = "gloo") -> Iterator[Ranks]:
+    """Start `count` ranks, which wait for each other for `timeout_s`; with "nccl", on GPUs."""
+    context, pipes, processes = mp.get_context("spawn"), [], []
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{Path(folder) / 'store'}"
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            arguments = rank, count, backend, store, timeout_s, theirs
+            processes.append(context.Process(target=_serve, args=arguments, daemon=True))
+            processes[-1].start()
+            theirs.close()  # so that a rank's death ends its pipe
+            pipes.append(ours)
+        try:
+            yield Ranks(pipes)
+        finally:
+            for process in processes:
+                process.terminate()
+                process.join()
+
+
+def _serve(
+    rank: int, count: int, backend: str, store: str, timeout_s: float, pipe: "Connection[Any, Any]"
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    for name in defaults.DEFAULTS:
+        defaults.DEFAULTS[name] = SMALL_TILES
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        backend, init_method=store, rank=rank, world_size=count, timeout=timeout
+    )
+    for ranks in range(1, count + 1):
+        made = dist.new_group(list(range(ranks)), timeout=timeout)
+        _groups[ranks] = made if rank < ranks else None
+    while True:
+        function, arguments = pipe.recv()
+        try:
+            pipe.send((False, function(*arguments)))
+        except Exception:
+            pipe.send((True, traceback.format_exc()))
