@@ -1,64 +1,69 @@
-"""TODO."""
+"""Windows and tiles where nothing was tuned, by kind of device."""
 
 import dataclasses
 
-from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.cute_kernels.config import PortableTiles
+from cutefce.cute_kernels.integers import round_up
+from cutefce.cute_kernels.problem import Problem
 
-DEFAULTS = {
-    # One float32 logits tile is 4 MiB: it stays in a CPU's last-level cache between the product
-    # that writes it and the exponentials that read it.
-    "cpu": TileConfig(window=4096, tile=1024, rows=1024, piece=1024),
-    # Tiles of 128 MiB keep a GPU busy for longer than the host needs for the next; a window of 2
-    # makes the two gradient products long enough to run at full rate.
-    "cuda": TileConfig(window=8192, tile=4096, rows=8192, piece=1024),
+PORTABLE_TILES = {
+    # One float32 logits tile is 4 MiB: it stays in a CPU's last-level cache between the GEMM that
+    # writes it and the exponentials that read it.
+    "cpu": PortableTiles(window=4096, reference_block=1024, tile_columns=1024, tile_rows=1024),
+    # Tiles of 128 MiB keep a GPU busy while the CPU launches the next; a window of two tiles makes
+    # both gradient GEMMs long enough to run at full rate.
+    "cuda": PortableTiles(window=8192, reference_block=1024, tile_columns=4096, tile_rows=8192),
 }
-
+"""Tiles of the portable path by device type; other device types are tiled as "cuda" is."""
 
 KERNEL_WINDOWS = (67584, 33792, 16896, 8448, 4096, 2048, 1024)
-"""Columns that the kernels can compute again at a time.  Those from 33·256 on give dW, whose
-products take 256 rows of it, as many tiles as 132 multiprocessors share evenly."""
-KERNEL_WINDOW = 8192 * 8448
-"""Exponentials of a window, 132 MiB of 16 bits; more where dX's sums take as much anyway."""
-NARROWER = 2
-"""How many of these below the widest one a plan may choose: others cost more than they save."""
-KERNEL_PIECE = 256
-"""What kept columns are a multiple of: the kernels' references are those of rows."""
+"""Windows that the kernels can recompute.  From 8448 = 33·256 on, the 256-row tiles of a window's
+dW spread evenly over 132 SMs."""
+KERNEL_WINDOW_EXPS = 8192 * 8448
+"""Exponentials of one recomputed window: 132 MiB in 16 bits."""
+MAX_NARROWER_WINDOWS = 2
+"""Narrower windows that a plan may choose from; still narrower ones cost more than they save."""
+KERNEL_REFERENCE_BLOCK = 256
+"""Stored columns are a multiple of this; the kernels' references are per row."""
 
 
-def lookup(problem: Problem) -> TileConfig:
-    """Return the tile configuration for `problem`, no wider than its vocabulary needs.
+def widest_window(problem: Problem) -> PortableTiles:
+    """Return the widest window for `problem`, no wider than its vocabulary.
 
-    Unknown devices are tiled as a GPU is.
+    For the kernels a tile is a window; they read only the `WindowConfig` part.
     """
-    config = DEFAULTS.get(problem.device, DEFAULTS["cuda"])
+    config = PORTABLE_TILES.get(problem.device, PORTABLE_TILES["cuda"])
     if problem.arch is not None:
-        # by comparison, so that a symbolic number of tokens gives one of a few numbers
+        # comparisons, so that a symbolic number of tokens yields one of a few integers; a window is
+        # also as wide as it costs nothing: up to the size of dX's float32 sums
         affordable = (
             columns
             for columns in KERNEL_WINDOWS
-            if columns <= 33 * problem.hidden // 16 or columns * problem.tokens <= KERNEL_WINDOW
+            if columns <= 33 * problem.hidden // 16
+            or columns * problem.tokens <= KERNEL_WINDOW_EXPS
         )
         columns = next(affordable, KERNEL_WINDOWS[-1])
-        config = dataclasses.replace(config, window=columns, tile=columns, piece=KERNEL_PIECE)
-    piece = min(config.piece, _round_up(problem.vocab, 8))
-    tile = min(config.tile, _round_up(problem.vocab, piece))
-    window = min(config.window, _round_up(problem.vocab, tile))
-    return TileConfig(window=window, tile=tile, rows=config.rows, piece=piece)
+        config = dataclasses.replace(
+            config,
+            window=columns,
+            tile_columns=columns,
+            reference_block=KERNEL_REFERENCE_BLOCK,
+        )
+    block = min(config.reference_block, round_up(problem.vocab, 8))
+    tile = min(config.tile_columns, round_up(problem.vocab, block))
+    window = min(config.window, round_up(problem.vocab, tile))
+    return PortableTiles(window, block, tile, config.tile_rows)
 
 
-def widths(problem: Problem) -> tuple[TileConfig, ...]:
-    """Return what a plan for `problem` chooses from: `lookup`'s, then narrower windows."""
-    widest = lookup(problem)
+def window_configs(problem: Problem) -> tuple[PortableTiles, ...]:
+    """Return the windows that a plan for `problem` chooses from, the widest first."""
+    widest = widest_window(problem)
     if problem.arch is None:
         return (widest,)
-    narrower = [columns for columns in KERNEL_WINDOWS if columns < widest.window][:NARROWER]
-    return widest, *(of_width(widest, columns) for columns in narrower)
+    narrower = [columns for columns in KERNEL_WINDOWS if columns < widest.window]
+    return widest, *(with_window(widest, columns) for columns in narrower[:MAX_NARROWER_WINDOWS])
 
 
-def of_width(config: TileConfig, columns: int) -> TileConfig:
-    """Return the kernels' `config` with windows of so many columns, each walked as one tile."""
-    return dataclasses.replace(config, window=columns, tile=columns)
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
+def with_window(config: PortableTiles, columns: int) -> PortableTiles:
+    """Return `config` with windows of `columns`, each computed as one tile."""
+    return dataclasses.replace(config, window=columns, tile_columns=columns)

@@ -13,14 +13,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from cutefce.autotune_cache.defaults import _round_up, widths
+from cutefce.autotune_cache.defaults import window_configs
 from cutefce.autotune_cache.table import WINDOW, Entry, Key, Table, key_of
 from cutefce.autotune_cache.table_io import file_name, read
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.config import Configs, GemmConfig
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
+from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit.cache import base_folder
-from cutefce.cute_kernels.problem import Problem, TileConfig
-from cutefce.cute_kernels.spec import Kernel, all_kernels, kernel_set
+from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.spec import KernelSpec, all_kernels, kernel_set
 
 AUTOTUNE_VARIABLE = "CUTEFCE_AUTOTUNE"
 """Environment variable that, set to 1, has each new problem tuned when it is first met."""
@@ -29,36 +30,34 @@ SHIPPED_FOLDER = Path(__file__).parent
 
 
 def tuned_widths(
-    problem: Problem, arch: Arch, device: str, multiprocessors: int
-) -> tuple[TileConfig, ...]:
-    """Return the one of `widths` that won on a GPU of this name and size, all if none was tuned."""
-    every, entry = widths(problem), tuned(WINDOW, problem, arch, device, multiprocessors)
+    problem: Problem, arch: Arch, device: str, num_sms: int
+) -> tuple[PortableTiles, ...]:
+    """Return the one of `window_configs` that won on a GPU of this name and size, all if none was tuned."""
+    every, entry = window_configs(problem), tuned(WINDOW, problem, arch, device, num_sms)
     won = tuple(config for config in every if entry and config.window == entry.config)
     return won or every
 
 
 @functools.lru_cache(maxsize=1024)
-def lookup_configs(problem: Problem, arch: Arch, device: str, multiprocessors: int) -> Configs:
+def lookup_configs(problem: Problem, arch: Arch, device: str, num_sms: int) -> KernelConfigs:
     """Return the kernels' configurations for `problem` on a GPU of this name and size."""
-    default = arch.default_configs(problem.tokens, problem.hidden, multiprocessors)
+    default = arch.default_configs(problem.tokens, problem.hidden, num_sms)
     entries = {
-        field.name: tuned(field.name, problem, arch, device, multiprocessors)
-        for field in dataclasses.fields(Configs)
+        field.name: tuned(field.name, problem, arch, device, num_sms)
+        for field in dataclasses.fields(KernelConfigs)
     }
     found: dict[str, Any] = {name: entry.config for name, entry in entries.items() if entry}
     return dataclasses.replace(default, **found)
 
 
-def tuned(
-    kernel: str, problem: Problem, arch: Arch, device: str, multiprocessors: int
-) -> Entry | None:
+def tuned(kernel: str, problem: Problem, arch: Arch, device: str, num_sms: int) -> Entry | None:
     """Return what won for `problem` or, if it was not tuned, for the nearest one that was.
 
     None stands for the default.
     """
     key = key_of(kernel, problem)
     found: list[tuple[float, Entry | None]] = [
-        table.nearest(key) for table in tables(arch, device, multiprocessors)
+        table.nearest(key) for table in tables(arch, device, num_sms)
     ]
     distance, entry = min(found, key=lambda pair: pair[0], default=(0.0, None))
     if entry is None or distance == 0:
@@ -71,8 +70,8 @@ def _wastes_rows(key: Key, entry: Entry, problem: Problem, arch: Arch) -> bool:
     """Whether what won for other tokens computes many more rows than these have."""
     if key.kernel == "grad_weight" or not isinstance(entry.config, GemmConfig):
         return False
-    least = _round_up(problem.tokens, arch.default(problem.tokens).rows)
-    return 16 * _round_up(problem.tokens, entry.config.rows) > 17 * least
+    least = round_up(problem.tokens, arch.default(problem.tokens).rows)
+    return 16 * round_up(problem.tokens, entry.config.rows) > 17 * least
 
 
 def user_folder() -> Path:
@@ -80,11 +79,9 @@ def user_folder() -> Path:
     return base_folder() / "tuning"
 
 
-def tables(arch: Arch, device: str, multiprocessors: int) -> tuple[Table, ...]:
+def tables(arch: Arch, device: str, num_sms: int) -> tuple[Table, ...]:
     """Return what was tuned for this kind of GPU: by the user, then as shipped."""
-    found = (
-        _table(folder, arch, device, multiprocessors) for folder in (user_folder(), SHIPPED_FOLDER)
-    )
+    found = (_table(folder, arch, device, num_sms) for folder in (user_folder(), SHIPPED_FOLDER))
     return tuple(table for table in found if table is not None)
 
 
@@ -93,13 +90,13 @@ def tunes_on_first_use() -> bool:
     return os.environ.get(AUTOTUNE_VARIABLE) == "1"
 
 
-def has_shipped(arch: Arch, device: str, multiprocessors: int) -> bool:
+def has_shipped(arch: Arch, device: str, num_sms: int) -> bool:
     """Whether the kernels were verified on this kind of GPU before they were shipped."""
-    table = _table(SHIPPED_FOLDER, arch, device, multiprocessors)
+    table = _table(SHIPPED_FOLDER, arch, device, num_sms)
     return table is not None and any(entry.verified for entry in table.entries.values())
 
 
-def shipped_kernels(arch: Arch) -> list[Kernel]:
+def shipped_kernels(arch: Arch) -> list[KernelSpec]:
     """Return every kernel that can be chosen on `arch` where the user tuned nothing, each once."""
     found = all_kernels(arch)
     shipped = map(read, sorted(SHIPPED_FOLDER.glob("*.json")))
@@ -108,7 +105,9 @@ def shipped_kernels(arch: Arch) -> list[Kernel]:
             if key.kernel == WINDOW:
                 continue
             winner: dict[str, Any] = {key.kernel: entry.config}
-            configs = dataclasses.replace(Configs(arch.configs()[0], None, None), **winner)
+            configs = dataclasses.replace(
+                KernelConfigs(arch.prebuilt_configs()[0], None, None), **winner
+            )
             found += kernel_set(arch, key.dtype, configs).all()
     return list(dict.fromkeys(found))
 
@@ -120,11 +119,11 @@ def forget() -> None:
 
 
 @functools.cache
-def _table(folder: Path, arch: Arch, device: str, multiprocessors: int) -> Table | None:
+def _table(folder: Path, arch: Arch, device: str, num_sms: int) -> Table | None:
     path = folder / file_name(device)
     try:
         table = read(path)
-        table.serves(device, multiprocessors, arch.name)
+        table.serves(device, num_sms, arch.name)
         return table
     except FileNotFoundError:
         pass

@@ -1,6 +1,6 @@
 """The tuner's file: which configuration won for which problem, on one GPU model.
 
-    {"schema": 2, "device": "NVIDIA H200", "multiprocessors": 132, "arch": "sm_90a",
+    {"schema": 2, "device": "NVIDIA H200", "num_sms": 132, "arch": "sm_90a",
      "versions": {...}, "entries": [{"kernel": "project_exp", "dtype": "bfloat16", "hidden": 4096,
      "vocab": 131072, "tokens": 8192, "config": {...}, "milliseconds": 12.5,
      "baseline_milliseconds": 13.0, "product_milliseconds": 12.9, "verified": true,
@@ -98,7 +98,7 @@ class Table:
     """One file."""
 
     device: str
-    multiprocessors: int
+    num_sms: int
     arch: str
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of what took part; "kernels" is the fingerprint of the kernels that rejections are of."""
@@ -111,11 +111,11 @@ class Table:
         near = [pair for pair in found if pair[0] <= FARTHEST]
         return min(near, key=lambda pair: pair[0], default=(math.inf, None))
 
-    def serves(self, device: str, multiprocessors: int, arch: str) -> None:
+    def serves(self, device: str, num_sms: int, arch: str) -> None:
         """Raise ValueError if it was made on another kind of GPU."""
         for name, expected in (
             ("device", device),
-            ("multiprocessors", multiprocessors),
+            ("num_sms", num_sms),
             ("arch", arch),
         ):
             got = getattr(self, name)
@@ -153,7 +153,7 @@ def merge(tables: Iterable[Table]) -> Table:
     """Join tables of one kind of GPU: of two entries for a key, the verified or faster one wins."""
     result, *others = tables
     for table in others:
-        table.serves(result.device, result.multiprocessors, result.arch)
+        table.serves(result.device, result.num_sms, result.arch)
         better = {
             key: entry
             for key, entry in table.entries.items()

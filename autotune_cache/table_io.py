@@ -15,7 +15,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import GemmConfig
 
-SCHEMA = 2
+SCHEMA = 3
 LOCK_SECONDS = 60
 """How long to wait for another process that writes the same file."""
 
@@ -43,7 +43,7 @@ def read(path: Path) -> Table:
         arch = arch_named(data["arch"])
         return Table(
             str(data["device"]),
-            int(data["multiprocessors"]),
+            int(data["num_sms"]),
             arch.name,
             dict(data["versions"]),
             dict(_entry(arch, item) for item in data["entries"]),
@@ -104,7 +104,7 @@ def update(path: Path, found: Table) -> None:
     with _lock(path):
         try:
             held = read(path)
-            held.serves(found.device, found.multiprocessors, found.arch)
+            held.serves(found.device, found.num_sms, found.arch)
             found = held.joined(found)
         except FileNotFoundError:
             pass

@@ -23,9 +23,9 @@ class Verdict:
     """Why not."""
 
 
-def known(arch: Arch, device: str, multiprocessors: int) -> Verdict | None:
+def known(arch: Arch, device: str, num_sms: int) -> Verdict | None:
     """Return the verdict on the kernels on this kind of GPU, None if there is none yet."""
-    if lookup.has_shipped(arch, device, multiprocessors):
+    if lookup.has_shipped(arch, device, num_sms):
         return Verdict(True)
     try:
         data = json.loads(_record(device).read_text())

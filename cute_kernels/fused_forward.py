@@ -13,13 +13,14 @@ from cutlass import Float32, Int32, Int64
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import matrix, number, vector
 from cutefce.cute_kernels.jit.compiler import traced
+from cutefce.cute_kernels.workspace import Stat, forward_semaphore_count
 
 
-def trace(kernel: spec.Forward) -> tuple[Any, tuple[Any, ...]]:
+def trace(kernel: spec.FusedForwardSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and arguments to compile it for."""
     target_logit, (h, w, target, *_, ignored, stream) = traced(kernel.target_logit)
     (project, _), (finish, _) = traced(kernel.sums), traced(kernel.finish)
-    stats, reduced = matrix(Float32, 4, h.shape[0], aligned=False), number(Float32)
+    stats, reduced = matrix(Float32, len(Stat), h.shape[0], aligned=False), number(Float32)
     between = vector(Float32, cute.sym_int())
     numbers = ignored, Int32(1), Int32(1), Int32(0)
     function = Forward(kernel, target_logit, project, finish)
@@ -29,7 +30,9 @@ def trace(kernel: spec.Forward) -> tuple[Any, tuple[Any, ...]]:
 class Forward:
     """The launches, of these host functions."""
 
-    def __init__(self, kernel: spec.Forward, target_logit: Any, project: Any, finish: Any) -> None:
+    def __init__(
+        self, kernel: spec.FusedForwardSpec, target_logit: Any, project: Any, finish: Any
+    ) -> None:
         self.config = kernel.config
         self.target_logit, self.project, self.finish = target_logit, project, finish
 
@@ -49,8 +52,8 @@ class Forward:
         stream: Any,
     ) -> None:
         """Do `target_logit`, `project_exp` over all columns and `finish`."""
-        rows, parts = h.shape[0], windows * self.config.parts_of_window
-        noted = spec.notes_of_forward(rows, self.config.rows)
+        rows, parts = h.shape[0], windows * self.config.partials_per_row
+        noted = forward_semaphore_count(rows, self.config.rows)
         logit = cute.make_tensor(between.iterator, cute.make_layout((rows,)))
         behind = between.iterator + rows
         sums = cute.make_tensor(behind, cute.make_layout((rows, parts), stride=(parts, 1)))

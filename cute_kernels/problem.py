@@ -1,4 +1,4 @@
-"""What is asked (`Problem`) and how it is tiled (`TileConfig`); both frozen and printable."""
+"""What a call asks for: sizes, dtype, device and the gradients it wants."""
 
 from dataclasses import dataclass
 
@@ -52,36 +52,3 @@ class Problem:
         tokens = self.tokens // self.ranks if self.sequence_parallel else self.tokens
         rows = (tokens if self.grad_hidden else 0) + (self.vocab if self.grad_weight else 0)
         return rows * self.hidden * self.item_bytes
-
-
-@dataclass(frozen=True)
-class TileConfig:
-    """How the (tokens, vocab) plane is walked."""
-
-    window: int
-    """Vocabulary columns whose exponentials exist at the same time: the paper's window size."""
-    tile: int
-    """Columns of one logits tile; divides `window`."""
-    rows: int
-    """Rows of one logits tile; with fewer, a tile has more columns."""
-    piece: int
-    """Columns whose exponentials share a reference; divides `tile`."""
-
-    def half(self, window: int) -> int:
-        """Return half of a window of so many columns, in whole pieces."""
-        return -(-window // (2 * self.piece)) * self.piece
-
-    def columns(self, tokens: int) -> int:
-        """Return the columns of a tile when there are `tokens` rows in all."""
-        columns = self.tile
-        while 2 * columns <= self.window and 2 * columns * tokens <= self.tile * self.rows:
-            columns *= 2
-        return columns
-
-    def __post_init__(self) -> None:
-        for name, value, unit in (
-            ("window", self.window, self.tile),
-            ("tile", self.tile, self.piece),
-        ):
-            if value % unit:
-                raise ValueError(f"{name}: got {value}, expected a multiple of {unit}")

@@ -7,23 +7,16 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.config import Configs, GemmConfig
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import can_keep
-
-
-def notes_of_forward(tokens: Any, rows: int) -> Any:
-    """Return the size of the notes of `tokens`, `rows` a block; see `dsl`.
-
-    Takes Python integers or a kernel's.
-    """
-    return 2 + (tokens + rows - 1) // rows
+from cutefce.cute_kernels.workspace import forward_semaphore_count
 
 
 @dataclass(frozen=True)
-class ProjectExp:
+class ProjectExpSpec:
     """Exponentials of the logits: their row sums, or the exponentials themselves, or both."""
 
     arch: str
@@ -38,7 +31,7 @@ class ProjectExp:
 
 
 @dataclass(frozen=True)
-class TargetLogit:
+class TargetLogitSpec:
     """Row dots h_i · w_y, and zeros for the notes of the kernels that follow."""
 
     arch: str
@@ -47,13 +40,13 @@ class TargetLogit:
     WARPS: ClassVar[int] = 8
     """Warps of a thread block, each of which takes a row."""
 
-    def zeros(self, tokens: int) -> int:
+    def max_zeros(self, tokens: int) -> int:
         """Return how many zeros its threads can write."""
         return -(-tokens // self.WARPS) * 32 * self.WARPS
 
 
 @dataclass(frozen=True)
-class Finish:
+class ReducePartialsSpec:
     """Partial sums to row sums and losses, and notes of the row blocks to store again."""
 
     arch: str
@@ -62,7 +55,7 @@ class Finish:
 
 
 @dataclass(frozen=True)
-class Forward:
+class FusedForwardSpec:
     """The forward where nothing is stored: what `target_logit`, `sums` and `finish` do, at once."""
 
     arch: str
@@ -70,28 +63,28 @@ class Forward:
     config: GemmConfig
 
     @property
-    def target_logit(self) -> TargetLogit:
+    def target_logit(self) -> TargetLogitSpec:
         """Its first part."""
-        return TargetLogit(self.arch, self.dtype)
+        return TargetLogitSpec(self.arch, self.dtype)
 
     @property
-    def sums(self) -> ProjectExp:
+    def sums(self) -> ProjectExpSpec:
         """Its second part."""
-        return ProjectExp(self.arch, self.dtype, self.config, sums=True, store=False)
+        return ProjectExpSpec(self.arch, self.dtype, self.config, sums=True, store=False)
 
     @property
-    def finish(self) -> Finish:
+    def finish(self) -> ReducePartialsSpec:
         """Its third part."""
-        return Finish(self.arch, self.config.rows)
+        return ReducePartialsSpec(self.arch, self.config.rows)
 
-    def between(self, tokens: int, windows: int) -> int:
+    def workspace_size(self, tokens: int, windows: int) -> int:
         """Return how many numbers of 4 bytes lie between its parts."""
-        notes: int = notes_of_forward(tokens, self.config.rows)
-        return tokens * (1 + windows * self.config.parts_of_window) + notes
+        notes: int = forward_semaphore_count(tokens, self.config.rows)
+        return tokens * (1 + windows * self.config.partials_per_row) + notes
 
 
 @dataclass(frozen=True)
-class Combine:
+class ScaleAddRowsSpec:
     """out_i = a_i (x_i + b_i t_{k_i}): the last step of dX, and s ⊙ h."""
 
     arch: str
@@ -106,7 +99,7 @@ class Combine:
 
 
 @dataclass(frozen=True)
-class Gradient:
+class GradGemmSpec:
     """A product of exponentials with the weight, or of their transpose with the hidden states."""
 
     arch: str
@@ -120,114 +113,124 @@ class Gradient:
     WARPS: ClassVar[int] = 8
     """Warps of a thread block that multiply."""
 
-    def notes(self, clusters: int) -> int:
+    def semaphore_count(self, clusters: int) -> int:
         """Return the size of its notes on `clusters` clusters; see `cute_kernels.dsl`."""
         return 1 if self.final else 1 + clusters * self.config.cluster * self.WARPS
 
 
 @dataclass(frozen=True)
-class AddTargets:
+class AddTargetsSpec:
     """The targets' part, added to dW's sums."""
 
     arch: str
     dtype: str
 
 
-Kernel = ProjectExp | Gradient | TargetLogit | Finish | Forward | Combine | AddTargets
+KernelSpec = (
+    ProjectExpSpec
+    | GradGemmSpec
+    | TargetLogitSpec
+    | ReducePartialsSpec
+    | FusedForwardSpec
+    | ScaleAddRowsSpec
+    | AddTargetsSpec
+)
 
 
 @dataclass(frozen=True)
 class KernelSet:
     """The kernels that one architecture, dtype and configuration need."""
 
-    forward: Forward
+    fused_forward: FusedForwardSpec
     """The forward alone."""
-    target_logit: TargetLogit
-    sums: ProjectExp
+    target_logit: TargetLogitSpec
+    row_sums: ProjectExpSpec
     """The forward alone, of ranks that share it."""
-    sums_and_exps: ProjectExp
+    row_sums_and_exps: ProjectExpSpec
     """The forward that keeps exponentials."""
-    exps: ProjectExp
+    exps: ProjectExpSpec
     """What the backward computes again."""
-    noted_exps: ProjectExp
+    repair_exps: ProjectExpSpec
     """The repair of what the forward kept."""
-    finish: Finish
-    scale_rows: Combine
+    reduce_partials: ReducePartialsSpec
+    scale_rows: ScaleAddRowsSpec
     """s_i h_i."""
-    scale_sums: Combine
+    scale_fp32_rows: ScaleAddRowsSpec
     """The same of float32 sums."""
-    finish_dx: Combine
+    finish_dx: ScaleAddRowsSpec
     """s_i (x_i - S_i W_y)."""
-    finish_dx_part: Combine
+    finish_dx_fp32: ScaleAddRowsSpec
     """The same, not rounded: one rank's part of a sum."""
-    grad_hidden: Gradient | None
+    grad_hidden: GradGemmSpec | None
     """Adds to dX's sums; None: a plain product does."""
-    grad_hidden_short: Gradient | None
+    grad_hidden_short: GradGemmSpec | None
     """The same, for few columns."""
-    grad_weight: Gradient | None
+    grad_weight: GradGemmSpec | None
     """dW at once; None: plain products, and what the portable path does with them."""
-    grad_weight_sums: Gradient | None
+    grad_weight_accumulate: GradGemmSpec | None
     """Adds to dW's sums."""
-    add_targets: AddTargets | None
+    add_targets: AddTargetsSpec | None
     """Adds the targets' part to dW's sums."""
 
-    OF_KEPT: ClassVar = (
-        "sums_and_exps",
-        "noted_exps",
-        "scale_sums",
-        "grad_weight_sums",
+    STORED_EXPS_ONLY: ClassVar = (
+        "row_sums_and_exps",
+        "repair_exps",
+        "scale_fp32_rows",
+        "grad_weight_accumulate",
         "add_targets",
     )
     """Those of plans that store exponentials in the forward."""
 
-    def all(self) -> list[Kernel]:
+    def all(self) -> list[KernelSpec]:
         """Return every kernel of the set that a call may launch."""
-        unused = () if can_keep(self.sums.dtype) else self.OF_KEPT
+        unused = () if can_keep(self.row_sums.dtype) else self.STORED_EXPS_ONLY
         names = (field.name for field in dataclasses.fields(self) if field.name not in unused)
         found = (getattr(self, name) for name in names)
         return [kernel for kernel in found if kernel is not None]
 
 
-def kernel_set(arch: Arch, dtype: str, configs: Configs) -> KernelSet:
+def kernel_set(arch: Arch, dtype: str, configs: KernelConfigs) -> KernelSet:
     """Return the kernels that `dtype` needs on `arch` with `configs`."""
-    project = functools.partial(ProjectExp, arch.name, dtype, configs.project_exp)
+    project = functools.partial(ProjectExpSpec, arch.name, dtype, configs.project_exp)
     hidden, short = (
-        None if config is None else Gradient(arch.name, dtype, config, "hidden", final=False)
+        None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
         for config in (configs.grad_hidden, configs.grad_hidden_short)
     )
     weight = weight_sums = add_targets = None
     if configs.grad_weight is not None:
-        weight = Gradient(arch.name, dtype, configs.grad_weight, "weight", final=True)
+        weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
         weight_sums = dataclasses.replace(weight, final=False)
-        add_targets = AddTargets(arch.name, dtype)
-    combine = functools.partial(Combine, arch.name, dtype)
-    forward = Forward(arch.name, dtype, configs.project_exp)
+        add_targets = AddTargetsSpec(arch.name, dtype)
+    combine = functools.partial(ScaleAddRowsSpec, arch.name, dtype)
+    forward = FusedForwardSpec(arch.name, dtype, configs.project_exp)
     return KernelSet(
-        forward=forward,
+        fused_forward=forward,
         target_logit=forward.target_logit,
-        sums=forward.sums,
-        sums_and_exps=project(sums=True, store=True),
+        row_sums=forward.sums,
+        row_sums_and_exps=project(sums=True, store=True),
         exps=project(sums=False, store=True),
-        noted_exps=project(sums=False, store=True, masked=True),
-        finish=forward.finish,
+        repair_exps=project(sums=False, store=True, masked=True),
+        reduce_partials=forward.finish,
         scale_rows=combine(dtype, None, scaled=True, weighted=False),
-        scale_sums=combine("float32", None, scaled=True, weighted=False),
+        scale_fp32_rows=combine("float32", None, scaled=True, weighted=False),
         finish_dx=combine("float32", dtype, scaled=True, weighted=True),
-        finish_dx_part=Combine(arch.name, "float32", "float32", dtype, scaled=True, weighted=True),
+        finish_dx_fp32=ScaleAddRowsSpec(
+            arch.name, "float32", "float32", dtype, scaled=True, weighted=True
+        ),
         grad_hidden=hidden,
         grad_hidden_short=short,
         grad_weight=weight,
-        grad_weight_sums=weight_sums,
+        grad_weight_accumulate=weight_sums,
         add_targets=add_targets,
     )
 
 
-def all_kernels(arch: Arch) -> list[Kernel]:
+def all_kernels(arch: Arch) -> list[KernelSpec]:
     """Return every kernel that can be chosen on `arch` where nothing was tuned, each once."""
-    gradients = arch.gradient_configs() or (None,)
+    gradients = arch.grad_gemm_configs() or (None,)
     sets = [
-        kernel_set(arch, dtype, Configs(config, gradient, gradient))
-        for dtype, config, gradient in product(arch.dtypes, arch.configs(), gradients)
+        kernel_set(arch, dtype, KernelConfigs(config, gradient, gradient))
+        for dtype, config, gradient in product(arch.dtypes, arch.prebuilt_configs(), gradients)
     ]
     every = [kernel for s in sets for kernel in s.all()]
     return list(dict.fromkeys(every))

@@ -17,7 +17,7 @@ from cutefce.commands.tune import tune, verify
 from cutefce.cute_kernels.arch import ARCHS, arch_named
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import Report
-from cutefce.cute_kernels.spec import ProjectExp
+from cutefce.cute_kernels.spec import ProjectExpSpec
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 PACKAGES = ("cutefce", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
@@ -67,7 +67,7 @@ def compile_all(names: str) -> None:
 def _cells(result: Report) -> list[str]:
     kernel, shared = result.kernel, ""
     details = {f.name: getattr(kernel, f.name) for f in dataclasses.fields(kernel)}
-    if isinstance(kernel, ProjectExp):
+    if isinstance(kernel, ProjectExpSpec):
         shared = str(arch_named(kernel.arch).used_smem_bytes(kernel.config))
     details = {name: value for name, value in details.items() if value and name != "arch"}
     return [

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from cutefce.autotune_cache import defaults, lookup
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.cute_kernels.problem import TileConfig
 from cutefce.ops.interface import call
 
 if TYPE_CHECKING:
     from tests.support.ranks import Ranks
 
-SMALL_TILES = TileConfig(window=64, tile=32, rows=32, piece=16)
+SMALL_TILES = PortableTiles(window=64, reference_block=16, tile_columns=32, tile_rows=32)
 """Many windows, tiles, row blocks and pieces at sizes that a test can afford."""
 
 
@@ -49,9 +49,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[TileConfig]:
-    for name in defaults.DEFAULTS:
-        monkeypatch.setitem(defaults.DEFAULTS, name, SMALL_TILES)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[PortableTiles]:
+    for name in defaults.PORTABLE_TILES:
+        monkeypatch.setitem(defaults.PORTABLE_TILES, name, SMALL_TILES)
     call._cached_plan.cache_clear()
     yield SMALL_TILES
     call._cached_plan.cache_clear()

@@ -9,7 +9,7 @@ from cutefce.autotune_cache.table import Choice, Key, key_of
 from cutefce.autotune_cache.tuning.targets.base import Tunable
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import Kernel
+from cutefce.cute_kernels.spec import KernelSpec
 
 CANDIDATES = 10
 """Candidates of a problem that the cost model leaves, beside the default."""
@@ -33,7 +33,7 @@ class Job:
         """What stands for it in a table."""
         return key_of(self.tunable.name, self.problem)
 
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> list[KernelSpec]:
         """Return what must be compiled."""
         return [k for c in self.choices for k in self.tunable.kernels(self.problem, c)]
 
@@ -62,7 +62,7 @@ def prune(tunable: Tunable, problem: Problem, choices: Sequence[Choice]) -> tupl
         variant = tile = choice
         if isinstance(choice, GemmConfig):
             variant = dataclasses.replace(choice, stages=0)
-            tile = dataclasses.replace(choice, stages=0, group=0)
+            tile = dataclasses.replace(choice, stages=0, raster_group=0)
         if len(left) <= CANDIDATES and variant not in left and of_tile[tile] < VARIANTS:
             left[variant] = choice
             of_tile[tile] += 1

@@ -23,24 +23,22 @@ HIDDEN_SHARE = 1 / 20
 """What traffic costs that hides behind products: power, which the clock pays for."""
 
 
-def product_cycles(
-    rows: int, columns: int, inner: int, config: GemmConfig, multiprocessors: int
-) -> float:
+def product_cycles(rows: int, columns: int, inner: int, config: GemmConfig, num_sms: int) -> float:
     """Return the predicted time of a (rows, inner) @ (inner, columns) of 16 bits."""
     p = Problem(tokens=rows, hidden=inner, vocab=columns, dtype="bfloat16", device="cuda")
-    return project_exp_cycles(p, config, multiprocessors)
+    return project_exp_cycles(p, config, num_sms)
 
 
-def project_exp_cycles(p: Problem, config: GemmConfig, multiprocessors: int) -> float:
+def project_exp_cycles(p: Problem, config: GemmConfig, num_sms: int) -> float:
     """Return the predicted time of `project_exp` for `p`."""
-    clusters = multiprocessors // config.cluster
+    clusters = num_sms // config.cluster
     row_blocks, tiles = -(-p.tokens // config.rows), -(-p.vocab // config.tile_n)
     of_one = -(-row_blocks * tiles // clusters)
     products = 2 * config.tile_m * config.tile_n * p.hidden / FLOP_A_CYCLE
     loaded = (config.tile_m + config.tile_n / config.cluster) * p.hidden * p.item_bytes
     from_l2 = loaded / L2_BYTES_A_CYCLE
     from_memory = _memory_bytes(p, config, row_blocks, tiles, clusters) / (
-        MEMORY_BYTES_A_CYCLE * multiprocessors * of_one
+        MEMORY_BYTES_A_CYCLE * num_sms * of_one
     )
     exposed = 0.0 if config.pingpong else EPILOGUE_CYCLES * config.tile_m * config.tile_n
     tile = max(products + exposed, from_l2, from_memory)
@@ -57,7 +55,7 @@ def _memory_bytes(
     clusters that are at the same row block.
     """
     row_bytes = p.hidden * p.item_bytes
-    height = min(config.group, row_blocks)
+    height = min(config.raster_group, row_blocks)
     again = 1.0
     if height * config.rows * row_bytes > L2_BYTES:
         again = max(1.0, tiles * height / clusters)

@@ -20,7 +20,7 @@ def tune_on_first_use(tunables: Sequence[Tunable], device: str, problem: Problem
     """Tune `problem` for the user's table, unless a table has it; warn if that is impossible."""
     for tunable in tunables:
         key, head = key_of(tunable.name, problem), head_for(tunable, device)
-        held = lookup.tables(tunable.arch, device, tunable.multiprocessors)
+        held = lookup.tables(tunable.arch, device, tunable.num_sms)
         if key in _met or any(key in table.entries for table in held):
             continue
         _met.add(key)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning.targets.base import Case, Result
-from cutefce.cute_kernels.problem import Problem, TileConfig, can_keep
+from cutefce.cute_kernels.config import WindowConfig
+from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.planning import planner
 from cutefce.ops.primitives import rows
 from cutefce.ops.primitives.interface import Primitives, step_by_step
@@ -25,18 +26,18 @@ def targets_of(case: Case) -> Targets:
 
 def plan_of(case: Case) -> planner.Plan:
     """Return how a step with the default workspace would run."""
-    configs = defaults.widths(case.problem)
+    configs = defaults.window_configs(case.problem)
     return planner.make_plan(case.problem, configs, planner.DEFAULT, scalar_upstream=False)
 
 
-def smallest_plan(problem: Problem, configs: Sequence[TileConfig]) -> planner.Plan:
+def smallest_plan(problem: Problem, configs: Sequence[WindowConfig]) -> planner.Plan:
     """Return how a step with the smallest workspace would run."""
     return planner.make_plan(problem, configs, planner.MINIMUM, scalar_upstream=True)
 
 
 def _stored(case: Case) -> list[tuple[int, Tensor]]:
     """Return room for what a step keeps; of a small problem in two parts, as what dW is lent."""
-    kept, piece = plan_of(case).kept, defaults.lookup(case.problem).piece
+    kept, piece = plan_of(case).kept, defaults.widest_window(case.problem).reference_block
     first = 0 if case.upstream is None else kept // 2 // piece * piece
     parts = (0, first), (first, kept - first)
     return [(at, case.h.new_empty(case.problem.tokens, size)) for at, size in parts if size]
@@ -95,7 +96,9 @@ def of_steps(case: Case, primitives: Primitives) -> dict[str, Result]:
         )
         results |= _gradients("", dx, dw)
         if can_keep(case.problem.dtype):
-            results |= _chunks(h, w, targets, primitives, defaults.lookup(case.problem).piece)
+            results |= _chunks(
+                h, w, targets, primitives, defaults.widest_window(case.problem).reference_block
+            )
         results |= _alone(h, w, targets, primitives, case.upstream)
     return results
 

@@ -25,7 +25,7 @@ from cutefce.autotune_cache.tuning.subprocess_worker import Child, ChildError
 from cutefce.autotune_cache.tuning.targets.base import Tunable
 from cutefce.autotune_cache.tuning.worker import Contestant, Timing
 from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.cute_kernels.spec import Kernel
+from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.version import __version__
 
 T = TypeVar("T")
@@ -52,16 +52,16 @@ class Outcome:
     """Choices that were rejected, and why."""
 
 
-def missing(kernels: Iterable[Kernel]) -> list[Kernel]:
+def missing(kernels: Iterable[KernelSpec]) -> list[KernelSpec]:
     """Return the kernels that have to be compiled, each once."""
     return [k for k in dict.fromkeys(kernels) if not jit_cache.is_stored(k)]
 
 
-def build(kernels: Sequence[Kernel], done: Callable[[], None]) -> dict[Kernel, str]:
+def build(kernels: Sequence[KernelSpec], done: Callable[[], None]) -> dict[KernelSpec, str]:
     """Compile kernels in child processes; return those that cannot be used, and why."""
-    failed: dict[Kernel, str] = {}
+    failed: dict[KernelSpec, str] = {}
 
-    def compile_all(some: Sequence[Kernel]) -> None:
+    def compile_all(some: Sequence[KernelSpec]) -> None:
         with Child() as child:
             for kernel in some:
                 try:
@@ -79,7 +79,9 @@ def build(kernels: Sequence[Kernel], done: Callable[[], None]) -> dict[Kernel, s
 class Tuner:
     """Tunes problems one after another and adds what it finds to a file."""
 
-    def __init__(self, path: Path, head: Table, child: Child, unusable: dict[Kernel, str]) -> None:
+    def __init__(
+        self, path: Path, head: Table, child: Child, unusable: dict[KernelSpec, str]
+    ) -> None:
         """`head` says what GPU this is; `unusable` are kernels that could not be compiled."""
         self.path, self.head, self.child, self.unusable = path, head, child, unusable
         self.rejected: dict[tuple[Key, Choice], Rejection] = {}
@@ -196,7 +198,7 @@ def read_like(path: Path, head: Table) -> Table:
     """Return the file's table if it is of the GPU and the kernels of `head`, else `head`."""
     try:
         held = table_io.read(path)
-        held.serves(head.device, head.multiprocessors, head.arch)
+        held.serves(head.device, head.num_sms, head.arch)
     except (OSError, ValueError):
         return head
     return held if held.versions.get("kernels") == head.versions["kernels"] else head
@@ -212,4 +214,4 @@ def head_for(tunable: Tunable, device: str) -> Table:
     """Return a table without entries for the GPU of `tunable`, which is called `device`."""
     versions = {name: version(name) for name in ("torch", "nvidia-cutlass-dsl")}
     versions |= {"cutefce": __version__, "kernels": jit_cache.fingerprint()}
-    return Table(device, tunable.multiprocessors, tunable.arch.name, versions)
+    return Table(device, tunable.num_sms, tunable.arch.name, versions)

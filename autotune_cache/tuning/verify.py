@@ -38,7 +38,7 @@ def verify_once(tunables: "tuple[Tunable, ...]", device: str) -> Verdict:
             stack.enter_context(lock)
         except OSError:
             pass  # each process for itself
-        verdict = known(tunables[0].arch, device, tunables[0].multiprocessors)
+        verdict = known(tunables[0].arch, device, tunables[0].num_sms)
         return verdict or verify(tunables, device)
 
 
@@ -98,7 +98,7 @@ def _fault(tunables: "tuple[Tunable, ...]", device: str) -> str | None:
 
 def _tuned(tunable: "Tunable", device: str) -> list[Choice]:
     """Return what the tables let `tunable` choose on this GPU model."""
-    held = lookup.tables(tunable.arch, device, tunable.multiprocessors)
+    held = lookup.tables(tunable.arch, device, tunable.num_sms)
     return [
         entry.config
         for table in held

@@ -21,7 +21,7 @@ from cutefce.autotune_cache.tuning.targets.base import Case, Result, Tunable
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit import compiler
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import Kernel
+from cutefce.cute_kernels.spec import KernelSpec
 
 Product = Literal["product"]
 """Stands for the plain products in a race."""
@@ -54,7 +54,7 @@ class Timing:
     """Median over the rounds of its time over that of the last one."""
 
 
-def build(kernel: Kernel) -> None:
+def build(kernel: KernelSpec) -> None:
     """Compile `kernel` into the cache folder; raise if it spills registers or its products wait."""
     if jit_cache.is_stored(kernel):
         return
@@ -67,7 +67,7 @@ def build(kernel: Kernel) -> None:
         return  # it is compiled again by the process that needs it
 
 
-def load(kernel: Kernel) -> None:
+def load(kernel: KernelSpec) -> None:
     """Have `kernel` ready, compiled here where the cache folder does not keep it."""
     jit_cache.compiled(kernel)
 

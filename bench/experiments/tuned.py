@@ -19,7 +19,7 @@ from bench.harness.timing import Call, interleaved
 from cutefce.autotune_cache import defaults, lookup
 from cutefce.autotune_cache.tuning import outputs
 from cutefce.autotune_cache.tuning.targets.base import Case
-from cutefce.cute_kernels.config import Configs
+from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.ops.primitives import rows
 from cutefce.ops.primitives.cute import CutePrimitives
 from cutefce.ops.primitives.dispatch import gpu_of, problem_of
@@ -52,15 +52,15 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     """Measure on fresh random data."""
     h, w, y = random_head(shape, "cuda")
     problem, gpu = problem_of(h, w, True, True), gpu_of(h.device)
-    arch, _, multiprocessors = gpu
-    default = arch.default_configs(shape.tokens, shape.hidden, multiprocessors)
+    arch, _, num_sms = gpu
+    default = arch.default_configs(shape.tokens, shape.hidden, num_sms)
     tuned = lookup.lookup_configs(problem, *gpu)
-    names = [field.name for field in dataclasses.fields(Configs)]
+    names = [field.name for field in dataclasses.fields(KernelConfigs)]
     differ = [name for name in names if getattr(default, name) != getattr(tuned, name)]
     width, won = (
         outputs.smallest_plan(problem, configs).window
         for configs in (
-            defaults.widths(problem),
+            defaults.window_configs(problem),
             lookup.tuned_widths(problem, *gpu),
         )
     )
@@ -74,8 +74,8 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     }
     case = Case(problem, h, w, y, None)
     for name, configs, window in (("default", default, width), ("tuned", tuned, won)):
-        tiles = defaults.of_width(defaults.lookup(problem), window)
-        steps = CutePrimitives(tiles, arch, shape.dtype, configs, multiprocessors)
+        tiles = defaults.with_window(defaults.widest_window(problem), window)
+        steps = CutePrimitives(tiles, arch, shape.dtype, configs, num_sms)
         forms[f"{name} forward"] = functools.partial(_forward, steps, h, w, y)
         forms[f"{name} step"] = functools.partial(_step, steps, h, w, y)
         forms[f"{name} smallest"] = functools.partial(outputs.smallest_step, case, steps)
@@ -98,7 +98,7 @@ def _forward(steps: CutePrimitives, h: Tensor, w: Tensor, y: Tensor) -> None:
 
 def _step(steps: CutePrimitives, h: Tensor, w: Tensor, y: Tensor) -> None:
     steps, targets = steps.for_a_call(), rows.locate(y, w.shape[0], -100)
-    piece = steps.config.piece
+    piece = steps.config.reference_block
     exps = h.new_empty(h.shape[0], -(-w.shape[0] // piece) * piece)
     stored = [(0, exps)]
     _, stats = windows.forward(steps, h, w, targets, "mean", stored)

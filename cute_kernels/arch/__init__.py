@@ -4,7 +4,7 @@ from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 
-ARCHS: tuple[Arch, ...] = (Sm90(), Sm100(), Sm100("sm_103a", (10, 3), emulated=0))
+ARCHS: tuple[Arch, ...] = (Sm90(), Sm100(), Sm100("sm_103a", (10, 3), poly_exp2_per_16=0))
 """Every architecture that has kernels; the exponentials of sm_103a are twice as many a cycle."""
 
 

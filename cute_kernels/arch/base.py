@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cutefce.cute_kernels.config import Configs, GemmConfig
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 
 STEP = 64
 """Hidden features of one stage: 128 bytes of a 16-bit dtype, the widest swizzle of TMA."""
@@ -37,7 +37,7 @@ class Arch(ABC):
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
 
     @abstractmethod
-    def configs(self) -> tuple[GemmConfig, ...]:
+    def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
         """Return every configuration that may be chosen where nothing was tuned."""
 
     @abstractmethod
@@ -45,15 +45,15 @@ class Arch(ABC):
         """Return the configuration for `tokens` rows where nothing better is known."""
 
     @abstractmethod
-    def default_configs(self, tokens: int, hidden: int, multiprocessors: int) -> Configs:
+    def default_configs(self, tokens: int, hidden: int, num_sms: int) -> KernelConfigs:
         """Return the configurations of all kernels where nothing better is known."""
 
     @abstractmethod
-    def gradient_configs(self) -> tuple[GemmConfig, ...]:
+    def grad_gemm_configs(self) -> tuple[GemmConfig, ...]:
         """Return every configuration of a gradient's product that those can have."""
 
     @abstractmethod
-    def candidates(self) -> tuple[GemmConfig, ...]:
+    def search_space(self) -> tuple[GemmConfig, ...]:
         """Return every configuration that is worth a trial."""
 
     @abstractmethod
@@ -94,8 +94,8 @@ class Arch(ABC):
         tile = config.tile_m, config.tile_n
         common: tuple[Rule, ...] = (
             ("tile", tile, min(tile) > 0, "at least one row and column"),
-            ("group", config.group, config.group >= 1, "at least 1"),
-            # larger clusters leave multiprocessors idle: those of a GPC are no multiple of 4
+            ("raster_group", config.raster_group, config.raster_group >= 1, "at least 1"),
+            # larger clusters leave num_sms idle: those of a GPC are no multiple of 4
             ("cluster", config.cluster, config.cluster in (1, 2), "1 or 2"),
         )
         memory: Rule = (

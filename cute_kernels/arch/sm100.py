@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cutefce.cute_kernels.arch.base import STEP, Arch, Rule
-from cutefce.cute_kernels.config import Configs, GemmConfig
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Sm100(Arch):
     forms_weight_gradient: bool = False
     tmem_columns: int = 512
     """Columns of tensor memory, of 128 rows of 32 bits."""
-    emulated: int = 4
+    poly_exp2_per_16: int = 4
     """Exponentials of 16 that are worth computing by products: those of the hardware are few."""
 
     ACCUMULATORS = 2
@@ -29,37 +29,37 @@ class Sm100(Arch):
     SLABS = 2
     """Slabs of a warp that are on their way to memory."""
 
-    def configs(self) -> tuple[GemmConfig, ...]:
-        paired = GemmConfig(128, 256, cluster=2, stages=6, pingpong=False, paired=True)
+    def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
+        two_cta = GemmConfig(128, 256, cluster=2, stages=6, pingpong=False, two_cta=True)
         plain = (
-            paired,
+            two_cta,
             GemmConfig(128, 256, cluster=2, stages=4, pingpong=False),
             GemmConfig(128, 256, cluster=1, stages=4, pingpong=False),
         )
-        if not self.emulated:
+        if not self.poly_exp2_per_16:
             return plain
-        return *plain, dataclasses.replace(paired, emulated=self.emulated)
+        return *plain, dataclasses.replace(two_cta, poly_exp2_per_16=self.poly_exp2_per_16)
 
     def default(self, tokens: int) -> GemmConfig:
-        paired, _, single, *_ = self.configs()
-        return single if tokens <= single.rows else paired
+        two_cta, _, single, *_ = self.prebuilt_configs()
+        return single if tokens <= single.rows else two_cta
 
-    def default_configs(self, tokens: int, hidden: int, multiprocessors: int) -> Configs:
-        return Configs(self.default(tokens), None, None)
+    def default_configs(self, tokens: int, hidden: int, num_sms: int) -> KernelConfigs:
+        return KernelConfigs(self.default(tokens), None, None)
 
-    def gradient_configs(self) -> tuple[GemmConfig, ...]:
+    def grad_gemm_configs(self) -> tuple[GemmConfig, ...]:
         return ()  # the gradients' products have no kernels here
 
-    def candidates(self) -> tuple[GemmConfig, ...]:
-        groups = itertools.product(self.configs(), (8, 4, 16))
-        return tuple(dataclasses.replace(config, group=group) for config, group in groups)
+    def search_space(self) -> tuple[GemmConfig, ...]:
+        groups = itertools.product(self.prebuilt_configs(), (8, 4, 16))
+        return tuple(dataclasses.replace(config, raster_group=group) for config, group in groups)
 
     def used_tmem_columns(self, config: GemmConfig) -> int:
         """Return the columns of tensor memory to allocate: a power of 2."""
         return 1 << (self.ACCUMULATORS * config.tile_n - 1).bit_length()
 
     def stage_bytes(self, config: GemmConfig) -> int:
-        shared_by = 2 if config.paired else 1
+        shared_by = 2 if config.two_cta else 1
         return (config.tile_m + config.tile_n // shared_by) * STEP * 2
 
     def slab_bytes(self, config: GemmConfig) -> int:
@@ -73,7 +73,12 @@ class Sm100(Arch):
         yield "tile_n", tile_n, tile_n % self.SLAB == 0, f"a multiple of {self.SLAB}"
         fits = self.used_tmem_columns(config) <= self.tmem_columns
         yield "tile_n", tile_n, fits, f"two tiles in {self.tmem_columns} columns of tensor memory"
-        pairs = config.cluster == 2 or not config.paired
-        yield "cluster", config.cluster, pairs, "2, as it is paired"
-        yield "emulated", config.emulated, config.emulated <= 16, "at most 16"
+        pairs = config.cluster == 2 or not config.two_cta
+        yield "cluster", config.cluster, pairs, "2, as it is two_cta"
+        yield (
+            "poly_exp2_per_16",
+            config.poly_exp2_per_16,
+            config.poly_exp2_per_16 <= 16,
+            "at most 16",
+        )
         yield "stages", config.stages, config.stages >= 2, "at least 2"

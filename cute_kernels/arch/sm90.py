@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cutefce.cute_kernels.arch.base import STEP, Arch, Rule, slab_columns
-from cutefce.cute_kernels.config import Configs, GemmConfig
-from cutefce.cute_kernels.schedule.order import LEAST_STEPS, MOST_CUTS, choose_cuts, rounds
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.schedule.order import (
+    MAX_K_SPLITS,
+    MIN_STEPS_PER_SPLIT,
+    choose_k_splits,
+    num_waves,
+)
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,7 @@ class Sm90(Arch):
     family: str = "sm90"
     forms_weight_gradient: bool = True
 
-    def configs(self) -> tuple[GemmConfig, ...]:
+    def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
         return (
             GemmConfig(128, 192, cluster=2, stages=5, pingpong=True),
             GemmConfig(192, 128, cluster=2, stages=5, pingpong=True),
@@ -30,7 +35,7 @@ class Sm90(Arch):
         )
 
     def default(self, tokens: int) -> GemmConfig:
-        paired, tall_pair, single, tall, low, _ = self.configs()
+        two_cta, tall_pair, single, tall, low, _ = self.prebuilt_configs()
         if tokens <= low.rows:
             return low
 
@@ -38,10 +43,10 @@ class Sm90(Arch):
             """Return the rows that are computed; multicast saves traffic, and that power."""
             return -(-tokens // config.rows) * config.rows * (1.0 if config.cluster == 2 else 1.03)
 
-        return min((paired, tall_pair, single, tall), key=cost)
+        return min((two_cta, tall_pair, single, tall), key=cost)
 
-    def default_configs(self, tokens: int, hidden: int, multiprocessors: int) -> Configs:
-        narrow, middle, wide = self.gradient_configs()
+    def default_configs(self, tokens: int, hidden: int, num_sms: int) -> KernelConfigs:
+        narrow, middle, wide = self.grad_gemm_configs()
 
         def best(seconds: dict[GemmConfig, float]) -> GemmConfig:
             """Return the configuration that is fastest for tiles of these relative times."""
@@ -52,23 +57,25 @@ class Sm90(Arch):
         of_hidden = best({wide: 1.0, middle: 1.015, narrow: 1.03})
         of_short = best({narrow: 1.0, middle: 1.0})
         of_weight = best({narrow: 1.0, middle: 0.96 if tokens >= 16384 else 0.988})
-        clusters = multiprocessors // of_hidden.cluster
+        clusters = num_sms // of_hidden.cluster
         units = -(-tokens // of_hidden.rows) * -(-hidden // of_hidden.tile_n)
-        longest = rounds(units, clusters, choose_cuts(units, clusters, MOST_CUTS * LEAST_STEPS))
+        longest = num_waves(
+            units, clusters, choose_k_splits(units, clusters, MAX_K_SPLITS * MIN_STEPS_PER_SPLIT)
+        )
         # a plain product, which has tiles of other sizes, wins where few rows fill those of dX
         used = tokens * hidden / (longest * clusters * of_hidden.rows * of_hidden.tile_n)
         if used < 0.8:
-            return Configs(self.default(tokens), None, of_weight)
-        return Configs(self.default(tokens), of_hidden, of_weight, of_short)
+            return KernelConfigs(self.default(tokens), None, of_weight)
+        return KernelConfigs(self.default(tokens), of_hidden, of_weight, of_short)
 
-    def gradient_configs(self) -> tuple[GemmConfig, ...]:
+    def grad_gemm_configs(self) -> tuple[GemmConfig, ...]:
         return (
             GemmConfig(128, 128, cluster=2, stages=6, pingpong=True),
             GemmConfig(128, 192, cluster=2, stages=5, pingpong=True),
             GemmConfig(128, 256, cluster=2, stages=4, pingpong=False),
         )
 
-    def candidates(self) -> tuple[GemmConfig, ...]:
+    def search_space(self) -> tuple[GemmConfig, ...]:
         # as many stages as fit, or one less: more hide more, whatever the problem
         found = []
         tiles = itertools.product((64, 128, 192, 256), (128, 160, 192, 256), (1, 2), (True, False))
@@ -79,7 +86,7 @@ class Sm90(Arch):
                 if self.is_legal(config):
                     legal.append(config)
             for config, group in itertools.product(legal[:-3:-1], (8, 4, 16)):
-                found.append(dataclasses.replace(config, group=group))
+                found.append(dataclasses.replace(config, raster_group=group))
         return tuple(found)
 
     def accumulators(self, config: GemmConfig) -> int:
@@ -103,7 +110,12 @@ class Sm90(Arch):
         yield "tile_n", tile_n, tile_n <= 256, "at most 256 (wgmma)"
         few = self.accumulators(config) <= 208
         yield "tile", (tile_m, tile_n), few, "at most 208 accumulators a thread"
-        yield "paired", config.paired, not config.paired, "False (tcgen05 alone)"
-        yield "emulated", config.emulated, not config.emulated, "0 (Blackwell alone)"
+        yield "two_cta", config.two_cta, not config.two_cta, "False (tcgen05 alone)"
+        yield (
+            "poly_exp2_per_16",
+            config.poly_exp2_per_16,
+            not config.poly_exp2_per_16,
+            "0 (Blackwell alone)",
+        )
         # a stage is given back when the products of the next one have been issued
         yield "stages", config.stages, config.stages >= 2, "at least 2"

@@ -15,14 +15,6 @@ DTYPES = {
     "float32": cutlass.Float32,
 }
 
-MEETING_NOTE, FINISHED_NOTE, BLOCK_NOTES = 0, 1, 2
-"""Where in the notes of a call lie the arrivals at checkpoints; the blocks of `finish` that are
-done; and from where on, for each row block, a 1 if it must be stored again.  All are 0 before a
-launch."""
-PIECE_NOTES = 1
-"""From where on in the notes of a gradient's product lie, for each warp that can have a part of a
-unit that is cut, the pieces of it that were added; all 0 before a launch."""
-
 EARLY = {"use_pdl": True}
 """What a launch asks for to begin while the kernel before ends."""
 

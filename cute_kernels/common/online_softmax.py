@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     """Vocabulary entry of the first column, from which targets are counted."""
 
 
-def arguments(kernel: spec.ProjectExp) -> tuple[Any, ...]:
+def arguments(kernel: spec.ProjectExpSpec) -> tuple[Any, ...]:
     """Return arguments to compile the host function of `kernel` for."""
     dtype = DTYPES[kernel.dtype]
     tokens, vocab, hidden = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32
 
 from cutefce.cute_kernels import spec
 
-WARPS = spec.TargetLogit.WARPS
+WARPS = spec.TargetLogitSpec.WARPS
 """Warps of a block."""
 
 

@@ -31,7 +31,7 @@ import filelock
 import platformdirs
 
 from cutefce.cute_kernels.jit.compiler import OPTIONS, SYMBOL, Report, compile_kernel, report
-from cutefce.cute_kernels.spec import Kernel
+from cutefce.cute_kernels.spec import KernelSpec
 
 CACHE_VARIABLE = "CUTEFCE_CACHE_DIR"
 """Environment variable that names another cache folder."""
@@ -46,10 +46,10 @@ compile_count = 0
 """Kernels that this process has compiled."""
 
 _lock = threading.Lock()
-_loaded: dict[Kernel, Any] = {}
+_loaded: dict[KernelSpec, Any] = {}
 
 
-def compiled(kernel: Kernel) -> Any:
+def compiled(kernel: KernelSpec) -> Any:
     """Return the function that launches `kernel` on torch's current stream."""
     function = _loaded.get(kernel)
     if function is None:
@@ -59,7 +59,7 @@ def compiled(kernel: Kernel) -> Any:
     return function
 
 
-def compile_ahead(kernel: Kernel) -> Report:
+def compile_ahead(kernel: KernelSpec) -> Report:
     """Compile `kernel` into the cache folder and return what the assembler said of it."""
     result, function = report(kernel)
     store(kernel, lambda: function)
@@ -102,23 +102,23 @@ def _version(package: str) -> str:
         return "none"
 
 
-def library_path(kernel: Kernel) -> Path:
+def library_path(kernel: KernelSpec) -> Path:
     """Return where the library of `kernel` lies in the cache folder, or would lie."""
     key = hashlib.sha256(repr(kernel).encode()).hexdigest()[:16]
     return cache_folder() / f"{type(kernel).__name__}-{key}.so"
 
 
-def is_stored(kernel: Kernel) -> bool:
+def is_stored(kernel: KernelSpec) -> bool:
     """Whether a library of `kernel` lies in the cache folder or in the package."""
     return any(_stored(kernel))
 
 
-def _stored(kernel: Kernel) -> Iterator[Path]:
+def _stored(kernel: KernelSpec) -> Iterator[Path]:
     path = library_path(kernel)
     return filter(_is_whole, (path, prebuilt_folder() / path.name))
 
 
-def store(kernel: Kernel, compile_: Callable[[], Any]) -> Path:
+def store(kernel: KernelSpec, compile_: Callable[[], Any]) -> Path:
     """Put the library of `kernel` into the cache folder, if it is not there; return its path.
 
     Raises:
@@ -133,7 +133,7 @@ def store(kernel: Kernel, compile_: Callable[[], Any]) -> Path:
     return path
 
 
-def _load_or_compile(kernel: Kernel) -> Any:
+def _load_or_compile(kernel: KernelSpec) -> Any:
     for path in _stored(kernel):
         with contextlib.suppress(OSError):
             return _load(path)
@@ -143,7 +143,7 @@ def _load_or_compile(kernel: Kernel) -> Any:
         return _compile(kernel)
 
 
-def _compile(kernel: Kernel) -> Any:
+def _compile(kernel: KernelSpec) -> Any:
     global compile_count
     compile_count += 1
     return compile_kernel(kernel)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.spec import Forward, Gradient, Kernel, ProjectExp
+from cutefce.cute_kernels.spec import FusedForwardSpec, GradGemmSpec, KernelSpec, ProjectExpSpec
 
 OPTIONS = "--enable-tvm-ffi"
 SYMBOL = "kernel"
@@ -20,7 +20,7 @@ SYMBOL = "kernel"
 class Report:
     """What the assembler said of one kernel."""
 
-    kernel: Kernel
+    kernel: KernelSpec
     registers: int
     """Registers a thread at launch; warp-specialised kernels share them out anew."""
     spill_bytes: int
@@ -34,7 +34,7 @@ class Report:
         return not self.spill_bytes and not self.warnings
 
 
-def compile_kernel(kernel: Kernel, options: str = "") -> Any:
+def compile_kernel(kernel: KernelSpec, options: str = "") -> Any:
     """Compile `kernel` for its architecture; a GPU is not needed."""
     import cutlass.cute as cute
 
@@ -44,23 +44,23 @@ def compile_kernel(kernel: Kernel, options: str = "") -> Any:
     )
 
 
-def traced(kernel: Kernel) -> tuple[Any, tuple[Any, ...]]:
+def traced(kernel: KernelSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and arguments to compile it for."""
     source = importlib.import_module(f"cutefce.cute_kernels.{source_of(kernel)}")
     return cast(tuple[Any, tuple[Any, ...]], source.trace(kernel))
 
 
-def source_of(kernel: Kernel) -> str:
+def source_of(kernel: KernelSpec) -> str:
     """Return the module of this folder that holds the code of `kernel`."""
-    if isinstance(kernel, Forward):
+    if isinstance(kernel, FusedForwardSpec):
         return "fused_forward"
     family = arch_named(kernel.arch).family
-    if isinstance(kernel, ProjectExp):
+    if isinstance(kernel, ProjectExpSpec):
         return f"{family}.project_exp"
-    return f"{family}.gradient" if isinstance(kernel, Gradient) else "rowwise"
+    return f"{family}.gradient" if isinstance(kernel, GradGemmSpec) else "rowwise"
 
 
-def report(kernel: Kernel) -> tuple[Report, Any]:
+def report(kernel: KernelSpec) -> tuple[Report, Any]:
     """Compile `kernel`; return what the assembler said, and the compiled function."""
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -25,29 +25,30 @@ from cutefce.cute_kernels.rowwise.add_targets import add_targets
 from cutefce.cute_kernels.rowwise.reduce_partials import Finish
 from cutefce.cute_kernels.rowwise.scale_add_rows import combine
 from cutefce.cute_kernels.rowwise.target_logit import target_logit
+from cutefce.cute_kernels.workspace import Stat
 
 
-def trace(kernel: spec.Kernel) -> tuple[Any, tuple[Any, ...]]:
+def trace(kernel: spec.KernelSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and arguments to compile it for."""
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     rows = cute.sym_int()
-    if isinstance(kernel, spec.TargetLogit):
+    if isinstance(kernel, spec.TargetLogitSpec):
         dtype, hidden = DTYPES[kernel.dtype], cute.sym_int(divisibility=8)
         h, w = matrix(dtype, rows, hidden), matrix(dtype, cute.sym_int(), hidden)
         vectors = vector(Int64, rows), vector(Float32, rows), vector(Int32, cute.sym_int())
         return target_logit, (h, w, *vectors, Int64(0), stream)
-    if isinstance(kernel, spec.Finish):
+    if isinstance(kernel, spec.ReducePartialsSpec):
         parts = matrix(Float32, rows, cute.sym_int(), aligned=False)
-        stats = matrix(Float32, 4, rows, aligned=False)
+        stats = matrix(Float32, len(Stat), rows, aligned=False)
         logit, target = vector(Float32, rows), vector(Int64, rows)
         outputs = stats, number(Float32), vector(Int32, cute.sym_int())
         return Finish(kernel.rows), (parts, logit, target, *outputs, Int64(0), Int32(0), stream)
-    if isinstance(kernel, spec.AddTargets):
+    if isinstance(kernel, spec.AddTargetsSpec):
         dtype, tokens, hidden = DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int(divisibility=8)
         lists = vector(Int64, tokens), vector(Int32, cute.sym_int()), vector(Float32, tokens)
         sums = matrix(Float32, rows, hidden)
         return add_targets, (sums, *lists, matrix(dtype, tokens, hidden), stream)
-    assert isinstance(kernel, spec.Combine)
+    assert isinstance(kernel, spec.ScaleAddRowsSpec)
     hidden, table, index = cute.sym_int(divisibility=8), None, None
     x, out = (matrix(DTYPES[name], rows, hidden) for name in (kernel.x, kernel.out))
     if kernel.table is not None:

@@ -8,9 +8,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels.common.dsl import (
-    BLOCK_NOTES,
     EARLY,
-    FINISHED_NOTE,
     LN_2,
     LOG2_E,
     await_previous,
@@ -18,6 +16,7 @@ from cutefce.cute_kernels.common.dsl import (
 )
 from cutefce.cute_kernels.common.row_vectors import WARPS
 from cutefce.cute_kernels.problem import SLACK
+from cutefce.cute_kernels.workspace import Semaphore, Stat
 
 
 class Finish:
@@ -81,7 +80,7 @@ class Finish:
             ticket[0] = Int32(0)
             if others > 0:
                 ticket[0] = cute.arch.atomic_add(
-                    notes.iterator + FINISHED_NOTE, Int32(1), sem="acq_rel", scope="gpu"
+                    notes.iterator + Semaphore.DONE_COUNTER, Int32(1), sem="acq_rel", scope="gpu"
                 )
         cute.arch.sync_threads()
         if ticket[0] == others:
@@ -107,7 +106,7 @@ class Finish:
         if largest > SLACK * LOG2_E:
             reference = own + largest * LN_2
             if lane == 0:
-                notes[BLOCK_NOTES + row // self.rows] = Int32(1)
+                notes[Semaphore.REPAIR_FLAGS + row // self.rows] = Int32(1)
         # what the rounded reference is above the target's logit; not inf - inf
         distance = Float32(0.0)
         if reference != own:
@@ -118,14 +117,14 @@ class Finish:
             total += exp2(parts[row, part] - shift)
         total = cute.arch.warp_reduction_sum(total)
         if lane == 0:
-            stats[0, row] = reference
-            stats[1, row] = total
-            stats[2, row] = total + exp2(-shift)
+            stats[Stat.REFERENCE, row] = reference
+            stats[Stat.SUM_EXP_OTHERS, row] = total
+            stats[Stat.SUM_EXP, row] = total + exp2(-shift)
             # exp(r - ρ) - 1 is exactly 0 where the target's logit is the reference
             excess = total
             if distance != 0.0:
                 excess = total + (exp2(-shift) - 1.0)
-            stats[3, row] = distance + log1p(excess)
+            stats[Stat.LOSS, row] = distance + log1p(excess)
 
     @cute.jit
     def reduce(
@@ -141,7 +140,7 @@ class Finish:
         thread, warp = cute.arch.thread_idx()[0], cute.arch.warp_idx()
         total, count = Float32(0.0), Float32(0.0)
         for row in cutlass.range(thread, target.shape[0], 32 * WARPS, unroll=8):
-            total += stats[3, row]
+            total += stats[Stat.LOSS, row]
             if target[row] != ignored:
                 count += 1.0
         total = cute.arch.warp_reduction_sum(total)

@@ -17,7 +17,7 @@ from cutefce.cute_kernels.config import GemmConfig
 
 PARTIAL_BYTES = 5 << 20
 """What partial sums may take: with more windows the clusters' shares are more even."""
-MOST_CUTS, LEAST_STEPS = 8, 16
+MAX_K_SPLITS, MIN_STEPS_PER_SPLIT = 8, 16
 """Pieces of a unit at most, and stages of a piece at least: each is added to memory."""
 
 
@@ -46,35 +46,35 @@ def piece(index: Any, units: Any, clusters: Any) -> tuple[Any, Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_cuts(units: int, clusters: int, steps: int) -> int:
-    """Return into how many pieces units of the last round are cut: 1 to `MOST_CUTS`.
+def choose_k_splits(units: int, clusters: int, steps: int) -> int:
+    """Return into how many pieces units of the last round are cut: 1 to `MAX_K_SPLITS`.
 
     The time is that of the cluster with the most steps; of equal ones the fewest pieces win.
     """
-    most = max(1, min(MOST_CUTS, steps // LEAST_STEPS))
-    return min(range(1, most + 1), key=lambda cuts: rounds(units, clusters, cuts))
+    most = max(1, min(MAX_K_SPLITS, steps // MIN_STEPS_PER_SPLIT))
+    return min(range(1, most + 1), key=lambda cuts: num_waves(units, clusters, cuts))
 
 
-def rounds(units: int, clusters: int, cuts: int) -> float:
+def num_waves(units: int, clusters: int, cuts: int) -> float:
     """Return the time of all units, relative to that of one."""
     whole, left = divmod(units, clusters)
     return whole + -(-left * cuts // clusters) / cuts
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_windows(tokens: int, vocab: int, config: GemmConfig, clusters: int) -> int:
+def choose_vocab_splits(tokens: int, vocab: int, config: GemmConfig, clusters: int) -> int:
     """Return the number of windows that lets `clusters` clusters finish at the same time.
 
     The time is that of the cluster with the most tiles; of equal ones the fewest windows win.
     """
     tiles = -(-vocab // config.tile_n)
     row_blocks = max(1, -(-tokens // config.rows))
-    affordable = PARTIAL_BYTES // (4 * config.parts_of_window * max(tokens, 1))
+    affordable = PARTIAL_BYTES // (4 * config.partials_per_row * max(tokens, 1))
     # a warpgroup in turns needs another tile for the other one to be busy
-    most = max(1, min(affordable, -(-tiles // config.parts_of_window)))
+    most = max(1, min(affordable, -(-tiles // config.partials_per_row)))
     even, best, least = -(-tiles * row_blocks // clusters), 1, tiles * row_blocks
     for windows in range(1, most + 1):
-        busiest = max(loads(row_blocks, tiles, windows, config.group, clusters))
+        busiest = max(tiles_per_cluster(row_blocks, tiles, windows, config.raster_group, clusters))
         if busiest < least:
             best, least = windows, busiest
         if busiest <= even:
@@ -82,7 +82,9 @@ def choose_windows(tokens: int, vocab: int, config: GemmConfig, clusters: int) -
     return best
 
 
-def loads(row_blocks: int, tiles: int, windows: int, group: int, clusters: int) -> list[int]:
+def tiles_per_cluster(
+    row_blocks: int, tiles: int, windows: int, group: int, clusters: int
+) -> list[int]:
     """Return the number of tiles that each cluster computes.
 
     Within a group, the first windows have a tile more than the others; the units of either kind

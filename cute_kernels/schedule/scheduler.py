@@ -6,9 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cutefce.cute_kernels.common.dsl import BLOCK_NOTES
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.schedule import order
+from cutefce.cute_kernels.workspace import Semaphore
 
 
 class Walk(NamedTuple):
@@ -95,6 +95,6 @@ def unit(walk: Walk, group: int, notes: Any, number: Int32) -> Any:
     row, window = order.unit(number, walk.row_blocks, walk.windows, group, cutlass.min)
     end = walk.tiles
     if cutlass.const_expr(notes is not None):
-        if notes[BLOCK_NOTES + row] == 0:
+        if notes[Semaphore.REPAIR_FLAGS + row] == 0:
             end = Int32(0)
     return row, window, end

@@ -40,7 +40,7 @@ WARPS = 6
 class MainloopSm100:
     """Loading and multiplying, for one description."""
 
-    def __init__(self, kernel: spec.ProjectExp) -> None:
+    def __init__(self, kernel: spec.ProjectExpSpec) -> None:
         arch, config = arch_named(kernel.arch), kernel.config
         assert isinstance(arch, Sm100)
         arch.check(config)
@@ -48,7 +48,7 @@ class MainloopSm100:
         self.dtype = DTYPES[kernel.dtype]
         self.masked = kernel.masked
         # thread blocks that multiply as one, and how many of such hold different rows of a cluster
-        self.pair = 2 if config.paired else 1
+        self.pair = 2 if config.two_cta else 1
         self.sharing = config.cluster // self.pair
         self.tile = (config.tile_m * self.pair, config.tile_n, STEP)
         self.columns = arch.used_tmem_columns(config)
@@ -61,7 +61,7 @@ class MainloopSm100:
             OperandMajorMode.K,
             OperandMajorMode.K,
             Float32,
-            tcgen05.CtaGroup.TWO if self.config.paired else tcgen05.CtaGroup.ONE,
+            tcgen05.CtaGroup.TWO if self.config.two_cta else tcgen05.CtaGroup.ONE,
             self.tile[:2],
         )
 
@@ -121,8 +121,8 @@ class MainloopSm100:
         """
         if warp == 0:
             cute.arch.sync_warp()  # one lane has set up barriers
-            cute.arch.alloc_tmem(self.columns, address, is_two_cta=self.config.paired)
-            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.config.paired)
+            cute.arch.alloc_tmem(self.columns, address, is_two_cta=self.config.two_cta)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.config.two_cta)
         cute.arch.mbarrier_init_fence()
         before_sync()
         self.sync()
@@ -140,7 +140,7 @@ class MainloopSm100:
         if warp == 0:
             cute.arch.sync_warp()
             cute.arch.dealloc_tmem(
-                accumulators.iterator, self.columns, is_two_cta=self.config.paired
+                accumulators.iterator, self.columns, is_two_cta=self.config.two_cta
             )
 
     @cute.jit
@@ -174,7 +174,9 @@ class MainloopSm100:
         everyone = {"mcast_mask": cutlass.Int16((1 << config.cluster) - 1)}
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         for index in cutlass.range(walk.cluster, walk.row_blocks * walk.windows, walk.clusters):
-            row, window, end = unit(walk, config.group, notes if self.masked else None, index)
+            row, window, end = unit(
+                walk, config.raster_group, notes if self.masked else None, index
+            )
             row = row * self.sharing + member
             for column in cutlass.range(window, end, walk.windows):
                 for step in cutlass.range(walk.steps, unroll=1):
@@ -227,7 +229,7 @@ class MainloopSm100:
         state = pipeline.make_pipeline_state(user.Consumer, config.stages)
         turn = pipeline.make_pipeline_state(user.Producer, self.arch.ACCUMULATORS)
         for index in cutlass.range(walk.cluster, walk.row_blocks * walk.windows, walk.clusters):
-            _, window, end = unit(walk, config.group, notes if self.masked else None, index)
+            _, window, end = unit(walk, config.raster_group, notes if self.masked else None, index)
             for _ in cutlass.range(window, end, walk.windows):
                 tiles.producer_acquire(turn)
                 after_sync()

@@ -30,7 +30,7 @@ from cutefce.cute_kernels.sm100.mainloop import (
 )
 
 
-def trace(kernel: spec.ProjectExp) -> tuple[Any, tuple[Any, ...]]:
+def trace(kernel: spec.ProjectExpSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and arguments to compile it for."""
     return ProjectExpSm100(kernel), arguments(kernel)
 
@@ -38,7 +38,7 @@ def trace(kernel: spec.ProjectExp) -> tuple[Any, tuple[Any, ...]]:
 class ProjectExpSm100(MainloopSm100):
     """The kernel and its launch, for one description."""
 
-    def __init__(self, kernel: spec.ProjectExp) -> None:
+    def __init__(self, kernel: spec.ProjectExpSpec) -> None:
         super().__init__(kernel)
         self.sums, self.store = kernel.sums, kernel.store
         self.slab = self.arch.SLAB
@@ -138,7 +138,7 @@ class ProjectExpSm100(MainloopSm100):
         buffer = Int32(0)
         for index in cutlass.range(walk.cluster, walk.row_blocks * walk.windows, walk.clusters):
             block, window, end = unit(
-                walk, config.group, rows.notes if self.masked else None, index
+                walk, config.raster_group, rows.notes if self.masked else None, index
             )
             top = (block * config.cluster + walk.rank) * config.tile_m
             row = top + thread
@@ -162,7 +162,7 @@ class ProjectExpSm100(MainloopSm100):
                     left = column * self.tile[1] + number * slab
                     self.hide(z, target - left, walk.columns - left)
                     if cutlass.const_expr(self.sums):
-                        highest, total = accumulate(z, highest, total, config.emulated)
+                        highest, total = accumulate(z, highest, total, config.poly_exp2_per_16)
                     if cutlass.const_expr(self.store):
                         buffer = self.put(z, base, e, top, left, buffer)
                 state.advance()
@@ -206,7 +206,7 @@ class ProjectExpSm100(MainloopSm100):
             shared = s_e[None, None, warp * self.arch.SLABS + buffer]
             exps = cute.make_rmem_tensor((self.slab,), Float32)
             for column in cutlass.range_constexpr(self.slab):
-                emulated = is_emulated(column, self.config.emulated)
+                emulated = is_emulated(column, self.config.poly_exp2_per_16)
                 exps[column] = exp2(z[column] * LOG2_E - base, emulated)
             rounded = cute.make_rmem_tensor((self.slab,), self.dtype)
             rounded.store(exps.load().to(self.dtype))

@@ -24,7 +24,6 @@ from cutlass.memory import SmemAllocator
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import (
     DTYPES,
-    PIECE_NOTES,
     await_previous,
     matrix,
     transposed,
@@ -33,9 +32,10 @@ from cutefce.cute_kernels.common.dsl import (
 from cutefce.cute_kernels.schedule.scheduler import Piece, Walk, indices, make_walk, piece, unit
 from cutefce.cute_kernels.sm90.epilogue_store import SlabsSm90
 from cutefce.cute_kernels.sm90.mainloop import CONSUMERS, GROUP, MainloopSm90, Operand
+from cutefce.cute_kernels.workspace import SPLIT_K_COUNTERS
 
 
-def trace(kernel: spec.Gradient) -> tuple[Any, tuple[Any, ...]]:
+def trace(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and arguments to compile it for."""
     dtype = DTYPES[kernel.dtype]
     rows, inner, hidden = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
@@ -70,7 +70,7 @@ class Targets(NamedTuple):
 class GradientSm90(MainloopSm90):
     """The kernel and its launch, for one description."""
 
-    def __init__(self, kernel: spec.Gradient) -> None:
+    def __init__(self, kernel: spec.GradGemmSpec) -> None:
         by_rows, by_columns = Operand(by_rows=True), Operand(by_rows=False)
         a = by_columns if kernel.of == "weight" else by_rows
         given = kernel.arch, kernel.dtype, kernel.config, a, by_columns
@@ -158,10 +158,10 @@ class GradientSm90(MainloopSm90):
         for index in cutlass.range(
             walk.cluster + turn * walk.clusters,
             indices(walk),
-            walk.clusters * config.parts_of_window,
+            walk.clusters * config.partials_per_row,
         ):
             own_part, others = piece(walk, index), piece(walk, index + walk.clusters)
-            row, column, _ = unit(walk, config.group, None, own_part.unit)
+            row, column, _ = unit(walk, config.raster_group, None, own_part.unit)
             top = (row * config.cluster + walk.rank) * tile[0] + share * 64
             left = column * tile[1]
             steps, between = own_part.end - own_part.first, others.end - others.first
@@ -217,7 +217,7 @@ class GradientSm90(MainloopSm90):
         """Return where a warp notes the pieces of a unit that it has added."""
         warp = cute.arch.make_warp_uniform((share * GROUP + thread) // 32)
         block = part.unit % walk.clusters * self.config.cluster + walk.rank
-        return PIECE_NOTES + block * spec.Gradient.WARPS + warp
+        return SPLIT_K_COUNTERS + block * spec.GradGemmSpec.WARPS + warp
 
     @cute.jit
     def put(

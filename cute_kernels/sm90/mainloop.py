@@ -19,10 +19,11 @@ from cutlass.utils import hopper_helpers as sm90
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import STEP
 from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.common.dsl import DTYPES, EARLY, MEETING_NOTE
+from cutefce.cute_kernels.common.dsl import DTYPES, EARLY
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import ITEM_BYTES
 from cutefce.cute_kernels.schedule.scheduler import Walk, indices, piece, unit
+from cutefce.cute_kernels.workspace import Semaphore
 
 GROUP = 128
 """Threads of a warpgroup."""
@@ -204,7 +205,9 @@ class MainloopSm90:
         units, passed, patience = walk.row_blocks * walk.windows, Int32(0), Int32(PATIENCE)
         for index in cutlass.range(walk.cluster, indices(walk), walk.clusters):
             part = piece(walk, index)
-            row, window, end = unit(walk, config.group, notes if self.masked else None, part.unit)
+            row, window, end = unit(
+                walk, config.raster_group, notes if self.masked else None, part.unit
+            )
             row = row * config.cluster + walk.rank
             filled, spans = self.rows_to_load(walk, row)
             tile_bytes = (filled + tile[1]) * self.row_bytes
@@ -259,9 +262,9 @@ class MainloopSm90:
         Clusters that read the same tiles must do so at about the same time, or the tiles have left
         the L2 cache and are read from memory again.  It is for speed alone: return the patience
         left, which is none after a wait that found no end, as when another kernel holds
-        multiprocessors.
+        num_sms.
         """
-        counter = notes.iterator + MEETING_NOTE
+        counter = notes.iterator + Semaphore.SYNC_COUNTER
         if cute.arch.lane_idx() == 0:
             cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")
         cute.arch.sync_warp()

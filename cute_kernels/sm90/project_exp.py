@@ -20,7 +20,7 @@ from cutefce.cute_kernels.sm90.epilogue_store import SlabsSm90
 from cutefce.cute_kernels.sm90.mainloop import MainloopSm90, Operand
 
 
-def trace(kernel: spec.ProjectExp) -> tuple[Any, tuple[Any, ...]]:
+def trace(kernel: spec.ProjectExpSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and arguments to compile it for."""
     return ProjectExpSm90(kernel), arguments(kernel)
 
@@ -28,7 +28,7 @@ def trace(kernel: spec.ProjectExp) -> tuple[Any, tuple[Any, ...]]:
 class ProjectExpSm90(MainloopSm90):
     """The kernel and its launch, for one description."""
 
-    def __init__(self, kernel: spec.ProjectExp) -> None:
+    def __init__(self, kernel: spec.ProjectExpSpec) -> None:
         by_rows = Operand(by_rows=True)
         given = kernel.arch, kernel.dtype, kernel.config, by_rows, by_rows
         super().__init__(*given, masked=kernel.masked, leaves_out=True)
@@ -122,12 +122,14 @@ class ProjectExpSm90(MainloopSm90):
         highest = cute.make_rmem_tensor((2, self.blocks), Float32)
         total = cute.make_rmem_tensor((2, self.blocks), Float32)
         for index in cutlass.range(walk.cluster, walk.row_blocks * walk.windows, walk.clusters):
-            row, window, end = unit(walk, config.group, rows.notes if self.masked else None, index)
+            row, window, end = unit(
+                walk, config.raster_group, rows.notes if self.masked else None, index
+            )
             top = (row * config.cluster + walk.rank) * tile[0] + share * 64
             highest.fill(-Float32.inf)
             total.fill(0.0)
             for column in cutlass.range(
-                window + turn * walk.windows, end, walk.windows * config.parts_of_window
+                window + turn * walk.windows, end, walk.windows * config.partials_per_row
             ):
                 steps = walk.steps
                 state = self.multiply(pipe, tiled_mma, acc, a, b, state, steps, steps, group)
@@ -149,7 +151,7 @@ class ProjectExpSm90(MainloopSm90):
                 turn = (turn + cutlass.max(tiles, 0)) % 2
             if cutlass.const_expr(self.sums):
                 cute.arch.griddepcontrol_wait()  # a warpgroup may have no tile of a unit
-                part = window * config.parts_of_window
+                part = window * config.partials_per_row
                 if cutlass.const_expr(config.pingpong):
                     part += group
                 self.flush(highest, total, own, thread, rows, top, part, walk)

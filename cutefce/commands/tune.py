@@ -113,8 +113,8 @@ def _this_gpu() -> tuple[tuple[Tunable, ...], str]:
     if not torch.cuda.is_available() or arch_for(torch.cuda.get_device_capability()) is None:
         raise click.ClickException("there is no GPU here that has kernels")
     device = torch.device("cuda", torch.cuda.current_device())
-    arch, name, multiprocessors = gpu_of(device)
-    return all_tunables(arch, multiprocessors, str(device)), name
+    arch, name, num_sms = gpu_of(device)
+    return all_tunables(arch, num_sms, str(device)), name
 
 
 def _run(
@@ -171,4 +171,4 @@ def _sizes(job: Job) -> str:
 def _name(choice: table.Choice) -> str:
     if isinstance(choice, int):
         return f"{choice} columns"
-    return "cuBLAS" if choice is None else f"{choice}, groups of {choice.group}"
+    return "cuBLAS" if choice is None else f"{choice}, groups of {choice.raster_group}"

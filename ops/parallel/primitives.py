@@ -1,19 +1,21 @@
 """TODO."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cutefce.ops.parallel.shard import Shard
 from cutefce.ops.primitives.interface import Partial, Primitives, step_by_step
 from cutefce.ops.primitives.rows import Stats, Targets, sum_dtype
+
+if TYPE_CHECKING:
+    from cutefce.ops.parallel.shard import Shard
 
 
 class ShardPrimitives:
     """`cutefce.ops.primitives.interface.Primitives` of one shard: `own`, joined with the others' results."""
 
-    def __init__(self, own: Primitives, shard: Shard) -> None:
+    def __init__(self, own: Primitives, shard: "Shard") -> None:
         self.own, self.shard = own, shard
 
     def __getattr__(self, name: str) -> Any:

@@ -32,7 +32,8 @@ Sizes may be symbolic integers of a graph compiler.
 """
 
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.cute_kernels.config import PortableTiles, WindowConfig
+from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
 from cutefce.ops.planning.dw_aliasing import has_room, rows_in_place
 
@@ -49,7 +50,7 @@ def row_block_bytes(device: str) -> int:
 
 
 def windows_bytes(
-    p: Problem, config: TileConfig, lent: int, kept: int, scalar_upstream: bool
+    p: Problem, config: WindowConfig, lent: int, kept: int, scalar_upstream: bool
 ) -> int:
     """Return the workspace of a "windows" plan that keeps `lent` columns in dW's place, and `kept`.
 
@@ -97,7 +98,7 @@ def windows_bytes(
     return max(forward - p.gradient_bytes, backward + step, end)
 
 
-def chunked_bytes(p: Problem, config: TileConfig, stored: int, chunk: int) -> int:
+def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> int:
     """Return the workspace of gradients in forward: `chunk` tokens' `stored` columns at a time."""
     sharded, backward = p.ranks > 1, 0
     rows = p.tokens if p.grad_hidden and not sharded else 0, p.vocab if p.grad_weight else 0
@@ -122,7 +123,7 @@ def chunked_bytes(p: Problem, config: TileConfig, stored: int, chunk: int) -> in
     return kept + max(forward, backward)
 
 
-def chunk_token_bytes(p: Problem, config: TileConfig, stored: int) -> int:
+def chunk_token_bytes(p: Problem, config: WindowConfig, stored: int) -> int:
     """Return what one more token in a chunk adds to `chunked_bytes`."""
     scaled = p.hidden * p.item_bytes if p.grad_weight else 0
     return stored * p.item_bytes + _partial_bytes(p, config) + scaled
@@ -133,17 +134,17 @@ def _gathered_bytes(p: Problem) -> int:
     return p.tokens * p.hidden * p.item_bytes if p.sequence_parallel else 0
 
 
-def _partial_bytes(p: Problem, config: TileConfig) -> int:
+def _partial_bytes(p: Problem, config: WindowConfig) -> int:
     """Bytes of a token's target, logit and partial sums while the forward runs."""
     if p.arch is not None:
         narrowest = 128  # columns of a kernel's tile; each gives a part at most
         parts = min(-(-p.vocab // narrowest), PARTIAL_BYTES // (4 * max(p.tokens, 1)))
         return TARGET_BYTES + (2 + parts) * p.accumulator_bytes
-    pieces = -(-p.vocab // config.piece)
+    pieces = -(-p.vocab // config.reference_block)
     return TARGET_BYTES + (2 + 2 * pieces) * p.accumulator_bytes
 
 
-def _step_bytes(p: Problem, config: TileConfig, tokens: int, *, stored: bool) -> int:
+def _step_bytes(p: Problem, config: WindowConfig, tokens: int, *, stored: bool) -> int:
     """Bytes of what one step of the forward needs for itself: a tile or a block of rows."""
     return max(_tile_bytes(p, config, tokens, stored=stored), _row_block_bytes(p, tokens))
 
@@ -159,11 +160,12 @@ def _row_block_bytes(p: Problem, tokens: int) -> int:
     return widest // 2 + 2 * widest if _is_narrow(p) else widest
 
 
-def _tile_bytes(p: Problem, config: TileConfig, tokens: int, *, stored: bool) -> int:
+def _tile_bytes(p: Problem, config: WindowConfig, tokens: int, *, stored: bool) -> int:
     """Bytes of one tile of logits; a CPU computes them in the place of stored ones if it can."""
     if p.arch is not None:
         return 0
-    rows, columns = min(tokens, config.rows), config.columns(tokens)
+    assert isinstance(config, PortableTiles)
+    rows, columns = min(tokens, config.tile_rows), config.columns(tokens)
     if p.device != "cpu":
         return rows * columns * p.accumulator_bytes
     in_place = stored and not _is_narrow(p)

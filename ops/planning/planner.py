@@ -14,7 +14,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cutefce.cute_kernels.problem import Problem, TileConfig, can_keep
+from cutefce.cute_kernels.config import WindowConfig
+from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.planning.dw_aliasing import lendable_windows
 from cutefce.ops.planning.memory_model import chunk_token_bytes, chunked_bytes, windows_bytes
 
@@ -33,7 +34,7 @@ CHUNK_UNIT = 256
 
 RATES = {"cpu": (1e11, 2e10, 0.0), "cuda": (7e14, 4e12, 6e-5)}
 """(FLOP/s, bytes/s, seconds a window) by device type; those of a GPU are an H200's, where products
-of few columns leave multiprocessors idle as they begin and end."""
+of few columns leave num_sms idle as they begin and end."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def budget_bytes(workspace: int | str | None) -> int:
 
 
 def make_plan(
-    problem: Problem, configs: Sequence[TileConfig], budget: int, scalar_upstream: bool
+    problem: Problem, configs: Sequence[WindowConfig], budget: int, scalar_upstream: bool
 ) -> Plan:
     """Return the fastest plan within `budget` bytes, or the smallest one if none is.
 
@@ -101,7 +102,7 @@ def make_plan(
 
 
 def narrowed(
-    plan: Plan, p: Problem, configs: Sequence[TileConfig], budget: int, scalar_upstream: bool
+    plan: Plan, p: Problem, configs: Sequence[WindowConfig], budget: int, scalar_upstream: bool
 ) -> Plan:
     """Return `plan`, which was made for a wider vocabulary, for `p`; chunks stay as they are."""
     if plan.strategy == "windows":
@@ -119,7 +120,9 @@ def narrowed(
     )
 
 
-def _windows(p: Problem, configs: Sequence[TileConfig], budget: int, scalar_upstream: bool) -> Plan:
+def _windows(
+    p: Problem, configs: Sequence[WindowConfig], budget: int, scalar_upstream: bool
+) -> Plan:
     """Return the fastest plan within the budget or, if none is, no larger than the first one's.
 
     What is lent needs s_i h_i, which may take more than there is: then nothing is.
@@ -135,7 +138,7 @@ def _windows(p: Problem, configs: Sequence[TileConfig], budget: int, scalar_upst
 
 
 def _windows_of(
-    p: Problem, config: TileConfig, budget: int, scalar_upstream: bool, lends: bool
+    p: Problem, config: WindowConfig, budget: int, scalar_upstream: bool, lends: bool
 ) -> Plan:
     def bytes_with(lent: int, kept: int) -> int:
         return windows_bytes(p, config, lent, kept, scalar_upstream)
@@ -166,13 +169,13 @@ def _windows_of(
     )
 
 
-def _lendable(p: Problem, config: TileConfig) -> int:
+def _lendable(p: Problem, config: WindowConfig) -> int:
     if not p.grad_weight:
         return 0
     return config.window * lendable_windows(p.tokens, p.hidden, p.vocab, config.window)
 
 
-def _gradients_in_forward(p: Problem, config: TileConfig, budget: int) -> Plan:
+def _gradients_in_forward(p: Problem, config: WindowConfig, budget: int) -> Plan:
     stored = _all_columns(p.vocab, config)
     beyond = chunked_bytes(p, config, stored, p.tokens) - budget
     chunk = max(p.tokens, 1)
@@ -194,8 +197,8 @@ def _gradients_in_forward(p: Problem, config: TileConfig, budget: int) -> Plan:
     )
 
 
-def _all_columns(columns: int, config: TileConfig) -> int:
-    return -(-columns // config.piece) * config.piece
+def _all_columns(columns: int, config: WindowConfig) -> int:
+    return -(-columns // config.reference_block) * config.reference_block
 
 
 def _windows_seconds(p: Problem, window: int, lent: int, kept: int) -> float:

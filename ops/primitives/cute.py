@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.arch.base import STEP, Arch
-from cutefce.cute_kernels.config import Configs
+from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.problem import TileConfig
-from cutefce.cute_kernels.schedule.order import choose_cuts, choose_windows
-from cutefce.cute_kernels.spec import Gradient, kernel_set, notes_of_forward
+from cutefce.cute_kernels.schedule.order import choose_k_splits, choose_vocab_splits
+from cutefce.cute_kernels.spec import GradGemmSpec, kernel_set
+from cutefce.cute_kernels.workspace import forward_semaphore_count
 from cutefce.ops.primitives.interface import Partial, TargetPart
 from cutefce.ops.primitives.portable import TorchPrimitives
 from cutefce.ops.primitives.rows import Stats, Targets
@@ -59,16 +59,16 @@ class CutePrimitives(TorchPrimitives):
 
     def __init__(
         self,
-        tiles: TileConfig,
+        tiles: PortableTiles,
         arch: Arch,
         dtype: str,
-        configs: Configs,
-        multiprocessors: int,
+        configs: KernelConfigs,
+        num_sms: int,
     ) -> None:
         super().__init__(tiles)
         self.project = configs.project_exp
-        self.multiprocessors = multiprocessors
-        self.clusters = multiprocessors // self.project.cluster
+        self.num_sms = num_sms
+        self.clusters = num_sms // self.project.cluster
         self.kernels = kernel_set(arch, dtype, configs)
         self._zeros: Tensor | None = None
         self._filled = self._taken = 0
@@ -84,7 +84,7 @@ class CutePrimitives(TorchPrimitives):
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         logit, kernel = h.new_empty(h.shape[0], dtype=torch.float32), self.kernels.target_logit
-        count = min(self.ZEROS, kernel.zeros(h.shape[0]))
+        count = min(self.ZEROS, kernel.max_zeros(h.shape[0]))
         zeros = h.new_empty(count, dtype=torch.int32)  # half of what torch.empty takes
         compiled(kernel)(h, w, targets.index, logit, zeros, targets.ignore_index)
         if self._zeros is not None:
@@ -103,16 +103,16 @@ class CutePrimitives(TorchPrimitives):
         first, last = window
         w = w if last - first == w.shape[0] else w[first:last]  # slicing takes 2 us of a call
         windows, notes = self._windows(h, w), self._notes(h)
-        sums = reference.new_empty(h.shape[0], windows * self.project.parts_of_window)
-        launch = compiled(self.kernels.sums if exps is None else self.kernels.sums_and_exps)
+        sums = reference.new_empty(h.shape[0], windows * self.project.partials_per_row)
+        launch = compiled(self.kernels.row_sums if exps is None else self.kernels.row_sums_and_exps)
         launch(h, w, reference, target, sums, exps, notes, first, windows, self.clusters)
         return Parts(sums, notes)
 
     def forward(
         self, h: Tensor, w: Tensor, targets: Targets, reduction: str
     ) -> tuple[Stats, Tensor]:
-        kernel, windows, tokens = self.kernels.forward, self._windows(h, w), h.shape[0]
-        between = h.new_empty(kernel.between(tokens, windows), dtype=torch.float32)
+        kernel, windows, tokens = self.kernels.fused_forward, self._windows(h, w), h.shape[0]
+        between = h.new_empty(kernel.workspace_size(tokens, windows), dtype=torch.float32)
         stats, reduced = Stats(between.new_empty(4, tokens)), between.new_empty(())
         tensors = h, w, targets.index, between, stats.rows, reduced
         mean = _divides(targets, reduction)
@@ -151,7 +151,7 @@ class CutePrimitives(TorchPrimitives):
         reduced = target_logit.new_empty(())
         inputs, outputs = (partial.sums, target_logit, targets.index), (stats.rows, reduced)
         numbers = targets.ignore_index, _divides(targets, reduction)
-        compiled(self.kernels.finish)(*inputs, *outputs, partial.notes, *numbers)
+        compiled(self.kernels.reduce_partials)(*inputs, *outputs, partial.notes, *numbers)
         return stats, _reduced(stats, reduced, targets, reduction)
 
     def settle(
@@ -165,23 +165,23 @@ class CutePrimitives(TorchPrimitives):
         stats: Stats,
     ) -> None:
         w, notes, reference = w[first : first + exps.shape[1]], partial.notes, stats.reference
-        launch, windows = compiled(self.kernels.noted_exps), self._windows(h, w)
+        launch, windows = compiled(self.kernels.repair_exps), self._windows(h, w)
         launch(h, w, reference, target, None, exps, notes, first, windows, self.clusters)
 
     def finish_dx(
         self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, scale: Tensor, weight: Tensor
     ) -> None:
         rounded = out.dtype == w.dtype
-        finish = self.kernels.finish_dx if rounded else self.kernels.finish_dx_part
+        finish = self.kernels.finish_dx if rounded else self.kernels.finish_dx_fp32
         compiled(finish)(out, sums, w, scale.contiguous(), weight, targets.address)
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
         narrow = x.dtype == out.dtype
-        launch = compiled(self.kernels.scale_rows if narrow else self.kernels.scale_sums)
+        launch = compiled(self.kernels.scale_rows if narrow else self.kernels.scale_fp32_rows)
         launch(out, x, None, scale.contiguous(), None, None)
 
     def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor, *, fresh: bool) -> None:
-        short = exps.shape[1] < Configs.SHORT
+        short = exps.shape[1] < KernelConfigs.SHORT
         kernel = self.kernels.grad_hidden_short if short else self.kernels.grad_hidden
         if kernel is None:
             super().add_grad_hidden(sums, exps, w, fresh=fresh)
@@ -189,10 +189,12 @@ class CutePrimitives(TorchPrimitives):
             self._launch(kernel, exps, w.t(), sums, None, fresh)
 
     def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor, *, fresh: bool) -> None:
-        if self.kernels.grad_weight_sums is None:
+        if self.kernels.grad_weight_accumulate is None:
             super().add_grad_weight(sums, exps, scaled, fresh=fresh)
         else:
-            self._launch(self.kernels.grad_weight_sums, exps.t(), scaled.t(), sums, None, fresh)
+            self._launch(
+                self.kernels.grad_weight_accumulate, exps.t(), scaled.t(), sums, None, fresh
+            )
 
     def target_part(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetPart:
         if self.kernels.grad_weight is None:
@@ -227,17 +229,25 @@ class CutePrimitives(TorchPrimitives):
             compiled(self.kernels.add_targets)(sums, *lists)
 
     def _launch(
-        self, kernel: Gradient, a: Tensor, b: Tensor, out: Tensor, lists: Any, fresh: bool = True
+        self,
+        kernel: GradGemmSpec,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        lists: Any,
+        fresh: bool = True,
     ) -> None:
         config, (rows, columns) = kernel.config, out.shape
-        clusters, steps = self.multiprocessors // config.cluster, -(-a.shape[1] // STEP)
+        clusters, steps = self.num_sms // config.cluster, -(-a.shape[1] // STEP)
         units = -(-rows // config.rows) * -(-columns // config.tile_n)
-        of_sums = (None,) * 2 if kernel.final else (choose_cuts(units, clusters, steps), int(fresh))
-        notes = self._take_zeros(kernel.notes(clusters), out.device)
+        of_sums = (
+            (None,) * 2 if kernel.final else (choose_k_splits(units, clusters, steps), int(fresh))
+        )
+        notes = self._take_zeros(kernel.semaphore_count(clusters), out.device)
         compiled(kernel)(a, b, out, lists, notes, clusters, *of_sums)
 
     def _notes(self, h: Tensor) -> Tensor:
-        return self._take_zeros(notes_of_forward(h.shape[0], self.project.rows), h.device)
+        return self._take_zeros(forward_semaphore_count(h.shape[0], self.project.rows), h.device)
 
     def _take_zeros(self, count: int, device: torch.device) -> Tensor:
         """Return int32 zeros that nobody else has, `count` of them or more."""
@@ -251,7 +261,7 @@ class CutePrimitives(TorchPrimitives):
         return self._zeros[begin:] if begin else self._zeros  # slicing takes 3 us of a call
 
     def _windows(self, h: Tensor, w: Tensor) -> int:
-        return choose_windows(h.shape[0], w.shape[0], self.project, self.clusters)
+        return choose_vocab_splits(h.shape[0], w.shape[0], self.project, self.clusters)
 
 
 def _divides(targets: Targets, reduction: str) -> int:

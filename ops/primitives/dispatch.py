@@ -13,8 +13,9 @@ from cutefce.autotune_cache.tuning import verify
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives.cute import CutePrimitives, has_aligned_rows
 from cutefce.ops.primitives.interface import Primitives
 from cutefce.ops.primitives.portable import TorchPrimitives
@@ -84,10 +85,10 @@ _known_problem = functools.lru_cache(maxsize=1024)(Problem)
 """The one of these sizes: to make and to compare problems takes 3 us of a call."""
 
 
-def widths_for(problem: Problem, device: torch.device) -> tuple[TileConfig, ...]:
+def widths_for(problem: Problem, device: torch.device) -> tuple[PortableTiles, ...]:
     """Return what a plan for `problem` on `device` chooses from; not tuned for symbolic sizes."""
     if problem.arch is None or not are_known(problem.tokens, problem.hidden, problem.vocab):
-        return defaults.widths(problem)
+        return defaults.window_configs(problem)
     return lookup.tuned_widths(problem, *gpu_of(device))
 
 
@@ -102,7 +103,7 @@ def primitives_for(h: Tensor, w: Tensor, problem: Problem) -> Primitives:
         return _cute_primitives(h.device, problem).for_a_call()
     if problem.tokens:
         _report(reason, h.is_cuda)
-    return _torch_primitives(defaults.lookup(problem))
+    return _torch_primitives(defaults.widest_window(problem))
 
 
 def _report(reason: str, on_gpu: bool) -> None:
@@ -165,14 +166,14 @@ def _device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 @functools.cache
 def _unverified(device: torch.device) -> str | None:
     """Return why the kernels may not be launched on this GPU, None if they may; tries them once."""
-    arch, name, multiprocessors = gpu_of(device)
-    verdict = verdicts.known(arch, name, multiprocessors)
+    arch, name, num_sms = gpu_of(device)
+    verdict = verdicts.known(arch, name, num_sms)
     if verdict is None:
         if torch.cuda.is_current_stream_capturing():
             raise _NotNowError(f"the kernels never ran on {name}; first run: {VERIFY}")
         from cutefce.autotune_cache.tuning.targets import all_tunables
 
-        gradients = all_tunables(arch, multiprocessors, str(device))
+        gradients = all_tunables(arch, num_sms, str(device))
         verdict = verify.verify_once(gradients, name)
     if verdict.passed:
         return None
@@ -187,7 +188,7 @@ def _compiler_obstacle(arch: Arch, dtype: str) -> str | None:
                 f"{module} is not installed: pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi"
             )
     try:
-        compiled(spec.TargetLogit(arch.name, dtype))
+        compiled(spec.TargetLogitSpec(arch.name, dtype))
     except Exception as error:  # whatever a compiler raises, a loss can still be computed
         return f"the kernels' compiler failed: {type(error).__name__}: {error}"
     return None
@@ -195,7 +196,7 @@ def _compiler_obstacle(arch: Arch, dtype: str) -> str | None:
 
 @functools.cache
 def gpu_of(device: torch.device) -> tuple[Arch, str, int]:
-    """Return the architecture, name and multiprocessors of a GPU that there are kernels for."""
+    """Return the architecture, name and num_sms of a GPU that there are kernels for."""
     arch = arch_for(torch.cuda.get_device_capability(device))
     assert arch is not None
     properties = torch.cuda.get_device_properties(device)
@@ -204,15 +205,15 @@ def gpu_of(device: torch.device) -> tuple[Arch, str, int]:
 
 @functools.lru_cache(maxsize=1024)
 def _cute_primitives(device: torch.device, problem: Problem) -> CutePrimitives:
-    tiles, (arch, name, multiprocessors) = defaults.lookup(problem), gpu_of(device)
+    tiles, (arch, name, num_sms) = defaults.widest_window(problem), gpu_of(device)
     if lookup.tunes_on_first_use() and not _others_wait():
         from cutefce.autotune_cache.tuning import first_use, targets
 
         torch.cuda.synchronize(device)
-        every = targets.all_tunables(arch, multiprocessors, str(device))
+        every = targets.all_tunables(arch, num_sms, str(device))
         first_use.tune_on_first_use(every, name, problem)
-    configs = lookup.lookup_configs(problem, arch, name, multiprocessors)
-    return CutePrimitives(tiles, arch, problem.dtype, configs, multiprocessors)
+    configs = lookup.lookup_configs(problem, arch, name, num_sms)
+    return CutePrimitives(tiles, arch, problem.dtype, configs, num_sms)
 
 
 def _others_wait() -> bool:
@@ -224,5 +225,5 @@ def _others_wait() -> bool:
 
 
 @functools.cache
-def _torch_primitives(tiles: TileConfig) -> Primitives:
+def _torch_primitives(tiles: PortableTiles) -> Primitives:
     return TorchPrimitives(tiles)

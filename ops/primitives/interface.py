@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.problem import TileConfig
+from cutefce.cute_kernels.config import WindowConfig
 from cutefce.ops.primitives.rows import Stats, Targets
 
 Partial = Any
@@ -33,7 +33,10 @@ TargetPart = Any
 class Primitives(Protocol):
     """One implementation of the steps; all tensors of a call lie on one device."""
 
-    config: TileConfig
+    @property
+    def config(self) -> WindowConfig:
+        """How the host walks the vocabulary."""
+        ...
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return h and w in a layout that the other steps take, copied if need be."""

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.problem import TileConfig
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.planning.memory_model import WIDENED_BLOCK, row_block_bytes
 from cutefce.ops.primitives.elementwise import (
     exponentials,
@@ -41,7 +41,7 @@ class Pieces:
 class TorchPrimitives:
     """`cutefce.ops.primitives.interface.Primitives` for any device."""
 
-    def __init__(self, config: TileConfig) -> None:
+    def __init__(self, config: PortableTiles) -> None:
         self.config = config
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ class TorchPrimitives:
         target: Tensor,
         exps: Tensor | None = None,
     ) -> Partial:
-        (first, last), piece = window, self.config.piece
+        (first, last), piece = window, self.config.reference_block
         middle = first if exps is None else min(first + exps.shape[1], last)
         pieces = Pieces(*reference.new_empty((2, h.shape[0], math.ceil((last - first) / piece))))
         if first < middle:
@@ -108,14 +108,14 @@ class TorchPrimitives:
         exps: Tensor | None,
         out: Pieces | None,
     ) -> None:
-        (first, last), tokens, piece = window, h.shape[0], self.config.piece
+        (first, last), tokens, piece = window, h.shape[0], self.config.reference_block
         width = self.config.columns(tokens)
         run = fused(exponentials) if can_fuse(h) else exponentials_
         in_place = run is exponentials_ and exps is not None and exps.dtype == reference.dtype
-        scratch = reference.new_empty(0 if in_place else min(tokens, self.config.rows), width)
+        scratch = reference.new_empty(0 if in_place else min(tokens, self.config.tile_rows), width)
         # one more than there are tiles: a lone element would be compiled as a case of its own
         starts = torch.arange(first, last + width, width, device=h.device)
-        for rows in _blocks(tokens, self.config.rows):
+        for rows in _blocks(tokens, self.config.tile_rows):
             for start, tile in zip(starts, _blocks(last - first, width), strict=False):
                 valid = tile.stop - tile.start
                 pieces = slice(tile.start // piece, math.ceil(tile.stop / piece))
@@ -161,11 +161,14 @@ class TorchPrimitives:
         partial: Partial,
         stats: Stats,
     ) -> None:
-        start, count = first // self.config.piece, exps.shape[1] // self.config.piece
+        start, count = (
+            first // self.config.reference_block,
+            exps.shape[1] // self.config.reference_block,
+        )
         references = partial.references[:, start : start + count]
         factor = _exp_difference(references, stats.reference[:, None])
         if exps.is_cuda or bool((factor != 1).any()):
-            _by_rows(scale_rows_, exps.view(-1, self.config.piece), factor.flatten())
+            _by_rows(scale_rows_, exps.view(-1, self.config.reference_block), factor.flatten())
 
     def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor, *, fresh: bool) -> None:
         multiply(sums, exps, w, add=not fresh)

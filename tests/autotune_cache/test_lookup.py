@@ -26,7 +26,7 @@ from cutefce.ops.planning import planner
 from cutefce.ops.primitives import cute, dispatch
 
 DEVICE, SIZE = "NVIDIA Test 9000", 132
-_, _, _, TUNED, _, OTHER = Sm90().configs()
+_, _, _, TUNED, _, OTHER = Sm90().prebuilt_configs()
 KEY = Key("project_exp", "bfloat16", 4096, 131072, 8192)
 ENTRY = Entry(TUNED, 12.5, 13.0, 12.9, verified=True, kernels="0123")
 REJECTED: table.Rejections = {(KEY, OTHER): Rejection("no answer within 30 s", everywhere=True)}
@@ -101,7 +101,7 @@ def test_unverified_entries_are_not_used(file: Path) -> None:
 
 def test_what_is_chosen_as_shipped_is_compiled_ahead(file: Path) -> None:
     shipped = map(table_io.read, lookup.SHIPPED_FOLDER.glob("*.json"))
-    gpus = {(table.device, table.multiprocessors, table.arch) for table in shipped}
+    gpus = {(table.device, table.num_sms, table.arch) for table in shipped}
     gpus |= {(DEVICE, SIZE, arch.name) for arch in ARCHS}
     for device, size, name in gpus:
         arch = arch_named(name)
@@ -120,14 +120,14 @@ def test_an_edited_configuration_is_what_is_launched(
     gpu = SimpleNamespace(name=DEVICE, multi_processor_count=SIZE)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    launched: list[spec.Kernel] = []
+    launched: list[spec.KernelSpec] = []
 
-    def note(kernel: spec.Kernel) -> Callable[..., None]:
+    def note(kernel: spec.KernelSpec) -> Callable[..., None]:
         return lambda *arguments: launched.append(kernel)
 
     monkeypatch.setattr(cute, "compiled", note)
     table_io.write(file, TABLE)
-    for change in ({}, {"group": 3}, {"tile_n": 96}):
+    for change in ({}, {"raster_group": 3}, {"tile_n": 96}):
         data = json.loads(file.read_text())
         data["entries"][0]["config"].update(change)
         file.write_text(json.dumps(data))
@@ -138,7 +138,7 @@ def test_an_edited_configuration_is_what_is_launched(
         h, w, y = torch.zeros(4, 8), torch.zeros(32, 8), torch.zeros(4, dtype=torch.long)
         steps.project_exp(h, w, (0, 32), h[:, 0], y)
         (kernel,) = launched
-        assert isinstance(kernel, spec.ProjectExp)
+        assert isinstance(kernel, spec.ProjectExpSpec)
         assert dataclasses.asdict(kernel.config) == data["entries"][0]["config"]
         launched.clear()
     dispatch.gpu_of.cache_clear()
@@ -150,7 +150,7 @@ def test_an_edited_window_is_what_is_planned(file: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(dispatch, "gpu_of", lambda device: (Sm90(), DEVICE, SIZE))
     problem, key = dataclasses.replace(PROBLEM, tokens=2048), dataclasses.replace(KEY, tokens=2048)
     planned = call._new_plan(problem, device, planner.MINIMUM, True, problem.vocab).window
-    every = [config.window for config in defaults.widths(problem)]
+    every = [config.window for config in defaults.window_configs(problem)]
     for width in (*every, 12345):
         entry = dataclasses.replace(ENTRY, config=width)
         windows = {dataclasses.replace(key, kernel=table.WINDOW): entry}
@@ -196,7 +196,7 @@ BAD = {
     "an older schema": (edited(schema=1), "schema: got 1, expected 2"),
     "a newer schema": (edited(schema=3), "schema: got 3, expected 2"),
     "another GPU": (edited(device="NVIDIA Other"), "device: got 'NVIDIA Other'"),
-    "another size": (edited(multiprocessors=114), "multiprocessors: got 114"),
+    "another size": (edited(num_sms=114), "num_sms: got 114"),
     "an unknown architecture": (edited(arch="sm_80"), "arch: got 'sm_80'"),
     "no entries": (edited(entries=None), "a field is missing"),
     "an illegal configuration": (
@@ -249,8 +249,8 @@ def test_merge_keeps_the_verified_and_the_faster(file: Path) -> None:
     third = dataclasses.replace(first, entries={KEY: faster_unverified, new: ENTRY})
     assert table.merge([first, TABLE, third]).entries == {KEY: ENTRY, new: ENTRY}
     assert table.merge([first, TABLE]).rejected == REJECTED
-    with pytest.raises(ValueError, match="multiprocessors: got 114"):
-        table.merge([TABLE, dataclasses.replace(TABLE, multiprocessors=114)])
+    with pytest.raises(ValueError, match="num_sms: got 114"):
+        table.merge([TABLE, dataclasses.replace(TABLE, num_sms=114)])
 
 
 def test_what_is_rejected_everywhere_wins_nothing(file: Path) -> None:

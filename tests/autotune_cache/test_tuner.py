@@ -179,10 +179,10 @@ def test_what_ends_the_race_of_all_is_found_one_by_one(folder: Path) -> None:
 
 
 def test_a_kernel_that_does_not_compile_is_rejected(folder: Path) -> None:
-    broken = spec.ProjectExp("sm_90a", "bfloat16", config(Kind.FAST), sums=True, store=True)
+    broken = spec.ProjectExpSpec("sm_90a", "bfloat16", config(Kind.FAST), sums=True, store=True)
 
     class Compiled(StandIn):
-        def kernels(self, problem: Problem, choice: Any) -> tuple[spec.Kernel, ...]:
+        def kernels(self, problem: Problem, choice: Any) -> tuple[spec.KernelSpec, ...]:
             return (dataclasses.replace(broken, config=choice),)
 
     tunable = Compiled(Sm90(), SIZE, "cpu")
@@ -199,7 +199,9 @@ def test_a_kernel_that_does_not_compile_is_rejected(folder: Path) -> None:
 
 def test_compiling_ahead(folder: Path) -> None:
     pytest.importorskip("cutlass")
-    good = spec.Combine("sm_90a", "bfloat16", "bfloat16", None, scaled=True, weighted=False)
+    good = spec.ScaleAddRowsSpec(
+        "sm_90a", "bfloat16", "bfloat16", None, scaled=True, weighted=False
+    )
     bad = dataclasses.replace(good, arch="sm_1")
     assert tuner.missing([good, good]) == [good]
     done: list[None] = []
@@ -243,10 +245,10 @@ def test_what_the_cost_model_leaves() -> None:
 
 def test_candidates_are_legal_and_contain_the_defaults() -> None:
     arch = Sm90()
-    every = arch.candidates()
+    every = arch.search_space()
     assert len(set(every)) == len(every) > 100
     assert all(arch.is_legal(config) for config in every)
-    assert set(arch.configs()) <= set(every)
+    assert set(arch.prebuilt_configs()) <= set(every)
 
 
 def test_shapes_by_name_and_by_hand() -> None:

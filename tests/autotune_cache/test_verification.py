@@ -93,7 +93,7 @@ def test_a_shipped_table_counts_as_verification(
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder)
     tune_inline(folder / file_name(DEVICE), range(100, 101), lambda job: None)
     assert verdicts.known(Sm90(), DEVICE, SIZE) == verdicts.Verdict(True)
-    with pytest.warns(UserWarning, match="multiprocessors: got 132"):
+    with pytest.warns(UserWarning, match="num_sms: got 132"):
         assert verdicts.known(Sm90(), DEVICE, 114) is None
 
 
@@ -150,13 +150,13 @@ def test_a_check_without_a_child_is_no_verdict(
     assert verdicts.known(Sm90(), DEVICE, SIZE) is None
 
 
-BUILT = spec.TargetLogit("sm_90a", "bfloat16")
+BUILT = spec.TargetLogitSpec("sm_90a", "bfloat16")
 
 
 class Built(StandIn):
     """One kernel to compile."""
 
-    def kernels(self, problem: Problem, choice: Any) -> tuple[spec.Kernel, ...]:
+    def kernels(self, problem: Problem, choice: Any) -> tuple[spec.KernelSpec, ...]:
         return (BUILT,)
 
 

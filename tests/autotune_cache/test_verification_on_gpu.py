@@ -42,9 +42,9 @@ class Gate:
     """What the kernels that are verified do."""
     processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
-    def tunables(self, arch: Arch, multiprocessors: int, device: str) -> tuple[Tunable, ...]:
+    def tunables(self, arch: Arch, num_sms: int, device: str) -> tuple[Tunable, ...]:
         one_dtype = dataclasses.replace(arch, dtypes=("bfloat16",))
-        return (Kernels(one_dtype, multiprocessors, device, self.kind),)
+        return (Kernels(one_dtype, num_sms, device, self.kind),)
 
     def verdict(self) -> verdicts.Verdict | None:
         """Return what is recorded."""

@@ -68,13 +68,13 @@ def test_calls_in_a_row_of_a_race(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_all_kernels_are_checked(arch: Arch, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: set[spec.Kernel] = set()
+    launched: set[spec.KernelSpec] = set()
 
-    def note(kernel: spec.Kernel) -> Callable[..., None]:
+    def note(kernel: spec.KernelSpec) -> Callable[..., None]:
         return lambda *arguments: launched.add(kernel)
 
     monkeypatch.setattr(cute, "compiled", note)
-    known: list[spec.Kernel] = []
+    known: list[spec.KernelSpec] = []
     for tunable in targets.all_tunables(arch, SIZE, "cpu"):
         for choice in tunable.defaults():
             known += tunable.kernels(tunable.typical(dtype), choice)
@@ -89,9 +89,9 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
     arch: Arch, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiling takes longer than a trial may."""
-    launched: set[spec.Kernel] = set()
+    launched: set[spec.KernelSpec] = set()
 
-    def note(kernel: spec.Kernel) -> Callable[..., None]:
+    def note(kernel: spec.KernelSpec) -> Callable[..., None]:
         return lambda *arguments: launched.add(kernel)
 
     monkeypatch.setattr(cute, "compiled", note)

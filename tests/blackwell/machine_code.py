@@ -13,7 +13,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import STEP
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.jit.compiler import compile_kernel
-from cutefce.cute_kernels.spec import Kernel, ProjectExp
+from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
 
 WAIT = re.compile(r"mbarrier\.try_wait\S* P1, \[(%r\d+)\]")
 DEFINITION = re.compile(r"(\S+) (%\w+|\{[%\w, ]+\})(?:\|%p\d+)?, (.*);")
@@ -38,7 +38,7 @@ K_MAJOR = 1 << 16 | (1024 >> 4) << 32 | 1 << 46 | 2 << 61
 class Code:
     """The instructions of one kernel, and what it was compiled from."""
 
-    def __init__(self, ptx: str, kernel: ProjectExp) -> None:
+    def __init__(self, ptx: str, kernel: ProjectExpSpec) -> None:
         self.kernel, self.config = kernel, kernel.config
         arch = arch_named(kernel.arch)
         assert isinstance(arch, Sm100)
@@ -46,7 +46,7 @@ class Code:
         body = ptx[ptx.index(".reqntid") :]
         lines = (line.strip().replace("\t", " ") for line in body.splitlines())
         self.lines = [re.sub(r"\s+", " ", line) for line in lines if line]
-        self.pair = 2 if self.config.paired else 1
+        self.pair = 2 if self.config.two_cta else 1
         self.sharing = self.config.cluster // self.pair
         stages = self.config.stages
         # barriers by their place: kind, number and arrivals
@@ -125,7 +125,7 @@ class Code:
 
 
 @functools.cache
-def artifacts(kernel: Kernel) -> tuple[str, bytes]:
+def artifacts(kernel: KernelSpec) -> tuple[str, bytes]:
     """Return PTX and machine code."""
     with tempfile.TemporaryDirectory() as folder:  # files of two kernels have one name
         options = f"--keep-ptx --keep-cubin --dump-dir {folder}"
@@ -191,13 +191,13 @@ def loads(code: Code) -> Iterator[bool]:
     yield len(found) == 2
     for i, is_shared in zip(found, (False, code.sharing > 1), strict=True):
         line = code.lines[i]
-        yield ("cta_group::2" in line) == code.config.paired
+        yield ("cta_group::2" in line) == code.config.two_cta
         yield ("multicast::cluster" in line) == is_shared
         barrier = re.findall(r"\[(%r\d+)\]", line)[0]
         if is_shared:
             mask = re.findall(r"(%rs\d+),", line)[0]
             yield all(code.value(i, mask, rank) == 0b11 for rank in range(2))
-        if code.config.paired:  # of the pair's first block: the bit that tells them apart is cut
+        if code.config.two_cta:  # of the pair's first block: the bit that tells them apart is cut
             _, operation, operands = code.definition(i, barrier)
             yield operation == "and.b32" and int(operands[1]) == -16777224
             barrier = operands[0]
@@ -251,7 +251,7 @@ def products(code: Code) -> Iterator[bool]:
         address = re.findall(r"\[(\S+)\]", line)[0]
         yield f".cta_group::{code.pair}." in line and code.kind(i, address) == kind
         for rank in range(code.config.cluster):
-            own = 0b11 if code.config.paired else 1 << rank
+            own = 0b11 if code.config.two_cta else 1 << rank
             everyone = (1 << code.config.cluster) - 1
             mask = re.findall(r", (%rs\d+);", line)
             got = code.value(i, mask[0], rank) if mask else 1
@@ -284,7 +284,7 @@ def reads(code: Code) -> Iterator[bool]:
     yield code.kind(release, address) == "read"
     yield not count or code.value(release, count) == 1
     is_remote = "shared::cluster" in code.lines[release]
-    yield is_remote == code.config.paired
+    yield is_remote == code.config.two_cta
     if is_remote:
         _, _, (_, target) = code.definition(release, address)
         yield all(code.value(release, target, rank) == 0 for rank in range(2))
@@ -309,7 +309,7 @@ def stores(code: Code) -> Iterator[bool]:
 
 def exponentials(code: Code) -> Iterator[bool]:
     """As many exponentials are the hardware's as the configuration says."""
-    share = 1 - code.config.emulated / 16
+    share = 1 - code.config.poly_exp2_per_16 / 16
     columns = code.arch.SLAB * (code.kernel.sums + code.kernel.store)
     # two more rescale the sum of a row: one a slab
     expected = int(columns * share) + code.kernel.sums
@@ -335,7 +335,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def violations(ptx: str, kernel: ProjectExp) -> list[str]:
+def violations(ptx: str, kernel: ProjectExpSpec) -> list[str]:
     """Return the names of the rules that the code of `kernel` does not keep."""
     code = Code(ptx, kernel)
     return [rule.__name__ for rule in RULES if not _holds(rule, code)]
@@ -348,11 +348,11 @@ def _holds(rule: Rule, code: Code) -> bool:
         return False
 
 
-def assembly_violations(sass: str, kernel: ProjectExp) -> list[str]:
+def assembly_violations(sass: str, kernel: ProjectExpSpec) -> list[str]:
     """Return what the machine code of `kernel` has another number of than it should have."""
     code = kernel.config
-    pair, multicast = ".2CTA" * code.paired, ".MULTICAST" * (code.cluster > 1)
-    shared = ".MULTICAST" * (code.cluster > 1 and not code.paired)
+    pair, multicast = ".2CTA" * code.two_cta, ".MULTICAST" * (code.cluster > 1)
+    shared = ".MULTICAST" * (code.cluster > 1 and not code.two_cta)
     loads = {f"UTMALDG.2D{pair}": 1 if shared else 2}
     expected = {
         f"UTCHMMA{pair}": STEP // 16,

@@ -20,7 +20,7 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.ops.primitives import dispatch
 
 BLACKWELL = [arch for arch in ARCHS if isinstance(arch, Sm100)]
-PAIRED = GemmConfig(128, 256, 2, 6, False, paired=True)
+PAIRED = GemmConfig(128, 256, 2, 6, False, two_cta=True)
 
 Numbers = NDArray[np.float32]
 
@@ -69,7 +69,7 @@ def test_emulated_columns_are_as_many_as_asked() -> None:
 
 @pytest.mark.parametrize("arch", BLACKWELL, ids=lambda arch: arch.name)
 def test_what_is_stored_fits(arch: Sm100) -> None:
-    for config in arch.configs():
+    for config in arch.prebuilt_configs():
         assert arch.used_smem_bytes(config) <= 227 << 10
         assert arch.used_tmem_columns(config) == 512
     assert arch.used_tmem_columns(GemmConfig(128, 192, 1, 4, False)) == 512
@@ -85,11 +85,11 @@ def test_what_is_stored_fits(arch: Sm100) -> None:
         ({"tile_n": 320}, "tile_n: got 320, expected two tiles in 512 columns"),
         ({"cluster": 1}, "cluster: got 1, expected 2, as it is paired"),
         ({"cluster": 4}, "cluster: got 4, expected 1 or 2"),
-        ({"emulated": 17}, "emulated: got 17, expected at most 16"),
+        ({"poly_exp2_per_16": 17}, "poly_exp2_per_16: got 17, expected at most 16"),
         ({"stages": 1}, "stages: got 1, expected at least 2"),
         ({"stages": 7}, "stages: got 7, expected at most 232448 bytes"),
-        ({"paired": False}, "stages: got 6, expected at most 232448 bytes"),
-        ({"paired": 1}, "paired: got 1, expected bool"),
+        ({"two_cta": False}, "stages: got 6, expected at most 232448 bytes"),
+        ({"two_cta": 1}, "two_cta: got 1, expected bool"),
     ],
     ids=str,
 )
@@ -103,8 +103,8 @@ def test_architectures_by_capability() -> None:
     names = [arch.name if arch else None for arch in found.values()]
     assert names == ["sm_90a", "sm_100a", "sm_103a", None]
     # exponentials are emulated only where the hardware's are too few
-    assert any(config.emulated for config in arch_named("sm_100a").configs())
-    assert not any(config.emulated for config in arch_named("sm_103a").configs())
+    assert any(config.poly_exp2_per_16 for config in arch_named("sm_100a").prebuilt_configs())
+    assert not any(config.poly_exp2_per_16 for config in arch_named("sm_103a").prebuilt_configs())
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)

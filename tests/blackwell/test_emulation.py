@@ -10,16 +10,16 @@ import torch
 pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.config import Configs, GemmConfig
-from cutefce.cute_kernels.spec import ProjectExp, kernel_set
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.spec import ProjectExpSpec, kernel_set
 from tests.blackwell.emulator import Launch, Stuck
 from tests.blackwell.machine_code import artifacts
 
 ARCH = arch_named("sm_100a")
-CONFIGS = ARCH.configs()
+CONFIGS = ARCH.prebuilt_configs()
 PAIRED, MULTICAST, SINGLE, EMULATED = CONFIGS
 BOTH = {
-    config: kernel_set(arch_named("sm_100a"), "bfloat16", Configs(config, None, None))
+    config: kernel_set(arch_named("sm_100a"), "bfloat16", KernelConfigs(config, None, None))
     for config in CONFIGS
 }
 
@@ -46,7 +46,7 @@ class Case:
         ).double()
         return torch.exp(z - self.reference.double()[:, None]).numpy()
 
-    def launch(self, kernel: ProjectExp, windows: int) -> Launch:
+    def launch(self, kernel: ProjectExpSpec, windows: int) -> Launch:
         """Return arguments whose results are not there yet."""
         blocks = -(-len(self.y) // kernel.config.rows)
         exps = np.full((len(self.y), self.columns), 0x7FFF, np.uint16)
@@ -84,7 +84,7 @@ def check(launch: Launch, case: Case) -> None:
         assert (got[:, vocab:] == 0).all()
 
 
-def run(kernel: ProjectExp, launch: Launch, clusters: int = 1, seed: int = 0) -> None:
+def run(kernel: ProjectExpSpec, launch: Launch, clusters: int = 1, seed: int = 0) -> None:
     launch.run(artifacts(kernel)[0], kernel.config, clusters, seed)
 
 
@@ -99,7 +99,7 @@ SHAPES = {
 @pytest.mark.parametrize("config", CONFIGS[:3], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_sums_and_exponentials(config: GemmConfig, shape: tuple[int, int, int]) -> None:
-    case, kernel = Case(*shape), BOTH[config].sums_and_exps
+    case, kernel = Case(*shape), BOTH[config].row_sums_and_exps
     launch = case.launch(kernel, windows=2)
     run(kernel, launch, clusters=1 if shape[0] == 300 else 2)
     check(launch, case)
@@ -110,7 +110,7 @@ def test_sums_and_exponentials(config: GemmConfig, shape: tuple[int, int, int]) 
 @pytest.mark.parametrize("config", [PAIRED, MULTICAST], ids=str)
 def test_whatever_happens_first(config: GemmConfig, seed: int) -> None:
     """More steps than stages, and more tiles than accumulators."""
-    case, kernel = Case(config.rows, 3 * 64, 700), BOTH[config].sums_and_exps
+    case, kernel = Case(config.rows, 3 * 64, 700), BOTH[config].row_sums_and_exps
     launch = case.launch(kernel, windows=1)
     run(kernel, launch, seed=seed)
     check(launch, case)
@@ -118,7 +118,7 @@ def test_whatever_happens_first(config: GemmConfig, seed: int) -> None:
 
 def test_sums_alone() -> None:
     config = PAIRED
-    case, kernel = Case(300, 72, 700, scale=60.0), BOTH[config].sums
+    case, kernel = Case(300, 72, 700, scale=60.0), BOTH[config].row_sums
     launch = case.launch(kernel, windows=2)
     run(kernel, launch, clusters=2)
     z = np.log2(case.exact(), where=case.exact() > 0, out=np.full((300, 700), -np.inf))
@@ -140,7 +140,7 @@ def test_a_window_that_is_computed_again() -> None:
 
 def test_only_noted_blocks_are_stored_again() -> None:
     config = PAIRED
-    case, kernel = Case(3 * config.rows + 1, 64, 600), BOTH[config].noted_exps
+    case, kernel = Case(3 * config.rows + 1, 64, 600), BOTH[config].repair_exps
     launch = case.launch(kernel, windows=1)
     launch.notes[2:] = [0, 1, 0, 1]
     run(kernel, launch, clusters=3)
@@ -153,7 +153,7 @@ def test_only_noted_blocks_are_stored_again() -> None:
 
 def test_a_bad_row_stays_alone() -> None:
     config = EMULATED
-    case, kernel = Case(300, 72, 300), BOTH[config].sums_and_exps
+    case, kernel = Case(300, 72, 300), BOTH[config].row_sums_and_exps
     clean, bad = (case.launch(kernel, 1) for _ in range(2))
     run(kernel, clean)
     bad.h = bad.h.copy()
@@ -194,7 +194,7 @@ FAULTS: dict[str, tuple[GemmConfig, str, str, type[Exception]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_shows(fault: str) -> None:
     config, pattern, replacement, outcome = FAULTS[fault]
-    case, kernel = Case(config.rows, 3 * 64, 700), BOTH[config].sums_and_exps
+    case, kernel = Case(config.rows, 3 * 64, 700), BOTH[config].row_sums_and_exps
     broken, count = re.subn(pattern, replacement, artifacts(kernel)[0], count=1)
     assert count == 1
     launch = case.launch(kernel, windows=1)

@@ -20,9 +20,9 @@ from cutlass.utils import blackwell_helpers as sm100
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.sm100.project_exp import ProjectExpSm100
-from cutefce.cute_kernels.spec import ProjectExp
+from cutefce.cute_kernels.spec import ProjectExpSpec
 
-PAIRED, MULTICAST, SINGLE, *_ = arch_named("sm_100a").configs()
+PAIRED, MULTICAST, SINGLE, *_ = arch_named("sm_100a").prebuilt_configs()
 CONFIGS = (PAIRED, MULTICAST, SINGLE)
 LANE = 1 << 16
 """What a lane is in an address of tensor memory; a column is 1."""
@@ -39,7 +39,7 @@ def on_the_host(look: Callable[[], None]) -> None:
 
 
 def kernel_of(config: GemmConfig) -> ProjectExpSm100:
-    return ProjectExpSm100(ProjectExp("sm_100a", "bfloat16", config, sums=True, store=True))
+    return ProjectExpSm100(ProjectExpSpec("sm_100a", "bfloat16", config, sums=True, store=True))
 
 
 def accumulators(kernel: ProjectExpSm100) -> Any:

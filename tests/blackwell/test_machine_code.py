@@ -12,32 +12,32 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.sm100 import Sm100
-from cutefce.cute_kernels.config import Configs
-from cutefce.cute_kernels.spec import ProjectExp, kernel_set
+from cutefce.cute_kernels.config import KernelConfigs
+from cutefce.cute_kernels.spec import ProjectExpSpec, kernel_set
 from tests.blackwell.machine_code import artifacts, assembly_violations, violations
 
 ARCH = arch_named("sm_100a")
-PAIRED, MULTICAST, SINGLE, *_ = ARCH.configs()
+PAIRED, MULTICAST, SINGLE, *_ = ARCH.prebuilt_configs()
 
 
-def variants(arch: str, dtype: str = "bfloat16") -> list[ProjectExp]:
+def variants(arch: str, dtype: str = "bfloat16") -> list[ProjectExpSpec]:
     sets = [
-        kernel_set(arch_named(arch), dtype, Configs(config, None, None))
-        for config in arch_named(arch).configs()
+        kernel_set(arch_named(arch), dtype, KernelConfigs(config, None, None))
+        for config in arch_named(arch).prebuilt_configs()
     ]
-    return [k for s in sets for k in (s.sums, s.sums_and_exps, s.exps, s.noted_exps)]
+    return [k for s in sets for k in (s.row_sums, s.row_sums_and_exps, s.exps, s.repair_exps)]
 
 
 KERNELS = (*variants("sm_100a"), *variants("sm_103a")[1::4], variants("sm_103a", "float16")[2])
 """All of one architecture; the other one's differ in their target, float16 in the operands."""
 
 
-def describe(kernel: ProjectExp) -> str:
+def describe(kernel: ProjectExpSpec) -> str:
     kinds = [name for name in ("sums", "store", "masked") if getattr(kernel, name)]
     return f"{kernel.arch} {kernel.dtype} {kernel.config}: {' '.join(kinds)}"
 
 
-def both(config: int) -> ProjectExp:
+def both(config: int) -> ProjectExpSpec:
     """Return the kernel of a configuration that sums and stores."""
     return variants("sm_100a")[4 * config + 1]
 
@@ -57,7 +57,7 @@ def disassemble(cubin: bytes, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=describe)
-def test_code_keeps_the_rules(kernel: ProjectExp, tmp_path: Path) -> None:
+def test_code_keeps_the_rules(kernel: ProjectExpSpec, tmp_path: Path) -> None:
     ptx, cubin = artifacts(kernel)
     assert f".target {kernel.arch}" in ptx
     assert violations(ptx, kernel) == []

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import cutefce
-from cutefce.autotune_cache.defaults import lookup
+from cutefce.autotune_cache.defaults import widest_window
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.config import Configs, GemmConfig
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives import cute, dispatch
@@ -25,7 +25,7 @@ from tests.support.reference import Case, assert_as_accurate, evaluate, ours, ra
 
 HERE = arch_for(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 ARCH = HERE or Sm90()
-CONFIGS = ARCH.configs()
+CONFIGS = ARCH.prebuilt_configs()
 RAGGED = {
     "one row": (1, 64, 1000),
     "fewer columns than a tile": (70, 8, 17),
@@ -46,8 +46,8 @@ def strict() -> Any:
     dispatch.set_strict(False)
 
 
-def with_project_exp(config: GemmConfig) -> Configs:
-    default = Sm90().default_configs(tokens=8192, hidden=4096, multiprocessors=132)
+def with_project_exp(config: GemmConfig) -> KernelConfigs:
+    default = Sm90().default_configs(tokens=8192, hidden=4096, num_sms=132)
     return dataclasses.replace(default, project_exp=config)
 
 
@@ -55,9 +55,9 @@ def primitives(config: GemmConfig, dtype: torch.dtype) -> CutePrimitives:
     return with_configs(with_project_exp(config), dtype)
 
 
-def with_configs(configs: Configs, dtype: torch.dtype) -> CutePrimitives:
+def with_configs(configs: KernelConfigs, dtype: torch.dtype) -> CutePrimitives:
     name = str(dtype).removeprefix("torch.")
-    tiles = lookup(Problem(1, 64, 1000, name, "cuda"))
+    tiles = widest_window(Problem(1, 64, 1000, name, "cuda"))
     count = torch.cuda.get_device_properties(0).multi_processor_count
     return CutePrimitives(tiles, ARCH, name, configs, count)
 
@@ -158,7 +158,7 @@ def test_far_rows(which: str, workspace: str, dtype: torch.dtype, strict: None) 
 @pytest.mark.gpu
 @with_kernels
 @pytest.mark.parametrize("shape", [(521, 264, 1003), (1000, 1096, 20001), (300, 64, 5003)], ids=str)
-@pytest.mark.parametrize("config", ARCH.gradient_configs(), ids=str)
+@pytest.mark.parametrize("config", ARCH.grad_gemm_configs(), ids=str)
 @pytest.mark.parametrize("fresh", [False, True])
 def test_sums_are_right_and_the_same_again(
     fresh: bool, config: GemmConfig, shape: tuple[int, int, int], strict: None
@@ -297,7 +297,7 @@ def test_launches_pass_what_the_kernels_take(arch: Arch, monkeypatch: pytest.Mon
     pytest.importorskip("cutlass")
     launched = []
 
-    def on_a_cpu(kernel: spec.Kernel) -> Any:
+    def on_a_cpu(kernel: spec.KernelSpec) -> Any:
         def launch(*arguments: Any) -> None:
             with pytest.raises(ValueError, match="expected device_type=cuda"):
                 jit_cache.compiled(kernel)(*arguments)
@@ -307,8 +307,8 @@ def test_launches_pass_what_the_kernels_take(arch: Arch, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(cute, "compiled", on_a_cpu)
     case = random_case(300, 64, 1500, dtype=torch.bfloat16)
-    tiles = lookup(Problem(300, 64, 1500, "bfloat16", "cuda"))
-    default = arch.default_configs(tokens=8192, hidden=4096, multiprocessors=132)
+    tiles = widest_window(Problem(300, 64, 1500, "bfloat16", "cuda"))
+    default = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
     steps = CutePrimitives(tiles, arch, "bfloat16", default, 132)
     targets, exps = Targets(case.y, 1500, -100), torch.empty(300, 1504, dtype=torch.bfloat16)
     logit = steps.target_logit(case.h, case.w, targets)
@@ -334,7 +334,7 @@ def test_launches_pass_what_the_kernels_take(arch: Arch, monkeypatch: pytest.Mon
 
 def test_parts_of_all_ranks_are_joined() -> None:
     """From 2^-80 to 2^900: what no sum of float32 could hold."""
-    tiles = lookup(Problem(4, 64, 1500, "bfloat16", "cuda"))
+    tiles = widest_window(Problem(4, 64, 1500, "bfloat16", "cuda"))
     steps = CutePrimitives(tiles, ARCHS[0], "bfloat16", with_project_exp(CONFIGS[0]), 132)
     sums = torch.tensor([[0.0, 1.0], [-80.0, -80.0], [900.0, 2.0], [-torch.inf, -torch.inf]])
     notes, other = torch.zeros(3, dtype=torch.int32), torch.arange(4.0)
@@ -369,7 +369,7 @@ def test_strict_mode_says_what_is_in_the_way(strict: None) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_configurations_are_legal(arch: Arch) -> None:
-    for config in arch.configs():
+    for config in arch.prebuilt_configs():
         arch.check(config)
 
 
@@ -384,11 +384,14 @@ def test_configurations_are_legal(arch: Arch) -> None:
         (GemmConfig(128, 192, 2, 1, True), "stages: got 1, expected at least 2"),
         (GemmConfig(0, 192, 2, 5, True), "at least one row"),
         (GemmConfig(128, 0, 2, 5, True), "at least one row"),
-        (GemmConfig(128, 192, 2, 5, True, 0), "group: got 0"),
+        (GemmConfig(128, 192, 2, 5, True, 0), "raster_group: got 0"),
         (GemmConfig(128, 192, 2, 5.0, True), "stages: got 5.0, expected int"),  # type: ignore[arg-type]
         (GemmConfig(128, 192, 2, 5, 1), "pingpong: got 1, expected bool"),  # type: ignore[arg-type]
-        (GemmConfig(128, 192, 2, 5, True, paired=True), "paired: got True, expected False"),
-        (GemmConfig(128, 192, 2, 5, True, emulated=4), "emulated: got 4, expected 0"),
+        (GemmConfig(128, 192, 2, 5, True, two_cta=True), "two_cta: got True, expected False"),
+        (
+            GemmConfig(128, 192, 2, 5, True, poly_exp2_per_16=4),
+            "poly_exp2_per_16: got 4, expected 0",
+        ),
     ],
     ids=str,
 )
@@ -405,4 +408,4 @@ def test_unknown_architecture() -> None:
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 @pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 100000])
 def test_the_default_is_one_of_the_configurations(tokens: int, arch: Arch) -> None:
-    assert arch.default(tokens) in arch.configs()
+    assert arch.default(tokens) in arch.prebuilt_configs()

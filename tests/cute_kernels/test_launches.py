@@ -6,7 +6,7 @@ import torch
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
-from cutefce.cute_kernels.problem import TileConfig
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.interface import operators
 from cutefce.ops.primitives import cute
 from cutefce.ops.primitives.cute import CutePrimitives
@@ -16,12 +16,12 @@ from tests.support.reference import PLANS, assert_as_accurate, logits_case, plan
 
 @pytest.fixture(params=[Sm90(), Sm100()], ids=lambda arch: str(arch.name))
 def on_kernels(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, small_tiles: TileConfig
-) -> TileConfig:
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
+) -> PortableTiles:
     """Serve calls on a CPU by models of an architecture's kernels."""
     pytest.importorskip("cutlass")
     arch: Arch = request.param
-    configs = arch.default_configs(tokens=8192, hidden=4096, multiprocessors=132)
+    configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
     primitives = CutePrimitives(small_tiles, arch, "bfloat16", configs, 132)
     monkeypatch.setattr(cute, "compiled", model_of)
     monkeypatch.setattr(operators, "primitives_for", lambda *_: primitives.for_a_call())
@@ -31,7 +31,7 @@ def on_kernels(
 @pytest.mark.parametrize("logit_std", [0.1, 4, 40])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_every_strategy(
-    plan: tuple[str, int, int, int], logit_std: float, on_kernels: TileConfig
+    plan: tuple[str, int, int, int], logit_std: float, on_kernels: PortableTiles
 ) -> None:
     case = random_case(150, 48, 333, dtype=torch.bfloat16, logit_std=logit_std)
     case.upstream.fill_(1.0)
@@ -41,7 +41,7 @@ def test_every_strategy(
 
 @pytest.mark.parametrize("lent", [0, 64])
 @pytest.mark.parametrize("height", [20.0, 60.0, 1e4])
-def test_far_rows_are_settled(height: float, lent: int, on_kernels: TileConfig) -> None:
+def test_far_rows_are_settled(height: float, lent: int, on_kernels: PortableTiles) -> None:
     """In every window that keeps them, with one reference."""
     torch.manual_seed(1)
     logits, y = torch.randn(40, 333), torch.randint(333, (40,))
@@ -53,9 +53,9 @@ def test_far_rows_are_settled(height: float, lent: int, on_kernels: TileConfig) 
 
 
 @pytest.mark.parametrize("count", [1, 33, CutePrimitives.ZEROS + 1])
-def test_nobody_shares_zeros(count: int, small_tiles: TileConfig) -> None:
+def test_nobody_shares_zeros(count: int, small_tiles: PortableTiles) -> None:
     """Neither launches of a call, which write what they take, nor calls."""
-    configs = Sm90().default_configs(tokens=8192, hidden=4096, multiprocessors=132)
+    configs = Sm90().default_configs(tokens=8192, hidden=4096, num_sms=132)
     call, taken = CutePrimitives(small_tiles, Sm90(), "bfloat16", configs, 132), []
     for _ in range(3):
         call = call.for_a_call()

@@ -13,23 +13,23 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.spec import Kernel, ProjectExp, kernel_set
+from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec, kernel_set
 from tests.blackwell.machine_code import artifacts
 
 SETS = {
     arch.name: kernel_set(arch, "bfloat16", arch.default_configs(8192, 4096, 132)) for arch in ARCHS
 }
 KERNELS = SETS[Sm90().name]
-KINDS: dict[str, Kernel | None] = {
-    "sums": KERNELS.sums,
+KINDS: dict[str, KernelSpec | None] = {
+    "sums": KERNELS.row_sums,
     "exps": KERNELS.exps,
-    "noted_exps": KERNELS.noted_exps,
+    "noted_exps": KERNELS.repair_exps,
     "grad_hidden": KERNELS.grad_hidden,
     "grad_weight": KERNELS.grad_weight,
     "add_targets": KERNELS.add_targets,
 }
 for name, kernels in SETS.items():  # Blackwell's project_exp begins as kernels do
-    KINDS |= {f"{name} finish": kernels.finish, f"{name} finish_dx": kernels.finish_dx}
+    KINDS |= {f"{name} finish": kernels.reduce_partials, f"{name} finish_dx": kernels.finish_dx}
     KINDS |= {f"{name} target_logit": kernels.target_logit}
 ROLE = r"setmaxnreg\.\w+"
 WAIT, LET = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
@@ -46,12 +46,12 @@ def unguarded(ptx: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kernel", KINDS.values(), ids=KINDS)
-def test_nothing_is_touched_before_a_wait(kernel: Kernel | None) -> None:
+def test_nothing_is_touched_before_a_wait(kernel: KernelSpec | None) -> None:
     assert kernel is not None
     ptx, _ = artifacts(kernel)
     assert not list(unguarded(ptx))
     assert LET in ptx
-    if not isinstance(kernel, ProjectExp):
+    if not isinstance(kernel, ProjectExpSpec):
         assert ptx.count(WAIT) == 1
         assert ptx.index(WAIT) < ptx.index(LET), "what is older than this kernel is done"
         without = ptx.replace(WAIT, "")
@@ -59,7 +59,7 @@ def test_nothing_is_touched_before_a_wait(kernel: Kernel | None) -> None:
 
 
 def test_each_role_waits_by_itself() -> None:
-    ptx, _ = artifacts(KERNELS.sums)
+    ptx, _ = artifacts(KERNELS.row_sums)
     _, *roles = re.split(ROLE, ptx)
     for role in roles:
         assert list(unguarded(ptx.replace(role, role.replace(WAIT, "")))), "the fault is found"

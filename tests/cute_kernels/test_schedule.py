@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.schedule.order import (
-    LEAST_STEPS,
+    MIN_STEPS_PER_SPLIT,
     PARTIAL_BYTES,
-    choose_cuts,
-    choose_windows,
-    loads,
+    choose_k_splits,
+    choose_vocab_splits,
+    num_waves,
     piece,
-    rounds,
+    tiles_per_cluster,
     unit,
 )
 
@@ -32,10 +32,10 @@ def test_a_group_is_finished_before_the_next() -> None:
 @given(st.integers(0, 100_000), st.integers(1, 300_000), st.integers(1, 200))
 def test_windows_are_within_bounds(tokens: int, vocab: int, clusters: int) -> None:
     config = Sm90().default(tokens)
-    windows = choose_windows(tokens, vocab, config, clusters)
+    windows = choose_vocab_splits(tokens, vocab, config, clusters)
     assert 1 <= windows <= -(-vocab // config.tile_n)
     if windows > 1:
-        assert tokens * windows * config.parts_of_window * 4 <= PARTIAL_BYTES
+        assert tokens * windows * config.partials_per_row * 4 <= PARTIAL_BYTES
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,10 @@ def test_windows_are_within_bounds(tokens: int, vocab: int, clusters: int) -> No
 def test_clusters_finish_together(tokens: int, vocab: int) -> None:
     config = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
     tiles, row_blocks = -(-vocab // config.tile_n), -(-tokens // config.rows)
-    windows = choose_windows(tokens, vocab, config, 66)
+    windows = choose_vocab_splits(tokens, vocab, config, 66)
     assert (
-        max(loads(row_blocks, tiles, windows, config.group, 66)) <= 1.004 * tiles * row_blocks / 66
+        max(tiles_per_cluster(row_blocks, tiles, windows, config.raster_group, 66))
+        <= 1.004 * tiles * row_blocks / 66
     )
 
 
@@ -65,7 +66,7 @@ def test_loads_are_those_of_the_units(
     for index in range(row_blocks * windows):
         _, window = unit(index, row_blocks, windows, group)
         counted[index % clusters] += len(range(window, tiles, windows))
-    assert loads(row_blocks, tiles, windows, group, clusters) == counted
+    assert tiles_per_cluster(row_blocks, tiles, windows, group, clusters) == counted
 
 
 @given(st.integers(1, 300), st.integers(1, 70), st.integers(1, 8))
@@ -79,13 +80,13 @@ def test_pieces_make_up_the_units_of_the_last_round(units: int, clusters: int, c
 
 @pytest.mark.parametrize("units", [1024, 512, 576, 32, 100], ids=str)
 def test_cuts_share_the_last_round(units: int) -> None:
-    cuts = choose_cuts(units, 66, 2048)
-    assert rounds(units, 66, 1) >= rounds(units, 66, cuts) >= units / 66
-    assert rounds(units, 66, cuts) <= units / 66 + 0.12
+    cuts = choose_k_splits(units, 66, 2048)
+    assert num_waves(units, 66, 1) >= num_waves(units, 66, cuts) >= units / 66
+    assert num_waves(units, 66, cuts) <= units / 66 + 0.12
 
 
 @given(st.integers(1, 300), st.integers(1, 70), st.integers(1, 3000))
 def test_pieces_are_not_too_short(units: int, clusters: int, steps: int) -> None:
-    cuts = choose_cuts(units, clusters, steps)
-    assert cuts == 1 or steps // cuts >= LEAST_STEPS
-    assert choose_cuts(units * clusters, clusters, steps) == 1
+    cuts = choose_k_splits(units, clusters, steps)
+    assert cuts == 1 or steps // cuts >= MIN_STEPS_PER_SPLIT
+    assert choose_k_splits(units * clusters, clusters, steps) == 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.problem import TileConfig
+from cutefce.cute_kernels.config import PortableTiles
 from tests.support.reference import (
     PLANS,
     assert_as_accurate,
@@ -53,7 +53,7 @@ def test_every_strategy(
     plan: tuple[str, int, int, int],
     dtype: torch.dtype,
     logit_std: float,
-    small_tiles: TileConfig,
+    small_tiles: PortableTiles,
     device: str,
 ) -> None:
     case = random_case(150, 48, 333, dtype=dtype, device=device, logit_std=logit_std)
@@ -63,7 +63,7 @@ def test_every_strategy(
 
 
 @pytest.mark.parametrize("window", [32, 64, 96, 352])
-def test_every_window_gives_the_same(window: int, small_tiles: TileConfig, device: str) -> None:
+def test_every_window_gives_the_same(window: int, small_tiles: PortableTiles, device: str) -> None:
     case = random_case(70, 16, 333, device=device)
     assert_as_accurate(planned(case, window, "windows", 0, 0, 70), case)
 
@@ -133,7 +133,7 @@ def test_rows_far_above_their_target(
     height: float,
     kept: int,
     dtype: torch.dtype,
-    small_tiles: TileConfig,
+    small_tiles: PortableTiles,
     device: str,
 ) -> None:
     """Losses up to 1e30 nats beside ordinary ones: where a plain exp(z - r) would overflow."""

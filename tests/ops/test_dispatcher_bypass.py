@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cutefce.cute_kernels.problem import TileConfig
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.primitives import portable
 from tests.support.reference import random_case
 
@@ -91,7 +91,7 @@ def test_tensors_without_numbers_stay_without(without: Callable[[], Any]) -> Non
 
 @each_dtype
 def test_compiled_without_gradients_equals_eager(
-    dtype: torch.dtype, small_tiles: TileConfig, device: str
+    dtype: torch.dtype, small_tiles: PortableTiles, device: str
 ) -> None:
     torch.compiler.reset()
     backend = "aot_eager" if device == "cpu" else "inductor"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import cutefce
 from bench.harness.timing import peak_bytes
-from cutefce.cute_kernels.problem import TileConfig
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.planning.dw_aliasing import lendable_windows
 from cutefce.ops.strategies.dw_views import lent_windows, room_after
 from tests.support.reference import random_case
@@ -57,7 +57,7 @@ def test_the_rest_of_dw_is_room_while_it_lasts(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_graphs_get_gradients_of_their_own(dtype: torch.dtype, small_tiles: TileConfig) -> None:
+def test_graphs_get_gradients_of_their_own(dtype: torch.dtype, small_tiles: PortableTiles) -> None:
     """With create_graph=True, and in a compiled step, dW is new, and what was saved stays."""
     case = random_case(40, 64, 333, dtype=dtype)
     h, w = case.h.requires_grad_(), case.w.requires_grad_()
@@ -74,7 +74,7 @@ def test_graphs_get_gradients_of_their_own(dtype: torch.dtype, small_tiles: Tile
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_memory_that_is_saved(small_tiles: TileConfig) -> None:
+def test_memory_that_is_saved(small_tiles: PortableTiles) -> None:
     """Of exponentials as large as dW, those of all windows but few take none."""
     case = random_case(256, 256, 4000)
     h, w = case.h.requires_grad_(), case.w.requires_grad_()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import cutefce
 from bench.harness.accuracy import relative_error
-from cutefce.cute_kernels.problem import TileConfig
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.primitives.portable import TorchPrimitives
 from cutefce.ops.strategies.grad_accumulator import Sums
 from tests.support.reference import random_case
@@ -27,7 +27,7 @@ def some_sums(rows: int, dtype: torch.dtype) -> tuple[Sums, torch.Tensor]:
 def test_each_sum_is_scaled_and_rounded_once(dtype: torch.dtype, rows: int, in_place: bool) -> None:
     sums, values = some_sums(rows, dtype)
     expected = (values * 0.37).to(dtype)
-    primitives = TorchPrimitives(TileConfig(64, 32, 32, 16))
+    primitives = TorchPrimitives(PortableTiles(64, 16, 32, 32))
     got = sums.finish(primitives, torch.tensor(0.37), in_place=in_place)
     assert torch.equal(got, expected)
     assert (got.data_ptr() == sums.gradient.data_ptr()) == (in_place or not rows)

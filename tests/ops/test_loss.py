@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
-from cutefce.cute_kernels.problem import TileConfig
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.interface import call
 from tests.support.reference import Case, Result, assert_as_accurate, ours, random_case
 
@@ -26,7 +26,7 @@ def leaves(case: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("workspace", WORKSPACES)
 def test_reductions_equal_torch(
-    reduction: str, workspace: int | str | None, small_tiles: TileConfig, device: str
+    reduction: str, workspace: int | str | None, small_tiles: PortableTiles, device: str
 ) -> None:
     case = random_case(60, 16, 333, dtype=torch.float64, device=device)
     h, w = leaves(case)
@@ -134,7 +134,7 @@ def test_upstream_gradients(upstream: Any, workspace: str, device: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("workspace", WORKSPACES)
 def test_backward_twice(
-    reduction: str, workspace: int | str | None, small_tiles: TileConfig, device: str
+    reduction: str, workspace: int | str | None, small_tiles: PortableTiles, device: str
 ) -> None:
     case = random_case(60, 16, 333, device=device)
     h, w = leaves(case)
@@ -174,7 +174,7 @@ def test_runs_are_bitwise_equal(device: str) -> None:
 @pytest.mark.parametrize("workspace", WORKSPACES)
 @pytest.mark.parametrize("kind", ["tensor", "integers", "number"])
 def test_denominator(
-    kind: str, workspace: int | str | None, small_tiles: TileConfig, device: str
+    kind: str, workspace: int | str | None, small_tiles: PortableTiles, device: str
 ) -> None:
     case = random_case(60, 16, 333, dtype=torch.bfloat16, device=device)
     other = copy.deepcopy(case)
@@ -225,7 +225,7 @@ def test_opcheck_of_the_forward_alone(reduction: str, device: str) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("workspace", WORKSPACES)
 def test_compiled_equals_eager(
-    workspace: int | str | None, dynamic: bool, small_tiles: TileConfig, device: str
+    workspace: int | str | None, dynamic: bool, small_tiles: PortableTiles, device: str
 ) -> None:
     def step(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
         loss: Tensor = torch.ops.cutefce.loss(h * 2, w, y, workspace=workspace)

@@ -7,7 +7,7 @@ import torch
 
 import cutefce
 from bench.harness.timing import peak_bytes
-from cutefce.autotune_cache.defaults import lookup, widths
+from cutefce.autotune_cache.defaults import widest_window, window_configs
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.planner import budget_bytes, make_plan
@@ -54,7 +54,7 @@ def measure(
     step()
     name = str(dtype).removeprefix("torch.")
     problem = Problem(*shape, name, device, grad_hidden, grad_weight, arch_of(case.h))
-    plan = make_plan(problem, widths(problem), budget_bytes(workspace), reduction != "none")
+    plan = make_plan(problem, window_configs(problem), budget_bytes(workspace), reduction != "none")
     return plan.workspace_bytes, peak_bytes(step, device) - problem.gradient_bytes, problem
 
 
@@ -89,8 +89,8 @@ def test_the_peak_of_chunks_is_predicted(
     leaves = case.h.requires_grad_(), case.w.requires_grad_()
     name = str(dtype).removeprefix("torch.")
     problem = Problem(*shape, name, device, arch=arch_of(case.h))
-    config = lookup(problem)
-    stored = -(-shape[2] // config.piece) * config.piece
+    config = widest_window(problem)
+    stored = -(-shape[2] // config.reference_block) * config.reference_block
     plan = "gradients_in_forward", config.window, 0, stored, chunk
 
     def step() -> None:

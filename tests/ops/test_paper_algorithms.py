@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cutefce.cute_kernels.problem import TileConfig
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.primitives import rows
 from cutefce.ops.primitives.portable import TorchPrimitives
 from tests.support import paper
@@ -14,7 +14,7 @@ from tests.support.reference import Result, assert_as_accurate, random_case
 @pytest.mark.parametrize("logit_std", [0.1, 1, 30])
 @pytest.mark.parametrize("window", [32, 64, 352])
 def test_algorithms_1_and_2(
-    window: int, logit_std: float, dtype: torch.dtype, small_tiles: TileConfig, device: str
+    window: int, logit_std: float, dtype: torch.dtype, small_tiles: PortableTiles, device: str
 ) -> None:
     case = random_case(70, 16, 333, dtype=dtype, device=device, logit_std=logit_std)
     primitives = TorchPrimitives(small_tiles)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import cutefce
-from cutefce.autotune_cache.defaults import lookup, widths
-from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.autotune_cache.defaults import widest_window, window_configs
+from cutefce.cute_kernels.config import PortableTiles
+from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.planning.planner import MAXIMUM, MINIMUM, Plan, budget_bytes, make_plan
 
 GIB = 1 << 30
@@ -20,7 +21,7 @@ CPU = Problem(tokens=2048, hidden=1024, vocab=50257, dtype="float32", device="cp
 
 
 def plan(problem: Problem, budget: int, scalar_upstream: bool = True) -> Plan:
-    return make_plan(problem, widths(problem), budget, scalar_upstream)
+    return make_plan(problem, window_configs(problem), budget, scalar_upstream)
 
 
 def test_the_ends_of_the_budget() -> None:
@@ -87,12 +88,12 @@ def test_no_gradients_keep_nothing() -> None:
 
 
 def test_kept_columns_are_whole_windows_or_all() -> None:
-    config = lookup(LLAMA)
+    config = widest_window(LLAMA)
     for budget in range(GIB // 2, 3 * GIB, GIB // 9):
         chosen = plan(LLAMA, budget, scalar_upstream=False)
         lent, kept = chosen.lent, chosen.kept
         assert lent + kept >= LLAMA.vocab or kept % config.window == 0
-        assert lent % config.window == 0 and kept % config.piece == 0
+        assert lent % config.window == 0 and kept % config.reference_block == 0
 
 
 def test_the_place_of_dw_is_used_before_anything_is_computed_again() -> None:
@@ -108,7 +109,7 @@ def test_the_place_of_dw_is_used_before_anything_is_computed_again() -> None:
 
 def test_no_more_is_lent_than_has_no_room_elsewhere() -> None:
     """Each window in the place of dW is products of its own."""
-    window_bytes = lookup(LLAMA).window * LLAMA.tokens * LLAMA.item_bytes
+    window_bytes = widest_window(LLAMA).window * LLAMA.tokens * LLAMA.item_bytes
     lent = []
     for budget in range(GIB, 5 * GIB // 2, GIB // 8):
         chosen = plan(LLAMA, budget, scalar_upstream=False)
@@ -123,7 +124,7 @@ def test_no_more_is_lent_than_has_no_room_elsewhere() -> None:
 def test_narrower_windows_save_time_and_memory(tokens: int, vocab: int) -> None:
     problem = dataclasses.replace(LLAMA, tokens=tokens, vocab=vocab, arch="sm_90a")
     smallest = plan(problem, MINIMUM)
-    widest = make_plan(problem, widths(problem)[:1], MINIMUM, scalar_upstream=True)
+    widest = make_plan(problem, window_configs(problem)[:1], MINIMUM, scalar_upstream=True)
     assert smallest.seconds <= widest.seconds
     assert smallest.workspace_bytes <= widest.workspace_bytes
     if smallest.window < widest.window:  # more of them have room where dW will be
@@ -146,7 +147,7 @@ def test_a_narrower_window_serves_where_a_wider_one_is_too_large() -> None:
 def test_nothing_is_lent_where_that_alone_takes_too_much() -> None:
     """What dW's place keeps needs s_i h_i, another N·D."""
     problem = dataclasses.replace(LONG, arch="sm_90a")
-    configs = widths(problem)[:1]
+    configs = window_configs(problem)[:1]
     lends = make_plan(problem, configs, MINIMUM, scalar_upstream=True)
     budget = lends.workspace_bytes - (1 << 20)
     chosen = make_plan(problem, configs, budget, scalar_upstream=True)
@@ -157,15 +158,20 @@ def test_nothing_is_lent_where_that_alone_takes_too_much() -> None:
 @pytest.mark.parametrize("vocab", [1, 7, 8, 1000, 1025, 32001, 50257, 151669])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
 def test_lookup_is_legal_and_no_wider_than_the_vocabulary(vocab: int, device: str) -> None:
-    config = lookup(dataclasses.replace(CPU, vocab=vocab, device=device))
-    assert config.window % config.tile == 0 and config.tile % config.piece == 0
-    assert config.piece <= vocab + 7
+    config = widest_window(dataclasses.replace(CPU, vocab=vocab, device=device))
+    assert (
+        config.window % config.tile_columns == 0
+        and config.tile_columns % config.reference_block == 0
+    )
+    assert config.reference_block <= vocab + 7
 
 
-@pytest.mark.parametrize("wrong", [{"window": 100}, {"piece": 24}])
+@pytest.mark.parametrize("wrong", [{"window": 100}, {"reference_block": 24}])
 def test_illegal_tiles_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"(window|tile): got \d+, expected a multiple"):
-        TileConfig(**({"window": 64, "tile": 32, "rows": 32, "piece": 16} | wrong))
+    with pytest.raises(ValueError, match=r"(window|tile_columns): got \d+, expected a multiple"):
+        PortableTiles(
+            **({"window": 64, "tile_columns": 32, "tile_rows": 32, "reference_block": 16} | wrong)
+        )
 
 
 def test_planner_needs_no_torch() -> None:

@@ -25,7 +25,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 import cutefce
 from bench.harness.timing import peak_bytes
 from cutefce.autotune_cache import defaults
-from cutefce.cute_kernels.problem import Problem, TileConfig
+from cutefce.cute_kernels.config import PortableTiles
+from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.interface import call as call_module
 from cutefce.ops.parallel import shard
 from cutefce.ops.planning.memory_model import chunked_bytes
@@ -411,8 +412,8 @@ def peak(
         torch.autograd.grad(loss.sum(), (h, w))
 
     with pytest.MonkeyPatch.context() as patch:
-        tiles = TileConfig(window=1024, tile=1024, rows=512, piece=1024)
-        patch.setitem(defaults.DEFAULTS, "cpu", tiles)
+        tiles = PortableTiles(window=1024, reference_block=1024, tile_columns=1024, tile_rows=512)
+        patch.setitem(defaults.PORTABLE_TILES, "cpu", tiles)
         call_module._cached_plan.cache_clear()
         step()
         plan = cutefce.plan(h, w, group=group(2).group_name, **options)
@@ -442,8 +443,8 @@ def peak_of_chunks(sequence_parallel: bool, dtype: torch.dtype) -> tuple[int, in
     w, y = case.w.requires_grad_(), random_case(tokens, 8, 2 * vocab).y
     name = str(dtype).removeprefix("torch.")
     problem = Problem(tokens, hidden, vocab, name, "cpu", True, True, None, 2, sequence_parallel)
-    config, chunk = defaults.lookup(problem), 512
-    stored = -(-vocab // config.piece) * config.piece
+    config, chunk = defaults.widest_window(problem), 512
+    stored = -(-vocab // config.reference_block) * config.reference_block
     plan = "gradients_in_forward", config.window, 0, stored, chunk
     sharing = None, group(2).group_name, None, sequence_parallel
 

@@ -79,7 +79,7 @@ def planned_share(
 ) -> Share:
     """Run a given plan; lent and kept columns are at most what there is room for, and all."""
     h, w = leaves(case, sizes, sequence_parallel)
-    piece = min(SMALL_TILES.piece, -(-len(w) // 8) * 8)
+    piece = min(SMALL_TILES.reference_block, -(-len(w) // 8) * 8)
     room = lendable_windows(len(case.h), w.shape[1], len(w), SMALL_TILES.window)
     lent = min(lent, room * SMALL_TILES.window)
     kept = min(kept, -(-(len(w) - lent) // piece) * piece)

@@ -39,7 +39,7 @@ class Inline(Child):
         else:
             assert call.func is worker.race
             contestants = call.args[2]
-        kinds = [Kind.FAST if c == "product" else Kind(c.group) for c in contestants]
+        kinds = [Kind.FAST if c == "product" else Kind(c.raster_group) for c in contestants]
         for kind in kinds:
             if kind not in (Kind.SLOW, Kind.FAST):
                 raise ChildError("out of memory" if kind is Kind.LEAKS else "wrong")

@@ -17,7 +17,7 @@ from cutefce.autotune_cache.table import Choice
 from cutefce.autotune_cache.tuning.targets.project_exp import ProjectExp
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import Kernel
+from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.ops.primitives.interface import Primitives, step_by_step
 from cutefce.ops.primitives.portable import TorchPrimitives
 
@@ -36,7 +36,7 @@ class Kind(IntEnum):
 
 def config(kind: Kind) -> GemmConfig:
     """Return a configuration that stands for `kind`."""
-    return GemmConfig(128, 128, cluster=1, stages=6, pingpong=True, group=kind)
+    return GemmConfig(128, 128, cluster=1, stages=6, pingpong=True, raster_group=kind)
 
 
 class Faulty:
@@ -123,13 +123,13 @@ class StandIn(ProjectExp):
     def candidates(self, problem: Problem) -> Sequence[Choice]:
         return [config(kind) for kind in Kind]
 
-    def kernels(self, problem: Problem, choice: Choice) -> Sequence[Kernel]:
+    def kernels(self, problem: Problem, choice: Choice) -> Sequence[KernelSpec]:
         return ()
 
     def primitives(self, problem: Problem, choice: Choice) -> Primitives:
         assert isinstance(choice, GemmConfig)
-        own = TorchPrimitives(defaults.lookup(problem))
-        return cast(Primitives, Faulty(own, Kind(choice.group)))
+        own = TorchPrimitives(defaults.widest_window(problem))
+        return cast(Primitives, Faulty(own, Kind(choice.raster_group)))
 
 
 class Hanging(StandIn):
@@ -146,7 +146,7 @@ class Kernels(ProjectExp):
     kind: Kind = Kind.FAST
 
     def defaults(self) -> Sequence[Choice]:
-        return self.arch.configs()[:1]
+        return self.arch.prebuilt_configs()[:1]
 
     def primitives(self, problem: Problem, choice: Choice) -> Primitives:
         return cast(Primitives, Faulty(super().primitives(problem, choice), self.kind))

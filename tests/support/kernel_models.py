@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import BLOCK_NOTES, FINISHED_NOTE, MEETING_NOTE
 from cutefce.cute_kernels.problem import SLACK
+from cutefce.cute_kernels.workspace import Semaphore
 
 
-def model_of(kernel: spec.Kernel) -> Callable[..., None]:
+def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
     """Return the function that stands for a compiled kernel."""
     models: dict[type, Callable[..., None]] = {
-        spec.TargetLogit: _target_logit,
-        spec.ProjectExp: _project_exp,
-        spec.Finish: _finish,
-        spec.Forward: _forward,
-        spec.Combine: _combine,
-        spec.Gradient: _gradient,
-        spec.AddTargets: _add_targets,
+        spec.TargetLogitSpec: _target_logit,
+        spec.ProjectExpSpec: _project_exp,
+        spec.ReducePartialsSpec: _finish,
+        spec.FusedForwardSpec: _forward,
+        spec.ScaleAddRowsSpec: _combine,
+        spec.GradGemmSpec: _gradient,
+        spec.AddTargetsSpec: _add_targets,
     }
     return functools.partial(models[type(kernel)], kernel)
 
 
 def _target_logit(
-    kernel: spec.TargetLogit,
+    kernel: spec.TargetLogitSpec,
     h: Tensor,
     w: Tensor,
     y: Tensor,
@@ -40,7 +40,7 @@ def _target_logit(
     zeros: Tensor,
     ignored: int,
 ) -> None:
-    assert len(zeros) <= kernel.zeros(len(h))
+    assert len(zeros) <= kernel.max_zeros(len(h))
     zeros.fill_(0)
     here = (y >= 0) & (y < len(w))
     out[:] = (h.float() * w[torch.where(here, y, 0)].float()).sum(1)
@@ -49,7 +49,7 @@ def _target_logit(
 
 
 def _project_exp(
-    kernel: spec.ProjectExp,
+    kernel: spec.ProjectExpSpec,
     h: Tensor,
     w: Tensor,
     reference: Tensor,
@@ -67,19 +67,23 @@ def _project_exp(
         sums.fill_(-torch.inf)
         sums[:, 0] = relative.logsumexp(1) / math.log(2)
     if kernel.masked:
-        assert notes[FINISHED_NOTE] > 0, "after the kernel that notes blocks"
+        assert notes[Semaphore.DONE_COUNTER] > 0, "after the kernel that notes blocks"
     else:
         assert not notes.any()
-        notes[MEETING_NOTE] = 1
+        notes[Semaphore.SYNC_COUNTER] = 1
     if exps is not None:
         blocks = torch.arange(len(h)) // kernel.config.rows
-        rows = notes[BLOCK_NOTES + blocks] == 1 if kernel.masked else torch.ones(len(h)) == 1
+        rows = (
+            notes[Semaphore.REPAIR_FLAGS + blocks] == 1
+            if kernel.masked
+            else torch.ones(len(h)) == 1
+        )
         count = min(exps.shape[1], len(w))
         exps[rows, :count] = relative[rows, :count].exp().to(exps.dtype)
 
 
 def _finish(
-    kernel: spec.Finish,
+    kernel: spec.ReducePartialsSpec,
     parts: Tensor,
     logit: Tensor,
     target: Tensor,
@@ -89,12 +93,12 @@ def _finish(
     ignored: int,
     mean: int,
 ) -> None:
-    assert notes[FINISHED_NOTE] == 0
+    assert notes[Semaphore.DONE_COUNTER] == 0
     largest = parts.amax(1)
     far = largest > SLACK / math.log(2)
     reference = torch.where(far, logit + largest * math.log(2), logit)
-    notes[BLOCK_NOTES + far.nonzero()[:, 0] // kernel.rows] = 1
-    notes[FINISHED_NOTE] = 1
+    notes[Semaphore.REPAIR_FLAGS + far.nonzero()[:, 0] // kernel.rows] = 1
+    notes[Semaphore.DONE_COUNTER] = 1
     distance = torch.where(reference == logit, 0, reference - logit)
     total = torch.exp2(parts - distance[:, None] / math.log(2)).sum(1)
     excess = total + torch.expm1(-distance)
@@ -103,7 +107,7 @@ def _finish(
 
 
 def _forward(
-    kernel: spec.Forward,
+    kernel: spec.FusedForwardSpec,
     h: Tensor,
     w: Tensor,
     y: Tensor,
@@ -115,8 +119,8 @@ def _forward(
     clusters: int,
     mean: int,
 ) -> None:
-    tokens, parts = len(h), windows * kernel.config.parts_of_window
-    assert len(between) == kernel.between(tokens, windows)
+    tokens, parts = len(h), windows * kernel.config.partials_per_row
+    assert len(between) == kernel.workspace_size(tokens, windows)
     noted = len(between) - tokens * (1 + parts)
     logit, sums, rest = between.split([tokens, tokens * parts, noted])
     sums, notes = sums.view(tokens, parts), rest.view(torch.int32)
@@ -141,7 +145,7 @@ def _combine(
 
 
 def _gradient(
-    kernel: spec.Gradient,
+    kernel: spec.GradGemmSpec,
     a: Tensor,
     b: Tensor,
     out: Tensor,
@@ -151,8 +155,8 @@ def _gradient(
     cuts: int | None,
     fresh: int | None,
 ) -> None:
-    own = notes[: kernel.notes(clusters)]
-    assert own.tolist() == [0] * kernel.notes(clusters)
+    own = notes[: kernel.semaphore_count(clusters)]
+    assert own.tolist() == [0] * kernel.semaphore_count(clusters)
     own.fill_(1)
     assert (cuts is None) == (fresh is None) == kernel.final
     product = a.float() @ b.float().t()

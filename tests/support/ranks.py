@@ -91,8 +91,8 @@ def _serve(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    for name in defaults.DEFAULTS:
-        defaults.DEFAULTS[name] = SMALL_TILES
+    for name in defaults.PORTABLE_TILES:
+        defaults.PORTABLE_TILES[name] = SMALL_TILES
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
         backend, init_method=store, rank=rank, world_size=count, timeout=timeout

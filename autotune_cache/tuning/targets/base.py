@@ -19,9 +19,9 @@ from torch import Tensor
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.table import Choice
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.config import Configs
-from cutefce.cute_kernels.problem import Problem, TileConfig
-from cutefce.cute_kernels.spec import Kernel, kernel_set
+from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
+from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.spec import KernelSpec, kernel_set
 from cutefce.ops.primitives.cute import CutePrimitives
 from cutefce.ops.primitives.interface import Primitives
 from cutefce.ops.primitives.portable import TorchPrimitives
@@ -93,7 +93,7 @@ class Tunable(abc.ABC):
     """One kernel on one GPU; made to be pickled."""
 
     arch: Arch
-    multiprocessors: int
+    num_sms: int
     device: str = "cuda"
     """Where trials run, as torch names it."""
 
@@ -125,7 +125,7 @@ class Tunable(abc.ABC):
         """Return the predicted time; only ratios mean anything."""
 
     @abc.abstractmethod
-    def kernels(self, problem: Problem, choice: Choice) -> Sequence[Kernel]:
+    def kernels(self, problem: Problem, choice: Choice) -> Sequence[KernelSpec]:
         """Return what must be compiled to check a choice, and to time it on `problem`."""
 
     @abc.abstractmethod
@@ -151,40 +151,40 @@ class OnKernels(Tunable):
     def choices(self, rows: int) -> Sequence[Choice]:
         """Return what differs for products of so many rows."""
         found: dict[object, Choice] = {}
-        for config in self.arch.candidates():
+        for config in self.arch.search_space():
             # a group of more row blocks than there are is one of all
-            group = min(config.group, -(-rows // config.rows))
-            found.setdefault(dataclasses.replace(config, group=group), config)
+            group = min(config.raster_group, -(-rows // config.rows))
+            found.setdefault(dataclasses.replace(config, raster_group=group), config)
         return tuple(found.values())
 
-    def default_configs(self, problem: Problem) -> Configs:
+    def default_configs(self, problem: Problem) -> KernelConfigs:
         """Return what serves where nothing was tuned."""
         sizes = problem.tokens, problem.hidden
-        return self.arch.default_configs(*sizes, self.multiprocessors)
+        return self.arch.default_configs(*sizes, self.num_sms)
 
     def default(self, problem: Problem) -> Choice:
         choice: Choice = getattr(self.default_configs(problem), self.name)
         return choice
 
-    def configs(self, problem: Problem, choice: Choice) -> Configs:
+    def configs(self, problem: Problem, choice: Choice) -> KernelConfigs:
         """Return the defaults of the typical problem, with `choice` in its place."""
         changed: dict[str, Any] = {self.name: choice}
         return dataclasses.replace(self.default_configs(self.typical(problem.dtype)), **changed)
 
-    def tiles(self, problem: Problem, choice: Choice) -> TileConfig:
+    def tiles(self, problem: Problem, choice: Choice) -> PortableTiles:
         """Return how the primitives that are tried walk the vocabulary."""
-        return defaults.lookup(problem)
+        return defaults.widest_window(problem)
 
     def primitives(self, problem: Problem, choice: Choice) -> Primitives:
         """Return the primitives that are tried."""
         tiles, configs = self.tiles(problem, choice), self.configs(problem, choice)
-        return CutePrimitives(tiles, self.arch, problem.dtype, configs, self.multiprocessors)
+        return CutePrimitives(tiles, self.arch, problem.dtype, configs, self.num_sms)
 
-    def kernels(self, problem: Problem, choice: Choice) -> Sequence[Kernel]:
+    def kernels(self, problem: Problem, choice: Choice) -> Sequence[KernelSpec]:
         return kernel_set(self.arch, problem.dtype, self.configs(problem, choice)).all()
 
     def expected(self, case: Case) -> dict[str, Result]:
-        return self.found(case, TorchPrimitives(defaults.lookup(case.problem)))
+        return self.found(case, TorchPrimitives(defaults.widest_window(case.problem)))
 
     def results(self, case: Case, choice: Choice) -> dict[str, Result]:
         return self.found(case, self.primitives(case.problem, choice))

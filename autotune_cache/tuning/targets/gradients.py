@@ -15,7 +15,7 @@ from cutefce.autotune_cache.tuning.targets.base import (
     OnKernels,
     Result,
 )
-from cutefce.cute_kernels.config import Configs, GemmConfig
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives.interface import Primitives
 
@@ -30,7 +30,7 @@ class OfGradient(OnKernels):
     """A gradient's product: timed is that of all exponentials, or of the first result's rows."""
 
     def defaults(self) -> Sequence[Choice]:
-        return self.arch.gradient_configs()
+        return self.arch.grad_gemm_configs()
 
     def found(self, case: Case, primitives: Primitives) -> dict[str, Result]:
         if case.upstream is not None:
@@ -58,7 +58,7 @@ class GradHidden(OfGradient):
 
     name = "grad_hidden"
 
-    def configs(self, problem: Problem, choice: Choice) -> Configs:
+    def configs(self, problem: Problem, choice: Choice) -> KernelConfigs:
         assert choice is None or isinstance(choice, GemmConfig)
         return dataclasses.replace(super().configs(problem, choice), grad_hidden_short=choice)
 
@@ -70,7 +70,7 @@ class GradHidden(OfGradient):
             return 0.0
         assert isinstance(choice, GemmConfig)
         sizes = problem.tokens, problem.hidden, problem.vocab
-        return product_cycles(*sizes, choice, self.multiprocessors)
+        return product_cycles(*sizes, choice, self.num_sms)
 
     def exponentials(self, case: Case) -> Tensor:
         tokens, vocab = case.problem.tokens, case.problem.vocab
@@ -99,7 +99,7 @@ class GradWeight(OfGradient):
     def cost(self, problem: Problem, choice: Choice) -> float:
         assert isinstance(choice, GemmConfig)
         sizes = problem.vocab, problem.hidden, problem.tokens
-        return product_cycles(*sizes, choice, self.multiprocessors)
+        return product_cycles(*sizes, choice, self.num_sms)
 
     def exponentials(self, case: Case) -> Tensor:
         tokens, vocab = case.problem.tokens, case.problem.vocab

@@ -20,14 +20,14 @@ class ProjectExp(OnKernels):
     name = "project_exp"
 
     def defaults(self) -> Sequence[Choice]:
-        return self.arch.configs()
+        return self.arch.prebuilt_configs()
 
     def candidates(self, problem: Problem) -> Sequence[Choice]:
         return self.choices(problem.tokens)
 
     def cost(self, problem: Problem, choice: Choice) -> float:
         assert isinstance(choice, GemmConfig)
-        return project_exp_cycles(problem, choice, self.multiprocessors)
+        return project_exp_cycles(problem, choice, self.num_sms)
 
     def found(self, case: Case, primitives: Primitives) -> dict[str, Result]:
         return outputs.of_steps(case, primitives)

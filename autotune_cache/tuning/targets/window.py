@@ -12,9 +12,9 @@ from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.table import WINDOW, Choice
 from cutefce.autotune_cache.tuning import outputs
 from cutefce.autotune_cache.tuning.targets.base import PRODUCT_BYTES, Case, OnKernels, Result
-from cutefce.cute_kernels.config import Configs
-from cutefce.cute_kernels.problem import Problem, TileConfig
-from cutefce.cute_kernels.spec import Kernel, kernel_set
+from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
+from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.spec import KernelSpec, kernel_set
 from cutefce.ops.primitives.cute import CutePrimitives
 from cutefce.ops.primitives.interface import Primitives
 from cutefce.ops.strategies import windows
@@ -29,10 +29,10 @@ class Window(OnKernels):
         return ()  # verified are kernels
 
     def default(self, problem: Problem) -> Choice:
-        return outputs.smallest_plan(problem, defaults.widths(problem)).window
+        return outputs.smallest_plan(problem, defaults.window_configs(problem)).window
 
     def candidates(self, problem: Problem) -> Sequence[Choice]:
-        configs = defaults.widths(problem)
+        configs = defaults.window_configs(problem)
         plans = [outputs.smallest_plan(problem, (config,)) for config in configs]
         most = plans[0].workspace_bytes
         return [plan.window for plan in plans if plan.workspace_bytes <= most]
@@ -40,14 +40,14 @@ class Window(OnKernels):
     def cost(self, problem: Problem, choice: Choice) -> float:
         return outputs.smallest_plan(problem, (_of_width(problem, choice),)).seconds
 
-    def configs(self, problem: Problem, choice: Choice) -> Configs:
+    def configs(self, problem: Problem, choice: Choice) -> KernelConfigs:
         return self.default_configs(self.typical(problem.dtype))
 
-    def kernels(self, problem: Problem, choice: Choice) -> Sequence[Kernel]:
+    def kernels(self, problem: Problem, choice: Choice) -> Sequence[KernelSpec]:
         own = kernel_set(self.arch, problem.dtype, self.default_configs(problem))
         return *super().kernels(problem, choice), *own.all()
 
-    def tiles(self, problem: Problem, choice: Choice) -> TileConfig:
+    def tiles(self, problem: Problem, choice: Choice) -> PortableTiles:
         return _of_width(problem, choice)
 
     def found(self, case: Case, primitives: Primitives) -> dict[str, Result]:
@@ -56,7 +56,7 @@ class Window(OnKernels):
     def call(self, case: Case, choice: Choice) -> Callable[[], object]:
         # as a step of the problem runs; what is checked is the typical problem's
         tiles, configs = self.tiles(case.problem, choice), self.default_configs(case.problem)
-        gpu = self.arch, case.problem.dtype, configs, self.multiprocessors
+        gpu = self.arch, case.problem.dtype, configs, self.num_sms
         return lambda: outputs.smallest_step(case, CutePrimitives(tiles, *gpu))
 
     def product(self, case: Case) -> Callable[[], object]:
@@ -76,8 +76,8 @@ class Window(OnKernels):
         return multiply
 
 
-def _of_width(problem: Problem, choice: Choice) -> TileConfig:
+def _of_width(problem: Problem, choice: Choice) -> PortableTiles:
     """Return the tile configuration with windows of a width, or with one of all columns."""
     assert isinstance(choice, int)
-    widest = defaults.lookup(problem)
-    return defaults.of_width(widest, min(choice, widest.window))
+    widest = defaults.widest_window(problem)
+    return defaults.with_window(widest, min(choice, widest.window))
