@@ -119,7 +119,9 @@ def paper(data: Data, /, repeats: int) -> None:
 
 
 @main.command()
-@click.option("--seconds", type=float, default=0.25, help="Of a form's stretch, and to settle.")
+@click.option(
+    "--seconds", type=float, default=0.25, help="Of a form's stretch, and to repair_stored_exps."
+)
 @click.pass_obj
 def sustained(data: Data, /, seconds: float) -> None:
     """Forward and backward of heads, each form for long by itself."""

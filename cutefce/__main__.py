@@ -88,7 +88,7 @@ def info() -> None:
     import torch
 
     from cutefce.cute_kernels.problem import ITEM_BYTES
-    from cutefce.ops.primitives.dispatch import device_obstacle
+    from cutefce.ops.primitives.dispatch import device_unsupported_reason
 
     table = Table("", Column(overflow="fold"), show_header=False, box=None)
     for name in PACKAGES:
@@ -99,7 +99,7 @@ def info() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     table.add_row("device", torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
     for name in ITEM_BYTES:
-        reason = device_obstacle(device, getattr(torch, name))
+        reason = device_unsupported_reason(device, getattr(torch, name))
         table.add_row(name, "kernels" if reason is None else f"portable path: {reason}")
     table.add_row("cache", _libraries(jit_cache.cache_folder()))
     table.add_row("prebuilt", _libraries(jit_cache.prebuilt_folder()))

@@ -12,16 +12,16 @@ from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.planning import planner
 from cutefce.ops.primitives import rows
-from cutefce.ops.primitives.interface import Primitives, step_by_step
+from cutefce.ops.primitives.interface import Primitives, forward_unfused
 from cutefce.ops.primitives.rows import Targets, sum_dtype
 from cutefce.ops.strategies import gradients_in_forward, windows
-from cutefce.ops.strategies.dw_views import lent_windows
-from cutefce.ops.strategies.grad_accumulator import Sums
+from cutefce.ops.strategies.dw_views import aliased_views
+from cutefce.ops.strategies.grad_accumulator import GradAccumulator
 
 
 def targets_of(case: Case) -> Targets:
     """Return which targets count, and where."""
-    return rows.locate(case.y, case.problem.vocab, -100)
+    return rows.make_targets(case.y, case.problem.vocab, -100)
 
 
 def plan_of(case: Case) -> planner.Plan:
@@ -52,11 +52,11 @@ def smallest_step(case: Case, primitives: Primitives) -> tuple[Tensor, Tensor | 
     plan = smallest_plan(case.problem, (config,))
     h, w = primitives.prepare(case.h, case.w)
     targets, dw = targets_of(case), torch.empty_like(w)
-    stored = lent_windows(dw, len(h), window, plan.lent)
+    stored = aliased_views(dw, len(h), window, plan.aliased)
     loss, stats = windows.forward(primitives, h, w, targets, "none", stored)
-    upstream = targets.weight("mean", sum_dtype(h.dtype))
+    upstream = targets.loss_scale("mean", sum_dtype(h.dtype))
     inputs = primitives, h, w, targets, stats, stored, upstream, window
-    return loss, windows.backward(*inputs, True, dw, plan.lent > 0), dw
+    return loss, windows.backward(*inputs, True, dw, plan.aliased > 0), dw
 
 
 def of_smallest_step(case: Case, primitives: Primitives) -> dict[str, Result]:
@@ -75,20 +75,20 @@ def of_steps(case: Case, primitives: Primitives) -> dict[str, Result]:
     targets, stored, window = targets_of(case), _stored(case), plan_of(case).window
     loss, stats = windows.forward(primitives, h, w, targets, "none", stored)
     again = h.new_empty(h.shape[0], window)
-    first, last = list(windows.windows(vocab, 0, window))[-1]
+    first, last = list(windows.split_windows(vocab, 0, window))[-1]
     primitives.recompute_exp(h, w, (first, last), stats.reference, targets.index, again)
     # float16's smallest exponentials are lost, relative to totals of at most FLOAT16_TOTAL
     floor = 2.0**-28 if dtype == torch.float16 else 1e-30
     results = {
         "loss": Result(loss, 1),
-        "others' share": Result(stats.sum, 1, stats.total),
-        "recomputed": Result(again[:, : last - first], 1, stats.total, floor),
+        "others' share": Result(stats.sum_exp_others, 1, stats.sum_exp),
+        "recomputed": Result(again[:, : last - first], 1, stats.sum_exp, floor),
     }
     if stored:
         parts = [exps for _, exps in stored]
         kept = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         # the portable path rounds again what it moves to another reference
-        results["kept"] = Result(kept[:, :vocab], 2, stats.total, floor)
+        results["kept"] = Result(kept[:, :vocab], 2, stats.sum_exp, floor)
     if case.upstream is not None:
         dw = torch.empty_like(w)
         dx = windows.backward(
@@ -109,8 +109,8 @@ def _chunks(
     """Return the gradients of the losses' sum, formed in the forward of two chunks of tokens."""
     tokens, vocab = h.shape[0], w.shape[0]
     stored, chunk = -(-vocab // piece) * piece, -(-tokens // 2)
-    weight = targets.weight("sum", sum_dtype(h.dtype))
-    gradients = [Sums.empty(torch.empty_like(x), weight.dtype) for x in (h, w)]
+    weight = targets.loss_scale("sum", sum_dtype(h.dtype))
+    gradients = [GradAccumulator.empty(torch.empty_like(x), weight.dtype) for x in (h, w)]
     gradients_in_forward.gradients_in_forward(
         primitives, h, w, targets, weight, stored, chunk, *gradients
     )
@@ -122,11 +122,11 @@ def _alone(
     h: Tensor, w: Tensor, targets: Targets, primitives: Primitives, upstream: Tensor
 ) -> dict[str, Result]:
     """Return what a forward without gradients finds, and one rank's part of dX for any sums."""
-    results, steps = {}, functools.partial(step_by_step, primitives)
+    results, steps = {}, functools.partial(forward_unfused, primitives)
     for name, forward in (("alone", primitives.forward), ("alone, by steps", steps)):
         stats, loss = forward(h, w, targets, "none")
         results[f"loss {name}"] = Result(loss, 1)
-        results[f"others' share {name}"] = Result(stats.sum, 1, stats.total)
+        results[f"others' share {name}"] = Result(stats.sum_exp_others, 1, stats.sum_exp)
     sums = h.to(upstream.dtype)
     part = torch.empty_like(sums)
     primitives.finish_dx(part, sums, w, targets, upstream, upstream)

@@ -85,7 +85,7 @@ def _forms(shape: Shape) -> dict[str, Call]:
             torch.ops.cutefce.loss(h, w, y)
 
     def kept() -> None:
-        targets = rows.locate(y, shape.vocab, -100)
+        targets = rows.make_targets(y, shape.vocab, -100)
         windows.forward(primitives, h, w, targets, "mean", [(0, z)])
 
     forms: dict[str, Call] = {"product": lambda: torch.mm(h, w.t(), out=z), "loss": loss}

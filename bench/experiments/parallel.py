@@ -108,7 +108,7 @@ def run(shape: Shape, device: str, repeats: int, workspace: int | str | None) ->
     return rows
 
 
-class Silent(shard.Shard):
+class Silent(shard.VocabShard):
     """A shard that hears at every step what was said at the first."""
 
     said: ClassVar[list[Tensor]]

@@ -92,16 +92,16 @@ def run(shape: Shape, repeats: int) -> list[Row]:
 
 
 def _forward(steps: CutePrimitives, h: Tensor, w: Tensor, y: Tensor) -> None:
-    steps = steps.for_a_call()
-    windows.forward(steps, h, w, rows.locate(y, w.shape[0], -100), "mean")
+    steps = steps.with_scratch()
+    windows.forward(steps, h, w, rows.make_targets(y, w.shape[0], -100), "mean")
 
 
 def _step(steps: CutePrimitives, h: Tensor, w: Tensor, y: Tensor) -> None:
-    steps, targets = steps.for_a_call(), rows.locate(y, w.shape[0], -100)
+    steps, targets = steps.with_scratch(), rows.make_targets(y, w.shape[0], -100)
     piece = steps.config.reference_block
     exps = h.new_empty(h.shape[0], -(-w.shape[0] // piece) * piece)
     stored = [(0, exps)]
     _, stats = windows.forward(steps, h, w, targets, "mean", stored)
-    upstream = targets.weight("mean", torch.float32)
+    upstream = targets.loss_scale("mean", torch.float32)
     window, dw = steps.config.window, torch.empty_like(w)
     windows.backward(steps, h, w, targets, stats, stored, upstream, window, True, dw)

@@ -64,7 +64,7 @@ def interleaved(
 
 
 def sustained(forms: dict[str, Call], device: str, seconds: float) -> dict[str, Timing]:
-    """Time `forms` one after another, each alone for `seconds` after as long to settle.
+    """Time `forms` one after another, each alone for `seconds` after as long to repair_stored_exps.
 
     `STRETCHES` times, in an order of their own; a time is that of one run in a stretch.
     """

@@ -10,11 +10,11 @@ from torch import Tensor
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.interface import no_grad_cache
 from cutefce.ops.interface.checks import check_call, check_denominator
-from cutefce.ops.interface.context import is_autocasting, is_direct
-from cutefce.ops.interface.operators import KERNELS, LIBRARY, SHARING, forward
+from cutefce.ops.interface.context import can_bypass_dispatcher, is_autocasting
+from cutefce.ops.interface.operators import IMPLS, LIBRARY, SHARING, forward
 from cutefce.ops.parallel import consistency
 from cutefce.ops.planning import planner
-from cutefce.ops.primitives.dispatch import are_known, problem_of, widths_for
+from cutefce.ops.primitives.dispatch import are_concrete, problem_of, widths_for
 from cutefce.ops.primitives.rows import Targets
 
 
@@ -64,13 +64,15 @@ def loss(
     h, w = _autocast(h, w)
     grad = torch.is_grad_enabled()
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
-    direct = not (grad_hidden or grad_weight) and denominator is None and is_direct(h, w, y)
+    direct = (
+        not (grad_hidden or grad_weight) and denominator is None and can_bypass_dispatcher(h, w, y)
+    )
     alone = direct and group is None and not shards and not sequence_parallel
-    looks = no_grad_cache.looks_of(h, w, y, reduction, workspace) if alone else None
-    known = no_grad_cache.served(looks)
+    looks = no_grad_cache.call_key(h, w, y, reduction, workspace) if alone else None
+    known = no_grad_cache.cached_primitives(looks)
     if known is None:
         ranks = consistency.ranks(group, shards, sequence_parallel)
-        with consistency.Reporting(group):
+        with consistency.report_errors(group):
             check_call(h, w, y, reduction, ranks if sequence_parallel else 1)
             check_denominator(denominator, h, reduction)
             consistency.check_shards(group, shards, w)
@@ -84,13 +86,13 @@ def loss(
         targets = Targets(y_rows, w.shape[0], ignore_index)
         _, result = known.forward(rows, w, targets, reduction)
     elif not (grad_hidden or grad_weight):
-        run = KERNELS[forward] if direct else torch.ops.cutefce.forward
+        run = IMPLS[forward] if direct else torch.ops.cutefce.forward
         result = run(*inputs, reduction, ignore_index, *sharing)
-        no_grad_cache.remember(looks, *inputs)
+        no_grad_cache.store(looks, *inputs)
     else:
         problem = problem_of(rows, w, grad_hidden, grad_weight)
         plan = _plan(problem, h.device, budget, reduction != "none", *sharing[1:])
-        result = torch.ops.cutefce.project_loss(
+        result = torch.ops.cutefce.loss_forward(
             *inputs,
             reduction,
             ignore_index,
@@ -98,7 +100,7 @@ def loss(
             grad_weight,
             plan.strategy,
             plan.window,
-            plan.lent,
+            plan.aliased,
             plan.kept,
             plan.chunk,
             *sharing,
@@ -128,7 +130,7 @@ def plan(
         sequence_parallel: as for `loss`.
 
     Returns:
-        Strategy, window, columns lent and kept, and predicted memory (bytes) and time (seconds).
+        Strategy, window, columns aliased and kept, and predicted memory (bytes) and time (seconds).
     """
     h, w = _autocast(h, w)
     y = torch.empty(h.shape[:-1], dtype=torch.long, device=h.device)
@@ -171,7 +173,7 @@ def _plan(
         )
     widest = max(shards) if shards else problem.vocab
     sizes = problem.tokens, problem.hidden, problem.vocab
-    make = _cached_plan if are_known(*sizes) else _new_plan
+    make = _cached_plan if are_concrete(*sizes) else _new_plan
     return make(problem, device, budget, scalar_upstream, widest)
 
 
@@ -183,7 +185,7 @@ def _new_plan(
     plan = planner.make_plan(leading, widths_for(leading, device), *more)
     if widest == problem.vocab:
         return plan
-    return planner.narrowed(plan, problem, widths_for(problem, device), *more)
+    return planner.replan_for_shard(plan, problem, widths_for(problem, device), *more)
 
 
 _cached_plan = functools.lru_cache(maxsize=1024)(_new_plan)

@@ -24,16 +24,16 @@ def loss(
     grad_weight: bool,
     strategy: str,
     window: int,
-    lent: int,
+    aliased: int,
     kept: int,
     chunk: int,
     denominator: Tensor | None = None,
     group: str | None = None,
     *_: Any,
 ) -> tuple[Tensor, ...]:
-    """Of `project_loss`."""
+    """Of `loss_forward`."""
     tokens, chunked = y.shape[0], strategy == "gradients_in_forward"
-    dtype, has_dw = sum_dtype(h.dtype), grad_weight if chunked else lent > 0
+    dtype, has_dw = sum_dtype(h.dtype), grad_weight if chunked else aliased > 0
     dx_rows, dw_rows = h.shape[0] if chunked and grad_hidden else 0, w.shape[0] if has_dw else 0
     dx_rest, dw_rest = (
         rows - rows_in_place(rows, narrow=dtype != h.dtype) if chunked else 0
@@ -67,7 +67,7 @@ def gradients(
     grad_weight: bool,
     *_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Of `project_gradients`."""
+    """Of `loss_backward`."""
     return (
         h.new_empty((h.shape[0] if grad_hidden else 0, h.shape[1])),
         w.new_empty((w.shape[0] if grad_weight else 0, w.shape[1])),

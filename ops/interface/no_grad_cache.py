@@ -12,15 +12,15 @@ from torch import Tensor
 from cutefce.ops.primitives.cute import CutePrimitives, has_aligned_rows
 from cutefce.ops.primitives.dispatch import primitives_for, problem_of
 
-MOST = 1024
-"""Looks that are remembered."""
+MAX_ENTRIES = 1024
+"""CallKey that are remembered."""
 
-Looks = tuple[Any, ...]
+CallKey = tuple[Any, ...]
 
-_served: dict[Looks | None, CutePrimitives] = {}
+_entries: dict[CallKey | None, CutePrimitives] = {}
 
 
-def looks_of(h: Tensor, w: Tensor, y: Tensor, *options: Any) -> Looks | None:
+def call_key(h: Tensor, w: Tensor, y: Tensor, *options: Any) -> CallKey | None:
     """Return what a call on the current GPU depends on, None for one on another device."""
     if not is_on_current_gpu(h):
         return None
@@ -35,24 +35,24 @@ def is_on_current_gpu(x: Tensor) -> bool:
     return x.is_cuda and x.get_device() == torch.cuda.current_device()
 
 
-def served(looks: Looks | None) -> CutePrimitives | None:
-    """Return what served a call of these looks, and takes its tensors as they are."""
-    return _served.get(looks)
+def cached_primitives(key: CallKey | None) -> CutePrimitives | None:
+    """Return what served a call of these key, and takes its tensors as they are."""
+    return _entries.get(key)
 
 
-def remember(looks: Looks | None, h: Tensor, w: Tensor, y: Tensor) -> None:
+def store(key: CallKey | None, h: Tensor, w: Tensor, y: Tensor) -> None:
     """Remember what served h (N, D), w and y (N,), if it took them as they are."""
-    if looks is None:
+    if key is None:
         return
     if not has_aligned_rows(h) or y.dtype != torch.int64 or not y.is_contiguous():
         return
     primitives = primitives_for(h, w, problem_of(h, w, False, False))
     if isinstance(primitives, CutePrimitives):
-        if len(_served) == MOST:
-            forget()
-        _served[looks] = primitives
+        if len(_entries) == MAX_ENTRIES:
+            clear()
+        _entries[key] = primitives
 
 
-def forget() -> None:
+def clear() -> None:
     """Find out everything again."""
-    _served.clear()
+    _entries.clear()

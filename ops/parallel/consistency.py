@@ -17,14 +17,14 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 
 @dataclass
-class Meetings:
+class StoreRounds:
     """What this process has exchanged with the ranks of one group."""
 
     count: int = 0
-    agreed: set[str] = field(default_factory=set)
+    known: set[str] = field(default_factory=set)
 
 
-_meetings: WeakKeyDictionary[dist.ProcessGroup, Meetings] = WeakKeyDictionary()
+_rounds: WeakKeyDictionary[dist.ProcessGroup, StoreRounds] = WeakKeyDictionary()
 
 
 def ranks(group: str | None, shards: Sequence[int] | None, sequence_parallel: bool) -> int:
@@ -60,7 +60,7 @@ def resolve(group: str) -> dist.ProcessGroup:
         ) from error
 
 
-def meet(
+def exchange(
     process_group: dist.ProcessGroup, mine: dict[str, Any], *, cached: bool
 ) -> list[dict[str, Any]]:
     """Exchange a few values with all ranks of the group, in whose timeout they must come.
@@ -71,11 +71,11 @@ def meet(
     Raises:
         RuntimeError: if another rank does not come, or failed before.
     """
-    meetings = _meetings.setdefault(process_group, Meetings())
+    rounds = _rounds.setdefault(process_group, StoreRounds())
     text = json.dumps(mine)
-    if cached and text in meetings.agreed:
+    if cached and text in rounds.known:
         return [mine]
-    number, store = _tell(process_group, text), process_group.get_group_store()
+    number, store = _publish(process_group, text), process_group.get_group_store()
     keys = [_key(number, rank) for rank in range(process_group.size())]
     timeout = process_group._get_backend(process_group._device_types[0]).options._timeout
     try:
@@ -97,12 +97,12 @@ def meet(
                 f"{process_group.rank()} called {mine['operator']}"
             )
     if all(other == mine for other in told):
-        meetings.agreed.add(text)
+        rounds.known.add(text)
     return told
 
 
 @dataclass
-class Reporting:
+class report_errors:
     """A block that tells the ranks of `group`, who will ask for this one's values, why it failed.
 
     Every call enters it: a generator's context would take 2 us of the host's time.
@@ -116,13 +116,13 @@ class Reporting:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Tell of what a user can cause."""
         if self.group is not None and isinstance(error, TypeError | ValueError):
-            _tell(resolve(self.group), json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            _publish(resolve(self.group), json.dumps({"error": f"{type(error).__name__}: {error}"}))
 
 
-def _tell(process_group: dist.ProcessGroup, text: str) -> int:
+def _publish(process_group: dist.ProcessGroup, text: str) -> int:
     """Write this rank's values down and return the number of the meeting."""
-    meetings = _meetings.setdefault(process_group, Meetings())
-    number, meetings.count = meetings.count, meetings.count + 1
+    rounds = _rounds.setdefault(process_group, StoreRounds())
+    number, rounds.count = rounds.count, rounds.count + 1
     store, rank = process_group.get_group_store(), process_group.rank()
     store.set(_key(number, rank), text)
     return number

@@ -5,24 +5,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import Partial, Primitives, step_by_step
-from cutefce.ops.primitives.rows import Stats, Targets, sum_dtype
+from cutefce.ops.primitives.interface import Partial, Primitives, forward_unfused
+from cutefce.ops.primitives.rows import RowStats, Targets, sum_dtype
 
 if TYPE_CHECKING:
-    from cutefce.ops.parallel.shard import Shard
+    pass
 
 
 class ShardPrimitives:
     """`cutefce.ops.primitives.interface.Primitives` of one shard: `own`, joined with the others' results."""
 
-    def __init__(self, own: Primitives, shard: "Shard") -> None:
+    def __init__(self, own: Primitives, shard: "VocabShard") -> None:
         self.own, self.shard = own, shard
 
     def __getattr__(self, name: str) -> Any:
         """Leave every other step to `own`: it needs nothing of the other shards."""
         return getattr(self.own, name)
 
-    forward = step_by_step
+    forward = forward_unfused
 
     def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of sums: dX is rounded after the ranks' parts are added."""
@@ -34,7 +34,7 @@ class ShardPrimitives:
         Raises:
             IndexError: for such a target, on every rank; but not on a GPU, which is not waited for.
         """
-        logit, elsewhere = self.own.target_logit(h, w, targets), _elsewhere(targets)
+        logit, elsewhere = self.own.target_logit(h, w, targets), _owned_elsewhere(targets)
         here = targets.active & ~elsewhere
         found = torch.stack([torch.where(elsewhere, 0, logit), here.to(logit.dtype)])
         logit, owners = self.shard.all_reduce_(found)
@@ -48,16 +48,16 @@ class ShardPrimitives:
             )
         return torch.where(wrong, torch.nan, logit)
 
-    def finish(
+    def reduce_partials(
         self, partial: Partial, target_logit: Tensor, targets: Targets, reduction: str
-    ) -> tuple[Stats, Tensor]:
+    ) -> tuple[RowStats, Tensor]:
         """Join the parts of every row; S is 0 where another rank has the target, and its part."""
-        joined = self.own.join(partial, self.shard.all_gather)
-        stats, loss = self.own.finish(joined, target_logit, targets, reduction)
-        stats.sum.masked_fill_(_elsewhere(targets), 0)
+        joined = self.own.gather_partials(partial, self.shard.all_gather)
+        stats, loss = self.own.reduce_partials(joined, target_logit, targets, reduction)
+        stats.sum_exp_others.masked_fill_(_owned_elsewhere(targets), 0)
         return stats, loss
 
 
-def _elsewhere(targets: Targets) -> Tensor:
+def _owned_elsewhere(targets: Targets) -> Tensor:
     """Return (N,) bool: the row counts, and its target is not one of this shard's."""
-    return targets.active & (targets.address != targets.index)
+    return targets.active & (targets.safe_index != targets.index)

@@ -11,7 +11,7 @@ and what they need of the others is exchanged in between:
              its target may do so on one rank alone; all ranks join the same R pairs in the same
              order, so that ρ, S, T and the loss have the same bits everywhere
     dX       sum in the dtype of sums, rounded once afterwards: reduce-scatter, and all-gather
-             unless tokens are sharded.  Sums of rounded parts would miss one device's accuracy
+             unless tokens are sharded.  GradAccumulator of rounded parts would miss one device's accuracy
     dW       nothing: rows belong to one rank.  The target's part belongs to the rank that has r_i
 """
 
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cutefce.ops.parallel.consistency import meet, resolve
+from cutefce.ops.parallel.consistency import exchange, resolve
 from cutefce.ops.parallel.primitives import ShardPrimitives
 from cutefce.ops.primitives import rows
 from cutefce.ops.primitives.dispatch import backend_for
@@ -34,38 +34,38 @@ IGNORED = -(1 << 62)
 """The local index of ignored targets; those of other ranks' targets lie outside [0, V_k), too."""
 
 
-class Whole:
+class Unsharded:
     """A call on one device: nothing is shared."""
 
     def gather(self, h: Tensor) -> Tensor:
         """Return the hidden states of all tokens (N, D)."""
         return h
 
-    def locate(
+    def make_targets(
         self, y: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None
     ) -> Targets:
         """Return the targets y (N,) as rows of the weight (vocab, D) that is here."""
-        return rows.locate(y, vocab, ignore_index, denominator)
+        return rows.make_targets(y, vocab, ignore_index, denominator)
 
     def primitives(self, own: Primitives) -> Primitives:
         """Return `own` with what others have to say."""
         return own
 
-    def add(self, dx: Tensor) -> Tensor:
+    def reduce_dx(self, dx: Tensor) -> Tensor:
         """Return the sums that this rank finishes, of the part of dX (N, D) that it found."""
         return dx
 
-    def share(self, rows: Tensor, tokens: int) -> Tensor:
+    def gather_dx(self, rows: Tensor, tokens: int) -> Tensor:
         """Return dX of the `tokens` that are here, of the `rows` that this rank finished."""
         return rows
 
     def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
         """Return dX of the tokens that are here, of the part (N, D) that this rank found."""
-        return self.share(self.add(dx).to(dtype), len(dx))
+        return self.gather_dx(self.reduce_dx(dx).to(dtype), len(dx))
 
 
 @dataclass(frozen=True)
-class Shard(Whole):
+class VocabShard(Unsharded):
     """One rank's part of a call."""
 
     group: str
@@ -83,7 +83,7 @@ class Shard(Whole):
         """Return the hidden states of all tokens (N, D), of a shard (N / R, D) or of all."""
         return self.all_gather(h).flatten(0, 1) if self.sequence_parallel else h
 
-    def locate(
+    def make_targets(
         self, y: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None
     ) -> Targets:
         """Number the targets y (N,) from the first row here; what is wrong is found later."""
@@ -94,12 +94,12 @@ class Shard(Whole):
         """Return `own`, joined with the other shards' results."""
         return cast(Primitives, ShardPrimitives(own, self))
 
-    def add(self, dx: Tensor) -> Tensor:
+    def reduce_dx(self, dx: Tensor) -> Tensor:
         """Add the ranks' parts (N, D); each rank has N / R rows of the sum, rounded up."""
         beyond = -len(dx) % len(self.vocab)
         return self.reduce_scatter(F.pad(dx, (0, 0, 0, beyond)) if beyond else dx)
 
-    def share(self, rows: Tensor, tokens: int) -> Tensor:
+    def gather_dx(self, rows: Tensor, tokens: int) -> Tensor:
         """Gather the ranks' rows (N / R, D), unless tokens are sharded; they are rounded by then.
 
         Less is moved than by an all-reduce of sums.
@@ -131,7 +131,7 @@ def shard_of(
     h: Tensor,
     w: Tensor,
     **same: Any,
-) -> Whole:
+) -> Unsharded:
     """Return this rank's part of a call; raise on every rank if the ranks' calls differ.
 
     Args:
@@ -143,7 +143,7 @@ def shard_of(
         same: whatever else has to be the same on every rank.
     """
     if group is None:
-        return Whole()
+        return Unsharded()
     process_group = resolve(group)
     rank, ranks = process_group.rank(), process_group.size()
     same = {
@@ -156,11 +156,11 @@ def shard_of(
         "primitives": backend_for(h, w).name,
         **same,
     }
-    for other, told in enumerate(meet(process_group, same, cached=h.is_cuda)):
+    for other, told in enumerate(exchange(process_group, same, cached=h.is_cuda)):
         for name, value in same.items():
             if told[name] != value:
                 raise ValueError(
                     f"{name}: got {told[name]} on rank {other} of the group and {value} on rank "
                     f"{rank}, expected the same on every rank"
                 )
-    return Shard(group, rank, tuple(shards or [w.shape[0]] * ranks), sequence_parallel)
+    return VocabShard(group, rank, tuple(shards or [w.shape[0]] * ranks), sequence_parallel)

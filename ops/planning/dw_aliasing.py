@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     pass
 
 
-UNIT = 8
+ALIGNMENT = 8
 """Rows that those in place are a multiple of: 16 bytes of exponentials in 16 bits."""
 
 
 def rows_in_place(rows: int, *, narrow: bool) -> int:
     """Return for how many of a gradient's rows it has room for the sums."""
-    return rows // 2 // UNIT * UNIT if narrow else rows
+    return rows // 2 // ALIGNMENT * ALIGNMENT if narrow else rows
 
 
-def lendable_windows(tokens: int, hidden: int, vocab: int, window: int) -> int:
+def max_aliased_windows(tokens: int, hidden: int, vocab: int, window: int) -> int:
     """Return m, the number of windows that dW (V, D) has room for."""
     if vocab <= window or tokens < 1:
         return 0
@@ -41,6 +41,6 @@ def lendable_windows(tokens: int, hidden: int, vocab: int, window: int) -> int:
     return max(0, min(by_first, by_last))
 
 
-def has_room(rows: int, tokens: int, hidden: int, vocab: int, columns: int) -> bool:
+def fits_in_tail(rows: int, tokens: int, hidden: int, vocab: int, columns: int) -> bool:
     """Whether the exponentials of `columns` fit in what follows the first `rows` of dW (V, D)."""
     return rows * hidden + tokens * columns <= vocab * hidden

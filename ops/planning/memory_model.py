@@ -27,7 +27,7 @@ A rank that has a part of the tokens gathers them: N·D·e more.  Where R ranks 
 gradients in forward have all of dX's sums until the ranks' are added, and N·D·a / R from then on.
 
 The kernels need no tile, since their logits stay in registers.  A CPU multiplies 16-bit operands
-by converting blocks of them; `_widened` counts those.
+by converting blocks of them; `_upcast_block_bytes` counts those.
 Sizes may be symbolic integers of a graph compiler.
 """
 
@@ -35,9 +35,9 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
-from cutefce.ops.planning.dw_aliasing import has_room, rows_in_place
+from cutefce.ops.planning.dw_aliasing import fits_in_tail, rows_in_place
 
-WIDENED_BLOCK = 2048
+UPCAST_BLOCK = 2048
 """Rows and columns of a 16-bit operand that a CPU's products convert to float32 at a time."""
 
 TARGET_BYTES = 17
@@ -50,18 +50,18 @@ def row_block_bytes(device: str) -> int:
 
 
 def windows_bytes(
-    p: Problem, config: WindowConfig, lent: int, kept: int, scalar_upstream: bool
+    p: Problem, config: WindowConfig, aliased: int, kept: int, scalar_upstream: bool
 ) -> int:
     """Return the workspace of a "windows" plan that keeps `lent` columns in dW's place, and `kept`.
 
     The latter may be padded.
     """
-    stored = lent + kept
+    stored = aliased + kept
     saved = p.tokens * (kept * p.item_bytes + 4 * p.accumulator_bytes)
     partial = p.tokens * _partial_bytes(p, config)
     step = _step_bytes(p, config, p.tokens, stored=stored >= p.vocab)
     forward = saved + partial + _gathered_bytes(p)
-    if lent:
+    if aliased:
         # the windows' partial sums are there beside those of all columns, but not beside a tile
         forward += p.vocab * p.hidden * p.item_bytes
         step = max(step, partial)
@@ -71,13 +71,13 @@ def windows_bytes(
     window = own = min(config.window, p.vocab)
     if p.grad_weight:
         own = min(config.half(config.window), config.window)
-        if not stored and not has_room(window, p.tokens, p.hidden, p.vocab, config.window):
+        if not stored and not fits_in_tail(window, p.tokens, p.hidden, p.vocab, config.window):
             window = min(own, p.vocab)
     backward = saved + p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
     end = backward + _row_block_bytes(p, p.tokens)
     longest = max(window, min(kept, p.vocab))
-    step = max(_row_block_bytes(p, p.tokens), _widened(p, p.tokens, longest, p.hidden))
-    if p.grad_hidden and _is_narrow(p):
+    step = max(_row_block_bytes(p, p.tokens), _upcast_block_bytes(p, p.tokens, longest, p.hidden))
+    if p.grad_hidden and _accumulates_wider(p):
         # dX itself is there only at the end
         backward += p.tokens * p.hidden * (p.accumulator_bytes - p.item_bytes)
         end += p.tokens * p.hidden * p.accumulator_bytes
@@ -88,10 +88,10 @@ def windows_bytes(
     elif p.grad_weight:
         backward += 8 * p.vocab + min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
         step = max(step, min(p.tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device)))
-        sums = window * p.hidden * p.accumulator_bytes if _is_narrow(p) else 0
+        sums = window * p.hidden * p.accumulator_bytes if _accumulates_wider(p) else 0
         gathered = min(window * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
         finish = gathered if p.device == "cpu" else 0
-        step = max(step, sums + max(finish, _widened(p, window, p.tokens, p.hidden)))
+        step = max(step, sums + max(finish, _upcast_block_bytes(p, window, p.tokens, p.hidden)))
     if stored < p.vocab:
         backward += p.tokens * own * p.item_bytes
         step = max(step, _tile_bytes(p, config, p.tokens, stored=True))
@@ -102,7 +102,7 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     """Return the workspace of gradients in forward: `chunk` tokens' `stored` columns at a time."""
     sharded, backward = p.ranks > 1, 0
     rows = p.tokens if p.grad_hidden and not sharded else 0, p.vocab if p.grad_weight else 0
-    beyond = sum(count - rows_in_place(count, narrow=_is_narrow(p)) for count in rows)
+    beyond = sum(count - rows_in_place(count, narrow=_accumulates_wider(p)) for count in rows)
     kept = beyond * p.hidden * p.accumulator_bytes
     kept += 4 * p.tokens * p.accumulator_bytes
     forward = p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
@@ -118,7 +118,9 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     forward += chunk * chunk_token_bytes(p, config, stored)
     step = _step_bytes(p, config, chunk, stored=True)
     forward += max(
-        step, _widened(p, chunk, p.vocab, p.hidden), _widened(p, p.vocab, chunk, p.hidden)
+        step,
+        _upcast_block_bytes(p, chunk, p.vocab, p.hidden),
+        _upcast_block_bytes(p, p.vocab, chunk, p.hidden),
     )
     return kept + max(forward, backward)
 
@@ -157,7 +159,7 @@ def _row_block_bytes(p: Problem, tokens: int) -> int:
     if p.device != "cpu":
         return 0
     widest = min(tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
-    return widest // 2 + 2 * widest if _is_narrow(p) else widest
+    return widest // 2 + 2 * widest if _accumulates_wider(p) else widest
 
 
 def _tile_bytes(p: Problem, config: WindowConfig, tokens: int, *, stored: bool) -> int:
@@ -168,19 +170,19 @@ def _tile_bytes(p: Problem, config: WindowConfig, tokens: int, *, stored: bool) 
     rows, columns = min(tokens, config.tile_rows), config.columns(tokens)
     if p.device != "cpu":
         return rows * columns * p.accumulator_bytes
-    in_place = stored and not _is_narrow(p)
+    in_place = stored and not _accumulates_wider(p)
     logits = 0 if in_place else rows * columns * p.accumulator_bytes
-    return logits + max(rows * columns, _widened(p, rows, p.hidden, columns))
+    return logits + max(rows * columns, _upcast_block_bytes(p, rows, p.hidden, columns))
 
 
-def _widened(p: Problem, rows: int, inner: int, columns: int) -> int:
+def _upcast_block_bytes(p: Problem, rows: int, inner: int, columns: int) -> int:
     """Bytes of the blocks that are converted for a product (rows, inner) @ (inner, columns)."""
-    if p.device != "cpu" or not _is_narrow(p):
+    if p.device != "cpu" or not _accumulates_wider(p):
         return 0
-    block = min(inner, WIDENED_BLOCK)
-    return (min(rows, WIDENED_BLOCK) + columns) * block * p.accumulator_bytes
+    block = min(inner, UPCAST_BLOCK)
+    return (min(rows, UPCAST_BLOCK) + columns) * block * p.accumulator_bytes
 
 
-def _is_narrow(p: Problem) -> bool:
+def _accumulates_wider(p: Problem) -> bool:
     """Whether sums need more bytes than the inputs have."""
     return p.item_bytes < p.accumulator_bytes

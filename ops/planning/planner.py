@@ -4,7 +4,7 @@ Pure Python; sizes may be symbolic integers of a graph compiler.  With N tokens,
 K columns kept and G gradients wanted (0 to 2), the model of time is
 
     windows                2·N·D·((1 + G)·V + (V - K - L)) FLOP; dX's sums are read and written
-                           once a window, recomputed logits once; L columns are lent, see `lending`;
+                           once a window, recomputed logits once; L columns are aliased, see `lending`;
                            narrow windows lend more, but are more
     gradients in forward   2·N·D·(1 + G)·V FLOP; dW's sums are read and written once a chunk,
                            and the gradients once more in the backward
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.problem import Problem, can_keep
-from cutefce.ops.planning.dw_aliasing import lendable_windows
+from cutefce.ops.planning.dw_aliasing import max_aliased_windows
 from cutefce.ops.planning.memory_model import chunk_token_bytes, chunked_bytes, windows_bytes
 
 MINIMUM = 0
@@ -29,10 +29,10 @@ two-stage loss takes for the same; larger problems keep a part and compute the r
 
 SMALLEST_CHUNK = 1024
 """Tokens of a chunk, below which reading and writing dW's sums would take most of the time."""
-CHUNK_UNIT = 256
+CHUNK_ALIGNMENT = 256
 """Tokens that a chunk is a multiple of: a row block of the kernels."""
 
-RATES = {"cpu": (1e11, 2e10, 0.0), "cuda": (7e14, 4e12, 6e-5)}
+DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0), "cuda": (7e14, 4e12, 6e-5)}
 """(FLOP/s, bytes/s, seconds a window) by device type; those of a GPU are an H200's, where products
 of few columns leave num_sms idle as they begin and end."""
 
@@ -47,7 +47,7 @@ class Plan:
     """Vocabulary columns in all."""
     window: int
     """Vocabulary columns walked at a time."""
-    lent: int
+    aliased: int
     """Columns whose exponentials lie in dW until the backward: the first ones, whole windows."""
     kept: int
     """Columns after these whose exponentials stay in memory until the backward, or exist for a
@@ -61,8 +61,8 @@ class Plan:
 
     def __str__(self) -> str:
         name = self.strategy.replace("_", " ")
-        kept, lent = min(self.kept / self.vocab, 1), self.lent / self.vocab
-        size = f"{kept:.0%} kept" + f", {lent:.0%} in the place of dW" * (lent > 0)
+        kept, aliased = min(self.kept / self.vocab, 1), self.aliased / self.vocab
+        size = f"{kept:.0%} kept" + f", {aliased:.0%} in the place of dW" * (aliased > 0)
         size = f"chunks of {self.chunk} tokens" if "forward" in name else size
         return (
             f"{name}, {size}, {self.window} columns at a time: "
@@ -101,7 +101,7 @@ def make_plan(
     return min(candidates, key=lambda c: c.workspace_bytes)
 
 
-def narrowed(
+def replan_for_shard(
     plan: Plan, p: Problem, configs: Sequence[WindowConfig], budget: int, scalar_upstream: bool
 ) -> Plan:
     """Return `plan`, which was made for a wider vocabulary, for `p`; chunks stay as they are."""
@@ -113,7 +113,7 @@ def narrowed(
         plan,
         vocab=p.vocab,
         window=config.window,
-        lent=0,
+        aliased=0,
         kept=stored,
         workspace_bytes=chunked_bytes(p, config, stored, plan.chunk),
         seconds=_chunked_seconds(p, plan.chunk),
@@ -128,8 +128,8 @@ def _windows(
     What is lent needs s_i h_i, which may take more than there is: then nothing is.
     """
     plans: list[Plan] = []
-    for lends in (True, False):
-        plans += [_windows_of(p, config, budget, scalar_upstream, lends) for config in configs]
+    for alias in (True, False):
+        plans += [_windows_of(p, config, budget, scalar_upstream, alias) for config in configs]
         within = [plan for plan in plans if plan.workspace_bytes <= budget]
         if within:
             return min(within, key=lambda plan: plan.seconds)
@@ -138,41 +138,41 @@ def _windows(
 
 
 def _windows_of(
-    p: Problem, config: WindowConfig, budget: int, scalar_upstream: bool, lends: bool
+    p: Problem, config: WindowConfig, budget: int, scalar_upstream: bool, alias: bool
 ) -> Plan:
-    def bytes_with(lent: int, kept: int) -> int:
-        return windows_bytes(p, config, lent, kept, scalar_upstream)
+    def bytes_with(aliased: int, kept: int) -> int:
+        return windows_bytes(p, config, aliased, kept, scalar_upstream)
 
-    lent = kept = 0
+    aliased = kept = 0
     if p.gradient_bytes and can_keep(p.dtype):
         column = max(p.tokens, 1) * p.item_bytes
         kept = _all_columns(p.vocab, config)
         if bytes_with(0, kept) > budget:
-            lent = _lendable(p, config) if lends else 0
+            aliased = _max_aliased_columns(p, config) if alias else 0
             # each lent window is products of its own: as few as there is no room for elsewhere
-            spare = budget - bytes_with(lent, _all_columns(p.vocab - lent, config))
-            lent -= max(spare, 0) // (config.window * column) * config.window
-            kept = _all_columns(p.vocab - lent, config)
-        if bytes_with(lent, kept) > budget:
-            spare = budget - bytes_with(lent, config.window) + config.window * column
-            most = min(max(spare, 0) // column, p.vocab - lent - 1)
+            spare = budget - bytes_with(aliased, _all_columns(p.vocab - aliased, config))
+            aliased -= max(spare, 0) // (config.window * column) * config.window
+            kept = _all_columns(p.vocab - aliased, config)
+        if bytes_with(aliased, kept) > budget:
+            spare = budget - bytes_with(aliased, config.window) + config.window * column
+            most = min(max(spare, 0) // column, p.vocab - aliased - 1)
             kept = most // config.window * config.window
     return Plan(
         strategy="windows",
         vocab=p.vocab,
         window=config.window,
-        lent=lent,
+        aliased=aliased,
         kept=kept,
         chunk=p.tokens,
-        workspace_bytes=bytes_with(lent, kept),
-        seconds=_windows_seconds(p, config.window, lent, kept),
+        workspace_bytes=bytes_with(aliased, kept),
+        seconds=_windows_seconds(p, config.window, aliased, kept),
     )
 
 
-def _lendable(p: Problem, config: WindowConfig) -> int:
+def _max_aliased_columns(p: Problem, config: WindowConfig) -> int:
     if not p.grad_weight:
         return 0
-    return config.window * lendable_windows(p.tokens, p.hidden, p.vocab, config.window)
+    return config.window * max_aliased_windows(p.tokens, p.hidden, p.vocab, config.window)
 
 
 def _gradients_in_forward(p: Problem, config: WindowConfig, budget: int) -> Plan:
@@ -181,15 +181,15 @@ def _gradients_in_forward(p: Problem, config: WindowConfig, budget: int) -> Plan
     chunk = max(p.tokens, 1)
     if beyond > 0:
         chunk -= -(-beyond // chunk_token_bytes(p, config, stored))
-        chunk = max(chunk // CHUNK_UNIT * CHUNK_UNIT, min(SMALLEST_CHUNK, p.tokens), 1)
+        chunk = max(chunk // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT, min(SMALLEST_CHUNK, p.tokens), 1)
         # as many chunks, but of about the same size
         even = -(-p.tokens // max(1, -(-p.tokens // chunk)))
-        chunk = max(1, min(chunk, -(-even // CHUNK_UNIT) * CHUNK_UNIT))
+        chunk = max(1, min(chunk, -(-even // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT))
     return Plan(
         strategy="gradients_in_forward",
         vocab=p.vocab,
         window=config.window,
-        lent=0,
+        aliased=0,
         kept=stored,
         chunk=chunk,
         workspace_bytes=chunked_bytes(p, config, stored, chunk),
@@ -201,11 +201,11 @@ def _all_columns(columns: int, config: WindowConfig) -> int:
     return -(-columns // config.reference_block) * config.reference_block
 
 
-def _windows_seconds(p: Problem, window: int, lent: int, kept: int) -> float:
+def _windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:
     gradients = p.grad_hidden + p.grad_weight
-    recomputed = max(p.vocab - lent - kept, 0) if gradients else 0
+    recomputed = max(p.vocab - aliased - kept, 0) if gradients else 0
     columns = (1 + gradients) * p.vocab + recomputed
-    products = -(-(recomputed + lent) // window)
+    products = -(-(recomputed + aliased) // window)
     passes = products + 1 if p.grad_hidden else 0
     moved = p.tokens * (2 * passes * p.hidden + recomputed) * p.accumulator_bytes
     return _seconds(p, columns, moved, products)
@@ -220,6 +220,6 @@ def _chunked_seconds(p: Problem, chunk: int) -> float:
 
 def _seconds(p: Problem, columns: int, moved_bytes: int, windows: int = 0) -> float:
     """Time of products with `columns` columns of the vocabulary in all, and of moving bytes."""
-    flop_rate, byte_rate, of_window = RATES.get(p.device, RATES["cuda"])
+    flop_rate, byte_rate, of_window = DEVICE_RATES.get(p.device, DEVICE_RATES["cuda"])
     products = 2 * p.tokens * p.hidden * columns / flop_rate
     return products + moved_bytes / byte_rate + windows * of_window

@@ -1,7 +1,7 @@
 """The primitives on the CuTe DSL kernels.
 
-Sums are exact whatever the logits are, stored exponentials only while their row's sum does not lie
-beyond the slack of its target.  `finish` notes the row blocks that do, and `settle` stores those
+GradAccumulator are exact whatever the logits are, stored exponentials only while their row's sum does not lie
+beyond the slack of its target.  `finish` notes the row blocks that do, and `repair_stored_exps` stores those
 again, relative to their new reference; it is launched always, and ends at once where no block is
 noted, so that nothing waits for the GPU.
 """
@@ -20,15 +20,15 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.schedule.order import choose_k_splits, choose_vocab_splits
 from cutefce.cute_kernels.spec import GradGemmSpec, kernel_set
 from cutefce.cute_kernels.workspace import forward_semaphore_count
-from cutefce.ops.primitives.interface import Partial, TargetPart
+from cutefce.ops.primitives.interface import Partial, TargetGrad
 from cutefce.ops.primitives.portable import TorchPrimitives
-from cutefce.ops.primitives.rows import Stats, Targets
+from cutefce.ops.primitives.rows import RowStats, Targets
 
-NO_ZEROS = torch.empty(0, dtype=torch.int32)
+EMPTY = torch.empty(0, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
-class Parts:
+class PartialLse:
     """What `project_exp` found."""
 
     sums: Tensor
@@ -38,7 +38,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class TargetLists:
+class TargetCsr:
     """The tokens of each target, in order, and what each contributes to dW."""
 
     order: Tensor
@@ -73,10 +73,10 @@ class CutePrimitives(TorchPrimitives):
         self._zeros: Tensor | None = None
         self._filled = self._taken = 0
 
-    def for_a_call(self) -> "CutePrimitives":
+    def with_scratch(self) -> "CutePrimitives":
         """Return the same for one call on one stream, whose launches share what it fills."""
         own = object.__new__(CutePrimitives)  # a quarter of what copy.copy takes
-        own.__dict__.update(self.__dict__, _zeros=NO_ZEROS, _filled=0, _taken=0)
+        own.__dict__.update(self.__dict__, _zeros=EMPTY, _filled=0, _taken=0)
         return own
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,27 +106,27 @@ class CutePrimitives(TorchPrimitives):
         sums = reference.new_empty(h.shape[0], windows * self.project.partials_per_row)
         launch = compiled(self.kernels.row_sums if exps is None else self.kernels.row_sums_and_exps)
         launch(h, w, reference, target, sums, exps, notes, first, windows, self.clusters)
-        return Parts(sums, notes)
+        return PartialLse(sums, notes)
 
     def forward(
         self, h: Tensor, w: Tensor, targets: Targets, reduction: str
-    ) -> tuple[Stats, Tensor]:
+    ) -> tuple[RowStats, Tensor]:
         kernel, windows, tokens = self.kernels.fused_forward, self._windows(h, w), h.shape[0]
         between = h.new_empty(kernel.workspace_size(tokens, windows), dtype=torch.float32)
-        stats, reduced = Stats(between.new_empty(4, tokens)), between.new_empty(())
+        stats, reduced = RowStats(between.new_empty(4, tokens)), between.new_empty(())
         tensors = h, w, targets.index, between, stats.rows, reduced
         mean = _divides(targets, reduction)
         compiled(kernel)(*tensors, targets.ignore_index, windows, self.clusters, mean)
         return stats, _reduced(stats, reduced, targets, reduction)
 
-    def side_by_side(self, partials: Sequence[Partial]) -> Partial:
+    def concat_partials(self, partials: Sequence[Partial]) -> Partial:
         if len(partials) == 1:
             return partials[0]
-        return Parts(torch.cat([part.sums for part in partials], 1), partials[0].notes)
+        return PartialLse(torch.cat([part.sums for part in partials], 1), partials[0].notes)
 
-    def join(self, partial: Partial, gather: Callable[[Tensor], Tensor]) -> Partial:
+    def gather_partials(self, partial: Partial, gather: Callable[[Tensor], Tensor]) -> Partial:
         total = torch.logsumexp(partial.sums * math.log(2), 1) / math.log(2)
-        return Parts(gather(total).t().contiguous(), partial.notes)
+        return PartialLse(gather(total).t().contiguous(), partial.notes)
 
     def recompute_exp(
         self,
@@ -144,17 +144,17 @@ class CutePrimitives(TorchPrimitives):
         notes = self._notes(h)
         launch(h, w, reference, target, None, exps, notes, first, windows, self.clusters)
 
-    def finish(
+    def reduce_partials(
         self, partial: Partial, target_logit: Tensor, targets: Targets, reduction: str
-    ) -> tuple[Stats, Tensor]:
-        stats = Stats(target_logit.new_empty(4, target_logit.shape[0]))
+    ) -> tuple[RowStats, Tensor]:
+        stats = RowStats(target_logit.new_empty(4, target_logit.shape[0]))
         reduced = target_logit.new_empty(())
         inputs, outputs = (partial.sums, target_logit, targets.index), (stats.rows, reduced)
         numbers = targets.ignore_index, _divides(targets, reduction)
         compiled(self.kernels.reduce_partials)(*inputs, *outputs, partial.notes, *numbers)
         return stats, _reduced(stats, reduced, targets, reduction)
 
-    def settle(
+    def repair_stored_exps(
         self,
         exps: Tensor,
         h: Tensor,
@@ -162,7 +162,7 @@ class CutePrimitives(TorchPrimitives):
         first: int,
         target: Tensor,
         partial: Partial,
-        stats: Stats,
+        stats: RowStats,
     ) -> None:
         w, notes, reference = w[first : first + exps.shape[1]], partial.notes, stats.reference
         launch, windows = compiled(self.kernels.repair_exps), self._windows(h, w)
@@ -173,7 +173,7 @@ class CutePrimitives(TorchPrimitives):
     ) -> None:
         rounded = out.dtype == w.dtype
         finish = self.kernels.finish_dx if rounded else self.kernels.finish_dx_fp32
-        compiled(finish)(out, sums, w, scale.contiguous(), weight, targets.address)
+        compiled(finish)(out, sums, w, scale.contiguous(), weight, targets.safe_index)
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
         narrow = x.dtype == out.dtype
@@ -196,22 +196,22 @@ class CutePrimitives(TorchPrimitives):
                 self.kernels.grad_weight_accumulate, exps.t(), scaled.t(), sums, None, fresh
             )
 
-    def target_part(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetPart:
+    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGrad:
         if self.kernels.grad_weight is None:
-            return super().target_part(h, coefficient, targets)
+            return super().target_grad(h, coefficient, targets)
         # who has no target here comes last, in the list of none
-        here = targets.active & (targets.address == targets.index)
+        here = targets.active & (targets.safe_index == targets.index)
         target, order = torch.where(here, targets.index, targets.vocab).sort(stable=True)
         entries = torch.arange(targets.vocab + 1, device=h.device)
         starts = torch.searchsorted(target, entries, out_int32=True)
-        return TargetLists(order, starts, coefficient[order], h)
+        return TargetCsr(order, starts, coefficient[order], h)
 
     def finish_dw(
         self,
         out: Tensor,
         exps: Tensor,
         scaled: Tensor,
-        part: TargetPart,
+        part: TargetGrad,
         first: int,
         unit: Tensor,
     ) -> None:
@@ -221,9 +221,9 @@ class CutePrimitives(TorchPrimitives):
             lists = part.order, _starts(part, first, out), part.coefficient, part.h, unit.view(1)
             self._launch(self.kernels.grad_weight, exps.t(), scaled.t(), out, lists)
 
-    def add_target_part(self, sums: Tensor, part: TargetPart, first: int) -> None:
+    def add_target_grad(self, sums: Tensor, part: TargetGrad, first: int) -> None:
         if self.kernels.add_targets is None:
-            super().add_target_part(sums, part, first)
+            super().add_target_grad(sums, part, first)
         else:
             lists = part.order, _starts(part, first, sums), part.coefficient, part.h
             compiled(self.kernels.add_targets)(sums, *lists)
@@ -243,13 +243,13 @@ class CutePrimitives(TorchPrimitives):
         of_sums = (
             (None,) * 2 if kernel.final else (choose_k_splits(units, clusters, steps), int(fresh))
         )
-        notes = self._take_zeros(kernel.semaphore_count(clusters), out.device)
+        notes = self.alloc_zeroed(kernel.semaphore_count(clusters), out.device)
         compiled(kernel)(a, b, out, lists, notes, clusters, *of_sums)
 
     def _notes(self, h: Tensor) -> Tensor:
-        return self._take_zeros(forward_semaphore_count(h.shape[0], self.project.rows), h.device)
+        return self.alloc_zeroed(forward_semaphore_count(h.shape[0], self.project.rows), h.device)
 
-    def _take_zeros(self, count: int, device: torch.device) -> Tensor:
+    def alloc_zeroed(self, count: int, device: torch.device) -> Tensor:
         """Return int32 zeros that nobody else has, `count` of them or more."""
         if self._zeros is None:
             return torch.zeros(count, dtype=torch.int32, device=device)
@@ -269,16 +269,16 @@ def _divides(targets: Targets, reduction: str) -> int:
     return int(reduction == "mean" and targets.denominator is None)
 
 
-def _reduced(stats: Stats, reduced: Tensor, targets: Targets, reduction: str) -> Tensor:
+def _reduced(stats: RowStats, reduced: Tensor, targets: Targets, reduction: str) -> Tensor:
     """Return the loss, of what a kernel `reduced`."""
     if reduction == "none":
         return stats.loss
     if targets.denominator is None:
         return reduced
-    return reduced * targets.weight(reduction, reduced.dtype)
+    return reduced * targets.loss_scale(reduction, reduced.dtype)
 
 
-def _starts(part: TargetLists, first: int, out: Tensor) -> Tensor:
+def _starts(part: TargetCsr, first: int, out: Tensor) -> Tensor:
     """Return where the lists of the targets begin that are rows of `out`, from `first` on."""
     return part.starts[first : first + len(out) + 1]
 

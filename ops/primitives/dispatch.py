@@ -44,7 +44,7 @@ def set_strict(enabled: bool) -> None:
 def backend_for(h: Tensor, w: Tensor) -> Backend:
     """Return what serves a call with hidden states h (..., D) and weight w (V, D)."""
     rows = h if h.ndim == 2 else h.reshape(-1, h.shape[-1])
-    reason = _obstacle(rows, w)
+    reason = _unsupported_reason(rows, w)
     if reason is not None:
         return Backend("torch", reason)
     capability = torch.cuda.get_device_capability(h.device)
@@ -56,12 +56,12 @@ def arch_of(h: Tensor) -> str | None:
 
     Does not look at how tensors lie in memory, which a graph compiler does not know.
     """
-    if device_obstacle(h.device, h.dtype) is not None or h.shape[1] % 8:
+    if device_unsupported_reason(h.device, h.dtype) is not None or h.shape[1] % 8:
         return None
     return gpu_of(h.device)[0].name
 
 
-def are_known(*sizes: int) -> bool:
+def are_concrete(*sizes: int) -> bool:
     """Whether all sizes are numbers, not symbols of a graph compiler."""
     return set(map(type, sizes)) == {int}
 
@@ -69,7 +69,7 @@ def are_known(*sizes: int) -> bool:
 def problem_of(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Problem:
     """Return what is asked: h (N, D) against w (V, D), and the gradients that are wanted."""
     (tokens, hidden), vocab = h.shape, w.shape[0]
-    return (_known_problem if are_known(tokens, hidden, vocab) else Problem)(
+    return (_cached_problem if are_concrete(tokens, hidden, vocab) else Problem)(
         tokens,
         hidden,
         vocab,
@@ -81,13 +81,13 @@ def problem_of(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Pr
     )
 
 
-_known_problem = functools.lru_cache(maxsize=1024)(Problem)
+_cached_problem = functools.lru_cache(maxsize=1024)(Problem)
 """The one of these sizes: to make and to compare problems takes 3 us of a call."""
 
 
 def widths_for(problem: Problem, device: torch.device) -> tuple[PortableTiles, ...]:
     """Return what a plan for `problem` on `device` chooses from; not tuned for symbolic sizes."""
-    if problem.arch is None or not are_known(problem.tokens, problem.hidden, problem.vocab):
+    if problem.arch is None or not are_concrete(problem.tokens, problem.hidden, problem.vocab):
         return defaults.window_configs(problem)
     return lookup.tuned_widths(problem, *gpu_of(device))
 
@@ -98,9 +98,9 @@ def primitives_for(h: Tensor, w: Tensor, problem: Problem) -> Primitives:
     Raises:
         RuntimeError: in strict mode, if the kernels cannot serve the call.
     """
-    reason = _obstacle(h, w) if problem.arch is None else _obstacle_of_rows(h, w)
+    reason = _unsupported_reason(h, w) if problem.arch is None else _layout_unsupported_reason(h, w)
     if reason is None:
-        return _cute_primitives(h.device, problem).for_a_call()
+        return _cute_primitives(h.device, problem).with_scratch()
     if problem.tokens:
         _report(reason, h.is_cuda)
     return _torch_primitives(defaults.widest_window(problem))
@@ -118,12 +118,12 @@ def _warn_once(reason: str) -> None:
     warnings.warn(f"cutefce: served by the portable path: {reason}", stacklevel=2)
 
 
-def _obstacle(h: Tensor, w: Tensor) -> str | None:
+def _unsupported_reason(h: Tensor, w: Tensor) -> str | None:
     """Return why the kernels cannot serve h (N, D) and w (V, D), None if they can."""
-    return device_obstacle(h.device, h.dtype) or _obstacle_of_rows(h, w)
+    return device_unsupported_reason(h.device, h.dtype) or _layout_unsupported_reason(h, w)
 
 
-def _obstacle_of_rows(h: Tensor, w: Tensor) -> str | None:
+def _layout_unsupported_reason(h: Tensor, w: Tensor) -> str | None:
     """Return why the kernels that the device has cannot serve h (N, D) and w (V, D)."""
     if h.shape[0] == 0:
         return "h: got no rows, expected at least 1"
@@ -137,20 +137,20 @@ def _obstacle_of_rows(h: Tensor, w: Tensor) -> str | None:
     return None
 
 
-def device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+def device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the kernels cannot serve `dtype` on `device`, None if they can."""
     try:
-        return _device_obstacle(device, dtype)
-    except _NotNowError as later:
+        return _device_unsupported_reason(device, dtype)
+    except _RetryLaterError as later:
         return str(later)
 
 
-class _NotNowError(Exception):
+class _RetryLaterError(Exception):
     """An obstacle that only the next call can remove."""
 
 
 @functools.cache
-def _device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"h: got device {device.type}, expected cuda"
     capability = torch.cuda.get_device_capability(device)
@@ -160,7 +160,7 @@ def _device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     name = str(dtype).removeprefix("torch.")
     if name not in arch.dtypes:
         return f"h: got dtype {dtype}, expected one of {', '.join(arch.dtypes)}"
-    return _compiler_obstacle(arch, name) or _unverified(device)
+    return _compiler_unsupported_reason(arch, name) or _unverified(device)
 
 
 @functools.cache
@@ -170,7 +170,7 @@ def _unverified(device: torch.device) -> str | None:
     verdict = verdicts.known(arch, name, num_sms)
     if verdict is None:
         if torch.cuda.is_current_stream_capturing():
-            raise _NotNowError(f"the kernels never ran on {name}; first run: {VERIFY}")
+            raise _RetryLaterError(f"the kernels never ran on {name}; first run: {VERIFY}")
         from cutefce.autotune_cache.tuning.targets import all_tunables
 
         gradients = all_tunables(arch, num_sms, str(device))
@@ -180,7 +180,7 @@ def _unverified(device: torch.device) -> str | None:
     return f"the kernels failed on {name} ({verdict.reason}); to try again: {VERIFY}"
 
 
-def _compiler_obstacle(arch: Arch, dtype: str) -> str | None:
+def _compiler_unsupported_reason(arch: Arch, dtype: str) -> str | None:
     """Return why kernels cannot be had for `arch`, None if they can; compiles or loads one."""
     for module in ("cutlass", "tvm_ffi"):
         if find_spec(module) is None:
@@ -206,7 +206,7 @@ def gpu_of(device: torch.device) -> tuple[Arch, str, int]:
 @functools.lru_cache(maxsize=1024)
 def _cute_primitives(device: torch.device, problem: Problem) -> CutePrimitives:
     tiles, (arch, name, num_sms) = defaults.widest_window(problem), gpu_of(device)
-    if lookup.tunes_on_first_use() and not _others_wait():
+    if lookup.tunes_on_first_use() and not _must_not_block():
         from cutefce.autotune_cache.tuning import first_use, targets
 
         torch.cuda.synchronize(device)
@@ -216,7 +216,7 @@ def _cute_primitives(device: torch.device, problem: Problem) -> CutePrimitives:
     return CutePrimitives(tiles, arch, problem.dtype, configs, num_sms)
 
 
-def _others_wait() -> bool:
+def _must_not_block() -> bool:
     """Whether work that takes long is out of place: in a graph's capture, or beside other ranks."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.cuda.is_current_stream_capturing() or (

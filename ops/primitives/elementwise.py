@@ -36,8 +36,8 @@ def finish_dx_(
     out: Tensor, sums: Tensor, address: Tensor, scale: Tensor, weight: Tensor, w: Tensor
 ) -> None:
     """Write scale_i (sums_i + weight_i w_address_i) to `out` (R, D)."""
-    target_part = w[address].to(sums.dtype).mul_(weight[:, None])
-    out.copy_(target_part.add_(sums).mul_(scale[:, None]))
+    target_grad = w[address].to(sums.dtype).mul_(weight[:, None])
+    out.copy_(target_grad.add_(sums).mul_(scale[:, None]))
 
 
 def finish_dw_(out: Tensor, sums: Tensor, line: Tensor, target_sums: Tensor, unit: Tensor) -> None:

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.config import WindowConfig
-from cutefce.ops.primitives.rows import Stats, Targets
+from cutefce.ops.primitives.rows import RowStats, Targets
 
 Partial = Any
-"""Row sums over parts of the vocabulary, as `project_exp` hands them to `finish` and `settle`; each
+"""Row sums over parts of the vocabulary, as `project_exp` hands them to `finish` and `repair_stored_exps`; each
 implementation has a form of its own."""
 
-TargetPart = Any
-"""The targets' part of dW, Σ_{i: y_i = v} c_i h_i, as `target_part` hands it to `finish_dw` and
-`add_target_part`; each implementation has a form of its own."""
+TargetGrad = Any
+"""The targets' part of dW, Σ_{i: y_i = v} c_i h_i, as `target_grad` hands it to `finish_dw` and
+`add_target_grad`; each implementation has a form of its own."""
 
 
 class Primitives(Protocol):
@@ -59,15 +59,15 @@ class Primitives(Protocol):
 
         `exps` (N, K), if given, receives e over the first K of them, which are whole pieces; the
         columns beyond the vocabulary are undefined.  Where logits lie far above `reference` (N,),
-        sums and `exps` may be relative to something else, which the result tells `settle`.
+        sums and `exps` may be relative to something else, which the result tells `repair_stored_exps`.
         """
         ...
 
-    def side_by_side(self, partials: Sequence[Partial]) -> Partial:
+    def concat_partials(self, partials: Sequence[Partial]) -> Partial:
         """Return the row sums of all columns, given those of windows that lie one after another."""
         ...
 
-    def join(self, partial: Partial, gather: Callable[[Tensor], Tensor]) -> Partial:
+    def gather_partials(self, partial: Partial, gather: Callable[[Tensor], Tensor]) -> Partial:
         """Return the row sums of all shards of the vocabulary, for `finish`.
 
         `gather` maps a tensor (...) to those of all ranks (R, ...).
@@ -76,7 +76,7 @@ class Primitives(Protocol):
 
     def forward(
         self, h: Tensor, w: Tensor, targets: Targets, reduction: str
-    ) -> tuple[Stats, Tensor]:
+    ) -> tuple[RowStats, Tensor]:
         """Do `target_logit`, `project_exp` of all columns and `finish`; nothing is stored."""
         ...
 
@@ -92,13 +92,13 @@ class Primitives(Protocol):
         """Write e over the columns of `window`, relative to `reference`, to `exps` (N, K)."""
         ...
 
-    def finish(
+    def reduce_partials(
         self, partial: Partial, target_logit: Tensor, targets: Targets, reduction: str
-    ) -> tuple[Stats, Tensor]:
+    ) -> tuple[RowStats, Tensor]:
         """Join the parts of every row; also return the reduced loss."""
         ...
 
-    def settle(
+    def repair_stored_exps(
         self,
         exps: Tensor,
         h: Tensor,
@@ -106,7 +106,7 @@ class Primitives(Protocol):
         first: int,
         target: Tensor,
         partial: Partial,
-        stats: Stats,
+        stats: RowStats,
     ) -> None:
         """Make `exps` (N, K), which `project_exp` stored, relative to `stats.reference`.
 
@@ -142,7 +142,7 @@ class Primitives(Protocol):
         """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x` itself."""
         ...
 
-    def target_part(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetPart:
+    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGrad:
         """Return Σ_{i: y_i = v} c_i h_i for all v, or what it takes; `coefficient` is c (N,)."""
         ...
 
@@ -151,7 +151,7 @@ class Primitives(Protocol):
         out: Tensor,
         exps: Tensor,
         scaled: Tensor,
-        part: TargetPart,
+        part: TargetGrad,
         first: int,
         unit: Tensor,
     ) -> None:
@@ -161,15 +161,15 @@ class Primitives(Protocol):
         """
         ...
 
-    def add_target_part(self, sums: Tensor, part: TargetPart, first: int) -> None:
+    def add_target_grad(self, sums: Tensor, part: TargetGrad, first: int) -> None:
         """Add the targets' part to `sums` (K, D), those of the entries from `first` on."""
         ...
 
 
-def step_by_step(
+def forward_unfused(
     primitives: Primitives, h: Tensor, w: Tensor, targets: Targets, reduction: str
-) -> tuple[Stats, Tensor]:
+) -> tuple[RowStats, Tensor]:
     """Do what `Primitives.forward` does by the other steps."""
     logit = primitives.target_logit(h, w, targets)
     partial = primitives.project_exp(h, w, (0, w.shape[0]), logit, targets.index)
-    return primitives.finish(partial, logit, targets, reduction)
+    return primitives.reduce_partials(partial, logit, targets, reduction)

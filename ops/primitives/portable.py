@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.planning.memory_model import WIDENED_BLOCK, row_block_bytes
+from cutefce.ops.planning.memory_model import UPCAST_BLOCK, row_block_bytes
 from cutefce.ops.primitives.elementwise import (
     exponentials,
     exponentials_,
@@ -26,12 +26,12 @@ from cutefce.ops.primitives.elementwise import (
     target_logit_,
 )
 from cutefce.ops.primitives.inductor import can_fuse, fused
-from cutefce.ops.primitives.interface import Partial, TargetPart, step_by_step
-from cutefce.ops.primitives.rows import Stats, Targets, sum_dtype
+from cutefce.ops.primitives.interface import Partial, TargetGrad, forward_unfused
+from cutefce.ops.primitives.rows import RowStats, Targets, sum_dtype
 
 
 @dataclass(frozen=True)
-class Pieces:
+class PartialSums:
     """Row sums of exponentials, each piece relative to its own reference; both (N, pieces)."""
 
     sums: Tensor
@@ -49,8 +49,8 @@ class TorchPrimitives:
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         logit = h.new_empty(h.shape[0], dtype=sum_dtype(h.dtype))
-        parts = targets.index, targets.address, targets.active
-        _by_rows(target_logit_, logit, h, *parts, whole=(w,))
+        parts = targets.index, targets.safe_index, targets.active
+        apply_rowwise(target_logit_, logit, h, *parts, whole=(w,))
         return logit
 
     def project_exp(
@@ -64,28 +64,30 @@ class TorchPrimitives:
     ) -> Partial:
         (first, last), piece = window, self.config.reference_block
         middle = first if exps is None else min(first + exps.shape[1], last)
-        pieces = Pieces(*reference.new_empty((2, h.shape[0], math.ceil((last - first) / piece))))
+        pieces = PartialSums(
+            *reference.new_empty((2, h.shape[0], math.ceil((last - first) / piece)))
+        )
         if first < middle:
             self._walk_tiles(h, w, (first, middle), reference, target, exps, pieces)
         if middle < last:
             done = (middle - first) // piece
-            rest = Pieces(pieces.sums[:, done:], pieces.references[:, done:])
+            rest = PartialSums(pieces.sums[:, done:], pieces.references[:, done:])
             self._walk_tiles(h, w, (middle, last), reference, target, None, rest)
         return pieces
 
-    forward = step_by_step
+    forward = forward_unfused
 
-    def side_by_side(self, partials: Sequence[Partial]) -> Partial:
+    def concat_partials(self, partials: Sequence[Partial]) -> Partial:
         if len(partials) == 1:
             return partials[0]
         sums, references = ([getattr(p, x) for p in partials] for x in ("sums", "references"))
-        return Pieces(torch.cat(sums, 1), torch.cat(references, 1))
+        return PartialSums(torch.cat(sums, 1), torch.cat(references, 1))
 
-    def join(self, partial: Partial, gather: Callable[[Tensor], Tensor]) -> Partial:
+    def gather_partials(self, partial: Partial, gather: Callable[[Tensor], Tensor]) -> Partial:
         references = partial.references.amax(1)
         sums = (partial.sums * _exp_difference(partial.references, references[:, None])).sum(1)
         shards = gather(torch.stack([sums, references]))
-        return Pieces(shards[:, 0].t(), shards[:, 1].t())
+        return PartialSums(shards[:, 0].t(), shards[:, 1].t())
 
     def recompute_exp(
         self,
@@ -106,7 +108,7 @@ class TorchPrimitives:
         reference: Tensor,
         target: Tensor,
         exps: Tensor | None,
-        out: Pieces | None,
+        out: PartialSums | None,
     ) -> None:
         (first, last), tokens, piece = window, h.shape[0], self.config.reference_block
         width = self.config.columns(tokens)
@@ -125,7 +127,7 @@ class TorchPrimitives:
                 if in_place and copy is not None:
                     logits, copy = copy, None
                 entries = w[first + tile.start : first + tile.stop]
-                multiply(logits[:, :valid], h[rows], entries.t(), add=False)
+                matmul_into(logits[:, :valid], h[rows], entries.t(), add=False)
                 logits[:, valid:].fill_(-torch.inf)
                 run(
                     logits.unflatten(1, (-1, piece)),
@@ -137,9 +139,9 @@ class TorchPrimitives:
                     None if copy is None else copy.unflatten(1, (-1, piece)),
                 )
 
-    def finish(
+    def reduce_partials(
         self, partial: Partial, target_logit: Tensor, targets: Targets, reduction: str
-    ) -> tuple[Stats, Tensor]:
+    ) -> tuple[RowStats, Tensor]:
         references, sums = partial.references, partial.sums
         reference = references.amax(1)
         row_sum = (sums * _exp_difference(references, reference[:, None])).sum(1)
@@ -148,10 +150,10 @@ class TorchPrimitives:
         # exp(r - ρ) - 1, which is exactly 0 where the target's logit is the reference
         excess = row_sum + torch.expm1(-distance)
         losses = distance + torch.log1p(excess)
-        stats = Stats(torch.stack([reference, row_sum, excess + 1, losses]))
+        stats = RowStats(torch.stack([reference, row_sum, excess + 1, losses]))
         return stats, targets.reduce(losses, reduction)
 
-    def settle(
+    def repair_stored_exps(
         self,
         exps: Tensor,
         h: Tensor,
@@ -159,7 +161,7 @@ class TorchPrimitives:
         first: int,
         target: Tensor,
         partial: Partial,
-        stats: Stats,
+        stats: RowStats,
     ) -> None:
         start, count = (
             first // self.config.reference_block,
@@ -168,13 +170,13 @@ class TorchPrimitives:
         references = partial.references[:, start : start + count]
         factor = _exp_difference(references, stats.reference[:, None])
         if exps.is_cuda or bool((factor != 1).any()):
-            _by_rows(scale_rows_, exps.view(-1, self.config.reference_block), factor.flatten())
+            apply_rowwise(scale_rows_, exps.view(-1, self.config.reference_block), factor.flatten())
 
     def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor, *, fresh: bool) -> None:
-        multiply(sums, exps, w, add=not fresh)
+        matmul_into(sums, exps, w, add=not fresh)
 
     def add_grad_weight(self, sums: Tensor, exps: Tensor, scaled: Tensor, *, fresh: bool) -> None:
-        multiply(sums, exps.t(), scaled, add=not fresh)
+        matmul_into(sums, exps.t(), scaled, add=not fresh)
 
     def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -182,12 +184,12 @@ class TorchPrimitives:
     def finish_dx(
         self, out: Tensor, sums: Tensor, w: Tensor, targets: Targets, scale: Tensor, weight: Tensor
     ) -> None:
-        _by_rows(finish_dx_, out, sums, targets.address, scale, weight, whole=(w,))
+        apply_rowwise(finish_dx_, out, sums, targets.safe_index, scale, weight, whole=(w,))
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
-        _by_rows(scaled_rows_, out, x, scale)
+        apply_rowwise(scaled_rows_, out, x, scale)
 
-    def target_part(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetPart:
+    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGrad:
         return TargetRows(h, coefficient, targets)
 
     def finish_dw(
@@ -195,7 +197,7 @@ class TorchPrimitives:
         out: Tensor,
         exps: Tensor,
         scaled: Tensor,
-        part: TargetPart,
+        part: TargetGrad,
         first: int,
         unit: Tensor,
     ) -> None:
@@ -203,12 +205,12 @@ class TorchPrimitives:
         for rows in _blocks(out.shape[0], self.config.window):
             to = out[rows]
             sums = to if out.dtype == totals.dtype else totals.new_empty(to.shape)
-            multiply(sums, exps[:, rows].t(), scaled, add=False)
+            matmul_into(sums, exps[:, rows].t(), scaled, add=False)
             line = lines[first + rows.start : first + rows.stop]
-            _by_rows(finish_dw_, to, sums, line, whole=(totals, unit))
+            apply_rowwise(finish_dw_, to, sums, line, whole=(totals, unit))
 
-    def add_target_part(self, sums: Tensor, part: TargetPart, first: int) -> None:
-        part.add_to(sums, part.targets.address - first)
+    def add_target_grad(self, sums: Tensor, part: TargetGrad, first: int) -> None:
+        part.add_to(sums, part.targets.safe_index - first)
 
 
 class TargetRows:
@@ -219,7 +221,7 @@ class TargetRows:
 
     @cached_property
     def lines(self) -> tuple[Tensor, Tensor]:
-        """Sums (L, D) in the dtype of sums, one line for each target that occurs, and line (V,).
+        """GradAccumulator (L, D) in the dtype of sums, one line for each target that occurs, and line (V,).
 
         Vocabulary entries that are no target share a line of 0.
         """
@@ -228,11 +230,11 @@ class TargetRows:
             # a target's line is the number of its first row
             order = torch.arange(tokens, device=self.h.device)
             line = torch.full((vocab,), tokens, device=self.h.device)
-            line.scatter_reduce_(0, self.targets.address, order, "amin")
+            line.scatter_reduce_(0, self.targets.safe_index, order, "amin")
         else:
             line = torch.arange(vocab, device=self.h.device)
         sums = self.coefficient.new_zeros(min(tokens + 1, vocab), hidden)
-        self.add_to(sums, line[self.targets.address])
+        self.add_to(sums, line[self.targets.safe_index])
         return sums, line
 
     def add_to(self, out: Tensor, line: Tensor) -> None:
@@ -260,22 +262,22 @@ def _dense(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
+def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
     """`out = a @ b`, or `out += a @ b`, accumulating in out's dtype."""
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=int(add), out=out)
     elif not a.is_cuda:
-        _multiply_widened(out if add else out.zero_(), a, b)
+        _matmul_upcast(out if add else out.zero_(), a, b)
     elif add:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def _multiply_widened(out: Tensor, a: Tensor, b: Tensor) -> None:
+def _matmul_upcast(out: Tensor, a: Tensor, b: Tensor) -> None:
     """`out += a @ b` where no product of 16-bit operands has float32 results: on a CPU."""
-    for rows in _blocks(a.shape[0], WIDENED_BLOCK):
-        for inner in _blocks(a.shape[1], WIDENED_BLOCK):
+    for rows in _blocks(a.shape[0], UPCAST_BLOCK):
+        for inner in _blocks(a.shape[1], UPCAST_BLOCK):
             out[rows].addmm_(a[rows, inner].to(out.dtype), b[inner].to(out.dtype))
 
 
@@ -288,7 +290,7 @@ def _blocks(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
-def _by_rows(
+def apply_rowwise(
     function: Callable[..., None], *rowwise: Tensor, whole: tuple[Tensor | None, ...] = ()
 ) -> None:
     """Call `function` fused, or on blocks of the rows of `rowwise` with all of `whole`."""

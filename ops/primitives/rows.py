@@ -1,4 +1,13 @@
-"""TODO."""
+"""Per-token data of a call: targets, statistics after the forward, coefficients of the gradients.
+
+With the loss of token i written as a function of its logits z_iv, and e_iv the exponentials relative
+to the reference ρ_i (0 at the target y_i), every gradient is
+
+    dL/dz_iv = scale_i e_iv  (v ≠ y_i)        dL/dz_iy = target_i
+
+Options that only change these two numbers, such as z-loss or class weights, are served by
+`RowCoefficients` alone: no GEMM and no kernel knows them.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,14 +15,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.workspace import Stat
+
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of `dtype` are summed."""
+    """Return the dtype in which values of `dtype` are summed: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class Targets:
-    """The targets of N rows, and which of them count; what is not asked for is not computed."""
+    """The targets of N tokens; derived tensors are computed on first use."""
 
     def __init__(
         self, index: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None = None
@@ -23,23 +34,23 @@ class Targets:
         self.vocab = vocab
         self.ignore_index = ignore_index
         self.denominator = denominator
-        """() what "mean" divides by; None for the number of active rows."""
+        """() divisor of "mean"; None for the number of active tokens."""
 
     @cached_property
     def active(self) -> Tensor:
-        """(N,) bool: the row is not ignored."""
+        """(N,) bool: the token is not ignored."""
         return self.index != self.ignore_index
 
     @cached_property
-    def address(self) -> Tensor:
-        """(N,) int64 within [0, V): what may be used to read or write memory."""
+    def safe_index(self) -> Tensor:
+        """(N,) int64 clamped to [0, V): may be used to address memory."""
         return self.index.clamp(0, self.vocab - 1)
 
-    def weight(self, reduction: str, dtype: torch.dtype) -> Tensor:
-        """Return () what each active row's loss counts for in the reduced loss."""
+    def loss_scale(self, reduction: str, dtype: torch.dtype) -> Tensor:
+        """Return () the factor of each active token's loss in the reduced loss."""
         if reduction == "mean" and self.denominator is not None:
-            share = self.denominator.to(dtype).reciprocal()
-            return torch.where(self.denominator == 0, 0, share)
+            scale = self.denominator.to(dtype).reciprocal()
+            return torch.where(self.denominator == 0, 0, scale)
         if reduction == "mean":
             return self.active.sum().clamp(min=1).to(dtype).reciprocal()
         return torch.ones((), dtype=dtype, device=self.index.device)
@@ -48,49 +59,80 @@ class Targets:
         """Reduce per-token losses (N,); the mean over no active token is 0."""
         if reduction == "none":
             return losses
-        return losses.sum() * self.weight(reduction, losses.dtype)
+        return losses.sum() * self.loss_scale(reduction, losses.dtype)
 
     def rows(self, rows: slice) -> "Targets":
-        """Return the targets of some rows."""
+        """Return the targets of a slice of the tokens."""
         return Targets(self.index[rows], self.vocab, self.ignore_index, self.denominator)
 
 
-@dataclass(frozen=True)
-class Stats:
-    """What is known of every row after the forward, in the dtype of sums."""
+def make_targets(
+    y: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None = None
+) -> Targets:
+    """Return the targets y (N,) int64.
 
-    rows: Tensor
-    """(4, N): what the properties return."""
-
-    @property
-    def reference(self) -> Tensor:
-        """(N,) ρ, what stored and recomputed exponentials are relative to; +inf if ignored."""
-        return self.rows[0]
-
-    @property
-    def sum(self) -> Tensor:
-        """(N,) S, the exponentials of all columns but the target's; 0 where another rank has it."""
-        return self.rows[1]
-
-    @property
-    def total(self) -> Tensor:
-        """(N,) T, which has the target's own exponential too."""
-        return self.rows[2]
-
-    @property
-    def loss(self) -> Tensor:
-        """(N,) each row's loss, 0 if ignored."""
-        return self.rows[3]
-
-
-def locate(y: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None = None) -> Targets:
-    """Tell which targets count, and where; raise for one outside [0, V), unless it is on a GPU."""
+    Raises:
+        IndexError: on a CPU, for a target outside [0, V).  A GPU is not synchronised for this.
+    """
     targets = Targets(y.contiguous(), vocab, ignore_index, denominator)
     if y.device.type == "cpu":
-        wrong = targets.active & (targets.address != y)
+        wrong = targets.active & (targets.safe_index != y)
         if bool(wrong.any()):
             raise IndexError(
                 f"y: got target {int(y[wrong][0])}, expected 0 <= target < {vocab} "
                 f"or ignore_index={ignore_index}"
             )
     return targets
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """The statistics of every token after the forward, in the dtype of sums."""
+
+    rows: Tensor
+    """(len(Stat), N), indexed by `Stat`."""
+
+    @staticmethod
+    def empty(like: Tensor, tokens: int) -> "RowStats":
+        """Return uninitialised statistics with the dtype and device of `like`."""
+        return RowStats(like.new_empty(len(Stat), tokens))
+
+    @property
+    def reference(self) -> Tensor:
+        """(N,) ρ, what stored and recomputed exponentials are relative to; +inf if ignored."""
+        return self.rows[Stat.REFERENCE]
+
+    @property
+    def sum_exp_others(self) -> Tensor:
+        """(N,) S, over all columns but the target's; 0 where another rank owns the target."""
+        return self.rows[Stat.SUM_EXP_OTHERS]
+
+    @property
+    def sum_exp(self) -> Tensor:
+        """(N,) T = exp(r - ρ) + S, which includes the target's exponential."""
+        return self.rows[Stat.SUM_EXP]
+
+    @property
+    def loss(self) -> Tensor:
+        """(N,) the token's loss, 0 if ignored."""
+        return self.rows[Stat.LOSS]
+
+
+@dataclass(frozen=True)
+class RowCoefficients:
+    """The gradient of the loss by the logits: scale_i e_iv, and target_i at the target."""
+
+    scale: Tensor
+    """(N,) factor of every exponential but the target's; 0 for ignored tokens."""
+    target: Tensor
+    """(N,) dL/dz at the target; 0 where another rank owns the target."""
+
+    @staticmethod
+    def of(stats: RowStats, targets: Targets, upstream: Tensor) -> "RowCoefficients":
+        """Return the coefficients for the upstream gradient, () or (N,), of each token's loss.
+
+        dL/dz_iv = g_i p_iv with p_iv = e_iv / T_i, and at the target g_i (p_iy - 1) = -g_i S_i / T_i,
+        which does not cancel for p → 1.
+        """
+        scale = torch.where(targets.active, upstream / stats.sum_exp, 0)
+        return RowCoefficients(scale, -scale * stats.sum_exp_others)

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-from cutefce.ops.planning.dw_aliasing import has_room
+from cutefce.ops.planning.dw_aliasing import fits_in_tail
 
 
-def lent_windows(
+def aliased_views(
     dw: "Tensor", tokens: int, window: int, columns: int
 ) -> "list[tuple[int, Tensor]]":
     """Return first column and room (N, W) of each window of the first `columns` of dW (V, D)."""
@@ -18,9 +18,9 @@ def lent_windows(
     return list(zip(firsts, rooms, strict=True))
 
 
-def room_after(dw: "Tensor", rows: int, tokens: int, columns: int) -> "Tensor | None":
+def free_tail(dw: "Tensor", rows: int, tokens: int, columns: int) -> "Tensor | None":
     """Return room (N, K) for `columns` in what follows the first `rows` of dW, None if it lacks."""
     vocab, hidden = dw.shape
-    if not has_room(rows, tokens, hidden, vocab, columns):
+    if not fits_in_tail(rows, tokens, hidden, vocab, columns):
         return None
     return dw.view(-1)[vocab * hidden - tokens * columns :].view(tokens, columns)

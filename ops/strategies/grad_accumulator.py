@@ -1,4 +1,4 @@
-"""Sums that lie where their gradient will be, as far as there is room.
+"""GradAccumulator that lie where their gradient will be, as far as there is room.
 
 A gradient (R, D) of 16-bit numbers has room for the float32 sums of half its rows: those of the
 first rows lie in it, those of the others, `rest`, in memory of their own.  At the end each sum is
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from cutefce.ops.primitives.interface import Primitives
 from cutefce.ops.planning.dw_aliasing import rows_in_place
 
-BEGINNING = 256
+BOUNCE_ROWS = 256
 """Rows that are finished in memory of their own."""
 
 
 @dataclass(frozen=True)
-class Sums:
+class GradAccumulator:
     """A gradient's sums, or what `finish` makes of them."""
 
     gradient: "Tensor"
@@ -34,7 +34,7 @@ class Sums:
     """(R - rows in place, D) in the dtype of sums."""
 
     @classmethod
-    def empty(cls, gradient: "Tensor", dtype: "torch.dtype") -> "Sums":
+    def empty(cls, gradient: "Tensor", dtype: "torch.dtype") -> "GradAccumulator":
         """Return sums of `dtype` that lie in `gradient` as far as there is room."""
         rows, hidden = gradient.shape
         beyond = rows - rows_in_place(rows, narrow=gradient.dtype != dtype)
@@ -64,7 +64,7 @@ class Sums:
         overlap = in_place and self.gradient.dtype != self.rest.dtype
         top, begin = len(self.gradient) - len(self.rest), 0
         while begin < top:
-            rows = slice(begin, min(max(2 * begin, BEGINNING), top) if overlap else top)
+            rows = slice(begin, min(max(2 * begin, BOUNCE_ROWS), top) if overlap else top)
             begins_itself = overlap and begin == 0
             to = out.new_empty(out[rows].shape) if begins_itself else out[rows]
             primitives.scale_rows(to, self.first[rows], factor.expand(len(to)))

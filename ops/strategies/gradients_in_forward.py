@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.primitives.interface import Primitives
-from cutefce.ops.primitives.rows import Stats, Targets
-from cutefce.ops.strategies.grad_accumulator import Sums
+from cutefce.ops.primitives.rows import RowStats, Targets
+from cutefce.ops.strategies.grad_accumulator import GradAccumulator
 from cutefce.ops.strategies.windows import forward
 
 
@@ -17,9 +17,9 @@ def gradients_in_forward(
     weight: Tensor,
     stored: int,
     chunk: int,
-    dx: Sums,
-    dw: Sums,
-) -> Stats:
+    dx: GradAccumulator,
+    dw: GradAccumulator,
+) -> RowStats:
     """Return stats; set `dx` and `dw` to the gradients for upstream gradients of `weight` ().
 
     One that has no rows is not wanted.
@@ -27,7 +27,7 @@ def gradients_in_forward(
     The exponentials of `chunk` tokens exist at a time, in `stored` >= V columns.
     """
     vocab, tokens = w.shape[0], h.shape[0]
-    whole = Stats(weight.new_empty(4, tokens))
+    whole = RowStats(weight.new_empty(4, tokens))
     coefficient = weight.new_empty(tokens)
     logit = primitives.target_logit(h, w, targets)  # of all: ranks wait for each other once
     exps = buffer = h.new_empty(min(chunk, tokens), stored)
@@ -38,12 +38,12 @@ def gradients_in_forward(
         _, stats = forward(primitives, x, w, some, "none", [(0, exps)], logit[rows])
         whole.rows[:, rows] = stats.rows
         exps = exps[:, :vocab]
-        scale = torch.where(some.active, weight / stats.total, 0)
-        coefficient[rows] = -scale * stats.sum
+        scale = torch.where(some.active, weight / stats.sum_exp, 0)
+        coefficient[rows] = -scale * stats.sum_exp_others
         for place, sums in dx.of(rows):
             own = slice(place.start - start, place.stop - start)
             primitives.add_grad_hidden(sums, exps[own], w, fresh=True)
-            parts = w, some.rows(own), scale[own], -stats.sum[own]
+            parts = w, some.rows(own), scale[own], -stats.sum_exp_others[own]
             primitives.finish_dx(sums, sums, *parts)
         if len(dw.gradient):
             scaled = x.new_empty(x.shape)
@@ -53,7 +53,7 @@ def gradients_in_forward(
             del scaled
     del exps, buffer, logit  # or they would be there beside what the targets' part takes
     if len(dw.gradient):
-        part = primitives.target_part(h, coefficient, targets)
+        part = primitives.target_grad(h, coefficient, targets)
         for entries, sums in dw.of(slice(0, vocab)):
-            primitives.add_target_part(sums, part, entries.start)
+            primitives.add_target_grad(sums, part, entries.start)
     return whole

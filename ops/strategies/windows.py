@@ -1,7 +1,7 @@
 """The strategies, written once over the primitives.
 
 `forward` and `backward` walk vocabulary windows: exponentials of some columns stay in memory from
-the one to the other (`Stored`), the others are computed again.  `gradients_in_forward`
+the one to the other (`StoredExps`), the others are computed again.  `gradients_in_forward`
 (the paper's Algorithms 3 and 4) walks chunks of tokens and needs a scalar upstream gradient.
 """
 
@@ -12,31 +12,33 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.primitives.interface import Primitives
-from cutefce.ops.primitives.rows import Stats, Targets
-from cutefce.ops.strategies.dw_views import room_after
+from cutefce.ops.primitives.rows import RowStats, Targets
+from cutefce.ops.strategies.dw_views import free_tail
 
 FLOAT16_TOTAL = 2.0**15
 """T of float16 rows: their exponentials are probabilities times this, within float16's range."""
 
 
-Stored = Sequence[tuple[int, Tensor]]
+StoredExps = Sequence[tuple[int, Tensor]]
 """First columns, ascending, and the exponentials (N, K) of the K columns from there on."""
 
 
-def windows(vocab: int, first: int, window: int) -> Iterator[tuple[int, int]]:
+def split_windows(vocab: int, first: int, window: int) -> Iterator[tuple[int, int]]:
     """Cut [first, vocab) into windows."""
     for start in range(first, vocab, window):
         yield start, min(start + window, vocab)
 
 
-def walk(vocab: int, stored: Stored, window: int) -> Iterator[tuple[int, int, Tensor | None]]:
+def iter_windows(
+    vocab: int, stored: StoredExps, window: int
+) -> Iterator[tuple[int, int, Tensor | None]]:
     """Cut [0, vocab) into what is stored and, in between, windows that are not."""
     done = 0
     for first, exps in stored:
-        yield from ((*columns, None) for columns in windows(first, done, window))
+        yield from ((*columns, None) for columns in split_windows(first, done, window))
         done = min(first + exps.shape[1], vocab)
         yield first, done, exps[:, : done - first]
-    yield from ((*columns, None) for columns in windows(vocab, done, window))
+    yield from ((*columns, None) for columns in split_windows(vocab, done, window))
 
 
 def forward(
@@ -45,9 +47,9 @@ def forward(
     w: Tensor,
     targets: Targets,
     reduction: str,
-    stored: Stored = (),
+    stored: StoredExps = (),
     logit: Tensor | None = None,
-) -> tuple[Tensor, Stats]:
+) -> tuple[Tensor, RowStats]:
     """Return the reduced loss, () or (N,), and stats, of target logits (N,) if these are known.
 
     `stored` receives its columns' exponentials; they begin with column 0, one after another, and
@@ -60,15 +62,15 @@ def forward(
             logit = primitives.target_logit(h, w, targets)
         firsts, rooms = zip(*stored, strict=True)
         columns = zip(firsts, (*firsts[1:], w.shape[0]), strict=True)
-        partial = primitives.side_by_side(
+        partial = primitives.concat_partials(
             [
                 primitives.project_exp(h, w, window, logit, targets.index, exps)
                 for window, exps in zip(columns, rooms, strict=True)
             ]
         )
-        stats, loss = primitives.finish(partial, logit, targets, reduction)
+        stats, loss = primitives.reduce_partials(partial, logit, targets, reduction)
         for first, exps in stored:
-            primitives.settle(exps, h, w, first, targets.index, partial, stats)
+            primitives.repair_stored_exps(exps, h, w, first, targets.index, partial, stats)
     if h.dtype == torch.float16:
         stats = _as_probabilities(stats)
     return loss, stats
@@ -79,8 +81,8 @@ def backward(
     h: Tensor,
     w: Tensor,
     targets: Targets,
-    stats: Stats,
-    stored: Stored,
+    stats: RowStats,
+    stored: StoredExps,
     upstream: Tensor,
     window: int,
     grad_hidden: bool,
@@ -102,24 +104,24 @@ def backward(
     if as_probabilities:
         total = FLOAT16_TOTAL if narrow else 1
         unit = upstream / total
-        share = torch.where(targets.active, total / stats.total, 0)
-        reference, row_sum = stats.reference - share.log(), share * stats.sum
+        share = torch.where(targets.active, total / stats.sum_exp, 0)
+        reference, row_sum = stats.reference - share.log(), share * stats.sum_exp_others
         factor = unit.expand(tokens)
     else:
-        factor = torch.where(targets.active, upstream / stats.total, 0)
+        factor = torch.where(targets.active, upstream / stats.sum_exp, 0)
         # float16 lacks the range of s_i
         unit = factor.abs().amax() if narrow else factor.new_ones(())
         share = torch.where(unit > 0, factor / unit, 0)
-        reference, row_sum = stats.reference, stats.sum
+        reference, row_sum = stats.reference, stats.sum_exp_others
     dx_sums = share.new_empty(tokens, hidden) if grad_hidden else None
     scaled, part = h, None
     if dw is not None:
         if not as_probabilities:
             scaled = h.new_empty(h.shape)
             primitives.scale_rows(scaled, h, share)
-        part = primitives.target_part(h, -share * stats.sum, targets)
-    columns = list(walk(vocab, stored, window))
-    for first, last, exps in _complete(primitives, h, w, targets, reference, columns, window, dw):
+        part = primitives.target_grad(h, -share * stats.sum_exp_others, targets)
+    columns = list(iter_windows(vocab, stored, window))
+    for first, last, exps in iter_exps(primitives, h, w, targets, reference, columns, window, dw):
         if dx_sums is not None:
             primitives.add_grad_hidden(dx_sums, exps, w[first:last], fresh=first == 0)
         if dw is not None:
@@ -133,7 +135,7 @@ def backward(
     return dx
 
 
-def _complete(
+def iter_exps(
     primitives: Primitives,
     h: Tensor,
     w: Tensor,
@@ -155,16 +157,16 @@ def _complete(
         if exps is not None:
             yield first, last, exps
             continue
-        room = None if dw is None else room_after(dw, last, tokens, window)
+        room = None if dw is None else free_tail(dw, last, tokens, window)
         to = own if room is None else room
-        for part in windows(last, first, to.shape[1]):
+        for part in split_windows(last, first, to.shape[1]):
             primitives.recompute_exp(h, w, part, reference, targets.index, to)
             yield *part, to[:, : part[1] - part[0]]
 
 
-def _as_probabilities(stats: Stats) -> Stats:
+def _as_probabilities(stats: RowStats) -> RowStats:
     """Move the references so that T = FLOAT16_TOTAL in every row."""
-    reference = stats.reference + stats.total.log() - math.log(FLOAT16_TOTAL)
-    total = torch.full_like(stats.total, FLOAT16_TOTAL)
-    row_sum = stats.sum * (FLOAT16_TOTAL / stats.total)
-    return Stats(torch.stack([reference, row_sum, total, stats.loss]))
+    reference = stats.reference + stats.sum_exp.log() - math.log(FLOAT16_TOTAL)
+    total = torch.full_like(stats.sum_exp, FLOAT16_TOTAL)
+    row_sum = stats.sum_exp_others * (FLOAT16_TOTAL / stats.sum_exp)
+    return RowStats(torch.stack([reference, row_sum, total, stats.loss]))

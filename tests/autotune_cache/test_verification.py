@@ -60,8 +60,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: fake.ranks > 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: fake.ranks)
-    monkeypatch.setattr(dispatch, "_compiler_obstacle", lambda arch, dtype: None)
-    caches = dispatch.gpu_of, dispatch._device_obstacle, dispatch._unverified
+    monkeypatch.setattr(dispatch, "_compiler_unsupported_reason", lambda arch, dtype: None)
+    caches = dispatch.gpu_of, dispatch._device_unsupported_reason, dispatch._unverified
     for cache in (*caches, dispatch._cute_primitives):
         cache.cache_clear()
     yield fake
@@ -77,10 +77,12 @@ def test_a_kernel_that_hangs_is_never_launched_here(
     hanging = Hanging(Sm90(), SIZE, "cpu")
     monkeypatch.setattr(targets, "all_tunables", lambda *_: (hanging,))
     device, gpu.capturing = torch.device("cuda", 7), True
-    assert "never ran on NVIDIA Test" in str(dispatch.device_obstacle(device, torch.bfloat16))
+    assert "never ran on NVIDIA Test" in str(
+        dispatch.device_unsupported_reason(device, torch.bfloat16)
+    )
     gpu.capturing = False
     for dtype in (torch.bfloat16, torch.float16):
-        reason = str(dispatch.device_obstacle(device, dtype))
+        reason = str(dispatch.device_unsupported_reason(device, dtype))
         assert "failed on NVIDIA Test 9000" in reason
         assert "no answer within 2 s" in reason
         assert "python -m cutefce verify" in reason
@@ -208,6 +210,6 @@ def test_a_verdict_that_no_folder_keeps_holds_for_the_process(
     (folder / "verified").write_text("a file in the folder's place")
     monkeypatch.setattr(targets, "all_tunables", lambda *_: (STAND_IN,))
     device = torch.device("cuda", 7)
-    assert dispatch.device_obstacle(device, torch.bfloat16) is None
+    assert dispatch.device_unsupported_reason(device, torch.bfloat16) is None
     monkeypatch.setattr(verify, "Child", None)
-    assert dispatch.device_obstacle(device, torch.float16) is None
+    assert dispatch.device_unsupported_reason(device, torch.float16) is None

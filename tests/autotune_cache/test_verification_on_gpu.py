@@ -78,10 +78,14 @@ def new_process() -> Iterator[Callable[[], None]]:
 
     def forget() -> None:
         lookup.forget()
-        for cache in (dispatch._device_obstacle, dispatch._unverified, dispatch._warn_once):
+        for cache in (
+            dispatch._device_unsupported_reason,
+            dispatch._unverified,
+            dispatch._warn_once,
+        ):
             cache.cache_clear()
         dispatch._cute_primitives.cache_clear()
-        no_grad_cache.forget()
+        no_grad_cache.clear()
 
     forget()
     yield forget

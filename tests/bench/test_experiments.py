@@ -84,7 +84,7 @@ def test_a_call_of_known_duration_takes_that_long(clock: Clock) -> None:
 def test_a_stretch_is_as_long_as_asked_for(clock: Clock) -> None:
     times = timing.sustained({"sleep": lambda: clock.sleep(0.01)}, "cpu", seconds=0.05)
     assert times["sleep"].samples_ms == pytest.approx([10] * timing.STRETCHES)
-    # one run to warm up and one to see how long it takes, then as long to settle as is timed
+    # one run to warm up and one to see how long it takes, then as long to repair_stored_exps as is timed
     assert clock.now == pytest.approx(2 * 0.01 + 2 * timing.STRETCHES * 0.05)
 
 

@@ -115,19 +115,19 @@ def test_nothing_is_dispatched_that_did_not_pass(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: arch.capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(dispatch, "_compiler_obstacle", lambda *_: None)
+    monkeypatch.setattr(dispatch, "_compiler_unsupported_reason", lambda *_: None)
     monkeypatch.setattr(verdicts, "known", lambda *_: None)
     answers = iter((verdicts.Verdict(False, "it hung"), verdicts.Verdict(True)))
     monkeypatch.setattr(verify, "verify_once", lambda *_: next(answers))
     dispatch.gpu_of.cache_clear()
     dispatch._unverified.cache_clear()
     device = torch.device("cuda"), torch.bfloat16
-    obstacle = dispatch._device_obstacle.__wrapped__(*device)
+    obstacle = dispatch._device_unsupported_reason.__wrapped__(*device)
     assert obstacle == (
         "the kernels failed on a new GPU (it hung); to try again: python -m cutefce verify"
     )
     dispatch._unverified.cache_clear()
-    assert dispatch._device_obstacle.__wrapped__(*device) is None
+    assert dispatch._device_unsupported_reason.__wrapped__(*device) is None
     dispatch.gpu_of.cache_clear()
     dispatch._unverified.cache_clear()
 

@@ -18,8 +18,8 @@ from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives import cute, dispatch
-from cutefce.ops.primitives.cute import CutePrimitives, Parts
-from cutefce.ops.primitives.interface import step_by_step
+from cutefce.ops.primitives.cute import CutePrimitives, PartialLse
+from cutefce.ops.primitives.interface import forward_unfused
 from cutefce.ops.primitives.rows import Targets
 from tests.support.reference import Case, assert_as_accurate, evaluate, ours, random_case
 
@@ -87,8 +87,8 @@ def test_every_configuration(
     buffer = torch.full((shape[0], -(-shape[2] // 8) * 8), torch.nan, dtype=dtype, device="cuda")
     kept = buffer if dtype == torch.bfloat16 else None
     partial = steps.project_exp(case.h, case.w, (0, shape[2]), logit, case.y, kept)
-    stats, losses = steps.finish(partial, logit, targets, "none")
-    torch.testing.assert_close(stats.sum.double(), exact.sum(1), rtol=1e-5, atol=0)
+    stats, losses = steps.reduce_partials(partial, logit, targets, "none")
+    torch.testing.assert_close(stats.sum_exp_others.double(), exact.sum(1), rtol=1e-5, atol=0)
     torch.testing.assert_close(losses.double(), torch.log1p(exact.sum(1)), rtol=1e-5, atol=1e-6)
     assert torch.equal(stats.reference, logit)
     if kept is None:
@@ -111,7 +111,7 @@ def test_the_forward_at_once_is_its_steps(
     case.h[::5] *= 100.0  # some of these rows lie far above their targets
     steps, targets = primitives(config, torch.bfloat16), Targets(case.y, shape[2], -100)
     stats, loss = steps.forward(case.h, case.w, targets, reduction)
-    expected = step_by_step(steps, case.h, case.w, targets, reduction)
+    expected = forward_unfused(steps, case.h, case.w, targets, reduction)
     assert torch.equal(stats.rows, expected[0].rows)
     assert torch.equal(loss, expected[1])
 
@@ -130,12 +130,12 @@ def test_repair_stores_only_noted_blocks_again(config: GemmConfig) -> None:
     logit = steps.target_logit(case.h, case.w, targets)
     buffer = torch.empty(len(case.y), 2000, dtype=torch.bfloat16, device="cuda")
     partial = steps.project_exp(case.h, case.w, (0, 2000), logit, case.y, buffer)
-    stats, _ = steps.finish(partial, logit, targets, "none")
+    stats, _ = steps.reduce_partials(partial, logit, targets, "none")
     moved = (stats.reference != logit).nonzero()[:, 0]
     assert moved.tolist() == far.tolist()
     assert partial.notes[2:].nonzero()[:, 0].tolist() == (far // config.rows).tolist()
     before = buffer.clone()
-    steps.settle(buffer, case.h, case.w, 0, case.y, partial, stats)
+    steps.repair_stored_exps(buffer, case.h, case.w, 0, case.y, partial, stats)
     others = torch.ones(len(case.y), dtype=torch.bool, device="cuda")
     others[far] = False
     assert torch.equal(buffer[others], before[others])
@@ -314,18 +314,18 @@ def test_launches_pass_what_the_kernels_take(arch: Arch, monkeypatch: pytest.Mon
     logit = steps.target_logit(case.h, case.w, targets)
     steps.project_exp(case.h, case.w, (0, 1500), logit, case.y)
     partial = steps.project_exp(case.h, case.w, (0, 1500), logit, case.y, exps)
-    stats, _ = steps.finish(partial, logit, targets, "mean")
-    steps.settle(exps, case.h, case.w, 0, case.y, partial, stats)
+    stats, _ = steps.reduce_partials(partial, logit, targets, "mean")
+    steps.repair_stored_exps(exps, case.h, case.w, 0, case.y, partial, stats)
     steps.recompute_exp(case.h, case.w, (0, 1024), logit, case.y, exps)
     for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX
-        steps.finish_dx(out, case.h.float(), case.w, targets, logit, stats.sum)
+        steps.finish_dx(out, case.h.float(), case.w, targets, logit, stats.sum_exp_others)
     scaled = torch.empty_like(case.h)
     steps.scale_rows(scaled, case.h, logit)
     steps.add_grad_hidden(case.h.float(), exps[:, :1500], case.w, fresh=False)
-    part, sums = steps.target_part(case.h, logit, targets), case.w.float()
+    part, sums = steps.target_grad(case.h, logit, targets), case.w.float()
     steps.finish_dw(torch.empty_like(case.w), exps[:, :1500], scaled, part, 0, logit[0])
     steps.add_grad_weight(sums, exps[:, :1500], scaled, fresh=False)
-    steps.add_target_part(sums, part, 0)
+    steps.add_target_grad(sums, part, 0)
     steps.scale_rows(torch.empty_like(case.w), sums, torch.ones(1500))
     names = "TargetLogit ProjectExp ProjectExp Finish ProjectExp ProjectExp"
     products = [*["Gradient"] * 3, "AddTargets"] if default.grad_weight else []
@@ -338,7 +338,9 @@ def test_parts_of_all_ranks_are_joined() -> None:
     steps = CutePrimitives(tiles, ARCHS[0], "bfloat16", with_project_exp(CONFIGS[0]), 132)
     sums = torch.tensor([[0.0, 1.0], [-80.0, -80.0], [900.0, 2.0], [-torch.inf, -torch.inf]])
     notes, other = torch.zeros(3, dtype=torch.int32), torch.arange(4.0)
-    joined = steps.join(Parts(sums, notes), lambda total: torch.stack([total, other]))
+    joined = steps.gather_partials(
+        PartialLse(sums, notes), lambda total: torch.stack([total, other])
+    )
     want = torch.tensor([math.log2(3), -79, 900, -torch.inf])
     torch.testing.assert_close(joined.sums, torch.stack([want, other], 1))
     assert joined.sums.is_contiguous() and joined.notes is notes
@@ -351,7 +353,7 @@ def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(jit_cache, "_loaded", {})
     monkeypatch.setattr(jit_cache, "compile_kernel", fail)
-    reason = dispatch._compiler_obstacle(Sm90(), "bfloat16")
+    reason = dispatch._compiler_unsupported_reason(Sm90(), "bfloat16")
     assert reason is not None
     assert "failed: ValueError: no such target" in reason
 

@@ -24,7 +24,7 @@ def on_kernels(
     configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
     primitives = CutePrimitives(small_tiles, arch, "bfloat16", configs, 132)
     monkeypatch.setattr(cute, "compiled", model_of)
-    monkeypatch.setattr(operators, "primitives_for", lambda *_: primitives.for_a_call())
+    monkeypatch.setattr(operators, "primitives_for", lambda *_: primitives.with_scratch())
     return small_tiles
 
 
@@ -39,16 +39,16 @@ def test_every_strategy(
     assert_as_accurate(planned(case, on_kernels.window, *plan), case, names)
 
 
-@pytest.mark.parametrize("lent", [0, 64])
+@pytest.mark.parametrize("aliased", [0, 64])
 @pytest.mark.parametrize("height", [20.0, 60.0, 1e4])
-def test_far_rows_are_settled(height: float, lent: int, on_kernels: PortableTiles) -> None:
+def test_far_rows_are_settled(height: float, aliased: int, on_kernels: PortableTiles) -> None:
     """In every window that keeps them, with one reference."""
     torch.manual_seed(1)
     logits, y = torch.randn(40, 333), torch.randint(333, (40,))
     for row in range(0, 40, 3):
         logits[row, (int(y[row]) + 1 + 13 * row) % 333] = height
     case = logits_case(logits.bfloat16(), y)
-    got = planned(case, on_kernels.window, "windows", lent, 336 - lent, 40)
+    got = planned(case, on_kernels.window, "windows", aliased, 336 - aliased, 40)
     assert_as_accurate(got, case, saturated=True)
 
 
@@ -58,8 +58,8 @@ def test_nobody_shares_zeros(count: int, small_tiles: PortableTiles) -> None:
     configs = Sm90().default_configs(tokens=8192, hidden=4096, num_sms=132)
     call, taken = CutePrimitives(small_tiles, Sm90(), "bfloat16", configs, 132), []
     for _ in range(3):
-        call = call.for_a_call()
-        taken += [call._take_zeros(count, torch.device("cpu"))[:count] for _ in range(600)]
+        call = call.with_scratch()
+        taken += [call.alloc_zeroed(count, torch.device("cpu"))[:count] for _ in range(600)]
     for number, zeros in enumerate(taken, 1):
         assert zeros.shape == (count,)
         assert not zeros.any()

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import cutefce
 from bench.harness.timing import peak_bytes
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.planning.dw_aliasing import lendable_windows
-from cutefce.ops.strategies.dw_views import lent_windows, room_after
+from cutefce.ops.planning.dw_aliasing import max_aliased_windows
+from cutefce.ops.strategies.dw_views import aliased_views, free_tail
 from tests.support.reference import random_case
 
 SIZES = st.integers(1, 40), st.integers(1, 40), st.integers(1, 200), st.integers(1, 30)
@@ -19,10 +19,10 @@ SIZES = st.integers(1, 40), st.integers(1, 40), st.integers(1, 200), st.integers
 def test_nothing_is_overwritten_before_it_was_used(
     tokens: int, hidden: int, vocab: int, window: int
 ) -> None:
-    count = lendable_windows(tokens, hidden, vocab, window)
+    count = max_aliased_windows(tokens, hidden, vocab, window)
     assume(count > 0)
     dw = torch.zeros(vocab, hidden)
-    rooms = lent_windows(dw, tokens, window, count * window)
+    rooms = aliased_views(dw, tokens, window, count * window)
     assert [first for first, _ in rooms] == list(range(0, count * window, window))
     for first, room in rooms:
         assert room.shape == (tokens, window) and not room.any(), "they do not overlap"
@@ -34,7 +34,7 @@ def test_nothing_is_overwritten_before_it_was_used(
 
 @given(*SIZES)
 def test_one_more_would_be(tokens: int, hidden: int, vocab: int, window: int) -> None:
-    count = 1 + lendable_windows(tokens, hidden, vocab, window)
+    count = 1 + max_aliased_windows(tokens, hidden, vocab, window)
     assume(vocab > window)
     start = vocab * hidden - count * tokens * window
     firsts = [start + j * tokens * window for j in range(count)]
@@ -47,7 +47,7 @@ def test_the_rest_of_dw_is_room_while_it_lasts(
 ) -> None:
     dw = torch.zeros(vocab, hidden)
     for rows in range(0, vocab + 1, window):
-        room = room_after(dw, rows, tokens, window)
+        room = free_tail(dw, rows, tokens, window)
         assert (room is None) == ((vocab - rows) * hidden < tokens * window)
         if room is not None:
             assert room.shape == (tokens, window)
@@ -61,7 +61,7 @@ def test_graphs_get_gradients_of_their_own(dtype: torch.dtype, small_tiles: Port
     """With create_graph=True, and in a compiled step, dW is new, and what was saved stays."""
     case = random_case(40, 64, 333, dtype=dtype)
     h, w = case.h.requires_grad_(), case.w.requires_grad_()
-    assert cutefce.plan(h, w, workspace="min").lent > 0
+    assert cutefce.plan(h, w, workspace="min").aliased > 0
 
     def step() -> tuple[torch.Tensor, ...]:
         loss = cutefce.linear_cross_entropy(h, w, case.y, workspace="min")
@@ -79,7 +79,7 @@ def test_memory_that_is_saved(small_tiles: PortableTiles) -> None:
     case = random_case(256, 256, 4000)
     h, w = case.h.requires_grad_(), case.w.requires_grad_()
     plan = cutefce.plan(h, w, workspace="min")
-    assert 0.9 * 4000 < plan.lent < 4000 - small_tiles.window, "some are computed again"
+    assert 0.9 * 4000 < plan.aliased < 4000 - small_tiles.window, "some are computed again"
 
     def step() -> None:
         loss = cutefce.linear_cross_entropy(h, w, case.y, workspace="min")

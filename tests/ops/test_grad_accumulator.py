@@ -1,4 +1,4 @@
-"""Sums that lie in their gradients, and what becomes of them."""
+"""GradAccumulator that lie in their gradients, and what becomes of them."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ import cutefce
 from bench.harness.accuracy import relative_error
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.primitives.portable import TorchPrimitives
-from cutefce.ops.strategies.grad_accumulator import Sums
+from cutefce.ops.strategies.grad_accumulator import GradAccumulator
 from tests.support.reference import random_case
 
 
-def some_sums(rows: int, dtype: torch.dtype) -> tuple[Sums, torch.Tensor]:
+def some_sums(rows: int, dtype: torch.dtype) -> tuple[GradAccumulator, torch.Tensor]:
     wide = torch.promote_types(dtype, torch.float32)
-    sums = Sums.empty(torch.empty(rows, 8, dtype=dtype), wide)
+    sums = GradAccumulator.empty(torch.empty(rows, 8, dtype=dtype), wide)
     values = torch.randn(rows, 8, dtype=wide)
     for place, part in sums.of(slice(0, rows)):
         part.copy_(values[place])
@@ -52,7 +52,7 @@ def test_gradients_in_forward_are_rounded_once(upstream: float, device: str) -> 
     leaves = case.h.requires_grad_(), case.w.requires_grad_()
     errors = []
     for plan in (("windows", 4096, 0, 3072, 1500), ("gradients_in_forward", 4096, 0, 3072, 400)):
-        loss = torch.ops.cutefce.project_loss(*leaves, case.y, "sum", -100, True, True, *plan)[0]
+        loss = torch.ops.cutefce.loss_forward(*leaves, case.y, "sum", -100, True, True, *plan)[0]
         got = torch.autograd.grad(loss * upstream, leaves)
         h, w = wide = [x.detach().double().requires_grad_() for x in leaves]
         exact = torch.autograd.grad(

@@ -94,7 +94,7 @@ def test_the_peak_of_chunks_is_predicted(
     plan = "gradients_in_forward", config.window, 0, stored, chunk
 
     def step() -> None:
-        loss = torch.ops.cutefce.project_loss(*leaves, case.y, "mean", -100, True, True, *plan)[0]
+        loss = torch.ops.cutefce.loss_forward(*leaves, case.y, "mean", -100, True, True, *plan)[0]
         torch.autograd.grad(loss, leaves)
 
     step()

@@ -23,12 +23,12 @@ def on_kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if device == "cpu":
         pytest.importorskip("cutlass")
         monkeypatch.setattr(cute, "compiled", model_of)
-        monkeypatch.setattr(dispatch, "_device_obstacle", lambda device, dtype: None)
+        monkeypatch.setattr(dispatch, "_device_unsupported_reason", lambda device, dtype: None)
         monkeypatch.setattr(dispatch, "gpu_of", lambda device: (Sm90(), "a model", 132))
         monkeypatch.setattr(no_grad_cache, "is_on_current_gpu", lambda x: True)
-    no_grad_cache.forget()
+    no_grad_cache.clear()
     yield
-    no_grad_cache.forget()
+    no_grad_cache.clear()
     dispatch._cute_primitives.cache_clear()
 
 
@@ -137,11 +137,11 @@ def test_gradients_are_no_repeat(device: str) -> None:
 
 
 def test_few_looks_are_remembered(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(no_grad_cache, "MOST", 3)
+    monkeypatch.setattr(no_grad_cache, "MAX_ENTRIES", 3)
     for tokens in range(2, 12):
         tensors = inputs(device, tokens)
         assert torch.equal(loss(*tensors), FORWARD(*tensors, "mean", -100))
-        assert len(no_grad_cache._served) <= 3
+        assert len(no_grad_cache._entries) <= 3
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ def test_algorithms_1_and_2(
 ) -> None:
     case = random_case(70, 16, 333, dtype=dtype, device=device, logit_std=logit_std)
     primitives = TorchPrimitives(small_tiles)
-    targets = rows.locate(case.y, 333, -100)
+    targets = rows.make_targets(case.y, 333, -100)
     losses, m, a = paper.algorithm_1(primitives, case.h, case.w, targets, window)
     dx, dw = paper.algorithm_2(primitives, case.h, case.w, targets, m, a, case.upstream, window)
     assert_as_accurate(Result(losses, dx, dw), case)

@@ -91,7 +91,7 @@ def test_kept_columns_are_whole_windows_or_all() -> None:
     config = widest_window(LLAMA)
     for budget in range(GIB // 2, 3 * GIB, GIB // 9):
         chosen = plan(LLAMA, budget, scalar_upstream=False)
-        lent, kept = chosen.lent, chosen.kept
+        lent, kept = chosen.aliased, chosen.kept
         assert lent + kept >= LLAMA.vocab or kept % config.window == 0
         assert lent % config.window == 0 and kept % config.reference_block == 0
 
@@ -101,10 +101,10 @@ def test_the_place_of_dw_is_used_before_anything_is_computed_again() -> None:
     wide = dataclasses.replace(LLAMA, hidden=8192)
     for problem, least in ((LLAMA, 0.4), (wide, 0.8)):
         smallest = plan(problem, MINIMUM)
-        assert smallest.lent >= least * problem.vocab and smallest.kept == 0
-        assert f"{smallest.lent / problem.vocab:.0%} in the place of dW" in str(smallest)
-        assert plan(problem, MAXIMUM).lent == 0
-    assert plan(dataclasses.replace(LLAMA, grad_weight=False), MINIMUM).lent == 0
+        assert smallest.aliased >= least * problem.vocab and smallest.kept == 0
+        assert f"{smallest.aliased / problem.vocab:.0%} in the place of dW" in str(smallest)
+        assert plan(problem, MAXIMUM).aliased == 0
+    assert plan(dataclasses.replace(LLAMA, grad_weight=False), MINIMUM).aliased == 0
 
 
 def test_no_more_is_lent_than_has_no_room_elsewhere() -> None:
@@ -113,9 +113,9 @@ def test_no_more_is_lent_than_has_no_room_elsewhere() -> None:
     lent = []
     for budget in range(GIB, 5 * GIB // 2, GIB // 8):
         chosen = plan(LLAMA, budget, scalar_upstream=False)
-        if chosen.lent and chosen.lent + chosen.kept >= LLAMA.vocab:
+        if chosen.aliased and chosen.aliased + chosen.kept >= LLAMA.vocab:
             assert chosen.workspace_bytes <= budget < chosen.workspace_bytes + window_bytes
-            lent.append(chosen.lent)
+            lent.append(chosen.aliased)
     assert lent == sorted(lent, reverse=True) and lent[0] > lent[-1]
 
 
@@ -128,7 +128,7 @@ def test_narrower_windows_save_time_and_memory(tokens: int, vocab: int) -> None:
     assert smallest.seconds <= widest.seconds
     assert smallest.workspace_bytes <= widest.workspace_bytes
     if smallest.window < widest.window:  # more of them have room where dW will be
-        assert smallest.lent > widest.lent
+        assert smallest.aliased > widest.aliased
     else:
         assert smallest == widest
     if 1024 <= tokens <= 2048 and vocab <= 65536:
@@ -148,11 +148,11 @@ def test_nothing_is_lent_where_that_alone_takes_too_much() -> None:
     """What dW's place keeps needs s_i h_i, another N·D."""
     problem = dataclasses.replace(LONG, arch="sm_90a")
     configs = window_configs(problem)[:1]
-    lends = make_plan(problem, configs, MINIMUM, scalar_upstream=True)
-    budget = lends.workspace_bytes - (1 << 20)
+    alias = make_plan(problem, configs, MINIMUM, scalar_upstream=True)
+    budget = alias.workspace_bytes - (1 << 20)
     chosen = make_plan(problem, configs, budget, scalar_upstream=True)
-    assert lends.lent > 0 == chosen.lent and chosen.workspace_bytes <= budget
-    assert lends.seconds < chosen.seconds
+    assert alias.aliased > 0 == chosen.aliased and chosen.workspace_bytes <= budget
+    assert alias.seconds < chosen.seconds
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 8, 1000, 1025, 32001, 50257, 151669])

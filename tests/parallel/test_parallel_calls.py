@@ -274,7 +274,7 @@ def collectives(sequence_parallel: bool, grad: bool) -> list[tuple[str, tuple[in
     """Return the collectives of a step, and what they were given."""
     seen = []
 
-    class Watch(shard.Shard):
+    class Watch(shard.VocabShard):
         def all_gather(self, x: Tensor) -> Tensor:
             seen.append(("all_gather", tuple(x.shape)))
             return super().all_gather(x)
@@ -449,8 +449,8 @@ def peak_of_chunks(sequence_parallel: bool, dtype: torch.dtype) -> tuple[int, in
     sharing = None, group(2).group_name, None, sequence_parallel
 
     def step() -> None:
-        project_loss = torch.ops.cutefce.project_loss
-        loss = project_loss(h, w, y, "mean", -100, True, True, *plan, *sharing)[0]
+        loss_forward = torch.ops.cutefce.loss_forward
+        loss = loss_forward(h, w, y, "mean", -100, True, True, *plan, *sharing)[0]
         torch.autograd.grad(loss, (h, w))
 
     step()

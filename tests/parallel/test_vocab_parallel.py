@@ -9,7 +9,7 @@ from torch import Tensor
 
 import cutefce
 from bench.harness.accuracy import relative_error
-from cutefce.ops.planning.dw_aliasing import lendable_windows
+from cutefce.ops.planning.dw_aliasing import max_aliased_windows
 from tests.conftest import SMALL_TILES
 from tests.support.ranks import Ranks, group
 from tests.support.reference import (
@@ -73,20 +73,20 @@ def planned_share(
     sizes: tuple[int, ...],
     sequence_parallel: bool,
     strategy: str,
-    lent: int,
+    aliased: int,
     kept: int,
     chunk: int,
 ) -> Share:
-    """Run a given plan; lent and kept columns are at most what there is room for, and all."""
+    """Run a given plan; aliased and kept columns are at most what there is room for, and all."""
     h, w = leaves(case, sizes, sequence_parallel)
     piece = min(SMALL_TILES.reference_block, -(-len(w) // 8) * 8)
-    room = lendable_windows(len(case.h), w.shape[1], len(w), SMALL_TILES.window)
-    lent = min(lent, room * SMALL_TILES.window)
-    kept = min(kept, -(-(len(w) - lent) // piece) * piece)
+    room = max_aliased_windows(len(case.h), w.shape[1], len(w), SMALL_TILES.window)
+    aliased = min(aliased, room * SMALL_TILES.window)
+    kept = min(kept, -(-(len(w) - aliased) // piece) * piece)
     reduction = "none" if strategy == "windows" else "sum"
-    plan = strategy, SMALL_TILES.window, lent, kept, chunk
+    plan = strategy, SMALL_TILES.window, aliased, kept, chunk
     sharing = None, group(len(sizes)).group_name, list(sizes), sequence_parallel
-    loss = torch.ops.cutefce.project_loss(
+    loss = torch.ops.cutefce.loss_forward(
         h, w, case.y, reduction, -100, True, True, *plan, *sharing
     )[0]
     return gradients(case, loss, h, w)
@@ -150,7 +150,7 @@ def times_upstream(case: Case, sizes: tuple[int, ...], sequence_parallel: bool) 
         h, w = leaves(case, sizes, sequence_parallel)
         plan = strategy, SMALL_TILES.window, 0, 336, 80
         sharing = None, group(len(sizes)).group_name, list(sizes), sequence_parallel
-        loss = torch.ops.cutefce.project_loss(
+        loss = torch.ops.cutefce.loss_forward(
             h, w, case.y, "sum", -100, True, True, *plan, *sharing
         )[0]
         results.append(torch.autograd.grad(loss * 0.37, h)[0])

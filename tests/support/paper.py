@@ -10,9 +10,9 @@ benchmarks.  Algorithms 3 and 4 are `strategies.gradients_in_forward`.
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.portable import Pieces, TorchPrimitives, multiply
+from cutefce.ops.primitives.portable import PartialSums, TorchPrimitives, matmul_into
 from cutefce.ops.primitives.rows import Targets, sum_dtype
-from cutefce.ops.strategies.windows import windows
+from cutefce.ops.strategies.windows import split_windows
 
 NO_TARGET = -1
 
@@ -25,7 +25,7 @@ def algorithm_1(
     m = torch.full_like(target_logit, -torch.inf)
     a = torch.zeros_like(m)
     nothing = torch.full_like(targets.index, NO_TARGET)
-    for first, last in windows(w.shape[0], 0, window):
+    for first, last in split_windows(w.shape[0], 0, window):
         # every logit lies above a reference of -inf, so that each piece uses its own maximum
         below = torch.full_like(m, -torch.inf)
         pieces = primitives.project_exp(h, w, (first, last), below, nothing)
@@ -34,7 +34,7 @@ def algorithm_1(
     return losses, m, a
 
 
-def _merge(m: Tensor, a: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+def _merge(m: Tensor, a: Tensor, pieces: PartialSums) -> tuple[Tensor, Tensor]:
     """Join a running maximum and sum with those of further pieces."""
     maximum = torch.maximum(m, pieces.references.amax(1))
     total = pieces.sums * torch.exp(pieces.references - maximum[:, None])
@@ -58,13 +58,13 @@ def algorithm_2(
     gamma = torch.where(targets.active, upstream, 0)
     nothing = torch.full_like(targets.index, NO_TARGET)
     exps = torch.empty(h.shape[0], window, dtype=dtype, device=h.device)
-    for first, last in windows(w.shape[0], 0, window):
+    for first, last in split_windows(w.shape[0], 0, window):
         primitives.recompute_exp(h, w, (first, last), m, nothing, exps)
         g = exps[:, : last - first] * (gamma / a)[:, None]
         column = torch.arange(first, last, device=h.device)
         g = torch.where(targets.index[:, None] == column, g - gamma[:, None], g).to(h.dtype)
-        multiply(dx, g, w[first:last], add=True)
+        matmul_into(dx, g, w[first:last], add=True)
         sums = dw.new_empty(last - first, h.shape[1], dtype=dtype)
-        multiply(sums, g.t(), h, add=False)
+        matmul_into(sums, g.t(), h, add=False)
         dw[first:last] = sums
     return dx.to(h.dtype), dw

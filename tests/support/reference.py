@@ -109,21 +109,21 @@ PLANS = {
     "some kept": ("windows", 0, 64, 150),
     "everything kept": ("windows", 0, 336, 150),
     "some lent": ("windows", 64, 0, 150),
-    "some lent, some kept": ("windows", 64, 128, 150),
+    "some aliased, some kept": ("windows", 64, 128, 150),
     "the rest kept": ("windows", 64, 272, 150),
     "in chunks": ("gradients_in_forward", 0, 336, 40),
     "in one chunk": ("gradients_in_forward", 0, 336, 150),
 }
-"""Strategy, lent and kept columns of 333 in small tiles, and a chunk's tokens of 150."""
+"""Strategy, aliased and kept columns of 333 in small tiles, and a chunk's tokens of 150."""
 
 
-def planned(case: Case, window: int, strategy: str, lent: int, kept: int, chunk: int) -> Result:
+def planned(case: Case, window: int, strategy: str, aliased: int, kept: int, chunk: int) -> Result:
     """Evaluate a given plan; the loss of gradients in forward is the sum of all rows'."""
     reduction = "none" if strategy == "windows" else "sum"
 
     def loss(h: Tensor, w: Tensor) -> Tensor:
-        result: Tensor = torch.ops.cutefce.project_loss(
-            h, w, case.y, reduction, -100, True, True, strategy, window, lent, kept, chunk
+        result: Tensor = torch.ops.cutefce.loss_forward(
+            h, w, case.y, reduction, -100, True, True, strategy, window, aliased, kept, chunk
         )[0]
         return result
 

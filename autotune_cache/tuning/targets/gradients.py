@@ -108,7 +108,7 @@ class GradWeight(OfGradient):
 
     def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
         exps, targets = self.exponentials(case), outputs.targets_of(case)
-        part = primitives.target_part(case.h, torch.ones_like(case.y, dtype=torch.float32), targets)
+        part = primitives.target_grad(case.h, torch.ones_like(case.y, dtype=torch.float32), targets)
         out = case.w.new_empty(exps.shape[1], case.problem.hidden)
         unit = torch.ones_like(case.y[0], dtype=torch.float32)
         return out, lambda: primitives.finish_dw(out, exps, case.h, part, 0, unit)

@@ -47,7 +47,7 @@ class ProjectExp(OnKernels):
         logits = case.h.new_empty(tokens, width)
 
         def multiply() -> None:
-            for first, last in windows.windows(vocab, 0, width):
+            for first, last in windows.split_windows(vocab, 0, width):
                 torch.mm(case.h, case.w[first:last].t(), out=logits[:, : last - first])
 
         return multiply

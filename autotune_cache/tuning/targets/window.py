@@ -67,7 +67,7 @@ class Window(OnKernels):
         dx, dw = torch.empty_like(h), torch.empty_like(w)
 
         def multiply() -> None:
-            for first, last in windows.windows(problem.vocab, 0, width):
+            for first, last in windows.split_windows(problem.vocab, 0, width):
                 some = exps[:, : last - first]
                 torch.mm(h, w[first:last].t(), out=some)
                 torch.mm(some, w[first:last], out=dx)
