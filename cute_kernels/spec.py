@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
@@ -172,6 +172,13 @@ class KernelSet:
     add_targets: AddTargetsSpec | None
     """Adds the targets' part to dW's sums."""
 
+    @property
+    def grad_weight_kernels(self) -> "GradWeightKernels | None":
+        """The kernels of dW, None on architectures without them."""
+        if self.grad_weight is None or self.grad_weight_accumulate is None or not self.add_targets:
+            return None
+        return GradWeightKernels(self.grad_weight, self.grad_weight_accumulate, self.add_targets)
+
     STORED_EXPS_ONLY: ClassVar = (
         "row_sums_and_exps",
         "repair_exps",
@@ -187,6 +194,19 @@ class KernelSet:
         names = (field.name for field in dataclasses.fields(self) if field.name not in unused)
         found = (getattr(self, name) for name in names)
         return [kernel for kernel in found if kernel is not None]
+
+
+class GradWeightKernels(NamedTuple):
+    """The kernels of dW."""
+
+    final: GradGemmSpec
+    accumulate: GradGemmSpec
+    add_targets: AddTargetsSpec
+
+
+def scale_rows(arch: str, out: str, x: str) -> ScaleAddRowsSpec:
+    """Return the kernel that scales rows of dtype `x` to rows of dtype `out`."""
+    return ScaleAddRowsSpec(arch, out, x, None, scaled=True, weighted=False)
 
 
 def kernel_set(arch: Arch, dtype: str, configs: KernelConfigs) -> KernelSet:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cutefce.autotune_cache import defaults, lookup
+from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.ops.interface import call
 
 if TYPE_CHECKING:
     from tests.support.ranks import Ranks
@@ -52,9 +52,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[PortableTiles]:
     for name in defaults.PORTABLE_TILES:
         monkeypatch.setitem(defaults.PORTABLE_TILES, name, SMALL_TILES)
-    call._cached_plan.cache_clear()
+    process_cache.reset()
     yield SMALL_TILES
-    call._cached_plan.cache_clear()
+    process_cache.reset()
 
 
 @pytest.fixture(scope="session")

@@ -1,22 +1,31 @@
-"""All errors that a user can cause, raised before anything is allocated."""
+"""Every error that an argument of a call can cause, raised before anything is allocated.
+
+What only the ranks of a group together can find is in `ops.parallel.consistency`; targets outside
+the vocabulary are found where they are read, in `ops.primitives.rows` and `ops.parallel`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cutefce.cute_kernels.problem import ITEM_BYTES
+from cutefce.ops import torch_compat
+from cutefce.ops.planning import planner
 
 DTYPES = {getattr(torch, name) for name in ITEM_BYTES}
 REDUCTIONS = ("mean", "sum", "none")
+UNSERVED_DEFAULTS: dict[str, Any] = {"label_smoothing": 0.0, "out_features": (), "bias": False}
+"""Defaults, where they are not None, of arguments that are not served yet."""
 
 
-def check_call(h: Tensor, w: Tensor, y: Tensor, reduction: str, parts: int = 1) -> None:
-    """Raise TypeError or ValueError that names the argument, what was got and what is expected.
+def check_tensors(h: Tensor, w: Tensor, y: Tensor, parts: int = 1) -> None:
+    """Raise TypeError or ValueError unless h (..., D), w (V, D) and y (...) fit together.
 
-    `parts` is how many such h, one after the other, have the tokens of y.
+    `parts` is the number of ranks whose h, one after another, have the tokens of y.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: got {reduction!r}, expected one of {REDUCTIONS}")
     for name, x in (("h", h), ("w", w), ("y", y)):
         if isinstance(x, DTensor):
             raise TypeError(
@@ -45,19 +54,6 @@ def _check_dtypes(h: Tensor, w: Tensor, y: Tensor) -> None:
         raise TypeError(f"y: got dtype {y.dtype}, expected integers (class indices)")
 
 
-def check_denominator(denominator: Tensor | None, h: Tensor, reduction: str) -> None:
-    """Raise TypeError or ValueError unless it is a number that "mean" can divide by."""
-    if denominator is None:
-        return
-    if reduction != "mean":
-        raise ValueError(f'denominator: got one with reduction={reduction!r}, expected "mean"')
-    if denominator.shape != () or denominator.device != h.device:
-        raise ValueError(
-            f"denominator: got shape {tuple(denominator.shape)} on {denominator.device}, "
-            f"expected () on h's device, {h.device}"
-        )
-
-
 def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
     if w.ndim != 2 or 0 in w.shape:
         raise ValueError(
@@ -80,3 +76,70 @@ def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
             f"y: got shape {tuple(y.shape)}, expected {tuple(tokens)} "
             f"to match h of shape {tuple(h.shape)}{shared}"
         )
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise ValueError for an unknown reduction."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: got {reduction!r}, expected one of {REDUCTIONS}")
+
+
+def check_denominator(denominator: Tensor | None, h: Tensor, reduction: str) -> None:
+    """Raise ValueError unless it is () on h's device, for "mean"."""
+    if denominator is None:
+        return
+    if reduction != "mean":
+        raise ValueError(f'denominator: got one with reduction={reduction!r}, expected "mean"')
+    if denominator.shape != () or denominator.device != h.device:
+        raise ValueError(
+            f"denominator: got shape {tuple(denominator.shape)} on {denominator.device}, "
+            f"expected () on h's device, {h.device}"
+        )
+
+
+def workspace_bytes(workspace: int | str | None) -> int:
+    """Return the budget in bytes that `workspace` means: bytes, "min", "max" or None."""
+    if isinstance(workspace, str):
+        named = {"min": planner.MINIMUM, "max": planner.MAXIMUM}
+        if workspace not in named:
+            raise ValueError(f'workspace: got {workspace!r}, expected bytes, "min", "max" or None')
+        return named[workspace]
+    if workspace is None:
+        return planner.DEFAULT
+    if workspace < 0:
+        raise ValueError(f"workspace: got {workspace}, expected bytes >= 0")
+    return workspace
+
+
+def rank_count(group: str | None, shards: Sequence[int] | None, sequence_parallel: bool) -> int:
+    """Return the number of ranks that share a call; raise ValueError for what needs a group."""
+    if group is not None:
+        return torch_compat.resolve_process_group(group).size()
+    for name, value in (("shards", shards), ("sequence_parallel", sequence_parallel)):
+        if value:
+            raise ValueError(f"{name}: got {value} without a group, expected a group")
+    return 1
+
+
+def check_shards(group: str | None, shards: Sequence[int] | None, w: Tensor) -> None:
+    """Raise ValueError unless `shards` are sizes of all ranks' weights, w (V_k, D) being here."""
+    if group is None or shards is None:
+        return
+    process_group = torch_compat.resolve_process_group(group)
+    rank, ranks = process_group.rank(), process_group.size()
+    if len(shards) != ranks or min(shards) < 1 or shards[rank] != w.shape[0]:
+        raise ValueError(
+            f"shards: got {list(shards)}, expected the rows of w of {ranks} ranks, each at least "
+            f"1, and {w.shape[0]} for rank {rank}"
+        )
+
+
+def refuse_unserved(**arguments: Any) -> None:
+    """Raise NotImplementedError for the first argument that is not at its default."""
+    for name, value in arguments.items():
+        default = UNSERVED_DEFAULTS.get(name)
+        if value is not default and (isinstance(value, Tensor) or value != default):
+            got = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise NotImplementedError(
+                f"{name}: got {got}, expected {default!r}; cutefce does not serve it yet"
+            )

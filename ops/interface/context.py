@@ -1,4 +1,4 @@
-"""What surrounds a call: an autocast region, another current device, and who looks at operators."""
+"""Ambient torch state: autocast, the current device, and active dispatch modes."""
 
 import functools
 from collections.abc import Callable
@@ -8,49 +8,60 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_NONE = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
-NO_DISPATCH_MODE = {x.raw_repr() for x in (_NONE, _NONE.add(torch._C.DispatchKey.ADInplaceOrView))}
-"""The dispatcher's states, in inference mode and out of it, in which nobody looks at calls: no fake
-tensors, tracer, transform or mode."""
+from cutefce.ops import torch_compat
+
 PLAIN_TYPES = {Tensor, Parameter}
-"""Types of tensors that do not look at calls themselves."""
+"""Tensor types that do not intercept operators."""
 
 
-def can_bypass_dispatcher(h: Tensor, w: Tensor, y: Tensor) -> bool:
-    """Whether the dispatcher would do nothing for tensors of one device but call a kernel.
+def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
+    """Whether the dispatcher would only call the implementation, for tensors of one device.
 
-    The way through it takes a tenth of the host's time of a call.
+    Calling it directly then saves CPU time.
     """
-    if torch._C._dispatch_tls_local_include_set().raw_repr() not in NO_DISPATCH_MODE or h.is_meta:
+    if torch_compat.has_dispatch_mode():
         return False
-    if not h.layout == w.layout == y.layout == torch.strided:
-        return False
-    return type(h) in PLAIN_TYPES and type(w) in PLAIN_TYPES and type(y) in PLAIN_TYPES
+    for x in tensors:
+        if x is not None and (type(x) not in PLAIN_TYPES or x.layout != torch.strided or x.is_meta):
+            return False
+    return True
 
 
-def is_autocasting(device: str) -> bool:
-    """Whether this is an autocast region for devices of this type."""
-    return _has_autocast(device) and torch.is_autocast_enabled(device)
+def is_autocasting(device_type: str) -> bool:
+    """Whether autocast is enabled for devices of this type."""
+    return torch_compat.autocast_is_available(device_type) and torch.is_autocast_enabled(
+        device_type
+    )
 
 
-_has_autocast = functools.cache(torch.amp.is_autocast_available)
+def autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast as `torch.nn.functional.linear` does: all but float64, to the region's dtype."""
+    if not is_autocasting(h.device.type):
+        return h, w
+    dtype = torch.get_autocast_dtype(h.device.type)
+
+    def cast(x: Tensor) -> Tensor:
+        eligible = x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if eligible else x
+
+    return cast(h), cast(w)
 
 
-def isolated_context(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep a surrounding autocast region, which casts the inputs, from casting what sums.
+def isolated_context(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run `function` on the device of its first tensor, outside of any autocast region.
 
-    Make the device of the first tensor the current one: streams and launches go by that.
+    Streams and launches go to the current device, and autocast would cast float32 sums.
     """
 
-    @functools.wraps(kernel)
+    @functools.wraps(function)
     def run(first: Tensor, *rest: Any, **more: Any) -> Any:
         device, kind = first.device, first.device.type
         if kind == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return run(first, *rest, **more)
         if not is_autocasting(kind):
-            return kernel(first, *rest, **more)
-        with torch.autocast(kind, enabled=False):
-            return kernel(first, *rest, **more)
+            return function(first, *rest, **more)
+        with torch_compat.disabled_autocast(kind):
+            return function(first, *rest, **more)
 
     return run

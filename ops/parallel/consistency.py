@@ -1,75 +1,42 @@
-"""Whether the ranks of a group make the same call.
+"""Check that the ranks of a group make the same call before they exchange tensors.
 
-Collectives of different sizes, or in another order, hang or mix what they are given.  So ranks tell
-each other what they are about to do, through the group's store, which waits for no device: on a CPU
-in every operator; on a GPU only what is new, since a store serves few requests at a time.
+Collectives of different sizes or in another order hang, or mix up data.  So ranks first exchange
+what they are about to do through the group's store, which needs no device: on a CPU in every
+operator, on a GPU only for values that are new, because a store serves few requests at a time.
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
+
+from cutefce.ops import torch_compat
 
 
 @dataclass
 class StoreRounds:
-    """What this process has exchanged with the ranks of one group."""
+    """The exchanges of this process with the ranks of one group."""
 
     count: int = 0
     known: set[str] = field(default_factory=set)
+    """Values that all ranks agreed on before."""
 
 
 _rounds: WeakKeyDictionary[dist.ProcessGroup, StoreRounds] = WeakKeyDictionary()
 
 
-def ranks(group: str | None, shards: Sequence[int] | None, sequence_parallel: bool) -> int:
-    """Return the number of ranks that a call is shared among; raise for what needs a group."""
-    if group is not None:
-        return resolve(group).size()
-    for name, value in (("shards", shards), ("sequence_parallel", sequence_parallel)):
-        if value:
-            raise ValueError(f"{name}: got {value} without a group, expected a group")
-    return 1
-
-
-def check_shards(group: str | None, shards: Sequence[int] | None, w: Tensor) -> None:
-    """Raise ValueError unless `shards` are sizes of all ranks' weights, w (V_k, D) being here."""
-    if group is None or shards is None:
-        return
-    process_group = resolve(group)
-    rank, ranks = process_group.rank(), process_group.size()
-    if len(shards) != ranks or min(shards) < 1 or shards[rank] != w.shape[0]:
-        raise ValueError(
-            f"shards: got {list(shards)}, expected the rows of w of {ranks} ranks, each at least "
-            f"1, and {w.shape[0]} for rank {rank}"
-        )
-
-
-def resolve(group: str) -> dist.ProcessGroup:
-    """Return the process group of this name, of which this rank is a member."""
-    try:
-        return _resolve_process_group(cast(Any, group))  # a str of torch's own kind
-    except (LookupError, RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"group: got {group!r}, expected the name of a process group that this rank is in"
-        ) from error
-
-
 def exchange(
     process_group: dist.ProcessGroup, mine: dict[str, Any], *, cached: bool
 ) -> list[dict[str, Any]]:
-    """Exchange a few values with all ranks of the group, in whose timeout they must come.
+    """Return the values of all ranks of the group, waiting for them for the group's timeout.
 
-    `cached` takes ranks that told the same before to tell the same again: since all that a rank
-    tells holds for every rank, either all of them ask or none does.
+    With `cached`, skip the exchange if these values were agreed on before; ranks hit or miss
+    together because the values are identical everywhere.
 
     Raises:
-        RuntimeError: if another rank does not come, or failed before.
+        RuntimeError: if another rank does not take part, or failed before.
     """
     rounds = _rounds.setdefault(process_group, StoreRounds())
     text = json.dumps(mine)
@@ -77,18 +44,17 @@ def exchange(
         return [mine]
     number, store = _publish(process_group, text), process_group.get_group_store()
     keys = [_key(number, rank) for rank in range(process_group.size())]
-    timeout = process_group._get_backend(process_group._device_types[0]).options._timeout
     try:
-        store.wait(keys, timeout)
+        store.wait(keys, torch_compat.group_timeout(process_group))
     except RuntimeError as error:
         raise RuntimeError(
             f"group: a rank did not make the call that rank {process_group.rank()} made, "
             f"{mine}, within the group's timeout"
         ) from error
-    told = [json.loads(text) for text in store.multi_get(keys)]
-    # all came, so that all have read what was told before
+    values = [json.loads(text) for text in store.multi_get(keys)]
+    # every rank is in this round, so all have read those of the round before
     store.delete_key(_key(number - 1, process_group.rank()))
-    for rank, other in enumerate(told):
+    for rank, other in enumerate(values):
         if "error" in other:
             raise RuntimeError(f"group: rank {rank} failed: {other['error']}")
         if other.get("operator") != mine["operator"]:
@@ -96,16 +62,16 @@ def exchange(
                 f"group: rank {rank} called {other.get('operator')} while rank "
                 f"{process_group.rank()} called {mine['operator']}"
             )
-    if all(other == mine for other in told):
+    if all(other == mine for other in values):
         rounds.known.add(text)
-    return told
+    return values
 
 
 @dataclass
 class report_errors:
-    """A block that tells the ranks of `group`, who will ask for this one's values, why it failed.
+    """A block whose TypeError or ValueError is published to the ranks that will wait for this one.
 
-    Every call enters it: a generator's context would take 2 us of the host's time.
+    A class, because a generator's context takes more CPU time and every call enters this one.
     """
 
     group: str | None
@@ -114,13 +80,14 @@ class report_errors:
         """Begin."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Tell of what a user can cause."""
+        """Publish an error that an argument caused."""
         if self.group is not None and isinstance(error, TypeError | ValueError):
-            _publish(resolve(self.group), json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            text = json.dumps({"error": f"{type(error).__name__}: {error}"})
+            _publish(torch_compat.resolve_process_group(self.group), text)
 
 
 def _publish(process_group: dist.ProcessGroup, text: str) -> int:
-    """Write this rank's values down and return the number of the meeting."""
+    """Write this rank's values to the store and return the number of the round."""
     rounds = _rounds.setdefault(process_group, StoreRounds())
     number, rounds.count = rounds.count, rounds.count + 1
     store, rank = process_group.get_group_store(), process_group.rank()

@@ -1,4 +1,4 @@
-"""Distributed tensors to the plain ones, and the group, of a call that `ops.parallel` shares."""
+"""Distributed tensors to the plain tensors and the group of a sharded call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +7,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from cutefce.cute_kernels.integers import ceil_div
+
 
 @dataclass(frozen=True)
-class Call:
-    """What `torch.ops.cutefce.loss` takes."""
+class LocalCall:
+    """This rank's arguments of `torch.ops.cutefce.loss`."""
 
     h: Tensor
     w: Tensor
@@ -19,7 +21,7 @@ class Call:
     shards: list[int] | None
     sequence_parallel: bool
     dim: int
-    """Where the first dimension of y, and of a loss like it, was."""
+    """Dimension of the user's y, and of an unreduced loss, that is the first one here."""
 
 
 def localise(
@@ -29,26 +31,26 @@ def localise(
     group: ProcessGroup | None,
     shards: Sequence[int] | None,
     sequence_parallel: bool,
-) -> Call:
-    """Return this rank's part of the tensors, and the group that their placements mean.
+) -> LocalCall:
+    """Return this rank's part of the tensors, and the group that their placements select.
 
     Args:
         h: (..., D), plain, replicated, or sharded over a dimension of tokens.
-        w: (V, D), plain or sharded over V, which is what selects a group.
+        w: (V, D), plain, or sharded over V, which selects a group.
         y: (...), plain or replicated.
-        group: where w does not say it.
-        shards: rows of all ranks' parts of w, where it does not say it.
-        sequence_parallel: whether a plain h is a part of the tokens.
+        group: for a plain w.
+        shards: rows of all ranks' parts of a plain w.
+        sequence_parallel: whether a plain h is a share of the tokens.
 
     Raises:
-        TypeError, ValueError: naming the argument; on every rank, since all know all placements.
+        TypeError, ValueError: naming the argument; on every rank, because all know all placements.
     """
     if group is not None and not isinstance(group, ProcessGroup):
         raise TypeError(f"group: got {group}, expected a ProcessGroup that this rank is in")
     if not isinstance(w, DTensor):
         sizes = None if shards is None else list(shards)
         named = None if group is None else group.group_name
-        return Call(h, w, y, named, sizes, sequence_parallel, 0)
+        return LocalCall(h, w, y, named, sizes, sequence_parallel, 0)
     _check_weight(w)
     if group is not None and group.group_name != w.device_mesh.get_group().group_name:
         raise ValueError(f"group: got {group.group_name!r}, expected None or that of w's mesh")
@@ -81,12 +83,12 @@ def localise(
             )
         y = y.to_local()
     name = w.device_mesh.get_group().group_name
-    return Call(h, w.to_local(), y.movedim(dim, 0), name, _shards(w), sequence_parallel, dim)
+    return LocalCall(h, w.to_local(), y.movedim(dim, 0), name, _shards(w), sequence_parallel, dim)
 
 
 def _shards(w: DTensor) -> list[int]:
-    """Return the rows of every rank's part, of which only the last may be smaller."""
-    rows = -(-w.shape[0] // w.device_mesh.size())
+    """Return the rows of every rank's part; only the last may be smaller."""
+    rows = ceil_div(w.shape[0], w.device_mesh.size())
     return [int(min(rows, w.shape[0] - start)) for start in range(0, w.shape[0], rows)]
 
 

@@ -1,38 +1,32 @@
-"""TODO."""
+"""`Projection` of one vocabulary shard: a rank's own results, combined with the other ranks'."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Generic
 
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import Partial, Primitives, forward_unfused
-from cutefce.ops.primitives.rows import RowStats, Targets, sum_dtype
+from cutefce.ops.primitives.interface import P, Projection, forward_unfused
+from cutefce.ops.primitives.rows import RowStats, Targets
 
 if TYPE_CHECKING:
-    pass
+    from cutefce.ops.parallel.shard import VocabShard
 
 
-class ShardPrimitives:
-    """`cutefce.ops.primitives.interface.Primitives` of one shard: `own`, joined with the others' results."""
+class ShardProjection(Generic[P]):
+    """`cutefce.ops.primitives.interface.Projection`; `own` is that of this rank's shard."""
 
-    def __init__(self, own: Primitives, shard: "VocabShard") -> None:
+    def __init__(self, own: Projection[P], shard: "VocabShard") -> None:
         self.own, self.shard = own, shard
 
-    def __getattr__(self, name: str) -> Any:
-        """Leave every other step to `own`: it needs nothing of the other shards."""
-        return getattr(self.own, name)
-
-    forward = forward_unfused
-
-    def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of sums: dX is rounded after the ranks' parts are added."""
-        return sum_dtype(dtype)
+    def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return self.own.prepare(h, w)
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
-        """Return r (N,): +inf for ignored rows, NaN for targets that no rank has, or several.
+        """Return r (N,): +inf for ignored tokens, NaN for targets of no rank or of several.
 
         Raises:
-            IndexError: for such a target, on every rank; but not on a GPU, which is not waited for.
+            IndexError: on a CPU, on every rank, for such a target.
         """
         logit, elsewhere = self.own.target_logit(h, w, targets), _owned_elsewhere(targets)
         here = targets.active & ~elsewhere
@@ -48,16 +42,59 @@ class ShardPrimitives:
             )
         return torch.where(wrong, torch.nan, logit)
 
+    def project_exp(
+        self,
+        h: Tensor,
+        w: Tensor,
+        window: tuple[int, int],
+        reference: Tensor,
+        target: Tensor,
+        exps: Tensor | None = None,
+    ) -> P:
+        return self.own.project_exp(h, w, window, reference, target, exps)
+
+    def concat_partials(self, partials: Sequence[P]) -> P:
+        return self.own.concat_partials(partials)
+
+    def gather_partials(self, partial: P, gather: Callable[[Tensor], Tensor]) -> P:
+        return self.own.gather_partials(partial, gather)
+
+    def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
+        return forward_unfused(self, h, w, targets)
+
+    def recompute_exp(
+        self,
+        h: Tensor,
+        w: Tensor,
+        window: tuple[int, int],
+        reference: Tensor,
+        target: Tensor,
+        exps: Tensor,
+    ) -> None:
+        self.own.recompute_exp(h, w, window, reference, target, exps)
+
     def reduce_partials(
-        self, partial: Partial, target_logit: Tensor, targets: Targets, reduction: str
+        self, partial: P, target_logit: Tensor, targets: Targets
     ) -> tuple[RowStats, Tensor]:
-        """Join the parts of every row; S is 0 where another rank has the target, and its part."""
-        joined = self.own.gather_partials(partial, self.shard.all_gather)
-        stats, loss = self.own.reduce_partials(joined, target_logit, targets, reduction)
+        """Reduce the partials of all ranks; S and its coefficient are 0 where another owns y."""
+        gathered = self.own.gather_partials(partial, self.shard.all_gather)
+        stats, loss = self.own.reduce_partials(gathered, target_logit, targets)
         stats.sum_exp_others.masked_fill_(_owned_elsewhere(targets), 0)
         return stats, loss
 
+    def repair_stored_exps(
+        self,
+        exps: Tensor,
+        h: Tensor,
+        w: Tensor,
+        first: int,
+        target: Tensor,
+        partial: P,
+        stats: RowStats,
+    ) -> None:
+        self.own.repair_stored_exps(exps, h, w, first, target, partial, stats)
+
 
 def _owned_elsewhere(targets: Targets) -> Tensor:
-    """Return (N,) bool: the row counts, and its target is not one of this shard's."""
+    """Return (N,) bool: the token is active, and another rank owns its target."""
     return targets.active & (targets.safe_index != targets.index)

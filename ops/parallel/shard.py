@@ -1,72 +1,85 @@
-"""Model parallelism: a call whose vocabulary is sharded over a group of ranks.
+"""A call whose vocabulary is sharded over a group of ranks, and one on a single device.
 
-Rank k of a group of R holds the rows [f_k, f_k + V_k) of the weight, the V_k being any numbers;
-targets are global ids, the same on every rank.  The steps of `ops.primitives` run on each shard,
-and what they need of the others is exchanged in between:
+Rank k of R holds the rows [f_k, f_k + V_k) of the weight; the V_k may differ, and targets are
+global ids, the same on every rank.  Each shard runs the steps of `ops.primitives`; in between the
+ranks exchange
 
-    h        under sequence parallelism: all-gather of the tokens, in the forward and again in
-             the backward, so that nobody keeps all of them
-    r_i      one rank has it: all-reduce of (N,), and of how many ranks have it, which is 1
-    S_i      all-gather of each shard's sum with its reference, (2, N).  A row that lies far above
-             its target may do so on one rank alone; all ranks join the same R pairs in the same
-             order, so that ρ, S, T and the loss have the same bits everywhere
-    dX       sum in the dtype of sums, rounded once afterwards: reduce-scatter, and all-gather
-             unless tokens are sharded.  GradAccumulator of rounded parts would miss one device's accuracy
-    dW       nothing: rows belong to one rank.  The target's part belongs to the rank that has r_i
+    h        with sequence parallelism: all-gather of the tokens, in the forward and again in the
+             backward, so that no rank keeps all of them
+    r_i      all-reduce of (2, N): the logit of the rank that owns the target, and the number of
+             owners, which must be 1
+    S_i      all-gather of (2, N): each shard's sum and its reference.  Every rank reduces the same
+             R pairs in the same order, so that ρ, S, T and the loss are bitwise equal everywhere
+    dX       reduce-scatter in the dtype of sums, then rounding, then all-gather unless tokens are
+             sharded; adding rounded parts would be less accurate than one device
+    dW       nothing: each row belongs to one rank, and so does the target's part
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cutefce.ops.parallel.consistency import exchange, resolve
-from cutefce.ops.parallel.primitives import ShardPrimitives
+from cutefce.cute_kernels.integers import ceil_div
+from cutefce.ops import torch_compat
+from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
+from cutefce.ops.parallel.consistency import exchange
+from cutefce.ops.parallel.primitives import ShardProjection
 from cutefce.ops.primitives import rows
 from cutefce.ops.primitives.dispatch import backend_for
-from cutefce.ops.primitives.interface import Primitives
-from cutefce.ops.primitives.rows import Targets
+from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
+from cutefce.ops.primitives.rows import Targets, sum_dtype
 
 IGNORED = -(1 << 62)
-"""The local index of ignored targets; those of other ranks' targets lie outside [0, V_k), too."""
+"""The local index of ignored targets; other ranks' targets are also outside [0, V_k)."""
 
 
 class Unsharded:
-    """A call on one device: nothing is shared."""
+    """A call on one device."""
 
-    def gather(self, h: Tensor) -> Tensor:
+    is_sharded: ClassVar = False
+    """Whether ranks share the call."""
+
+    def gather_hidden(self, h: Tensor) -> Tensor:
         """Return the hidden states of all tokens (N, D)."""
         return h
 
     def make_targets(
-        self, y: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None
+        self, y: Tensor, vocab: int, options: LossOptions, tensors: TensorOptions
     ) -> Targets:
-        """Return the targets y (N,) as rows of the weight (vocab, D) that is here."""
-        return rows.make_targets(y, vocab, ignore_index, denominator)
+        """Return the targets y (N,) as rows of this rank's weight (vocab, D)."""
+        return rows.make_targets(y, vocab, options, tensors)
 
-    def primitives(self, own: Primitives) -> Primitives:
-        """Return `own` with what others have to say."""
+    def primitives(self, own: AnyPrimitives) -> AnyPrimitives:
+        """Return primitives that combine the results of `own` on all ranks."""
         return own
 
+    def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a rank finishes its part of dX, for inputs of `dtype`."""
+        return dtype
+
     def reduce_dx(self, dx: Tensor) -> Tensor:
-        """Return the sums that this rank finishes, of the part of dX (N, D) that it found."""
+        """Return the rows of the sum of all ranks' parts of dX (N, D) that this rank rounds."""
         return dx
 
     def gather_dx(self, rows: Tensor, tokens: int) -> Tensor:
-        """Return dX of the `tokens` that are here, of the `rows` that this rank finished."""
+        """Return dX of this rank's `tokens` from the rounded `rows` of all ranks."""
         return rows
 
     def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return dX of the tokens that are here, of the part (N, D) that this rank found."""
+        """Return dX of this rank's tokens from its part (N, D)."""
         return self.gather_dx(self.reduce_dx(dx).to(dtype), len(dx))
 
 
 @dataclass(frozen=True)
 class VocabShard(Unsharded):
-    """One rank's part of a call."""
+    """One rank's part of a sharded call."""
+
+    is_sharded: ClassVar = True
 
     group: str
     rank: int
@@ -76,91 +89,86 @@ class VocabShard(Unsharded):
 
     @property
     def first(self) -> int:
-        """The global id of the first row here."""
+        """The global id of this rank's first row."""
         return sum(self.vocab[: self.rank])
 
-    def gather(self, h: Tensor) -> Tensor:
-        """Return the hidden states of all tokens (N, D), of a shard (N / R, D) or of all."""
+    def gather_hidden(self, h: Tensor) -> Tensor:
+        """Return the hidden states of all tokens (N, D), from a share (N / R, D) or from all."""
         return self.all_gather(h).flatten(0, 1) if self.sequence_parallel else h
 
     def make_targets(
-        self, y: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None
+        self, y: Tensor, vocab: int, options: LossOptions, tensors: TensorOptions
     ) -> Targets:
-        """Number the targets y (N,) from the first row here; what is wrong is found later."""
-        index = torch.where(y == ignore_index, IGNORED, y - self.first)
-        return Targets(index, vocab, IGNORED, denominator)
+        """Number the targets y (N,) from this rank's first row; they are checked with r_i."""
+        index = torch.where(y == options.ignore_index, IGNORED, y - self.first)
+        return Targets(index, vocab, dataclasses.replace(options, ignore_index=IGNORED), tensors)
 
-    def primitives(self, own: Primitives) -> Primitives:
-        """Return `own`, joined with the other shards' results."""
-        return cast(Primitives, ShardPrimitives(own, self))
+    def primitives(self, own: AnyPrimitives) -> AnyPrimitives:
+        """Return primitives that combine the results of `own` on all ranks."""
+        return Primitives(own.config, ShardProjection(own.projection, self), own.gradients)
+
+    def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of sums: dX is rounded after the ranks' parts are added."""
+        return sum_dtype(dtype)
 
     def reduce_dx(self, dx: Tensor) -> Tensor:
-        """Add the ranks' parts (N, D); each rank has N / R rows of the sum, rounded up."""
-        beyond = -len(dx) % len(self.vocab)
-        return self.reduce_scatter(F.pad(dx, (0, 0, 0, beyond)) if beyond else dx)
+        """Add the ranks' parts (N, D); each rank gets N / R rows of the sum, rounded up."""
+        padding = -len(dx) % len(self.vocab)
+        dx = F.pad(dx, (0, 0, 0, padding)) if padding else dx
+        return self.reduce_scatter(dx)
 
     def gather_dx(self, rows: Tensor, tokens: int) -> Tensor:
-        """Gather the ranks' rows (N / R, D), unless tokens are sharded; they are rounded by then.
-
-        Less is moved than by an all-reduce of sums.
-        """
+        """Gather the ranks' rows (N / R, D), rounded by now, unless tokens are sharded."""
         return rows if self.sequence_parallel else self.all_gather(rows).flatten(0, 1)[:tokens]
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return every rank's x (...) as (R, ...)."""
-        ops, ranks = torch.ops._c10d_functional, len(self.vocab)
-        rows = ops.all_gather_into_tensor(x.contiguous(), ranks, self.group)
-        return cast(Tensor, ops.wait_tensor(rows).view(ranks, *x.shape))
-
-    def all_reduce_(self, x: Tensor) -> Tensor:
-        """Replace x by its sum over the ranks."""
-        ops = torch.ops._c10d_functional
-        return cast(Tensor, ops.wait_tensor(ops.all_reduce_(x, "sum", self.group)))
+        """Return the x (...) of every rank as (R, ...)."""
+        return torch_compat.all_gather(x, len(self.vocab), self.group)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return this rank's rows (N / R, ...) of the sum of x (N, ...) over the ranks."""
-        ops = torch.ops._c10d_functional
-        rows = ops.reduce_scatter_tensor(x, "sum", len(self.vocab), self.group)
-        return cast(Tensor, ops.wait_tensor(rows))
+        return torch_compat.reduce_scatter(x, len(self.vocab), self.group)
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """Replace x by its sum over the ranks."""
+        return torch_compat.all_reduce_(x, self.group)
 
 
-def shard_of(
-    group: str | None,
-    shards: Sequence[int] | None,
-    sequence_parallel: bool,
-    h: Tensor,
-    w: Tensor,
-    **same: Any,
-) -> Unsharded:
+def dx_rows_rounded(tokens: int, ranks: int) -> int:
+    """Return the rows of dX (N, D) that one rank rounds."""
+    return ceil_div(tokens, ranks)
+
+
+def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> Unsharded:
     """Return this rank's part of a call; raise on every rank if the ranks' calls differ.
 
     Args:
-        group: name of the process group; None for a call on one device.
-        shards: rows of every rank's weight; None if they are as many as here.
-        sequence_parallel: whether h holds a part of the tokens.
-        h: (N, D) or, if `sequence_parallel`, (N / R, D).
+        sharding: the group and its shards.
+        h: (N, D), or (N / R, D) with sequence parallelism.
         w: (V_k, D).
-        same: whatever else has to be the same on every rank.
+        same: further values that must be the same on every rank, by the names that errors use.
     """
-    if group is None:
+    if sharding.group is None:
         return Unsharded()
-    process_group = resolve(group)
+    process_group = torch_compat.resolve_process_group(sharding.group)
     rank, ranks = process_group.rank(), process_group.size()
+    shards: Sequence[int] | None = sharding.shards
     same = {
-        "sequence_parallel": sequence_parallel,
+        "sequence_parallel": sharding.sequence_parallel,
         "rows of h": h.shape[0],
         "hidden size": h.shape[1],
         "dtype of h": str(h.dtype),
         "rows of w, or shards": list(shards or [w.shape[0]]),
-        # kernels and the portable path exchange other sums
+        # kernels and the portable path exchange sums of different forms
         "primitives": backend_for(h, w).name,
         **same,
     }
-    for other, told in enumerate(exchange(process_group, same, cached=h.is_cuda)):
+    for other, values in enumerate(exchange(process_group, same, cached=h.is_cuda)):
         for name, value in same.items():
-            if told[name] != value:
+            if values[name] != value:
                 raise ValueError(
-                    f"{name}: got {told[name]} on rank {other} of the group and {value} on rank "
+                    f"{name}: got {values[name]} on rank {other} of the group and {value} on rank "
                     f"{rank}, expected the same on every rank"
                 )
-    return VocabShard(group, rank, tuple(shards or [w.shape[0]] * ranks), sequence_parallel)
+    vocab = tuple(shards or [w.shape[0]] * ranks)
+    return VocabShard(sharding.group, rank, vocab, sharding.sequence_parallel)

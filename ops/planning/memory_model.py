@@ -1,47 +1,51 @@
 """The workspace of a plan: its peak of allocated memory beyond the inputs and the gradients.
 
 With N tokens, D hidden, V vocab, e bytes an element, a bytes a sum, w columns a window, K columns
-kept, and tiles of R rows and C columns, the larger parts are:
+kept, L columns aliased, and tiles of R rows and C columns, the larger parts are:
 
-    kept    N·K·e                      exponentials from the forward to the backward; those of L
-                                       more columns lie in dW, which is there from the forward on
+    kept    N·K·e                      exponentials from the forward to the backward; those of the
+                                       L aliased columns use dW, allocated in the forward
     tile    R·C·a                      one tile of logits
-    buffer  N·w·e / 2                  exponentials of half a window, where the rest of dW has no
-                                       room to compute one again; of a whole one where there is no
-                                       dW, none if K + L = V
-    dX      N·D·a                      its sums, unless they are the gradient (e = a), which is
-                                       there only after buffer and s_i h_i have gone
-    dW      N·D·e                      s_i h_i, unless K = L = 0 and every row's loss has the same
+    buffer  N·w·e / 2                  exponentials of half a window, where the tail of dW is too
+                                       small to recompute them there; of a whole one without dW;
+                                       none if K + L = V
+    dX      N·D·a                      its sums, unless they are the gradient (e = a); dX itself is
+                                       allocated after buffer and s_i h_i are freed
+    dW      N·D·e                      s_i h_i, unless K = L = 0 and every token's loss has the same
                                        upstream gradient
-            + 12·N + 4·V               kernels: the tokens of each target, what they add
-            + (N + 1)·D·a + 8·V        portable: the targets' lines and their numbers,
+            + 12·N + 4·V               kernels: the tokens of each target and their coefficients
+            + (N + 1)·D·a + 8·V        portable: the targets' sums and their slots,
             + w·D·a                    one window's sums, unless they are the gradient
 
     forward without gradients          tile
     windows                            kept + buffer + dX + dW
     gradients in forward               c·V·e for chunks of c tokens, and (V + N)·D·a / 2 for half of
-                                       the gradients' sums, the others' place being theirs; none if
-                                       the sums are the gradients (e = a)
+                                       the gradients' sums, for which the gradients have no room;
+                                       none if the sums are the gradients (e = a)
 
-A rank that has a part of the tokens gathers them: N·D·e more.  Where R ranks share a loss,
-gradients in forward have all of dX's sums until the ranks' are added, and N·D·a / R from then on.
+A rank with a share of the tokens gathers them: N·D·e more.  Where R ranks share a loss, gradients
+in forward hold all of dX's sums until the ranks' are added, and N·D·a / R from then on.
 
-The kernels need no tile, since their logits stay in registers.  A CPU multiplies 16-bit operands
-by converting blocks of them; `_upcast_block_bytes` counts those.
+The kernels need no tile: their logits stay in registers.  A CPU multiplies 16-bit operands by
+converting blocks of them, which `_upcast_block_bytes` counts.
 Sizes may be symbolic integers of a graph compiler.
 """
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
+from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
+from cutefce.cute_kernels.workspace import Stat
 from cutefce.ops.planning.dw_aliasing import fits_in_tail, rows_in_place
 
 UPCAST_BLOCK = 2048
-"""Rows and columns of a 16-bit operand that a CPU's products convert to float32 at a time."""
+"""Rows and columns of a 16-bit operand that a CPU's GEMM converts to float32 at a time."""
 
 TARGET_BYTES = 17
-"""Bytes of a token's target: index and address as int64, and whether it is active."""
+"""Bytes of a token's target: index and safe index as int64, and whether it is active."""
+NARROWEST_TILE = 128
+"""Columns of the narrowest tile of a kernel, each of which gives one partial sum at most."""
 
 
 def row_block_bytes(device: str) -> int:
@@ -52,17 +56,17 @@ def row_block_bytes(device: str) -> int:
 def windows_bytes(
     p: Problem, config: WindowConfig, aliased: int, kept: int, scalar_upstream: bool
 ) -> int:
-    """Return the workspace of a "windows" plan that keeps `lent` columns in dW's place, and `kept`.
+    """Return the workspace of a "windows" plan with `aliased` and `kept` columns.
 
     The latter may be padded.
     """
     stored = aliased + kept
-    saved = p.tokens * (kept * p.item_bytes + 4 * p.accumulator_bytes)
+    saved = p.tokens * (kept * p.item_bytes + len(Stat) * p.accumulator_bytes)
     partial = p.tokens * _partial_bytes(p, config)
     step = _step_bytes(p, config, p.tokens, stored=stored >= p.vocab)
     forward = saved + partial + _gathered_bytes(p)
     if aliased:
-        # the windows' partial sums are there beside those of all columns, but not beside a tile
+        # partial sums of windows exist beside those of all columns, but not beside a tile
         forward += p.vocab * p.hidden * p.item_bytes
         step = max(step, partial)
     forward += step
@@ -78,7 +82,7 @@ def windows_bytes(
     longest = max(window, min(kept, p.vocab))
     step = max(_row_block_bytes(p, p.tokens), _upcast_block_bytes(p, p.tokens, longest, p.hidden))
     if p.grad_hidden and _accumulates_wider(p):
-        # dX itself is there only at the end
+        # dX itself is allocated at the end
         backward += p.tokens * p.hidden * (p.accumulator_bytes - p.item_bytes)
         end += p.tokens * p.hidden * p.accumulator_bytes
     if p.grad_weight and (stored or not scalar_upstream):
@@ -102,18 +106,18 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     """Return the workspace of gradients in forward: `chunk` tokens' `stored` columns at a time."""
     sharded, backward = p.ranks > 1, 0
     rows = p.tokens if p.grad_hidden and not sharded else 0, p.vocab if p.grad_weight else 0
-    beyond = sum(count - rows_in_place(count, narrow=_accumulates_wider(p)) for count in rows)
-    kept = beyond * p.hidden * p.accumulator_bytes
-    kept += 4 * p.tokens * p.accumulator_bytes
+    overflow = sum(count - rows_in_place(count, narrow=_accumulates_wider(p)) for count in rows)
+    kept = overflow * p.hidden * p.accumulator_bytes
+    kept += len(Stat) * p.tokens * p.accumulator_bytes
     forward = p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
     if sharded and p.grad_hidden:
-        # dX itself is there only at the end
-        own_rows = -(-p.tokens // p.ranks)
+        # dX itself is allocated at the end
+        own_rows = ceil_div(p.tokens, p.ranks)
         dx_rows = own_rows if p.sequence_parallel else p.tokens
         kept += p.hidden * own_rows * p.accumulator_bytes
         forward += p.hidden * (p.tokens - own_rows) * p.accumulator_bytes
         forward -= p.hidden * dx_rows * p.item_bytes
-        # rounded, before they are gathered
+        # rounded rows, before they are gathered
         backward = 0 if p.sequence_parallel else p.hidden * own_rows * p.item_bytes
     forward += chunk * chunk_token_bytes(p, config, stored)
     step = _step_bytes(p, config, chunk, stored=True)
@@ -132,29 +136,29 @@ def chunk_token_bytes(p: Problem, config: WindowConfig, stored: int) -> int:
 
 
 def _gathered_bytes(p: Problem) -> int:
-    """Bytes of the hidden states of all tokens, where a rank is given a part of them."""
+    """Bytes of the hidden states of all tokens, where a rank has a share of them."""
     return p.tokens * p.hidden * p.item_bytes if p.sequence_parallel else 0
 
 
 def _partial_bytes(p: Problem, config: WindowConfig) -> int:
     """Bytes of a token's target, logit and partial sums while the forward runs."""
     if p.arch is not None:
-        narrowest = 128  # columns of a kernel's tile; each gives a part at most
-        parts = min(-(-p.vocab // narrowest), PARTIAL_BYTES // (4 * max(p.tokens, 1)))
-        return TARGET_BYTES + (2 + parts) * p.accumulator_bytes
-    pieces = -(-p.vocab // config.reference_block)
-    return TARGET_BYTES + (2 + 2 * pieces) * p.accumulator_bytes
+        tiles = ceil_div(p.vocab, NARROWEST_TILE)
+        partials = min(tiles, PARTIAL_BYTES // (4 * max(p.tokens, 1)))
+        return TARGET_BYTES + (2 + partials) * p.accumulator_bytes
+    blocks = ceil_div(p.vocab, config.reference_block)
+    return TARGET_BYTES + (2 + 2 * blocks) * p.accumulator_bytes
 
 
 def _step_bytes(p: Problem, config: WindowConfig, tokens: int, *, stored: bool) -> int:
-    """Bytes of what one step of the forward needs for itself: a tile or a block of rows."""
+    """Bytes of one step of the forward: a tile or a block of rows."""
     return max(_tile_bytes(p, config, tokens, stored=stored), _row_block_bytes(p, tokens))
 
 
 def _row_block_bytes(p: Problem, tokens: int) -> int:
-    """Bytes of a row-wise step: its operand in the dtype of sums, and as it was gathered.
+    """Bytes of a row-wise step: its operand as gathered, and in the dtype of sums.
 
-    A CPU converts the other operand too; a GPU's fused steps need nothing but their results.
+    A CPU converts the other operand too; fused steps of a GPU allocate only their results.
     """
     if p.device != "cpu":
         return 0
@@ -163,7 +167,7 @@ def _row_block_bytes(p: Problem, tokens: int) -> int:
 
 
 def _tile_bytes(p: Problem, config: WindowConfig, tokens: int, *, stored: bool) -> int:
-    """Bytes of one tile of logits; a CPU computes them in the place of stored ones if it can."""
+    """Bytes of one tile of logits, unless a CPU computes them in the memory of stored ones."""
     if p.arch is not None:
         return 0
     assert isinstance(config, PortableTiles)
@@ -176,7 +180,7 @@ def _tile_bytes(p: Problem, config: WindowConfig, tokens: int, *, stored: bool) 
 
 
 def _upcast_block_bytes(p: Problem, rows: int, inner: int, columns: int) -> int:
-    """Bytes of the blocks that are converted for a product (rows, inner) @ (inner, columns)."""
+    """Bytes of the blocks converted for a GEMM (rows, inner) @ (inner, columns)."""
     if p.device != "cpu" or not _accumulates_wider(p):
         return 0
     block = min(inner, UPCAST_BLOCK)

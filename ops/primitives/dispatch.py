@@ -1,24 +1,29 @@
-"""Which primitives serve a call here, and why."""
+"""Which implementation of the primitives serves a call, and why."""
 
-import functools
-import warnings
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutefce.autotune_cache import defaults, lookup, verdicts
-from cutefce.autotune_cache.tuning import verify
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.config import PortableTiles
+from cutefce.cute_kernels.config import PortableTiles, WindowConfig
+from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.primitives.cute import CutePrimitives, has_aligned_rows
-from cutefce.ops.primitives.interface import Primitives
-from cutefce.ops.primitives.portable import TorchPrimitives
+from cutefce.cute_kernels.process_cache import process_cache, warn_once
+from cutefce.cute_kernels.spec import KernelSet
+from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients, launch_scale_rows
+from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores, has_aligned_rows
+from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
+from cutefce.ops.primitives.portable_gradients import PortableGradients, scale_rows
+from cutefce.ops.primitives.portable_projection import PortableProjection
+from cutefce.ops.strategies.grad_accumulator import ScaleRows
 
 VERIFY = "python -m cutefce verify"
 
@@ -36,13 +41,13 @@ class Backend:
 
 
 def set_strict(enabled: bool) -> None:
-    """Make calls that the kernels cannot serve raise RuntimeError, instead of a warning once."""
+    """Make calls that the kernels cannot serve raise RuntimeError instead of warning once."""
     global _strict
     _strict = enabled
 
 
 def backend_for(h: Tensor, w: Tensor) -> Backend:
-    """Return what serves a call with hidden states h (..., D) and weight w (V, D)."""
+    """Return the backend that serves hidden states h (..., D) and weight w (V, D)."""
     rows = h if h.ndim == 2 else h.reshape(-1, h.shape[-1])
     reason = _unsupported_reason(rows, w)
     if reason is not None:
@@ -54,22 +59,23 @@ def backend_for(h: Tensor, w: Tensor) -> Backend:
 def arch_of(h: Tensor) -> str | None:
     """Return the architecture whose kernels take h (N, D), None if there is none.
 
-    Does not look at how tensors lie in memory, which a graph compiler does not know.
+    Memory layouts, which a graph compiler does not know, are not considered.
     """
     if device_unsupported_reason(h.device, h.dtype) is not None or h.shape[1] % 8:
         return None
-    return gpu_of(h.device)[0].name
+    return gpu_of(h.device).arch.name
 
 
 def are_concrete(*sizes: int) -> bool:
-    """Whether all sizes are numbers, not symbols of a graph compiler."""
+    """Whether all sizes are integers, not symbols of a graph compiler."""
     return set(map(type, sizes)) == {int}
 
 
 def problem_of(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Problem:
-    """Return what is asked: h (N, D) against w (V, D), and the gradients that are wanted."""
+    """Return the problem of h (N, D) against w (V, D), with the gradients to compute."""
     (tokens, hidden), vocab = h.shape, w.shape[0]
-    return (_cached_problem if are_concrete(tokens, hidden, vocab) else Problem)(
+    # equal problems are one object, which is faster to make and to compare
+    return (_problem if are_concrete(tokens, hidden, vocab) else Problem)(
         tokens,
         hidden,
         vocab,
@@ -81,41 +87,68 @@ def problem_of(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Pr
     )
 
 
-_cached_problem = functools.lru_cache(maxsize=1024)(Problem)
-"""The one of these sizes: to make and to compare problems takes 3 us of a call."""
+@process_cache
+def _problem(*fields: Any) -> Problem:
+    return Problem(*fields)
 
 
-def widths_for(problem: Problem, device: torch.device) -> tuple[PortableTiles, ...]:
-    """Return what a plan for `problem` on `device` chooses from; not tuned for symbolic sizes."""
+def window_configs_for(problem: Problem, device: torch.device) -> tuple[WindowConfig, ...]:
+    """Return the windows that a plan chooses from; tuned ones only for concrete sizes."""
     if problem.arch is None or not are_concrete(problem.tokens, problem.hidden, problem.vocab):
         return defaults.window_configs(problem)
-    return lookup.tuned_widths(problem, *gpu_of(device))
+    return lookup.window_configs(problem, gpu_of(device))
 
 
-def primitives_for(h: Tensor, w: Tensor, problem: Problem) -> Primitives:
-    """Return the primitives for h (N, D) and w (V, D).
+def primitives_for(h: Tensor, w: Tensor, problem: Problem) -> AnyPrimitives:
+    """Return the primitives for one call with h (N, D) and w (V, D).
 
     Raises:
         RuntimeError: in strict mode, if the kernels cannot serve the call.
     """
-    reason = _unsupported_reason(h, w) if problem.arch is None else _layout_unsupported_reason(h, w)
+    find_reason = _unsupported_reason if problem.arch is None else _layout_unsupported_reason
+    reason = find_reason(h, w)
     if reason is None:
-        return _cute_primitives(h.device, problem).with_scratch()
+        return kernel_primitives(*_kernels(h.device, problem))
     if problem.tokens:
         _report(reason, h.is_cuda)
-    return _torch_primitives(defaults.widest_window(problem))
+    return portable_primitives(defaults.widest_window(problem))
+
+
+def kernel_primitives(window: WindowConfig, kernels: KernelSet, num_sms: int) -> AnyPrimitives:
+    """Return primitives on the kernels, for one call on one stream of a GPU with `num_sms` SMs."""
+    semaphores = Semaphores()
+    projection = CuteProjection(kernels, num_sms, semaphores)
+    gemms = kernels.grad_weight_kernels
+    if gemms is None:
+        return Primitives(window, projection, CublasGradients(kernels, window.window))
+    gradients = CuteGradients(kernels, gemms, num_sms, semaphores)
+    return Primitives(window, projection, gradients)
+
+
+@process_cache
+def portable_primitives(tiles: PortableTiles) -> AnyPrimitives:
+    """Return primitives in plain torch."""
+    return Primitives(tiles, PortableProjection(tiles), PortableGradients(tiles.window))
+
+
+def scale_rows_for(w: Tensor) -> ScaleRows:
+    """Return the function that scales rows of gradients (M, D) of w (V, D) and of their sums."""
+    if device_unsupported_reason(w.device, w.dtype) is not None or w.shape[1] % 8:
+        return scale_rows
+    arch, dtype = gpu_of(w.device).arch.name, str(w.dtype).removeprefix("torch.")
+
+    def scale(out: Tensor, x: Tensor, factor: Tensor) -> None:
+        source = dtype if x.dtype == out.dtype else "float32"
+        launch_scale_rows(spec.scale_rows(arch, dtype, source), out, x, factor)
+
+    return scale
 
 
 def _report(reason: str, on_gpu: bool) -> None:
     if _strict:
         raise RuntimeError(f"cutefce: the kernels cannot serve this call: {reason}")
     if on_gpu:
-        _warn_once(reason)
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    warnings.warn(f"cutefce: served by the portable path: {reason}", stacklevel=2)
+        warn_once(f"served by the portable path: {reason}")
 
 
 def _unsupported_reason(h: Tensor, w: Tensor) -> str | None:
@@ -124,7 +157,7 @@ def _unsupported_reason(h: Tensor, w: Tensor) -> str | None:
 
 
 def _layout_unsupported_reason(h: Tensor, w: Tensor) -> str | None:
-    """Return why the kernels that the device has cannot serve h (N, D) and w (V, D)."""
+    """Return why kernels cannot serve the shapes and strides of h (N, D) and w (V, D)."""
     if h.shape[0] == 0:
         return "h: got no rows, expected at least 1"
     if h.shape[1] % 8:
@@ -146,10 +179,10 @@ def device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str |
 
 
 class _RetryLaterError(Exception):
-    """An obstacle that only the next call can remove."""
+    """A reason that must not be cached: a later call may be served."""
 
 
-@functools.cache
+@process_cache
 def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"h: got device {device.type}, expected cuda"
@@ -160,28 +193,24 @@ def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str 
     name = str(dtype).removeprefix("torch.")
     if name not in arch.dtypes:
         return f"h: got dtype {dtype}, expected one of {', '.join(arch.dtypes)}"
-    return _compiler_unsupported_reason(arch, name) or _unverified(device)
+    return _compiler_unsupported_reason(arch, name) or _unverified_reason(device, name)
 
 
-@functools.cache
-def _unverified(device: torch.device) -> str | None:
-    """Return why the kernels may not be launched on this GPU, None if they may; tries them once."""
-    arch, name, num_sms = gpu_of(device)
-    verdict = verdicts.known(arch, name, num_sms)
+def _unverified_reason(device: torch.device, dtype: str) -> str | None:
+    """Return why the kernels must not be launched on this GPU; verifies them on first use."""
+    gpu = gpu_of(device)
+    verdict = verdicts.known(gpu, dtype)
     if verdict is None:
         if torch.cuda.is_current_stream_capturing():
-            raise _RetryLaterError(f"the kernels never ran on {name}; first run: {VERIFY}")
-        from cutefce.autotune_cache.tuning.targets import all_tunables
-
-        gradients = all_tunables(arch, num_sms, str(device))
-        verdict = verify.verify_once(gradients, name)
+            raise _RetryLaterError(f"the kernels never ran on {gpu.name}; first run: {VERIFY}")
+        verdict = _first_use().verify_on_first_use(gpu, str(device), dtype)
     if verdict.passed:
         return None
-    return f"the kernels failed on {name} ({verdict.reason}); to try again: {VERIFY}"
+    return f"the kernels failed on {gpu.name} ({verdict.reason}); to try again: {VERIFY}"
 
 
 def _compiler_unsupported_reason(arch: Arch, dtype: str) -> str | None:
-    """Return why kernels cannot be had for `arch`, None if they can; compiles or loads one."""
+    """Return why kernels for `arch` cannot be compiled or loaded; tries one."""
     for module in ("cutlass", "tvm_ffi"):
         if find_spec(module) is None:
             return (
@@ -189,41 +218,39 @@ def _compiler_unsupported_reason(arch: Arch, dtype: str) -> str | None:
             )
     try:
         compiled(spec.TargetLogitSpec(arch.name, dtype))
-    except Exception as error:  # whatever a compiler raises, a loss can still be computed
+    except Exception as error:  # a compiler may raise anything; the portable path still works
         return f"the kernels' compiler failed: {type(error).__name__}: {error}"
     return None
 
 
-@functools.cache
-def gpu_of(device: torch.device) -> tuple[Arch, str, int]:
-    """Return the architecture, name and num_sms of a GPU that there are kernels for."""
+@process_cache
+def gpu_of(device: torch.device) -> Gpu:
+    """Return the model of a GPU that has kernels."""
     arch = arch_for(torch.cuda.get_device_capability(device))
     assert arch is not None
     properties = torch.cuda.get_device_properties(device)
-    return arch, properties.name, properties.multi_processor_count
+    return Gpu(arch, properties.name, properties.multi_processor_count)
 
 
-@functools.lru_cache(maxsize=1024)
-def _cute_primitives(device: torch.device, problem: Problem) -> CutePrimitives:
-    tiles, (arch, name, num_sms) = defaults.widest_window(problem), gpu_of(device)
+@process_cache
+def _kernels(device: torch.device, problem: Problem) -> tuple[WindowConfig, KernelSet, int]:
+    """Return the arguments of `kernel_primitives` for a problem, tuned first if the user asks."""
+    gpu = gpu_of(device)
     if lookup.tunes_on_first_use() and not _must_not_block():
-        from cutefce.autotune_cache.tuning import first_use, targets
-
         torch.cuda.synchronize(device)
-        every = targets.all_tunables(arch, num_sms, str(device))
-        first_use.tune_on_first_use(every, name, problem)
-    configs = lookup.lookup_configs(problem, arch, name, num_sms)
-    return CutePrimitives(tiles, arch, problem.dtype, configs, num_sms)
+        _first_use().tune_on_first_use(gpu, str(device), problem)
+    kernels = spec.kernel_set(gpu.arch, problem.dtype, lookup.kernel_configs(problem, gpu))
+    return defaults.widest_window(problem), kernels, gpu.num_sms
 
 
 def _must_not_block() -> bool:
-    """Whether work that takes long is out of place: in a graph's capture, or beside other ranks."""
+    """Whether long work is out of place: in a graph capture, or while other ranks would wait."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.cuda.is_current_stream_capturing() or (
         distributed and torch.distributed.get_world_size() > 1
     )
 
 
-@functools.cache
-def _torch_primitives(tiles: PortableTiles) -> Primitives:
-    return TorchPrimitives(tiles)
+def _first_use() -> Any:
+    """Return the one module of `autotune_cache.tuning`, which builds on this package, used here."""
+    return import_module("cutefce.autotune_cache.tuning.first_use")

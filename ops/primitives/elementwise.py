@@ -1,7 +1,7 @@
-"""The arithmetic between the products, in plain torch code that can be fused.
+"""The arithmetic between the GEMMs, in plain torch functions that a compiler can fuse.
 
-R rows, D hidden, V vocab, P pieces of C columns.  Every function writes to its first argument;
-results are rounded once, when they are written.
+R rows, D hidden, V vocab, P reference blocks of C columns.  Every function writes to its first
+argument; results are rounded once, when they are written.
 """
 
 import torch
@@ -11,14 +11,14 @@ from cutefce.cute_kernels.problem import SLACK
 
 
 def target_logit_(
-    out: Tensor, h: Tensor, index: Tensor, address: Tensor, active: Tensor, w: Tensor
+    out: Tensor, h: Tensor, index: Tensor, safe_index: Tensor, active: Tensor, w: Tensor
 ) -> None:
-    """Write h_i · w_address_i to `out` (R,); NaN where address and index differ, +inf if inactive.
+    """Write h_i · w_index_i to `out` (R,): NaN for indices outside [0, V), +inf if not active.
 
-    h is (R, D), index, address and active are (R,), w is (V, D).
+    h is (R, D), index, safe_index and active are (R,), w is (V, D).
     """
-    logit = w[address].to(out.dtype).mul_(h).sum(1)
-    logit = torch.where(address == index, logit, torch.nan)
+    logit = w[safe_index].to(out.dtype).mul_(h).sum(1)
+    logit = torch.where(safe_index == index, logit, torch.nan)
     out.copy_(torch.where(active, logit, torch.inf))
 
 
@@ -33,16 +33,16 @@ def scale_rows_(x: Tensor, scale: Tensor) -> None:
 
 
 def finish_dx_(
-    out: Tensor, sums: Tensor, address: Tensor, scale: Tensor, weight: Tensor, w: Tensor
+    out: Tensor, sums: Tensor, index: Tensor, scale: Tensor, target: Tensor, w: Tensor
 ) -> None:
-    """Write scale_i (sums_i + weight_i w_address_i) to `out` (R, D)."""
-    target_grad = w[address].to(sums.dtype).mul_(weight[:, None])
-    out.copy_(target_grad.add_(sums).mul_(scale[:, None]))
+    """Write scale_i sums_i + target_i w_index_i to `out` (R, D); `out` may be `sums`."""
+    target_grad = w[index].to(sums.dtype).mul_(target[:, None])
+    out.copy_(target_grad.addcmul_(sums, scale[:, None]))
 
 
-def finish_dw_(out: Tensor, sums: Tensor, line: Tensor, target_sums: Tensor, unit: Tensor) -> None:
-    """Write (sums_v + target_sums_line_v) * unit to `out` (R, D); `out` may be `sums` itself."""
-    out.copy_(target_sums[line].add_(sums).mul_(unit))
+def finish_dw_(out: Tensor, sums: Tensor, slot: Tensor, totals: Tensor, grad_scale: Tensor) -> None:
+    """Write (sums_v + totals_slot_v) * grad_scale to `out` (R, D); `out` may be `sums`."""
+    out.copy_(totals[slot].add_(sums).mul_(grad_scale))
 
 
 def exponentials_(
@@ -54,15 +54,15 @@ def exponentials_(
     references: Tensor | None,
     exps: Tensor | None,
 ) -> None:
-    """Turn `logits` (R, P, C) into exponentials, 0 at the `target` (R,).
+    """Replace `logits` (R, P, C) by their exponentials, 0 at the `target` (R,).
 
-    The tile begins at vocabulary entry `start` ().  The exponentials are relative to `reference`
-    (R,); with `references` (R, P), a piece whose largest logit lies far above it takes that logit
-    instead, and `references` receives the choice.  `sums` (R, P) receives the row sums, `exps`
-    (R, P, C) a copy of the result.
+    The tile begins at vocabulary entry `start` ().  Exponentials are relative to `reference` (R,);
+    with `references` (R, P), a block whose largest logit is more than `SLACK` above it takes that
+    logit instead, and `references` receives the choice.  `sums` (R, P) receives the row sums,
+    `exps` (R, P, C) a copy of the result.
     """
-    _, pieces, width = logits.shape
-    columns = start + torch.arange(pieces * width, device=logits.device).view(pieces, width)
+    _, blocks, width = logits.shape
+    columns = start + torch.arange(blocks * width, device=logits.device).view(blocks, width)
     reference = reference[:, None]
     if references is not None:
         largest = logits.amax(2)
@@ -77,5 +77,5 @@ def exponentials_(
 
 
 def exponentials(logits: Tensor, *rest: Tensor | None) -> None:
-    """`exponentials_` that leaves the logits alone, so that a fused kernel need not write them."""
+    """Do the same without changing `logits`, so that a fused kernel does not write them."""
     exponentials_(logits.clone(), *rest)  # type: ignore[arg-type]

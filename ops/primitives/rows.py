@@ -1,7 +1,7 @@
 """Per-token data of a call: targets, statistics after the forward, coefficients of the gradients.
 
-With the loss of token i written as a function of its logits z_iv, and e_iv the exponentials relative
-to the reference ρ_i (0 at the target y_i), every gradient is
+With z_iv the logits of token i, and e_iv their exponentials relative to the reference ρ_i (0 at the
+target y_i), the gradient of a loss is
 
     dL/dz_iv = scale_i e_iv  (v ≠ y_i)        dL/dz_iy = target_i
 
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.workspace import Stat
+from cutefce.ops.interface.options import LossOptions, TensorOptions
+
+NO_TENSORS = TensorOptions()
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -24,63 +27,63 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Targets:
-    """The targets of N tokens; derived tensors are computed on first use."""
+    """The targets of N tokens with the options of their losses; derived tensors are lazy."""
 
     def __init__(
-        self, index: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None = None
+        self,
+        index: Tensor,
+        vocab: int,
+        options: LossOptions,
+        tensors: TensorOptions = NO_TENSORS,
     ) -> None:
         self.index = index
         """(N,) int64 as given: may hold ignored and out-of-range values."""
         self.vocab = vocab
-        self.ignore_index = ignore_index
-        self.denominator = denominator
-        """() divisor of "mean"; None for the number of active tokens."""
+        self.options = options
+        self.tensors = tensors
 
     @cached_property
     def active(self) -> Tensor:
         """(N,) bool: the token is not ignored."""
-        return self.index != self.ignore_index
+        return self.index != self.options.ignore_index
 
     @cached_property
     def safe_index(self) -> Tensor:
         """(N,) int64 clamped to [0, V): may be used to address memory."""
         return self.index.clamp(0, self.vocab - 1)
 
-    def loss_scale(self, reduction: str, dtype: torch.dtype) -> Tensor:
+    @property
+    def divides_by_count(self) -> bool:
+        """Whether the reduced loss is the sum over the number of active tokens."""
+        return self.options.reduction == "mean" and self.tensors.denominator is None
+
+    def loss_scale(self, dtype: torch.dtype) -> Tensor:
         """Return () the factor of each active token's loss in the reduced loss."""
-        if reduction == "mean" and self.denominator is not None:
-            scale = self.denominator.to(dtype).reciprocal()
-            return torch.where(self.denominator == 0, 0, scale)
-        if reduction == "mean":
+        if self.divides_by_count:
             return self.active.sum().clamp(min=1).to(dtype).reciprocal()
+        denominator = self.tensors.denominator
+        if denominator is not None:
+            return torch.where(denominator == 0, 0, denominator.to(dtype).reciprocal())
         return torch.ones((), dtype=dtype, device=self.index.device)
 
-    def reduce(self, losses: Tensor, reduction: str) -> Tensor:
-        """Reduce per-token losses (N,); the mean over no active token is 0."""
-        if reduction == "none":
-            return losses
-        return losses.sum() * self.loss_scale(reduction, losses.dtype)
-
-    def rows(self, rows: slice) -> "Targets":
-        """Return the targets of a slice of the tokens."""
-        return Targets(self.index[rows], self.vocab, self.ignore_index, self.denominator)
+    def per_token(self, rows: slice) -> "Targets":
+        """Return the targets of a slice of the tokens, whose losses are not reduced."""
+        return Targets(self.index[rows], self.vocab, self.options.per_token(), self.tensors)
 
 
-def make_targets(
-    y: Tensor, vocab: int, ignore_index: int, denominator: Tensor | None = None
-) -> Targets:
+def make_targets(y: Tensor, vocab: int, options: LossOptions, tensors: TensorOptions) -> Targets:
     """Return the targets y (N,) int64.
 
     Raises:
         IndexError: on a CPU, for a target outside [0, V).  A GPU is not synchronised for this.
     """
-    targets = Targets(y.contiguous(), vocab, ignore_index, denominator)
+    targets = Targets(y.contiguous(), vocab, options, tensors)
     if y.device.type == "cpu":
         wrong = targets.active & (targets.safe_index != y)
         if bool(wrong.any()):
             raise IndexError(
                 f"y: got target {int(y[wrong][0])}, expected 0 <= target < {vocab} "
-                f"or ignore_index={ignore_index}"
+                f"or ignore_index={options.ignore_index}"
             )
     return targets
 
@@ -131,8 +134,31 @@ class RowCoefficients:
     def of(stats: RowStats, targets: Targets, upstream: Tensor) -> "RowCoefficients":
         """Return the coefficients for the upstream gradient, () or (N,), of each token's loss.
 
-        dL/dz_iv = g_i p_iv with p_iv = e_iv / T_i, and at the target g_i (p_iy - 1) = -g_i S_i / T_i,
-        which does not cancel for p → 1.
+        dL/dz_iv = g_i p_iv with p_iv = e_iv / T_i, and at the target g_i (p_iy - 1), written as
+        -g_i S_i / T_i, which does not cancel for p → 1.
         """
         scale = torch.where(targets.active, upstream / stats.sum_exp, 0)
         return RowCoefficients(scale, -scale * stats.sum_exp_others)
+
+    def rows(self, rows: slice) -> "RowCoefficients":
+        """Return the coefficients of a slice of the tokens."""
+        return RowCoefficients(self.scale[rows], self.target[rows])
+
+
+def reduce_losses(losses: Tensor, targets: Targets) -> Tensor:
+    """Return the reduced loss of the tokens' losses (N,); the mean over no active token is 0."""
+    if not targets.options.is_scalar:
+        return losses
+    return losses.sum() * targets.loss_scale(losses.dtype)
+
+
+def finish_reduced(losses: Tensor, reduced: Tensor, targets: Targets) -> Tensor:
+    """Return the reduced loss where a kernel has summed `losses` (N,) to `reduced` ().
+
+    The kernel has divided already if `targets.divides_by_count`.
+    """
+    if not targets.options.is_scalar:
+        return losses
+    if targets.tensors.denominator is None:
+        return reduced
+    return reduced * targets.loss_scale(reduced.dtype)

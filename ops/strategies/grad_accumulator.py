@@ -1,76 +1,76 @@
-"""GradAccumulator that lie where their gradient will be, as far as there is room.
+"""Sums of a gradient that are accumulated in the gradient's own memory as far as it has room.
 
-A gradient (R, D) of 16-bit numbers has room for the float32 sums of half its rows: those of the
-first rows lie in it, those of the others, `rest`, in memory of their own.  At the end each sum is
-scaled and rounded once.  Row i is written to bytes 2·D·i to 2·D·(i + 1), where sums of earlier rows
-lie, whose own begin at 4·D·i: the rows from a up to 2·a can be written at once when those up to a
-are.  The first ones go through memory of their own.
+A 16-bit gradient (R, D) has room for the float32 sums of half its rows: the sums of the first rows
+are accumulated in place, those of the others in `overflow`.  At the end each sum is scaled and
+rounded once.  Row i of the result occupies bytes 2·D·i to 2·D·(i + 1), where sums of earlier rows
+are, whose own begin at 4·D·i: rows a to 2·a can be written at once after those up to a.  The first
+rows go through a bounce buffer.
 
-A gradient in the dtype of sums holds them all.  R may be a symbolic integer of a graph compiler.
+A gradient in the dtype of sums holds them all.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-    from cutefce.ops.primitives.interface import Primitives
 from cutefce.ops.planning.dw_aliasing import rows_in_place
 
 BOUNCE_ROWS = 256
-"""Rows that are finished in memory of their own."""
+"""Rows that are finished in a bounce buffer."""
+
+ScaleRows = Callable[[Tensor, Tensor, Tensor], None]
+"""Writes scale_i x_i to out (M, D), of (out, x, scale)."""
 
 
 @dataclass(frozen=True)
 class GradAccumulator:
-    """A gradient's sums, or what `finish` makes of them."""
+    """A gradient's sums; `finish` makes the gradient of them."""
 
-    gradient: "Tensor"
+    gradient: Tensor
     """(R, D)"""
-    rest: "Tensor"
+    overflow: Tensor
     """(R - rows in place, D) in the dtype of sums."""
 
     @classmethod
-    def empty(cls, gradient: "Tensor", dtype: "torch.dtype") -> "GradAccumulator":
-        """Return sums of `dtype` that lie in `gradient` as far as there is room."""
+    def empty(cls, gradient: Tensor, dtype: torch.dtype) -> "GradAccumulator":
+        """Return uninitialised sums of `dtype`, in `gradient` as far as it has room."""
         rows, hidden = gradient.shape
         beyond = rows - rows_in_place(rows, narrow=gradient.dtype != dtype)
         return cls(gradient, gradient.new_empty(beyond, hidden, dtype=dtype))
 
     @property
-    def first(self) -> "Tensor":
-        """The sums that lie in the gradient."""
-        rows, hidden = len(self.gradient) - len(self.rest), self.gradient.shape[1]
-        if self.gradient.dtype == self.rest.dtype:
+    def in_place(self) -> Tensor:
+        """The sums that are in the gradient's memory."""
+        rows, hidden = len(self.gradient) - len(self.overflow), self.gradient.shape[1]
+        if self.gradient.dtype == self.overflow.dtype:
             return self.gradient[:rows]
         place = self.gradient.view(-1)[: 2 * rows * hidden]
-        return place.view(self.rest.dtype).view(rows, hidden)
+        return place.view(self.overflow.dtype).view(rows, hidden)
 
-    def of(self, rows: slice) -> "Iterator[tuple[slice, Tensor]]":
-        """Cut `rows` in two where their sums lie in two places, and say where."""
+    def split(self, rows: slice) -> Iterator[tuple[slice, Tensor]]:
+        """Cut `rows` where their sums are in two places; yield the rows and the sums of each."""
         start = 0
-        for part in (self.first, self.rest):
+        for part in (self.in_place, self.overflow):
             inside = slice(max(rows.start, start), min(rows.stop, start + len(part)))
             if inside.start < inside.stop:
                 yield inside, part[inside.start - start : inside.stop - start]
             start += len(part)
 
-    def finish(self, primitives: "Primitives", factor: "Tensor", *, in_place: bool) -> "Tensor":
-        """Return the gradient, `factor` () times the sums: in its place or in memory of its own."""
+    def finish(self, scale_rows: ScaleRows, factor: Tensor, *, in_place: bool) -> Tensor:
+        """Return the gradient, `factor` () times the sums: in its memory or in a new tensor."""
         out = self.gradient if in_place else self.gradient.new_empty(self.gradient.shape)
-        overlap = in_place and self.gradient.dtype != self.rest.dtype
-        top, begin = len(self.gradient) - len(self.rest), 0
+        overlap = in_place and self.gradient.dtype != self.overflow.dtype
+        top, begin = len(self.gradient) - len(self.overflow), 0
         while begin < top:
             rows = slice(begin, min(max(2 * begin, BOUNCE_ROWS), top) if overlap else top)
-            begins_itself = overlap and begin == 0
-            to = out.new_empty(out[rows].shape) if begins_itself else out[rows]
-            primitives.scale_rows(to, self.first[rows], factor.expand(len(to)))
-            if begins_itself:
+            bounces = overlap and begin == 0
+            to = out.new_empty(out[rows].shape) if bounces else out[rows]
+            scale_rows(to, self.in_place[rows], factor.expand(len(to)))
+            if bounces:
                 out[rows] = to
             begin = rows.stop
-        if len(self.rest):
-            primitives.scale_rows(out[top:], self.rest, factor.expand(len(self.rest)))
+        if len(self.overflow):
+            scale_rows(out[top:], self.overflow, factor.expand(len(self.overflow)))
         return out

@@ -1,59 +1,62 @@
-"""TODO."""
+"""The strategy that forms gradients in the forward, a chunk of tokens at a time.
 
-import torch
+These are the paper's Algorithms 3 and 4; they need a scalar upstream gradient.
+"""
+
+from dataclasses import replace
+
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import Primitives
-from cutefce.ops.primitives.rows import RowStats, Targets
+from cutefce.ops.primitives.interface import P, T
+from cutefce.ops.primitives.rows import RowCoefficients, RowStats
+from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.grad_accumulator import GradAccumulator
-from cutefce.ops.strategies.windows import forward
+from cutefce.ops.strategies.windows import LossInputs
 
 
 def gradients_in_forward(
-    primitives: Primitives,
-    h: Tensor,
-    w: Tensor,
-    targets: Targets,
-    weight: Tensor,
+    inputs: LossInputs[P, T],
+    loss_scale: Tensor,
     stored: int,
     chunk: int,
     dx: GradAccumulator,
     dw: GradAccumulator,
 ) -> RowStats:
-    """Return stats; set `dx` and `dw` to the gradients for upstream gradients of `weight` ().
+    """Return the statistics; set `dx` and `dw` to the gradients for upstream `loss_scale` ().
 
-    One that has no rows is not wanted.
-
-    The exponentials of `chunk` tokens exist at a time, in `stored` >= V columns.
+    A gradient without rows is not computed.  The exponentials of `chunk` tokens exist at a time, in
+    `stored` >= V columns.
     """
-    vocab, tokens = w.shape[0], h.shape[0]
-    whole = RowStats(weight.new_empty(4, tokens))
-    coefficient = weight.new_empty(tokens)
-    logit = primitives.target_logit(h, w, targets)  # of all: ranks wait for each other once
+    primitives, h, w, targets = inputs.primitives, inputs.h, inputs.w, inputs.targets
+    gradients, (tokens, vocab) = primitives.gradients, (h.shape[0], w.shape[0])
+    stats = RowStats.empty(loss_scale, tokens)
+    target_coefficient = loss_scale.new_empty(tokens)
+    # of all tokens at once: ranks wait for each other once
+    target_logit = primitives.projection.target_logit(h, w, targets)
     exps = buffer = h.new_empty(min(chunk, tokens), stored)
-    for start in range(0, max(tokens, 1), chunk):  # without a token too, sums are set
+    for start in range(0, max(tokens, 1), chunk):  # one chunk even of no tokens sets the sums
         rows = slice(start, min(start + chunk, tokens))
-        some, x = targets.rows(rows), h[rows]
-        exps = buffer[: len(x)]
-        _, stats = forward(primitives, x, w, some, "none", [(0, exps)], logit[rows])
-        whole.rows[:, rows] = stats.rows
+        part = replace(inputs, h=h[rows], targets=targets.per_token(rows))
+        exps = buffer[: len(part.h)]
+        _, part_stats = windows.forward(part, [(0, exps)], target_logit[rows])
+        stats.rows[:, rows] = part_stats.rows
         exps = exps[:, :vocab]
-        scale = torch.where(some.active, weight / stats.sum_exp, 0)
-        coefficient[rows] = -scale * stats.sum_exp_others
-        for place, sums in dx.of(rows):
+        coefficients = RowCoefficients.of(part_stats, part.targets, loss_scale)
+        target_coefficient[rows] = coefficients.target
+        for place, sums in dx.split(rows):
             own = slice(place.start - start, place.stop - start)
-            primitives.add_grad_hidden(sums, exps[own], w, fresh=True)
-            parts = w, some.rows(own), scale[own], -stats.sum_exp_others[own]
-            primitives.finish_dx(sums, sums, *parts)
+            gradients.add_grad_hidden(sums, exps[own], w, accumulate=False)
+            own_targets = part.targets.per_token(own)
+            gradients.finish_dx(sums, sums, w, own_targets, coefficients.rows(own))
         if len(dw.gradient):
-            scaled = x.new_empty(x.shape)
-            primitives.scale_rows(scaled, x, scale)
-            for entries, sums in dw.of(slice(0, vocab)):
-                primitives.add_grad_weight(sums, exps[:, entries], scaled, fresh=start == 0)
+            scaled = part.h.new_empty(part.h.shape)
+            gradients.scale_rows(scaled, part.h, coefficients.scale)
+            for entries, sums in dw.split(slice(0, vocab)):
+                gradients.add_grad_weight(sums, exps[:, entries], scaled, accumulate=start > 0)
             del scaled
-    del exps, buffer, logit  # or they would be there beside what the targets' part takes
+    del exps, buffer, target_logit  # freed before the targets' part is added
     if len(dw.gradient):
-        part = primitives.target_grad(h, coefficient, targets)
-        for entries, sums in dw.of(slice(0, vocab)):
-            primitives.add_target_grad(sums, part, entries.start)
-    return whole
+        target_grad = gradients.target_grad(h, target_coefficient, targets)
+        for entries, sums in dw.split(slice(0, vocab)):
+            gradients.add_target_grad(sums, target_grad, entries.start)
+    return stats

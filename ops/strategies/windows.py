@@ -1,30 +1,44 @@
-"""The strategies, written once over the primitives.
+"""The strategy that walks vocabulary windows, in the forward and again in the backward.
 
-`forward` and `backward` walk vocabulary windows: exponentials of some columns stay in memory from
-the one to the other (`StoredExps`), the others are computed again.  `gradients_in_forward`
-(the paper's Algorithms 3 and 4) walks chunks of tokens and needs a scalar upstream gradient.
+Exponentials of some columns are stored in between (`StoredExps`); those of the others are
+recomputed, window by window.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic
 
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import Primitives
-from cutefce.ops.primitives.rows import RowStats, Targets
+from cutefce.ops.primitives.interface import P, Primitives, T
+from cutefce.ops.primitives.rows import RowCoefficients, RowStats, Targets
 from cutefce.ops.strategies.dw_views import free_tail
 
 FLOAT16_TOTAL = 2.0**15
 """T of float16 rows: their exponentials are probabilities times this, within float16's range."""
 
-
 StoredExps = Sequence[tuple[int, Tensor]]
 """First columns, ascending, and the exponentials (N, K) of the K columns from there on."""
 
 
+@dataclass(frozen=True)
+class LossInputs(Generic[P, T]):
+    """The operands of a forward or backward, and the primitives that compute it."""
+
+    primitives: Primitives[P, T]
+    h: Tensor
+    """(N, D)"""
+    w: Tensor
+    """(V, D)"""
+    targets: Targets
+    dx_dtype: torch.dtype
+    """Dtype of dX as it is returned: that of sums if ranks add theirs before it is rounded."""
+
+
 def split_windows(vocab: int, first: int, window: int) -> Iterator[tuple[int, int]]:
-    """Cut [first, vocab) into windows."""
+    """Cut [first, vocab) into windows [start, end)."""
     for start in range(first, vocab, window):
         yield start, min(start + window, vocab)
 
@@ -32,7 +46,7 @@ def split_windows(vocab: int, first: int, window: int) -> Iterator[tuple[int, in
 def iter_windows(
     vocab: int, stored: StoredExps, window: int
 ) -> Iterator[tuple[int, int, Tensor | None]]:
-    """Cut [0, vocab) into what is stored and, in between, windows that are not."""
+    """Cut [0, vocab) into stored windows, with their exponentials, and windows to recompute."""
     done = 0
     for first, exps in stored:
         yield from ((*columns, None) for columns in split_windows(first, done, window))
@@ -42,125 +56,144 @@ def iter_windows(
 
 
 def forward(
-    primitives: Primitives,
-    h: Tensor,
-    w: Tensor,
-    targets: Targets,
-    reduction: str,
-    stored: StoredExps = (),
-    logit: Tensor | None = None,
+    inputs: LossInputs[P, T], stored: StoredExps = (), target_logit: Tensor | None = None
 ) -> tuple[Tensor, RowStats]:
-    """Return the reduced loss, () or (N,), and stats, of target logits (N,) if these are known.
+    """Return the reduced loss, () or (N,), and the statistics of every token.
 
-    `stored` receives its columns' exponentials; they begin with column 0, one after another, and
-    are whole pieces.  The last ones may lie beyond V; such columns are undefined.
+    `stored` receives the exponentials of its columns; they begin with column 0, are consecutive and
+    whole reference blocks.  The last ones may be beyond V; those columns are undefined.
+    `target_logit` (N,) is computed if it is not given.
     """
+    projection, h, w, targets = inputs.primitives.projection, inputs.h, inputs.w, inputs.targets
     if not stored:
-        stats, loss = primitives.forward(h, w, targets, reduction)
+        stats, loss = projection.forward(h, w, targets)
     else:
-        if logit is None:
-            logit = primitives.target_logit(h, w, targets)
-        firsts, rooms = zip(*stored, strict=True)
+        if target_logit is None:
+            target_logit = projection.target_logit(h, w, targets)
+        firsts, buffers = zip(*stored, strict=True)
         columns = zip(firsts, (*firsts[1:], w.shape[0]), strict=True)
-        partial = primitives.concat_partials(
+        partial = projection.concat_partials(
             [
-                primitives.project_exp(h, w, window, logit, targets.index, exps)
-                for window, exps in zip(columns, rooms, strict=True)
+                projection.project_exp(h, w, window, target_logit, targets.index, exps)
+                for window, exps in zip(columns, buffers, strict=True)
             ]
         )
-        stats, loss = primitives.reduce_partials(partial, logit, targets, reduction)
+        stats, loss = projection.reduce_partials(partial, target_logit, targets)
         for first, exps in stored:
-            primitives.repair_stored_exps(exps, h, w, first, targets.index, partial, stats)
+            projection.repair_stored_exps(exps, h, w, first, targets.index, partial, stats)
     if h.dtype == torch.float16:
         stats = _as_probabilities(stats)
     return loss, stats
 
 
+@dataclass(frozen=True)
+class _Scaling:
+    """How the factor scale_i of a token's exponentials is applied: scale_i = row_i · grad_scale."""
+
+    reference: Tensor
+    """(N,) that recomputed exponentials are relative to."""
+    row_scale: Tensor | None
+    """(N,) factor of h in dW; None if `reference` contains it."""
+    target: Tensor
+    """(N,) factor of h at the target, over grad_scale."""
+    grad_scale: Tensor
+    """() factor of dW."""
+    dx: RowCoefficients
+    """Factors of dX's sums and of W_y."""
+
+
 def backward(
-    primitives: Primitives,
-    h: Tensor,
-    w: Tensor,
-    targets: Targets,
+    inputs: LossInputs[P, T],
     stats: RowStats,
     stored: StoredExps,
     upstream: Tensor,
     window: int,
     grad_hidden: bool,
     dw: Tensor | None,
-    lost: bool = False,
+    stored_discarded: bool = False,
 ) -> Tensor | None:
-    """Return dX (N, D) for the upstream gradient of each row's loss (N,) or (); write `dw` (V, D).
+    """Return dX (N, D) for the upstream gradient of the losses, (N,) or (); write `dw` (V, D).
 
-    s_i is kept apart as share_i · unit.  Exponentials that were kept need scaled hidden states.
-    Where none were, those that are computed for a scalar upstream gradient, which is the unit, take
-    share_i into their reference, and so are probabilities.  `lost` says that some were kept that
-    may not be in `stored` any more: what is computed instead has the same bits.
-
-    `dw` is written from its first row on, so that some of `stored` may lie in it, see `lending`.
+    `stored_discarded` says that exponentials were stored that may be missing from `stored` now:
+    the recomputed ones then have the same bits.  `dw` is written from its first row on, so that
+    some of `stored` may alias it, see `planning.dw_aliasing`.
     """
-    (vocab, hidden), tokens = w.shape, h.shape[0]
-    narrow = h.dtype == torch.float16
-    as_probabilities = not stored and not lost and upstream.ndim == 0
-    if as_probabilities:
-        total = FLOAT16_TOTAL if narrow else 1
-        unit = upstream / total
-        share = torch.where(targets.active, total / stats.sum_exp, 0)
-        reference, row_sum = stats.reference - share.log(), share * stats.sum_exp_others
-        factor = unit.expand(tokens)
-    else:
-        factor = torch.where(targets.active, upstream / stats.sum_exp, 0)
-        # float16 lacks the range of s_i
-        unit = factor.abs().amax() if narrow else factor.new_ones(())
-        share = torch.where(unit > 0, factor / unit, 0)
-        reference, row_sum = stats.reference, stats.sum_exp_others
-    dx_sums = share.new_empty(tokens, hidden) if grad_hidden else None
-    scaled, part = h, None
+    gradients, h, w, targets = inputs.primitives.gradients, inputs.h, inputs.w, inputs.targets
+    nothing_stored = not stored and not stored_discarded
+    scaling = _scaling(inputs, stats, upstream, in_reference=nothing_stored and upstream.ndim == 0)
+    dx_sums = scaling.target.new_empty(h.shape) if grad_hidden else None
+    scaled, target_grad = h, None
     if dw is not None:
-        if not as_probabilities:
+        if scaling.row_scale is not None:
             scaled = h.new_empty(h.shape)
-            primitives.scale_rows(scaled, h, share)
-        part = primitives.target_grad(h, -share * stats.sum_exp_others, targets)
-    columns = list(iter_windows(vocab, stored, window))
-    for first, last, exps in iter_exps(primitives, h, w, targets, reference, columns, window, dw):
+            gradients.scale_rows(scaled, h, scaling.row_scale)
+        target_grad = gradients.target_grad(h, scaling.target, targets)
+    columns = list(iter_windows(w.shape[0], stored, window))
+    for first, last, exps in _iter_exps(inputs, scaling.reference, columns, window, dw):
         if dx_sums is not None:
-            primitives.add_grad_hidden(dx_sums, exps, w[first:last], fresh=first == 0)
-        if dw is not None:
-            primitives.finish_dw(dw[first:last], exps, scaled, part, first, unit)
+            gradients.add_grad_hidden(dx_sums, exps, w[first:last], accumulate=first > 0)
+        if dw is not None and target_grad is not None:
+            rows = dw[first:last]
+            gradients.finish_dw(rows, exps, scaled, target_grad, first, scaling.grad_scale)
     if dx_sums is None:
         return None
-    del exps, scaled, part  # or they would be there beside dX
-    dtype = primitives.dx_dtype(h.dtype)
-    dx = dx_sums if dx_sums.dtype == dtype else h.new_empty(h.shape)
-    primitives.finish_dx(dx, dx_sums, w, targets, factor, -row_sum)
+    del exps, scaled, target_grad  # freed before dX is allocated
+    dx = dx_sums if dx_sums.dtype == inputs.dx_dtype else h.new_empty(h.shape)
+    gradients.finish_dx(dx, dx_sums, w, targets, scaling.dx)
     return dx
 
 
-def iter_exps(
-    primitives: Primitives,
-    h: Tensor,
-    w: Tensor,
-    targets: Targets,
+def _scaling(
+    inputs: LossInputs[P, T], stats: RowStats, upstream: Tensor, *, in_reference: bool
+) -> _Scaling:
+    """Choose where the tokens' factors are applied.
+
+    With `in_reference`, recomputed exponentials are probabilities, and dW needs no scaled copy of
+    h.  Otherwise h is scaled; float16 lacks the range of these factors, so that the largest of
+    them becomes `grad_scale`.
+    """
+    h, targets = inputs.h, inputs.targets
+    narrow = h.dtype == torch.float16
+    if in_reference:
+        total = torch.full_like(upstream, FLOAT16_TOTAL if narrow else 1)
+        relative, grad_scale = RowCoefficients.of(stats, targets, total), upstream / total
+        reference = stats.reference - relative.scale.log()
+        dx = RowCoefficients(grad_scale.expand(h.shape[0]), relative.target * grad_scale)
+        return _Scaling(reference, None, relative.target, grad_scale, dx)
+    dx = RowCoefficients.of(stats, targets, upstream)
+    if not narrow:
+        one = dx.scale.new_ones(())
+        return _Scaling(stats.reference, dx.scale, dx.target, one, dx)
+    grad_scale = dx.scale.abs().amax()
+    row_scale = torch.where(grad_scale > 0, dx.scale / grad_scale, 0)
+    target = torch.where(grad_scale > 0, dx.target / grad_scale, 0)
+    return _Scaling(stats.reference, row_scale, target, grad_scale, dx)
+
+
+def _iter_exps(
+    inputs: LossInputs[P, T],
     reference: Tensor,
     columns: Sequence[tuple[int, int, Tensor | None]],
     window: int,
     dw: Tensor | None,
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield columns with their exponentials, of which those that are not there are computed again.
+    """Yield column ranges with their exponentials, recomputing those that are not stored.
 
-    They lie in the rest of dW, or where there is too little, half a window at a time, in memory of
-    their own.
+    Recomputed ones use the unwritten tail of dW or, where it is too small, a buffer of half a
+    window.
     """
-    half = primitives.config.half(window)
+    projection, h, w = inputs.primitives.projection, inputs.h, inputs.w
+    half = inputs.primitives.config.half(window)
     tokens, width = h.shape[0], window if dw is None else min(window, half)
-    own = h.new_empty(tokens, width if any(exps is None for _, _, exps in columns) else 0)
+    buffer = h.new_empty(tokens, width if any(exps is None for _, _, exps in columns) else 0)
     for first, last, exps in columns:
         if exps is not None:
             yield first, last, exps
             continue
-        room = None if dw is None else free_tail(dw, last, tokens, window)
-        to = own if room is None else room
+        tail = None if dw is None else free_tail(dw, last, tokens, window)
+        to = buffer if tail is None else tail
         for part in split_windows(last, first, to.shape[1]):
-            primitives.recompute_exp(h, w, part, reference, targets.index, to)
+            projection.recompute_exp(h, w, part, reference, inputs.targets.index, to)
             yield *part, to[:, : part[1] - part[0]]
 
 
@@ -168,5 +201,5 @@ def _as_probabilities(stats: RowStats) -> RowStats:
     """Move the references so that T = FLOAT16_TOTAL in every row."""
     reference = stats.reference + stats.sum_exp.log() - math.log(FLOAT16_TOTAL)
     total = torch.full_like(stats.sum_exp, FLOAT16_TOTAL)
-    row_sum = stats.sum_exp_others * (FLOAT16_TOTAL / stats.sum_exp)
-    return RowStats(torch.stack([reference, row_sum, total, stats.loss]))
+    others = stats.sum_exp_others * (FLOAT16_TOTAL / stats.sum_exp)
+    return RowStats(torch.stack([reference, others, total, stats.loss]))

@@ -7,10 +7,11 @@ from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.cute_kernels.spec import kernel_set
 from cutefce.ops.interface import operators
-from cutefce.ops.primitives import cute
-from cutefce.ops.primitives.cute import CutePrimitives
-from tests.support.kernel_models import model_of
+from cutefce.ops.primitives.cute_projection import Semaphores
+from cutefce.ops.primitives.dispatch import kernel_primitives
+from tests.support.kernel_models import use_models
 from tests.support.reference import PLANS, assert_as_accurate, logits_case, planned, random_case
 
 
@@ -22,9 +23,11 @@ def on_kernels(
     pytest.importorskip("cutlass")
     arch: Arch = request.param
     configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
-    primitives = CutePrimitives(small_tiles, arch, "bfloat16", configs, 132)
-    monkeypatch.setattr(cute, "compiled", model_of)
-    monkeypatch.setattr(operators, "primitives_for", lambda *_: primitives.with_scratch())
+    kernels = kernel_set(arch, "bfloat16", configs)
+    use_models(monkeypatch)
+    monkeypatch.setattr(
+        operators, "primitives_for", lambda *_: kernel_primitives(small_tiles, kernels, 132)
+    )
     return small_tiles
 
 
@@ -52,14 +55,13 @@ def test_far_rows_are_settled(height: float, aliased: int, on_kernels: PortableT
     assert_as_accurate(got, case, saturated=True)
 
 
-@pytest.mark.parametrize("count", [1, 33, CutePrimitives.ZEROS + 1])
-def test_nobody_shares_zeros(count: int, small_tiles: PortableTiles) -> None:
+@pytest.mark.parametrize("count", [1, 33, Semaphores.BLOCK + 1])
+def test_no_launches_share_semaphores(count: int) -> None:
     """Neither launches of a call, which write what they take, nor calls."""
-    configs = Sm90().default_configs(tokens=8192, hidden=4096, num_sms=132)
-    call, taken = CutePrimitives(small_tiles, Sm90(), "bfloat16", configs, 132), []
+    taken = []
     for _ in range(3):
-        call = call.with_scratch()
-        taken += [call.alloc_zeroed(count, torch.device("cpu"))[:count] for _ in range(600)]
+        semaphores = Semaphores()
+        taken += [semaphores.take(count, torch.device("cpu"))[:count] for _ in range(600)]
     for number, zeros in enumerate(taken, 1):
         assert zeros.shape == (count,)
         assert not zeros.any()

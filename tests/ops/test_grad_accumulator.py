@@ -8,16 +8,18 @@ from hypothesis import strategies as st
 import cutefce
 from bench.harness.accuracy import relative_error
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.primitives.portable import TorchPrimitives
+from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.planning.planner import Plan
+from cutefce.ops.primitives.portable_gradients import scale_rows
 from cutefce.ops.strategies.grad_accumulator import GradAccumulator
-from tests.support.reference import random_case
+from tests.support.reference import loss_of_plan, random_case
 
 
 def some_sums(rows: int, dtype: torch.dtype) -> tuple[GradAccumulator, torch.Tensor]:
     wide = torch.promote_types(dtype, torch.float32)
     sums = GradAccumulator.empty(torch.empty(rows, 8, dtype=dtype), wide)
     values = torch.randn(rows, 8, dtype=wide)
-    for place, part in sums.of(slice(0, rows)):
+    for place, part in sums.split(slice(0, rows)):
         part.copy_(values[place])
     return sums, values
 
@@ -27,8 +29,7 @@ def some_sums(rows: int, dtype: torch.dtype) -> tuple[GradAccumulator, torch.Ten
 def test_each_sum_is_scaled_and_rounded_once(dtype: torch.dtype, rows: int, in_place: bool) -> None:
     sums, values = some_sums(rows, dtype)
     expected = (values * 0.37).to(dtype)
-    primitives = TorchPrimitives(PortableTiles(64, 16, 32, 32))
-    got = sums.finish(primitives, torch.tensor(0.37), in_place=in_place)
+    got = sums.finish(scale_rows, torch.tensor(0.37), in_place=in_place)
     assert torch.equal(got, expected)
     assert (got.data_ptr() == sums.gradient.data_ptr()) == (in_place or not rows)
 
@@ -38,7 +39,7 @@ def test_rows_are_where_they_were_put(rows: int, data: st.DataObject) -> None:
     sums, values = some_sums(rows, torch.bfloat16)
     start = data.draw(st.integers(0, rows))
     stop = data.draw(st.integers(start, rows))
-    parts = list(sums.of(slice(start, stop)))
+    parts = list(sums.split(slice(start, stop)))
     assert [i for place, _ in parts for i in range(place.start, place.stop)] == [
         *range(start, stop)
     ]
@@ -52,7 +53,7 @@ def test_gradients_in_forward_are_rounded_once(upstream: float, device: str) -> 
     leaves = case.h.requires_grad_(), case.w.requires_grad_()
     errors = []
     for plan in (("windows", 4096, 0, 3072, 1500), ("gradients_in_forward", 4096, 0, 3072, 400)):
-        loss = torch.ops.cutefce.loss_forward(*leaves, case.y, "sum", -100, True, True, *plan)[0]
+        loss = loss_of_plan(*leaves, case.y, Plan(*plan, True, True), LossOptions("sum"))
         got = torch.autograd.grad(loss * upstream, leaves)
         h, w = wide = [x.detach().double().requires_grad_() for x in leaves]
         exact = torch.autograd.grad(

@@ -9,10 +9,12 @@ import cutefce
 from bench.harness.timing import peak_bytes
 from cutefce.autotune_cache.defaults import widest_window, window_configs
 from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.interface.checks import workspace_bytes
+from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.memory_model import chunked_bytes
-from cutefce.ops.planning.planner import budget_bytes, make_plan
+from cutefce.ops.planning.planner import Plan, make_plan
 from cutefce.ops.primitives.dispatch import arch_of
-from tests.support.reference import random_case
+from tests.support.reference import loss_of_plan, random_case
 
 SHAPES = {
     "tokens and vocabulary of a small model": (512, 128, 16001),
@@ -54,7 +56,9 @@ def measure(
     step()
     name = str(dtype).removeprefix("torch.")
     problem = Problem(*shape, name, device, grad_hidden, grad_weight, arch_of(case.h))
-    plan = make_plan(problem, window_configs(problem), budget_bytes(workspace), reduction != "none")
+    plan = make_plan(
+        problem, window_configs(problem), workspace_bytes(workspace), reduction != "none"
+    )
     return plan.workspace_bytes, peak_bytes(step, device) - problem.gradient_bytes, problem
 
 
@@ -94,7 +98,7 @@ def test_the_peak_of_chunks_is_predicted(
     plan = "gradients_in_forward", config.window, 0, stored, chunk
 
     def step() -> None:
-        loss = torch.ops.cutefce.loss_forward(*leaves, case.y, "mean", -100, True, True, *plan)[0]
+        loss = loss_of_plan(*leaves, case.y, Plan(*plan, True, True), LossOptions())
         torch.autograd.grad(loss, leaves)
 
     step()

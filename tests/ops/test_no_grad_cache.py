@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.ops.interface import call, no_grad_cache
-from cutefce.ops.interface.checks import check_call
-from cutefce.ops.primitives import cute, dispatch
-from tests.support.kernel_models import model_of
+from cutefce.cute_kernels.gpu import Gpu
+from cutefce.ops.interface import checks, no_grad_cache
+from cutefce.ops.interface.checks import check_tensors
+from cutefce.ops.primitives import dispatch
+from tests.support.kernel_models import use_models
 from tests.support.reference import random_case
 
 FORWARD = torch.ops.cutefce.forward.default
@@ -22,14 +24,13 @@ def on_kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Serve calls by the kernels; on a CPU by models of them."""
     if device == "cpu":
         pytest.importorskip("cutlass")
-        monkeypatch.setattr(cute, "compiled", model_of)
+        use_models(monkeypatch)
         monkeypatch.setattr(dispatch, "_device_unsupported_reason", lambda device, dtype: None)
-        monkeypatch.setattr(dispatch, "gpu_of", lambda device: (Sm90(), "a model", 132))
+        monkeypatch.setattr(dispatch, "gpu_of", lambda device: Gpu(Sm90(), "a model", 132))
         monkeypatch.setattr(no_grad_cache, "is_on_current_gpu", lambda x: True)
-    no_grad_cache.clear()
+    process_cache.reset()
     yield
-    no_grad_cache.clear()
-    dispatch._cute_primitives.cache_clear()
+    process_cache.reset()
 
 
 @pytest.fixture
@@ -39,9 +40,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def note(*inputs: Any) -> None:
         calls.append(inputs)
-        check_call(*inputs)
+        check_tensors(*inputs)
 
-    monkeypatch.setattr(call, "check_call", note)
+    monkeypatch.setattr(checks, "check_tensors", note)
     return calls
 
 

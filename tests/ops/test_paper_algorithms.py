@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives import rows
-from cutefce.ops.primitives.portable import TorchPrimitives
+from cutefce.ops.primitives.portable_projection import PortableProjection
 from tests.support import paper
 from tests.support.reference import Result, assert_as_accurate, random_case
 
@@ -17,8 +18,8 @@ def test_algorithms_1_and_2(
     window: int, logit_std: float, dtype: torch.dtype, small_tiles: PortableTiles, device: str
 ) -> None:
     case = random_case(70, 16, 333, dtype=dtype, device=device, logit_std=logit_std)
-    primitives = TorchPrimitives(small_tiles)
-    targets = rows.make_targets(case.y, 333, -100)
-    losses, m, a = paper.algorithm_1(primitives, case.h, case.w, targets, window)
-    dx, dw = paper.algorithm_2(primitives, case.h, case.w, targets, m, a, case.upstream, window)
+    projection = PortableProjection(small_tiles)
+    targets = rows.make_targets(case.y, 333, LossOptions(), TensorOptions())
+    losses, m, a = paper.algorithm_1(projection, case.h, case.w, targets, window)
+    dx, dw = paper.algorithm_2(projection, case.h, case.w, targets, m, a, case.upstream, window)
     assert_as_accurate(Result(losses, dx, dw), case)

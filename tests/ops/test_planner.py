@@ -12,7 +12,8 @@ import cutefce
 from cutefce.autotune_cache.defaults import widest_window, window_configs
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.planning.planner import MAXIMUM, MINIMUM, Plan, budget_bytes, make_plan
+from cutefce.ops.interface.checks import workspace_bytes
+from cutefce.ops.planning.planner import MAXIMUM, MINIMUM, Plan, make_plan
 
 GIB = 1 << 30
 LLAMA = Problem(tokens=8192, hidden=4096, vocab=128256, dtype="bfloat16", device="cuda")
@@ -32,7 +33,7 @@ def test_the_ends_of_the_budget() -> None:
 
 
 def test_default_budget_keeps_everything_of_a_usual_step() -> None:
-    assert plan(LLAMA, budget_bytes(None)).kept >= LLAMA.vocab
+    assert plan(LLAMA, workspace_bytes(None)).kept >= LLAMA.vocab
 
 
 def test_long_batches_put_gradients_in_the_forward() -> None:
@@ -179,7 +180,7 @@ def test_planner_needs_no_torch() -> None:
         "import sys; sys.modules['torch'] = None\n"
         "import importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
-        "from cutefce.ops.planning.planner import budget_bytes; print(budget_bytes('min'))"
+        "from cutefce.ops.planning.planner import MINIMUM; print(MINIMUM)"
     )
     root = Path(cutefce.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)

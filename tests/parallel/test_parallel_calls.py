@@ -25,14 +25,16 @@ from torch.distributed.tensor.debug import CommDebugMode
 import cutefce
 from bench.harness.timing import peak_bytes
 from cutefce.autotune_cache import defaults
+from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.interface import call as call_module
+from cutefce.ops.interface.options import LossOptions, Sharding
 from cutefce.ops.parallel import shard
 from cutefce.ops.planning.memory_model import chunked_bytes
+from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives import dispatch
 from tests.support.ranks import Ranks, group, mesh, started
-from tests.support.reference import assert_as_accurate, ours, random_case
+from tests.support.reference import assert_as_accurate, loss_of_plan, ours, random_case
 
 H, W, Y = torch.randn(8, 8), torch.randn(10, 8), torch.tensor([0, 1, 2, 9, 4, 5, -100, 7])
 
@@ -414,12 +416,12 @@ def peak(
     with pytest.MonkeyPatch.context() as patch:
         tiles = PortableTiles(window=1024, reference_block=1024, tile_columns=1024, tile_rows=512)
         patch.setitem(defaults.PORTABLE_TILES, "cpu", tiles)
-        call_module._cached_plan.cache_clear()
+        process_cache.reset()
         step()
         plan = cutefce.plan(h, w, group=group(2).group_name, **options)
         gradient_bytes = sum(x.numel() * x.element_size() for x in (h, w))
         measured = peak_bytes(step, "cpu") - gradient_bytes
-        call_module._cached_plan.cache_clear()
+        process_cache.reset()
     return plan.workspace_bytes, measured
 
 
@@ -446,11 +448,10 @@ def peak_of_chunks(sequence_parallel: bool, dtype: torch.dtype) -> tuple[int, in
     config, chunk = defaults.widest_window(problem), 512
     stored = -(-vocab // config.reference_block) * config.reference_block
     plan = "gradients_in_forward", config.window, 0, stored, chunk
-    sharing = None, group(2).group_name, None, sequence_parallel
+    sharding = Sharding(group(2).group_name, None, sequence_parallel)
 
     def step() -> None:
-        loss_forward = torch.ops.cutefce.loss_forward
-        loss = loss_forward(h, w, y, "mean", -100, True, True, *plan, *sharing)[0]
+        loss = loss_of_plan(h, w, y, Plan(*plan, True, True), LossOptions(), sharding)
         torch.autograd.grad(loss, (h, w))
 
     step()

@@ -9,7 +9,9 @@ from torch import Tensor
 
 import cutefce
 from bench.harness.accuracy import relative_error
+from cutefce.ops.interface.options import LossOptions, Sharding
 from cutefce.ops.planning.dw_aliasing import max_aliased_windows
+from cutefce.ops.planning.planner import Plan
 from tests.conftest import SMALL_TILES
 from tests.support.ranks import Ranks, group
 from tests.support.reference import (
@@ -18,6 +20,7 @@ from tests.support.reference import (
     Result,
     assert_as_accurate,
     logits_case,
+    loss_of_plan,
     random_case,
 )
 
@@ -85,10 +88,8 @@ def planned_share(
     kept = min(kept, -(-(len(w) - aliased) // piece) * piece)
     reduction = "none" if strategy == "windows" else "sum"
     plan = strategy, SMALL_TILES.window, aliased, kept, chunk
-    sharing = None, group(len(sizes)).group_name, list(sizes), sequence_parallel
-    loss = torch.ops.cutefce.loss_forward(
-        h, w, case.y, reduction, -100, True, True, *plan, *sharing
-    )[0]
+    sharding = Sharding(group(len(sizes)).group_name, list(sizes), sequence_parallel)
+    loss = loss_of_plan(h, w, case.y, Plan(*plan, True, True), LossOptions(reduction), sharding)
     return gradients(case, loss, h, w)
 
 
@@ -149,10 +150,8 @@ def times_upstream(case: Case, sizes: tuple[int, ...], sequence_parallel: bool) 
     for strategy in ("windows", "gradients_in_forward"):
         h, w = leaves(case, sizes, sequence_parallel)
         plan = strategy, SMALL_TILES.window, 0, 336, 80
-        sharing = None, group(len(sizes)).group_name, list(sizes), sequence_parallel
-        loss = torch.ops.cutefce.loss_forward(
-            h, w, case.y, "sum", -100, True, True, *plan, *sharing
-        )[0]
+        sharding = Sharding(group(len(sizes)).group_name, list(sizes), sequence_parallel)
+        loss = loss_of_plan(h, w, case.y, Plan(*plan, True, True), LossOptions("sum"), sharding)
         results.append(torch.autograd.grad(loss * 0.37, h)[0])
     return results
 

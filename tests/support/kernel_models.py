@@ -9,12 +9,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.problem import SLACK
 from cutefce.cute_kernels.workspace import Semaphore
+from cutefce.ops.primitives import cute_gradients, cute_projection
 
 
 def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
@@ -174,3 +176,9 @@ def _add_targets(
     for row, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
         some = slice(begin, end)
         sums[row] += (coefficient[some, None] * h[order[some]].float()).sum(0)
+
+
+def use_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launch the models in the place of compiled kernels."""
+    for module in (cute_projection, cute_gradients):
+        monkeypatch.setattr(module, "compiled", model_of)

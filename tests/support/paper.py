@@ -10,7 +10,8 @@ benchmarks.  Algorithms 3 and 4 are `strategies.gradients_in_forward`.
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.portable import PartialSums, TorchPrimitives, matmul_into
+from cutefce.ops.primitives.portable_gradients import matmul_into
+from cutefce.ops.primitives.portable_projection import PartialSums, PortableProjection
 from cutefce.ops.primitives.rows import Targets, sum_dtype
 from cutefce.ops.strategies.windows import split_windows
 
@@ -18,17 +19,17 @@ NO_TARGET = -1
 
 
 def algorithm_1(
-    primitives: TorchPrimitives, h: Tensor, w: Tensor, targets: Targets, window: int
+    projection: PortableProjection, h: Tensor, w: Tensor, targets: Targets, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses, m and a, each (N,); an ignored row's loss is 0."""
-    target_logit = primitives.target_logit(h, w, targets)
+    target_logit = projection.target_logit(h, w, targets)
     m = torch.full_like(target_logit, -torch.inf)
     a = torch.zeros_like(m)
     nothing = torch.full_like(targets.index, NO_TARGET)
     for first, last in split_windows(w.shape[0], 0, window):
-        # every logit lies above a reference of -inf, so that each piece uses its own maximum
+        # every logit lies above a reference of -inf, so that each block uses its own maximum
         below = torch.full_like(m, -torch.inf)
-        pieces = primitives.project_exp(h, w, (first, last), below, nothing)
+        pieces = projection.project_exp(h, w, (first, last), below, nothing)
         m, a = _merge(m, a, pieces)
     losses = torch.where(targets.active, m + a.log() - target_logit, 0)
     return losses, m, a
@@ -42,7 +43,7 @@ def _merge(m: Tensor, a: Tensor, pieces: PartialSums) -> tuple[Tensor, Tensor]:
 
 
 def algorithm_2(
-    primitives: TorchPrimitives,
+    projection: PortableProjection,
     h: Tensor,
     w: Tensor,
     targets: Targets,
@@ -59,12 +60,12 @@ def algorithm_2(
     nothing = torch.full_like(targets.index, NO_TARGET)
     exps = torch.empty(h.shape[0], window, dtype=dtype, device=h.device)
     for first, last in split_windows(w.shape[0], 0, window):
-        primitives.recompute_exp(h, w, (first, last), m, nothing, exps)
+        projection.recompute_exp(h, w, (first, last), m, nothing, exps)
         g = exps[:, : last - first] * (gamma / a)[:, None]
         column = torch.arange(first, last, device=h.device)
         g = torch.where(targets.index[:, None] == column, g - gamma[:, None], g).to(h.dtype)
-        matmul_into(dx, g, w[first:last], add=True)
+        matmul_into(dx, g, w[first:last], accumulate=True)
         sums = dw.new_empty(last - first, h.shape[1], dtype=dtype)
-        matmul_into(sums, g.t(), h, add=False)
+        matmul_into(sums, g.t(), h, accumulate=False)
         dw[first:last] = sums
     return dx.to(h.dtype), dw

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
+from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
+from cutefce.ops.planning.planner import Plan
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -117,15 +119,27 @@ PLANS = {
 """Strategy, aliased and kept columns of 333 in small tiles, and a chunk's tokens of 150."""
 
 
+def loss_of_plan(
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    plan: Plan,
+    options: LossOptions,
+    sharding: Sharding = Sharding(),  # noqa: B008 (frozen)
+) -> Tensor:
+    """Return the loss by a given plan."""
+    packed = *options.pack(), *TensorOptions().pack(), *sharding.pack()
+    result: Tensor = torch.ops.cutefce.loss_forward(h, w, y, *plan.pack(), *packed)[0]
+    return result
+
+
 def planned(case: Case, window: int, strategy: str, aliased: int, kept: int, chunk: int) -> Result:
     """Evaluate a given plan; the loss of gradients in forward is the sum of all rows'."""
     reduction = "none" if strategy == "windows" else "sum"
 
     def loss(h: Tensor, w: Tensor) -> Tensor:
-        result: Tensor = torch.ops.cutefce.loss_forward(
-            h, w, case.y, reduction, -100, True, True, strategy, window, aliased, kept, chunk
-        )[0]
-        return result
+        plan = Plan(strategy, window, aliased, kept, chunk, True, True)
+        return loss_of_plan(h, w, case.y, plan, LossOptions(reduction))
 
     if strategy == "windows":
         return evaluate(case, loss)

@@ -1,0 +1,88 @@
+"""What a call asks for beside its tensors: one frozen record a kind of option.
+
+Each record has its part of the operators' schemas (`OperatorRecord`), its checks, and its place in
+the key of the no-grad cache.  A new option is a field here, and code in the one home of its kind:
+
+    row coefficient    `ops.primitives.rows`: RowCoefficients and the loss of a token
+    logit transform    `cute_kernels.spec.LogitTransform` and `ops.primitives.elementwise`
+    row reduction      `cute_kernels.spec.RowReductions` and `ops.primitives.elementwise`
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from cutefce.ops.interface import checks
+from cutefce.ops.schema import OperatorRecord, argument
+
+
+@dataclass(frozen=True)
+class LossOptions(OperatorRecord):
+    """Options that are constants of a compiled graph."""
+
+    reduction: str = argument("str", default="mean")
+    """"mean" over active tokens, "sum" or "none"."""
+    ignore_index: int = argument("int", default=-100)
+    """Tokens with this target have loss 0 and gradient 0."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the choice of primitives may depend on; `ignore_index` is a kernel argument."""
+        return (self.reduction,)
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether the loss is a scalar, so that every token's loss has one upstream gradient."""
+        return self.reduction != "none"
+
+    def per_token(self) -> "LossOptions":
+        """Return the same with a loss for each token."""
+        return dataclasses.replace(self, reduction="none")
+
+    def check(self) -> None:
+        """Raise ValueError for an unknown reduction."""
+        checks.check_reduction(self.reduction)
+
+
+@dataclass(frozen=True)
+class TensorOptions(OperatorRecord):
+    """Options that are tensors, on the device of the hidden states."""
+
+    denominator: Tensor | None = argument("Tensor?", default=None)
+    """() divisor of "mean"; None for the number of active tokens."""
+
+    @property
+    def key(self) -> tuple[Any, ...] | None:
+        """What the choice of primitives may depend on; None if the call must not be cached."""
+        return () if self.denominator is None else None
+
+    def check(self, h: Tensor, options: LossOptions) -> None:
+        """Raise TypeError or ValueError that names the argument."""
+        checks.check_denominator(self.denominator, h, options.reduction)
+
+
+@dataclass(frozen=True)
+class Sharding(OperatorRecord):
+    """How a vocabulary, and tokens, are sharded over the ranks of a group."""
+
+    group: str | None = argument("str?", default=None)
+    """Name of the process group; None on one device."""
+    shards: list[int] | None = argument("int[]?", default=None)
+    """Rows of every rank's weight; None if they are equal."""
+    sequence_parallel: bool = argument("bool", default=False)
+    """Whether h holds this rank's equal share of the tokens."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether any of it was given."""
+        return self.group is not None or bool(self.shards) or self.sequence_parallel
+
+    def ranks(self) -> int:
+        """Return the number of ranks that share the call; raise for what needs a group."""
+        return checks.rank_count(self.group, self.shards, self.sequence_parallel)
+
+    def check(self, w: Tensor) -> None:
+        """Raise ValueError unless `shards` are the rows of all ranks' weights, w being here."""
+        checks.check_shards(self.group, self.shards, w)

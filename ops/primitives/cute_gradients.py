@@ -1,0 +1,178 @@
+"""`Gradients` on the CuTe DSL kernels: what their launches are given.
+
+`CuteGradients` has a kernel for every GEMM but those of dX that cuBLAS runs faster; it adds the
+targets' part of dW in the epilogue.  `CublasGradients` is for architectures without GEMM kernels:
+cuBLAS, and kernels for the row-wise steps.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cutefce.cute_kernels.arch.base import STEP
+from cutefce.cute_kernels.config import KernelConfigs
+from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.jit.cache import compiled
+from cutefce.cute_kernels.schedule.order import choose_k_splits
+from cutefce.cute_kernels.spec import GradGemmSpec, GradWeightKernels, KernelSet, ScaleAddRowsSpec
+from cutefce.ops.primitives.cute_projection import Semaphores
+from cutefce.ops.primitives.portable_gradients import PortableGradients, matmul_into
+from cutefce.ops.primitives.rows import RowCoefficients, Targets
+
+
+@dataclass(frozen=True)
+class TargetCsr:
+    """The tokens of each target, in order, and what each contributes to dW."""
+
+    order: Tensor
+    """(N,) int64: tokens sorted by target."""
+    offsets: Tensor
+    """(V + 1,) int32: where in `order` the tokens of each target begin."""
+    coefficient: Tensor
+    """(N,): in that order."""
+    h: Tensor
+    """(N, D)"""
+
+    @staticmethod
+    def of(h: Tensor, coefficient: Tensor, targets: Targets) -> "TargetCsr":
+        """Sort tokens with coefficients (N,) by target; those of no target here come last."""
+        inside = targets.active & (targets.safe_index == targets.index)
+        target, order = torch.where(inside, targets.index, targets.vocab).sort(stable=True)
+        entries = torch.arange(targets.vocab + 1, device=h.device)
+        offsets = torch.searchsorted(target, entries, out_int32=True)
+        return TargetCsr(order, offsets, coefficient[order], h)
+
+    def pack(self, first: int, rows: int) -> tuple[Tensor, ...]:
+        """Return the kernels' arguments for `rows` rows of dW from `first` on."""
+        return self.order, self.offsets[first : first + rows + 1], self.coefficient, self.h
+
+
+class CublasGradients(PortableGradients):
+    """`cutefce.ops.primitives.interface.Gradients` with kernels for the row-wise steps alone."""
+
+    def __init__(self, kernels: KernelSet, window: int) -> None:
+        super().__init__(window)
+        self.kernels = kernels
+
+    def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
+        narrow = x.dtype == out.dtype
+        launch_scale_rows(
+            self.kernels.scale_rows if narrow else self.kernels.scale_fp32_rows, out, x, scale
+        )
+
+    def finish_dx(
+        self,
+        out: Tensor,
+        sums: Tensor,
+        w: Tensor,
+        targets: Targets,
+        coefficients: RowCoefficients,
+    ) -> None:
+        launch_finish_dx(self.kernels, out, sums, w, targets, coefficients)
+
+
+Gemm = Callable[[Tensor, Tensor, Tensor, bool], None]
+"""`out (M, N) = a (M, K) @ b (K, N)`, or `out +=` if the last argument is true."""
+
+
+class CuteGradients:
+    """`cutefce.ops.primitives.interface.Gradients` for one device, dtype and configuration."""
+
+    def __init__(
+        self,
+        kernels: KernelSet,
+        grad_weight: GradWeightKernels,
+        num_sms: int,
+        semaphores: Semaphores,
+    ) -> None:
+        self.kernels, self.num_sms, self.semaphores = kernels, num_sms, semaphores
+        self.grad_weight, self.add_targets = grad_weight.final, grad_weight.add_targets
+        self._hidden = self._gemm(kernels.grad_hidden)
+        self._hidden_short = self._gemm(kernels.grad_hidden_short)
+        self._weight = self._gemm(grad_weight.accumulate)
+
+    def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor, *, accumulate: bool) -> None:
+        short = exps.shape[1] < KernelConfigs.SHORT
+        (self._hidden_short if short else self._hidden)(sums, exps, w, accumulate)
+
+    def add_grad_weight(
+        self, sums: Tensor, exps: Tensor, scaled: Tensor, *, accumulate: bool
+    ) -> None:
+        self._weight(sums, exps.t(), scaled, accumulate)
+
+    def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
+        narrow = x.dtype == out.dtype
+        launch_scale_rows(
+            self.kernels.scale_rows if narrow else self.kernels.scale_fp32_rows, out, x, scale
+        )
+
+    def finish_dx(
+        self,
+        out: Tensor,
+        sums: Tensor,
+        w: Tensor,
+        targets: Targets,
+        coefficients: RowCoefficients,
+    ) -> None:
+        launch_finish_dx(self.kernels, out, sums, w, targets, coefficients)
+
+    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetCsr:
+        return TargetCsr.of(h, coefficient, targets)
+
+    def finish_dw(
+        self,
+        out: Tensor,
+        exps: Tensor,
+        scaled: Tensor,
+        target_grad: TargetCsr,
+        first: int,
+        grad_scale: Tensor,
+    ) -> None:
+        clusters, semaphores = self._launch_shape(self.grad_weight, out.device)
+        targets = *target_grad.pack(first, len(out)), grad_scale.view(1)
+        launch = compiled(self.grad_weight)
+        launch(exps.t(), scaled.t(), out, targets, semaphores, clusters, None, None)
+
+    def add_target_grad(self, sums: Tensor, target_grad: TargetCsr, first: int) -> None:
+        compiled(self.add_targets)(sums, *target_grad.pack(first, len(sums)))
+
+    def _gemm(self, spec: GradGemmSpec | None) -> Gemm:
+        """Return the GEMM of `spec`, or that of cuBLAS."""
+        if spec is None:
+            return lambda out, a, b, accumulate: matmul_into(out, a, b, accumulate=accumulate)
+
+        def gemm(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
+            clusters, semaphores = self._launch_shape(spec, out.device)
+            tiles = ceil_div(out.shape[0], spec.config.rows)
+            tiles *= ceil_div(out.shape[1], spec.config.tile_n)
+            splits = choose_k_splits(tiles, clusters, ceil_div(a.shape[1], STEP))
+            overwrite = int(not accumulate)
+            compiled(spec)(a, b.t(), out, None, semaphores, clusters, splits, overwrite)
+
+        return gemm
+
+    def _launch_shape(self, spec: GradGemmSpec, device: torch.device) -> tuple[int, Tensor]:
+        """Return the clusters of a launch, and its semaphores."""
+        clusters = self.num_sms // spec.config.cluster
+        return clusters, self.semaphores.take(spec.semaphore_count(clusters), device)
+
+
+def launch_scale_rows(spec: ScaleAddRowsSpec, out: Tensor, x: Tensor, scale: Tensor) -> None:
+    """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
+    compiled(spec)(out, x, None, scale.contiguous(), None, None)
+
+
+def launch_finish_dx(
+    kernels: KernelSet,
+    out: Tensor,
+    sums: Tensor,
+    w: Tensor,
+    targets: Targets,
+    coefficients: RowCoefficients,
+) -> None:
+    """Write scale_i sums_i + target_i W_y to `out` (N, D), rounded if `out` has w's dtype."""
+    spec = kernels.finish_dx if out.dtype == w.dtype else kernels.finish_dx_fp32
+    scale = coefficients.scale.contiguous()
+    compiled(spec)(out, sums, w, scale, coefficients.target, targets.safe_index)

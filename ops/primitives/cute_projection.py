@@ -1,0 +1,171 @@
+"""`Projection` on the CuTe DSL kernels: what their launches are given.
+
+Row sums are exact for any logits; stored exponentials only while a row's largest logit is within
+`SLACK` of its target's.  `reduce_partials` flags the row blocks where it is not, and
+`repair_stored_exps` stores those again, relative to their new reference.  The repair is always
+launched and exits at once where no block is flagged, so that nothing synchronises the GPU.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.jit.cache import compiled
+from cutefce.cute_kernels.schedule.order import choose_vocab_splits
+from cutefce.cute_kernels.spec import KernelSet
+from cutefce.cute_kernels.workspace import forward_semaphore_count
+from cutefce.ops.primitives.rows import RowStats, Targets, finish_reduced
+
+
+class Semaphores:
+    """Zeroed int32 counters for the launches of one call on one stream, filled in blocks."""
+
+    BLOCK = 1 << 14
+    """Counters that are zeroed at a time: each fill is a launch, the first `target_logit`'s."""
+    ALIGNMENT = 32
+    """Counters of two launches share no 128-byte line."""
+    EMPTY = torch.empty(0, dtype=torch.int32)
+
+    def __init__(self) -> None:
+        self._zeros = self.EMPTY
+        self._size = self._taken = 0
+
+    def adopt(self, zeros: Tensor, size: int) -> None:
+        """Take the next counters from `zeros`, which a launch sets to 0."""
+        self._zeros, self._size, self._taken = zeros, size, 0
+
+    def take(self, count: int, device: torch.device) -> Tensor:
+        """Return `count` or more counters that are 0 and belong to one launch."""
+        begin = self._taken
+        if self._size < begin + count:
+            begin, size = 0, max(count, self.BLOCK)
+            self.adopt(torch.zeros(size, dtype=torch.int32, device=device), size)
+        self._taken = begin + ceil_div(count, self.ALIGNMENT) * self.ALIGNMENT
+        return self._zeros[begin:] if begin else self._zeros
+
+
+@dataclass(frozen=True)
+class PartialLse:
+    """Row sums of one `project_exp`."""
+
+    sums: Tensor
+    """(N, P) log2 of partial sums, relative to the target's logit."""
+    semaphores: Tensor
+    """(`forward_semaphore_count`,) int32, whose repair flags `reduce_partials` sets."""
+
+
+class CuteProjection:
+    """`cutefce.ops.primitives.interface.Projection` for one device, dtype and configuration."""
+
+    def __init__(self, kernels: KernelSet, num_sms: int, semaphores: Semaphores) -> None:
+        self.kernels = kernels
+        self.semaphores = semaphores
+        self.config: GemmConfig = kernels.row_sums.config
+        self.clusters = num_sms // self.config.cluster
+
+    def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return h if has_aligned_rows(h) else h.clone(memory_format=torch.contiguous_format), w
+
+    def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
+        logit, kernel = h.new_empty(h.shape[0], dtype=torch.float32), self.kernels.target_logit
+        count = min(Semaphores.BLOCK, kernel.max_zeros(h.shape[0]))
+        zeros = h.new_empty(count, dtype=torch.int32)  # faster than torch.empty
+        compiled(kernel)(h, w, targets.index, logit, zeros, targets.options.ignore_index)
+        self.semaphores.adopt(zeros, count)
+        return logit
+
+    def project_exp(
+        self,
+        h: Tensor,
+        w: Tensor,
+        window: tuple[int, int],
+        reference: Tensor,
+        target: Tensor,
+        exps: Tensor | None = None,
+    ) -> PartialLse:
+        first, last = window
+        w = w if last - first == w.shape[0] else w[first:last]  # views take CPU time
+        splits, semaphores = self._vocab_splits(h, w), self._take_semaphores(h)
+        sums = reference.new_empty(h.shape[0], splits * self.config.partials_per_row)
+        launch = compiled(self.kernels.row_sums if exps is None else self.kernels.row_sums_and_exps)
+        launch(h, w, reference, target, sums, exps, semaphores, first, splits, self.clusters)
+        return PartialLse(sums, semaphores)
+
+    def concat_partials(self, partials: Sequence[PartialLse]) -> PartialLse:
+        if len(partials) == 1:
+            return partials[0]
+        sums = torch.cat([partial.sums for partial in partials], 1)
+        return PartialLse(sums, partials[0].semaphores)
+
+    def gather_partials(
+        self, partial: PartialLse, gather: Callable[[Tensor], Tensor]
+    ) -> PartialLse:
+        total = torch.logsumexp(partial.sums * math.log(2), 1) / math.log(2)
+        return PartialLse(gather(total).t().contiguous(), partial.semaphores)
+
+    def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
+        kernel, splits, tokens = self.kernels.fused_forward, self._vocab_splits(h, w), h.shape[0]
+        workspace = h.new_empty(kernel.workspace_size(tokens, splits), dtype=torch.float32)
+        stats, reduced = RowStats.empty(workspace, tokens), workspace.new_empty(())
+        tensors = h, w, targets.index, workspace, stats.rows, reduced
+        numbers = targets.options.ignore_index, splits, self.clusters
+        compiled(kernel)(*tensors, *numbers, int(targets.divides_by_count))
+        return stats, finish_reduced(stats.loss, reduced, targets)
+
+    def recompute_exp(
+        self,
+        h: Tensor,
+        w: Tensor,
+        window: tuple[int, int],
+        reference: Tensor,
+        target: Tensor,
+        exps: Tensor,
+    ) -> None:
+        first, last = window
+        # one split a tile: there are no sums to keep in registers across tiles
+        launch, splits = compiled(self.kernels.exps), ceil_div(last - first, self.config.tile_n)
+        rows = reference, target, None, exps, self._take_semaphores(h)
+        launch(h, w[first:last], *rows, first, splits, self.clusters)
+
+    def reduce_partials(
+        self, partial: PartialLse, target_logit: Tensor, targets: Targets
+    ) -> tuple[RowStats, Tensor]:
+        stats = RowStats.empty(target_logit, target_logit.shape[0])
+        reduced = target_logit.new_empty(())
+        tensors = partial.sums, target_logit, targets.index, stats.rows, reduced, partial.semaphores
+        numbers = targets.options.ignore_index, int(targets.divides_by_count)
+        compiled(self.kernels.reduce_partials)(*tensors, *numbers)
+        return stats, finish_reduced(stats.loss, reduced, targets)
+
+    def repair_stored_exps(
+        self,
+        exps: Tensor,
+        h: Tensor,
+        w: Tensor,
+        first: int,
+        target: Tensor,
+        partial: PartialLse,
+        stats: RowStats,
+    ) -> None:
+        w, semaphores = w[first : first + exps.shape[1]], partial.semaphores
+        launch, splits = compiled(self.kernels.repair_exps), self._vocab_splits(h, w)
+        rows = stats.reference, target, None, exps, semaphores
+        launch(h, w, *rows, first, splits, self.clusters)
+
+    def _take_semaphores(self, h: Tensor) -> Tensor:
+        count: int = forward_semaphore_count(h.shape[0], self.config.rows)
+        return self.semaphores.take(count, h.device)
+
+    def _vocab_splits(self, h: Tensor, w: Tensor) -> int:
+        return choose_vocab_splits(h.shape[0], w.shape[0], self.config, self.clusters)
+
+
+def has_aligned_rows(x: Tensor) -> bool:
+    """Whether rows of x (N, D) are contiguous and begin at multiples of 16 bytes, as TMA needs."""
+    pitch, unit = x.stride()
+    return unit == 1 and pitch >= x.shape[1] and pitch % 8 == 0 and x.data_ptr() % 16 == 0

@@ -1,0 +1,151 @@
+"""`Gradients` in plain torch, for a CPU and any GPU, and the GEMM that all portable steps use.
+
+GEMMs accumulate in the dtype of sums; the targets' part of dW is added in a fixed order.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.planning.memory_model import UPCAST_BLOCK, row_block_bytes
+from cutefce.ops.primitives.elementwise import finish_dw_, finish_dx_, scaled_rows_
+from cutefce.ops.primitives.inductor import can_fuse, fused
+from cutefce.ops.primitives.rows import RowCoefficients, Targets, sum_dtype
+
+
+class PortableGradients:
+    """`cutefce.ops.primitives.interface.Gradients` for any device."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        """Rows of dW whose sums exist at a time."""
+
+    def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor, *, accumulate: bool) -> None:
+        matmul_into(sums, exps, w, accumulate=accumulate)
+
+    def add_grad_weight(
+        self, sums: Tensor, exps: Tensor, scaled: Tensor, *, accumulate: bool
+    ) -> None:
+        matmul_into(sums, exps.t(), scaled, accumulate=accumulate)
+
+    def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
+        scale_rows(out, x, scale)
+
+    def finish_dx(
+        self,
+        out: Tensor,
+        sums: Tensor,
+        w: Tensor,
+        targets: Targets,
+        coefficients: RowCoefficients,
+    ) -> None:
+        rows = out, sums, targets.safe_index, coefficients.scale, coefficients.target
+        apply_rowwise(finish_dx_, *rows, whole=(w,))
+
+    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> "TargetRows":
+        return TargetRows(h, coefficient, targets)
+
+    def finish_dw(
+        self,
+        out: Tensor,
+        exps: Tensor,
+        scaled: Tensor,
+        target_grad: "TargetRows",
+        first: int,
+        grad_scale: Tensor,
+    ) -> None:
+        totals, slots = target_grad.slots
+        for rows in blocks(out.shape[0], self.window):
+            to = out[rows]
+            sums = to if out.dtype == totals.dtype else totals.new_empty(to.shape)
+            matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
+            slot = slots[first + rows.start : first + rows.stop]
+            apply_rowwise(finish_dw_, to, sums, slot, whole=(totals, grad_scale))
+
+    def add_target_grad(self, sums: Tensor, target_grad: "TargetRows", first: int) -> None:
+        target_grad.add_to(sums, target_grad.targets.safe_index - first)
+
+
+class TargetRows:
+    """The targets' part of dW: c_i h_i, summed by target when it is needed."""
+
+    def __init__(self, h: Tensor, coefficient: Tensor, targets: Targets) -> None:
+        self.h, self.coefficient, self.targets = h, coefficient, targets
+
+    @cached_property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Sums (L, D) in the dtype of sums, a slot for each target that occurs, and slot (V,).
+
+        All other vocabulary entries share a slot of zeros.
+        """
+        (tokens, hidden), vocab = self.h.shape, self.targets.vocab
+        if tokens < vocab:
+            # a target's slot is the number of its first token
+            order = torch.arange(tokens, device=self.h.device)
+            slot = torch.full((vocab,), tokens, device=self.h.device)
+            slot.scatter_reduce_(0, self.targets.safe_index, order, "amin")
+        else:
+            slot = torch.arange(vocab, device=self.h.device)
+        sums = self.coefficient.new_zeros(min(tokens + 1, vocab), hidden)
+        self.add_to(sums, slot[self.targets.safe_index])
+        return sums, slot
+
+    def add_to(self, out: Tensor, slot: Tensor) -> None:
+        """Add c_i h_i to row slot_i (N,) of `out`, where it has that row, in a fixed order."""
+        inside = (slot >= 0) & (slot < len(out))
+        slot = torch.where(inside, slot, 0)
+        for rows in _row_blocks(self.h):
+            part = self.h[rows] * self.coefficient[rows, None]
+            part.masked_fill_(~inside[rows, None], 0)
+            if out.is_cuda:  # the one of the two whose order is fixed there
+                out.index_put_((slot[rows],), part, accumulate=True)
+            else:
+                out.index_add_(0, slot[rows], part)
+
+
+def scale_rows(out: Tensor, x: Tensor, scale: Tensor) -> None:
+    """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
+    apply_rowwise(scaled_rows_, out, x, scale)
+
+
+def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
+    """`out = a @ b`, or `out += a @ b` if `accumulate`; sums have the dtype of `out`."""
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=int(accumulate), out=out)
+    elif not a.is_cuda:
+        _matmul_upcast(out if accumulate else out.zero_(), a, b)
+    elif accumulate:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def _matmul_upcast(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """`out += a @ b` by blocks converted to out's dtype: a CPU's 16-bit GEMM sums in 16 bits."""
+    for rows in blocks(a.shape[0], UPCAST_BLOCK):
+        for inner in blocks(a.shape[1], UPCAST_BLOCK):
+            out[rows].addmm_(a[rows, inner].to(out.dtype), b[inner].to(out.dtype))
+
+
+def apply_rowwise(
+    function: Callable[..., None], *rowwise: Tensor, whole: tuple[Tensor | None, ...] = ()
+) -> None:
+    """Call `function` fused, or on blocks of the rows of `rowwise` with all of `whole`."""
+    if can_fuse(rowwise[0]):
+        fused(function)(*rowwise, *whole)
+        return
+    for rows in _row_blocks(next(x for x in rowwise if x.ndim == 2)):
+        function(*(x[rows] for x in rowwise), *whole)
+
+
+def blocks(count: int, size: int) -> Iterator[slice]:
+    """Cut range(count) into slices of `size`, the last one shorter."""
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _row_blocks(x: Tensor) -> Iterator[slice]:
+    """Cut the rows of `x` into blocks of `row_block_bytes`."""
+    row_bytes = x.shape[1] * sum_dtype(x.dtype).itemsize
+    return blocks(x.shape[0], max(1, row_block_bytes(x.device.type) // row_bytes))

@@ -1,0 +1,103 @@
+"""Every private or unstable name of torch that the package uses, for all supported versions."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+_NO_DISPATCH_MODE = {
+    keys.raw_repr()
+    for keys in (
+        _BACKEND_SELECT,
+        _BACKEND_SELECT.add(torch._C.DispatchKey.ADInplaceOrView),
+    )
+}
+
+
+def has_dispatch_mode() -> bool:
+    """Whether a mode, tracer, transform or fake tensor mode of torch watches operators now."""
+    included = torch._C._dispatch_tls_local_include_set()
+    return included.raw_repr() not in _NO_DISPATCH_MODE
+
+
+def resolve_process_group(name: str) -> dist.ProcessGroup:
+    """Return the process group called `name`.
+
+    Raises:
+        ValueError: if this rank is in no such group.
+    """
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    try:
+        return _resolve_process_group(cast(Any, name))  # a str of torch's own kind
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"group: got {name!r}, expected the name of a process group that this rank is in"
+        ) from error
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Return how long collectives of `group` wait for its ranks."""
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Return the x (...) of every rank as (R, ...); a graph compiler can trace it."""
+    ops = torch.ops._c10d_functional
+    rows = ops.all_gather_into_tensor(x.contiguous(), ranks, group)
+    return cast(Tensor, ops.wait_tensor(rows).view(ranks, *x.shape))
+
+
+def all_reduce_(x: Tensor, group: str) -> Tensor:
+    """Replace x by its sum over the ranks; a graph compiler can trace it."""
+    ops = torch.ops._c10d_functional
+    return cast(Tensor, ops.wait_tensor(ops.all_reduce_(x, "sum", group)))
+
+
+def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Return this rank's rows (N / R, ...) of the sum of x (N, ...); a compiler can trace it."""
+    ops = torch.ops._c10d_functional
+    return cast(Tensor, ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", ranks, group)))
+
+
+def has_triton() -> bool:
+    """Whether torch.compile can build GPU kernels."""
+    from torch.utils._triton import has_triton
+
+    return has_triton()
+
+
+def compile_pointwise(function: Callable[..., None]) -> Callable[..., None]:
+    """Return `function`, which writes to its arguments, as one kernel for any number of rows.
+
+    The first dimension of each tensor is compiled as a symbol, the others as constants.
+    """
+    # an autotuned kernel could sum in another order in the next process
+    compiled = torch.compile(function, dynamic=True, options={"triton.autotune_pointwise": False})
+    # several heads and dtypes in one process take a kernel or two each; while FX traces real
+    # tensors, which it cannot do with compiled functions, they run uncompiled
+    settings = {"recompile_limit": 64, "error_on_nested_fx_trace": False}
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> None:
+        for x in arguments:
+            for dim in range(1, x.ndim) if isinstance(x, Tensor) else ():
+                torch._dynamo.mark_static(x, dim)
+        with torch._dynamo.config.patch(settings):
+            compiled(*arguments)
+
+    return run
+
+
+autocast_is_available: Callable[[str], bool] = functools.cache(torch.amp.is_autocast_available)
+
+
+def disabled_autocast(device_type: str) -> contextlib.AbstractContextManager[None]:
+    """Return a region in which operators on `device_type` do not cast their inputs."""
+    return cast(contextlib.AbstractContextManager[None], torch.autocast(device_type, enabled=False))
