@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.arch.base import STEP, Arch
+from cutefce.cute_kernels.arch.base import TILE_K, Arch
 from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.schedule.order import choose_k_splits, choose_vocab_splits
@@ -238,7 +238,7 @@ class CutePrimitives(TorchPrimitives):
         fresh: bool = True,
     ) -> None:
         config, (rows, columns) = kernel.config, out.shape
-        clusters, steps = self.num_sms // config.cluster, -(-a.shape[1] // STEP)
+        clusters, steps = self.num_sms // config.cluster, -(-a.shape[1] // TILE_K)
         units = -(-rows // config.rows) * -(-columns // config.tile_n)
         of_sums = (
             (None,) * 2 if kernel.final else (choose_k_splits(units, clusters, steps), int(fresh))
