@@ -1,4 +1,11 @@
-"""Kernels and what describes them to the layers above: problems, tile configurations.
+"""CuTe DSL kernels: problems, configurations, kernel specs, the JIT compiler and its cache.
 
-This folder never imports `cutefce.ops`.
+    problem, config, gpu     what to compute, how, and on which GPU
+    arch/                    limits and defaults of each architecture
+    spec, workspace          kernel specs (the JIT keys) and the buffers that kernels share
+    schedule/, common/       tile order and device code for all architectures
+    sm90/, sm100/, rowwise/  the kernels, one a file; `fused_forward` launches three of them
+    jit/                     compiler and library cache
+
+This package imports neither `cutefce.autotune_cache` nor `cutefce.ops`.
 """

@@ -1,4 +1,4 @@
-"""How a problem is computed: frozen, printable configurations."""
+"""Configurations: how to compute a problem, as frozen and printable dataclasses."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,10 +8,10 @@ from cutefce.cute_kernels.integers import ceil_div
 
 @dataclass(frozen=True)
 class WindowConfig:
-    """How the host walks the vocabulary."""
+    """The contiguous windows of columns that the host computes one after the other."""
 
     window: int
-    """Columns whose exponentials exist at the same time: the paper's window size."""
+    """Columns whose exponentials are in memory at once: the paper's window size."""
     reference_block: int
     """Columns whose exponentials share a reference; divides `window`."""
 
@@ -25,81 +25,81 @@ class WindowConfig:
 
 @dataclass(frozen=True)
 class PortableTiles(WindowConfig):
-    """A window walk whose logits are computed in tiles, for the portable path."""
+    """Windows whose logits are computed in tiles, for the portable path."""
 
     tile_columns: int
     """Columns of one tile of logits; divides `window`."""
     tile_rows: int
-    """Rows of one tile of logits; with fewer tokens, a tile has more columns."""
+    """Rows of one tile of logits; with fewer tokens, tiles are wider."""
 
     def __post_init__(self) -> None:
         check_multiple("window", self.window, self.tile_columns)
         check_multiple("tile_columns", self.tile_columns, self.reference_block)
 
     def columns(self, tokens: int) -> int:
-        """Return the columns of a tile when there are `tokens` rows in all."""
+        """Return the columns of a tile for `tokens` rows in total."""
         columns, area = self.tile_columns, self.tile_columns * self.tile_rows
         while 2 * columns <= self.window and 2 * columns * tokens <= area:
             columns *= 2
         return columns
 
 
-def check_multiple(name: str, value: int, unit: int) -> None:
-    """Raise ValueError unless `value` is a multiple of `unit`."""
-    if value % unit:
-        raise ValueError(f"{name}: got {value}, expected a multiple of {unit}")
+def check_multiple(name: str, value: int, multiple_of: int) -> None:
+    """Raise ValueError unless `value` is a multiple of `multiple_of`."""
+    if value % multiple_of:
+        raise ValueError(f"{name}: got {value}, expected a multiple of {multiple_of}")
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """One way to compute the tiles of a bᵀ; in `project_exp`, a is h and b is w."""
+    """Tiling and pipelining of a bᵀ; in `project_exp`, a is h and b is w."""
 
     tile_m: int
     """Rows of a thread block's tile."""
     tile_n: int
     """Columns of a tile."""
     cluster: int
-    """Thread blocks of a cluster: each has rows of its own, all share a tile of b."""
+    """Thread blocks of a cluster: they compute different rows and share each tile of b."""
     stages: int
-    """Steps of the inner dimension that are in flight."""
+    """Pipeline stages, each one K tile of a and b."""
     pingpong: bool
-    """Hopper: whether the two warpgroups take turns on tiles of their own, or share each tile."""
+    """Hopper: whether the two warpgroups alternate on separate tiles, or share each tile."""
     raster_group: int = 8
-    """Row blocks that clusters walk side by side; their rows of a stay in the L2 cache."""
+    """Row blocks that are computed concurrently, so that their rows of a stay in the L2 cache."""
     two_cta: bool = False
-    """Blackwell: whether the two thread blocks of a cluster multiply as one, each with half of b's
-    tile, or each by itself with all of it."""
+    """Blackwell: whether the cluster's two thread blocks run 2-CTA MMAs, each holding half of b's
+    tile; otherwise each runs its own MMAs on the whole tile."""
     poly_exp2_per_16: int = 0
-    """Blackwell: of every 16 exponentials, how many are computed by multiplying and adding."""
+    """Blackwell: of every 16 exponentials, the number computed by a polynomial."""
 
     def __str__(self) -> str:
         parts = [f"{self.tile_m}x{self.tile_n}"]
-        parts += ["ping-pong"] * self.pingpong + ["two_cta"] * self.two_cta
+        parts += ["ping-pong"] * self.pingpong + ["2-CTA"] * self.two_cta
         parts += [f"cluster {self.cluster}", f"{self.stages} stages"]
-        parts += [f"{self.poly_exp2_per_16}/16 emulated"] * bool(self.poly_exp2_per_16)
+        parts += [f"{self.poly_exp2_per_16}/16 poly exp2"] * bool(self.poly_exp2_per_16)
         return ", ".join(parts)
 
     @property
     def rows(self) -> int:
-        """Rows of a row block: what one cluster computes at a time."""
+        """Rows of a row block, the rows that one cluster computes at a time."""
         return self.tile_m * self.cluster
 
     @property
     def partials_per_row(self) -> int:
-        """Partial sums that a unit writes for each row."""
+        """Partial sums that a work tile writes for each row."""
         return 2 if self.pingpong else 1
 
 
 @dataclass(frozen=True)
 class KernelConfigs:
-    """One way to run each kernel that has a choice."""
+    """The configuration of each tunable kernel."""
 
     project_exp: GemmConfig
     grad_hidden: GemmConfig | None
-    """None for a plain product."""
+    """None for cuBLAS."""
     grad_weight: GemmConfig | None
-    """None for plain products and passes over their results."""
+    """None for cuBLAS and elementwise passes."""
     grad_hidden_short: GemmConfig | None = None
-    """The same as `grad_hidden`, for fewer columns than `SHORT`."""
+    """`grad_hidden` for windows of fewer columns than `SHORT`."""
 
     SHORT: ClassVar[int] = 1 << 15

@@ -1,8 +1,7 @@
-"""The forward where nothing is stored: three kernels, which the host launches by one call.
+"""The forward without stored exponentials: three kernels launched by one host function.
 
-What lies between them is handed over in one piece of memory, which the host allocates at once:
-r (N,), the parts' sums (N, P) and the notes, 4 bytes each.  Calls and allocations are most of what
-a forward takes of the host.
+One host call and one allocation minimize CPU overhead.  The workspace, which the host allocates,
+holds r (N,), the partial sums (N, P) and the semaphores, in elements of 4 bytes.
 """
 
 from typing import Any
@@ -11,30 +10,32 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import matrix, number, vector
-from cutefce.cute_kernels.jit.compiler import traced
+from cutefce.cute_kernels.common.dsl import matrix, scalar, vector
+from cutefce.cute_kernels.jit import compiler
 from cutefce.cute_kernels.workspace import Stat, forward_semaphore_count
 
 
-def trace(kernel: spec.FusedForwardSpec) -> tuple[Any, tuple[Any, ...]]:
-    """Return the host function of `kernel` and arguments to compile it for."""
-    target_logit, (h, w, target, *_, ignored, stream) = traced(kernel.target_logit)
-    (project, _), (finish, _) = traced(kernel.sums), traced(kernel.finish)
-    stats, reduced = matrix(Float32, len(Stat), h.shape[0], aligned=False), number(Float32)
-    between = vector(Float32, cute.sym_int())
+def compile_signature(kernel: spec.FusedForwardSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function of `kernel` and the arguments to compile it for."""
+    target_logit, inputs = compiler.compile_signature(kernel.target_logit)
+    project_exp, _ = compiler.compile_signature(kernel.row_sums)
+    reduce_partials, _ = compiler.compile_signature(kernel.reduce_partials)
+    h, w, target, *_, ignored, stream = inputs
+    workspace = vector(Float32, cute.sym_int())
+    stats, reduced = matrix(Float32, len(Stat), h.shape[0], aligned=False), scalar(Float32)
     numbers = ignored, Int32(1), Int32(1), Int32(0)
-    function = Forward(kernel, target_logit, project, finish)
-    return function, (h, w, target, between, stats, reduced, *numbers, stream)
+    function = FusedForward(kernel, target_logit, project_exp, reduce_partials)
+    return function, (h, w, target, workspace, stats, reduced, *numbers, stream)
 
 
-class Forward:
-    """The launches, of these host functions."""
+class FusedForward:
+    """The launches of the three kernels' host functions."""
 
     def __init__(
-        self, kernel: spec.FusedForwardSpec, target_logit: Any, project: Any, finish: Any
+        self, kernel: spec.FusedForwardSpec, target_logit: Any, project_exp: Any, reduce: Any
     ) -> None:
         self.config = kernel.config
-        self.target_logit, self.project, self.finish = target_logit, project, finish
+        self.target_logit, self.project_exp, self.reduce = target_logit, project_exp, reduce
 
     @cute.jit
     def __call__(
@@ -42,23 +43,28 @@ class Forward:
         h: cute.Tensor,
         w: cute.Tensor,
         target: cute.Tensor,
-        between: cute.Tensor,
+        workspace: cute.Tensor,
         stats: cute.Tensor,
         reduced: cute.Tensor,
         ignored: Int64,
-        windows: Int32,
+        vocab_splits: Int32,
         clusters: Int32,
         mean: Int32,
         stream: Any,
     ) -> None:
-        """Do `target_logit`, `project_exp` over all columns and `finish`."""
-        rows, parts = h.shape[0], windows * self.config.partials_per_row
-        noted = forward_semaphore_count(rows, self.config.rows)
-        logit = cute.make_tensor(between.iterator, cute.make_layout((rows,)))
-        behind = between.iterator + rows
-        sums = cute.make_tensor(behind, cute.make_layout((rows, parts), stride=(parts, 1)))
-        place = cute.recast_ptr(behind + rows * parts, dtype=Int32)
-        notes = cute.make_tensor(place, cute.make_layout((noted,)))
-        self.target_logit(h, w, target, logit, notes, ignored, stream)
-        self.project(h, w, logit, target, sums, None, notes, Int32(0), windows, clusters, stream)
-        self.finish(sums, logit, target, stats, reduced, notes, ignored, mean, stream)
+        """Run `target_logit`, `project_exp` over all columns and `reduce_partials`.
+
+        Each parameter is one argument that the host passes by position.
+        """
+        rows, partials = h.shape[0], vocab_splits * self.config.partials_per_row
+        count = forward_semaphore_count(rows, self.config.rows)
+        logit = cute.make_tensor(workspace.iterator, cute.make_layout((rows,)))
+        after_logit = workspace.iterator + rows
+        sums_layout = cute.make_layout((rows, partials), stride=(partials, 1))
+        sums = cute.make_tensor(after_logit, sums_layout)
+        after_sums = cute.recast_ptr(after_logit + rows * partials, dtype=Int32)
+        semaphores = cute.make_tensor(after_sums, cute.make_layout((count,)))
+        self.target_logit(h, w, target, logit, semaphores, ignored, stream)
+        outputs = sums, None, semaphores
+        self.project_exp(h, w, logit, target, *outputs, Int32(0), vocab_splits, clusters, stream)
+        self.reduce(sums, logit, target, stats, reduced, semaphores, ignored, mean, stream)

@@ -1,4 +1,4 @@
-"""One GPU model that has kernels."""
+"""The GPU model that configurations and verification results depend on."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from cutefce.cute_kernels.arch.base import Arch
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a configuration and a verdict depend on."""
+    """A GPU model with kernels."""
 
     arch: Arch
     name: str
-    """As torch names the model, "NVIDIA H200"."""
+    """The model as torch names it, "NVIDIA H200"."""
     num_sms: int
     """Streaming multiprocessors."""

@@ -1,4 +1,4 @@
-"""Integer arithmetic of sizes; takes Python integers, symbolic ones of torch, and a kernel's."""
+"""Integer arithmetic of sizes, for Python's integers and torch's symbolic ones."""
 
 from typing import TypeVar
 
@@ -10,6 +10,6 @@ def ceil_div(a: Integer, b: int) -> Integer:
     return -(-a // b)  # type: ignore[return-value]
 
 
-def round_up(a: Integer, unit: int) -> Integer:
-    """Return the smallest multiple of `unit` that is at least `a`."""
-    return ceil_div(a, unit) * unit  # type: ignore[return-value]
+def round_up(a: Integer, multiple_of: int) -> Integer:
+    """Return the smallest multiple of `multiple_of` that is at least `a`."""
+    return ceil_div(a, multiple_of) * multiple_of  # type: ignore[return-value]

@@ -1,18 +1,17 @@
-"""What a call asks for: sizes, dtype, device and the gradients it wants."""
+"""The problem that a call poses: sizes, dtype, device and requested gradients."""
 
 from dataclasses import dataclass
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-"""Bytes of one element of each dtype that cutefce computes with."""
-
+"""Bytes per element of each supported dtype."""
 
 SLACK = 32.0
-"""Nats that a logit may lie above the reference before another reference is taken.  Sums stay below
-V·e³², so that neither they nor 1/T leave the range of bfloat16 and float32."""
+"""Nats that a logit may exceed the reference by before the reference is raised.  Sums stay below
+V·e³², so that they and 1/T are in the range of bfloat16 and float32."""
 
 
 def can_keep(dtype: str) -> bool:
-    """Whether exponentials can be stored before T is known: float16 lacks the range."""
+    """Return whether `dtype` can store exponentials before T is known: float16 lacks the range."""
     return dtype != "float16"
 
 
@@ -30,25 +29,25 @@ class Problem:
     grad_hidden: bool = True
     grad_weight: bool = True
     arch: str | None = None
-    """Architecture whose kernels compute it; None for the portable path."""
+    """Architecture of the kernels; None for the portable path."""
     ranks: int = 1
-    """Ranks that hold a part of the vocabulary each, of which `vocab` is this one's."""
+    """Ranks that split the vocabulary; `vocab` is the size of one shard."""
     sequence_parallel: bool = False
-    """Whether a rank is given the hidden states of `tokens` / `ranks` rows alone."""
+    """Whether each rank is given the hidden states of `tokens` / `ranks` rows."""
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element of the hidden states, the weight and the stored exponentials."""
+        """Bytes per element of the hidden states, the weight and the stored exponentials."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def accumulator_bytes(self) -> int:
-        """Bytes of one element of the logits and of every sum: float64 keeps its width."""
+        """Bytes per element of logits and sums: 4, or 8 for float64."""
         return max(4, self.item_bytes)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that the caller asked for."""
+        """Bytes of the requested gradients."""
         tokens = self.tokens // self.ranks if self.sequence_parallel else self.tokens
         rows = (tokens if self.grad_hidden else 0) + (self.vocab if self.grad_weight else 0)
         return rows * self.hidden * self.item_bytes

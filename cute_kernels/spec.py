@@ -1,53 +1,75 @@
-"""The kernels that can be compiled: each a frozen description, which is its key in the cache.
+"""Kernel specs: frozen descriptions of every kernel that can be compiled, which are its JIT keys.
 
-Nothing here needs the DSL.
+This module does not import the DSL.
 """
 
 import dataclasses
 import functools
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.workspace import forward_semaphore_count
 
 
 @dataclass(frozen=True)
+class LogitTransform:
+    """The map from raw logits h·w to the model's: the identity, as it has no options yet.
+
+    Compile-time options such as scale, bias or softcap become fields here; their arithmetic
+    belongs into `common.logit_transform.transform`.
+    """
+
+
+@dataclass(frozen=True)
+class RowReductions:
+    """Row reductions beside Σ exp: none yet.
+
+    Accumulators such as those of entropy become compile-time fields here; their arithmetic
+    belongs into `common.online_softmax.accumulate`.
+    """
+
+
+@dataclass(frozen=True)
 class ProjectExpSpec:
-    """Exponentials of the logits: their row sums, or the exponentials themselves, or both."""
+    """Exponentials of the logits: their row sums, the exponentials themselves, or both."""
 
     arch: str
     dtype: str
     config: GemmConfig
     sums: bool
-    """Whether it returns row sums."""
+    """Whether to write row sums."""
     store: bool
-    """Whether it stores exponentials."""
-    masked: bool = False
-    """Whether it leaves out row blocks that are not noted."""
+    """Whether to store exponentials."""
+    only_flagged: bool = False
+    """Whether to skip row blocks without a repair flag."""
+    transform: LogitTransform = LogitTransform()
+    reductions: RowReductions = RowReductions()
 
 
 @dataclass(frozen=True)
 class TargetLogitSpec:
-    """Row dots h_i · w_y, and zeros for the notes of the kernels that follow."""
+    """Target logits h_i · w_y; also zeroes the semaphores of the kernels that follow."""
 
     arch: str
     dtype: str
+    transform: LogitTransform = LogitTransform()
 
     WARPS: ClassVar[int] = 8
-    """Warps of a thread block, each of which takes a row."""
+    """Warps of a thread block, one a row."""
 
     def max_zeros(self, tokens: int) -> int:
-        """Return how many zeros its threads can write."""
-        return -(-tokens // self.WARPS) * 32 * self.WARPS
+        """Return the number of int32 zeros that its threads can write, one each."""
+        return ceil_div(tokens, self.WARPS) * 32 * self.WARPS
 
 
 @dataclass(frozen=True)
 class ReducePartialsSpec:
-    """Partial sums to row sums and losses, and notes of the row blocks to store again."""
+    """Partial sums to row statistics and the loss; flags row blocks that need repair."""
 
     arch: str
     rows: int
@@ -56,71 +78,79 @@ class ReducePartialsSpec:
 
 @dataclass(frozen=True)
 class FusedForwardSpec:
-    """The forward where nothing is stored: what `target_logit`, `sums` and `finish` do, at once."""
+    """The forward without stored exponentials: three kernels launched by one host function."""
 
     arch: str
     dtype: str
     config: GemmConfig
+    transform: LogitTransform = LogitTransform()
+    reductions: RowReductions = RowReductions()
 
     @property
     def target_logit(self) -> TargetLogitSpec:
-        """Its first part."""
-        return TargetLogitSpec(self.arch, self.dtype)
+        """The first kernel."""
+        return TargetLogitSpec(self.arch, self.dtype, self.transform)
 
     @property
-    def sums(self) -> ProjectExpSpec:
-        """Its second part."""
-        return ProjectExpSpec(self.arch, self.dtype, self.config, sums=True, store=False)
+    def row_sums(self) -> ProjectExpSpec:
+        """The second kernel."""
+        return ProjectExpSpec(
+            self.arch,
+            self.dtype,
+            self.config,
+            sums=True,
+            store=False,
+            transform=self.transform,
+            reductions=self.reductions,
+        )
 
     @property
-    def finish(self) -> ReducePartialsSpec:
-        """Its third part."""
+    def reduce_partials(self) -> ReducePartialsSpec:
+        """The third kernel."""
         return ReducePartialsSpec(self.arch, self.config.rows)
 
-    def workspace_size(self, tokens: int, windows: int) -> int:
-        """Return how many numbers of 4 bytes lie between its parts."""
-        notes: int = forward_semaphore_count(tokens, self.config.rows)
-        return tokens * (1 + windows * self.config.partials_per_row) + notes
+    def workspace_size(self, tokens: int, vocab_splits: int) -> int:
+        """Return the size of the workspace between its kernels, in elements of 4 bytes."""
+        semaphores: int = forward_semaphore_count(tokens, self.config.rows)
+        return tokens * (1 + vocab_splits * self.config.partials_per_row) + semaphores
 
 
 @dataclass(frozen=True)
 class ScaleAddRowsSpec:
-    """out_i = a_i (x_i + b_i t_{k_i}): the last step of dX, and s ⊙ h."""
+    """out_i = row_scale_i x_i + gather_scale_i table_{index_i}: s ⊙ h, and dX's last step."""
 
     arch: str
     out: str
+    """Dtype of the result."""
     x: str
-    table: str | None
-    """Dtype of t; None without the second term."""
-    scaled: bool
-    """Whether there is an a; 1 if not."""
-    weighted: bool
-    """Whether there is a b; 1 if not."""
+    """Dtype of x."""
+    table: str | None = None
+    """Dtype of the table; None without the second term."""
 
 
 @dataclass(frozen=True)
 class GradGemmSpec:
-    """A product of exponentials with the weight, or of their transpose with the hidden states."""
+    """A gradient GEMM: exponentials times w, or transposed exponentials times hidden states."""
 
     arch: str
     dtype: str
     config: GemmConfig
-    of: str
-    """What it is the gradient of: "hidden" or "weight"."""
+    wrt: Literal["hidden", "weight"]
+    """The operand that the gradient belongs to."""
     final: bool
-    """Whether it adds the targets' part and rounds; if not, it adds to float32 sums."""
+    """Whether to add the targets' terms and round; otherwise it accumulates in float32."""
 
     WARPS: ClassVar[int] = 8
-    """Warps of a thread block that multiply."""
+    """Warps of a thread block that run MMAs."""
 
     def semaphore_count(self, clusters: int) -> int:
-        """Return the size of its notes on `clusters` clusters; see `cute_kernels.dsl`."""
+        """Return the size of its int32 semaphores on `clusters` clusters."""
         return 1 if self.final else 1 + clusters * self.config.cluster * self.WARPS
 
 
 @dataclass(frozen=True)
 class AddTargetsSpec:
-    """The targets' part, added to dW's sums."""
+    """Adds the targets' terms to the float32 sums of dW."""
 
     arch: str
     dtype: str
@@ -142,35 +172,35 @@ class KernelSet:
     """The kernels that one architecture, dtype and configuration need."""
 
     fused_forward: FusedForwardSpec
-    """The forward alone."""
+    """The forward without stored exponentials."""
     target_logit: TargetLogitSpec
     row_sums: ProjectExpSpec
-    """The forward alone, of ranks that share it."""
+    """The same forward's row sums, where ranks split the vocabulary."""
     row_sums_and_exps: ProjectExpSpec
-    """The forward that keeps exponentials."""
+    """The forward that stores exponentials."""
     exps: ProjectExpSpec
-    """What the backward computes again."""
+    """Recomputes exponentials in the backward."""
     repair_exps: ProjectExpSpec
-    """The repair of what the forward kept."""
+    """Stores exponentials of flagged row blocks again."""
     reduce_partials: ReducePartialsSpec
     scale_rows: ScaleAddRowsSpec
     """s_i h_i."""
     scale_fp32_rows: ScaleAddRowsSpec
-    """The same of float32 sums."""
+    """The same for float32 rows."""
     finish_dx: ScaleAddRowsSpec
-    """s_i (x_i - S_i W_y)."""
+    """s_i x_i + c_i W_y."""
     finish_dx_fp32: ScaleAddRowsSpec
-    """The same, not rounded: one rank's part of a sum."""
+    """The same without rounding: one rank's addend."""
     grad_hidden: GradGemmSpec | None
-    """Adds to dX's sums; None: a plain product does."""
+    """Adds to the sums of dX; None if cuBLAS does."""
     grad_hidden_short: GradGemmSpec | None
-    """The same, for few columns."""
+    """The same for few columns."""
     grad_weight: GradGemmSpec | None
-    """dW at once; None: plain products, and what the portable path does with them."""
+    """dW in one pass; None if cuBLAS and elementwise passes compute it."""
     grad_weight_accumulate: GradGemmSpec | None
-    """Adds to dW's sums."""
+    """Adds to the sums of dW."""
     add_targets: AddTargetsSpec | None
-    """Adds the targets' part to dW's sums."""
+    """Adds the targets' terms to the sums of dW."""
 
     @property
     def grad_weight_kernels(self) -> "GradWeightKernels | None":
@@ -186,14 +216,14 @@ class KernelSet:
         "grad_weight_accumulate",
         "add_targets",
     )
-    """Those of plans that store exponentials in the forward."""
+    """Kernels that only plans with stored exponentials launch."""
 
     def all(self) -> list[KernelSpec]:
         """Return every kernel of the set that a call may launch."""
         unused = () if can_keep(self.row_sums.dtype) else self.STORED_EXPS_ONLY
         names = (field.name for field in dataclasses.fields(self) if field.name not in unused)
-        found = (getattr(self, name) for name in names)
-        return [kernel for kernel in found if kernel is not None]
+        kernels = (getattr(self, name) for name in names)
+        return [kernel for kernel in kernels if kernel is not None]
 
 
 class GradWeightKernels(NamedTuple):
@@ -204,11 +234,6 @@ class GradWeightKernels(NamedTuple):
     add_targets: AddTargetsSpec
 
 
-def scale_rows(arch: str, out: str, x: str) -> ScaleAddRowsSpec:
-    """Return the kernel that scales rows of dtype `x` to rows of dtype `out`."""
-    return ScaleAddRowsSpec(arch, out, x, None, scaled=True, weighted=False)
-
-
 def kernel_set(arch: Arch, dtype: str, configs: KernelConfigs) -> KernelSet:
     """Return the kernels that `dtype` needs on `arch` with `configs`."""
     project = functools.partial(ProjectExpSpec, arch.name, dtype, configs.project_exp)
@@ -216,41 +241,37 @@ def kernel_set(arch: Arch, dtype: str, configs: KernelConfigs) -> KernelSet:
         None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
         for config in (configs.grad_hidden, configs.grad_hidden_short)
     )
-    weight = weight_sums = add_targets = None
+    weight = accumulate = add_targets = None
     if configs.grad_weight is not None:
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
-        weight_sums = dataclasses.replace(weight, final=False)
+        accumulate = dataclasses.replace(weight, final=False)
         add_targets = AddTargetsSpec(arch.name, dtype)
-    combine = functools.partial(ScaleAddRowsSpec, arch.name, dtype)
     forward = FusedForwardSpec(arch.name, dtype, configs.project_exp)
     return KernelSet(
         fused_forward=forward,
         target_logit=forward.target_logit,
-        row_sums=forward.sums,
+        row_sums=forward.row_sums,
         row_sums_and_exps=project(sums=True, store=True),
         exps=project(sums=False, store=True),
-        repair_exps=project(sums=False, store=True, masked=True),
-        reduce_partials=forward.finish,
-        scale_rows=combine(dtype, None, scaled=True, weighted=False),
-        scale_fp32_rows=combine("float32", None, scaled=True, weighted=False),
-        finish_dx=combine("float32", dtype, scaled=True, weighted=True),
-        finish_dx_fp32=ScaleAddRowsSpec(
-            arch.name, "float32", "float32", dtype, scaled=True, weighted=True
-        ),
+        repair_exps=project(sums=False, store=True, only_flagged=True),
+        reduce_partials=forward.reduce_partials,
+        scale_rows=ScaleAddRowsSpec(arch.name, dtype, dtype),
+        scale_fp32_rows=ScaleAddRowsSpec(arch.name, dtype, "float32"),
+        finish_dx=ScaleAddRowsSpec(arch.name, dtype, "float32", dtype),
+        finish_dx_fp32=ScaleAddRowsSpec(arch.name, "float32", "float32", dtype),
         grad_hidden=hidden,
         grad_hidden_short=short,
         grad_weight=weight,
-        grad_weight_accumulate=weight_sums,
+        grad_weight_accumulate=accumulate,
         add_targets=add_targets,
     )
 
 
 def all_kernels(arch: Arch) -> list[KernelSpec]:
-    """Return every kernel that can be chosen on `arch` where nothing was tuned, each once."""
+    """Return every kernel that default configurations can choose on `arch`, without repeats."""
     gradients = arch.grad_gemm_configs() or (None,)
     sets = [
         kernel_set(arch, dtype, KernelConfigs(config, gradient, gradient))
         for dtype, config, gradient in product(arch.dtypes, arch.prebuilt_configs(), gradients)
     ]
-    every = [kernel for s in sets for kernel in s.all()]
-    return list(dict.fromkeys(every))
+    return list(dict.fromkeys(kernel for kernels in sets for kernel in kernels.all()))

@@ -1,15 +1,15 @@
-"""TODO."""
+"""Architectures with kernels: limits, legal configurations and defaults."""
 
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 
 ARCHS: tuple[Arch, ...] = (Sm90(), Sm100(), Sm100("sm_103a", (10, 3), poly_exp2_per_16=0))
-"""Every architecture that has kernels; the exponentials of sm_103a are twice as many a cycle."""
+"""Every architecture with kernels; sm_103a has twice the exponential throughput of sm_100a."""
 
 
 def arch_for(capability: tuple[int, int]) -> Arch | None:
-    """Return the architecture of a device of this compute capability, None if it has no kernels."""
+    """Return the architecture of a compute capability; None if it has no kernels."""
     return next((arch for arch in ARCHS if arch.capability == capability), None)
 
 

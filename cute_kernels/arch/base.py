@@ -1,4 +1,4 @@
-"""What an architecture can run: limits, the configurations to choose from, and the default."""
+"""The interface of an architecture: limits, configurations to choose from, and the defaults."""
 
 import dataclasses
 import math
@@ -9,72 +9,72 @@ from typing import Any
 
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 
-STEP = 64
-"""Hidden features of one stage: 128 bytes of a 16-bit dtype, the widest swizzle of TMA."""
+TILE_K = 64
+"""Inner dimension of one stage: 128 bytes of a 16-bit dtype, the widest swizzle of TMA."""
 BARRIER_BYTES = 1024
-"""Shared memory before the first tile, which is aligned to as much."""
+"""Shared memory before the first tile, including its alignment."""
 
 Rule = tuple[str, Any, bool, str]
-"""What is looked at, its value, whether it is legal, and what would be."""
+"""The checked quantity, its value, whether it is legal, and the expected values."""
 
 
-def slab_columns(tile_n: int, item_bytes: int) -> int:
-    """Return the columns that a warp stores at a time: up to a swizzle of 128 bytes."""
+def epi_tile_columns(tile_n: int, item_bytes: int) -> int:
+    """Return the columns that a warp stores at a time: at most a swizzle of 128 bytes."""
     return math.gcd(tile_n, 128 // item_bytes)
 
 
 @dataclass(frozen=True)
 class Arch(ABC):
-    """What all architectures have in common."""
+    """An architecture's answers to the questions that hosts, tuner and kernels ask."""
 
     name: str
     capability: tuple[int, int]
     family: str
-    """Which of the kernels' modules are its own."""
+    """Folder of the kernels for this architecture."""
     forms_weight_gradient: bool
-    """Whether dW has kernels."""
+    """Whether it has gradient GEMMs for dW."""
     smem_bytes: int = 227 << 10
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
 
     @abstractmethod
     def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
-        """Return every configuration that may be chosen where nothing was tuned."""
+        """Return every configuration of `project_exp` that the defaults choose from."""
 
     @abstractmethod
     def default(self, tokens: int) -> GemmConfig:
-        """Return the configuration for `tokens` rows where nothing better is known."""
+        """Return the default configuration of `project_exp` for `tokens` rows."""
 
     @abstractmethod
     def default_configs(self, tokens: int, hidden: int, num_sms: int) -> KernelConfigs:
-        """Return the configurations of all kernels where nothing better is known."""
+        """Return the default configurations of all kernels."""
 
     @abstractmethod
     def grad_gemm_configs(self) -> tuple[GemmConfig, ...]:
-        """Return every configuration of a gradient's product that those can have."""
+        """Return every configuration of the gradient GEMMs that the defaults choose from."""
 
     @abstractmethod
     def search_space(self) -> tuple[GemmConfig, ...]:
-        """Return every configuration that is worth a trial."""
+        """Return every configuration that the tuner may try."""
 
     @abstractmethod
     def stage_bytes(self, config: GemmConfig) -> int:
         """Return the shared memory of one stage."""
 
     @abstractmethod
-    def slab_bytes(self, config: GemmConfig) -> int:
-        """Return the shared memory of the exponentials on their way to memory."""
+    def epi_tile_bytes(self, config: GemmConfig) -> int:
+        """Return the shared memory of the epilogue's stores."""
 
     @abstractmethod
     def rules(self, config: GemmConfig) -> Iterator[Rule]:
-        """Yield what this architecture asks of a configuration."""
+        """Yield the legality rules of this architecture."""
 
     def used_smem_bytes(self, config: GemmConfig) -> int:
-        """Return the shared memory of the kernel that stores, the larger one."""
+        """Return the shared memory of a kernel that stores, the largest one."""
         inputs = config.stages * self.stage_bytes(config)
-        return BARRIER_BYTES + inputs + self.slab_bytes(config)
+        return BARRIER_BYTES + inputs + self.epi_tile_bytes(config)
 
     def is_legal(self, config: GemmConfig) -> bool:
-        """Whether the hardware can run a configuration."""
+        """Return whether the hardware can run a configuration."""
         try:
             self.check(config)
         except ValueError:
@@ -86,8 +86,8 @@ class Arch(ABC):
         for field in dataclasses.fields(config):
             number, kind = getattr(config, field.name), field.type
             assert isinstance(kind, type)
-            is_of_kind = type(number) is kind
-            if not is_of_kind or number < 0:
+            has_type = type(number) is kind
+            if not has_type or number < 0:
                 raise ValueError(
                     f"{field.name}: got {number!r}, expected {kind.__name__} of at least 0"
                 )
@@ -95,7 +95,7 @@ class Arch(ABC):
         common: tuple[Rule, ...] = (
             ("tile", tile, min(tile) > 0, "at least one row and column"),
             ("raster_group", config.raster_group, config.raster_group >= 1, "at least 1"),
-            # larger clusters leave num_sms idle: those of a GPC are no multiple of 4
+            # larger clusters leave SMs idle: the number of SMs of a GPC is no multiple of 4
             ("cluster", config.cluster, config.cluster in (1, 2), "1 or 2"),
         )
         memory: Rule = (

@@ -1,23 +1,58 @@
-"""TODO."""
+"""Hopper: limits and default configurations."""
 
 import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cutefce.cute_kernels.arch.base import STEP, Arch, Rule, slab_columns
+from cutefce.cute_kernels.arch.base import TILE_K, Arch, Rule, epi_tile_columns
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.schedule.order import (
     MAX_K_SPLITS,
-    MIN_STEPS_PER_SPLIT,
+    MIN_K_TILES_PER_SPLIT,
     choose_k_splits,
     num_waves,
 )
 
+WIDE_CLUSTER2 = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
+TALL_CLUSTER2 = GemmConfig(192, 128, cluster=2, stages=5, pingpong=True)
+WIDE = GemmConfig(128, 192, cluster=1, stages=5, pingpong=True)
+TALL = GemmConfig(192, 128, cluster=1, stages=5, pingpong=True)
+LOW = GemmConfig(64, 256, cluster=1, stages=5, pingpong=True)
+COOPERATIVE = GemmConfig(128, 256, cluster=2, stages=4, pingpong=False)
+"""Configurations of `project_exp`; the warpgroups of `COOPERATIVE` share each tile."""
+
+GRAD_128 = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
+GRAD_192 = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
+GRAD_256 = GemmConfig(128, 256, cluster=2, stages=4, pingpong=False)
+"""Configurations of the gradient GEMMs, by columns of a tile."""
+
+# Relative times, measured on an H200 by `python -m bench step` and `make autotune`.  Wide tiles
+# move less data, which saves power; ping-pong hides epilogues, of which short GEMMs have more.
+SINGLE_CTA_TIME = 1.03
+"""Time a row of `project_exp` without multicast, relative to clusters of 2."""
+GRAD_HIDDEN_TIMES = {GRAD_256: 1.0, GRAD_192: 1.015, GRAD_128: 1.03}
+"""Time a column of dX."""
+GRAD_HIDDEN_SHORT_TIMES = {GRAD_128: 1.0, GRAD_192: 1.0}
+"""Time a column of dX over fewer than `KernelConfigs.SHORT` columns."""
+GRAD_WEIGHT_TIMES = {GRAD_128: 1.0, GRAD_192: 0.988}
+"""Time a column of dW."""
+GRAD_WEIGHT_LONG_TIMES = {GRAD_128: 1.0, GRAD_192: 0.96}
+"""Time a column of dW over at least `LONG_TOKENS` tokens."""
+LONG_TOKENS = 16384
+MIN_GRAD_HIDDEN_UTILIZATION = 0.8
+"""Fraction of dX's waves that must be useful work; below it cuBLAS, with other tiles, is faster."""
+
+
+def fastest(times: dict[GemmConfig, float], columns: int) -> GemmConfig:
+    """Return the configuration that is fastest for `columns`, given its time a column."""
+    return min(times, key=lambda config: times[config] * round_up(columns, config.tile_n))
+
 
 @dataclass(frozen=True)
 class Sm90(Arch):
-    """Hopper."""
+    """Hopper, compute capability 9.0."""
 
     name: str = "sm_90a"
     capability: tuple[int, int] = (9, 0)
@@ -25,58 +60,33 @@ class Sm90(Arch):
     forms_weight_gradient: bool = True
 
     def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
-        return (
-            GemmConfig(128, 192, cluster=2, stages=5, pingpong=True),
-            GemmConfig(192, 128, cluster=2, stages=5, pingpong=True),
-            GemmConfig(128, 192, cluster=1, stages=5, pingpong=True),
-            GemmConfig(192, 128, cluster=1, stages=5, pingpong=True),
-            GemmConfig(64, 256, cluster=1, stages=5, pingpong=True),
-            GemmConfig(128, 256, cluster=2, stages=4, pingpong=False),
-        )
+        return WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL, LOW, COOPERATIVE
 
     def default(self, tokens: int) -> GemmConfig:
-        two_cta, tall_pair, single, tall, low, _ = self.prebuilt_configs()
-        if tokens <= low.rows:
-            return low
+        if tokens <= LOW.rows:
+            return LOW
 
-        def cost(config: GemmConfig) -> float:
-            """Return the rows that are computed; multicast saves traffic, and that power."""
-            return -(-tokens // config.rows) * config.rows * (1.0 if config.cluster == 2 else 1.03)
+        def time(config: GemmConfig) -> float:
+            cluster2 = config.cluster == 2
+            return round_up(tokens, config.rows) * (1.0 if cluster2 else SINGLE_CTA_TIME)
 
-        return min((two_cta, tall_pair, single, tall), key=cost)
+        return min((WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL), key=time)
 
     def default_configs(self, tokens: int, hidden: int, num_sms: int) -> KernelConfigs:
-        narrow, middle, wide = self.grad_gemm_configs()
-
-        def best(seconds: dict[GemmConfig, float]) -> GemmConfig:
-            """Return the configuration that is fastest for tiles of these relative times."""
-            return min(seconds, key=lambda c: seconds[c] * -(-hidden // c.tile_n) * c.tile_n)
-
-        # measured on an H200, in turns with other work and for long: wide tiles move less, which
-        # saves power; in turns, warpgroups hide the epilogues, which short products have more of
-        of_hidden = best({wide: 1.0, middle: 1.015, narrow: 1.03})
-        of_short = best({narrow: 1.0, middle: 1.0})
-        of_weight = best({narrow: 1.0, middle: 0.96 if tokens >= 16384 else 0.988})
-        clusters = num_sms // of_hidden.cluster
-        units = -(-tokens // of_hidden.rows) * -(-hidden // of_hidden.tile_n)
-        longest = num_waves(
-            units, clusters, choose_k_splits(units, clusters, MAX_K_SPLITS * MIN_STEPS_PER_SPLIT)
-        )
-        # a plain product, which has tiles of other sizes, wins where few rows fill those of dX
-        used = tokens * hidden / (longest * clusters * of_hidden.rows * of_hidden.tile_n)
-        if used < 0.8:
-            return KernelConfigs(self.default(tokens), None, of_weight)
-        return KernelConfigs(self.default(tokens), of_hidden, of_weight, of_short)
+        project_exp = self.default(tokens)
+        grad_hidden = fastest(GRAD_HIDDEN_TIMES, hidden)
+        short = fastest(GRAD_HIDDEN_SHORT_TIMES, hidden)
+        weight_times = GRAD_WEIGHT_LONG_TIMES if tokens >= LONG_TOKENS else GRAD_WEIGHT_TIMES
+        grad_weight = fastest(weight_times, hidden)
+        if _utilization(grad_hidden, tokens, hidden, num_sms) < MIN_GRAD_HIDDEN_UTILIZATION:
+            return KernelConfigs(project_exp, None, grad_weight)
+        return KernelConfigs(project_exp, grad_hidden, grad_weight, short)
 
     def grad_gemm_configs(self) -> tuple[GemmConfig, ...]:
-        return (
-            GemmConfig(128, 128, cluster=2, stages=6, pingpong=True),
-            GemmConfig(128, 192, cluster=2, stages=5, pingpong=True),
-            GemmConfig(128, 256, cluster=2, stages=4, pingpong=False),
-        )
+        return GRAD_128, GRAD_192, GRAD_256
 
     def search_space(self) -> tuple[GemmConfig, ...]:
-        # as many stages as fit, or one less: more hide more, whatever the problem
+        # as many stages as fit, or one less: deeper pipelines hide more latency
         found = []
         tiles = itertools.product((64, 128, 192, 256), (128, 160, 192, 256), (1, 2), (True, False))
         for tile_m, tile_n, cluster, pingpong in tiles:
@@ -85,8 +95,8 @@ class Sm90(Arch):
                 config = GemmConfig(tile_m, tile_n, cluster, stages, pingpong)
                 if self.is_legal(config):
                     legal.append(config)
-            for config, group in itertools.product(legal[:-3:-1], (8, 4, 16)):
-                found.append(dataclasses.replace(config, raster_group=group))
+            for config, raster_group in itertools.product(legal[:-3:-1], (8, 4, 16)):
+                found.append(dataclasses.replace(config, raster_group=raster_group))
         return tuple(found)
 
     def accumulators(self, config: GemmConfig) -> int:
@@ -94,28 +104,36 @@ class Sm90(Arch):
         return config.tile_m * config.tile_n // (128 if config.pingpong else 256)
 
     def registers(self, config: GemmConfig) -> tuple[int, int]:
-        """Return the registers of a producer and of a consumer thread; 504 for three groups."""
+        """Return the registers of a producer and of a consumer thread.
+
+        One producer and two consumer warpgroups have 504 registers a thread in total.
+        """
         return (40, 232) if self.accumulators(config) <= 192 else (24, 240)
 
     def stage_bytes(self, config: GemmConfig) -> int:
-        return (config.tile_m + config.tile_n) * STEP * 2
+        return (config.tile_m + config.tile_n) * TILE_K * 2
 
-    def slab_bytes(self, config: GemmConfig) -> int:
-        return 2 * 64 * max(slab_columns(config.tile_n, size) * size for size in (2, 4))
+    def epi_tile_bytes(self, config: GemmConfig) -> int:
+        return 2 * 64 * max(epi_tile_columns(config.tile_n, size) * size for size in (2, 4))
 
     def rules(self, config: GemmConfig) -> Iterator[Rule]:
         tile_m, tile_n, rows = config.tile_m, config.tile_n, 64 if config.pingpong else 128
+        poly = config.poly_exp2_per_16
         yield "tile_m", tile_m, tile_m % rows == 0, f"a multiple of {rows} (wgmma)"
         yield "tile_n", tile_n, tile_n % 16 == 0, "a multiple of 16 (stmatrix)"
         yield "tile_n", tile_n, tile_n <= 256, "at most 256 (wgmma)"
-        few = self.accumulators(config) <= 208
-        yield "tile", (tile_m, tile_n), few, "at most 208 accumulators a thread"
-        yield "two_cta", config.two_cta, not config.two_cta, "False (tcgen05 alone)"
-        yield (
-            "poly_exp2_per_16",
-            config.poly_exp2_per_16,
-            not config.poly_exp2_per_16,
-            "0 (Blackwell alone)",
-        )
-        # a stage is given back when the products of the next one have been issued
+        fits = self.accumulators(config) <= 208
+        yield "tile", (tile_m, tile_n), fits, "at most 208 accumulators a thread"
+        yield "two_cta", config.two_cta, not config.two_cta, "False (Blackwell only)"
+        yield "poly_exp2_per_16", poly, not poly, "0 (Blackwell only)"
+        # a stage is released once the MMAs of the next one have been issued
         yield "stages", config.stages, config.stages >= 2, "at least 2"
+
+
+def _utilization(config: GemmConfig, tokens: int, hidden: int, num_sms: int) -> float:
+    """Return the fraction of a dX GEMM's time, in whole waves, that computes elements of dX."""
+    clusters = num_sms // config.cluster
+    work_tiles = ceil_div(tokens, config.rows) * ceil_div(hidden, config.tile_n)
+    k_splits = choose_k_splits(work_tiles, clusters, MAX_K_SPLITS * MIN_K_TILES_PER_SPLIT)
+    waves = num_waves(work_tiles, clusters, k_splits)
+    return tokens * hidden / (waves * clusters * config.rows * config.tile_n)

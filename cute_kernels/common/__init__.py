@@ -1,1 +1,1 @@
-"""Device code that all kernels share."""
+"""Device code shared by all kernels."""

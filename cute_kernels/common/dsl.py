@@ -1,13 +1,13 @@
-"""What the kernels share of the DSL: dtypes, arguments to compile for, arithmetic."""
+"""DSL basics shared by all kernels: dtypes, fake tensors to compile for, PDL, exp2."""
 
 import math
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from cutefce.cute_kernels.common.exp2 import emulated_exp2
+from cutefce.cute_kernels.common.exp2 import poly_exp2
 
 DTYPES = {
     "bfloat16": cutlass.BFloat16,
@@ -15,24 +15,24 @@ DTYPES = {
     "float32": cutlass.Float32,
 }
 
-EARLY = {"use_pdl": True}
-"""What a launch asks for to begin while the kernel before ends."""
+USE_PDL = {"use_pdl": True}
+"""Launch option: start while the previous kernel ends (programmatic dependent launch)."""
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 
 
-def await_previous() -> None:
-    """Wait for the kernel before - what is older is done - and let the next one begin.
+def pdl_wait() -> None:
+    """Wait until the previous kernel's memory is visible, then let the next kernel start.
 
-    Every kernel that is launched early (`EARLY`) calls this before it reads or writes memory.
+    A kernel launched with `USE_PDL` calls this before it accesses memory.
     """
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
 
 
 def matrix(dtype: Any, rows: Any, columns: Any, aligned: bool = True) -> Any:
-    """Return a stand-in for a matrix of any pitch, whose rows begin at 16 bytes if `aligned`."""
+    """Return a fake row-major matrix of any pitch; if `aligned`, rows start at 16 bytes."""
     if not aligned:
         return make_fake_tensor(dtype, (rows, columns), (cute.sym_int64(), 1))
     pitch = cute.sym_int64(divisibility=8)
@@ -40,31 +40,36 @@ def matrix(dtype: Any, rows: Any, columns: Any, aligned: bool = True) -> Any:
 
 
 def transposed(dtype: Any, rows: Any, columns: Any) -> Any:
-    """Return a stand-in for the transpose of a `matrix` of `columns` rows."""
+    """Return a fake (rows, columns) transpose of a `matrix` of `columns` rows."""
     strides = 1, cute.sym_int64(divisibility=8)
     return make_fake_tensor(dtype, (rows, columns), strides, assumed_align=16)
 
 
 def vector(dtype: Any, size: Any) -> Any:
-    """Return a stand-in for a contiguous vector."""
+    """Return a fake contiguous vector."""
     return make_fake_compact_tensor(dtype, (size,))
 
 
-def number(dtype: Any) -> Any:
-    """Return a stand-in for a tensor () of one number."""
+def scalar(dtype: Any) -> Any:
+    """Return a fake tensor of shape ()."""
     return make_fake_compact_tensor(dtype, ())
 
 
-def exp2(x: Any, emulated: bool = False) -> Any:
-    """Return 2**x to 2 units of the last place: by the hardware's approximation, or `emulated`."""
-    return emulated_exp2(x, _clamp, _power) if emulated else cute.math.exp2(x, fastmath=True)
+def current_stream() -> Any:
+    """Return a fake stream, for which a launch takes torch's current stream."""
+    return make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def exp2(x: Any, poly: bool = False) -> Any:
+    """Return 2**x to 2 ulp: by the hardware's approximation, or by a polynomial if `poly`."""
+    return poly_exp2(x, _clamp, _shift_bits) if poly else cute.math.exp2(x, fastmath=True)
 
 
 def _clamp(x: Any, low: float, high: float) -> Any:
-    """Return x within [low, high]; NaN stays."""
+    """Return x clamped to [low, high]; NaN stays NaN."""
     return cute.arch.fmin(cute.arch.fmax(x, low, nan=True), high, nan=True)
 
 
-def _power(x: Any) -> Any:
-    """Return the float of x's bits, moved by 23."""
+def _shift_bits(x: Any) -> Any:
+    """Return the float whose bits are those of x shifted left by 23."""
     return (x.bitcast(cutlass.Int32) << 23).bitcast(cutlass.Float32)

@@ -1,11 +1,11 @@
-"""2**x by products and sums, for where the hardware's own exponentials are too few.
+"""2**x by a polynomial, to relieve the hardware's exponential unit.
 
 With n = round(x) and f = x - n, 2**x = 2**n · 2**f.  Adding `SHIFT` leaves n + 127 in the lowest
-bits of the sum, where moving them by 23 gives the float 2**n; 2**f is a polynomial on [-1/2, 1/2].
-The largest relative error is 2.5·10⁻⁷: about 2 units of the last place, as the hardware's.  Below
-2⁻¹²⁶ little is left of a result, of -inf exactly 0; from 2¹²⁸ on it is inf; NaN stays NaN.
+bits of the sum, which shifted left by 23 are the float 2**n; 2**f is a polynomial on [-1/2, 1/2].
+The largest relative error is 2.5·10⁻⁷, about 2 ulp like the hardware's.  Results below 2⁻¹²⁶ are
+flushed towards 0 (exactly 0 for -inf), results from 2¹²⁸ on are inf, and NaN stays NaN.
 
-One function for a kernel's numbers and for numpy's, which test it.
+The same function serves device code and numpy, which tests it.
 """
 
 from collections.abc import Callable
@@ -13,17 +13,20 @@ from typing import Any
 
 SHIFT = 1.5 * 2**23 + 127
 COEFFICIENTS = (0.00132764725, 0.00967554096, 0.0555071309, 0.240221202, 0.693146944, 1.00000012)
-"""Of f⁵ down to 1, for the least relative error."""
+"""Coefficients of f⁵ to f⁰ with the least maximal relative error."""
 
 
-def emulated_exp2(
-    x: Any, clamp: Callable[[Any, float, float], Any], power: Callable[[Any], Any]
+def poly_exp2(
+    x: Any, clamp: Callable[[Any, float, float], Any], shift_bits: Callable[[Any], Any]
 ) -> Any:
-    """Return 2**x; `power` moves the bits of a float by 23, as a float."""
+    """Return 2**x.
+
+    `clamp(x, low, high)` keeps NaN; `shift_bits` shifts a float's bits left by 23, as a float.
+    """
     x = clamp(x, -127.0, 128.0)
     shifted = x + SHIFT
     fraction = x - (shifted - SHIFT)
     result = COEFFICIENTS[0]
     for coefficient in COEFFICIENTS[1:]:
         result = result * fraction + coefficient
-    return result * power(shifted)
+    return result * shift_bits(shifted)

@@ -1,4 +1,8 @@
-"""TODO."""
+"""Vectorized row access for the O(N·D) kernels.
+
+A row of D elements is read and written as D / 8 vectors of 8 elements, which are 16 bytes of a
+16-bit dtype, so D must be a multiple of 8.
+"""
 
 from typing import Any
 
@@ -8,20 +12,20 @@ from cutlass import Float32, Int32
 from cutefce.cute_kernels import spec
 
 WARPS = spec.TargetLogitSpec.WARPS
-"""Warps of a block."""
+"""Warps of a thread block."""
 
 
 @cute.jit
-def chunks(x: cute.Tensor, row: Any) -> cute.Tensor:
-    """Return row `row` of x (N, D) as (8, D / 8)."""
+def row_vectors(x: cute.Tensor, row: Any) -> cute.Tensor:
+    """Return row `row` of x (N, D) as vectors (8, D / 8)."""
     return cute.zipped_divide(x[row, None], (8,))
 
 
 @cute.jit
-def load(x: cute.Tensor, chunk: Int32) -> cute.Tensor:
-    """Return chunk number `chunk` of x (8, n) as float32 registers."""
-    raw = cute.make_rmem_tensor((8,), x.element_type)
-    cute.autovec_copy(x[None, chunk], raw)
+def load_fp32(vectors: cute.Tensor, index: Int32) -> cute.Tensor:
+    """Load vector `index` of (8, n) into float32 registers."""
+    raw = cute.make_rmem_tensor((8,), vectors.element_type)
+    cute.autovec_copy(vectors[None, index], raw)
     wide = cute.make_rmem_tensor((8,), Float32)
     wide.store(raw.load().to(Float32))
     return wide

@@ -1,1 +1,1 @@
-"""Compile a kernel from its specification, and cache it."""
+"""Compiles kernels from their specs, and caches the libraries."""

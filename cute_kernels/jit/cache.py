@@ -1,15 +1,13 @@
-"""Compiled kernels: in this process, the user's cache folder, the package, or from the compiler.
+"""Cache of compiled kernels: this process, the user's folder, the package's, then the compiler.
 
-A library lies at <folder>/<fingerprint>/<key>.so.  The fingerprint covers the kernels' sources and
-the versions of the compiler, the key a kernel's description.  Loading one takes a millisecond and
-needs only the compiler's small runtime library, not the compiler.  A file ends with the digest of
-what comes before it, which loaders do not look at: whatever is damaged or foreign is compiled
-again.  Processes that need the same kernel wait for the first one's; a process that dies leaves
-nothing that others would wait for or take.  Where the folder cannot be written, or no linker (cc)
-is there, the kernel serves this process alone.
+A library's path is <folder>/<fingerprint>/<key>.so: the fingerprint covers the kernels' sources and
+the compiler's version, the key covers the kernel spec.  Loading a library needs only the compiler's
+small runtime library.  Each file ends with a digest of its content, which loaders ignore: damaged
+and foreign files are compiled again.  One process compiles while others wait for its result; a
+process that dies leaves neither lock nor partial library behind.  If the folder is read-only or
+there is no linker (cc), a kernel is compiled for this process only.
 
-The package's folder, which `make wheel` fills, obeys the same rules but is never written to: what
-cannot be used there is compiled into the user's.
+The package's folder, which `make wheel` fills, is read in the same way but never written.
 """
 
 import contextlib
@@ -30,20 +28,21 @@ from typing import Any
 import filelock
 import platformdirs
 
+from cutefce.cute_kernels.jit.canonical import canonical_source
 from cutefce.cute_kernels.jit.compiler import OPTIONS, SYMBOL, Report, compile_kernel, report
 from cutefce.cute_kernels.spec import KernelSpec
 
 CACHE_VARIABLE = "CUTEFCE_CACHE_DIR"
 """Environment variable that names another cache folder."""
 SOURCES = Path(__file__).parent.parent
-"""The package of all kernels."""
+"""The package whose sources the fingerprint covers."""
 PREBUILT_FOLDER = SOURCES / "prebuilt"
-"""The package's folder of libraries; only a wheel of `make wheel` has it."""
+"""The package's folder of libraries, which only wheels of `make wheel` contain."""
 LOCK_SECONDS = 120
-"""How long to wait for another process that compiles the same kernel."""
+"""Timeout for another process that compiles the same kernel."""
 
 compile_count = 0
-"""Kernels that this process has compiled."""
+"""Number of kernels that this process has compiled."""
 
 _lock = threading.Lock()
 _loaded: dict[KernelSpec, Any] = {}
@@ -53,45 +52,58 @@ def compiled(kernel: KernelSpec) -> Any:
     """Return the function that launches `kernel` on torch's current stream."""
     function = _loaded.get(kernel)
     if function is None:
-        with _lock:  # the compiler is not made for threads
+        with _lock:  # the compiler is not thread-safe
             function = _loaded.get(kernel) or _load_or_compile(kernel)
             _loaded[kernel] = function
     return function
 
 
 def compile_ahead(kernel: KernelSpec) -> Report:
-    """Compile `kernel` into the cache folder and return what the assembler said of it."""
+    """Compile `kernel` into the cache folder and return the assembler's report."""
     result, function = report(kernel)
     store(kernel, lambda: function)
     return result
 
 
 def base_folder() -> Path:
-    """Return the user's folder of everything that cutefce keeps; it need not exist."""
+    """Return the user's folder for all files of cutefce; it may not exist."""
     given = os.environ.get(CACHE_VARIABLE)
     return Path(given) if given else platformdirs.user_cache_path("cutefce")
 
 
 def cache_folder() -> Path:
-    """Return the folder of this version's libraries; it need not exist."""
+    """Return the user's folder for libraries of this fingerprint; it may not exist."""
     return base_folder() / fingerprint()
 
 
 def prebuilt_folder() -> Path:
-    """Return the folder of this version's libraries in the package; it need not exist."""
+    """Return the package's folder for libraries of this fingerprint; it may not exist."""
     return PREBUILT_FOLDER / fingerprint()
 
 
 @functools.cache
 def fingerprint() -> str:
-    """Return what libraries depend on besides their description, as 16 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for source in sorted(SOURCES.rglob("*.py")):
-        digest.update(
-            source.relative_to(SOURCES).as_posix().encode() + b"\0" + source.read_bytes() + b"\0"
-        )
+    """Return 16 hex digits for all that libraries depend on besides their spec.
+
+    Covers the sources, the versions of the compiler and of its runtime, the machine's architecture
+    and the compile options.
+    """
     versions = [_version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")]
-    digest.update(repr((versions, platform.machine(), OPTIONS)).encode())
+    parts = source_fingerprint(), versions, platform.machine(), OPTIONS
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def source_fingerprint(folder: Path = SOURCES) -> str:
+    """Return 16 hex digits for the Python sources below `folder`.
+
+    Covers relative paths and code, but neither docstrings, comments nor formatting; every Python
+    version computes the same digits.
+    """
+    digest = hashlib.sha256()
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
+    for name in sorted(paths):
+        digest.update(f"{name}\n{canonical_source(paths[name].read_bytes())}\n".encode())
     return digest.hexdigest()[:16]
 
 
@@ -103,13 +115,13 @@ def _version(package: str) -> str:
 
 
 def library_path(kernel: KernelSpec) -> Path:
-    """Return where the library of `kernel` lies in the cache folder, or would lie."""
+    """Return the path of the library of `kernel` in the cache folder; it may not exist."""
     key = hashlib.sha256(repr(kernel).encode()).hexdigest()[:16]
     return cache_folder() / f"{type(kernel).__name__}-{key}.so"
 
 
 def is_stored(kernel: KernelSpec) -> bool:
-    """Whether a library of `kernel` lies in the cache folder or in the package."""
+    """Return whether the cache folder or the package has a library of `kernel`."""
     return any(_stored(kernel))
 
 
@@ -119,10 +131,10 @@ def _stored(kernel: KernelSpec) -> Iterator[Path]:
 
 
 def store(kernel: KernelSpec, compile_: Callable[[], Any]) -> Path:
-    """Put the library of `kernel` into the cache folder, if it is not there; return its path.
+    """Write the library of `kernel` to the cache folder if it is missing; return its path.
 
     Raises:
-        OSError, filelock.Timeout: if the folder cannot be written or its lock be had.
+        OSError, filelock.Timeout: the folder or its lock is not available.
     """
     path = library_path(kernel)
     if not _is_whole(path):
@@ -150,10 +162,10 @@ def _compile(kernel: KernelSpec) -> Any:
 
 
 def _write(path: Path, function: Any) -> None:
-    """Export and link `function`; the file appears whole or not at all."""
+    """Export and link `function`; the file appears atomically."""
     linker = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if linker is None:
-        raise FileNotFoundError("no linker: cc, gcc and clang are not in PATH")
+        raise FileNotFoundError("no linker: PATH has neither cc nor gcc nor clang")
     part, temporary = path.with_suffix(".o"), path.with_suffix(".tmp")
     function.export_to_c(str(part), SYMBOL)
     command = [linker, "-shared", "-o", str(temporary), str(part)]
@@ -186,7 +198,7 @@ def _load(path: Path) -> Any:
 
 @functools.cache
 def _load_runtime() -> ctypes.CDLL:
-    """Load what the libraries call, of the newest CUDA that the compiler was installed for."""
+    """Load the runtime library that kernels call, for the newest CUDA that it supports."""
     package = find_spec("nvidia_cutlass_dsl")
     places = package.submodule_search_locations if package else None
     found = [

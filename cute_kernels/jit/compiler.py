@@ -1,4 +1,4 @@
-"""From a kernel's description to a function; the only module that runs the DSL's compiler."""
+"""Compiles a kernel spec into a host function; the only module that runs the DSL's compiler."""
 
 import importlib
 import re
@@ -8,60 +8,63 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.spec import FusedForwardSpec, GradGemmSpec, KernelSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec import KernelSpec
 
 OPTIONS = "--enable-tvm-ffi"
 SYMBOL = "kernel"
-"""Name of an exported function."""
+"""Name of the exported function."""
+
+MODULES: dict[type, str] = {
+    spec.FusedForwardSpec: "fused_forward",
+    spec.TargetLogitSpec: "rowwise.target_logit",
+    spec.ProjectExpSpec: "{family}.project_exp",
+    spec.ReducePartialsSpec: "rowwise.reduce_partials",
+    spec.ScaleAddRowsSpec: "rowwise.scale_add_rows",
+    spec.GradGemmSpec: "{family}.gradient",
+    spec.AddTargetsSpec: "rowwise.add_targets",
+}
+"""The module of each kernel, below `cute_kernels`; `family` is the architecture's."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the assembler said of one kernel."""
+    """The assembler's remarks on one kernel."""
 
     kernel: KernelSpec
     registers: int
-    """Registers a thread at launch; warp-specialised kernels share them out anew."""
+    """Registers a thread at launch; warp-specialized kernels redistribute them."""
     spill_bytes: int
     warnings: tuple[str, ...]
-    """Codes C75xx: products that the assembler made wait for each other."""
+    """Codes C75xx: MMAs that the assembler serialized."""
     seconds: float
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing spills and no products wait."""
+        """Whether nothing is spilled and no MMAs are serialized."""
         return not self.spill_bytes and not self.warnings
 
 
 def compile_kernel(kernel: KernelSpec, options: str = "") -> Any:
-    """Compile `kernel` for its architecture; a GPU is not needed."""
+    """Compile `kernel` for its architecture; needs no GPU."""
     import cutlass.cute as cute
 
-    function, arguments = traced(kernel)
+    function, arguments = compile_signature(kernel)
     return cute.compile(
         function, *arguments, options=f"--gpu-arch {kernel.arch} {OPTIONS} {options}"
     )
 
 
-def traced(kernel: KernelSpec) -> tuple[Any, tuple[Any, ...]]:
-    """Return the host function of `kernel` and arguments to compile it for."""
-    source = importlib.import_module(f"cutefce.cute_kernels.{source_of(kernel)}")
-    return cast(tuple[Any, tuple[Any, ...]], source.trace(kernel))
-
-
-def source_of(kernel: KernelSpec) -> str:
-    """Return the module of this folder that holds the code of `kernel`."""
-    if isinstance(kernel, FusedForwardSpec):
-        return "fused_forward"
-    family = arch_named(kernel.arch).family
-    if isinstance(kernel, ProjectExpSpec):
-        return f"{family}.project_exp"
-    return f"{family}.gradient" if isinstance(kernel, GradGemmSpec) else "rowwise"
+def compile_signature(kernel: KernelSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function of `kernel` and the arguments to compile it for."""
+    name = MODULES[type(kernel)].format(family=arch_named(kernel.arch).family)
+    module = importlib.import_module(f"cutefce.cute_kernels.{name}")
+    return cast(tuple[Any, tuple[Any, ...]], module.compile_signature(kernel))
 
 
 def report(kernel: KernelSpec) -> tuple[Report, Any]:
-    """Compile `kernel`; return what the assembler said, and the compiled function."""
+    """Compile `kernel`; return the assembler's remarks and the compiled function."""
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         remarks = Path(folder) / "remarks"
@@ -70,7 +73,7 @@ def report(kernel: KernelSpec) -> tuple[Report, Any]:
     used = re.findall(r"Used (\d+) registers", text)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", text)
     if not used or not spills:
-        raise RuntimeError(f"the assembler's remarks on {kernel} are not as expected: {text!r}")
+        raise RuntimeError(f"unexpected remarks of the assembler on {kernel}: {text!r}")
     seconds = time.perf_counter() - begin
     warnings = tuple(sorted(set(re.findall(r"C75\d\d", text))))
     return Report(kernel, max(map(int, used)), sum(map(int, spills)), warnings, seconds), function

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Partial sums to row statistics and the loss, with repair flags for far rows."""
 
 from typing import Any
 
@@ -7,136 +7,155 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
+from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import (
-    EARLY,
     LN_2,
     LOG2_E,
-    await_previous,
+    USE_PDL,
+    current_stream,
     exp2,
+    matrix,
+    pdl_wait,
+    scalar,
+    vector,
 )
 from cutefce.cute_kernels.common.row_vectors import WARPS
 from cutefce.cute_kernels.problem import SLACK
 from cutefce.cute_kernels.workspace import Semaphore, Stat
 
 
-class Finish:
-    """Join the parts of every row, and reduce the losses."""
+def compile_signature(kernel: spec.ReducePartialsSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function of `kernel` and the arguments to compile it for."""
+    rows = cute.sym_int()
+    partials = matrix(Float32, rows, cute.sym_int(), aligned=False)
+    stats = matrix(Float32, len(Stat), rows, aligned=False)
+    inputs = partials, vector(Float32, rows), vector(Int64, rows)
+    outputs = stats, scalar(Float32), vector(Int32, cute.sym_int())
+    return ReducePartials(kernel), (*inputs, *outputs, Int64(0), Int32(0), current_stream())
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+
+class ReducePartials:
+    """The kernel and its launch."""
+
+    def __init__(self, kernel: spec.ReducePartialsSpec) -> None:
+        self.rows = kernel.rows
 
     @cute.jit
     def __call__(
         self,
-        parts: cute.Tensor,
+        partials: cute.Tensor,
         logit: cute.Tensor,
         target: cute.Tensor,
         stats: cute.Tensor,
         reduced: cute.Tensor,
-        notes: cute.Tensor,
+        semaphores: cute.Tensor,
         ignored: Int64,
         mean: Int32,
         stream: Any,
     ) -> None:
-        """Write ρ, S, T and the loss to stats (4, N), of parts (N, P) and r (N,).
+        """Write stats (len(Stat), N) from partials (N, P), log2 sums relative to logit r (N,).
 
-        ρ is r, unless a part lies beyond the slack: then ρ is about the largest part, and the row
-        block is noted.  Losses of rows with r = +inf are 0.  `reduced` () receives their sum, or
-        the mean over the targets that are not `ignored`.
+        ρ is r, unless a partial exceeds the slack: then ρ is about the largest partial, and the row
+        block is flagged for repair.  The loss is 0 where r = +inf.  `reduced` () receives the sum
+        of losses, or their mean over the targets that are not `ignored`.
 
-        notes (2 + row blocks,) are described in `dsl`.
+        semaphores are laid out as in `workspace.Semaphore`.  Each parameter is one argument that
+        the host passes by position.
         """
         blocks = (logit.shape[0] + WARPS - 1) // WARPS
-        self.kernel(parts, logit, target, stats, reduced, notes, ignored, mean).launch(
-            grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **EARLY
+        self.kernel(partials, logit, target, stats, reduced, semaphores, ignored, mean).launch(
+            grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
         )
 
     @cute.kernel
     def kernel(
         self,
-        parts: cute.Tensor,
+        partials: cute.Tensor,
         logit: cute.Tensor,
         target: cute.Tensor,
         stats: cute.Tensor,
         reduced: cute.Tensor,
-        notes: cute.Tensor,
+        semaphores: cute.Tensor,
         ignored: Int64,
         mean: Int32,
     ) -> None:
-        """Join one row a warp; the block that finishes last adds all losses."""
-        await_previous()
+        """Reduce one row a warp; the last block to finish reduces the losses."""
+        pdl_wait()
         thread = cute.arch.thread_idx()[0]
         smem = SmemAllocator()
-        shared = smem.allocate_tensor(Float32, cute.make_layout(2 * WARPS), 16)
+        sums = smem.allocate_tensor(Float32, cute.make_layout(2 * WARPS), 16)
         ticket = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         if row < logit.shape[0]:
-            self.join(parts, logit, stats, notes, row)
+            self.reduce_row(partials, logit, stats, semaphores, row)
         others = cute.arch.grid_dim()[0] - 1
-        if others > 0:  # for a few rows the round trips to memory would take longer than the rest
+        if others > 0:  # a single block saves the round trips to memory
             cute.arch.fence_acq_rel_gpu()
         cute.arch.sync_threads()
         if thread == 0:
             ticket[0] = Int32(0)
             if others > 0:
                 ticket[0] = cute.arch.atomic_add(
-                    notes.iterator + Semaphore.DONE_COUNTER, Int32(1), sem="acq_rel", scope="gpu"
+                    semaphores.iterator + Semaphore.DONE_COUNTER,
+                    Int32(1),
+                    sem="acq_rel",
+                    scope="gpu",
                 )
         cute.arch.sync_threads()
         if ticket[0] == others:
-            self.reduce(stats, target, reduced, shared, ignored, mean)
+            self.reduce_losses(stats, target, reduced, sums, ignored, mean)
 
     @cute.jit
-    def join(
+    def reduce_row(
         self,
-        parts: cute.Tensor,
+        partials: cute.Tensor,
         logit: cute.Tensor,
         stats: cute.Tensor,
-        notes: cute.Tensor,
+        semaphores: cute.Tensor,
         row: Int32,
     ) -> None:
-        """Join the parts of one row."""
+        """Reduce the partials of one row."""
         lane = cute.arch.lane_idx()
         largest = -Float32.inf
-        for part in cutlass.range(lane, parts.shape[1], 32, unroll=4):
-            largest = cute.arch.fmax(largest, parts[row, part])
+        for i in cutlass.range(lane, partials.shape[1], 32, unroll=4):
+            largest = cute.arch.fmax(largest, partials[row, i])
         largest = cute.arch.warp_reduction_max(largest)
-        own = logit[row]
-        reference = own
+        target_logit = logit[row]
+        reference = target_logit
         if largest > SLACK * LOG2_E:
-            reference = own + largest * LN_2
+            reference = target_logit + largest * LN_2
             if lane == 0:
-                notes[Semaphore.REPAIR_FLAGS + row // self.rows] = Int32(1)
-        # what the rounded reference is above the target's logit; not inf - inf
+                semaphores[Semaphore.REPAIR_FLAGS + row // self.rows] = Int32(1)
+        # distance of the rounded reference above the target's logit; avoids inf - inf
         distance = Float32(0.0)
-        if reference != own:
-            distance = reference - own
+        if reference != target_logit:
+            distance = reference - target_logit
         shift = distance * LOG2_E
-        total = Float32(0.0)
-        for part in cutlass.range(lane, parts.shape[1], 32, unroll=4):
-            total += exp2(parts[row, part] - shift)
-        total = cute.arch.warp_reduction_sum(total)
+        row_sum = Float32(0.0)
+        for i in cutlass.range(lane, partials.shape[1], 32, unroll=4):
+            row_sum += exp2(partials[row, i] - shift)
+        row_sum = cute.arch.warp_reduction_sum(row_sum)
         if lane == 0:
             stats[Stat.REFERENCE, row] = reference
-            stats[Stat.SUM_EXP_OTHERS, row] = total
-            stats[Stat.SUM_EXP, row] = total + exp2(-shift)
+            stats[Stat.SUM_EXP_OTHERS, row] = row_sum
+            stats[Stat.SUM_EXP, row] = row_sum + exp2(-shift)
             # exp(r - ρ) - 1 is exactly 0 where the target's logit is the reference
-            excess = total
+            excess = row_sum
             if distance != 0.0:
-                excess = total + (exp2(-shift) - 1.0)
+                excess = row_sum + (exp2(-shift) - 1.0)
             stats[Stat.LOSS, row] = distance + log1p(excess)
 
     @cute.jit
-    def reduce(
+    def reduce_losses(
         self,
         stats: cute.Tensor,
         target: cute.Tensor,
         reduced: cute.Tensor,
-        shared: cute.Tensor,
+        sums: cute.Tensor,
         ignored: Int64,
         mean: Int32,
     ) -> None:
-        """Add all losses, in an order that is always the same."""
+        """Add all losses in a fixed order."""
         thread, warp = cute.arch.thread_idx()[0], cute.arch.warp_idx()
         total, count = Float32(0.0), Float32(0.0)
         for row in cutlass.range(thread, target.shape[0], 32 * WARPS, unroll=8):
@@ -146,14 +165,14 @@ class Finish:
         total = cute.arch.warp_reduction_sum(total)
         count = cute.arch.warp_reduction_sum(count)
         if cute.arch.lane_idx() == 0:
-            shared[warp] = total
-            shared[WARPS + warp] = count
+            sums[warp] = total
+            sums[WARPS + warp] = count
         cute.arch.sync_threads()
         if thread == 0:
             total, count = Float32(0.0), Float32(0.0)
-            for other in cutlass.range_constexpr(WARPS):
-                total += shared[other]
-                count += shared[WARPS + other]
+            for i in cutlass.range_constexpr(WARPS):
+                total += sums[i]
+                count += sums[WARPS + i]
             if mean != 0:
                 total = total / cute.arch.fmax(count, Float32(1.0))
             reduced[()] = total
@@ -161,7 +180,7 @@ class Finish:
 
 @cute.jit
 def log1p(x: Float32) -> Float32:
-    """Return log(1 + x): 2·atanh(x / (2 + x)) by its series where 1 + x would round x away."""
+    """Return log(1 + x), for small x by the series of 2·atanh(x / (2 + x))."""
     result = Float32(0.0)
     if cute.arch.fmax(x, -x) < 0.5:
         u = x / (2.0 + x)

@@ -1,63 +1,76 @@
-"""TODO."""
+"""out_i = row_scale_i x_i + gather_scale_i table_{index_i}: s ⊙ h, and the last step of dX."""
 
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int64
 
+from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import (
-    EARLY,
-    await_previous,
+    DTYPES,
+    USE_PDL,
+    current_stream,
+    matrix,
+    pdl_wait,
+    vector,
 )
-from cutefce.cute_kernels.common.row_vectors import WARPS, chunks, load
+from cutefce.cute_kernels.common.row_vectors import WARPS, load_fp32, row_vectors
+
+
+def compile_signature(kernel: spec.ScaleAddRowsSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function of `kernel` and the arguments to compile it for."""
+    rows, hidden = cute.sym_int(), cute.sym_int(divisibility=8)
+    x, out = (matrix(DTYPES[name], rows, hidden) for name in (kernel.x, kernel.out))
+    table = gather_scale = index = None
+    if kernel.table is not None:
+        table = matrix(DTYPES[kernel.table], cute.sym_int(), hidden)
+        gather_scale, index = vector(Float32, rows), vector(Int64, rows)
+    row_scale = vector(Float32, rows)
+    return scale_add_rows, (out, x, table, row_scale, gather_scale, index, current_stream())
 
 
 @cute.jit
-def combine(
+def scale_add_rows(
     out: cute.Tensor,
     x: cute.Tensor,
     table: cute.Tensor | None,
-    a: cute.Tensor | None,
-    b: cute.Tensor | None,
+    row_scale: cute.Tensor,
+    gather_scale: cute.Tensor | None,
     index: cute.Tensor | None,
     stream: Any,
 ) -> None:
-    """Write a_i (x_i + b_i table_{index_i}) to out (N, D), of x (N, D), a, b, index (N,)."""
-    combine_kernel(out, x, table, a, b, index).launch(
-        grid=[x.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **EARLY
+    """Write out (N, D) from x (N, D), vectors (N,), and table (V, D) or None."""
+    scale_add_rows_kernel(out, x, table, row_scale, gather_scale, index).launch(
+        grid=[x.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
     )
 
 
 @cute.kernel
-def combine_kernel(
+def scale_add_rows_kernel(
     out: cute.Tensor,
     x: cute.Tensor,
     table: cute.Tensor | None,
-    a: Any,
-    b: Any,
+    row_scale: cute.Tensor,
+    gather_scale: Any,
     index: Any,
 ) -> None:
-    """Combine one row a block."""
-    await_previous()
+    """Compute one row a block."""
+    pdl_wait()
     row = cute.arch.block_idx()[0]
-    scale, factor = Float32(1.0), Float32(1.0)
-    if cutlass.const_expr(a is not None):
-        scale = a[row]
-    if cutlass.const_expr(b is not None):
-        factor = b[row]
-    to, source = chunks(out, row), chunks(x, row)
-    extra = source
+    scale = row_scale[row]
+    destination, source = row_vectors(out, row), row_vectors(x, row)
+    gathered, factor = source, Float32(0.0)
     if cutlass.const_expr(table is not None):
-        extra = chunks(table, index[row])
-    for chunk in cutlass.range(cute.arch.thread_idx()[0], x.shape[1] // 8, 32 * WARPS, unroll=2):
-        values = load(source, chunk)
+        gathered, factor = row_vectors(table, index[row]), gather_scale[row]
+    for i in cutlass.range(cute.arch.thread_idx()[0], x.shape[1] // 8, 32 * WARPS, unroll=2):
+        values = load_fp32(source, i)
+        for j in cutlass.range_constexpr(8):
+            values[j] = values[j] * scale
         if cutlass.const_expr(table is not None):
-            others = load(extra, chunk)
-            for i in cutlass.range_constexpr(8):
-                values[i] = values[i] + factor * others[i]
-        for i in cutlass.range_constexpr(8):
-            values[i] = values[i] * scale
+            addends = load_fp32(gathered, i)
+            for j in cutlass.range_constexpr(8):
+                values[j] = values[j] + factor * addends[j]
         rounded = cute.make_rmem_tensor((8,), out.element_type)
         rounded.store(values.load().to(out.element_type))
-        cute.autovec_copy(rounded, to[None, chunk])
+        cute.autovec_copy(rounded, destination[None, i])

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Target logits r_i = h_i · w_y; also zeroes the semaphores of the kernels that follow."""
 
 from typing import Any
 
@@ -6,71 +6,93 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import (
-    EARLY,
-    await_previous,
+    DTYPES,
+    USE_PDL,
+    current_stream,
+    matrix,
+    pdl_wait,
+    vector,
 )
-from cutefce.cute_kernels.common.row_vectors import WARPS, chunks, load
+from cutefce.cute_kernels.common.logit_transform import transform
+from cutefce.cute_kernels.common.row_vectors import WARPS, load_fp32, row_vectors
 
 
-@cute.jit
-def target_logit(
-    h: cute.Tensor,
-    w: cute.Tensor,
-    target: cute.Tensor,
-    logit: cute.Tensor,
-    zeros: cute.Tensor,
-    ignored: Int64,
-    stream: Any,
-) -> None:
-    """Write r (N,): +inf where the target (N,) is `ignored`, NaN where it lies outside [0, V).
-
-    Set `zeros`, which are at most `kernels.TargetLogit.zeros(N)`, to 0.
-    """
-    blocks = (h.shape[0] + WARPS - 1) // WARPS
-    target_logit_kernel(h, w, target, logit, zeros, ignored).launch(
-        grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **EARLY
-    )
+def compile_signature(kernel: spec.TargetLogitSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function of `kernel` and the arguments to compile it for."""
+    dtype, rows, hidden = DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int(divisibility=8)
+    h, w = matrix(dtype, rows, hidden), matrix(dtype, cute.sym_int(), hidden)
+    vectors = vector(Int64, rows), vector(Float32, rows), vector(Int32, cute.sym_int())
+    return TargetLogit(kernel), (h, w, *vectors, Int64(0), current_stream())
 
 
-@cute.kernel
-def target_logit_kernel(
-    h: cute.Tensor,
-    w: cute.Tensor,
-    target: cute.Tensor,
-    logit: cute.Tensor,
-    zeros: cute.Tensor,
-    ignored: Int64,
-) -> None:
-    """Compute one row a warp; a thread has one of the zeros."""
-    await_previous()
-    lane = cute.arch.lane_idx()
-    place = cute.arch.block_idx()[0] * 32 * WARPS + cute.arch.thread_idx()[0]
-    if place < zeros.shape[0]:
-        zeros[place] = Int32(0)
-    row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
-    if row < h.shape[0]:
-        index = target[row]
-        inside = index >= 0 and index < w.shape[0]
-        address = Int64(0)
-        if inside:
-            address = index
-        total = dot(chunks(h, row), chunks(w, address), lane, h.shape[1] // 8)
-        total = cute.arch.warp_reduction_sum(total)
-        if not inside:
-            total = Float32.nan
-        if index == ignored:
-            total = Float32.inf
-        if lane == 0:
-            logit[row] = total
+class TargetLogit:
+    """The kernel and its launch."""
+
+    def __init__(self, kernel: spec.TargetLogitSpec) -> None:
+        self.transform = kernel.transform
+
+    @cute.jit
+    def __call__(
+        self,
+        h: cute.Tensor,
+        w: cute.Tensor,
+        target: cute.Tensor,
+        logit: cute.Tensor,
+        zeros: cute.Tensor,
+        ignored: Int64,
+        stream: Any,
+    ) -> None:
+        """Write logit (N,): +inf where target (N,) is `ignored`, NaN where it is not in [0, V).
+
+        Fills `zeros`, int32 of at most `TargetLogitSpec.max_zeros(N)` elements, with 0.
+        """
+        blocks = (h.shape[0] + WARPS - 1) // WARPS
+        self.kernel(h, w, target, logit, zeros, ignored).launch(
+            grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        h: cute.Tensor,
+        w: cute.Tensor,
+        target: cute.Tensor,
+        logit: cute.Tensor,
+        zeros: cute.Tensor,
+        ignored: Int64,
+    ) -> None:
+        """Compute one row a warp, and one zero a thread."""
+        pdl_wait()
+        lane = cute.arch.lane_idx()
+        thread = cute.arch.block_idx()[0] * 32 * WARPS + cute.arch.thread_idx()[0]
+        if thread < zeros.shape[0]:
+            zeros[thread] = Int32(0)
+        row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
+        if row < h.shape[0]:
+            index = target[row]
+            in_vocab = index >= 0 and index < w.shape[0]
+            safe_index = Int64(0)
+            if in_vocab:
+                safe_index = index
+            z = dot(row_vectors(h, row), row_vectors(w, safe_index), lane, h.shape[1] // 8)
+            z = cute.arch.warp_reduction_sum(z)
+            z = transform(z, self.transform)
+            if not in_vocab:
+                z = Float32.nan
+            if index == ignored:
+                z = Float32.inf
+            if lane == 0:
+                logit[row] = z
 
 
 @cute.jit
 def dot(a: cute.Tensor, b: cute.Tensor, lane: Int32, count: Int32) -> Float32:
-    """Return the part of Σ a·b of every 32nd chunk from `lane` on, of `count` chunks."""
+    """Return Σ a·b over the vectors `lane`, `lane` + 32, … of `count`."""
     total = Float32(0.0)
-    for chunk in cutlass.range(lane, count, 32, unroll=4):
-        x, y = load(a, chunk), load(b, chunk)
-        for i in cutlass.range_constexpr(8):
-            total += x[i] * y[i]
+    for i in cutlass.range(lane, count, 32, unroll=4):
+        x, y = load_fp32(a, i), load_fp32(b, i)
+        for j in cutlass.range_constexpr(8):
+            total += x[j] * y[j]
     return total

@@ -1,1 +1,1 @@
-"""The order in which clusters compute tiles."""
+"""Tile order: integer functions for host and device, and the kernels' scheduler."""

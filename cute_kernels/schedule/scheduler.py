@@ -1,5 +1,6 @@
-"""How a thread block walks the tiles of a bᵀ, in the order of `tile_order`."""
+"""Device-side tile scheduler: iterates over the tiles of a bᵀ in the order of `schedule.order`."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -11,17 +12,34 @@ from cutefce.cute_kernels.schedule import order
 from cutefce.cute_kernels.workspace import Semaphore
 
 
-class Walk(NamedTuple):
-    """What every role must agree on, so that they meet at the same tiles."""
+class WorkTile(NamedTuple):
+    """A work tile, or one K split of it."""
+
+    number: Int32
+    k_start: Int32
+    """Its first K tile."""
+    k_end: Int32
+    splits_before: Int32
+    """K splits of the same work tile whose results are added before this one's."""
+    splits_after: Int32
+
+
+@dataclass(frozen=True)
+class TileScheduler:
+    """Sizes and indices that all roles of a thread block share, so that they agree on tiles.
+
+    A role iterates `for index in range(cluster, num_indices(), clusters)`.
+    """
 
     row_blocks: Int32
-    windows: Int32
-    tiles: Int32
-    """Tiles of columns."""
-    steps: Int32
-    """Stages of one tile."""
-    cuts: Any
-    """Pieces of each unit of the last round; None: units are not cut."""
+    vocab_splits: Int32
+    """Column splits of each row block; gradient GEMMs split after every tile."""
+    n_tiles: Int32
+    """Column tiles."""
+    k_tiles: Int32
+    """K tiles of one tile: pipeline stages that it takes."""
+    k_splits: Any
+    """K splits of each work tile of the last wave; None if K is never split."""
     cluster: Int32
     clusters: Int32
     rank: Int32
@@ -29,72 +47,69 @@ class Walk(NamedTuple):
     rows: Int32
     columns: Int32
 
+    @cute.jit
+    def num_work_tiles(self) -> Int32:
+        """Return the number of work tiles."""
+        return self.row_blocks * self.vocab_splits
 
-class Piece(NamedTuple):
-    """A unit, or a piece of it."""
+    @cute.jit
+    def num_indices(self) -> Int32:
+        """Return the number of indices: of work tiles, where the last wave's count by K split."""
+        count = self.row_blocks * self.vocab_splits
+        if cutlass.const_expr(self.k_splits is not None):
+            count += count % self.clusters * (self.k_splits - 1)
+        return count
 
-    unit: Int32
-    """Its number."""
-    first: Int32
-    """Its first stage."""
-    end: Int32
-    earlier: Int32
-    """Pieces of the unit whose results are added before this one's."""
-    later: Int32
+    @cute.jit
+    def work_tile(self, index: Int32) -> Any:
+        """Return the `WorkTile` of an index."""
+        number, k_split, k_splits = index, Int32(0), Int32(1)
+        if cutlass.const_expr(self.k_splits is not None):
+            work_tiles = self.row_blocks * self.vocab_splits
+            if index >= work_tiles - work_tiles % self.clusters:
+                number, k_split = order.split_k(index, work_tiles, self.clusters)
+                k_splits = self.k_splits
+        k_start = self.k_tiles * k_split // k_splits
+        k_end = self.k_tiles * (k_split + 1) // k_splits
+        return WorkTile(number, k_start, k_end, k_split, k_splits - 1 - k_split)
+
+    @cute.jit
+    def coord(self, number: Int32, raster_group: int, semaphores: Any = None) -> Any:
+        """Return (row block, vocabulary split, end of the column tiles) of a work tile.
+
+        With `semaphores`, a row block without a repair flag has no tiles: its end is 0.
+        """
+        row_block, split = order.tile_coord(
+            number, self.row_blocks, self.vocab_splits, raster_group, cutlass.min
+        )
+        n_end = self.n_tiles
+        if cutlass.const_expr(semaphores is not None):
+            if semaphores[Semaphore.REPAIR_FLAGS + row_block] == 0:
+                n_end = Int32(0)
+        return row_block, split, n_end
 
 
 @cute.jit
-def make_walk(
-    config: GemmConfig, step: int, a: cute.Tensor, b: cute.Tensor, windows: Any, cuts: Any = None
-) -> Walk:
-    """Return the walk over a (M, K) and b (N, K), `step` of K a stage.
-
-    `windows` are those of each row block; None: every tile is one.
-    """
+def make_tile_scheduler(
+    config: GemmConfig,
+    tile_k: int,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    vocab_splits: Any = None,
+    k_splits: Any = None,
+) -> TileScheduler:
+    """Return the scheduler for a (M, K) and b (N, K); by default every column tile is a split."""
     (rows, inner), columns = a.shape, b.shape[0]
-    tiles = (columns + config.tile_n - 1) // config.tile_n
-    return Walk(
+    n_tiles = (columns + config.tile_n - 1) // config.tile_n
+    return TileScheduler(
         row_blocks=(rows + config.rows - 1) // config.rows,
-        windows=tiles if windows is None else windows,
-        tiles=tiles,
-        steps=(inner + step - 1) // step,
-        cuts=cuts,
+        vocab_splits=n_tiles if vocab_splits is None else vocab_splits,
+        n_tiles=n_tiles,
+        k_tiles=(inner + tile_k - 1) // tile_k,
+        k_splits=k_splits,
         cluster=cute.arch.block_idx()[0] // config.cluster,
         clusters=cute.arch.grid_dim()[0] // config.cluster,
         rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
         rows=rows,
         columns=columns,
     )
-
-
-@cute.jit
-def indices(walk: Walk) -> Int32:
-    """Return the end of the indices that are walked."""
-    units = walk.row_blocks * walk.windows
-    if cutlass.const_expr(walk.cuts is not None):
-        units += units % walk.clusters * (walk.cuts - 1)
-    return units
-
-
-@cute.jit
-def piece(walk: Walk, index: Int32) -> Any:
-    """Return the `Piece` of an index."""
-    number, cut, cuts = index, Int32(0), Int32(1)
-    if cutlass.const_expr(walk.cuts is not None):
-        units = walk.row_blocks * walk.windows
-        if index >= units - units % walk.clusters:
-            number, cut = order.piece(index, units, walk.clusters)
-            cuts = walk.cuts
-    first, end = walk.steps * cut // cuts, walk.steps * (cut + 1) // cuts
-    return Piece(number, first, end, cut, cuts - 1 - cut)
-
-
-@cute.jit
-def unit(walk: Walk, group: int, notes: Any, number: Int32) -> Any:
-    """Return row block, window and end of the tiles of a unit; 0, none, if `notes` leave it out."""
-    row, window = order.unit(number, walk.row_blocks, walk.windows, group, cutlass.min)
-    end = walk.tiles
-    if cutlass.const_expr(notes is not None):
-        if notes[Semaphore.REPAIR_FLAGS + row] == 0:
-            end = Int32(0)
-    return row, window, end

@@ -1,1 +1,1 @@
-"""Blackwell kernels."""
+"""Blackwell kernels: mainloop and `project_exp`."""

@@ -1,1 +1,1 @@
-"""Hopper kernels."""
+"""Hopper kernels: mainloop, epilogue stores, `project_exp` and the gradient GEMMs."""

@@ -1,8 +1,8 @@
-"""From accumulators to memory on Hopper: each warp its own 16 rows of every 64, slab by slab.
+"""The Hopper epilogue's stores: from accumulators through shared memory to global memory by TMA.
 
-A slab is as wide as a swizzle of shared memory, 128 bytes at most.  A warp writes it there and
-hands it to TMA, which stores it, or adds it to the float32 that memory holds; no warp waits for
-another.
+Each warp writes its 16 rows of every 64 in epilogue tiles, as wide as a swizzle of shared memory
+(128 bytes at most), and issues a TMA store, or a TMA reduction onto float32.  Warps never wait for
+each other.
 """
 
 from typing import Any
@@ -15,95 +15,96 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from cutefce.cute_kernels.arch.base import slab_columns
-from cutefce.cute_kernels.sm90.mainloop import CONSUMERS, partition
+from cutefce.cute_kernels.arch.base import epi_tile_columns
+from cutefce.cute_kernels.sm90.mainloop import MMA_WARP_GROUPS, partition
 
 
-class SlabsSm90:
-    """Slabs of tiles of `tile_n` columns; 16-bit ones are stored, float32 ones may be added."""
+class EpilogueStoreSm90:
+    """Stores of tiles of `tile_n` columns: 16-bit results, or float32 ones, which may be added."""
 
     def __init__(self, dtype: Any, tile_n: int) -> None:
         self.dtype = dtype
-        self.width = slab_columns(tile_n, dtype.width // 8)
+        self.epi_tile_n = epi_tile_columns(tile_n, dtype.width // 8)
 
     @cute.jit
-    def output(self, out: cute.Tensor) -> Any:
-        """Return (TMA atom that stores, coordinates, shared memory layout) of `out`."""
-        # the four warps of a warpgroup lie together
-        layout = self._layout(64, CONSUMERS)
-        atom, coordinates = self._atom(cpasync.CopyBulkTensorTileS2GOp(), out)
+    def tma_store(self, out: cute.Tensor) -> Any:
+        """Return (TMA atom, coordinates, shared memory layout) for stores to `out`."""
+        # the epilogue tiles of a warpgroup's four warps are contiguous
+        layout = self._smem_layout(64, MMA_WARP_GROUPS)
+        atom, coordinates = self._tma_atom(cpasync.CopyBulkTensorTileS2GOp(), out)
         return atom, coordinates, layout
 
     @cute.jit
-    def adder(self, out: cute.Tensor) -> Any:
-        """Return the TMA atom that adds to `out`; None for 16-bit numbers."""
+    def tma_add(self, out: cute.Tensor) -> Any:
+        """Return the TMA atom that adds to `out`; None for 16-bit dtypes."""
         atom = None
         if cutlass.const_expr(self.dtype is Float32):
-            atom, _ = self._atom(cpasync.CopyReduceBulkTensorTileS2GOp(), out)
+            atom, _ = self._tma_atom(cpasync.CopyReduceBulkTensorTileS2GOp(), out)
         return atom
 
-    def _atom(self, op: Any, out: cute.Tensor) -> Any:
-        slab = cute.slice_(self._layout(16, 1), (None, None, 0))
-        return cpasync.make_tiled_tma_atom(op, out, slab, (16, self.width))
+    def _tma_atom(self, op: Any, out: cute.Tensor) -> Any:
+        epi_tile = cute.slice_(self._smem_layout(16, 1), (None, None, 0))
+        return cpasync.make_tiled_tma_atom(op, out, epi_tile, (16, self.epi_tile_n))
 
-    def _layout(self, rows: int, count: int) -> Any:
-        shape = rows, self.width
+    def _smem_layout(self, rows: int, count: int) -> Any:
+        shape = rows, self.epi_tile_n
         return sm90.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, shape, count)
 
     @cute.jit
-    def put(
+    def store(
         self,
         values: cute.Tensor,
         thread: Int32,
-        group: Int32,
+        warp_group_idx: Int32,
         out: Any,
-        at: Any,
+        coord: Any,
         add: Any = None,
     ) -> None:
-        """Put `values` (2, 2, width / 8): accumulators (v, half, j) of `thread` of a warpgroup.
+        """Store `values` (2, 2, columns / 8): accumulators (v, half, j) of `thread` of a warpgroup.
 
-        `out` is (TMA atom, coordinates, shared memory), `at` the first of the warpgroup's 64 rows,
-        and which slab of these rows it is.  `add` is (TMA atom that adds, whether it is to).
+        `out` is (TMA atom, coordinates, shared memory); `coord` is (first of the warpgroup's 64
+        rows, epilogue tile of these rows); `add` is (TMA atom that adds, whether to add).
         """
         atom, coordinates, smem = out
         warp = cute.arch.make_warp_uniform(thread // 32)
-        shared = smem[None, None, group]
-        slab = cute.local_tile(shared, (16, self.width), (warp, 0))
-        _, destination, source = partition((atom, coordinates, slab), (16, self.width), Int32(0), 1)
-        # the slab before has been read, and all of this one is written
+        shape = 16, self.epi_tile_n
+        s_warp_group = smem[None, None, warp_group_idx]
+        s_warp = cute.local_tile(s_warp_group, shape, (warp, 0))
+        _, destinations, source = partition((atom, coordinates, s_warp), shape, Int32(0), 1)
+        # TMA has read the previous tile before this one is written
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-        self._write(values, shared, thread)
+        self._write_smem(values, s_warp_group, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        place = destination[None, at[0] // 16 + warp, at[1]]
+        destination = destinations[None, coord[0] // 16 + warp, coord[1]]
         if cutlass.const_expr(add is None):
-            cute.copy(atom, source, place)
+            cute.copy(atom, source, destination)
         else:
-            adder, adds = add
-            if adds:
-                cute.copy(adder, source, place)
+            add_atom, must_add = add
+            if must_add:
+                cute.copy(add_atom, source, destination)
             else:
-                cute.copy(atom, source, place)
+                cute.copy(atom, source, destination)
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def _write(self, values: cute.Tensor, shared: cute.Tensor, thread: Int32) -> None:
-        """Write a thread's values to the warpgroup's (64, width) in shared memory."""
-        # the layout of wgmma's accumulators, whatever is multiplied
+    def _write_smem(self, values: cute.Tensor, smem: cute.Tensor, thread: Int32) -> None:
+        """Write a thread's values to the warpgroup's (64, columns) in shared memory."""
+        # accumulators of wgmma have this layout for operands of any dtype and major mode
         k = OperandMajorMode.K
         mma = sm90.make_trivial_tiled_mma(
-            BFloat16, BFloat16, k, k, Float32, (1, 1, 1), (64, self.width)
+            BFloat16, BFloat16, k, k, Float32, (1, 1, 1), (64, self.epi_tile_n)
         )
         if cutlass.const_expr(self.dtype is Float32):
             pairs = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=64)
-            to_slab = mma.get_slice(thread).partition_C(shared)
-            cute.copy(pairs, cute.make_tensor(values.iterator, to_slab.shape), to_slab)
+            tCsC = mma.get_slice(thread).partition_C(smem)
+            cute.copy(pairs, cute.make_tensor(values.iterator, tCsC.shape), tCsC)
         else:
             stmatrix = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype)
             copy = cute.make_tiled_copy_S(stmatrix, cute.make_tiled_copy_C_atom(stmatrix, mma))
-            to_slab = copy.get_slice(thread).partition_D(shared)
-            rounded = cute.make_rmem_tensor(to_slab.shape, self.dtype)
+            tRS_s = copy.get_slice(thread).partition_D(smem)
+            rounded = cute.make_rmem_tensor(tRS_s.shape, self.dtype)
             flat = cute.make_tensor(values.iterator, rounded.layout)
             rounded.store(flat.load().to(self.dtype))
-            cute.copy(copy, rounded, to_slab)
+            cute.copy(copy, rounded, tRS_s)

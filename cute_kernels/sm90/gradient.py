@@ -1,15 +1,14 @@
-"""The gradients' products for Hopper, of exponentials e (N, V) that lie in memory.
+"""The gradient GEMMs for Hopper, of exponentials e (N, V) in memory.
 
-    of the hidden states   sums (N, D) = or += e w         float32
-    of the weight          sums (V, D) = or += eᵀ s        float32
-    of the weight, final   out (V, D) = (eᵀ s + Σ_{i: y_i = v} c_i h_i) · unit, rounded once
+    hidden          sums (N, D) = or += e w         float32
+    weight          sums (V, D) = or += eᵀ s        float32
+    weight, final   out (V, D) = (eᵀ s + Σ_{i: y_i = v} c_i h_i) · grad_scale, rounded once
 
-with s_i = scale_i h_i.  The target's part of the last one is added in float32, where the
-accumulators are, in the order in which the targets' lists name the tokens.
+with s_i = scale_i h_i.  The targets' terms of the last one are added to the float32 accumulators,
+in the order of `TargetCsr`.
 
-Shapes: e may be some columns of a wider matrix; `starts` (V + 1,) int32 says where in `order` (N,)
-int64 the tokens with target v begin; c (N,), in that order, and unit (1,) are float32.  N, V and D
-are dynamic; D is a multiple of 8 and rows begin at multiples of 16 bytes.
+e may be some columns of a wider matrix.  N, V and D are dynamic; D is a multiple of 8 and rows
+start at multiples of 16 bytes.
 """
 
 from typing import Any, NamedTuple
@@ -18,33 +17,43 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import (
     DTYPES,
-    await_previous,
+    current_stream,
     matrix,
+    pdl_wait,
     transposed,
     vector,
 )
-from cutefce.cute_kernels.schedule.scheduler import Piece, Walk, indices, make_walk, piece, unit
-from cutefce.cute_kernels.sm90.epilogue_store import SlabsSm90
-from cutefce.cute_kernels.sm90.mainloop import CONSUMERS, GROUP, MainloopSm90, Operand
+from cutefce.cute_kernels.schedule.scheduler import (
+    TileScheduler,
+    WorkTile,
+    make_tile_scheduler,
+)
+from cutefce.cute_kernels.sm90.epilogue_store import EpilogueStoreSm90
+from cutefce.cute_kernels.sm90.mainloop import (
+    MMA_WARP_GROUPS,
+    WARP_GROUP_THREADS,
+    Consumer,
+    MainloopSm90,
+    Operand,
+)
 from cutefce.cute_kernels.workspace import SPLIT_K_COUNTERS
 
 
-def trace(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
-    """Return the host function of `kernel` and arguments to compile it for."""
+def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function of `kernel` and the arguments to compile it for."""
     dtype = DTYPES[kernel.dtype]
     rows, inner, hidden = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
-    a = transposed(dtype, rows, inner) if kernel.of == "weight" else matrix(dtype, rows, inner)
+    a = transposed(dtype, rows, inner) if kernel.wrt == "weight" else matrix(dtype, rows, inner)
     targets = None
     if kernel.final:
-        tokens = vector(Int64, inner), vector(Int32, cute.sym_int()), vector(Float32, inner)
-        targets = Targets(*tokens, matrix(dtype, inner, hidden), vector(Float32, 1))
-    return GradientSm90(kernel), (
+        csr = vector(Int64, inner), vector(Int32, cute.sym_int()), vector(Float32, inner)
+        targets = TargetCsr(*csr, matrix(dtype, inner, hidden), vector(Float32, 1))
+    return GradGemmSm90(kernel), (
         a,
         transposed(dtype, hidden, inner),
         matrix(dtype if kernel.final else Float32, rows, hidden),
@@ -53,31 +62,36 @@ def trace(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
         Int32(1),
         None if kernel.final else Int32(1),
         None if kernel.final else Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+        current_stream(),
     )
 
 
-class Targets(NamedTuple):
-    """The lists of tokens by target, and what is added for each of them."""
+class TargetCsr(NamedTuple):
+    """Tokens sorted by target, in compressed sparse rows, and their terms of dW."""
 
     order: cute.Tensor
-    starts: cute.Tensor
-    coefficient: cute.Tensor
+    """(N,) int64: tokens by target."""
+    offsets: cute.Tensor
+    """(V + 1,) int32: start of each target's tokens in `order`."""
+    coef: cute.Tensor
+    """(N,) float32: c in that order."""
     h: cute.Tensor
-    unit: cute.Tensor
+    """(N, D)"""
+    grad_scale: cute.Tensor
+    """(1,) float32: factor of the whole result."""
 
 
-class GradientSm90(MainloopSm90):
-    """The kernel and its launch, for one description."""
+class GradGemmSm90(MainloopSm90):
+    """The kernel and its launch."""
 
     def __init__(self, kernel: spec.GradGemmSpec) -> None:
-        by_rows, by_columns = Operand(by_rows=True), Operand(by_rows=False)
-        a = by_columns if kernel.of == "weight" else by_rows
-        given = kernel.arch, kernel.dtype, kernel.config, a, by_columns
-        super().__init__(*given, masked=False, leaves_out=False)
-        assert kernel.WARPS * 32 == CONSUMERS * GROUP
+        a, b = Operand(k_major=kernel.wrt == "hidden"), Operand(k_major=False)
+        operands = kernel.arch, kernel.dtype, kernel.config, a, b
+        super().__init__(*operands, only_flagged=False, skip_missing_rows=False)
+        assert kernel.WARPS * 32 == MMA_WARP_GROUPS * WARP_GROUP_THREADS
         self.final = kernel.final
-        self.slabs = SlabsSm90(self.dtype if self.final else Float32, kernel.config.tile_n)
+        out_dtype = self.dtype if self.final else Float32
+        self.epilogue = EpilogueStoreSm90(out_dtype, kernel.config.tile_n)
 
     @cute.jit
     def __call__(
@@ -85,22 +99,22 @@ class GradientSm90(MainloopSm90):
         a: cute.Tensor,
         b: cute.Tensor,
         out: cute.Tensor,
-        targets: Targets | None,
-        notes: cute.Tensor,
+        targets: TargetCsr | None,
+        semaphores: cute.Tensor,
         clusters: Int32,
-        cuts: Int32 | None,
-        fresh: Int32 | None,
+        k_splits: Int32 | None,
+        overwrite: Int32 | None,
         stream: Any,
     ) -> None:
         """Launch on `clusters` clusters: a (M, K) and b (D, K) to out (M, D).
 
-        Sums, of which units of the last round are cut into `cuts` pieces, are added to what `out`
-        holds unless they are `fresh`.
+        Sums split the K of the last wave's work tiles by `k_splits`, and are added to `out` unless
+        `overwrite`.  Each parameter is one argument that the host passes by position.
         """
-        a_parts, b_parts = self.inputs(a, b)
-        out_parts, adder = self.slabs.output(out), self.slabs.adder(out)
-        sums, tiled_mma = (adder, cuts, fresh), self.tiled_mma(self.sharing)
-        self.kernel(tiled_mma, a_parts, b_parts, out_parts, targets, notes, sums).launch(
+        a_loads, b_load = self.tma_loads(a, b)
+        out_store, add = self.epilogue.tma_store(out), self.epilogue.tma_add(out)
+        sums, tiled_mma = (add, k_splits, overwrite), self.tiled_mma(self.m_halves)
+        self.kernel(tiled_mma, a_loads, b_load, out_store, targets, semaphores, sums).launch(
             **self.launch_shape(clusters), stream=stream
         )
 
@@ -112,11 +126,11 @@ class GradientSm90(MainloopSm90):
         b: Any,
         out: Any,
         targets: Any,
-        notes: cute.Tensor,
+        semaphores: cute.Tensor,
         sums: Any,
     ) -> None:
-        """Hand out the roles; a, b and out are (TMA atoms, coordinates, shared memory layout)."""
-        adder, cuts, fresh = sums
+        """Assign warps to roles; a, b and out are (TMA atoms, coordinates, smem layout)."""
+        add, k_splits, overwrite = sums
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         (loads_a, g_a, a_layout), (load_b, g_b, b_layout), (store, g_out, out_layout) = a, b, out
         if warp == 0:
@@ -126,81 +140,83 @@ class GradientSm90(MainloopSm90):
         barriers = smem.allocate_array(Int64, 2 * self.config.stages)
         s_a = smem.allocate_tensor(self.dtype, a_layout.outer, 1024, a_layout.inner)
         s_b = smem.allocate_tensor(self.dtype, b_layout.outer, 1024, b_layout.inner)
-        s_out = smem.allocate_tensor(self.slabs.dtype, out_layout.outer, 1024, out_layout.inner)
-        pipe = self.stages(barriers)
-        walk = make_walk(self.config, self.tile[2], g_a, g_b, None, cuts)
-        await_previous()
+        s_out = smem.allocate_tensor(self.epilogue.dtype, out_layout.outer, 1024, out_layout.inner)
+        pipe = self.make_pipeline(barriers)
+        scheduler = make_tile_scheduler(self.config, self.tile[2], g_a, g_b, None, k_splits)
+        pdl_wait()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
-                self.load(walk, pipe, (loads_a, g_a, s_a), (load_b, g_b, s_b), notes)
+                a_operand, b_operand = (loads_a, g_a, s_a), (load_b, g_b, s_b)
+                self.load(scheduler, pipe, a_operand, b_operand, semaphores)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            to = (store, g_out, s_out), adder, fresh
-            self.consume(walk, pipe, tiled_mma, (s_a, s_b), to, targets, notes)
+            outputs = (store, g_out, s_out), add, overwrite
+            self.consume(scheduler, pipe, tiled_mma, (s_a, s_b), outputs, targets, semaphores)
 
     @cute.jit
     def consume(
         self,
-        walk: Walk,
+        scheduler: TileScheduler,
         pipe: Any,
         tiled_mma: cute.TiledMma,
         inputs: Any,
-        out: Any,
+        outputs: Any,
         targets: Any,
-        notes: cute.Tensor,
+        semaphores: cute.Tensor,
     ) -> None:
-        """Consumer: multiply tile after tile, and hand it on."""
-        to, adder, fresh = out
+        """Consumer: run the MMAs of tile after tile, and store or add the results."""
+        out, add, overwrite = outputs
         config, tile = self.config, self.tile
-        consumer, state = self.begin(walk, tiled_mma, *inputs)
-        thread, group, share, turn, a, b, acc, own = consumer
+        consumer, state = self.make_consumer(scheduler, tiled_mma, *inputs)
         for index in cutlass.range(
-            walk.cluster + turn * walk.clusters,
-            indices(walk),
-            walk.clusters * config.partials_per_row,
+            scheduler.cluster + consumer.parity * scheduler.clusters,
+            scheduler.num_indices(),
+            scheduler.clusters * config.partials_per_row,
         ):
-            own_part, others = piece(walk, index), piece(walk, index + walk.clusters)
-            row, column, _ = unit(walk, config.raster_group, None, own_part.unit)
-            top = (row * config.cluster + walk.rank) * tile[0] + share * 64
-            left = column * tile[1]
-            steps, between = own_part.end - own_part.first, others.end - others.first
-            state = self.multiply(pipe, tiled_mma, acc, a, b, state, steps, between, group)
+            work_tile = scheduler.work_tile(index)
+            other = scheduler.work_tile(index + scheduler.clusters)
+            row, column, _ = scheduler.coord(work_tile.number, config.raster_group)
+            m_start = (row * config.cluster + scheduler.rank) * tile[0] + consumer.m_half * 64
+            n_start = column * tile[1]
+            k_tiles = work_tile.k_end - work_tile.k_start
+            other_k_tiles = other.k_end - other.k_start
+            state = self.mma(pipe, tiled_mma, consumer, state, k_tiles, other_k_tiles)
             if cutlass.const_expr(self.final):
-                self.finish(acc, own, targets, top, left, walk)
-                self.put(acc, thread, group, to, top, left, walk, None)
+                self.add_targets(consumer, targets, m_start, n_start, scheduler)
+                self.store(consumer, out, m_start, n_start, scheduler, None)
             else:
-                note = notes.iterator + self.note(own_part, walk, share, thread)
-                if own_part.earlier > 0:
-                    await_adds(note, own_part.earlier)
-                adds = fresh == 0 or own_part.earlier > 0
-                self.put(acc, thread, group, to, top, left, walk, (adder, adds))
-                if own_part.later > 0:
-                    tell_adds(note)
+                counter = semaphores.iterator + self.counter_index(work_tile, scheduler, consumer)
+                if work_tile.splits_before > 0:
+                    await_splits(counter, work_tile.splits_before)
+                must_add = overwrite == 0 or work_tile.splits_before > 0
+                self.store(consumer, out, m_start, n_start, scheduler, (add, must_add))
+                if work_tile.splits_after > 0:
+                    signal_split(counter)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def finish(
+    def add_targets(
         self,
-        acc: cute.Tensor,
-        own: cute.Tensor,
-        targets: Targets,
-        top: Int32,
-        left: Int32,
-        walk: Walk,
+        consumer: Consumer,
+        targets: TargetCsr,
+        m_start: Int32,
+        n_start: Int32,
+        scheduler: TileScheduler,
     ) -> None:
-        """Add what the tokens contribute whose target a row is, and multiply by the unit."""
-        first = left + own[0][1]
-        limit = walk.columns - first
-        for block in cutlass.range_constexpr(self.blocks):
+        """Add the terms of the tokens whose target each row is, and multiply by `grad_scale`."""
+        acc = consumer.acc
+        first = n_start + consumer.tCcC[0][1]
+        limit = scheduler.columns - first
+        for m_block in cutlass.range_constexpr(self.m_blocks):
             for half in cutlass.range_constexpr(2):
-                row = self.row(own, top, block, half)
+                row = self.row(consumer.tCcC, m_start, m_block, half)
                 begin, end = Int32(0), Int32(0)
-                if row < walk.rows:
-                    begin, end = targets.starts[row], targets.starts[row + 1]
-                for place in cutlass.range(begin, end, unroll=4):
-                    token = targets.order[place]
-                    factor = targets.coefficient[place]
+                if row < scheduler.rows:
+                    begin, end = targets.offsets[row], targets.offsets[row + 1]
+                for slot in cutlass.range(begin, end, unroll=4):
+                    token = targets.order[slot]
+                    factor = targets.coef[slot]
                     pairs = cute.zipped_divide(targets.h[token, None], (2,))
                     for j in cutlass.range_constexpr(self.tile[1] // 8):
                         if 8 * j < limit:
@@ -208,59 +224,64 @@ class GradientSm90(MainloopSm90):
                             cute.autovec_copy(pairs[None, first // 2 + 4 * j], pair)
                             wide = pair.load().to(Float32)
                             for v in cutlass.range_constexpr(2):
-                                at = (v, half, j), block, 0
-                                acc[at] = acc[at] + factor * wide[v]
-        acc.store(acc.load() * targets.unit[0])
+                                coord = (v, half, j), m_block, 0
+                                acc[coord] = acc[coord] + factor * wide[v]
+        acc.store(acc.load() * targets.grad_scale[0])
 
     @cute.jit
-    def note(self, part: Piece, walk: Walk, share: Int32, thread: Int32) -> Int32:
-        """Return where a warp notes the pieces of a unit that it has added."""
-        warp = cute.arch.make_warp_uniform((share * GROUP + thread) // 32)
-        block = part.unit % walk.clusters * self.config.cluster + walk.rank
+    def counter_index(
+        self, work_tile: WorkTile, scheduler: TileScheduler, consumer: Consumer
+    ) -> Int32:
+        """Return the index of the warp's counter of added K splits of a work tile."""
+        warp = cute.arch.make_warp_uniform(
+            (consumer.m_half * WARP_GROUP_THREADS + consumer.thread) // 32
+        )
+        cluster = work_tile.number % scheduler.clusters
+        block = cluster * self.config.cluster + scheduler.rank
         return SPLIT_K_COUNTERS + block * spec.GradGemmSpec.WARPS + warp
 
     @cute.jit
-    def put(
+    def store(
         self,
-        acc: cute.Tensor,
-        thread: Int32,
-        group: Int32,
+        consumer: Consumer,
         out: Any,
-        top: Int32,
-        left: Int32,
-        walk: Walk,
+        m_start: Int32,
+        n_start: Int32,
+        scheduler: TileScheduler,
         add: Any,
     ) -> None:
-        """Store the tile, or add it, see `SlabsSm90.put`."""
-        width = self.slabs.width
-        for block in cutlass.range_constexpr(self.blocks):
-            for number in cutlass.range_constexpr(self.tile[1] // width):
-                if left + number * width < walk.columns:
-                    values = cute.make_rmem_tensor((2, 2, width // 8), Float32)
-                    for j in cutlass.range_constexpr(width // 8):
+        """Store or add the tile, epilogue tile by epilogue tile; see `EpilogueStoreSm90.store`."""
+        epi_tile_n = self.epilogue.epi_tile_n
+        for m_block in cutlass.range_constexpr(self.m_blocks):
+            for epi_tile in cutlass.range_constexpr(self.tile[1] // epi_tile_n):
+                if n_start + epi_tile * epi_tile_n < scheduler.columns:
+                    values = cute.make_rmem_tensor((2, 2, epi_tile_n // 8), Float32)
+                    for j in cutlass.range_constexpr(epi_tile_n // 8):
                         for half in cutlass.range_constexpr(2):
                             for v in cutlass.range_constexpr(2):
-                                of = (v, half, number * (width // 8) + j), block, 0
-                                values[v, half, j] = acc[of]
-                    at = top + block * 64 * self.sharing, left // width + number
-                    self.slabs.put(values, thread, group, out, at, add)
+                                acc_j = epi_tile * (epi_tile_n // 8) + j
+                                values[v, half, j] = consumer.acc[(v, half, acc_j), m_block, 0]
+                    row_start = m_start + m_block * 64 * self.m_halves
+                    coord = row_start, n_start // epi_tile_n + epi_tile
+                    thread, warp_group_idx = consumer.thread, consumer.warp_group_idx
+                    self.epilogue.store(values, thread, warp_group_idx, out, coord, add)
 
 
 @cute.jit
-def await_adds(note: Any, pieces: Int32) -> None:
-    """Wait until so many pieces of a unit were added: sums are the same in every run."""
+def await_splits(counter: Any, splits: Int32) -> None:
+    """Wait until `splits` K splits of a work tile were added, so that sums are deterministic."""
     if cute.arch.lane_idx() == 0:
-        added = cute.arch.load(note, Int32, sem="acquire", scope="gpu")
-        while added < pieces:
-            added = cute.arch.load(note, Int32, sem="acquire", scope="gpu")
+        added = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        while added < splits:
+            added = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     cute.arch.sync_warp()
     cute.arch.fence_proxy("async.global")
 
 
 @cute.jit
-def tell_adds(note: Any) -> None:
-    """Note that a warp's part of a piece was added."""
+def signal_split(counter: Any) -> None:
+    """Count a warp's part of a K split as added."""
     cute.arch.cp_async_bulk_wait_group(0)
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
-        cute.arch.red(note, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+        cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")

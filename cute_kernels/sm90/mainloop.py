@@ -1,12 +1,13 @@
 """The Hopper mainloop: tiles of a bᵀ, from memory to accumulators.
 
-One producer warp loads tiles of a (M, K) and b (N, K) by TMA; the thread blocks of a cluster hold
-different rows and share each tile of b by multicast.  Two consumer warpgroups multiply: in turns,
-each a tile of its own, so that the epilogue of one runs under the products of the other; or
-together, each one half of every tile's rows.  A cluster walks units (`tile_order`).
+One load warp fills pipeline stages with tiles of a (M, K) and b (N, K) by TMA; the thread blocks of
+a cluster hold different rows and share each tile of b by multicast.  Two warpgroups run MMAs:
+ping-pong, each on separate tiles, so that one's epilogue overlaps the other's MMAs; or cooperative,
+each on half of every tile's rows.  Clusters take work tiles in the order of `schedule.order`.
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import cutlass
@@ -17,67 +18,72 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.arch.base import STEP
+from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.common.dsl import DTYPES, EARLY
+from cutefce.cute_kernels.common.dsl import DTYPES, USE_PDL
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import ITEM_BYTES
-from cutefce.cute_kernels.schedule.scheduler import Walk, indices, piece, unit
+from cutefce.cute_kernels.schedule.scheduler import TileScheduler
 from cutefce.cute_kernels.workspace import Semaphore
 
-GROUP = 128
-"""Threads of a warpgroup."""
-CONSUMERS = 2
-"""Warpgroups that multiply."""
-CHECKPOINT = 4
-"""Stages between two meetings of all clusters."""
-PATIENCE = 5000
-"""Looks at who has arrived, of a microsecond or less each, after which meetings are given up."""
-BLOCK, BOX = 64, 8
-"""Rows of a that are loaded at a time where those beyond the last are left out: as long as there
-are so many, and then.  In loads, rows that do not exist take longer than others; but the producer
-must have the time to make several of one."""
+WARP_GROUP_THREADS = 128
+MMA_WARP_GROUPS = 2
+"""Warpgroups that run MMAs and epilogues."""
+SYNC_EVERY_STAGES = 4
+"""Stages between two sync points of all clusters."""
+MAX_POLLS = 5000
+"""Polls of the arrival counter (about 1 us each) before cluster throttling is disabled."""
+LOAD_ROWS, LOAD_ROWS_TAIL = 64, 8
+"""Rows of a that one TMA load covers when out-of-range rows are skipped: full blocks, and the tail.
+Loads of out-of-range rows are slower than others, but each load costs the load warp issue slots."""
+
+
+class NamedBarrier(IntEnum):
+    """Barriers of a thread block; 0 is that of `sync_threads`."""
+
+    MMA_TURN_WG0 = 1
+    """Ping-pong: warpgroup 0 may issue MMAs."""
+    MMA_TURN_WG1 = 2
 
 
 @dataclass(frozen=True)
 class Operand:
-    """How an operand lies in memory: by rows, so that its inner dimension K is contiguous, or not.
+    """The memory layout of an operand of a GEMM."""
 
-    What lies by columns is the transpose of a matrix that lies by rows.
-    """
-
-    by_rows: bool
+    k_major: bool
+    """Whether the inner dimension K is contiguous; otherwise the outer one is."""
 
     @property
     def major(self) -> OperandMajorMode:
-        """What wgmma calls it."""
-        return OperandMajorMode.K if self.by_rows else OperandMajorMode.MN
+        """The layout for wgmma."""
+        return OperandMajorMode.K if self.k_major else OperandMajorMode.MN
 
     @property
     def layout(self) -> LayoutEnum:
-        """What the DSL calls it."""
-        return LayoutEnum.ROW_MAJOR if self.by_rows else LayoutEnum.COL_MAJOR
+        """The layout for the DSL's helpers."""
+        return LayoutEnum.ROW_MAJOR if self.k_major else LayoutEnum.COL_MAJOR
 
 
 class Consumer(NamedTuple):
-    """What a thread of a consumer has."""
+    """A consumer thread's indices, operands and accumulators."""
 
     thread: Int32
-    """Within its warpgroup."""
-    group: Int32
-    """Its warpgroup."""
-    share: Int32
-    """Which half of a tile's rows the warpgroup holds; in turns, 0: it holds all rows."""
-    turn: Int32
-    """Which of two tiles is its first; 0 if the warpgroups share each tile."""
-    a: cute.Tensor
-    b: cute.Tensor
+    """Index within the warpgroup."""
+    warp_group_idx: Int32
+    """Index among the MMA warpgroups."""
+    m_half: Int32
+    """Half of each tile's rows that the warpgroup computes; 0 in ping-pong: it computes all."""
+    parity: Int32
+    """Ping-pong: parity of the tiles that the warpgroup computes first; 0 in cooperative mode."""
+    tCrA: cute.Tensor
+    tCrB: cute.Tensor
     acc: cute.Tensor
-    own: cute.Tensor
+    tCcC: cute.Tensor
+    """Coordinates of the accumulators within 64 rows of a tile."""
 
 
 class MainloopSm90:
-    """Loading and multiplying, for one configuration and the layouts of the operands."""
+    """Loads and MMAs for one configuration and operand layout."""
 
     def __init__(
         self,
@@ -87,80 +93,82 @@ class MainloopSm90:
         a: Operand,
         b: Operand,
         *,
-        masked: bool,
-        leaves_out: bool,
+        only_flagged: bool,
+        skip_missing_rows: bool,
     ) -> None:
-        """Leave out units that are not noted if `masked`, and rows beyond the last of a."""
+        """Skip row blocks without a repair flag and loads of out-of-range rows of a, if asked."""
         arch = arch_named(arch_name)
         assert isinstance(arch, Sm90)
         arch.check(config)
         self.config = config
         self.dtype = DTYPES[dtype]
         self.a, self.b = a, b
-        self.masked = masked
-        self.tile = (config.tile_m, config.tile_n, STEP)
-        self.leaves_out = leaves_out
-        self.heights = (BLOCK, BOX) if leaves_out else (config.tile_m,)
-        self.row_bytes = STEP * ITEM_BYTES[dtype]
+        self.only_flagged = only_flagged
+        self.tile = (config.tile_m, config.tile_n, TILE_K)
+        self.skip_missing_rows = skip_missing_rows
+        self.load_rows = (LOAD_ROWS, LOAD_ROWS_TAIL) if skip_missing_rows else (config.tile_m,)
+        self.row_bytes = TILE_K * ITEM_BYTES[dtype]
         self.producer_registers, self.consumer_registers = arch.registers(config)
-        # warpgroups that share a tile, and 64-row blocks of it that each of them holds
-        self.sharing = 1 if config.pingpong else CONSUMERS
-        self.blocks = config.tile_m // (64 * self.sharing)
+        # warpgroups that share a tile, and 64-row blocks of it that each of them computes
+        self.m_halves = 1 if config.pingpong else MMA_WARP_GROUPS
+        self.m_blocks = config.tile_m // (64 * self.m_halves)
 
     def launch_shape(self, clusters: Int32) -> dict[str, Any]:
-        """Return what a launch on `clusters` clusters asks for."""
+        """Return the launch parameters for `clusters` clusters."""
         return {
             "grid": [clusters * self.config.cluster, 1, 1],
-            "block": [GROUP * (1 + CONSUMERS), 1, 1],
+            "block": [WARP_GROUP_THREADS * (1 + MMA_WARP_GROUPS), 1, 1],
             "cluster": [self.config.cluster, 1, 1],
             "min_blocks_per_mp": 1,
-            **EARLY,
+            **USE_PDL,
         }
 
-    def tiled_mma(self, sharing: int) -> cute.TiledMma:
-        """Return wgmma over 64 rows and a tile's columns for each of `sharing` warpgroups."""
+    def tiled_mma(self, m_halves: int) -> cute.TiledMma:
+        """Return wgmma over 64 rows and a tile's columns for each of `m_halves` warpgroups."""
         return sm90.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
             self.a.major,
             self.b.major,
             Float32,
-            (sharing, 1, 1),
+            (m_halves, 1, 1),
             (64, self.tile[1]),
         )
 
-    def own(self, thread: Int32) -> Any:
-        """Return row and column of a thread's accumulators within 64 rows of a tile.
+    def acc_coords(self, thread: Int32) -> Any:
+        """Return tCcC, (row, column) of a thread's accumulators within 64 rows of a tile.
 
-        Accumulator (v, half, j) lies 8·j + v columns to the right of the thread's first one.
+        Accumulator (v, half, j) is 8·j + v columns to the right of the thread's first one.
         """
         one = self.tiled_mma(1).get_slice(thread)
         return one.partition_C(cute.make_identity_tensor((64, self.tile[1])))
 
     @cute.jit
-    def row(self, own: cute.Tensor, top: Int32, block: int, half: int) -> Int32:
+    def row(self, tCcC: cute.Tensor, m_start: Int32, m_block: int, half: int) -> Int32:
         """Return the row of the thread's accumulators (·, half, ·) of a 64-row block."""
-        return top + block * 64 * self.sharing + own[(0, half, 0), 0, 0][0]
+        return m_start + m_block * 64 * self.m_halves + tCcC[(0, half, 0), 0, 0][0]
 
     @cute.jit
-    def inputs(self, a: cute.Tensor, b: cute.Tensor) -> Any:
-        """Return (TMA atoms, coordinates, shared memory layout) of a, and the same of b.
+    def tma_loads(self, a: cute.Tensor, b: cute.Tensor) -> Any:
+        """Return (TMA atoms, coordinates, shared memory layout) of a, and (atom, …) of b.
 
-        Those of a are for `BLOCK` rows and for `BOX`, or for a tile; that of b is for a tile.
+        a has one atom for each of `load_rows`; b has one for a tile.
         """
         config, tile = self.config, self.tile
         a_layout = sm90.make_smem_layout_a(self.a.layout, tile, self.dtype, config.stages)
         b_layout = sm90.make_smem_layout_b(self.b.layout, tile, self.dtype, config.stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        share = cpasync.CopyBulkTensorTileG2SMulticastOp() if config.cluster > 1 else load
+        load_b_multicast = (
+            cpasync.CopyBulkTensorTileG2SMulticastOp() if config.cluster > 1 else load
+        )
         loads_a, g_a = [], None
-        for rows in self.heights:
-            part = sm90.make_smem_layout_a(self.a.layout, (rows, *tile[1:]), self.dtype, 1)
-            part = cute.slice_(part, (None, None, 0))
-            load_a, g_a = cpasync.make_tiled_tma_atom(load, a, part, (rows, tile[2]))
+        for rows in self.load_rows:
+            box = sm90.make_smem_layout_a(self.a.layout, (rows, *tile[1:]), self.dtype, 1)
+            box = cute.slice_(box, (None, None, 0))
+            load_a, g_a = cpasync.make_tiled_tma_atom(load, a, box, (rows, tile[2]))
             loads_a.append(load_a)
         load_b, g_b = cpasync.make_tiled_tma_atom(
-            share,
+            load_b_multicast,
             b,
             cute.slice_(b_layout, (None, None, 0)),
             (tile[1], tile[2]),
@@ -169,8 +177,8 @@ class MainloopSm90:
         return (loads_a, g_a, a_layout), (load_b, g_b, b_layout)
 
     @cute.jit
-    def stages(self, barriers: Any) -> Any:
-        """Return the pipeline of stages, after all blocks of the cluster have set theirs up."""
+    def make_pipeline(self, barriers: Any) -> Any:
+        """Return the pipeline of stages, once all blocks of the cluster have initialized theirs."""
         config, tile = self.config, self.tile
         pipe = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
@@ -178,7 +186,7 @@ class MainloopSm90:
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             # one arrival of each warp that reads a stage, at every block that fills it
             consumer_group=pipeline.CooperativeGroup(
-                pipeline.Agent.Thread, config.cluster * 4 * self.sharing
+                pipeline.Agent.Thread, config.cluster * 4 * self.m_halves
             ),
             tx_count=self.row_bytes * (tile[0] + tile[1]),
             cta_layout_vmnk=cute.make_layout((1, config.cluster, 1, 1)),
@@ -190,180 +198,199 @@ class MainloopSm90:
         return pipe
 
     @cute.jit
-    def load(self, walk: Walk, pipe: Any, a: Any, b: Any, notes: cute.Tensor) -> None:
-        """Producer: fill the stages, tile after tile; a and b are those of `inputs`, in smem."""
+    def load(
+        self, scheduler: TileScheduler, pipe: Any, a: Any, b: Any, semaphores: cute.Tensor
+    ) -> None:
+        """Producer: fill the stages of all tiles; a and b are (TMA atoms, coordinates, smem)."""
         config, tile = self.config, self.tile
         atoms_a, g_a, s_a = a
         loads_a = []
-        for height, atom_a in zip(self.heights, atoms_a, strict=True):
-            shape = height, tile[2]
+        for load_rows, atom_a in zip(self.load_rows, atoms_a, strict=True):
+            shape = load_rows, tile[2]
             operand = atom_a, g_a, cute.flat_divide(s_a, shape)
             loads_a.append(partition(operand, shape, Int32(0), 1))
-        load_b, from_b, to_b = partition(b, (tile[1], tile[2]), walk.rank, config.cluster)
-        everyone = {"mcast_mask": cutlass.Int16((1 << config.cluster) - 1)}
+        load_b, from_b, to_b = partition(b, (tile[1], tile[2]), scheduler.rank, config.cluster)
+        multicast = {"mcast_mask": cutlass.Int16((1 << config.cluster) - 1)}
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
-        units, passed, patience = walk.row_blocks * walk.windows, Int32(0), Int32(PATIENCE)
-        for index in cutlass.range(walk.cluster, indices(walk), walk.clusters):
-            part = piece(walk, index)
-            row, window, end = unit(
-                walk, config.raster_group, notes if self.masked else None, part.unit
+        work_tiles = scheduler.row_blocks * scheduler.vocab_splits
+        syncs, max_polls = Int32(0), Int32(MAX_POLLS)
+        for index in cutlass.range(scheduler.cluster, scheduler.num_indices(), scheduler.clusters):
+            work_tile = scheduler.work_tile(index)
+            row, split, n_end = scheduler.coord(
+                work_tile.number, config.raster_group, semaphores if self.only_flagged else None
             )
-            row = row * config.cluster + walk.rank
-            filled, spans = self.rows_to_load(walk, row)
-            tile_bytes = (filled + tile[1]) * self.row_bytes
-            # up to where all clusters have tiles, and the same number; one row block shares none
-            together = window + walk.tiles // walk.windows * walk.windows
-            everyone_works = index - walk.cluster + walk.clusters <= units
-            if not everyone_works or walk.rank != 0 or walk.row_blocks == 1:
-                together = Int32(0)
-            for column in cutlass.range(window, end, walk.windows):
-                for step in cutlass.range(part.first, part.end, unroll=1):
-                    if cutlass.const_expr(not self.masked):
-                        if step % CHECKPOINT == 0 and column < together:
-                            # all have been at the one before: nobody waits who is on time
-                            patience = self.meet(notes, passed * walk.clusters, patience)
-                            passed += 1
+            row = row * config.cluster + scheduler.rank
+            loaded_rows, spans = self.rows_to_load(scheduler, row)
+            tile_bytes = (loaded_rows + tile[1]) * self.row_bytes
+            # sync while all clusters have tiles left; a single row block shares no tiles
+            sync_end = split + scheduler.n_tiles // scheduler.vocab_splits * scheduler.vocab_splits
+            is_full_wave = index - scheduler.cluster + scheduler.clusters <= work_tiles
+            if not is_full_wave or scheduler.rank != 0 or scheduler.row_blocks == 1:
+                sync_end = Int32(0)
+            for column in cutlass.range(split, n_end, scheduler.vocab_splits):
+                for k_tile in cutlass.range(work_tile.k_start, work_tile.k_end, unroll=1):
+                    if cutlass.const_expr(not self.only_flagged):
+                        if k_tile % SYNC_EVERY_STAGES == 0 and column < sync_end:
+                            # wait for arrivals at the previous sync point: punctual clusters
+                            # never wait
+                            max_polls = self.throttle_clusters(
+                                semaphores, syncs * scheduler.clusters, max_polls
+                            )
+                            syncs += 1
                     pipe.sync_object_empty.wait(state.index, state.phase)
                     pipe.sync_object_full.arrive_and_expect_tx(state.index, tile_bytes)
                     full = pipe.producer_get_barrier(state)
-                    for kind in cutlass.range_constexpr(len(spans)):
-                        (load_a, from_a, to_a), (first, last) = loads_a[kind], spans[kind]
+                    for i in cutlass.range_constexpr(len(spans)):
+                        (load_a, from_a, to_a), (first, last) = loads_a[i], spans[i]
                         for rows in cutlass.range(first, last, unroll=1):
                             cute.copy(
                                 load_a,
-                                from_a[None, row * (tile[0] // self.heights[kind]) + rows, step],
+                                from_a[None, row * (tile[0] // self.load_rows[i]) + rows, k_tile],
                                 to_a[None, rows, 0, state.index],
                                 tma_bar_ptr=full,
                             )
                     cute.copy(
                         load_b,
-                        from_b[None, column, step],
+                        from_b[None, column, k_tile],
                         to_b[None, state.index],
                         tma_bar_ptr=full,
-                        **(everyone if config.cluster > 1 else {}),
+                        **(multicast if config.cluster > 1 else {}),
                     )
                     pipe.producer_commit(state)
                     state.advance()
         pipe.producer_tail(state)
 
     @cute.jit
-    def rows_to_load(self, walk: Walk, row: Int32) -> Any:
-        """Return how many rows of a tile of a are loaded, and in which parts of each height."""
-        if cutlass.const_expr(not self.leaves_out):
+    def rows_to_load(self, scheduler: TileScheduler, row: Int32) -> Any:
+        """Return the rows of a's tile to load, and the span of boxes for each of `load_rows`."""
+        if cutlass.const_expr(not self.skip_missing_rows):
             return self.tile[0], ((0, 1),)
-        there = cutlass.min(cutlass.max(walk.rows - row * self.tile[0], 0), self.tile[0])
-        blocks, boxes = there // BLOCK, (there + BOX - 1) // BOX
-        return boxes * BOX, ((0, blocks), (blocks * (BLOCK // BOX), boxes))
+        rows = cutlass.min(cutlass.max(scheduler.rows - row * self.tile[0], 0), self.tile[0])
+        blocks, tail_end = rows // LOAD_ROWS, (rows + LOAD_ROWS_TAIL - 1) // LOAD_ROWS_TAIL
+        tail_start = blocks * (LOAD_ROWS // LOAD_ROWS_TAIL)
+        return tail_end * LOAD_ROWS_TAIL, ((0, blocks), (tail_start, tail_end))
 
     @cute.jit
-    def meet(self, notes: cute.Tensor, target: Int32, patience: Int32) -> Int32:
-        """Arrive at a checkpoint, and wait until `target` arrivals, or until patience ends.
+    def throttle_clusters(self, semaphores: cute.Tensor, target: Int32, max_polls: Int32) -> Int32:
+        """Arrive at a sync point and wait for `target` arrivals, for at most `max_polls` polls.
 
-        Clusters that read the same tiles must do so at about the same time, or the tiles have left
-        the L2 cache and are read from memory again.  It is for speed alone: return the patience
-        left, which is none after a wait that found no end, as when another kernel holds
-        num_sms.
+        Clusters that read the same tiles at about the same time find them in the L2 cache.  This
+        affects speed only: return the limit for the next sync point, which is 0 after a wait
+        without success, as when another kernel occupies some SMs.
         """
-        counter = notes.iterator + Semaphore.SYNC_COUNTER
+        counter = semaphores.iterator + Semaphore.SYNC_COUNTER
         if cute.arch.lane_idx() == 0:
             cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")
         cute.arch.sync_warp()
-        seen = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
-        tries = Int32(0)
-        while seen < target and tries < patience:
-            seen = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
-            tries += 1
-        left = patience
-        if seen < target:
-            left = Int32(0)
-        return left
+        arrivals = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
+        polls = Int32(0)
+        while arrivals < target and polls < max_polls:
+            arrivals = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
+            polls += 1
+        next_max_polls = max_polls
+        if arrivals < target:
+            next_max_polls = Int32(0)
+        return next_max_polls
 
     @cute.jit
-    def begin(self, walk: Walk, tiled_mma: cute.TiledMma, a: cute.Tensor, b: cute.Tensor) -> Any:
-        """Return what a consumer has of its own, and the state of its first tile."""
+    def make_consumer(
+        self, scheduler: TileScheduler, tiled_mma: cute.TiledMma, a: cute.Tensor, b: cute.Tensor
+    ) -> Any:
+        """Return the thread's `Consumer` and the pipeline state of its first tile."""
         config = self.config
-        thread = cute.arch.thread_idx()[0] % GROUP
-        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP) - 1
-        share = Int32(0) if cutlass.const_expr(config.pingpong) else group
-        slice_mma = tiled_mma.get_slice(share * GROUP)
+        thread = cute.arch.thread_idx()[0] % WARP_GROUP_THREADS
+        warp_group_idx = (
+            cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP_GROUP_THREADS) - 1
+        )
+        m_half = Int32(0) if cutlass.const_expr(config.pingpong) else warp_group_idx
+        slice_mma = tiled_mma.get_slice(m_half * WARP_GROUP_THREADS)
         consumer = Consumer(
             thread=thread,
-            group=group,
-            share=share,
-            turn=group if cutlass.const_expr(config.pingpong) else Int32(0),
-            a=tiled_mma.make_fragment_A(slice_mma.partition_A(a)),
-            b=tiled_mma.make_fragment_B(slice_mma.partition_B(b)),
+            warp_group_idx=warp_group_idx,
+            m_half=m_half,
+            parity=warp_group_idx if cutlass.const_expr(config.pingpong) else Int32(0),
+            tCrA=tiled_mma.make_fragment_A(slice_mma.partition_A(a)),
+            tCrB=tiled_mma.make_fragment_B(slice_mma.partition_B(b)),
             acc=cute.make_rmem_tensor(tiled_mma.partition_shape_C(self.tile[:2]), Float32),
-            own=self.own(thread),
+            tCcC=self.acc_coords(thread),
         )
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
         if cutlass.const_expr(config.pingpong):
-            if group == 1:
-                others = piece(walk, walk.cluster)
-                state.advance(others.end - others.first)
-                self.pass_turn(group)
+            if warp_group_idx == 1:
+                first = scheduler.work_tile(scheduler.cluster)
+                state.advance(first.k_end - first.k_start)
+                self.yield_mma_turn(warp_group_idx)
         return consumer, state
 
     @cute.jit
-    def multiply(
+    def mma(
         self,
         pipe: Any,
         tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        a: cute.Tensor,
-        b: cute.Tensor,
+        consumer: Consumer,
         state: Any,
-        steps: Int32,
-        others: Int32,
-        group: Int32,
+        k_tiles: Int32,
+        other_k_tiles: Int32,
     ) -> Any:
-        """Compute one tile, in `steps`; return the state of this warpgroup's next tile.
+        """Compute one tile of `k_tiles` stages; return the state of the warpgroup's next tile.
 
-        In turns, `others` are the steps of the other warpgroup's tile in between.
+        In ping-pong, `other_k_tiles` are the stages of the other warpgroup's tile in between.
         """
+        acc, a, b = consumer.acc, consumer.tCrA, consumer.tCrB
         if cutlass.const_expr(self.config.pingpong):
-            cute.arch.barrier(barrier_id=1 + group, number_of_threads=2 * GROUP)
-        done = state.clone()
+            self.await_mma_turn(consumer.warp_group_idx)
+        release_state = state.clone()
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
-        for step in cutlass.range(steps, unroll=1):
+        for k_tile in cutlass.range(k_tiles, unroll=1):
             pipe.consumer_wait(state)
             warpgroup.fence()
-            for block in cutlass.range_constexpr(self.tile[2] // 16):
-                at = (None, None, block, state.index)
-                cute.gemm(tiled_mma, acc, a[at], b[at], acc)
+            for k_block in cutlass.range_constexpr(self.tile[2] // 16):
+                coord = (None, None, k_block, state.index)
+                cute.gemm(tiled_mma, acc, a[coord], b[coord], acc)
                 tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
             warpgroup.wait_group(1)
-            if step > 0:
-                pipe.consumer_release(done)
-                done.advance()
+            if k_tile > 0:
+                pipe.consumer_release(release_state)
+                release_state.advance()
             state.advance()
         if cutlass.const_expr(self.config.pingpong):
-            self.pass_turn(group)
-            state.advance(others)
+            self.yield_mma_turn(consumer.warp_group_idx)
+            state.advance(other_k_tiles)
         warpgroup.wait_group(0)
-        pipe.consumer_release(done)
+        pipe.consumer_release(release_state)
         return state
 
     @cute.jit
-    def pass_turn(self, group: Int32) -> None:
-        """Let the other warpgroup multiply.
+    def await_mma_turn(self, warp_group_idx: Int32) -> None:
+        """Wait until the other warpgroup yields its turn."""
+        cute.arch.barrier(
+            barrier_id=NamedBarrier.MMA_TURN_WG0 + warp_group_idx,
+            number_of_threads=2 * WARP_GROUP_THREADS,
+        )
 
-        It must not wait for its stages earlier: a barrier tells a stage's next filling from the
-        one before, but not from the one before that.
+    @cute.jit
+    def yield_mma_turn(self, warp_group_idx: Int32) -> None:
+        """Let the other warpgroup issue MMAs.
+
+        It must not wait for its stages before: the phase bit of an mbarrier tells a stage's next
+        fill from the previous one, but not from the one before that.
         """
-        cute.arch.barrier_arrive(barrier_id=2 - group, number_of_threads=2 * GROUP)
+        cute.arch.barrier_arrive(
+            barrier_id=NamedBarrier.MMA_TURN_WG1 - warp_group_idx,
+            number_of_threads=2 * WARP_GROUP_THREADS,
+        )
 
 
 @cute.jit
-def partition(operand: Any, shape: Any, rank: Int32, shared_by: int) -> Any:
-    """Return (TMA atom, its sources by tile and step, its destinations by stage)."""
+def partition(operand: Any, shape: Any, rank: Int32, multicast: int) -> Any:
+    """Return (TMA atom, its sources by tile and K tile, its destinations by stage)."""
     atom, coordinates, smem = operand
     tiles = cute.local_tile(coordinates, shape, (None, None))
     destination, source = cpasync.tma_partition(
         atom,
         rank,
-        cute.make_layout(shared_by),
+        cute.make_layout(multicast),
         cute.group_modes(smem, 0, 2),
         cute.group_modes(tiles, 0, 2),
     )

@@ -1,7 +1,7 @@
-"""`project_exp` for Hopper: logits z = h wᵀ that live and die in registers.
+"""`project_exp` for Hopper: exponentials of logits z = h wᵀ, which never leave registers.
 
-The mainloop (`mainloop_sm90`) leaves a tile of logits in a warpgroup's registers; what is done
-with them there is this file.  A row's maximum and sum stay in registers for a whole unit.
+The mainloop leaves a tile of logits in a warpgroup's accumulators; this file is the epilogue.  A
+row's running maximum and sum stay in registers for a whole work tile.
 """
 
 from typing import Any
@@ -14,26 +14,33 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2
-from cutefce.cute_kernels.common.online_softmax import Rows, accumulate, arguments, finite
-from cutefce.cute_kernels.schedule.scheduler import Walk, make_walk, unit
-from cutefce.cute_kernels.sm90.epilogue_store import SlabsSm90
-from cutefce.cute_kernels.sm90.mainloop import MainloopSm90, Operand
+from cutefce.cute_kernels.common.logit_transform import transform_all
+from cutefce.cute_kernels.common.online_softmax import (
+    Rows,
+    accumulate,
+    finite,
+    project_exp_arguments,
+)
+from cutefce.cute_kernels.schedule.scheduler import TileScheduler, make_tile_scheduler
+from cutefce.cute_kernels.sm90.epilogue_store import EpilogueStoreSm90
+from cutefce.cute_kernels.sm90.mainloop import Consumer, MainloopSm90, Operand
 
 
-def trace(kernel: spec.ProjectExpSpec) -> tuple[Any, tuple[Any, ...]]:
-    """Return the host function of `kernel` and arguments to compile it for."""
-    return ProjectExpSm90(kernel), arguments(kernel)
+def compile_signature(kernel: spec.ProjectExpSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function of `kernel` and the arguments to compile it for."""
+    return ProjectExpSm90(kernel), project_exp_arguments(kernel)
 
 
 class ProjectExpSm90(MainloopSm90):
-    """The kernel and its launch, for one description."""
+    """The kernel and its launch."""
 
     def __init__(self, kernel: spec.ProjectExpSpec) -> None:
-        by_rows = Operand(by_rows=True)
-        given = kernel.arch, kernel.dtype, kernel.config, by_rows, by_rows
-        super().__init__(*given, masked=kernel.masked, leaves_out=True)
+        k_major = Operand(k_major=True)
+        operands = kernel.arch, kernel.dtype, kernel.config, k_major, k_major
+        super().__init__(*operands, only_flagged=kernel.only_flagged, skip_missing_rows=True)
         self.sums, self.store = kernel.sums, kernel.store
-        self.slabs = SlabsSm90(self.dtype, kernel.config.tile_n)
+        self.transform = kernel.transform
+        self.epilogue = EpilogueStoreSm90(self.dtype, kernel.config.tile_n)
 
     @cute.jit
     def __call__(
@@ -44,24 +51,27 @@ class ProjectExpSm90(MainloopSm90):
         target: cute.Tensor,
         sums: cute.Tensor | None,
         exps: cute.Tensor | None,
-        notes: cute.Tensor,
+        semaphores: cute.Tensor,
         first: Int32,
-        windows: Int32,
+        vocab_splits: Int32,
         clusters: Int32,
         stream: Any,
     ) -> None:
-        """Launch on `clusters` clusters, which must fit on the device at the same time."""
-        h_parts, w_parts = self.inputs(h, w)
-        e_parts = None, None, None
+        """Launch on `clusters` clusters, which must fit on the device at the same time.
+
+        Each parameter is one argument that the host passes by position.
+        """
+        h_loads, w_load = self.tma_loads(h, w)
+        e_store = None, None, None
         if cutlass.const_expr(self.store):
-            e_parts = self.slabs.output(exps)
+            e_store = self.epilogue.tma_store(exps)
         self.kernel(
-            self.tiled_mma(self.sharing),
-            h_parts,
-            w_parts,
-            e_parts,
-            Rows(reference, target, sums, notes, first),
-            windows,
+            self.tiled_mma(self.m_halves),
+            h_loads,
+            w_load,
+            e_store,
+            Rows(reference, target, sums, semaphores, first),
+            vocab_splits,
         ).launch(**self.launch_shape(clusters), stream=stream)
 
     @cute.kernel
@@ -72,9 +82,9 @@ class ProjectExpSm90(MainloopSm90):
         w: Any,
         e: Any,
         rows: Rows,
-        windows: Int32,
+        vocab_splits: Int32,
     ) -> None:
-        """Hand out the roles; h, w and e are (TMA atoms, coordinates, shared memory layout)."""
+        """Assign warps to roles; h, w and e are (TMA atoms, coordinates, shared memory layout)."""
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         (loads_h, g_h, h_layout), (load_w, g_w, w_layout), (store_e, g_e, e_layout) = h, w, e
@@ -89,164 +99,166 @@ class ProjectExpSm90(MainloopSm90):
         s_e = None
         if cutlass.const_expr(self.store):
             s_e = smem.allocate_tensor(self.dtype, e_layout.outer, 1024, e_layout.inner)
-        pipe = self.stages(barriers)
-        walk = make_walk(config, self.tile[2], g_h, g_w, windows)
+        pipe = self.make_pipeline(barriers)
+        scheduler = make_tile_scheduler(config, self.tile[2], g_h, g_w, vocab_splits)
         cute.arch.griddepcontrol_launch_dependents()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
-                # h and w are older than the kernel before the forward; one row block needs no notes
-                if not self.sums or walk.row_blocks > 1:
+                # h and w are older than the previous kernel; one row block needs no semaphores
+                if not self.sums or scheduler.row_blocks > 1:
                     cute.arch.griddepcontrol_wait()
-                self.load(walk, pipe, (loads_h, g_h, s_h), (load_w, g_w, s_w), rows.notes)
+                h_operand, w_operand = (loads_h, g_h, s_h), (load_w, g_w, s_w)
+                self.load(scheduler, pipe, h_operand, w_operand, rows.semaphores)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(walk, pipe, tiled_mma, (s_h, s_w), (store_e, g_e, s_e), rows)
+            self.consume(scheduler, pipe, tiled_mma, (s_h, s_w), (store_e, g_e, s_e), rows)
 
     @cute.jit
     def consume(
         self,
-        walk: Walk,
+        scheduler: TileScheduler,
         pipe: Any,
         tiled_mma: cute.TiledMma,
         inputs: Any,
         e: Any,
         rows: Rows,
     ) -> None:
-        """Consumer: multiply tile after tile and turn the logits into sums and exponentials."""
-        config, tile = self.config, self.tile
-        consumer, state = self.begin(walk, tiled_mma, *inputs)
-        thread, group, share, turn, a, b, acc, own = consumer
-        if cutlass.const_expr(self.masked):
-            cute.arch.griddepcontrol_wait()  # the notes are of the kernel before
-        highest = cute.make_rmem_tensor((2, self.blocks), Float32)
-        total = cute.make_rmem_tensor((2, self.blocks), Float32)
-        for index in cutlass.range(walk.cluster, walk.row_blocks * walk.windows, walk.clusters):
-            row, window, end = unit(
-                walk, config.raster_group, rows.notes if self.masked else None, index
+        """Consumer: run the MMAs of tile after tile and reduce or store their exponentials."""
+        config, tile, vocab_splits = self.config, self.tile, scheduler.vocab_splits
+        consumer, state = self.make_consumer(scheduler, tiled_mma, *inputs)
+        acc, parity = consumer.acc, consumer.parity
+        if cutlass.const_expr(self.only_flagged):
+            cute.arch.griddepcontrol_wait()  # the previous kernel writes the flags
+        row_max = cute.make_rmem_tensor((2, self.m_blocks), Float32)
+        row_sum = cute.make_rmem_tensor((2, self.m_blocks), Float32)
+        for index in cutlass.range(
+            scheduler.cluster, scheduler.row_blocks * vocab_splits, scheduler.clusters
+        ):
+            row, split, n_end = scheduler.coord(
+                index, config.raster_group, rows.semaphores if self.only_flagged else None
             )
-            top = (row * config.cluster + walk.rank) * tile[0] + share * 64
-            highest.fill(-Float32.inf)
-            total.fill(0.0)
+            m_start = (row * config.cluster + scheduler.rank) * tile[0] + consumer.m_half * 64
+            row_max.fill(-Float32.inf)
+            row_sum.fill(0.0)
             for column in cutlass.range(
-                window + turn * walk.windows, end, walk.windows * config.partials_per_row
+                split + parity * vocab_splits, n_end, vocab_splits * config.partials_per_row
             ):
-                steps = walk.steps
-                state = self.multiply(pipe, tiled_mma, acc, a, b, state, steps, steps, group)
-                cute.arch.griddepcontrol_wait()  # the products need nothing of the kernel before
-                left = column * tile[1]
-                self.hide(acc, own, rows, top, left, walk)
+                k_tiles = scheduler.k_tiles
+                state = self.mma(pipe, tiled_mma, consumer, state, k_tiles, k_tiles)
+                cute.arch.griddepcontrol_wait()  # the MMAs need nothing of the previous kernel
+                n_start = column * tile[1]
+                transform_all(acc, self.transform)
+                self.mask(consumer, rows, m_start, n_start, scheduler)
                 if cutlass.const_expr(self.sums):
-                    for block in cutlass.range_constexpr(self.blocks):
+                    for m_block in cutlass.range_constexpr(self.m_blocks):
                         for half in cutlass.range_constexpr(2):
-                            highest[half, block], total[half, block] = accumulate(
-                                acc[(None, half, None), block, 0],
-                                highest[half, block],
-                                total[half, block],
+                            row_max[half, m_block], row_sum[half, m_block] = accumulate(
+                                acc[(None, half, None), m_block, 0],
+                                row_max[half, m_block],
+                                row_sum[half, m_block],
                             )
                 if cutlass.const_expr(self.store):
-                    self.put(acc, own, thread, group, e, rows.reference, top, left, walk)
+                    self.store_exps(consumer, e, rows, m_start, n_start, scheduler)
             if cutlass.const_expr(config.pingpong):
-                tiles = (end - window + walk.windows - 1) // walk.windows
-                turn = (turn + cutlass.max(tiles, 0)) % 2
+                tiles = (n_end - split + vocab_splits - 1) // vocab_splits
+                parity = (parity + cutlass.max(tiles, 0)) % 2
             if cutlass.const_expr(self.sums):
-                cute.arch.griddepcontrol_wait()  # a warpgroup may have no tile of a unit
-                part = window * config.partials_per_row
+                cute.arch.griddepcontrol_wait()  # a warpgroup may have no tile of a work tile
+                partial = split * config.partials_per_row
                 if cutlass.const_expr(config.pingpong):
-                    part += group
-                self.flush(highest, total, own, thread, rows, top, part, walk)
+                    partial += consumer.warp_group_idx
+                self.write_partials(consumer, row_max, row_sum, rows, m_start, partial, scheduler)
         if cutlass.const_expr(self.store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def hide(
+    def mask(
         self,
-        acc: cute.Tensor,
-        own: cute.Tensor,
+        consumer: Consumer,
         rows: Rows,
-        top: Int32,
-        left: Int32,
-        walk: Walk,
+        m_start: Int32,
+        n_start: Int32,
+        scheduler: TileScheduler,
     ) -> None:
         """Set the logits of targets, and of columns beyond the vocabulary, to -inf."""
-        offset = own[0][1]
-        limit = walk.columns - left - offset
-        targets = cute.make_rmem_tensor((2, self.blocks), Int32)
-        found = left + self.tile[1] > walk.columns
-        for block in cutlass.range_constexpr(self.blocks):
+        acc, offset = consumer.acc, consumer.tCcC[0][1]
+        limit = scheduler.columns - n_start - offset
+        targets = cute.make_rmem_tensor((2, self.m_blocks), Int32)
+        needs_mask = n_start + self.tile[1] > scheduler.columns
+        for m_block in cutlass.range_constexpr(self.m_blocks):
             for half in cutlass.range_constexpr(2):
-                row = self.row(own, top, block, half)
+                row = self.row(consumer.tCcC, m_start, m_block, half)
                 column = Int32(-1)
-                if row < walk.rows:
-                    column = Int32(rows.target[row] - rows.first) - left
-                targets[half, block] = column - offset
-                found = found or (column >= 0 and column < self.tile[1])
-        if found:
-            for block in cutlass.range_constexpr(self.blocks):
+                if row < scheduler.rows:
+                    column = Int32(rows.target[row] - rows.first) - n_start
+                targets[half, m_block] = column - offset
+                needs_mask = needs_mask or (column >= 0 and column < self.tile[1])
+        if needs_mask:
+            for m_block in cutlass.range_constexpr(self.m_blocks):
                 for half in cutlass.range_constexpr(2):
                     for j in cutlass.range_constexpr(self.tile[1] // 8):
                         for v in cutlass.range_constexpr(2):
                             column = 8 * j + v
-                            if targets[half, block] == column or limit <= column:
-                                acc[(v, half, j), block, 0] = -Float32.inf
+                            if targets[half, m_block] == column or limit <= column:
+                                acc[(v, half, j), m_block, 0] = -Float32.inf
 
     @cute.jit
-    def flush(
+    def write_partials(
         self,
-        highest: cute.Tensor,
-        total: cute.Tensor,
-        own: cute.Tensor,
-        thread: Int32,
+        consumer: Consumer,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
         rows: Rows,
-        top: Int32,
-        part: Int32,
-        walk: Walk,
+        m_start: Int32,
+        partial: Int32,
+        scheduler: TileScheduler,
     ) -> None:
-        """Join the four threads that share a row and write log2 of its sum, relative to ρ."""
-        for block in cutlass.range_constexpr(self.blocks):
+        """Combine the four threads of each row and write log2 of its sum, relative to ρ."""
+        for m_block in cutlass.range_constexpr(self.m_blocks):
             for half in cutlass.range_constexpr(2):
-                row = self.row(own, top, block, half)
-                before = highest[half, block]
-                after = before
+                row = self.row(consumer.tCcC, m_start, m_block, half)
+                thread_max = row_max[half, m_block]
+                quad_max = thread_max
                 for offset in cutlass.range_constexpr(1, 3):
-                    other = cute.arch.shuffle_sync_bfly(after, offset=offset)
-                    after = cute.arch.fmax(after, other)
-                joint = total[half, block] * exp2(before - finite(after))
+                    other = cute.arch.shuffle_sync_bfly(quad_max, offset=offset)
+                    quad_max = cute.arch.fmax(quad_max, other)
+                quad_sum = row_sum[half, m_block] * exp2(thread_max - finite(quad_max))
                 for offset in cutlass.range_constexpr(1, 3):
-                    joint += cute.arch.shuffle_sync_bfly(joint, offset=offset)
-                if thread % 4 == 0 and row < walk.rows:
-                    distance = after - rows.reference[row] * LOG2_E
-                    rows.sums[row, part] = distance + cute.math.log2(joint, fastmath=True)
+                    quad_sum += cute.arch.shuffle_sync_bfly(quad_sum, offset=offset)
+                if consumer.thread % 4 == 0 and row < scheduler.rows:
+                    distance = quad_max - rows.reference[row] * LOG2_E
+                    rows.sums[row, partial] = distance + cute.math.log2(quad_sum, fastmath=True)
 
     @cute.jit
-    def put(
+    def store_exps(
         self,
-        acc: cute.Tensor,
-        own: cute.Tensor,
-        thread: Int32,
-        group: Int32,
+        consumer: Consumer,
         e: Any,
-        reference: cute.Tensor,
-        top: Int32,
-        left: Int32,
-        walk: Walk,
+        rows: Rows,
+        m_start: Int32,
+        n_start: Int32,
+        scheduler: TileScheduler,
     ) -> None:
-        """Store the tile's exponentials, each warp its own 16 rows of every 64, slab by slab."""
-        width = self.slabs.width
+        """Store the tile's exponentials, epilogue tile by epilogue tile."""
+        epi_tile_n = self.epilogue.epi_tile_n
         base = cute.make_rmem_tensor((2,), Float32)
-        for block in cutlass.range_constexpr(self.blocks):
+        for m_block in cutlass.range_constexpr(self.m_blocks):
             for half in cutlass.range_constexpr(2):
-                row = self.row(own, top, block, half)
+                row = self.row(consumer.tCcC, m_start, m_block, half)
                 base[half] = Float32.inf
-                if row < walk.rows:
-                    base[half] = reference[row] * LOG2_E
-            for number in cutlass.range_constexpr(self.tile[1] // width):
-                if left + number * width < e[1].shape[1]:
-                    values = cute.make_rmem_tensor((2, 2, width // 8), Float32)
-                    for j in cutlass.range_constexpr(width // 8):
+                if row < scheduler.rows:
+                    base[half] = rows.reference[row] * LOG2_E
+            for epi_tile in cutlass.range_constexpr(self.tile[1] // epi_tile_n):
+                if n_start + epi_tile * epi_tile_n < e[1].shape[1]:
+                    values = cute.make_rmem_tensor((2, 2, epi_tile_n // 8), Float32)
+                    for j in cutlass.range_constexpr(epi_tile_n // 8):
                         for half in cutlass.range_constexpr(2):
                             for v in cutlass.range_constexpr(2):
-                                z = acc[(v, half, number * (width // 8) + j), block, 0]
+                                acc_j = epi_tile * (epi_tile_n // 8) + j
+                                z = consumer.acc[(v, half, acc_j), m_block, 0]
                                 values[v, half, j] = exp2(z * LOG2_E - base[half])
-                    at = top + block * 64 * self.sharing, left // width + number
-                    self.slabs.put(values, thread, group, e, at)
+                    row_start = m_start + m_block * 64 * self.m_halves
+                    coord = row_start, n_start // epi_tile_n + epi_tile
+                    thread, warp_group_idx = consumer.thread, consumer.warp_group_idx
+                    self.epilogue.store(values, thread, warp_group_idx, e, coord)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.arch.base import STEP
+from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
@@ -147,7 +147,7 @@ class CuteGradients:
             clusters, semaphores = self._launch_shape(spec, out.device)
             tiles = ceil_div(out.shape[0], spec.config.rows)
             tiles *= ceil_div(out.shape[1], spec.config.tile_n)
-            splits = choose_k_splits(tiles, clusters, ceil_div(a.shape[1], STEP))
+            splits = choose_k_splits(tiles, clusters, ceil_div(a.shape[1], TILE_K))
             overwrite = int(not accumulate)
             compiled(spec)(a, b.t(), out, None, semaphores, clusters, splits, overwrite)
 

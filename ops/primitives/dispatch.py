@@ -139,7 +139,7 @@ def scale_rows_for(w: Tensor) -> ScaleRows:
 
     def scale(out: Tensor, x: Tensor, factor: Tensor) -> None:
         source = dtype if x.dtype == out.dtype else "float32"
-        launch_scale_rows(spec.scale_rows(arch, dtype, source), out, x, factor)
+        launch_scale_rows(spec.ScaleAddRowsSpec(arch, dtype, source), out, x, factor)
 
     return scale
 

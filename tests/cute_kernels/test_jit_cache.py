@@ -25,7 +25,7 @@ from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import compile_kernel
 
-KERNEL = spec.ScaleAddRowsSpec("sm_90a", "bfloat16", "bfloat16", None, scaled=True, weighted=False)
+KERNEL = spec.ScaleAddRowsSpec("sm_90a", "bfloat16", "bfloat16")
 """The one that compiles fastest."""
 
 COMPILE = f"""

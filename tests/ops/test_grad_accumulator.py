@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 import cutefce
 from bench.harness.accuracy import relative_error
-from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.portable_gradients import scale_rows

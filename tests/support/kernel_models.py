@@ -140,10 +140,10 @@ def _combine(
     weight: Tensor | None,
     index: Tensor | None,
 ) -> None:
-    total = x.float()
+    total = scale[:, None] * x.float()
     if table is not None and weight is not None and index is not None:
         total = total + weight[:, None] * table[index].float()
-    out[:] = (scale[:, None] * total).to(out.dtype)
+    out[:] = total.to(out.dtype)
 
 
 def _gradient(
