@@ -44,7 +44,9 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return how long collectives of `group` wait for its ranks."""
-    return group._get_backend(group._device_types[0]).options._timeout
+    backend = group._get_backend(group._device_types[0])
+    # a wrapper, under TORCH_DISTRIBUTED_DEBUG=DETAIL, has no options before torch 2.11
+    return getattr(backend, "wrapped_pg", backend).options._timeout
 
 
 def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:

@@ -20,10 +20,9 @@ from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.spec import KernelSet
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients, launch_scale_rows
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores, has_aligned_rows
-from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
+from cutefce.ops.primitives.interface import AnyPrimitives, Primitives, ScaleRows
 from cutefce.ops.primitives.portable_gradients import PortableGradients, scale_rows
 from cutefce.ops.primitives.portable_projection import PortableProjection
-from cutefce.ops.strategies.grad_accumulator import ScaleRows
 
 VERIFY = "python -m cutefce verify"
 

@@ -167,6 +167,9 @@ class Primitives(Generic[P, T]):
     gradients: Gradients[T]
 
 
+ScaleRows = Callable[[Tensor, Tensor, Tensor], None]
+"""`Gradients.scale_rows`: writes scale_i x_i to out (M, D), of (out, x, scale)."""
+
 AnyPrimitives = Primitives[Any, Any]
 """The primitives of some implementation, as `dispatch` chooses them at run time."""
 

@@ -9,19 +9,17 @@ rows go through a bounce buffer.
 A gradient in the dtype of sums holds them all.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cutefce.ops.planning.dw_aliasing import rows_in_place
+from cutefce.ops.primitives.interface import ScaleRows
 
 BOUNCE_ROWS = 256
 """Rows that are finished in a bounce buffer."""
-
-ScaleRows = Callable[[Tensor, Tensor, Tensor], None]
-"""Writes scale_i x_i to out (M, D), of (out, x, scale)."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.primitives import portable
+from cutefce.ops.primitives import portable_gradients, portable_projection
 from tests.support.reference import random_case
 
 FORWARD = torch.ops.cutefce.forward.default
@@ -73,7 +73,8 @@ def test_tracers_see_an_operator(
     case = random_case(20, 8, 50, dtype=dtype, device=device)
     inputs = case.h, case.w, case.y
     with monkeypatch.context() as as_on_a_gpu:
-        as_on_a_gpu.setattr(portable, "can_fuse", lambda x: True)
+        for module in (portable_gradients, portable_projection):
+            as_on_a_gpu.setattr(module, "can_fuse", lambda x: True)
         traced = make_fx(loss, pre_dispatch=pre_dispatch)(*inputs)
     called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
     assert any(str(target).startswith("cutefce.") for target in called)

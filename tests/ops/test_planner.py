@@ -103,7 +103,7 @@ def test_the_place_of_dw_is_used_before_anything_is_computed_again() -> None:
     for problem, least in ((LLAMA, 0.4), (wide, 0.8)):
         smallest = plan(problem, MINIMUM)
         assert smallest.aliased >= least * problem.vocab and smallest.kept == 0
-        assert f"{smallest.aliased / problem.vocab:.0%} in the place of dW" in str(smallest)
+        assert f"{smallest.aliased / problem.vocab:.0%} in the memory of dW" in str(smallest)
         assert plan(problem, MAXIMUM).aliased == 0
     assert plan(dataclasses.replace(LLAMA, grad_weight=False), MINIMUM).aliased == 0
 

@@ -1,0 +1,128 @@
+"""The import rule: a package imports only what is below it in the pipeline of a call.
+
+    cute_kernels <- autotune_cache without tuning <- ops <- autotune_cache.tuning <- cutefce.commands
+
+Inside `ops` the folders follow the order of a call, above the records that all of them share.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+LAYERS = (
+    "cutefce.cute_kernels",
+    "cutefce.autotune_cache",
+    "cutefce.ops",
+    "cutefce.autotune_cache.tuning",
+    "cutefce.commands",
+)
+"""From the lowest to the highest; `cutefce` itself may import every layer."""
+
+OPS_LAYERS = (
+    "cutefce.ops.torch_compat",
+    "cutefce.ops.schema",
+    "cutefce.ops.planning",
+    "cutefce.ops.interface.checks",
+    "cutefce.ops.interface.options",
+    "cutefce.ops.primitives",
+    "cutefce.ops.strategies",
+    "cutefce.ops.parallel",
+    "cutefce.ops.interface",
+)
+
+HOOK = ("cutefce.ops.primitives.dispatch", "cutefce.autotune_cache.tuning.first_use")
+"""The one import upwards: verification and tuning on first use."""
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for top in ("cutefce", "ops", "autotune_cache", "cute_kernels"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if any(parent.is_symlink() for parent in path.parents):
+                continue
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            yield ".".join(parts if top == "cutefce" else ("cutefce", *parts)), path
+
+
+def imported(source: str) -> Iterator[str]:
+    """Yield what a module imports, also inside functions and by name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value.startswith("cutefce.") and " " not in node.value:
+                yield node.value
+
+
+def layer_of(name: str, layers: tuple[str, ...]) -> int | None:
+    """Return the number of the most specific layer that `name` is in."""
+    found = [layer for layer in layers if name == layer or name.startswith(f"{layer}.")]
+    return layers.index(max(found, key=len)) if found else None
+
+
+def violations(module: str, source: str) -> list[str]:
+    result = []
+    for name in imported(source):
+        for layers in (LAYERS, OPS_LAYERS):
+            own, other = layer_of(module, layers), layer_of(name, layers)
+            if own is not None and other is not None and other > own and (module, name) != HOOK:
+                result.append(f"{module} imports {name}")
+    return result
+
+
+def test_imports_point_down() -> None:
+    assert not [text for module, path in modules() for text in violations(module, path.read_text())]
+
+
+def test_the_hook_is_used() -> None:
+    assert HOOK[1] in imported(dict(modules())[HOOK[0]].read_text())
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("cutefce.cute_kernels.spec", "from cutefce.ops import schema"),
+        ("cutefce.cute_kernels.arch.sm90", "import cutefce.autotune_cache.table"),
+        ("cutefce.autotune_cache.lookup", "from cutefce.ops.planning import planner"),
+        ("cutefce.autotune_cache.table", "def f():\n    from cutefce.autotune_cache import tuning"),
+        ("cutefce.ops.planning.planner", "from cutefce.autotune_cache.tuning import tuner"),
+        ("cutefce.ops.primitives.dispatch", 'import_module("cutefce.autotune_cache.tuning.tuner")'),
+        ("cutefce.ops.strategies.windows", "from cutefce.ops.interface import call"),
+        ("cutefce.autotune_cache.tuning.tuner", "from cutefce.commands import tune"),
+    ],
+)
+def test_a_violation_is_found(module: str, source: str) -> None:
+    assert violations(module, source)
+
+
+def test_planning_needs_no_torch() -> None:
+    below = ("cutefce.ops.planning", "cutefce.cute_kernels", "cutefce.ops.schema")
+    for module, path in modules():
+        if module.startswith("cutefce.ops.planning"):
+            names = [name for name in imported(path.read_text()) if name.startswith("cutefce")]
+            assert all(name.startswith(below) for name in names), (module, names)
+            assert not any(n.split(".")[0] == "torch" for n in imported(path.read_text())), module
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    private = []
+    for module, path in modules():
+        if module == "cutefce.ops.torch_compat":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                text = ast.unparse(node)
+                parts = text.split(".")
+                if parts[0] in ("torch", "dist") and any(
+                    part.startswith("_") and not part.startswith("__") for part in parts[1:]
+                ):
+                    private.append(f"{module}: {text}")
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch._"):
+                private.append(f"{module}: {node.module}")
+    assert not private
