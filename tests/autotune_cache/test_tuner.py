@@ -200,7 +200,7 @@ def test_a_kernel_that_does_not_compile_is_rejected(folder: Path) -> None:
 def test_compiling_ahead(folder: Path) -> None:
     pytest.importorskip("cutlass")
     good = spec.ScaleAddRowsSpec(
-        "sm_90a", "bfloat16", "bfloat16", None, scaled=True, weighted=False
+        "sm_90a", "bfloat16", "bfloat16", None, row_scale=True, gather_scale=False
     )
     bad = dataclasses.replace(good, arch="sm_1")
     assert tuner.missing([good, good]) == [good]
