@@ -1,8 +1,7 @@
-"""The logit transform: the one place where raw logits become the model's."""
+"""The logit transform: the one place where raw logits become the model's logits."""
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 
 from cutefce.cute_kernels.spec import LogitTransform
@@ -10,12 +9,14 @@ from cutefce.cute_kernels.spec import LogitTransform
 
 @cute.jit
 def transform(z: Any, options: LogitTransform) -> Any:
-    """Return the model's logit of a raw logit z: z itself, as `options` has no fields yet."""
+    """Return the model's logits for raw ones: z itself, as `options` has no fields yet.
+
+    z is one float32 or a vector of them; applied before logits are masked.
+    """
     return z
 
 
 @cute.jit
-def transform_all(z: cute.Tensor, options: LogitTransform) -> None:
-    """Apply `transform` in place to logits in registers, before they are masked."""
-    for i in cutlass.range_constexpr(cute.size(z)):
-        z[i] = transform(z[i], options)
+def transform_registers(z: cute.Tensor, options: LogitTransform) -> None:
+    """Apply `transform` in place to logits in registers."""
+    z.store(transform(z.load(), options))

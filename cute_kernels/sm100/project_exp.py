@@ -17,7 +17,7 @@ from cutlass.utils import blackwell_helpers as sm100
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2
-from cutefce.cute_kernels.common.logit_transform import transform_all
+from cutefce.cute_kernels.common.logit_transform import transform_registers
 from cutefce.cute_kernels.common.online_softmax import (
     Rows,
     accumulate,
@@ -180,7 +180,7 @@ class ProjectExpSm100(MainloopSm100):
                         with cute.arch.elect_one():
                             acc_pipe.consumer_release(state)
                     n_start = column * self.tile[1] + epi_tile * epi_tile_n
-                    transform_all(z, self.transform)
+                    transform_registers(z, self.transform)
                     self.mask(z, target - n_start, scheduler.columns - n_start)
                     if cutlass.const_expr(self.sums):
                         row_max, row_sum = accumulate(z, row_max, row_sum, config.poly_exp2_per_16)

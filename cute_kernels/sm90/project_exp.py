@@ -14,7 +14,7 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2
-from cutefce.cute_kernels.common.logit_transform import transform_all
+from cutefce.cute_kernels.common.logit_transform import transform_registers
 from cutefce.cute_kernels.common.online_softmax import (
     Rows,
     accumulate,
@@ -148,7 +148,7 @@ class ProjectExpSm90(MainloopSm90):
                 state = self.mma(pipe, tiled_mma, consumer, state, k_tiles, k_tiles)
                 cute.arch.griddepcontrol_wait()  # the MMAs need nothing of the previous kernel
                 n_start = column * tile[1]
-                transform_all(acc, self.transform)
+                transform_registers(acc, self.transform)
                 self.mask(consumer, rows, m_start, n_start, scheduler)
                 if cutlass.const_expr(self.sums):
                     for m_block in cutlass.range_constexpr(self.m_blocks):

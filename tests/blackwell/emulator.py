@@ -1,11 +1,11 @@
-"""Runs the PTX of a Blackwell kernel, slowly, on numpy: one cluster at a time, all its warps.
+"""Runs the PTX of a Blackwell kernel on numpy, slowly: one cluster at a time, all its warps.
 
-What the hardware does later, loads, products, commits and stores, happens later here too, in an
-order that a seed chooses; so does which warp is next.  It stops with `Stuck` where nothing can go
-on, and with an assertion where lanes part that must act as one, or memory is used that must not be.
+Asynchronous operations (loads, MMAs, commits and stores) complete later, in an order that a seed
+chooses, as it chooses the next warp to run.  Raises `Stuck` on a deadlock, and AssertionError where
+lanes diverge at a warp-wide instruction or memory is misused.
 
-What is emulated is what the kernels use, as the PTX manual describes it.  It is no proof that the
-hardware does the same: boxes of tensor maps, for one, are taken from the configuration.
+Only the instructions that the kernels use are emulated, as the PTX manual describes them.  This
+does not prove that the hardware agrees: boxes of tensor maps, for one, come from the configuration.
 """
 
 import functools
@@ -18,19 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from cutefce.cute_kernels.arch.base import STEP
+from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.config import GemmConfig
 
 LANES = 32
 ALL = np.ones(LANES, bool)
 SHARED = 1024
-"""Where shared memory begins; of block i of a cluster, at i << 24."""
+"""Start of shared memory; that of block i of a cluster is offset by i << 24."""
 PARAMETERS, GLOBAL = 1 << 40, 1 << 41
 WAIT = re.compile(r"mbarrier\.try_wait\S* P1, \[(%r\d+)\], (%r\d+)")
 
 
 class Stuck(Exception):
-    """Nothing can go on."""
+    """All warps wait for each other."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Barrier:
     missing: int = 0
 
     def signal(self, arrivals: int = 0, missing: int = 0) -> None:
-        """Arrive, or change the bytes that are missing."""
+        """Arrive, or change the number of missing bytes."""
         self.arrived += arrivals
         self.missing += missing
         assert self.arrived <= self.count, "more arrivals than expected"
@@ -53,36 +53,36 @@ class Barrier:
 
 @dataclass
 class Block:
-    """A thread block: its memories and what is under way."""
+    """A thread block: its memories and its pending operations."""
 
     rank: int
     shared: Any = field(default_factory=lambda: np.zeros(228 << 10, np.uint8))
     tensor: Any = field(default_factory=lambda: np.full((128, 512), np.nan, np.float32))
     barriers: dict[int, Barrier] = field(default_factory=dict)
     queue: list[Any] = field(default_factory=list)
-    """Products and commits."""
+    """Pending MMAs and commits."""
     columns: int = 0
-    """Of tensor memory, that are allocated."""
+    """Allocated columns of tensor memory."""
     met: int = 0
-    """Warps that have come to a barrier of the block."""
+    """Arrivals of warps at the block's barrier."""
 
 
 @dataclass
 class Warp:
-    """A warp: registers, and stores that are under way."""
+    """A warp: its registers and pending stores."""
 
     block: Block
     number: int
     registers: dict[str, Any] = field(default_factory=dict)
     stores: list[Any] = field(default_factory=list)
     waits: int = 0
-    """Arrivals at a barrier of the block or the cluster that it waits for."""
+    """Arrivals at a barrier of the block or cluster that the warp waits for."""
     steps: int = 0
 
 
 @functools.cache
 def places(begin: int, rows: int, columns: int) -> Any:
-    """Return where 16-bit numbers lie, in rows of 128 bytes that are swizzled, as TMA does."""
+    """Return the indices of 16-bit numbers in swizzled rows of 128 bytes, as TMA writes them."""
     row, column = np.arange(rows)[:, None], np.arange(columns)
     address = begin + 128 * row + 2 * column
     return (address ^ (address >> 3 & 0x70)) // 2 - SHARED // 2
@@ -104,10 +104,10 @@ class Cluster:
         self.branches = [self.branch(line) for line in self.program]
         self.code = [self.compile(line) for line in self.program]
 
-    # What is under way
+    # Pending operations
 
     def land(self, warp: Warp, line: str, operands: list[str], mask: Any) -> Callable[[], None]:
-        """Return what a load by TMA will do."""
+        """Return the completion of a TMA load."""
         destination, map_, x, y, barrier = (
             int(self.value(warp, operand)[mask][0]) for operand in operands[:5]
         )
@@ -116,10 +116,10 @@ class Cluster:
         if "multicast::cluster" in line:
             bits = int(self.value(warp, operands[5])[mask][0])
             members = [rank for rank in range(len(self.blocks)) if bits >> rank & 1]
-        box = np.zeros((rows, STEP), np.uint16)
-        part = source[y : y + rows, x : x + STEP]
+        box = np.zeros((rows, TILE_K), np.uint16)
+        part = source[y : y + rows, x : x + TILE_K]
         box[: part.shape[0], : part.shape[1]] = part
-        at = places(destination & 0xFFFFFF, rows, STEP)
+        at = places(destination & 0xFFFFFF, rows, TILE_K)
 
         def happen() -> None:
             for rank in members:
@@ -130,13 +130,13 @@ class Cluster:
         return happen
 
     def matrix(self, block: Block, descriptor: int, rows: int) -> Any:
-        """Return the rows x 16 matrix that a descriptor shows, as 16-bit patterns."""
+        """Return the (rows, 16) matrix of a descriptor, as 16-bit patterns."""
         assert descriptor >> 61 == 2, "rows are swizzled over 128 bytes"
         assert descriptor >> 32 & 0x3FFF == 1024 >> 4, "8 rows lie together"
         return block.shared.view(np.uint16)[places((descriptor & 0x3FFF) << 4, rows, 16)]
 
     def multiply(self, block: Block, pair: int, operands: tuple[int, ...]) -> None:
-        """Let the tensor cores multiply once."""
+        """Execute one MMA."""
         target, a, b, kind, adds = operands
         rows, columns = (kind >> 24 & 0x1F) << 4, (kind >> 17 & 0x3F) << 3
         number = floats_of if kind >> 7 & 7 == 1 else halves_of
@@ -150,13 +150,13 @@ class Cluster:
             place[:] = product + (place if adds else 0)
 
     def store(self, warp: Warp, operands: list[str], mask: Any) -> Callable[[], None]:
-        """Return what a store by TMA will do."""
+        """Return the completion of a TMA store."""
         map_, x, y, source = (int(self.value(warp, each)[mask][0]) for each in operands[:4])
         target, rows = self.maps[map_]
-        at = places(source & 0xFFFFFF, rows, STEP)
+        at = places(source & 0xFFFFFF, rows, TILE_K)
 
         def happen() -> None:
-            place = target[y : y + rows, x : x + STEP]
+            place = target[y : y + rows, x : x + TILE_K]
             box = warp.block.shared.view(np.uint16)[at]
             place[:] = box[: place.shape[0], : place.shape[1]]
 
@@ -194,7 +194,7 @@ class Cluster:
         return constant
 
     def put(self, warp: Warp, register: str, value: Any, mask: Any) -> None:
-        """Write a register of the lanes that are there."""
+        """Write a register of the active lanes."""
         if value.shape != (LANES,):
             value = np.broadcast_to(value, LANES)
         if register.startswith("%r"):
@@ -206,7 +206,7 @@ class Cluster:
     # Instructions
 
     def compile(self, line: str) -> Callable[[Warp, Any], Any]:
-        """Return what an instruction does: nothing returned, or True while it must wait."""
+        """Return the function of an instruction, which returns True while it must wait."""
         if self.branch(line):
             return lambda warp, mask: None
         wait = WAIT.search(line)
@@ -220,14 +220,14 @@ class Cluster:
         return self.arithmetic(operation, operands)
 
     def must_wait(self, warp: Warp, mask: Any, address: str, parity: str) -> bool:
-        """Whether the phase of a barrier is not over."""
+        """Return whether the phase of a barrier is incomplete."""
         place = int(self.value(warp, address)[mask][0])
         assert place >> 24 == warp.block.rank, "a block waits at its own barriers"
         wanted = int(self.value(warp, parity)[mask][0]) & 1
         return warp.block.barriers[place & 0xFFFFFF].parity == wanted
 
     def arithmetic(self, operation: str, operands: list[str]) -> Callable[[Warp, Any], Any]:
-        """Return what an instruction does that only computes."""
+        """Return the function of an arithmetic instruction."""
         name, *kinds = operation.split(".")
         kind = kinds[-1] if kinds else ""
         if kind == "f32" and name != "setp":
@@ -261,7 +261,7 @@ class Cluster:
     # Warps
 
     def run(self, warp: Warp) -> Iterator[None]:
-        """Run a warp; lanes that part go on from the least advanced ones, and meet again."""
+        """Run a warp; of diverged lanes the least advanced run first, until all reconverge."""
         groups: dict[int, Any] = {0: ALL}
         while groups:
             at = min(groups)
@@ -282,9 +282,9 @@ class Cluster:
                     groups[where] = groups.get(where, False) | lanes
 
     def branch(self, line: str) -> Any:
-        """Return where an instruction may jump, and a function for who does; None if it does not.
+        """Return (target, mask function) of a branch; None for other instructions.
 
-        The program ends where its return jumps.
+        A return branches to the end of the program.
         """
         if line.startswith("ret"):
             return len(self.program), lambda warp: ALL
@@ -315,7 +315,7 @@ class Cluster:
         assert not any(block.columns for block in self.blocks), "tensor memory is given back"
 
     def deliver(self) -> bool:
-        """Let some of what is under way happen; return whether anything was."""
+        """Complete some pending operations; return whether any were pending."""
         busy = [block for block in self.blocks if block.queue]
         landing = [flight for flight in self.flights if self.random.random() < 0.5]
         under_way = bool(busy or self.flights)
@@ -338,16 +338,16 @@ class Launch:
     target: Any
     sums: Any
     exps: Any
-    notes: Any
+    semaphores: Any
     first: int
-    windows: int
+    vocab_splits: int
 
     def run(self, ptx: str, config: GemmConfig, clusters: int, seed: int) -> None:
         """Run the kernel, one cluster after the other."""
         maps = [(self.h, config.tile_m), (self.w, config.tile_n // config.cluster)]
         vectors = [self.reference, self.target]
         maps += [] if self.exps is None else [(self.exps, 32)]
-        vectors += [self.notes] if self.sums is None else [self.sums, self.notes]
+        vectors += [self.semaphores] if self.sums is None else [self.sums, self.semaphores]
         for number in range(clusters):
             cluster = Cluster(ptx, config, number, clusters, seed + number)
             for i, (array, rows) in enumerate(maps):
@@ -359,38 +359,38 @@ class Launch:
                 pitch = vector.strides[0] // vector.itemsize
                 cluster.parameters.update({(i, 0): GLOBAL + (i << 32), (i, 16): pitch})
             last = 2 * len(maps) + len(vectors)
-            cluster.parameters.update({(last, 0): self.first, (last + 1, 0): self.windows})
+            cluster.parameters.update({(last, 0): self.first, (last + 1, 0): self.vocab_splits})
             cluster.launch()
 
 
 def as_float(bits: Any) -> Any:
-    """Return the floats that the lowest 32 bits are."""
+    """Return the lowest 32 bits as floats."""
     return bits.astype(np.int32, copy=False).view(np.float32)
 
 
 def unsigned(bits: Any) -> Any:
-    """Return the lowest 32 bits as numbers of at least 0."""
+    """Return the lowest 32 bits as unsigned numbers."""
     return bits.astype(np.int64) & 0xFFFFFFFF
 
 
 def floats_of(bits: Any) -> Any:
-    """Return what bfloat16 patterns stand for."""
+    """Return the numbers of bfloat16 patterns."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def halves_of(bits: Any) -> Any:
-    """Return what float16 patterns stand for."""
+    """Return the numbers of float16 patterns."""
     return bits.view(np.float16).astype(np.float32)
 
 
 def bfloat16(x: Any) -> Any:
-    """Return the patterns of the nearest bfloat16 numbers, of ties the even ones."""
+    """Return bfloat16 patterns, rounded to nearest even."""
     bits = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF
 
 
 def parse(ptx: str) -> tuple[list[str], dict[str, int]]:
-    """Return instructions and where labels are; a loop that waits is one instruction."""
+    """Return instructions and the positions of labels; a wait loop is one instruction."""
     body = ptx[ptx.index(".reqntid") :]
     body = body[body.index("{") + 1 : body.rindex("}")]
     body = re.sub(
@@ -408,7 +408,7 @@ def parse(ptx: str) -> tuple[list[str], dict[str, int]]:
 
 
 def towards_zero(a: Any, b: Any) -> Any:
-    """Return the quotient of C."""
+    """Return the quotient rounded towards zero, as in C."""
     return np.where(b == 0, 0, np.trunc(a / np.where(b == 0, 1, b))).astype(np.int64)
 
 
@@ -459,7 +459,7 @@ HANDLERS: dict[str, Handler] = {}
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
-    """Register what instructions of these names do; the first that fits counts."""
+    """Register the handler of instructions by prefix; the first match counts."""
 
     def register(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(names, handler))
@@ -469,7 +469,7 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
 
 
 def one(cluster: Cluster, warp: Warp, mask: Any, operand: str) -> int:
-    """Return an operand that is the same for all lanes that are there."""
+    """Return an operand that is equal in all active lanes."""
     values = cluster.value(warp, operand)[mask]
     assert (values == values[0]).all(), f"{operand} differs between lanes"
     return int(values[0])
@@ -477,7 +477,7 @@ def one(cluster: Cluster, warp: Warp, mask: Any, operand: str) -> int:
 
 @handles("fence", "tcgen05.fence", "tcgen05.wait", "tcgen05.relinquish", "prefetch")
 def nothing(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
-    """Order what is in order here anyway."""
+    """Do nothing: memory operations complete in order here."""
 
 
 @handles("elect.sync")
@@ -653,7 +653,7 @@ def send(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list[str]
 
 @handles("cp.async.bulk.commit_group")
 def close(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
-    """Stores happen as late as they may: when their group is waited for."""
+    """Do nothing: stores complete when their group is waited for."""
 
 
 @handles("cp.async.bulk.wait_group")

@@ -1,4 +1,4 @@
-"""What the code of a Blackwell kernel must look like: rules over its PTX.
+"""Rules over the PTX and machine code of the Blackwell kernels.
 
 `violations` names the rules that do not hold.  Addresses of barriers and other operands are
 evaluated for each rank of a cluster, as far as they are constants.
@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.arch.base import STEP
+from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.jit.compiler import compile_kernel
 from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
@@ -30,13 +30,13 @@ ARITHMETIC: dict[str, Callable[..., int]] = {
     "setp.lt": lambda a, b: int(a < b),
 }
 FORMATS = {"float16": 0, "bfloat16": 1}
-"""Of the operands, in an instruction descriptor."""
+"""Codes of the operands' formats in an instruction descriptor."""
 K_MAJOR = 1 << 16 | (1024 >> 4) << 32 | 1 << 46 | 2 << 61
-"""Of a matrix descriptor, all but the address: rows of 128 bytes, swizzled, 8 of them together."""
+"""A matrix descriptor without its address: swizzled rows of 128 bytes in groups of 8."""
 
 
 class Code:
-    """The instructions of one kernel, and what it was compiled from."""
+    """The instructions of one kernel, and its spec."""
 
     def __init__(self, ptx: str, kernel: ProjectExpSpec) -> None:
         self.kernel, self.config = kernel, kernel.config
@@ -46,15 +46,15 @@ class Code:
         body = ptx[ptx.index(".reqntid") :]
         lines = (line.strip().replace("\t", " ") for line in body.splitlines())
         self.lines = [re.sub(r"\s+", " ", line) for line in lines if line]
-        self.pair = 2 if self.config.two_cta else 1
-        self.sharing = self.config.cluster // self.pair
+        self.mma_ctas = 2 if self.config.two_cta else 1
+        self.multicast = self.config.cluster // self.mma_ctas
         stages = self.config.stages
-        # barriers by their place: kind, number and arrivals
+        # barriers by offset: kind and arrivals
         kinds = (
             ("filled", stages, 1),
-            ("drained", stages, self.sharing),
-            ("computed", arch.ACCUMULATORS, 1),
-            ("read", arch.ACCUMULATORS, 4 * self.pair),
+            ("drained", stages, self.multicast),
+            ("computed", arch.ACC_STAGES, 1),
+            ("read", arch.ACC_STAGES, 4 * self.mma_ctas),
         )
         named = [(kind, count) for kind, number, count in kinds for _ in range(number)]
         self.barriers = {8 * i: barrier for i, barrier in enumerate(named)}
@@ -65,7 +65,7 @@ class Code:
         return [i for i, line in lines if re.search(pattern, line)]
 
     def definition(self, line: int, register: str) -> tuple[int, str, list[str]]:
-        """Return the last definition before `line`: where, operation and operands."""
+        """Return the last definition before `line`: its line, operation and operands."""
         for i in range(line - 1, -1, -1):
             found = DEFINITION.match(self.lines[i])
             if not found or register not in (parts := found[2].strip("{}").split(", ")):
@@ -76,7 +76,7 @@ class Code:
         raise LookupError(register)
 
     def value(self, line: int, operand: str, rank: int = 0) -> int:
-        """Return what an operand holds at `line` in block `rank`, if it is a constant there."""
+        """Return the value of an operand at `line` in block `rank`; it must be a constant there."""
         if operand == "%cluster_ctarank":
             return rank
         if not operand.startswith("%"):
@@ -89,7 +89,7 @@ class Code:
         return ARITHMETIC[name](*values)
 
     def offset(self, line: int, operand: str) -> int:
-        """Return the constant part of an address: of a barrier, that of the first of its kind."""
+        """Return the constant part of an address: that of the first barrier of its kind."""
         register, _, immediate = operand.strip("[]").partition("+")
         rest = int(immediate or 0)
         _, operation, operands = self.definition(line, register)
@@ -97,28 +97,28 @@ class Code:
             return rest + self.offset(line, operands[0])
         if operation.startswith("add") and not operands[1].startswith("%"):
             return rest + int(operands[1]) + self.offset(line, operands[0])
-        return rest  # a stage's or accumulator's
+        return rest  # the rest depends on the stage
 
     def kind(self, line: int, operand: str) -> str:
-        """Return what kind of barrier lies at an address."""
+        """Return the kind of the barrier at an address."""
         return self.barriers.get(self.offset(line, operand), ("none", 0))[0]
 
     def waits(self, kind: str) -> list[int]:
-        """Return where barriers of a kind are waited for."""
+        """Return the lines of waits for barriers of a kind."""
         found = [(i, WAIT.search(self.lines[i])) for i in range(len(self.lines))]
         return [i for i, match in found if match and self.kind(i, match[1]) == kind]
 
     def next(self, line: int, pattern: str = r"^(?!//|\}|\$|\.|bra|@P1|DONE|LAB)\w") -> int:
-        """Return the next line that matches, or else the next instruction; past the end if none."""
+        """Return the next line that matches, by default an instruction; past the end if none."""
         return next(iter(self.at(pattern, line + 1)), len(self.lines))
 
     def joins(self, line: int) -> bool:
-        """Whether the lanes of a warp meet in the block of instructions before `line`."""
+        """Return whether the warp reconverges in the basic block before `line`."""
         begin = max(self.at(r"^\$|bra|^@", 0, line), default=0)
         return bool(self.at(r"^bar\.warp\.sync", begin, line))
 
     def comes(self, line: int, *patterns: str) -> bool:
-        """Whether the instructions that these name come after `line`, in this order."""
+        """Return whether instructions matching `patterns` follow `line` in this order."""
         for pattern in patterns:
             line = self.next(line, pattern)
         return line < len(self.lines)
@@ -127,7 +127,7 @@ class Code:
 @functools.cache
 def artifacts(kernel: KernelSpec) -> tuple[str, bytes]:
     """Return PTX and machine code."""
-    with tempfile.TemporaryDirectory() as folder:  # files of two kernels have one name
+    with tempfile.TemporaryDirectory() as folder:  # files of all kernels have the same name
         options = f"--keep-ptx --keep-cubin --dump-dir {folder}"
         found = compile_kernel(kernel, options).artifacts
         return found.PTX, found.CUBIN
@@ -137,7 +137,7 @@ Rule = Callable[[Code], Iterator[bool]]
 
 
 def barriers(code: Code) -> Iterator[bool]:
-    """Every barrier expects the arrivals that it gets, and is set up once."""
+    """Every barrier is initialized once, with the arrivals that it gets."""
     found = {}
     for i in code.at(r"^mbarrier\.init"):
         address, count = re.findall(r"\[(.*)\], (.*);", code.lines[i])[0]
@@ -147,7 +147,7 @@ def barriers(code: Code) -> Iterator[bool]:
 
 
 def setup(code: Code) -> Iterator[bool]:
-    """Barriers and tensor memory are there, for the whole cluster, before anyone uses them."""
+    """Barriers and tensor memory are ready in the whole cluster before their first use."""
     last = code.at(r"^mbarrier\.init|^tcgen05\.(alloc|relinquish)")[-1]
     sync = sync_patterns(code)
     yield code.comes(
@@ -163,9 +163,9 @@ def setup(code: Code) -> Iterator[bool]:
 
 
 def tensor_memory(code: Code) -> Iterator[bool]:
-    """Both accumulators are allocated; all is given back, after all blocks have come."""
+    """Both accumulators are allocated, and freed after all blocks have arrived."""
     alloc, permit, dealloc = (
-        code.at(rf"^tcgen05\.{name}\.cta_group::{code.pair}\.")
+        code.at(rf"^tcgen05\.{name}\.cta_group::{code.mma_ctas}\.")
         for name in ("alloc", "relinquish_alloc_permit", "dealloc")
     )
     yield len(alloc) == len(permit) == len(dealloc) == len(code.at("^tcgen05.*alloc")) / 3 == 1
@@ -180,16 +180,16 @@ def tensor_memory(code: Code) -> Iterator[bool]:
 
 
 def sync_patterns(code: Code) -> tuple[str, ...]:
-    """Return what all threads of a cluster meet at."""
+    """Return the instructions that synchronize all threads of a cluster."""
     cluster = (r"^barrier\.cluster\.arrive;", r"^barrier\.cluster\.wait;")
     return cluster if code.config.cluster > 1 else (r"^(bar|barrier)\.sync 0;",)
 
 
 def loads(code: Code) -> Iterator[bool]:
-    """A stage is filled when it is drained: with h, with w for all that share it, all counted."""
+    """A stage is filled after it was drained, with h and multicast w, whose bytes are expected."""
     found = code.at(r"^cp\.async\.bulk\.tensor\.2d\.shared")
     yield len(found) == 2
-    for i, is_shared in zip(found, (False, code.sharing > 1), strict=True):
+    for i, is_shared in zip(found, (False, code.multicast > 1), strict=True):
         line = code.lines[i]
         yield ("cta_group::2" in line) == code.config.two_cta
         yield ("multicast::cluster" in line) == is_shared
@@ -197,7 +197,7 @@ def loads(code: Code) -> Iterator[bool]:
         if is_shared:
             mask = re.findall(r"(%rs\d+),", line)[0]
             yield all(code.value(i, mask, rank) == 0b11 for rank in range(2))
-        if code.config.two_cta:  # of the pair's first block: the bit that tells them apart is cut
+        if code.config.two_cta:  # the leader's barrier: its address without the rank bit
             _, operation, operands = code.definition(i, barrier)
             yield operation == "and.b32" and int(operands[1]) == -16777224
             barrier = operands[0]
@@ -206,24 +206,24 @@ def loads(code: Code) -> Iterator[bool]:
     yield len(expect) == 1
     address, size = re.findall(r"\[(.*)\], (.*);", code.lines[expect[0]])[0]
     yield code.kind(expect[0], address) == "filled"
-    yield code.value(expect[0], size) == code.pair * code.arch.stage_bytes(code.config)
+    yield code.value(expect[0], size) == code.mma_ctas * code.arch.stage_bytes(code.config)
     drained = code.waits("drained")
-    # once before each filling, and at the end once for every stage
+    # once before each fill, and once for every stage at the end
     yield len(drained) == 1 + code.config.stages
     yield drained[0] < expect[0] < found[0] < found[1] < drained[1]
 
 
 def operands(code: Code) -> Iterator[bool]:
-    """Each product takes 16-bit operands, both K-major, of the tile's size, to float32."""
+    """Each MMA reads 16-bit K-major operands of the tile's size and accumulates in float32."""
     products = code.at(r"^tcgen05\.mma")
-    yield len(products) == STEP // 16
+    yield len(products) == TILE_K // 16
     for number, i in enumerate(products):
         line = code.lines[i]
-        yield f".cta_group::{code.pair}.kind::f16" in line
+        yield f".cta_group::{code.mma_ctas}.kind::f16" in line
         a, b, descriptor = re.findall(r"\], (%rd\d+), (%rd\d+), (%r\d+), \{", line)[0]
         bits = code.value(i, descriptor)
         kind = FORMATS[code.kernel.dtype]
-        rows, columns = 128 * code.pair, code.config.tile_n
+        rows, columns = 128 * code.mma_ctas, code.config.tile_n
         yield bits == 1 << 4 | kind << 7 | kind << 10 | columns // 8 << 17 | rows // 16 << 24
         yield {code.value(i, lane) for lane in re.findall(r"%r\d+", line.split("{")[1])} == {0}
         enabled = re.findall(r"(%p\d+);", line)[0]
@@ -239,7 +239,7 @@ def operands(code: Code) -> Iterator[bool]:
 
 
 def products(code: Code) -> Iterator[bool]:
-    """Products wait for an accumulator, then for each stage; commits give both on, in order."""
+    """MMAs wait for an accumulator, then for each stage; commits release both in order."""
     (read,), (filled,) = code.waits("read"), code.waits("filled")
     issued, commits = code.at(r"^tcgen05\.mma"), code.at(r"^tcgen05\.commit")
     yield len(commits) == 2
@@ -249,7 +249,7 @@ def products(code: Code) -> Iterator[bool]:
     for i, kind in zip(commits, ("drained", "computed"), strict=True):
         line = code.lines[i]
         address = re.findall(r"\[(\S+)\]", line)[0]
-        yield f".cta_group::{code.pair}." in line and code.kind(i, address) == kind
+        yield f".cta_group::{code.mma_ctas}." in line and code.kind(i, address) == kind
         for rank in range(code.config.cluster):
             own = 0b11 if code.config.two_cta else 1 << rank
             everyone = (1 << code.config.cluster) - 1
@@ -259,7 +259,7 @@ def products(code: Code) -> Iterator[bool]:
 
 
 def reads(code: Code) -> Iterator[bool]:
-    """Logits are waited for before use and before release, which each warp does once."""
+    """Logits are waited for before use and before the accumulator is released, once a warp."""
     (computed,) = code.waits("computed")
     (load,) = code.at(r"^tcgen05\.ld")
     yield "fence::after_thread_sync" in code.lines[code.next(computed)]
@@ -269,7 +269,7 @@ def reads(code: Code) -> Iterator[bool]:
     registers = set(re.findall(r"%r\d+", code.lines[load].split("}")[0]))
     waits = code.at(r"^tcgen05\.wait::ld\.sync\.aligned", load)
     yield len(waits) == 1
-    # naming a pair of registers is not using it: the assembler gives no instruction for it
+    # moves that pair registers are no uses: the assembler emits no instruction for them
     renamed = (r"^mov\.b64 %rd\d+, \{", r"^//")
     between = [
         line
@@ -291,13 +291,13 @@ def reads(code: Code) -> Iterator[bool]:
 
 
 def stores(code: Code) -> Iterator[bool]:
-    """A slab is written when its buffer has been read, and stored when all lanes have written."""
+    """An epilogue tile is written after TMA read its buffer, and stored after all lanes wrote."""
     found = code.at(r"^cp\.async\.bulk\.tensor\.2d\.global")
     yield len(found) == code.kernel.store
     if not found:
         return
     written = code.at(r"^st\.shared\.v4")
-    yield len(written) == code.arch.SLAB // 8
+    yield len(written) == code.arch.EPI_TILE_COLUMNS // 8
     free = [i for i in code.at(r"^cp\.async\.bulk\.wait_group\.read 1;") if i < written[0]]
     yield bool(free) and code.comes(free[-1], r"^bar\.warp\.sync", r"^st\.shared")
     yield bool(free) and code.next(free[-1], r"^bar\.warp\.sync") < written[0]
@@ -308,16 +308,16 @@ def stores(code: Code) -> Iterator[bool]:
 
 
 def exponentials(code: Code) -> Iterator[bool]:
-    """As many exponentials are the hardware's as the configuration says."""
-    share = 1 - code.config.poly_exp2_per_16 / 16
-    columns = code.arch.SLAB * (code.kernel.sums + code.kernel.store)
-    # two more rescale the sum of a row: one a slab
-    expected = int(columns * share) + code.kernel.sums
+    """The configured number of exponentials uses the hardware's unit."""
+    fraction = 1 - code.config.poly_exp2_per_16 / 16
+    columns = code.arch.EPI_TILE_COLUMNS * (code.kernel.sums + code.kernel.store)
+    # one more an epilogue tile rescales the row's sum
+    expected = int(columns * fraction) + code.kernel.sums
     yield len(code.at(r"^ex2\.approx\.ftz\.f32")) == expected
 
 
 def registers(code: Code) -> Iterator[bool]:
-    """Nothing lies in local memory, and no warp waits for registers of others."""
+    """Nothing is spilled to local memory, and registers are never redistributed."""
     yield not code.at(r"(ld|st)\.local|setmaxnreg")
 
 
@@ -336,7 +336,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def violations(ptx: str, kernel: ProjectExpSpec) -> list[str]:
-    """Return the names of the rules that the code of `kernel` does not keep."""
+    """Return the names of the rules that the PTX of `kernel` violates."""
     code = Code(ptx, kernel)
     return [rule.__name__ for rule in RULES if not _holds(rule, code)]
 
@@ -344,18 +344,18 @@ def violations(ptx: str, kernel: ProjectExpSpec) -> list[str]:
 def _holds(rule: Rule, code: Code) -> bool:
     try:
         return all(rule(code))
-    except (ValueError, IndexError, LookupError):  # something that it looks for is not there
+    except (ValueError, IndexError, LookupError):  # an expected instruction is missing
         return False
 
 
 def assembly_violations(sass: str, kernel: ProjectExpSpec) -> list[str]:
-    """Return what the machine code of `kernel` has another number of than it should have."""
+    """Return the instructions whose number in the machine code of `kernel` is unexpected."""
     code = kernel.config
     pair, multicast = ".2CTA" * code.two_cta, ".MULTICAST" * (code.cluster > 1)
     shared = ".MULTICAST" * (code.cluster > 1 and not code.two_cta)
     loads = {f"UTMALDG.2D{pair}": 1 if shared else 2}
     expected = {
-        f"UTCHMMA{pair}": STEP // 16,
+        f"UTCHMMA{pair}": TILE_K // 16,
         f"UTCBAR{pair}{multicast}": 2,
         **loads,
         **({f"UTMALDG.2D{shared}": 1} if shared else {}),

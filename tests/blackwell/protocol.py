@@ -1,10 +1,10 @@
-"""A model of how the warps of the Blackwell kernel wait for each other, and all that can happen.
+"""A model checker of the Blackwell kernel's synchronization.
 
-Every role is a list of steps, unrolled over tiles and stages as in `mainloop_sm100` and
-`project_exp_sm100`.  A step waits for a phase of a barrier and then acts at once.  What the
-hardware does later is in flight: loads and arrivals land in any order, products and commits of one
-multiplier in the order of their issue.  `explore` follows every interleaving and returns what can
-go wrong: something overwritten, read too early, stuck, or landing in a block that has ended.
+Every role is a list of steps, unrolled over tiles and stages as in `sm100.mainloop` and
+`sm100.project_exp`.  A step waits for a phase of a barrier and then acts atomically.  Asynchronous
+operations are in flight: loads and arrivals land in any order, products (MMAs) and commits of one
+MMA warp in issue order.  `explore` follows every interleaving and returns the possible faults: data
+overwritten or read too early, deadlocks, and operations that land in a block that has ended.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,105 +17,107 @@ Barrier = tuple[int, str, int]
 
 
 class Fault(Exception):
-    """Something that must not happen."""
+    """A violation of the protocol."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is modelled; the fields with defaults are what faults are made of."""
+    """Sizes of the model; the fields with defaults serve to inject faults."""
 
-    pair: int
-    sharing: int
+    mma_ctas: int
+    """Blocks of one MMA."""
+    multicast: int
+    """MMAs of a cluster, which share tiles of w."""
     tiles: int
-    steps: int
+    k_tiles: int
     stages: int
-    readers: int = 1
-    """Warps that read, of each block."""
+    epilogue_warps: int = 1
+    """Epilogue warps of each block."""
     accumulators: int = 2
     counts: dict[str, int] = field(default_factory=dict)
-    """Arrivals that barriers expect, where they are others than those of the kernel."""
+    """Arrivals that barriers expect, where they differ from the kernel's."""
     change: Callable[[str, "Step"], "Step | list[Step]"] = lambda role, step: step
-    """What becomes of a step of a role: itself, or others, or none."""
+    """Replaces a step of a role by any number of steps."""
 
     @property
     def blocks(self) -> int:
         """Return the blocks of a cluster."""
-        return self.pair * self.sharing
+        return self.mma_ctas * self.multicast
 
     def leader(self, block: int) -> int:
-        """Return the block that multiplies for `block`."""
-        return block // self.pair * self.pair
+        """Return the block that issues the MMAs of `block`."""
+        return block // self.mma_ctas * self.mma_ctas
 
     def count(self, kind: str) -> int:
         """Return the arrivals that complete a phase."""
-        kernel = {"drained": self.sharing, "read": self.readers * self.pair}
+        kernel = {"drained": self.multicast, "read": self.epilogue_warps * self.mma_ctas}
         return self.counts.get(kind, kernel.get(kind, 1))
 
 
 class Step(NamedTuple):
-    """Wait until the phase of this parity is over, then do these, each a name and its operands."""
+    """Wait until the phase of a parity completes, then do the actions: names with operands."""
 
     wait: tuple[Barrier, int] | None
     actions: tuple[Any, ...]
 
 
-def loader(p: Protocol, block: int) -> Iterator[Step]:
-    """Fill stages; of w a block loads its share, for itself or for all that share the tile."""
-    leader, uses = p.leader(block), p.tiles * p.steps
-    everyone = range(p.blocks) if p.sharing > 1 else (block,)
+def load_warp(p: Protocol, block: int) -> Iterator[Step]:
+    """Fill stages; a block loads its part of w for itself or for all blocks that share it."""
+    leader, uses = p.leader(block), p.tiles * p.k_tiles
+    everyone = range(p.blocks) if p.multicast > 1 else (block,)
     for use in range(uses):
-        stage, turn = use % p.stages, use // p.stages
+        stage, phase = use % p.stages, use // p.stages
         actions: list[Any] = []
         if block == leader:
-            # h of every block of the pair; of w, parts from all who share or halve it
-            parts = p.pair + (p.sharing if p.sharing > 1 else p.pair)
+            # h of every block of the pair, and all parts of w
+            parts = p.mma_ctas + (p.multicast if p.multicast > 1 else p.mma_ctas)
             actions.append(("expect", (block, "filled", stage), parts))
         filled = (leader, "filled", stage)
         actions.append(("load", block, stage, "h", use, filled))
         for other in everyone:
             actions.append(("load", other, stage, f"w{block}", use, (p.leader(other), *filled[1:])))
-        yield Step(((block, "drained", stage), 1 - turn % 2), tuple(actions))
+        yield Step(((block, "drained", stage), 1 - phase % 2), tuple(actions))
     for use in range(uses, uses + p.stages):
-        stage, turn = use % p.stages, use // p.stages
-        yield Step(((block, "drained", stage), 1 - turn % 2), (("tail",),))
+        stage, phase = use % p.stages, use // p.stages
+        yield Step(((block, "drained", stage), 1 - phase % 2), (("tail",),))
 
 
-def multiplier(p: Protocol, block: int) -> Iterator[Step]:
-    """Multiply for a pair; commits tell all blocks that share stages, and all that read tiles."""
-    own = range(block, block + p.pair)
+def mma_warp(p: Protocol, block: int) -> Iterator[Step]:
+    """Issue MMAs for a pair; commits arrive in all blocks that share stages or read tiles."""
+    own = range(block, block + p.mma_ctas)
     for tile in range(p.tiles):
-        number, turn = tile % p.accumulators, tile // p.accumulators
-        yield Step(((block, "read", number), 1 - turn % 2), ())
-        for step in range(p.steps):
-            use = tile * p.steps + step
+        number, phase = tile % p.accumulators, tile // p.accumulators
+        yield Step(((block, "read", number), 1 - phase % 2), ())
+        for step in range(p.k_tiles):
+            use = tile * p.k_tiles + step
             stage = use % p.stages
             drained = tuple((other, "drained", stage) for other in range(p.blocks))
             product = ("product", block, stage, number, tile, step)
             actions = [product, ("commit", block, drained, use)]
-            if step == p.steps - 1:
+            if step == p.k_tiles - 1:
                 computed = tuple((other, "computed", number) for other in own)
                 actions.append(("commit", block, computed, tile))
             yield Step(((block, "filled", stage), use // p.stages % 2), tuple(actions))
 
 
-def reader(p: Protocol, block: int, warp: int) -> Iterator[Step]:
-    """Read tiles, and give their accumulators back to the block that multiplies."""
+def epilogue_warp(p: Protocol, block: int, warp: int) -> Iterator[Step]:
+    """Read tiles, and release their accumulators to the block that issues MMAs."""
     for tile in range(p.tiles):
-        number, turn = tile % p.accumulators, tile // p.accumulators
+        number, phase = tile % p.accumulators, tile // p.accumulators
         release = ("arrive", (p.leader(block), "read", number))
-        wait = (block, "computed", number), turn % 2
+        wait = (block, "computed", number), phase % 2
         yield Step(wait, (("use", block, warp, number, tile), release))
 
 
 def roles(p: Protocol) -> dict[tuple[int, str], tuple[Step, ...]]:
-    """Return every role's steps, as the protocol changes them; all meet at the end."""
+    """Return every role's steps after `change`; all roles meet at the end."""
     programs: dict[tuple[int, str], Iterator[Step]] = {}
     for block in range(p.blocks):
-        programs[block, "loader"] = loader(p, block)
+        programs[block, "load"] = load_warp(p, block)
         if block == p.leader(block):
-            programs[block, "multiplier"] = multiplier(p, block)
-        for warp in range(p.readers):
-            programs[block, f"reader {warp}"] = reader(p, block, warp)
+            programs[block, "mma"] = mma_warp(p, block)
+        for warp in range(p.epilogue_warps):
+            programs[block, f"epilogue {warp}"] = epilogue_warp(p, block, warp)
     result = {}
     for key, steps in programs.items():
         meeting = Step(None, (("meet",),))
@@ -126,34 +128,34 @@ def roles(p: Protocol) -> dict[tuple[int, str], tuple[Step, ...]]:
 
 
 class State(NamedTuple):
-    """All there is at one moment; immutable, so that states can be compared."""
+    """The state of the model; immutable, so that states can be compared."""
 
     places: tuple[int, ...]
-    """Of the roles, in their programs."""
+    """The next step of each role."""
     barriers: frozenset[tuple[Barrier, tuple[int, int, int]]]
-    """Parity, arrivals and loads that are missing, of those that are not as they were set up."""
+    """Parity, arrivals and missing loads of barriers that are not in their initial state."""
     queues: tuple[tuple[Any, ...], ...]
-    """Products and commits of each block."""
+    """Pending products and commits of each block."""
     flights: frozenset[Any]
     memory: frozenset[tuple[Any, Any]]
-    """What stages and accumulators hold."""
+    """Contents of stages and accumulators."""
 
 
 class Machine:
-    """The moves from a state to the next ones."""
+    """The transitions of the model."""
 
     def __init__(self, p: Protocol) -> None:
         self.p, self.roles = p, roles(p)
         self.programs, self.blocks = tuple(self.roles.values()), [key[0] for key in self.roles]
 
     def start(self) -> State:
-        """Return the state before anything has happened."""
+        """Return the initial state."""
         return State(
             (0,) * len(self.programs), frozenset(), ((),) * self.p.blocks, frozenset(), frozenset()
         )
 
     def moves(self, state: State) -> list[Callable[[], State]]:
-        """Return what can happen next."""
+        """Return the possible transitions."""
         barriers, memory = dict(state.barriers), dict(state.memory)
         lands = [partial(self.land, state, barriers, memory, flight) for flight in state.flights]
         executes = [
@@ -171,9 +173,9 @@ class Machine:
         return [*lands, *executes, *acts]
 
     def may(self, state: State, barriers: dict[Barrier, Any], step: Step) -> bool:
-        """Whether a role's next step can be taken."""
+        """Return whether a role's next step can be taken."""
         if step.actions == (("meet",),):
-            # the last to come opens the way for all
+            # all roles pass once the last one arrives
             lengths = [len(program) - 1 for program in self.programs]
             return all(map(int.__ge__, state.places, lengths))
         if step.wait is None:
@@ -198,7 +200,7 @@ class Machine:
             elif name == "use":
                 block, warp, number, tile = operands
                 content = memory.get((block, "accumulator", number))
-                if content is None or content[:2] != (tile, self.p.steps):
+                if content is None or content[:2] != (tile, self.p.k_tiles):
                     raise Fault("logits are not those of the tile")
                 memory[block, "accumulator", number] = (*content[:2], content[2] - {warp})
         places = list(state.places)
@@ -208,7 +210,7 @@ class Machine:
     def execute(
         self, state: State, barriers: Any, memory: Any, block: int, queue: tuple[Any, ...]
     ) -> State:
-        """Let a block's oldest product happen."""
+        """Execute a block's oldest product."""
         memory, queues = dict(memory), list(state.queues)
         (_, *operands), queues[block] = queue[0], queue[1:]
         self.multiply(memory, block, *operands)
@@ -218,9 +220,9 @@ class Machine:
         self, memory: Any, block: int, stage: int, number: int, tile: int, step: int
     ) -> None:
         """Read a stage and add to an accumulator, in all blocks of a pair."""
-        p, use = self.p, tile * self.p.steps + step
-        for other in range(block, block + p.pair):
-            halves = range(p.blocks) if p.sharing > 1 else (other,)
+        p, use = self.p, tile * self.p.k_tiles + step
+        for other in range(block, block + p.mma_ctas):
+            halves = range(p.blocks) if p.multicast > 1 else (other,)
             for part in ("h", *(f"w{half}" for half in halves)):
                 if memory.get((other, "stage", stage, part)) != use:
                     raise Fault("a stage does not hold what is multiplied")
@@ -230,10 +232,10 @@ class Machine:
                 raise Fault("an accumulator is overwritten before it is read")
             if step > 0 and content[:2] != (tile, step):
                 raise Fault("an accumulator holds another tile")
-            memory[place] = (tile, step + 1, frozenset(range(p.readers)))
+            memory[place] = (tile, step + 1, frozenset(range(p.epilogue_warps)))
 
     def land(self, state: State, barriers: Any, memory: Any, flight: Any) -> State:
-        """Let a load or an arrival come to its end."""
+        """Complete a load or an arrival."""
         barriers, memory = dict(barriers), dict(memory)
         if flight[0] == "load":
             _, block, stage, part, use, barrier = flight
@@ -254,7 +256,7 @@ class Machine:
             raise Fault("something lands in a block that has ended")
 
     def signal(self, barriers: Any, barrier: Barrier, arrivals: int = 0, loads: int = 0) -> None:
-        """Arrive at a barrier, or change the loads that it waits for."""
+        """Arrive at a barrier, or change its number of missing loads."""
         parity, arrived, missing = barriers.get(barrier, (0, 0, 0))
         arrived, missing = arrived + arrivals, missing + loads
         count = self.p.count(barrier[1])
@@ -265,7 +267,7 @@ class Machine:
         barriers[barrier] = (parity, arrived, missing)
 
     def state(self, places: Any, barriers: Any, queues: Any, flights: Any, memory: Any) -> State:
-        """Return a state; commits take off as soon as no product is before them."""
+        """Return a state; commits are in flight once no product precedes them."""
         for block, queue in enumerate(queues):
             while queue and queue[0][0] == "commit":
                 (_, reached, number), queue = queue[0], queue[1:]
@@ -281,9 +283,9 @@ class Machine:
 
 
 def explore(p: Protocol, sought: str = "") -> tuple[int, set[str]]:
-    """Follow everything that can happen; return the number of states, and what went wrong.
+    """Follow every interleaving; return the number of states and the faults.
 
-    Ends early where the fault that is `sought` was found.
+    Stops once the fault `sought` is found.
     """
     machine = Machine(p)
     faults: set[str] = set()

@@ -1,4 +1,4 @@
-"""What Blackwell can run, exponentials by products, and that nothing unverified is dispatched."""
+"""Blackwell's limits, polynomial exponentials, and that only verified kernels are dispatched."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -14,33 +14,32 @@ from cutefce.autotune_cache import verdicts
 from cutefce.autotune_cache.tuning import verify
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.arch.sm100 import Sm100
-from cutefce.cute_kernels.common.exp2 import emulated_exp2
+from cutefce.cute_kernels.arch.sm100 import TWO_CTA, Sm100
+from cutefce.cute_kernels.common.exp2 import poly_exp2
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.ops.primitives import dispatch
 
 BLACKWELL = [arch for arch in ARCHS if isinstance(arch, Sm100)]
-PAIRED = GemmConfig(128, 256, 2, 6, False, two_cta=True)
 
 Numbers = NDArray[np.float32]
 
 
 def exp2(x: Numbers) -> Numbers:
-    """Return what the kernel computes, but that its products and sums are rounded once."""
+    """Return 2**x as the kernel computes it, except that its FMAs round twice here."""
 
     def clamp(x: Numbers, low: float, high: float) -> Numbers:
         return np.minimum(np.maximum(x, np.float32(low)), np.float32(high))
 
-    def power(x: Numbers) -> Numbers:
+    def shift_bits(x: Numbers) -> Numbers:
         return (x.view(np.int32) << 23).view(np.float32)
 
     with np.errstate(over="ignore"):
-        result: Numbers = emulated_exp2(x, clamp, power)
+        result: Numbers = poly_exp2(x, clamp, shift_bits)
     assert result.dtype == np.float32
     return result
 
 
-def test_emulated_exponentials_are_as_accurate_as_the_hardware_s() -> None:
+def test_polynomial_exponentials_are_as_accurate_as_the_hardware() -> None:
     whole = np.arange(-126, 128, dtype=np.float32)
     x = np.concatenate([np.linspace(n - 0.5, n + 0.5, 4001, dtype=np.float32) for n in whole])
     x = x[(x >= -126) & (x < 127.4)]
@@ -48,7 +47,7 @@ def test_emulated_exponentials_are_as_accurate_as_the_hardware_s() -> None:
     assert np.abs(exp2(x) / exact - 1).max() < 2.5e-7
 
 
-def test_emulated_exponentials_of_extremes() -> None:
+def test_polynomial_exponentials_of_extremes() -> None:
     x = np.array([-np.inf, -1e30, -127, 128, 1e30, np.inf, np.nan], np.float32)
     expected = np.array([0, 0, 0, np.inf, np.inf, np.inf, np.nan], np.float32)
     np.testing.assert_array_equal(exp2(x), expected)
@@ -56,19 +55,19 @@ def test_emulated_exponentials_of_extremes() -> None:
     assert ((tiny >= 0) & (tiny < 1.000001 * 2**-126)).all()
 
 
-def test_emulated_columns_are_as_many_as_asked() -> None:
+def test_columns_with_polynomial_exponentials() -> None:
     pytest.importorskip("cutlass")
-    from cutefce.cute_kernels.common.online_softmax import is_emulated
+    from cutefce.cute_kernels.common.online_softmax import uses_poly_exp2
 
     for emulated in range(17):
-        columns = [is_emulated(column, emulated) for column in range(64)]
+        columns = [uses_poly_exp2(column, emulated) for column in range(64)]
         assert sum(columns) == 4 * emulated
-    # spread, so that both units have work at any time
-    assert [i for i in range(16) if is_emulated(i, 4)] == [0, 4, 8, 12]
+    # evenly spread, so that both units are busy
+    assert [i for i in range(16) if uses_poly_exp2(i, 4)] == [0, 4, 8, 12]
 
 
 @pytest.mark.parametrize("arch", BLACKWELL, ids=lambda arch: arch.name)
-def test_what_is_stored_fits(arch: Sm100) -> None:
+def test_memory_limits(arch: Sm100) -> None:
     for config in arch.prebuilt_configs():
         assert arch.used_smem_bytes(config) <= 227 << 10
         assert arch.used_tmem_columns(config) == 512
@@ -83,7 +82,7 @@ def test_what_is_stored_fits(arch: Sm100) -> None:
         ({"tile_m": 64}, "tile_m: got 64, expected 128"),
         ({"tile_n": 96}, "tile_n: got 96, expected a multiple of 64"),
         ({"tile_n": 320}, "tile_n: got 320, expected two tiles in 512 columns"),
-        ({"cluster": 1}, "cluster: got 1, expected 2, as it is paired"),
+        ({"cluster": 1}, "cluster: got 1, expected 2 for two_cta"),
         ({"cluster": 4}, "cluster: got 4, expected 1 or 2"),
         ({"poly_exp2_per_16": 17}, "poly_exp2_per_16: got 17, expected at most 16"),
         ({"stages": 1}, "stages: got 1, expected at least 2"),
@@ -95,22 +94,20 @@ def test_what_is_stored_fits(arch: Sm100) -> None:
 )
 def test_impossible_configurations_are_named(changes: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        Sm100().check(dataclasses.replace(PAIRED, **changes))  # type: ignore[arg-type]
+        Sm100().check(dataclasses.replace(TWO_CTA, **changes))  # type: ignore[arg-type]
 
 
 def test_architectures_by_capability() -> None:
     found = {capability: arch_for(capability) for capability in ((9, 0), (10, 0), (10, 3), (12, 0))}
     names = [arch.name if arch else None for arch in found.values()]
     assert names == ["sm_90a", "sm_100a", "sm_103a", None]
-    # exponentials are emulated only where the hardware's are too few
+    # polynomials serve only where the hardware's throughput is low
     assert any(config.poly_exp2_per_16 for config in arch_named("sm_100a").prebuilt_configs())
     assert not any(config.poly_exp2_per_16 for config in arch_named("sm_103a").prebuilt_configs())
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_nothing_is_dispatched_that_did_not_pass(
-    arch: Arch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_verified_kernels_are_dispatched(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(name="a new GPU", multi_processor_count=148)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: arch.capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)

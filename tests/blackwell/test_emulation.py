@@ -1,4 +1,4 @@
-"""The code of the Blackwell kernels, run on numpy, against float64; and faults that show there."""
+"""The Blackwell kernels' PTX, emulated on numpy, against float64; injected faults are detected."""
 
 import re
 from typing import Any
@@ -17,15 +17,15 @@ from tests.blackwell.machine_code import artifacts
 
 ARCH = arch_named("sm_100a")
 CONFIGS = ARCH.prebuilt_configs()
-PAIRED, MULTICAST, SINGLE, EMULATED = CONFIGS
-BOTH = {
+TWO_CTA, MULTICAST, SINGLE_CTA, POLY_EXP2 = CONFIGS
+KERNELS = {
     config: kernel_set(arch_named("sm_100a"), "bfloat16", KernelConfigs(config, None, None))
     for config in CONFIGS
 }
 
 
 class Case:
-    """Inputs, and what must come of them."""
+    """Inputs and exact results."""
 
     def __init__(self, tokens: int, hidden: int, vocab: int, first: int = 0, scale: float = 3.0):
         generator = torch.Generator().manual_seed(0)
@@ -46,8 +46,8 @@ class Case:
         ).double()
         return torch.exp(z - self.reference.double()[:, None]).numpy()
 
-    def launch(self, kernel: ProjectExpSpec, windows: int) -> Launch:
-        """Return arguments whose results are not there yet."""
+    def launch(self, kernel: ProjectExpSpec, vocab_splits: int) -> Launch:
+        """Return launch arguments with outputs to fill."""
         blocks = -(-len(self.y) // kernel.config.rows)
         exps = np.full((len(self.y), self.columns), 0x7FFF, np.uint16)
         return Launch(
@@ -55,11 +55,11 @@ class Case:
             w=patterns(self.w),
             reference=self.reference.numpy(),
             target=self.y.numpy(),
-            sums=np.full((len(self.y), windows), np.nan, np.float32) if kernel.sums else None,
+            sums=np.full((len(self.y), vocab_splits), np.nan, np.float32) if kernel.sums else None,
             exps=exps if kernel.store else None,
-            notes=np.full(2 + blocks, 7, np.int32),
+            semaphores=np.full(2 + blocks, 7, np.int32),
             first=self.first,
-            windows=windows,
+            vocab_splits=vocab_splits,
         )
 
 
@@ -68,14 +68,14 @@ def patterns(x: torch.Tensor) -> Any:
 
 
 def numbers(exps: Any) -> Any:
-    """Return what bfloat16 patterns stand for."""
+    """Return the numbers of bfloat16 patterns."""
     return (exps.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def check(launch: Launch, case: Case) -> None:
     exact = case.exact()
     if launch.sums is not None:
-        # a window without a tile has no sum: its logarithm is -inf
+        # the log2 sum of a split without tiles is -inf
         total = np.exp2(launch.sums.astype(np.float64)).sum(1)
         np.testing.assert_allclose(total, exact.sum(1), rtol=1e-5)
     if launch.exps is not None:
@@ -99,61 +99,61 @@ SHAPES = {
 @pytest.mark.parametrize("config", CONFIGS[:3], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_sums_and_exponentials(config: GemmConfig, shape: tuple[int, int, int]) -> None:
-    case, kernel = Case(*shape), BOTH[config].row_sums_and_exps
-    launch = case.launch(kernel, windows=2)
+    case, kernel = Case(*shape), KERNELS[config].row_sums_and_exps
+    launch = case.launch(kernel, vocab_splits=2)
     run(kernel, launch, clusters=1 if shape[0] == 300 else 2)
     check(launch, case)
-    assert (launch.notes == 7).all(), "nobody meets, and nothing is noted"
+    assert (launch.semaphores == 7).all(), "no semaphore is written"
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("config", [PAIRED, MULTICAST], ids=str)
-def test_whatever_happens_first(config: GemmConfig, seed: int) -> None:
-    """More steps than stages, and more tiles than accumulators."""
-    case, kernel = Case(config.rows, 3 * 64, 700), BOTH[config].row_sums_and_exps
-    launch = case.launch(kernel, windows=1)
+@pytest.mark.parametrize("config", [TWO_CTA, MULTICAST], ids=str)
+def test_every_order_of_events(config: GemmConfig, seed: int) -> None:
+    """More K tiles than stages, and more tiles than accumulators."""
+    case, kernel = Case(config.rows, 3 * 64, 700), KERNELS[config].row_sums_and_exps
+    launch = case.launch(kernel, vocab_splits=1)
     run(kernel, launch, seed=seed)
     check(launch, case)
 
 
 def test_sums_alone() -> None:
-    config = PAIRED
-    case, kernel = Case(300, 72, 700, scale=60.0), BOTH[config].row_sums
-    launch = case.launch(kernel, windows=2)
+    config = TWO_CTA
+    case, kernel = Case(300, 72, 700, scale=60.0), KERNELS[config].row_sums
+    launch = case.launch(kernel, vocab_splits=2)
     run(kernel, launch, clusters=2)
     z = np.log2(case.exact(), where=case.exact() > 0, out=np.full((300, 700), -np.inf))
     highest = z.max(1)
     exact = highest + np.log2(np.exp2(z - highest[:, None]).sum(1))
     largest = launch.sums.max(1).astype(np.float64)
     got = largest + np.log2(np.exp2(launch.sums - largest[:, None]).sum(1))
-    assert highest.max() > 200, "far beyond what a float can hold"
+    assert highest.max() > 200, "exponentials overflow float32"
     np.testing.assert_allclose(got, exact, rtol=1e-6, atol=1e-3)
 
 
-def test_a_window_that_is_computed_again() -> None:
-    config = SINGLE
-    case, kernel = Case(300, 72, 600, first=5000), BOTH[config].exps
-    launch = case.launch(kernel, windows=2)
+def test_recomputed_exponentials() -> None:
+    config = SINGLE_CTA
+    case, kernel = Case(300, 72, 600, first=5000), KERNELS[config].exps
+    launch = case.launch(kernel, vocab_splits=2)
     run(kernel, launch, clusters=2)
     check(launch, case)
 
 
-def test_only_noted_blocks_are_stored_again() -> None:
-    config = PAIRED
-    case, kernel = Case(3 * config.rows + 1, 64, 600), BOTH[config].repair_exps
-    launch = case.launch(kernel, windows=1)
-    launch.notes[2:] = [0, 1, 0, 1]
+def test_only_flagged_blocks_are_stored_again() -> None:
+    config = TWO_CTA
+    case, kernel = Case(3 * config.rows + 1, 64, 600), KERNELS[config].repair_exps
+    launch = case.launch(kernel, vocab_splits=1)
+    launch.semaphores[2:] = [0, 1, 0, 1]
     run(kernel, launch, clusters=3)
-    noted = np.repeat([False, True, False, True], config.rows)[: len(case.y)]
-    assert (launch.exps[~noted] == 0x7FFF).all()
-    got = numbers(launch.exps)[noted]
-    np.testing.assert_allclose(got, case.exact()[noted], rtol=1.01 * 2**-8, atol=1e-30)
-    assert launch.notes[2:].tolist() == [0, 1, 0, 1]
+    flagged = np.repeat([False, True, False, True], config.rows)[: len(case.y)]
+    assert (launch.exps[~flagged] == 0x7FFF).all()
+    got = numbers(launch.exps)[flagged]
+    np.testing.assert_allclose(got, case.exact()[flagged], rtol=1.01 * 2**-8, atol=1e-30)
+    assert launch.semaphores[2:].tolist() == [0, 1, 0, 1]
 
 
 def test_a_bad_row_stays_alone() -> None:
-    config = EMULATED
-    case, kernel = Case(300, 72, 300), BOTH[config].row_sums_and_exps
+    config = POLY_EXP2
+    case, kernel = Case(300, 72, 300), KERNELS[config].row_sums_and_exps
     clean, bad = (case.launch(kernel, 1) for _ in range(2))
     run(kernel, clean)
     bad.h = bad.h.copy()
@@ -165,39 +165,40 @@ def test_a_bad_row_stays_alone() -> None:
     assert np.array_equal(bad.exps[others], clean.exps[others])
 
 
-# what is done to the code, and what comes of it: nothing goes on, or results are wrong
+# configuration, pattern, replacement, and the outcome: a deadlock or wrong results
 FAULTS: dict[str, tuple[GemmConfig, str, str, type[Exception]]] = {
-    "a pair's first block alone is told": (
-        PAIRED, r"(tcgen05\.commit[^\n]*), %rs\d+;", r"\1, 1;", Stuck),
-    "w reaches one block alone": (
+    "a commit reaches only a pair's first block": (
+        TWO_CTA, r"(tcgen05\.commit[^\n]*), %rs\d+;", r"\1, 1;", Stuck),
+    "w reaches only one block": (
         MULTICAST, r"(mov\.b16\s+%rs\d+), 3;(?=[^$]*multicast::cluster)", r"\1, 1;", Stuck),
     "more bytes are expected than come": (
-        PAIRED, r"(mov\.b32\s+%r\d+), 65536;", r"\1, 65552;", Stuck),
-    "accumulators are never given back": (
-        SINGLE, r"mbarrier\.arrive\.shared[^\n]*\n", "", Stuck),
-    "steps of a tile replace each other": (
-        SINGLE, r"(mov\.pred\s+%p\d+), -1;", r"\1, 0;", AssertionError),
+        TWO_CTA, r"(mov\.b32\s+%r\d+), 65536;", r"\1, 65552;", Stuck),
+    "accumulators are never released": (
+        SINGLE_CTA, r"mbarrier\.arrive\.shared[^\n]*\n", "", Stuck),
+    "K tiles overwrite each other": (
+        SINGLE_CTA, r"(mov\.pred\s+%p\d+), -1;", r"\1, 0;", AssertionError),
     "a quarter of a stage is taken twice": (
-        SINGLE, r"(add\.s32\s+%r\d+, %r\d+), 4;", r"\1, 2;", AssertionError),
+        SINGLE_CTA, r"(add\.s32\s+%r\d+, %r\d+), 4;", r"\1, 2;", AssertionError),
     "stages are filled before they are drained": (
-        SINGLE, r"(mbarrier\.init\S+\s+\[%r1\+32\]), %r\d+", r"\1, 2", Stuck),
-    "slabs are written while they are stored": (
-        SINGLE, r"(cp\.async\.bulk\.wait_group\.read\s+)1;", r"\g<1>2;", AssertionError),
+        SINGLE_CTA, r"(mbarrier\.init\S+\s+\[%r1\+32\]), %r\d+", r"\1, 2", Stuck),
+    "epilogue tiles are written while they are stored": (
+        SINGLE_CTA, r"(cp\.async\.bulk\.wait_group\.read\s+)1;", r"\g<1>2;", AssertionError),
     "a block ends before its stores": (
-        SINGLE, r"cp\.async\.bulk\.wait_group\.read\s+0;", "", AssertionError),
-    "lanes give back on their own": (
-        SINGLE, r"elect\.sync[^\n]*\n[^\n]*\n[^\n]*\n(?=[^$]*mbarrier\.arrive\.shared)", "", Stuck),
-    "tensor memory is kept": (PAIRED, r"tcgen05\.dealloc[^\n]*\n", "", AssertionError),
+        SINGLE_CTA, r"cp\.async\.bulk\.wait_group\.read\s+0;", "", AssertionError),
+    "every lane releases an accumulator": (
+        SINGLE_CTA, r"elect\.sync[^\n]*\n[^\n]*\n[^\n]*\n(?=[^$]*mbarrier\.arrive\.shared)", "",
+        Stuck),
+    "tensor memory is not freed": (TWO_CTA, r"tcgen05\.dealloc[^\n]*\n", "", AssertionError),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_shows(fault: str) -> None:
+def test_a_fault_is_detected(fault: str) -> None:
     config, pattern, replacement, outcome = FAULTS[fault]
-    case, kernel = Case(config.rows, 3 * 64, 700), BOTH[config].row_sums_and_exps
+    case, kernel = Case(config.rows, 3 * 64, 700), KERNELS[config].row_sums_and_exps
     broken, count = re.subn(pattern, replacement, artifacts(kernel)[0], count=1)
     assert count == 1
-    launch = case.launch(kernel, windows=1)
+    launch = case.launch(kernel, vocab_splits=1)
     with pytest.raises(outcome):
         launch.run(broken, config, clusters=1, seed=0)
         check(launch, case)

@@ -1,4 +1,4 @@
-"""The code that the compiler makes for Blackwell keeps the rules, and each rule can fail."""
+"""The compiled code for Blackwell keeps the rules, and each rule detects faults."""
 
 import functools
 import re
@@ -11,13 +11,12 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.arch.sm100 import Sm100
+from cutefce.cute_kernels.arch.sm100 import MULTICAST, SINGLE_CTA, TWO_CTA, Sm100
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.spec import ProjectExpSpec, kernel_set
 from tests.blackwell.machine_code import artifacts, assembly_violations, violations
 
 ARCH = arch_named("sm_100a")
-PAIRED, MULTICAST, SINGLE, *_ = ARCH.prebuilt_configs()
 
 
 def variants(arch: str, dtype: str = "bfloat16") -> list[ProjectExpSpec]:
@@ -29,16 +28,16 @@ def variants(arch: str, dtype: str = "bfloat16") -> list[ProjectExpSpec]:
 
 
 KERNELS = (*variants("sm_100a"), *variants("sm_103a")[1::4], variants("sm_103a", "float16")[2])
-"""All of one architecture; the other one's differ in their target, float16 in the operands."""
+"""All kernels of sm_100a; sm_103a differs in the target, float16 in the operands."""
 
 
 def describe(kernel: ProjectExpSpec) -> str:
-    kinds = [name for name in ("sums", "store", "masked") if getattr(kernel, name)]
+    kinds = [name for name in ("sums", "store", "only_flagged") if getattr(kernel, name)]
     return f"{kernel.arch} {kernel.dtype} {kernel.config}: {' '.join(kinds)}"
 
 
-def both(config: int) -> ProjectExpSpec:
-    """Return the kernel of a configuration that sums and stores."""
+def sums_and_exps(config: int) -> ProjectExpSpec:
+    """Return a configuration's kernel that returns sums and stores exponentials."""
     return variants("sm_100a")[4 * config + 1]
 
 
@@ -64,36 +63,37 @@ def test_code_keeps_the_rules(kernel: ProjectExpSpec, tmp_path: Path) -> None:
     assert assembly_violations(disassemble(cubin, tmp_path), kernel) == []
 
 
-# what is done to the code: configuration, pattern, replacement, and the rule that must notice
+# configuration, pattern, replacement, and the rule that must detect the fault
 FAULTS = {
     "a barrier expects one arrival too many": (
         0, r"(mbarrier\.init\S+\s+\[%r1\+112\]), %r\d+", r"\1, 9", "barriers"),
     "a barrier expects one block where two arrive": (
         1, r"(mbarrier\.init\S+\s+\[%r1\+32\]), %r\d+", r"\1, 1", "barriers"),
-    "a barrier is not set up": (0, r"mbarrier\.init\S+\s+\[%r1\+8\].*", "", "barriers"),
+    "a barrier is not initialized": (0, r"mbarrier\.init\S+\s+\[%r1\+8\].*", "", "barriers"),
     "barriers are not fenced": (0, r"fence\.mbarrier_init\S+", "", "setup"),
-    "tensor memory is used before the peer has its own": (
+    "tensor memory is used before the peer has allocated": (
         0, r"barrier\.cluster\.wait;(?=[^$]*ld\.shared)", "", "setup"),
-    "tensor memory is found before it is allocated": (
+    "the address of tensor memory is read before it is allocated": (
         2, r"bar\.sync\s+0;(?=[^$]*ld\.shared)", "", "setup"),
     "half of the tensor memory is allocated": (
         0, r"(tcgen05\.alloc\S+\s+\[%r\d+\]), %r\d+", r"\1, 256", "tensor_memory"),
-    "tensor memory is kept": (0, r"tcgen05\.dealloc.*", "", "tensor_memory"),
-    "the right to allocate is kept": (0, r"tcgen05\.relinquish.*", "", "tensor_memory"),
+    "tensor memory is not freed": (0, r"tcgen05\.dealloc.*", "", "tensor_memory"),
+    "the permit to allocate is not relinquished": (
+        0, r"tcgen05\.relinquish.*", "", "tensor_memory"),
     "tensor memory is freed while it is read": (
         0, r"barrier\.cluster\.arrive;(?![\s\S]*cluster\.arrive)", "", "tensor_memory"),
-    "a pair allocates as single blocks": (
+    "a pair allocates for one block": (
         0, r"tcgen05\.alloc\.cta_group::2", "tcgen05.alloc.cta_group::1", "tensor_memory"),
     "half of the bytes are expected": (0, r"(mov\.b32\s+%r\d+), 65536;", r"\1, 32768;", "loads"),
-    "a tile of w reaches one block alone": (
+    "a tile of w reaches only one block": (
         1, r"(mov\.b16\s+%rs\d+), 3;(?=[^$]*multicast::cluster)", r"\1, 1;", "loads"),
-    "h is multicast too": (
+    "h is multicast": (
         1, r"(shared::)cta(\.global\.tile\.mbarrier::complete_tx::bytes)",
         r"\1cluster\2.multicast::cluster", "loads"),
     "a pair's second block counts for itself": (0, r"-16777224", "-8", "loads"),
     "a stage is filled without waiting": (
         0, r"mbarrier\.try_wait(?=[\s\S]*expect_tx)[^\n]*", "", "loads"),
-    "one block's instruction for a pair": (
+    "a pair uses the single-CTA MMA": (
         0, r"cta_group::2\.kind", "cta_group::1.kind", "operands"),
     "operands of another dtype": (0, r"272630928", "272629776", "operands"),
     "operands of another size": (0, r"272630928", "272499856", "operands"),
@@ -101,59 +101,60 @@ FAULTS = {
         0, "4611756662049538048", "6917599671263232000", "operands"),
     "a quarter of a stage is skipped": (
         0, r"(add\.s32\s+%r\d+, %r\d+), 2;", r"\1, 4;", "operands"),
-    "tiles add to the tiles before them": (
+    "a tile accumulates onto the previous one": (
         0, r"(mov\.pred\s+%p\d+), 0;", r"\1, -1;", "operands"),
-    "steps of a tile replace each other": (
+    "K tiles overwrite each other": (
         0, r"(mov\.pred\s+%p\d+), -1;", r"\1, 0;", "operands"),
-    "a stage is given back before its products": (
+    "a stage is released before its MMAs": (
         0, r"((?:tcgen05\.mma[^\n]*\n[\s\S]*?){4})(tcgen05\.commit[^\n]*\n)", r"\2\1", "products"),
     "a commit reaches one block of a pair": (
         0, r"(tcgen05\.commit[^\n]*), %rs\d+;", r"\1, 1;", "products"),
-    "a commit reaches another barrier": (
+    "a commit arrives at another barrier": (
         0, r"(tcgen05\.commit\S+\s+\[%r\d+)\+48\]", r"\1]", "products"),
-    "products start on an accumulator unfenced": (
+    "MMAs start on an accumulator without a fence": (
         0, r"tcgen05\.fence::after_thread_sync;(?=[^$]*shl\.b32\s+%r\d+, %r\d+, 8;\s+add\.s32\s+"
         r"%r\d+, %r\d+, %r\d+;\s+@%p\d+ bra)", "", "products"),
     "logits are not waited for": (0, r"tcgen05\.wait::ld\S*", "", "reads"),
-    "a logit is used before it is there": (
+    "a logit is used before it is loaded": (
         0, r"(\{(%r\d+)(?:, %r\d+)+\}, \[[^\n]*\n)(?=[\s\S]{0,9000}tcgen05\.wait::ld)",
         r"\1add.s32 %r1, \2, 1;\n", "reads"),
-    "lanes read on their own": (
+    "diverged lanes read tensor memory": (
         0, r"bar\.warp\.sync\s+-1;(?=[^$@]*tcgen05\.ld)", "", "reads"),
-    "lanes allocate on their own": (
+    "diverged lanes allocate": (
         0, r"bar\.warp\.sync\s+-1;(?=[^$@]*tcgen05\.alloc)", "", "tensor_memory"),
-    "logits are read unfenced": (
+    "logits are read without a fence": (
         0, r"tcgen05\.fence::after_thread_sync;(?=[^@]*tcgen05\.ld\.)", "", "reads"),
-    "an accumulator is given back unfenced": (
+    "an accumulator is released without a fence": (
         0, r"tcgen05\.fence::before_thread_sync;(?=\s+elect)", "", "reads"),
-    "every lane gives an accumulator back": (
+    "every lane releases an accumulator": (
         0, r"elect\.sync[^\n]*\n[^\n]*\n[^\n]*\n(?=[^$]*mbarrier\.arrive\.shared)", "", "reads"),
-    "an accumulator is given back twice": (
+    "an accumulator is released twice": (
         0, r"(mbarrier\.arrive\.shared[^\n]*\n)", r"\1\1", "reads"),
-    "an accumulator is given back before it is read": (
+    "an accumulator is released before it is read": (
         0, r"(tcgen05\.ld\.[\s\S]*?)(mbarrier\.arrive\.shared[^\n]*\n)", r"\2\1", "reads"),
-    "a pair's second block gives its own back": (
+    "a pair's second block releases its own accumulator": (
         0, r"(mapa\S+\s+%r\d+, %r\d+), %r\d+;", r"\1, %cluster_ctarank;", "reads"),
-    "lanes of another shape": (0, r"32x32b\.x64", "16x256b.x64", "reads"),
-    "a slab is written while it is stored": (
+    "loads of another shape": (0, r"32x32b\.x64", "16x256b.x64", "reads"),
+    "an epilogue tile is written while it is stored": (
         0, r"cp\.async\.bulk\.wait_group\.read\s+1;", "", "stores"),
-    "a slab is stored before TMA sees it": (0, r"fence\.proxy\.async\S+", "", "stores"),
-    "a slab is stored before all lanes wrote": (
+    "an epilogue tile is stored without a proxy fence": (
+        0, r"fence\.proxy\.async\S+", "", "stores"),
+    "an epilogue tile is stored before all lanes wrote": (
         0, r"(fence\.proxy\.async\S+\s+)bar\.warp\.sync\s+-1;", r"\1", "stores"),
-    "a slab's store is not in a group": (0, r"cp\.async\.bulk\.commit_group;", "", "stores"),
-    "a block ends while it stores": (
+    "a store is in no group": (0, r"cp\.async\.bulk\.commit_group;", "", "stores"),
+    "a block ends before its stores": (
         0, r"cp\.async\.bulk\.wait_group\.read\s+0;", "", "stores"),
-    "an exponential is emulated too many": (0, r"ex2\.approx\.ftz\.f32[^\n]*", "", "exponentials",
-    ),
+    "one exponential too many is a polynomial": (
+        0, r"ex2\.approx\.ftz\.f32[^\n]*", "", "exponentials"),
     "registers are spilled": (0, r"(tcgen05\.dealloc)", r"st.local.b32 [%r1], %r2;\n\1",
                               "registers"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(fault: str) -> None:
+def test_a_fault_is_detected(fault: str) -> None:
     config, pattern, replacement, rule = FAULTS[fault]
-    kernel = both(config)
+    kernel = sums_and_exps(config)
     ptx, _ = artifacts(kernel)
     broken, count = re.subn(pattern, replacement, ptx, count=1)
     assert count == 1
@@ -170,16 +171,16 @@ def test_a_fault_is_found(fault: str) -> None:
         (1, "UTCBAR.MULTICAST", "UTCBAR"),
     ],
 )
-def test_a_fault_in_the_machine_code_is_found(
+def test_a_fault_in_the_machine_code_is_detected(
     config: int, found: str, wrong: str, tmp_path: Path
 ) -> None:
-    kernel = both(config)
+    kernel = sums_and_exps(config)
     sass = disassemble(artifacts(kernel)[1], tmp_path)
     broken = re.sub(rf"{re.escape(found)}\b(?!\.)", wrong, sass, count=1)
     assert set(assembly_violations(broken, kernel)) == {found, wrong}
 
 
-def test_the_kernel_of_the_paired_blocks_is_the_default() -> None:
+def test_the_two_cta_kernel_is_the_default() -> None:
     assert isinstance(ARCH, Sm100)
-    assert (ARCH.default(129), ARCH.default(128)) == (PAIRED, SINGLE)
-    assert MULTICAST.rows == PAIRED.rows
+    assert (ARCH.default(129), ARCH.default(128)) == (TWO_CTA, SINGLE_CTA)
+    assert MULTICAST.rows == TWO_CTA.rows

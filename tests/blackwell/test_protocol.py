@@ -1,4 +1,4 @@
-"""The waiting of the Blackwell kernel, modelled: nothing is stuck or overwritten; faults are."""
+"""The model of the Blackwell kernel's synchronization has no faults; injected faults are found."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,9 @@ import pytest
 
 from tests.blackwell.protocol import Protocol, Step, explore
 
-PAIRED: dict[str, Any] = {"pair": 2, "sharing": 1}
-MULTICAST: dict[str, Any] = {"pair": 1, "sharing": 2}
-SINGLE: dict[str, Any] = {"pair": 1, "sharing": 1}
+TWO_CTA: dict[str, Any] = {"mma_ctas": 2, "multicast": 1}
+MULTICAST: dict[str, Any] = {"mma_ctas": 1, "multicast": 2}
+SINGLE_CTA: dict[str, Any] = {"mma_ctas": 1, "multicast": 1}
 
 STUCK = "all wait for each other"
 STAGE = "a stage does not hold what is multiplied"
@@ -24,16 +24,16 @@ Change = Callable[[str, Step], Step | list[Step]]
 @pytest.mark.parametrize(
     "sizes",
     [
-        {**SINGLE, "tiles": 5, "steps": 2, "stages": 3, "readers": 2},
-        {**SINGLE, "tiles": 3, "steps": 3, "stages": 2},
-        {**PAIRED, "tiles": 3, "steps": 1, "stages": 1, "readers": 2},
-        {**PAIRED, "tiles": 3, "steps": 1, "stages": 2},
-        {**PAIRED, "tiles": 2, "steps": 2, "stages": 2},
-        {**MULTICAST, "tiles": 3, "steps": 1, "stages": 1},
+        {**SINGLE_CTA, "tiles": 5, "k_tiles": 2, "stages": 3, "epilogue_warps": 2},
+        {**SINGLE_CTA, "tiles": 3, "k_tiles": 3, "stages": 2},
+        {**TWO_CTA, "tiles": 3, "k_tiles": 1, "stages": 1, "epilogue_warps": 2},
+        {**TWO_CTA, "tiles": 3, "k_tiles": 1, "stages": 2},
+        {**TWO_CTA, "tiles": 2, "k_tiles": 2, "stages": 2},
+        {**MULTICAST, "tiles": 3, "k_tiles": 1, "stages": 1},
     ],
     ids=str,
 )
-def test_all_ends_well_whatever_happens_first(sizes: dict[str, Any]) -> None:
+def test_no_interleaving_has_a_fault(sizes: dict[str, Any]) -> None:
     states, faults = explore(Protocol(**sizes))
     assert not faults
     assert states > 500
@@ -48,7 +48,7 @@ def does(name: str, step: Step) -> bool:
 
 
 def edit(name: str, change: Callable[..., tuple[Any, ...]]) -> Change:
-    """Change the actions of a name, whose operands `change` takes after the role."""
+    """Replace actions called `name` by `change(role, *operands)`."""
 
     def apply(role: str, step: Step) -> Step:
         edited = (change(role, *a[1:]) if a[0] == name else (a,) for a in step.actions)
@@ -62,7 +62,7 @@ def never_wait(kind: str) -> Change:
 
 
 def one_phase(kind: str) -> Change:
-    """Wait for a barrier's first use always."""
+    """Always wait for the phase of a barrier's first use."""
 
     def apply(role: str, step: Step) -> Step:
         if step.wait is None or not waits(kind, step):
@@ -73,7 +73,7 @@ def one_phase(kind: str) -> Change:
 
 
 def skip(role: str, number: int) -> Change:
-    """Let a role leave its step `number` out."""
+    """Omit step `number` of a role."""
     seen: list[Step] = []
 
     def apply(of: str, step: Step) -> Step | list[Step]:
@@ -99,86 +99,86 @@ def omit(name: str) -> Change:
     return lambda role, step: [] if does(name, step) else step
 
 
-# the shape, what is changed, and what must come of it
+# sizes, changes, and the expected fault
 FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "stages are filled without waiting": (
-        SINGLE, {"change": never_wait("drained")}, STAGE),
-    "products do not wait for loads": (
-        SINGLE, {"change": never_wait("filled")}, STAGE),
-    "products do not wait for readers": (
-        SINGLE, {"change": never_wait("read")}, OVERWRITTEN),
-    "readers do not wait for products": (
-        PAIRED, {"change": never_wait("computed")}, LOGITS),
-    "a loader forgets the phase": (
-        SINGLE, {"change": one_phase("drained")}, STAGE),
-    "a multiplier forgets the stages' phase": (
-        SINGLE, {"change": one_phase("filled")}, STAGE),
-    "a multiplier forgets the accumulators' phase": (
-        SINGLE, {"change": one_phase("read")}, OVERWRITTEN),
-    "a reader forgets the phase": (
-        SINGLE, {"change": one_phase("computed")}, LOGITS),
-    "a commit before the products": (
-        SINGLE, {"change": lambda role, step: reorder(role, step) if does("product", step)
+        SINGLE_CTA, {"change": never_wait("drained")}, STAGE),
+    "MMAs do not wait for loads": (
+        SINGLE_CTA, {"change": never_wait("filled")}, STAGE),
+    "MMAs do not wait for the epilogue": (
+        SINGLE_CTA, {"change": never_wait("read")}, OVERWRITTEN),
+    "the epilogue does not wait for MMAs": (
+        TWO_CTA, {"change": never_wait("computed")}, LOGITS),
+    "a load warp ignores the phase": (
+        SINGLE_CTA, {"change": one_phase("drained")}, STAGE),
+    "an MMA warp ignores the stages' phase": (
+        SINGLE_CTA, {"change": one_phase("filled")}, STAGE),
+    "an MMA warp ignores the accumulators' phase": (
+        SINGLE_CTA, {"change": one_phase("read")}, OVERWRITTEN),
+    "an epilogue warp ignores the phase": (
+        SINGLE_CTA, {"change": one_phase("computed")}, LOGITS),
+    "a commit precedes its MMAs": (
+        SINGLE_CTA, {"change": lambda role, step: reorder(role, step) if does("product", step)
                  else step}, LOGITS),
-    "a release before the logits are read": (
-        SINGLE, {"change": release_first}, OVERWRITTEN),
-    "a reader never releases": (
-        SINGLE, {"change": edit("arrive", lambda role, barrier: ())}, STUCK),
-    "a stage is given back at once": (
-        SINGLE, {"change": edit("commit", lambda role, block, reached, number: tuple(
+    "an accumulator is released before it is read": (
+        SINGLE_CTA, {"change": release_first}, OVERWRITTEN),
+    "an epilogue warp never releases": (
+        SINGLE_CTA, {"change": edit("arrive", lambda role, barrier: ())}, STUCK),
+    "a stage is released without waiting for its MMAs": (
+        SINGLE_CTA, {"change": edit("commit", lambda role, block, reached, number: tuple(
             ("arrive", barrier) for barrier in reached))}, STAGE),
-    "a commit tells one block of a pair": (
-        PAIRED, {"change": edit("commit", lambda role, block, reached, number: (
+    "a commit reaches one block of a pair": (
+        TWO_CTA, {"change": edit("commit", lambda role, block, reached, number: (
             ("commit", block, reached[:1], number),))}, STUCK),
-    "a commit tells one of two that share": (
+    "a commit reaches one of two blocks that share w": (
         MULTICAST, {"change": edit("commit", lambda role, block, reached, number: (
             ("commit", block, tuple(r for r in reached if r[0] == block), number),))}, STUCK),
-    "one of two that share is enough": (
+    "one of two blocks that share w drains a stage": (
         MULTICAST, {"counts": {"drained": 1}}, STAGE),
-    "both blocks of a pair count bytes": (
-        PAIRED, {"change": lambda role, step: step._replace(actions=(
+    "both blocks of a pair expect bytes": (
+        TWO_CTA, {"change": lambda role, step: step._replace(actions=(
             ("expect", (0, "filled", step.wait[0][2]), 4), *step.actions))
-            if role == "1 loader" and does("load", step) and step.wait else step}, ARRIVALS),
+            if role == "1 load" and does("load", step) and step.wait else step}, ARRIVALS),
     "the bytes of one block are expected": (
-        PAIRED, {"change": edit("expect", lambda role, barrier, loads: (
+        TWO_CTA, {"change": edit("expect", lambda role, barrier, loads: (
             ("expect", barrier, 2),))}, STAGE),
-    "more bytes are expected than come": (
-        PAIRED, {"change": edit("expect", lambda role, barrier, loads: (
+    "too many bytes are expected": (
+        TWO_CTA, {"change": edit("expect", lambda role, barrier, loads: (
             ("expect", barrier, loads + 1),))}, STUCK),
     "a pair's second block counts for itself": (
-        PAIRED, {"change": edit("load", lambda role, block, stage, part, use, filled: (
+        TWO_CTA, {"change": edit("load", lambda role, block, stage, part, use, filled: (
             ("load", block, stage, part, use, (block, *filled[1:])),))}, STUCK),
-    "w reaches one block alone": (
+    "w reaches only one block": (
         MULTICAST, {"change": edit("load", lambda role, block, stage, part, use, filled: (
             ("load", block, stage, part, use, filled),) if role.startswith(str(block)) else ())},
         STUCK),
-    "readers of one block are enough": (
-        PAIRED, {"counts": {"read": 1}}, OVERWRITTEN),
-    "a reader too many is expected": (PAIRED, {"counts": {"read": 3}}, STUCK),
-    "every lane of a reader arrives": (
-        SINGLE, {"change": edit("arrive", lambda role, barrier: (("arrive", barrier),) * 2)},
+    "the epilogue warps of one block release for both": (
+        TWO_CTA, {"counts": {"read": 1}}, OVERWRITTEN),
+    "an epilogue warp too many is expected": (TWO_CTA, {"counts": {"read": 3}}, STUCK),
+    "every lane of an epilogue warp arrives": (
+        SINGLE_CTA, {"change": edit("arrive", lambda role, barrier: (("arrive", barrier),) * 2)},
         STUCK),
-    "a pair's second block releases its own": (
-        PAIRED, {"change": edit("arrive", lambda role, barrier: (
+    "a pair's second block releases its own accumulator": (
+        TWO_CTA, {"change": edit("arrive", lambda role, barrier: (
             ("arrive", (int(role[0]), *barrier[1:])),))}, STUCK),
-    "a reader leaves a tile out": (
-        PAIRED, {"change": skip("1 reader 0", 1)}, ENDED),
-    "a loader leaves a stage out": (
-        PAIRED, {"change": skip("1 loader", 1)}, STAGE),
-    "a multiplier leaves a tile out": (
-        SINGLE, {"change": skip("0 multiplier", 3)}, STUCK),
+    "an epilogue warp skips a tile": (
+        TWO_CTA, {"change": skip("1 epilogue 0", 1)}, ENDED),
+    "a load warp skips a stage": (
+        TWO_CTA, {"change": skip("1 load", 1)}, STAGE),
+    "an MMA warp skips a tile": (
+        SINGLE_CTA, {"change": skip("0 mma", 3)}, STUCK),
     "a block ends before its last commits": (
         MULTICAST, {"change": omit("tail")}, ENDED),
     "a pair's block ends before its last commits": (
-        PAIRED, {"change": omit("tail")}, ENDED),
-    "a pair's first block ends before the other's readers": (
-        PAIRED, {"change": omit("meet")}, ENDED),
+        TWO_CTA, {"change": omit("tail")}, ENDED),
+    "a pair's first block ends before the other's epilogue": (
+        TWO_CTA, {"change": omit("meet")}, ENDED),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(fault: str) -> None:
+def test_a_fault_is_detected(fault: str) -> None:
     shape, changes, expected = FAULTS[fault]
-    sizes: dict[str, Any] = {"tiles": 3, "steps": 1, "stages": 2 if shape is SINGLE else 1}
+    sizes: dict[str, Any] = {"tiles": 3, "k_tiles": 1, "stages": 2 if shape is SINGLE_CTA else 1}
     _, faults = explore(Protocol(**shape, **sizes, **changes), expected)
     assert expected in faults

@@ -1,6 +1,7 @@
-"""The cache of compiled kernels: once per key, whatever happens to processes and files.
+"""The cache of compiled kernels: one compilation a key, despite crashes and damaged files.
 
-And what a package brings along: it serves where the cache has nothing, or nothing that is whole.
+Prebuilt libraries of the package serve where the user's cache has no valid library.  Fingerprints
+change with the kernels' code, not with its text.
 """
 
 import errno
@@ -26,16 +27,17 @@ from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import compile_kernel
 
 KERNEL = spec.ScaleAddRowsSpec("sm_90a", "bfloat16", "bfloat16")
-"""The one that compiles fastest."""
+"""The kernel that compiles fastest."""
 
 COMPILE = f"""
-from cutefce.cute_kernels import jit_cache, kernels
-function = jit_cache.compiled(kernels.{KERNEL!r})
+from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.jit import cache as jit_cache
+function = jit_cache.compiled(spec.{KERNEL!r})
 print(jit_cache.compile_count, callable(function))
 """
 DIE = """
 import os, time
-from cutefce.cute_kernels import jit_cache
+from cutefce.cute_kernels.jit import cache as jit_cache
 
 def stop(kernel):
     print("compiling", flush=True)
@@ -47,7 +49,7 @@ jit_cache.compile_kernel = stop
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an empty cache folder, which this process has loaded nothing from."""
+    """Return an empty cache folder, with no kernels loaded in this process."""
     path = tmp_path / "cache"
     path.mkdir()
     monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(path))
@@ -59,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a whole library of the kernel, outside of any cache."""
+    """Return a valid library of the kernel, outside of any cache."""
     path = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(jit_cache.CACHE_VARIABLE, str(path))
@@ -68,7 +70,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def prebuilt(folder: Path, library: Path) -> Path:
-    """Return the library that the package has, beside an empty cache folder."""
+    """Return a prebuilt library of the package, beside an empty cache folder."""
     path = jit_cache.prebuilt_folder() / library.name
     path.parent.mkdir(parents=True)
     shutil.copy(library, path)
@@ -86,7 +88,7 @@ def output(process: "subprocess.Popen[str]") -> list[str]:
 
 
 def works(function: Any) -> bool:
-    """Whether this is the kernel: it checks its arguments, also where there is no GPU."""
+    """Return whether this is the kernel: it checks its arguments, even without a GPU."""
     with pytest.raises(TypeError, match="out: Tensor"):
         function()
     return True
@@ -100,7 +102,7 @@ def test_eight_processes_compile_once(folder: Path) -> None:
     assert output(start(COMPILE))[0] == "0", "a later process compiles nothing"
 
 
-def test_a_process_that_dies_leaves_nothing_in_the_way(folder: Path) -> None:
+def test_a_process_that_dies_blocks_no_other(folder: Path) -> None:
     process = start(DIE + COMPILE)
     assert process.stdout is not None
     assert process.stdout.readline() == "compiling\n"
@@ -141,7 +143,7 @@ def test_a_damaged_library_is_compiled_again(damage: str, folder: Path) -> None:
     assert len(path.read_bytes()) > len(content) // 2
 
 
-def test_a_library_that_does_not_load_stops_nobody(folder: Path, library: Path) -> None:
+def test_a_library_that_does_not_load_is_compiled_again(folder: Path, library: Path) -> None:
     path = jit_cache.library_path(KERNEL)
     path.parent.mkdir()
     path.write_bytes(damaged(library.read_bytes(), "does not load"))
@@ -179,7 +181,7 @@ def test_loading_does_not_need_the_compiler(folder: Path) -> None:
     assert output(start(code)) == ["0", "True"]
 
 
-def test_keys_tell_kernels_apart(folder: Path) -> None:
+def test_every_kernel_has_its_own_key(folder: Path) -> None:
     from cutefce.cute_kernels.arch import ARCHS
 
     every = [kernel for arch in ARCHS for kernel in spec.all_kernels(arch)]
@@ -200,7 +202,7 @@ def test_a_prebuilt_library_serves(
     assert not list(folder.rglob("*.so"))
 
 
-def test_the_users_library_goes_first(
+def test_the_users_library_takes_precedence(
     folder: Path, prebuilt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = jit_cache.library_path(KERNEL)
@@ -236,15 +238,15 @@ def test_prebuilt_libraries_of_other_versions_are_not_used(folder: Path, prebuil
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
-def test_a_library_asks_little_of_the_system(library: Path) -> None:
-    """The platform tag of a wheel with kernels promises as much."""
+def test_a_library_needs_few_system_libraries(library: Path) -> None:
+    """As the platform tag of wheels with kernels promises."""
     command = ["objdump", "--private-headers", "--dynamic-syms", str(library)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert set(re.findall(r"GLIBC\w*[\d.]*", text)) <= {"GLIBC_2.2.5", "GLIBC_2.17"}
     assert set(re.findall(r"NEEDED +(\S+)", text)) <= {"libc.so.6"}
 
 
-def test_info_says_whether_prebuilt_libraries_fit(folder: Path, prebuilt: Path) -> None:
+def test_info_reports_whether_prebuilt_libraries_match(folder: Path, prebuilt: Path) -> None:
     def info() -> str:
         return "".join(CliRunner().invoke(main, "info").output.split())  # lines are folded
 
@@ -252,3 +254,113 @@ def test_info_says_whether_prebuilt_libraries_fit(folder: Path, prebuilt: Path) 
     prebuilt.parent.rename(prebuilt.parent.with_name("0123456789abcdef"))
     assert f"prebuilt{prebuilt.parent}(0kernels" in info()
     assert re.search(r"0123456789abcdef\(1kernels,[^)]*\):ofotherversions,notused", info())
+
+
+SOURCE = """
+'''A docstring.'''
+from enum import IntEnum
+
+class Barrier(IntEnum):
+    TURN = 1
+    'A field docstring.'
+
+def scale(x: float, *rest: int, factor=-2.5) -> str:
+    '''Another docstring.'''
+    # a comment
+    table = {**{}, "key": None, "ü": 0x10}
+    return f"{x * factor:>{rest[0]}}" "%" f" of {table!r}"
+"""
+REFORMATTED = """
+from enum import IntEnum
+class Barrier(IntEnum):
+    TURN = 1
+def scale(x: float, *rest: int, factor=-2.5,) -> str:
+    "Documented otherwise."
+    table = {
+        **{},
+        'key': None,
+        'ü': 16,
+    }
+
+    return (f'{x * factor:>{rest[0]}}% of {table!r}')
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """Return a folder of one source file in a subfolder."""
+    folder = tmp_path / "sources"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "scale.py").write_text(SOURCE)
+    return folder
+
+
+def source_fingerprint(folder: Path) -> str:
+    jit_cache.source_fingerprint.cache_clear()
+    return jit_cache.source_fingerprint(folder)
+
+
+def test_the_source_fingerprint_is_the_same_on_every_python_version(sources: Path) -> None:
+    assert source_fingerprint(sources) == "88b6bddc321016ec"
+
+
+def test_text_does_not_change_the_source_fingerprint(sources: Path) -> None:
+    before = source_fingerprint(sources)
+    (sources / "sub" / "scale.py").write_text(REFORMATTED)
+    (sources / "sub" / "notes.txt").write_text("not a source")
+    assert source_fingerprint(sources) == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("TURN = 1", "TURN = 2"),
+        ("-2.5", "2.5"),
+        ("= 1", "= True"),
+        ("None", "0"),
+        ("0x10", "16.0"),
+        ("rest[0]", "rest[1]"),
+        ("!r", "!s"),
+        ('" of', '" of the'),
+        ("scale(", "scaled("),
+        ("*rest", "rest"),
+    ],
+)
+def test_code_changes_the_source_fingerprint(old: str, new: str, sources: Path) -> None:
+    before = source_fingerprint(sources)
+    assert old in SOURCE
+    (sources / "sub" / "scale.py").write_text(SOURCE.replace(old, new))
+    assert source_fingerprint(sources) != before
+
+
+def test_files_change_the_source_fingerprint(sources: Path) -> None:
+    before = source_fingerprint(sources)
+    (sources / "sub" / "more.py").write_text("")
+    added = source_fingerprint(sources)
+    (sources / "sub" / "more.py").rename(sources / "more.py")
+    assert len({before, added, source_fingerprint(sources)}) == 3
+
+
+def test_the_fingerprint_covers_sources_versions_and_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fingerprint() -> str:
+        jit_cache.fingerprint.cache_clear()
+        return jit_cache.fingerprint()
+
+    found = {fingerprint()}
+    with monkeypatch.context() as patch:
+        patch.setattr(jit_cache, "source_fingerprint", lambda: "0123456789abcdef")
+        found.add(fingerprint())
+    with monkeypatch.context() as patch:
+        patch.setattr(jit_cache, "_version", lambda package: "1.0")
+        found.add(fingerprint())
+    with monkeypatch.context() as patch:
+        patch.setattr("platform.machine", lambda: "aarch64")
+        found.add(fingerprint())
+    with monkeypatch.context() as patch:
+        patch.setattr(jit_cache, "OPTIONS", "")
+        found.add(fingerprint())
+    assert len(found) == 5
+    assert all(re.fullmatch("[0-9a-f]{16}", each) for each in found)
+    jit_cache.fingerprint.cache_clear()

@@ -1,7 +1,7 @@
-"""Kernels that begin while the one before ends wait for it before they touch memory.
+"""Kernels launched with PDL wait for the previous kernel before they access memory.
 
-What is looked at is the PTX of every kind of kernel, compiled without a GPU.  Roles of a kernel
-begin where they take or give registers.
+Checks the PTX of every kind of kernel, compiled without a GPU.  A role of a kernel starts where its
+registers are redistributed.
 """
 
 import re
@@ -23,13 +23,16 @@ KERNELS = SETS[Sm90().name]
 KINDS: dict[str, KernelSpec | None] = {
     "sums": KERNELS.row_sums,
     "exps": KERNELS.exps,
-    "noted_exps": KERNELS.repair_exps,
+    "repair_exps": KERNELS.repair_exps,
     "grad_hidden": KERNELS.grad_hidden,
     "grad_weight": KERNELS.grad_weight,
     "add_targets": KERNELS.add_targets,
 }
-for name, kernels in SETS.items():  # Blackwell's project_exp begins as kernels do
-    KINDS |= {f"{name} finish": kernels.reduce_partials, f"{name} finish_dx": kernels.finish_dx}
+for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
+    KINDS |= {
+        f"{name} reduce_partials": kernels.reduce_partials,
+        f"{name} finish_dx": kernels.finish_dx,
+    }
     KINDS |= {f"{name} target_logit": kernels.target_logit}
 ROLE = r"setmaxnreg\.\w+"
 WAIT, LET = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
@@ -37,7 +40,7 @@ ACCESS = re.compile(r"\b(ld|st|red|atom)\.[\w.:]*global\b|\bcp\.(reduce\.)?async
 
 
 def unguarded(ptx: str) -> Iterator[str]:
-    """Yield what touches memory before a wait: anywhere before the first, or first in a role."""
+    """Yield memory accesses before a wait: in the prologue, or in a role."""
     prologue, *roles = re.split(ROLE, ptx)
     for part in [prologue] if WAIT in prologue else [prologue, *roles]:
         for line in part.split(WAIT)[0].splitlines():
@@ -46,20 +49,20 @@ def unguarded(ptx: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kernel", KINDS.values(), ids=KINDS)
-def test_nothing_is_touched_before_a_wait(kernel: KernelSpec | None) -> None:
+def test_no_access_before_the_wait(kernel: KernelSpec | None) -> None:
     assert kernel is not None
     ptx, _ = artifacts(kernel)
     assert not list(unguarded(ptx))
     assert LET in ptx
     if not isinstance(kernel, ProjectExpSpec):
         assert ptx.count(WAIT) == 1
-        assert ptx.index(WAIT) < ptx.index(LET), "what is older than this kernel is done"
+        assert ptx.index(WAIT) < ptx.index(LET), "waits before the next kernel starts"
         without = ptx.replace(WAIT, "")
-        assert list(unguarded(without)), "the fault is found"
+        assert list(unguarded(without)), "detects a missing wait"
 
 
-def test_each_role_waits_by_itself() -> None:
+def test_each_role_waits() -> None:
     ptx, _ = artifacts(KERNELS.row_sums)
     _, *roles = re.split(ROLE, ptx)
     for role in roles:
-        assert list(unguarded(ptx.replace(role, role.replace(WAIT, "")))), "the fault is found"
+        assert list(unguarded(ptx.replace(role, role.replace(WAIT, "")))), "detects a missing wait"

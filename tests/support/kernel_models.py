@@ -1,7 +1,7 @@
-"""What the kernels do, in torch on a CPU: so that what launches them can be tested without a GPU.
+"""Torch models of the kernels on a CPU, to test the host code that launches them without a GPU.
 
-They round where the kernels round, and read and write nothing else than these; sums lie in the
-first part, the others hold none.
+They round where the kernels round, and read and write the same memory; all sums are written to the
+first partial, the other partials are empty.
 """
 
 import functools
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.problem import SLACK
-from cutefce.cute_kernels.workspace import Semaphore
+from cutefce.cute_kernels.workspace import Semaphore, Stat
 from cutefce.ops.primitives import cute_gradients, cute_projection
 
 
 def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
-    """Return the function that stands for a compiled kernel."""
+    """Return the function that replaces a compiled kernel."""
     models: dict[type, Callable[..., None]] = {
         spec.TargetLogitSpec: _target_logit,
         spec.ProjectExpSpec: _project_exp,
-        spec.ReducePartialsSpec: _finish,
-        spec.FusedForwardSpec: _forward,
-        spec.ScaleAddRowsSpec: _combine,
-        spec.GradGemmSpec: _gradient,
+        spec.ReducePartialsSpec: _reduce_partials,
+        spec.FusedForwardSpec: _fused_forward,
+        spec.ScaleAddRowsSpec: _scale_add_rows,
+        spec.GradGemmSpec: _grad_gemm,
         spec.AddTargetsSpec: _add_targets,
     }
     return functools.partial(models[type(kernel)], kernel)
@@ -37,17 +37,17 @@ def _target_logit(
     kernel: spec.TargetLogitSpec,
     h: Tensor,
     w: Tensor,
-    y: Tensor,
-    out: Tensor,
+    target: Tensor,
+    logit: Tensor,
     zeros: Tensor,
     ignored: int,
 ) -> None:
     assert len(zeros) <= kernel.max_zeros(len(h))
     zeros.fill_(0)
-    here = (y >= 0) & (y < len(w))
-    out[:] = (h.float() * w[torch.where(here, y, 0)].float()).sum(1)
-    out[~here] = torch.nan
-    out[y == ignored] = torch.inf
+    in_vocab = (target >= 0) & (target < len(w))
+    logit[:] = (h.float() * w[torch.where(in_vocab, target, 0)].float()).sum(1)
+    logit[~in_vocab] = torch.nan
+    logit[target == ignored] = torch.inf
 
 
 def _project_exp(
@@ -58,7 +58,7 @@ def _project_exp(
     target: Tensor,
     sums: Tensor | None,
     exps: Tensor | None,
-    notes: Tensor,
+    semaphores: Tensor,
     first: int,
     *_: int,
 ) -> None:
@@ -68,114 +68,118 @@ def _project_exp(
     if sums is not None:
         sums.fill_(-torch.inf)
         sums[:, 0] = relative.logsumexp(1) / math.log(2)
-    if kernel.masked:
-        assert notes[Semaphore.DONE_COUNTER] > 0, "after the kernel that notes blocks"
-    else:
-        assert not notes.any()
-        notes[Semaphore.SYNC_COUNTER] = 1
-    if exps is not None:
+    rows = torch.ones(len(h), dtype=torch.bool)
+    if kernel.only_flagged:
+        assert semaphores[Semaphore.DONE_COUNTER] > 0, "runs after reduce_partials"
         blocks = torch.arange(len(h)) // kernel.config.rows
-        rows = (
-            notes[Semaphore.REPAIR_FLAGS + blocks] == 1
-            if kernel.masked
-            else torch.ones(len(h)) == 1
-        )
+        rows = semaphores[Semaphore.REPAIR_FLAGS + blocks] == 1
+    else:
+        assert not semaphores.any()
+        semaphores[Semaphore.SYNC_COUNTER] = 1
+    if exps is not None:
         count = min(exps.shape[1], len(w))
         exps[rows, :count] = relative[rows, :count].exp().to(exps.dtype)
 
 
-def _finish(
+def _reduce_partials(
     kernel: spec.ReducePartialsSpec,
-    parts: Tensor,
+    partials: Tensor,
     logit: Tensor,
     target: Tensor,
     stats: Tensor,
     reduced: Tensor,
-    notes: Tensor,
+    semaphores: Tensor,
     ignored: int,
     mean: int,
 ) -> None:
-    assert notes[Semaphore.DONE_COUNTER] == 0
-    largest = parts.amax(1)
+    assert semaphores[Semaphore.DONE_COUNTER] == 0
+    largest = partials.amax(1)
     far = largest > SLACK / math.log(2)
     reference = torch.where(far, logit + largest * math.log(2), logit)
-    notes[Semaphore.REPAIR_FLAGS + far.nonzero()[:, 0] // kernel.rows] = 1
-    notes[Semaphore.DONE_COUNTER] = 1
+    semaphores[Semaphore.REPAIR_FLAGS + far.nonzero()[:, 0] // kernel.rows] = 1
+    semaphores[Semaphore.DONE_COUNTER] = 1
     distance = torch.where(reference == logit, 0, reference - logit)
-    total = torch.exp2(parts - distance[:, None] / math.log(2)).sum(1)
-    excess = total + torch.expm1(-distance)
-    stats[:] = torch.stack([reference, total, excess + 1, distance + torch.log1p(excess)])
-    reduced.copy_(stats[3].sum() / ((target != ignored).sum().clamp(min=1) if mean else 1))
+    others = torch.exp2(partials - distance[:, None] / math.log(2)).sum(1)
+    excess = others + torch.expm1(-distance)
+    stats[Stat.REFERENCE] = reference
+    stats[Stat.SUM_EXP_OTHERS] = others
+    stats[Stat.SUM_EXP] = excess + 1
+    stats[Stat.LOSS] = distance + torch.log1p(excess)
+    count = (target != ignored).sum().clamp(min=1) if mean else 1
+    reduced.copy_(stats[Stat.LOSS].sum() / count)
 
 
-def _forward(
+def _fused_forward(
     kernel: spec.FusedForwardSpec,
     h: Tensor,
     w: Tensor,
-    y: Tensor,
-    between: Tensor,
+    target: Tensor,
+    workspace: Tensor,
     stats: Tensor,
     reduced: Tensor,
     ignored: int,
-    windows: int,
+    vocab_splits: int,
     clusters: int,
     mean: int,
 ) -> None:
-    tokens, parts = len(h), windows * kernel.config.partials_per_row
-    assert len(between) == kernel.workspace_size(tokens, windows)
-    noted = len(between) - tokens * (1 + parts)
-    logit, sums, rest = between.split([tokens, tokens * parts, noted])
-    sums, notes = sums.view(tokens, parts), rest.view(torch.int32)
-    model_of(kernel.target_logit)(h, w, y, logit, notes, ignored)
-    model_of(kernel.sums)(h, w, logit, y, sums, None, notes, 0, windows, clusters)
-    model_of(kernel.finish)(sums, logit, y, stats, reduced, notes, ignored, mean)
+    tokens, partials = len(h), vocab_splits * kernel.config.partials_per_row
+    assert len(workspace) == kernel.workspace_size(tokens, vocab_splits)
+    count = len(workspace) - tokens * (1 + partials)
+    logit, sums, rest = workspace.split([tokens, tokens * partials, count])
+    sums, semaphores = sums.view(tokens, partials), rest.view(torch.int32)
+    model_of(kernel.target_logit)(h, w, target, logit, semaphores, ignored)
+    outputs = sums, None, semaphores
+    model_of(kernel.row_sums)(h, w, logit, target, *outputs, 0, vocab_splits, clusters)
+    results = stats, reduced, semaphores
+    model_of(kernel.reduce_partials)(sums, logit, target, *results, ignored, mean)
 
 
-def _combine(
+def _scale_add_rows(
     _: Any,
     out: Tensor,
     x: Tensor,
     table: Tensor | None,
-    scale: Tensor,
-    weight: Tensor | None,
+    row_scale: Tensor,
+    gather_scale: Tensor | None,
     index: Tensor | None,
 ) -> None:
-    total = scale[:, None] * x.float()
-    if table is not None and weight is not None and index is not None:
-        total = total + weight[:, None] * table[index].float()
+    total = row_scale[:, None] * x.float()
+    if table is not None and gather_scale is not None and index is not None:
+        total = total + gather_scale[:, None] * table[index].float()
     out[:] = total.to(out.dtype)
 
 
-def _gradient(
+def _grad_gemm(
     kernel: spec.GradGemmSpec,
     a: Tensor,
     b: Tensor,
     out: Tensor,
-    lists: Any,
-    notes: Tensor,
+    targets: Any,
+    semaphores: Tensor,
     clusters: int,
-    cuts: int | None,
-    fresh: int | None,
+    k_splits: int | None,
+    overwrite: int | None,
 ) -> None:
-    own = notes[: kernel.semaphore_count(clusters)]
-    assert own.tolist() == [0] * kernel.semaphore_count(clusters)
-    own.fill_(1)
-    assert (cuts is None) == (fresh is None) == kernel.final
+    counters = semaphores[: kernel.semaphore_count(clusters)]
+    assert counters.tolist() == [0] * kernel.semaphore_count(clusters)
+    counters.fill_(1)
+    assert (k_splits is None) == (overwrite is None) == kernel.final
     product = a.float() @ b.float().t()
     if kernel.final:
-        *targets, unit = lists
-        _add_targets(None, product, *targets)
-        out[:] = (product * unit).to(out.dtype)
+        *csr, grad_scale = targets
+        _add_targets(None, product, *csr)
+        out[:] = (product * grad_scale).to(out.dtype)
     else:
-        out[:] = product if fresh else out + product
+        out[:] = product if overwrite else out + product
 
 
 def _add_targets(
-    _: Any, sums: Tensor, order: Tensor, starts: Tensor, coefficient: Tensor, h: Tensor
+    _: Any, sums: Tensor, order: Tensor, offsets: Tensor, coef: Tensor, h: Tensor
 ) -> None:
-    for row, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
-        some = slice(begin, end)
-        sums[row] += (coefficient[some, None] * h[order[some]].float()).sum(0)
+    spans = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+    for row, (begin, end) in enumerate(spans):
+        slots = slice(begin, end)
+        sums[row] += (coef[slots, None] * h[order[slots]].float()).sum(0)
 
 
 def use_models(monkeypatch: pytest.MonkeyPatch) -> None:
