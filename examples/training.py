@@ -124,7 +124,7 @@ class Training:
         self.seconds.append(time.perf_counter() - begin)
 
     def measure_peak(self, batch: Batch) -> int:
-        """Return `peak_bytes` of a forward and backward, after one to warm up; no optimiser step."""
+        """Return `peak_bytes` of a forward and backward, after a warm-up; no optimiser step."""
         for _ in range(2):
             peak = peak_bytes(lambda: self.evaluate(batch).backward(), batch[0].device)
             self.optimizer.zero_grad()
