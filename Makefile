@@ -53,16 +53,17 @@ define check-wheel
 	$(BIN)/pip install --quiet --no-deps --target build/site $(1)/cutefce-*.whl
 	ln -s $(CURDIR)/tests $(CURDIR)/bench build/site/
 	cd build/site && PYTHONPATH=. ../../$(BIN)/python -m pytest --rootdir=. -c ../../pyproject.toml \
-	  -o pythonpath=. tests/test_packaging.py tests/test_op.py
+	  -o pythonpath=. tests/test_packaging.py tests/ops/test_loss.py
 endef
 
 # the shipped table of this machine's GPU; ARGS=--resume goes on with one that was interrupted
 autotune: .venv/ready
-	$(BIN)/python -m cutefce tune --folder autotune_cache $(ARGS)
+	$(BIN)/python -m cutefce tune --output-dir autotune_cache $(ARGS)
 
 # all tables, plots and the report of this machine's GPU; ARGS=--resume as above
-BENCHMARKS := paper step peers sustained ceiling breakdown stability equivalence
-BENCHMARKS += $(if $(shell nvidia-smi -L 2>&1 | grep GPU),forward host tuned)
+BENCHMARKS := paper step peers steady-state max-tokens breakdown stability loss-curves training-step
+GPU_BENCHMARKS := forward cpu-overhead tuned
+BENCHMARKS += $(if $(shell nvidia-smi -L 2>&1 | grep GPU),$(GPU_BENCHMARKS))
 bench: .venv/ready
 	for name in $(BENCHMARKS); do $(BIN)/python -m bench $(ARGS) $$name || exit 1; done
 	$(BIN)/python -m bench report

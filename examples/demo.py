@@ -1,8 +1,8 @@
 """Train one small transformer twice: with cutefce's loss, and with torch's on all logits.
 
-Both trainings start from the same parameters and see the same batches, and their steps alternate,
-so that whatever else the machine does slows down both.  Run as `python examples/demo.py`.  On a
-CPU everything is float32; on a GPU products run in bfloat16 by autocast.
+Run as `python -m examples.demo`.  Both trainings start from the same parameters and see the same
+batches, and their steps alternate, so that other load on the machine slows down both.  On a CPU
+everything is float32; on a GPU matrix products run in bfloat16 by autocast.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's profiler prints when it starts
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences the profiler at its start
 
 import torch
 from matplotlib.figure import Figure
@@ -44,7 +44,7 @@ FINAL_STEPS = 10
 
 @dataclass(frozen=True)
 class Result:
-    """What one training came to; losses in nats a token."""
+    """Results of one training; losses in nats a token."""
 
     name: str
     train_loss: float

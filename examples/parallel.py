@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 2 -m examples.parallel tp
 
 tp     every weight is sharded: attention by heads, MLPs by width, embedding and head by vocabulary
-sp     the same, and between the layers every rank has its part of each sequence
+sp     the same, and between the layers every rank has a share of each sequence
 fsdp   every rank has its own sequences; weights are gathered when they are needed (FSDP2)
 
-The batches are those of `examples/demo.py`, whatever the number of ranks, and so are the losses.
-On CPUs ranks talk by gloo and everything is float32; on GPUs by NCCL, and products run in bfloat16.
+Batches and losses are those of `examples/demo.py` for any number of ranks.  On CPUs the backend is
+gloo and everything is float32; on GPUs it is NCCL, and matrix products run in bfloat16.
 """
 
 import argparse
@@ -50,7 +50,7 @@ REPORTED_STEPS = 10
 
 
 def shard_weights(model: Transformer, mesh: DeviceMesh, activations: Placement) -> None:
-    """Shard every weight; `activations` (batch, context, hidden) are placed so between layers."""
+    """Shard every weight; `activations` is the placement of (batch, context, hidden) in between."""
     ranks = mesh.size()
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -70,7 +70,7 @@ def shard_weights(model: Transformer, mesh: DeviceMesh, activations: Placement) 
 
 
 def loss_of(mesh: DeviceMesh, activations: Placement) -> Loss:
-    """Return the loss of hidden states that are placed so: its group is that of the weight."""
+    """Return the loss of hidden states with placement `activations`; the weight names the group."""
 
     def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         placed = DTensor.from_local(hidden, mesh, [activations])
@@ -86,7 +86,7 @@ def make_training(mode: str, vocab: int, sizes: Sizes, mesh: DeviceMesh) -> Trai
     if mode == "fsdp":
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
-        # what is left, the embedding that is the head too, stays gathered for the backward
+        # the root owns the embedding, which is also the head: it stays gathered for the backward
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
         return Training(mode, cutefce.linear_cross_entropy, model, sizes)
     activations = Shard(1) if mode == "sp" else Replicate()
@@ -103,7 +103,7 @@ def own_part(mode: str, batch: Batch, mesh: DeviceMesh) -> Batch:
 
 
 def mean_over_ranks(values: list[float], mesh: DeviceMesh) -> list[float]:
-    """Return the means of what each rank measured."""
+    """Return the mean over the ranks of each value."""
     total = torch.tensor(values, device=mesh.device_type)
     dist.all_reduce(total, group=mesh.get_group())
     return [value / mesh.size() for value in total.tolist()]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of hidden (batch, context, hidden), weight (vocab, hidden) and target (batch, context)."""
+"""Maps hidden (batch, context, hidden), weight (vocab, hidden), target (batch, context) to ()."""
 
 Batch = tuple[Tensor, Tensor]
 """Tokens and targets, both (batch, context)."""
@@ -73,7 +73,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 class Transformer(nn.Module):
-    """Token ids to hidden states; `head.weight` (vocab, hidden) is the embedding's, too."""
+    """Token ids to hidden states; `head.weight` (vocab, hidden) is tied to the embedding."""
 
     def __init__(self, vocab: int, sizes: Sizes) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Transformer(nn.Module):
 
 
 class Training:
-    """One model on its way, and the loss (nats a token) and seconds of every step."""
+    """A model, its optimiser, and the loss (nats a token) and seconds of every step."""
 
     def __init__(self, name: str, loss: Loss, model: Transformer, sizes: Sizes) -> None:
         self.name, self.loss, self.model = name, loss, model
@@ -124,7 +124,7 @@ class Training:
         self.seconds.append(time.perf_counter() - begin)
 
     def measure_peak(self, batch: Batch) -> int:
-        """Return `peak_bytes` of a forward and backward, after one to warm up; learn nothing."""
+        """Return `peak_bytes` of a forward and backward, after a warm-up; no optimiser step."""
         for _ in range(2):
             peak = peak_bytes(lambda: self.evaluate(batch).backward(), batch[0].device)
             self.optimizer.zero_grad()
@@ -134,9 +134,9 @@ class Training:
 def peak_bytes(call: Callable[[], None], device: torch.device) -> int:
     """Return the most bytes that `call` holds at a time beyond what is allocated before it.
 
-    That is what goes through torch's allocator of the device: activations, the loss's workspace
-    and gradients, but not the parameters, the optimiser's state or the process itself.  On a CPU
-    it is the largest partial sum of the profiler's allocations and releases in order of time.
+    Counts allocations by torch's allocator of the device: activations, the loss's workspace and
+    gradients, but not the parameters, the optimiser's state or the process itself.  On a CPU it is
+    the largest partial sum of the profiler's allocations and releases in order of time.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,247 @@
+"""The documentation is true: its links, paths, commands, snippets and numbers."""
+
+import ast
+import inspect
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import cutefce
+from bench.__main__ import main as bench
+from cutefce.__main__ import main as command
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+LAYERS = ("cute_kernels", "autotune_cache", "ops", "cutefce")
+FOLDERS = (*LAYERS, "bench", "docs", "examples", "tests", ".ci", ".github")
+COMMAND_SOURCES = [
+    *PAGES,
+    ROOT / "Makefile",
+    *sorted((ROOT / ".github").rglob("*.yml")),
+    *sorted((ROOT / "examples").glob("*.py")),
+]
+README_LINES = 150
+MEASURED = {"F.linear, F.cross_entropy in float32": "two-stage"}
+"""Implementations whose name in the README is not the one in the data."""
+
+
+def names(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def sources() -> str:
+    """Return the text of the package."""
+    return "\n".join(path.read_text() for path in modules())
+
+
+def modules() -> list[Path]:
+    """Return the modules of the package; `rglob` does not follow the links in cutefce/."""
+    return [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
+
+
+def fences(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield what each fence of a page says it is, and its text."""
+    for match in re.finditer(r"^```(\w[^\n]*)\n(.*?)^```", page.read_text(), re.M | re.S):
+        yield match[1], match[2]
+
+
+def inline_code(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    found = re.findall(r"(?<!`)`([^`]+)`", text)
+    return [" ".join(code.split()) for code in found]
+
+
+def section(page: Path, heading: str) -> str:
+    return page.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def table(text: str) -> list[list[str]]:
+    """Return the cells of a table's rows, without its header."""
+    rows = [line.strip().strip("|").split("|") for line in text.splitlines() if line[:1] == "|"]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what links to the headings of a page end with."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        assert place.exists(), target
+        assert not anchor or anchor in anchors(place), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names)
+def test_paths_exist(page: Path) -> None:
+    for code in inline_code(page):
+        first, slash, _ = code.partition("/")
+        if slash and first in FOLDERS and re.fullmatch(r"[\w./<>-]+", code):
+            assert (ROOT / code.split("<")[0]).exists(), code
+        elif re.fullmatch(r"[\w-]+\.(md|toml|txt)", code):
+            assert (ROOT / code).exists(), code
+
+
+def test_the_tree_lists_every_module() -> None:
+    (tree,) = (text for kind, text in fences(ARCHITECTURE) if kind == "text")
+    listed = [line.split()[0] for line in tree.splitlines() if line]
+    found = {names(path) for path in modules() if path.name != "__init__.py"}
+    assert sorted(listed) == sorted(found | {"cutefce/__init__.py"})
+
+
+def test_eight_places_are_named() -> None:
+    rows = table(section(ARCHITECTURE, "Where do I find"))
+    assert len(rows) == 8
+    assert all((ROOT / path.strip("`")).is_file() for _, path in rows)
+
+
+def written_commands(path: Path) -> list[str]:
+    """Return the lines, and pieces of inline code, of a file that may be commands."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        blocks = [*re.findall(r"^    (.*)$", text, re.M), *(block for _, block in fences(path))]
+        return [*"\n".join(blocks).splitlines(), *inline_code(path)]
+    return [*(line.strip() for line in text.splitlines()), *re.findall(r"`([^`]+)`", text)]
+
+
+def arguments_of(line: str) -> tuple[str, list[str]] | None:
+    """Return which program of this project a command runs and its arguments, None if none."""
+    line = re.sub(r"^(- )?(run: )?(\w+=\S+ )*", "", re.sub(r"\$\([^)]*\)", "", line))
+    match = re.match(
+        r"(?:\S*python3? -m |torchrun .*?-m |\S*/python -m )(cutefce|bench|examples\.\w+)(?= |$)"
+        r"|(cutefce|make) (?=[a-z])",
+        line,
+    )
+    if match is None:
+        return None
+    words = shlex.split(line[match.end() :], comments=True)
+    ends = [i for i, word in enumerate(words) if word in ("||", "&&", ";") or word.endswith(";")]
+    words = words[: min(ends, default=len(words))]
+    return match[1] or match[2], [word for word in words if "$" not in word]
+
+
+def check(group: click.Command, arguments: list[str]) -> None:
+    """Raise click's error unless the command has these subcommands and options."""
+    context = click.Context(group)
+    _, rest, _ = group.make_parser(context).parse_args(list(arguments))
+    if isinstance(group, click.Group) and rest:
+        found = group.get_command(context, rest[0])
+        assert found is not None, f"{group.name} has no command {rest[0]}"
+        check(found, rest[1:])
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+
+
+@pytest.mark.parametrize("path", COMMAND_SOURCES, ids=names)
+def test_commands_exist(path: Path) -> None:
+    for line in written_commands(path):
+        found = arguments_of(line)
+        if found is None:
+            continue
+        program, arguments = found
+        if program == "make":
+            targets = {word for word in arguments if "=" not in word and word[0] != "."}
+            assert targets <= make_targets(), line
+        elif program.startswith("examples."):
+            assert (ROOT / program.replace(".", "/")).with_suffix(".py").exists(), line
+        else:
+            check({"cutefce": command, "bench": bench}[program], arguments)
+
+
+def test_make_bench_runs_what_exists() -> None:
+    lines = re.findall(r"^(?:GPU_)?BENCHMARKS := (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert len(lines) == 2
+    assert {name for line in lines for name in line.split()} <= set(bench.commands)
+
+
+def test_options_of_tune_are_documented() -> None:
+    options = {name for param in command.commands["tune"].params for name in param.opts}
+    documented = {code for code in inline_code(ROOT / "docs" / "tuning.md") if code[:2] == "--"}
+    assert documented == options
+
+
+def test_every_benchmark_is_documented() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    documented = set(re.findall(r"`[^`]*-m bench ([\w-]+)", text)) | {"report"}
+    assert documented == set(bench.commands)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names)
+def test_snippets_compile(page: Path) -> None:
+    for kind, text in fences(page):
+        if kind.startswith("python"):
+            compile(text, names(page), "exec")
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "api.md"], ids=names)
+def test_runnable_snippets_run(page: Path) -> None:
+    runnable = [text for kind, text in fences(page) if kind == "python run"]
+    assert runnable
+    for text in runnable:
+        exec(compile(text, names(page), "exec"), {})
+
+
+def test_the_documented_signature_is_the_real_one() -> None:
+    text = next(text for _, text in fences(ROOT / "docs" / "api.md") if text.startswith("def "))
+    (function,) = ast.parse(text).body
+    assert isinstance(function, ast.FunctionDef)
+    keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+    documented = {arg.arg: ast.literal_eval(value) for arg, value in keywords if value is not None}
+    real = inspect.signature(cutefce.linear_cross_entropy).parameters.values()
+    assert documented == {p.name: p.default for p in real if p.kind is p.KEYWORD_ONLY}
+    positional = [p.name for p in real if p.kind is not p.KEYWORD_ONLY]
+    assert [arg.arg for arg in function.args.args] == positional
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= README_LINES
+
+
+def test_warnings_of_the_readme_are_those_of_the_sources() -> None:
+    text = sources()
+    for row in table(section(README, "Troubleshooting")):
+        for message in re.findall(r"`([^`]+)`", row[0]):
+            parts = [part for part in re.split(r"\.\.\.|cutefce:", message) if len(part) > 1]
+            assert parts
+            assert all(part.strip() in text for part in parts), message
+
+
+def test_every_environment_variable_is_in_the_readme() -> None:
+    used = set(re.findall(r'"(CUTEFCE_[A-Z_]+)"', sources()))
+    assert set(re.findall(r"CUTEFCE_[A-Z_]+", README.read_text())) == used
+
+
+def test_results_of_the_readme_are_committed() -> None:
+    text = section(README, "Results")
+    tokens = int(re.search(r"(\d+) tokens", text)[1])  # type: ignore[index]
+    sizes = [tuple(map(int, pair)) for pair in re.findall(r"\((\d+) × (\d+)\)", text)]
+    path = ROOT / "bench" / "results" / "nvidia_h200" / "peers.jsonl"
+    data = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    rows = table(text)[1:]
+    assert rows
+    for label, *cells in rows:
+        for (hidden, vocab), time, memory in zip(sizes, cells[::2], cells[1::2], strict=True):
+            (measured,) = (
+                row
+                for row in data
+                if (row["tokens"], row["hidden"], row["vocab"]) == (tokens, hidden, vocab)
+                and MEASURED.get(label, label) in row.values()
+            )
+            assert float(time) == round(measured["ratio_to_products"], 2), label
+            digits = len(memory.partition(".")[2])
+            assert float(memory) == round(measured["peak_mib"], digits or None), label
