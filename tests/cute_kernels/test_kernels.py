@@ -17,11 +17,16 @@ from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.primitives import cute, dispatch
-from cutefce.ops.primitives.cute import CutePrimitives, PartialLse
-from cutefce.ops.primitives.interface import forward_unfused
-from cutefce.ops.primitives.rows import Targets
+from cutefce.cute_kernels.workspace import Semaphore
+from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.primitives import cute_gradients, cute_projection, dispatch
+from cutefce.ops.primitives.cute_projection import PartialLse
+from cutefce.ops.primitives.dispatch import kernel_primitives
+from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
+from cutefce.ops.primitives.rows import RowCoefficients, Targets
 from tests.support.reference import Case, assert_as_accurate, evaluate, ours, random_case
+
+NONE = LossOptions("none")
 
 HERE = arch_for(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 ARCH = HERE or Sm90()
@@ -51,15 +56,15 @@ def with_project_exp(config: GemmConfig) -> KernelConfigs:
     return dataclasses.replace(default, project_exp=config)
 
 
-def primitives(config: GemmConfig, dtype: torch.dtype) -> CutePrimitives:
+def primitives(config: GemmConfig, dtype: torch.dtype) -> AnyPrimitives:
     return with_configs(with_project_exp(config), dtype)
 
 
-def with_configs(configs: KernelConfigs, dtype: torch.dtype) -> CutePrimitives:
+def with_configs(configs: KernelConfigs, dtype: torch.dtype) -> AnyPrimitives:
     name = str(dtype).removeprefix("torch.")
     tiles = widest_window(Problem(1, 64, 1000, name, "cuda"))
     count = torch.cuda.get_device_properties(0).multi_processor_count
-    return CutePrimitives(tiles, ARCH, name, configs, count)
+    return kernel_primitives(tiles, spec.kernel_set(ARCH, name, configs), count)
 
 
 def exact_exps(case: Case, reference: Tensor) -> Tensor:
@@ -80,14 +85,14 @@ def test_every_configuration(
     config: GemmConfig, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     case = random_case(*shape, dtype=dtype, device="cuda", ignored=0)
-    steps = primitives(config, dtype)
-    targets = Targets(case.y, shape[2], -100)
+    steps = primitives(config, dtype).projection
+    targets = Targets(case.y, shape[2], NONE)
     logit = steps.target_logit(case.h, case.w, targets)
     exact = exact_exps(case, logit)
     buffer = torch.full((shape[0], -(-shape[2] // 8) * 8), torch.nan, dtype=dtype, device="cuda")
     kept = buffer if dtype == torch.bfloat16 else None
     partial = steps.project_exp(case.h, case.w, (0, shape[2]), logit, case.y, kept)
-    stats, losses = steps.reduce_partials(partial, logit, targets, "none")
+    stats, losses = steps.reduce_partials(partial, logit, targets)
     torch.testing.assert_close(stats.sum_exp_others.double(), exact.sum(1), rtol=1e-5, atol=0)
     torch.testing.assert_close(losses.double(), torch.log1p(exact.sum(1)), rtol=1e-5, atol=1e-6)
     assert torch.equal(stats.reference, logit)
@@ -109,9 +114,10 @@ def test_the_forward_at_once_is_its_steps(
 ) -> None:
     case = random_case(*shape, dtype=torch.bfloat16, device="cuda")
     case.h[::5] *= 100.0  # some of these rows lie far above their targets
-    steps, targets = primitives(config, torch.bfloat16), Targets(case.y, shape[2], -100)
-    stats, loss = steps.forward(case.h, case.w, targets, reduction)
-    expected = forward_unfused(steps, case.h, case.w, targets, reduction)
+    steps = primitives(config, torch.bfloat16).projection
+    targets = Targets(case.y, shape[2], LossOptions(reduction))
+    stats, loss = steps.forward(case.h, case.w, targets)
+    expected = forward_unfused(steps, case.h, case.w, targets)
     assert torch.equal(stats.rows, expected[0].rows)
     assert torch.equal(loss, expected[1])
 
@@ -126,14 +132,17 @@ def test_repair_stores_only_noted_blocks_again(config: GemmConfig) -> None:
     far = torch.tensor([config.rows + 3, 3 * config.rows], device="cuda")
     case.h[far] *= 100
     case.y[far] = (case.h[far].float() @ case.w.float().t()).argmin(1)
-    steps, targets = primitives(config, torch.bfloat16), Targets(case.y, 2000, -100)
+    steps, targets = primitives(config, torch.bfloat16).projection, Targets(case.y, 2000, NONE)
     logit = steps.target_logit(case.h, case.w, targets)
     buffer = torch.empty(len(case.y), 2000, dtype=torch.bfloat16, device="cuda")
     partial = steps.project_exp(case.h, case.w, (0, 2000), logit, case.y, buffer)
-    stats, _ = steps.reduce_partials(partial, logit, targets, "none")
+    stats, _ = steps.reduce_partials(partial, logit, targets)
     moved = (stats.reference != logit).nonzero()[:, 0]
     assert moved.tolist() == far.tolist()
-    assert partial.notes[2:].nonzero()[:, 0].tolist() == (far // config.rows).tolist()
+    assert (
+        partial.semaphores[Semaphore.REPAIR_FLAGS :].nonzero()[:, 0].tolist()
+        == (far // config.rows).tolist()
+    )
     before = buffer.clone()
     steps.repair_stored_exps(buffer, case.h, case.w, 0, case.y, partial, stats)
     others = torch.ones(len(case.y), dtype=torch.bool, device="cuda")
@@ -172,14 +181,14 @@ def test_sums_are_right_and_the_same_again(
         grad_weight=config,
         grad_hidden_short=config,
     )
-    steps = with_configs(configs, torch.bfloat16)
+    steps = with_configs(configs, torch.bfloat16).gradients
     exps = torch.rand(tokens, -(-vocab // 8) * 8, device="cuda").to(torch.bfloat16)[:, :vocab]
     before = torch.randn(tokens, hidden, device="cuda"), torch.randn(vocab, hidden, device="cuda")
     results = []
     for _ in range(3):
         dx, dw = (torch.full_like(x, torch.nan) if fresh else x.clone() for x in before)
-        steps.add_grad_hidden(dx, exps, case.w, fresh=fresh)
-        steps.add_grad_weight(dw, exps, case.h, fresh=fresh)
+        steps.add_grad_hidden(dx, exps, case.w, accumulate=not fresh)
+        steps.add_grad_weight(dw, exps, case.h, accumulate=not fresh)
         results.append((dx, dw))
     e = exps.double()
     exact = [e @ case.w.double(), e.t() @ case.h.double()]
@@ -305,45 +314,52 @@ def test_launches_pass_what_the_kernels_take(arch: Arch, monkeypatch: pytest.Mon
 
         return launch
 
-    monkeypatch.setattr(cute, "compiled", on_a_cpu)
+    for module in (cute_gradients, cute_projection):
+        monkeypatch.setattr(module, "compiled", on_a_cpu)
     case = random_case(300, 64, 1500, dtype=torch.bfloat16)
     tiles = widest_window(Problem(300, 64, 1500, "bfloat16", "cuda"))
     default = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
-    steps = CutePrimitives(tiles, arch, "bfloat16", default, 132)
-    targets, exps = Targets(case.y, 1500, -100), torch.empty(300, 1504, dtype=torch.bfloat16)
+    primitives = kernel_primitives(tiles, spec.kernel_set(arch, "bfloat16", default), 132)
+    steps, gradients = primitives.projection, primitives.gradients
+    targets = Targets(case.y, 1500, LossOptions())
+    exps = torch.empty(300, 1504, dtype=torch.bfloat16)
     logit = steps.target_logit(case.h, case.w, targets)
     steps.project_exp(case.h, case.w, (0, 1500), logit, case.y)
     partial = steps.project_exp(case.h, case.w, (0, 1500), logit, case.y, exps)
-    stats, _ = steps.reduce_partials(partial, logit, targets, "mean")
+    stats, _ = steps.reduce_partials(partial, logit, targets)
     steps.repair_stored_exps(exps, case.h, case.w, 0, case.y, partial, stats)
     steps.recompute_exp(case.h, case.w, (0, 1024), logit, case.y, exps)
+    coefficients = RowCoefficients(logit, stats.sum_exp_others)
     for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX
-        steps.finish_dx(out, case.h.float(), case.w, targets, logit, stats.sum_exp_others)
+        gradients.finish_dx(out, case.h.float(), case.w, targets, coefficients)
     scaled = torch.empty_like(case.h)
-    steps.scale_rows(scaled, case.h, logit)
-    steps.add_grad_hidden(case.h.float(), exps[:, :1500], case.w, fresh=False)
-    part, sums = steps.target_grad(case.h, logit, targets), case.w.float()
-    steps.finish_dw(torch.empty_like(case.w), exps[:, :1500], scaled, part, 0, logit[0])
-    steps.add_grad_weight(sums, exps[:, :1500], scaled, fresh=False)
-    steps.add_target_grad(sums, part, 0)
-    steps.scale_rows(torch.empty_like(case.w), sums, torch.ones(1500))
-    names = "TargetLogit ProjectExp ProjectExp Finish ProjectExp ProjectExp"
-    products = [*["Gradient"] * 3, "AddTargets"] if default.grad_weight else []
-    assert launched == [*names.split(), *["Combine"] * 3, *products, "Combine"]
+    gradients.scale_rows(scaled, case.h, logit)
+    gradients.add_grad_hidden(case.h.float(), exps[:, :1500], case.w, accumulate=True)
+    target_grad, sums = gradients.target_grad(case.h, logit, targets), case.w.float()
+    out = torch.empty_like(case.w)
+    gradients.finish_dw(out, exps[:, :1500], scaled, target_grad, 0, logit[0])
+    gradients.add_grad_weight(sums, exps[:, :1500], scaled, accumulate=True)
+    gradients.add_target_grad(sums, target_grad, 0)
+    gradients.scale_rows(torch.empty_like(case.w), sums, torch.ones(1500))
+    names = "TargetLogit ProjectExp ProjectExp ReducePartials ProjectExp ProjectExp".split()
+    gemms = [*["GradGemm"] * 3, "AddTargets"] if default.grad_weight else []
+    names += [*["ScaleAddRows"] * 3, *gemms, "ScaleAddRows"]
+    assert launched == [f"{name}Spec" for name in names]
 
 
 def test_parts_of_all_ranks_are_joined() -> None:
     """From 2^-80 to 2^900: what no sum of float32 could hold."""
     tiles = widest_window(Problem(4, 64, 1500, "bfloat16", "cuda"))
-    steps = CutePrimitives(tiles, ARCHS[0], "bfloat16", with_project_exp(CONFIGS[0]), 132)
+    kernels = spec.kernel_set(ARCHS[0], "bfloat16", with_project_exp(CONFIGS[0]))
+    steps = kernel_primitives(tiles, kernels, 132).projection
     sums = torch.tensor([[0.0, 1.0], [-80.0, -80.0], [900.0, 2.0], [-torch.inf, -torch.inf]])
-    notes, other = torch.zeros(3, dtype=torch.int32), torch.arange(4.0)
+    semaphores, other = torch.zeros(3, dtype=torch.int32), torch.arange(4.0)
     joined = steps.gather_partials(
-        PartialLse(sums, notes), lambda total: torch.stack([total, other])
+        PartialLse(sums, semaphores), lambda total: torch.stack([total, other])
     )
     want = torch.tensor([math.log2(3), -79, 900, -torch.inf])
     torch.testing.assert_close(joined.sums, torch.stack([want, other], 1))
-    assert joined.sums.is_contiguous() and joined.notes is notes
+    assert joined.sums.is_contiguous() and joined.semaphores is semaphores
 
 
 def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
