@@ -7,7 +7,6 @@ F.cross_entropy(F.linear(h, w), y).
 import functools
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import click
@@ -18,6 +17,7 @@ from torch import Tensor
 import cutefce
 from bench.harness.cli import Output, per_shape
 from bench.harness.problems import Loss, Shape, random_inputs
+from bench.harness.timing import Call
 
 SHAPES = (
     Shape(256, 512, 8192, "bfloat16"),
@@ -62,7 +62,7 @@ def run(shape: Shape, device: str) -> list[Row]:
     for kind, evaluate in (("forward", _forward), ("training step", _step)):
         h, w = (x.requires_grad_(kind == "training step") for x in (h, w))
         losses: tuple[Loss, Loss] = cutefce.linear_cross_entropy, _torch_loss
-        calls = [functools.partial(evaluate, loss, h, w, y) for loss in losses]
+        calls: list[Call] = [functools.partial(evaluate, loss, h, w, y) for loss in losses]
         fused, unfused = _interleaved_us(calls, device)
         rows.append(
             Row(shape.tokens, shape.hidden, shape.vocab, kind, *_summary(fused), *_summary(unfused))
@@ -83,7 +83,7 @@ def _step(loss: Loss, h: Tensor, w: Tensor, y: Tensor) -> None:
     torch.autograd.grad(loss(h, w, y), (h, w))
 
 
-def _interleaved_us(calls: list[Callable[[], None]], device: str) -> list[list[float]]:
+def _interleaved_us(calls: list[Call], device: str) -> list[list[float]]:
     """Return the microseconds of every call, batches of the calls taking turns."""
     end = time.perf_counter() + WARM_UP_SECONDS
     while time.perf_counter() < end:
@@ -97,7 +97,7 @@ def _interleaved_us(calls: list[Callable[[], None]], device: str) -> list[list[f
     return samples
 
 
-def _batch_us(call: Callable[[], None], device: str) -> list[float]:
+def _batch_us(call: Call, device: str) -> list[float]:
     """Time `BATCH` calls one by one, starting with an idle GPU."""
     if device != "cpu":
         torch.cuda.synchronize()

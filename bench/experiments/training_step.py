@@ -10,6 +10,7 @@ interleaved steps; their values and gradients are compared before the first upda
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -128,12 +129,12 @@ def build_model(training: Training, device: str) -> nn.Module:
         click.ClickException: if transformers is not installed.
     """
     try:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        library: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise click.ClickException(
             f"training-step needs transformers (pip install transformers): {error}"
         ) from error
-    config = LlamaConfig(
+    config = library.LlamaConfig(
         hidden_size=training.hidden,
         num_hidden_layers=training.layers,
         num_attention_heads=training.heads,
@@ -149,7 +150,7 @@ def build_model(training: Training, device: str) -> nn.Module:
     torch.set_default_dtype(getattr(torch, training.dtype))
     try:
         with torch.device(device):
-            model: Any = LlamaForCausalLM(config)
+            model = library.LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(default_dtype)
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -200,6 +201,6 @@ def check_agreement(results: dict[str, tuple[float, float]]) -> None:
 
 
 def _total_peak_bytes(step: Call, device: str, held_bytes: int) -> int:
-    """Return the peak of everything allocated in a step; `held_bytes` lie there before it."""
+    """Return the peak of everything allocated in a step; `held_bytes` are allocated before it."""
     peak = peak_bytes(step, device)
     return held_bytes + peak if device == "cpu" else torch.cuda.max_memory_allocated()

@@ -1,4 +1,4 @@
-"""The check of new results against committed ones fails where something grew, and only there."""
+"""The comparison of new results with committed ones fails for growth and nothing else."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def write(folder: Path, *rows: dict[str, Any]) -> Path:
     ],
     ids=str,
 )
-def test_what_grew_is_named(changes: dict[str, Any], named: list[str], tmp_path: Path) -> None:
+def test_regressions_are_named(changes: dict[str, Any], named: list[str], tmp_path: Path) -> None:
     committed, new = write(tmp_path / "old", ROW), write(tmp_path / "new", {**ROW, **changes})
     found = regressions(new, committed)
     assert len(found) == len(named)

@@ -1,13 +1,10 @@
-"""The benchmarks measure what they say: fakes of known duration and memory, tiny sizes on a CPU."""
+"""Every command at tiny sizes on a CPU, and the parts of the experiments with known results."""
 
 import csv
-import json
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,17 +27,14 @@ from bench.experiments import (
     steady_state,
     step,
     training_step,
-    tuned,
 )
-from bench.harness import problems, reference, timing
-from bench.harness.accuracy import relative_errors
+from bench.harness import problems, reference
 from bench.harness.problems import Shape
-from bench.harness.records import SOURCES, Measurement, collect, read, sources_digest, write
-from bench.report import markdown, plots, sections
+from bench.harness.records import read
+from bench.report import sections
 from cutefce.autotune_cache.tuning.subprocess_worker import Child, ChildError
 from examples.corpus import Corpus
 from examples.training import Sizes
-from tests.support.reference import random_case
 
 SIZES = Sizes(hidden=16, layers=1, heads=2, context=8, batch=4, steps=2, learning_rate=1e-2)
 TINY = Shape(tokens=48, hidden=16, vocab=256, dtype="float32")
@@ -50,146 +44,6 @@ def run(output: Path, *arguments: str) -> Result:
     result = CliRunner().invoke(main, ["--output", str(output), *arguments])
     assert result.exit_code == 0, result.output
     return result
-
-
-# the harness
-
-
-class Clock:
-    """A clock that only the calls move: how busy the machine is does not matter."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(timing, "time", clock)
-    return clock
-
-
-def test_a_call_of_known_duration_takes_that_long(clock: Clock) -> None:
-    calls: dict[str, Callable[[], object]] = {
-        "short": lambda: clock.sleep(0.01),
-        "long": lambda: clock.sleep(0.03),
-    }
-    times = timing.interleaved(calls, "cpu", rounds=5)
-    assert times["long"].ratio_to(times["short"]) == pytest.approx(3)
-    for name, milliseconds in (("short", 10), ("long", 30)):
-        assert times[name].samples_ms == pytest.approx([milliseconds] * 5)
-
-
-def test_a_stretch_is_as_long_as_asked_for(clock: Clock) -> None:
-    times = timing.steady_state({"sleep": lambda: clock.sleep(0.01)}, "cpu", seconds=0.05)
-    assert times["sleep"].samples_ms == pytest.approx([10] * timing.STRETCHES)
-    # one run to warm up and one to find its duration; each stretch is preceded by as long a warm-up
-    assert clock.now == pytest.approx(2 * 0.01 + 2 * timing.STRETCHES * 0.05)
-
-
-def test_calls_are_interleaved_after_a_warm_up_round() -> None:
-    log: list[str] = []
-    calls: dict[str, Callable[[], object]] = {
-        name: lambda name=name: log.append(name)  # type: ignore[misc]
-        for name in "abc"
-    }
-    timing.interleaved(calls, "cpu", rounds=4)
-    rounds = [log[start : start + 3] for start in range(0, len(log), 3)]
-    assert len(rounds) == 5
-    assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
-    assert len({tuple(names) for names in rounds}) > 1
-
-
-def test_a_sample_has_as_many_runs_as_asked_for_after_an_untimed_call(clock: Clock) -> None:
-    runs: list[float] = []
-
-    def call() -> None:
-        runs.append(clock.now)
-        clock.sleep(0.01)
-
-    times = timing.interleaved(
-        {"call": call}, "cpu", rounds=2, before=lambda: clock.sleep(1), runs_per_sample=3
-    )
-    assert times["call"].samples_ms == pytest.approx([10] * 2)
-    assert runs == pytest.approx([0, 1.01, 1.02, 1.03, 2.04, 2.05, 2.06])
-
-
-def test_a_known_allocation_is_what_is_counted() -> None:
-    def call() -> Tensor:
-        torch.empty(1 << 20)  # freed before the next
-        return torch.empty(3 << 20)
-
-    assert timing.peak_bytes(call, "cpu") == 4 * (3 << 20)
-
-
-def test_chunks_of_the_reference_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = random_case(48, 16, 256)
-    inputs = case.h, case.w, case.y, case.upstream
-    want = reference.float64_reference(*inputs)
-    monkeypatch.setattr(reference, "ROWS", 20)
-    assert max(relative_errors(reference.float64_reference(*inputs), want)) < 1e-15
-
-
-def test_the_reference_is_the_gradient_of_the_unfused_loss_in_float64() -> None:
-    h, w, y = problems.random_inputs(replace(TINY, dtype="float64"), "cpu")
-    got = problems.gradients(reference.unfused, h, w, y)
-    assert max(relative_errors(got, reference.float64_mean_reference(h, w, y))) < 1e-14
-
-
-# data
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a benchmark may find."""
-
-    size: int
-    ms: float | None
-    spread: tuple[float, float]
-
-
-def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
-    path, measured = tmp_path / "data.jsonl", []
-
-    def measurement(size: int, fails: bool = False) -> Measurement:
-        def rows() -> list[Row]:
-            if fails:
-                raise KeyboardInterrupt
-            measured.append(size)
-            return [Row(size, 1.5, (1.0, 2.0)), Row(size, None, (0.0, 0.0))]
-
-        return Measurement({"size": size}, rows)
-
-    with pytest.raises(KeyboardInterrupt):
-        collect(path, [measurement(1), measurement(2, fails=True)], resume=False)
-    rows = collect(path, [measurement(1), measurement(2)], resume=True)
-    assert measured == [1, 2]
-    assert [row["size"] for row in rows] == [1, 1, 2, 2]
-    assert read(path)[1] == json.loads(json.dumps(rows))
-    collect(path, [measurement(1)], resume=False)
-    assert measured == [1, 2, 1] and len(read(path)[1]) == 2
-    header, rows = read(path)
-    write(path, {**header, "versions": {"torch": "another"}}, rows)
-    collect(path, [measurement(1)], resume=True)
-    assert measured == [1, 2, 1, 1]
-
-
-def test_the_digest_covers_subfolders(tmp_path: Path) -> None:
-    source = tmp_path / "sub" / "kernel.py"
-    source.parent.mkdir()
-    source.write_text("1")
-    before = sources_digest([tmp_path])
-    (tmp_path / "sub" / "kernel.pyc").write_text("1")
-    assert sources_digest([tmp_path]) == before
-    source.write_text("2")
-    assert sources_digest([tmp_path]) != before
-    assert all(next(folder.rglob("*.py"), None) for folder in SOURCES)
 
 
 def assert_same(path: Path) -> None:
@@ -283,7 +137,7 @@ def test_the_most_tokens_are_between_what_fits_and_what_does_not() -> None:
 # where the time goes
 
 
-def test_kernels_are_told_apart_by_name() -> None:
+def test_kernels_are_classified_by_name() -> None:
     for kernel, part in {
         "kernel_cutlass_kernel_cutefcecute_kernelssm90project_expProjectExpSm90_object": "forward",
         "kernel_cutlass_kernel_cutefcecute_kernelssm90gradientGradientSm90_object": "gradient",
@@ -298,75 +152,6 @@ def test_no_time_counts_twice() -> None:
     kernels = [(10, 20, "fill"), (12, 60, "ProjectExpSm90"), (55, 58, "add"), (70, 90, "nvjet")]
     parts = {"other kernels": 10, "forward GEMM": 40, "gradient GEMMs": 20, "GPU idle": 10}
     assert breakdown.time_by_part(kernels) == parts
-
-
-# the report
-
-
-def result(name: str, ms: float | None, mib: float | None, **more: Any) -> dict[str, Any]:
-    row = step.Row(64, 16, 256, name, ms, (1.0, 2.0), 1.0, 1.0, 1.0, 1.0, mib, None, 0.1, 0.1, 0.1)
-    return {**vars(row), **more}
-
-
-BASE = (result("GEMMs", 1, None), result("unfused", 2, 100), result("cutefce max", 1.1, 50))
-
-
-@pytest.mark.parametrize(
-    ("rows", "said", "unsaid"),
-    [
-        ([result("peer", 1.2, 40)], ["No peer is both"], ["peer ("]),
-        ([result("peer", 1.0, 60)], ["peer (*)", "No peer is both"], ["peer (!)"]),
-        (
-            [result("peer", 1.0, 40)],
-            ["peer (!)", "- peer at 64 × 16 × 256: cutefce max"],
-            ["No peer"],
-        ),
-        (
-            [result("peer", 1.05, 45), result("cutefce min", 1.05, 40)],
-            ["No peer is both"],
-            ["peer ("],
-        ),
-        ([result("peer", 1.2, 40, dw_error=0.3)], ["peer (†)"], []),
-        ([result("peer", None, None, note="it\nfailed")], ["it failed"], ["peer ("]),
-    ],
-    ids=["neither", "time", "both", "another budget", "inexact", "failed"],
-)
-def test_the_report_marks_peers(
-    rows: list[dict[str, Any]], said: list[str], unsaid: list[str], tmp_path: Path
-) -> None:
-    header = {"date": "2026-01-01", "device": "some gpu", "versions": {"torch": "2"}}
-    write(tmp_path / "peers.jsonl", header, [*BASE, *rows])
-    text = markdown.write(tmp_path, plots.draw(tmp_path)).read_text()
-    for part in (*said, "![peers](peers.png)", "Not measured: `python -m bench paper`"):
-        assert part in text
-    table = text.split("(*) faster")[0]
-    for part in unsaid:
-        assert part not in (table if part.startswith("peer") else text)
-
-
-def test_the_paper_counts_cells_and_their_mean(tmp_path: Path) -> None:
-    rows = [
-        vars(paper_grid.Row(1024, 4096, 32768, 2.0, 1.0, 0.5, 0.95, 600.0, 100.0, 50.0, 0.5, 0.26)),
-        vars(paper_grid.Row(1024, 4096, 65536, 1.0, 2.0, 2.0, 0.69, 600.0, 100.0, 50.0, 0.5, 0.26)),
-    ]
-    header = {"date": "2026-01-01", "device": "some gpu", "versions": {}}
-    write(tmp_path / "paper.jsonl", header, rows)
-    text = markdown.write(tmp_path, []).read_text()
-    assert "Faster than unfused in 1 of 2 cells, with less memory in 2." in text
-    assert "Geometric mean of cutefce / unfused: 1.000" in text
-    assert "0.73 → 0.69" in text
-
-
-def test_the_report_says_what_the_table_brings(tmp_path: Path) -> None:
-    rows = [
-        vars(tuned.Row(8192, 4096, 131072, "")),
-        vars(tuned.Row(1024, 4096, 131072, "project_exp", 0.97, 0.99, 0.98, 0.9, 1.0)),
-    ]
-    write(tmp_path / "tuned.jsonl", {"date": "", "device": "some gpu", "versions": {}}, rows)
-    text = markdown.write(tmp_path, []).read_text()
-    assert "| 1024 × 4096 × 131072 | project_exp | 0.97 | 0.99 | 0.98 | 0.9 | 1 |" in text
-    assert "| 8192 × 4096 × 131072 | – | – | – | – | – | – |" in text
-    assert "bench forward" not in text, "needs a GPU"
 
 
 # every command
@@ -444,7 +229,7 @@ def test_a_training_step_has_the_loss_of_the_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_a_training_step_says_what_is_not_installed(
+def test_a_training_step_names_the_missing_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
