@@ -60,11 +60,12 @@ endef
 autotune: .venv/ready
 	$(BIN)/python -m cutefce tune --output-dir autotune_cache $(ARGS)
 
-# all tables, plots and the report of this machine's GPU; ARGS=--resume as above
-BENCHMARKS := paper step peers steady-state max-tokens breakdown stability loss-curves training-step
-GPU_BENCHMARKS := forward cpu-overhead tuned
+# all results, plots and the report of this machine's GPU; ARGS=--resume as above
+BENCHMARKS := paper step peers steady-state max-tokens breakdown stability loss-curves
+GPU_BENCHMARKS := forward cpu-overhead first-call tuned training-step
 BENCHMARKS += $(if $(shell nvidia-smi -L 2>&1 | grep GPU),$(GPU_BENCHMARKS))
 bench: .venv/ready
+	$(BIN)/pip install --quiet transformers # of training-step alone
 	for name in $(BENCHMARKS); do $(BIN)/python -m bench $(ARGS) $$name || exit 1; done
 	$(BIN)/python -m bench report
 

@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m bench` measures and prints, and writes its data to `bench/results/`."""
+"""Benchmarks: `python -m bench COMMAND` measures, prints and records in `bench/results/`."""

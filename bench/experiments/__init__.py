@@ -1,1 +1,1 @@
-"""One experiment a file."""
+"""One experiment per file: what is measured, its rows, and its command."""

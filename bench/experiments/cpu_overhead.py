@@ -1,83 +1,115 @@
-"""What a call costs the host: an eager call without gradients, and a new process's first one."""
+"""CPU time of eager calls on a GPU: until the call returns, with no wait for its kernels.
 
+Each size has a no-grad forward and a training step (forward and backward), of cutefce and of
+F.cross_entropy(F.linear(h, w), y).
+"""
+
+import functools
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import click
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-CALLS = 3000
-WARM_UP_SECONDS = 1.0
-"""Of calls before those that count: a CPU that was idle needs time to reach its clock."""
-FIRST_CALL = """
-import time
-import torch
 import cutefce
-from cutefce.cute_kernels import jit_cache
-h = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
-w = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16)
-y = torch.randint(8192, (256,), device="cuda")
-torch.mm(h, w.t())
-torch.cuda.synchronize()
-begin = time.perf_counter()
-with torch.no_grad():
-    torch.ops.cutefce.loss(h, w, y)
-torch.cuda.synchronize()
-print(time.perf_counter() - begin, jit_cache.compile_count)
-"""
+from bench.harness.cli import Output, per_shape
+from bench.harness.problems import Loss, Shape, random_inputs
+from bench.harness.timing import Call
+
+SHAPES = (
+    Shape(256, 512, 8192, "bfloat16"),
+    Shape(1024, 4096, 32768, "bfloat16"),
+    Shape(8192, 4096, 131072, "bfloat16"),
+)
+CALLS, SECONDS = 3000, 12.0
+"""Limits of the measured calls of one row, each of which ends it."""
+WARM_UP_SECONDS = 1.0
+"""Calls before the measured ones, in which an idle CPU reaches its clock."""
+BATCH = 20
+"""Consecutive calls before the GPU is waited for; few enough not to fill its launch queue."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Host times of one process."""
+    """Medians and quartiles of one kind of call, in microseconds."""
 
-    call_us: float
-    """Median until an eager call without gradients returns, in microseconds."""
-    call_quartiles_us: tuple[float, float]
+    tokens: int
+    hidden: int
+    vocab: int
+    call: str
+    """Either "forward", without gradients, or "training step"."""
+    cutefce_us: float
+    cutefce_quartiles_us: tuple[float, float]
     torch_us: float
-    """The same of `F.cross_entropy(F.linear(h, w), y)`, in turns with it: hosts differ."""
-    first_call_s: float
-    """Until a new process's first call has its result, with objects in the cache, in seconds."""
-    first_call_compiles: int
-    """Kernels that this process compiled."""
+    """Interleaved with cutefce's: CPUs differ."""
+    torch_quartiles_us: tuple[float, float]
 
 
-def run() -> Row:
-    """Measure on small inputs, so that the GPU is never waited for."""
-    h = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16)
-    y = torch.randint(8192, (256,), device="cuda")
+@click.command("cpu-overhead")
+@click.pass_obj
+def command(output: Output, /) -> None:
+    """CPU time of an eager forward and of a training step on a GPU."""
+    output.record("cpu_overhead", per_shape(SHAPES, functools.partial(run, device="cuda")))
 
-    def fused() -> None:
-        torch.ops.cutefce.loss(h, w, y)
 
-    def by_torch() -> None:
-        F.cross_entropy(F.linear(h, w), y)
+def run(shape: Shape, device: str) -> list[Row]:
+    """Measure both kinds of call on random inputs."""
+    h, w, y = random_inputs(shape, device)
+    rows = []
+    for kind, evaluate in (("forward", _forward), ("training step", _step)):
+        h, w = (x.requires_grad_(kind == "training step") for x in (h, w))
+        losses: tuple[Loss, Loss] = cutefce.linear_cross_entropy, _torch_loss
+        calls: list[Call] = [functools.partial(evaluate, loss, h, w, y) for loss in losses]
+        fused, unfused = _interleaved_us(calls, device)
+        rows.append(
+            Row(shape.tokens, shape.hidden, shape.vocab, kind, *_summary(fused), *_summary(unfused))
+        )
+    return rows
 
-    samples: dict[Callable[[], None], list[float]] = {fused: [], by_torch: []}
-    end = time.perf_counter() + WARM_UP_SECONDS
+
+def _torch_loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(h, w), y)
+
+
+def _forward(loss: Loss, h: Tensor, w: Tensor, y: Tensor) -> None:
     with torch.no_grad():
-        while time.perf_counter() < end:
-            list(_twenty(fused))
-        while len(samples[fused]) < CALLS:
-            for call, times in samples.items():
-                times += _twenty(call)
-    low, median, high = statistics.quantiles(samples[fused], n=4)
-    command = [sys.executable, "-c", FIRST_CALL]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    return Row(
-        median, (low, high), statistics.median(samples[by_torch]), float(text[0]), int(text[1])
-    )
+        loss(h, w, y)
 
 
-def _twenty(call: Callable[[], None]) -> Iterator[float]:
-    """Time calls one by one, in microseconds; the GPU is idle at first."""
-    torch.cuda.synchronize()
-    for _ in range(20):
+def _step(loss: Loss, h: Tensor, w: Tensor, y: Tensor) -> None:
+    torch.autograd.grad(loss(h, w, y), (h, w))
+
+
+def _interleaved_us(calls: list[Call], device: str) -> list[list[float]]:
+    """Return the microseconds of every call, batches of the calls taking turns."""
+    end = time.perf_counter() + WARM_UP_SECONDS
+    while time.perf_counter() < end:
+        for call in calls:
+            _batch_us(call, device)
+    samples: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + SECONDS
+    while not samples[0] or (len(samples[0]) < CALLS and time.perf_counter() < end):
+        for call, times in zip(calls, samples, strict=True):
+            times += _batch_us(call, device)
+    return samples
+
+
+def _batch_us(call: Call, device: str) -> list[float]:
+    """Time `BATCH` calls one by one, starting with an idle GPU."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    times = []
+    for _ in range(BATCH):
         begin = time.perf_counter()
         call()
-        yield (time.perf_counter() - begin) * 1e6
+        times.append((time.perf_counter() - begin) * 1e6)
+    return times
+
+
+def _summary(samples: list[float]) -> tuple[float, tuple[float, float]]:
+    """Return median and quartiles."""
+    low, median, high = statistics.quantiles(samples, n=4)
+    return median, (low, high)

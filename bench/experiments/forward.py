@@ -1,17 +1,20 @@
-"""The forward on a GPU against one plain product h wᵀ, which writes all logits.
+"""The forward on a GPU against the plain GEMM h wᵀ, which writes all logits.
 
-product      torch.mm(h, w.t())
-loss         torch.ops.cutefce.loss without gradients
-loss, kept   the forward of a training step that keeps every exponential
+GEMM                    torch.mm(h, w.t())
+cutefce                 torch.ops.cutefce.loss without gradients
+cutefce, exps stored    the forward of a training step that stores every exponential
 """
 
+import functools
 from dataclasses import dataclass
 
+import click
 import torch
 
 import cutefce
-from bench.harness.problems import Shape, random_head
-from bench.harness.timing import Call, interleaved, peak_bytes
+from bench.harness.cli import Output, per_shape, repeats_option
+from bench.harness.problems import Shape, random_inputs
+from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
 from cutefce.ops.primitives import rows
 from cutefce.ops.primitives.dispatch import primitives_for, problem_of
 from cutefce.ops.strategies import windows
@@ -35,47 +38,56 @@ SHAPES = tuple(
         (1, 4096, 131072),
     )
 )
-LARGEST_KEPT_BYTES = 8 << 30
+MAX_STORED_BYTES = 8 << 30
+"""Limit of the exponentials that the third implementation stores."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One form at one shape; times are medians of interleaved runs."""
+    """One implementation at one shape; times are medians of interleaved runs."""
 
     tokens: int
     hidden: int
     vocab: int
-    form: str
+    implementation: str
     median_ms: float
     quartiles_ms: tuple[float, float]
-    ratio_to_product: float
+    ratio_to_gemm: float
     tflops: float
     peak_mib: float
-    """Peak memory in MiB beyond the inputs and, where they are kept, the exponentials."""
+    """Peak memory in MiB beyond the inputs and any stored exponentials."""
+
+
+@click.command("forward")
+@repeats_option(30)
+@click.pass_obj
+def command(output: Output, /, repeats: int) -> None:
+    """The forward on a GPU, against the plain GEMM."""
+    output.record("forward", per_shape(SHAPES, functools.partial(run, repeats=repeats)))
 
 
 def run(shape: Shape, repeats: int) -> list[Row]:
-    """Measure every form at `shape` on fresh random data."""
-    forms = _forms(shape)
-    times = interleaved(forms, "cuda", repeats)
+    """Measure every implementation at `shape` on random inputs."""
+    calls = _calls(shape)
+    times = interleaved(calls, "cuda", repeats, before=preceding_gemms("cuda"))
     return [
         Row(
             tokens=shape.tokens,
             hidden=shape.hidden,
             vocab=shape.vocab,
-            form=name,
+            implementation=name,
             median_ms=timing.median_ms,
             quartiles_ms=timing.quartiles_ms,
-            ratio_to_product=timing.median_ms / times["product"].median_ms,
-            tflops=shape.product_flop / timing.median_ms / 1e9,
-            peak_mib=peak_bytes(forms[name], "cuda") / 2**20,
+            ratio_to_gemm=timing.median_ms / times["GEMM"].median_ms,
+            tflops=shape.gemm_flop / timing.median_ms / 1e9,
+            peak_mib=peak_bytes(calls[name], "cuda") / 2**20,
         )
         for name, timing in times.items()
     ]
 
 
-def _forms(shape: Shape) -> dict[str, Call]:
-    h, w, y = random_head(shape, "cuda")
+def _calls(shape: Shape) -> dict[str, Call]:
+    h, w, y = random_inputs(shape, "cuda")
     z = h.new_empty(shape.tokens, shape.vocab)
     cutefce.set_strict(True)
     primitives = primitives_for(h, w, problem_of(h, w, False, False))
@@ -84,11 +96,11 @@ def _forms(shape: Shape) -> dict[str, Call]:
         with torch.no_grad():
             torch.ops.cutefce.loss(h, w, y)
 
-    def kept() -> None:
+    def with_exps_stored() -> None:
         targets = rows.make_targets(y, shape.vocab, -100)
         windows.forward(primitives, h, w, targets, "mean", [(0, z)])
 
-    forms: dict[str, Call] = {"product": lambda: torch.mm(h, w.t(), out=z), "loss": loss}
-    if z.numel() * z.element_size() <= LARGEST_KEPT_BYTES:
-        forms["loss, kept"] = kept
-    return forms
+    calls: dict[str, Call] = {"GEMM": lambda: torch.mm(h, w.t(), out=z), "cutefce": loss}
+    if z.nbytes <= MAX_STORED_BYTES:
+        calls["cutefce, exps stored"] = with_exps_stored
+    return calls

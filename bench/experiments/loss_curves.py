@@ -1,6 +1,7 @@
-"""The demo's transformer trained with every strategy, against two seeds of the two-stage form.
+"""Loss curves of the demo's transformer with every strategy, against two seeds of the unfused loss.
 
-Each strategy starts as the first seed does and sees the same batches.  In bfloat16 on a GPU.
+Each strategy starts from the parameters of the first seed and sees the same batches; in bfloat16 on
+a GPU.
 """
 
 import dataclasses
@@ -8,11 +9,13 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import torch
 from torch import Tensor
 
 import cutefce
-from examples.corpus import load_corpus
+from bench.harness.cli import Output
+from bench.harness.records import Measurement
 from examples.training import (
     CPU,
     GPU,
@@ -27,55 +30,65 @@ from examples.training import (
 
 SEEDS = (0, 1)
 CALLS = (("max", "mean"), ("min", "mean"), ("min", "none"))
-"""Workspace and reduction: at the GPU's sizes they keep all exponentials, form gradients in the
-forward, and compute all exponentials again."""
+"""Workspace and reduction.  On a GPU these store all exponentials, compute gradients in the
+forward, and recompute all exponentials."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One training."""
 
-    form: str
+    implementation: str
     plan: str
     seed: int
     largest_difference: float
-    """From the first seed of the two-stage form, at any step, in nats."""
+    """From the first seed of the unfused loss, over all steps, in nats."""
     losses: list[float]
-    """Of each step, in nats a token."""
+    """Of each step, in nats per token."""
+
+
+@click.command("loss-curves")
+@click.option("--steps", type=int, help="Steps per training; the demo's number if not given.")
+@click.pass_obj
+def command(output: Output, /, steps: int | None) -> None:
+    """Loss curves of the demo's training with every strategy."""
+    output.record("loss_curves", [Measurement({}, lambda: run(steps))])
 
 
 def run(steps: int | None) -> list[Row]:
-    """Train every form for `steps`, or for as many as the demo takes."""
+    """Train with every implementation for `steps`, or for as many as the demo takes."""
+    from examples.corpus import load_corpus  # needs tokenizers, a dependency of the demo alone
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = dataclasses.replace(GPU, batch=4) if device.type == "cuda" else CPU
     sizes = dataclasses.replace(sizes, steps=steps or sizes.steps)
     with tempfile.TemporaryDirectory() as folder:
         corpus = load_corpus(Path(folder) / "tokenizer.json")
     batches = list(sample_batches(corpus.train, sizes, sizes.steps, device))
-    forms: list[tuple[str, str, int, Loss]] = [("two-stage", "", s, logits_loss) for s in SEEDS]
+    trainings: list[tuple[str, str, int, Loss]] = [("unfused", "", s, logits_loss) for s in SEEDS]
     for workspace, reduction in CALLS:
         plan = _plan(workspace, reduction, sizes, corpus.vocab)
-        forms.append((f"cutefce {workspace}, {reduction}", plan, 0, _ours(workspace, reduction)))
+        name, loss = f"cutefce {workspace}, {reduction}", _cutefce_loss(workspace, reduction)
+        trainings.append((name, plan, 0, loss))
     rows: list[Row] = []
-    for form, plan, seed, loss in forms:
-        losses = _train(form, loss, seed, sizes, corpus.vocab, batches)
+    for name, plan, seed, loss in trainings:
+        losses = _train(loss, seed, sizes, corpus.vocab, batches)
         pairs = zip(losses, rows[0].losses if rows else losses, strict=True)
-        rows.append(Row(form, plan, seed, max(abs(a - b) for a, b in pairs), losses))
+        rows.append(Row(name, plan, seed, max(abs(a - b) for a, b in pairs), losses))
     return rows
 
 
-def _train(
-    form: str, loss: Loss, seed: int, sizes: Sizes, vocab: int, batches: list[Batch]
-) -> list[float]:
+def _train(loss: Loss, seed: int, sizes: Sizes, vocab: int, batches: list[Batch]) -> list[float]:
+    """Return the loss of each step of one training."""
     torch.manual_seed(seed)
     model = Transformer(vocab, sizes).to(batches[0][0].device)
-    training = Training(form, loss, model, sizes)
+    training = Training("", loss, model, sizes)
     for batch in batches:
         training.step(batch)
     return training.losses
 
 
-def _ours(workspace: str, reduction: str) -> Loss:
+def _cutefce_loss(workspace: str, reduction: str) -> Loss:
     def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         losses = cutefce.linear_cross_entropy(
             hidden, weight, target, reduction=reduction, workspace=workspace

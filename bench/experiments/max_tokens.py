@@ -1,69 +1,91 @@
-"""How many tokens a step can have before memory runs out: all logits, and ours.
+"""The most tokens of a forward and backward that fit in memory, unfused and with cutefce.
 
-The number of tokens is doubled until a step fails, then the middle is tried.  Each attempt runs in
-a child process, on random data, forward and backward.
+The number of tokens is doubled until a step fails, then the midpoint is tried.  Each attempt runs
+on random inputs in a child process.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import click
 import torch
 
-from bench.harness.problems import Loss, Shape, gradients, ours, random_head, two_stage
+from bench.harness.cli import DEVICE, Output
+from bench.harness.problems import (
+    CPU_SHAPE,
+    Loss,
+    Shape,
+    cutefce_loss,
+    gradients,
+    random_inputs,
+)
+from bench.harness.records import Measurement
+from bench.harness.reference import unfused
 from bench.harness.timing import peak_bytes
 from cutefce.autotune_cache.tuning.subprocess_worker import Child, ChildError
 
-SHAPES = {"cpu": Shape(512, 256, 8192, "float32"), "cuda": Shape(16384, 4096, 131072, "bfloat16")}
+SHAPES = {"cpu": CPU_SHAPE, "cuda": Shape(16384, 4096, 131072, "bfloat16")}
 """The first attempt."""
-MOST_TOKENS = {"cpu": 2048, "cuda": 1 << 25}
-"""No attempt has more."""
+LIMIT = {"cpu": 2048, "cuda": 1 << 25}
+"""Tokens of the largest attempt."""
 SECONDS = 180
 """Time limit of an attempt."""
 LOSSES: dict[str, Loss] = {
-    "two-stage": two_stage,
-    "cutefce max": ours("max"),
-    "cutefce min": ours("min"),
+    "unfused": unfused,
+    "cutefce max": cutefce_loss("max"),
+    "cutefce min": cutefce_loss("min"),
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """The most tokens of one form."""
+    """The most tokens of one implementation."""
 
     hidden: int
     vocab: int
-    form: str
+    implementation: str
     tokens: int
-    """The most that succeeded; 0 if none did."""
+    """Of the largest attempt that succeeded; 0 if none did."""
     peak_mib: float | None
-    """Peak memory of that attempt in MiB beyond the inputs, with the gradients."""
+    """Peak memory of that attempt in MiB beyond the inputs, including the gradients."""
     failed_tokens: int | None
-    """The fewest that failed."""
+    """Of the smallest attempt that failed."""
     note: str
-    """Why these failed, or that nothing did."""
+    """Why that attempt failed, or that none did."""
 
 
-def run(form: str, device: str) -> list[Row]:
-    """Find the most tokens of `form`, a key of `LOSSES`."""
-    shape, most = SHAPES[device], MOST_TOKENS[device]
+@click.command("max-tokens")
+@click.pass_obj
+def command(output: Output, /) -> None:
+    """The most tokens of a forward and backward that fit in memory."""
+    measurements = [
+        Measurement({"implementation": name}, functools.partial(run, name, DEVICE))
+        for name in LOSSES
+    ]
+    output.record("max_tokens", measurements)
+
+
+def run(name: str, device: str) -> list[Row]:
+    """Find the most tokens of the implementation `name`, a key of `LOSSES`."""
+    shape, limit = SHAPES[device], LIMIT[device]
     with Child() as child:
 
         def peak_mib(tokens: int) -> float:
-            call = functools.partial(attempt, form, replace(shape, tokens=tokens), device)
+            call = functools.partial(attempt, name, replace(shape, tokens=tokens), device)
             return child.ask(call, SECONDS)
 
-        return [Row(shape.hidden, shape.vocab, form, *most_tokens(peak_mib, shape.tokens, most))]
+        return [Row(shape.hidden, shape.vocab, name, *most_tokens(peak_mib, shape.tokens, limit))]
 
 
 def most_tokens(
-    peak_mib: Callable[[int], float], first: int, most: int
+    peak_mib: Callable[[int], float], first: int, limit: int
 ) -> tuple[int, float | None, int | None, str]:
     """Return the last four columns of a row; `peak_mib` raises a `ChildError` if it fails."""
     tokens = 0
     peak: float | None = None
     failed: int | None = None
-    note = f"no more than {most} tokens were tried"
+    note = f"no more than {limit} tokens were tried"
 
     def fits(number: int) -> bool:
         nonlocal tokens, peak, failed, note
@@ -77,16 +99,16 @@ def most_tokens(
         return True
 
     number = first
-    while number <= most and fits(number):
+    while number <= limit and fits(number):
         number *= 2
     if tokens and failed:
         fits(tokens * 3 // 2)
     return tokens, peak, failed, note
 
 
-def attempt(form: str, shape: Shape, device: str) -> float:
-    """Run a step of `form`; return its peak memory in MiB."""
+def attempt(name: str, shape: Shape, device: str) -> float:
+    """Run a step of the implementation `name`; return its peak memory in MiB."""
     if device != "cpu":
         torch.cuda.empty_cache()  # as in a new process
-    h, w, y = random_head(shape, device)
-    return peak_bytes(lambda: gradients(LOSSES[form], h, w, y), device) / 2**20
+    h, w, y = random_inputs(shape, device)
+    return peak_bytes(lambda: gradients(LOSSES[name], h, w, y), device) / 2**20

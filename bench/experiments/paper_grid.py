@@ -1,19 +1,23 @@
-"""The paper's Table 2 here: the forward, canonical and ours, over tokens and vocabulary.
+"""The forward over the grid of tokens and vocabulary of the paper's Table 2.
 
-canonical   F.cross_entropy(F.linear(h, w).float(), y), which holds all logits
-ours        cutefce.linear_cross_entropy without gradients
-product     h wᵀ alone
+unfused     F.cross_entropy(F.linear(h, w).float(), y), which the paper calls canonical
+cutefce     cutefce.linear_cross_entropy without gradients
+GEMM        h wᵀ alone
 
 The paper is "From Projection to Prediction: Beyond Logits for Scalable Language Models" (arXiv
-2511.17599); its numbers are those of an NVIDIA GB200 with hidden size 4096 in bfloat16.
+2511.17599); its numbers were measured on an NVIDIA GB200 with hidden size 4096 in bfloat16.
 """
 
+import functools
 from dataclasses import dataclass
 
+import click
 import torch
 
-from bench.harness.problems import Loss, Shape, ours, random_head, two_stage
-from bench.harness.timing import Call, interleaved, peak_bytes
+from bench.harness.cli import DEVICE, Output, per_shape, repeats_option
+from bench.harness.problems import Loss, Shape, cutefce_loss, random_inputs
+from bench.harness.reference import unfused
+from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
 
 HIDDEN = 4096
 PUBLISHED: dict[tuple[int, int], tuple[float, float, int, int]] = {
@@ -54,49 +58,61 @@ class Row:
     tokens: int
     hidden: int
     vocab: int
-    canonical_ms: float
-    ours_ms: float
+    unfused_ms: float
+    cutefce_ms: float
     ratio: float
-    """Ours over canonical."""
+    """cutefce over unfused."""
     published_ratio: float | None
     """The paper's proposed over canonical."""
-    product_tflops: float
-    """Rate of cuBLAS in the same minute."""
-    canonical_mib: float
-    ours_mib: float
+    cublas_tflops: float
+    """Rate of the plain GEMM in the same run."""
+    unfused_mib: float
+    cutefce_mib: float
     memory_ratio: float
     published_memory_ratio: float | None
 
 
+@click.command("paper")
+@repeats_option(9)
+@click.pass_obj
+def command(output: Output, /, repeats: int) -> None:
+    """The forward over the paper's grid, unfused and fused, beside the paper's numbers."""
+    measure = functools.partial(run, device=DEVICE, repeats=repeats)
+    output.record("paper", per_shape(SHAPES[DEVICE], measure))
+
+
 def run(shape: Shape, device: str, repeats: int) -> list[Row]:
-    """Measure both forms at `shape` on fresh random data."""
-    h, w, y = random_head(shape, device)
+    """Measure both implementations at `shape` on random inputs."""
+    h, w, y = random_inputs(shape, device)
 
-    def form(loss: Loss) -> Call:
-        def forward() -> None:
-            with torch.no_grad():
-                loss(h, w, y)
+    def forward(loss: Loss) -> None:
+        with torch.no_grad():
+            loss(h, w, y)
 
-        return forward
-
-    forms = {"canonical": form(two_stage), "ours": form(ours(None))}
-    times = interleaved({**forms, "product": lambda: torch.mm(h, w.t())}, device, repeats)
-    canonical_ms, ours_ms, product_ms = (timing.median_ms for timing in times.values())
+    losses: dict[str, Loss] = {"unfused": unfused, "cutefce": cutefce_loss(None)}
+    forwards: dict[str, Call] = {
+        name: functools.partial(forward, loss) for name, loss in losses.items()
+    }
+    calls = {**forwards, "GEMM": lambda: torch.mm(h, w.t())}
+    times = interleaved(calls, device, repeats, before=preceding_gemms(device))
+    unfused_ms, cutefce_ms, gemm_ms = (timing.median_ms for timing in times.values())
     inputs = sum(x.nbytes for x in (h, w, y))
-    memory = [(inputs + peak_bytes(form, device)) / 2**20 for form in forms.values()]
+    unfused_mib, cutefce_mib = (
+        (inputs + peak_bytes(call, device)) / 2**20 for call in forwards.values()
+    )
     published = PUBLISHED.get((shape.tokens, shape.vocab)) if shape.hidden == HIDDEN else None
     row = Row(
         tokens=shape.tokens,
         hidden=shape.hidden,
         vocab=shape.vocab,
-        canonical_ms=canonical_ms,
-        ours_ms=ours_ms,
-        ratio=ours_ms / canonical_ms,
+        unfused_ms=unfused_ms,
+        cutefce_ms=cutefce_ms,
+        ratio=cutefce_ms / unfused_ms,
         published_ratio=published and published[1] / published[0],
-        product_tflops=shape.product_flop / product_ms / 1e9,
-        canonical_mib=memory[0],
-        ours_mib=memory[1],
-        memory_ratio=memory[1] / memory[0],
+        cublas_tflops=shape.gemm_flop / gemm_ms / 1e9,
+        unfused_mib=unfused_mib,
+        cutefce_mib=cutefce_mib,
+        memory_ratio=cutefce_mib / unfused_mib,
         published_memory_ratio=published and published[3] / published[2],
     )
     return [row]

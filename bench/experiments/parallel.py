@@ -1,15 +1,16 @@
-"""A training step of the head that ranks share, against the same step on one of them.
+"""Forward and backward of a loss sharded over ranks, against the same on one rank.
 
-one           forward and backward with the whole weight, on every rank by itself
-tp            vocabulary parallel: every rank has a part of the weight
-sp            the same, and every rank has a part of the hidden states
-X, in step    the same with one number exchanged in the place of each tensor, and what the
-              collectives returned before used again: ranks wait for each other, and move nothing
-X, silent     the same without the waiting
+unsharded           forward and backward with the whole weight, on every rank independently
+tp                  vocabulary parallel: every rank has a shard of the weight
+sp                  the same, and every rank has a shard of the hidden states
+X, barrier only     collectives exchange one number and return the tensors of the first step: ranks
+                    wait for each other, but move no data
+X, no exchange      the same without the waiting
 
 Run by torchrun, on GPUs with NCCL or on a CPU with gloo.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,42 +18,77 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
+import click
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import cutefce
-from bench.harness.problems import Shape, random_head
-from bench.harness.timing import Timing, interleaved, peak_bytes
-from cutefce.ops.parallel import shard
+from bench.harness.cli import (
+    DEVICE,
+    Output,
+    chosen_shape,
+    repeats_option,
+    shape_options,
+    slug,
+)
+from bench.harness.problems import CPU_SHAPE, Shape, random_inputs
+from bench.harness.records import Measurement
+from bench.harness.timing import Timing, interleaved, peak_bytes, preceding_gemms
+from cutefce.ops.parallel import shard as sharding
 
-FORMS = ("tp", "sp")
+SHAPES = {"cpu": CPU_SHAPE, "cuda": Shape(32768, 4096, 262144, "bfloat16")}
+MODES = ("tp", "sp")
+BARRIER_ONLY, NO_EXCHANGE = "barrier only", "no exchange"
+
+Step = Callable[[], tuple[Tensor, ...]]
+"""Returns loss, dX and dW, or this rank's rows of them."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One form's result; times are medians of interleaved runs, each that of its slowest rank."""
+    """One implementation; times are medians of interleaved runs, each of the slowest rank."""
 
-    form: str
+    implementation: str
     ranks: int
     median_ms: float
     quartiles_ms: tuple[float, float]
-    ratio_to_one: float
+    ratio_to_unsharded: float
     communication_share: float
-    """Share of the time that exchanging tensors takes, more than "in step"; 0 for "one"."""
+    """Share of the time that moving data takes: excess over "barrier only"; 0 if unsharded."""
     waiting_share: float
-    """Share of the time that "in step" takes more than "silent"; 0 for "one"."""
+    """Share of the time by which "barrier only" exceeds "no exchange"; 0 if unsharded."""
     peak_mib: float
     """Peak memory in MiB beyond the inputs and the gradients."""
     loss_difference: float
-    """Difference from "one" as a share of it, in the Euclidean norm; so are the next two."""
+    """Relative to "unsharded", in the Euclidean norm; so are the next two."""
     dx_difference: float
     dw_difference: float
 
 
+@click.command("parallel")
+@shape_options
+@repeats_option(20)
+@click.option("--workspace", help='Bytes, "min" or "max".')
+@click.pass_obj
+def command(output: Output, /, repeats: int, workspace: str | None, **sizes: Any) -> None:
+    """A sharded forward and backward, against one device; run by torchrun."""
+    shape = chosen_shape(SHAPES[DEVICE], sizes)
+    budget = int(workspace) if workspace and workspace.isdigit() else workspace
+    with joined_group(DEVICE) as (rank, ranks):
+        rows = run(shape, DEVICE, repeats, budget)
+        if rank == 0:
+            output.record(
+                f"parallel_{ranks}_ranks_{slug(shape)}",
+                [Measurement({}, lambda: rows)],
+                shape=dataclasses.asdict(shape),
+                workspace=budget,
+            )
+
+
 @contextmanager
-def joined(device: str) -> Iterator[tuple[int, int]]:
-    """Join the ranks that torchrun started; give this one's number and how many there are."""
+def joined_group(device: str) -> Iterator[tuple[int, int]]:
+    """Join the process group that torchrun started; give this rank and the number of ranks."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
@@ -63,43 +99,48 @@ def joined(device: str) -> Iterator[tuple[int, int]]:
 
 
 def run(shape: Shape, device: str, repeats: int, workspace: int | str | None) -> list[Row]:
-    """Measure every form on fresh random data, the same on every rank."""
+    """Measure every implementation on random inputs, the same on every rank."""
     steps = _steps(shape, device, workspace)
-    results = {name: step() for name, step in steps.items() if "," not in name}
-    differences = {
-        name: _differences(name, result, results["one"]) for name, result in results.items()
-    }
+    names = "unsharded", *MODES
+    results = {name: steps[name]() for name in names}
+    differences = {name: _differences(name, results[name], results["unsharded"]) for name in names}
     gradient_bytes = {name: sum(x.nbytes for x in result[1:]) for name, result in results.items()}
     results.clear()
-    times = interleaved(dict(steps), device, repeats, before=lambda: _wait(device))
-    peaks = {n: peak_bytes(steps[n], device) - gradient_bytes[n] for n in gradient_bytes}
-    mine = times, peaks, differences
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    layers = preceding_gemms(device)
+
+    def before() -> None:
+        if layers is not None:
+            layers()
+        dist.all_reduce(torch.zeros(1, device=device))  # ranks start together
+
+    times = interleaved(steps, device, repeats, before=before)
+    peaks = {name: peak_bytes(steps[name], device) - gradient_bytes[name] for name in names}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (times, peaks, differences))
 
     def slowest(name: str) -> Timing:
-        samples = (times[name].samples_ms for times, _, _ in everyone)
+        samples = (times[name].samples_ms for times, _, _ in of_ranks)
         return Timing(tuple(map(max, zip(*samples, strict=True))))
 
-    one = slowest("one").median_ms
+    unsharded_ms = slowest("unsharded").median_ms
     rows = []
-    for name in gradient_bytes:
+    for name in names:
         time = slowest(name)
-        in_step, silent = (
-            slowest(f"{name}, {less}").median_ms if name in FORMS else time.median_ms
-            for less in ("in step", "silent")
+        barrier_ms, alone_ms = (
+            slowest(f"{name}, {less}").median_ms if name in MODES else time.median_ms
+            for less in (BARRIER_ONLY, NO_EXCHANGE)
         )
-        loss, dx, dw = (max(found[name][i] for _, _, found in everyone) for i in range(3))
+        loss, dx, dw = (max(found[name][i] for _, _, found in of_ranks) for i in range(3))
         rows.append(
             Row(
-                form=name,
-                ranks=len(everyone) if name in FORMS else 1,
+                implementation=name,
+                ranks=len(of_ranks) if name in MODES else 1,
                 median_ms=time.median_ms,
                 quartiles_ms=time.quartiles_ms,
-                ratio_to_one=time.median_ms / one,
-                communication_share=1 - in_step / time.median_ms,
-                waiting_share=(in_step - silent) / time.median_ms,
-                peak_mib=max(peaks[name] for _, peaks, _ in everyone) / 2**20,
+                ratio_to_unsharded=time.median_ms / unsharded_ms,
+                communication_share=1 - barrier_ms / time.median_ms,
+                waiting_share=(barrier_ms - alone_ms) / time.median_ms,
+                peak_mib=max(peaks[name] for _, peaks, _ in of_ranks) / 2**20,
                 loss_difference=loss,
                 dx_difference=dx,
                 dw_difference=dw,
@@ -108,96 +149,87 @@ def run(shape: Shape, device: str, repeats: int, workspace: int | str | None) ->
     return rows
 
 
-class Silent(shard.VocabShard):
-    """A shard that hears at every step what was said at the first."""
+class ReplayingShard(sharding.VocabShard):
+    """A shard whose collectives return what they returned in the first step."""
 
-    said: ClassVar[list[Tensor]]
-    heard: ClassVar[int]
-    in_step: ClassVar[bool]
-    """Whether ranks wait for each other nevertheless."""
+    recorded: ClassVar[list[Tensor]]
+    position: ClassVar[int]
+    barrier: ClassVar[bool]
+    """Whether ranks still wait for each other."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every rank's x (...) as (R, ...)."""
-        return self._hear(super().all_gather, x)
+        return self._replay(super().all_gather, x)
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks."""
-        return self._hear(super().all_reduce_, x)
+        return self._replay(super().all_reduce_, x)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return this rank's rows of the sum."""
-        return self._hear(super().reduce_scatter, x)
+        return self._replay(super().reduce_scatter, x)
 
-    def _hear(self, collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _replay(self, collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         cls = type(self)
-        if cls.heard == len(cls.said):
-            cls.said.append(collective(x).clone())
-        elif cls.in_step:
+        if cls.position == len(cls.recorded):
+            cls.recorded.append(collective(x).clone())
+        elif cls.barrier:
             super().all_reduce_(x.new_zeros(1))
-        cls.heard += 1
-        return cls.said[cls.heard - 1]
+        cls.position += 1
+        return cls.recorded[cls.position - 1]
 
 
-def _steps(
-    shape: Shape, device: str, workspace: int | str | None
-) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
-    """Return the forms; each returns loss, dX and dW of what its rank has."""
+def _replaying(step: Step, barrier: bool) -> Step:
+    """Return `step` with replayed collectives."""
+    cls: Any = type("Replaying", (ReplayingShard,), {"recorded": [], "barrier": barrier})
+
+    def replay() -> tuple[Tensor, ...]:
+        cls.position = 0
+        with mock.patch.object(sharding, "VocabShard", cls):
+            return step()
+
+    return replay
+
+
+def _steps(shape: Shape, device: str, workspace: int | str | None) -> dict[str, Step]:
+    """Return the implementations by name."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if shape.vocab % ranks or shape.tokens % ranks:
         raise ValueError(f"got {shape}, expected tokens and vocab in multiples of {ranks}")
     torch.manual_seed(0)
-    h, w, y = random_head(shape, device)
+    h, w, y = random_inputs(shape, device)
     own_h, own_w = (x.chunk(ranks)[rank].clone() for x in (h, w))
     for x in (h, w, own_h, own_w):
         x.requires_grad_()
 
-    def form(h: Tensor, w: Tensor, **sharing: Any) -> Callable[[], tuple[Tensor, ...]]:
+    def make_step(h: Tensor, w: Tensor, **sharing: Any) -> Step:
         def step() -> tuple[Tensor, ...]:
             loss = cutefce.linear_cross_entropy(h, w, y, workspace=workspace, **sharing)
             return loss.detach(), *torch.autograd.grad(loss, (h, w))
 
         return step
 
-    def silent(
-        step: Callable[[], tuple[Tensor, ...]], in_step: bool
-    ) -> Callable[[], tuple[Tensor, ...]]:
-        shard: Any = type("Silent", (Silent,), {"said": [], "in_step": in_step})
-
-        def quietly() -> tuple[Tensor, ...]:
-            shard.heard = 0
-            with mock.patch.object(shard, "Shard", shard):
-                return step()
-
-        return quietly
-
     group = dist.group.WORLD
     steps = {
-        "one": form(h, w),
-        "tp": form(h, own_w, group=group),
-        "sp": form(own_h, own_w, group=group, sequence_parallel=True),
+        "unsharded": make_step(h, w),
+        "tp": make_step(h, own_w, group=group),
+        "sp": make_step(own_h, own_w, group=group, sequence_parallel=True),
     }
-    less = {"in step": True, "silent": False}
-    return steps | {
-        f"{name}, {how}": silent(steps[name], in_step)
-        for name in FORMS
-        for how, in_step in less.items()
-    }
+    for name in MODES:
+        steps[f"{name}, {BARRIER_ONLY}"] = _replaying(steps[name], barrier=True)
+        steps[f"{name}, {NO_EXCHANGE}"] = _replaying(steps[name], barrier=False)
+    return steps
 
 
 def _differences(
-    name: str, result: tuple[Tensor, ...], one: tuple[Tensor, ...]
+    name: str, result: tuple[Tensor, ...], unsharded: tuple[Tensor, ...]
 ) -> tuple[float, ...]:
-    """Return how far loss, dX and dW are from the parts of "one" that they should equal."""
+    """Return relative differences of loss, dX and dW from the same rows of "unsharded"."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    loss, dx, dw = one
-    if name in FORMS:
+    loss, dx, dw = unsharded
+    if name in MODES:
         dw = dw.chunk(ranks)[rank]
     if name == "sp":
         dx = dx.chunk(ranks)[rank]
     pairs = zip(result, (loss, dx, dw), strict=True)
     return tuple(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
-
-
-def _wait(device: str) -> None:
-    """Let the ranks begin together: a GPU goes on when all have come here."""
-    dist.all_reduce(torch.zeros(1, device=device))

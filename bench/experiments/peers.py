@@ -1,8 +1,8 @@
 """Other fused linear cross entropies, as their documentation says to call them.
 
-Each runs with its defaults.  Gradients that are summed in the inputs' dtype have errors to show
-for it; where an option sums them in float32, the peer stands here a second time with it.  A peer
-that is not installed, fails, or is wrong is a row of the results that says so.
+Each runs with its defaults, and a second time where an option accumulates gradients in float32
+instead of the inputs' dtype.  A peer that is not installed, fails, or is wrong gives a row with the
+reason.
 """
 
 import functools
@@ -11,29 +11,42 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import click
 import torch
 import torch.nn.functional as F
 
-from bench.harness.problems import Loss, Shape, gradients, random_head, two_stage
+from bench.experiments import step
+from bench.harness.cli import (
+    DEVICE,
+    Output,
+    chosen_shapes,
+    per_shape,
+    repeats_option,
+    shape_options,
+)
+from bench.harness.problems import CPU_SHAPE, MODELS, Loss, Shape, gradients, random_inputs
+from bench.harness.reference import unfused
 from cutefce.autotune_cache.tuning.subprocess_worker import Child, ChildError
 
+SHAPES = {"cpu": (CPU_SHAPE,), "cuda": tuple(MODELS)}
 SECONDS = 120
-"""Time limit of a peer's first step at a shape, with all that it compiles and tunes."""
+"""Time limit of a peer's first step at a shape, including compilation and tuning."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a peer is imported from, and how its loss of h, w and y is called."""
+    """One peer's entry point."""
 
     module: str
     name: str
     adapt: Callable[[Any], Loss]
+    """Makes a loss of h, w and y from the imported object."""
 
     def load(self) -> Loss:
-        """Return its loss.
+        """Return the loss.
 
         Raises:
-            ImportError: if this machine does not have it.
+            ImportError: if it is not installed, or has another version.
         """
         module = importlib.import_module(self.module)
         if not hasattr(module, self.name):
@@ -45,13 +58,13 @@ def _plain(function: Loss) -> Loss:
     return function
 
 
-def _narrow(cross_entropy: Any) -> Loss:
+def _without_float(cross_entropy: Any) -> Loss:
     return lambda h, w, y: cross_entropy(F.linear(h, w), y)
 
 
 def _compiled(compiler: Any) -> Loss:
-    torch.compiler.reset()  # after some shapes it would run uncompiled
-    loss: Loss = compiler(two_stage, dynamic=False)
+    torch.compiler.reset()  # or recompilation limits leave later shapes uncompiled
+    loss: Loss = compiler(unfused, dynamic=False)
     return loss
 
 
@@ -61,7 +74,7 @@ def _chunked(options: Any) -> Loss:
 
 
 def _chunks_of_2048(function: Any) -> Loss:
-    # its default, 4096, fails where the hidden size is the same
+    # the default of 4096 fails for a hidden size of 4096
     loss: Loss = functools.partial(function, chunk_size=2048)
     return loss
 
@@ -76,7 +89,16 @@ def _first_output(function: Any) -> Loss:
 
 
 def _first_output_float32(function: Any) -> Loss:
-    defaults = None, None, -100, 0.0, 0.0, "mean", None, False  # of what comes before accum_dtype
+    defaults = (
+        None,
+        None,
+        -100,
+        0.0,
+        0.0,
+        "mean",
+        None,
+        False,
+    )  # of the arguments before accum_dtype
     return lambda h, w, y: function.apply(h, w, y, *defaults, torch.float32)[0]
 
 
@@ -86,7 +108,7 @@ LIGER_HOPPER = (
     "liger_fused_linear_cross_entropy_sm90",
 )
 PEERS = {
-    "torch without float()": Peer("torch.nn.functional", "cross_entropy", _narrow),
+    "torch without float()": Peer("torch.nn.functional", "cross_entropy", _without_float),
     "torch.compile": Peer("torch", "compile", _compiled),
     "torch linear_cross_entropy": Peer("torch.nn.functional", "linear_cross_entropy", _plain),
     "torch linear_cross_entropy, chunks": Peer("torch.nn", "LinearCrossEntropyOptions", _chunked),
@@ -95,38 +117,54 @@ PEERS = {
         "quack.linear_cross_entropy", "chunked_linear_cross_entropy", _chunks_of_2048
     ),
     "Liger": Peer(*LIGER, _first_output),
-    "Liger, float32 sums": Peer(*LIGER, _first_output_float32),
+    "Liger, float32 accumulation": Peer(*LIGER, _first_output_float32),
     "Liger CuTe DSL": Peer(*LIGER_HOPPER, _plain),
     "CCE": Peer("cut_cross_entropy", "linear_cross_entropy", _plain),
-    "CCE, nothing filtered": Peer("cut_cross_entropy", "linear_cross_entropy", _unfiltered),
+    "CCE, no filtering": Peer("cut_cross_entropy", "linear_cross_entropy", _unfiltered),
 }
-"""quack sums gradients in float32 in either of its pipelines and takes the one that it has for the
-sizes; CCE leaves out gradients below a threshold by default."""
+"""quack accumulates gradients in float32 in all of its pipelines; CCE drops gradients below a
+threshold by default."""
+
+
+@click.command("peers")
+@shape_options
+@repeats_option(7)
+@click.pass_obj
+def command(output: Output, /, repeats: int, **sizes: Any) -> None:
+    """Forward and backward at models' shapes and every budget, interleaved with peers."""
+    name, shapes = chosen_shapes("peers", SHAPES[DEVICE], sizes)
+    with Child() as child:
+
+        def measure(shape: Shape) -> list[step.Row]:
+            losses = usable(child, shape, DEVICE)
+            return step.run(shape, DEVICE, repeats, tuple(step.WORKSPACES), losses)
+
+        output.record(name, per_shape(shapes, measure))
 
 
 def usable(child: Child, shape: Shape, device: str) -> dict[str, Loss | str]:
-    """Return every peer's loss, or why it is not used at `shape`.
+    """Return every peer's loss, or why it is unavailable at `shape`.
 
-    A peer may crash, or leave the GPU unusable for its process: each runs in the child first.
+    Each runs in the child first: a peer may crash, or leave the GPU unusable for its process.
     """
     losses: dict[str, Loss | str] = {}
     for name, peer in PEERS.items():
         try:
-            found = child.ask(functools.partial(attempt, peer, shape, device), SECONDS)
-            losses[name] = peer.load() if found is None else found
+            reason = child.ask(functools.partial(attempt, peer, shape, device), SECONDS)
+            losses[name] = peer.load() if reason is None else reason
         except ChildError as error:
             losses[name] = "out of memory" if error.is_out_of_memory else str(error)
     return losses
 
 
 def attempt(peer: Peer, shape: Shape, device: str) -> str | None:
-    """Run a step of `peer` on random data; return why it is not there, None if it is."""
+    """Run a step of `peer` on random inputs; return why it cannot be imported, or None."""
     try:
         loss = peer.load()
     except ImportError as error:
-        return f"not there: {error}"
-    gradients(loss, *random_head(shape, device))
+        return f"not available: {error}"
+    gradients(loss, *random_inputs(shape, device))
     if device != "cpu":
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what this process keeps, another one lacks
+        torch.cuda.empty_cache()  # the parent needs the memory
     return None

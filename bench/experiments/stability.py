@@ -1,77 +1,92 @@
-"""Errors of loss and gradients against float64, ours and the two-stage form's.
+"""Errors of loss and gradients against float64: cutefce's and the unfused loss's.
 
-Over the vocabulary, the scale of the logits, and how the targets lie; relative to the norm of what
-is exact.
+Over vocabulary, deviation of the logits, and placement of the targets; relative to the norm of the
+float64 result.
 """
 
-import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import click
 import torch
+from torch import Tensor
 
-from bench.harness.accuracy import relative_error
-from tests.support.reference import Case, Result, exact, ours, random_case, two_stage
+from bench.harness.accuracy import relative_errors
+from bench.harness.cli import DEVICE, Output
+from bench.harness.problems import Loss, Shape, cutefce_loss, random_inputs
+from bench.harness.records import Measurement
+from bench.harness.reference import Gradients, float64_reference, unfused
 
 TOKENS, HIDDEN = 256, 64
 VOCABS = {"cpu": (1024, 8192), "cuda": (1024, 8192, 50257, 262144)}
 SCALES = (1e-3, 1e-1, 1.0, 10.0, 1e2, 1e3)
 """Standard deviations of the logits."""
+DTYPES = ("float32", "bfloat16")
+LOSSES: tuple[Loss, Loss] = (
+    cutefce_loss(None, reduction="none"),
+    functools.partial(unfused, reduction="none"),
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity of one case; relative errors."""
+    """Relative errors of one quantity of one case."""
 
     vocab: int
     logit_std: float
     targets: str
     dtype: str
     quantity: str
-    ours: float
-    two_stage: float
+    cutefce: float
+    unfused: float
+
+
+@click.command("stability")
+@click.pass_obj
+def command(output: Output, /) -> None:
+    """Errors against float64 over vocabularies, scales of logits and placements of targets."""
+    measurements = [
+        Measurement({"vocab": vocab}, functools.partial(run, vocab, DEVICE))
+        for vocab in VOCABS[DEVICE]
+    ]
+    output.record("stability", measurements)
 
 
 def run(vocab: int, device: str) -> list[Row]:
-    """Evaluate every case of one vocabulary, in float32 and bfloat16."""
+    """Evaluate every case of one vocabulary; per-token losses, random upstream gradients."""
     rows = []
     for scale in SCALES:
-        for dtype in (torch.float32, torch.bfloat16):
-            case = random_case(
-                TOKENS, HIDDEN, vocab, dtype=dtype, device=device, logit_std=scale, ignored=0
-            )
-            for name, placed in _placed(case):
-                found = exact(placed), ours(placed), two_stage(placed)
-                rows += _rows(vocab, scale, name, str(dtype), *found)
+        for dtype in DTYPES:
+            torch.manual_seed(0)
+            h, w, y = random_inputs(Shape(TOKENS, HIDDEN, vocab, dtype), device, scale)
+            upstream = torch.randn(TOKENS, device=device)
+            for placement, targets in _placements(h, w, y):
+                want = float64_reference(h, w, targets, upstream)
+                errors = [
+                    relative_errors(_evaluate(loss, h, w, targets, upstream), want)
+                    for loss in LOSSES
+                ]
+                names = "loss", "dx", "dw"
+                for name, *of_both in zip(names, *errors, strict=True):
+                    rows.append(Row(vocab, scale, placement, dtype, name, *of_both))
     return rows
 
 
-def _placed(case: Case) -> Iterator[tuple[str, Case]]:
-    """Yield the case with other targets."""
-    vocab, count = case.w.shape[0], len(case.y)
-    places = {
-        "random": case.y,
-        "one for all": torch.full_like(case.y, vocab // 2),
-        "each its own": torch.arange(count, device=case.y.device) * (vocab // count),
-        "the largest logit": (case.h.float() @ case.w.float().t()).argmax(1),
-        "the smallest logit": (case.h.float() @ case.w.float().t()).argmin(1),
-    }
-    for name, y in places.items():
-        yield name, dataclasses.replace(case, y=y)
+def _placements(h: Tensor, w: Tensor, y: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield targets (N,) and what they are called."""
+    vocab, tokens = len(w), len(y)
+    logits = h.float() @ w.float().t()
+    yield "random", y
+    yield "same for every token", torch.full_like(y, vocab // 2)
+    yield "all different", torch.arange(tokens, device=y.device) * (vocab // tokens)
+    yield "argmax of the logits", logits.argmax(1)
+    yield "argmin of the logits", logits.argmin(1)
 
 
-def _rows(
-    vocab: int, scale: float, targets: str, dtype: str, want: Result, got: Result, other: Result
-) -> list[Row]:
-    kind = dtype.removeprefix("torch.")
-    return [
-        Row(
-            vocab,
-            scale,
-            targets,
-            kind,
-            name,
-            *(relative_error(getattr(x, name), getattr(want, name)) for x in (got, other)),
-        )
-        for name in ("loss", "dx", "dw")
-    ]
+def _evaluate(loss: Loss, h: Tensor, w: Tensor, y: Tensor, upstream: Tensor) -> Gradients:
+    """Return the losses (N,), dX and dW for the upstream gradients (N,) of the losses."""
+    h, w = h.detach().requires_grad_(), w.detach().requires_grad_()
+    losses = loss(h, w, y)
+    dx, dw = torch.autograd.grad(losses, (h, w), upstream)
+    return losses.detach(), dx, dw

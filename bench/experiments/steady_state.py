@@ -1,53 +1,68 @@
-"""Steps that run for long, one form after another, beside the plain products.
+"""Forward and backward in steady state: each implementation runs alone, back to back.
 
-A GPU slows down for the power that it draws, a while later: in turns with other work, as `step`
-measures, a form has the clock of all of it, and for long that of its own.  What it saves of power
-is time for the rest of a training.
+A GPU lowers its clock for the power it has drawn a while ago.  Interleaved runs, as in `step`,
+share one clock; here each implementation settles at the clock of its own power draw.
 """
 
 import functools
 from dataclasses import dataclass
 
-from bench.experiments.step import FEW, WORKSPACES, plans_of, products_of, tflops_of
+import click
+
+from bench.experiments.step import FEW_WORKSPACES, WORKSPACES, distinct_plans, tflops_of
+from bench.harness.cli import DEVICE, Output, per_shape
 from bench.harness.problems import (
-    HEADS,
-    SMALL,
+    CPU_SHAPE,
+    MODELS,
     Loss,
     Shape,
+    cutefce_loss,
     gradients,
-    ours,
-    random_head,
-    two_stage,
+    plain_gemms,
+    random_inputs,
 )
-from bench.harness.timing import Call, sustained
+from bench.harness.reference import unfused
+from bench.harness.timing import Call, steady_state
 
-SHAPES = {"cpu": (SMALL,), "cuda": tuple(HEADS)}
+SHAPES = {"cpu": (CPU_SHAPE,), "cuda": tuple(MODELS)}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One form's result at one shape; times are medians of stretches of runs."""
+    """One implementation at one shape; times are medians of stretches of runs."""
 
     tokens: int
     hidden: int
     vocab: int
-    form: str
+    implementation: str
     median_ms: float
     quartiles_ms: tuple[float, float]
-    ratio_to_products: float
+    ratio_to_gemms: float
     tflops: float
-    """The products' operations over the time, whatever a form computes again."""
+    """Operations of the three GEMMs, without recomputation, over the time."""
+
+
+@click.command("steady-state")
+@click.option(
+    "--seconds", type=float, default=0.25, help="Length of a stretch, and of its warm-up."
+)
+@click.pass_obj
+def command(output: Output, /, seconds: float) -> None:
+    """Forward and backward at models' shapes, each implementation alone."""
+    measure = functools.partial(run, device=DEVICE, seconds=seconds)
+    output.record("steady_state", per_shape(SHAPES[DEVICE], measure))
 
 
 def run(shape: Shape, device: str, seconds: float) -> list[Row]:
-    """Measure every form on fresh random data, in stretches of `seconds`."""
-    h, w, y = random_head(shape, device)
-    losses: dict[str, Loss] = {"two-stage": two_stage}
-    losses |= {f"cutefce {name}": ours(WORKSPACES[name]) for name in plans_of(h, w, FEW)}
-    forms: dict[str, Call] = {"products": products_of(h, w, y)}
+    """Measure every implementation on random inputs, in stretches of `seconds`."""
+    h, w, y = random_inputs(shape, device)
+    losses: dict[str, Loss] = {"unfused": unfused}
+    for name in distinct_plans(h, w, FEW_WORKSPACES):
+        losses[f"cutefce {name}"] = cutefce_loss(WORKSPACES[name])
+    calls: dict[str, Call] = {"GEMMs": plain_gemms(h, w, y)}
     for name, loss in losses.items():
-        forms[name] = functools.partial(gradients, loss, h, w, y)
-    times = sustained(forms, device, seconds)
+        calls[name] = functools.partial(gradients, loss, h, w, y)
+    times = steady_state(calls, device, seconds)
     return [
         Row(
             shape.tokens,
@@ -56,7 +71,7 @@ def run(shape: Shape, device: str, seconds: float) -> list[Row]:
             name,
             median_ms=time.median_ms,
             quartiles_ms=time.quartiles_ms,
-            ratio_to_products=time.median_ms / times["products"].median_ms,
+            ratio_to_gemms=time.median_ms / times["GEMMs"].median_ms,
             tflops=tflops_of(shape, time),
         )
         for name, time in times.items()

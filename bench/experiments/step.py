@@ -1,36 +1,46 @@
-"""A training step of the head: forward and backward, against the plain products and two stages.
+"""Forward and backward of the loss, against the plain GEMMs and the unfused loss.
 
-products    h wᵀ, g w and gᵀ h alone, with g the logits' gradient: what any exact method must at
-            least compute; on the very numbers, as a GPU's clock depends on them
-two-stage   F.cross_entropy(F.linear(h, w).float(), y), forward and backward
-cutefce X   cutefce.linear_cross_entropy with workspace=X, forward and backward
-others      the losses of `bench.peers`
+GEMMs       h wᵀ, g w and gᵀ h alone, g being the logits' gradient: the least that any exact method
+            computes
+unfused     F.cross_entropy(F.linear(h, w).float(), y)
+cutefce X   cutefce.linear_cross_entropy with workspace=X
+others      the losses of `bench.experiments.peers`
 
-All of a shape run in turns on the same inputs.  A form that fails is a row that says why.
+All implementations run interleaved on the same inputs.  One that fails gives a row with the reason.
 """
 
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import click
 import torch
 from torch import Tensor
 
 import cutefce
 from bench.experiments import paper_grid
-from bench.harness.accuracy import Errors, errors, exact
+from bench.harness.accuracy import Errors, relative_errors
+from bench.harness.cli import (
+    DEVICE,
+    Output,
+    chosen_shapes,
+    per_shape,
+    repeats_option,
+    shape_options,
+)
 from bench.harness.problems import (
-    HEADS,
-    SMALL,
+    CPU_SHAPE,
+    MODELS,
     Loss,
     Shape,
+    cutefce_loss,
     gradients,
-    logits_gradient,
-    ours,
-    random_head,
-    two_stage,
+    plain_gemms,
+    random_inputs,
 )
-from bench.harness.timing import Call, Timing, interleaved, peak_bytes
+from bench.harness.reference import float64_mean_reference, unfused
+from bench.harness.timing import Call, Timing, interleaved, peak_bytes, preceding_gemms
 from cutefce.ops.planning.planner import Plan
 
 GIB = 1 << 30
@@ -44,41 +54,55 @@ WORKSPACES: dict[str, str | int | None] = {
     "1 GiB": GIB,
     "min": "min",
 }
-"""Of those that lead to the same plan, the first is measured."""
-LARGEST_ERROR = 0.05
-"""Relative, of loss or gradients: a form with more computes something else."""
-MOST_CHARACTERS = 300
-"""Of a note."""
-FEW = ("max", "default", "min")
-SHAPES = {"cpu": (SMALL,), "cuda": (*HEADS, *paper_grid.SHAPES["cuda"])}
+"""Budgets by name; of several that lead to the same plan, the first is measured."""
+MAX_ERROR = 0.05
+"""Relative error of loss or gradients above which an implementation counts as wrong."""
+MAX_NOTE_LENGTH = 300
+FEW_WORKSPACES = ("max", "default", "min")
+SHAPES = {"cpu": (CPU_SHAPE,), "cuda": (*MODELS, *paper_grid.SHAPES["cuda"])}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One form's result at one shape; times are medians of interleaved runs."""
+    """One implementation at one shape; times are medians of interleaved runs."""
 
     tokens: int
     hidden: int
     vocab: int
-    form: str
+    implementation: str
     median_ms: float | None = None
     quartiles_ms: tuple[float, float] | None = None
-    ratio_to_products: float | None = None
-    ratio_to_two_stage: float | None = None
+    ratio_to_gemms: float | None = None
+    ratio_to_unfused: float | None = None
     tflops: float | None = None
-    """The products' operations over the time, whatever a form computes again."""
-    products_tflops: float | None = None
-    """Rate of cuBLAS in the same minute."""
+    """Operations of the three GEMMs, without recomputation, over the time."""
+    cublas_tflops: float | None = None
+    """Rate of the plain GEMMs in the same run."""
     peak_mib: float | None = None
     """Peak memory in MiB beyond the inputs and the gradients."""
     predicted_mib: float | None = None
-    """What the plan says of it."""
+    """The plan's prediction of `peak_mib`."""
     loss_error: float | None = None
     """Relative to float64, in the Euclidean norm; so are the next two."""
     dx_error: float | None = None
     dw_error: float | None = None
     note: str = ""
     """Why there are no numbers."""
+
+
+@click.command("step")
+@shape_options
+@repeats_option(7)
+@click.pass_obj
+def command(output: Output, /, repeats: int, **sizes: Any) -> None:
+    """Forward and backward at models' and the paper's shapes, at three budgets.
+
+    A shape given by options is measured at every budget.
+    """
+    name, shapes = chosen_shapes("step", SHAPES[DEVICE], sizes)
+    workspaces = tuple(WORKSPACES) if any(sizes.values()) else FEW_WORKSPACES
+    measure = functools.partial(run, device=DEVICE, repeats=repeats, workspaces=workspaces)
+    output.record(name, per_shape(shapes, measure))
 
 
 def run(
@@ -88,39 +112,39 @@ def run(
     workspaces: tuple[str, ...],
     peers: Mapping[str, Loss | str] | None = None,
 ) -> list[Row]:
-    """Measure every form on fresh random data.
+    """Measure every implementation on random inputs.
 
-    `workspaces` are keys of `WORKSPACES`; `peers` are losses by name, or why there is none.
+    `workspaces` are keys of `WORKSPACES`; `peers` are losses by name, or why one is unavailable.
     """
-    h, w, y = random_head(shape, device)
-    plans = plans_of(h, w, workspaces)
-    losses: dict[str, Loss | str] = {"two-stage": two_stage}
-    losses |= {f"cutefce {name}": ours(WORKSPACES[name]) for name in plans} | dict(peers or {})
-    steps, found, notes = _tried(losses, h, w, y)
-    forms = {"products": products_of(h, w, y), **steps}
-    times = interleaved(forms, device, repeats)
+    h, w, y = random_inputs(shape, device)
+    plans = distinct_plans(h, w, workspaces)
+    losses: dict[str, Loss | str] = {"unfused": unfused}
+    losses |= {f"cutefce {name}": cutefce_loss(WORKSPACES[name]) for name in plans}
+    losses |= dict(peers or {})
+    steps, errors, notes = _checked_steps(losses, h, w, y)
+    calls = {"GEMMs": plain_gemms(h, w, y), **steps}
+    times = interleaved(calls, device, repeats, before=preceding_gemms(device))
     gradient_bytes = h.nbytes + w.nbytes
-    peaks = {
-        name: (peak_bytes(step, device) - gradient_bytes) / 2**20 for name, step in steps.items()
-    }
     rows = []
-    for name in ("products", *losses):
-        place = shape.tokens, shape.hidden, shape.vocab, name
+    for name in ("GEMMs", *losses):
+        sizes = shape.tokens, shape.hidden, shape.vocab
         if name in notes:
-            rows.append(Row(*place, note=notes[name]))
+            rows.append(Row(*sizes, name, note=notes[name]))
             continue
         plan = plans.get(name.removeprefix("cutefce "))
-        loss_error, dx_error, dw_error = found.get(name, (None, None, None))
+        loss_error, dx_error, dw_error = errors.get(name, (None, None, None))
+        peak = peak_bytes(steps[name], device) - gradient_bytes if name in steps else None
         rows.append(
             Row(
-                *place,
+                *sizes,
+                name,
                 median_ms=times[name].median_ms,
                 quartiles_ms=times[name].quartiles_ms,
-                ratio_to_products=_ratio(times, name, "products"),
-                ratio_to_two_stage=_ratio(times, name, "two-stage"),
+                ratio_to_gemms=_ratio(times, name, "GEMMs"),
+                ratio_to_unfused=_ratio(times, name, "unfused"),
                 tflops=tflops_of(shape, times[name]),
-                products_tflops=tflops_of(shape, times["products"]),
-                peak_mib=peaks.get(name),
+                cublas_tflops=tflops_of(shape, times["GEMMs"]),
+                peak_mib=None if peak is None else peak / 2**20,
                 predicted_mib=plan.workspace_bytes / 2**20 if plan else None,
                 loss_error=loss_error,
                 dx_error=dx_error,
@@ -130,37 +154,37 @@ def run(
     return rows
 
 
-def _tried(
+def _checked_steps(
     losses: Mapping[str, Loss | str], h: Tensor, w: Tensor, y: Tensor
 ) -> tuple[dict[str, Call], dict[str, Errors], dict[str, str]]:
-    """Return the steps that run, their errors, and why the others do not."""
-    truth = exact(h, w, y)
+    """Return the steps that work, their errors, and why the others do not."""
+    want = float64_mean_reference(h, w, y)
     steps: dict[str, Call] = {}
-    found: dict[str, Errors] = {}
+    errors: dict[str, Errors] = {}
     notes: dict[str, str] = {}
     for name, loss in losses.items():
         if isinstance(loss, str):
             notes[name] = loss
             continue
         try:
-            found[name] = _checked(errors(gradients(loss, h, w, y), truth))
+            errors[name] = _checked(relative_errors(gradients(loss, h, w, y), want))
             steps[name] = functools.partial(gradients, loss, h, w, y)
         except torch.OutOfMemoryError:
             notes[name] = "out of memory"
-        except Exception as error:  # whatever a peer does is a row
-            notes[name] = f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
-    return steps, found, notes
+        except Exception as error:  # a peer may raise anything: the row reports it
+            notes[name] = f"{type(error).__name__}: {error}"[:MAX_NOTE_LENGTH]
+    return steps, errors, notes
 
 
-def _checked(found: Errors) -> Errors:
-    if not all(error <= LARGEST_ERROR for error in found):  # NaN is not
-        text = ", ".join(f"{error:.2g}" for error in found)
+def _checked(errors: Errors) -> Errors:
+    if not all(error <= MAX_ERROR for error in errors):  # also true of NaN
+        text = ", ".join(f"{error:.2g}" for error in errors)
         raise ArithmeticError(f"relative errors of loss, dX and dW are {text}")
-    return found
+    return errors
 
 
-def plans_of(h: Tensor, w: Tensor, workspaces: tuple[str, ...]) -> dict[str, Plan]:
-    """Return the plans that differ, by the first workspace that leads to each."""
+def distinct_plans(h: Tensor, w: Tensor, workspaces: tuple[str, ...]) -> dict[str, Plan]:
+    """Return the distinct plans, by the first workspace that leads to each."""
     plans: dict[str, Plan] = {}
     leaves = h.detach().requires_grad_(), w.detach().requires_grad_()
     for name in workspaces:
@@ -170,22 +194,10 @@ def plans_of(h: Tensor, w: Tensor, workspaces: tuple[str, ...]) -> dict[str, Pla
     return plans
 
 
-def products_of(h: Tensor, w: Tensor, y: Tensor) -> Call:
-    """Return the products that any exact method computes, on the very numbers."""
-    g = logits_gradient(h, w, y)
-
-    def products() -> None:
-        torch.mm(h, w.t())
-        torch.mm(g, w)
-        torch.mm(g.t(), h)
-
-    return products
-
-
 def _ratio(times: dict[str, Timing], name: str, base: str) -> float | None:
     return times[name].median_ms / times[base].median_ms if base in times else None
 
 
 def tflops_of(shape: Shape, timing: Timing) -> float:
-    """Return the products' 10¹² operations a second."""
-    return 3 * shape.product_flop / timing.median_ms / 1e9
+    """Return the rate of the three GEMMs in 10¹² operations per second."""
+    return 3 * shape.gemm_flop / timing.median_ms / 1e9

@@ -1,21 +1,22 @@
-"""What the tuned table brings on a GPU: its configurations against the architecture's defaults.
+"""Gain from the tuned table on a GPU: its configurations against the architecture's defaults.
 
-Timed in turns are the forward without gradients, the step that keeps every exponential, the one
-with the smallest workspace, and the plain products.  Where the table has no other choice, there is
-nothing to measure.
+Interleaved are the no-grad forward, the step that stores every exponential, the step with the
+smallest workspace, and the plain GEMMs.  Shapes for which the table has the defaults are listed
+without numbers.
 """
 
 import dataclasses
 import functools
 from dataclasses import dataclass
 
+import click
 import torch
 from torch import Tensor
 
 from bench.experiments import forward, paper_grid
-from bench.experiments.step import products_of
-from bench.harness.problems import HEADS, Shape, random_head
-from bench.harness.timing import Call, interleaved
+from bench.harness.cli import Output, per_shape, repeats_option
+from bench.harness.problems import MODELS, Shape, plain_gemms, random_inputs
+from bench.harness.timing import Call, interleaved, preceding_gemms
 from cutefce.autotune_cache import defaults, lookup
 from cutefce.autotune_cache.tuning import outputs
 from cutefce.autotune_cache.tuning.targets.base import Case
@@ -25,7 +26,7 @@ from cutefce.ops.primitives.cute import CutePrimitives
 from cutefce.ops.primitives.dispatch import gpu_of, problem_of
 from cutefce.ops.strategies import windows
 
-SHAPES = tuple(dict.fromkeys((*forward.SHAPES, *HEADS, *paper_grid.SHAPES["cuda"])))
+SHAPES = tuple(dict.fromkeys((*forward.SHAPES, *MODELS, *paper_grid.SHAPES["cuda"])))
 
 
 @dataclass(frozen=True)
@@ -36,21 +37,30 @@ class Row:
     hidden: int
     vocab: int
     kernels: str
-    """Those for which the table has another configuration; "window" if another width won."""
-    forward: float | None = None
-    """With the table over with the defaults; None where nothing differs."""
-    step: float | None = None
-    """That keeps every exponential."""
-    smallest: float | None = None
-    """The step with the smallest workspace."""
-    forward_to_product: float | None = None
-    """With the table over h wᵀ by cuBLAS."""
-    step_to_products: float | None = None
+    """Kernels for which the table has another configuration; "window" for another width."""
+    forward_to_default: float | None = None
+    """Time with the table over time with the defaults; None where nothing differs."""
+    step_to_default: float | None = None
+    """The same of the step that stores every exponential."""
+    min_step_to_default: float | None = None
+    """The same of the step with the smallest workspace."""
+    forward_to_gemm: float | None = None
+    """Forward with the table over h wᵀ by cuBLAS."""
+    step_to_gemms: float | None = None
+    """Step with the table over the three plain GEMMs."""
+
+
+@click.command("tuned")
+@repeats_option(15)
+@click.pass_obj
+def command(output: Output, /, repeats: int) -> None:
+    """The tuned table's configurations on a GPU, against the defaults."""
+    output.record("tuned", per_shape(SHAPES, functools.partial(run, repeats=repeats)))
 
 
 def run(shape: Shape, repeats: int) -> list[Row]:
-    """Measure on fresh random data."""
-    h, w, y = random_head(shape, "cuda")
+    """Measure on random inputs."""
+    h, w, y = random_inputs(shape, "cuda")
     problem, gpu = problem_of(h, w, True, True), gpu_of(h.device)
     arch, _, num_sms = gpu
     default = arch.default_configs(shape.tokens, shape.hidden, num_sms)
@@ -68,25 +78,26 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     row = Row(shape.tokens, shape.hidden, shape.vocab, ", ".join(differ))
     if not differ:
         return [row]
-    forms: dict[str, Call] = {
-        "product": lambda: torch.mm(h, w.t()),
-        "products": products_of(h, w, y),
+    calls: dict[str, Call] = {
+        "GEMM": lambda: torch.mm(h, w.t()),
+        "GEMMs": plain_gemms(h, w, y),
     }
     case = Case(problem, h, w, y, None)
     for name, configs, window in (("default", default, width), ("tuned", tuned, won)):
         tiles = defaults.with_window(defaults.widest_window(problem), window)
         steps = CutePrimitives(tiles, arch, shape.dtype, configs, num_sms)
-        forms[f"{name} forward"] = functools.partial(_forward, steps, h, w, y)
-        forms[f"{name} step"] = functools.partial(_step, steps, h, w, y)
-        forms[f"{name} smallest"] = functools.partial(outputs.smallest_step, case, steps)
-    ms = {name: timing.median_ms for name, timing in interleaved(forms, "cuda", repeats).items()}
+        calls[f"{name} forward"] = functools.partial(_forward, steps, h, w, y)
+        calls[f"{name} step"] = functools.partial(_step, steps, h, w, y)
+        calls[f"{name} min step"] = functools.partial(outputs.smallest_step, case, steps)
+    timings = interleaved(calls, "cuda", repeats, before=preceding_gemms("cuda"))
+    ms = {name: timing.median_ms for name, timing in timings.items()}
     measured = dataclasses.replace(
         row,
-        forward=ms["tuned forward"] / ms["default forward"],
-        step=ms["tuned step"] / ms["default step"],
-        smallest=ms["tuned smallest"] / ms["default smallest"],
-        forward_to_product=ms["tuned forward"] / ms["product"],
-        step_to_products=ms["tuned step"] / ms["products"],
+        forward_to_default=ms["tuned forward"] / ms["default forward"],
+        step_to_default=ms["tuned step"] / ms["default step"],
+        min_step_to_default=ms["tuned min step"] / ms["default min step"],
+        forward_to_gemm=ms["tuned forward"] / ms["GEMM"],
+        step_to_gemms=ms["tuned step"] / ms["GEMMs"],
     )
     return [measured]
 
@@ -98,8 +109,8 @@ def _forward(steps: CutePrimitives, h: Tensor, w: Tensor, y: Tensor) -> None:
 
 def _step(steps: CutePrimitives, h: Tensor, w: Tensor, y: Tensor) -> None:
     steps, targets = steps.with_scratch(), rows.make_targets(y, w.shape[0], -100)
-    piece = steps.config.reference_block
-    exps = h.new_empty(h.shape[0], -(-w.shape[0] // piece) * piece)
+    block = steps.config.reference_block
+    exps = h.new_empty(h.shape[0], -(-w.shape[0] // block) * block)
     stored = [(0, exps)]
     _, stats = windows.forward(steps, h, w, targets, "mean", stored)
     upstream = targets.loss_scale("mean", torch.float32)

@@ -1,1 +1,1 @@
-"""What experiments share: problems, timers, records."""
+"""Shared by the experiments: problems, references, timing, accuracy, records, command line."""

@@ -1,22 +1,22 @@
-"""The head of a model and its loss, as the benchmarks measure them."""
+"""Problems to measure: sizes of LM heads, random inputs, and losses with their gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
+from bench.harness.reference import Gradients
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""h (N, D), w (V, D) and y (N,) → the mean loss, a scalar."""
+"""Maps h (N, D), w (V, D) and y (N,) to the mean loss ()."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and dtype of one head."""
+    """Sizes and dtype of one problem: N tokens, D hidden, V vocab."""
 
     tokens: int
     hidden: int
@@ -24,12 +24,12 @@ class Shape:
     dtype: str
 
     @property
-    def product_flop(self) -> int:
-        """Operations of one of the three products."""
+    def gemm_flop(self) -> int:
+        """Floating-point operations of one of the three GEMMs."""
         return 2 * self.tokens * self.hidden * self.vocab
 
 
-HEADS = {
+MODELS = {
     Shape(8192, 4096, 128256, "bfloat16"): "Llama 3 8B",
     Shape(8192, 4096, 151936, "bfloat16"): "Qwen 3 8B",
     Shape(8192, 2304, 256000, "bfloat16"): "Gemma 2 2B",
@@ -38,43 +38,41 @@ HEADS = {
     Shape(8192, 2880, 201088, "bfloat16"): "gpt-oss",
     Shape(32768, 4096, 128256, "bfloat16"): "Llama 3 8B",
 }
-"""Heads of real models, and whose they are."""
-NAMES = {(shape.tokens, shape.hidden, shape.vocab): name for shape, name in HEADS.items()}
-SMALL = Shape(512, 256, 8192, "float32")
-"""What a CPU measures in their place."""
+"""Shapes of the LM heads of published models."""
+MODEL_NAMES = {(shape.tokens, shape.hidden, shape.vocab): name for shape, name in MODELS.items()}
+CPU_SHAPE = Shape(512, 256, 8192, "float32")
+"""Measured on a CPU instead of the models' shapes."""
 
 
 def title(row: dict[str, Any]) -> str:
-    """Return sizes of a row of results, and whose head they are."""
+    """Return the sizes of a row of results, and the name of the model that has them."""
     sizes = row["tokens"], row["hidden"], row["vocab"]
-    return " × ".join(map(str, sizes)) + (f", {NAMES[sizes]}" if sizes in NAMES else "")
+    name = f", {MODEL_NAMES[sizes]}" if sizes in MODEL_NAMES else ""
+    return " × ".join(map(str, sizes)) + name
 
 
-def random_head(shape: Shape, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random h (N, D), w (V, D) and y (N,), with logits as an untrained head gives them."""
+def random_inputs(
+    shape: Shape, device: str, logit_std: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random h (N, D), w (V, D) and y (N,) whose logits have the given deviation."""
     dtype = getattr(torch, shape.dtype)
     h = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype)
     w = torch.randn(shape.vocab, shape.hidden, device=device, dtype=dtype)
-    w.mul_(shape.hidden**-0.5)
+    w.mul_(logit_std * shape.hidden**-0.5)
     return h, w, torch.randint(shape.vocab, (shape.tokens,), device=device)
 
 
-def two_stage(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    """Return the loss by way of all logits, rounded to the inputs' dtype, then in float32."""
-    return F.cross_entropy(F.linear(h, w).float(), y)
-
-
-def ours(workspace: str | int | None) -> Loss:
-    """Return cutefce's loss within a budget."""
+def cutefce_loss(workspace: str | int | None, reduction: str = "mean") -> Loss:
+    """Return cutefce's loss with this workspace budget."""
 
     def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
+        return cutefce.linear_cross_entropy(h, w, y, reduction=reduction, workspace=workspace)
 
     return loss
 
 
-def gradients(loss: Loss, h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a forward and a backward: return the loss, dX (N, D) and dW (V, D)."""
+def gradients(loss: Loss, h: Tensor, w: Tensor, y: Tensor) -> Gradients:
+    """Run a forward and a backward: return the loss (), dX (N, D) and dW (V, D)."""
     h, w = h.detach().requires_grad_(), w.detach().requires_grad_()
     value = loss(h, w, y)
     dx, dw = torch.autograd.grad(value, (h, w))
@@ -82,7 +80,22 @@ def gradients(loss: Loss, h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tens
 
 
 def logits_gradient(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    """Return the gradient (N, V) of the mean loss by the logits, in h's dtype."""
+    """Return the gradient (N, V) of the mean loss with respect to the logits, in h's dtype."""
     g = (h @ w.t()).float().softmax(1)
     g[torch.arange(len(y), device=y.device), y] -= 1
     return g.div_(len(y)).to(h.dtype)
+
+
+def plain_gemms(h: Tensor, w: Tensor, y: Tensor) -> Callable[[], None]:
+    """Return the three GEMMs that every exact method computes, on the actual operands.
+
+    Operands matter: a GPU's power draw, and with it the clock, depends on the numbers.
+    """
+    g = logits_gradient(h, w, y)
+
+    def gemms() -> None:
+        torch.mm(h, w.t())
+        torch.mm(g, w)
+        torch.mm(g.t(), h)
+
+    return gemms

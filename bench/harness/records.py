@@ -1,7 +1,7 @@
-"""Data of the benchmarks: JSON Lines to read again, and the same as CSV.
+"""Result files: JSON Lines, and the same rows as CSV.
 
-The first line of a .jsonl file says on what, when and with which versions its rows were measured;
-each other line is a row.
+The first line of a .jsonl file is a header with device, date and versions; each other line is a
+row.
 """
 
 import csv
@@ -14,6 +14,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -25,9 +26,8 @@ import torch
 import cutefce
 
 Row = dict[str, Any]
-Piece = tuple[Row, Callable[[], Iterable[Any]]]
-"""What all rows of a piece have in common and no other row has, and how to measure them."""
-
+RESULTS = Path(__file__).parents[1] / "results"
+"""The committed results: a folder per GPU model."""
 PACKAGES = (
     "torch",
     "triton",
@@ -36,11 +36,23 @@ PACKAGES = (
     "quack-kernels",
     "liger-kernel",
     "cut-cross-entropy",
+    "transformers",
 )
 SOURCES = (
     *(Path(cutefce.__file__).parent / name for name in ("ops", "cute_kernels", "autotune_cache")),
-    Path(__file__).parent,
+    *(Path(__file__).parents[1] / name for name in ("harness", "experiments")),
 )
+"""Folders whose sources decide what a measurement gives."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One task of an experiment, which `--resume` skips if its rows are recorded."""
+
+    key: Row
+    """Columns that all rows of this measurement share, and rows of no other have."""
+    run: Callable[[], Iterable[Any]]
+    """Returns the rows, which are dataclasses."""
 
 
 def device_name() -> str:
@@ -49,33 +61,37 @@ def device_name() -> str:
 
 
 def folder_name() -> str:
-    """Return the name of this machine's folder of data."""
+    """Return the name of the results folder of this machine's GPU model."""
     return re.sub(r"\W+", "_", device_name().lower())
 
 
-def collect(path: Path, pieces: Sequence[Piece], resume: bool, **more: Any) -> list[Row]:
-    """Measure the pieces one after another and write to `path`, a .jsonl, after each.
+def collect(
+    path: Path, measurements: Sequence[Measurement], resume: bool, **more: Any
+) -> list[Row]:
+    """Run the measurements in order, writing the .jsonl file `path` after each; return all rows.
 
-    Rows are dataclasses; `more` goes into the header.  With `resume`, pieces that `path` has are
-    not measured again, if it was written with the same versions.
+    `more` is added to the header.  With `resume`, measurements that `path` has are not repeated,
+    if it was written by the same versions and sources.
     """
-    header = {"date": datetime.now(timezone.utc).date().isoformat(), "device": device_name()}
-    head: Row = {**header, "versions": _versions(), **more}
+    today = datetime.now(timezone.utc).date().isoformat()
+    header = {"date": today, "device": device_name(), "versions": _versions(), **more}
     rows: list[Row] = []
     if resume and path.exists():
-        before, there = read(path)
-        rows = there if {**before, "date": head["date"]} == head else []
-    for number, (key, measure) in enumerate(pieces, 1):
-        label = f"{path.stem} {number}/{len(pieces)} " + ", ".join(f"{k} {key[k]}" for k in key)
+        old_header, old_rows = read(path)
+        rows = old_rows if {**old_header, "date": today} == header else []
+    for number, measurement in enumerate(measurements, 1):
+        key = measurement.key
+        label = f"{path.stem} {number}/{len(measurements)} "
+        label += ", ".join(f"{name} {value}" for name, value in key.items())
         if any(key.items() <= row.items() for row in rows):
-            click.echo(f"{label}: there")
+            click.echo(f"{label}: already recorded")
             continue
         begin = time.perf_counter()
-        rows += [dataclasses.asdict(row) for row in measure()]
-        write(path, head, rows)
+        rows += [dataclasses.asdict(row) for row in measurement.run()]
+        write(path, header, rows)
         gc.collect()
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # pieces run in child processes too
+            torch.cuda.empty_cache()  # child processes need the memory
         click.echo(f"{label}: {time.perf_counter() - begin:.0f} s")
     return rows
 
@@ -87,7 +103,7 @@ def read(path: Path) -> tuple[Row, list[Row]]:
 
 
 def write(path: Path, header: Row, rows: list[Row]) -> None:
-    """Write a .jsonl file and the .csv beside it, each whole or not at all."""
+    """Write a .jsonl file and the .csv beside it, each atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
     temporary.write_text("".join(json.dumps(line) + "\n" for line in (header, *rows)))
@@ -99,17 +115,23 @@ def write(path: Path, header: Row, rows: list[Row]) -> None:
     os.replace(temporary, path.with_suffix(".csv"))
 
 
+def sources_digest(folders: Iterable[Path] = SOURCES) -> str:
+    """Return a digest of all Python and JSON files below the folders."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        files = (path for path in folder.rglob("*") if path.suffix in (".py", ".json"))
+        for path in sorted(files):
+            digest.update(path.relative_to(folder).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def _cell(value: Any) -> Any:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _versions() -> dict[str, str]:
-    """Return versions of what is installed, and a digest of the sources."""
-    digest = hashlib.sha256()
-    for folder in SOURCES:
-        for source in sorted(folder.glob("*.*")):
-            digest.update(source.read_bytes())
-    versions = {"cutefce": cutefce.__version__, "sources": digest.hexdigest()[:16]}
+    versions = {"cutefce": cutefce.__version__, "sources": sources_digest()}
     versions["python"] = platform.python_version()
     for package in PACKAGES:
         try:

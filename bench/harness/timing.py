@@ -1,10 +1,10 @@
-"""Time and peak memory of a call, on a CPU or on a GPU."""
+"""Time and peak memory of calls, on a CPU or a GPU."""
 
 import gc
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,15 +12,14 @@ from torch.profiler import ProfilerActivity, profile
 
 Call = Callable[[], object]
 STRETCHES = 3
-"""Of runs of a form, for which it has a GPU to itself."""
+"""Stretches of runs per call in `steady_state`."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What repeated runs of one form took."""
+    """Milliseconds of repeated runs of one call, in the order of the runs."""
 
     samples_ms: tuple[float, ...]
-    """In the order of the runs."""
 
     @property
     def median_ms(self) -> float:
@@ -33,68 +32,78 @@ class Timing:
         low, _, high = statistics.quantiles(self.samples_ms, n=4, method="inclusive")
         return low, high
 
+    def ratio_to(self, other: "Timing") -> float:
+        """Return the median over the rounds of this time over the other's of the same round."""
+        pairs = zip(self.samples_ms, other.samples_ms, strict=True)
+        return statistics.median(mine / theirs for mine, theirs in pairs)
+
 
 def interleaved(
-    forms: dict[str, Call], device: str, repeats: int, before: Call | None = None
+    calls: Mapping[str, Call],
+    device: str,
+    rounds: int,
+    *,
+    before: Call | None = None,
+    runs_per_sample: int = 1,
 ) -> dict[str, Timing]:
-    """Time all `forms` once a round, for `repeats` rounds after one to warm up.
+    """Time every call once per round, in a new random order each round.
 
-    Clocks and temperature drift: only ratios of times of one call of this function mean anything.
-    A GPU's clock also depends on what it did just before: on one, the same products run before each
-    form, as a model's layers do before its loss, and each round has an order of its own.  These
-    products leave nothing of a form's inputs in the L2 cache.  The GPU is not waited for in
-    between, so that launches hide behind them.  What a form compiles and tunes on first use is not
-    timed.  `before` is called right before each form, untimed.
+    Clocks and temperature drift, so only ratios of times from one such run are meaningful; the
+    random order keeps a call from always following the same one.  An untimed round comes first:
+    it compiles, tunes and loads what the first run needs.  On a GPU, samples are read only at the
+    end, so that the CPU runs ahead and its launches are hidden.
+
+    Args:
+        calls: by name.
+        device: "cpu", or a CUDA device whose current stream the calls use.
+        rounds: number of samples of each call.
+        before: runs untimed before each sample, such as `preceding_gemms(device)`.
+        runs_per_sample: consecutive runs whose mean is one sample.
+
+    Returns:
+        the timing of each call; sample i of every call is from round i.
     """
-    clock, layers = (_cpu_sample, None) if device == "cpu" else (_gpu_sample, _layers())
-    for form in forms.values():
-        form()
-    samples: dict[str, list[Callable[[], float]]] = {name: [] for name in forms}
+    sample = _cpu_sample if device == "cpu" else _gpu_sample
+    for call in calls.values():
+        call()
+    samples: dict[str, list[Callable[[], float]]] = {name: [] for name in calls}
     order = random.Random(0)
-    for _ in range(repeats):
-        for name in order.sample(list(forms), len(forms)):
-            if layers is not None:
-                layers()
+    for _ in range(rounds):
+        for name in order.sample(list(calls), len(calls)):
             if before is not None:
                 before()
-            samples[name].append(clock(forms[name]))
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return {name: Timing(tuple(sample() for sample in taken)) for name, taken in samples.items()}
+            samples[name].append(sample(calls[name], runs_per_sample))
+    return {name: Timing(tuple(read() for read in reads)) for name, reads in samples.items()}
 
 
-def sustained(forms: dict[str, Call], device: str, seconds: float) -> dict[str, Timing]:
-    """Time `forms` one after another, each alone for `seconds` after as long to repair_stored_exps.
+def steady_state(calls: Mapping[str, Call], device: str, seconds: float) -> dict[str, Timing]:
+    """Time each call alone, run back to back for `seconds` after as long to reach its clock.
 
-    `STRETCHES` times, in an order of their own; a time is that of one run in a stretch.
+    Each call gets `STRETCHES` such stretches; a sample is the mean time of a run in one of them.
     """
-
-    def milliseconds(form: Call, runs: int) -> float:
-        def stretch() -> None:
-            for _ in range(runs):
-                form()
-
-        sample = (_cpu_sample if device == "cpu" else _gpu_sample)(stretch)
-        if device != "cpu":
-            torch.cuda.synchronize()
-        return sample() / runs
-
+    sample = _cpu_sample if device == "cpu" else _gpu_sample
     runs = {}
-    for name, form in forms.items():
-        form()
-        runs[name] = max(1, round(seconds * 1e3 / milliseconds(form, 1)))
-    samples: dict[str, list[float]] = {name: [] for name in forms}
+    for name, call in calls.items():
+        call()
+        runs[name] = max(1, round(seconds * 1e3 / sample(call, 1)()))
+    samples: dict[str, list[float]] = {name: [] for name in calls}
     order = random.Random(0)
     for _ in range(STRETCHES):
-        for name in order.sample(list(forms), len(forms)):
-            milliseconds(forms[name], runs[name])
-            samples[name].append(milliseconds(forms[name], runs[name]))
-    return {name: Timing(tuple(taken)) for name, taken in samples.items()}
+        for name in order.sample(list(calls), len(calls)):
+            sample(calls[name], runs[name])()
+            samples[name].append(sample(calls[name], runs[name])())
+    return {name: Timing(tuple(times)) for name, times in samples.items()}
 
 
-def _layers() -> Call:
-    """Return products of random numbers that take an H200 some 60 ms."""
-    a, b, out = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+def preceding_gemms(device: str) -> Call | None:
+    """Return GEMMs that stand for the layers before a loss; None on a CPU.
+
+    They give every call the clock and power state of a training step, and evict its inputs from
+    the L2 cache.
+    """
+    if device == "cpu":
+        return None
+    a, b, out = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(3))
 
     def run() -> None:
         for _ in range(36):
@@ -103,37 +112,51 @@ def _layers() -> Call:
     return run
 
 
-def _cpu_sample(form: Call) -> Callable[[], float]:
+def _cpu_sample(call: Call, runs: int) -> Callable[[], float]:
+    """Run the call; return a function that returns the mean milliseconds of a run."""
     begin = time.perf_counter()
-    form()
-    milliseconds = (time.perf_counter() - begin) * 1e3
+    for _ in range(runs):
+        call()
+    milliseconds = (time.perf_counter() - begin) * 1e3 / runs
     return lambda: milliseconds
 
 
-def _gpu_sample(form: Call) -> Callable[[], float]:
+def _gpu_sample(call: Call, runs: int) -> Callable[[], float]:
+    """Enqueue the call; return a function that waits and returns the mean milliseconds of a run."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    form()
+    for _ in range(runs):
+        call()
     end.record()
-    return lambda: float(start.elapsed_time(end))
+
+    def read() -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / runs
+
+    return read
 
 
-def peak_bytes(form: Call, device: str) -> int:
-    """Return the most bytes that `form` holds at a time beyond what is allocated before it.
+def peak_bytes(call: Call, device: str) -> int:
+    """Return the peak bytes that `call` holds beyond what is allocated before it.
 
-    Counts what is asked of torch's allocators; that of GPUs may give each tensor up to 1 MiB more.
-    `form` should have run once before, so that nothing is allocated for good.
+    Counts bytes requested from torch's allocators: unlike allocated bytes, these do not depend on
+    which cached blocks an allocation happens to reuse.  The result of the call counts while it is
+    alive.  Run `call` once before, so that what it allocates permanently is not counted.
     """
-    gc.collect()  # what others left in cycles could go meanwhile
-    if device != "cpu":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        form()
-        torch.cuda.synchronize()
-        return int(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
+    gc.collect()  # garbage freed during the call would hide what it allocates
+    if device == "cpu":
+        return _cpu_peak_bytes(call)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    call()
+    torch.cuda.synchronize()
+    return int(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
+
+
+def _cpu_peak_bytes(call: Call) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        form()
+        call()
     results = profiler.profiler.kineto_results if profiler.profiler else None
     assert results is not None
     held = peak = 0

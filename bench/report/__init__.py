@@ -1,1 +1,1 @@
-"""From recorded data to plots and tables."""
+"""Recorded results as plots and tables, and their comparison with committed ones."""

@@ -1,7 +1,7 @@
-"""New results against committed ones: is anything slower, or does it take more memory?
+"""Comparison of new results with committed ones: is anything slower or larger?
 
-Times of two machines, or of two days, say little; ratios of interleaved runs, and memory, do.  What
-fails now and did not before counts as infinite.
+Only ratios of interleaved runs and memory are compared: times depend on the machine and the day.
+A measurement that fails now and succeeded before counts as infinite.
 """
 
 import math
@@ -9,20 +9,36 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.harness.records import read
+import click
+
+from bench.harness.records import RESULTS, read
 
 SLACK = 0.05
-"""By how much of itself a number may grow."""
+"""Relative growth that is tolerated."""
 SLACK_MIB = 1.0
 
 
+@click.command("compare")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def command(folder: Path) -> None:
+    """Compare the results in FOLDER with the committed ones; fail if a ratio or memory grew."""
+    grown = []
+    for new in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if not (RESULTS / new.name).exists():
+            click.echo(f"nothing is committed for {new.name}: commit these results")
+            continue
+        grown += [f"{new.name}/{text}" for text in regressions(new, RESULTS / new.name)]
+    if grown:
+        raise click.ClickException("worse than committed:\n" + "\n".join(grown))
+
+
 def regressions(new: Path, committed: Path) -> list[str]:
-    """Return what grew, of all result files that both folders of one GPU model have."""
-    found = []
+    """Return what grew, over all result files that both folders have."""
+    grown = []
     for path in sorted(committed.glob("*.jsonl")):
         if (new / path.name).exists():
-            found += [f"{path.name}: {text}" for text in _grown(new / path.name, path)]
-    return found
+            grown += [f"{path.name}: {text}" for text in _grown(new / path.name, path)]
+    return grown
 
 
 def _grown(new: Path, committed: Path) -> Iterator[str]:
@@ -35,12 +51,14 @@ def _grown(new: Path, committed: Path) -> Iterator[str]:
                 continue
             before, now = (math.inf if r[name] is None else r[name] for r in (old, row))
             if now > before + abs(before) * SLACK + slack:
-                what = ", ".join(f"{n} {v}" for n, v in _key(row))
-                yield f"{what}: {name} was {before:.3f}, is {now:.3f}"
+                key = ", ".join(f"{column} {value}" for column, value in _key(row))
+                yield f"{key}: {name} was {before:.3f}, is {now:.3f}"
 
 
 def _key(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return what was measured: names and sizes, which are no floats."""
+    """Return the columns that identify a measurement: names and sizes, which are not floats."""
     return tuple(
-        (name, v) for name, v in sorted(row.items()) if isinstance(v, (str, int)) and name != "note"
+        (name, value)
+        for name, value in sorted(row.items())
+        if isinstance(value, (str, int)) and name != "note"
     )

@@ -1,8 +1,9 @@
-"""Plots of what the benchmarks measured, from their data."""
+"""Plots of recorded results."""
 
 import math
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -10,67 +11,82 @@ from bench.harness.problems import title
 from bench.harness.records import Row, read
 
 TIMES = (0.9, 1, 1.2, 1.5, 2, 3, 5)
-"""Marked on the frontier's axis, relative to the plain products."""
+"""Ticks of time relative to the plain GEMMs."""
 MARKERS = "xsv^D*P<>Xph"
+MIB_TICKS = {1: "1 MiB", 10: "10 MiB", 100: "100 MiB", 1024: "1 GiB", 10240: "10 GiB"}
+OVERVIEW_SHAPE = (8192, 4096, 128256)
+"""Sizes of the problem of `overview.png`: the LM head of Llama 3 8B."""
+LABELS = {"unfused": "F.linear + F.cross_entropy"}
+"""Labels of `overview.png` that differ from the names of the implementations."""
+LABEL_GAP = 1.085
+"""Least ratio of the heights of two labels in a column of `overview.png`."""
+CROWDED_MIB, LABELS_MIB = 1000, 24_000
+"""Points of `overview.png` right of the first have their labels in a column at the second."""
 
 
 def draw(folder: Path) -> list[Path]:
-    """Draw what `folder` has data for; return the pictures."""
+    """Draw everything that `folder` has results for; return the pictures."""
     pictures = []
-    drawings = {"peers": _frontier, "equivalence": _equivalence, "paper": _paper}
-    for name, function in drawings.items():
+    plots = {"peers": _frontier, "loss_curves": _loss_curves, "paper": _paper}
+    for name, plot in plots.items():
         for path in sorted(folder.glob(f"{name}*.jsonl")):
             header, rows = read(path)
             figure = Figure(figsize=(9, 5), layout="constrained")
-            function(figure, rows)
+            plot(figure, rows)
             figure.suptitle(f"{header['device']}, {header['date']}")
             pictures.append(path.with_suffix(".png"))
             figure.savefig(pictures[-1], dpi=120)
-    return pictures
+    return [*pictures, *_overview(folder)]
 
 
 def _frontier(figure: Figure, rows: list[Row]) -> None:
-    """Draw time over memory: a panel a shape, a line through our budgets, a mark a peer."""
+    """Draw time over memory: one panel per shape, cutefce's budgets as a line, peers as points."""
     measured = [row for row in rows if row["peak_mib"] is not None]
     shapes = [(name, list(some)) for name, some in groupby(measured, title)]
     columns = math.ceil(math.sqrt(len(shapes)))
-    lines = math.ceil(len(shapes) / columns)
-    figure.set_size_inches(4 * columns, 3 * lines + 3)
-    panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
-    peers = [row["form"] for row in measured if not row["form"].startswith("cutefce")]
+    panel_rows = math.ceil(len(shapes) / columns)
+    figure.set_size_inches(4 * columns, 3 * panel_rows + 3)
+    panels = figure.subplots(panel_rows, columns, sharey=True, squeeze=False).flatten()
+    peers = [row["implementation"] for row in measured if not _is_cutefce(row)]
     markers = dict(zip(dict.fromkeys(peers), MARKERS, strict=False))
-    for axes, (name, forms) in zip(panels, shapes, strict=False):
-        ours = sorted(_point(row) for row in forms if row["form"].startswith("cutefce"))
-        axes.plot(*zip(*ours, strict=True), marker="o", color="black", label="cutefce, by budget")
+    for axes, (name, of_shape) in zip(panels, shapes, strict=False):
+        budgets = sorted(_point(row) for row in of_shape if _is_cutefce(row))
+        axes.plot(
+            *zip(*budgets, strict=True), marker="o", color="black", label="cutefce, by budget"
+        )
         for number, (peer, marker) in enumerate(markers.items()):
-            points = [_point(row) for row in forms if row["form"] == peer]
+            points = [_point(row) for row in of_shape if row["implementation"] == peer]
             coordinates = zip(*points, strict=True) if points else ([], [])
             axes.plot(*coordinates, marker, color=f"C{number}", label=peer)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_yticks(TIMES, map(str, TIMES))
         axes.minorticks_off()
-        axes.set_xlabel("peak beyond inputs and gradients, MiB", fontsize="small")
+        axes.set_xlabel("peak memory beyond inputs and gradients, MiB", fontsize="small")
         axes.set_title(name, fontsize="small")
     for axes in panels[len(shapes) :]:
         axes.remove()
-    figure.supylabel("forward and backward / three plain products")
+    figure.supylabel("forward and backward / three plain GEMMs")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
 
 
+def _is_cutefce(row: Row) -> bool:
+    return str(row["implementation"]).startswith("cutefce")
+
+
 def _point(row: Row) -> tuple[float, float]:
-    return max(row["peak_mib"], 1.0), row["ratio_to_products"]
+    return max(row["peak_mib"], 0.5), row["ratio_to_gemms"]
 
 
-def _equivalence(figure: Figure, rows: list[Row]) -> None:
-    """Draw loss curves, and their distance from the first."""
+def _loss_curves(figure: Figure, rows: list[Row]) -> None:
+    """Draw loss curves, and their distances from the first."""
     curves, distances = figure.subplots(1, 2)
     for row in rows:
-        label = f"{row['form']}, seed {row['seed']}"
+        label = f"{row['implementation']}, seed {row['seed']}"
         curves.plot(row["losses"], linewidth=1, label=label)
         distance = [abs(a - b) for a, b in zip(row["losses"], rows[0]["losses"], strict=True)]
         distances.plot(distance, linewidth=1, label=label)
-    curves.set_ylabel("loss, nats a token")
+    curves.set_ylabel("loss, nats per token")
     distances.set_ylabel("distance from the first curve, nats")
     distances.set_yscale("log")
     for axes in (curves, distances):
@@ -86,13 +102,87 @@ def _paper(figure: Figure, rows: list[Row]) -> None:
         vocab = [row["vocab"] for row in cells]
         for axes, unit in ((latency, "ms"), (memory, "mib")):
             (line,) = axes.plot(
-                vocab, [r[f"ours_{unit}"] for r in cells], marker="o", label=f"{tokens} tokens"
+                vocab, [r[f"cutefce_{unit}"] for r in cells], marker="o", label=f"{tokens} tokens"
             )
-            canonical = [row[f"canonical_{unit}"] for row in cells]
-            axes.plot(vocab, canonical, "--", marker="x", color=line.get_color())
+            unfused = [row[f"unfused_{unit}"] for row in cells]
+            axes.plot(vocab, unfused, "--", marker="x", color=line.get_color())
     for axes, label in ((latency, "forward, ms"), (memory, "memory with inputs, MiB")):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel("vocabulary")
-        axes.set_ylabel(f"{label} (dashed: all logits)")
+        axes.set_ylabel(f"{label} (dashed: unfused)")
     latency.legend()
+
+
+def _overview(folder: Path) -> list[Path]:
+    """Draw `overview.png`, one shape's time over memory, if peers were measured there."""
+    path = folder / "peers.jsonl"
+    if not path.exists():
+        return []
+    header, rows = read(path)
+    sizes = "tokens", "hidden", "vocab"
+    rows = [row for row in rows if tuple(row[name] for name in sizes) == OVERVIEW_SHAPE]
+    rows = [row for row in rows if row["peak_mib"] is not None]
+    if not rows:
+        return []
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(list(MIB_TICKS), MIB_TICKS.values())
+    axes.set_yticks(TIMES, [f"{time:g}×" for time in TIMES])
+    axes.minorticks_off()
+    axes.set_xlim(0.4, 20_000)
+    axes.set_ylim(0.88, 5)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("peak memory beyond inputs and gradients")
+    axes.set_ylabel("time / three plain GEMMs")
+    axes.set_title(f"Loss, forward and backward: {title(rows[0])}, {header['device']}", fontsize=11)
+    axes.text(0.5, 0.8, "↙ better", transform=axes.transAxes, color="gray", fontsize=14)
+    _draw_budgets(axes, [row for row in rows if _is_cutefce(row)])
+    _draw_peers(axes, [row for row in rows if not _is_cutefce(row)])
+    picture = folder / "overview.png"
+    figure.savefig(picture, dpi=200)
+    return [picture]
+
+
+def _draw_budgets(axes: Any, rows: list[Row]) -> None:
+    """Draw cutefce's budgets as one labelled line, above the time of the GEMMs alone."""
+    axes.axhline(1, color="gray", linestyle="--", linewidth=1)
+    axes.text(0.45, 1.02, "the three GEMMs alone, by cuBLAS", color="gray")
+    points = sorted((*_point(row), row["implementation"]) for row in rows)
+    x, y, names = zip(*points, strict=True)
+    axes.plot(x, y, marker="o", color="C3", linewidth=3, markersize=8, zorder=3)
+    budgets = [name.removeprefix("cutefce ") for name in names]
+    ends = {0: f"cutefce, workspace={budgets[0]}", -1: f"cutefce, workspace={budgets[-1]}"}
+    for i, label in ends.items():
+        axes.annotate(
+            label,
+            (x[i], y[i]),
+            xytext=(-8, -4 if i == 0 else -15),
+            textcoords="offset points",
+            ha="right",
+            color="C3",
+            weight="bold",
+        )
+
+
+def _draw_peers(axes: Any, rows: list[Row]) -> None:
+    """Draw every peer as a point with its name; names of crowded points share a column."""
+    height = 0.0
+    for row in sorted(rows, key=lambda row: float(row["ratio_to_gemms"])):
+        (x, y), name = _point(row), row["implementation"]
+        axes.plot(x, y, "o", color="C0", markersize=7)
+        label = LABELS.get(name, name)
+        if x < CROWDED_MIB:
+            axes.annotate(label, (x, y), (9, -4), textcoords="offset points")
+            continue
+        height = max(y / LABEL_GAP, height * LABEL_GAP)
+        axes.annotate(
+            label,
+            (x, y),
+            xytext=(LABELS_MIB, height),
+            va="center",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": "gray", "linewidth": 0.7, "relpos": (0, 0.5)},
+        )

@@ -1,11 +1,10 @@
-"""The benchmarks measure what they say: fakes of known duration and memory, tiny sizes on a CPU."""
+"""Every command at tiny sizes on a CPU, and the parts of the experiments with known results."""
 
 import csv
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,11 @@ from torch import Tensor
 pytest.importorskip("matplotlib")
 pytest.importorskip("tokenizers")
 
-from bench import __main__ as command
+from bench.__main__ import main
 from bench.experiments import (
     breakdown,
+    cpu_overhead,
+    first_call,
     loss_curves,
     max_tokens,
     paper_grid,
@@ -25,135 +26,24 @@ from bench.experiments import (
     stability,
     steady_state,
     step,
-    tuned,
+    training_step,
 )
-from bench.harness import problems, timing
-from bench.harness.accuracy import errors, exact
+from bench.harness import problems, reference
 from bench.harness.problems import Shape
-from bench.harness.records import collect, read, write
-from bench.report import markdown, plots
+from bench.harness.records import read
+from bench.report import sections
 from cutefce.autotune_cache.tuning.subprocess_worker import Child, ChildError
 from examples.corpus import Corpus
 from examples.training import Sizes
-from tests.support.reference import Case, random_case
-from tests.support.reference import exact as exact_at_once
 
 SIZES = Sizes(hidden=16, layers=1, heads=2, context=8, batch=4, steps=2, learning_rate=1e-2)
 TINY = Shape(tokens=48, hidden=16, vocab=256, dtype="float32")
 
 
 def run(output: Path, *arguments: str) -> Result:
-    result = CliRunner().invoke(command.main, ["--output", str(output), *arguments])
+    result = CliRunner().invoke(main, ["--output", str(output), *arguments])
     assert result.exit_code == 0, result.output
     return result
-
-
-# the harness
-
-
-class Clock:
-    """A clock that forms alone move: how busy the machine is does not matter."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(timing, "time", clock)
-    return clock
-
-
-def test_a_call_of_known_duration_takes_that_long(clock: Clock) -> None:
-    forms: dict[str, Callable[[], object]] = {
-        "short": lambda: clock.sleep(0.01),
-        "long": lambda: clock.sleep(0.03),
-    }
-    times = timing.interleaved(forms, "cpu", repeats=5)
-    for name, milliseconds in (("short", 10), ("long", 30)):
-        assert times[name].samples_ms == pytest.approx([milliseconds] * 5)
-
-
-def test_a_stretch_is_as_long_as_asked_for(clock: Clock) -> None:
-    times = timing.sustained({"sleep": lambda: clock.sleep(0.01)}, "cpu", seconds=0.05)
-    assert times["sleep"].samples_ms == pytest.approx([10] * timing.STRETCHES)
-    # one run to warm up and one to see how long it takes, then as long to repair_stored_exps as is timed
-    assert clock.now == pytest.approx(2 * 0.01 + 2 * timing.STRETCHES * 0.05)
-
-
-def test_forms_take_turns_after_one_to_warm_up() -> None:
-    calls: list[str] = []
-    forms: dict[str, Callable[[], object]] = {
-        name: lambda name=name: calls.append(name)  # type: ignore[misc]
-        for name in "abc"
-    }
-    timing.interleaved(forms, "cpu", repeats=4)
-    rounds = [calls[start : start + 3] for start in range(0, len(calls), 3)]
-    assert len(rounds) == 5
-    assert all(sorted(found) == ["a", "b", "c"] for found in rounds)
-    assert len({tuple(found) for found in rounds}) > 1
-
-
-def test_a_known_allocation_is_what_is_counted() -> None:
-    def form() -> Tensor:
-        torch.empty(1 << 20)  # freed before the next
-        return torch.empty(3 << 20)
-
-    assert timing.peak_bytes(form, "cpu") == 4 * (3 << 20)
-
-
-def test_chunks_of_the_reference_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.errors.ROWS", 20)
-    case = random_case(48, 16, 256, ignored=0)
-    mean = Case(case.h, case.w, case.y, torch.full((48,), 1 / 48))
-    want = exact_at_once(mean)
-    found = errors(exact(case.h, case.w, case.y), (want.loss.mean(), want.dx, want.dw))
-    assert max(found) < 1e-7  # the upstream gradient is float32
-
-
-# data
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a benchmark may find."""
-
-    size: int
-    ms: float | None
-    spread: tuple[float, float]
-
-
-def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
-    path, measured = tmp_path / "data.jsonl", []
-
-    def piece(size: int, fails: bool = False) -> Any:
-        def rows() -> list[Row]:
-            if fails:
-                raise KeyboardInterrupt
-            measured.append(size)
-            return [Row(size, 1.5, (1.0, 2.0)), Row(size, None, (0.0, 0.0))]
-
-        return {"size": size}, rows
-
-    with pytest.raises(KeyboardInterrupt):
-        collect(path, [piece(1), piece(2, fails=True)], resume=False)
-    rows = collect(path, [piece(1), piece(2)], resume=True)
-    assert measured == [1, 2]
-    assert [row["size"] for row in rows] == [1, 1, 2, 2]
-    assert read(path)[1] == json.loads(json.dumps(rows))
-    collect(path, [piece(1)], resume=False)
-    assert measured == [1, 2, 1] and len(read(path)[1]) == 2
-    header, rows = read(path)
-    write(path, {**header, "versions": {"torch": "another"}}, rows)
-    collect(path, [piece(1)], resume=True)
-    assert measured == [1, 2, 1, 1]
 
 
 def assert_same(path: Path) -> None:
@@ -187,35 +77,35 @@ def refuse(function: object) -> problems.Loss:
 
 
 def half(function: object) -> problems.Loss:
-    return lambda h, w, y: problems.two_stage(h, w, y) / 2
+    return lambda h, w, y: reference.unfused(h, w, y) / 2
 
 
 def right(function: object) -> problems.Loss:
-    return problems.two_stage
+    return reference.unfused
 
 
 def test_a_peer_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = {
-        name: peers.Peer("bench.head", "two_stage", adapt)
+        name: peers.Peer("bench.harness.reference", "unfused", adapt)
         for name, adapt in (("crash", crash), ("refuse", refuse), ("half", half), ("right", right))
     }
     fakes["absent"] = peers.Peer("no_such_package", "loss", right)
-    fakes["older"] = peers.Peer("bench.head", "no_such_loss", right)
+    fakes["older"] = peers.Peer("bench.harness.reference", "no_such_loss", right)
     monkeypatch.setattr(peers, "PEERS", fakes)
     with Child() as child:
         usable = peers.usable(child, TINY, "cpu")
-    rows = {row.form: row for row in step.run(TINY, "cpu", 2, ("max", "min"), usable)}
+    rows = {row.implementation: row for row in step.run(TINY, "cpu", 2, ("max", "min"), usable)}
     for name, text in {
         "crash": "SIGABRT",
         "refuse": "no such sizes",
         "half": "relative errors of loss, dX and dW are 0.5, 0.5, 0.5",
-        "absent": "not there: No module named 'no_such_package'",
-        "older": "not there: bench.head has no no_such_loss",
+        "absent": "not available: No module named 'no_such_package'",
+        "older": "not available: bench.harness.reference has no no_such_loss",
     }.items():
         assert text in rows[name].note
         assert rows[name].median_ms is None
     assert rows["right"].note == "" and rows["right"].median_ms
-    assert rows["right"].dx_error == rows["two-stage"].dx_error
+    assert rows["right"].dx_error == rows["unfused"].dx_error
 
 
 def test_every_peer_can_be_sent_to_a_child() -> None:
@@ -228,7 +118,7 @@ def test_every_peer_can_be_sent_to_a_child() -> None:
 # the most tokens
 
 
-def test_the_ceiling_is_between_what_fits_and_what_does_not() -> None:
+def test_the_most_tokens_are_between_what_fits_and_what_does_not() -> None:
     asked = []
 
     def peak_mib(tokens: int) -> float:
@@ -237,117 +127,53 @@ def test_the_ceiling_is_between_what_fits_and_what_does_not() -> None:
             raise ChildError("CUDA out of memory")
         return float(tokens)
 
-    found = max_tokens.most_tokens(peak_mib, first=100, most=10000)
+    found = max_tokens.most_tokens(peak_mib, first=100, limit=10000)
     assert asked == [100, 200, 400, 800, 600]
     assert found == (600, 600.0, 800, "out of memory")
-    assert max_tokens.most_tokens(peak_mib, first=100, most=200)[:3] == (200, 200.0, None)
-    assert max_tokens.most_tokens(peak_mib, first=800, most=10000)[:3] == (0, None, 800)
+    assert max_tokens.most_tokens(peak_mib, first=100, limit=200)[:3] == (200, 200.0, None)
+    assert max_tokens.most_tokens(peak_mib, first=800, limit=10000)[:3] == (0, None, 800)
 
 
 # where the time goes
 
 
-def test_kernels_are_told_apart_by_name() -> None:
+def test_kernels_are_classified_by_name() -> None:
     for kernel, part in {
-        "kernel_cutlass___call___cutefcecute_kernelsproject_exp_sm90ProjectExpSm90": "forward",
-        "kernel_cutlass___call___cutefcecute_kernelsgradient_sm90GradientSm90": "gradient",
+        "kernel_cutlass_kernel_cutefcecute_kernelssm90project_expProjectExpSm90_object": "forward",
+        "kernel_cutlass_kernel_cutefcecute_kernelssm90gradientGradientSm90_object": "gradient",
         "nvjet_hsh_192x128_64x5_2x1_v_bz_coopB_TNN": "gradient",
-        "kernel_cutlass_finish_rows": "glue",
-        "void at::native::vectorized_elementwise_kernel<4>": "glue",
+        "kernel_cutlass_target_logit_kernel_tensorptrbf": "other",
+        "void at::native::vectorized_elementwise_kernel<4>": "other",
     }.items():
         assert breakdown.part_of(kernel).split()[0] == part
 
 
 def test_no_time_counts_twice() -> None:
-    kernels = [(10, 20, "fill"), (12, 60, "project_exp"), (55, 58, "add"), (70, 90, "nvjet")]
-    parts = {"glue": 10, "forward product": 40, "gradient products": 20, "idle": 10}
-    assert breakdown.shared_out(kernels) == parts
-
-
-# the report
-
-
-def form(name: str, ms: float | None, mib: float | None, **more: Any) -> dict[str, Any]:
-    row = step.Row(64, 16, 256, name, ms, (1.0, 2.0), 1.0, 1.0, 1.0, 1.0, mib, None, 0.1, 0.1, 0.1)
-    return {**vars(row), **more}
-
-
-BASE = (form("products", 1, None), form("two-stage", 2, 100), form("cutefce max", 1.1, 50))
-
-
-@pytest.mark.parametrize(
-    ("rows", "said", "unsaid"),
-    [
-        ([form("peer", 1.2, 40)], ["No peer is both"], ["peer ("]),
-        ([form("peer", 1.0, 60)], ["peer (*)", "No peer is both"], ["peer (!)"]),
-        (
-            [form("peer", 1.0, 40)],
-            ["peer (!)", "- peer at 64 × 16 × 256: cutefce max"],
-            ["No peer"],
-        ),
-        (
-            [form("peer", 1.05, 45), form("cutefce min", 1.05, 40)],
-            ["No peer is both"],
-            ["peer ("],
-        ),
-        ([form("peer", 1.2, 40, dw_error=0.3)], ["peer (†)"], []),
-        ([form("peer", None, None, note="it\nfailed")], ["it failed"], ["peer ("]),
-    ],
-    ids=["neither", "time", "both", "another budget", "inexact", "failed"],
-)
-def test_the_report_marks_peers(
-    rows: list[dict[str, Any]], said: list[str], unsaid: list[str], tmp_path: Path
-) -> None:
-    header = {"date": "2026-01-01", "device": "some gpu", "versions": {"torch": "2"}}
-    write(tmp_path / "peers.jsonl", header, [*BASE, *rows])
-    text = markdown.write(tmp_path, plots.draw(tmp_path)).read_text()
-    for part in (*said, "![peers](peers.png)", "Not measured: `python -m bench paper`"):
-        assert part in text
-    table = text.split("(*) faster")[0]
-    for part in unsaid:
-        assert part not in (table if part.startswith("peer") else text)
-
-
-def test_the_paper_counts_cells_and_their_mean(tmp_path: Path) -> None:
-    rows = [
-        vars(paper_grid.Row(1024, 4096, 32768, 2.0, 1.0, 0.5, 0.95, 600.0, 100.0, 50.0, 0.5, 0.26)),
-        vars(paper_grid.Row(1024, 4096, 65536, 1.0, 2.0, 2.0, 0.69, 600.0, 100.0, 50.0, 0.5, 0.26)),
-    ]
-    header = {"date": "2026-01-01", "device": "some gpu", "versions": {}}
-    write(tmp_path / "paper.jsonl", header, rows)
-    text = markdown.write(tmp_path, []).read_text()
-    assert "Faster than canonical in 1 of 2 cells, with less memory in 2." in text
-    assert "Geometric mean of ours / canonical: 1.000" in text
-    assert "0.73 → 0.69" in text
-
-
-def test_the_report_says_what_the_table_brings(tmp_path: Path) -> None:
-    rows = [
-        vars(tuned.Row(8192, 4096, 131072, "")),
-        vars(tuned.Row(1024, 4096, 131072, "project_exp", 0.97, 0.99, 0.98, 0.9, 1.0)),
-    ]
-    write(tmp_path / "tuned.jsonl", {"date": "", "device": "some gpu", "versions": {}}, rows)
-    text = markdown.write(tmp_path, []).read_text()
-    assert "| 1024 × 4096 × 131072 | project_exp | 0.97 | 0.99 | 0.98 | 0.9 | 1 |" in text
-    assert "| 8192 × 4096 × 131072 | – | – | – | – | – | – |" in text
-    assert "bench forward" not in text, "needs a GPU"
+    kernels = [(10, 20, "fill"), (12, 60, "ProjectExpSm90"), (55, 58, "add"), (70, 90, "nvjet")]
+    parts = {"other kernels": 10, "forward GEMM": 40, "gradient GEMMs": 20, "GPU idle": 10}
+    assert breakdown.time_by_part(kernels) == parts
 
 
 # every command
+
+
+MEASURED = sections.SECTIONS.keys() - sections.GPU_ONLY - {"training_step"}
+"""Experiments that a CPU runs with the dependencies of the tests."""
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (step, steady_state, paper_grid, breakdown):
         monkeypatch.setitem(module.SHAPES, "cpu", (TINY, replace(TINY, vocab=320)))
-    monkeypatch.setattr(command, "SMALL", TINY)
-    monkeypatch.setattr(command, "DEVICE", "cpu")
+    monkeypatch.setitem(peers.SHAPES, "cpu", (TINY,))
     monkeypatch.setattr(peers, "PEERS", {"absent": peers.Peer("no_such_package", "loss", right)})
-    monkeypatch.setitem(max_tokens.MOST_TOKENS, "cpu", 512)
-    monkeypatch.setattr(max_tokens, "LOSSES", {"two-stage": problems.two_stage})
+    monkeypatch.setitem(max_tokens.LIMIT, "cpu", 512)
+    monkeypatch.setattr(max_tokens, "LOSSES", {"unfused": reference.unfused})
     monkeypatch.setitem(stability.VOCABS, "cpu", (512,))
     tokens = torch.randint(50, (400,))
-    monkeypatch.setattr(loss_curves, "load_corpus", lambda path: Corpus(tokens, tokens[:100], 50))
+    monkeypatch.setattr(
+        "examples.corpus.load_corpus", lambda path: Corpus(tokens, tokens[:100], 50)
+    )
     monkeypatch.setattr(loss_curves, "CPU", SIZES)
 
 
@@ -357,31 +183,84 @@ def test_every_command_runs_on_a_cpu_and_its_data_makes_a_report(
 ) -> None:
     for name in ("paper", "step", "peers", "breakdown"):
         run(tmp_path, name, "--repeats", "2")
-    run(tmp_path, "sustained", "--seconds", "0.01")
-    for name in ("ceiling", "stability"):
+    run(tmp_path, "steady-state", "--seconds", "0.01")
+    for name in ("max-tokens", "stability"):
         run(tmp_path, name)
-    run(tmp_path, "equivalence", "--steps", "2")
+    run(tmp_path, "loss-curves", "--steps", "2")
     folder = tmp_path / "cpu"
     files = sorted(folder.glob("*.jsonl"))
-    assert {path.stem for path in files} == markdown.SECTIONS.keys() - markdown.ON_GPUS
+    assert {path.stem for path in files} == MEASURED
     for path in files:
         assert_same(path)
         header, rows = read(path)
         assert rows and header["device"] == "cpu" and header["versions"]["torch"]
     run(tmp_path, "report")
     text = (folder / "report.md").read_text()
-    assert "Not measured" not in text
-    for picture in ("paper", "peers", "equivalence"):
+    assert (
+        text.count("Not measured") == 1 and "Not measured: `python -m bench training-step`" in text
+    )
+    for picture in ("paper", "peers", "loss_curves"):
         assert (folder / f"{picture}.png").stat().st_size and f"({picture}.png)" in text
     before = (folder / "step.jsonl").read_text()
     output = run(tmp_path, "--resume", "step", "--repeats", "2").output
-    assert output.count(": there") == 2
+    assert output.count(": already recorded") == 2
     assert (folder / "step.jsonl").read_text() == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_other_sizes_have_data_of_their_own(tmp_path: Path, tiny: None) -> None:
+def test_other_sizes_have_separate_results(tmp_path: Path, tiny: None) -> None:
     run(tmp_path, "step", "--repeats", "2", "--tokens", "32", "--vocab", "128")
     rows = read(tmp_path / "cpu" / "step_32x16x128_float32.jsonl")[1]
     assert {row["tokens"] for row in rows} == {32}
-    assert {"products", "two-stage", "cutefce max"} <= {row["form"] for row in rows}
+    assert {"GEMMs", "unfused", "cutefce max"} <= {row["implementation"] for row in rows}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_a_training_step_has_the_loss_of_the_library(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    run(tmp_path, "training-step", "--repeats", "2")
+    rows = {row["implementation"]: row for row in read(tmp_path / "cpu" / "training_step.jsonl")[1]}
+    library, fused = rows["transformers"], rows["cutefce"]
+    for name in ("loss", "gradient_norm"):
+        assert fused[name] == pytest.approx(library[name], rel=1e-5)
+    assert fused["peak_mib"] < library["peak_mib"]
+    run(tmp_path, "report")
+    assert "| transformers |" in (tmp_path / "cpu" / "report.md").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_a_training_step_names_the_missing_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    outcome = CliRunner().invoke(main, ["--output", str(tmp_path), "training-step"])
+    assert outcome.exit_code == 1
+    assert "training-step needs transformers (pip install transformers)" in outcome.output
+
+
+def test_losses_that_differ_are_an_error() -> None:
+    training_step.check_agreement({"transformers": (10.0, 1.0), "cutefce": (10.01, 1.001)})
+    for wrong in ((10.1, 1.0), (10.0, 1.1), (math.nan, 1.0)):
+        with pytest.raises(ArithmeticError, match="cutefce: got loss and gradient norm"):
+            training_step.check_agreement({"transformers": (10.0, 1.0), "cutefce": wrong})
+
+
+def test_cpu_overhead_has_a_row_for_forward_and_training_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_overhead, "WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(cpu_overhead, "CALLS", 20)
+    forward, step_row = cpu_overhead.run(TINY, "cpu")
+    assert (forward.call, step_row.call) == ("forward", "training step")
+    for low, median, high in (
+        (forward.cutefce_quartiles_us[0], forward.cutefce_us, forward.cutefce_quartiles_us[1]),
+        (step_row.torch_quartiles_us[0], step_row.torch_us, step_row.torch_quartiles_us[1]),
+    ):
+        assert 0 < low <= median <= high
+
+
+def test_the_first_call_is_that_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_call, "SHAPE", TINY)
+    assert first_call.first_call("cpu").compiled_kernels == 0
+    row = first_call.run("cpu")
+    assert row.seconds > 0 and row.compiled_kernels == 0

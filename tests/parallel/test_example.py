@@ -48,7 +48,7 @@ def test_every_mode_trains_as_one_process_does(mode: str, ranks: Ranks) -> None:
 def test_the_benchmark_measures_what_is_equal(ranks: Ranks) -> None:
     shape = Shape(tokens=64, hidden=16, vocab=336, dtype="float64")
     for rows in ranks.run(4, bench.run, shape, "cpu", 2, None):
-        assert [row.form for row in rows] == ["one", "tp", "sp"]
+        assert [row.implementation for row in rows] == ["unsharded", "tp", "sp"]
         for row in rows:
             differences = row.loss_difference, row.dx_difference, row.dw_difference
             # the bench compares in float32, in which equal float64 values are equal

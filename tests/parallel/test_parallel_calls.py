@@ -292,7 +292,7 @@ def collectives(sequence_parallel: bool, grad: bool) -> list[tuple[str, tuple[in
     h = (H[:4] if sequence_parallel else H).clone().requires_grad_(grad)
     w, y = W.split(5)[dist.get_rank()].clone().requires_grad_(grad), Y
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard, "Shard", Watch)
+        patch.setattr(shard, "VocabShard", Watch)
         loss = cutefce.linear_cross_entropy(
             h, w, y, group=group(2), sequence_parallel=sequence_parallel, reduction="none"
         )

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
+from bench.harness.reference import float64_reference, unfused
 from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.planning.planner import Plan
 
@@ -72,19 +73,12 @@ def evaluate(case: Case, loss: Loss) -> Result:
 
 def exact(case: Case) -> Result:
     """Evaluate in float64."""
-    wide = Case(case.h.double(), case.w.double(), case.y, case.upstream.double())
-    return evaluate(wide, lambda h, w: F.cross_entropy(h @ w.t(), case.y, reduction="none"))
+    return Result(*float64_reference(case.h, case.w, case.y, case.upstream))
 
 
 def two_stage(case: Case) -> Result:
     """Evaluate by a product in the inputs' dtype and a float32 cross entropy."""
-
-    def loss(h: Tensor, w: Tensor) -> Tensor:
-        logits = h @ w.t()
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide, case.y, reduction="none")
-
-    return evaluate(case, loss)
+    return evaluate(case, lambda h, w: unfused(h, w, case.y, reduction="none"))
 
 
 def wide_logits(case: Case) -> Result:

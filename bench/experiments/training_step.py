@@ -1,0 +1,206 @@
+"""Training step of a Llama of 1.2 B parameters, with the library's own loss and with cutefce.
+
+transformers    model(input_ids, labels=input_ids), which computes all logits
+cutefce         cutefce.linear_cross_entropy of the last hidden states and the LM head's weight
+
+The model is `LlamaForCausalLM` of `transformers` with the sizes of Llama 3.2 1B and random weights,
+in bfloat16, with activation checkpointing and SDPA attention.  A step is forward, backward and an
+AdamW update, whose states have the parameters' dtype.  Both losses train the same model in
+interleaved steps; their values and gradients are compared before the first update.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cutefce
+from bench.harness.cli import DEVICE, Output, repeats_option
+from bench.harness.records import Measurement
+from bench.harness.timing import Call, interleaved, peak_bytes
+
+ModelLoss = Callable[[Any, Tensor], Tensor]
+"""Maps a causal language model and tokens (batch, context) to the mean loss ()."""
+LIBRARY = "transformers"
+LEARNING_RATE = 1e-5
+MAX_DIFFERENCE = 2.0**-8
+"""Relative difference of the losses, or of the gradients' norms, that bfloat16 logits explain."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """Sizes of the model and of a batch."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    batch: int
+    context: int
+    dtype: str
+
+
+TRAININGS = {
+    "cpu": Training(32, 2, 4, 2, 64, 512, 2, 32, "float32"),
+    "cuda": Training(2048, 16, 32, 8, 8192, 128256, 8, 4096, "bfloat16"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation; times are medians of interleaved steps."""
+
+    implementation: str
+    parameters: int
+    batch: int
+    context: int
+    vocab: int
+    median_ms: float
+    quartiles_ms: tuple[float, float]
+    ratio_to_library: float
+    peak_mib: float
+    """Peak of all that is allocated, with parameters and optimizer states."""
+    loss: float
+    """Of the first step, in nats per token."""
+    gradient_norm: float
+    """Of the first step, over all parameters."""
+
+
+@click.command("training-step")
+@repeats_option(7)
+@click.pass_obj
+def command(output: Output, /, repeats: int) -> None:
+    """Training step of a Llama of 1.2 B parameters, with the library's own loss and cutefce's."""
+    measure = functools.partial(run, TRAININGS[DEVICE], DEVICE, repeats)
+    output.record("training_step", [Measurement({}, measure)])
+
+
+def run(training: Training, device: str, repeats: int) -> list[Row]:
+    """Measure both losses on random tokens.
+
+    Raises:
+        ArithmeticError: if losses or gradients differ by more than `MAX_DIFFERENCE`.
+    """
+    torch.manual_seed(0)
+    model = build_model(training, device)
+    tokens = torch.randint(training.vocab, (training.batch, training.context), device=device)
+    losses: dict[str, ModelLoss] = {LIBRARY: library_loss, "cutefce": fused_loss}
+    first = {name: _evaluate(loss, model, tokens) for name, loss in losses.items()}
+    check_agreement(first)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=device != "cpu")
+    steps: dict[str, Call] = {
+        name: functools.partial(_step, loss, model, optimizer, tokens)
+        for name, loss in losses.items()
+    }
+    times = interleaved(steps, device, repeats)
+    parameters = list(model.parameters())
+    states = [x for state in optimizer.state.values() for x in state.values()]
+    held_bytes = sum(x.nbytes for x in (*parameters, *states, tokens))
+    return [
+        Row(
+            implementation=name,
+            parameters=sum(x.numel() for x in parameters),
+            batch=training.batch,
+            context=training.context,
+            vocab=training.vocab,
+            median_ms=times[name].median_ms,
+            quartiles_ms=times[name].quartiles_ms,
+            ratio_to_library=times[name].median_ms / times[LIBRARY].median_ms,
+            peak_mib=_total_peak_bytes(steps[name], device, held_bytes) / 2**20,
+            loss=loss,
+            gradient_norm=gradient_norm,
+        )
+        for name, (loss, gradient_norm) in first.items()
+    ]
+
+
+def build_model(training: Training, device: str) -> nn.Module:
+    """Return the model with random weights.
+
+    Raises:
+        click.ClickException: if transformers is not installed.
+    """
+    try:
+        library: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise click.ClickException(
+            f"training-step needs transformers (pip install transformers): {error}"
+        ) from error
+    config = library.LlamaConfig(
+        hidden_size=training.hidden,
+        num_hidden_layers=training.layers,
+        num_attention_heads=training.heads,
+        num_key_value_heads=training.kv_heads,
+        intermediate_size=training.intermediate,
+        vocab_size=training.vocab,
+        max_position_embeddings=training.context,
+        tie_word_embeddings=True,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, training.dtype))
+    try:
+        with torch.device(device):
+            model = library.LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(default_dtype)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trained: nn.Module = model.train()
+    return trained
+
+
+def library_loss(model: Any, tokens: Tensor) -> Tensor:
+    """Return the library's own loss, which shifts the labels itself."""
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def fused_loss(model: Any, tokens: Tensor) -> Tensor:
+    """Return cutefce's loss; the last token of a sequence has no target."""
+    hidden = model.model(input_ids=tokens).last_hidden_state
+    targets = F.pad(tokens[:, 1:], (0, 1), value=-100)
+    return cutefce.linear_cross_entropy(hidden, model.lm_head.weight, targets)
+
+
+def _step(
+    loss_of: ModelLoss, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor
+) -> None:
+    loss_of(model, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _evaluate(loss_of: ModelLoss, model: nn.Module, tokens: Tensor) -> tuple[float, float]:
+    """Return loss and norm of the gradients, which are discarded."""
+    loss = loss_of(model, tokens)
+    loss.backward()
+    gradients = [x.grad.float() for x in model.parameters() if x.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    model.zero_grad()
+    return loss.item(), norm.item()
+
+
+def check_agreement(results: dict[str, tuple[float, float]]) -> None:
+    """Raise if losses or gradient norms are not those of the library."""
+    for name, values in results.items():
+        for value, wanted in zip(values, results[LIBRARY], strict=True):
+            if not abs(value - wanted) <= MAX_DIFFERENCE * wanted:
+                raise ArithmeticError(
+                    f"{name}: got loss and gradient norm {values}, expected {results[LIBRARY]}"
+                )
+
+
+def _total_peak_bytes(step: Call, device: str, held_bytes: int) -> int:
+    """Return the peak of everything allocated in a step; `held_bytes` are allocated before it."""
+    peak = peak_bytes(step, device)
+    return held_bytes + peak if device == "cpu" else torch.cuda.max_memory_allocated()

@@ -1,0 +1,98 @@
+"""What the commands share: options for sizes, and writing and printing of results."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.harness.problems import Shape
+from bench.harness.records import Measurement, collect, folder_name
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Output:
+    """Folder of the results, and whether recorded measurements are kept."""
+
+    root: Path
+    resume: bool
+
+    @property
+    def folder(self) -> Path:
+        """The folder of this machine's GPU model."""
+        return self.root / folder_name()
+
+    def record(self, name: str, measurements: Sequence[Measurement], **more: Any) -> None:
+        """Run the measurements, write their rows to `name`.jsonl and .csv, and print them."""
+        path = self.folder / f"{name}.jsonl"
+        rows = collect(path, measurements, self.resume, **more)
+        table = Table(*rows[0])
+        for row in rows:
+            table.add_row(*map(_cell, row.values()))
+        console = Console(width=200)
+        console.print(table)
+        console.print(f"written: {path}")
+
+
+def repeats_option(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that adds `--repeats`."""
+    return click.option("--repeats", type=int, default=default, help="Timed rounds.")
+
+
+def shape_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add one option for each field of a `Shape`."""
+    for name, kind, text in (
+        ("--dtype", str, "bfloat16, float16, float32 or float64"),
+        ("--vocab", int, "V"),
+        ("--hidden", int, "D"),
+        ("--tokens", int, "N"),
+    ):
+        command = click.option(name, type=kind, help=text)(command)
+    return command
+
+
+def chosen_shape(default: Shape, sizes: dict[str, Any]) -> Shape:
+    """Return `default` with the sizes that were given on the command line."""
+    return dataclasses.replace(default, **{name: size for name, size in sizes.items() if size})
+
+
+def chosen_shapes(
+    name: str, defaults: Sequence[Shape], sizes: dict[str, Any]
+) -> tuple[str, Sequence[Shape]]:
+    """Return the name of the result file and the shapes: other sizes get a separate file."""
+    if not any(sizes.values()):
+        return name, defaults
+    shape = chosen_shape(defaults[0], sizes)
+    return f"{name}_{slug(shape)}", (shape,)
+
+
+def per_shape(shapes: Sequence[Shape], run: Callable[[Shape], Iterable[Any]]) -> list[Measurement]:
+    """Return one measurement for each shape."""
+    return [
+        Measurement(
+            {"tokens": shape.tokens, "hidden": shape.hidden, "vocab": shape.vocab},
+            functools.partial(run, shape),
+        )
+        for shape in shapes
+    ]
+
+
+def slug(shape: Shape) -> str:
+    """Return the shape as a part of a file name."""
+    return f"{shape.tokens}x{shape.hidden}x{shape.vocab}_{shape.dtype}"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (tuple, list)):
+        return " to ".join(map(_cell, (value[0], value[-1])))
+    return str(value)

@@ -1,0 +1,166 @@
+"""Timing, memory, references and records: calls of known duration and size."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.harness import problems, reference, timing
+from bench.harness.accuracy import relative_errors
+from bench.harness.problems import Shape
+from bench.harness.records import (
+    RESULTS,
+    SOURCES,
+    Measurement,
+    collect,
+    read,
+    sources_digest,
+    write,
+)
+from tests.support.reference import random_case
+
+TINY = Shape(tokens=48, hidden=16, vocab=256, dtype="float32")
+
+
+class Clock:
+    """A clock that only the calls move: how busy the machine is does not matter."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
+def test_a_call_of_known_duration_takes_that_long(clock: Clock) -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "short": lambda: clock.sleep(0.01),
+        "long": lambda: clock.sleep(0.03),
+    }
+    times = timing.interleaved(calls, "cpu", rounds=5)
+    assert times["long"].ratio_to(times["short"]) == pytest.approx(3)
+    for name, milliseconds in (("short", 10), ("long", 30)):
+        assert times[name].samples_ms == pytest.approx([milliseconds] * 5)
+
+
+def test_a_stretch_is_as_long_as_asked_for(clock: Clock) -> None:
+    times = timing.steady_state({"sleep": lambda: clock.sleep(0.01)}, "cpu", seconds=0.05)
+    assert times["sleep"].samples_ms == pytest.approx([10] * timing.STRETCHES)
+    # one run to warm up and one to find its duration; each stretch is preceded by as long a warm-up
+    assert clock.now == pytest.approx(2 * 0.01 + 2 * timing.STRETCHES * 0.05)
+
+
+def test_calls_are_interleaved_after_a_warm_up_round() -> None:
+    log: list[str] = []
+    calls: dict[str, Callable[[], object]] = {
+        name: lambda name=name: log.append(name)  # type: ignore[misc]
+        for name in "abc"
+    }
+    timing.interleaved(calls, "cpu", rounds=4)
+    rounds = [log[start : start + 3] for start in range(0, len(log), 3)]
+    assert len(rounds) == 5
+    assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
+    assert len({tuple(names) for names in rounds}) > 1
+
+
+def test_a_sample_has_as_many_runs_as_asked_for_after_an_untimed_call(clock: Clock) -> None:
+    runs: list[float] = []
+
+    def call() -> None:
+        runs.append(clock.now)
+        clock.sleep(0.01)
+
+    times = timing.interleaved(
+        {"call": call}, "cpu", rounds=2, before=lambda: clock.sleep(1), runs_per_sample=3
+    )
+    assert times["call"].samples_ms == pytest.approx([10] * 2)
+    assert runs == pytest.approx([0, 1.01, 1.02, 1.03, 2.04, 2.05, 2.06])
+
+
+def test_a_known_allocation_is_what_is_counted() -> None:
+    def call() -> Tensor:
+        torch.empty(1 << 20)  # freed before the next
+        return torch.empty(3 << 20)
+
+    assert timing.peak_bytes(call, "cpu") == 4 * (3 << 20)
+
+
+def test_chunks_of_the_reference_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = random_case(48, 16, 256)
+    inputs = case.h, case.w, case.y, case.upstream
+    want = reference.float64_reference(*inputs)
+    monkeypatch.setattr(reference, "ROWS", 20)
+    assert max(relative_errors(reference.float64_reference(*inputs), want)) < 1e-15
+
+
+def test_the_reference_is_the_gradient_of_the_unfused_loss_in_float64() -> None:
+    h, w, y = problems.random_inputs(replace(TINY, dtype="float64"), "cpu")
+    got = problems.gradients(reference.unfused, h, w, y)
+    assert max(relative_errors(got, reference.float64_mean_reference(h, w, y))) < 1e-14
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a benchmark may find."""
+
+    size: int
+    ms: float | None
+    spread: tuple[float, float]
+
+
+def test_recorded_measurements_are_not_repeated(tmp_path: Path) -> None:
+    path, measured = tmp_path / "data.jsonl", []
+
+    def measurement(size: int, fails: bool = False) -> Measurement:
+        def rows() -> list[Row]:
+            if fails:
+                raise KeyboardInterrupt
+            measured.append(size)
+            return [Row(size, 1.5, (1.0, 2.0)), Row(size, None, (0.0, 0.0))]
+
+        return Measurement({"size": size}, rows)
+
+    with pytest.raises(KeyboardInterrupt):
+        collect(path, [measurement(1), measurement(2, fails=True)], resume=False)
+    rows = collect(path, [measurement(1), measurement(2)], resume=True)
+    assert measured == [1, 2]
+    assert [row["size"] for row in rows] == [1, 1, 2, 2]
+    assert read(path)[1] == json.loads(json.dumps(rows))
+    collect(path, [measurement(1)], resume=False)
+    assert measured == [1, 2, 1] and len(read(path)[1]) == 2
+    header, rows = read(path)
+    write(path, {**header, "versions": {"torch": "another"}}, rows)
+    collect(path, [measurement(1)], resume=True)
+    assert measured == [1, 2, 1, 1]
+
+
+def test_the_digest_covers_subfolders(tmp_path: Path) -> None:
+    source = tmp_path / "sub" / "kernel.py"
+    source.parent.mkdir()
+    source.write_text("1")
+    before = sources_digest([tmp_path])
+    (tmp_path / "sub" / "kernel.pyc").write_text("1")
+    assert sources_digest([tmp_path]) == before
+    source.write_text("2")
+    assert sources_digest([tmp_path]) != before
+    assert all(next(folder.rglob("*.py"), None) for folder in SOURCES)
+
+
+def test_bench_does_not_import_tests() -> None:
+    for source in RESULTS.parent.rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) tests\b", source.read_text(), re.MULTILINE), source
