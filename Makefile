@@ -56,9 +56,9 @@ define check-wheel
 	  -o pythonpath=. tests/test_packaging.py tests/test_op.py
 endef
 
-# the shipped table of this machine's GPU; ARGS=--resume goes on with one that was interrupted
+# the shipped table of this machine's GPU; ARGS=--resume continues an interrupted run
 autotune: .venv/ready
-	$(BIN)/python -m cutefce tune --folder autotune_cache $(ARGS)
+	$(BIN)/python -m cutefce tune --output-dir autotune_cache $(ARGS)
 
 # all tables, plots and the report of this machine's GPU; ARGS=--resume as above
 BENCHMARKS := paper step peers sustained ceiling breakdown stability equivalence

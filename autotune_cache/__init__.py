@@ -1,1 +1,1 @@
-"""Which configuration serves a problem: defaults, tuned tables, verdicts."""
+"""Tuned and default configurations: defaults, lookup, tables, verdicts; `tuning` makes the tables."""

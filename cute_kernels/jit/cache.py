@@ -95,6 +95,16 @@ def fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
+def source_fingerprint() -> str:
+    """Return a digest of the kernels' sources alone, as 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.rglob("*.py")):
+        name = source.relative_to(SOURCES).as_posix()
+        digest.update(name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
 def _version(package: str) -> str:
     try:
         return metadata.version(package)

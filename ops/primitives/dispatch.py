@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache import defaults, lookup, verdicts
-from cutefce.autotune_cache.tuning import verify
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives.cute import CutePrimitives, has_aligned_rows
@@ -58,7 +58,7 @@ def arch_of(h: Tensor) -> str | None:
     """
     if device_unsupported_reason(h.device, h.dtype) is not None or h.shape[1] % 8:
         return None
-    return gpu_of(h.device)[0].name
+    return gpu_of(h.device).arch.name
 
 
 def are_concrete(*sizes: int) -> bool:
@@ -89,7 +89,7 @@ def widths_for(problem: Problem, device: torch.device) -> tuple[PortableTiles, .
     """Return what a plan for `problem` on `device` chooses from; not tuned for symbolic sizes."""
     if problem.arch is None or not are_concrete(problem.tokens, problem.hidden, problem.vocab):
         return defaults.window_configs(problem)
-    return lookup.tuned_widths(problem, *gpu_of(device))
+    return lookup.window_configs(problem, gpu_of(device))
 
 
 def primitives_for(h: Tensor, w: Tensor, problem: Problem) -> Primitives:
@@ -160,24 +160,23 @@ def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str 
     name = str(dtype).removeprefix("torch.")
     if name not in arch.dtypes:
         return f"h: got dtype {dtype}, expected one of {', '.join(arch.dtypes)}"
-    return _compiler_unsupported_reason(arch, name) or _unverified(device)
+    return _compiler_unsupported_reason(arch, name) or _unverified(device, name)
 
 
 @functools.cache
-def _unverified(device: torch.device) -> str | None:
+def _unverified(device: torch.device, dtype: str) -> str | None:
     """Return why the kernels may not be launched on this GPU, None if they may; tries them once."""
-    arch, name, num_sms = gpu_of(device)
-    verdict = verdicts.known(arch, name, num_sms)
+    gpu = gpu_of(device)
+    verdict = verdicts.known(gpu, dtype)
     if verdict is None:
         if torch.cuda.is_current_stream_capturing():
-            raise _RetryLaterError(f"the kernels never ran on {name}; first run: {VERIFY}")
-        from cutefce.autotune_cache.tuning.targets import all_tunables
+            raise _RetryLaterError(f"the kernels never ran on {gpu.name}; first run: {VERIFY}")
+        from cutefce.autotune_cache.tuning import first_use
 
-        gradients = all_tunables(arch, num_sms, str(device))
-        verdict = verify.verify_once(gradients, name)
+        verdict = first_use.verify_on_first_use(gpu, str(device), dtype)
     if verdict.passed:
         return None
-    return f"the kernels failed on {name} ({verdict.reason}); to try again: {VERIFY}"
+    return f"the kernels failed on {gpu.name} ({verdict.reason}); to try again: {VERIFY}"
 
 
 def _compiler_unsupported_reason(arch: Arch, dtype: str) -> str | None:
@@ -195,25 +194,24 @@ def _compiler_unsupported_reason(arch: Arch, dtype: str) -> str | None:
 
 
 @functools.cache
-def gpu_of(device: torch.device) -> tuple[Arch, str, int]:
+def gpu_of(device: torch.device) -> Gpu:
     """Return the architecture, name and num_sms of a GPU that there are kernels for."""
     arch = arch_for(torch.cuda.get_device_capability(device))
     assert arch is not None
     properties = torch.cuda.get_device_properties(device)
-    return arch, properties.name, properties.multi_processor_count
+    return Gpu(arch, properties.name, properties.multi_processor_count)
 
 
 @functools.lru_cache(maxsize=1024)
 def _cute_primitives(device: torch.device, problem: Problem) -> CutePrimitives:
-    tiles, (arch, name, num_sms) = defaults.widest_window(problem), gpu_of(device)
+    tiles, gpu = defaults.widest_window(problem), gpu_of(device)
     if lookup.tunes_on_first_use() and not _must_not_block():
-        from cutefce.autotune_cache.tuning import first_use, targets
+        from cutefce.autotune_cache.tuning import first_use
 
         torch.cuda.synchronize(device)
-        every = targets.all_tunables(arch, num_sms, str(device))
-        first_use.tune_on_first_use(every, name, problem)
-    configs = lookup.lookup_configs(problem, arch, name, num_sms)
-    return CutePrimitives(tiles, arch, problem.dtype, configs, num_sms)
+        first_use.tune_on_first_use(gpu, str(device), problem)
+    configs = lookup.kernel_configs(problem, gpu)
+    return CutePrimitives(tiles, gpu.arch, problem.dtype, configs, gpu.num_sms)
 
 
 def _must_not_block() -> bool:
