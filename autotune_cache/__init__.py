@@ -1,1 +1,1 @@
-"""Tuned and default configurations: defaults, lookup, tables, verdicts; `tuning` makes the tables."""
+"""Configurations for problems: defaults, lookup, tables, verdicts; `tuning` makes the tables."""

@@ -32,7 +32,7 @@ MAX_WASTED_ROWS = 1 / 16
 
 
 def window_configs(problem: Problem, gpu: Gpu) -> tuple[PortableTiles, ...]:
-    """Return the windows that a plan for `problem` chooses from: the tuned one, else the defaults."""
+    """Return the windows that plans of `problem` choose from: the tuned one or the defaults."""
     configs, entry = defaults.window_configs(problem), entry_for(WINDOW, problem, gpu)
     tuned = tuple(config for config in configs if entry and config.window == entry.config)
     return tuned or configs

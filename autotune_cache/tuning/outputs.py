@@ -1,4 +1,4 @@
-"""Outputs of primitives for a tuning case: losses, exponentials and gradients of a training step."""
+"""Outputs of primitives for a tuning case: losses, exponentials and gradients of a step."""
 
 import functools
 from collections.abc import Sequence

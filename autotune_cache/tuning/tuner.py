@@ -224,7 +224,7 @@ def _rounded(ms: float) -> float:
 
 
 def read_matching(path: Path, header: Table) -> Table:
-    """Return the file's table if it has the GPU, kernels and compiler of `header`, else `header`."""
+    """Return the file's table if GPU, kernels and compiler are those of `header`, else `header`."""
     try:
         held = table_io.read(path)
         held.check_matches(header.gpu)

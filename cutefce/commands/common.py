@@ -4,12 +4,15 @@ import sys
 from pathlib import Path
 
 import click
+import torch
 from rich.console import Console
 
 from cutefce.autotune_cache import table_io, verdicts
 from cutefce.autotune_cache.table import Candidate, Table
+from cutefce.cute_kernels.arch import ARCHS, arch_for
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.gpu import Gpu
+from cutefce.ops.primitives.dispatch import gpu_of
 
 TABLE_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 """Type of an argument that names an existing table."""
@@ -34,11 +37,6 @@ def this_gpu() -> tuple[Gpu, str]:
     Raises:
         ClickException: if there is no GPU, or none that has kernels.
     """
-    import torch
-
-    from cutefce.cute_kernels.arch import ARCHS, arch_for
-    from cutefce.ops.primitives.dispatch import gpu_of
-
     expected = ", ".join(f"{major}.{minor}" for major, minor in (a.capability for a in ARCHS))
     got = "no CUDA device"
     if torch.cuda.is_available():

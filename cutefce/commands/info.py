@@ -4,12 +4,15 @@ from importlib import metadata
 from pathlib import Path
 
 import click
+import torch
 from rich.console import Console
 from rich.table import Column, Table
 
 from cutefce.autotune_cache import lookup
 from cutefce.commands.common import read_table
 from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.problem import ITEM_BYTES
+from cutefce.ops.primitives.dispatch import device_unsupported_reason
 
 PACKAGES = ("cutefce", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
 
@@ -17,11 +20,6 @@ PACKAGES = ("cutefce", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-py
 @click.command()
 def info() -> None:
     """Show versions, the GPU, what serves each dtype and why, shipped tables, compiled kernels."""
-    import torch
-
-    from cutefce.cute_kernels.problem import ITEM_BYTES
-    from cutefce.ops.primitives.dispatch import device_unsupported_reason
-
     table = Table("", Column(overflow="fold"), show_header=False, box=None)
     for name in PACKAGES:
         try:
