@@ -56,7 +56,7 @@ define check-wheel
 	  -o pythonpath=. tests/test_packaging.py tests/ops/test_loss.py
 endef
 
-# the shipped table of this machine's GPU; ARGS=--resume goes on with one that was interrupted
+# the shipped table of this machine's GPU; ARGS=--resume continues an interrupted run
 autotune: .venv/ready
 	$(BIN)/python -m cutefce tune --output-dir autotune_cache $(ARGS)
 

@@ -1,1 +1,1 @@
-"""Which configuration serves a problem: defaults, tuned tables, verdicts."""
+"""Configurations for problems: defaults, lookup, tables, verdicts; `tuning` makes the tables."""

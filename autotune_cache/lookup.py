@@ -1,9 +1,8 @@
-"""Which configuration serves a problem: the only place that the op layer asks.
+"""Looks up the configurations that serve a problem on a GPU.
 
-`lookup` answers for the portable path with the default of the device's kind.  For the kernels,
-`lookup_configs` takes what was tuned: the user's file first, then the one shipped for the GPU
-model; in each an exact key, else the nearest; else the default of the architecture.  A file that
-cannot be used is said once and ignored.
+The user's table is searched first, then the one shipped for the GPU model; in each the exact key,
+else the nearest one; otherwise the architecture's default serves.  Only entries of the kernel
+sources as they are count.  A table that cannot be used is ignored with one warning.
 """
 
 import dataclasses
@@ -13,94 +12,84 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from cutefce.autotune_cache.defaults import window_configs
+from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.table import WINDOW, Entry, Key, Table, key_of
 from cutefce.autotune_cache.table_io import file_name, read
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
+from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.integers import round_up
-from cutefce.cute_kernels.jit.cache import base_folder
+from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec, all_kernels, kernel_set
 
 AUTOTUNE_VARIABLE = "CUTEFCE_AUTOTUNE"
-"""Environment variable that, set to 1, has each new problem tuned when it is first met."""
+"""Environment variable that, set to 1, tunes each new problem at its first call."""
 SHIPPED_FOLDER = Path(__file__).parent
-"""Where the tables lie that come with the package."""
+"""Folder of the tables that come with the package."""
+MAX_WASTED_ROWS = 1 / 16
+"""Rows beyond those of the default tile that an entry for other tokens may compute, relatively."""
 
 
-def tuned_widths(
-    problem: Problem, arch: Arch, device: str, num_sms: int
-) -> tuple[PortableTiles, ...]:
-    """Return the one of `window_configs` that won on a GPU of this name and size, all if none was tuned."""
-    every, entry = window_configs(problem), tuned(WINDOW, problem, arch, device, num_sms)
-    won = tuple(config for config in every if entry and config.window == entry.config)
-    return won or every
+def window_configs(problem: Problem, gpu: Gpu) -> tuple[PortableTiles, ...]:
+    """Return the windows that plans of `problem` choose from: the tuned one or the defaults."""
+    configs, entry = defaults.window_configs(problem), entry_for(WINDOW, problem, gpu)
+    tuned = tuple(config for config in configs if entry and config.window == entry.config)
+    return tuned or configs
 
 
 @functools.lru_cache(maxsize=1024)
-def lookup_configs(problem: Problem, arch: Arch, device: str, num_sms: int) -> KernelConfigs:
-    """Return the kernels' configurations for `problem` on a GPU of this name and size."""
-    default = arch.default_configs(problem.tokens, problem.hidden, num_sms)
-    entries = {
-        field.name: tuned(field.name, problem, arch, device, num_sms)
-        for field in dataclasses.fields(KernelConfigs)
-    }
-    found: dict[str, Any] = {name: entry.config for name, entry in entries.items() if entry}
-    return dataclasses.replace(default, **found)
+def kernel_configs(problem: Problem, gpu: Gpu) -> KernelConfigs:
+    """Return the configurations of the kernels for `problem`: tuned ones, else the defaults."""
+    default = gpu.arch.default_configs(problem.tokens, problem.hidden, gpu.num_sms)
+    names = [field.name for field in dataclasses.fields(KernelConfigs)]
+    entries = {name: entry_for(name, problem, gpu) for name in names}
+    tuned: dict[str, Any] = {name: entry.config for name, entry in entries.items() if entry}
+    return dataclasses.replace(default, **tuned)
 
 
-def tuned(kernel: str, problem: Problem, arch: Arch, device: str, num_sms: int) -> Entry | None:
-    """Return what won for `problem` or, if it was not tuned, for the nearest one that was.
-
-    None stands for the default.
-    """
+def entry_for(kernel: str, problem: Problem, gpu: Gpu) -> Entry | None:
+    """Return the entry of `problem`, else the nearest usable one, else None for the default."""
     key = key_of(kernel, problem)
-    found: list[tuple[float, Entry | None]] = [
-        table.nearest(key) for table in tables(arch, device, num_sms)
-    ]
+    found = [table.nearest(key) for table in tables(gpu)]
     distance, entry = min(found, key=lambda pair: pair[0], default=(0.0, None))
     if entry is None or distance == 0:
         return entry
-    # where the default won elsewhere, the default of this problem is the better guess
-    return entry if entry.gained and not _wastes_rows(key, entry, problem, arch) else None
+    # where the default won for other sizes, the default for these sizes is the better guess
+    return entry if entry.beats_default and not _wastes_rows(key, entry, problem, gpu) else None
 
 
-def _wastes_rows(key: Key, entry: Entry, problem: Problem, arch: Arch) -> bool:
-    """Whether what won for other tokens computes many more rows than these have."""
+def _wastes_rows(key: Key, entry: Entry, problem: Problem, gpu: Gpu) -> bool:
+    """Whether the tiles of an entry for other tokens compute many rows beyond these tokens."""
     if key.kernel == "grad_weight" or not isinstance(entry.config, GemmConfig):
         return False
-    least = round_up(problem.tokens, arch.default(problem.tokens).rows)
-    return 16 * round_up(problem.tokens, entry.config.rows) > 17 * least
+    default_rows = round_up(problem.tokens, gpu.arch.default(problem.tokens).rows)
+    return round_up(problem.tokens, entry.config.rows) > (1 + MAX_WASTED_ROWS) * default_rows
 
 
 def user_folder() -> Path:
-    """Return the folder of the user's tuned tables; it need not exist."""
-    return base_folder() / "tuning"
+    """Return the folder of the user's tuned tables, which may not exist."""
+    return jit_cache.base_folder() / "tuning"
 
 
-def tables(arch: Arch, device: str, num_sms: int) -> tuple[Table, ...]:
-    """Return what was tuned for this kind of GPU: by the user, then as shipped."""
-    found = (_table(folder, arch, device, num_sms) for folder in (user_folder(), SHIPPED_FOLDER))
+def tables(gpu: Gpu) -> tuple[Table, ...]:
+    """Return the tables for this kind of GPU, the user's first, with current entries only."""
+    found = (_table(folder, gpu) for folder in (user_folder(), SHIPPED_FOLDER))
     return tuple(table for table in found if table is not None)
 
 
-def tunes_on_first_use() -> bool:
-    """Whether the user asked for that."""
-    return os.environ.get(AUTOTUNE_VARIABLE) == "1"
-
-
-def has_shipped(arch: Arch, device: str, num_sms: int) -> bool:
-    """Whether the kernels were verified on this kind of GPU before they were shipped."""
-    table = _table(SHIPPED_FOLDER, arch, device, num_sms)
-    return table is not None and any(entry.verified for entry in table.entries.values())
+def shipped_table(gpu: Gpu) -> Table | None:
+    """Return the table shipped for this kind of GPU, with current entries only; None if none is."""
+    return _table(SHIPPED_FOLDER, gpu)
 
 
 def shipped_kernels(arch: Arch) -> list[KernelSpec]:
-    """Return every kernel that can be chosen on `arch` where the user tuned nothing, each once."""
-    found = all_kernels(arch)
-    shipped = map(read, sorted(SHIPPED_FOLDER.glob("*.json")))
-    for table in (table for table in shipped if table.arch == arch.name):
+    """Return every kernel that lookups choose on `arch` without a user's table, each once."""
+    kernels = all_kernels(arch)
+    for path in sorted(SHIPPED_FOLDER.glob("*.json")):
+        table = read(path).of_kernels(jit_cache.source_fingerprint())
+        if table.gpu.arch.name != arch.name:
+            continue
         for key, entry in table.entries.items():
             if key.kernel == WINDOW:
                 continue
@@ -108,25 +97,38 @@ def shipped_kernels(arch: Arch) -> list[KernelSpec]:
             configs = dataclasses.replace(
                 KernelConfigs(arch.prebuilt_configs()[0], None, None), **winner
             )
-            found += kernel_set(arch, key.dtype, configs).all()
-    return list(dict.fromkeys(found))
+            kernels += kernel_set(arch, key.dtype, configs).all()
+    return list(dict.fromkeys(kernels))
 
 
-def forget() -> None:
-    """Read the tables again at the next lookup."""
+def tunes_on_first_use() -> bool:
+    """Whether the user asked for new problems to be tuned at their first call."""
+    return os.environ.get(AUTOTUNE_VARIABLE) == "1"
+
+
+def clear() -> None:
+    """Drop the tables and configurations that this process has read."""
     _table.cache_clear()
-    lookup_configs.cache_clear()
+    kernel_configs.cache_clear()
 
 
 @functools.cache
-def _table(folder: Path, arch: Arch, device: str, num_sms: int) -> Table | None:
-    path = folder / file_name(device)
+def _table(folder: Path, gpu: Gpu) -> Table | None:
+    path = folder / file_name(gpu)
     try:
         table = read(path)
-        table.serves(device, num_sms, arch.name)
-        return table
+        table.check_matches(gpu)
     except FileNotFoundError:
-        pass
+        return None
     except (OSError, ValueError) as error:
         warnings.warn(f"cutefce: ignored the tuned table {path}: {error}", stacklevel=2)
-    return None
+        return None
+    current = table.of_kernels(jit_cache.source_fingerprint())
+    if folder != SHIPPED_FOLDER and table.entries and not current.entries:
+        warnings.warn(
+            f"cutefce: ignored the tuned table {path}: kernels: got entries of other kernel "
+            f"sources, expected {jit_cache.source_fingerprint()}; to renew them, run: "
+            "cutefce tune --resume",
+            stacklevel=2,
+        )
+    return current

@@ -1,16 +1,22 @@
-"""The tuner's file: which configuration won for which problem, on one GPU model.
+"""Tuned tables: the configuration that won for each problem on one GPU model.
 
-    {"schema": 2, "device": "NVIDIA H200", "num_sms": 132, "arch": "sm_90a",
-     "versions": {...}, "entries": [{"kernel": "project_exp", "dtype": "bfloat16", "hidden": 4096,
-     "vocab": 131072, "tokens": 8192, "config": {...}, "milliseconds": 12.5,
-     "baseline_milliseconds": 13.0, "product_milliseconds": 12.9, "verified": true,
-     "kernels": "0123456789abcdef"}, ...], "rejected": [{"kernel": ..., "config": {...},
-     "reason": "no answer within 30 s", "everywhere": true}, ...]}
+A table is a JSON file with one entry a line (spread over several here):
 
-`tokens` is a bucket, a power of 2 or three quarters of one: it stands for all numbers of tokens
-above the next smaller bucket.  A config of null is the plain product of cuBLAS, for kernels that it
-can stand in for.  That of "window" is a number: how many columns of the vocabulary are walked at a
-time.
+    {"schema": 3, "device": "NVIDIA H200", "num_sms": 132, "arch": "sm_90a",
+     "versions": {"kernels": "0123456789abcdef", ...},
+     "entries": [
+      {"kernel": "project_exp", "dtype": "bfloat16", "hidden": 4096, "vocab": 131072,
+       "tokens": 8192, "config": {"tile_m": 128, ...}, "ms": 12.5, "default_ms": 13.0,
+       "cublas_ms": 12.9, "verified": true, "kernels": "0123456789abcdef", "dsl": "4.8.1"}],
+     "rejected": [
+      {"kernel": ..., "config": {...}, "reason": "no answer within 30 s", "for_all_shapes": true}]}
+
+`tokens` is a bucket: a power of 2 or three quarters of one, which covers all token counts above the
+next smaller bucket.  A `config` of null selects the cuBLAS GEMM, for kernels that it can replace;
+that of the pseudo-kernel "window" is a number of vocabulary columns.  `kernels` is the fingerprint
+of the kernel sources and `dsl` the version of the compiler with which an entry was last verified.
+`cutefce tune` measures the times; `cutefce verify --table` renews `kernels` and `dsl` and keeps the
+times of the tuning run.
 """
 
 import dataclasses
@@ -19,23 +25,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
 
-FARTHEST = 1.0
-"""Doublings of a size, or of several together, beyond which another problem says nothing."""
-LEAST_GAIN = 0.01
-"""Share of the time that something must save to be better: less is noise."""
+MAX_DISTANCE = 1.0
+"""Doublings of a size, or of several together, up to which an entry serves another problem."""
+MIN_GAIN = 0.01
+"""Smallest relative saving that counts as one; less is noise."""
 
 WINDOW = "window"
-"""What stands in the place of a kernel's name for the columns of a window."""
+"""Name that stands for the window width where others name a kernel."""
+DSL_PACKAGE = "nvidia-cutlass-dsl"
+"""Package of the kernels' compiler."""
 
-Choice = GemmConfig | int | None
-"""What can win: a configuration, the columns of a window, or None for the plain product."""
+Candidate = GemmConfig | int | None
+"""A configuration, the columns of a window, or None for the cuBLAS GEMM."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What was tuned."""
+    """One tuned kernel and problem."""
 
     kernel: str
     dtype: str
@@ -43,125 +52,145 @@ class Key:
     vocab: int
     tokens: int
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(hidden, vocab, tokens)."""
+        return self.hidden, self.vocab, self.tokens
+
     def distance(self, other: "Key") -> float:
-        """Return how many doublings lie between two keys; inf for other kernels or dtypes."""
+        """Return the doublings between the sizes of two keys; inf for other kernels or dtypes."""
         if (self.kernel, self.dtype) != (other.kernel, other.dtype):
             return math.inf
-        pairs = zip(self._sizes(), other._sizes(), strict=True)
+        pairs = zip(self.sizes, other.sizes, strict=True)
         return sum(abs(math.log2(a / b)) for a, b in pairs)
-
-    def _sizes(self) -> tuple[int, int, int]:
-        return self.hidden, self.vocab, self.tokens
 
 
 def key_of(kernel: str, problem: Problem) -> Key:
-    """Return what stands for `problem` in a table."""
+    """Return the key of `problem` in a table."""
     return Key(kernel, problem.dtype, problem.hidden, problem.vocab, bucket(problem.tokens))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What won."""
+    """The winner for one key."""
 
-    config: Choice
-    milliseconds: float
-    baseline_milliseconds: float
-    """What the architecture's default took, in the same run."""
-    product_milliseconds: float
-    """What the plain products of the same work took, in the same run."""
+    config: Candidate
+    ms: float
+    default_ms: float
+    """Time of the architecture's default, in the same run."""
+    cublas_ms: float
+    """Time of the same GEMMs by cuBLAS, in the same run."""
     verified: bool
-    """Whether its results were compared with the portable path's."""
+    """Whether the results were compared with those of the portable path."""
     kernels: str
-    """Fingerprint of the kernels that were tuned."""
+    """Fingerprint of the kernel sources that were verified."""
+    dsl: str
+    """Version of the compiler that compiled them."""
 
     @property
-    def gained(self) -> bool:
-        """Whether it is faster than the default was."""
-        return self.milliseconds < (1 - LEAST_GAIN) * self.baseline_milliseconds
+    def beats_default(self) -> bool:
+        """Whether it was faster than the default."""
+        return self.ms < (1 - MIN_GAIN) * self.default_ms
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a configuration cannot win."""
+    """Why a candidate cannot win."""
 
     reason: str
-    everywhere: bool
-    """Whether it must not serve other problems either; else it lacked memory for this one."""
+    for_all_shapes: bool
+    """Whether it is excluded for all problems; False if it only ran out of memory for this one."""
 
 
 Entries = Mapping[Key, Entry]
-Rejections = Mapping[tuple[Key, Choice], Rejection]
+Rejections = Mapping[tuple[Key, Candidate], Rejection]
 
 
 @dataclass(frozen=True)
 class Table:
-    """One file."""
+    """The contents of one file."""
 
-    device: str
-    num_sms: int
-    arch: str
+    gpu: Gpu
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of what took part; "kernels" is the fingerprint of the kernels that rejections are of."""
+    """Versions at the last change.  The rejections are those of "kernels", the fingerprint of the
+    sources, and of the compiler."""
     entries: Entries = field(default_factory=dict)
     rejected: Rejections = field(default_factory=dict)
 
     def nearest(self, key: Key) -> tuple[float, Entry | None]:
-        """Return distance and entry of the nearest verified key; inf and None if none is near."""
+        """Return distance and entry of the nearest verified key; (inf, None) if none is near."""
         found = [(key.distance(k), e) for k, e in self.entries.items() if e.verified]
-        near = [pair for pair in found if pair[0] <= FARTHEST]
+        near = [pair for pair in found if pair[0] <= MAX_DISTANCE]
         return min(near, key=lambda pair: pair[0], default=(math.inf, None))
 
-    def serves(self, device: str, num_sms: int, arch: str) -> None:
-        """Raise ValueError if it was made on another kind of GPU."""
-        for name, expected in (
-            ("device", device),
-            ("num_sms", num_sms),
-            ("arch", arch),
+    def check_matches(self, gpu: Gpu) -> None:
+        """Raise ValueError if the table was made on another kind of GPU."""
+        for name, got, expected in (
+            ("device", self.gpu.name, gpu.name),
+            ("num_sms", self.gpu.num_sms, gpu.num_sms),
+            ("arch", self.gpu.arch.name, gpu.arch.name),
         ):
-            got = getattr(self, name)
             if got != expected:
                 raise ValueError(f"{name}: got {got!r}, expected {expected!r}")
 
-    def joined(self, other: "Table") -> "Table":
-        """Return a table with what is in `other` too, and its versions.
+    def of_kernels(self, kernels: str) -> "Table":
+        """Return the table without the entries of other kernel sources."""
+        entries = {key: entry for key, entry in self.entries.items() if entry.kernels == kernels}
+        return dataclasses.replace(self, entries=entries)
 
-        What is rejected everywhere wins nothing any more.  Rejections of other kernels than those
-        of `other` are forgotten.
+    def has_build_of(self, other: "Table") -> bool:
+        """Whether both tables were last changed with the same kernel sources and compiler."""
+        names = ("kernels", DSL_PACKAGE)
+        return all(self.versions.get(name) == other.versions.get(name) for name in names)
+
+    def updated_with(self, other: "Table") -> "Table":
+        """Return a table with the contents of both; `other` replaces entries and versions.
+
+        Candidates that are rejected for all shapes lose their entries.  Rejections of other kernels
+        or compilers than those of `other` are dropped.
         """
-        same = self.versions.get("kernels") == other.versions.get("kernels")
-        rejected = {**(self.rejected if same else {}), **other.rejected}
-        unfit = {
+        held = self.rejected if self.has_build_of(other) else {}
+        rejected = {**held, **other.rejected}
+        excluded = {
             (key.kernel, key.dtype, config)
             for (key, config), rejection in rejected.items()
-            if rejection.everywhere
+            if rejection.for_all_shapes
         }
         entries = {
             key: entry
             for key, entry in {**self.entries, **other.entries}.items()
-            if (key.kernel, key.dtype, entry.config) not in unfit
+            if (key.kernel, key.dtype, entry.config) not in excluded
         }
         return dataclasses.replace(other, entries=entries, rejected=rejected)
 
 
 def bucket(tokens: int) -> int:
-    """Return the power of 2, or three quarters of one, that stands for `tokens`."""
+    """Return the smallest power of 2, or three quarters of one, that is at least `tokens`."""
     power = 1 << max(tokens - 1, 0).bit_length()
     return power * 3 // 4 if 0 < tokens <= power * 3 // 4 else power
 
 
-def merge(tables: Iterable[Table]) -> Table:
-    """Join tables of one kind of GPU: of two entries for a key, the verified or faster one wins."""
-    result, *others = tables
+def merge(tables: Iterable[Table], kernels: str) -> Table:
+    """Merge tables of one kind of GPU.
+
+    Of two entries for a key the one of the kernel sources `kernels` wins, then the verified one,
+    then the faster one.
+
+    Raises:
+        ValueError: if the tables are of several kinds of GPU.
+    """
+
+    def rank(entry: Entry) -> tuple[bool, bool, float]:
+        return entry.kernels != kernels, not entry.verified, entry.ms
+
+    # the last table decides which rejections are kept
+    result, *others = sorted(tables, key=lambda table: table.versions.get("kernels") == kernels)
     for table in others:
-        table.serves(result.device, result.num_sms, result.arch)
+        table.check_matches(result.gpu)
         better = {
             key: entry
             for key, entry in table.entries.items()
-            if key not in result.entries or _rank(entry) < _rank(result.entries[key])
+            if key not in result.entries or rank(entry) < rank(result.entries[key])
         }
-        result = result.joined(dataclasses.replace(table, entries=better))
+        result = result.updated_with(dataclasses.replace(table, entries=better))
     return result
-
-
-def _rank(entry: Entry) -> tuple[bool, float]:
-    return not entry.verified, entry.milliseconds

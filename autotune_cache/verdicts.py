@@ -1,39 +1,92 @@
-"""TODO."""
+"""Verdicts: whether the kernels of one dtype gave right results on a GPU model.
 
+A verdict holds for the kernel sources, the compiler and the configurations that lookups return.  It
+follows from the shipped table if that was verified with the same sources and compiler, else it is a
+file in the user's folder that `autotune_cache.tuning.verify` writes.
+"""
+
+import contextlib
 import json
-from dataclasses import dataclass
+import os
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cutefce.autotune_cache import lookup
+from cutefce.autotune_cache.table import DSL_PACKAGE
 from cutefce.autotune_cache.table_io import file_name
-from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of the kernels on one GPU model."""
+    """The outcome of a verification."""
 
     passed: bool
     reason: str = ""
-    """Why not."""
+    """Why it failed."""
 
 
-def known(arch: Arch, device: str, num_sms: int) -> Verdict | None:
-    """Return the verdict on the kernels on this kind of GPU, None if there is none yet."""
-    if lookup.has_shipped(arch, device, num_sms):
+def dsl_version() -> str:
+    """Return the version of the installed compiler, "none" without one."""
+    try:
+        return metadata.version(DSL_PACKAGE)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def known(gpu: Gpu, dtype: str) -> Verdict | None:
+    """Return the verdict on the kernels of `dtype` on this kind of GPU, None without one."""
+    unproven = _unproven(gpu, dtype)
+    if not unproven and _is_shipped(gpu, dtype):
         return Verdict(True)
     try:
-        data = json.loads(_record(device).read_text())
-        return Verdict(data["passed"] is True, str(data["reason"]))
+        data = json.loads(record_path(gpu, dtype).read_text())
+        covers = unproven <= set(data["configs"])
+        return Verdict(data["passed"] is True, str(data["reason"])) if covers else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _record(device: str) -> Path:
-    stem = file_name(device).removesuffix(".json")
-    return jit_cache.base_folder() / "verified" / f"{stem}-{jit_cache.fingerprint()}.json"
+def record(gpu: Gpu, dtype: str, verdict: Verdict) -> None:
+    """Write the verdict into the user's folder, if that can be written to."""
+    path = record_path(gpu, dtype)
+    data = asdict(verdict) | {"configs": sorted(_unproven(gpu, dtype))}
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(data) + "\n")
+        os.replace(temporary, path)
+
+
+def record_path(gpu: Gpu, dtype: str) -> Path:
+    """Return the file of the verdict on these kernels, compiler and dtype."""
+    stem = file_name(gpu).removesuffix(".json")
+    name = f"{stem}-{gpu.num_sms}-{dtype}-{jit_cache.fingerprint()}.json"
+    return jit_cache.base_folder() / "verified" / name
+
+
+def _is_shipped(gpu: Gpu, dtype: str) -> bool:
+    """Whether the shipped table has an entry for `dtype`.
+
+    Tuning verifies the defaults before it writes an entry, so that one entry of these sources and
+    this compiler proves the defaults too.
+    """
+    table = lookup.shipped_table(gpu)
+    return table is not None and any(
+        key.dtype == dtype and entry.verified and entry.dsl == dsl_version()
+        for key, entry in table.entries.items()
+    )
+
+
+def _unproven(gpu: Gpu, dtype: str) -> set[str]:
+    """Return the configurations for `dtype` that lookups use and other compilers compiled."""
+    entries = [
+        (f"{key.kernel}: {entry.config!r}", entry.dsl == dsl_version())
+        for table in lookup.tables(gpu)
+        for key, entry in table.entries.items()
+        if key.dtype == dtype and entry.verified
+    ]
+    proven = {config for config, is_proven in entries if is_proven}
+    return {config for config, _ in entries} - proven

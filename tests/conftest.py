@@ -43,9 +43,9 @@ def device(request: pytest.FixtureRequest) -> str:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return an empty folder that stands for the user's."""
     monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(tmp_path))
-    lookup.forget()
+    lookup.clear()
     yield tmp_path
-    lookup.forget()
+    lookup.clear()
 
 
 @pytest.fixture

@@ -1,69 +1,72 @@
-"""TODO."""
+"""Candidates of a tuning job: the default, and what the cost model predicts to be fast."""
 
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cutefce.autotune_cache.table import Choice, Key, key_of
-from cutefce.autotune_cache.tuning.targets.base import Tunable
+from cutefce.autotune_cache.table import Candidate, Key, key_of
+from cutefce.autotune_cache.tuning.targets.base import TuningTarget
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
 
-CANDIDATES = 10
-"""Candidates of a problem that the cost model leaves, beside the default."""
-VARIANTS = 2
-"""Of these, how many may differ in the raster group alone."""
+MAX_CANDIDATES = 10
+"""Candidates beside the default that pruning keeps."""
+MAX_RASTER_GROUPS = 2
+"""Candidates that pruning keeps of those that differ in the raster group alone."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One problem, and what is tried for it."""
+    """One problem with its candidates."""
 
-    tunable: Tunable
+    target: TuningTarget
     problem: Problem
-    choices: tuple[Choice, ...]
+    candidates: tuple[Candidate, ...]
     """The default first."""
     pruned: int
-    """Candidates that the cost model left out."""
+    """Number of candidates that the cost model excluded."""
 
     @property
     def key(self) -> Key:
-        """What stands for it in a table."""
-        return key_of(self.tunable.name, self.problem)
+        """The key of the problem in a table."""
+        return key_of(self.target.name, self.problem)
 
     def kernels(self) -> list[KernelSpec]:
-        """Return what must be compiled."""
-        return [k for c in self.choices for k in self.tunable.kernels(self.problem, c)]
+        """Return the kernels to compile."""
+        return [k for c in self.candidates for k in self.target.kernels(self.problem, c)]
 
 
-def plan(tunable: Tunable, problem: Problem, everything: bool = False) -> Job:
-    """Return what to try for `problem`: what the cost model favours, or everything."""
-    default, candidates = tunable.default(problem), tunable.candidates(problem)
-    every = tuple(dict.fromkeys((default, *candidates)))
-    choices = every if everything else prune(tunable, problem, every)
-    return Job(tunable, problem, choices, len(every) - len(choices))
+def make_job(target: TuningTarget, problem: Problem, exhaustive: bool = False) -> Job:
+    """Return the job for `problem` with pruned or, if `exhaustive`, with all candidates."""
+    found = (target.default(problem), *target.candidates(problem))
+    candidates = tuple(dict.fromkeys(found))
+    kept = candidates if exhaustive else prune(target, problem, candidates)
+    return Job(target, problem, kept, len(candidates) - len(kept))
 
 
-def prune(tunable: Tunable, problem: Problem, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Return the first choice and those that are predicted to be fastest, few of each tile.
+def prune(
+    target: TuningTarget, problem: Problem, candidates: Sequence[Candidate]
+) -> tuple[Candidate, ...]:
+    """Return the first candidate and those with the lowest predicted cost, few of each tile.
 
-    Those that differ in the number of stages alone count as one: the most stages win.
+    Of candidates that differ in the number of stages alone, the one with the most is kept.
     """
 
-    def order(choice: Choice) -> tuple[float, int]:
-        return tunable.cost(problem, choice), -getattr(choice, "stages", 0)
+    def order(candidate: Candidate) -> tuple[float, int]:
+        return target.cost(problem, candidate), -getattr(candidate, "stages", 0)
 
-    first, *others = choices
-    left: dict[Choice, Choice] = {}
-    of_tile: Counter[Choice] = Counter()
-    for choice in (first, *sorted(others, key=order)):
-        variant = tile = choice
-        if isinstance(choice, GemmConfig):
-            variant = dataclasses.replace(choice, stages=0)
-            tile = dataclasses.replace(choice, stages=0, raster_group=0)
-        if len(left) <= CANDIDATES and variant not in left and of_tile[tile] < VARIANTS:
-            left[variant] = choice
+    first, *others = candidates
+    kept: dict[Candidate, Candidate] = {}
+    of_tile: Counter[Candidate] = Counter()
+    for candidate in (first, *sorted(others, key=order)):
+        without_stages = tile = candidate
+        if isinstance(candidate, GemmConfig):
+            without_stages = dataclasses.replace(candidate, stages=0)
+            tile = dataclasses.replace(candidate, stages=0, raster_group=0)
+        is_new = without_stages not in kept and of_tile[tile] < MAX_RASTER_GROUPS
+        if len(kept) <= MAX_CANDIDATES and is_new:
+            kept[without_stages] = candidate
             of_tile[tile] += 1
-    return tuple(left.values())
+    return tuple(kept.values())

@@ -1,62 +1,67 @@
-"""A rough model of the time of `project_exp`, which decides what is worth a trial.
+"""Rough time model of `project_exp` and the gradient GEMMs, used to rank candidates.
 
-A multiprocessor computes a tile as fast as its tensor cores do, or as its inputs arrive: over the
-interconnect from the L2 cache, into which they come from memory once for each time that the
-clusters walk over them.  In turns, one warpgroup's exponentials hide behind the other's products;
-warpgroups that share a tile wait for theirs.  Cycles are those of one multiprocessor; the numbers
-are an H100's or H200's, and only the order of the results means anything.
+A streaming multiprocessor (SM) computes a tile at the rate of its tensor cores or of its inputs,
+whichever is slower:
+
+    tile = max(mma + exposed epilogue, bytes / L2 rate, bytes from memory / memory rate)
+
+Inputs come from the L2 cache; memory feeds that once for each pass of the clusters over them.  With
+ping-pong, the exponentials of one warpgroup overlap with the GEMM of the other; warpgroups that
+share a tile expose them.  Rates are those of an H100 or H200; only the order of costs is used.
 """
 
 from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
 
-FLOP_A_CYCLE = 4096
-"""16-bit dense products."""
+FLOP_PER_CYCLE = 4096
+"""Dense 16-bit FLOP of one SM."""
 EPILOGUE_CYCLES = 0.17
-"""A logit's exponential, sum and store."""
-L2_BYTES_A_CYCLE, MEMORY_BYTES_A_CYCLE = 56, 21
+"""Exponential, sum and store of one logit."""
+L2_BYTES_PER_CYCLE, MEMORY_BYTES_PER_CYCLE = 56, 21
+"""Of one SM."""
 L2_BYTES = 30 << 20
-"""Hidden states of a group that stay in the L2 cache beside the weight that streams through."""
+"""Part of the L2 cache that keeps a raster group's hidden states while the weight streams."""
 LAUNCH_CYCLES = 8000
 """Launch, first loads and last stores."""
-HIDDEN_SHARE = 1 / 20
-"""What traffic costs that hides behind products: power, which the clock pays for."""
+OVERLAPPED_TRAFFIC_COST = 1 / 20
+"""Cost of traffic behind the GEMM, relatively: it draws power, which lowers the clock."""
 
 
-def product_cycles(rows: int, columns: int, inner: int, config: GemmConfig, num_sms: int) -> float:
-    """Return the predicted time of a (rows, inner) @ (inner, columns) of 16 bits."""
+def gemm_cycles(rows: int, columns: int, inner: int, config: GemmConfig, num_sms: int) -> float:
+    """Return the predicted cycles of a 16-bit (rows, inner) @ (inner, columns)."""
     p = Problem(tokens=rows, hidden=inner, vocab=columns, dtype="bfloat16", device="cuda")
     return project_exp_cycles(p, config, num_sms)
 
 
 def project_exp_cycles(p: Problem, config: GemmConfig, num_sms: int) -> float:
-    """Return the predicted time of `project_exp` for `p`."""
+    """Return the predicted cycles of `project_exp` for `p`."""
     clusters = num_sms // config.cluster
-    row_blocks, tiles = -(-p.tokens // config.rows), -(-p.vocab // config.tile_n)
-    of_one = -(-row_blocks * tiles // clusters)
-    products = 2 * config.tile_m * config.tile_n * p.hidden / FLOP_A_CYCLE
+    row_blocks, tiles = ceil_div(p.tokens, config.rows), ceil_div(p.vocab, config.tile_n)
+    tiles_per_cluster = ceil_div(row_blocks * tiles, clusters)
+    mma = 2 * config.tile_m * config.tile_n * p.hidden / FLOP_PER_CYCLE
     loaded = (config.tile_m + config.tile_n / config.cluster) * p.hidden * p.item_bytes
-    from_l2 = loaded / L2_BYTES_A_CYCLE
+    from_l2 = loaded / L2_BYTES_PER_CYCLE
     from_memory = _memory_bytes(p, config, row_blocks, tiles, clusters) / (
-        MEMORY_BYTES_A_CYCLE * num_sms * of_one
+        MEMORY_BYTES_PER_CYCLE * num_sms * tiles_per_cluster
     )
     exposed = 0.0 if config.pingpong else EPILOGUE_CYCLES * config.tile_m * config.tile_n
-    tile = max(products + exposed, from_l2, from_memory)
-    tile += HIDDEN_SHARE * (from_l2 + from_memory)
-    return LAUNCH_CYCLES + of_one * tile
+    tile = max(mma + exposed, from_l2, from_memory)
+    tile += OVERLAPPED_TRAFFIC_COST * (from_l2 + from_memory)
+    return LAUNCH_CYCLES + tiles_per_cluster * tile
 
 
 def _memory_bytes(
     p: Problem, config: GemmConfig, row_blocks: int, tiles: int, clusters: int
 ) -> float:
-    """Bytes of the inputs that come from memory: the weight again for each group of row blocks.
+    """Return the bytes of inputs from memory: the weight once for each raster group.
 
-    A group's hidden states come once if they stay in the cache, else for every tile, shared by the
-    clusters that are at the same row block.
+    A group's hidden states come once if they fit in the L2 cache, else once for each tile, shared
+    by the clusters at the same row block.
     """
     row_bytes = p.hidden * p.item_bytes
     height = min(config.raster_group, row_blocks)
-    again = 1.0
+    passes = 1.0
     if height * config.rows * row_bytes > L2_BYTES:
-        again = max(1.0, tiles * height / clusters)
-    return row_bytes * (p.vocab * -(-row_blocks // height) + p.tokens * again)
+        passes = max(1.0, tiles * height / clusters)
+    return row_bytes * (p.vocab * ceil_div(row_blocks, height) + p.tokens * passes)

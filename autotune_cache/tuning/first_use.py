@@ -1,40 +1,63 @@
-"""Tuning of a problem when it is first met, for users who ask for it."""
+"""Verification and tuning at the first call: the functions that `cutefce.ops` calls."""
 
 import warnings
-from collections.abc import Sequence
 
 from cutefce.autotune_cache import lookup
 from cutefce.autotune_cache.table import Key, key_of
 from cutefce.autotune_cache.table_io import file_name
-from cutefce.autotune_cache.tuning.candidates import plan
-from cutefce.autotune_cache.tuning.subprocess_worker import Child
-from cutefce.autotune_cache.tuning.targets.base import Tunable
-from cutefce.autotune_cache.tuning.tuner import Tuner, build, head_for, missing
+from cutefce.autotune_cache.tuning import targets, verify
+from cutefce.autotune_cache.tuning.candidates import make_job
+from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
+from cutefce.autotune_cache.tuning.tuner import Tuner, build, header_for, missing
+from cutefce.autotune_cache.verdicts import Verdict
+from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
 
-_met: set[Key] = set()
-"""What this process has tried to tune on first use."""
+_attempted: set[tuple[Gpu, Key]] = set()
+"""Keys that this process tried to tune."""
 
 
-def tune_on_first_use(tunables: Sequence[Tunable], device: str, problem: Problem) -> None:
-    """Tune `problem` for the user's table, unless a table has it; warn if that is impossible."""
-    for tunable in tunables:
-        key, head = key_of(tunable.name, problem), head_for(tunable, device)
-        held = lookup.tables(tunable.arch, device, tunable.num_sms)
-        if key in _met or any(key in table.entries for table in held):
+def verify_on_first_use(gpu: Gpu, device: str, dtype: str) -> Verdict:
+    """Return the verdict on the kernels of `dtype` on `gpu`; verify if there is none.
+
+    Args:
+        gpu: The GPU model.
+        device: The GPU that runs the check, as torch names it.
+        dtype: Dtype of hidden states and weight, such as "bfloat16".
+    """
+    return verify.verify_once(targets.all_targets(gpu, device), dtype)
+
+
+def tune_on_first_use(gpu: Gpu, device: str, problem: Problem) -> None:
+    """Tune `problem` into the user's table, unless a table has it; warn if that fails.
+
+    Args:
+        gpu: The GPU model.
+        device: The GPU that runs the trials, as torch names it.
+        problem: The problem of the call.
+    """
+    for target in targets.all_targets(gpu, device):
+        key = key_of(target.name, problem)
+        is_tuned = any(key in table.entries for table in lookup.tables(gpu))
+        if (gpu, key) in _attempted or is_tuned:
             continue
-        _met.add(key)
+        _attempted.add((gpu, key))
         sizes = problem.tokens, problem.hidden, problem.vocab
-        job = plan(tunable, tunable.problem(sizes, problem.dtype))
-        path = lookup.user_folder() / file_name(device)
+        job = make_job(target, target.problem(sizes, problem.dtype))
+        path = lookup.user_folder() / file_name(gpu)
         try:
             unusable = build(missing(job.kernels()), lambda: None)
-            with Child() as child:
-                outcome = Tuner(path, head, child, unusable).tune(job, lambda: None)
+            with SubprocessWorker() as process:
+                outcome = Tuner(path, header_for(gpu), process, unusable).tune(job, lambda: None)
         except (OSError, RuntimeError) as error:
             warnings.warn(f"cutefce: {key} was not tuned: {error}", stacklevel=2)
             continue
         if outcome.entry is None:
-            reason = outcome.failures.get(job.choices[0])
+            reason = outcome.failures.get(job.candidates[0])
             warnings.warn(f"cutefce: {key} was not tuned: {reason}", stacklevel=2)
-        lookup.forget()
+        lookup.clear()
+
+
+def clear() -> None:
+    """Allow keys that this process tried to tune to be tried again."""
+    _attempted.clear()

@@ -1,144 +1,161 @@
-"""What primitives find for a case: losses, exponentials and gradients, as any call has them."""
+"""Outputs of primitives for a tuning case: losses, exponentials and gradients of a step."""
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.tuning.targets.base import Case, Result
+from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.cute_kernels.config import WindowConfig
+from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem, can_keep
+from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning import planner
 from cutefce.ops.primitives import rows
-from cutefce.ops.primitives.interface import Primitives, forward_unfused
-from cutefce.ops.primitives.rows import Targets, sum_dtype
-from cutefce.ops.strategies import gradients_in_forward, windows
+from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
+from cutefce.ops.primitives.rows import RowCoefficients, Targets, sum_dtype
+from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.dw_views import aliased_views
 from cutefce.ops.strategies.grad_accumulator import GradAccumulator
+from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
+from cutefce.ops.strategies.windows import LossInputs
 
 
-def targets_of(case: Case) -> Targets:
-    """Return which targets count, and where."""
-    return rows.make_targets(case.y, case.problem.vocab, -100)
+def make_targets(case: TuningCase, reduction: str = "none") -> Targets:
+    """Return the targets of a case, whose losses are reduced so."""
+    return rows.make_targets(case.y, case.problem.vocab, LossOptions(reduction), TensorOptions())
 
 
-def plan_of(case: Case) -> planner.Plan:
-    """Return how a step with the default workspace would run."""
+def loss_inputs(case: TuningCase, primitives: AnyPrimitives) -> LossInputs[Any, Any]:
+    """Return the operands of a step with losses (N,)."""
+    h, w = primitives.projection.prepare(case.h, case.w)
+    return LossInputs(primitives, h, w, make_targets(case), h.dtype)
+
+
+def default_plan(case: TuningCase) -> planner.Plan:
+    """Return the plan of a step with the default workspace."""
     configs = defaults.window_configs(case.problem)
     return planner.make_plan(case.problem, configs, planner.DEFAULT, scalar_upstream=False)
 
 
 def smallest_plan(problem: Problem, configs: Sequence[WindowConfig]) -> planner.Plan:
-    """Return how a step with the smallest workspace would run."""
+    """Return the plan of a step with the smallest workspace."""
     return planner.make_plan(problem, configs, planner.MINIMUM, scalar_upstream=True)
 
 
-def _stored(case: Case) -> list[tuple[int, Tensor]]:
-    """Return room for what a step keeps; of a small problem in two parts, as what dW is lent."""
-    kept, piece = plan_of(case).kept, defaults.widest_window(case.problem).reference_block
-    first = 0 if case.upstream is None else kept // 2 // piece * piece
-    parts = (0, first), (first, kept - first)
-    return [(at, case.h.new_empty(case.problem.tokens, size)) for at, size in parts if size]
+def _stored(case: TuningCase) -> list[tuple[int, Tensor]]:
+    """Return buffers for stored exponentials with their first columns.
 
-
-def smallest_step(case: Case, primitives: Primitives) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return losses (N,) and the gradients of their mean, in windows of the primitives.
-
-    The workspace is the smallest one.
+    Small problems have two buffers, as steps have that alias dW.
     """
+    kept, block = default_plan(case).kept, defaults.widest_window(case.problem).reference_block
+    first = 0 if case.upstream is None else kept // 2 // block * block
+    parts = (0, first), (first, kept - first)
+    return [(start, case.h.new_empty(case.problem.tokens, size)) for start, size in parts if size]
+
+
+def smallest_step(
+    case: TuningCase, primitives: AnyPrimitives
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Run a step with the smallest workspace; return losses (N,) and dX, dW of their mean."""
     config, window = primitives.config, primitives.config.window
-    plan = smallest_plan(case.problem, (config,))
-    h, w = primitives.prepare(case.h, case.w)
-    targets, dw = targets_of(case), torch.empty_like(w)
+    plan, inputs = smallest_plan(case.problem, (config,)), loss_inputs(case, primitives)
+    h, dw = inputs.h, torch.empty_like(inputs.w)
     stored = aliased_views(dw, len(h), window, plan.aliased)
-    loss, stats = windows.forward(primitives, h, w, targets, "none", stored)
-    upstream = targets.loss_scale("mean", sum_dtype(h.dtype))
-    inputs = primitives, h, w, targets, stats, stored, upstream, window
-    return loss, windows.backward(*inputs, True, dw, plan.aliased > 0), dw
+    loss, stats = windows.forward(inputs, stored)
+    upstream = make_targets(case, "mean").loss_scale(sum_dtype(h.dtype))
+    step = stats, stored, upstream, window, True
+    return loss, windows.backward(inputs, *step, dw, plan.aliased > 0), dw
 
 
-def of_smallest_step(case: Case, primitives: Primitives) -> dict[str, Result]:
-    """Return the same to compare."""
+def smallest_step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
+    """Return the outputs of `smallest_step` by name."""
     loss, dx, dw = smallest_step(case, primitives)
-    return {"loss": Result(loss, 1)} | _gradients("", dx, dw)
+    return {"loss": CheckedOutput(loss, 1)} | _gradients("", dx, dw)
 
 
-def of_steps(case: Case, primitives: Primitives) -> dict[str, Result]:
-    """Return losses, probabilities as they are kept and as they are computed again, gradients.
+def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
+    """Return losses, stored and recomputed exponentials, and gradients, by name.
 
-    With an upstream gradient all kernels are launched that some call may launch.
+    With an upstream gradient, launches every kernel that a call may launch.
     """
     vocab, dtype = case.problem.vocab, case.h.dtype
-    h, w = primitives.prepare(case.h, case.w)
-    targets, stored, window = targets_of(case), _stored(case), plan_of(case).window
-    loss, stats = windows.forward(primitives, h, w, targets, "none", stored)
-    again = h.new_empty(h.shape[0], window)
+    inputs = loss_inputs(case, primitives)
+    (h, w), stored, window = (inputs.h, inputs.w), _stored(case), default_plan(case).window
+    loss, stats = windows.forward(inputs, stored)
+    recomputed = h.new_empty(h.shape[0], window)
     first, last = list(windows.split_windows(vocab, 0, window))[-1]
-    primitives.recompute_exp(h, w, (first, last), stats.reference, targets.index, again)
-    # float16's smallest exponentials are lost, relative to totals of at most FLOAT16_TOTAL
+    rows = stats.reference, inputs.targets.index, recomputed
+    primitives.projection.recompute_exp(h, w, (first, last), *rows)
+    # the smallest float16 exponentials underflow, relative to sums of at most FLOAT16_TOTAL
     floor = 2.0**-28 if dtype == torch.float16 else 1e-30
     results = {
-        "loss": Result(loss, 1),
-        "others' share": Result(stats.sum_exp_others, 1, stats.sum_exp),
-        "recomputed": Result(again[:, : last - first], 1, stats.sum_exp, floor),
+        "loss": CheckedOutput(loss, 1),
+        "sum of the other exponentials": CheckedOutput(stats.sum_exp_others, 1, stats.sum_exp),
+        "recomputed exponentials": CheckedOutput(
+            recomputed[:, : last - first], 1, stats.sum_exp, floor
+        ),
     }
     if stored:
         parts = [exps for _, exps in stored]
         kept = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        # the portable path rounds again what it moves to another reference
-        results["kept"] = Result(kept[:, :vocab], 2, stats.sum_exp, floor)
+        # the portable path rounds again when it changes the reference
+        results["stored exponentials"] = CheckedOutput(kept[:, :vocab], 2, stats.sum_exp, floor)
     if case.upstream is not None:
         dw = torch.empty_like(w)
-        dx = windows.backward(
-            primitives, h, w, targets, stats, stored, case.upstream, window, True, dw
-        )
+        dx = windows.backward(inputs, stats, stored, case.upstream, window, True, dw)
         results |= _gradients("", dx, dw)
         if can_keep(case.problem.dtype):
-            results |= _chunks(
-                h, w, targets, primitives, defaults.widest_window(case.problem).reference_block
-            )
-        results |= _alone(h, w, targets, primitives, case.upstream)
+            block = defaults.widest_window(case.problem).reference_block
+            results |= _gradients_in_forward_outputs(inputs, block)
+        results |= _single_call_outputs(inputs, case.upstream)
     return results
 
 
-def _chunks(
-    h: Tensor, w: Tensor, targets: Targets, primitives: Primitives, piece: int
-) -> dict[str, Result]:
-    """Return the gradients of the losses' sum, formed in the forward of two chunks of tokens."""
-    tokens, vocab = h.shape[0], w.shape[0]
-    stored, chunk = -(-vocab // piece) * piece, -(-tokens // 2)
-    weight = targets.loss_scale("sum", sum_dtype(h.dtype))
-    gradients = [GradAccumulator.empty(torch.empty_like(x), weight.dtype) for x in (h, w)]
-    gradients_in_forward.gradients_in_forward(
-        primitives, h, w, targets, weight, stored, chunk, *gradients
-    )
-    finished = [sums.finish(primitives, weight, in_place=True) for sums in gradients]
-    return _gradients(" of chunks", *finished)
+def _gradients_in_forward_outputs(
+    inputs: LossInputs[Any, Any], block: int
+) -> dict[str, CheckedOutput]:
+    """Return dX and dW of the summed losses, computed in the forward of two chunks of tokens."""
+    h, w, targets = inputs.h, inputs.w, inputs.targets
+    stored, chunk = round_up(w.shape[0], block), ceil_div(h.shape[0], 2)
+    loss_scale = targets.loss_scale(sum_dtype(h.dtype))
+    dx, dw = (GradAccumulator.empty(torch.empty_like(x), loss_scale.dtype) for x in (h, w))
+    gradients_in_forward(inputs, loss_scale, stored, chunk, dx, dw)
+    scale_rows = inputs.primitives.gradients.scale_rows
+    finished = [sums.finish(scale_rows, loss_scale, in_place=True) for sums in (dx, dw)]
+    return _gradients(" of gradients in the forward", *finished)
 
 
-def _alone(
-    h: Tensor, w: Tensor, targets: Targets, primitives: Primitives, upstream: Tensor
-) -> dict[str, Result]:
-    """Return what a forward without gradients finds, and one rank's part of dX for any sums."""
-    results, steps = {}, functools.partial(forward_unfused, primitives)
-    for name, forward in (("alone", primitives.forward), ("alone, by steps", steps)):
-        stats, loss = forward(h, w, targets, "none")
-        results[f"loss {name}"] = Result(loss, 1)
-        results[f"others' share {name}"] = Result(stats.sum_exp_others, 1, stats.sum_exp)
-    sums = h.to(upstream.dtype)
-    part = torch.empty_like(sums)
-    primitives.finish_dx(part, sums, w, targets, upstream, upstream)
-    return results | {"a rank's part of dX": Result(part, 1, of_row=True)}
+def _single_call_outputs(
+    inputs: LossInputs[Any, Any], upstream: Tensor
+) -> dict[str, CheckedOutput]:
+    """Return the outputs of no-grad forwards, fused and unfused, and a partial dX of one rank."""
+    h, w, targets = inputs.h, inputs.w, inputs.targets
+    projection = inputs.primitives.projection
+    results, unfused = {}, functools.partial(forward_unfused, projection)
+    for name, forward in (("no-grad", projection.forward), ("unfused no-grad", unfused)):
+        stats, loss = forward(h, w, targets)
+        results[f"{name} loss"] = CheckedOutput(loss, 1)
+        others = CheckedOutput(stats.sum_exp_others, 1, stats.sum_exp)
+        results[f"{name} sum of the other exponentials"] = others
+    sums, coefficients = h.to(upstream.dtype), RowCoefficients(upstream, upstream)
+    partial = torch.empty_like(sums)
+    inputs.primitives.gradients.finish_dx(partial, sums, w, targets, coefficients)
+    return results | {"partial dX of a rank": CheckedOutput(partial, 1, relative_to_row=True)}
 
 
-def _gradients(which: str, dx: Tensor | None, dw: Tensor | None) -> dict[str, Result]:
-    """Return dX and dW; exponentials, scaled hidden states and they themselves are rounded."""
+def _gradients(suffix: str, dx: Tensor | None, dw: Tensor | None) -> dict[str, CheckedOutput]:
+    """Return dX and dW.
+
+    Roundings are those of the exponentials, of the scaled hidden states and of the result.
+    """
     assert dx is not None
     assert dw is not None
     floor = torch.finfo(dx.dtype).smallest_normal
     return {
-        f"{name}{which}": Result(gradient, 3, floor=floor, of_row=True)
+        f"{name}{suffix}": CheckedOutput(gradient, 3, floor=floor, relative_to_row=True)
         for name, gradient in (("dX", dx), ("dW", dw))
     }

@@ -1,4 +1,4 @@
-"""The problems that are tuned by name: tokens × hidden size × vocabulary."""
+"""Named sets of problem sizes for `cutefce tune`, as tokens × hidden × vocab."""
 
 import re
 from itertools import product
@@ -6,9 +6,9 @@ from itertools import product
 Sizes = tuple[int, int, int]
 """(tokens, hidden, vocab)."""
 
-FEW_TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+DECODE_TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 HEAD_TOKENS = (2048, 8192)
-"""Tokens that the head of a model is tuned for: others take the nearest."""
+"""Token counts at which the LM heads of models are tuned; others use the nearest entry."""
 
 
 def _heads(hidden: tuple[int, ...], vocab: int) -> tuple[Sizes, ...]:
@@ -16,7 +16,7 @@ def _heads(hidden: tuple[int, ...], vocab: int) -> tuple[Sizes, ...]:
 
 
 NAMED: dict[str, tuple[Sizes, ...]] = {
-    "few-tokens": tuple((tokens, 4096, 131072) for tokens in FEW_TOKENS),
+    "few-tokens": tuple((tokens, 4096, 131072) for tokens in DECODE_TOKENS),
     "llama3": _heads((2048, 3072, 4096, 8192, 16384), 128256),
     "qwen3": _heads((1024, 2048, 2560, 4096, 5120), 151936),
     "gemma2": _heads((2304, 3584, 4608), 256000),
@@ -30,14 +30,14 @@ NAMED: dict[str, tuple[Sizes, ...]] = {
         )
     ),
 }
-"""Sets of problems: decoding, heads of models, the grid of the paper (arXiv 2511.17599)."""
+"""Decoding, LM heads of model families, and the grid of the paper (arXiv 2511.17599)."""
 
 
 def parse(text: str) -> tuple[Sizes, ...]:
-    """Return the problems of a named set, or the one that `text` spells out as NxDxV.
+    """Return the sizes of a named set, or those of `text` in the form NxDxV.
 
     Raises:
-        ValueError: saying what is expected.
+        ValueError: if `text` is neither.
     """
     if text in NAMED:
         return NAMED[text]
@@ -45,7 +45,7 @@ def parse(text: str) -> tuple[Sizes, ...]:
     if found is None or int(found[2]) % 8:
         names = ", ".join(NAMED)
         raise ValueError(
-            f"shapes: got {text!r}, expected one of {names}, or tokens x hidden x vocabulary as in "
+            f"shapes: got {text!r}, expected one of {names}, or tokens x hidden x vocab such as "
             "8192x4096x131072, with a hidden size that is a multiple of 8"
         )
     return ((int(found[1]), int(found[2]), int(found[3])),)

@@ -1,8 +1,8 @@
-"""A process that runs calls one after another, each under a time limit.
+"""A subprocess that runs calls one after another, each under a time limit.
 
-What a call may do wrong - find no end, crash, take all memory, leave the GPU unusable - ends the
-child, not the caller.  Starting one takes seconds, so that one serves many calls; after a failure
-the next call gets a new one.
+A call that hangs, crashes, exhausts memory or leaves the GPU unusable ends the subprocess and not
+its parent.  One subprocess serves many calls, because starting one takes seconds; after a failure
+the next call starts another.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from typing import IO, Any, TypeVar
 T = TypeVar("T")
 
 START_SECONDS, END_SECONDS = 120, 30
-MOST_CHARACTERS = 300
-"""Of a reason."""
+"""Time limits of starting a subprocess and of ending one."""
+MAX_REASON_CHARACTERS = 300
 OUT_OF_MEMORY = (
     "out of memory",
     "OUT_OF_MEMORY",
@@ -33,27 +33,27 @@ OUT_OF_MEMORY = (
     "ALLOC_FAILED",
     "ended by SIGKILL",
 )
-"""What errors say that are for lack of memory, the last one where the system ends a process."""
+"""Parts of error messages that mean too little memory; the last one is Linux's OOM killer."""
 
 
-class ChildError(Exception):
-    """A call found no end, ended its process, or raised; the text says which."""
+class WorkerError(Exception):
+    """A call ran out of time, ended its process, or raised; the message says which."""
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Whether it only lacked memory."""
+        """Whether the cause was too little memory."""
         return any(text in str(self) for text in OUT_OF_MEMORY)
 
 
-class Child:
-    """One process at a time, started at the first call."""
+class SubprocessWorker:
+    """Runs calls in one subprocess at a time, which the first call starts."""
 
     _process: "subprocess.Popen[bytes] | None" = None
     _connection: "Connection[Any, Any]"
     _log: IO[bytes]
     _open: contextlib.ExitStack
 
-    def __enter__(self) -> "Child":
+    def __enter__(self) -> "SubprocessWorker":
         return self
 
     def __exit__(
@@ -62,34 +62,34 @@ class Child:
         self.close()
 
     def ask(self, call: Callable[[], T], seconds: float) -> T:
-        """Return what `call`, which can be pickled, returns in the child.
+        """Return the result of `call`, which must be picklable, in the subprocess.
 
         Raises:
-            ChildError: if it does not return within `seconds`.
-            RuntimeError: if no child can be started, for which the call is not to blame.
+            WorkerError: if it fails or does not return within `seconds`.
+            RuntimeError: if no subprocess can be started.
         """
         if self._process is None:
             self._start()
         try:
             self._connection.send_bytes(pickle.dumps(call))
             if not self._connection.poll(seconds):
-                raise ChildError(f"no answer within {seconds:g} s")
+                raise WorkerError(f"no answer within {seconds:g} s")
             error, result = self._connection.recv()
             if error is not None:
-                raise ChildError(error)
+                raise WorkerError(error)
             answer: T = result
             return answer
-        except (EOFError, OSError) as gone:
-            raise ChildError(self._last_words()) from gone
+        except (EOFError, OSError) as ended:
+            raise WorkerError(self._exit_reason()) from ended
         finally:
             if sys.exc_info()[0] is not None:
                 self.close()
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """Kill the subprocess, even in the middle of a call."""
         if self._process is not None:
             self._process.kill()
-            # one that a driver does not let go is left behind
+            # the driver may keep a process alive; leave that one behind
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_SECONDS)
             self._open.close()
@@ -97,30 +97,30 @@ class Child:
 
     def _start(self) -> None:
         self._open = contextlib.ExitStack()
-        ours, theirs = Pipe()
-        self._connection = self._open.enter_context(ours)
+        parent_end, child_end = Pipe()
+        self._connection = self._open.enter_context(parent_end)
         self._log = self._open.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        code = f"from {__name__} import serve; serve({theirs.fileno()})"
+        code = f"from {__name__} import serve; serve({child_end.fileno()})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_end.fileno()],
             env=_environment(),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
         )
-        theirs.close()
+        child_end.close()
         try:
             if not self._connection.poll(START_SECONDS):
                 raise EOFError
             self._connection.recv()
-        except EOFError as gone:
-            words = self._last_words()
+        except EOFError as ended:
+            reason = self._exit_reason()
             self.close()
-            raise RuntimeError(f"cutefce: no child process could be started: {words}") from gone
+            raise RuntimeError(f"cutefce: no subprocess could be started: {reason}") from ended
 
-    def _last_words(self) -> str:
-        """Return how the process ended, with the last line that it wrote."""
+    def _exit_reason(self) -> str:
+        """Return how the process ended, with the last line of its output."""
         assert self._process is not None
         try:
             code = self._process.wait(5)
@@ -130,19 +130,19 @@ class Child:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "")
-        return f"its process ended by {how}" + (f": {last[:MOST_CHARACTERS]}" if last else "")
+        return f"its process ended by {how}" + (f": {last[:MAX_REASON_CHARACTERS]}" if last else "")
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a child: it imports what its parent does, and compiles no graph."""
+    """Return the subprocess's environment: the parent's import path, and no torch.compile."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return os.environ | {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}
 
 
 def serve(descriptor: int) -> None:
-    """Run calls until the parent is gone; an answer is (what was raised, what was returned)."""
+    """Run calls until the parent closes the pipe; answer each with (error message, result)."""
     if sys.platform == "linux":
-        # a kernel without end would outlive a parent that is killed
+        # otherwise a hanging kernel outlives a killed parent
         parent_death_signal = 1
         ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
     connection: Connection[Any, Any] = Connection(descriptor)
@@ -156,5 +156,5 @@ def serve(descriptor: int) -> None:
         try:
             answer = None, pickle.loads(call)()
         except Exception as error:
-            answer = f"{type(error).__name__}: {error}"[:MOST_CHARACTERS], None
+            answer = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS], None
         connection.send(answer)

@@ -1,10 +1,14 @@
-"""The tuner: tries what may be fast, in child processes, and writes down what was.
+"""The tuner: times candidates in subprocesses and writes the winners to a table.
 
-For each problem the cost model leaves a few candidates.  Each is compiled ahead, then tried in a
-child process under a time limit.  Those that are right are raced against each other and the
-architecture's default; the best of them are raced longer, against the best so far.  What hangs,
-crashes, differs from the portable path or lacks memory is rejected with the reason.  Every result
-is written at once.
+Each problem goes through these steps, under time limits:
+
+1. compile the kernels of the candidates that the cost model left,
+2. verify each candidate against the portable path,
+3. time all against the architecture's default, briefly,
+4. time the fastest ones, the default and cuBLAS for longer.
+
+Candidates that hang, crash, give wrong results or run out of memory are rejected with the reason.
+Every result is written immediately.
 """
 
 import dataclasses
@@ -18,200 +22,229 @@ from pathlib import Path
 from typing import TypeVar
 
 from cutefce.autotune_cache import table_io
-from cutefce.autotune_cache.table import LEAST_GAIN, Choice, Entry, Key, Rejection, Table
+from cutefce.autotune_cache.table import (
+    DSL_PACKAGE,
+    MIN_GAIN,
+    Candidate,
+    Entry,
+    Key,
+    Rejection,
+    Table,
+)
 from cutefce.autotune_cache.tuning import worker
 from cutefce.autotune_cache.tuning.candidates import Job
-from cutefce.autotune_cache.tuning.subprocess_worker import Child, ChildError
-from cutefce.autotune_cache.tuning.targets.base import Tunable
-from cutefce.autotune_cache.tuning.worker import Contestant, Timing
+from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
+from cutefce.autotune_cache.tuning.worker import CUBLAS, Entrant, Timing
+from cutefce.autotune_cache.verdicts import dsl_version
+from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.version import __version__
 
 T = TypeVar("T")
-FINALISTS = 3
-"""Candidates that are raced for longer, if they were faster than the default."""
-FIRST_SECONDS, FINAL_SECONDS = 0.3, 0.6
-"""Of the first race, in which all take part, and of the last one; they have at least
-`trials.LEAST_ROUNDS` rounds."""
-STEP_CALLS = 3
-"""Calls in a row of a contestant in the last race: the products that a step has.  What needs fewer
-cycles but more power wins a short race, and loses when the GPU slows down for it."""
+MAX_FINALISTS = 3
+"""Candidates faster than the default that are timed for longer."""
+SCREENING_SECONDS, FINAL_SECONDS = 0.3, 0.6
+"""Durations of the two timings; both have at least `worker.MIN_ROUNDS` rounds."""
+CALLS_PER_STEP = 3
+"""Calls in a row of an entrant in the final timing: the GEMMs of a training step.  A candidate with
+fewer cycles but higher power wins short timings and loses once the GPU lowers its clock."""
 BUILD_SECONDS, PREPARE_SECONDS, TRIAL_SECONDS = 300, 120, 30
-"""Time limits of a kernel's compilation, of making inputs and expected results, of a race."""
-MOST_BUILDERS = 16
+"""Time limits of compiling a kernel, of making inputs and expected outputs, of a trial."""
+MAX_BUILDERS = 16
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What tuning one problem brought."""
+    """The result of tuning one problem."""
 
     job: Job
     entry: Entry | None
-    failures: dict[Choice, str]
-    """Choices that were rejected, and why."""
+    failures: dict[Candidate, str]
+    """Rejected candidates with the reasons."""
 
 
 def missing(kernels: Iterable[KernelSpec]) -> list[KernelSpec]:
-    """Return the kernels that have to be compiled, each once."""
+    """Return the kernels that are not compiled yet, each once."""
     return [k for k in dict.fromkeys(kernels) if not jit_cache.is_stored(k)]
 
 
-def build(kernels: Sequence[KernelSpec], done: Callable[[], None]) -> dict[KernelSpec, str]:
-    """Compile kernels in child processes; return those that cannot be used, and why."""
+def build(kernels: Sequence[KernelSpec], advance: Callable[[], None]) -> dict[KernelSpec, str]:
+    """Compile kernels in subprocesses; return the unusable ones with the reasons.
+
+    Calls `advance` after each kernel.
+    """
     failed: dict[KernelSpec, str] = {}
 
     def compile_all(some: Sequence[KernelSpec]) -> None:
-        with Child() as child:
+        with SubprocessWorker() as process:
             for kernel in some:
                 try:
-                    child.ask(functools.partial(worker.build, kernel), BUILD_SECONDS)
-                except ChildError as error:
+                    process.ask(functools.partial(worker.build, kernel), BUILD_SECONDS)
+                except WorkerError as error:
                     failed[kernel] = f"compiling {type(kernel).__name__}: {error}"
-                done()
+                advance()
 
-    builders = max(1, min(os.cpu_count() or 1, MOST_BUILDERS, len(kernels)))
+    builders = max(1, min(os.cpu_count() or 1, MAX_BUILDERS, len(kernels)))
     with ThreadPoolExecutor(builders) as pool:
         list(pool.map(compile_all, [kernels[i::builders] for i in range(builders)]))
     return failed
 
 
 class Tuner:
-    """Tunes problems one after another and adds what it finds to a file."""
+    """Tunes problems one after another and adds the results to a file."""
 
     def __init__(
-        self, path: Path, head: Table, child: Child, unusable: dict[KernelSpec, str]
+        self,
+        path: Path,
+        header: Table,
+        process: SubprocessWorker,
+        unusable: dict[KernelSpec, str],
     ) -> None:
-        """`head` says what GPU this is; `unusable` are kernels that could not be compiled."""
-        self.path, self.head, self.child, self.unusable = path, head, child, unusable
-        self.rejected: dict[tuple[Key, Choice], Rejection] = {}
-        self.failures: dict[Choice, str] = {}
+        """Write to `path`; `header` names the GPU, `unusable` the kernels that did not compile."""
+        self.path, self.header, self.process, self.unusable = path, header, process, unusable
+        self.rejected: dict[tuple[Key, Candidate], Rejection] = {}
+        self.failures: dict[Candidate, str] = {}
 
-    def tune(self, job: Job, done: Callable[[], None]) -> Outcome:
-        """Tune one problem; call `done` after each choice."""
-        self.rejected, self.failures = dict(read_like(self.path, self.head).rejected), {}
+    def tune(self, job: Job, advance: Callable[[], None]) -> Outcome:
+        """Tune one problem; call `advance` after each candidate."""
+        self.rejected = dict(read_matching(self.path, self.header).rejected)
+        self.failures = {}
         try:
-            entry = self._tune(job, done)
-        except _UnpreparedError as error:
-            return Outcome(job, None, {**self.failures, job.choices[0]: str(error)})
+            entry = self._tune(job, advance)
+        except _NotPreparedError as error:
+            return Outcome(job, None, {**self.failures, job.candidates[0]: str(error)})
         if entry is not None:
-            table_io.update(self.path, dataclasses.replace(self.head, entries={job.key: entry}))
+            table_io.update(self.path, dataclasses.replace(self.header, entries={job.key: entry}))
         return Outcome(job, entry, self.failures)
 
-    def _tune(self, job: Job, done: Callable[[], None]) -> Entry | None:
-        default, *others = job.choices
-        if not self._qualifies(job, default, done):
+    def _tune(self, job: Job, advance: Callable[[], None]) -> Entry | None:
+        default, *others = job.candidates
+        if not self._verify(job, default, advance):
             return None
-        right = [choice for choice in others if self._qualifies(job, choice, done)]
-        first = self._race(job, right, default, FIRST_SECONDS, 1) if right else {}
-        faster = [choice for choice in right if choice in first and first[choice].ratio < 1]
-        finalists = sorted(faster, key=lambda choice: first[choice].ratio)[:FINALISTS]
-        last = self._race(job, ["product", *finalists], default, FINAL_SECONDS, STEP_CALLS)
-        if "product" not in last:
+        right = [candidate for candidate in others if self._verify(job, candidate, advance)]
+        first = self._benchmark(job, right, default, SCREENING_SECONDS, 1) if right else {}
+        faster = [candidate for candidate in right if candidate in first]
+        faster = [candidate for candidate in faster if first[candidate].ratio < 1]
+        finalists = sorted(faster, key=lambda candidate: first[candidate].ratio)[:MAX_FINALISTS]
+        last = self._benchmark(job, [CUBLAS, *finalists], default, FINAL_SECONDS, CALLS_PER_STEP)
+        if CUBLAS not in last:
             return None
         best = min((x for x in (default, *finalists) if x in last), key=lambda x: last[x].ratio)
-        baseline, won = last[default].milliseconds, last[best].milliseconds
-        if won >= baseline or last[best].ratio >= 1 - LEAST_GAIN:  # luck, until now
-            best, won = default, baseline
-        kernels = self.head.versions["kernels"]
-        return Entry(best, won, baseline, last["product"].milliseconds, True, kernels)
+        if last[best].ms >= last[default].ms or last[best].ratio >= 1 - MIN_GAIN:
+            best = default  # the screening was noise
+        ms, default_ms, cublas_ms = (_rounded(last[x].ms) for x in (best, default, CUBLAS))
+        versions = self.header.versions
+        build = versions["kernels"], versions[DSL_PACKAGE]
+        return Entry(best, ms, default_ms, cublas_ms, True, *build)
 
-    def _qualifies(self, job: Job, choice: Choice, done: Callable[[], None]) -> bool:
-        """Whether a choice is right; it is rejected if not."""
-        call = functools.partial(worker.qualify, job.tunable, job.problem, choice)
-        passed = self._ask(job, choice, call)
-        done()
+    def _verify(self, job: Job, candidate: Candidate, advance: Callable[[], None]) -> bool:
+        """Whether a candidate gives right results; it is rejected if not."""
+        call = functools.partial(worker.verify, job.target, job.problem, candidate)
+        passed = self._ask(job, candidate, call)
+        advance()
         return bool(passed)
 
-    def _race(
+    def _benchmark(
         self,
         job: Job,
-        contestants: Sequence[Contestant],
-        default: Choice,
+        entrants: Sequence[Entrant],
+        default: Candidate,
         seconds: float,
         calls: int,
-    ) -> dict[Contestant, Timing]:
-        """Race all and the default, or one by one against it if one of them ends the race."""
+    ) -> dict[Entrant, Timing]:
+        """Time all entrants with the default, or pair by pair with it if one of them fails."""
 
-        def race(some: Sequence[Contestant]) -> Callable[[], Sequence[Timing]]:
-            tunable, problem = job.tunable, job.problem
-            return functools.partial(worker.race, tunable, problem, some, seconds, calls)
+        def benchmark(some: Sequence[Entrant]) -> Callable[[], Sequence[Timing]]:
+            return functools.partial(
+                worker.benchmark_interleaved, job.target, job.problem, some, seconds, calls
+            )
 
-        every = (*contestants, default)
+        everyone = (*entrants, default)
         self._prepare(job)
         try:
-            return dict(zip(every, self.child.ask(race(every), TRIAL_SECONDS), strict=True))
-        except ChildError:
-            timings: dict[Contestant, Timing] = {}
-            for contestant in contestants:
-                pair, choice = (contestant, default), contestant
-                if choice == "product":
-                    choice = default
-                raced = self._ask(job, choice, race(pair))
-                timings |= zip(pair, raced, strict=True) if raced else ()
-            return timings
+            timings = self.process.ask(benchmark(everyone), TRIAL_SECONDS)
+            return dict(zip(everyone, timings, strict=True))
+        except WorkerError:
+            found: dict[Entrant, Timing] = {}
+            for entrant in entrants:
+                pair, candidate = (entrant, default), entrant
+                if candidate == CUBLAS:
+                    candidate = default
+                timed = self._ask(job, candidate, benchmark(pair))
+                found |= zip(pair, timed, strict=True) if timed else ()
+            return found
 
-    def _ask(self, job: Job, choice: Choice, trial: Callable[[], T]) -> T | None:
-        """Return what a trial of `choice` returns in the child, None if it is rejected."""
-        if self._is_rejected(job, choice):
+    def _ask(self, job: Job, candidate: Candidate, trial: Callable[[], T]) -> T | None:
+        """Return what a trial of `candidate` returns in the subprocess, None if it is rejected."""
+        if self._is_rejected(job, candidate):
             return None
         self._prepare(job)
         try:
-            return self.child.ask(trial, TRIAL_SECONDS)
-        except ChildError as error:
-            self._reject(job, choice, Rejection(str(error), not error.is_out_of_memory))
+            return self.process.ask(trial, TRIAL_SECONDS)
+        except WorkerError as error:
+            self._reject(job, candidate, Rejection(str(error), not error.is_out_of_memory))
             return None
 
     def _prepare(self, job: Job) -> None:
-        """Make the inputs, which are there already unless the child is a new one."""
+        """Make inputs and expected outputs, unless the subprocess holds them already."""
+        call = functools.partial(worker.prepare_problem, job.target, job.problem)
         try:
-            prepare = functools.partial(worker.prepare_full, job.tunable, job.problem)
-            self.child.ask(prepare, PREPARE_SECONDS)
-        except ChildError as error:
-            raise _UnpreparedError(f"before any kernel: {error}") from error
+            self.process.ask(call, PREPARE_SECONDS)
+        except WorkerError as error:
+            raise _NotPreparedError(f"no inputs or expected outputs: {error}") from error
 
-    def _is_rejected(self, job: Job, choice: Choice) -> bool:
-        """Whether it is known not to work."""
+    def _is_rejected(self, job: Job, candidate: Candidate) -> bool:
         for (key, config), rejection in self.rejected.items():
-            same = (key.kernel, key.dtype, config) == (job.key.kernel, job.key.dtype, choice)
-            if same and (rejection.everywhere or key == job.key):
-                self.failures[choice] = rejection.reason
+            same = (key.kernel, key.dtype, config) == (job.key.kernel, job.key.dtype, candidate)
+            if same and (rejection.for_all_shapes or key == job.key):
+                self.failures[candidate] = rejection.reason
                 return True
-        for kernel in job.tunable.kernels(job.problem, choice):
+        for kernel in job.target.kernels(job.problem, candidate):
             if kernel in self.unusable:
-                self._reject(job, choice, Rejection(self.unusable[kernel], everywhere=True))
+                reason = self.unusable[kernel]
+                self._reject(job, candidate, Rejection(reason, for_all_shapes=True))
                 return True
         return False
 
-    def _reject(self, job: Job, choice: Choice, rejection: Rejection) -> None:
-        self.failures[choice] = rejection.reason
-        self.rejected[job.key, choice] = rejection
-        found = {(job.key, choice): rejection}
-        table_io.update(self.path, dataclasses.replace(self.head, rejected=found))
+    def _reject(self, job: Job, candidate: Candidate, rejection: Rejection) -> None:
+        self.failures[candidate] = rejection.reason
+        self.rejected[job.key, candidate] = rejection
+        found = {(job.key, candidate): rejection}
+        table_io.update(self.path, dataclasses.replace(self.header, rejected=found))
 
 
-class _UnpreparedError(Exception):
-    """Inputs and expected results could not be had, for which no choice is to blame."""
+class _NotPreparedError(Exception):
+    """Inputs and expected outputs cannot be made, for reasons other than a candidate."""
 
 
-def read_like(path: Path, head: Table) -> Table:
-    """Return the file's table if it is of the GPU and the kernels of `head`, else `head`."""
+def _rounded(ms: float) -> float:
+    """Return `ms` with four significant digits."""
+    return float(f"{ms:.4g}")
+
+
+def read_matching(path: Path, header: Table) -> Table:
+    """Return the file's table if GPU, kernels and compiler are those of `header`, else `header`."""
     try:
         held = table_io.read(path)
-        held.serves(head.device, head.num_sms, head.arch)
+        held.check_matches(header.gpu)
     except (OSError, ValueError):
-        return head
-    return held if held.versions.get("kernels") == head.versions["kernels"] else head
+        return header
+    return held if held.has_build_of(header) else header
 
 
-def is_done(job: Job, path: Path, head: Table) -> bool:
-    """Whether the file has an entry for `job` of the kernels as they are."""
-    entry = read_like(path, head).entries.get(job.key)
-    return entry is not None and entry.verified and entry.kernels == head.versions["kernels"]
+def is_done(job: Job, path: Path, header: Table) -> bool:
+    """Whether the file has a verified entry for `job` of the kernels and compiler of `header`."""
+    entry = read_matching(path, header).entries.get(job.key)
+    build = header.versions["kernels"], header.versions[DSL_PACKAGE]
+    return entry is not None and entry.verified and (entry.kernels, entry.dsl) == build
 
 
-def head_for(tunable: Tunable, device: str) -> Table:
-    """Return a table without entries for the GPU of `tunable`, which is called `device`."""
-    versions = {name: version(name) for name in ("torch", "nvidia-cutlass-dsl")}
-    versions |= {"cutefce": __version__, "kernels": jit_cache.fingerprint()}
-    return Table(device, tunable.num_sms, tunable.arch.name, versions)
+def header_for(gpu: Gpu) -> Table:
+    """Return a table without entries for `gpu`, with the versions of this installation."""
+    return Table(gpu, {"torch": version("torch"), "cutefce": __version__, **current_build()})
+
+
+def current_build() -> dict[str, str]:
+    """Return the kernels' source fingerprint and the compiler's version, as tables name them."""
+    return {"kernels": jit_cache.source_fingerprint(), DSL_PACKAGE: dsl_version()}

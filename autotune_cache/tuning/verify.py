@@ -1,107 +1,186 @@
-"""Whether the kernels may be launched on a kind of GPU: only where they once were right.
+"""Verification: runs every configuration on a GPU once and compares with the portable path.
 
-A kernel that was never run on a GPU model may hang there or be wrong.  Before the first launch all
-of them run once in a child process, under a time limit, against the portable path.  The verdict is
-kept in the user's folder for the GPU model and these kernels.  A table that comes with the package
-says that it was done before.
+A kernel that never ran on a GPU model may hang or give wrong results there.  Before the first
+launch, all configurations that lookups return run on small problems in a subprocess, under a time
+limit.  The verdict is recorded for the GPU model, kernels, compiler and dtype.
 """
 
 import contextlib
+import dataclasses
 import functools
-import json
-import os
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import filelock
 
-from cutefce.autotune_cache import lookup
-from cutefce.autotune_cache.table import Choice
-from cutefce.autotune_cache.tuning.subprocess_worker import Child, ChildError
-
-if TYPE_CHECKING:
-    from cutefce.autotune_cache.tuning.targets.base import Tunable
-from cutefce.autotune_cache.verdicts import Verdict, _record, known
+from cutefce.autotune_cache import lookup, verdicts
+from cutefce.autotune_cache.table import DSL_PACKAGE, Candidate, Rejection, Table
+from cutefce.autotune_cache.tuning import tuner, worker
+from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
+from cutefce.autotune_cache.tuning.targets.base import TuningTarget
+from cutefce.autotune_cache.verdicts import Verdict
+from cutefce.cute_kernels.spec import KernelSpec
 
 LOCK_SECONDS = 1200
 """How long to wait for another process that verifies the same kernels."""
 PREPARE_SECONDS, CHECK_SECONDS = 120, 30
-"""Time limits of reaching the GPU and finding what is expected, and of one configuration."""
+"""Time limits of making inputs and expected outputs, and of checking one configuration."""
+
+Targets = Sequence[TuningTarget]
 
 
-def verify_once(tunables: "tuple[Tunable, ...]", device: str) -> Verdict:
-    """Return the verdict; verify if no process has yet.  One of several processes does."""
+@dataclass(frozen=True)
+class Check:
+    """One configuration to verify on the small problems of a dtype."""
+
+    target: TuningTarget
+    dtype: str
+    candidate: Candidate
+
+    def __str__(self) -> str:
+        return f"{self.target.name}, {self.dtype}, {self.candidate}"
+
+    def kernels(self) -> Sequence[KernelSpec]:
+        """Return the kernels to compile."""
+        problem = self.target.reference_problem(self.dtype)
+        return self.target.kernels(problem, self.candidate)
+
+
+def verify_once(targets: Targets, dtype: str) -> Verdict:
+    """Return the known verdict on `dtype`; verify without one, in one process at a time."""
+    gpu = targets[0].gpu
     with contextlib.ExitStack() as stack:
         try:
-            _record(device).parent.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(_record(device).with_suffix(".lock"), timeout=LOCK_SECONDS)
+            path = verdicts.record_path(gpu, dtype)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS)
             stack.enter_context(lock)
         except OSError:
-            pass  # each process for itself
-        verdict = known(tunables[0].arch, device, tunables[0].num_sms)
-        return verdict or verify(tunables, device)
+            pass  # without a lock, each process verifies
+        return verdicts.known(gpu, dtype) or verify(targets, dtype)
 
 
-def verify(tunables: "tuple[Tunable, ...]", device: str) -> Verdict:
-    """Check every configuration that may be chosen on this kind of GPU; record the verdict.
+def verify(targets: Targets, dtype: str) -> Verdict:
+    """Verify every configuration for `dtype` that lookups return on this GPU; record the verdict.
 
-    What hinders the check itself, such as a GPU without memory to spare or a compiler that fails,
-    is not recorded.
+    A failure of the check itself, such as a GPU without free memory or a failing compiler, is
+    returned and not recorded.
     """
     try:
-        fault = _fault(tunables, device)
+        fault = _first_fault(configurations(targets, dtype, lookup.tables(targets[0].gpu)))
     except (OSError, RuntimeError) as error:
         return Verdict(False, f"not checked: {error}")
     verdict = Verdict(fault is None, fault or "")
-    with contextlib.suppress(OSError):
-        path = _record(device)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(verdict)) + "\n")
-        os.replace(temporary, path)
+    verdicts.record(targets[0].gpu, dtype, verdict)
     return verdict
 
 
-def _fault(tunables: "tuple[Tunable, ...]", device: str) -> str | None:
-    """Return what is wrong with the kernels, None if nothing is.
+def verify_table(table: Table, targets: Targets, advance: Callable[[str], None]) -> Table:
+    """Return `table`, made with any kernels, as verified with the kernels as they are.
+
+    Entries whose configuration passes get the current source fingerprint and compiler version and
+    keep their times; the others become rejections.  Rejections of other kernels are dropped.
+
+    Args:
+        table: A table for the GPU of `targets`.
+        targets: All tuning targets.
+        advance: Called with each configuration before it is checked.
 
     Raises:
-        OSError, RuntimeError: if that cannot be found out.
+        ValueError: if the table was made on another kind of GPU, or a default configuration fails.
+        OSError, RuntimeError: if the check itself fails.
     """
-    from cutefce.autotune_cache.tuning import tuner, worker
+    table.check_matches(targets[0].gpu)
+    dtypes = sorted({key.dtype for key in table.entries})
+    checks = [check for dtype in dtypes for check in configurations(targets, dtype, (table,))]
+    unusable = tuner.build(tuner.missing(k for c in checks for k in c.kernels()), lambda: None)
+    faults: dict[tuple[str, str, Candidate], str] = {}
+    runnable = []
+    for check in checks:
+        reasons = [unusable[kernel] for kernel in check.kernels() if kernel in unusable]
+        if any(WorkerError(reason).is_out_of_memory for reason in reasons):
+            raise RuntimeError(reasons[0])
+        if reasons:
+            faults[check.target.name, check.dtype, check.candidate] = reasons[0]
+        else:
+            runnable.append(check)
+    for check, fault in run_checks(runnable, advance):
+        if fault is not None:
+            faults[check.target.name, check.dtype, check.candidate] = fault
+    for (name, dtype, candidate), fault in faults.items():
+        if any(t.name == name and candidate in t.defaults() for t in targets):
+            raise ValueError(f"default configuration {name}, {dtype}, {candidate}: {fault}")
+    return _stamped(table, faults)
 
-    todo = [
-        (tunable, dtype, choice, tunable.kernels(tunable.typical(dtype), choice))
-        for tunable in tunables
-        for choice in dict.fromkeys((*tunable.defaults(), *_tuned(tunable, device)))
-        for dtype in tunable.arch.dtypes
-    ]
-    kernels = [kernel for *_, own in todo for kernel in own]
-    for fault in tuner.build(tuner.missing(kernels), lambda: None).values():
-        raise RuntimeError(fault)
-    with Child() as child:
-        for tunable, dtype, choice, own in todo:
+
+def _stamped(table: Table, faults: dict[tuple[str, str, Candidate], str]) -> Table:
+    build = tuner.current_build()
+    header = dataclasses.replace(
+        table, versions={**table.versions, **build}, entries={}, rejected={}
+    )
+    entries, rejected = {}, {}
+    for key, entry in table.entries.items():
+        fault = faults.get((key.kernel, key.dtype, entry.config))
+        if fault is None:
+            entries[key] = dataclasses.replace(
+                entry, verified=True, kernels=build["kernels"], dsl=build[DSL_PACKAGE]
+            )
+        else:
+            rejected[key, entry.config] = Rejection(fault, for_all_shapes=True)
+    return table.updated_with(dataclasses.replace(header, entries=entries, rejected=rejected))
+
+
+def configurations(targets: Targets, dtype: str, tables: Sequence[Table]) -> list[Check]:
+    """Return a check for every default and every entry of `tables` for `dtype`, each once."""
+    found = []
+    for target in targets:
+        tuned = (
+            entry.config
+            for table in tables
+            for key, entry in table.entries.items()
+            if (key.kernel, key.dtype) == (target.name, dtype)
+        )
+        found += [Check(target, dtype, c) for c in dict.fromkeys((*target.defaults(), *tuned))]
+    return found
+
+
+def _first_fault(checks: Sequence[Check]) -> str | None:
+    """Return the first fault of a configuration, None if all are right.
+
+    Raises:
+        OSError, RuntimeError: if the check itself fails.
+    """
+    kernels = [kernel for check in checks for kernel in check.kernels()]
+    for reason in tuner.build(tuner.missing(kernels), lambda: None).values():
+        raise RuntimeError(reason)
+    results = run_checks(checks, lambda _: None)
+    return next((f"{check}: {fault}" for check, fault in results if fault is not None), None)
+
+
+def run_checks(
+    checks: Sequence[Check], advance: Callable[[str], None]
+) -> Iterator[tuple[Check, str | None]]:
+    """Run checks in a subprocess; yield each with its fault, None if it is right.
+
+    Raises:
+        OSError, RuntimeError: if the check itself fails.
+    """
+    with SubprocessWorker() as process:
+        for check in checks:
+            advance(str(check))
             try:
-                for kernel in own:
-                    child.ask(functools.partial(worker.load, kernel), tuner.BUILD_SECONDS)
-                child.ask(functools.partial(worker.prepare, tunable, dtype), PREPARE_SECONDS)
-            except ChildError as error:
+                for kernel in check.kernels():
+                    process.ask(functools.partial(worker.load, kernel), tuner.BUILD_SECONDS)
+                prepare = functools.partial(worker.prepare, check.target, check.dtype)
+                process.ask(prepare, PREPARE_SECONDS)
+            except WorkerError as error:
                 raise RuntimeError(str(error)) from error
+            call = functools.partial(worker.check_small, check.target, check.dtype, check.candidate)
             try:
-                child.ask(functools.partial(worker.check, tunable, dtype, choice), CHECK_SECONDS)
-            except ChildError as error:
+                process.ask(call, CHECK_SECONDS)
+            except WorkerError as error:
                 if error.is_out_of_memory:
                     raise RuntimeError(str(error)) from error
-                return f"{tunable.name}, {dtype}, {choice}: {error}"
-    return None
-
-
-def _tuned(tunable: "Tunable", device: str) -> list[Choice]:
-    """Return what the tables let `tunable` choose on this GPU model."""
-    held = lookup.tables(tunable.arch, device, tunable.num_sms)
-    return [
-        entry.config
-        for table in held
-        for key, entry in table.entries.items()
-        if key.kernel == tunable.name
-    ]
+                yield check, str(error)
+            else:
+                yield check, None

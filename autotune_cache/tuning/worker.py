@@ -1,61 +1,69 @@
-"""What the tuner's child processes do: compile, compare with the portable path, time.
+"""Calls that run in the tuner's subprocess: compile, compare with the portable path, time.
 
-A choice is compared on small problems that once went wrong or easily do, in float64, and on the
-problem that it is tuned for.  Only then is it timed, in turns with what it is to beat: clocks
-drift, so that only ratios of times of one round mean anything.
+A candidate is compared on small problems with float64 results of the CPU, and on the problem that
+it is tuned for with results of the portable path.  It is timed only after that.
 """
 
 import functools
-import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from cutefce.autotune_cache.table import Choice
-from cutefce.autotune_cache.tuning.targets.base import Case, Result, Tunable
+from cutefce.autotune_cache.table import Candidate
+from cutefce.autotune_cache.tuning import timing
+from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase, TuningTarget
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit import compiler
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
 
-Product = Literal["product"]
-"""Stands for the plain products in a race."""
-Contestant = Choice | Product
-STRETCH_SECONDS = 0.075
-"""How long calls in a row need to last: a GPU's clock has then followed the power they draw."""
-LEAST_ROUNDS, MOST_ROUNDS = 4, 50
+CUBLAS: Literal["cublas"] = "cublas"
+"""Entrant that stands for the same GEMMs by cuBLAS."""
+Entrant = Candidate | Literal["cublas"]
+"""What a benchmark times."""
+MAX_SAMPLE_SECONDS = 0.075
+"""Duration after which a GPU's clock has followed the power of the calls; more add nothing."""
+MIN_ROUNDS, MAX_ROUNDS = 4, 50
 SUM_ERROR = 2.0**-16
-"""Relative error of float32 sums: they leave the kernels as logarithms of up to 2**7."""
+"""Relative error of float32 sums, which the kernels pass on as logarithms of up to 2**7."""
 LOGIT_ERROR = 2.0**-13
-"""Error of float32 logits of up to 2**8, which is the relative one of their exponentials."""
-CHUNK = 1 << 24
-"""Values that are compared at a time."""
-MOST_CHECKED = 64
-"""Choices of which is known that they are right on the problem."""
-CPU_THREADS = 8
-"""More of them wait for each other where problems are small."""
+"""Error of float32 logits of up to 2**8, hence the relative error of their exponentials."""
+CHUNK_NUMEL = 1 << 24
+"""Values compared at a time."""
+MAX_CHECKED = 64
+"""Candidates whose success on the full problem is remembered."""
+MAX_CPU_THREADS = 8
+"""Threads for the small problems; more only wait for each other."""
+
+Expected = tuple[TuningCase, dict[str, CheckedOutput]]
+"""Inputs with their expected outputs."""
 
 
 class MismatchError(Exception):
-    """A result differs from that of the portable path."""
+    """An output differs from the expected one by more than rounding explains."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one of a race."""
+    """The result of one entrant."""
 
-    milliseconds: float
+    ms: float
+    """Median over the rounds."""
     ratio: float
-    """Median over the rounds of its time over that of the last one."""
+    """Median over the rounds of its time divided by that of the last entrant."""
 
 
 def build(kernel: KernelSpec) -> None:
-    """Compile `kernel` into the cache folder; raise if it spills registers or its products wait."""
+    """Compile `kernel` into the cache folder.
+
+    Raises:
+        ValueError: if it spills registers or its WGMMA instructions are serialized.
+    """
     if jit_cache.is_stored(kernel):
         return
     report, function = compiler.report(kernel)
@@ -64,176 +72,148 @@ def build(kernel: KernelSpec) -> None:
     try:
         jit_cache.store(kernel, lambda: function)
     except OSError:
-        return  # it is compiled again by the process that needs it
+        return  # the process that launches it compiles it again
 
 
 def load(kernel: KernelSpec) -> None:
-    """Have `kernel` ready, compiled here where the cache folder does not keep it."""
+    """Load `kernel`, or compile it if the cache folder does not have it."""
     jit_cache.compiled(kernel)
 
 
-def prepare(tunable: Tunable, dtype: str) -> None:
-    """Make the small problems' inputs and expected results, so that a trial's time is its own."""
-    torch.set_num_threads(min(CPU_THREADS, torch.get_num_threads()))
-    if torch.device(tunable.device).type == "cuda":
-        torch.cuda.set_device(tunable.device)
-    for name in SMALL:
-        _small(tunable, name, dtype)
+def prepare(target: TuningTarget, dtype: str) -> None:
+    """Make inputs and expected outputs of the small problems, outside the time limit of a trial."""
+    torch.set_num_threads(min(MAX_CPU_THREADS, torch.get_num_threads()))
+    if target.device_type == "cuda":
+        torch.cuda.set_device(target.device)
+    for name in SMALL_PROBLEMS:
+        _small_case(target, name, dtype)
 
 
-def prepare_full(tunable: Tunable, problem: Problem) -> None:
-    """Make those of `problem` too."""
-    prepare(tunable, problem.dtype)
-    _full(tunable, problem)
+def prepare_problem(target: TuningTarget, problem: Problem) -> None:
+    """Make those of the small problems and of `problem`."""
+    prepare(target, problem.dtype)
+    _full_case(target, problem)
 
 
 @functools.cache
-def check(tunable: Tunable, dtype: str, choice: Choice) -> None:
-    """Raise MismatchError if `choice` is wrong on a small problem."""
-    for name in SMALL:
-        case, expected = _small(tunable, name, dtype)
-        _compare(tunable.results(case, choice), expected, 1, name)
+def check_small(target: TuningTarget, dtype: str, candidate: Candidate) -> None:
+    """Raise MismatchError if `candidate` is wrong on a small problem."""
+    for name in SMALL_PROBLEMS:
+        case, expected = _small_case(target, name, dtype)
+        _compare(target.outputs(case, candidate), expected, 1, name)
 
 
-@functools.lru_cache(maxsize=MOST_CHECKED)
-def check_full(tunable: Tunable, problem: Problem, choice: Choice) -> None:
-    """Raise MismatchError if `choice` is wrong on `problem`."""
-    case, expected = _full(tunable, problem)
-    _compare(tunable.results(case, choice), expected, 2, "the problem itself")
+@functools.lru_cache(maxsize=MAX_CHECKED)
+def check_problem(target: TuningTarget, problem: Problem, candidate: Candidate) -> None:
+    """Raise MismatchError if `candidate` is wrong on `problem`."""
+    case, expected = _full_case(target, problem)
+    _compare(target.outputs(case, candidate), expected, 2, "the problem itself")
 
 
-def qualify(tunable: Tunable, problem: Problem, choice: Choice) -> bool:
-    """Return True; raise MismatchError if `choice` is wrong on a small problem or on `problem`."""
-    check(tunable, problem.dtype, choice)
-    check_full(tunable, problem, choice)
+def verify(target: TuningTarget, problem: Problem, candidate: Candidate) -> bool:
+    """Return True; raise MismatchError if `candidate` is wrong on any problem."""
+    check_small(target, problem.dtype, candidate)
+    check_problem(target, problem, candidate)
     return True
 
 
-def race(
-    tunable: Tunable,
+def benchmark_interleaved(
+    target: TuningTarget,
     problem: Problem,
-    contestants: Sequence[Contestant],
+    entrants: Sequence[Entrant],
     seconds: float,
-    in_a_row: int,
+    calls_per_sample: int,
 ) -> tuple[Timing, ...]:
-    """Check the contestants, then time calls in a row of each, in turns, for about `seconds`.
+    """Verify the entrants, then time them in interleaved rounds for about `seconds`.
 
-    There are fewer in a row where STRETCH_SECONDS have room for fewer.
+    Makes fewer calls in a row if those already take MAX_SAMPLE_SECONDS.
     """
-    case, _ = _full(tunable, problem)
-    calls = []
-    for contestant in contestants:
-        if contestant == "product":
-            calls.append(tunable.product(case))
+    case, _ = _full_case(target, problem)
+    calls: dict[Entrant, timing.Call] = {}
+    for entrant in entrants:
+        if entrant == CUBLAS:
+            calls[entrant] = target.cublas(case)
         else:
-            qualify(tunable, problem, contestant)
-            calls.append(tunable.call(case, contestant))
-    on_cpu = torch.device(tunable.device).type == "cpu"
-    sample = _cpu_sample if on_cpu else _gpu_sample
-    for _ in range(2):  # the first round loads kernels, the second says how long one takes
+            verify(target, problem, entrant)
+            calls[entrant] = target.call(case, entrant)
+    for _ in range(2):  # the first round loads kernels, the second one is measured
         begin = time.perf_counter()
-        _ = [sample(call, 1)() for call in calls]
+        timing.interleaved(calls, target.device_type, rounds=1)
         round_seconds = time.perf_counter() - begin
         if round_seconds > seconds:
-            break  # to load kernels is nothing to that
-    room = round(STRETCH_SECONDS * len(calls) / round_seconds)
-    in_a_row = max(1, min(in_a_row, room))
-    rounds = round(seconds / (in_a_row * round_seconds))
-    rounds = min(max(rounds, LEAST_ROUNDS), MOST_ROUNDS)
-    # a GPU's clock depends on what it did before: each round has an order of its own
-    order = random.Random(0)
-    taken = []
-    for _ in range(rounds):
-        turns = order.sample(range(len(calls)), len(calls))
-        reads = {turn: sample(calls[turn], in_a_row) for turn in turns}
-        taken.append([reads[i] for i in range(len(calls))])
-    times = [[read() for read in row] for row in taken]
+            break  # loading kernels takes less than that
+    affordable = round(MAX_SAMPLE_SECONDS * len(calls) / round_seconds)
+    calls_per_sample = max(1, min(calls_per_sample, affordable))
+    rounds = round(seconds / (calls_per_sample * round_seconds))
+    rounds = min(max(rounds, MIN_ROUNDS), MAX_ROUNDS)
+    samples = timing.interleaved(calls, target.device_type, rounds, calls_per_sample)
+    last = samples[entrants[-1]]
     return tuple(
         Timing(
-            statistics.median(row[i] for row in times),
-            statistics.median(row[i] / row[-1] for row in times),
+            statistics.median(samples[entrant]),
+            statistics.median(a / b for a, b in zip(samples[entrant], last, strict=True)),
         )
-        for i in range(len(calls))
+        for entrant in entrants
     )
 
 
-def _cpu_sample(call: Callable[[], object], in_a_row: int) -> Callable[[], float]:
-    begin = time.perf_counter()
-    for _ in range(in_a_row):
-        call()
-    milliseconds = (time.perf_counter() - begin) * 1e3 / in_a_row
-    return lambda: milliseconds
+def _compare(
+    got: dict[str, CheckedOutput], expected: dict[str, CheckedOutput], roundings: int, where: str
+) -> None:
+    """Raise MismatchError where outputs differ by more than rounding explains.
 
-
-def _gpu_sample(call: Callable[[], object], in_a_row: int) -> Callable[[], float]:
-    """Enqueue calls; what is returned waits for them, and returns the milliseconds of one."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(in_a_row):
-        call()
-    end.record()
-
-    def read() -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end)) / in_a_row
-
-    return read
-
-
-def _compare(got: dict[str, Result], expected: dict[str, Result], rounded: int, where: str) -> None:
-    """Raise MismatchError where results differ by more than roundings explain.
-
-    `rounded` is 1 if what is expected is exact, 2 if it is rounded as often as what was got.
+    `roundings` is 1 if the expected outputs are exact, 2 if they are rounded as `got` is.
     """
-    for name, result in got.items():
-        dtype = result.values.dtype
+    for name, output in got.items():
+        dtype = output.values.dtype
         is_narrow = dtype.itemsize == 2
         unit = torch.finfo(dtype).eps / 2 if is_narrow else SUM_ERROR
-        allowed = rounded * result.roundings * unit + (LOGIT_ERROR if is_narrow else 0)
-        error = _distance(result, expected[name])
+        allowed = roundings * output.roundings * unit + (LOGIT_ERROR if is_narrow else 0)
+        error = _max_relative_error(output, expected[name])
         if not error <= allowed:
             raise MismatchError(f"{where}: {name} is off by {error:.2g}, allowed {allowed:.2g}")
 
 
-def _distance(got: Result, want: Result) -> float:
-    """Return the largest relative error; inf where one is finite and the other is not."""
+def _max_relative_error(got: CheckedOutput, expected: CheckedOutput) -> float:
+    """Return the largest relative error; inf where only one of two values is finite."""
     worst = 0.0
-    for a, b in zip(_chunks(got), _chunks(want), strict=True):
+    for a, b in zip(_chunks(got), _chunks(expected), strict=True):
         finite = b.isfinite()
         if not torch.equal(a.isfinite(), finite):
             return float("inf")
         size = b.abs().where(finite, 0)
-        if got.of_row:
+        if got.relative_to_row:
             size = size.amax(1, keepdim=True)
         error = (a - b).abs() / (size + got.floor)
         worst = max(worst, float(error.where(finite, 0).max()))
     return worst
 
 
-def _chunks(result: Result) -> Iterator[Tensor]:
-    values = result.values if result.values.ndim == 2 else result.values[:, None]
-    rows = max(1, CHUNK // values.shape[1])
+def _chunks(output: CheckedOutput) -> Iterator[Tensor]:
+    values = output.values if output.values.ndim == 2 else output.values[:, None]
+    rows = max(1, CHUNK_NUMEL // values.shape[1])
     for first in range(0, values.shape[0], rows):
         chunk = values[first : first + rows].double()
-        if result.scale is not None:
-            chunk = chunk / result.scale[first : first + rows, None].double()
+        if output.scale is not None:
+            chunk = chunk / output.scale[first : first + rows, None].double()
         yield chunk
 
 
-SMALL: dict[str, tuple[int, int, int]] = {
+SMALL_PROBLEMS: dict[str, tuple[int, int, int]] = {
     "one row": (1, 64, 1000),
     "fewer columns than a tile": (70, 8, 17),
     "rows far above their targets": (1100, 72, 3001),
     "a row of NaN": (257, 64, 1500),
     "one target for all": (300, 136, 3001),
 }
+"""(tokens, hidden, vocab) by the regime that each covers."""
 
 
 @functools.cache
-def _small(tunable: Tunable, name: str, dtype: str) -> tuple[Case, dict[str, Result]]:
-    """Return inputs on the tunable's device, and what float64 on the CPU finds for them."""
-    tokens, hidden, vocab = SMALL[name]
-    problem = tunable.problem(SMALL[name], dtype)
+def _small_case(target: TuningTarget, name: str, dtype: str) -> Expected:
+    """Return inputs on the target's device, with float64 outputs of the CPU."""
+    tokens, hidden, vocab = SMALL_PROBLEMS[name]
+    problem = target.problem(SMALL_PROBLEMS[name], dtype)
     torch.manual_seed(0)
     h, w = torch.randn(tokens, hidden), torch.randn(vocab, hidden) / hidden**0.5
     y, upstream = torch.randint(vocab, (tokens,)), torch.randn(tokens)
@@ -246,33 +226,41 @@ def _small(tunable: Tunable, name: str, dtype: str) -> tuple[Case, dict[str, Res
         h[100, 5] = torch.nan
     elif name == "one target for all":
         y.fill_(vocab - 1)
-    wide = getattr(torch, dtype)
-    case = Case(problem, h.to(wide), w.to(wide), y, upstream)
-    expected = tunable.expected(case.exact())
-    return case.to(tunable.device), {k: found.to(tunable.device) for k, found in expected.items()}
+    case = TuningCase(
+        problem, h.to(getattr(torch, dtype)), w.to(getattr(torch, dtype)), y, upstream
+    )
+    exact = target.expected(case.exact())
+    return case.to(target.device), {k: output.to(target.device) for k, output in exact.items()}
 
 
-def _full(tunable: Tunable, problem: Problem) -> tuple[Case, dict[str, Result]]:
-    """Return random inputs of `problem`, and what the portable path finds for them.
+def _full_case(target: TuningTarget, problem: Problem) -> Expected:
+    """Return random inputs of `problem`, with outputs of the portable path.
 
-    Those of the problem before are let go first: they may take half of the memory.
+    Frees those of the previous problem first: they may take half of the memory.
     """
-    if (tunable, problem) not in _held:
+    if (target, problem) not in _held:
         _held.clear()
-        _held[tunable, problem] = _make_full(tunable, problem)
-    return _held[tunable, problem]
+        _held[target, problem] = _make_full_case(target, problem)
+    return _held[target, problem]
 
 
-_held: dict[tuple[Tunable, Problem], tuple[Case, dict[str, Result]]] = {}
+_held: dict[tuple[TuningTarget, Problem], Expected] = {}
 
 
-def _make_full(tunable: Tunable, problem: Problem) -> tuple[Case, dict[str, Result]]:
+def _make_full_case(target: TuningTarget, problem: Problem) -> Expected:
     torch.manual_seed(0)
-    dtype, device = getattr(torch, problem.dtype), tunable.device
+    dtype, device = getattr(torch, problem.dtype), target.device
     h = torch.randn(problem.tokens, problem.hidden, device=device, dtype=dtype)
-    # logits of standard deviation 1, as an untrained head gives
+    # logits of standard deviation 1, as at the start of training
     w = torch.randn(problem.vocab, problem.hidden, device=device, dtype=dtype)
     w.mul_(problem.hidden**-0.5)
     y = torch.randint(problem.vocab, (problem.tokens,), device=device)
-    case = Case(problem, h, w, y, None)
-    return case, tunable.expected(case)
+    case = TuningCase(problem, h, w, y, None)
+    return case, target.expected(case)
+
+
+def clear() -> None:
+    """Drop inputs, expected outputs and remembered checks."""
+    _held.clear()
+    for cached in (check_small, check_problem, _small_case):
+        cached.cache_clear()

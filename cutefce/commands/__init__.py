@@ -1,1 +1,1 @@
-"""The subcommands of the `cutefce` console command."""
+"""Subcommands of the `cutefce` console command, one module each; `common` holds what they share."""

@@ -1,4 +1,4 @@
-"""Before a first launch kernels are verified, and on first use tuned, if that is asked for."""
+"""Verification before the first launch, and tuning at the first call for users who ask for it."""
 
 import dataclasses
 import functools
@@ -12,48 +12,53 @@ from typing import Any
 import pytest
 import torch
 
-from cutefce.autotune_cache import lookup, verdicts
+from cutefce.autotune_cache import lookup, table_io, verdicts
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import first_use, targets, tuner, verify, worker
-from cutefce.autotune_cache.tuning.subprocess_worker import Child
+from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives import dispatch
 from cutefce.ops.primitives.cute import CutePrimitives
-from tests.support.fake_tuner import DEVICE, SIZE, STAND_IN, Inline, tune_inline
-from tests.support.faulty_candidates import Hanging, Kind, StandIn, config
+from tests.support.fake_tuner import GPU, TARGET, InlineWorker, tune_inline
+from tests.support.faulty_candidates import FaultyTarget, HangingTarget, Kind, config
+from tests.support.tables import DSL, ENTRY, KERNELS, KEY, TABLE
 
 
 def test_verification_is_done_once_and_recorded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert verdicts.known(Sm90(), DEVICE, SIZE) is None
-    assert verify.verify_once((STAND_IN,), DEVICE).passed
-    assert verdicts.known(Sm90(), DEVICE, SIZE) == verdicts.Verdict(True)
-    assert verdicts.known(Sm90(), "NVIDIA Other", SIZE) is None
+    assert verdicts.known(GPU, "bfloat16") is None
+    assert verify.verify_once((TARGET,), "bfloat16").passed
+    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+    assert verdicts.known(GPU, "float16") is None
+    for other in ({"name": "NVIDIA Other"}, {"num_sms": 114}):
+        assert verdicts.known(dataclasses.replace(GPU, **other), "bfloat16") is None
     (record,) = (folder / "verified").glob("*.json")
-    monkeypatch.setattr(verify, "Child", None)
-    assert verify.verify_once((STAND_IN,), DEVICE).passed
+    monkeypatch.setattr(verify, "SubprocessWorker", None)
+    assert verify.verify_once((TARGET,), "bfloat16").passed
+    written = record.read_text()
     record.write_text("half of")
-    assert verdicts.known(Sm90(), DEVICE, SIZE) is None
+    assert verdicts.known(GPU, "bfloat16") is None
+    record.write_text(written)
     monkeypatch.setattr(jit_cache, "fingerprint", lambda: "other kernels")
-    assert verdicts.known(Sm90(), DEVICE, SIZE) is None
+    assert verdicts.known(GPU, "bfloat16") is None
 
 
 @dataclass
 class FakeGpu:
-    """What the dispatch sees of a GPU that is not there."""
+    """State of a GPU without hardware, as the dispatch sees it."""
 
     capturing: bool = False
     ranks: int = 1
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     fake = FakeGpu()
-    properties = SimpleNamespace(name=DEVICE, multi_processor_count=SIZE)
+    properties = SimpleNamespace(name=GPU.name, multi_processor_count=GPU.num_sms)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
@@ -70,146 +75,217 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 
 def test_a_kernel_that_hangs_is_never_launched_here(
-    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path of a call: not in a capture, once outside, and then never again."""
+    """Verification runs once outside of a graph capture, for each dtype."""
     monkeypatch.setattr(verify, "CHECK_SECONDS", 2)
-    hanging = Hanging(Sm90(), SIZE, "cpu")
-    monkeypatch.setattr(targets, "all_tunables", lambda *_: (hanging,))
-    device, gpu.capturing = torch.device("cuda", 7), True
+    monkeypatch.setattr(targets, "all_targets", lambda *_: (HangingTarget(GPU, "cpu"),))
+    device, fake_gpu.capturing = torch.device("cuda", 7), True
     assert "never ran on NVIDIA Test" in str(
         dispatch.device_unsupported_reason(device, torch.bfloat16)
     )
-    gpu.capturing = False
+    fake_gpu.capturing = False
     for dtype in (torch.bfloat16, torch.float16):
         reason = str(dispatch.device_unsupported_reason(device, dtype))
         assert "failed on NVIDIA Test 9000" in reason
         assert "no answer within 2 s" in reason
         assert "python -m cutefce verify" in reason
-        monkeypatch.setattr(verify, "Child", None)
+    monkeypatch.setattr(verify, "SubprocessWorker", None)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert "no answer" in str(dispatch.device_unsupported_reason(device, dtype))
 
 
 def test_a_shipped_table_counts_as_verification(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder)
-    tune_inline(folder / file_name(DEVICE), range(100, 101), lambda job: None)
-    assert verdicts.known(Sm90(), DEVICE, SIZE) == verdicts.Verdict(True)
+    tune_inline(folder / file_name(GPU), range(100, 101), lambda job: None)
+    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+    assert verdicts.known(GPU, "float16") is None, "the table has no entry of this dtype"
     with pytest.warns(UserWarning, match="num_sms: got 132"):
-        assert verdicts.known(Sm90(), DEVICE, 114) is None
+        assert verdicts.known(dataclasses.replace(GPU, num_sms=114), "bfloat16") is None
+
+
+OTHER_KEY = dataclasses.replace(KEY, vocab=32000)
+OTHER_CONFIG = config(Kind.FAST)
 
 
 @pytest.mark.parametrize(
-    ("variable", "there", "tuned"),
+    ("changes", "is_proof"),
+    [
+        ({}, True),
+        ({"kernels": "0123"}, False),
+        ({"dsl": "0.1"}, False),
+        ({"verified": False}, False),
+    ],
+    ids=["these kernels", "other kernels", "another compiler", "not verified"],
+)
+def test_only_verified_entries_of_these_kernels_and_compiler_are_proof(
+    changes: dict[str, Any], is_proof: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder)
+    entries = {KEY: dataclasses.replace(ENTRY, **changes)}
+    table_io.write(folder / file_name(GPU), dataclasses.replace(TABLE, entries=entries))
+    assert verdicts.known(GPU, "bfloat16") == (verdicts.Verdict(True) if is_proof else None)
+    assert verdicts.known(GPU, "float16") is None
+
+
+@pytest.mark.parametrize("owner", ["shipped", "user"])
+def test_one_entry_of_this_compiler_is_no_proof_for_those_of_another(
+    owner: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables are updated piece by piece: each configuration in use needs a check of its own."""
+    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
+    shipped, user = folder / "shipped" / file_name(GPU), lookup.user_folder() / file_name(GPU)
+    foreign = dataclasses.replace(ENTRY, config=OTHER_CONFIG, dsl="0.1")
+    new = dataclasses.replace(TABLE, rejected={})
+    old = dataclasses.replace(new, entries={OTHER_KEY: foreign})
+    table_io.write(shipped, new)
+    table_io.update(shipped if owner == "shipped" else user, old)
+    lookup.clear()
+    assert verdicts.known(GPU, "bfloat16") is None
+    assert verdicts.known(GPU, "float16") is None
+    proof = dataclasses.replace(foreign, dsl=DSL, kernels=KERNELS)
+    table_io.update(shipped, dataclasses.replace(new, entries={KEY: proof}))
+    lookup.clear()
+    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True), "by an entry of another key"
+
+
+def test_a_recorded_verdict_covers_the_configurations_that_it_checked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passing = ((check, None) for check in ())
+    monkeypatch.setattr(verify, "run_checks", lambda *_: passing)
+    user = lookup.user_folder() / file_name(GPU)
+    foreign = dataclasses.replace(ENTRY, config=OTHER_CONFIG, dsl="0.1")
+    table_io.write(user, dataclasses.replace(TABLE, entries={OTHER_KEY: foreign}, rejected={}))
+    assert verdicts.known(GPU, "bfloat16") is None
+    assert verify.verify((TARGET,), "bfloat16").passed
+    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+    another = dataclasses.replace(foreign, config=dataclasses.replace(OTHER_CONFIG, stages=5))
+    table_io.update(user, dataclasses.replace(TABLE, entries={KEY: another}, rejected={}))
+    lookup.clear()
+    assert verdicts.known(GPU, "bfloat16") is None, "this one was not checked"
+    table_io.update(user, dataclasses.replace(TABLE, entries={KEY: ENTRY}, rejected={}))
+    lookup.clear()
+    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+
+
+@pytest.mark.parametrize(
+    ("variable", "state", "tuned"),
     [
         ("1", FakeGpu(), True),
         ("1", FakeGpu(capturing=True), False),
         ("1", FakeGpu(ranks=2), False),
         ("0", FakeGpu(), False),
     ],
-    ids=["asked for", "in a capture", "beside other ranks", "not asked for"],
+    ids=["enabled", "in a graph capture", "with other ranks", "disabled"],
 )
-def test_first_use_tunes_what_no_table_has(
+def test_first_use_tunes_problems_that_no_table_has(
     variable: str,
-    there: FakeGpu,
+    state: FakeGpu,
     tuned: bool,
     folder: Path,
-    gpu: FakeGpu,
+    fake_gpu: FakeGpu,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(lookup.AUTOTUNE_VARIABLE, variable)
-    monkeypatch.setattr(first_use, "Child", Inline)
-    monkeypatch.setattr(first_use, "_met", set())
-    monkeypatch.setattr(targets, "all_tunables", lambda *_: (STAND_IN,))
-    gpu.capturing, gpu.ranks = there.capturing, there.ranks
-    problem = STAND_IN.problem((20, 16, 300), "bfloat16")
+    monkeypatch.setattr(first_use, "SubprocessWorker", InlineWorker)
+    first_use.clear()
+    monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
+    fake_gpu.capturing, fake_gpu.ranks = state.capturing, state.ranks
+    problem = TARGET.problem((20, 16, 300), "bfloat16")
     expected = config(Kind.FAST) if tuned else Sm90().default(20)
     for tokens in (20, 23):  # the second is in the table
         problem = dataclasses.replace(problem, tokens=tokens)
         steps = dispatch._cute_primitives(torch.device("cuda", 7), problem)
         assert isinstance(steps, CutePrimitives)
         assert steps.project == expected
-        monkeypatch.setattr(first_use, "Child", None)
-        first_use._met.clear()
+        monkeypatch.setattr(first_use, "SubprocessWorker", None)
+        first_use.clear()
 
 
-def test_first_use_without_a_child_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_use, "_met", set())
+def test_first_use_without_a_subprocess_is_warned_about(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
+    first_use.clear()
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    problem = STAND_IN.problem((20, 16, 300), "bfloat16")
+    problem = TARGET.problem((20, 16, 300), "bfloat16")
     with pytest.warns(UserWarning, match="was not tuned: .*exit status 1"):
-        first_use.tune_on_first_use((STAND_IN,), DEVICE, problem)
-    assert lookup.tables(Sm90(), DEVICE, SIZE) == ()
+        first_use.tune_on_first_use(GPU, "cpu", problem)
+    assert lookup.tables(GPU) == ()
 
 
-def test_a_check_without_a_child_is_no_verdict(
+def test_a_check_without_a_subprocess_is_no_verdict(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    verdict = verify.verify((STAND_IN,), DEVICE)
+    verdict = verify.verify((TARGET,), "bfloat16")
     assert not verdict.passed
     assert "not checked" in verdict.reason
-    assert verdicts.known(Sm90(), DEVICE, SIZE) is None
+    assert verdicts.known(GPU, "bfloat16") is None
 
 
 BUILT = spec.TargetLogitSpec("sm_90a", "bfloat16")
 
 
-class Built(StandIn):
-    """One kernel to compile."""
+class BuiltTarget(FaultyTarget):
+    """Needs one kernel to be compiled."""
 
-    def kernels(self, problem: Problem, choice: Any) -> tuple[spec.KernelSpec, ...]:
+    def kernels(self, problem: Problem, candidate: Any) -> tuple[spec.KernelSpec, ...]:
         return (BUILT,)
 
 
-def test_kernels_that_no_folder_keeps_are_compiled_before_the_clock_starts(
+def test_kernels_that_cannot_be_stored_are_compiled_outside_the_time_limit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[str, float]] = []
 
-    class Asked(Child):
+    class Asked(SubprocessWorker):
         def ask(self, call: Any, seconds: float) -> Any:
             asked.append((call.func.__name__, seconds))
 
     monkeypatch.setattr(tuner, "build", lambda *_: {})
-    monkeypatch.setattr(verify, "Child", Asked)
-    assert verify.verify((Built(Sm90(), SIZE, "cpu"),), DEVICE).passed
+    monkeypatch.setattr(verify, "SubprocessWorker", Asked)
+    assert verify.verify((BuiltTarget(GPU, "cpu"),), "bfloat16").passed
     assert asked[:3] == [
         ("load", tuner.BUILD_SECONDS),
         ("prepare", verify.PREPARE_SECONDS),
-        ("check", verify.CHECK_SECONDS),
+        ("check_small", verify.CHECK_SECONDS),
     ]
 
 
 def test_a_failed_compilation_is_no_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "build", lambda *_: {BUILT: "its process ended by SIGKILL"})
-    verdict = verify.verify((Built(Sm90(), SIZE, "cpu"),), DEVICE)
+    verdict = verify.verify((BuiltTarget(GPU, "cpu"),), "bfloat16")
     assert verdict == verdicts.Verdict(False, "not checked: its process ended by SIGKILL")
-    assert verdicts.known(Sm90(), DEVICE, SIZE) is None
+    assert verdicts.known(GPU, "bfloat16") is None
 
 
-def test_a_process_that_the_system_ends_is_no_verdict(
+def test_a_process_killed_by_the_system_is_no_verdict(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Killed(Child):
+    class Killed(SubprocessWorker):
         def ask(self, call: Any, seconds: float) -> Any:
-            if call.func is worker.check:
+            if call.func is worker.check_small:
                 assert self._process is not None
                 self._process.kill()
             return super().ask(functools.partial(int), seconds)
 
-    monkeypatch.setattr(verify, "Child", Killed)
-    verdict = verify.verify((STAND_IN,), DEVICE)
+    monkeypatch.setattr(verify, "SubprocessWorker", Killed)
+    verdict = verify.verify((TARGET,), "bfloat16")
     assert "not checked: its process ended by SIGKILL" in verdict.reason
-    assert verdicts.known(Sm90(), DEVICE, SIZE) is None
+    assert verdicts.known(GPU, "bfloat16") is None
 
 
-def test_a_verdict_that_no_folder_keeps_holds_for_the_process(
-    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+def test_a_verdict_that_cannot_be_recorded_holds_for_the_process(
+    folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (folder / "verified").write_text("a file in the folder's place")
-    monkeypatch.setattr(targets, "all_tunables", lambda *_: (STAND_IN,))
+    (folder / "verified").write_text("a file instead of the folder")
+    monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
     device = torch.device("cuda", 7)
-    assert dispatch.device_unsupported_reason(device, torch.bfloat16) is None
-    monkeypatch.setattr(verify, "Child", None)
-    assert dispatch.device_unsupported_reason(device, torch.float16) is None
+    for _ in range(2):
+        for dtype in (torch.bfloat16, torch.float16):
+            assert dispatch.device_unsupported_reason(device, dtype) is None
+        monkeypatch.setattr(verify, "SubprocessWorker", None)

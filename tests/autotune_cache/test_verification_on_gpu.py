@@ -1,9 +1,8 @@
-"""The gate before the kernels' first launch, on a GPU: kernels that hang, are wrong, are right.
+"""Verification before the first launch, on a GPU, of hanging, wrong and right kernels.
 
-Libraries are the user's, so that nothing is compiled that was compiled before; verdicts are not.
+Compiled kernels are the user's, which saves compiling; verdicts are the test's.
 """
 
-import dataclasses
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,14 +14,14 @@ import torch
 import cutefce
 from cutefce.autotune_cache import lookup, verdicts
 from cutefce.autotune_cache.tuning import targets, verify
-from cutefce.autotune_cache.tuning.subprocess_worker import Child
-from cutefce.autotune_cache.tuning.targets.base import Tunable
+from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
+from cutefce.autotune_cache.tuning.targets.base import TuningTarget
 from cutefce.cute_kernels.arch import arch_for
-from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.ops.interface import no_grad_cache
 from cutefce.ops.primitives import dispatch
-from tests.support.faulty_candidates import Kernels, Kind
+from tests.support.faulty_candidates import KernelTarget, Kind
 from tests.support.reference import assert_as_accurate, ours, random_case
 
 HERE = arch_for(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
@@ -36,21 +35,18 @@ pytestmark = [
 
 @dataclass
 class Gate:
-    """A GPU model on which no kernel ran yet, and the processes that verify here."""
+    """A GPU model on which no kernel ran yet, and the subprocesses that verified."""
 
     kind: Kind = Kind.FAST
-    """What the kernels that are verified do."""
+    """Behaviour of the kernels under test."""
     processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
-    def tunables(self, arch: Arch, num_sms: int, device: str) -> tuple[Tunable, ...]:
-        one_dtype = dataclasses.replace(arch, dtypes=("bfloat16",))
-        return (Kernels(one_dtype, num_sms, device, self.kind),)
+    def targets(self, gpu: Gpu, device: str) -> tuple[TuningTarget, ...]:
+        return (KernelTarget(gpu, device, self.kind),)
 
     def verdict(self) -> verdicts.Verdict | None:
-        """Return what is recorded."""
-        assert HERE is not None
-        gpu = torch.cuda.get_device_properties(0)
-        return verdicts.known(HERE, gpu.name, gpu.multi_processor_count)
+        """Return the recorded verdict."""
+        return verdicts.known(dispatch.gpu_of(torch.device("cuda", 0)), "bfloat16")
 
 
 @pytest.fixture
@@ -59,25 +55,25 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
     libraries.mkdir(parents=True, exist_ok=True)
     (tmp_path / libraries.name).symlink_to(libraries, target_is_directory=True)
     monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", tmp_path / "nothing is shipped")
-    monkeypatch.setattr(targets, "all_tunables", gate.tunables)
+    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", tmp_path / "no tables")
+    monkeypatch.setattr(targets, "all_targets", gate.targets)
 
-    class Noted(Child):
+    class Recorded(SubprocessWorker):
         def _start(self) -> None:
             super()._start()
             assert self._process is not None
             gate.processes.append(self._process)
 
-    monkeypatch.setattr(verify, "Child", Noted)
+    monkeypatch.setattr(verify, "SubprocessWorker", Recorded)
     return gate
 
 
 @pytest.fixture(autouse=True)
 def new_process() -> Iterator[Callable[[], None]]:
-    """Forget what this process knows of its GPU, before and after."""
+    """Clear the caches of this process, before and after."""
 
-    def forget() -> None:
-        lookup.forget()
+    def clear() -> None:
+        lookup.clear()
         for cache in (
             dispatch._device_unsupported_reason,
             dispatch._unverified,
@@ -87,21 +83,21 @@ def new_process() -> Iterator[Callable[[], None]]:
         dispatch._cute_primitives.cache_clear()
         no_grad_cache.clear()
 
-    forget()
-    yield forget
-    forget()
+    clear()
+    yield clear
+    clear()
 
 
 FAULTS = {
     Kind.HANGS: f"no answer within {LIMIT_SECONDS} s",
     Kind.CRASHES: "cuda error",
-    Kind.WRONG_SUMS: "others' share is off by",
+    Kind.WRONG_SUMS: "sum of the other exponentials is off by",
     Kind.WRONG_GRADIENTS: "dw is off by",
 }
 
 
 @pytest.mark.parametrize(("kind", "said"), FAULTS.items(), ids=[kind.name for kind in FAULTS])
-def test_a_fault_ends_with_the_child(
+def test_a_fault_ends_with_the_subprocess(
     kind: Kind, said: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate.kind = kind

@@ -1,67 +1,71 @@
-"""What the tuner's child processes do, without a GPU: what is compared, and how races are run."""
+"""Calls of the tuner's subprocess, without a GPU: comparisons and benchmarks."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 
 import pytest
 
-from cutefce.autotune_cache.tuning import targets, worker
-from cutefce.autotune_cache.tuning.targets.window import Window
+from cutefce.autotune_cache.tuning import targets, timing, worker
+from cutefce.autotune_cache.tuning.targets.window import WindowTarget
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.ops.primitives import cute
-from tests.support.fake_tuner import SIZE, SIZES, STAND_IN
+from tests.support.fake_tuner import GPU, SIZES, TARGET
 from tests.support.faulty_candidates import Kind, config
 from tests.support.kernel_models import model_of
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(Kind.WRONG_SUMS, "others' share is off by 0.0001"), (Kind.WRONG_GRADIENTS, "dW is off by")],
+    [
+        (Kind.WRONG_SUMS, "sum of the other exponentials is off by 0.0001"),
+        (Kind.WRONG_GRADIENTS, "dW is off by"),
+    ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_slightly_wrong_results_are_found(kind: Kind, said: str, dtype: str) -> None:
-    worker.check(STAND_IN, dtype, config(Kind.FAST))
+    worker.check_small(TARGET, dtype, config(Kind.FAST))
     with pytest.raises(worker.MismatchError, match=said):
-        worker.check(STAND_IN, dtype, config(kind))
+        worker.check_small(TARGET, dtype, config(kind))
 
 
-def test_rounds_of_a_race_have_orders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_have_random_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
 
-    def sample(call: object, in_a_row: int) -> Callable[[], float]:
+    def sample(call: object, repeats: int) -> Callable[[], float]:
         calls.append(call)
         return lambda: 2.0 if call is calls[0] else 3.0
 
-    monkeypatch.setattr(worker, "_cpu_sample", sample)
-    problem = STAND_IN.problem(SIZES, "bfloat16")
-    timings = worker.race(STAND_IN, problem, (config(Kind.FAST), "product"), 0.0, 1)
+    monkeypatch.setattr(timing, "_cpu_sample", sample)
+    problem = TARGET.problem(SIZES, "bfloat16")
+    timings = worker.benchmark_interleaved(
+        TARGET, problem, (config(Kind.FAST), worker.CUBLAS), 0.0, 1
+    )
     assert timings == (worker.Timing(2.0, 2 / 3), worker.Timing(3.0, 1.0))
     first, second, *_ = calls
     rounds = [tuple(calls[i : i + 2]) for i in range(2, len(calls), 2)]
-    assert len(rounds) == worker.LEAST_ROUNDS
+    assert len(rounds) == worker.MIN_ROUNDS
     assert set(rounds) == {(first, second), (second, first)}
 
 
 @pytest.mark.parametrize(
-    ("milliseconds", "calls"), [(5, 3), (25, 3), (38, 2), (200, 1)], ids=lambda x: str(x)
+    ("ms", "calls"), [(5, 3), (25, 3), (38, 2), (200, 1)], ids=lambda x: str(x)
 )
-def test_calls_in_a_row_of_a_race(
-    milliseconds: int, calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many as a step has, unless fewer last as long as a GPU's clock needs."""
+def test_calls_per_sample(ms: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a step has, unless fewer last long enough for a GPU's clock."""
     now, taken = [0.0], []
 
-    def sample(call: object, in_a_row: int) -> Callable[[], float]:
-        now[0] += in_a_row * milliseconds / 1e3
-        taken.append(in_a_row)
-        return lambda: float(milliseconds)
+    def sample(call: object, repeats: int) -> Callable[[], float]:
+        now[0] += repeats * ms / 1e3
+        taken.append(repeats)
+        return lambda: float(ms)
 
-    monkeypatch.setattr(worker, "_cpu_sample", sample)
+    monkeypatch.setattr(timing, "_cpu_sample", sample)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    problem = STAND_IN.problem(SIZES, "bfloat16")
-    worker.race(STAND_IN, problem, (config(Kind.FAST), "product"), 0.5, 3)
+    problem = TARGET.problem(SIZES, "bfloat16")
+    worker.benchmark_interleaved(TARGET, problem, (config(Kind.FAST), worker.CUBLAS), 0.5, 3)
     assert set(taken[:-2]) <= {1, calls} and taken[-2:] == [calls, calls]
 
 
@@ -75,11 +79,11 @@ def test_all_kernels_are_checked(arch: Arch, dtype: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(cute, "compiled", note)
     known: list[spec.KernelSpec] = []
-    for tunable in targets.all_tunables(arch, SIZE, "cpu"):
-        for choice in tunable.defaults():
-            known += tunable.kernels(tunable.typical(dtype), choice)
-            for name in worker.SMALL:
-                tunable.results(worker._small(tunable, name, dtype)[0], choice)
+    for target in targets.all_targets(dataclasses.replace(GPU, arch=arch), "cpu"):
+        for candidate in target.defaults():
+            known += target.kernels(target.reference_problem(dtype), candidate)
+            for name in worker.SMALL_PROBLEMS:
+                target.outputs(worker._small_case(target, name, dtype)[0], candidate)
     assert set(known) <= launched
 
 
@@ -95,14 +99,17 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
         return lambda *arguments: launched.add(kernel)
 
     monkeypatch.setattr(cute, "compiled", note)
-    for tunable in targets.all_tunables(arch, SIZE, "cpu"):
-        problem = tunable.problem((130, 64, 1500), dtype)
-        case, _ = worker._full(tunable, problem)
-        choice = tunable.default(problem)
-        for some in (case, *(worker._small(tunable, x, dtype)[0] for x in worker.SMALL)):
-            tunable.results(some, choice)
-        tunable.call(case, choice)()
-        assert launched and launched <= set(tunable.kernels(problem, choice))
+    for target in targets.all_targets(dataclasses.replace(GPU, arch=arch), "cpu"):
+        problem = target.problem((130, 64, 1500), dtype)
+        case, _ = worker._full_case(target, problem)
+        candidate = target.default(problem)
+        for some in (
+            case,
+            *(worker._small_case(target, x, dtype)[0] for x in worker.SMALL_PROBLEMS),
+        ):
+            target.outputs(some, candidate)
+        target.call(case, candidate)()
+        assert launched and launched <= set(target.kernels(problem, candidate))
         launched.clear()
 
 
@@ -111,11 +118,11 @@ def test_steps_with_windows_of_any_width_are_right(
     arch: Arch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cute, "compiled", model_of)
-    tunable, widths = Window(arch, SIZE, "cpu"), set()
-    for name in worker.SMALL:
-        case, expected = worker._small(tunable, name, "bfloat16")
-        assert tunable.default(case.problem) in tunable.candidates(case.problem)
-        for width in tunable.candidates(case.problem):
-            worker._compare(tunable.results(case, width), expected, 1, name)
+    target, widths = WindowTarget(dataclasses.replace(GPU, arch=arch), "cpu"), set()
+    for name in worker.SMALL_PROBLEMS:
+        case, expected = worker._small_case(target, name, "bfloat16")
+        assert target.default(case.problem) in target.candidates(case.problem)
+        for width in target.candidates(case.problem):
+            worker._compare(target.outputs(case, width), expected, 1, name)
             widths.add(width)
     assert len(widths) > 2

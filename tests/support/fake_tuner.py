@@ -1,21 +1,22 @@
-"""A GPU that is not there, what is tuned on it, and races whose outcome is known."""
+"""A GPU model without hardware, a tuning target for it, and benchmarks with a known outcome."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cutefce.autotune_cache.table import Table
-from cutefce.autotune_cache.tuning import worker
+from cutefce.autotune_cache.tuning import tuner, worker
 from cutefce.autotune_cache.tuning.candidates import Job
-from cutefce.autotune_cache.tuning.subprocess_worker import Child, ChildError
+from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.autotune_cache.tuning.tuner import Tuner
 from cutefce.autotune_cache.tuning.worker import Timing
 from cutefce.cute_kernels.arch.sm90 import Sm90
-from tests.support.faulty_candidates import Kind, StandIn, config
+from cutefce.cute_kernels.gpu import Gpu
+from tests.support.faulty_candidates import FaultyTarget, Kind, config
 
-DEVICE, SIZE = "NVIDIA Test 9000", 132
-HEAD = Table(DEVICE, SIZE, "sm_90a", {"kernels": "0123"})
-STAND_IN = StandIn(Sm90(), SIZE, "cpu")
+GPU = Gpu(Sm90(), "NVIDIA Test 9000", 132)
+HEADER = Table(GPU, tuner.current_build())
+TARGET = FaultyTarget(GPU, "cpu")
 SIZES = (24, 16, 300)
 
 
@@ -24,33 +25,33 @@ def nothing() -> None:
 
 
 def job(kinds: tuple[Kind, ...], sizes: tuple[int, int, int] = SIZES) -> Job:
-    choices = tuple(config(kind) for kind in kinds)
-    return Job(STAND_IN, STAND_IN.problem(sizes, "bfloat16"), choices, 0)
+    candidates = tuple(config(kind) for kind in kinds)
+    return Job(TARGET, TARGET.problem(sizes, "bfloat16"), candidates, 0)
 
 
-class Inline(Child):
-    """Answers in the place of a child, as if the stand-ins had been raced."""
+class InlineWorker(SubprocessWorker):
+    """Answers at once, as a subprocess would after verifying and timing the candidates."""
 
     def ask(self, call: Any, seconds: float) -> Any:
-        if call.func is worker.prepare_full:
+        if call.func is worker.prepare_problem:
             return None
-        if call.func is worker.qualify:
-            contestants = call.args[2:]
+        if call.func is worker.verify:
+            entrants = call.args[2:]
         else:
-            assert call.func is worker.race
-            contestants = call.args[2]
-        kinds = [Kind.FAST if c == "product" else Kind(c.raster_group) for c in contestants]
+            assert call.func is worker.benchmark_interleaved
+            entrants = call.args[2]
+        kinds = [Kind.FAST if e == worker.CUBLAS else Kind(e.raster_group) for e in entrants]
         for kind in kinds:
             if kind not in (Kind.SLOW, Kind.FAST):
-                raise ChildError("out of memory" if kind is Kind.LEAKS else "wrong")
-        if call.func is worker.qualify:
+                raise WorkerError("out of memory" if kind is Kind.LEAKS else "wrong")
+        if call.func is worker.verify:
             return True
         times = [1.0 if kind is Kind.FAST else 2.0 for kind in kinds]
         return tuple(Timing(time, time / times[-1]) for time in times)
 
 
 def tune_inline(path: Path, vocabularies: range, note: Callable[[Job], object]) -> None:
-    work = Tuner(path, HEAD, Inline(), {})
+    work = Tuner(path, HEADER, InlineWorker(), {})
     for vocab in vocabularies:
         todo = job(tuple(Kind), (24, 16, vocab))
         assert work.tune(todo, nothing).entry is not None

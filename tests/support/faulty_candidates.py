@@ -1,4 +1,4 @@
-"""Candidates that are right, slow or faulty: the portable primitives on a CPU, kernels on a GPU."""
+"""Right, slow and faulty candidates: portable primitives on a CPU, kernels on a GPU."""
 
 import ctypes
 import resource
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.table import Choice
-from cutefce.autotune_cache.tuning.targets.project_exp import ProjectExp
+from cutefce.autotune_cache.table import Candidate
+from cutefce.autotune_cache.tuning.targets.project_exp import ProjectExpTarget
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
-from cutefce.ops.primitives.interface import Primitives, forward_unfused
-from cutefce.ops.primitives.portable import TorchPrimitives
+from cutefce.ops.primitives.dispatch import portable_primitives
+from cutefce.ops.primitives.interface import AnyPrimitives, Primitives, forward_unfused
 
 
 class Kind(IntEnum):
-    """How a candidate behaves; the raster group of its configuration says it."""
+    """How a candidate behaves, encoded in its raster group."""
 
     SLOW = 1
     FAST = 2
@@ -35,16 +35,16 @@ class Kind(IntEnum):
 
 
 def config(kind: Kind) -> GemmConfig:
-    """Return a configuration that stands for `kind`."""
+    """Return the configuration that encodes `kind`."""
     return GemmConfig(128, 128, cluster=1, stages=6, pingpong=True, raster_group=kind)
 
 
-class Faulty:
-    """Primitives with a fault; on a GPU it is the GPU that hangs or crashes."""
+class FaultyProjection:
+    """A projection with a fault; on a GPU, the GPU hangs or crashes."""
 
     held: list[Tensor] = []  # noqa: RUF012 - leaks for good
 
-    def __init__(self, own: Primitives, kind: Kind) -> None:
+    def __init__(self, own: Any, kind: Kind) -> None:
         self.own, self.kind = own, kind
 
     def __getattr__(self, name: str) -> Any:
@@ -70,7 +70,8 @@ class Faulty:
             self.held.append(torch.empty(300 << 20, dtype=torch.uint8))
         return self.own.project_exp(h, w, window, reference, target, exps)
 
-    forward = forward_unfused
+    def forward(self, *arguments: Any) -> Any:
+        return forward_unfused(cast(Any, self), *arguments)
 
     def reduce_partials(self, *arguments: Any) -> Any:
         stats, loss = self.own.reduce_partials(*arguments)
@@ -78,14 +79,30 @@ class Faulty:
             stats.sum_exp_others.mul_(1.0001)
         return stats, loss
 
+
+class FaultyGradients:
+    """Gradients of which one kind is wrong."""
+
+    def __init__(self, own: Any, kind: Kind) -> None:
+        self.own, self.kind = own, kind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
     def finish_dw(self, out: Tensor, *arguments: Any) -> None:
         self.own.finish_dw(out, *arguments)
         if self.kind is Kind.WRONG_GRADIENTS:
             out[len(out) // 2].mul_(1.03)
 
 
+def faulty(own: AnyPrimitives, kind: Kind) -> AnyPrimitives:
+    projection: Any = FaultyProjection(own.projection, kind)
+    gradients: Any = FaultyGradients(own.gradients, kind)
+    return Primitives(own.config, projection, gradients)
+
+
 def _hang(on_gpu: bool) -> None:
-    """Take forever: a GPU, in which a kernel without end would outlive a test's fault, minutes."""
+    """Hang: forever on a CPU; for minutes on a GPU, where an endless kernel outlives the test."""
     if on_gpu:
         torch.cuda._sleep(1 << 40)
     else:
@@ -93,7 +110,7 @@ def _hang(on_gpu: bool) -> None:
 
 
 def _out_of_bounds(x: Tensor) -> Tensor:
-    """Return a matrix like x (N, C) of 16 bits that lies where there is no memory."""
+    """Return a matrix like x (N, C) of 16 bits at unmapped addresses."""
     if not x.is_cuda:
         ctypes.string_at(0)
     far, description = 1 << 44, {"data": (x.data_ptr(), False), "typestr": "<i2", "version": 2}
@@ -103,7 +120,7 @@ def _out_of_bounds(x: Tensor) -> Tensor:
 
 
 def _limit_memory(more: int) -> None:
-    """Let this process take no more than `more` bytes beyond what it has, from the first call."""
+    """Limit this process to `more` bytes beyond its size at the first call."""
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
@@ -111,42 +128,42 @@ def _limit_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-class StandIn(ProjectExp):
+class FaultyTarget(ProjectExpTarget):
     """`project_exp` with one candidate of each kind; the slow one is the default."""
 
-    def default(self, problem: Problem) -> Choice:
+    def default(self, problem: Problem) -> Candidate:
         return config(Kind.SLOW)
 
-    def defaults(self) -> Sequence[Choice]:
+    def defaults(self) -> Sequence[Candidate]:
         return (config(Kind.SLOW),)
 
-    def candidates(self, problem: Problem) -> Sequence[Choice]:
+    def candidates(self, problem: Problem) -> Sequence[Candidate]:
         return [config(kind) for kind in Kind]
 
-    def kernels(self, problem: Problem, choice: Choice) -> Sequence[KernelSpec]:
+    def kernels(self, problem: Problem, candidate: Candidate) -> Sequence[KernelSpec]:
         return ()
 
-    def primitives(self, problem: Problem, choice: Choice) -> Primitives:
-        assert isinstance(choice, GemmConfig)
-        own = TorchPrimitives(defaults.widest_window(problem))
-        return cast(Primitives, Faulty(own, Kind(choice.raster_group)))
+    def primitives(self, problem: Problem, candidate: Candidate) -> AnyPrimitives:
+        assert isinstance(candidate, GemmConfig)
+        portable = portable_primitives(defaults.widest_window(problem))
+        return faulty(portable, Kind(candidate.raster_group))
 
 
-class Hanging(StandIn):
-    """The same with a default that hangs."""
+class HangingTarget(FaultyTarget):
+    """The same with a hanging default."""
 
-    def defaults(self) -> Sequence[Choice]:
+    def defaults(self) -> Sequence[Candidate]:
         return (config(Kind.HANGS),)
 
 
 @dataclass(frozen=True)
-class Kernels(ProjectExp):
-    """The kernels with one configuration, and a fault or none."""
+class KernelTarget(ProjectExpTarget):
+    """The kernels with one configuration and an optional fault."""
 
     kind: Kind = Kind.FAST
 
-    def defaults(self) -> Sequence[Choice]:
+    def defaults(self) -> Sequence[Candidate]:
         return self.arch.prebuilt_configs()[:1]
 
-    def primitives(self, problem: Problem, choice: Choice) -> Primitives:
-        return cast(Primitives, Faulty(super().primitives(problem, choice), self.kind))
+    def primitives(self, problem: Problem, candidate: Candidate) -> AnyPrimitives:
+        return faulty(super().primitives(problem, candidate), self.kind)

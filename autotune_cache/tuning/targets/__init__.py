@@ -1,16 +1,14 @@
-"""TODO."""
+"""What can be tuned: `project_exp`, the gradient GEMMs and the width of windows."""
 
-from cutefce.autotune_cache.tuning.targets.base import (
-    Tunable,
-)
-from cutefce.autotune_cache.tuning.targets.gradients import GradHidden, GradWeight
-from cutefce.autotune_cache.tuning.targets.project_exp import ProjectExp
-from cutefce.autotune_cache.tuning.targets.window import Window
-from cutefce.cute_kernels.arch.base import Arch
+from cutefce.autotune_cache.tuning.targets.base import TuningTarget
+from cutefce.autotune_cache.tuning.targets.gradients import GradHiddenTarget, GradWeightTarget
+from cutefce.autotune_cache.tuning.targets.project_exp import ProjectExpTarget
+from cutefce.autotune_cache.tuning.targets.window import WindowTarget
+from cutefce.cute_kernels.gpu import Gpu
 
 
-def all_tunables(arch: Arch, num_sms: int, device: str) -> tuple[Tunable, ...]:
-    """Return what can be tuned on a GPU of `arch`, which torch names `device`."""
-    gradients = (GradHidden, GradWeight) if arch.forms_weight_gradient else ()
-    kinds: tuple[type[Tunable], ...] = (ProjectExp, *gradients, Window)
-    return tuple(kind(arch, num_sms, device) for kind in kinds)
+def all_targets(gpu: Gpu, device: str) -> tuple[TuningTarget, ...]:
+    """Return everything that can be tuned on `gpu`, which torch addresses as `device`."""
+    gradients = (GradHiddenTarget, GradWeightTarget) if gpu.arch.forms_weight_gradient else ()
+    kinds: tuple[type[TuningTarget], ...] = (ProjectExpTarget, *gradients, WindowTarget)
+    return tuple(kind(gpu, device) for kind in kinds)

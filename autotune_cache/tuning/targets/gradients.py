@@ -1,4 +1,4 @@
-"""What can be tuned."""
+"""Tuning targets for the GEMMs of dX and dW."""
 
 import abc
 import dataclasses
@@ -7,118 +7,121 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cutefce.autotune_cache.table import Choice
+from cutefce.autotune_cache.table import Candidate
 from cutefce.autotune_cache.tuning import outputs
-from cutefce.autotune_cache.tuning.cost_model import product_cycles
-from cutefce.autotune_cache.tuning.targets.base import (
-    Case,
-    OnKernels,
-    Result,
-)
+from cutefce.autotune_cache.tuning.cost_model import gemm_cycles
+from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase, TuningTarget
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.primitives.interface import Primitives
+from cutefce.ops.primitives.interface import AnyPrimitives
 
-SUM_ROUNDINGS = 16
-"""What a sum over 2**18 products may be off, in units of the error of short ones."""
-EXPS_BYTES = 16 << 30
-"""What the exponentials of a gradient's product may take: of more, the first rows of the result
-serve.  What is fastest depends on the length of the sums and on how many there are."""
+LONG_SUM_ROUNDINGS = 16
+"""Error of a float32 sum of 2**18 terms, in units of the error of short sums."""
+MAX_EXPS_BYTES = 16 << 30
+"""Size of the exponentials above which only the first rows of the result are computed.  The fastest
+candidate depends on the length of the sums and on their number."""
 
 
-class OfGradient(OnKernels):
-    """A gradient's product: timed is that of all exponentials, or of the first result's rows."""
+class GradGemmTarget(TuningTarget):
+    """Times the GEMM of a gradient on all exponentials, or the first rows of its result."""
 
-    def defaults(self) -> Sequence[Choice]:
+    def defaults(self) -> Sequence[Candidate]:
         return self.arch.grad_gemm_configs()
 
-    def found(self, case: Case, primitives: Primitives) -> dict[str, Result]:
+    def compute(self, case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
         if case.upstream is not None:
-            return outputs.of_steps(case, primitives)
-        result, call = self.product_of(case, primitives)
+            return outputs.step_outputs(case, primitives)
+        result, call = self.gemm(case, primitives)
         call()
-        # results are rounded once; float32 sums lose bits in the tensor cores, all along
-        roundings = 1 if result.dtype.itemsize == 2 else SUM_ROUNDINGS
-        return {self.name: Result(result, roundings, of_row=True)}
+        # a 16-bit result is rounded once; float32 sums lose bits in the tensor cores at every step
+        roundings = 1 if result.dtype.itemsize == 2 else LONG_SUM_ROUNDINGS
+        return {self.name: CheckedOutput(result, roundings, relative_to_row=True)}
 
-    def call(self, case: Case, choice: Choice) -> Callable[[], object]:
-        return self.product_of(case, self.primitives(case.problem, choice))[1]
-
-    @abc.abstractmethod
-    def exponentials(self, case: Case) -> Tensor:
-        """Return random numbers in the place of those (N, V) that the result's first rows take."""
+    def call(self, case: TuningCase, candidate: Candidate) -> Callable[[], object]:
+        return self.gemm(case, self.primitives(case.problem, candidate))[1]
 
     @abc.abstractmethod
-    def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
-        """Return where the result will be, and the call that computes it."""
+    def exps(self, case: TuningCase) -> Tensor:
+        """Return random exponentials: the part of (N, V) for the rows of the result in use."""
+
+    @abc.abstractmethod
+    def gemm(
+        self, case: TuningCase, primitives: AnyPrimitives
+    ) -> tuple[Tensor, Callable[[], object]]:
+        """Return the result's buffer and the call that fills it."""
 
 
-class GradHidden(OfGradient):
-    """dX's sums; tried on many columns, and checked on few too."""
+class GradHiddenTarget(GradGemmTarget):
+    """float32 sums of dX; timed on many columns, verified on few as well."""
 
     name = "grad_hidden"
 
-    def configs(self, problem: Problem, choice: Choice) -> KernelConfigs:
-        assert choice is None or isinstance(choice, GemmConfig)
-        return dataclasses.replace(super().configs(problem, choice), grad_hidden_short=choice)
+    def configs(self, problem: Problem, candidate: Candidate) -> KernelConfigs:
+        assert candidate is None or isinstance(candidate, GemmConfig)
+        configs = super().configs(problem, candidate)
+        return dataclasses.replace(configs, grad_hidden_short=candidate)
 
-    def candidates(self, problem: Problem) -> Sequence[Choice]:
-        return (None, *self.choices(problem.tokens))
+    def candidates(self, problem: Problem) -> Sequence[Candidate]:
+        return (None, *self.distinct_configs(problem.tokens))
 
-    def cost(self, problem: Problem, choice: Choice) -> float:
-        if choice is None:
+    def cost(self, problem: Problem, candidate: Candidate) -> float:
+        if candidate is None:
             return 0.0
-        assert isinstance(choice, GemmConfig)
+        assert isinstance(candidate, GemmConfig)
         sizes = problem.tokens, problem.hidden, problem.vocab
-        return product_cycles(*sizes, choice, self.num_sms)
+        return gemm_cycles(*sizes, candidate, self.gpu.num_sms)
 
-    def exponentials(self, case: Case) -> Tensor:
+    def exps(self, case: TuningCase) -> Tensor:
         tokens, vocab = case.problem.tokens, case.problem.vocab
-        rows = _affordable(tokens, vocab, case.problem.item_bytes)
-        return case.random(rows, vocab)
+        return case.random(_affordable_rows(tokens, vocab, case.problem.item_bytes), vocab)
 
-    def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
-        exps = self.exponentials(case)
+    def gemm(
+        self, case: TuningCase, primitives: AnyPrimitives
+    ) -> tuple[Tensor, Callable[[], object]]:
+        exps = self.exps(case)
         sums = torch.empty_like(case.h[: len(exps)], dtype=torch.float32)
-        return sums, lambda: primitives.add_grad_hidden(sums, exps, case.w, fresh=True)
+        add = primitives.gradients.add_grad_hidden
+        return sums, lambda: add(sums, exps, case.w, accumulate=False)
 
-    def product(self, case: Case) -> Callable[[], object]:
-        exps = self.exponentials(case)
+    def cublas(self, case: TuningCase) -> Callable[[], object]:
+        exps = self.exps(case)
         out = torch.empty_like(case.h[: len(exps)])
         return lambda: torch.mm(exps, case.w, out=out)
 
 
-class GradWeight(OfGradient):
-    """dW, final."""
+class GradWeightTarget(GradGemmTarget):
+    """The final dW, in the dtype of the weight."""
 
     name = "grad_weight"
 
-    def candidates(self, problem: Problem) -> Sequence[Choice]:
-        return self.choices(problem.vocab)
+    def candidates(self, problem: Problem) -> Sequence[Candidate]:
+        return self.distinct_configs(problem.vocab)
 
-    def cost(self, problem: Problem, choice: Choice) -> float:
-        assert isinstance(choice, GemmConfig)
+    def cost(self, problem: Problem, candidate: Candidate) -> float:
+        assert isinstance(candidate, GemmConfig)
         sizes = problem.vocab, problem.hidden, problem.tokens
-        return product_cycles(*sizes, choice, self.num_sms)
+        return gemm_cycles(*sizes, candidate, self.gpu.num_sms)
 
-    def exponentials(self, case: Case) -> Tensor:
+    def exps(self, case: TuningCase) -> Tensor:
         tokens, vocab = case.problem.tokens, case.problem.vocab
-        columns = _affordable(vocab, tokens, case.problem.item_bytes)
-        return case.random(tokens, columns)
+        return case.random(tokens, _affordable_rows(vocab, tokens, case.problem.item_bytes))
 
-    def product_of(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
-        exps, targets = self.exponentials(case), outputs.targets_of(case)
-        part = primitives.target_grad(case.h, torch.ones_like(case.y, dtype=torch.float32), targets)
+    def gemm(
+        self, case: TuningCase, primitives: AnyPrimitives
+    ) -> tuple[Tensor, Callable[[], object]]:
+        exps, targets = self.exps(case), outputs.make_targets(case)
+        ones = torch.ones_like(case.y, dtype=torch.float32)
+        gradients = primitives.gradients
+        target_grad = gradients.target_grad(case.h, ones, targets)
         out = case.w.new_empty(exps.shape[1], case.problem.hidden)
-        unit = torch.ones_like(case.y[0], dtype=torch.float32)
-        return out, lambda: primitives.finish_dw(out, exps, case.h, part, 0, unit)
+        return out, lambda: gradients.finish_dw(out, exps, case.h, target_grad, 0, ones[0])
 
-    def product(self, case: Case) -> Callable[[], object]:
-        exps = self.exponentials(case)
+    def cublas(self, case: TuningCase) -> Callable[[], object]:
+        exps = self.exps(case)
         out = case.w.new_empty(exps.shape[1], case.problem.hidden)
         return lambda: torch.mm(exps.t(), case.h, out=out)
 
 
-def _affordable(rows: int, numbers: int, item_bytes: int) -> int:
-    """Return how many of a result's rows are computed, which are sums of so many products."""
-    return min(rows, max(8, EXPS_BYTES // (numbers * item_bytes) // 8 * 8))
+def _affordable_rows(rows: int, inner: int, item_bytes: int) -> int:
+    """Return the rows of a result whose exponentials, `inner` a row, fit MAX_EXPS_BYTES."""
+    return min(rows, max(8, MAX_EXPS_BYTES // (inner * item_bytes) // 8 * 8))

@@ -1,49 +1,54 @@
-"""TODO."""
+"""Tuning target for `project_exp`."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 
-from cutefce.autotune_cache.table import Choice
+from cutefce.autotune_cache.table import Candidate
 from cutefce.autotune_cache.tuning import outputs
 from cutefce.autotune_cache.tuning.cost_model import project_exp_cycles
-from cutefce.autotune_cache.tuning.targets.base import PRODUCT_BYTES, Case, OnKernels, Result
+from cutefce.autotune_cache.tuning.targets.base import (
+    MAX_LOGITS_BYTES,
+    CheckedOutput,
+    TuningCase,
+    TuningTarget,
+)
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.primitives.interface import Primitives
+from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.strategies import windows
 
 
-class ProjectExp(OnKernels):
-    """`project_exp`: timed is the forward of a step with the default workspace."""
+class ProjectExpTarget(TuningTarget):
+    """Times the forward of a step with the default workspace."""
 
     name = "project_exp"
 
-    def defaults(self) -> Sequence[Choice]:
+    def defaults(self) -> Sequence[Candidate]:
         return self.arch.prebuilt_configs()
 
-    def candidates(self, problem: Problem) -> Sequence[Choice]:
-        return self.choices(problem.tokens)
+    def candidates(self, problem: Problem) -> Sequence[Candidate]:
+        return self.distinct_configs(problem.tokens)
 
-    def cost(self, problem: Problem, choice: Choice) -> float:
-        assert isinstance(choice, GemmConfig)
-        return project_exp_cycles(problem, choice, self.num_sms)
+    def cost(self, problem: Problem, candidate: Candidate) -> float:
+        assert isinstance(candidate, GemmConfig)
+        return project_exp_cycles(problem, candidate, self.gpu.num_sms)
 
-    def found(self, case: Case, primitives: Primitives) -> dict[str, Result]:
-        return outputs.of_steps(case, primitives)
+    def compute(self, case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
+        return outputs.step_outputs(case, primitives)
 
-    def call(self, case: Case, choice: Choice) -> Callable[[], object]:
-        primitives = self.primitives(case.problem, choice)
-        h, w = primitives.prepare(case.h, case.w)
-        logit = primitives.target_logit(h, w, outputs.targets_of(case))
-        kept = outputs.plan_of(case).kept
+    def call(self, case: TuningCase, candidate: Candidate) -> Callable[[], object]:
+        projection = self.primitives(case.problem, candidate).projection
+        h, w = projection.prepare(case.h, case.w)
+        logit = projection.target_logit(h, w, outputs.make_targets(case))
+        kept = outputs.default_plan(case).kept
         exps = h.new_empty(h.shape[0], kept) if kept else None
         columns = 0, case.problem.vocab
-        return lambda: primitives.project_exp(h, w, columns, logit, case.y, exps)
+        return lambda: projection.project_exp(h, w, columns, logit, case.y, exps)
 
-    def product(self, case: Case) -> Callable[[], object]:
+    def cublas(self, case: TuningCase) -> Callable[[], object]:
         tokens, vocab = case.problem.tokens, case.problem.vocab
-        width = min(vocab, PRODUCT_BYTES // (tokens * case.problem.item_bytes))
+        width = min(vocab, MAX_LOGITS_BYTES // (tokens * case.problem.item_bytes))
         logits = case.h.new_empty(tokens, width)
 
         def multiply() -> None:

@@ -1,7 +1,7 @@
-"""The width of windows, which can be tuned as kernels can.
+"""Tuning target for the width of windows.
 
-Narrow windows lend more of dW's place, and wide ones have longer products.  The planner's model of
-that is rough; a step with the smallest workspace, which walks the most windows, tells.
+Narrow windows alias more of dW's buffer, wide ones have longer GEMMs.  The planner models that
+roughly; a step with the smallest workspace, which has the most windows, measures it.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,60 +9,66 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.table import WINDOW, Choice
+from cutefce.autotune_cache.table import WINDOW, Candidate
 from cutefce.autotune_cache.tuning import outputs
-from cutefce.autotune_cache.tuning.targets.base import PRODUCT_BYTES, Case, OnKernels, Result
+from cutefce.autotune_cache.tuning.targets.base import (
+    MAX_LOGITS_BYTES,
+    CheckedOutput,
+    TuningCase,
+    TuningTarget,
+)
 from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec, kernel_set
-from cutefce.ops.primitives.cute import CutePrimitives
-from cutefce.ops.primitives.interface import Primitives
+from cutefce.ops.primitives.dispatch import kernel_primitives
+from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.strategies import windows
 
 
-class Window(OnKernels):
-    """Columns of a window, of widths with which no step takes more memory than with the widest."""
+class WindowTarget(TuningTarget):
+    """Times a step with the smallest workspace; widths that need more memory are no candidates."""
 
     name = WINDOW
 
-    def defaults(self) -> Sequence[Choice]:
-        return ()  # verified are kernels
+    def defaults(self) -> Sequence[Candidate]:
+        return ()  # a width adds no kernels to verify
 
-    def default(self, problem: Problem) -> Choice:
+    def default(self, problem: Problem) -> Candidate:
         return outputs.smallest_plan(problem, defaults.window_configs(problem)).window
 
-    def candidates(self, problem: Problem) -> Sequence[Choice]:
+    def candidates(self, problem: Problem) -> Sequence[Candidate]:
         configs = defaults.window_configs(problem)
         plans = [outputs.smallest_plan(problem, (config,)) for config in configs]
-        most = plans[0].workspace_bytes
-        return [plan.window for plan in plans if plan.workspace_bytes <= most]
+        limit = plans[0].workspace_bytes
+        return [plan.window for plan in plans if plan.workspace_bytes <= limit]
 
-    def cost(self, problem: Problem, choice: Choice) -> float:
-        return outputs.smallest_plan(problem, (_of_width(problem, choice),)).seconds
+    def cost(self, problem: Problem, candidate: Candidate) -> float:
+        return outputs.smallest_plan(problem, (_tiles(problem, candidate),)).seconds
 
-    def configs(self, problem: Problem, choice: Choice) -> KernelConfigs:
-        return self.default_configs(self.typical(problem.dtype))
+    def configs(self, problem: Problem, candidate: Candidate) -> KernelConfigs:
+        return self.default_configs(self.reference_problem(problem.dtype))
 
-    def kernels(self, problem: Problem, choice: Choice) -> Sequence[KernelSpec]:
-        own = kernel_set(self.arch, problem.dtype, self.default_configs(problem))
-        return *super().kernels(problem, choice), *own.all()
+    def kernels(self, problem: Problem, candidate: Candidate) -> Sequence[KernelSpec]:
+        timed = kernel_set(self.arch, problem.dtype, self.default_configs(problem))
+        return *super().kernels(problem, candidate), *timed.all()
 
-    def tiles(self, problem: Problem, choice: Choice) -> PortableTiles:
-        return _of_width(problem, choice)
+    def tiles(self, problem: Problem, candidate: Candidate) -> PortableTiles:
+        return _tiles(problem, candidate)
 
-    def found(self, case: Case, primitives: Primitives) -> dict[str, Result]:
-        return outputs.of_smallest_step(case, primitives)
+    def compute(self, case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
+        return outputs.smallest_step_outputs(case, primitives)
 
-    def call(self, case: Case, choice: Choice) -> Callable[[], object]:
-        # as a step of the problem runs; what is checked is the typical problem's
-        tiles, configs = self.tiles(case.problem, choice), self.default_configs(case.problem)
-        gpu = self.arch, case.problem.dtype, configs, self.num_sms
-        return lambda: outputs.smallest_step(case, CutePrimitives(tiles, *gpu))
+    def call(self, case: TuningCase, candidate: Candidate) -> Callable[[], object]:
+        # timed with the kernels of the problem, verified with those of the reference problem
+        tiles, configs = self.tiles(case.problem, candidate), self.default_configs(case.problem)
+        kernels = kernel_set(self.arch, case.problem.dtype, configs)
+        primitives = kernel_primitives(tiles, kernels, self.gpu.num_sms)
+        return lambda: outputs.smallest_step(case, primitives)
 
-    def product(self, case: Case) -> Callable[[], object]:
+    def cublas(self, case: TuningCase) -> Callable[[], object]:
         problem, (h, w) = case.problem, (case.h, case.w)
-        most = min(problem.vocab, PRODUCT_BYTES // (problem.tokens * problem.item_bytes))
-        width = max(8, most // 8 * 8)
+        columns = min(problem.vocab, MAX_LOGITS_BYTES // (problem.tokens * problem.item_bytes))
+        width = max(8, columns // 8 * 8)
         exps = h.new_empty(problem.tokens, width).uniform_()
         dx, dw = torch.empty_like(h), torch.empty_like(w)
 
@@ -76,8 +82,8 @@ class Window(OnKernels):
         return multiply
 
 
-def _of_width(problem: Problem, choice: Choice) -> PortableTiles:
-    """Return the tile configuration with windows of a width, or with one of all columns."""
-    assert isinstance(choice, int)
+def _tiles(problem: Problem, candidate: Candidate) -> PortableTiles:
+    """Return the default tiles with windows of a width, at most that of the vocabulary."""
+    assert isinstance(candidate, int)
     widest = defaults.widest_window(problem)
-    return defaults.with_window(widest, min(choice, widest.window))
+    return defaults.with_window(widest, min(candidate, widest.window))

@@ -1,0 +1,64 @@
+"""Helpers of several subcommands: consoles, table files, this machine's GPU."""
+
+import sys
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+
+from cutefce.autotune_cache import table_io, verdicts
+from cutefce.autotune_cache.table import Candidate, Table
+from cutefce.cute_kernels.arch import ARCHS, arch_for
+from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.gpu import Gpu
+from cutefce.ops.primitives.dispatch import gpu_of
+
+TABLE_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+"""Type of an argument that names an existing table."""
+
+
+def make_console() -> Console:
+    """Return a console that is wide enough for tables when its output is redirected."""
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def read_table(path: Path) -> Table:
+    """Read a table; raise ClickException naming the file if that fails."""
+    try:
+        return table_io.read(path)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"{path}: {error}") from error
+
+
+def this_gpu() -> tuple[Gpu, str]:
+    """Return the model of the current GPU and the name by which torch addresses it.
+
+    Raises:
+        ClickException: if there is no GPU, or none that has kernels.
+    """
+    expected = ", ".join(f"{major}.{minor}" for major, minor in (a.capability for a in ARCHS))
+    got = "no CUDA device"
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if arch_for(capability) is not None:
+            device = torch.device("cuda", torch.cuda.current_device())
+            return gpu_of(device), str(device)
+        got = f"compute capability {capability[0]}.{capability[1]}"
+    raise click.ClickException(f"GPU: got {got}, expected compute capability {expected}")
+
+
+def require_passed(verdict: verdicts.Verdict, gpu: Gpu, dtype: str) -> None:
+    """Raise ClickException unless the kernels passed verification."""
+    if not verdict.passed:
+        reason = f"the {dtype} kernels failed on {gpu.name}: {verdict.reason}"
+        raise click.ClickException(reason)
+
+
+def describe(candidate: Candidate) -> str:
+    """Return a short description of a candidate for the columns of a table."""
+    if candidate is None:
+        return "cuBLAS"
+    if isinstance(candidate, GemmConfig):
+        return f"{candidate}, raster group {candidate.raster_group}"
+    return f"{candidate} columns"

@@ -1,0 +1,66 @@
+"""`cutefce compile`: compiles the kernels ahead of their first use."""
+
+import dataclasses
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import click
+from rich.table import Table
+
+from cutefce.autotune_cache import lookup
+from cutefce.commands.common import make_console
+from cutefce.cute_kernels.arch import ARCHS, arch_named
+from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.jit.compiler import Report
+from cutefce.cute_kernels.spec import ProjectExpSpec
+
+
+@click.command("compile")
+@click.option(
+    "--arch",
+    "names",
+    default=",".join(arch.name for arch in ARCHS),
+    show_default=True,
+    help="Architectures, separated by commas.",
+)
+def compile_kernels(names: str) -> None:
+    """Compile every kernel that a call may choose into the cache folder; needs no GPU.
+
+    Fails if a kernel spills registers or its WGMMA instructions are serialized.
+    """
+    try:
+        archs = [arch_named(name) for name in names.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--arch") from error
+    kernels = [kernel for arch in archs for kernel in lookup.shipped_kernels(arch)]
+    table = Table("arch", "kernel", "", "registers", "spilled B", "shared B", "seconds", "warnings")
+    clean = True
+    processes = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=processes) as pool:
+        for report in pool.map(jit_cache.compile_ahead, kernels):
+            table.add_row(*_cells(report))
+            clean &= report.is_clean
+    console = make_console()
+    console.print(table)
+    console.print(f"{len(kernels)} kernels in {jit_cache.cache_folder()}", soft_wrap=True)
+    if not clean:
+        raise click.ClickException("a kernel spills registers or serializes WGMMA instructions")
+
+
+def _cells(report: Report) -> list[str]:
+    kernel, shared = report.kernel, ""
+    details = {f.name: getattr(kernel, f.name) for f in dataclasses.fields(kernel)}
+    if isinstance(kernel, ProjectExpSpec):
+        shared = str(arch_named(kernel.arch).used_smem_bytes(kernel.config))
+    details = {name: value for name, value in details.items() if value and name != "arch"}
+    return [
+        kernel.arch,
+        type(kernel).__name__,
+        ", ".join(name if value is True else str(value) for name, value in details.items()),
+        str(report.registers),
+        str(report.spill_bytes),
+        shared,
+        f"{report.seconds:.1f}",
+        " ".join(report.warnings),
+    ]

@@ -1,0 +1,61 @@
+"""`cutefce info`: shows versions, the GPU, what serves each dtype, tables and compiled kernels."""
+
+from importlib import metadata
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+
+from cutefce.autotune_cache import lookup
+from cutefce.commands.common import read_table
+from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.problem import ITEM_BYTES
+from cutefce.ops.primitives.dispatch import device_unsupported_reason
+
+PACKAGES = ("cutefce", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
+
+
+@click.command()
+def info() -> None:
+    """Show versions, the GPU, what serves each dtype and why, shipped tables, compiled kernels."""
+    table = Table("", Column(overflow="fold"), show_header=False, box=None)
+    for name in PACKAGES:
+        try:
+            table.add_row(name, metadata.version(name))
+        except metadata.PackageNotFoundError:
+            table.add_row(name, "not installed")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    table.add_row("device", torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
+    for name in ITEM_BYTES:
+        reason = device_unsupported_reason(device, getattr(torch, name))
+        table.add_row(name, "kernels" if reason is None else f"portable path: {reason}")
+    for path in sorted(lookup.SHIPPED_FOLDER.glob("*.json")):
+        for dtype, text in _shipped_entries(path).items():
+            table.add_row("tuned table", f"{path.name}, {dtype}: {text}")
+    table.add_row("cache", _libraries(jit_cache.cache_folder()))
+    table.add_row("prebuilt", _libraries(jit_cache.prebuilt_folder()))
+    for folder in sorted(jit_cache.PREBUILT_FOLDER.glob("*")):
+        if folder != jit_cache.prebuilt_folder():
+            table.add_row("", f"{_libraries(folder)}: built for other versions, not used")
+    Console(soft_wrap=True).print(table)
+
+
+def _shipped_entries(path: Path) -> dict[str, str]:
+    """Return by dtype how many entries of a table are of the kernel sources as they are."""
+    table = read_table(path)
+    current = table.of_kernels(jit_cache.source_fingerprint()).entries
+    texts = {}
+    for dtype in sorted({key.dtype for key in table.entries}):
+        entries = [key for key in table.entries if key.dtype == dtype]
+        used = sum(key in current for key in entries)
+        texts[dtype] = f"{used} of {len(entries)} entries are of these kernel sources"
+        if used < len(entries):
+            texts[dtype] += "; the others are not used"
+    return texts
+
+
+def _libraries(folder: Path) -> str:
+    sizes = [path.stat().st_size for path in folder.glob("*.so")]
+    return f"{folder} ({len(sizes)} kernels, {sum(sizes) / 2**20:.1f} MiB)"

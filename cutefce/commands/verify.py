@@ -1,0 +1,54 @@
+"""`cutefce verify`: checks the kernels on this machine's GPU against the portable path."""
+
+from pathlib import Path
+
+import click
+
+from cutefce.autotune_cache import table_io
+from cutefce.autotune_cache.tuning import verify as verification
+from cutefce.autotune_cache.tuning.targets import all_targets
+from cutefce.commands.common import (
+    TABLE_FILE,
+    make_console,
+    read_table,
+    require_passed,
+    this_gpu,
+)
+
+
+@click.command()
+@click.option(
+    "--table",
+    "path",
+    type=TABLE_FILE,
+    help="Check every configuration of this tuned table and renew its entries.",
+)
+def verify(path: Path | None) -> None:
+    """Check every kernel configuration on this GPU against the portable path.
+
+    Without options, records the verdict for this user.  With --table, rewrites the table: entries
+    that pass are marked as verified with the installed kernels and compiler, entries that fail
+    become rejections.  Times stay those of the tuning run; `make autotune` measures them again.
+    """
+    gpu, device = this_gpu()
+    targets = all_targets(gpu, device)
+    if path is not None:
+        _verify_table(path, targets)
+        return
+    for dtype in gpu.arch.dtypes:
+        require_passed(verification.verify(targets, dtype), gpu, dtype)
+        click.echo(f"the {dtype} kernels passed on {gpu.name}")
+
+
+def _verify_table(path: Path, targets: verification.Targets) -> None:
+    table, console = read_table(path), make_console()
+    try:
+        with console.status("compiling") as status:
+            renewed = verification.verify_table(table, targets, status.update)
+        table_io.write(path, renewed)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise click.ClickException(f"{path} was not changed: {error}") from error
+    removed = len(table.entries) - len(renewed.entries)
+    click.echo(f"{path}: {len(renewed.entries)} entries passed, {removed} were rejected")
+    for (key, config), rejection in renewed.rejected.items():
+        click.echo(f"rejected: {key.kernel}, {key.dtype}, {config}: {rejection.reason}")

@@ -1,0 +1,257 @@
+"""The `cutefce` command, without a GPU."""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from cutefce.__main__ import main
+from cutefce.autotune_cache import lookup, table_io, verdicts
+from cutefce.autotune_cache.table import DSL_PACKAGE, Key, Rejection, Table
+from cutefce.autotune_cache.table_io import file_name
+from cutefce.autotune_cache.tuning import targets, tuner, verify
+from cutefce.autotune_cache.tuning.verify import Check
+from cutefce.commands import tune
+from cutefce.commands import verify as verify_command
+from cutefce.cute_kernels.jit import cache as jit_cache
+from tests.support.fake_tuner import GPU, TARGET, InlineWorker
+from tests.support.faulty_candidates import Kind, config
+from tests.support.tables import ENTRY, TABLE
+
+
+@pytest.fixture
+def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return a function that runs a command on a GPU whose only target is the fake one."""
+    for module in (tune, verify_command):
+        monkeypatch.setattr(module, "this_gpu", lambda: (GPU, "cpu"))
+    monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
+    monkeypatch.setattr(verify_command, "all_targets", lambda *_: (TARGET,))
+    monkeypatch.setattr(tune, "SubprocessWorker", InlineWorker)
+    monkeypatch.setattr(verify, "verify_once", lambda *_: verdicts.Verdict(True))
+    return lambda *arguments: CliRunner().invoke(main, arguments)
+
+
+def test_tune(command: Any, folder: Path) -> None:
+    path = folder / "tuning" / file_name(GPU)
+    one, two = "24x16x300", "24x16x700"
+    dry = command("tune", "--shapes", one, "--dry-run")
+    assert dry.exit_code == 0
+    assert "1 of 1 problems to tune, in 2 trials" in dry.output
+    assert not path.exists()
+    assert command("tune", "--shapes", one, "--budget-minutes", "0").output.count("are left") == 1
+    first = command("tune", "--shapes", one)
+    assert first.exit_code == 0, first.output
+    assert "24 × 16 × 300" in first.output
+    assert "100.0%" in first.output, "the gain"
+    second = command("tune", "--shapes", one, "--shapes", two, "--resume")
+    assert "1 of 2 problems to tune" in second.output
+    assert second.output.count("100.0%") == 2, "the table has both"
+    assert len(table_io.read(path).entries) == 2
+    assert lookup.tables(GPU) == (table_io.read(path),)
+    assert "expected one of" in command("tune", "--dtype", "float64").output
+    assert "expected one of few-tokens" in command("tune", "--shapes", "gpt").output
+
+
+@pytest.mark.parametrize("field", ["kernels", "dsl"])
+def test_tune_resumes_with_entries_of_other_kernels_or_compilers(
+    field: str, command: Any, folder: Path
+) -> None:
+    path = folder / "tuned" / file_name(GPU)
+    arguments = "tune", "--shapes", "24x16x300", "--resume", "--output-dir", str(path.parent)
+    assert "1 of 1 problems" in command(*arguments).output
+    assert "0 of 1 problems" in command(*arguments).output
+    tuned = table_io.read(path)
+    entries: Any = {k: dataclasses.replace(e, **{field: "0"}) for k, e in tuned.entries.items()}
+    table_io.write(path, dataclasses.replace(tuned, entries=entries))
+    assert "1 of 1 problems" in command(*arguments).output
+    assert table_io.read(path) == tuned
+
+
+def test_exhaustive(command: Any) -> None:
+    dry = command("tune", "--shapes", "24x16x300", "--dry-run", "--exhaustive")
+    assert f"1 of 1 problems to tune, in {len(Kind)} trials" in dry.output
+    assert "excludes 0 other candidates" in dry.output
+
+
+def test_no_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("tune", "verify"):
+        result = CliRunner().invoke(main, [name])
+        assert result.exit_code == 1
+        assert "GPU: got no CUDA device, expected compute capability 9.0" in result.output
+
+
+def test_cache_commands(folder: Path, tmp_path: Path) -> None:
+    file = lookup.user_folder() / file_name(GPU)
+    table_io.write(file, TABLE)
+    run = CliRunner().invoke
+    shown = run(main, ["cache", "show"]).output
+    assert "8192 × 4096 × 131072" in shown
+    assert "no answer within 30 s" in shown
+    assert "1 entries" in run(main, ["cache", "validate", str(file)]).output
+    into = tmp_path / "joined.json"
+    assert run(main, ["cache", "merge", str(file), str(file), "--into", str(into)]).exit_code == 0
+    assert table_io.read(into) == TABLE
+    assert run(main, ["cache", "clear"]).exit_code == 0
+    assert not file.exists()
+    into.write_text("{}")
+    result = run(main, ["cache", "validate", str(into)])
+    assert result.exit_code == 1
+    assert "schema: got None, expected 3" in result.output
+
+
+def test_info_tells_current_entries_from_stale_ones(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder)
+    (key,) = TABLE.entries
+    stale = dataclasses.replace(ENTRY, kernels="0123")
+    entries = {key: ENTRY, dataclasses.replace(key, vocab=32000): stale}
+    table_io.write(folder / file_name(GPU), dataclasses.replace(TABLE, entries=entries))
+    result = CliRunner().invoke(main, ["info"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    assert "bfloat16: 1 of 2 entries are of these kernel sources; the others are not" in shown
+    for dtype in ("bfloat16", "float16", "float32", "float64"):
+        assert f"{dtype} " in shown
+
+
+STALE = {"kernels": "0123", DSL_PACKAGE: "0.1"}
+FAST, WRONG = config(Kind.FAST), config(Kind.WRONG_SUMS)
+
+
+def stale_table(**winners: Any) -> Table:
+    """Return a table of other kernels with the winners of problems by dtype."""
+    entries = {
+        Key("project_exp", dtype, 16, 300 + i, 24): dataclasses.replace(
+            ENTRY, config=winner, kernels="0123", dsl="0.1", verified=False
+        )
+        for dtype, some in winners.items()
+        for i, winner in enumerate(some)
+    }
+    old: Any = {(next(iter(entries)), config(Kind.HANGS)): Rejection("it hung", True)}
+    return Table(GPU, {"torch": "2.0", **STALE}, entries, old)
+
+
+def test_verify_renews_a_table(command: Any, tmp_path: Path) -> None:
+    """Configurations run in a subprocess; right ones are stamped, wrong ones are rejected."""
+    path = tmp_path / "table.json"
+    stale = stale_table(bfloat16=[FAST, WRONG, FAST], float16=[FAST])
+    table_io.write(path, stale)
+    result = command("verify", "--table", str(path))
+    assert result.exit_code == 0, result.output
+    assert "3 entries passed, 1 were rejected" in result.output
+    renewed = table_io.read(path)
+    assert renewed.versions == {"torch": "2.0", **tuner.current_build()}
+    assert renewed.entries == {
+        key: dataclasses.replace(entry, verified=True, kernels=ENTRY.kernels, dsl=ENTRY.dsl)
+        for key, entry in stale.entries.items()
+        if entry.config == FAST
+    }, "times are kept"
+    ((key, rejected),) = renewed.rejected
+    assert (key.dtype, rejected) == ("bfloat16", WRONG), "what other kernels did is dropped"
+    assert "is off by" in renewed.rejected[key, rejected].reason
+
+
+class Faults:
+    """Outcomes of checks by candidate; no check runs."""
+
+    def __init__(self, **reasons: str) -> None:
+        self.reasons = {config(Kind[name]): reason for name, reason in reasons.items()}
+        self.checked: list[Check] = []
+
+    def __call__(
+        self, checks: list[Check], advance: Callable[[str], None]
+    ) -> Iterator[tuple[Check, str | None]]:
+        for check in checks:
+            self.checked.append(check)
+            yield check, self.reasons.get(check.candidate)  # type: ignore[arg-type]
+
+
+def test_verify_checks_defaults_and_each_configuration_once(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, faults = tmp_path / "table.json", Faults()
+    table_io.write(path, stale_table(bfloat16=[FAST, WRONG, FAST], float16=[WRONG]))
+    monkeypatch.setattr(verify, "run_checks", faults)
+    assert command("verify", "--table", str(path)).exit_code == 0
+    assert [(check.dtype, check.candidate) for check in faults.checked] == [
+        ("bfloat16", config(Kind.SLOW)),
+        ("bfloat16", FAST),
+        ("bfloat16", WRONG),
+        ("float16", config(Kind.SLOW)),
+        ("float16", WRONG),
+    ]
+
+
+def test_verify_leaves_the_table_if_a_default_fails(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.json"
+    table_io.write(path, stale_table(bfloat16=[FAST]))
+    before = path.read_text()
+    monkeypatch.setattr(verify, "run_checks", Faults(SLOW="it hung"))
+    result = command("verify", "--table", str(path))
+    assert result.exit_code == 1
+    assert "was not changed: default configuration project_exp, bfloat16" in result.output
+    other = dataclasses.replace(TABLE, gpu=dataclasses.replace(GPU, num_sms=114))
+    table_io.write(path, other)
+    assert "num_sms: got 114" in command("verify", "--table", str(path)).output
+    assert table_io.read(path) == other
+    assert before != path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_rejected"), [("16 bytes spilled", True), ("ended by SIGKILL", False)]
+)
+def test_verify_rejects_what_no_longer_compiles(
+    reason: str,
+    is_rejected: bool,
+    command: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "table.json"
+    stale = stale_table(bfloat16=[FAST, WRONG])
+    table_io.write(path, stale)
+    monkeypatch.setattr(verify, "run_checks", Faults())
+    monkeypatch.setattr(Check, "kernels", lambda check: (check.candidate,))
+    monkeypatch.setattr(tuner, "missing", list)
+    monkeypatch.setattr(tuner, "build", lambda *_: {WRONG: reason})
+    result = command("verify", "--table", str(path))
+    assert result.exit_code == (0 if is_rejected else 1)
+    found = table_io.read(path)
+    if is_rejected:
+        assert [rejection.reason for rejection in found.rejected.values()] == [reason]
+        assert [entry.config for entry in found.entries.values()] == [FAST]
+    else:
+        assert found == stale
+
+
+def test_verify_records_a_verdict_for_each_dtype(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "run_checks", Faults())
+    result = command("verify")
+    assert result.exit_code == 0, result.output
+    for dtype in GPU.arch.dtypes:
+        assert f"the {dtype} kernels passed on {GPU.name}" in result.output
+        assert verdicts.known(GPU, dtype) == verdicts.Verdict(True)
+
+
+def test_help_of_every_command() -> None:
+    commands = ["compile", "info", "tune", "verify", "cache"]
+    assert sorted(main.commands) == sorted(commands)
+    for name in commands:
+        assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0
+    ran = subprocess.run(
+        [sys.executable, "-m", "cutefce", "--help"], capture_output=True, text=True, check=True
+    )
+    assert all(name in ran.stdout for name in commands)
+    assert jit_cache.source_fingerprint() == ENTRY.kernels
