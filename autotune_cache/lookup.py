@@ -6,9 +6,7 @@ sources as they are count.  A table that cannot be used is ignored with one warn
 """
 
 import dataclasses
-import functools
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.spec import KernelSpec, all_kernels, kernel_set
 
 AUTOTUNE_VARIABLE = "CUTEFCE_AUTOTUNE"
@@ -38,7 +37,7 @@ def window_configs(problem: Problem, gpu: Gpu) -> tuple[PortableTiles, ...]:
     return tuned or configs
 
 
-@functools.lru_cache(maxsize=1024)
+@process_cache
 def kernel_configs(problem: Problem, gpu: Gpu) -> KernelConfigs:
     """Return the configurations of the kernels for `problem`: tuned ones, else the defaults."""
     default = gpu.arch.default_configs(problem.tokens, problem.hidden, gpu.num_sms)
@@ -106,13 +105,7 @@ def tunes_on_first_use() -> bool:
     return os.environ.get(AUTOTUNE_VARIABLE) == "1"
 
 
-def clear() -> None:
-    """Drop the tables and configurations that this process has read."""
-    _table.cache_clear()
-    kernel_configs.cache_clear()
-
-
-@functools.cache
+@process_cache
 def _table(folder: Path, gpu: Gpu) -> Table | None:
     path = folder / file_name(gpu)
     try:
@@ -121,14 +114,13 @@ def _table(folder: Path, gpu: Gpu) -> Table | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        warnings.warn(f"cutefce: ignored the tuned table {path}: {error}", stacklevel=2)
+        warn_once(f"ignored the tuned table {path}: {error}")
         return None
     current = table.of_kernels(jit_cache.source_fingerprint())
     if folder != SHIPPED_FOLDER and table.entries and not current.entries:
-        warnings.warn(
-            f"cutefce: ignored the tuned table {path}: kernels: got entries of other kernel "
+        warn_once(
+            f"ignored the tuned table {path}: kernels: got entries of other kernel "
             f"sources, expected {jit_cache.source_fingerprint()}; to renew them, run: "
-            "cutefce tune --resume",
-            stacklevel=2,
+            "cutefce tune --resume"
         )
     return current

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cutefce.cute_kernels.process_cache import process_cache
+
 _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 _NO_DISPATCH_MODE = {
     keys.raw_repr()
@@ -97,7 +99,10 @@ def compile_pointwise(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-autocast_is_available: Callable[[str], bool] = functools.cache(torch.amp.is_autocast_available)
+@process_cache
+def autocast_is_available(device_type: str) -> bool:
+    """Whether torch has autocast for devices of this type."""
+    return torch.amp.is_autocast_available(device_type)
 
 
 def disabled_autocast(device_type: str) -> contextlib.AbstractContextManager[None]:

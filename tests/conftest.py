@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from cutefce.autotune_cache import defaults, lookup
+from cutefce.autotune_cache import defaults
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit import cache as jit_cache
@@ -43,9 +43,9 @@ def device(request: pytest.FixtureRequest) -> str:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return an empty folder that stands for the user's."""
     monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(tmp_path))
-    lookup.clear()
+    process_cache.reset()
     yield tmp_path
-    lookup.clear()
+    process_cache.reset()
 
 
 @pytest.fixture

@@ -67,7 +67,8 @@ def test_tune_resumes_with_entries_of_other_kernels_or_compilers(
     assert "1 of 1 problems" in command(*arguments).output
     assert "0 of 1 problems" in command(*arguments).output
     tuned = table_io.read(path)
-    entries: Any = {k: dataclasses.replace(e, **{field: "0"}) for k, e in tuned.entries.items()}
+    change: dict[str, Any] = {field: "0"}
+    entries = {k: dataclasses.replace(e, **change) for k, e in tuned.entries.items()}
     table_io.write(path, dataclasses.replace(tuned, entries=entries))
     assert "1 of 1 problems" in command(*arguments).output
     assert table_io.read(path) == tuned

@@ -1,6 +1,6 @@
-"""The import rule: a package imports only what is below it in the pipeline of a call.
+"""The import rule: a package imports only packages below it.
 
-    cute_kernels <- autotune_cache without tuning <- ops <- autotune_cache.tuning <- cutefce.commands
+    cute_kernels <- autotune_cache (not tuning) <- ops <- autotune_cache.tuning <- cutefce.commands
 
 Inside `ops` the folders follow the order of a call, above the records that all of them share.
 """
@@ -55,9 +55,8 @@ def imported(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value.startswith("cutefce.") and " " not in node.value:
-                yield node.value
+        elif isinstance(node, ast.Constant) and str(node.value).startswith("cutefce."):
+            yield str(node.value)
 
 
 def layer_of(name: str, layers: tuple[str, ...]) -> int | None:

@@ -10,6 +10,7 @@ from cutefce.autotune_cache.tuning.candidates import make_job
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
 from cutefce.autotune_cache.tuning.tuner import Tuner, build, header_for, missing
 from cutefce.autotune_cache.verdicts import Verdict
+from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
 
@@ -55,9 +56,14 @@ def tune_on_first_use(gpu: Gpu, device: str, problem: Problem) -> None:
         if outcome.entry is None:
             reason = outcome.failures.get(job.candidates[0])
             warnings.warn(f"cutefce: {key} was not tuned: {reason}", stacklevel=2)
-        lookup.clear()
+        _forget_old_choices()
 
 
-def clear() -> None:
-    """Allow keys that this process tried to tune to be tried again."""
-    _attempted.clear()
+def _forget_old_choices() -> None:
+    """Have plans and primitives made anew from the tables, but keep what was attempted."""
+    attempted = set(_attempted)
+    process_cache.reset()
+    _attempted.update(attempted)
+
+
+process_cache.on_reset(_attempted.clear)

@@ -4,7 +4,6 @@ A candidate is compared on small problems with float64 results of the CPU, and o
 it is tuned for with results of the portable path.  It is timed only after that.
 """
 
-import functools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor
 from cutefce.autotune_cache.table import Candidate
 from cutefce.autotune_cache.tuning import timing
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase, TuningTarget
+from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit import compiler
 from cutefce.cute_kernels.problem import Problem
@@ -35,8 +35,6 @@ LOGIT_ERROR = 2.0**-13
 """Error of float32 logits of up to 2**8, hence the relative error of their exponentials."""
 CHUNK_NUMEL = 1 << 24
 """Values compared at a time."""
-MAX_CHECKED = 64
-"""Candidates whose success on the full problem is remembered."""
 MAX_CPU_THREADS = 8
 """Threads for the small problems; more only wait for each other."""
 
@@ -95,7 +93,7 @@ def prepare_problem(target: TuningTarget, problem: Problem) -> None:
     _full_case(target, problem)
 
 
-@functools.cache
+@process_cache.process_cache
 def check_small(target: TuningTarget, dtype: str, candidate: Candidate) -> None:
     """Raise MismatchError if `candidate` is wrong on a small problem."""
     for name in SMALL_PROBLEMS:
@@ -103,7 +101,7 @@ def check_small(target: TuningTarget, dtype: str, candidate: Candidate) -> None:
         _compare(target.outputs(case, candidate), expected, 1, name)
 
 
-@functools.lru_cache(maxsize=MAX_CHECKED)
+@process_cache.process_cache
 def check_problem(target: TuningTarget, problem: Problem, candidate: Candidate) -> None:
     """Raise MismatchError if `candidate` is wrong on `problem`."""
     case, expected = _full_case(target, problem)
@@ -209,7 +207,7 @@ SMALL_PROBLEMS: dict[str, tuple[int, int, int]] = {
 """(tokens, hidden, vocab) by the regime that each covers."""
 
 
-@functools.cache
+@process_cache.process_cache
 def _small_case(target: TuningTarget, name: str, dtype: str) -> Expected:
     """Return inputs on the target's device, with float64 outputs of the CPU."""
     tokens, hidden, vocab = SMALL_PROBLEMS[name]
@@ -259,8 +257,4 @@ def _make_full_case(target: TuningTarget, problem: Problem) -> Expected:
     return case, target.expected(case)
 
 
-def clear() -> None:
-    """Drop inputs, expected outputs and remembered checks."""
-    _held.clear()
-    for cached in (check_small, check_problem, _small_case):
-        cached.cache_clear()
+process_cache.on_reset(_held.clear)

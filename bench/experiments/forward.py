@@ -15,9 +15,11 @@ import cutefce
 from bench.harness.cli import Output, per_shape, repeats_option
 from bench.harness.problems import Shape, random_inputs
 from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
-from cutefce.ops.primitives import rows
+from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.dispatch import primitives_for, problem_of
+from cutefce.ops.primitives.rows import Targets
 from cutefce.ops.strategies import windows
+from cutefce.ops.strategies.windows import LossInputs
 
 SHAPES = tuple(
     Shape(tokens, hidden, vocab, "bfloat16")
@@ -97,8 +99,8 @@ def _calls(shape: Shape) -> dict[str, Call]:
             torch.ops.cutefce.loss(h, w, y)
 
     def with_exps_stored() -> None:
-        targets = rows.make_targets(y, shape.vocab, -100)
-        windows.forward(primitives, h, w, targets, "mean", [(0, z)])
+        targets = Targets(y, shape.vocab, LossOptions())
+        windows.forward(LossInputs(primitives, h, w, targets, h.dtype), [(0, z)])
 
     calls: dict[str, Call] = {"GEMM": lambda: torch.mm(h, w.t(), out=z), "cutefce": loss}
     if z.nbytes <= MAX_STORED_BYTES:

@@ -23,7 +23,7 @@ from bench.harness.problems import (
 from bench.harness.records import Measurement
 from bench.harness.reference import unfused
 from bench.harness.timing import peak_bytes
-from cutefce.autotune_cache.tuning.subprocess_worker import Child, ChildError
+from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 
 SHAPES = {"cpu": CPU_SHAPE, "cuda": Shape(16384, 4096, 131072, "bfloat16")}
 """The first attempt."""
@@ -69,7 +69,7 @@ def command(output: Output, /) -> None:
 def run(name: str, device: str) -> list[Row]:
     """Find the most tokens of the implementation `name`, a key of `LOSSES`."""
     shape, limit = SHAPES[device], LIMIT[device]
-    with Child() as child:
+    with SubprocessWorker() as child:
 
         def peak_mib(tokens: int) -> float:
             call = functools.partial(attempt, name, replace(shape, tokens=tokens), device)
@@ -81,7 +81,7 @@ def run(name: str, device: str) -> list[Row]:
 def most_tokens(
     peak_mib: Callable[[int], float], first: int, limit: int
 ) -> tuple[int, float | None, int | None, str]:
-    """Return the last four columns of a row; `peak_mib` raises a `ChildError` if it fails."""
+    """Return the last four columns of a row; `peak_mib` raises a `WorkerError` if it fails."""
     tokens = 0
     peak: float | None = None
     failed: int | None = None
@@ -91,7 +91,7 @@ def most_tokens(
         nonlocal tokens, peak, failed, note
         try:
             peak = peak_mib(number)
-        except ChildError as error:
+        except WorkerError as error:
             failed = number
             note = "out of memory" if error.is_out_of_memory else str(error)
             return False

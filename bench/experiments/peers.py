@@ -26,7 +26,7 @@ from bench.harness.cli import (
 )
 from bench.harness.problems import CPU_SHAPE, MODELS, Loss, Shape, gradients, random_inputs
 from bench.harness.reference import unfused
-from cutefce.autotune_cache.tuning.subprocess_worker import Child, ChildError
+from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 
 SHAPES = {"cpu": (CPU_SHAPE,), "cuda": tuple(MODELS)}
 SECONDS = 120
@@ -133,7 +133,7 @@ threshold by default."""
 def command(output: Output, /, repeats: int, **sizes: Any) -> None:
     """Forward and backward at models' shapes and every budget, interleaved with peers."""
     name, shapes = chosen_shapes("peers", SHAPES[DEVICE], sizes)
-    with Child() as child:
+    with SubprocessWorker() as child:
 
         def measure(shape: Shape) -> list[step.Row]:
             losses = usable(child, shape, DEVICE)
@@ -142,7 +142,7 @@ def command(output: Output, /, repeats: int, **sizes: Any) -> None:
         output.record(name, per_shape(shapes, measure))
 
 
-def usable(child: Child, shape: Shape, device: str) -> dict[str, Loss | str]:
+def usable(child: SubprocessWorker, shape: Shape, device: str) -> dict[str, Loss | str]:
     """Return every peer's loss, or why it is unavailable at `shape`.
 
     Each runs in the child first: a peer may crash, or leave the GPU unusable for its process.
@@ -152,7 +152,7 @@ def usable(child: Child, shape: Shape, device: str) -> dict[str, Loss | str]:
         try:
             reason = child.ask(functools.partial(attempt, peer, shape, device), SECONDS)
             losses[name] = peer.load() if reason is None else reason
-        except ChildError as error:
+        except WorkerError as error:
             losses[name] = "out of memory" if error.is_out_of_memory else str(error)
     return losses
 

@@ -8,10 +8,10 @@ without numbers.
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import click
 import torch
-from torch import Tensor
 
 from bench.experiments import forward, paper_grid
 from bench.harness.cli import Output, per_shape, repeats_option
@@ -19,12 +19,13 @@ from bench.harness.problems import MODELS, Shape, plain_gemms, random_inputs
 from bench.harness.timing import Call, interleaved, preceding_gemms
 from cutefce.autotune_cache import defaults, lookup
 from cutefce.autotune_cache.tuning import outputs
-from cutefce.autotune_cache.tuning.targets.base import Case
+from cutefce.autotune_cache.tuning.targets.base import TuningCase
 from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.ops.primitives import rows
-from cutefce.ops.primitives.cute import CutePrimitives
-from cutefce.ops.primitives.dispatch import gpu_of, problem_of
+from cutefce.cute_kernels.integers import round_up
+from cutefce.cute_kernels.spec import kernel_set
+from cutefce.ops.primitives.dispatch import gpu_of, kernel_primitives, problem_of
 from cutefce.ops.strategies import windows
+from cutefce.ops.strategies.windows import LossInputs
 
 SHAPES = tuple(dict.fromkeys((*forward.SHAPES, *MODELS, *paper_grid.SHAPES["cuda"])))
 
@@ -62,16 +63,15 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     """Measure on random inputs."""
     h, w, y = random_inputs(shape, "cuda")
     problem, gpu = problem_of(h, w, True, True), gpu_of(h.device)
-    arch, _, num_sms = gpu
-    default = arch.default_configs(shape.tokens, shape.hidden, num_sms)
-    tuned = lookup.lookup_configs(problem, *gpu)
+    default = gpu.arch.default_configs(shape.tokens, shape.hidden, gpu.num_sms)
+    tuned = lookup.kernel_configs(problem, gpu)
     names = [field.name for field in dataclasses.fields(KernelConfigs)]
     differ = [name for name in names if getattr(default, name) != getattr(tuned, name)]
     width, won = (
         outputs.smallest_plan(problem, configs).window
         for configs in (
             defaults.window_configs(problem),
-            lookup.tuned_widths(problem, *gpu),
+            lookup.window_configs(problem, gpu),
         )
     )
     differ += ["window"] * (width != won)
@@ -82,13 +82,15 @@ def run(shape: Shape, repeats: int) -> list[Row]:
         "GEMM": lambda: torch.mm(h, w.t()),
         "GEMMs": plain_gemms(h, w, y),
     }
-    case = Case(problem, h, w, y, None)
+    case = TuningCase(problem, h, w, y, None)
     for name, configs, window in (("default", default, width), ("tuned", tuned, won)):
         tiles = defaults.with_window(defaults.widest_window(problem), window)
-        steps = CutePrimitives(tiles, arch, shape.dtype, configs, num_sms)
-        calls[f"{name} forward"] = functools.partial(_forward, steps, h, w, y)
-        calls[f"{name} step"] = functools.partial(_step, steps, h, w, y)
-        calls[f"{name} min step"] = functools.partial(outputs.smallest_step, case, steps)
+        kernels = kernel_set(gpu.arch, shape.dtype, configs)
+        primitives = kernel_primitives(tiles, kernels, gpu.num_sms)
+        inputs = outputs.loss_inputs(case, primitives)
+        calls[f"{name} forward"] = functools.partial(windows.forward, inputs)
+        calls[f"{name} step"] = functools.partial(_step, inputs)
+        calls[f"{name} min step"] = functools.partial(outputs.smallest_step, case, primitives)
     timings = interleaved(calls, "cuda", repeats, before=preceding_gemms("cuda"))
     ms = {name: timing.median_ms for name, timing in timings.items()}
     measured = dataclasses.replace(
@@ -102,17 +104,10 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     return [measured]
 
 
-def _forward(steps: CutePrimitives, h: Tensor, w: Tensor, y: Tensor) -> None:
-    steps = steps.with_scratch()
-    windows.forward(steps, h, w, rows.make_targets(y, w.shape[0], -100), "mean")
-
-
-def _step(steps: CutePrimitives, h: Tensor, w: Tensor, y: Tensor) -> None:
-    steps, targets = steps.with_scratch(), rows.make_targets(y, w.shape[0], -100)
-    block = steps.config.reference_block
-    exps = h.new_empty(h.shape[0], -(-w.shape[0] // block) * block)
-    stored = [(0, exps)]
-    _, stats = windows.forward(steps, h, w, targets, "mean", stored)
-    upstream = targets.loss_scale("mean", torch.float32)
-    window, dw = steps.config.window, torch.empty_like(w)
-    windows.backward(steps, h, w, targets, stats, stored, upstream, window, True, dw)
+def _step(inputs: LossInputs[Any, Any]) -> None:
+    h, w, config = inputs.h, inputs.w, inputs.primitives.config
+    exps = h.new_empty(h.shape[0], round_up(w.shape[0], config.reference_block))
+    stored, dw = [(0, exps)], torch.empty_like(w)
+    _, stats = windows.forward(inputs, stored)
+    upstream = inputs.targets.loss_scale(torch.float32) / h.shape[0]
+    windows.backward(inputs, stats, stored, upstream, config.window, True, dw)

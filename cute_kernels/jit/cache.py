@@ -12,7 +12,6 @@ The package's folder, which `make wheel` fills, is read in the same way but neve
 
 import contextlib
 import ctypes
-import functools
 import hashlib
 import os
 import platform
@@ -30,6 +29,7 @@ import platformdirs
 
 from cutefce.cute_kernels.jit.canonical import canonical_source
 from cutefce.cute_kernels.jit.compiler import OPTIONS, SYMBOL, Report, compile_kernel, report
+from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.spec import KernelSpec
 
 CACHE_VARIABLE = "CUTEFCE_CACHE_DIR"
@@ -81,7 +81,7 @@ def prebuilt_folder() -> Path:
     return PREBUILT_FOLDER / fingerprint()
 
 
-@functools.cache
+@process_cache
 def fingerprint() -> str:
     """Return 16 hex digits for all that libraries depend on besides their spec.
 
@@ -93,7 +93,7 @@ def fingerprint() -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-@functools.cache
+@process_cache
 def source_fingerprint(folder: Path = SOURCES) -> str:
     """Return 16 hex digits for the Python sources below `folder`.
 
@@ -196,7 +196,7 @@ def _load(path: Path) -> Any:
         raise OSError(f"{path} does not load: {error}") from error
 
 
-@functools.cache
+@process_cache
 def _load_runtime() -> ctypes.CDLL:
     """Load the runtime library that kernels call, for the newest CUDA that it supports."""
     package = find_spec("nvidia_cutlass_dsl")

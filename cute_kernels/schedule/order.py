@@ -10,11 +10,11 @@ waves, index C·r + i then denotes one K split of one of these work tiles, numbe
 first, so that concurrent clusters share operands there too.
 """
 
-import functools
 from typing import Any
 
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.process_cache import process_cache
 
 PARTIAL_BYTES = 5 << 20
 """Limit on the memory of partial sums; more vocabulary splits balance the clusters better."""
@@ -46,7 +46,7 @@ def split_k(index: Any, work_tiles: Any, clusters: Any) -> tuple[Any, Any]:
     return whole + (index - whole) % last_wave, (index - whole) // last_wave
 
 
-@functools.lru_cache(maxsize=1024)
+@process_cache
 def choose_k_splits(work_tiles: int, clusters: int, k_tiles: int) -> int:
     """Return the number of K splits for the last wave's work tiles: 1 to `MAX_K_SPLITS`.
 
@@ -62,7 +62,7 @@ def num_waves(work_tiles: int, clusters: int, k_splits: int) -> float:
     return whole + ceil_div(last_wave * k_splits, clusters) / k_splits
 
 
-@functools.lru_cache(maxsize=1024)
+@process_cache
 def choose_vocab_splits(tokens: int, vocab: int, config: GemmConfig, clusters: int) -> int:
     """Return the number of vocabulary splits that balances `clusters` clusters best.
 

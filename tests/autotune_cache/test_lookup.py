@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from cutefce.autotune_cache import defaults, lookup, table, table_io
-from cutefce.cute_kernels import spec
+from cutefce.cute_kernels import process_cache, spec
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.interface import call
 from cutefce.ops.planning import planner
-from cutefce.ops.primitives import cute, dispatch
+from cutefce.ops.primitives import cute_projection, dispatch
 from tests.support.tables import DSL, ENTRY, GPU, KEY, OTHER, PROBLEM, TABLE, TUNED
 
 
@@ -100,39 +100,37 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
     def note(kernel: spec.KernelSpec) -> Callable[..., None]:
         return lambda *arguments: launched.append(kernel)
 
-    monkeypatch.setattr(cute, "compiled", note)
+    monkeypatch.setattr(cute_projection, "compiled", note)
     table_io.write(file, TABLE)
     for change in ({}, {"raster_group": 3}, {"tile_n": 96}):
         data = json.loads(file.read_text())
         data["entries"][0]["config"].update(change)
         file.write_text(json.dumps(data))
-        lookup.clear()
-        dispatch.gpu_of.cache_clear()
-        dispatch._cute_primitives.cache_clear()
-        steps = dispatch._cute_primitives(torch.device("cuda", 7), PROBLEM)
+        process_cache.reset()
+        kernels = dispatch._kernels(torch.device("cuda", 7), PROBLEM)
+        steps = dispatch.kernel_primitives(*kernels).projection
         h, w, y = torch.zeros(4, 8), torch.zeros(32, 8), torch.zeros(4, dtype=torch.long)
         steps.project_exp(h, w, (0, 32), h[:, 0], y)
         (kernel,) = launched
         assert isinstance(kernel, spec.ProjectExpSpec)
         assert dataclasses.asdict(kernel.config) == data["entries"][0]["config"]
         launched.clear()
-    dispatch.gpu_of.cache_clear()
-    dispatch._cute_primitives.cache_clear()
+    process_cache.reset()
 
 
 def test_an_edited_window_is_planned(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 7)
     monkeypatch.setattr(dispatch, "gpu_of", lambda device: GPU)
     problem, key = dataclasses.replace(PROBLEM, tokens=2048), dataclasses.replace(KEY, tokens=2048)
-    planned = call._new_plan(problem, device, planner.MINIMUM, True, problem.vocab).window
+    planned = call._make_plan(problem, device, planner.MINIMUM, True, problem.vocab).window
     every = [config.window for config in defaults.window_configs(problem)]
     for width in (*every, 12345):
         entry = dataclasses.replace(ENTRY, config=width)
         windows = {dataclasses.replace(key, kernel=table.WINDOW): entry}
         table_io.write(file, dataclasses.replace(TABLE, entries=windows))
         assert table_io.read(file).entries == windows
-        lookup.clear()
-        plan = call._new_plan(problem, device, planner.MINIMUM, True, problem.vocab)
+        process_cache.reset()
+        plan = call._make_plan(problem, device, planner.MINIMUM, True, problem.vocab)
         assert plan.window == (width if width in every else planned)
     assert len(every) > 1 and lookup.shipped_kernels(Sm90())
 
@@ -214,7 +212,7 @@ def test_entries_of_other_kernel_sources_are_not_used(
     table_io.write(tmp_path / file.name, TABLE)
     mixed = {**stale.entries, dataclasses.replace(KEY, vocab=32000): ENTRY}
     table_io.write(file, dataclasses.replace(stale, entries=mixed))
-    lookup.clear()
+    process_cache.reset()
     assert look() == TUNED, "the shipped entry, without a warning"
 
 
@@ -226,7 +224,7 @@ def test_shipped_entries_of_other_kernel_sources_are_not_used(
     for kernels, config in (("0123", Sm90().default(8192)), (ENTRY.kernels, odd)):
         entry = dataclasses.replace(ENTRY, config=odd, kernels=kernels)
         table_io.write(tmp_path / file.name, dataclasses.replace(TABLE, entries={KEY: entry}))
-        lookup.clear()
+        process_cache.reset()
         assert look() == config
         compiled = {getattr(kernel, "config", None) for kernel in lookup.shipped_kernels(Sm90())}
         assert (odd in compiled) == (config == odd)

@@ -16,12 +16,11 @@ from cutefce.autotune_cache import lookup, table_io, verdicts
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import first_use, targets, tuner, verify, worker
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
-from cutefce.cute_kernels import spec
+from cutefce.cute_kernels import process_cache, spec
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives import dispatch
-from cutefce.ops.primitives.cute import CutePrimitives
 from tests.support.fake_tuner import GPU, TARGET, InlineWorker, tune_inline
 from tests.support.faulty_candidates import FaultyTarget, HangingTarget, Kind, config
 from tests.support.tables import DSL, ENTRY, KERNELS, KEY, TABLE
@@ -66,12 +65,9 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: fake.ranks > 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: fake.ranks)
     monkeypatch.setattr(dispatch, "_compiler_unsupported_reason", lambda arch, dtype: None)
-    caches = dispatch.gpu_of, dispatch._device_unsupported_reason, dispatch._unverified
-    for cache in (*caches, dispatch._cute_primitives):
-        cache.cache_clear()
+    process_cache.reset()
     yield fake
-    for cache in (*caches, dispatch._cute_primitives):
-        cache.cache_clear()
+    process_cache.reset()
 
 
 def test_a_kernel_that_hangs_is_never_launched_here(
@@ -142,19 +138,19 @@ def test_one_entry_of_this_compiler_is_no_proof_for_those_of_another(
     old = dataclasses.replace(new, entries={OTHER_KEY: foreign})
     table_io.write(shipped, new)
     table_io.update(shipped if owner == "shipped" else user, old)
-    lookup.clear()
+    process_cache.reset()
     assert verdicts.known(GPU, "bfloat16") is None
     assert verdicts.known(GPU, "float16") is None
     proof = dataclasses.replace(foreign, dsl=DSL, kernels=KERNELS)
     table_io.update(shipped, dataclasses.replace(new, entries={KEY: proof}))
-    lookup.clear()
+    process_cache.reset()
     assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True), "by an entry of another key"
 
 
 def test_a_recorded_verdict_covers_the_configurations_that_it_checked(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passing = ((check, None) for check in ())
+    passing: list[Any] = []
     monkeypatch.setattr(verify, "run_checks", lambda *_: passing)
     user = lookup.user_folder() / file_name(GPU)
     foreign = dataclasses.replace(ENTRY, config=OTHER_CONFIG, dsl="0.1")
@@ -164,10 +160,10 @@ def test_a_recorded_verdict_covers_the_configurations_that_it_checked(
     assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
     another = dataclasses.replace(foreign, config=dataclasses.replace(OTHER_CONFIG, stages=5))
     table_io.update(user, dataclasses.replace(TABLE, entries={KEY: another}, rejected={}))
-    lookup.clear()
+    process_cache.reset()
     assert verdicts.known(GPU, "bfloat16") is None, "this one was not checked"
     table_io.update(user, dataclasses.replace(TABLE, entries={KEY: ENTRY}, rejected={}))
-    lookup.clear()
+    process_cache.reset()
     assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
 
 
@@ -191,25 +187,24 @@ def test_first_use_tunes_problems_that_no_table_has(
 ) -> None:
     monkeypatch.setenv(lookup.AUTOTUNE_VARIABLE, variable)
     monkeypatch.setattr(first_use, "SubprocessWorker", InlineWorker)
-    first_use.clear()
+    process_cache.reset()
     monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
     fake_gpu.capturing, fake_gpu.ranks = state.capturing, state.ranks
     problem = TARGET.problem((20, 16, 300), "bfloat16")
     expected = config(Kind.FAST) if tuned else Sm90().default(20)
     for tokens in (20, 23):  # the second is in the table
         problem = dataclasses.replace(problem, tokens=tokens)
-        steps = dispatch._cute_primitives(torch.device("cuda", 7), problem)
-        assert isinstance(steps, CutePrimitives)
-        assert steps.project == expected
+        _, kernels, _ = dispatch._kernels(torch.device("cuda", 7), problem)
+        assert kernels.row_sums.config == expected
         monkeypatch.setattr(first_use, "SubprocessWorker", None)
-        first_use.clear()
+        process_cache.reset()
 
 
 def test_first_use_without_a_subprocess_is_warned_about(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
-    first_use.clear()
+    process_cache.reset()
     monkeypatch.setattr(sys, "executable", "/bin/false")
     problem = TARGET.problem((20, 16, 300), "bfloat16")
     with pytest.warns(UserWarning, match="was not tuned: .*exit status 1"):

@@ -16,10 +16,10 @@ from cutefce.autotune_cache import lookup, verdicts
 from cutefce.autotune_cache.tuning import targets, verify
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
 from cutefce.autotune_cache.tuning.targets.base import TuningTarget
+from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.ops.interface import no_grad_cache
 from cutefce.ops.primitives import dispatch
 from tests.support.faulty_candidates import KernelTarget, Kind
 from tests.support.reference import assert_as_accurate, ours, random_case
@@ -71,21 +71,9 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
 @pytest.fixture(autouse=True)
 def new_process() -> Iterator[Callable[[], None]]:
     """Clear the caches of this process, before and after."""
-
-    def clear() -> None:
-        lookup.clear()
-        for cache in (
-            dispatch._device_unsupported_reason,
-            dispatch._unverified,
-            dispatch._warn_once,
-        ):
-            cache.cache_clear()
-        dispatch._cute_primitives.cache_clear()
-        no_grad_cache.clear()
-
-    clear()
-    yield clear
-    clear()
+    process_cache.reset()
+    yield process_cache.reset
+    process_cache.reset()
 
 
 FAULTS = {

@@ -11,10 +11,10 @@ from cutefce.autotune_cache.tuning.targets.window import WindowTarget
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.ops.primitives import cute
+from cutefce.ops.primitives import cute_gradients, cute_projection
 from tests.support.fake_tuner import GPU, SIZES, TARGET
 from tests.support.faulty_candidates import Kind, config
-from tests.support.kernel_models import model_of
+from tests.support.kernel_models import use_models
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,8 @@ def test_all_kernels_are_checked(arch: Arch, dtype: str, monkeypatch: pytest.Mon
     def note(kernel: spec.KernelSpec) -> Callable[..., None]:
         return lambda *arguments: launched.add(kernel)
 
-    monkeypatch.setattr(cute, "compiled", note)
+    for module in (cute_gradients, cute_projection):
+        monkeypatch.setattr(module, "compiled", note)
     known: list[spec.KernelSpec] = []
     for target in targets.all_targets(dataclasses.replace(GPU, arch=arch), "cpu"):
         for candidate in target.defaults():
@@ -98,7 +99,8 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
     def note(kernel: spec.KernelSpec) -> Callable[..., None]:
         return lambda *arguments: launched.add(kernel)
 
-    monkeypatch.setattr(cute, "compiled", note)
+    for module in (cute_gradients, cute_projection):
+        monkeypatch.setattr(module, "compiled", note)
     for target in targets.all_targets(dataclasses.replace(GPU, arch=arch), "cpu"):
         problem = target.problem((130, 64, 1500), dtype)
         case, _ = worker._full_case(target, problem)
@@ -117,7 +119,7 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
 def test_steps_with_windows_of_any_width_are_right(
     arch: Arch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cute, "compiled", model_of)
+    use_models(monkeypatch)
     target, widths = WindowTarget(dataclasses.replace(GPU, arch=arch), "cpu"), set()
     for name in worker.SMALL_PROBLEMS:
         case, expected = worker._small_case(target, name, "bfloat16")

@@ -32,7 +32,7 @@ from bench.harness import problems, reference
 from bench.harness.problems import Shape
 from bench.harness.records import read
 from bench.report import sections
-from cutefce.autotune_cache.tuning.subprocess_worker import Child, ChildError
+from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 from examples.corpus import Corpus
 from examples.training import Sizes
 
@@ -92,7 +92,7 @@ def test_a_peer_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes["absent"] = peers.Peer("no_such_package", "loss", right)
     fakes["older"] = peers.Peer("bench.harness.reference", "no_such_loss", right)
     monkeypatch.setattr(peers, "PEERS", fakes)
-    with Child() as child:
+    with SubprocessWorker() as child:
         usable = peers.usable(child, TINY, "cpu")
     rows = {row.implementation: row for row in step.run(TINY, "cpu", 2, ("max", "min"), usable)}
     for name, text in {
@@ -124,7 +124,7 @@ def test_the_most_tokens_are_between_what_fits_and_what_does_not() -> None:
     def peak_mib(tokens: int) -> float:
         asked.append(tokens)
         if tokens > 700:
-            raise ChildError("CUDA out of memory")
+            raise WorkerError("CUDA out of memory")
         return float(tokens)
 
     found = max_tokens.most_tokens(peak_mib, first=100, limit=10000)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from cutefce.__main__ import main
 from cutefce.autotune_cache import verdicts
 from cutefce.autotune_cache.tuning import verify
+from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm100 import TWO_CTA, Sm100
@@ -116,17 +117,15 @@ def test_only_verified_kernels_are_dispatched(arch: Arch, monkeypatch: pytest.Mo
     monkeypatch.setattr(verdicts, "known", lambda *_: None)
     answers = iter((verdicts.Verdict(False, "it hung"), verdicts.Verdict(True)))
     monkeypatch.setattr(verify, "verify_once", lambda *_: next(answers))
-    dispatch.gpu_of.cache_clear()
-    dispatch._unverified.cache_clear()
+    process_cache.reset()
     device = torch.device("cuda"), torch.bfloat16
-    obstacle = dispatch._device_unsupported_reason.__wrapped__(*device)
+    obstacle = dispatch.device_unsupported_reason(*device)
     assert obstacle == (
         "the kernels failed on a new GPU (it hung); to try again: python -m cutefce verify"
     )
-    dispatch._unverified.cache_clear()
-    assert dispatch._device_unsupported_reason.__wrapped__(*device) is None
-    dispatch.gpu_of.cache_clear()
-    dispatch._unverified.cache_clear()
+    process_cache.reset()
+    assert dispatch.device_unsupported_reason(*device) is None
+    process_cache.reset()
 
 
 def test_an_unknown_architecture_among_several_is_named() -> None:

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 pytest.importorskip("cutlass")
 
 from cutefce.__main__ import main
-from cutefce.cute_kernels import spec
+from cutefce.cute_kernels import process_cache, spec
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import compile_kernel
 
@@ -296,7 +296,7 @@ def sources(tmp_path: Path) -> Path:
 
 
 def source_fingerprint(folder: Path) -> str:
-    jit_cache.source_fingerprint.cache_clear()
+    process_cache.reset()
     return jit_cache.source_fingerprint(folder)
 
 
@@ -345,7 +345,7 @@ def test_the_fingerprint_covers_sources_versions_and_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fingerprint() -> str:
-        jit_cache.fingerprint.cache_clear()
+        process_cache.reset()
         return jit_cache.fingerprint()
 
     found = {fingerprint()}
@@ -363,4 +363,4 @@ def test_the_fingerprint_covers_sources_versions_and_options(
         found.add(fingerprint())
     assert len(found) == 5
     assert all(re.fullmatch("[0-9a-f]{16}", each) for each in found)
-    jit_cache.fingerprint.cache_clear()
+    process_cache.reset()

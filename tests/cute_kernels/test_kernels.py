@@ -341,7 +341,7 @@ def test_launches_pass_what_the_kernels_take(arch: Arch, monkeypatch: pytest.Mon
     gradients.add_grad_weight(sums, exps[:, :1500], scaled, accumulate=True)
     gradients.add_target_grad(sums, target_grad, 0)
     gradients.scale_rows(torch.empty_like(case.w), sums, torch.ones(1500))
-    names = "TargetLogit ProjectExp ProjectExp ReducePartials ProjectExp ProjectExp".split()
+    names = ["TargetLogit", *["ProjectExp"] * 2, "ReducePartials", *["ProjectExp"] * 2]
     gemms = [*["GradGemm"] * 3, "AddTargets"] if default.grad_weight else []
     names += [*["ScaleAddRows"] * 3, *gemms, "ScaleAddRows"]
     assert launched == [f"{name}Spec" for name in names]
