@@ -1,4 +1,4 @@
-"""The strategies on the kernels' host side, with models of the kernels in torch."""
+"""All strategies on the kernels' host code, with torch models of the kernels."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.support.reference import PLANS, assert_as_accurate, logits_case, plan
 def on_kernels(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
 ) -> PortableTiles:
-    """Serve calls on a CPU by models of an architecture's kernels."""
+    """Route calls on a CPU to models of an architecture's kernels."""
     pytest.importorskip("cutlass")
     arch: Arch = request.param
     configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
@@ -41,8 +41,8 @@ def test_every_strategy(
 
 @pytest.mark.parametrize("lent", [0, 64])
 @pytest.mark.parametrize("height", [20.0, 60.0, 1e4])
-def test_far_rows_are_settled(height: float, lent: int, on_kernels: PortableTiles) -> None:
-    """In every window that keeps them, with one reference."""
+def test_far_rows_are_repaired(height: float, lent: int, on_kernels: PortableTiles) -> None:
+    """In every window that stores exponentials, relative to one reference."""
     torch.manual_seed(1)
     logits, y = torch.randn(40, 333), torch.randint(333, (40,))
     for row in range(0, 40, 3):
@@ -53,8 +53,8 @@ def test_far_rows_are_settled(height: float, lent: int, on_kernels: PortableTile
 
 
 @pytest.mark.parametrize("count", [1, 33, CutePrimitives.ZEROS + 1])
-def test_nobody_shares_zeros(count: int, small_tiles: PortableTiles) -> None:
-    """Neither launches of a call, which write what they take, nor calls."""
+def test_zeros_are_never_shared(count: int, small_tiles: PortableTiles) -> None:
+    """Neither among the launches of a call, which write to them, nor among calls."""
     configs = Sm90().default_configs(tokens=8192, hidden=4096, num_sms=132)
     call, taken = CutePrimitives(small_tiles, Sm90(), "bfloat16", configs, 132), []
     for _ in range(3):
