@@ -15,6 +15,7 @@ from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives import cute, dispatch
@@ -84,7 +85,7 @@ def test_every_configuration(
     targets = Targets(case.y, shape[2], -100)
     logit = steps.target_logit(case.h, case.w, targets)
     exact = exact_exps(case, logit)
-    buffer = torch.full((shape[0], -(-shape[2] // 8) * 8), torch.nan, dtype=dtype, device="cuda")
+    buffer = torch.full((shape[0], round_up(shape[2], 8)), torch.nan, dtype=dtype, device="cuda")
     kept = buffer if dtype == torch.bfloat16 else None
     partial = steps.project_exp(case.h, case.w, (0, shape[2]), logit, case.y, kept)
     stats, losses = steps.finish(partial, logit, targets, "none")
@@ -173,7 +174,7 @@ def test_sums_are_accurate_and_deterministic(
         grad_hidden_short=config,
     )
     steps = with_configs(configs, torch.bfloat16)
-    exps = torch.rand(tokens, -(-vocab // 8) * 8, device="cuda").to(torch.bfloat16)[:, :vocab]
+    exps = torch.rand(tokens, round_up(vocab, 8), device="cuda").to(torch.bfloat16)[:, :vocab]
     before = torch.randn(tokens, hidden, device="cuda"), torch.randn(vocab, hidden, device="cuda")
     results = []
     for _ in range(3):
@@ -328,9 +329,9 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     steps.add_target_part(sums, part, 0)
     steps.scale_rows(torch.empty_like(case.w), sums, torch.ones(1500))
     forward = [spec.TargetLogitSpec, *[spec.ProjectExpSpec] * 2, spec.ReducePartialsSpec]
-    exps, scaling = [spec.ProjectExpSpec] * 2, [spec.ScaleAddRowsSpec] * 3
+    recomputed, scaling = [spec.ProjectExpSpec] * 2, [spec.ScaleAddRowsSpec] * 3
     grad_gemms = [*[spec.GradGemmSpec] * 3, spec.AddTargetsSpec] if default.grad_weight else []
-    assert launched == [*forward, *exps, *scaling, *grad_gemms, spec.ScaleAddRowsSpec]
+    assert launched == [*forward, *recomputed, *scaling, *grad_gemms, spec.ScaleAddRowsSpec]
 
 
 def test_partials_of_all_ranks_are_gathered() -> None:
