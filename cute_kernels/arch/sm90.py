@@ -28,25 +28,26 @@ GRAD_192 = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
 GRAD_256 = GemmConfig(128, 256, cluster=2, stages=4, pingpong=False)
 """Configurations of the gradient GEMMs, by columns of a tile."""
 
-# Relative times, measured on an H200 by `python -m bench step` and `make autotune`.  Wide tiles
-# move less data, which saves power; ping-pong hides epilogues, of which short GEMMs have more.
-SINGLE_CTA_TIME = 1.03
-"""Time a row of `project_exp` without multicast, relative to clusters of 2."""
-GRAD_HIDDEN_TIMES = {GRAD_256: 1.0, GRAD_192: 1.015, GRAD_128: 1.03}
-"""Time a column of dX."""
-GRAD_HIDDEN_SHORT_TIMES = {GRAD_128: 1.0, GRAD_192: 1.0}
-"""Time a column of dX over fewer than `KernelConfigs.SHORT` columns."""
-GRAD_WEIGHT_TIMES = {GRAD_128: 1.0, GRAD_192: 0.988}
-"""Time a column of dW."""
-GRAD_WEIGHT_LONG_TIMES = {GRAD_128: 1.0, GRAD_192: 0.96}
-"""Time a column of dW over at least `LONG_TOKENS` tokens."""
 LONG_TOKENS = 16384
+TIME_PER_COLUMN = {
+    "grad_hidden": {GRAD_256: 1.0, GRAD_192: 1.015, GRAD_128: 1.03},
+    "grad_hidden_short": {GRAD_128: 1.0, GRAD_192: 1.0},
+    "grad_weight": {GRAD_128: 1.0, GRAD_192: 0.988},
+    "grad_weight_long": {GRAD_128: 1.0, GRAD_192: 0.96},
+}
+"""Relative times of the gradient GEMMs, measured on an H200 by `python -m bench step` and
+`make autotune`: dX over at least and over fewer than `KernelConfigs.SHORT` columns, dW of fewer
+than and of at least `LONG_TOKENS` tokens.  Wide tiles move less data, which saves power; ping-pong
+hides epilogues, which weigh more in short GEMMs.  The first configuration wins a tie."""
+SINGLE_CTA_TIME = 1.03
+"""Time a row of `project_exp` without multicast, relative to clusters of 2; measured likewise."""
 MIN_GRAD_HIDDEN_UTILIZATION = 0.8
 """Fraction of dX's waves that must be useful work; below it cuBLAS, with other tiles, is faster."""
 
 
-def fastest(times: dict[GemmConfig, float], columns: int) -> GemmConfig:
-    """Return the configuration that is fastest for `columns`, given its time a column."""
+def fastest(kernel: str, columns: int) -> GemmConfig:
+    """Return the configuration with the least `TIME_PER_COLUMN` over whole tiles of `columns`."""
+    times = TIME_PER_COLUMN[kernel]
     return min(times, key=lambda config: times[config] * round_up(columns, config.tile_n))
 
 
@@ -74,10 +75,10 @@ class Sm90(Arch):
 
     def default_configs(self, tokens: int, hidden: int, num_sms: int) -> KernelConfigs:
         project_exp = self.default(tokens)
-        grad_hidden = fastest(GRAD_HIDDEN_TIMES, hidden)
-        short = fastest(GRAD_HIDDEN_SHORT_TIMES, hidden)
-        weight_times = GRAD_WEIGHT_LONG_TIMES if tokens >= LONG_TOKENS else GRAD_WEIGHT_TIMES
-        grad_weight = fastest(weight_times, hidden)
+        grad_hidden = fastest("grad_hidden", hidden)
+        short = fastest("grad_hidden_short", hidden)
+        is_long = tokens >= LONG_TOKENS
+        grad_weight = fastest("grad_weight_long" if is_long else "grad_weight", hidden)
         if _utilization(grad_hidden, tokens, hidden, num_sms) < MIN_GRAD_HIDDEN_UTILIZATION:
             return KernelConfigs(project_exp, None, grad_weight)
         return KernelConfigs(project_exp, grad_hidden, grad_weight, short)

@@ -4,8 +4,8 @@ A library's path is <folder>/<fingerprint>/<key>.so: the fingerprint covers the 
 the compiler's version, the key covers the kernel spec.  Loading a library needs only the compiler's
 small runtime library.  Each file ends with a digest of its content, which loaders ignore: damaged
 and foreign files are compiled again.  One process compiles while others wait for its result; a
-process that dies leaves neither lock nor partial library behind.  If the folder is read-only or
-there is no linker (cc), a kernel is compiled for this process only.
+process that dies neither blocks the others nor leaves a partial library.  If the folder is
+read-only or no linker (cc) is found, a kernel is compiled for this process only.
 
 The package's folder, which `make wheel` fills, is read in the same way but never written.
 """

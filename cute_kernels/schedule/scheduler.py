@@ -55,7 +55,7 @@ class TileScheduler:
     @cute.jit
     def num_indices(self) -> Int32:
         """Return the number of indices: of work tiles, where the last wave's count by K split."""
-        count = self.row_blocks * self.vocab_splits
+        count = self.num_work_tiles()
         if cutlass.const_expr(self.k_splits is not None):
             count += count % self.clusters * (self.k_splits - 1)
         return count
@@ -65,7 +65,7 @@ class TileScheduler:
         """Return the `WorkTile` of an index."""
         number, k_split, k_splits = index, Int32(0), Int32(1)
         if cutlass.const_expr(self.k_splits is not None):
-            work_tiles = self.row_blocks * self.vocab_splits
+            work_tiles = self.num_work_tiles()
             if index >= work_tiles - work_tiles % self.clusters:
                 number, k_split = order.split_k(index, work_tiles, self.clusters)
                 k_splits = self.k_splits

@@ -155,7 +155,7 @@ class ProjectExpSm100(MainloopSm100):
         )
         buffer = Int32(0)
         for index in cutlass.range(
-            scheduler.cluster, scheduler.row_blocks * vocab_splits, scheduler.clusters
+            scheduler.cluster, scheduler.num_work_tiles(), scheduler.clusters
         ):
             row_block, split, n_end = scheduler.coord(
                 index, config.raster_group, rows.semaphores if self.only_flagged else None

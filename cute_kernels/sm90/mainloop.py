@@ -212,7 +212,7 @@ class MainloopSm90:
         load_b, from_b, to_b = partition(b, (tile[1], tile[2]), scheduler.rank, config.cluster)
         multicast = {"mcast_mask": cutlass.Int16((1 << config.cluster) - 1)}
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
-        work_tiles = scheduler.row_blocks * scheduler.vocab_splits
+        work_tiles = scheduler.num_work_tiles()
         syncs, max_polls = Int32(0), Int32(MAX_POLLS)
         for index in cutlass.range(scheduler.cluster, scheduler.num_indices(), scheduler.clusters):
             work_tile = scheduler.work_tile(index)

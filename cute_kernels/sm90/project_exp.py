@@ -133,7 +133,7 @@ class ProjectExpSm90(MainloopSm90):
         row_max = cute.make_rmem_tensor((2, self.m_blocks), Float32)
         row_sum = cute.make_rmem_tensor((2, self.m_blocks), Float32)
         for index in cutlass.range(
-            scheduler.cluster, scheduler.row_blocks * vocab_splits, scheduler.clusters
+            scheduler.cluster, scheduler.num_work_tiles(), scheduler.clusters
         ):
             row, split, n_end = scheduler.coord(
                 index, config.raster_group, rows.semaphores if self.only_flagged else None

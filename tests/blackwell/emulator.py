@@ -20,6 +20,7 @@ import numpy as np
 
 from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.integers import round_up
 
 LANES = 32
 ALL = np.ones(LANES, bool)
@@ -581,7 +582,7 @@ def meet(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list[str]
     everyone = 6 * (len(cluster.blocks) if where is cluster else 1)
     if "wait" not in line and not warp.waits:
         where.met += 1
-        warp.waits = -(-where.met // everyone) * everyone
+        warp.waits = round_up(where.met, everyone)
         if "arrive" in line:
             return None
     if where.met < warp.waits:

@@ -93,7 +93,7 @@ def test_memory_limits(arch: Sm100) -> None:
     ],
     ids=str,
 )
-def test_impossible_configurations_are_named(changes: dict[str, int], named: str) -> None:
+def test_illegal_configurations_are_rejected(changes: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Sm100().check(dataclasses.replace(TWO_CTA, **changes))  # type: ignore[arg-type]
 

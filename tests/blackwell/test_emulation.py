@@ -11,6 +11,7 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.spec import ProjectExpSpec, kernel_set
 from tests.blackwell.emulator import Launch, Stuck
 from tests.blackwell.machine_code import artifacts
@@ -34,7 +35,7 @@ class Case:
         self.w = self.w.bfloat16()
         self.y = torch.randint(vocab, (tokens,), generator=generator) + first
         self.y[tokens // 2] = -100
-        self.first, self.columns = first, -(-vocab // 8) * 8
+        self.first, self.columns = first, round_up(vocab, 8)
         own = (self.y - first).clamp(0)
         self.reference = (self.h.float() * self.w.float()[own]).sum(1)
 
@@ -48,7 +49,7 @@ class Case:
 
     def launch(self, kernel: ProjectExpSpec, vocab_splits: int) -> Launch:
         """Return launch arguments with outputs to fill."""
-        blocks = -(-len(self.y) // kernel.config.rows)
+        blocks = ceil_div(len(self.y), kernel.config.rows)
         exps = np.full((len(self.y), self.columns), 0x7FFF, np.uint16)
         return Launch(
             h=patterns(self.h),

@@ -1,4 +1,4 @@
-"""The kernels themselves: every configuration, sizes past 2³¹, repair, and who serves what."""
+"""The kernels: every configuration, sizes past 2³¹, repair, and the choice of implementation."""
 
 import dataclasses
 import math
@@ -15,6 +15,7 @@ from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.workspace import Semaphore
@@ -35,7 +36,7 @@ RAGGED = {
     "one row": (1, 64, 1000),
     "fewer columns than a tile": (70, 8, 17),
     "a last block of one row": (257, 72, 3001),
-    "several groups of row blocks": (2500, 136, 5000),
+    "several raster groups": (2500, 136, 5000),
 }
 
 with_kernels = pytest.mark.skipif(
@@ -89,7 +90,7 @@ def test_every_configuration(
     targets = Targets(case.y, shape[2], NONE)
     logit = steps.target_logit(case.h, case.w, targets)
     exact = exact_exps(case, logit)
-    buffer = torch.full((shape[0], -(-shape[2] // 8) * 8), torch.nan, dtype=dtype, device="cuda")
+    buffer = torch.full((shape[0], round_up(shape[2], 8)), torch.nan, dtype=dtype, device="cuda")
     kept = buffer if dtype == torch.bfloat16 else None
     partial = steps.project_exp(case.h, case.w, (0, shape[2]), logit, case.y, kept)
     stats, losses = steps.reduce_partials(partial, logit, targets)
@@ -109,7 +110,7 @@ def test_every_configuration(
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_the_forward_at_once_is_its_steps(
+def test_the_fused_forward_equals_its_kernels(
     config: GemmConfig, shape: tuple[int, int, int], reduction: str
 ) -> None:
     case = random_case(*shape, dtype=torch.bfloat16, device="cuda")
@@ -125,7 +126,7 @@ def test_the_forward_at_once_is_its_steps(
 @pytest.mark.gpu
 @with_kernels
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_repair_stores_only_noted_blocks_again(config: GemmConfig) -> None:
+def test_repair_stores_only_flagged_blocks_again(config: GemmConfig) -> None:
     case = random_case(
         3 * config.rows + 1, 64, 2000, dtype=torch.bfloat16, device="cuda", ignored=0
     )
@@ -169,10 +170,10 @@ def test_far_rows(which: str, workspace: str, dtype: torch.dtype, strict: None) 
 @pytest.mark.parametrize("shape", [(521, 264, 1003), (1000, 1096, 20001), (300, 64, 5003)], ids=str)
 @pytest.mark.parametrize("config", ARCH.grad_gemm_configs(), ids=str)
 @pytest.mark.parametrize("fresh", [False, True])
-def test_sums_are_right_and_the_same_again(
+def test_sums_are_accurate_and_deterministic(
     fresh: bool, config: GemmConfig, shape: tuple[int, int, int], strict: None
 ) -> None:
-    """Also where tiles are cut into pieces, whose sums different clusters add."""
+    """Also with K splits, whose sums different clusters add."""
     tokens, hidden, vocab = shape
     case = random_case(*shape, dtype=torch.bfloat16, device="cuda")
     configs = dataclasses.replace(
@@ -255,7 +256,7 @@ def test_side_stream_and_other_layouts(strict: None) -> None:
 @pytest.mark.gpu
 @with_kernels
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_the_device_of_the_tensors_counts(strict: None) -> None:
+def test_tensors_on_another_device(strict: None) -> None:
     case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda:1")
     got = ours(case)
     with torch.cuda.device(1):
@@ -285,7 +286,7 @@ def test_replay_and_compilation_are_bitwise_equal(strict: None) -> None:
 @pytest.mark.gpu
 @with_kernels
 @pytest.mark.filterwarnings("ignore:cutefce")
-def test_what_the_kernels_do_not_serve() -> None:
+def test_unsupported_inputs_take_the_portable_path() -> None:
     case = random_case(32, 64, 300, dtype=torch.bfloat16, device="cuda")
     assert cutefce.backend_for(case.h, case.w).name == "cute"
     reasons = {
@@ -301,8 +302,8 @@ def test_what_the_kernels_do_not_serve() -> None:
 
 
 @pytest.mark.parametrize("arch", [ARCHS[0], ARCHS[1]], ids=lambda arch: arch.name)
-def test_launches_pass_what_the_kernels_take(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: a launch stops at the first argument's device, past their number."""
+def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, a launch checks the number of arguments, then fails at the first's device."""
     pytest.importorskip("cutlass")
     launched = []
 
@@ -310,7 +311,7 @@ def test_launches_pass_what_the_kernels_take(arch: Arch, monkeypatch: pytest.Mon
         def launch(*arguments: Any) -> None:
             with pytest.raises(ValueError, match="expected device_type=cuda"):
                 jit_cache.compiled(kernel)(*arguments)
-            launched.append(type(kernel).__name__)
+            launched.append(type(kernel))
 
         return launch
 
@@ -347,8 +348,8 @@ def test_launches_pass_what_the_kernels_take(arch: Arch, monkeypatch: pytest.Mon
     assert launched == [f"{name}Spec" for name in names]
 
 
-def test_parts_of_all_ranks_are_joined() -> None:
-    """From 2^-80 to 2^900: what no sum of float32 could hold."""
+def test_partials_of_all_ranks_are_gathered() -> None:
+    """Sums from 2^-80 to 2^900, beyond the range of float32."""
     tiles = widest_window(Problem(4, 64, 1500, "bfloat16", "cuda"))
     kernels = spec.kernel_set(ARCHS[0], "bfloat16", with_project_exp(CONFIGS[0]))
     steps = kernel_primitives(tiles, kernels, 132).projection
@@ -374,13 +375,13 @@ def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "failed: ValueError: no such target" in reason
 
 
-def test_a_cpu_is_served_by_the_portable_path() -> None:
+def test_cpu_tensors_take_the_portable_path() -> None:
     h, w = torch.randn(4, 8), torch.randn(16, 8)
     assert cutefce.backend_for(h, w).name == "torch"
     assert "expected cuda" in cutefce.backend_for(h, w).reason
 
 
-def test_strict_mode_says_what_is_in_the_way(strict: None) -> None:
+def test_strict_mode_raises_the_reason(strict: None) -> None:
     with pytest.raises(RuntimeError, match="h: got device cpu, expected cuda"):
         cutefce.linear_cross_entropy(torch.randn(4, 8), torch.randn(16, 8), torch.zeros(4).long())
 
@@ -413,7 +414,7 @@ def test_configurations_are_legal(arch: Arch) -> None:
     ],
     ids=str,
 )
-def test_impossible_configurations_are_named(config: GemmConfig, named: str) -> None:
+def test_illegal_configurations_are_rejected(config: GemmConfig, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Sm90().check(config)
 

@@ -1,4 +1,4 @@
-"""The strategies on the kernels' host side, with models of the kernels in torch."""
+"""All strategies on the kernels' host code, with torch models of the kernels."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.support.reference import PLANS, assert_as_accurate, logits_case, plan
 def on_kernels(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
 ) -> PortableTiles:
-    """Serve calls on a CPU by models of an architecture's kernels."""
+    """Route calls on a CPU to models of an architecture's kernels."""
     pytest.importorskip("cutlass")
     arch: Arch = request.param
     configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
@@ -44,7 +44,7 @@ def test_every_strategy(
 
 @pytest.mark.parametrize("aliased", [0, 64])
 @pytest.mark.parametrize("height", [20.0, 60.0, 1e4])
-def test_far_rows_are_settled(height: float, aliased: int, on_kernels: PortableTiles) -> None:
+def test_far_rows_are_repaired(height: float, aliased: int, on_kernels: PortableTiles) -> None:
     """In every window that keeps them, with one reference."""
     torch.manual_seed(1)
     logits, y = torch.randn(40, 333), torch.randint(333, (40,))
