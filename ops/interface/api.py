@@ -31,7 +31,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of softmax(input @ linear_weight.T) against target, without the logits.
 
-    Takes the arguments of `torch.nn.functional.linear_cross_entropy`, a `workspace`, a
+    The parameters are those of `torch.nn.functional.linear_cross_entropy`, a `workspace`, a
     `denominator`, and a `group` of ranks over which the vocabulary is sharded.  A `linear_weight`
     that is a DTensor with placement Shard(0) selects its group itself, and an `input` with
     Shard(dim of tokens) selects `sequence_parallel`; gradients have the placements of their
@@ -122,6 +122,7 @@ class LinearCrossEntropyLoss(nn.Module):
         options: Any = None,
         workspace: int | str | None = None,
     ) -> None:
+        """Make the head; the parameters are those of torch's module and `workspace`."""
         super().__init__()
         refuse_unserved(
             out_features=out_features,

@@ -1,0 +1,69 @@
+"""The public names, their arguments and the operator's schema: what users depend on."""
+
+import inspect
+
+import pytest
+import torch
+
+import cutefce
+
+SCHEMA = (
+    "cutefce::loss{name}(Tensor h, Tensor w, Tensor y, *, str reduction='mean', "
+    "int ignore_index=-100, {workspace}, Tensor? denominator=None, str? group=None, "
+    "int[]? shards=None, bool sequence_parallel=False) -> Tensor"
+)
+SIGNATURES = {
+    "backend_for": "(h: torch.Tensor, w: torch.Tensor) -> cutefce.ops.primitives.dispatch.Backend",
+    "set_strict": "(enabled: bool) -> None",
+    "linear_cross_entropy": "input linear_weight target linear_bias weight reduction ignore_index "
+    "label_smoothing options workspace denominator group shards sequence_parallel",
+    "plan": "h w reduction workspace group shards sequence_parallel",
+    "LinearCrossEntropyLoss": "in_features num_classes out_features bias device dtype reduction "
+    "weight ignore_index label_smoothing options workspace",
+}
+"""Whole signatures, or the names of the arguments."""
+
+H = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
+W = torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
+Y = torch.tensor([0, 39, 7, -100, 3, 3])
+
+
+def test_all_names() -> None:
+    assert sorted(cutefce.__all__) == sorted(SIGNATURES)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments(name: str) -> None:
+    signature = inspect.signature(getattr(cutefce, name))
+    assert SIGNATURES[name] in (str(signature), " ".join(signature.parameters))
+
+
+@pytest.mark.parametrize(
+    ("overload", "name", "workspace"),
+    [("default", "", "int? workspace=None"), ("preset", ".preset", "str workspace")],
+)
+def test_schema_of_the_operator(overload: str, name: str, workspace: str) -> None:
+    schema = getattr(torch.ops.cutefce.loss, overload)._schema
+    assert str(schema).replace('"', "'") == SCHEMA.format(name=name, workspace=workspace)
+
+
+def test_every_name_can_be_called() -> None:
+    h, w = H.clone().requires_grad_(), W.clone().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(H @ W.t(), Y)
+    torch.testing.assert_close(cutefce.linear_cross_entropy(h, w, Y).detach(), expected)
+    torch.testing.assert_close(torch.ops.cutefce.loss(H, W, Y), expected)
+    torch.testing.assert_close(torch.ops.cutefce.loss(H, W, Y, workspace="min"), expected)
+    head = cutefce.LinearCrossEntropyLoss(16, 40)
+    head.load_state_dict({"linear.weight": W})
+    torch.testing.assert_close(head(H, Y).detach(), expected)
+    assert cutefce.backend_for(H, W).name == "torch"
+    cutefce.set_strict(True)
+    try:
+        with pytest.raises(RuntimeError, match="cannot serve this call"):
+            cutefce.linear_cross_entropy(H, W, Y)
+    finally:
+        cutefce.set_strict(False)
+    plan = cutefce.plan(h, w, workspace="max")
+    assert (plan.strategy, plan.chunk, plan.aliased, plan.vocab) == ("windows", 6, 0, 40)
+    assert plan.kept >= 40 and plan.window >= 40 and plan.workspace_bytes > 0 and plan.seconds > 0
+    assert "windows, 100% kept" in str(plan)

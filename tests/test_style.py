@@ -1,0 +1,44 @@
+"""Limits that keep the package readable: lengths of files and of argument lists."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MAX_LINES, MAX_DEVICE_LINES, MAX_FILES, MAX_PARAMETERS = 300, 400, 13, 8
+DEVICE = ("cute_kernels/sm90", "cute_kernels/sm100", "cute_kernels/rowwise")
+
+
+def sources() -> list[Path]:
+    folders = ("cutefce", "ops", "autotune_cache", "cute_kernels")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return [path for path in paths if not any(parent.is_symlink() for parent in path.parents)]
+
+
+def test_files_are_short() -> None:
+    for path in sources():
+        is_device = path.relative_to(ROOT).as_posix().startswith(DEVICE)
+        limit = MAX_DEVICE_LINES if is_device else MAX_LINES
+        assert path.read_text().count("\n") <= limit, path
+
+
+def test_folders_are_small() -> None:
+    for folder in {path.parent for path in sources()}:
+        assert len(list(folder.glob("*.py"))) <= MAX_FILES, folder
+
+
+def test_long_argument_lists_have_a_reason() -> None:
+    """A function of more than eight parameters says why in its docstring."""
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            names = [argument.arg for argument in arguments if argument.arg not in ("self", "cls")]
+            if len(names) > MAX_PARAMETERS:
+                assert "arameter" in (ast.get_docstring(node) or ""), f"{path}: {node.name}"
+
+
+def test_modules_say_what_they_hold() -> None:
+    for path in sources():
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert len(text) > 15 and "TODO" not in text, path
