@@ -1,1 +1,12 @@
-"""The call, the plan and the run: `library` → `checks` → `planner` → `strategies` → primitives."""
+"""One call of the loss, folder by folder, in the order in which it passes through them.
+
+    interface/    1. the public functions; where a user error is raised: `checks.py`
+    planning/     2. where the plan is made: `planner.py`, and where memory is predicted:
+                     `memory_model.py`
+    strategies/   3. the order of the steps: vocabulary windows, or gradients in the forward
+    primitives/   4. the steps, on the CuTe DSL kernels or in plain torch
+    parallel/     across ranks: vocabulary and tokens sharded over a process group
+
+`schema.py` makes operators' schemas of the option records; `torch_compat.py` has every private name
+of torch that the package uses.
+"""
