@@ -1,9 +1,9 @@
 """Which configuration serves a problem, and how it is found.
 
-    defaults.py   windows and tiles where nothing was tuned
-    lookup.py     where a tuned configuration is looked up: the user's table, then the shipped one
-    table.py      one table: keys, entries, rejections, the nearest entry
-    table_io.py   read, write and lock a table's JSON file
-    verdicts.py   whether the kernels were verified on a GPU model
-    tuning/       one tuning run; builds on `ops`
+defaults.py   windows and tiles where nothing was tuned
+lookup.py     where a tuned configuration is looked up: the user's table, then the shipped one
+table.py      one table: keys, entries, rejections, the nearest entry
+table_io.py   read, write and lock a table's JSON file
+verdicts.py   whether the kernels were verified on a GPU model
+tuning/       one tuning run; builds on `ops`
 """

@@ -34,7 +34,7 @@ MIN_GAIN = 0.01
 """Smallest relative saving that counts as one; less is noise."""
 
 WINDOW = "window"
-"""Name that stands for the window width where others name a kernel."""
+"""Pseudo-kernel whose configuration is the width of windows."""
 DSL_PACKAGE = "nvidia-cutlass-dsl"
 """Package of the kernels' compiler."""
 

@@ -1,7 +1,8 @@
 """Exact fused linear cross entropy: the loss of `softmax(h @ w.T)` without the logits.
 
-Importing this package registers `torch.ops.cutefce.loss`.  Only `cutefce.ops.planning` and the
-folders below it can be imported where torch is not installed.
+Importing this package registers `torch.ops.cutefce.loss`.  Without torch, only
+`cutefce.ops.planning`, `cutefce.autotune_cache` except `tuning`, and `cutefce.cute_kernels` can be
+imported.
 """
 
 from importlib.util import find_spec

@@ -19,10 +19,9 @@ from cutefce.autotune_cache.tuning import targets, tuner, verify
 from cutefce.autotune_cache.tuning.verify import Check
 from cutefce.commands import tune
 from cutefce.commands import verify as verify_command
-from cutefce.cute_kernels.jit import cache as jit_cache
-from tests.support.fake_tuner import GPU, TARGET, InlineWorker
+from tests.support.fake_tuner import TARGET, InlineWorker
 from tests.support.faulty_candidates import Kind, config
-from tests.support.tables import ENTRY, TABLE
+from tests.support.tables import ENTRY, GPU, TABLE
 
 
 @pytest.fixture
@@ -67,8 +66,8 @@ def test_tune_resumes_with_entries_of_other_kernels_or_compilers(
     assert "1 of 1 problems" in command(*arguments).output
     assert "0 of 1 problems" in command(*arguments).output
     tuned = table_io.read(path)
-    change: dict[str, Any] = {field: "0"}
-    entries = {k: dataclasses.replace(e, **change) for k, e in tuned.entries.items()}
+    changes: Any = {field: "0"}
+    entries = {key: dataclasses.replace(e, **changes) for key, e in tuned.entries.items()}
     table_io.write(path, dataclasses.replace(tuned, entries=entries))
     assert "1 of 1 problems" in command(*arguments).output
     assert table_io.read(path) == tuned
@@ -255,4 +254,3 @@ def test_help_of_every_command() -> None:
         [sys.executable, "-m", "cutefce", "--help"], capture_output=True, text=True, check=True
     )
     assert all(name in ran.stdout for name in commands)
-    assert jit_cache.source_fingerprint() == ENTRY.kernels

@@ -1,7 +1,7 @@
 """Hopper kernels.
 
-    mainloop.py         TMA loads and wgmma: tiles of a GEMM, from memory to registers
-    project_exp.py      where logits become exponentials
-    gradient.py         where dW is written; dX's sums
-    epilogue_store.py   registers to memory, by TMA
+mainloop.py         TMA loads and wgmma: tiles of a GEMM, from memory to registers
+project_exp.py      where logits become exponentials
+gradient.py         where dW is written; dX's sums
+epilogue_store.py   registers to memory, by TMA
 """

@@ -1,7 +1,7 @@
 """Across ranks: a vocabulary, and tokens, sharded over a process group.
 
-    dtensor.py       placements of distributed tensors to a group and shards
-    consistency.py   whether the ranks make the same call
-    shard.py         one rank's part of a call, and what the ranks exchange
-    primitives.py    the projection of one shard, combined with the other ranks'
+dtensor.py       placements of distributed tensors to a group and shards
+consistency.py   whether the ranks make the same call
+shard.py         one rank's part of a call, and what the ranks exchange
+primitives.py    the projection of one shard, combined with the other ranks'
 """

@@ -1,11 +1,11 @@
 """4. Primitives: the steps of every strategy, on the kernels and in plain torch.
 
-    interface.py               the steps, with their formulas
-    rows.py                    targets, statistics and gradient coefficients of every token
-    dispatch.py                which implementation serves a call, and why
-    cute_projection.py         launches of the kernels: exponentials, row sums, loss
-    cute_gradients.py          launches of the kernels: dX and dW
-    portable_projection.py     the same in torch
-    portable_gradients.py
-    elementwise.py             arithmetic between the GEMMs, fused by inductor.py on a GPU
+interface.py               the steps, with their formulas
+rows.py                    targets, statistics and gradient coefficients of every token
+dispatch.py                which implementation serves a call, and why
+cute_projection.py         launches of the kernels: exponentials, row sums, loss
+cute_gradients.py          launches of the kernels: dX and dW
+portable_projection.py     the same in torch
+portable_gradients.py
+elementwise.py             arithmetic between the GEMMs, fused by inductor.py on a GPU
 """

@@ -49,14 +49,14 @@ def test_a_hanging_call_does_not_outlive_the_tuner() -> None:
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    child = int(parent.stdout.readline())
+    pid = int(parent.stdout.readline())
     time.sleep(0.5)  # let the call begin
     parent.kill()
     parent.communicate()
     end = time.monotonic() + 10
-    while is_running(child) and time.monotonic() < end:
+    while is_running(pid) and time.monotonic() < end:
         time.sleep(0.05)
-    assert not is_running(child)
+    assert not is_running(pid)
 
 
 def is_running(pid: int) -> bool:

@@ -32,7 +32,6 @@ from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.problem import Problem
 from tests.support.fake_tuner import (
-    GPU,
     HEADER,
     SIZES,
     InlineWorker,
@@ -41,6 +40,7 @@ from tests.support.fake_tuner import (
     tune_inline,
 )
 from tests.support.faulty_candidates import FaultyTarget, Kind, config
+from tests.support.tables import GPU
 
 
 def test_faults_are_rejected_with_their_reason_and_tuning_goes_on(

@@ -21,9 +21,9 @@ from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives import dispatch
-from tests.support.fake_tuner import GPU, TARGET, InlineWorker, tune_inline
+from tests.support.fake_tuner import TARGET, InlineWorker, tune_inline
 from tests.support.faulty_candidates import FaultyTarget, HangingTarget, Kind, config
-from tests.support.tables import DSL, ENTRY, KERNELS, KEY, TABLE
+from tests.support.tables import DSL, ENTRY, GPU, KERNELS, KEY, TABLE
 
 
 def test_verification_is_done_once_and_recorded(
@@ -130,7 +130,7 @@ def test_only_verified_entries_of_these_kernels_and_compiler_are_proof(
 def test_one_entry_of_this_compiler_is_no_proof_for_those_of_another(
     owner: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tables are updated piece by piece: each configuration in use needs a check of its own."""
+    """Tables are updated piecewise, so that each configuration in use must be verified."""
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
     shipped, user = folder / "shipped" / file_name(GPU), lookup.user_folder() / file_name(GPU)
     foreign = dataclasses.replace(ENTRY, config=OTHER_CONFIG, dsl="0.1")
@@ -150,8 +150,7 @@ def test_one_entry_of_this_compiler_is_no_proof_for_those_of_another(
 def test_a_recorded_verdict_covers_the_configurations_that_it_checked(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passing: list[Any] = []
-    monkeypatch.setattr(verify, "run_checks", lambda *_: passing)
+    monkeypatch.setattr(verify, "run_checks", lambda *_: iter(()))
     user = lookup.user_folder() / file_name(GPU)
     foreign = dataclasses.replace(ENTRY, config=OTHER_CONFIG, dsl="0.1")
     table_io.write(user, dataclasses.replace(TABLE, entries={OTHER_KEY: foreign}, rejected={}))

@@ -12,9 +12,10 @@ from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.ops.primitives import cute_gradients, cute_projection
-from tests.support.fake_tuner import GPU, SIZES, TARGET
+from tests.support.fake_tuner import SIZES, TARGET
 from tests.support.faulty_candidates import Kind, config
 from tests.support.kernel_models import use_models
+from tests.support.tables import GPU
 
 
 @pytest.mark.parametrize(

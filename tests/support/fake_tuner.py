@@ -1,21 +1,19 @@
-"""A GPU model without hardware, a tuning target for it, and benchmarks with a known outcome."""
+"""A tuning target without hardware, and benchmarks with a known outcome."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cutefce.autotune_cache.table import Table
-from cutefce.autotune_cache.tuning import tuner, worker
+from cutefce.autotune_cache.tuning import worker
 from cutefce.autotune_cache.tuning.candidates import Job
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.autotune_cache.tuning.tuner import Tuner
 from cutefce.autotune_cache.tuning.worker import Timing
-from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.gpu import Gpu
 from tests.support.faulty_candidates import FaultyTarget, Kind, config
+from tests.support.tables import GPU, VERSIONS
 
-GPU = Gpu(Sm90(), "NVIDIA Test 9000", 132)
-HEADER = Table(GPU, tuner.current_build())
+HEADER = Table(GPU, VERSIONS)
 TARGET = FaultyTarget(GPU, "cpu")
 SIZES = (24, 16, 300)
 
