@@ -65,7 +65,7 @@ BENCHMARKS := paper step peers steady-state max-tokens breakdown stability loss-
 GPU_BENCHMARKS := forward cpu-overhead first-call tuned training-step
 BENCHMARKS += $(if $(shell nvidia-smi -L 2>&1 | grep GPU),$(GPU_BENCHMARKS))
 bench: .venv/ready
-	$(BIN)/pip install --quiet transformers # of training-step alone
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	for name in $(BENCHMARKS); do $(BIN)/python -m bench $(ARGS) $$name || exit 1; done
 	$(BIN)/python -m bench report
 

@@ -1,5 +1,6 @@
 """The demo's model, a small decoder-only transformer, and one training of it."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ class Training:
         self.seconds: list[float] = []
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Return the mean loss () of a batch; on a GPU, products run in bfloat16."""
+        """Return the mean loss () of a batch; on a GPU, GEMMs run in bfloat16."""
         tokens, target = batch
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
             return self.loss(self.model(tokens), self.model.head.weight, target)
@@ -132,17 +133,19 @@ class Training:
 
 
 def peak_bytes(call: Callable[[], None], device: torch.device) -> int:
-    """Return the most bytes that `call` holds at a time beyond what is allocated before it.
+    """Return the peak bytes that `call` holds beyond what is allocated before it.
 
-    Counts allocations by torch's allocator of the device: activations, the loss's workspace and
-    gradients, but not the parameters, the optimiser's state or the process itself.  On a CPU it is
-    the largest partial sum of the profiler's allocations and releases in order of time.
+    Counts bytes requested from torch's allocator of the device: activations, the loss's workspace
+    and gradients, but not the parameters, the optimiser's state or the process itself.
     """
+    gc.collect()  # garbage freed during the call would hide what it allocates
     if device.type == "cuda":
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         call()
-        return torch.cuda.max_memory_allocated() - before
+        torch.cuda.synchronize()
+        return int(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
     with torch.autograd.profiler.profile(profile_memory=True) as profiler:
         call()
     assert profiler.kineto_results is not None

@@ -253,7 +253,7 @@ def test_info_reports_whether_prebuilt_libraries_match(folder: Path, prebuilt: P
     assert f"prebuilt{prebuilt.parent}(1kernels" in info()
     prebuilt.parent.rename(prebuilt.parent.with_name("0123456789abcdef"))
     assert f"prebuilt{prebuilt.parent}(0kernels" in info()
-    assert re.search(r"0123456789abcdef\(1kernels,[^)]*\):ofotherversions,notused", info())
+    assert re.search(r"0123456789abcdef\(1kernels,[^)]*\):builtforotherversions,notused", info())
 
 
 SOURCE = """
