@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import matrix, scalar, vector
 from cutefce.cute_kernels.jit import compiler
-from cutefce.cute_kernels.workspace import Stat, forward_semaphore_count
+from cutefce.cute_kernels.workspace import NUM_STATS, forward_semaphore_count
 
 
 def compile_signature(kernel: spec.FusedForwardSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -22,7 +22,7 @@ def compile_signature(kernel: spec.FusedForwardSpec) -> tuple[Any, tuple[Any, ..
     reduce_partials, _ = compiler.compile_signature(kernel.reduce_partials)
     h, w, target, *_, ignored, stream = inputs
     workspace = vector(Float32, cute.sym_int())
-    stats, reduced = matrix(Float32, len(Stat), h.shape[0], aligned=False), scalar(Float32)
+    stats, reduced = matrix(Float32, NUM_STATS, h.shape[0], aligned=False), scalar(Float32)
     numbers = ignored, Int32(1), Int32(1), Int32(0)
     function = FusedForward(kernel, target_logit, project_exp, reduce_partials)
     return function, (h, w, target, workspace, stats, reduced, *numbers, stream)

@@ -16,8 +16,7 @@ from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.workspace import forward_semaphore_count
 
 
-@dataclass(frozen=True)
-class LogitTransform:
+class LogitTransform(NamedTuple):
     """The map from raw logits h·w to the model's: the identity, as it has no options yet.
 
     Compile-time options such as scale, bias or softcap become fields here; their arithmetic
@@ -25,13 +24,15 @@ class LogitTransform:
     """
 
 
-@dataclass(frozen=True)
-class RowReductions:
+class RowReductions(NamedTuple):
     """Row reductions beside Σ exp: none yet.
 
     Accumulators such as those of entropy become compile-time fields here; their arithmetic
     belongs into `common.online_softmax.accumulate`.
     """
+
+
+IDENTITY, SUM_ONLY = LogitTransform(), RowReductions()
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class ProjectExpSpec:
     """Whether to store exponentials."""
     only_flagged: bool = False
     """Whether to skip row blocks without a repair flag."""
-    transform: LogitTransform = LogitTransform()
-    reductions: RowReductions = RowReductions()
+    transform: LogitTransform = IDENTITY
+    reductions: RowReductions = SUM_ONLY
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class TargetLogitSpec:
 
     arch: str
     dtype: str
-    transform: LogitTransform = LogitTransform()
+    transform: LogitTransform = IDENTITY
 
     WARPS: ClassVar[int] = 8
     """Warps of a thread block, one a row."""
@@ -83,8 +84,8 @@ class FusedForwardSpec:
     arch: str
     dtype: str
     config: GemmConfig
-    transform: LogitTransform = LogitTransform()
-    reductions: RowReductions = RowReductions()
+    transform: LogitTransform = IDENTITY
+    reductions: RowReductions = SUM_ONLY
 
     @property
     def target_logit(self) -> TargetLogitSpec:

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Stat(IntEnum):
-    """Rows of the statistics (len(Stat), N), float32, that a forward writes for each token."""
+    """Rows of the statistics (NUM_STATS, N), float32, that a forward writes for each token."""
 
     REFERENCE = 0
     """ρ: exponentials are relative to it; +inf if the token is ignored."""
@@ -15,6 +15,9 @@ class Stat(IntEnum):
     """T: S plus the target's exponential."""
     LOSS = 3
     """The token's loss; 0 if ignored."""
+
+
+NUM_STATS = len(Stat)
 
 
 class Semaphore(IntEnum):
@@ -28,6 +31,8 @@ class Semaphore(IntEnum):
     """One flag a row block: 1 if its exponentials must be stored again."""
 
 
+FIRST_FLAG = int(Semaphore.REPAIR_FLAGS)
+
 SPLIT_K_COUNTERS = 1
 """Offset of a gradient GEMM's counters, one a warp: the K splits it has added so far."""
 
@@ -37,4 +42,4 @@ def forward_semaphore_count(tokens: Any, block_rows: int) -> Any:
 
     Takes Python or device integers.
     """
-    return int(Semaphore.REPAIR_FLAGS) + (tokens + block_rows - 1) // block_rows
+    return FIRST_FLAG + (tokens + block_rows - 1) // block_rows

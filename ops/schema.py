@@ -6,10 +6,9 @@ the order of the arguments is known in one place: the record itself.
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import islice
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 R = TypeVar("R", bound="OperatorRecord")
 
@@ -25,7 +24,7 @@ class OperatorRecord:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Return the names of the arguments, in the schema's order."""
-        return _layout(cast(Any, cls)).names
+        return _names(cast(Any, cls))
 
     @classmethod
     def schema(cls) -> str:
@@ -37,14 +36,19 @@ class OperatorRecord:
             parts.append(f"{field.metadata['schema']} {field.name}{default}")
         return ", ".join(parts)
 
+    @classmethod
+    def width(cls) -> int:
+        """Return the number of arguments."""
+        return len(cls.names())
+
     def pack(self) -> tuple[Any, ...]:
         """Return the arguments in the schema's order."""
-        return _layout(cast(Any, type(self))).pack(self)
+        return _getter(cast(Any, type(self)))(self)
 
     @classmethod
-    def unpack(cls: type[R], arguments: Iterator[Any]) -> R:
-        """Take this record's arguments from the front of `arguments`."""
-        return cls(*islice(arguments, len(cls.names())))
+    def from_arguments(cls: type[R], *arguments: Any) -> R:
+        """Return the record whose `pack` is `arguments`."""
+        return cls(*arguments)
 
     @classmethod
     def from_keywords(cls: type[R], keywords: Mapping[str, Any]) -> R:
@@ -52,26 +56,36 @@ class OperatorRecord:
         return cls(**{name: keywords[name] for name in cls.names() if name in keywords})
 
 
-def unpack(arguments: Iterable[Any], *kinds: type[Any]) -> tuple[Any, ...]:
-    """Return one record of each kind; the arguments must be theirs exactly."""
-    iterator = iter(arguments)
-    records = tuple(kind.unpack(iterator) for kind in kinds)
-    if any(True for _ in iterator):
-        raise TypeError(f"an operator was given more arguments than those of {kinds}")
-    return records
-
-
-class _Layout(NamedTuple):
-    names: tuple[str, ...]
-    pack: Callable[[OperatorRecord], tuple[Any, ...]]
+def unpack(arguments: Sequence[Any], *kinds: type[Any]) -> list[Any]:
+    """Return one record of each kind; the arguments must be theirs, in the order of `kinds`."""
+    count, spans = _spans(kinds)
+    if len(arguments) > count:
+        raise TypeError(f"arguments: got {len(arguments)}, expected {count}, those of {kinds}")
+    return [make(*arguments[span]) for make, span in spans]
 
 
 @cache
-def _layout(cls: type[Any]) -> _Layout:
-    names = tuple(field.name for field in _arguments(cls))
+def _spans(kinds: tuple[type[Any], ...]) -> tuple[int, list[tuple[Callable[..., Any], slice]]]:
+    """Return the number of arguments, and which of them make each record."""
+    start, spans = 0, []
+    for kind in kinds:
+        end = start + kind.width()
+        spans.append((kind.from_arguments, slice(start, end)))
+        start = end
+    return start, spans
+
+
+@cache
+def _getter(cls: type[OperatorRecord]) -> Callable[[OperatorRecord], tuple[Any, ...]]:
+    names = cls.names()
     if len(names) == 1:
-        return _Layout(names, lambda record: (getattr(record, names[0]),))
-    return _Layout(names, operator.attrgetter(*names))
+        return lambda record: (getattr(record, names[0]),)
+    return operator.attrgetter(*names)
+
+
+@cache
+def _names(cls: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in _arguments(cls))
 
 
 def _arguments(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:

@@ -21,14 +21,14 @@ from cutefce.cute_kernels.common.dsl import (
 )
 from cutefce.cute_kernels.common.row_vectors import WARPS
 from cutefce.cute_kernels.problem import SLACK
-from cutefce.cute_kernels.workspace import Semaphore, Stat
+from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat
 
 
 def compile_signature(kernel: spec.ReducePartialsSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and the arguments to compile it for."""
     rows = cute.sym_int()
     partials = matrix(Float32, rows, cute.sym_int(), aligned=False)
-    stats = matrix(Float32, len(Stat), rows, aligned=False)
+    stats = matrix(Float32, NUM_STATS, rows, aligned=False)
     inputs = partials, vector(Float32, rows), vector(Int64, rows)
     outputs = stats, scalar(Float32), vector(Int32, cute.sym_int())
     return ReducePartials(kernel), (*inputs, *outputs, Int64(0), Int32(0), current_stream())
@@ -53,7 +53,7 @@ class ReducePartials:
         mean: Int32,
         stream: Any,
     ) -> None:
-        """Write stats (len(Stat), N) from partials (N, P), log2 sums relative to logit r (N,).
+        """Write stats (NUM_STATS, N) from partials (N, P), log2 sums relative to logit r (N,).
 
         ρ is r, unless a partial exceeds the slack: then ρ is about the largest partial, and the row
         block is flagged for repair.  The loss is 0 where r = +inf.  `reduced` () receives the sum

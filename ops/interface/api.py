@@ -75,9 +75,10 @@ def linear_cross_entropy(
     of "From Projection to Prediction: Beyond Logits for Scalable Language Models",
     arXiv 2511.17599.
     """
-    refuse_unserved(
-        linear_bias=linear_bias, weight=weight, label_smoothing=label_smoothing, options=options
-    )
+    if linear_bias is not None or weight is not None or label_smoothing or options is not None:
+        refuse_unserved(
+            linear_bias=linear_bias, weight=weight, label_smoothing=label_smoothing, options=options
+        )
     if isinstance(denominator, (int, float)):
         denominator = torch.full((), denominator, dtype=torch.float64, device=input.device)
     call = localise(input, linear_weight, target, group, shards, sequence_parallel)

@@ -16,7 +16,8 @@ from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.planning import planner
 from cutefce.ops.primitives.dispatch import are_concrete, problem_of, window_configs_for
 from cutefce.ops.primitives.rows import Targets
-from cutefce.ops.strategies import windows
+
+DEFAULTS = LossOptions(), TensorOptions(), Sharding()
 
 
 def loss(
@@ -42,17 +43,19 @@ def loss(
         IndexError: on a CPU, for a target outside [0, V).  On a GPU, which is not synchronised,
             such a token's loss and the gradients that it takes part in are NaN.
     """
-    options = LossOptions.from_keywords(arguments)
-    tensors = TensorOptions.from_keywords(arguments)
-    sharding = Sharding.from_keywords(arguments)
+    options, tensors, sharding = DEFAULTS
+    if arguments:  # the dispatcher leaves out arguments at their defaults
+        options = LossOptions.from_keywords(arguments)
+        tensors = TensorOptions.from_keywords(arguments)
+        sharding = Sharding.from_keywords(arguments)
     h, w = autocast(h, w)
     grad = torch.is_grad_enabled()
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     needs_grad = grad_hidden or grad_weight
-    direct = not needs_grad and can_bypass_dispatcher(h, w, y, *tensors.pack())
-    key = None
-    if direct and not sharding.is_sharded:
-        key = no_grad_cache.call_key(h, w, y, workspace, options, tensors)
+    more = tensors.pack() if arguments else ()
+    direct = not needs_grad and can_bypass_dispatcher(h, w, y, *more)
+    is_cacheable = direct and not sharding.is_sharded
+    key = no_grad_cache.call_key(h, w, y, workspace, options, tensors) if is_cacheable else None
     primitives = no_grad_cache.cached_primitives(key)
     if primitives is None:
         ranks = sharding.ranks()
@@ -65,13 +68,13 @@ def loss(
     # reshaping what is flat already takes CPU time
     rows = h if h.ndim == 2 else h.reshape(-1, h.shape[-1])
     y_rows = y if y.ndim == 1 else y.reshape(-1)
-    packed = *options.pack(), *tensors.pack(), *sharding.pack()
     result: Tensor
     if primitives is not None:
         targets = Targets(y_rows, w.shape[0], options, tensors)
-        inputs = windows.LossInputs(primitives, rows, w, targets, rows.dtype)
-        result, _ = windows.forward(inputs)
-    elif not needs_grad:
+        _, result = primitives.projection.forward(rows, w, targets)
+        return result if options.is_scalar else result.reshape(y.shape)
+    packed = *options.pack(), *tensors.pack(), *sharding.pack()
+    if not needs_grad:
         result = (IMPLS[forward] if direct else torch.ops.cutefce.forward)(rows, w, y_rows, *packed)
         no_grad_cache.store(key, rows, w, y_rows)
     else:

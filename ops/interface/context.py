@@ -14,15 +14,15 @@ PLAIN_TYPES = {Tensor, Parameter}
 """Tensor types that do not intercept operators."""
 
 
-def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
+def can_bypass_dispatcher(h: Tensor, *others: Tensor | None) -> bool:
     """Whether the dispatcher would only call the implementation, for tensors of one device.
 
     Calling it directly then saves CPU time.
     """
-    if torch_compat.has_dispatch_mode():
+    if torch_compat.has_dispatch_mode() or h.is_meta:
         return False
-    for x in tensors:
-        if x is not None and (type(x) not in PLAIN_TYPES or x.layout != torch.strided or x.is_meta):
+    for x in (h, *others):
+        if x is not None and not (type(x) in PLAIN_TYPES and x.layout == torch.strided):
             return False
     return True
 

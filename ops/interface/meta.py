@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cutefce.cute_kernels.workspace import Stat
+from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.parallel.shard import dx_rows_rounded
@@ -38,7 +38,7 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     overflow_dtype = dtype if plan.in_forward else h.dtype
     return (
         h.new_empty(() if options.is_scalar else (tokens,), dtype=dtype),
-        h.new_empty((len(Stat), tokens), dtype=dtype),
+        h.new_empty((NUM_STATS, tokens), dtype=dtype),
         h.new_empty((0, 0) if plan.in_forward else (tokens, plan.kept)),
         h.new_empty((dx_rows, hidden)),
         w.new_empty((dw_rows, hidden)),

@@ -75,7 +75,8 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     options, tensors, sharding = unpack(arguments, *OPTIONS)
     same = {"operator": "forward", **_agreed(options)}
     shard = shard_of(sharding, h, w, **same)
-    return windows.forward(_prepare(shard, h, w, y, options, tensors))[0]
+    inputs = _prepare(shard, h, w, y, options, tensors)
+    return inputs.primitives.projection.forward(inputs.h, inputs.w, inputs.targets)[1]
 
 
 def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:

@@ -36,7 +36,7 @@ from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
-from cutefce.cute_kernels.workspace import Stat
+from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops.planning.dw_aliasing import fits_in_tail, rows_in_place
 
 UPCAST_BLOCK = 2048
@@ -61,7 +61,7 @@ def windows_bytes(
     The latter may be padded.
     """
     stored = aliased + kept
-    saved = p.tokens * (kept * p.item_bytes + len(Stat) * p.accumulator_bytes)
+    saved = p.tokens * (kept * p.item_bytes + NUM_STATS * p.accumulator_bytes)
     partial = p.tokens * _partial_bytes(p, config)
     step = _step_bytes(p, config, p.tokens, stored=stored >= p.vocab)
     forward = saved + partial + _gathered_bytes(p)
@@ -108,7 +108,7 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     rows = p.tokens if p.grad_hidden and not sharded else 0, p.vocab if p.grad_weight else 0
     overflow = sum(count - rows_in_place(count, narrow=_accumulates_wider(p)) for count in rows)
     kept = overflow * p.hidden * p.accumulator_bytes
-    kept += len(Stat) * p.tokens * p.accumulator_bytes
+    kept += NUM_STATS * p.tokens * p.accumulator_bytes
     forward = p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
     if sharded and p.grad_hidden:
         # dX itself is allocated at the end

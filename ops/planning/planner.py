@@ -19,7 +19,7 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.planning.dw_aliasing import max_aliased_windows
 from cutefce.ops.planning.memory_model import chunk_token_bytes, chunked_bytes, windows_bytes
-from cutefce.ops.schema import OperatorRecord, argument
+from cutefce.ops.schema import OperatorRecord
 
 MINIMUM = 0
 """The budget "min": the smallest plan."""
@@ -39,25 +39,28 @@ DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0), "cuda": (7e14, 4e12, 6e-5)}
 columns leave SMs idle at their start and end."""
 
 
+STRATEGIES = "windows", "gradients_in_forward"
+
+
 @dataclass(frozen=True)
 class Plan(OperatorRecord):
-    """How one call runs."""
+    """How one call runs; one argument of an operator, since each one costs CPU time."""
 
-    strategy: str = argument("str")
+    strategy: str
     """"windows" or "gradients_in_forward"."""
-    window: int = argument("SymInt")
+    window: int
     """Vocabulary columns of a window."""
-    aliased: int = argument("SymInt")
+    aliased: int
     """Columns whose exponentials use dW's memory until the backward: the first ones, whole
     windows."""
-    kept: int = argument("SymInt")
+    kept: int
     """Columns after these whose exponentials have memory until the backward, or while a chunk is
     processed: whole reference blocks."""
-    chunk: int = argument("SymInt")
+    chunk: int
     """Tokens of a chunk; all of them with "windows"."""
-    grad_hidden: bool = argument("bool")
+    grad_hidden: bool
     """Whether dX is computed."""
-    grad_weight: bool = argument("bool")
+    grad_weight: bool
     """Whether dW is computed."""
     vocab: int = 0
     """Vocabulary columns of this rank."""
@@ -65,6 +68,28 @@ class Plan(OperatorRecord):
     """Predicted peak memory beyond the inputs and the gradients."""
     seconds: float = 0.0
     """Predicted time of forward and backward; for comparing plans of one problem."""
+
+    @classmethod
+    def schema(cls) -> str:
+        """Return the plan's part of a schema."""
+        return "SymInt[] plan"
+
+    @classmethod
+    def width(cls) -> int:
+        """Return the number of arguments."""
+        return 1
+
+    def pack(self) -> tuple[list[int]]:
+        """Return the plan without its predictions, as integers."""
+        sizes = self.window, self.aliased, self.kept, self.chunk
+        return ([STRATEGIES.index(self.strategy), *sizes, +self.grad_hidden, +self.grad_weight],)
+
+    @classmethod
+    def from_arguments(cls, plan: Sequence[int]) -> "Plan":
+        """Return the plan that was packed."""
+        strategy, window, aliased, kept, chunk, grad_hidden, grad_weight = plan
+        flags = grad_hidden != 0, grad_weight != 0
+        return cls(STRATEGIES[strategy], window, aliased, kept, chunk, *flags)
 
     @property
     def in_forward(self) -> bool:

@@ -9,6 +9,7 @@ launched and exits at once where no block is flagged, so that nothing synchronis
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -114,8 +115,8 @@ class CuteProjection:
         stats, reduced = RowStats.empty(workspace, tokens), workspace.new_empty(())
         tensors = h, w, targets.index, workspace, stats.rows, reduced
         numbers = targets.options.ignore_index, splits, self.clusters
-        compiled(kernel)(*tensors, *numbers, int(targets.divides_by_count))
-        return stats, finish_reduced(stats.loss, reduced, targets)
+        self._launch_fused_forward(*tensors, *numbers, int(targets.divides_by_count))
+        return stats, finish_reduced(stats, reduced, targets)
 
     def recompute_exp(
         self,
@@ -140,7 +141,7 @@ class CuteProjection:
         tensors = partial.sums, target_logit, targets.index, stats.rows, reduced, partial.semaphores
         numbers = targets.options.ignore_index, int(targets.divides_by_count)
         compiled(self.kernels.reduce_partials)(*tensors, *numbers)
-        return stats, finish_reduced(stats.loss, reduced, targets)
+        return stats, finish_reduced(stats, reduced, targets)
 
     def repair_stored_exps(
         self,
@@ -156,6 +157,12 @@ class CuteProjection:
         launch, splits = compiled(self.kernels.repair_exps), self._vocab_splits(h, w)
         rows = stats.reference, target, None, exps, semaphores
         launch(h, w, *rows, first, splits, self.clusters)
+
+    @cached_property
+    def _launch_fused_forward(self) -> Callable[..., None]:
+        # looked up once: the no-grad cache reuses this object, and hashing a spec takes CPU time
+        launch: Callable[..., None] = compiled(self.kernels.fused_forward)
+        return launch
 
     def _take_semaphores(self, h: Tensor) -> Tensor:
         count: int = forward_semaphore_count(h.shape[0], self.config.rows)

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.workspace import Stat
+from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 
 NO_TENSORS = TensorOptions()
@@ -93,12 +93,12 @@ class RowStats:
     """The statistics of every token after the forward, in the dtype of sums."""
 
     rows: Tensor
-    """(len(Stat), N), indexed by `Stat`."""
+    """(NUM_STATS, N), indexed by `Stat`."""
 
     @staticmethod
     def empty(like: Tensor, tokens: int) -> "RowStats":
         """Return uninitialised statistics with the dtype and device of `like`."""
-        return RowStats(like.new_empty(len(Stat), tokens))
+        return RowStats(like.new_empty(NUM_STATS, tokens))
 
     @property
     def reference(self) -> Tensor:
@@ -152,13 +152,13 @@ def reduce_losses(losses: Tensor, targets: Targets) -> Tensor:
     return losses.sum() * targets.loss_scale(losses.dtype)
 
 
-def finish_reduced(losses: Tensor, reduced: Tensor, targets: Targets) -> Tensor:
-    """Return the reduced loss where a kernel has summed `losses` (N,) to `reduced` ().
+def finish_reduced(stats: RowStats, reduced: Tensor, targets: Targets) -> Tensor:
+    """Return the reduced loss where a kernel has summed the tokens' losses to `reduced` ().
 
     The kernel has divided already if `targets.divides_by_count`.
     """
     if not targets.options.is_scalar:
-        return losses
+        return stats.loss
     if targets.tensors.denominator is None:
         return reduced
     return reduced * targets.loss_scale(reduced.dtype)
