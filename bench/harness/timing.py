@@ -3,14 +3,15 @@
 import gc
 import random
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-Call = Callable[[], object]
+from cutefce.autotune_cache.tuning import timing
+from cutefce.autotune_cache.tuning.timing import Call as Call
+
 STRETCHES = 3
 """Stretches of runs per call in `steady_state`."""
 
@@ -50,8 +51,7 @@ def interleaved(
 
     Clocks and temperature drift, so only ratios of times from one such run are meaningful; the
     random order keeps a call from always following the same one.  An untimed round comes first:
-    it compiles, tunes and loads what the first run needs.  On a GPU, samples are read only at the
-    end, so that the CPU runs ahead and its launches are hidden.
+    it compiles, tunes and loads what the first run needs.
 
     Args:
         calls: by name.
@@ -63,17 +63,10 @@ def interleaved(
     Returns:
         the timing of each call; sample i of every call is from round i.
     """
-    sample = _cpu_sample if device == "cpu" else _gpu_sample
     for call in calls.values():
         call()
-    samples: dict[str, list[Callable[[], float]]] = {name: [] for name in calls}
-    order = random.Random(0)
-    for _ in range(rounds):
-        for name in order.sample(list(calls), len(calls)):
-            if before is not None:
-                before()
-            samples[name].append(sample(calls[name], runs_per_sample))
-    return {name: Timing(tuple(read() for read in reads)) for name, reads in samples.items()}
+    times = timing.interleaved(calls, device, rounds, runs_per_sample, before)
+    return {name: Timing(samples) for name, samples in times.items()}
 
 
 def steady_state(calls: Mapping[str, Call], device: str, seconds: float) -> dict[str, Timing]:
@@ -81,17 +74,16 @@ def steady_state(calls: Mapping[str, Call], device: str, seconds: float) -> dict
 
     Each call gets `STRETCHES` such stretches; a sample is the mean time of a run in one of them.
     """
-    sample = _cpu_sample if device == "cpu" else _gpu_sample
     runs = {}
     for name, call in calls.items():
         call()
-        runs[name] = max(1, round(seconds * 1e3 / sample(call, 1)()))
+        runs[name] = max(1, round(seconds * 1e3 / timing.sample(call, device)()))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     order = random.Random(0)
     for _ in range(STRETCHES):
         for name in order.sample(list(calls), len(calls)):
-            sample(calls[name], runs[name])()
-            samples[name].append(sample(calls[name], runs[name])())
+            timing.sample(calls[name], device, runs[name])()
+            samples[name].append(timing.sample(calls[name], device, runs[name])())
     return {name: Timing(tuple(times)) for name, times in samples.items()}
 
 
@@ -110,30 +102,6 @@ def preceding_gemms(device: str) -> Call | None:
             torch.mm(a, b, out=out)
 
     return run
-
-
-def _cpu_sample(call: Call, runs: int) -> Callable[[], float]:
-    """Run the call; return a function that returns the mean milliseconds of a run."""
-    begin = time.perf_counter()
-    for _ in range(runs):
-        call()
-    milliseconds = (time.perf_counter() - begin) * 1e3 / runs
-    return lambda: milliseconds
-
-
-def _gpu_sample(call: Call, runs: int) -> Callable[[], float]:
-    """Enqueue the call; return a function that waits and returns the mean milliseconds of a run."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(runs):
-        call()
-    end.record()
-
-    def read() -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end)) / runs
-
-    return read
 
 
 def peak_bytes(call: Call, device: str) -> int:
