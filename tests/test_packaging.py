@@ -13,7 +13,7 @@ import pytest
 import cutefce
 from cutefce.cute_kernels.jit.cache import CACHE_VARIABLE
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 TOPS = ("ops", "autotune_cache", "cute_kernels")
 
 

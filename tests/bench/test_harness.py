@@ -22,6 +22,7 @@ from bench.harness.records import (
     sources_digest,
     write,
 )
+from cutefce.autotune_cache.tuning import timing as tuner_timing
 from tests.support.reference import random_case
 
 TINY = Shape(tokens=48, hidden=16, vocab=256, dtype="float32")
@@ -43,7 +44,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(timing.timing, "time", clock)
+    monkeypatch.setattr(tuner_timing, "time", clock)
     return clock
 
 
