@@ -278,3 +278,11 @@ def test_results_of_the_readme_are_committed() -> None:
             assert float(time) == round(measured["ratio_to_gemms"], 2), label
             digits = len(memory.partition(".")[2])
             assert float(memory) == round(measured["peak_mib"], digits or None), label
+
+
+def test_ci_runs_on_a_cpu_and_on_every_supported_torch() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert "run: .ci/run" in workflow and "self-hosted" not in workflow
+    (minors,) = re.findall(r"torch: \[(.*?)\]", workflow)
+    first, *_, last = re.findall(r'"(.*?)"', minors)
+    assert f"torch {first} to {last}" in (ROOT / "README.md").read_text()
