@@ -79,7 +79,7 @@ def loss(
         no_grad_cache.store(key, rows, w, y_rows)
     else:
         problem = problem_of(rows, w, grad_hidden, grad_weight)
-        chosen = _plan(problem, h.device, budget, options.is_scalar, sharding)
+        chosen = _plan(problem, h.device, budget, options, sharding)
         result = torch.ops.cutefce.loss_forward(rows, w, y_rows, *chosen.pack(), *packed)[0]
     return result if options.is_scalar else result.reshape(y.shape)
 
@@ -115,11 +115,11 @@ def plan(
     checks.check_tensors(h, w, y)
     problem = problem_of(h.reshape(-1, h.shape[-1]), w, h.requires_grad, w.requires_grad)
     budget = checks.workspace_bytes(workspace)
-    return _plan(problem, h.device, budget, options.is_scalar, sharding)
+    return _plan(problem, h.device, budget, options, sharding)
 
 
 def _plan(
-    problem: Problem, device: torch.device, budget: int, scalar_upstream: bool, sharding: Sharding
+    problem: Problem, device: torch.device, budget: int, options: LossOptions, sharding: Sharding
 ) -> planner.Plan:
     """Plan this rank's part; not cached where sizes are symbols of a graph compiler."""
     if sharding.group is not None:
@@ -133,14 +133,20 @@ def _plan(
     widest = max(sharding.shards) if sharding.shards else problem.vocab
     sizes = problem.tokens, problem.hidden, problem.vocab
     make = _cached_plan if are_concrete(*sizes) else _make_plan
-    return make(problem, device, budget, scalar_upstream, widest)
+    return make(problem, device, budget, options.is_scalar, options.scales_rows, widest)
 
 
 def _make_plan(
-    problem: Problem, device: torch.device, budget: int, scalar_upstream: bool, widest: int
+    problem: Problem,
+    device: torch.device,
+    budget: int,
+    scalar_upstream: bool,
+    scales_rows: bool,
+    widest: int,
 ) -> planner.Plan:
     """Plan for the `widest` shard first: ranks with different shards must use the same chunks."""
-    leading, more = dataclasses.replace(problem, vocab=widest), (budget, scalar_upstream)
+    leading = dataclasses.replace(problem, vocab=widest)
+    more = budget, scalar_upstream, scales_rows
     plan = planner.make_plan(leading, window_configs_for(leading, device), *more)
     if widest == problem.vocab:
         return plan

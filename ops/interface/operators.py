@@ -118,7 +118,7 @@ def _gradients_in_forward(
     if shard.is_sharded:
         # the ranks' parts of dX are added before they are rounded
         dx, dx_overflow = h.new_empty(0, hidden), shard.reduce_dx(dx) if len(dx) else dx
-    loss, exps = reduce_losses(stats.loss, targets), h.new_empty(0, 0)
+    loss, exps = reduce_losses(stats, targets), h.new_empty(0, 0)
     return loss, stats.rows, exps, dx, dw, dx_overflow, dw_sums.overflow
 
 

@@ -29,13 +29,18 @@ class LossOptions(OperatorRecord):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What the choice of primitives may depend on; `ignore_index` is a kernel argument."""
-        return (self.reduction,)
+        """What checks and the choice of primitives depend on: all but `ignore_index`, unchecked."""
+        return dataclasses.replace(self, ignore_index=0).pack()
 
     @property
     def is_scalar(self) -> bool:
         """Whether the loss is a scalar, so that every token's loss has one upstream gradient."""
         return self.reduction != "none"
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether tokens' exponentials have factors beside upstream / T, of any sign."""
+        return False
 
     def per_token(self) -> "LossOptions":
         """Return the same with a loss for each token."""

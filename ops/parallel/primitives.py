@@ -97,4 +97,4 @@ class ShardProjection(Generic[P]):
 
 def _owned_elsewhere(targets: Targets) -> Tensor:
     """Return (N,) bool: the token is active, and another rank owns its target."""
-    return targets.active & (targets.safe_index != targets.index)
+    return targets.active & ~targets.owned

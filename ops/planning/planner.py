@@ -108,14 +108,19 @@ class Plan(OperatorRecord):
 
 
 def make_plan(
-    problem: Problem, configs: Sequence[WindowConfig], budget: int, scalar_upstream: bool
+    problem: Problem,
+    configs: Sequence[WindowConfig],
+    budget: int,
+    scalar_upstream: bool,
+    scales_rows: bool = False,
 ) -> Plan:
     """Return the fastest plan within `budget` bytes, or the smallest one if none is.
 
     `configs` are for windows of several widths, the widest first.  `scalar_upstream` says that
-    every token's loss gets the same upstream gradient.
+    every token's loss gets the same upstream gradient, `scales_rows` that the loss itself has
+    factors of tokens.
     """
-    candidates = [_windows(problem, configs, budget, scalar_upstream)]
+    candidates = [_windows(problem, configs, budget, scalar_upstream and not scales_rows)]
     if scalar_upstream and problem.gradient_bytes and can_keep(problem.dtype):
         candidates.append(_gradients_in_forward(problem, configs[0], budget))
     affordable = [c for c in candidates if c.workspace_bytes <= budget]
@@ -125,11 +130,16 @@ def make_plan(
 
 
 def replan_for_shard(
-    plan: Plan, p: Problem, configs: Sequence[WindowConfig], budget: int, scalar_upstream: bool
+    plan: Plan,
+    p: Problem,
+    configs: Sequence[WindowConfig],
+    budget: int,
+    scalar_upstream: bool,
+    scales_rows: bool = False,
 ) -> Plan:
     """Return `plan`, which was made for the widest shard, for shard `p`, with the same chunks."""
     if not plan.in_forward:
-        return _windows(p, configs, budget, scalar_upstream)
+        return _windows(p, configs, budget, scalar_upstream and not scales_rows)
     config = configs[0]
     stored = round_up(p.vocab, config.reference_block)
     return dataclasses.replace(

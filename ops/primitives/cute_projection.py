@@ -20,7 +20,7 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits
 from cutefce.cute_kernels.spec import KernelSet
 from cutefce.cute_kernels.workspace import forward_semaphore_count
-from cutefce.ops.primitives.rows import RowStats, Targets, finish_reduced
+from cutefce.ops.primitives.rows import RowStats, Targets, reduce_losses
 
 
 class Semaphores:
@@ -116,7 +116,7 @@ class CuteProjection:
         tensors = h, w, targets.index, workspace, stats.rows, reduced
         numbers = targets.options.ignore_index, splits, self.clusters
         self._launch_fused_forward(*tensors, *numbers, int(targets.divides_by_count))
-        return stats, finish_reduced(stats, reduced, targets)
+        return stats, reduce_losses(stats, targets, reduced)
 
     def recompute_exp(
         self,
@@ -141,7 +141,7 @@ class CuteProjection:
         tensors = partial.sums, target_logit, targets.index, stats.rows, reduced, partial.semaphores
         numbers = targets.options.ignore_index, int(targets.divides_by_count)
         compiled(self.kernels.reduce_partials)(*tensors, *numbers)
-        return stats, finish_reduced(stats, reduced, targets)
+        return stats, reduce_losses(stats, targets, reduced)
 
     def repair_stored_exps(
         self,

@@ -112,7 +112,7 @@ class PortableProjection:
         excess = row_sum + torch.expm1(-distance)
         losses = distance + torch.log1p(excess)
         stats = RowStats(torch.stack([reference, row_sum, excess + 1, losses]))
-        return stats, reduce_losses(losses, targets)
+        return stats, reduce_losses(stats, targets)
 
     def repair_stored_exps(
         self,

@@ -66,6 +66,11 @@ class Targets:
             return torch.where(denominator == 0, 0, denominator.to(dtype).reciprocal())
         return torch.ones((), dtype=dtype, device=self.index.device)
 
+    @property
+    def owned(self) -> Tensor:
+        """(N,) bool: the token is active, and its target is a row of this weight."""
+        return self.active & (self.safe_index == self.index)
+
     def per_token(self, rows: slice) -> "Targets":
         """Return the targets of a slice of the tokens, whose losses are not reduced."""
         return Targets(self.index[rows], self.vocab, self.options.per_token(), self.tensors)
@@ -117,7 +122,7 @@ class RowStats:
 
     @property
     def loss(self) -> Tensor:
-        """(N,) the token's loss, 0 if ignored."""
+        """(N,) the token's cross entropy, 0 if ignored."""
         return self.rows[Stat.LOSS]
 
 
@@ -145,20 +150,22 @@ class RowCoefficients:
         return RowCoefficients(self.scale[rows], self.target[rows])
 
 
-def reduce_losses(losses: Tensor, targets: Targets) -> Tensor:
-    """Return the reduced loss of the tokens' losses (N,); the mean over no active token is 0."""
+def token_losses(stats: RowStats, targets: Targets) -> Tensor:
+    """Return the loss of every token (N,), 0 if ignored."""
+    return stats.loss
+
+
+def reduce_losses(stats: RowStats, targets: Targets, reduced: Tensor | None = None) -> Tensor:
+    """Return the loss, () or (N,); the mean over no active token is 0.
+
+    `reduced` () is what a kernel has reduced `stats.loss` to: their sum, divided already if
+    `targets.divides_by_count`.
+    """
+    losses = token_losses(stats, targets)
     if not targets.options.is_scalar:
         return losses
-    return losses.sum() * targets.loss_scale(losses.dtype)
-
-
-def finish_reduced(stats: RowStats, reduced: Tensor, targets: Targets) -> Tensor:
-    """Return the reduced loss where a kernel has summed the tokens' losses to `reduced` ().
-
-    The kernel has divided already if `targets.divides_by_count`.
-    """
-    if not targets.options.is_scalar:
-        return stats.loss
+    if reduced is None or targets.options.scales_rows:
+        return losses.sum() * targets.loss_scale(losses.dtype)
     if targets.tensors.denominator is None:
         return reduced
     return reduced * targets.loss_scale(reduced.dtype)

@@ -120,7 +120,8 @@ def backward(
     """
     gradients, h, w, targets = inputs.primitives.gradients, inputs.h, inputs.w, inputs.targets
     nothing_stored = not stored and not stored_discarded
-    scaling = _scaling(inputs, stats, upstream, in_reference=nothing_stored and upstream.ndim == 0)
+    uniform = upstream.ndim == 0 and not targets.options.scales_rows
+    scaling = _scaling(inputs, stats, upstream, in_reference=nothing_stored and uniform)
     dx_sums = scaling.target.new_empty(h.shape) if grad_hidden else None
     scaled, target_grad = h, None
     if dw is not None:
@@ -165,8 +166,8 @@ def _scaling(
         one = dx.scale.new_ones(())
         return _Scaling(stats.reference, dx.scale, dx.target, one, dx)
     grad_scale = dx.scale.abs().amax()
-    row_scale = torch.where(grad_scale > 0, dx.scale / grad_scale, 0)
-    target = torch.where(grad_scale > 0, dx.target / grad_scale, 0)
+    grad_scale = torch.where(grad_scale == 0, 1, grad_scale)
+    row_scale, target = dx.scale / grad_scale, dx.target / grad_scale
     return _Scaling(stats.reference, row_scale, target, grad_scale, dx)
 
 
