@@ -76,7 +76,8 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     same = {"operator": "forward", **_agreed(options)}
     shard = shard_of(sharding, h, w, **same)
     inputs = _prepare(shard, h, w, y, options, tensors)
-    return inputs.primitives.projection.forward(inputs.h, inputs.w, inputs.targets)[1]
+    loss = inputs.primitives.projection.forward(inputs.h, inputs.w, inputs.targets)[1]
+    return loss if options.is_scalar else loss.clone()  # not a view of the statistics
 
 
 def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
