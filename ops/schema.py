@@ -13,9 +13,12 @@ from typing import Any, TypeVar, cast
 R = TypeVar("R", bound="OperatorRecord")
 
 
-def argument(kind: str, **options: Any) -> Any:
-    """Return a dataclass field that is an operator's argument of the schema type `kind`."""
-    return dataclasses.field(metadata={"schema": kind}, **options)
+def argument(kind: str, *, in_key: bool = True, **options: Any) -> Any:
+    """Return a dataclass field that is an operator's argument of the schema type `kind`.
+
+    `in_key` says that checks or the choice of primitives depend on it.
+    """
+    return dataclasses.field(metadata={"schema": kind, "in_key": in_key}, **options)
 
 
 class OperatorRecord:
@@ -44,6 +47,10 @@ class OperatorRecord:
     def pack(self) -> tuple[Any, ...]:
         """Return the arguments in the schema's order."""
         return _getter(cast(Any, type(self)))(self)
+
+    def key(self) -> tuple[Any, ...]:
+        """Return the arguments that checks and the choice of primitives depend on."""
+        return _key_getter(cast(Any, type(self)))(self)
 
     @classmethod
     def from_arguments(cls: type[R], *arguments: Any) -> R:
@@ -77,7 +84,16 @@ def _spans(kinds: tuple[type[Any], ...]) -> tuple[int, list[tuple[Callable[..., 
 
 @cache
 def _getter(cls: type[OperatorRecord]) -> Callable[[OperatorRecord], tuple[Any, ...]]:
-    names = cls.names()
+    return _attributes(cls.names())
+
+
+@cache
+def _key_getter(cls: type[OperatorRecord]) -> Callable[[OperatorRecord], tuple[Any, ...]]:
+    return _attributes(tuple(f.name for f in _arguments(cls) if f.metadata["in_key"]))
+
+
+def _attributes(names: tuple[str, ...]) -> Callable[[OperatorRecord], tuple[Any, ...]]:
+    """Return a function of a record that returns a tuple of these attributes."""
     if len(names) == 1:
         return lambda record: (getattr(record, names[0]),)
     return operator.attrgetter(*names)

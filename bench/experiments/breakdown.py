@@ -167,7 +167,7 @@ def part_of(kernel: str) -> str:
     """Return the part of a step that a GPU kernel belongs to, by its name."""
     if "ProjectExpSm" in kernel:
         return "forward GEMM"
-    gradient_gemms = "GradientSm", "nvjet", "gemm", "xmma"
+    gradient_gemms = "GradGemmSm", "nvjet", "gemm", "xmma"
     return "gradient GEMMs" if any(name in kernel for name in gradient_gemms) else "other kernels"
 
 

@@ -133,20 +133,15 @@ def _plan(
     widest = max(sharding.shards) if sharding.shards else problem.vocab
     sizes = problem.tokens, problem.hidden, problem.vocab
     make = _cached_plan if are_concrete(*sizes) else _make_plan
-    return make(problem, device, budget, options.is_scalar, options.scales_rows, widest)
+    return make(problem, device, budget, options, widest)
 
 
 def _make_plan(
-    problem: Problem,
-    device: torch.device,
-    budget: int,
-    scalar_upstream: bool,
-    scales_rows: bool,
-    widest: int,
+    problem: Problem, device: torch.device, budget: int, options: LossOptions, widest: int
 ) -> planner.Plan:
     """Plan for the `widest` shard first: ranks with different shards must use the same chunks."""
     leading = dataclasses.replace(problem, vocab=widest)
-    more = budget, scalar_upstream, scales_rows
+    more = budget, options.is_scalar, options.scales_rows
     plan = planner.make_plan(leading, window_configs_for(leading, device), *more)
     if widest == problem.vocab:
         return plan

@@ -32,13 +32,12 @@ def call_key(
     tensors: TensorOptions,
 ) -> CallKey | None:
     """Return what the checks and primitives of a call depend on, None if it cannot be cached."""
-    tensor_key = tensors.key
-    if tensor_key is None or not is_on_current_gpu(h):
+    if not tensors.is_cacheable or not is_on_current_gpu(h):
         return None
     aligned = (h.data_ptr() | w.data_ptr()) % 16 == 0
     sizes = h.shape, w.shape, y.shape, h.stride(), w.stride(), y.stride()
     kinds = h.dtype, w.dtype, y.dtype, h.get_device(), w.get_device(), y.get_device()
-    return aligned, workspace, *sizes, *kinds, *options.key, *tensor_key
+    return aligned, workspace, *sizes, *kinds, *options.key()
 
 
 def is_on_current_gpu(x: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """What a call asks for beside its tensors: one frozen record a kind of option.
 
-Each record has its part of the operators' schemas (`OperatorRecord`), its checks, and its place in
-the key of the no-grad cache.  A new option is a field here, and code in the one home of its kind:
+Each record has its checks, and its part of the operators' schemas and of the no-grad cache's key.
+A new option is a field here, and code in the one home of its kind:
 
     row coefficient    `ops.primitives.rows`: RowCoefficients and the loss of a token
     logit transform    `cute_kernels.spec.LogitTransform` and `ops.primitives.elementwise`
@@ -10,7 +10,6 @@ the key of the no-grad cache.  A new option is a field here, and code in the one
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -24,13 +23,8 @@ class LossOptions(OperatorRecord):
 
     reduction: str = argument("str", default="mean")
     """"mean" over active tokens, "sum" or "none"."""
-    ignore_index: int = argument("int", default=-100)
-    """Tokens with this target have loss 0 and gradient 0."""
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What checks and the choice of primitives depend on: all but `ignore_index`, unchecked."""
-        return dataclasses.replace(self, ignore_index=0).pack()
+    ignore_index: int = argument("int", in_key=False, default=-100)
+    """Tokens with this target have loss 0 and gradient 0; any integer will do."""
 
     @property
     def is_scalar(self) -> bool:
@@ -59,9 +53,9 @@ class TensorOptions(OperatorRecord):
     """() divisor of "mean"; None for the number of active tokens."""
 
     @property
-    def key(self) -> tuple[Any, ...] | None:
-        """What the choice of primitives may depend on; None if the call must not be cached."""
-        return () if self.denominator is None else None
+    def is_cacheable(self) -> bool:
+        """Whether a call may use the no-grad cache, which does not check tensors again."""
+        return self.denominator is None
 
     def check(self, h: Tensor, options: LossOptions) -> None:
         """Raise TypeError or ValueError that names the argument."""

@@ -161,11 +161,10 @@ def reduce_losses(stats: RowStats, targets: Targets, reduced: Tensor | None = No
     `reduced` () is what a kernel has reduced `stats.loss` to: their sum, divided already if
     `targets.divides_by_count`.
     """
-    losses = token_losses(stats, targets)
-    if not targets.options.is_scalar:
-        return losses
-    if reduced is None or targets.options.scales_rows:
-        return losses.sum() * targets.loss_scale(losses.dtype)
+    options = targets.options
+    if reduced is None or options.scales_rows or not options.is_scalar:
+        losses = token_losses(stats, targets)
+        return losses.sum() * targets.loss_scale(losses.dtype) if options.is_scalar else losses
     if targets.tensors.denominator is None:
         return reduced
     return reduced * targets.loss_scale(reduced.dtype)

@@ -140,7 +140,7 @@ def test_the_most_tokens_are_between_what_fits_and_what_does_not() -> None:
 def test_kernels_are_classified_by_name() -> None:
     for kernel, part in {
         "kernel_cutlass_kernel_cutefcecute_kernelssm90project_expProjectExpSm90_object": "forward",
-        "kernel_cutlass_kernel_cutefcecute_kernelssm90gradientGradientSm90_object": "gradient",
+        "kernel_cutlass_kernel_cutefcecute_kernelssm90gradientGradGemmSm90_object": "gradient",
         "nvjet_hsh_192x128_64x5_2x1_v_bz_coopB_TNN": "gradient",
         "kernel_cutlass_target_logit_kernel_tensorptrbf": "other",
         "void at::native::vectorized_elementwise_kernel<4>": "other",
@@ -264,3 +264,12 @@ def test_the_first_call_is_that_of_a_new_process(monkeypatch: pytest.MonkeyPatch
     assert first_call.first_call("cpu").compiled_kernels == 0
     row = first_call.run("cpu")
     assert row.seconds > 0 and row.compiled_kernels == 0
+
+
+def test_the_kernels_that_breakdown_looks_for_exist() -> None:
+    pytest.importorskip("cutlass")
+    from cutefce.cute_kernels.sm90.gradient import GradGemmSm90
+    from cutefce.cute_kernels.sm90.project_exp import ProjectExpSm90
+
+    assert breakdown.part_of(f"kernel_{ProjectExpSm90.__name__}_object") == "forward GEMM"
+    assert breakdown.part_of(f"kernel_{GradGemmSm90.__name__}_object") == "gradient GEMMs"

@@ -128,6 +128,11 @@ def test_wrong_calls_are_found_after_right_ones(said: str, wrong: Any, device: s
         loss(**({"h": h, "w": w, "y": y} | wrong(h, w, y)))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_forward_on_kernels_is_what_its_fake_says(reduction: str, device: str) -> None:
+    torch.library.opcheck(FORWARD, (*inputs(device, 21), reduction, -100))
+
+
 def test_gradients_are_no_repeat(device: str) -> None:
     h, w, y = inputs(device)
     expected = loss(h, w, y)
