@@ -14,7 +14,7 @@ PORTABLE_TILES = {
     # both gradient GEMMs long enough to run at full rate.
     "cuda": PortableTiles(window=8192, reference_block=1024, tile_columns=4096, tile_rows=8192),
 }
-"""Tiles of the portable path by device type; other device types are tiled as "cuda" is."""
+"""Tiles of the portable path by device type; other device types are tiled like "cuda"."""
 
 KERNEL_WINDOWS = (67584, 33792, 16896, 8448, 4096, 2048, 1024)
 """Windows that the kernels can recompute.  From 8448 = 33·256 on, the 256-row tiles of a window's
@@ -34,8 +34,8 @@ def widest_window(problem: Problem) -> PortableTiles:
     """
     config = PORTABLE_TILES.get(problem.device, PORTABLE_TILES["cuda"])
     if problem.arch is not None:
-        # comparisons, so that a symbolic number of tokens yields one of a few integers; a window is
-        # also as wide as it costs nothing: up to the size of dX's float32 sums
+        # comparisons, so that a symbolic number of tokens yields one of a few integers; a
+        # window whose exponentials are no larger than dX's float32 sums is always affordable
         affordable = (
             columns
             for columns in KERNEL_WINDOWS

@@ -1,8 +1,8 @@
 """Looks up the configurations that serve a problem on a GPU.
 
 The user's table is searched first, then the one shipped for the GPU model; in each the exact key,
-else the nearest one; otherwise the architecture's default serves.  Only entries of the kernel
-sources as they are count.  A table that cannot be used is ignored with one warning.
+else the nearest one; otherwise the architecture's default serves.  Entries made with
+other kernel sources are ignored.  A table that cannot be used is ignored with one warning.
 """
 
 import dataclasses

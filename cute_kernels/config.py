@@ -8,7 +8,7 @@ from cutefce.cute_kernels.integers import ceil_div
 
 @dataclass(frozen=True)
 class WindowConfig:
-    """The contiguous windows of columns that the host computes one after the other."""
+    """Windows of contiguous columns that are processed one after the other."""
 
     window: int
     """Columns whose exponentials are in memory at once: the paper's window size."""

@@ -1,7 +1,8 @@
 """Caches that live as long as the process, and one reset for all of them.
 
 What they hold depends on tuned tables, environment variables and devices, so tuning, tests and
-long-lived processes that change these need a way to start afresh.
+long-lived processes that change these must clear them.  Loaded kernels are not cleared: CUDA
+graphs may hold them.
 """
 
 import functools

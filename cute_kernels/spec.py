@@ -269,7 +269,10 @@ def kernel_set(arch: Arch, dtype: str, configs: KernelConfigs) -> KernelSet:
 
 
 def all_kernels(arch: Arch) -> list[KernelSpec]:
-    """Return every kernel that default configurations can choose on `arch`, without repeats."""
+    """Return the kernels of every prebuilt and verified configuration on `arch`, each once.
+
+    These configurations are the defaults and common winners.
+    """
     gradients = arch.grad_gemm_configs() or (None,)
     sets = [
         kernel_set(arch, dtype, KernelConfigs(config, gradient, gradient))

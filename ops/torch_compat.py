@@ -37,7 +37,9 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
     from torch._C._distributed_c10d import _resolve_process_group
 
     try:
-        return _resolve_process_group(cast(Any, name))  # a str of torch's own kind
+        return _resolve_process_group(
+            cast(Any, name)
+        )  # torch annotates names with a NewType of str
     except (LookupError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"group: got {name!r}, expected the name of a process group that this rank is in"

@@ -1,4 +1,4 @@
-"""Devices, tile sizes and the skipping of GPU tests."""
+"""Fixtures for devices, tile sizes and cache folders; skips GPU tests without a GPU."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Ranks
 
 SMALL_TILES = PortableTiles(window=64, reference_block=16, tile_columns=32, tile_rows=32)
-"""Many windows, tiles, row blocks and pieces at sizes that a test can afford."""
+"""Configurations that give small problems many windows, tiles, row blocks and reference blocks."""
 
 
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
@@ -41,7 +41,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return an empty folder that stands for the user's."""
+    """Return an empty folder in place of the user's."""
     monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(tmp_path))
     process_cache.reset()
     yield tmp_path

@@ -19,6 +19,7 @@ from cutefce.autotune_cache.tuning import targets, tuner, verify
 from cutefce.autotune_cache.tuning.verify import Check
 from cutefce.commands import tune
 from cutefce.commands import verify as verify_command
+from cutefce.version import __version__
 from tests.support.fake_tuner import TARGET, InlineWorker
 from tests.support.faulty_candidates import Kind, config
 from tests.support.tables import ENTRY, GPU, TABLE
@@ -53,7 +54,7 @@ def test_tune(command: Any, folder: Path) -> None:
     assert second.output.count("100.0%") == 2, "the table has both"
     assert len(table_io.read(path).entries) == 2
     assert lookup.tables(GPU) == (table_io.read(path),)
-    assert "expected one of" in command("tune", "--dtype", "float64").output
+    assert "not one of 'bfloat16', 'float16'" in command("tune", "--dtype", "float64").output
     assert "expected one of few-tokens" in command("tune", "--shapes", "gpt").output
 
 
@@ -94,16 +95,33 @@ def test_cache_commands(folder: Path, tmp_path: Path) -> None:
     shown = run(main, ["cache", "show"]).output
     assert "8192 × 4096 × 131072" in shown
     assert "no answer within 30 s" in shown
-    assert "1 entries" in run(main, ["cache", "validate", str(file)]).output
+    assert "yes" in shown
+    validated = run(main, ["cache", "validate", str(file)]).output
+    assert "1 entries, 1 of these kernel sources" in validated
     into = tmp_path / "joined.json"
     assert run(main, ["cache", "merge", str(file), str(file), "--into", str(into)]).exit_code == 0
     assert table_io.read(into) == TABLE
     assert run(main, ["cache", "clear"]).exit_code == 0
     assert not file.exists()
+    assert run(main, ["cache", "show"]).output == f"no tables in {lookup.user_folder()}\n"
     into.write_text("{}")
     result = run(main, ["cache", "validate", str(into)])
     assert result.exit_code == 1
     assert "schema: got None, expected 3" in result.output
+
+
+def test_entries_of_other_kernels_are_marked(folder: Path) -> None:
+    file = lookup.user_folder() / file_name(GPU)
+    (key,) = TABLE.entries
+    stale = dataclasses.replace(ENTRY, kernels="0123")
+    entries = {key: ENTRY, dataclasses.replace(key, vocab=32000): stale}
+    table_io.write(file, dataclasses.replace(TABLE, entries=entries))
+    run = CliRunner().invoke
+    shown = run(main, ["cache", "show"]).output
+    rows = {line.count("other"): line for line in shown.splitlines() if "8192 × 4096 ×" in line}
+    assert "131072" in rows[0] and "32000" in rows[1]
+    validated = run(main, ["cache", "validate", str(file)]).output
+    assert "2 entries, 1 of these kernel sources" in validated
 
 
 def test_info_tells_current_entries_from_stale_ones(
@@ -243,6 +261,17 @@ def test_verify_records_a_verdict_for_each_dtype(
     for dtype in GPU.arch.dtypes:
         assert f"the {dtype} kernels passed on {GPU.name}" in result.output
         assert verdicts.known(GPU, dtype) == verdicts.Verdict(True)
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(main, ["--version"]).output == f"cutefce, version {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["cache"]])
+def test_help_lists_whole_sentences(arguments: list[str]) -> None:
+    output = CliRunner().invoke(main, [*arguments, "--help"], terminal_width=80).output
+    listed = output.split("Commands:\n")[1].splitlines()
+    assert listed and all(line.endswith(".") and "..." not in line for line in listed)
 
 
 def test_help_of_every_command() -> None:

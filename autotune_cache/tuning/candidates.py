@@ -14,7 +14,7 @@ from cutefce.cute_kernels.spec import KernelSpec
 MAX_CANDIDATES = 10
 """Candidates beside the default that pruning keeps."""
 MAX_RASTER_GROUPS = 2
-"""Candidates that pruning keeps of those that differ in the raster group alone."""
+"""Candidates kept among those that differ only in the raster group."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def prune(
 ) -> tuple[Candidate, ...]:
     """Return the first candidate and those with the lowest predicted cost, few of each tile.
 
-    Of candidates that differ in the number of stages alone, the one with the most is kept.
+    Among candidates that differ only in the number of stages, the one with the most is kept.
     """
 
     def order(candidate: Candidate) -> tuple[float, int]:

@@ -56,11 +56,11 @@ def tune_on_first_use(gpu: Gpu, device: str, problem: Problem) -> None:
         if outcome.entry is None:
             reason = outcome.failures.get(job.candidates[0])
             warnings.warn(f"cutefce: {key} was not tuned: {reason}", stacklevel=2)
-        _forget_old_choices()
+        _clear_caches()
 
 
-def _forget_old_choices() -> None:
-    """Have plans and primitives made anew from the tables, but keep what was attempted."""
+def _clear_caches() -> None:
+    """Clear the caches, so that plans and primitives follow the new tables; keep `_attempted`."""
     attempted = set(_attempted)
     process_cache.reset()
     _attempted.update(attempted)

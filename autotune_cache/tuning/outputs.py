@@ -25,7 +25,7 @@ from cutefce.ops.strategies.windows import LossInputs
 
 
 def make_targets(case: TuningCase, reduction: str = "none") -> Targets:
-    """Return the targets of a case, whose losses are reduced so."""
+    """Return the targets of a case, with the reduction of their losses."""
     return rows.make_targets(case.y, case.problem.vocab, LossOptions(reduction), TensorOptions())
 
 
@@ -49,7 +49,7 @@ def smallest_plan(problem: Problem, configs: Sequence[WindowConfig]) -> planner.
 def _stored(case: TuningCase) -> list[tuple[int, Tensor]]:
     """Return buffers for stored exponentials with their first columns.
 
-    Small problems have two buffers, as steps have that alias dW.
+    Small problems have two buffers, like steps whose exponentials alias dW.
     """
     kept, block = default_plan(case).kept, defaults.widest_window(case.problem).reference_block
     first = 0 if case.upstream is None else kept // 2 // block * block

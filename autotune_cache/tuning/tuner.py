@@ -160,11 +160,11 @@ class Tuner:
                 worker.benchmark_interleaved, job.target, job.problem, some, seconds, calls
             )
 
-        everyone = (*entrants, default)
+        all_entrants = (*entrants, default)
         self._prepare(job)
         try:
-            timings = self.process.ask(benchmark(everyone), TRIAL_SECONDS)
-            return dict(zip(everyone, timings, strict=True))
+            timings = self.process.ask(benchmark(all_entrants), TRIAL_SECONDS)
+            return dict(zip(all_entrants, timings, strict=True))
         except WorkerError:
             found: dict[Entrant, Timing] = {}
             for entrant in entrants:

@@ -23,8 +23,8 @@ from cutefce.cute_kernels.spec import KernelSpec
 
 LOCK_SECONDS = 1200
 """How long to wait for another process that verifies the same kernels."""
-PREPARE_SECONDS, CHECK_SECONDS = 120, 30
-"""Time limits of making inputs and expected outputs, and of checking one configuration."""
+CHECK_SECONDS = 30
+"""Time limit of checking one configuration."""
 
 Targets = Sequence[TuningTarget]
 
@@ -76,7 +76,7 @@ def verify(targets: Targets, dtype: str) -> Verdict:
 
 
 def verify_table(table: Table, targets: Targets, advance: Callable[[str], None]) -> Table:
-    """Return `table`, made with any kernels, as verified with the kernels as they are.
+    """Return `table`, made with any kernels, as verified with the installed kernels.
 
     Entries whose configuration passes get the current source fingerprint and compiler version and
     keep their times; the others become rejections.  Rejections of other kernels are dropped.
@@ -110,10 +110,10 @@ def verify_table(table: Table, targets: Targets, advance: Callable[[str], None])
     for (name, dtype, candidate), fault in faults.items():
         if any(t.name == name and candidate in t.defaults() for t in targets):
             raise ValueError(f"default configuration {name}, {dtype}, {candidate}: {fault}")
-    return _stamped(table, faults)
+    return _renewed(table, faults)
 
 
-def _stamped(table: Table, faults: dict[tuple[str, str, Candidate], str]) -> Table:
+def _renewed(table: Table, faults: dict[tuple[str, str, Candidate], str]) -> Table:
     build = tuner.current_build()
     header = dataclasses.replace(
         table, versions={**table.versions, **build}, entries={}, rejected={}
@@ -172,7 +172,7 @@ def run_checks(
                 for kernel in check.kernels():
                     process.ask(functools.partial(worker.load, kernel), tuner.BUILD_SECONDS)
                 prepare = functools.partial(worker.prepare, check.target, check.dtype)
-                process.ask(prepare, PREPARE_SECONDS)
+                process.ask(prepare, tuner.PREPARE_SECONDS)
             except WorkerError as error:
                 raise RuntimeError(str(error)) from error
             call = functools.partial(worker.check_small, check.target, check.dtype, check.candidate)

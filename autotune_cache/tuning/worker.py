@@ -23,7 +23,7 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
 
 CUBLAS: Literal["cublas"] = "cublas"
-"""Entrant that stands for the same GEMMs by cuBLAS."""
+"""Entrant that runs the same GEMMs on cuBLAS."""
 Entrant = Candidate | Literal["cublas"]
 """What a benchmark times."""
 MAX_SAMPLE_SECONDS = 0.075
@@ -79,7 +79,7 @@ def load(kernel: KernelSpec) -> None:
 
 
 def prepare(target: TuningTarget, dtype: str) -> None:
-    """Make inputs and expected outputs of the small problems, outside the time limit of a trial."""
+    """Make inputs and expected outputs of the small problems, which no trial's time includes."""
     torch.set_num_threads(min(MAX_CPU_THREADS, torch.get_num_threads()))
     if target.device_type == "cuda":
         torch.cuda.set_device(target.device)
@@ -88,7 +88,7 @@ def prepare(target: TuningTarget, dtype: str) -> None:
 
 
 def prepare_problem(target: TuningTarget, problem: Problem) -> None:
-    """Make those of the small problems and of `problem`."""
+    """Make inputs and expected outputs of the small problems and of `problem`."""
     prepare(target, problem.dtype)
     _full_case(target, problem)
 

@@ -1,6 +1,6 @@
 """Forward and backward in steady state: each implementation runs alone, back to back.
 
-A GPU lowers its clock for the power it has drawn a while ago.  Interleaved runs, as in `step`,
+A GPU adapts its clock to the power drawn over the last moments.  Interleaved runs, as in `step`,
 share one clock; here each implementation settles at the clock of its own power draw.
 """
 

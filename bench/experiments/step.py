@@ -121,15 +121,15 @@ def run(
     losses: dict[str, Loss | str] = {"unfused": unfused}
     losses |= {f"cutefce {name}": cutefce_loss(WORKSPACES[name]) for name in plans}
     losses |= dict(peers or {})
-    steps, errors, notes = _checked_steps(losses, h, w, y)
+    steps, errors, failures = _checked_steps(losses, h, w, y)
     calls = {"GEMMs": plain_gemms(h, w, y), **steps}
     times = interleaved(calls, device, repeats, before=preceding_gemms(device))
     gradient_bytes = h.nbytes + w.nbytes
     rows = []
     for name in ("GEMMs", *losses):
         sizes = shape.tokens, shape.hidden, shape.vocab
-        if name in notes:
-            rows.append(Row(*sizes, name, note=notes[name]))
+        if name in failures:
+            rows.append(Row(*sizes, name, note=failures[name]))
             continue
         plan = plans.get(name.removeprefix("cutefce "))
         loss_error, dx_error, dw_error = errors.get(name, (None, None, None))
@@ -161,19 +161,19 @@ def _checked_steps(
     want = float64_mean_reference(h, w, y)
     steps: dict[str, Call] = {}
     errors: dict[str, Errors] = {}
-    notes: dict[str, str] = {}
+    failures: dict[str, str] = {}
     for name, loss in losses.items():
         if isinstance(loss, str):
-            notes[name] = loss
+            failures[name] = loss
             continue
         try:
             errors[name] = _checked(relative_errors(gradients(loss, h, w, y), want))
             steps[name] = functools.partial(gradients, loss, h, w, y)
         except torch.OutOfMemoryError:
-            notes[name] = "out of memory"
+            failures[name] = "out of memory"
         except Exception as error:  # a peer may raise anything: the row reports it
-            notes[name] = f"{type(error).__name__}: {error}"[:MAX_NOTE_LENGTH]
-    return steps, errors, notes
+            failures[name] = f"{type(error).__name__}: {error}"[:MAX_NOTE_LENGTH]
+    return steps, errors, failures
 
 
 def _checked(errors: Errors) -> Errors:

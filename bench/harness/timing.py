@@ -33,11 +33,6 @@ class Timing:
         low, _, high = statistics.quantiles(self.samples_ms, n=4, method="inclusive")
         return low, high
 
-    def ratio_to(self, other: "Timing") -> float:
-        """Return the median over the rounds of this time over the other's of the same round."""
-        pairs = zip(self.samples_ms, other.samples_ms, strict=True)
-        return statistics.median(mine / theirs for mine, theirs in pairs)
-
 
 def interleaved(
     calls: Mapping[str, Call],
@@ -90,8 +85,8 @@ def steady_state(calls: Mapping[str, Call], device: str, seconds: float) -> dict
 def preceding_gemms(device: str) -> Call | None:
     """Return GEMMs that stand for the layers before a loss; None on a CPU.
 
-    They give every call the clock and power state of a training step, and evict its inputs from
-    the L2 cache.
+    They bring the GPU to the clock and power of a training step before each call, and evict the
+    inputs of the call from the L2 cache.
     """
     if device == "cpu":
         return None

@@ -38,7 +38,10 @@ class Arch(ABC):
 
     @abstractmethod
     def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
-        """Return every configuration of `project_exp` that the defaults choose from."""
+        """Return every prebuilt and verified configuration of `project_exp`.
+
+        These are the defaults and common winners.
+        """
 
     @abstractmethod
     def default(self, tokens: int) -> GemmConfig:

@@ -15,14 +15,21 @@ def cache() -> None:
     """Manage tuned tables."""
 
 
-@cache.command()
+@cache.command(short_help="Show winners and rejections.")
 @click.argument("files", nargs=-1, type=TABLE_FILE)
 def show(files: tuple[Path, ...]) -> None:
-    """Show winners and rejections of FILES, by default of the user's tables."""
+    """Show winners and rejections of FILES, by default of the user's tables.
+
+    Entries of other kernel sources are not used; the column "verified" marks them.
+    """
+    paths = files or sorted(lookup.user_folder().glob("*.json"))
+    if not paths:
+        click.echo(f"no tables in {lookup.user_folder()}")
+        return
     columns = "device", "kernel", "dtype", "N × D × V"
     winners = Table(*columns, "config", "ms", "default ms", "verified", title="winners")
     rejected = Table(*columns, "config", "reason", title="rejected")
-    for path in files or sorted(lookup.user_folder().glob("*.json")):
+    for path in paths:
         tuned = read_table(path)
         for key, entry in tuned.entries.items():
             winners.add_row(
@@ -30,7 +37,7 @@ def show(files: tuple[Path, ...]) -> None:
                 describe(entry.config),
                 f"{entry.ms:.3f}",
                 f"{entry.default_ms:.3f}",
-                "yes" if entry.verified else "no",
+                _verified(entry),
             )
         for (key, config), rejection in tuned.rejected.items():
             rejected.add_row(*_problem_cells(tuned, key), describe(config), rejection.reason)
@@ -38,6 +45,13 @@ def show(files: tuple[Path, ...]) -> None:
     console.print(winners)
     if rejected.rows:
         console.print(rejected)
+
+
+def _verified(entry: table.Entry) -> str:
+    """Return whether an entry was verified, if with the installed kernels."""
+    if entry.kernels != jit_cache.source_fingerprint():
+        return "other kernels"
+    return "yes" if entry.verified else "no"
 
 
 def _problem_cells(tuned: table.Table, key: table.Key) -> tuple[str, ...]:
@@ -50,10 +64,13 @@ def _problem_cells(tuned: table.Table, key: table.Key) -> tuple[str, ...]:
 def validate(files: tuple[Path, ...]) -> None:
     """Check FILES; fail at the first unusable one."""
     for path in files:
-        click.echo(f"{path}: {len(read_table(path).entries)} entries")
+        tuned = read_table(path)
+        current = tuned.of_kernels(jit_cache.source_fingerprint())
+        counts = f"{len(tuned.entries)} entries, {len(current.entries)} of these kernel sources"
+        click.echo(f"{path}: {counts}")
 
 
-@cache.command()
+@cache.command(short_help="Merge FILES of one kind of GPU.")
 @click.argument("files", nargs=-1, type=TABLE_FILE, required=True)
 @click.option("--into", type=click.Path(path_type=Path), required=True, help="File to write.")
 def merge(files: tuple[Path, ...], into: Path) -> None:

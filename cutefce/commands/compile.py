@@ -16,7 +16,7 @@ from cutefce.cute_kernels.jit.compiler import Report
 from cutefce.cute_kernels.spec import ProjectExpSpec
 
 
-@click.command("compile")
+@click.command("compile", short_help="Compile all kernels into the cache folder.")
 @click.option(
     "--arch",
     "names",

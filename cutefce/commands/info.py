@@ -17,7 +17,7 @@ from cutefce.ops.primitives.dispatch import device_unsupported_reason
 PACKAGES = ("cutefce", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
 
 
-@click.command()
+@click.command(short_help="Show versions, GPU, backends and kernels.")
 def info() -> None:
     """Show versions, the GPU, what serves each dtype and why, shipped tables, compiled kernels."""
     table = Table("", Column(overflow="fold"), show_header=False, box=None)

@@ -17,6 +17,7 @@ from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes, parse
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
 from cutefce.autotune_cache.tuning.tuner import Outcome
 from cutefce.commands.common import describe, make_console, require_passed, this_gpu
+from cutefce.cute_kernels.arch import ARCHS
 
 
 def _parse_shapes(
@@ -29,7 +30,7 @@ def _parse_shapes(
         raise click.BadParameter(str(error)) from error
 
 
-@click.command()
+@click.command(short_help="Find the fastest configurations on this GPU.")
 @click.option(
     "--shapes",
     multiple=True,
@@ -39,7 +40,13 @@ def _parse_shapes(
     help=f"Problems: {', '.join(NAMED)}, or tokens x hidden x vocab; repeatable."
     "  [default: all sets]",
 )
-@click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float16.")
+@click.option(
+    "--dtype",
+    type=click.Choice(sorted({dtype for arch in ARCHS for dtype in arch.dtypes})),
+    default="bfloat16",
+    show_default=True,
+    help="Dtype of hidden states and weight.",
+)
 @click.option(
     "--budget-minutes",
     type=float,
@@ -69,8 +76,6 @@ def tune(
     end = time.monotonic() + 60 * budget_minutes
     gpu, device = this_gpu()
     every = targets.all_targets(gpu, device)
-    if dtype not in gpu.arch.dtypes:
-        raise click.BadParameter(f"dtype: got {dtype}, expected one of {gpu.arch.dtypes}")
     header, path = tuner.header_for(gpu), output_dir / table_io.file_name(gpu)
     jobs = [
         candidates.make_job(target, target.problem(sizes, dtype), exhaustive)
@@ -95,7 +100,9 @@ def tune(
     _report(console, jobs, tuner.read_matching(path, header).entries, outcomes)
     console.print(f"written: {path}")
     if len(outcomes) < len(todo):
-        console.print(f"{len(todo) - len(outcomes)} problems are left: continue with --resume")
+        console.print(
+            f"{len(todo) - len(outcomes)} problems are left; continue with: cutefce tune --resume"
+        )
 
 
 def _run(

@@ -16,7 +16,7 @@ from cutefce.commands.common import (
 )
 
 
-@click.command()
+@click.command(short_help="Check the kernels on this GPU.")
 @click.option(
     "--table",
     "path",

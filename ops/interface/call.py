@@ -10,8 +10,8 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.ops.interface import autograd, checks, no_grad_cache  # noqa: F401  (registers)
 from cutefce.ops.interface.context import autocast, can_bypass_dispatcher
-from cutefce.ops.interface.operators import IMPLS, LIBRARY, OPTIONS, forward
-from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
+from cutefce.ops.interface.operators import IMPLS, LIBRARY, forward
+from cutefce.ops.interface.options import OPTIONS, LossOptions, Sharding, TensorOptions
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.planning import planner
 from cutefce.ops.primitives.dispatch import are_concrete, problem_of, window_configs_for

@@ -1,7 +1,8 @@
-"""Every error that an argument of a call can cause, raised before anything is allocated.
+"""Checks of a call's arguments, made before anything is allocated.
 
-What only the ranks of a group together can find is in `ops.parallel.consistency`; targets outside
-the vocabulary are found where they are read, in `ops.primitives.rows` and `ops.parallel`.
+Other errors are raised elsewhere: placements of DTensors in `ops.parallel.dtensor`, disagreement
+of ranks in `ops.parallel.shard` and `ops.parallel.consistency`, targets outside the vocabulary in
+`ops.primitives.rows` and, across ranks, in `ops.parallel.primitives`.
 """
 
 from collections.abc import Sequence

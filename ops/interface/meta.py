@@ -4,16 +4,14 @@ from typing import Any
 
 from torch import Tensor
 
+from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops import torch_compat
-from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
-from cutefce.ops.parallel.shard import dx_rows_rounded
+from cutefce.ops.interface.options import OPTIONS, Sharding
 from cutefce.ops.planning.dw_aliasing import rows_in_place
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.rows import sum_dtype
 from cutefce.ops.schema import unpack
-
-OPTIONS = (LossOptions, TensorOptions, Sharding)
 
 
 def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
@@ -34,7 +32,7 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     )
     if sharding.group is not None:
         ranks = torch_compat.resolve_process_group(sharding.group).size()
-        dx_rows, dx_overflow = 0, dx_rows_rounded(tokens, ranks) if dx_rows else 0
+        dx_rows, dx_overflow = 0, ceil_div(tokens, ranks) if dx_rows else 0
     overflow_dtype = dtype if plan.in_forward else h.dtype
     return (
         h.new_empty(() if options.is_scalar else (tokens,), dtype=dtype),

@@ -16,7 +16,7 @@ from cutefce.ops.primitives.dispatch import primitives_for, problem_of
 from cutefce.ops.primitives.interface import AnyPrimitives
 
 MAX_ENTRIES = 1024
-"""Entries after which the cache starts afresh."""
+"""Entries of the cache; it is cleared when it is full."""
 
 CallKey = tuple[Any, ...]
 

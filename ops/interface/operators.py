@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cutefce.ops.interface import meta
 from cutefce.ops.interface.context import isolated_context
-from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
+from cutefce.ops.interface.options import OPTIONS, LossOptions, Sharding, TensorOptions
 from cutefce.ops.parallel.shard import Unsharded, shard_of
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.dispatch import primitives_for, problem_of, scale_rows_for
@@ -32,8 +32,6 @@ from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
 from cutefce.ops.strategies.windows import LossInputs, StoredExps
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
-OPTIONS = (LossOptions, TensorOptions, Sharding)
-"""The records of a call, in the order of the operators' arguments."""
 PLANNED = (Plan, *OPTIONS)
 
 _OPTIONS = ", ".join(record.schema() for record in OPTIONS)
@@ -138,7 +136,7 @@ def loss_backward(
 
     The tensors are those of `loss_forward`; `dw`, the memory of aliased exponentials, is empty once
     consumed.  `arguments` are those of `PLANNED`.  Operators return new tensors; eager autograd
-    passes `in_place` to write into `dw`.  The parameters beyond eight are the schema's.
+    passes `in_place` to write into `dw`.  More than eight parameters: they are the schema's.
     """
     plan, options, tensors, sharding = unpack(arguments, *PLANNED)
     shard = shard_of(sharding, h, w, operator="loss_backward")
@@ -168,7 +166,7 @@ def scale_gradients(
     """Return dX (N, D) and dW (V, D) times `upstream` (), from the sums of `loss_forward`.
 
     `arguments` are those of `Sharding`.  Operators return new tensors; eager autograd passes
-    `in_place` to write into `dx` and `dw`.  The parameters beyond eight are the schema's.
+    `in_place` to write into `dx` and `dw`.  More than eight parameters: they are the schema's.
     """
     (sharding,) = unpack(arguments, Sharding)
     shard = shard_of(sharding, h, w, operator="scale_gradients")

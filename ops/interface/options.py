@@ -4,7 +4,8 @@ Each record has its checks, and its part of the operators' schemas and of the no
 A new option is a field here, and code in the one home of its kind:
 
     row coefficient    `ops.primitives.rows`: RowCoefficients and the loss of a token
-    logit transform    `cute_kernels.spec.LogitTransform` and `ops.primitives.elementwise`
+    logit transform    `cute_kernels.spec.LogitTransform`; the portable path has no hook for it yet,
+                       which belongs in `ops.primitives.elementwise`
     row reduction      `cute_kernels.spec.RowReductions` and `ops.primitives.elementwise`
 """
 
@@ -85,3 +86,7 @@ class Sharding(OperatorRecord):
     def check(self, w: Tensor) -> None:
         """Raise ValueError unless `shards` are the rows of all ranks' weights, w being here."""
         checks.check_shards(self.group, self.shards, w)
+
+
+OPTIONS = LossOptions, TensorOptions, Sharding
+"""The records of a call, in the order of the operators' arguments."""

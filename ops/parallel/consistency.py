@@ -69,9 +69,10 @@ def exchange(
 
 @dataclass
 class report_errors:
-    """A block whose TypeError or ValueError is published to the ranks that will wait for this one.
+    """Context that publishes a TypeError or ValueError of its block to the ranks of `group`.
 
-    A class, because a generator's context takes more CPU time and every call enters this one.
+    Ranks that wait for this one then raise too.  A class, because entering a generator's context
+    takes more CPU time and every call enters this one.
     """
 
     group: str | None
@@ -80,7 +81,7 @@ class report_errors:
         """Begin."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Publish an error that an argument caused."""
+        """Publish a TypeError or ValueError."""
         if self.group is not None and isinstance(error, TypeError | ValueError):
             text = json.dumps({"error": f"{type(error).__name__}: {error}"})
             _publish(torch_compat.resolve_process_group(self.group), text)

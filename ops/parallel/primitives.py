@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Generic
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import P, Projection, forward_unfused
+from cutefce.ops.primitives.interface import PartialT, Projection, forward_unfused
 from cutefce.ops.primitives.rows import RowStats, Targets
 
 if TYPE_CHECKING:
     from cutefce.ops.parallel.shard import VocabShard
 
 
-class ShardProjection(Generic[P]):
+class ShardProjection(Generic[PartialT]):
     """`cutefce.ops.primitives.interface.Projection`; `own` is that of this rank's shard."""
 
-    def __init__(self, own: Projection[P], shard: "VocabShard") -> None:
+    def __init__(self, own: Projection[PartialT], shard: "VocabShard") -> None:
         self.own, self.shard = own, shard
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,13 +50,13 @@ class ShardProjection(Generic[P]):
         reference: Tensor,
         target: Tensor,
         exps: Tensor | None = None,
-    ) -> P:
+    ) -> PartialT:
         return self.own.project_exp(h, w, window, reference, target, exps)
 
-    def concat_partials(self, partials: Sequence[P]) -> P:
+    def concat_partials(self, partials: Sequence[PartialT]) -> PartialT:
         return self.own.concat_partials(partials)
 
-    def gather_partials(self, partial: P, gather: Callable[[Tensor], Tensor]) -> P:
+    def gather_partials(self, partial: PartialT, gather: Callable[[Tensor], Tensor]) -> PartialT:
         return self.own.gather_partials(partial, gather)
 
     def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
@@ -74,7 +74,7 @@ class ShardProjection(Generic[P]):
         self.own.recompute_exp(h, w, window, reference, target, exps)
 
     def reduce_partials(
-        self, partial: P, target_logit: Tensor, targets: Targets
+        self, partial: PartialT, target_logit: Tensor, targets: Targets
     ) -> tuple[RowStats, Tensor]:
         """Reduce the partials of all ranks; S and its coefficient are 0 where another owns y."""
         gathered = self.own.gather_partials(partial, self.shard.all_gather)
@@ -89,7 +89,7 @@ class ShardProjection(Generic[P]):
         w: Tensor,
         first: int,
         target: Tensor,
-        partial: P,
+        partial: PartialT,
         stats: RowStats,
     ) -> None:
         self.own.repair_stored_exps(exps, h, w, first, target, partial, stats)

@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.parallel.consistency import exchange
@@ -132,11 +131,6 @@ class VocabShard(Unsharded):
     def all_reduce_(self, x: Tensor) -> Tensor:
         """Replace x by its sum over the ranks."""
         return torch_compat.all_reduce_(x, self.group)
-
-
-def dx_rows_rounded(tokens: int, ranks: int) -> int:
-    """Return the rows of dX (N, D) that one rank rounds."""
-    return ceil_div(tokens, ranks)
 
 
 def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> Unsharded:

@@ -72,11 +72,11 @@ def windows_bytes(
     forward += step
     if not p.gradient_bytes:
         return forward
-    window = own = min(config.window, p.vocab)
+    window = buffer_columns = min(config.window, p.vocab)
     if p.grad_weight:
-        own = min(config.half(config.window), config.window)
+        buffer_columns = min(config.half(config.window), config.window)
         if not stored and not fits_in_tail(window, p.tokens, p.hidden, p.vocab, config.window):
-            window = min(own, p.vocab)
+            window = min(buffer_columns, p.vocab)
     backward = saved + p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
     end = backward + _row_block_bytes(p, p.tokens)
     longest = max(window, min(kept, p.vocab))
@@ -97,7 +97,7 @@ def windows_bytes(
         finish = gathered if p.device == "cpu" else 0
         step = max(step, sums + max(finish, _upcast_block_bytes(p, window, p.tokens, p.hidden)))
     if stored < p.vocab:
-        backward += p.tokens * own * p.item_bytes
+        backward += p.tokens * buffer_columns * p.item_bytes
         step = max(step, _tile_bytes(p, config, p.tokens, stored=True))
     return max(forward - p.gradient_bytes, backward + step, end)
 

@@ -156,9 +156,11 @@ def replan_for_shard(
 def _windows(
     p: Problem, configs: Sequence[WindowConfig], budget: int, scalar_upstream: bool
 ) -> Plan:
-    """Return the fastest plan within the budget or, if none is, none larger than the widest's.
+    """Return the fastest plan within the budget.
 
-    Aliased exponentials need s_i h_i, which may exceed the budget: then none are aliased.
+    If none is, return the fastest of those no larger than the plan with the widest window.
+
+    Aliased exponentials need s_i h_i, which may exceed the budget: no column is aliased then.
     """
     plans: list[Plan] = []
     for alias in (True, False):
@@ -182,7 +184,7 @@ def _windows_of(
         kept = round_up(p.vocab, config.reference_block)
         if bytes_with(0, kept) > budget:
             aliased = _max_aliased_columns(p, config) if alias else 0
-            # an aliased window is GEMMs of its own: alias only what has no room elsewhere
+            # each aliased window needs separate GEMMs: alias only columns that exceed the budget
             rest = round_up(p.vocab - aliased, config.reference_block)
             spare = budget - bytes_with(aliased, rest)
             aliased -= max(spare, 0) // (config.window * column) * config.window

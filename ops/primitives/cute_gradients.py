@@ -49,18 +49,15 @@ class TargetCsr:
         return self.order, self.offsets[first : first + rows + 1], self.coefficient, self.h
 
 
-class CublasGradients(PortableGradients):
-    """`cutefce.ops.primitives.interface.Gradients` with kernels for the row-wise steps alone."""
+class RowwiseSteps:
+    """The row-wise steps of `cutefce.ops.primitives.interface.Gradients`, on the kernels."""
 
-    def __init__(self, kernels: KernelSet, window: int) -> None:
-        super().__init__(window)
-        self.kernels = kernels
+    kernels: KernelSet
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
-        narrow = x.dtype == out.dtype
-        launch_scale_rows(
-            self.kernels.scale_rows if narrow else self.kernels.scale_fp32_rows, out, x, scale
-        )
+        same = x.dtype == out.dtype
+        spec = self.kernels.scale_rows if same else self.kernels.scale_fp32_rows
+        launch_scale_rows(spec, out, x, scale)
 
     def finish_dx(
         self,
@@ -70,14 +67,25 @@ class CublasGradients(PortableGradients):
         targets: Targets,
         coefficients: RowCoefficients,
     ) -> None:
-        launch_finish_dx(self.kernels, out, sums, w, targets, coefficients)
+        kernels = self.kernels
+        spec = kernels.finish_dx if out.dtype == w.dtype else kernels.finish_dx_fp32
+        scale = coefficients.scale.contiguous()
+        compiled(spec)(out, sums, w, scale, coefficients.target, targets.safe_index)
+
+
+class CublasGradients(RowwiseSteps, PortableGradients):
+    """`cutefce.ops.primitives.interface.Gradients` with kernels for the row-wise steps alone."""
+
+    def __init__(self, kernels: KernelSet, window: int) -> None:
+        super().__init__(window)
+        self.kernels = kernels
 
 
 Gemm = Callable[[Tensor, Tensor, Tensor, bool], None]
 """`out (M, N) = a (M, K) @ b (K, N)`, or `out +=` if the last argument is true."""
 
 
-class CuteGradients:
+class CuteGradients(RowwiseSteps):
     """`cutefce.ops.primitives.interface.Gradients` for one device, dtype and configuration."""
 
     def __init__(
@@ -101,22 +109,6 @@ class CuteGradients:
         self, sums: Tensor, exps: Tensor, scaled: Tensor, *, accumulate: bool
     ) -> None:
         self._weight(sums, exps.t(), scaled, accumulate)
-
-    def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
-        narrow = x.dtype == out.dtype
-        launch_scale_rows(
-            self.kernels.scale_rows if narrow else self.kernels.scale_fp32_rows, out, x, scale
-        )
-
-    def finish_dx(
-        self,
-        out: Tensor,
-        sums: Tensor,
-        w: Tensor,
-        targets: Targets,
-        coefficients: RowCoefficients,
-    ) -> None:
-        launch_finish_dx(self.kernels, out, sums, w, targets, coefficients)
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetCsr:
         return TargetCsr.of(h, coefficient, targets)
@@ -162,17 +154,3 @@ class CuteGradients:
 def launch_scale_rows(spec: ScaleAddRowsSpec, out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
     compiled(spec)(out, x, None, scale.contiguous(), None, None)
-
-
-def launch_finish_dx(
-    kernels: KernelSet,
-    out: Tensor,
-    sums: Tensor,
-    w: Tensor,
-    targets: Targets,
-    coefficients: RowCoefficients,
-) -> None:
-    """Write scale_i sums_i + target_i W_y to `out` (N, D), rounded if `out` has w's dtype."""
-    spec = kernels.finish_dx if out.dtype == w.dtype else kernels.finish_dx_fp32
-    scale = coefficients.scale.contiguous()
-    compiled(spec)(out, sums, w, scale, coefficients.target, targets.safe_index)

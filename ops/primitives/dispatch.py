@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cutefce.autotune_cache import defaults, lookup, verdicts
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.arch import arch_for
+from cutefce.cute_kernels.arch import ARCHS, arch_for
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.gpu import Gpu
@@ -24,7 +24,7 @@ from cutefce.ops.primitives.interface import AnyPrimitives, Primitives, ScaleRow
 from cutefce.ops.primitives.portable_gradients import PortableGradients, scale_rows
 from cutefce.ops.primitives.portable_projection import PortableProjection
 
-VERIFY = "python -m cutefce verify"
+VERIFY = "cutefce verify"
 
 _strict = False
 
@@ -188,7 +188,9 @@ def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str 
     capability = torch.cuda.get_device_capability(device)
     arch = arch_for(capability)
     if arch is None:
-        return f"h: got a device of compute capability {capability}, for which there are no kernels"
+        expected = ", ".join(f"{major}.{minor}" for major, minor in (a.capability for a in ARCHS))
+        got = f"{capability[0]}.{capability[1]}"
+        return f"h: got compute capability {got}, expected one of {expected}"
     name = str(dtype).removeprefix("torch.")
     if name not in arch.dtypes:
         return f"h: got dtype {dtype}, expected one of {', '.join(arch.dtypes)}"
@@ -251,5 +253,5 @@ def _must_not_block() -> bool:
 
 
 def _first_use() -> Any:
-    """Return the one module of `autotune_cache.tuning`, which builds on this package, used here."""
+    """Import `first_use` late: it imports this package."""
     return import_module("cutefce.autotune_cache.tuning.first_use")

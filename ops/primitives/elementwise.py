@@ -22,12 +22,12 @@ def target_logit_(
     out.copy_(torch.where(active, logit, torch.inf))
 
 
-def scaled_rows_(out: Tensor, x: Tensor, scale: Tensor) -> None:
+def scale_rows_to_(out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Write scale_i x_i to `out` (R, D); `scale` is (R,)."""
     out.copy_(x * scale[:, None])
 
 
-def scale_rows_(x: Tensor, scale: Tensor) -> None:
+def scale_rows_in_place_(x: Tensor, scale: Tensor) -> None:
     """Multiply each row of `x` (R, C) by its `scale` (R,)."""
     x.mul_(scale[:, None])
 
@@ -77,5 +77,5 @@ def exponentials_(
 
 
 def exponentials(logits: Tensor, *rest: Tensor | None) -> None:
-    """Do the same without changing `logits`, so that a fused kernel does not write them."""
+    """Do what `exponentials_` does without changing `logits`: fused kernels do not write them."""
     exponentials_(logits.clone(), *rest)  # type: ignore[arg-type]

@@ -21,13 +21,13 @@ from torch import Tensor
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.ops.primitives.rows import RowCoefficients, RowStats, Targets
 
-P = TypeVar("P")
+PartialT = TypeVar("PartialT")
 """Row sums over parts of the vocabulary, in the form of one implementation of `Projection`."""
-T = TypeVar("T")
+TargetGradT = TypeVar("TargetGradT")
 """The targets' part of dW, in the form of one implementation of `Gradients`."""
 
 
-class Projection(Protocol[P]):
+class Projection(Protocol[PartialT]):
     """From hidden states and weight to exponentials, their row sums and the loss."""
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ class Projection(Protocol[P]):
         reference: Tensor,
         target: Tensor,
         exps: Tensor | None = None,
-    ) -> P:
+    ) -> PartialT:
         """Return the row sums of e over the columns of `window`, [first, last).
 
         `first` is a multiple of the reference block.  `exps` (N, K), if given, receives e over the
@@ -56,11 +56,11 @@ class Projection(Protocol[P]):
         """
         ...
 
-    def concat_partials(self, partials: Sequence[P]) -> P:
+    def concat_partials(self, partials: Sequence[PartialT]) -> PartialT:
         """Return the row sums of all columns from those of consecutive windows."""
         ...
 
-    def gather_partials(self, partial: P, gather: Callable[[Tensor], Tensor]) -> P:
+    def gather_partials(self, partial: PartialT, gather: Callable[[Tensor], Tensor]) -> PartialT:
         """Return the row sums of all vocabulary shards.
 
         `gather` maps a tensor (...) to those of all ranks (R, ...).
@@ -84,7 +84,7 @@ class Projection(Protocol[P]):
         ...
 
     def reduce_partials(
-        self, partial: P, target_logit: Tensor, targets: Targets
+        self, partial: PartialT, target_logit: Tensor, targets: Targets
     ) -> tuple[RowStats, Tensor]:
         """Reduce the partial sums of every token; also return the reduced loss."""
         ...
@@ -96,17 +96,17 @@ class Projection(Protocol[P]):
         w: Tensor,
         first: int,
         target: Tensor,
-        partial: P,
+        partial: PartialT,
         stats: RowStats,
     ) -> None:
         """Make `exps` (N, K), which `project_exp` stored, relative to `stats.reference`.
 
-        They are those of the columns from `first` on; `partial` is that of all columns.
+        `exps` are of the columns from `first` on, `partial` is of all columns.
         """
         ...
 
 
-class Gradients(Protocol[T]):
+class Gradients(Protocol[TargetGradT]):
     """From exponentials to dX and dW: the two GEMMs and what is done to their results."""
 
     def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor, *, accumulate: bool) -> None:
@@ -134,7 +134,7 @@ class Gradients(Protocol[T]):
         """Write scale_i sums_i + target_i W_y to `out` (N, D), rounded once; may be `sums`."""
         ...
 
-    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> T:
+    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGradT:
         """Return Σ_{i: y_i = v} c_i h_i for all v; `coefficient` is c (N,)."""
         ...
 
@@ -143,7 +143,7 @@ class Gradients(Protocol[T]):
         out: Tensor,
         exps: Tensor,
         scaled: Tensor,
-        target_grad: T,
+        target_grad: TargetGradT,
         first: int,
         grad_scale: Tensor,
     ) -> None:
@@ -153,18 +153,18 @@ class Gradients(Protocol[T]):
         """
         ...
 
-    def add_target_grad(self, sums: Tensor, target_grad: T, first: int) -> None:
+    def add_target_grad(self, sums: Tensor, target_grad: TargetGradT, first: int) -> None:
         """Add the targets' part to `sums` (K, D), the rows of dW from `first` on."""
         ...
 
 
 @dataclass(frozen=True)
-class Primitives(Generic[P, T]):
+class Primitives(Generic[PartialT, TargetGradT]):
     """One implementation of the steps; all tensors of a call are on one device."""
 
     config: WindowConfig
-    projection: Projection[P]
-    gradients: Gradients[T]
+    projection: Projection[PartialT]
+    gradients: Gradients[TargetGradT]
 
 
 ScaleRows = Callable[[Tensor, Tensor, Tensor], None]
@@ -175,7 +175,7 @@ AnyPrimitives = Primitives[Any, Any]
 
 
 def forward_unfused(
-    projection: Projection[P], h: Tensor, w: Tensor, targets: Targets
+    projection: Projection[PartialT], h: Tensor, w: Tensor, targets: Targets
 ) -> tuple[RowStats, Tensor]:
     """Do what `Projection.forward` does, step by step."""
     logit = projection.target_logit(h, w, targets)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.planning.memory_model import UPCAST_BLOCK, row_block_bytes
-from cutefce.ops.primitives.elementwise import finish_dw_, finish_dx_, scaled_rows_
+from cutefce.ops.primitives.elementwise import finish_dw_, finish_dx_, scale_rows_to_
 from cutefce.ops.primitives.inductor import can_fuse, fused
 from cutefce.ops.primitives.rows import RowCoefficients, Targets, sum_dtype
 
@@ -99,7 +99,7 @@ class TargetRows:
         for rows in _row_blocks(self.h):
             part = self.h[rows] * self.coefficient[rows, None]
             part.masked_fill_(~inside[rows, None], 0)
-            if out.is_cuda:  # the one of the two whose order is fixed there
+            if out.is_cuda:  # deterministic on CUDA, unlike index_add_
                 out.index_put_((slot[rows],), part, accumulate=True)
             else:
                 out.index_add_(0, slot[rows], part)
@@ -107,7 +107,7 @@ class TargetRows:
 
 def scale_rows(out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
-    apply_rowwise(scaled_rows_, out, x, scale)
+    apply_rowwise(scale_rows_to_, out, x, scale)
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:

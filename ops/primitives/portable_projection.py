@@ -17,7 +17,7 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.primitives.elementwise import (
     exponentials,
     exponentials_,
-    scale_rows_,
+    scale_rows_in_place_,
     target_logit_,
 )
 from cutefce.ops.primitives.inductor import can_fuse, fused
@@ -129,7 +129,7 @@ class PortableProjection:
         references = partial.references[:, start : start + count]
         factor = _exp_difference(references, stats.reference[:, None])
         if exps.is_cuda or bool((factor != 1).any()):
-            apply_rowwise(scale_rows_, exps.view(-1, block), factor.flatten())
+            apply_rowwise(scale_rows_in_place_, exps.view(-1, block), factor.flatten())
 
     def _project_tiles(
         self,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import P, T
+from cutefce.ops.primitives.interface import PartialT, TargetGradT
 from cutefce.ops.primitives.rows import RowCoefficients, RowStats
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.grad_accumulator import GradAccumulator
@@ -15,7 +15,7 @@ from cutefce.ops.strategies.windows import LossInputs
 
 
 def gradients_in_forward(
-    inputs: LossInputs[P, T],
+    inputs: LossInputs[PartialT, TargetGradT],
     loss_scale: Tensor,
     stored: int,
     chunk: int,

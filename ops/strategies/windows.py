@@ -1,4 +1,4 @@
-"""The strategy that walks vocabulary windows, in the forward and again in the backward.
+"""The strategy that iterates over vocabulary windows, in the forward and again in the backward.
 
 Exponentials of some columns are stored in between (`StoredExps`); those of the others are
 recomputed, window by window.
@@ -12,7 +12,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import P, Primitives, T
+from cutefce.ops.primitives.interface import PartialT, Primitives, TargetGradT
 from cutefce.ops.primitives.rows import RowCoefficients, RowStats, Targets
 from cutefce.ops.strategies.dw_views import free_tail
 
@@ -24,10 +24,10 @@ StoredExps = Sequence[tuple[int, Tensor]]
 
 
 @dataclass(frozen=True)
-class LossInputs(Generic[P, T]):
+class LossInputs(Generic[PartialT, TargetGradT]):
     """The operands of a forward or backward, and the primitives that compute it."""
 
-    primitives: Primitives[P, T]
+    primitives: Primitives[PartialT, TargetGradT]
     h: Tensor
     """(N, D)"""
     w: Tensor
@@ -56,7 +56,9 @@ def iter_windows(
 
 
 def forward(
-    inputs: LossInputs[P, T], stored: StoredExps = (), target_logit: Tensor | None = None
+    inputs: LossInputs[PartialT, TargetGradT],
+    stored: StoredExps = (),
+    target_logit: Tensor | None = None,
 ) -> tuple[Tensor, RowStats]:
     """Return the reduced loss, () or (N,), and the statistics of every token.
 
@@ -95,7 +97,7 @@ class _Scaling:
     row_scale: Tensor | None
     """(N,) factor of h in dW; None if `reference` contains it."""
     target: Tensor
-    """(N,) factor of h at the target, over grad_scale."""
+    """(N,) c_i / grad_scale, the factor of h_i at its target."""
     grad_scale: Tensor
     """() factor of dW."""
     dx: RowCoefficients
@@ -103,7 +105,7 @@ class _Scaling:
 
 
 def backward(
-    inputs: LossInputs[P, T],
+    inputs: LossInputs[PartialT, TargetGradT],
     stats: RowStats,
     stored: StoredExps,
     upstream: Tensor,
@@ -114,8 +116,8 @@ def backward(
 ) -> Tensor | None:
     """Return dX (N, D) for the upstream gradient of the losses, (N,) or (); write `dw` (V, D).
 
-    `stored_discarded` says that exponentials were stored that may be missing from `stored` now:
-    the recomputed ones then have the same bits.  `dw` is written from its first row on, so that
+    `stored_discarded` says that an earlier backward consumed aliased exponentials: factors are then
+    applied as if these were stored, for equal bits.  `dw` is written from its first row on, so that
     some of `stored` may alias it, see `planning.dw_aliasing`.
     """
     gradients, h, w, targets = inputs.primitives.gradients, inputs.h, inputs.w, inputs.targets
@@ -145,7 +147,11 @@ def backward(
 
 
 def _scaling(
-    inputs: LossInputs[P, T], stats: RowStats, upstream: Tensor, *, in_reference: bool
+    inputs: LossInputs[PartialT, TargetGradT],
+    stats: RowStats,
+    upstream: Tensor,
+    *,
+    in_reference: bool,
 ) -> _Scaling:
     """Choose where the tokens' factors are applied.
 
@@ -172,7 +178,7 @@ def _scaling(
 
 
 def _iter_exps(
-    inputs: LossInputs[P, T],
+    inputs: LossInputs[PartialT, TargetGradT],
     reference: Tensor,
     columns: Sequence[tuple[int, int, Tensor | None]],
     window: int,

@@ -85,7 +85,7 @@ def test_a_kernel_that_hangs_is_never_launched_here(
         reason = str(dispatch.device_unsupported_reason(device, dtype))
         assert "failed on NVIDIA Test 9000" in reason
         assert "no answer within 2 s" in reason
-        assert "python -m cutefce verify" in reason
+        assert "cutefce verify" in reason
     monkeypatch.setattr(verify, "SubprocessWorker", None)
     for dtype in (torch.bfloat16, torch.float16):
         assert "no answer" in str(dispatch.device_unsupported_reason(device, dtype))
@@ -245,7 +245,7 @@ def test_kernels_that_cannot_be_stored_are_compiled_outside_the_time_limit(
     assert verify.verify((BuiltTarget(GPU, "cpu"),), "bfloat16").passed
     assert asked[:3] == [
         ("load", tuner.BUILD_SECONDS),
-        ("prepare", verify.PREPARE_SECONDS),
+        ("prepare", tuner.PREPARE_SECONDS),
         ("check_small", verify.CHECK_SECONDS),
     ]
 

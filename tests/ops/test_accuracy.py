@@ -1,4 +1,4 @@
-"""Loss and gradients against float64, at most as far from it as the two-stage form is."""
+"""Loss and gradients against float64: errors are at most those of the unfused loss."""
 
 import pytest
 import torch
@@ -111,7 +111,7 @@ def test_a_common_offset_changes_nothing(offset: float, workspace: str, device: 
 
 @pytest.mark.parametrize("gap", [2.0, 10.0, 20.7, 30.0])
 def test_confident_rows_keep_relative_precision(gap: float, device: str) -> None:
-    """Up to p(target) = 1 - 1e-11, where two stages lose loss and gradient to cancellation."""
+    """Up to p(target) = 1 - 1e-11, where cancellation ruins the unfused loss and gradient."""
     logits, y = _mixture()
     logits.scatter_(1, y[:, None], gap)
     case = logits_case(logits, y, device)

@@ -1,4 +1,4 @@
-"""Calls without gradients pass by torch's dispatcher, except where somebody looks at operators."""
+"""Calls without gradients bypass torch's dispatcher unless a dispatch mode or tracer is active."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

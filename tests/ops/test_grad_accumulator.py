@@ -1,4 +1,4 @@
-"""GradAccumulator that lie in their gradients, and what becomes of them."""
+"""GradAccumulator: float32 sums in a gradient's memory, and their rounding."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Calls that look like one before skip what was found out, and nothing else."""
+"""The no-grad cache: repeated calls skip checks and kernel lookup; calls that differ do not."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -88,7 +88,7 @@ ALIKE = {
     "other dtypes": lambda h, w, y: (h.half(), w.half(), y),
     "wide rows": lambda h, w, y: (h.repeat(1, 2)[:, :16], w, y),
 }
-"""Calls that look like each other, and not like one of `inputs`."""
+"""Calls that share a key, which differs from those of `inputs`."""
 COPIED = {
     "narrow targets": lambda h, w, y: (h, w, y.int()),
     "spread targets": lambda h, w, y: (h, w, y.repeat_interleave(2)[::2]),

@@ -1,4 +1,4 @@
-"""The paper's Algorithms 1 and 2 as they stand."""
+"""The paper's Algorithms 1 and 2, as printed, against the strategies."""
 
 import pytest
 import torch

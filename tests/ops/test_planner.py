@@ -1,4 +1,4 @@
-"""The planner: choices, monotony, and that it needs no torch."""
+"""The planner: choices, monotonicity, and independence of torch."""
 
 import dataclasses
 import subprocess
@@ -92,13 +92,13 @@ def test_kept_columns_are_whole_windows_or_all() -> None:
     config = widest_window(LLAMA)
     for budget in range(GIB // 2, 3 * GIB, GIB // 9):
         chosen = plan(LLAMA, budget, scalar_upstream=False)
-        lent, kept = chosen.aliased, chosen.kept
-        assert lent + kept >= LLAMA.vocab or kept % config.window == 0
-        assert lent % config.window == 0 and kept % config.reference_block == 0
+        aliased, kept = chosen.aliased, chosen.kept
+        assert aliased + kept >= LLAMA.vocab or kept % config.window == 0
+        assert aliased % config.window == 0 and kept % config.reference_block == 0
 
 
-def test_the_place_of_dw_is_used_before_anything_is_computed_again() -> None:
-    """Where N <= D, most exponentials have room there; gradients of w must be wanted."""
+def test_the_memory_of_dw_is_used_before_exponentials_are_recomputed() -> None:
+    """Where N <= D, most exponentials fit there; without a gradient of w, none do."""
     wide = dataclasses.replace(LLAMA, hidden=8192)
     for problem, least in ((LLAMA, 0.4), (wide, 0.8)):
         smallest = plan(problem, MINIMUM)
@@ -108,16 +108,16 @@ def test_the_place_of_dw_is_used_before_anything_is_computed_again() -> None:
     assert plan(dataclasses.replace(LLAMA, grad_weight=False), MINIMUM).aliased == 0
 
 
-def test_no_more_is_lent_than_has_no_room_elsewhere() -> None:
-    """Each window in the place of dW is products of its own."""
+def test_only_columns_that_exceed_the_budget_are_aliased() -> None:
+    """Each aliased window needs separate GEMMs."""
     window_bytes = widest_window(LLAMA).window * LLAMA.tokens * LLAMA.item_bytes
-    lent = []
+    aliased = []
     for budget in range(GIB, 5 * GIB // 2, GIB // 8):
         chosen = plan(LLAMA, budget, scalar_upstream=False)
         if chosen.aliased and chosen.aliased + chosen.kept >= LLAMA.vocab:
             assert chosen.workspace_bytes <= budget < chosen.workspace_bytes + window_bytes
-            lent.append(chosen.aliased)
-    assert lent == sorted(lent, reverse=True) and lent[0] > lent[-1]
+            aliased.append(chosen.aliased)
+    assert aliased == sorted(aliased, reverse=True) and aliased[0] > aliased[-1]
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1024, 2048, 4096, 8192, 16384, 32768])

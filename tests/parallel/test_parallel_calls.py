@@ -1,4 +1,4 @@
-"""How ranks are told to share a loss, what wrong use raises on all of them, and what it costs."""
+"""Sharded calls: arguments and placements, errors on every rank, and CPU overhead."""
 
 import os
 import re
@@ -67,16 +67,16 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "sequence_parallel: got",
     ),
-    "a target that nobody has": (
+    "a target outside every shard": (
         {"y": Y + 1},
         {"y": Y + 1},
         r"y: got target 10, which 0 ranks .* expected 0 <= target < 10",
     ),
     "a negative target": ({"y": Y - 3}, {"y": Y - 3}, "y: got target -3, which 0 ranks"),
-    "a target that nobody has, known to one rank": ({}, {"y": Y + 1}, "y: got target .* ranks"),
+    "a target outside every shard on one rank": ({}, {"y": Y + 1}, "y: got target .* ranks"),
     "other targets": ({"y": Y}, {"y": Y.flip(0)}, "y: got target .* which [02] ranks"),
     "shards": ({"w": W[:4]}, {"w": W[4:]}, "rows of w, or shards: got"),
-    "shards that are not there": (
+    "shards other than the rows of w": (
         {"w": W[:4], "shards": (5, 5)},
         {"w": W[4:], "shards": (4, 6)},
         r"shards: got \[., .\], expected the rows of w of 2 ranks",

@@ -2,9 +2,9 @@
 
 Algorithms 1 and 2 of "From Projection to Prediction: Beyond Logits for Scalable Language Models"
 (arXiv 2511.17599), window by window: the forward keeps a running maximum m and sum a of every row
-and the target's logit apart; the backward computes every logit again and forms
-g_v = Γ (exp(z_v - m) / a - [v = y]) in the inputs' dtype.  Nothing calls this but tests and
-benchmarks.  Algorithms 3 and 4 are `strategies.gradients_in_forward`.
+and, separately, the target's logit; the backward computes every logit again and forms
+g_v = Γ (exp(z_v - m) / a - [v = y]) in the inputs' dtype.  Only tests and
+benchmarks call this.  Algorithms 3 and 4 are `strategies.gradients_in_forward`.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A few processes that run functions together, as ranks on the CPU, or each on a GPU of its own."""
+"""Processes that run functions together as ranks, on the CPU or on one GPU each."""
 
 import functools
 import os
@@ -20,7 +20,7 @@ from cutefce.autotune_cache import defaults
 from tests.conftest import SMALL_TILES
 
 TIMEOUT_S = 120
-"""What a group waits for a rank, and a test for a result."""
+"""How long a group waits for a rank, and a test for a result."""
 
 
 def group(ranks: int) -> dist.ProcessGroup:

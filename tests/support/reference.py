@@ -76,8 +76,8 @@ def exact(case: Case) -> Result:
     return Result(*float64_reference(case.h, case.w, case.y, case.upstream))
 
 
-def two_stage(case: Case) -> Result:
-    """Evaluate by a product in the inputs' dtype and a float32 cross entropy."""
+def evaluate_unfused(case: Case) -> Result:
+    """Evaluate the unfused loss: a GEMM in the inputs' dtype and a float32 cross entropy."""
     return evaluate(case, lambda h, w: unfused(h, w, case.y, reduction="none"))
 
 
@@ -104,7 +104,7 @@ PLANS = {
     "nothing kept": ("windows", 0, 0, 150),
     "some kept": ("windows", 0, 64, 150),
     "everything kept": ("windows", 0, 336, 150),
-    "some lent": ("windows", 64, 0, 150),
+    "some aliased": ("windows", 64, 0, 150),
     "some aliased, some kept": ("windows", 64, 128, 150),
     "the rest kept": ("windows", 64, 272, 150),
     "in chunks": ("gradients_in_forward", 0, 336, 40),
@@ -147,15 +147,15 @@ def assert_as_accurate(
     names: tuple[str, ...] = ("loss", "dx", "dw"),
     saturated: bool = False,
 ) -> None:
-    """Assert that errors against float64 are those of the two-stage form or smaller.
+    """Assert that errors against float64 are those of the unfused loss or smaller.
 
-    For 16-bit inputs the factors are the project's guarantee: 1.05 of two stages and 1.35 of
+    For 16-bit inputs the factors are the project's guarantee: 1.05 of the unfused loss and 1.35 of
     float32 logits.  float32 results, whose errors are those of the order of their sums alone, are
-    allowed twice the error of two stages and the rounding of the exact result.  `saturated`
-    cases are such that two stages are exact, since probabilities that round to 1 have no error,
+    allowed twice the error of the unfused loss and the rounding of the exact result.  `saturated`
+    cases are such that the unfused loss is exact: probabilities that round to 1 have no error,
     while a stored exponential has its rounding: they are allowed that, one unit roundoff.
     """
-    truth, other = exact(case), two_stage(case)
+    truth, other = exact(case), evaluate_unfused(case)
     narrow = case.h.dtype.itemsize == 2
     wide = wide_logits(case) if narrow else None
     for name in names:

@@ -133,7 +133,7 @@ class TuningTarget(abc.ABC):
 
     @abc.abstractmethod
     def defaults(self) -> Sequence[Candidate]:
-        """Return every candidate that is the default of some problem."""
+        """Return every prebuilt and verified configuration: the defaults and common winners."""
 
     @abc.abstractmethod
     def candidates(self, problem: Problem) -> Sequence[Candidate]:
