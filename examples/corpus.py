@@ -31,7 +31,7 @@ class Corpus:
 
 
 def load_corpus(tokenizer_path: Path) -> Corpus:
-    """Tokenise the standard library; the tokenizer is trained if its file does not exist."""
+    """Tokenize the standard library; the tokenizer is trained if its file does not exist."""
     texts = read_sources()
     held_out = round(len(texts) * (1 - VALIDATION_SHARE))
     if not tokenizer_path.exists():

@@ -67,7 +67,7 @@ def alternate_steps(trainings: list[Training], batches: Iterator[Batch], steps: 
                 progress.update(task, advance=1, loss=training.losses[-1], speed=rate)
 
 
-def summarise(training: Training, peak: int, validation: list[Batch]) -> Result:
+def summarize(training: Training, peak: int, validation: list[Batch]) -> Result:
     """Validate a finished training and gather its numbers."""
     with torch.no_grad():
         validation_loss = statistics.fmean(training.evaluate(b).item() for b in validation)
@@ -129,7 +129,7 @@ def main() -> None:
         where = f"{torch.cuda.get_device_name()}, bfloat16 autocast"
     if arguments.steps:
         sizes = dataclasses.replace(sizes, steps=arguments.steps)
-    with console.status("Tokenising Python's standard library"):
+    with console.status("Tokenizing Python's standard library"):
         corpus = load_corpus(output / "tokenizer.json")
     title = f"vocabulary {corpus.vocab:,}; {where}"
 
@@ -143,7 +143,7 @@ def main() -> None:
     peaks = [training.measure_peak(validation[0]) for training in trainings]
     batches = sample_batches(corpus.train, sizes, sizes.steps, device)
     alternate_steps(trainings, batches, sizes.steps)
-    results = [summarise(t, peak, validation) for t, peak in zip(trainings, peaks, strict=True)]
+    results = [summarize(t, peak, validation) for t, peak in zip(trainings, peaks, strict=True)]
 
     curves = zip(*(result.losses for result in results), strict=True)
     difference = max(abs(a - b) for a, b in curves)

@@ -64,7 +64,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Normalise x (..., context, head size) and apply rotary position embedding."""
+    """Normalize x (..., context, head size) and apply rotary position embedding."""
     context, size = x.shape[-2:]
     rates = 10000 ** -torch.linspace(0, 1, size // 2, device=x.device)
     angles = torch.outer(torch.arange(context, device=x.device), rates)
@@ -92,7 +92,7 @@ class Transformer(nn.Module):
 
 
 class Training:
-    """A model, its optimiser, and the loss (nats a token) and seconds of every step."""
+    """A model, its optimizer, and the loss (nats a token) and seconds of every step."""
 
     def __init__(self, name: str, loss: Loss, model: Transformer, sizes: Sizes) -> None:
         self.name, self.loss, self.model = name, loss, model
@@ -112,7 +112,7 @@ class Training:
             return self.loss(self.model(tokens), self.model.head.weight, target)
 
     def step(self, batch: Batch) -> None:
-        """Take one optimiser step, and record its loss and seconds."""
+        """Take one optimizer step, and record its loss and seconds."""
         begin = time.perf_counter()
         loss = self.evaluate(batch)
         loss.backward()
@@ -125,7 +125,7 @@ class Training:
         self.seconds.append(time.perf_counter() - begin)
 
     def measure_peak(self, batch: Batch) -> int:
-        """Return `peak_bytes` of a forward and backward, after a warm-up; no optimiser step."""
+        """Return `peak_bytes` of a forward and backward, after a warm-up; no optimizer step."""
         for _ in range(2):
             peak = peak_bytes(lambda: self.evaluate(batch).backward(), batch[0].device)
             self.optimizer.zero_grad()
@@ -136,7 +136,7 @@ def peak_bytes(call: Callable[[], None], device: torch.device) -> int:
     """Return the peak bytes that `call` holds beyond what is allocated before it.
 
     Counts bytes requested from torch's allocator of the device: activations, the loss's workspace
-    and gradients, but not the parameters, the optimiser's state or the process itself.
+    and gradients, but not the parameters, the optimizer's state or the process itself.
     """
     gc.collect()  # garbage freed during the call would hide what it allocates
     if device.type == "cuda":

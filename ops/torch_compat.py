@@ -37,9 +37,7 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
     from torch._C._distributed_c10d import _resolve_process_group
 
     try:
-        return _resolve_process_group(
-            cast(Any, name)
-        )  # torch annotates names with a NewType of str
+        return _resolve_process_group(cast(Any, name))  # torch expects its NewType of str
     except (LookupError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"group: got {name!r}, expected the name of a process group that this rank is in"

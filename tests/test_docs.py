@@ -121,7 +121,8 @@ def test_docstrings_of_folders_list_their_files(folder: Path) -> None:
 def test_eight_places_are_named() -> None:
     rows = table(section(ARCHITECTURE, "Where do I find"))
     assert len(rows) == 8
-    assert all((ROOT / path.strip("`")).is_file() for _, path in rows)
+    files = [re.findall(r"`([^`]+)`", cell) for _, cell in rows]
+    assert all(found and all((ROOT / path).is_file() for path in found) for found in files)
 
 
 def written_commands(path: Path) -> list[str]:
@@ -278,6 +279,18 @@ def test_results_of_the_readme_are_committed() -> None:
             assert float(time) == round(measured["ratio_to_gemms"], 2), label
             digits = len(memory.partition(".")[2])
             assert float(memory) == round(measured["peak_mib"], digits or None), label
+
+
+def test_the_training_step_of_the_readme_is_committed() -> None:
+    path = ROOT / "bench" / "results" / "nvidia_h200" / "training_step.jsonl"
+    data = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    (text,) = re.findall(r"One training step.*?\(`python -m bench", README.read_text(), re.S)
+    measured = [(f"{row['peak_mib'] / 1024:.1f}", f"{row['median_ms']:.0f}") for row in data]
+    assert [row["implementation"] for row in data] == ["transformers", "cutefce"]
+    assert re.findall(r"([\d.]+) GiB and (\d+) ms", text) == measured
+    row = data[0]
+    assert f"{row['parameters'] / 1e9:.1f} B parameters" in text
+    assert f"{row['batch']} × {row['context']} tokens" in text
 
 
 def test_ci_runs_on_a_cpu_and_on_every_supported_torch() -> None:

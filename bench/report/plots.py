@@ -147,7 +147,7 @@ def _overview(folder: Path) -> list[Path]:
 
 
 def _draw_budgets(axes: Any, rows: list[Row]) -> None:
-    """Draw cutefce's budgets as one labelled line, above the time of the GEMMs alone."""
+    """Draw cutefce's budgets as one labeled line, above the time of the GEMMs alone."""
     axes.axhline(1, color="gray", linestyle="--", linewidth=1)
     axes.text(0.45, 1.02, "the three GEMMs alone, by cuBLAS", color="gray")
     points = sorted((*_point(row), row["implementation"]) for row in rows)

@@ -3,7 +3,7 @@
 A work tile is one row block times one vocabulary split: split i of S holds the column tiles i,
 i + S, i + 2·S, …  Cluster c of C computes the work tiles c, c + C, c + 2·C, …  Work tiles are
 numbered rows first within raster groups of row blocks: concurrent clusters then share the hidden
-states of one group and read neighbouring vocabulary tiles, and both stay in the L2 cache.
+states of one group and read neighboring vocabulary tiles, and both stay in the L2 cache.
 
 Kernels that add to memory can split K for the work tiles of an incomplete last wave.  With r full
 waves, index C·r + i then denotes one K split of one of these work tiles, numbered by work tile

@@ -100,9 +100,8 @@ def tune(
     _report(console, jobs, tuner.read_matching(path, header).entries, outcomes)
     console.print(f"written: {path}")
     if len(outcomes) < len(todo):
-        console.print(
-            f"{len(todo) - len(outcomes)} problems are left; continue with: cutefce tune --resume"
-        )
+        left = len(todo) - len(outcomes)
+        console.print(f"{left} problems are left; to continue, run: cutefce tune --resume")
 
 
 def _run(

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 import cutefce.ops.interface.call  # noqa: F401  (registers torch.ops.cutefce)
 from cutefce.ops.interface.checks import refuse_unserved
-from cutefce.ops.parallel.dtensor import localise
+from cutefce.ops.parallel.dtensor import localize
 
 
 def linear_cross_entropy(
@@ -68,7 +68,7 @@ def linear_cross_entropy(
         TypeError, ValueError: naming the argument, what was got and what is expected; on every
             rank of the group, if its ranks do not agree.
         RuntimeError: if another rank of the group failed, or made no such call in time.
-        IndexError: on a CPU, for a target outside [0, V).  On a GPU, which is not synchronised,
+        IndexError: on a CPU, for a target outside [0, V).  On a GPU, which is not synchronized,
             such a token's loss and the gradients that it takes part in are NaN.
 
     The formulas are in `cutefce.ops.primitives.interface`; the streaming form of the loss is that
@@ -81,7 +81,7 @@ def linear_cross_entropy(
         )
     if isinstance(denominator, (int, float)):
         denominator = torch.full((), denominator, dtype=torch.float64, device=input.device)
-    call = localise(input, linear_weight, target, group, shards, sequence_parallel)
+    call = localize(input, linear_weight, target, group, shards, sequence_parallel)
     result: Tensor = torch.ops.cutefce.loss(
         call.h,
         call.w,

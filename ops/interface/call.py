@@ -40,7 +40,7 @@ def loss(
     Raises:
         TypeError, ValueError: naming the argument, what was got and what is expected.
         RuntimeError: if another rank of the group fails, or makes no such call in time.
-        IndexError: on a CPU, for a target outside [0, V).  On a GPU, which is not synchronised,
+        IndexError: on a CPU, for a target outside [0, V).  On a GPU, which is not synchronized,
             such a token's loss and the gradients that it takes part in are NaN.
     """
     options, tensors, sharding = DEFAULTS

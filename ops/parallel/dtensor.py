@@ -24,7 +24,7 @@ class LocalCall:
     """Dimension of the user's y, and of an unreduced loss, that is the first one here."""
 
 
-def localise(
+def localize(
     h: Tensor,
     w: Tensor,
     y: Tensor,

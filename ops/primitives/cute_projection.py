@@ -3,7 +3,7 @@
 Row sums are exact for any logits; stored exponentials only while a row's largest logit is within
 `SLACK` of its target's.  `reduce_partials` flags the row blocks where it is not, and
 `repair_stored_exps` stores those again, relative to their new reference.  The repair is always
-launched and exits at once where no block is flagged, so that nothing synchronises the GPU.
+launched and exits at once where no block is flagged, so that nothing synchronizes the GPU.
 """
 
 import math

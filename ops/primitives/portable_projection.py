@@ -2,7 +2,7 @@
 
 Logits exist one tile at a time.  Where a row's logits are far above its target's, each reference
 block of that row uses its own maximum as the reference (Algorithm 1 of the paper, block by block),
-and the blocks are reduced afterwards: no step synchronises a GPU.  Every GEMM accumulates in
+and the blocks are reduced afterwards: no step synchronizes a GPU.  Every GEMM accumulates in
 float32, or float64 for float64 inputs.
 """
 
@@ -146,7 +146,7 @@ class PortableProjection:
         run = fused(exponentials) if can_fuse(h) else exponentials_
         in_place = run is exponentials_ and exps is not None and exps.dtype == reference.dtype
         scratch = reference.new_empty(0 if in_place else min(tokens, self.tiles.tile_rows), width)
-        # one more than there are tiles: a graph compiler specialises on a single element
+        # one more than there are tiles: a graph compiler specializes on a single element
         starts = torch.arange(first, last + width, width, device=h.device)
         for rows in blocks(tokens, self.tiles.tile_rows):
             for start, tile in zip(starts, blocks(last - first, width), strict=False):

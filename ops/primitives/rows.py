@@ -80,7 +80,7 @@ def make_targets(y: Tensor, vocab: int, options: LossOptions, tensors: TensorOpt
     """Return the targets y (N,) int64.
 
     Raises:
-        IndexError: on a CPU, for a target outside [0, V).  A GPU is not synchronised for this.
+        IndexError: on a CPU, for a target outside [0, V).  A GPU is not synchronized for this.
     """
     targets = Targets(y.contiguous(), vocab, options, tensors)
     if y.device.type == "cpu":
@@ -102,7 +102,7 @@ class RowStats:
 
     @staticmethod
     def empty(like: Tensor, tokens: int) -> "RowStats":
-        """Return uninitialised statistics with the dtype and device of `like`."""
+        """Return uninitialized statistics with the dtype and device of `like`."""
         return RowStats(like.new_empty(NUM_STATS, tokens))
 
     @property

@@ -33,7 +33,7 @@ class GradAccumulator:
 
     @classmethod
     def empty(cls, gradient: Tensor, dtype: torch.dtype) -> "GradAccumulator":
-        """Return uninitialised sums of `dtype`, in `gradient` as far as it has room."""
+        """Return uninitialized sums of `dtype`, in `gradient` as far as it has room."""
         rows, hidden = gradient.shape
         beyond = rows - rows_in_place(rows, narrow=gradient.dtype != dtype)
         return cls(gradient, gradient.new_empty(beyond, hidden, dtype=dtype))

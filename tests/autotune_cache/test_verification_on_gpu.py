@@ -38,7 +38,7 @@ class Gate:
     """A GPU model on which no kernel ran yet, and the subprocesses that verified."""
 
     kind: Kind = Kind.FAST
-    """Behaviour of the kernels under test."""
+    """Behavior of the kernels under test."""
     processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
     def targets(self, gpu: Gpu, device: str) -> tuple[TuningTarget, ...]:

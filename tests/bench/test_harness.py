@@ -54,7 +54,6 @@ def test_a_call_of_known_duration_takes_that_long(clock: Clock) -> None:
         "long": lambda: clock.sleep(0.03),
     }
     times = timing.interleaved(calls, "cpu", rounds=5)
-    assert times["long"].ratio_to(times["short"]) == pytest.approx(3)
     for name, milliseconds in (("short", 10), ("long", 30)):
         assert times[name].samples_ms == pytest.approx([milliseconds] * 5)
 
