@@ -7,11 +7,12 @@ other kernel sources are ignored.  A table that cannot be used is ignored with o
 
 import dataclasses
 import os
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.table import WINDOW, Entry, Key, Table, key_of
+from cutefce.autotune_cache.table import DSL_PACKAGE, WINDOW, Entry, Key, Table, key_of
 from cutefce.autotune_cache.table_io import file_name, read
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
@@ -71,10 +72,26 @@ def user_folder() -> Path:
     return jit_cache.base_folder() / "tuning"
 
 
+@process_cache
+def dsl_version() -> str:
+    """Return the version of the installed compiler, "none" without one."""
+    try:
+        return metadata.version(DSL_PACKAGE)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
 def tables(gpu: Gpu) -> tuple[Table, ...]:
-    """Return the tables for this kind of GPU, the user's first, with current entries only."""
-    found = (_table(folder, gpu) for folder in (user_folder(), SHIPPED_FOLDER))
-    return tuple(table for table in found if table is not None)
+    """Return the tables for this kind of GPU, the user's first, with current entries only.
+
+    What the user's table rejects for all shapes, with these kernels, serves from neither.
+    """
+    user, shipped = _table(user_folder(), gpu), _table(SHIPPED_FOLDER, gpu)
+    if user is not None and shipped is not None:
+        build = {"kernels": jit_cache.source_fingerprint(), DSL_PACKAGE: dsl_version()}
+        if build.items() <= user.versions.items():
+            shipped = shipped.without_rejected(user.rejected)
+    return tuple(table for table in (user, shipped) if table is not None)
 
 
 def shipped_table(gpu: Gpu) -> Table | None:

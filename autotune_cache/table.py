@@ -151,6 +151,11 @@ class Table:
         """
         held = self.rejected if self.has_build_of(other) else {}
         rejected = {**held, **other.rejected}
+        both = dataclasses.replace(other, entries={**self.entries, **other.entries})
+        return dataclasses.replace(both.without_rejected(rejected), rejected=rejected)
+
+    def without_rejected(self, rejected: Rejections) -> "Table":
+        """Return the table without the entries of candidates that are rejected for all shapes."""
         excluded = {
             (key.kernel, key.dtype, config)
             for (key, config), rejection in rejected.items()
@@ -158,10 +163,10 @@ class Table:
         }
         entries = {
             key: entry
-            for key, entry in {**self.entries, **other.entries}.items()
+            for key, entry in self.entries.items()
             if (key.kernel, key.dtype, entry.config) not in excluded
         }
-        return dataclasses.replace(other, entries=entries, rejected=rejected)
+        return dataclasses.replace(self, entries=entries)
 
 
 def bucket(tokens: int) -> int:

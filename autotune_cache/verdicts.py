@@ -9,11 +9,9 @@ import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
 from cutefce.autotune_cache import lookup
-from cutefce.autotune_cache.table import DSL_PACKAGE
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
@@ -26,14 +24,6 @@ class Verdict:
     passed: bool
     reason: str = ""
     """Why it failed."""
-
-
-def dsl_version() -> str:
-    """Return the version of the installed compiler, "none" without one."""
-    try:
-        return metadata.version(DSL_PACKAGE)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def known(gpu: Gpu, dtype: str) -> Verdict | None:
@@ -75,7 +65,7 @@ def _is_shipped(gpu: Gpu, dtype: str) -> bool:
     """
     table = lookup.shipped_table(gpu)
     return table is not None and any(
-        key.dtype == dtype and entry.verified and entry.dsl == dsl_version()
+        key.dtype == dtype and entry.verified and entry.dsl == lookup.dsl_version()
         for key, entry in table.entries.items()
     )
 
@@ -83,7 +73,7 @@ def _is_shipped(gpu: Gpu, dtype: str) -> bool:
 def _unproven(gpu: Gpu, dtype: str) -> set[str]:
     """Return the configurations for `dtype` that lookups use and other compilers compiled."""
     entries = [
-        (f"{key.kernel}: {entry.config!r}", entry.dsl == dsl_version())
+        (f"{key.kernel}: {entry.config!r}", entry.dsl == lookup.dsl_version())
         for table in lookup.tables(gpu)
         for key, entry in table.entries.items()
         if key.dtype == dtype and entry.verified

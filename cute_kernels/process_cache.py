@@ -32,14 +32,16 @@ def on_reset(clear: Callable[[], object]) -> None:
 
 
 def warn_once(text: str) -> None:
-    """Warn that `text`, unless this process has since the last reset."""
+    """Warn that `text`, unless this process has."""
     if text not in _warned:
-        _warned.add(text)
         warnings.warn(f"cutefce: {text}", stacklevel=3)
+        _warned.add(text)
 
 
 def reset() -> None:
-    """Clear every process-wide cache: plans, primitives, lookups, verdicts, warnings given."""
+    """Clear every registered cache: plans, primitives, lookups and verdicts.
+
+    A cached function that runs meanwhile in another thread may keep the value that it returns.
+    """
     for clear in _clears:
         clear()
-    _warned.clear()

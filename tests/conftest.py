@@ -39,6 +39,12 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(autouse=True)
+def warnings_come_again() -> None:
+    """Let each test see the warnings that a process gives once."""
+    process_cache._warned.clear()
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return an empty folder in place of the user's."""

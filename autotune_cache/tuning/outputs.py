@@ -29,10 +29,12 @@ def make_targets(case: TuningCase, reduction: str = "none") -> Targets:
     return rows.make_targets(case.y, case.problem.vocab, LossOptions(reduction), TensorOptions())
 
 
-def loss_inputs(case: TuningCase, primitives: AnyPrimitives) -> LossInputs[Any, Any]:
-    """Return the operands of a step with losses (N,)."""
+def loss_inputs(
+    case: TuningCase, primitives: AnyPrimitives, reduction: str = "none"
+) -> LossInputs[Any, Any]:
+    """Return the operands of a step with this `reduction`."""
     h, w = primitives.projection.prepare(case.h, case.w)
-    return LossInputs(primitives, h, w, make_targets(case), h.dtype)
+    return LossInputs(primitives, h, w, make_targets(case, reduction), h.dtype)
 
 
 def default_plan(case: TuningCase) -> planner.Plan:

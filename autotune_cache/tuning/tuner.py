@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cutefce.autotune_cache import table_io
+from cutefce.autotune_cache.lookup import dsl_version
 from cutefce.autotune_cache.table import (
     DSL_PACKAGE,
     MIN_GAIN,
@@ -35,7 +36,6 @@ from cutefce.autotune_cache.tuning import worker
 from cutefce.autotune_cache.tuning.candidates import Job
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.autotune_cache.tuning.worker import CUBLAS, Entrant, Timing
-from cutefce.autotune_cache.verdicts import dsl_version
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.spec import KernelSpec

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 import filelock
 
-from cutefce.autotune_cache import lookup, verdicts
+from cutefce.autotune_cache import lookup, table_io, verdicts
 from cutefce.autotune_cache.table import DSL_PACKAGE, Candidate, Rejection, Table
 from cutefce.autotune_cache.tuning import tuner, worker
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.autotune_cache.tuning.targets.base import TuningTarget
 from cutefce.autotune_cache.verdicts import Verdict
+from cutefce.cute_kernels import process_cache
+from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.spec import KernelSpec
 
 LOCK_SECONDS = 1200
@@ -40,6 +42,14 @@ class Check:
     def __str__(self) -> str:
         return f"{self.target.name}, {self.dtype}, {self.candidate}"
 
+    def is_default(self) -> bool:
+        """Whether the configuration is one of the architecture's defaults."""
+        return self.candidate in self.target.defaults()
+
+    def identity(self) -> tuple[str, str, Candidate]:
+        """Return kernel, dtype and configuration, as tables name them."""
+        return self.target.name, self.dtype, self.candidate
+
     def kernels(self) -> Sequence[KernelSpec]:
         """Return the kernels to compile."""
         problem = self.target.reference_problem(self.dtype)
@@ -53,7 +63,8 @@ def verify_once(targets: Targets, dtype: str) -> Verdict:
         try:
             path = verdicts.record_path(gpu, dtype)
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS)
+            # one lock for all dtypes: two verifications would slow each other past the time limits
+            lock = filelock.FileLock(path.with_name("verify.lock"), timeout=LOCK_SECONDS)
             stack.enter_context(lock)
         except OSError:
             pass  # without a lock, each process verifies
@@ -63,16 +74,35 @@ def verify_once(targets: Targets, dtype: str) -> Verdict:
 def verify(targets: Targets, dtype: str) -> Verdict:
     """Verify every configuration for `dtype` that lookups return on this GPU; record the verdict.
 
-    A failure of the check itself, such as a GPU without free memory or a failing compiler, is
-    returned and not recorded.
+    The kernels fail if a default configuration does.  Tuned configurations that fail become
+    rejections in the user's table, so that lookups skip them.  A failure of the check itself, such
+    as a GPU without free memory or a failing compiler, is returned and not recorded.
     """
+    gpu = targets[0].gpu
     try:
-        fault = _first_fault(configurations(targets, dtype, lookup.tables(targets[0].gpu)))
+        faults = _faults(configurations(targets, dtype, lookup.tables(gpu)))
+        failed = [f"{check}: {fault}" for check, fault in faults if check.is_default()]
+        _reject(gpu, [(check, fault) for check, fault in faults if not check.is_default()])
     except (OSError, RuntimeError) as error:
         return Verdict(False, f"not checked: {error}")
-    verdict = Verdict(fault is None, fault or "")
-    verdicts.record(targets[0].gpu, dtype, verdict)
+    verdict = Verdict(not failed, failed[0] if failed else "")
+    verdicts.record(gpu, dtype, verdict)
     return verdict
+
+
+def _reject(gpu: Gpu, faults: Sequence[tuple[Check, str]]) -> None:
+    """Write rejections of tuned configurations into the user's table."""
+    rejected = {
+        (key, entry.config): Rejection(fault, for_all_shapes=True)
+        for check, fault in faults
+        for table in lookup.tables(gpu)
+        for key, entry in table.entries.items()
+        if (key.kernel, key.dtype, entry.config) == check.identity()
+    }
+    if rejected:
+        header = dataclasses.replace(tuner.header_for(gpu), rejected=rejected)
+        table_io.update(lookup.user_folder() / table_io.file_name(gpu), header)
+        process_cache.reset()
 
 
 def verify_table(table: Table, targets: Targets, advance: Callable[[str], None]) -> Table:
@@ -101,12 +131,12 @@ def verify_table(table: Table, targets: Targets, advance: Callable[[str], None])
         if any(WorkerError(reason).is_out_of_memory for reason in reasons):
             raise RuntimeError(reasons[0])
         if reasons:
-            faults[check.target.name, check.dtype, check.candidate] = reasons[0]
+            faults[check.identity()] = reasons[0]
         else:
             runnable.append(check)
     for check, fault in run_checks(runnable, advance):
         if fault is not None:
-            faults[check.target.name, check.dtype, check.candidate] = fault
+            faults[check.identity()] = fault
     for (name, dtype, candidate), fault in faults.items():
         if any(t.name == name and candidate in t.defaults() for t in targets):
             raise ValueError(f"default configuration {name}, {dtype}, {candidate}: {fault}")
@@ -144,8 +174,8 @@ def configurations(targets: Targets, dtype: str, tables: Sequence[Table]) -> lis
     return found
 
 
-def _first_fault(checks: Sequence[Check]) -> str | None:
-    """Return the first fault of a configuration, None if all are right.
+def _faults(checks: Sequence[Check]) -> list[tuple[Check, str]]:
+    """Return the configurations that fail, with their faults.
 
     Raises:
         OSError, RuntimeError: if the check itself fails.
@@ -154,7 +184,7 @@ def _first_fault(checks: Sequence[Check]) -> str | None:
     for reason in tuner.build(tuner.missing(kernels), lambda: None).values():
         raise RuntimeError(reason)
     results = run_checks(checks, lambda _: None)
-    return next((f"{check}: {fault}" for check, fault in results if fault is not None), None)
+    return [(check, fault) for check, fault in results if fault is not None]
 
 
 def run_checks(

@@ -8,7 +8,6 @@ without numbers.
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import click
 import torch
@@ -24,8 +23,8 @@ from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.spec import kernel_set
 from cutefce.ops.primitives.dispatch import gpu_of, kernel_primitives, problem_of
+from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.strategies import windows
-from cutefce.ops.strategies.windows import LossInputs
 
 SHAPES = tuple(dict.fromkeys((*forward.SHAPES, *MODELS, *paper_grid.SHAPES["cuda"])))
 
@@ -87,9 +86,8 @@ def run(shape: Shape, repeats: int) -> list[Row]:
         tiles = defaults.with_window(defaults.widest_window(problem), window)
         kernels = kernel_set(gpu.arch, shape.dtype, configs)
         primitives = kernel_primitives(tiles, kernels, gpu.num_sms)
-        inputs = outputs.loss_inputs(case, primitives)
-        calls[f"{name} forward"] = functools.partial(windows.forward, inputs)
-        calls[f"{name} step"] = functools.partial(_step, inputs)
+        calls[f"{name} forward"] = functools.partial(_forward, case, primitives)
+        calls[f"{name} step"] = functools.partial(_step, case, primitives)
         calls[f"{name} min step"] = functools.partial(outputs.smallest_step, case, primitives)
     timings = interleaved(calls, "cuda", repeats, before=preceding_gemms("cuda"))
     ms = {name: timing.median_ms for name, timing in timings.items()}
@@ -104,10 +102,15 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     return [measured]
 
 
-def _step(inputs: LossInputs[Any, Any]) -> None:
+def _forward(case: TuningCase, primitives: AnyPrimitives) -> None:
+    windows.forward(outputs.loss_inputs(case, primitives, "mean"))
+
+
+def _step(case: TuningCase, primitives: AnyPrimitives) -> None:
+    inputs = outputs.loss_inputs(case, primitives, "mean")
     h, w, config = inputs.h, inputs.w, inputs.primitives.config
     exps = h.new_empty(h.shape[0], round_up(w.shape[0], config.reference_block))
     stored, dw = [(0, exps)], torch.empty_like(w)
     _, stats = windows.forward(inputs, stored)
-    upstream = inputs.targets.loss_scale(torch.float32) / h.shape[0]
+    upstream = inputs.targets.loss_scale(torch.float32)
     windows.backward(inputs, stats, stored, upstream, config.window, True, dw)

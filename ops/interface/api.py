@@ -75,7 +75,7 @@ def linear_cross_entropy(
     of "From Projection to Prediction: Beyond Logits for Scalable Language Models",
     arXiv 2511.17599.
     """
-    if linear_bias is not None or weight is not None or label_smoothing or options is not None:
+    if linear_bias is not None or weight is not None or label_smoothing != 0 or options is not None:
         refuse_unserved(
             linear_bias=linear_bias, weight=weight, label_smoothing=label_smoothing, options=options
         )

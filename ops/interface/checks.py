@@ -91,6 +91,8 @@ def check_denominator(denominator: Tensor | None, h: Tensor, reduction: str) -> 
         return
     if reduction != "mean":
         raise ValueError(f'denominator: got one with reduction={reduction!r}, expected "mean"')
+    if denominator.requires_grad:
+        raise ValueError("denominator: got one that requires grad, expected denominator.detach()")
     if denominator.shape != () or denominator.device != h.device:
         raise ValueError(
             f"denominator: got shape {tuple(denominator.shape)} on {denominator.device}, "

@@ -98,7 +98,8 @@ class Plan(OperatorRecord):
 
     def __str__(self) -> str:
         name = self.strategy.replace("_", " ")
-        kept, aliased = min(self.kept / self.vocab, 1), self.aliased / self.vocab
+        vocab = max(self.vocab, 1)
+        kept, aliased = min(self.kept / vocab, 1), self.aliased / vocab
         size = f"{kept:.0%} kept" + f", {aliased:.0%} in the memory of dW" * (aliased > 0)
         size = f"chunks of {self.chunk} tokens" if self.in_forward else size
         return (

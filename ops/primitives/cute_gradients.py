@@ -5,7 +5,6 @@ targets' part of dW in the epilogue.  `CublasGradients` is for architectures wit
 cuBLAS, and kernels for the row-wise steps.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -81,10 +80,6 @@ class CublasGradients(RowwiseSteps, PortableGradients):
         self.kernels = kernels
 
 
-Gemm = Callable[[Tensor, Tensor, Tensor, bool], None]
-"""`out (M, N) = a (M, K) @ b (K, N)`, or `out +=` if the last argument is true."""
-
-
 class CuteGradients(RowwiseSteps):
     """`cutefce.ops.primitives.interface.Gradients` for one device, dtype and configuration."""
 
@@ -96,19 +91,20 @@ class CuteGradients(RowwiseSteps):
         semaphores: Semaphores,
     ) -> None:
         self.kernels, self.num_sms, self.semaphores = kernels, num_sms, semaphores
-        self.grad_weight, self.add_targets = grad_weight.final, grad_weight.add_targets
-        self._hidden = self._gemm(kernels.grad_hidden)
-        self._hidden_short = self._gemm(kernels.grad_hidden_short)
-        self._weight = self._gemm(grad_weight.accumulate)
+        self.grad_weight = grad_weight
 
     def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor, *, accumulate: bool) -> None:
         short = exps.shape[1] < KernelConfigs.SHORT
-        (self._hidden_short if short else self._hidden)(sums, exps, w, accumulate)
+        spec = self.kernels.grad_hidden_short if short else self.kernels.grad_hidden
+        if spec is None:
+            matmul_into(sums, exps, w, accumulate=accumulate)
+        else:
+            self._gemm(spec, sums, exps, w, accumulate)
 
     def add_grad_weight(
         self, sums: Tensor, exps: Tensor, scaled: Tensor, *, accumulate: bool
     ) -> None:
-        self._weight(sums, exps.t(), scaled, accumulate)
+        self._gemm(self.grad_weight.accumulate, sums, exps.t(), scaled, accumulate)
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetCsr:
         return TargetCsr.of(h, coefficient, targets)
@@ -122,28 +118,24 @@ class CuteGradients(RowwiseSteps):
         first: int,
         grad_scale: Tensor,
     ) -> None:
-        clusters, semaphores = self._launch_shape(self.grad_weight, out.device)
+        spec = self.grad_weight.final
+        clusters, semaphores = self._launch_shape(spec, out.device)
         targets = *target_grad.pack(first, len(out)), grad_scale.view(1)
-        launch = compiled(self.grad_weight)
-        launch(exps.t(), scaled.t(), out, targets, semaphores, clusters, None, None)
+        compiled(spec)(exps.t(), scaled.t(), out, targets, semaphores, clusters, None, None)
 
     def add_target_grad(self, sums: Tensor, target_grad: TargetCsr, first: int) -> None:
-        compiled(self.add_targets)(sums, *target_grad.pack(first, len(sums)))
+        compiled(self.grad_weight.add_targets)(sums, *target_grad.pack(first, len(sums)))
 
-    def _gemm(self, spec: GradGemmSpec | None) -> Gemm:
-        """Return the GEMM of `spec`, or that of cuBLAS."""
-        if spec is None:
-            return lambda out, a, b, accumulate: matmul_into(out, a, b, accumulate=accumulate)
-
-        def gemm(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-            clusters, semaphores = self._launch_shape(spec, out.device)
-            tiles = ceil_div(out.shape[0], spec.config.rows)
-            tiles *= ceil_div(out.shape[1], spec.config.tile_n)
-            splits = choose_k_splits(tiles, clusters, ceil_div(a.shape[1], TILE_K))
-            overwrite = int(not accumulate)
-            compiled(spec)(a, b.t(), out, None, semaphores, clusters, splits, overwrite)
-
-        return gemm
+    def _gemm(
+        self, spec: GradGemmSpec, out: Tensor, a: Tensor, b: Tensor, accumulate: bool
+    ) -> None:
+        """`out (M, N) = a (M, K) @ b (K, N)`, or `out +=` if `accumulate`."""
+        clusters, semaphores = self._launch_shape(spec, out.device)
+        tiles = ceil_div(out.shape[0], spec.config.rows)
+        tiles *= ceil_div(out.shape[1], spec.config.tile_n)
+        splits = choose_k_splits(tiles, clusters, ceil_div(a.shape[1], TILE_K))
+        overwrite = int(not accumulate)
+        compiled(spec)(a, b.t(), out, None, semaphores, clusters, splits, overwrite)
 
     def _launch_shape(self, spec: GradGemmSpec, device: torch.device) -> tuple[int, Tensor]:
         """Return the clusters of a launch, and its semaphores."""

@@ -171,7 +171,7 @@ def _scaling(
     if not narrow:
         one = dx.scale.new_ones(())
         return _Scaling(stats.reference, dx.scale, dx.target, one, dx)
-    grad_scale = dx.scale.abs().amax()
+    grad_scale = dx.scale.abs().amax() if len(dx.scale) else dx.scale.new_zeros(())
     grad_scale = torch.where(grad_scale == 0, 1, grad_scale)
     row_scale, target = dx.scale / grad_scale, dx.target / grad_scale
     return _Scaling(stats.reference, row_scale, target, grad_scale, dx)

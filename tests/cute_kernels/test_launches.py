@@ -1,5 +1,8 @@
 """All strategies on the kernels' host code, with torch models of the kernels."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -66,3 +69,20 @@ def test_no_launches_share_semaphores(count: int) -> None:
         assert zeros.shape == (count,)
         assert not zeros.any()
         zeros.fill_(number)
+
+
+@pytest.mark.parametrize("arch", [Sm90(), Sm100()], ids=lambda arch: str(arch.name))
+def test_primitives_leave_nothing_to_the_garbage_collector(
+    arch: Arch, small_tiles: PortableTiles
+) -> None:
+    """Their semaphores are GPU memory, which a call must give back when it ends."""
+    configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
+    primitives = kernel_primitives(small_tiles, kernel_set(arch, "bfloat16", configs), 132)
+    alive = weakref.ref(primitives.projection)
+    gc.collect()
+    gc.disable()
+    try:
+        del primitives
+        assert alive() is None
+    finally:
+        gc.enable()

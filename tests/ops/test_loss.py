@@ -369,3 +369,17 @@ def test_default_plans_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     ours(case)
     assert len(made) == 1
     assert_as_accurate(ours(case), case)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_no_tokens_have_gradients_of_zero(dtype: torch.dtype, reduction: str, device: str) -> None:
+    h = torch.zeros(0, 8, dtype=dtype, device=device, requires_grad=True)
+    w = torch.randn(30, 8, device=device).to(dtype).requires_grad_()
+    y = torch.zeros(0, dtype=torch.long, device=device)
+    for workspace in WORKSPACES:
+        loss = cutefce.linear_cross_entropy(h, w, y, reduction=reduction, workspace=workspace)
+        assert loss.sum() == 0
+        dx, dw = torch.autograd.grad(loss.sum(), (h, w))
+        assert dx.shape == (0, 8)
+        assert not dw.any()

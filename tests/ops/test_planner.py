@@ -185,3 +185,12 @@ def test_planner_needs_no_torch() -> None:
     root = Path(cutefce.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert (done.stdout.strip(), done.returncode) == ("0", 0), done.stderr
+
+
+def test_a_plan_survives_packing_and_prints() -> None:
+    plan = Plan("gradients_in_forward", 64, 0, 336, 40, True, False, 333, 1 << 20, 0.5)
+    (packed,) = plan.pack()
+    restored = Plan.from_arguments(packed)
+    assert restored.pack() == plan.pack()
+    assert restored.in_forward and (restored.grad_hidden, restored.grad_weight) == (True, False)
+    assert "chunks of 40 tokens" in str(plan) and "chunks of 40 tokens" in str(restored)

@@ -33,6 +33,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         'denominator: got one with reduction=.sum., expected "mean"',
     ),
     "denominators": ({"denominator": torch.ones(4)}, ValueError, r"denominator: got shape \(4,\)"),
+    "a denominator with a gradient": (
+        {"denominator": torch.tensor(2.0, requires_grad=True)},
+        ValueError,
+        r"denominator: got one that requires grad, expected denominator.detach\(\)",
+    ),
     "shards without a group": ({"shards": [5, 5]}, ValueError, "shards: got .* without a group"),
     "sequence parallelism without a group": (
         {"sequence_parallel": True},

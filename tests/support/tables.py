@@ -1,6 +1,6 @@
 """A tuned table for a GPU model that does not exist."""
 
-from cutefce.autotune_cache import table, verdicts
+from cutefce.autotune_cache import lookup, table
 from cutefce.autotune_cache.table import Entry, Key, Rejection, Table
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.gpu import Gpu
@@ -9,7 +9,7 @@ from cutefce.cute_kernels.problem import Problem
 
 GPU = Gpu(Sm90(), "NVIDIA Test 9000", 132)
 _, _, _, TUNED, _, OTHER = Sm90().prebuilt_configs()
-KERNELS, DSL = jit_cache.source_fingerprint(), verdicts.dsl_version()
+KERNELS, DSL = jit_cache.source_fingerprint(), lookup.dsl_version()
 VERSIONS = {"kernels": KERNELS, table.DSL_PACKAGE: DSL}
 KEY = Key("project_exp", "bfloat16", 4096, 131072, 8192)
 ENTRY = Entry(TUNED, 12.5, 13.0, 12.9, verified=True, kernels=KERNELS, dsl=DSL)

@@ -1,0 +1,56 @@
+"""One reset for all process-wide caches, and warnings that are given once."""
+
+import ast
+import warnings
+from pathlib import Path
+
+import pytest
+
+from cutefce.cute_kernels import process_cache
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_reset_computes_again() -> None:
+    calls: list[int] = []
+
+    @process_cache.process_cache
+    def double(x: int) -> int:
+        calls.append(x)
+        return 2 * x
+
+    assert [double(3), double(3), double(4)] == [6, 6, 8]
+    assert calls == [3, 4]
+    process_cache.reset()
+    assert double(3) == 6
+    assert calls == [3, 4, 3]
+
+
+def test_a_warning_is_given_once_however_often_caches_are_reset() -> None:
+    with pytest.warns(UserWarning, match="cutefce: something") as warned:
+        for _ in range(3):
+            process_cache.warn_once("something")
+            process_cache.reset()
+    assert len(warned) == 1
+
+
+def test_a_warning_that_is_an_error_is_one_each_time() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(UserWarning, match="something else"):
+                process_cache.warn_once("something else")
+
+
+def test_no_cache_escapes_the_reset() -> None:
+    """Caches of the schema and of files that no reset changes are the exceptions."""
+    allowed = {"ops/schema.py", "cute_kernels/process_cache.py"}
+    for top in ("ops", "autotune_cache", "cute_kernels", "cutefce/commands"):
+        for path in (ROOT / top).rglob("*.py"):
+            if path.relative_to(ROOT).as_posix() in allowed:
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                name = getattr(node, "attr", getattr(node, "id", ""))
+                assert name not in ("lru_cache",), path
+                if isinstance(node, ast.Attribute) and ast.unparse(node) == "functools.cache":
+                    raise AssertionError(path)
