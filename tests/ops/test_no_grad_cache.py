@@ -70,7 +70,7 @@ def test_a_repeat_is_not_checked(
     assert len(checked) == 1
 
 
-def test_a_repeat_has_an_ignore_index_of_its_own(device: str, checked: list[Any]) -> None:
+def test_a_repeat_may_have_another_ignore_index(device: str, checked: list[Any]) -> None:
     h, w, y = inputs(device)
     for ignored in (-100, int(y[0]), int(y[1])):
         expected = FORWARD(h, w, y, "sum", ignored)
@@ -99,7 +99,7 @@ COPIED = {
 
 
 @pytest.mark.parametrize("other", (ALIKE | COPIED).values(), ids=ALIKE | COPIED)
-def test_other_looks_are_no_repeat(other: Any, device: str, checked: list[Any]) -> None:
+def test_other_metadata_is_no_repeat(other: Any, device: str, checked: list[Any]) -> None:
     loss(*inputs(device))
     for _ in range(2):
         tensors = other(*inputs(device))
@@ -142,7 +142,7 @@ def test_gradients_are_no_repeat(device: str) -> None:
     torch.testing.assert_close(got.detach(), expected)
 
 
-def test_few_looks_are_remembered(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(no_grad_cache, "MAX_ENTRIES", 3)
     for tokens in range(2, 12):
         tensors = inputs(device, tokens)
