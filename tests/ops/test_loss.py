@@ -378,7 +378,8 @@ def test_no_tokens_have_gradients_of_zero(dtype: torch.dtype, reduction: str, de
     w = torch.randn(30, 8, device=device).to(dtype).requires_grad_()
     y = torch.zeros(0, dtype=torch.long, device=device)
     for workspace in WORKSPACES:
-        loss = cutefce.linear_cross_entropy(h, w, y, reduction=reduction, workspace=workspace)
+        options: dict[str, Any] = {"reduction": reduction, "workspace": workspace}
+        loss = cutefce.linear_cross_entropy(h, w, y, **options)
         assert loss.sum() == 0
         dx, dw = torch.autograd.grad(loss.sum(), (h, w))
         assert dx.shape == (0, 8)
