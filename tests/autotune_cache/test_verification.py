@@ -166,6 +166,29 @@ def test_a_recorded_verdict_covers_the_configurations_that_it_checked(
     assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
 
 
+def test_a_tuned_configuration_that_fails_is_rejected_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defaults still serve, so that one bad entry does not cost the kernels."""
+    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
+    user = lookup.user_folder() / file_name(GPU)
+    wrong, right = config(Kind.WRONG_SUMS), config(Kind.FAST)
+    entries = {
+        KEY: dataclasses.replace(ENTRY, config=wrong, dsl="0.1"),
+        OTHER_KEY: dataclasses.replace(ENTRY, config=right, dsl="0.1"),
+    }
+    tuned = dataclasses.replace(TABLE, entries=entries, rejected={})
+    table_io.write(folder / "shipped" / file_name(GPU), tuned)
+    table_io.write(user, tuned)
+    process_cache.reset()
+    assert verdicts.known(GPU, "bfloat16") is None
+    assert verify.verify((TARGET,), "bfloat16").passed
+    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+    served = [entry.config for table in lookup.tables(GPU) for entry in table.entries.values()]
+    assert served == [right, right], "from the user's table and the shipped one"
+    assert "sum of the other exponentials" in table_io.read(user).rejected[KEY, wrong].reason
+
+
 @pytest.mark.parametrize(
     ("variable", "state", "tuned"),
     [
