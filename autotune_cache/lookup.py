@@ -9,7 +9,7 @@ import dataclasses
 import os
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.table import DSL_PACKAGE, WINDOW, Entry, Key, Table, key_of
@@ -20,7 +20,7 @@ from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.process_cache import process_cache, warn_once
+from cutefce.cute_kernels.process_cache import process_cache, reset, warn_once
 from cutefce.cute_kernels.spec import KernelSpec, all_kernels, kernel_set
 
 AUTOTUNE_VARIABLE = "CUTEFCE_AUTOTUNE"
@@ -92,6 +92,14 @@ def tables(gpu: Gpu) -> tuple[Table, ...]:
         if build.items() <= user.versions.items():
             shipped = shipped.without_rejected(user.rejected)
     return tuple(table for table in (user, shipped) if table is not None)
+
+
+def reload(gpu: Gpu) -> None:
+    """Read the tables again, which another process may have changed."""
+    before = tables(gpu)
+    cast(Any, _table).cache_clear()
+    if tables(gpu) != before:
+        reset()
 
 
 def shipped_table(gpu: Gpu) -> Table | None:

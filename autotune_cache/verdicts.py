@@ -1,8 +1,8 @@
 """Verdicts: whether the kernels of one dtype gave right results on a GPU model.
 
 A verdict holds for the kernel sources, the compiler and the configurations that lookups return.  It
-follows from the shipped table if that was verified with the same sources and compiler, else it is a
-file in the user's folder that `autotune_cache.tuning.verify` writes.
+is a file in the user's folder that `autotune_cache.tuning.verify` writes; without one, it follows
+from a shipped table that was verified with the same sources and compiler.
 """
 
 import contextlib
@@ -28,21 +28,24 @@ class Verdict:
 
 def known(gpu: Gpu, dtype: str) -> Verdict | None:
     """Return the verdict on the kernels of `dtype` on this kind of GPU, None without one."""
-    unproven = _unproven(gpu, dtype)
-    if not unproven and _is_shipped(gpu, dtype):
+    unproven_configs = unproven(gpu, dtype)
+    recorded = _recorded(gpu, dtype, unproven_configs)
+    if recorded is None and not unproven_configs and _is_shipped(gpu, dtype):
         return Verdict(True)
-    try:
-        data = json.loads(record_path(gpu, dtype).read_text())
-        covers = unproven <= set(data["configs"])
-        return Verdict(data["passed"] is True, str(data["reason"])) if covers else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return recorded
 
 
-def record(gpu: Gpu, dtype: str, verdict: Verdict) -> None:
-    """Write the verdict into the user's folder, if that can be written to."""
+def record(gpu: Gpu, dtype: str, verdict: Verdict, checked: set[str]) -> None:
+    """Write the verdict into the user's folder, if that can be written to.
+
+    Args:
+        gpu: The GPU model.
+        dtype: Dtype of hidden states and weight.
+        verdict: The outcome.
+        checked: What `unproven` returned when the verification began.
+    """
     path = record_path(gpu, dtype)
-    data = asdict(verdict) | {"configs": sorted(_unproven(gpu, dtype))}
+    data = asdict(verdict) | {"configs": sorted(checked)}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -55,6 +58,16 @@ def record_path(gpu: Gpu, dtype: str) -> Path:
     stem = file_name(gpu).removesuffix(".json")
     name = f"{stem}-{gpu.num_sms}-{dtype}-{jit_cache.fingerprint()}.json"
     return jit_cache.base_folder() / "verified" / name
+
+
+def _recorded(gpu: Gpu, dtype: str, configs: set[str]) -> Verdict | None:
+    """Return the recorded verdict if it covers `configs`."""
+    try:
+        data = json.loads(record_path(gpu, dtype).read_text())
+        covers = configs <= set(data["configs"])
+        return Verdict(data["passed"] is True, str(data["reason"])) if covers else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _is_shipped(gpu: Gpu, dtype: str) -> bool:
@@ -70,7 +83,7 @@ def _is_shipped(gpu: Gpu, dtype: str) -> bool:
     )
 
 
-def _unproven(gpu: Gpu, dtype: str) -> set[str]:
+def unproven(gpu: Gpu, dtype: str) -> set[str]:
     """Return the configurations for `dtype` that lookups use and other compilers compiled."""
     entries = [
         (f"{key.kernel}: {entry.config!r}", entry.dsl == lookup.dsl_version())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cutefce.autotune_cache import defaults
+from cutefce.autotune_cache.tuning import first_use
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit import cache as jit_cache
@@ -40,9 +41,10 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def warnings_come_again() -> None:
-    """Let each test see the warnings that a process gives once."""
+def nothing_happened_yet() -> None:
+    """Let each test see what a process does once: warnings, and tuning a problem on first use."""
     process_cache._warned.clear()
+    first_use._attempted.clear()
 
 
 @pytest.fixture

@@ -56,14 +56,4 @@ def tune_on_first_use(gpu: Gpu, device: str, problem: Problem) -> None:
         if outcome.entry is None:
             reason = outcome.failures.get(job.candidates[0])
             warnings.warn(f"cutefce: {key} was not tuned: {reason}", stacklevel=2)
-        _clear_caches()
-
-
-def _clear_caches() -> None:
-    """Clear the caches, so that plans and primitives follow the new tables; keep `_attempted`."""
-    attempted = set(_attempted)
-    process_cache.reset()
-    _attempted.update(attempted)
-
-
-process_cache.on_reset(_attempted.clear)
+        process_cache.reset()

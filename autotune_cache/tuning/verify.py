@@ -43,8 +43,8 @@ class Check:
         return f"{self.target.name}, {self.dtype}, {self.candidate}"
 
     def is_default(self) -> bool:
-        """Whether the configuration is one of the architecture's defaults."""
-        return self.candidate in self.target.defaults()
+        """Whether the architecture may choose the configuration without a table."""
+        return self.candidate is None or self.candidate in self.target.defaults()
 
     def identity(self) -> tuple[str, str, Candidate]:
         """Return kernel, dtype and configuration, as tables name them."""
@@ -68,30 +68,49 @@ def verify_once(targets: Targets, dtype: str) -> Verdict:
             stack.enter_context(lock)
         except OSError:
             pass  # without a lock, each process verifies
+        lookup.reload(gpu)  # another process may have verified, and rejected, meanwhile
         return verdicts.known(gpu, dtype) or verify(targets, dtype)
 
 
 def verify(targets: Targets, dtype: str) -> Verdict:
     """Verify every configuration for `dtype` that lookups return on this GPU; record the verdict.
 
-    The kernels fail if a default configuration does.  Tuned configurations that fail become
-    rejections in the user's table, so that lookups skip them.  A failure of the check itself, such
-    as a GPU without free memory or a failing compiler, is returned and not recorded.
+    The kernels fail with the first default configuration that does.  If only tuned ones fail, they
+    become rejections in the user's table, so that lookups skip them.  A failure of the check
+    itself, such as a GPU without free memory or a failing compiler, is returned and not recorded.
     """
     gpu = targets[0].gpu
+    checked = verdicts.unproven(gpu, dtype)
+    checks = configurations(targets, dtype, lookup.tables(gpu))
     try:
-        faults = _faults(configurations(targets, dtype, lookup.tables(gpu)))
-        failed = [f"{check}: {fault}" for check, fault in faults if check.is_default()]
-        _reject(gpu, [(check, fault) for check, fault in faults if not check.is_default()])
+        verdict = _verdict(gpu, sorted(checks, key=lambda check: not check.is_default()))
     except (OSError, RuntimeError) as error:
         return Verdict(False, f"not checked: {error}")
-    verdict = Verdict(not failed, failed[0] if failed else "")
-    verdicts.record(gpu, dtype, verdict)
+    verdicts.record(gpu, dtype, verdict, checked)
     return verdict
 
 
+def _verdict(gpu: Gpu, checks: Sequence[Check]) -> Verdict:
+    """Run checks, the defaults first; reject tuned configurations that fail.
+
+    Raises:
+        OSError, RuntimeError: if the check itself fails.
+    """
+    kernels = [kernel for check in checks for kernel in check.kernels()]
+    for reason in tuner.build(tuner.missing(kernels), lambda: None).values():
+        raise RuntimeError(reason)
+    tuned_faults = []
+    for check, fault in run_checks(checks, lambda _: None):
+        if fault is not None and check.is_default():
+            return Verdict(False, f"{check}: {fault}")
+        if fault is not None:
+            tuned_faults.append((check, fault))
+    _reject(gpu, tuned_faults)
+    return Verdict(True)
+
+
 def _reject(gpu: Gpu, faults: Sequence[tuple[Check, str]]) -> None:
-    """Write rejections of tuned configurations into the user's table."""
+    """Write rejections of tuned configurations into the user's table, with a warning for each."""
     rejected = {
         (key, entry.config): Rejection(fault, for_all_shapes=True)
         for check, fault in faults
@@ -103,6 +122,8 @@ def _reject(gpu: Gpu, faults: Sequence[tuple[Check, str]]) -> None:
         header = dataclasses.replace(tuner.header_for(gpu), rejected=rejected)
         table_io.update(lookup.user_folder() / table_io.file_name(gpu), header)
         process_cache.reset()
+    for check, fault in faults:
+        process_cache.warn_once(f"{check} is rejected: {fault}")
 
 
 def verify_table(table: Table, targets: Targets, advance: Callable[[str], None]) -> Table:
@@ -137,9 +158,9 @@ def verify_table(table: Table, targets: Targets, advance: Callable[[str], None])
     for check, fault in run_checks(runnable, advance):
         if fault is not None:
             faults[check.identity()] = fault
-    for (name, dtype, candidate), fault in faults.items():
-        if any(t.name == name and candidate in t.defaults() for t in targets):
-            raise ValueError(f"default configuration {name}, {dtype}, {candidate}: {fault}")
+    for check in checks:
+        if check.is_default() and check.identity() in faults:
+            raise ValueError(f"default configuration {check}: {faults[check.identity()]}")
     return _renewed(table, faults)
 
 
@@ -172,19 +193,6 @@ def configurations(targets: Targets, dtype: str, tables: Sequence[Table]) -> lis
         )
         found += [Check(target, dtype, c) for c in dict.fromkeys((*target.defaults(), *tuned))]
     return found
-
-
-def _faults(checks: Sequence[Check]) -> list[tuple[Check, str]]:
-    """Return the configurations that fail, with their faults.
-
-    Raises:
-        OSError, RuntimeError: if the check itself fails.
-    """
-    kernels = [kernel for check in checks for kernel in check.kernels()]
-    for reason in tuner.build(tuner.missing(kernels), lambda: None).values():
-        raise RuntimeError(reason)
-    results = run_checks(checks, lambda _: None)
-    return [(check, fault) for check, fault in results if fault is not None]
 
 
 def run_checks(

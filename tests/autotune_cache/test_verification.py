@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cutefce.autotune_cache import lookup, table_io, verdicts
+from cutefce.autotune_cache import lookup, table, table_io, verdicts
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import first_use, targets, tuner, verify, worker
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
@@ -182,11 +182,58 @@ def test_a_tuned_configuration_that_fails_is_rejected_alone(
     table_io.write(user, tuned)
     process_cache.reset()
     assert verdicts.known(GPU, "bfloat16") is None
-    assert verify.verify((TARGET,), "bfloat16").passed
+    with pytest.warns(UserWarning, match="is rejected: .*sum of the other exponentials"):
+        assert verify.verify((TARGET,), "bfloat16").passed
     assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
-    served = [entry.config for table in lookup.tables(GPU) for entry in table.entries.values()]
+    served = [entry.config for found in lookup.tables(GPU) for entry in found.entries.values()]
     assert served == [right, right], "from the user's table and the shipped one"
     assert "sum of the other exponentials" in table_io.read(user).rejected[KEY, wrong].reason
+
+
+def test_a_failing_default_rejects_nothing_and_outweighs_the_shipped_table(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails defaults and tuned configurations alike, such as a driver, may be repaired."""
+    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
+    user = lookup.user_folder() / file_name(GPU)
+    tuned = dataclasses.replace(TABLE, entries={KEY: ENTRY}, rejected={})
+    table_io.write(folder / "shipped" / file_name(GPU), tuned)
+    foreign = dataclasses.replace(ENTRY, config=config(Kind.WRONG_SUMS))
+    table_io.write(user, dataclasses.replace(tuned, entries={KEY: foreign}))
+    process_cache.reset()
+    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+    asked: list[Any] = []
+
+    def all_fail(checks: list[verify.Check], advance: Any) -> Iterator[tuple[verify.Check, str]]:
+        for check in checks:
+            asked.append(check.candidate)
+            yield check, "wrong"
+
+    monkeypatch.setattr(verify, "run_checks", all_fail)
+    assert not verify.verify((TARGET,), "bfloat16").passed
+    assert asked == [config(Kind.SLOW)], "the default first, and nothing after its failure"
+    assert not table_io.read(user).rejected
+    verdict = verdicts.known(GPU, "bfloat16")
+    assert verdict is not None
+    assert "wrong" in verdict.reason
+
+
+def test_a_process_that_waited_uses_what_the_other_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = lookup.user_folder() / file_name(GPU)
+    wrong = dataclasses.replace(ENTRY, config=config(Kind.WRONG_SUMS), dsl="0.1")
+    tuned = dataclasses.replace(TABLE, entries={KEY: wrong}, rejected={})
+    table_io.write(user, tuned)
+    process_cache.reset()
+    assert verdicts.known(GPU, "bfloat16") is None
+    rejection = table.Rejection("wrong", for_all_shapes=True)
+    rejected = {(KEY, wrong.config): rejection}
+    table_io.update(user, dataclasses.replace(tuned, entries={}, rejected=rejected))
+    verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), set())
+    monkeypatch.setattr(verify, "SubprocessWorker", None)
+    assert verify.verify_once((TARGET,), "bfloat16").passed
+    assert not any(found.entries for found in lookup.tables(GPU))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.spec import kernel_set
 from cutefce.ops.interface import operators
-from cutefce.ops.primitives.cute_projection import Semaphores
+from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from tests.support.kernel_models import use_models
 from tests.support.reference import PLANS, assert_as_accurate, logits_case, planned, random_case
@@ -78,11 +78,13 @@ def test_primitives_leave_nothing_to_the_garbage_collector(
     """Their semaphores are GPU memory, which a call must give back when it ends."""
     configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
     primitives = kernel_primitives(small_tiles, kernel_set(arch, "bfloat16", configs), 132)
-    alive = weakref.ref(primitives.projection)
+    projection = primitives.projection
+    assert isinstance(projection, CuteProjection)
+    alive = weakref.ref(projection.semaphores)
     gc.collect()
     gc.disable()
     try:
-        del primitives
+        del primitives, projection
         assert alive() is None
     finally:
         gc.enable()

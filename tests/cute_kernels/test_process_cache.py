@@ -50,7 +50,8 @@ def test_no_cache_escapes_the_reset() -> None:
             if path.relative_to(ROOT).as_posix() in allowed:
                 continue
             for node in ast.walk(ast.parse(path.read_text())):
-                name = getattr(node, "attr", getattr(node, "id", ""))
-                assert name not in ("lru_cache",), path
-                if isinstance(node, ast.Attribute) and ast.unparse(node) == "functools.cache":
-                    raise AssertionError(path)
+                if isinstance(node, ast.ImportFrom) and node.module == "functools":
+                    names = {f"functools.{name.name}" for name in node.names}
+                else:
+                    names = {ast.unparse(node)} if isinstance(node, ast.Attribute) else set()
+                assert not names & {"functools.cache", "functools.lru_cache"}, path
