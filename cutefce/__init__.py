@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from cutefce.version import __version__ as __version__
 
 if find_spec("torch") is not None:
-    from cutefce.ops.interface.api import LinearCrossEntropyLoss, linear_cross_entropy
-    from cutefce.ops.interface.call import plan
+    from cutefce.ops.interface.api import LinearCrossEntropyLoss, linear_cross_entropy, plan
     from cutefce.ops.primitives.dispatch import backend_for, set_strict
 
     __all__ = [

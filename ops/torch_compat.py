@@ -28,6 +28,18 @@ def has_dispatch_mode() -> bool:
     return included.raw_repr() not in _NO_DISPATCH_MODE
 
 
+def is_forward_mode() -> bool:
+    """Whether a level of forward-mode differentiation is active."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def is_functorch() -> bool:
+    """Whether a transform of `torch.func` is active, outside of a graph compiler."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def resolve_process_group(name: str) -> dist.ProcessGroup:
     """Return the process group called `name`.
 

@@ -8,16 +8,16 @@ import torch
 import cutefce
 
 SCHEMA = (
-    "cutefce::loss{name}(Tensor h, Tensor w, Tensor y, *, str reduction='mean', "
-    "int ignore_index=-100, {workspace}, Tensor? denominator=None, str? group=None, "
-    "int[]? shards=None, bool sequence_parallel=False) -> Tensor"
+    "cutefce::loss{name}(Tensor input, Tensor linear_weight, Tensor target, *, "
+    "str reduction='mean', int ignore_index=-100, {workspace}, Tensor? denominator=None, "
+    "str? group=None, int[]? shards=None, bool sequence_parallel=False) -> Tensor"
 )
 SIGNATURES = {
-    "backend_for": "(h: torch.Tensor, w: torch.Tensor) -> cutefce.ops.primitives.dispatch.Backend",
+    "backend_for": "input linear_weight",
     "set_strict": "(enabled: bool) -> None",
     "linear_cross_entropy": "input linear_weight target linear_bias weight reduction ignore_index "
     "label_smoothing options workspace denominator group shards sequence_parallel",
-    "plan": "h w reduction workspace group shards sequence_parallel",
+    "plan": "input linear_weight reduction workspace group shards sequence_parallel",
     "LinearCrossEntropyLoss": "in_features num_classes out_features bias device dtype reduction "
     "weight ignore_index label_smoothing options workspace",
 }

@@ -127,7 +127,7 @@ def _gradients_in_forward_outputs(
     dx, dw = (GradAccumulator.empty(torch.empty_like(x), loss_scale.dtype) for x in (h, w))
     gradients_in_forward(inputs, loss_scale, stored, chunk, dx, dw)
     scale_rows = inputs.primitives.gradients.scale_rows
-    finished = [sums.finish(scale_rows, loss_scale, in_place=True) for sums in (dx, dw)]
+    finished = [sums.finish(scale_rows, loss_scale) for sums in (dx, dw)]
     return _gradients(" of gradients in the forward", *finished)
 
 

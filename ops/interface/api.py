@@ -7,9 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-import cutefce.ops.interface.call  # noqa: F401  (registers torch.ops.cutefce)
-from cutefce.ops.interface.checks import refuse_unserved
+from cutefce.ops import torch_compat
+from cutefce.ops.interface import checks
+from cutefce.ops.interface.call import loss
+from cutefce.ops.interface.context import autocast
+from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions
+from cutefce.ops.interface.plans import plan_for
 from cutefce.ops.parallel.dtensor import localize
+from cutefce.ops.planning.planner import Plan
 
 
 def linear_cross_entropy(
@@ -75,26 +80,92 @@ def linear_cross_entropy(
     of "From Projection to Prediction: Beyond Logits for Scalable Language Models",
     arXiv 2511.17599.
     """
-    if linear_bias is not None or weight is not None or label_smoothing != 0 or options is not None:
-        refuse_unserved(
-            linear_bias=linear_bias, weight=weight, label_smoothing=label_smoothing, options=options
-        )
-    if isinstance(denominator, (int, float)):
-        denominator = torch.full((), denominator, dtype=torch.float64, device=input.device)
+    checks.check_types(
+        input=input,
+        linear_weight=linear_weight,
+        target=target,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        workspace=workspace,
+        denominator=denominator,
+        group=group,
+        shards=shards,
+        sequence_parallel=sequence_parallel,
+    )
+    checks.refuse_unserved(
+        linear_bias=linear_bias, weight=weight, label_smoothing=label_smoothing, options=options
+    )
     call = localize(input, linear_weight, target, group, shards, sequence_parallel)
-    result: Tensor = torch.ops.cutefce.loss(
+    # transforms see the derivatives of a function, not of an operator that it calls
+    run = loss if torch_compat.is_functorch() else torch.ops.cutefce.loss
+    result: Tensor = run(
         call.h,
         call.w,
         call.y,
         reduction=reduction,
         ignore_index=-100 if ignore_index is None else ignore_index,
         workspace=workspace,
-        denominator=denominator,
+        denominator=_as_tensor(denominator, input.device),
         group=call.group,
         shards=call.shards,
         sequence_parallel=call.sequence_parallel,
     )
     return result.movedim(0, call.dim) if result.ndim else result
+
+
+def _as_tensor(number: Tensor | float | None, device: torch.device) -> Tensor | None:
+    if number is None or isinstance(number, Tensor):
+        return number
+    if torch.compiler.is_compiling():  # a constant would be compiled for each value
+        return torch.ones((), dtype=torch.float64, device=device) * number
+    return torch.full((), float(number), dtype=torch.float64, device=device)
+
+
+def plan(
+    input: Tensor,
+    linear_weight: Tensor,
+    *,
+    reduction: str = "mean",
+    workspace: int | str | None = None,
+    group: ProcessGroup | None = None,
+    shards: Sequence[int] | None = None,
+    sequence_parallel: bool = False,
+) -> Plan:
+    """Return how `linear_cross_entropy` would run with these arguments; print it to read it.
+
+    Args:
+        input: (..., D) hidden states.  Set requires_grad on input, linear_weight or both, as for
+            the call.
+        linear_weight: (V, D).
+        reduction: as for the call, and so are the other arguments.
+        workspace: peak memory, as for the call.
+        group: process group over which the vocabulary is sharded.
+        shards: rows of every rank's weight.
+        sequence_parallel: whether input holds this rank's share of the tokens.
+
+    Returns:
+        Strategy, window, columns aliased and kept, and predicted memory (bytes) and time (seconds).
+    """
+    checks.check_types(
+        input=input,
+        linear_weight=linear_weight,
+        reduction=reduction,
+        workspace=workspace,
+        group=group,
+        shards=shards,
+        sequence_parallel=sequence_parallel,
+    )
+    target = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
+    call = localize(input, linear_weight, target, group, shards, sequence_parallel)
+    options = LossOptions(reduction)
+    sharding = Sharding(call.group, call.shards, call.sequence_parallel)
+    options.check()
+    sharding.ranks()
+    h, w = autocast(call.h, call.w)
+    checks.check_tensors(h, w, call.y.new_empty(h.shape[:-1]))
+    sharding.check(w)
+    step = StepOptions(checks.workspace_bytes(workspace), h.requires_grad, w.requires_grad)
+    return plan_for(h.reshape(-1, h.shape[-1]), w, step, options, sharding)
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -125,7 +196,10 @@ class LinearCrossEntropyLoss(nn.Module):
     ) -> None:
         """Make the head; the parameters are those of torch's module and `workspace`."""
         super().__init__()
-        refuse_unserved(
+        checks.check_types(reduction=reduction, ignore_index=ignore_index, workspace=workspace)
+        checks.check_reduction(reduction)
+        checks.workspace_bytes(workspace)
+        checks.refuse_unserved(
             out_features=out_features,
             bias=bias,
             weight=weight,
@@ -141,6 +215,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self, input: Tensor, target: Tensor, denominator: Tensor | float | None = None
     ) -> Tensor:
         """Return the loss of input (..., in_features) against target (...)."""
+        checks.check_linear(self.linear)
         return linear_cross_entropy(
             input,
             self.linear.weight,

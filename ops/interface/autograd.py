@@ -1,68 +1,135 @@
-"""Derivatives of the operators.
+"""The derivative of the loss: backward, forward-mode and per-sample, but no second derivatives."""
 
-`loss_forward` is differentiated by `loss_backward`, or by `scale_gradients` where gradients were
-formed in the forward.  There are no second derivatives.
-"""
-
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutefce.ops.interface.operators import (
-    IMPLS,
-    LIBRARY,
-    PLANNED,
-    loss_backward,
-    scale_gradients,
-)
+from cutefce.ops import torch_compat
+from cutefce.ops.interface.context import can_bypass_dispatcher
+from cutefce.ops.interface.operators import IMPLS, STEP, loss_backward, loss_forward
 from cutefce.ops.schema import unpack
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    h, w, y, *arguments = inputs
-    ctx.plan, ctx.options, tensors, ctx.sharding = unpack(arguments, *PLANNED)
-    _, *saved = output
-    ctx.set_materialize_grads(False)
-    ctx.inputs = len(inputs)
-    ctx.buffers_consumed = False
-    ctx.save_for_backward(h, w, y, *saved, *tensors.pack())
+def training_loss(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
+    """Return the reduced loss of `loss_forward`, which can be differentiated."""
+    loss: Tensor = LinearCrossEntropy.apply(h, w, y, *arguments)[0]  # type: ignore[no-untyped-call]
+    return loss
 
 
-def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    if upstream is None:
-        return (*[None] * ctx.inputs,)
-    h, w, y, stats, exps, dx, dw, dx_overflow, dw_overflow, *tensors = ctx.saved_tensors
-    # a graph, also one of second derivatives, must not see a saved tensor change
-    in_place = type(dw) is Tensor and not torch.is_grad_enabled()
-    run: Callable[..., Any]
-    if ctx.plan.in_forward and not ctx.buffers_consumed:
-        run = torch.ops.cutefce.scale_gradients
-        if in_place:
-            ctx.buffers_consumed, dx, dw = True, dx.data, dw.data
-            run = functools.partial(IMPLS[scale_gradients], in_place=True)
-        dx, dw = run(upstream, h, w, dx, dw, dx_overflow, dw_overflow, *ctx.sharding.pack())
+class LinearCrossEntropy(torch.autograd.Function):
+    """`loss_forward`, differentiated by `loss_backward`; the arguments are those of the former."""
+
+    @staticmethod
+    def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Return the reduced loss and the statistics."""
+        return _run(loss_forward, h, w, y, *arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Save the inputs and the statistics."""
+        h, w, y, *arguments = inputs
+        ctx.step, ctx.options, tensors, ctx.sharding = unpack(arguments, *STEP)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[1])
+        ctx.inputs = len(inputs)
+        saved = h, w, y, output[1], *tensors.pack()
+        ctx.save_for_backward(*saved)
+        if torch_compat.is_forward_mode():
+            ctx.save_for_forward(*saved)  # a reference cycle otherwise
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return dX and dW for the upstream gradient of the loss."""
+        if upstream[0] is None:
+            return (*[None] * ctx.inputs,)
+        dx, dw = _gradients(ctx, upstream[0], ctx.saved_tensors)
+        gradients = dx if ctx.step.grad_hidden else None, dw if ctx.step.grad_weight else None
+        return *gradients, *[None] * (ctx.inputs - 2)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
+        """Return the tangent of the loss: the inputs' tangents times their gradients."""
+        h, stats, dtype = ctx.saved_tensors[0], ctx.saved_tensors[3], ctx.saved_tensors[3].dtype
+        hidden, weight = tangents[:2]
+        if not ctx.options.is_scalar and weight is not None:
+            raise NotImplementedError(
+                "linear_weight: got a tangent with reduction='none', for which cutefce has no "
+                "forward-mode derivative; expected reduction 'mean' or 'sum'"
+            )
+        upstream = stats.new_ones(() if ctx.options.is_scalar else h.shape[:1])
+        tangent = torch.zeros_like(upstream)
+        for x, gradient in zip(
+            (hidden, weight), _gradients(ctx, upstream, ctx.saved_tensors), strict=True
+        ):
+            if x is not None:
+                products = gradient.to(dtype) * x.to(dtype)
+                tangent = tangent + (products.sum() if ctx.options.is_scalar else products.sum(1))
+        return tangent, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        """Evaluate the samples one after another."""
+        return _loop(LinearCrossEntropy.apply, info.batch_size, in_dims, arguments)
+
+
+class LinearCrossEntropyGradients(torch.autograd.Function):
+    """`loss_backward`, where somebody may differentiate or batch it."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        """Return dX and dW."""
+        result: tuple[Tensor, Tensor] = torch.ops.cutefce.loss_backward(*arguments)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Save nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        """Raise NotImplementedError."""
+        raise NotImplementedError("cutefce: the loss has no second derivatives (create_graph=True)")
+
+    jvp = backward
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        """Evaluate the samples one after another."""
+        return _loop(LinearCrossEntropyGradients.apply, info.batch_size, in_dims, arguments)
+
+
+def _gradients(ctx: Any, upstream: Tensor, saved: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    h, w, y, stats, *tensors = saved
+    options = *ctx.step.pack(), *ctx.options.pack(), *tensors, *ctx.sharding.pack()
+    if torch.is_grad_enabled() or torch_compat.is_functorch() or torch_compat.is_forward_mode():
+        result: tuple[Tensor, Tensor] = LinearCrossEntropyGradients.apply(  # type: ignore[no-untyped-call]
+            upstream, h, w, y, stats, *options
+        )
+        return result
+    return _run(loss_backward, upstream, h, w, y, stats, *options)
+
+
+def _run(operator: Callable[..., Any], *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Run an operator, without the dispatcher where that would only call the implementation."""
+    if can_bypass_dispatcher(*(x for x in arguments if isinstance(x, Tensor))):
+        result: tuple[Tensor, Tensor] = IMPLS[operator](*arguments)
     else:
-        run = torch.ops.cutefce.loss_backward
-        if ctx.buffers_consumed:  # what the first backward overwrote is recomputed
-            dw = dw[:0]
-        elif in_place and len(dw):
-            ctx.buffers_consumed, dw = True, dw.data
-            run = functools.partial(IMPLS[loss_backward], in_place=True)
-        options = *ctx.plan.pack(), *ctx.options.pack(), *tensors, *ctx.sharding.pack()
-        dx, dw = run(upstream, h, w, y, stats, exps, dw, *options)
-    gradients = dx if ctx.plan.grad_hidden else None, dw if ctx.plan.grad_weight else None
-    return *gradients, *[None] * (ctx.inputs - 2)
+        result = getattr(torch.ops.cutefce, operator.__name__)(*arguments)
+    return result
 
 
-def _no_second_derivative(ctx: Any, *_: Any) -> None:
-    raise NotImplementedError("cutefce: the loss has no second derivatives (create_graph=True)")
-
-
-torch.library.register_autograd(
-    "cutefce::loss_forward", _backward, setup_context=_setup_context, lib=LIBRARY
-)
-for name in ("loss_backward", "scale_gradients"):
-    torch.library.register_autograd(f"cutefce::{name}", _no_second_derivative, lib=LIBRARY)
+def _loop(
+    function: Callable[..., tuple[Tensor, ...]],
+    size: int,
+    dims: Sequence[int | None],
+    arguments: Sequence[Any],
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Return the stacked results of `function` for each of `size` samples, and their dimensions."""
+    samples = []
+    for i in range(size):
+        pairs = zip(arguments, dims, strict=True)
+        samples.append(function(*(x if dim is None else x.select(dim, i) for x, dim in pairs)))
+    results = (*(torch.stack(each) for each in zip(*samples, strict=True)),)
+    return results, (0,) * len(results)

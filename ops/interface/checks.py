@@ -6,10 +6,12 @@ of ranks in `ops.parallel.shard` and `ops.parallel.consistency`, targets outside
 """
 
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from cutefce.cute_kernels.problem import ITEM_BYTES
@@ -18,8 +20,40 @@ from cutefce.ops.planning import planner
 
 DTYPES = {getattr(torch, name) for name in ITEM_BYTES}
 REDUCTIONS = ("mean", "sum", "none")
-UNSERVED_DEFAULTS: dict[str, Any] = {"label_smoothing": 0.0, "out_features": (), "bias": False}
-"""Defaults, where they are not None, of arguments that are not served yet."""
+INTEGERS = Integral, torch.SymInt
+NUMBERS = Real, torch.SymInt, torch.SymFloat
+
+ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "input": ((Tensor,), "a tensor"),
+    "linear_weight": ((Tensor,), "a tensor"),
+    "target": ((Tensor,), "a tensor"),
+    "reduction": ((str,), "a string"),
+    "ignore_index": ((*INTEGERS, type(None)), "an integer or None"),
+    "workspace": ((*INTEGERS, str, type(None)), 'bytes as an integer, "min", "max" or None'),
+    "denominator": ((Tensor, *NUMBERS, type(None)), "a number, a tensor or None"),
+    "group": ((ProcessGroup, type(None)), "a ProcessGroup that this rank is in"),
+    "shards": ((Sequence, type(None)), "a sequence of integers or None"),
+    "sequence_parallel": ((bool,), "a bool"),
+}
+"""Types of the arguments of the public functions, and how an error names them."""
+
+
+def check_types(**arguments: Any) -> None:
+    """Raise TypeError for the first argument that is not of its type in `ARGUMENT_TYPES`."""
+    for name, value in arguments.items():
+        types, expected = ARGUMENT_TYPES[name]
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise TypeError(f"{name}: got {_shown(value)}, expected {expected}")
+    for size in arguments.get("shards") or ():
+        if isinstance(size, bool) or not isinstance(size, INTEGERS):
+            raise TypeError(f"shards: got {_shown(size)} among them, expected integers")
+
+
+def _shown(value: Any) -> str:
+    """Return a short form of a wrong argument: its value if it has a short one."""
+    text = repr(value)
+    kind = type(value).__name__
+    return f"{text} ({kind})" if len(text) <= 40 and "\n" not in text else f"an object of {kind}"
 
 
 def check_tensors(h: Tensor, w: Tensor, y: Tensor, parts: int = 1) -> None:
@@ -27,55 +61,57 @@ def check_tensors(h: Tensor, w: Tensor, y: Tensor, parts: int = 1) -> None:
 
     `parts` is the number of ranks whose h, one after another, have the tokens of y.
     """
-    for name, x in (("h", h), ("w", w), ("y", y)):
+    for name, x in (("input", h), ("linear_weight", w), ("target", y)):
         if isinstance(x, DTensor):
             raise TypeError(
                 f"{name}: got a DTensor with placements {x.placements}, expected a plain tensor; "
-                f"pass {name}.full_tensor(), or call cutefce.linear_cross_entropy with w sharded "
-                "over the vocabulary"
+                f"pass {name}.full_tensor(), or call cutefce.linear_cross_entropy with a "
+                "linear_weight that is sharded over the vocabulary"
             )
         if x.layout != torch.strided:
             raise TypeError(f"{name}: got layout {x.layout}, expected {torch.strided}")
     _check_dtypes(h, w, y)
     _check_shapes(h, w, y, parts)
-    for name, x in (("w", w), ("y", y)):
+    for name, x in (("linear_weight", w), ("target", y)):
         if x.device != h.device:
-            raise ValueError(f"{name}: got device {x.device}, expected that of h, {h.device}")
+            raise ValueError(f"{name}: got device {x.device}, expected that of input, {h.device}")
 
 
 def _check_dtypes(h: Tensor, w: Tensor, y: Tensor) -> None:
     if h.dtype not in DTYPES:
-        raise TypeError(f"h: got dtype {h.dtype}, expected one of {', '.join(ITEM_BYTES)}")
+        raise TypeError(f"input: got dtype {h.dtype}, expected one of {', '.join(ITEM_BYTES)}")
     if w.dtype != h.dtype:
         raise TypeError(
-            f"w: got dtype {w.dtype}, expected that of h, {h.dtype}; "
+            f"linear_weight: got dtype {w.dtype}, expected that of input, {h.dtype}; "
             "cast one of them, or call under torch.autocast"
         )
     if y.dtype == torch.bool or y.is_floating_point() or y.is_complex():
-        raise TypeError(f"y: got dtype {y.dtype}, expected integers (class indices)")
+        raise TypeError(f"target: got dtype {y.dtype}, expected integers (class indices)")
 
 
 def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
     if w.ndim != 2 or 0 in w.shape:
         raise ValueError(
-            f"w: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "
+            f"linear_weight: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "
             "a sharded parameter must be gathered first"
         )
     if h.ndim == 0 or h.shape[-1] != w.shape[1]:
         raise ValueError(
-            f"h: got shape {tuple(h.shape)}, expected (..., {w.shape[1]}) "
-            f"to match w of shape {tuple(w.shape)}"
+            f"input: got shape {tuple(h.shape)}, expected (..., {w.shape[1]}) "
+            f"to match linear_weight of shape {tuple(w.shape)}"
         )
     tokens: tuple[int, ...] = h.shape[:-1]
     if parts > 1:
         if h.ndim == 1:
-            raise ValueError(f"h: got shape {tuple(h.shape)}, expected a dimension of tokens first")
+            raise ValueError(
+                f"input: got shape {tuple(h.shape)}, expected a dimension of tokens first"
+            )
         tokens = parts * tokens[0], *tokens[1:]
     if y.shape != tokens:
         shared = f", of which {parts} ranks hold a part each" if parts > 1 else ""
         raise ValueError(
-            f"y: got shape {tuple(y.shape)}, expected {tuple(tokens)} "
-            f"to match h of shape {tuple(h.shape)}{shared}"
+            f"target: got shape {tuple(y.shape)}, expected {tuple(tokens)} "
+            f"to match input of shape {tuple(h.shape)}{shared}"
         )
 
 
@@ -96,7 +132,7 @@ def check_denominator(denominator: Tensor | None, h: Tensor, reduction: str) -> 
     if denominator.shape != () or denominator.device != h.device:
         raise ValueError(
             f"denominator: got shape {tuple(denominator.shape)} on {denominator.device}, "
-            f"expected () on h's device, {h.device}"
+            f"expected () on input's device, {h.device}"
         )
 
 
@@ -109,8 +145,8 @@ def workspace_bytes(workspace: int | str | None) -> int:
         return named[workspace]
     if workspace is None:
         return planner.DEFAULT
-    if workspace < 0:
-        raise ValueError(f"workspace: got {workspace}, expected bytes >= 0")
+    if not 0 <= workspace <= planner.MAXIMUM:
+        raise ValueError(f"workspace: got {workspace}, expected bytes from 0 to {planner.MAXIMUM}")
     return workspace
 
 
@@ -132,17 +168,34 @@ def check_shards(group: str | None, shards: Sequence[int] | None, w: Tensor) -> 
     rank, ranks = process_group.rank(), process_group.size()
     if len(shards) != ranks or min(shards) < 1 or shards[rank] != w.shape[0]:
         raise ValueError(
-            f"shards: got {list(shards)}, expected the rows of w of {ranks} ranks, each at least "
-            f"1, and {w.shape[0]} for rank {rank}"
+            f"shards: got {list(shards)}, expected the rows of linear_weight of {ranks} ranks, "
+            f"each at least 1, and {w.shape[0]} for rank {rank}"
         )
 
 
 def refuse_unserved(**arguments: Any) -> None:
-    """Raise NotImplementedError for the first argument that is not at its default."""
+    """Raise NotImplementedError for the first argument that asks for something."""
     for name, value in arguments.items():
-        default = UNSERVED_DEFAULTS.get(name)
-        if value is not default and (isinstance(value, Tensor) or value != default):
-            got = "a tensor" if isinstance(value, Tensor) else repr(value)
+        asks_nothing = isinstance(value, (bool, int, float, tuple, list)) and not value
+        if value is not None and not asks_nothing:
             raise NotImplementedError(
-                f"{name}: got {got}, expected {default!r}; cutefce does not serve it yet"
+                f"{name}: got {_shown(value)}, expected its default; cutefce does not serve it yet"
             )
+
+
+def check_linear(linear: Any) -> None:
+    """Raise TypeError unless the head is a plain `nn.Linear`, whose weight alone is used."""
+    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+        got = type(linear).__name__
+    elif linear.bias is not None:
+        got = "a bias"
+    elif any(getattr(linear, name) for name in hooks):
+        got = "hooks"
+    else:
+        return
+    raise TypeError(
+        f"linear: got {got}, expected a torch.nn.Linear without bias and hooks: the loss uses its "
+        "weight and does not call it; merge an adapter into the weight, or apply fully_shard to "
+        "the module that holds it"
+    )

@@ -1,15 +1,15 @@
 """The inner operators: schemas and implementations.
 
 `torch.ops.cutefce.loss` (`call.py`), which users call, composes them, so that autograd,
-`torch.compile` and graph capture see tensors in and tensors out:
+`torch.compile` and graph capture see tensors in and tensors out, whose shapes depend on those of
+the inputs alone:
 
     forward            the loss, where no gradient is needed
-    loss_forward       the forward of a training step: loss, statistics, and what its backward needs
-    loss_backward      the backward of "windows" plans
-    scale_gradients    the backward of plans that form gradients in the forward
+    loss_forward       the forward of a training step: loss and statistics
+    loss_backward      dX and dW
 
-Their schemas are built from the option records; `meta.py` has their fake implementations and
-`autograd.py` their derivatives.
+Their schemas are built from the option records; `meta.py` has their fake implementations,
+`autograd.py` the derivative of the loss, and `kept.py` what the forward keeps for the backward.
 """
 
 from typing import Any
@@ -17,9 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.interface import meta
+from cutefce.ops.interface import kept, meta
 from cutefce.ops.interface.context import isolated_context
-from cutefce.ops.interface.options import OPTIONS, LossOptions, Sharding, TensorOptions
+from cutefce.ops.interface.kept import Kept
+from cutefce.ops.interface.options import (
+    OPTIONS,
+    LossOptions,
+    StepOptions,
+    TensorOptions,
+)
+from cutefce.ops.interface.plans import plan_for
 from cutefce.ops.parallel.shard import Unsharded, shard_of
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.dispatch import primitives_for, problem_of, scale_rows_for
@@ -32,22 +39,18 @@ from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
 from cutefce.ops.strategies.windows import LossInputs, StoredExps
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
-PLANNED = (Plan, *OPTIONS)
+STEP = (StepOptions, *OPTIONS)
+RUNS_AGAIN = "backward through what an earlier backward freed"
 
 _OPTIONS = ", ".join(record.schema() for record in OPTIONS)
-_PLANNED = ", ".join(record.schema() for record in PLANNED)
+_STEP = ", ".join(record.schema() for record in STEP)
 LIBRARY.define(f"forward(Tensor h, Tensor w, Tensor y, {_OPTIONS}) -> Tensor")
 LIBRARY.define(
-    f"loss_forward(Tensor h, Tensor w, Tensor y, {_PLANNED}) -> (Tensor loss, Tensor stats, "
-    "Tensor exps, Tensor dx, Tensor dw, Tensor dx_overflow, Tensor dw_overflow)"
+    f"loss_forward(Tensor h, Tensor w, Tensor y, {_STEP}) -> (Tensor loss, Tensor stats)"
 )
 LIBRARY.define(
-    "loss_backward(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, Tensor exps, "
-    f"Tensor dw, {_PLANNED}) -> (Tensor dx, Tensor dw)"
-)
-LIBRARY.define(
-    "scale_gradients(Tensor upstream, Tensor h, Tensor w, Tensor dx, Tensor dw, "
-    f"Tensor dx_overflow, Tensor dw_overflow, {Sharding.schema()}) -> (Tensor dx, Tensor dw)"
+    "loss_backward(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, "
+    f"{_STEP}) -> (Tensor dx, Tensor dw)"
 )
 
 
@@ -78,107 +81,95 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     return loss if options.is_scalar else loss.clone()  # not a view of the statistics
 
 
-def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return the reduced loss, statistics, exponentials (N, kept), dX, dW and their overflows.
+def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the reduced loss and the statistics (NUM_STATS, N); `arguments` are those of `STEP`.
 
-    `arguments` are those of `PLANNED`.  Of the last five results, those that the plan has no use
-    for are empty.  Gradients in forward are `GradAccumulator`s with these overflows; a rank of a
-    sharded call has an overflow alone, of the rows of dX that it rounds.  With aliased columns, dW
-    is the memory of their exponentials.
+    What else the backward needs is kept with the statistics.
     """
-    plan, options, tensors, sharding = unpack(arguments, *PLANNED)
+    step, options, tensors, sharding = unpack(arguments, *STEP)
+    plan = plan_for(h, w, step, options, sharding)
     chosen = {"dX is computed": plan.grad_hidden, "strategy": plan.strategy, "chunk": plan.chunk}
     same = {"operator": "loss_forward", **_agreed(options), **chosen}
     shard = shard_of(sharding, h, w, **same)
-    inputs = _prepare(shard, h, w, y, options, tensors, (plan.grad_hidden, plan.grad_weight))
-    if plan.in_forward:
-        return _gradients_in_forward(inputs, shard, plan)
-    h, w = inputs.h, inputs.w
-    exps = h.new_empty(h.shape[0], plan.kept)
-    dx, dw = h.new_empty(0, h.shape[1]), w.new_empty(w.shape if plan.aliased else (0, w.shape[1]))
-    loss, stats = windows.forward(inputs, _stored(exps, dw, plan))
-    loss = loss if options.is_scalar else loss.clone()  # not a view of another result
-    return loss, stats.rows, exps, dx, dw, dx.new_empty(dx.shape), dx.new_empty(dx.shape)
+    grads = plan.grad_hidden, plan.grad_weight
+    inputs = _prepare(shard, h, w, y, options, tensors, grads)
+    loss, stats, results = _run_forward(inputs, shard, plan)
+    kept.keep(stats, results)
+    return loss, stats
 
 
-def _gradients_in_forward(
+def _run_forward(
     inputs: LossInputs[Any, Any], shard: Unsharded, plan: Plan
-) -> tuple[Tensor, ...]:
-    """Return the results of `loss_forward` for a plan that forms gradients in the forward."""
+) -> tuple[Tensor, Tensor, Kept]:
+    """Return the reduced loss, the statistics, and what is kept with them."""
     h, w, targets = inputs.h, inputs.w, inputs.targets
+    if not plan.in_forward:
+        results = Kept(plan, h.new_empty(h.shape[0], plan.kept))
+        results.dw = w.new_empty(w.shape) if plan.aliased else None
+        loss, stats = windows.forward(inputs, _stored(results.exps, results.dw, plan))
+        # not a view of the statistics
+        return loss if targets.options.is_scalar else loss.clone(), stats.rows, results
     dtype, hidden = sum_dtype(h.dtype), h.shape[1]
     loss_scale = targets.loss_scale(dtype)
     dx = h.new_empty(len(h) if plan.grad_hidden else 0, hidden, dtype=inputs.dx_dtype)
     dw = w.new_empty(len(w) if plan.grad_weight else 0, hidden)
-    dx_sums, dw_sums = GradAccumulator.empty(dx, dtype), GradAccumulator.empty(dw, dtype)
-    sums = dx_sums, dw_sums
+    sums = GradAccumulator.empty(dx, dtype), GradAccumulator.empty(dw, dtype)
     stats = gradients_in_forward(inputs, loss_scale, plan.kept, plan.chunk, *sums)
-    dx_overflow = dx_sums.overflow
     if shard.is_sharded:
         # the ranks' parts of dX are added before they are rounded
-        dx, dx_overflow = h.new_empty(0, hidden), shard.reduce_dx(dx) if len(dx) else dx
-    loss, exps = reduce_losses(stats, targets), h.new_empty(0, 0)
-    return loss, stats.rows, exps, dx, dw, dx_overflow, dw_sums.overflow
+        dx = shard.reduce_dx(dx) if len(dx) else dx
+        sums = GradAccumulator(h.new_empty(0, hidden), dx), sums[1]
+    return reduce_losses(stats, targets), stats.rows, Kept(plan, h.new_empty(0, 0), sums=sums)
 
 
 def loss_backward(
-    upstream: Tensor,
-    h: Tensor,
-    w: Tensor,
-    y: Tensor,
-    stats: Tensor,
-    exps: Tensor,
-    dw: Tensor,
-    *arguments: Any,
-    in_place: bool = False,
+    upstream: Tensor, h: Tensor, w: Tensor, y: Tensor, stats: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return dX (N, D) and dW (V, D) of a "windows" plan, without rows where not computed.
+    """Return dX (N, D) and dW (V, D), without rows where not computed.
 
-    The tensors are those of `loss_forward`; `dw`, the memory of aliased exponentials, is empty once
-    consumed.  `arguments` are those of `PLANNED`.  Operators return new tensors; eager autograd
-    passes `in_place` to write into `dw`.  More than eight parameters: they are the schema's.
+    `stats` are those of `loss_forward`; `arguments` are those of `STEP`.
     """
-    plan, options, tensors, sharding = unpack(arguments, *PLANNED)
-    shard = shard_of(sharding, h, w, operator="loss_backward")
-    inputs = _prepare(shard, h, w, y, options, tensors, (plan.grad_hidden, plan.grad_weight))
+    step, options, tensors, sharding = unpack(arguments, *STEP)
+    results = kept.kept_with(stats)
+    plan = results.plan if results else plan_for(h, w, step, options, sharding)
+    sums = results.take_sums() if results else None
+    runs_again = sums is None if plan.in_forward else results is None
+    shard = shard_of(sharding, h, w, **{"operator": "loss_backward", RUNS_AGAIN: runs_again})
+    if plan.in_forward and sums is not None:
+        return _scale(sums, shard, upstream, h, w)
+    grads = plan.grad_hidden, plan.grad_weight
+    inputs = _prepare(shard, h, w, y, options, tensors, grads)
+    if runs_again:
+        results = _run_forward(inputs, shard, plan)[2]
+    assert results is not None
+    if results.sums is not None:
+        return _scale(results.sums, shard, upstream, h, w)
     upstream = upstream * inputs.targets.loss_scale(sum_dtype(h.dtype))
-    stored, discarded = _stored(exps, dw, plan), plan.aliased > 0
-    out = (dw if in_place else w.new_empty(w.shape)) if plan.grad_weight else None
-    step = RowStats(stats), stored, upstream, plan.window, plan.grad_hidden
-    dx = windows.backward(inputs, *step, out, discarded)
+    dw = results.take_dw()
+    stored, discarded = _stored(results.exps, dw, plan), plan.aliased > 0
+    if dw is None and plan.grad_weight:
+        dw = w.new_empty(w.shape)
+    more = RowStats(stats), stored, upstream, plan.window, plan.grad_hidden
+    dx = windows.backward(inputs, *more, dw, discarded)
     return (
         h.new_empty(0, h.shape[1]) if dx is None else shard.finish_dx(dx, h.dtype),
-        w.new_empty(0, w.shape[1]) if out is None else out,
+        w.new_empty(0, w.shape[1]) if dw is None else dw,
     )
 
 
-def scale_gradients(
+def _scale(
+    sums: tuple[GradAccumulator, GradAccumulator],
+    shard: Unsharded,
     upstream: Tensor,
     h: Tensor,
     w: Tensor,
-    dx: Tensor,
-    dw: Tensor,
-    dx_overflow: Tensor,
-    dw_overflow: Tensor,
-    *arguments: Any,
-    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return dX (N, D) and dW (V, D) times `upstream` (), from the sums of `loss_forward`.
-
-    `arguments` are those of `Sharding`.  Operators return new tensors; eager autograd passes
-    `in_place` to write into `dx` and `dw`.  More than eight parameters: they are the schema's.
-    """
-    (sharding,) = unpack(arguments, Sharding)
-    shard = shard_of(sharding, h, w, operator="scale_gradients")
-    scale_rows = scale_rows_for(w)
+    """Return dX (N, D) and dW (V, D), `upstream` () times their sums, in the memory of these."""
+    scale_rows, (dx_sums, dw_sums) = scale_rows_for(w), sums
     if shard.is_sharded:
-        dx = h.new_empty(dx_overflow.shape)
-    dx_sums, dw_sums = GradAccumulator(dx, dx_overflow), GradAccumulator(dw, dw_overflow)
-    dx = dx_sums.finish(scale_rows, upstream, in_place=in_place or shard.is_sharded)
-    return (
-        shard.gather_dx(dx, len(h)) if len(dx) else dx,
-        dw_sums.finish(scale_rows, upstream, in_place=in_place),
-    )
+        dx_sums = GradAccumulator(h.new_empty(dx_sums.overflow.shape), dx_sums.overflow)
+    dx, dw = dx_sums.finish(scale_rows, upstream), dw_sums.finish(scale_rows, upstream)
+    return shard.gather_dx(dx, len(h)) if len(dx) else dx, dw
 
 
 def _agreed(options: LossOptions) -> dict[str, Any]:
@@ -186,15 +177,14 @@ def _agreed(options: LossOptions) -> dict[str, Any]:
     return dict(zip(LossOptions.names(), options.pack(), strict=True))
 
 
-def _stored(exps: Tensor, dw: Tensor, plan: Plan) -> StoredExps:
+def _stored(exps: Tensor, dw: Tensor | None, plan: Plan) -> StoredExps:
     """Return where exponentials are stored: aliased columns in dW, then `exps` (N, K)."""
-    aliased = aliased_views(dw, exps.shape[0], plan.window, plan.aliased) if len(dw) else []
+    aliased = [] if dw is None else aliased_views(dw, exps.shape[0], plan.window, plan.aliased)
     return [*aliased, (plan.aliased, exps)] if exps.shape[1] else aliased
 
 
 IMPLS = {
-    function: isolated_context(function)
-    for function in (forward, loss_forward, loss_backward, scale_gradients)
+    function: isolated_context(function) for function in (forward, loss_forward, loss_backward)
 }
 """The implementations, as the dispatcher and eager autograd call them."""
 

@@ -88,5 +88,17 @@ class Sharding(OperatorRecord):
         checks.check_shards(self.group, self.shards, w)
 
 
+@dataclass(frozen=True)
+class StepOptions(OperatorRecord):
+    """What the plan of a training step depends on, beside sizes and the options of the loss."""
+
+    budget: int = argument("int")
+    """Bytes that the step may take beyond inputs and gradients."""
+    grad_hidden: bool = argument("bool")
+    """Whether dX is computed."""
+    grad_weight: bool = argument("bool")
+    """Whether dW is computed."""
+
+
 OPTIONS = LossOptions, TensorOptions, Sharding
 """The records of a call, in the order of the operators' arguments."""

@@ -1,6 +1,6 @@
 """From a problem and a memory budget to a plan, with the memory and time it is predicted to take.
 
-Pure Python; sizes may be symbolic integers of a graph compiler.  With N tokens, D hidden, V vocab,
+Pure Python.  With N tokens, D hidden, V vocab,
 K columns kept, L aliased (`dw_aliasing`) and G gradients (0 to 2), the model of time is
 
     windows                2·N·D·((1 + G)·V + (V - K - L)) FLOP; dX's sums are read and written
@@ -19,7 +19,6 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.planning.dw_aliasing import max_aliased_windows
 from cutefce.ops.planning.memory_model import chunk_token_bytes, chunked_bytes, windows_bytes
-from cutefce.ops.schema import OperatorRecord
 
 MINIMUM = 0
 """The budget "min": the smallest plan."""
@@ -39,12 +38,9 @@ DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0), "cuda": (7e14, 4e12, 6e-5)}
 columns leave SMs idle at their start and end."""
 
 
-STRATEGIES = "windows", "gradients_in_forward"
-
-
 @dataclass(frozen=True)
-class Plan(OperatorRecord):
-    """How one call runs; one argument of an operator, since each one costs CPU time."""
+class Plan:
+    """How one call runs."""
 
     strategy: str
     """"windows" or "gradients_in_forward"."""
@@ -68,28 +64,6 @@ class Plan(OperatorRecord):
     """Predicted peak memory beyond the inputs and the gradients."""
     seconds: float = 0.0
     """Predicted time of forward and backward; for comparing plans of one problem."""
-
-    @classmethod
-    def schema(cls) -> str:
-        """Return the plan's part of a schema."""
-        return "SymInt[] plan"
-
-    @classmethod
-    def width(cls) -> int:
-        """Return the number of arguments."""
-        return 1
-
-    def pack(self) -> tuple[list[int]]:
-        """Return the plan without its predictions, as integers."""
-        sizes = self.window, self.aliased, self.kept, self.chunk
-        return ([STRATEGIES.index(self.strategy), *sizes, +self.grad_hidden, +self.grad_weight],)
-
-    @classmethod
-    def from_arguments(cls, plan: Sequence[int]) -> "Plan":
-        """Return the plan that was packed."""
-        strategy, window, aliased, kept, chunk, grad_hidden, grad_weight = plan
-        flags = grad_hidden != 0, grad_weight != 0
-        return cls(STRATEGIES[strategy], window, aliased, kept, chunk, *flags)
 
     @property
     def in_forward(self) -> bool:

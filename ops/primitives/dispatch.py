@@ -45,10 +45,10 @@ def set_strict(enabled: bool) -> None:
     _strict = enabled
 
 
-def backend_for(h: Tensor, w: Tensor) -> Backend:
-    """Return the backend that serves hidden states h (..., D) and weight w (V, D)."""
-    rows = h if h.ndim == 2 else h.reshape(-1, h.shape[-1])
-    reason = _unsupported_reason(rows, w)
+def backend_for(input: Tensor, linear_weight: Tensor) -> Backend:
+    """Return the backend that serves hidden states (..., D) and a weight (V, D)."""
+    h = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
+    reason = _unsupported_reason(h, linear_weight)
     if reason is not None:
         return Backend("torch", reason)
     capability = torch.cuda.get_device_capability(h.device)
@@ -65,16 +65,11 @@ def arch_of(h: Tensor) -> str | None:
     return gpu_of(h.device).arch.name
 
 
-def are_concrete(*sizes: int) -> bool:
-    """Whether all sizes are integers, not symbols of a graph compiler."""
-    return set(map(type, sizes)) == {int}
-
-
 def problem_of(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Problem:
     """Return the problem of h (N, D) against w (V, D), with the gradients to compute."""
     (tokens, hidden), vocab = h.shape, w.shape[0]
     # equal problems are one object, which is faster to make and to compare
-    return (_problem if are_concrete(tokens, hidden, vocab) else Problem)(
+    return _problem(
         tokens,
         hidden,
         vocab,
@@ -92,8 +87,8 @@ def _problem(*fields: Any) -> Problem:
 
 
 def window_configs_for(problem: Problem, device: torch.device) -> tuple[WindowConfig, ...]:
-    """Return the windows that a plan chooses from; tuned ones only for concrete sizes."""
-    if problem.arch is None or not are_concrete(problem.tokens, problem.hidden, problem.vocab):
+    """Return the windows that a plan chooses from."""
+    if problem.arch is None:
         return defaults.window_configs(problem)
     return lookup.window_configs(problem, gpu_of(device))
 
@@ -158,12 +153,12 @@ def _unsupported_reason(h: Tensor, w: Tensor) -> str | None:
 def _layout_unsupported_reason(h: Tensor, w: Tensor) -> str | None:
     """Return why kernels cannot serve the shapes and strides of h (N, D) and w (V, D)."""
     if h.shape[0] == 0:
-        return "h: got no rows, expected at least 1"
+        return "input: got no rows, expected at least 1"
     if h.shape[1] % 8:
-        return f"h: got hidden size {h.shape[1]}, expected a multiple of 8"
+        return f"input: got hidden size {h.shape[1]}, expected a multiple of 8"
     if not has_aligned_rows(w):
         return (
-            f"w: got strides {w.stride()} from byte {w.data_ptr() % 16} of 16, "
+            f"linear_weight: got strides {w.stride()} from byte {w.data_ptr() % 16} of 16, "
             "expected rows that are contiguous and begin at multiples of 16 bytes"
         )
     return None
@@ -184,16 +179,16 @@ class _RetryLaterError(Exception):
 @process_cache
 def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
-        return f"h: got device {device.type}, expected cuda"
+        return f"input: got device {device.type}, expected cuda"
     capability = torch.cuda.get_device_capability(device)
     arch = arch_for(capability)
     if arch is None:
         expected = ", ".join(f"{major}.{minor}" for major, minor in (a.capability for a in ARCHS))
         got = f"{capability[0]}.{capability[1]}"
-        return f"h: got compute capability {got}, expected one of {expected}"
+        return f"input: got compute capability {got}, expected one of {expected}"
     name = str(dtype).removeprefix("torch.")
     if name not in arch.dtypes:
-        return f"h: got dtype {dtype}, expected one of {', '.join(arch.dtypes)}"
+        return f"input: got dtype {dtype}, expected one of {', '.join(arch.dtypes)}"
     return _compiler_unsupported_reason(arch, name) or _unverified_reason(device, name)
 
 

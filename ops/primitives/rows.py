@@ -87,7 +87,7 @@ def make_targets(y: Tensor, vocab: int, options: LossOptions, tensors: TensorOpt
         wrong = targets.active & (targets.safe_index != y)
         if bool(wrong.any()):
             raise IndexError(
-                f"y: got target {int(y[wrong][0])}, expected 0 <= target < {vocab} "
+                f"target: got {int(y[wrong][0])}, expected 0 <= target < {vocab} "
                 f"or ignore_index={options.ignore_index}"
             )
     return targets

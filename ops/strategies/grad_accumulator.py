@@ -56,11 +56,10 @@ class GradAccumulator:
                 yield inside, part[inside.start - start : inside.stop - start]
             start += len(part)
 
-    def finish(self, scale_rows: ScaleRows, factor: Tensor, *, in_place: bool) -> Tensor:
-        """Return the gradient, `factor` () times the sums: in its memory or in a new tensor."""
-        out = self.gradient if in_place else self.gradient.new_empty(self.gradient.shape)
-        overlap = in_place and self.gradient.dtype != self.overflow.dtype
-        top, begin = len(self.gradient) - len(self.overflow), 0
+    def finish(self, scale_rows: ScaleRows, factor: Tensor) -> Tensor:
+        """Return the gradient, `factor` () times the sums, which it overwrites."""
+        overlap = self.gradient.dtype != self.overflow.dtype
+        out, top, begin = self.gradient, len(self.gradient) - len(self.overflow), 0
         while begin < top:
             rows = slice(begin, min(max(2 * begin, BOUNCE_ROWS), top) if overlap else top)
             bounces = overlap and begin == 0

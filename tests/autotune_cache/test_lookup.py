@@ -17,7 +17,7 @@ from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.interface import call
+from cutefce.ops.interface import plans
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning import planner
 from cutefce.ops.primitives import cute_projection, dispatch
@@ -123,7 +123,8 @@ def test_an_edited_window_is_planned(file: Path, monkeypatch: pytest.MonkeyPatch
     device = torch.device("cuda", 7)
     monkeypatch.setattr(dispatch, "gpu_of", lambda device: GPU)
     problem, key = dataclasses.replace(PROBLEM, tokens=2048), dataclasses.replace(KEY, tokens=2048)
-    planned = call._make_plan(problem, device, planner.MINIMUM, LossOptions(), problem.vocab).window
+    arguments = problem, device, planner.MINIMUM, LossOptions(), problem.vocab
+    planned = plans._make_plan(*arguments).window
     every = [config.window for config in defaults.window_configs(problem)]
     for width in (*every, 12345):
         entry = dataclasses.replace(ENTRY, config=width)
@@ -131,7 +132,7 @@ def test_an_edited_window_is_planned(file: Path, monkeypatch: pytest.MonkeyPatch
         table_io.write(file, dataclasses.replace(TABLE, entries=windows))
         assert table_io.read(file).entries == windows
         process_cache.reset()
-        plan = call._make_plan(problem, device, planner.MINIMUM, LossOptions(), problem.vocab)
+        plan = plans._make_plan(*arguments)
         assert plan.window == (width if width in every else planned)
     assert len(every) > 1 and lookup.shipped_kernels(Sm90())
 

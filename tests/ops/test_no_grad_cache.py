@@ -108,11 +108,11 @@ def test_other_metadata_is_no_repeat(other: Any, device: str, checked: list[Any]
 
 
 WRONG = {
-    "y: got shape": lambda h, w, y: {"y": y[1:]},
-    "y: got dtype": lambda h, w, y: {"y": y.float()},
-    "w: got dtype": lambda h, w, y: {"w": w.float()},
-    "h: got shape": lambda h, w, y: {"h": h[:, 8:]},
-    "h: got layout": lambda h, w, y: {"h": h.to_sparse()},
+    "target: got shape": lambda h, w, y: {"target": y[1:]},
+    "target: got dtype": lambda h, w, y: {"target": y.float()},
+    "linear_weight: got dtype": lambda h, w, y: {"linear_weight": w.float()},
+    "input: got shape": lambda h, w, y: {"input": h[:, 8:]},
+    "input: got layout": lambda h, w, y: {"input": h.to_sparse()},
     "reduction: got": lambda h, w, y: {"reduction": "all"},
     "workspace: got": lambda h, w, y: {"workspace": -1},
     "shards: got": lambda h, w, y: {"shards": [50]},
@@ -124,8 +124,9 @@ WRONG = {
 def test_wrong_calls_are_found_after_right_ones(said: str, wrong: Any, device: str) -> None:
     h, w, y = inputs(device)
     loss(h, w, y)
+    arguments = {"input": h, "linear_weight": w, "target": y} | wrong(h, w, y)
     with pytest.raises((TypeError, ValueError), match=said):
-        loss(**({"h": h, "w": w, "y": y} | wrong(h, w, y)))
+        loss(**arguments)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -12,18 +12,42 @@ import cutefce
 H, W, Y = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([0, 1, 2, -100])
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "h without dimensions": ({"h": torch.tensor(1.0)}, ValueError, r"h: got shape \(\), expected"),
-    "h of another width": ({"h": H[:, :7]}, ValueError, r"h: got shape \(4, 7\), .* 8\)"),
-    "w not a matrix": ({"w": W[0]}, ValueError, r"w: got shape \(8,\), .*sharded parameter"),
-    "w without rows": ({"w": W[:0]}, ValueError, r"w: got shape \(0, 8\), .*V >= 1"),
-    "w emptied by sharding": ({"w": torch.empty(0)}, ValueError, r"w: got shape \(0,\)"),
-    "y of another length": ({"y": Y[:3]}, ValueError, r"y: got shape \(3,\), expected \(4,\)"),
-    "integer h": ({"h": H.long()}, TypeError, r"h: got dtype torch.int64, expected .*bfloat16"),
-    "w of another dtype": ({"w": W.bfloat16()}, TypeError, r"w: got dtype .*bfloat16.*autocast"),
-    "floating y": ({"y": Y.float()}, TypeError, r"y: got dtype torch.float32, expected integers"),
-    "boolean y": ({"y": Y > 0}, TypeError, r"y: got dtype torch.bool, expected integers"),
-    "w on another device": ({"w": W.to("meta")}, ValueError, r"w: got device meta, .*cpu"),
-    "sparse w": ({"w": W.to_sparse()}, TypeError, r"w: got layout torch.sparse_coo"),
+    "h without dimensions": (
+        {"h": torch.tensor(1.0)},
+        ValueError,
+        r"input: got shape \(\), expected",
+    ),
+    "h of another width": ({"h": H[:, :7]}, ValueError, r"input: got shape \(4, 7\), .* 8\)"),
+    "w not a matrix": (
+        {"w": W[0]},
+        ValueError,
+        r"linear_weight: got shape \(8,\), .*sharded parameter",
+    ),
+    "w without rows": ({"w": W[:0]}, ValueError, r"linear_weight: got shape \(0, 8\), .*V >= 1"),
+    "w emptied by sharding": (
+        {"w": torch.empty(0)},
+        ValueError,
+        r"linear_weight: got shape \(0,\)",
+    ),
+    "y of another length": ({"y": Y[:3]}, ValueError, r"target: got shape \(3,\), expected \(4,\)"),
+    "integer h": ({"h": H.long()}, TypeError, r"input: got dtype torch.int64, expected .*bfloat16"),
+    "w of another dtype": (
+        {"w": W.bfloat16()},
+        TypeError,
+        r"linear_weight: got dtype .*bfloat16.*autocast",
+    ),
+    "floating y": (
+        {"y": Y.float()},
+        TypeError,
+        r"target: got dtype torch.float32, expected integers",
+    ),
+    "boolean y": ({"y": Y > 0}, TypeError, r"target: got dtype torch.bool, expected integers"),
+    "w on another device": (
+        {"w": W.to("meta")},
+        ValueError,
+        r"linear_weight: got device meta, .*cpu",
+    ),
+    "sparse w": ({"w": W.to_sparse()}, TypeError, r"linear_weight: got layout torch.sparse_coo"),
     "unknown reduction": ({"reduction": "avg"}, ValueError, r"reduction: got 'avg', expected"),
     "unknown workspace": ({"workspace": "huge"}, ValueError, r"workspace: got 'huge', expected"),
     "negative workspace": ({"workspace": -1}, ValueError, r"workspace: got -1, expected"),
@@ -45,8 +69,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "sequence_parallel: got True without a group",
     ),
     "an unknown group": ({"group": "nobody"}, ValueError, "group: got 'nobody', expected"),
-    "target too large": ({"y": Y + 8}, IndexError, r"y: got target 10, expected 0 <= target < 10"),
-    "target negative": ({"y": Y - 1}, IndexError, r"y: got target -1, .*ignore_index=-100"),
+    "target too large": (
+        {"y": Y + 8},
+        IndexError,
+        r"target: got 10, expected 0 <= target < 10",
+    ),
+    "target negative": ({"y": Y - 1}, IndexError, r"target: got -1, .*ignore_index=-100"),
 }
 
 
@@ -92,7 +120,7 @@ def test_sharded_tensors_are_refused(tmp_path: Any) -> None:
     )
     try:
         w = DTensor.from_local(W, init_device_mesh("cpu", (1,)), [Replicate()])
-        with pytest.raises(TypeError, match=r"w: got a DTensor .*full_tensor"):
+        with pytest.raises(TypeError, match=r"got a DTensor .*full_tensor"):
             cutefce.linear_cross_entropy(H, w, Y)
     finally:
         torch.distributed.destroy_process_group()

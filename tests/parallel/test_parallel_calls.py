@@ -418,7 +418,7 @@ def peak(
         patch.setitem(defaults.PORTABLE_TILES, "cpu", tiles)
         process_cache.reset()
         step()
-        plan = cutefce.plan(h, w, group=group(2).group_name, **options)
+        plan = cutefce.plan(h, w, group=group(2), **options)
         gradient_bytes = sum(x.numel() * x.element_size() for x in (h, w))
         measured = peak_bytes(step, "cpu") - gradient_bytes
         process_cache.reset()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,9 @@ from torch import Tensor
 
 import cutefce
 from bench.harness.reference import float64_reference, unfused
-from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
+from cutefce.ops.interface import operators
+from cutefce.ops.interface.autograd import training_loss
+from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.planning.planner import Plan
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -123,8 +126,9 @@ def loss_of_plan(
 ) -> Tensor:
     """Return the loss by a given plan."""
     packed = *options.pack(), *TensorOptions().pack(), *sharding.pack()
-    result: Tensor = torch.ops.cutefce.loss_forward(h, w, y, *plan.pack(), *packed)[0]
-    return result
+    step = StepOptions(0, plan.grad_hidden, plan.grad_weight).pack()
+    with mock.patch.object(operators, "plan_for", return_value=plan):
+        return training_loss(h, w, y, *step, *packed)
 
 
 def planned(case: Case, window: int, strategy: str, aliased: int, kept: int, chunk: int) -> Result:

@@ -1,0 +1,40 @@
+"""FLOP formulas of the operators, for `torch.utils.flop_counter`.
+
+A product of (N, D) and (D, V) counts 2·N·D·V.  Counted are the products that any method needs: one
+in the forward and one for each gradient.  What a plan computes again is not counted, so that the
+utilization of a model does not depend on its memory budget.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from cutefce.ops.interface.operators import STEP
+from cutefce.ops.interface.options import StepOptions
+from cutefce.ops.schema import unpack
+
+
+def _product(w_shape: Sequence[int], y_shape: Sequence[int]) -> int:
+    return 2 * y_shape[0] * w_shape[0] * w_shape[1]
+
+
+@register_flop_formula([torch.ops.cutefce.forward, torch.ops.cutefce.loss_forward])
+def _forward_flop(h_shape: Any, w_shape: Any, y_shape: Any, *_: Any, out_shape: Any = None) -> int:
+    return _product(w_shape, y_shape)
+
+
+@register_flop_formula(torch.ops.cutefce.loss_backward)
+def _backward_flop(
+    upstream_shape: Any,
+    h_shape: Any,
+    w_shape: Any,
+    y_shape: Any,
+    stats_shape: Any,
+    *arguments: Any,
+    out_shape: Any = None,
+) -> int:
+    """More than eight parameters: they are the operator's."""
+    step: StepOptions = unpack(arguments, *STEP)[0]
+    return (step.grad_hidden + step.grad_weight) * _product(w_shape, y_shape)
