@@ -9,9 +9,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cutefce.cute_kernels.process_cache import process_cache
 
+_included_keys = torch._C._dispatch_tls_local_include_set
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
 _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 _NO_DISPATCH_MODE = {
     keys.raw_repr()
@@ -24,20 +27,28 @@ _NO_DISPATCH_MODE = {
 
 def has_dispatch_mode() -> bool:
     """Whether a mode, tracer, transform or fake tensor mode of torch watches operators now."""
-    included = torch._C._dispatch_tls_local_include_set()
-    return included.raw_repr() not in _NO_DISPATCH_MODE
+    return _included_keys().raw_repr() not in _NO_DISPATCH_MODE
 
 
 def is_forward_mode() -> bool:
     """Whether a level of forward-mode differentiation is active."""
-    return torch.autograd.forward_ad._current_level >= 0
+    return forward_ad._current_level >= 0
 
 
-def is_functorch() -> bool:
-    """Whether a transform of `torch.func` is active, outside of a graph compiler."""
-    if torch.compiler.is_dynamo_compiling():
+def is_transformed() -> bool:
+    """Whether forward-mode differentiation or a transform of `torch.func` is active.
+
+    Graph compilers, which trace transforms themselves, do not count.
+    """
+    if _innermost_transform() is None and forward_ad._current_level < 0:
         return False
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return not torch.compiler.is_dynamo_compiling()
+
+
+def is_dispatched() -> bool:
+    """Whether a transform has passed an operator on, so that its own functions are out of reach."""
+    front = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(front)
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:

@@ -80,24 +80,17 @@ def linear_cross_entropy(
     of "From Projection to Prediction: Beyond Logits for Scalable Language Models",
     arXiv 2511.17599.
     """
-    checks.check_types(
-        input=input,
-        linear_weight=linear_weight,
-        target=target,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        workspace=workspace,
-        denominator=denominator,
-        group=group,
-        shards=shards,
-        sequence_parallel=sequence_parallel,
-    )
-    checks.refuse_unserved(
-        linear_bias=linear_bias, weight=weight, label_smoothing=label_smoothing, options=options
-    )
+    tensors, sharding = (input, linear_weight, target), (group, shards, sequence_parallel)
+    checks.check_types(*tensors, reduction, ignore_index, workspace, denominator, *sharding)
+    if linear_bias is not None or weight is not None or label_smoothing != 0 or options is not None:
+        checks.refuse_unserved(
+            linear_bias=linear_bias, weight=weight, label_smoothing=label_smoothing, options=options
+        )
+    if denominator is not None and not isinstance(denominator, Tensor):
+        denominator = _as_tensor(denominator, input.device)
     call = localize(input, linear_weight, target, group, shards, sequence_parallel)
     # transforms see the derivatives of a function, not of an operator that it calls
-    run = loss if torch_compat.is_functorch() else torch.ops.cutefce.loss
+    run = loss if torch_compat.is_transformed() else torch.ops.cutefce.loss
     result: Tensor = run(
         call.h,
         call.w,
@@ -105,7 +98,7 @@ def linear_cross_entropy(
         reduction=reduction,
         ignore_index=-100 if ignore_index is None else ignore_index,
         workspace=workspace,
-        denominator=_as_tensor(denominator, input.device),
+        denominator=denominator,
         group=call.group,
         shards=call.shards,
         sequence_parallel=call.sequence_parallel,
@@ -113,9 +106,7 @@ def linear_cross_entropy(
     return result.movedim(0, call.dim) if result.ndim else result
 
 
-def _as_tensor(number: Tensor | float | None, device: torch.device) -> Tensor | None:
-    if number is None or isinstance(number, Tensor):
-        return number
+def _as_tensor(number: float, device: torch.device) -> Tensor:
     if torch.compiler.is_compiling():  # a constant would be compiled for each value
         return torch.ones((), dtype=torch.float64, device=device) * number
     return torch.full((), float(number), dtype=torch.float64, device=device)
@@ -147,13 +138,8 @@ def plan(
         Strategy, window, columns aliased and kept, and predicted memory (bytes) and time (seconds).
     """
     checks.check_types(
-        input=input,
-        linear_weight=linear_weight,
-        reduction=reduction,
-        workspace=workspace,
-        group=group,
-        shards=shards,
-        sequence_parallel=sequence_parallel,
+        *(input, linear_weight, input, reduction, None, workspace, None),
+        *(group, shards, sequence_parallel),
     )
     target = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
     call = localize(input, linear_weight, target, group, shards, sequence_parallel)
@@ -196,7 +182,9 @@ class LinearCrossEntropyLoss(nn.Module):
     ) -> None:
         """Make the head; the parameters are those of torch's module and `workspace`."""
         super().__init__()
-        checks.check_types(reduction=reduction, ignore_index=ignore_index, workspace=workspace)
+        checks.check_type("reduction", reduction)
+        checks.check_type("ignore_index", ignore_index)
+        checks.check_type("workspace", workspace)
         checks.check_reduction(reduction)
         checks.workspace_bytes(workspace)
         checks.refuse_unserved(

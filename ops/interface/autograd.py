@@ -103,7 +103,7 @@ class LinearCrossEntropyGradients(torch.autograd.Function):
 def _gradients(ctx: Any, upstream: Tensor, saved: Sequence[Any]) -> tuple[Tensor, Tensor]:
     h, w, y, stats, *tensors = saved
     options = *ctx.step.pack(), *ctx.options.pack(), *tensors, *ctx.sharding.pack()
-    if torch.is_grad_enabled() or torch_compat.is_functorch() or torch_compat.is_forward_mode():
+    if torch.is_grad_enabled() or torch_compat.is_transformed():
         result: tuple[Tensor, Tensor] = LinearCrossEntropyGradients.apply(  # type: ignore[no-untyped-call]
             upstream, h, w, y, stats, *options
         )

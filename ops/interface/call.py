@@ -60,9 +60,11 @@ def loss(
     h, w = autocast(input, linear_weight)
     y, grad = target, torch.is_grad_enabled()
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
-    if torch_compat.is_forward_mode():
-        grad_hidden = grad_weight = True
-    needs_grad = grad_hidden or grad_weight or torch_compat.is_functorch()
+    needs_grad = grad_hidden or grad_weight
+    if torch_compat.is_transformed():
+        checks.check_transform()
+        needs_grad, forward_mode = True, torch_compat.is_forward_mode()
+        grad_hidden, grad_weight = grad_hidden or forward_mode, grad_weight or forward_mode
     more = tensors.pack() if arguments else ()
     direct = not needs_grad and can_bypass_dispatcher(h, w, y, *more)
     is_cacheable = direct and not sharding.is_sharded
@@ -94,18 +96,8 @@ def loss(
     return result if options.is_scalar else result.reshape(y.shape)
 
 
-def _dispatched(*tensors: Tensor, **arguments: Any) -> Tensor:
-    """Run `loss` as an operator, where a transform has removed its layer from the tensors."""
-    if torch_compat.is_functorch():
-        raise NotImplementedError(
-            "torch.ops.cutefce.loss: got a call under a transform of torch.func, expected "
-            "cutefce.linear_cross_entropy there"
-        )
-    return loss(*tensors, **arguments)
-
-
 for overload, budget in (("", "int? workspace=None"), (".preset", "str workspace")):
     first, *others = (record.schema() for record in OPTIONS)
     keywords = ", ".join((first, budget, *others))
     LIBRARY.define(f"loss{overload}({TENSORS}, *, {keywords}) -> Tensor")
-    LIBRARY.impl(f"loss{overload}", _dispatched, "CompositeImplicitAutograd")
+    LIBRARY.impl(f"loss{overload}", loss, "CompositeImplicitAutograd")

@@ -38,15 +38,34 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
 """Types of the arguments of the public functions, and how an error names them."""
 
 
-def check_types(**arguments: Any) -> None:
-    """Raise TypeError for the first argument that is not of its type in `ARGUMENT_TYPES`."""
-    for name, value in arguments.items():
-        types, expected = ARGUMENT_TYPES[name]
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise TypeError(f"{name}: got {_shown(value)}, expected {expected}")
-    for size in arguments.get("shards") or ():
-        if isinstance(size, bool) or not isinstance(size, INTEGERS):
-            raise TypeError(f"shards: got {_shown(size)} among them, expected integers")
+_served_types: set[tuple[type, ...]] = set()
+
+
+def check_types(*arguments: Any) -> None:
+    """Raise TypeError for the first argument, in the order of `ARGUMENT_TYPES`, of another type."""
+    kinds = (*map(type, arguments),)
+    traced = torch.compiler.is_dynamo_compiling()
+    if traced or kinds not in _served_types:
+        for name, value in zip(ARGUMENT_TYPES, arguments, strict=True):
+            check_type(name, value)
+        if not traced:
+            _served_types.add(kinds)
+
+
+def check_type(name: str, value: Any) -> None:
+    """Raise TypeError unless the argument called `name` is of its type in `ARGUMENT_TYPES`."""
+    types, expected = ARGUMENT_TYPES[name]
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise TypeError(f"{name}: got {_shown(value)}, expected {expected}")
+
+
+def check_transform() -> None:
+    """Raise NotImplementedError where a transform cannot see the derivatives of the loss."""
+    if torch_compat.is_dispatched():
+        raise NotImplementedError(
+            "torch.ops.cutefce.loss: got a call under a transform of torch.func, expected "
+            "cutefce.linear_cross_entropy there"
+        )
 
 
 def _shown(value: Any) -> str:

@@ -30,13 +30,13 @@ class Kept:
     """Sums of dX and dW, with gradients in forward."""
 
     def take_dw(self) -> Tensor | None:
-        """Return the memory of dW, to be overwritten; a second backward gets None."""
-        dw, self.dw = self.dw, None
+        """Return the memory of dW, to be overwritten; later backwards get None."""
+        dw: Tensor | None = vars(self).pop("dw", None)  # one step, for threads that share a graph
         return dw
 
     def take_sums(self) -> tuple[GradAccumulator, GradAccumulator] | None:
-        """Return the sums of the gradients, to be overwritten; a second backward gets None."""
-        sums, self.sums = self.sums, None
+        """Return the sums of the gradients, to be overwritten; later backwards get None."""
+        sums: tuple[GradAccumulator, GradAccumulator] | None = vars(self).pop("sums", None)
         return sums
 
 

@@ -142,8 +142,9 @@ def loss_backward(
     if runs_again:
         results = _run_forward(inputs, shard, plan)[2]
     assert results is not None
-    if results.sums is not None:
-        return _scale(results.sums, shard, upstream, h, w)
+    sums = results.take_sums()
+    if sums is not None:
+        return _scale(sums, shard, upstream, h, w)
     upstream = upstream * inputs.targets.loss_scale(sum_dtype(h.dtype))
     dw = results.take_dw()
     stored, discarded = _stored(results.exps, dw, plan), plan.aliased > 0

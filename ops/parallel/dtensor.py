@@ -1,7 +1,7 @@
 """Distributed tensors to the plain tensors and the group of a sharded call."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from cutefce.cute_kernels.integers import ceil_div
 
 
-@dataclass(frozen=True)
-class LocalCall:
+class LocalCall(NamedTuple):
     """This rank's arguments of `torch.ops.cutefce.loss`."""
 
     h: Tensor

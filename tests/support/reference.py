@@ -1,6 +1,7 @@
 """What results are compared with, and how far they may be from it."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -116,6 +117,11 @@ PLANS = {
 """Strategy, aliased and kept columns of 333 in small tiles, and a chunk's tokens of 150."""
 
 
+def fixed_plan(plan: Plan) -> AbstractContextManager[Any]:
+    """Return a context in which all calls have this plan."""
+    return mock.patch.object(operators, "plan_for", return_value=plan)
+
+
 def loss_of_plan(
     h: Tensor,
     w: Tensor,
@@ -127,7 +133,7 @@ def loss_of_plan(
     """Return the loss by a given plan."""
     packed = *options.pack(), *TensorOptions().pack(), *sharding.pack()
     step = StepOptions(0, plan.grad_hidden, plan.grad_weight).pack()
-    with mock.patch.object(operators, "plan_for", return_value=plan):
+    with fixed_plan(plan):
         return training_loss(h, w, y, *step, *packed)
 
 

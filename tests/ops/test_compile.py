@@ -1,0 +1,181 @@
+"""Graph compilers and exporters: sizes are never compared, and results are those of eager calls."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim, export
+
+import cutefce
+from bench.harness.timing import peak_bytes
+from cutefce.ops.interface import kept, operators
+from tests.support.reference import random_case
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+BUDGETS = [None, "min", 1 << 30, "max"]
+DYNAMIC = {"min": 2, "max": 1 << 20}
+
+
+@pytest.fixture(autouse=True)
+def no_graphs() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def token_counts(count: int, most: int) -> list[int]:
+    """Return random sizes, few and many tokens alike; one token and a repeated size are there."""
+    draw = random.Random(count)
+    sizes = [1, 2, 2, *(int(most ** draw.random()) for _ in range(count - 3))]
+    draw.shuffle(sizes)
+    return sizes
+
+
+def torch_loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(h, w), y)
+
+
+def mark(*tensors: Tensor) -> None:
+    for x in tensors:
+        torch._dynamo.mark_dynamic(x, 0, **DYNAMIC)
+
+
+def graphs(
+    loss: Loss, sizes: list[int], make: Callable[[int], tuple[Tensor, ...]], marked: bool
+) -> int:
+    """Return the number of graphs of training steps of these sizes, each checked against eager."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    for tokens in sizes:
+        if marked and tokens < DYNAMIC["min"]:
+            continue
+        h, w, y = make(tokens)
+        if marked:
+            mark(h, y)
+        results = []
+        for function in (compiled, loss):
+            value = function(h, w, y)
+            results.append((value, *torch.autograd.grad(value, (h, w))))
+        if loss is not torch_loss and not h.is_meta:
+            for got, expected in zip(*results, strict=True):
+                assert torch.equal(got, expected), tokens
+    return int(counter.frame_count)
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["automatic", "marked"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("workspace", BUDGETS)
+def test_no_more_graphs_than_torch(
+    workspace: int | str | None, dtype: torch.dtype, marked: bool, device: str
+) -> None:
+    w = torch.randn(40, 8, device=device).to(dtype).requires_grad_()
+
+    def make(tokens: int) -> tuple[Tensor, ...]:
+        case = random_case(tokens, 8, 40, dtype=dtype, device=device, ignored=0)
+        return case.h.requires_grad_(), w, case.y
+
+    def ours(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
+
+    sizes = token_counts(200, 32768)
+    assert graphs(ours, sizes, make, marked) <= graphs(torch_loss, sizes[:10], make, marked)
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["automatic", "marked"])
+@pytest.mark.parametrize("workspace", BUDGETS)
+def test_no_more_graphs_than_torch_for_large_heads(
+    workspace: int | str | None, marked: bool
+) -> None:
+    w = torch.empty(128256, 4096, dtype=torch.bfloat16, device="meta").requires_grad_()
+
+    def make(tokens: int) -> tuple[Tensor, ...]:
+        h = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta").requires_grad_()
+        return h, w, torch.empty(tokens, dtype=torch.long, device="meta")
+
+    def small(tokens: int) -> tuple[Tensor, ...]:
+        case = random_case(tokens, 8, 40, ignored=0)
+        return case.h.requires_grad_(), case.w.requires_grad_(), case.y
+
+    def ours(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
+
+    sizes = token_counts(60, 32768)
+    assert graphs(ours, sizes, make, marked) <= graphs(torch_loss, sizes[:10], small, marked)
+
+
+def test_float_denominators_share_graphs(device: str) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    head = cutefce.LinearCrossEntropyLoss(16, 100, device=device)
+    compiled = torch.compile(head, fullgraph=True, backend=counter)
+    case = random_case(30, 16, 100, device=device)
+    for step in range(20):
+        given = 1.5 + step / 7
+        loss = compiled(case.h, case.y, denominator=given)
+        loss.backward()
+        assert torch.equal(loss, head(case.h, case.y, denominator=given))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("workspace", ["min", 300_000, "max"])
+def test_compiled_steps_take_the_memory_of_eager_ones(
+    workspace: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h, w, y = (
+        torch.randn(256, 64, requires_grad=True),
+        torch.randn(5000, 64, requires_grad=True),
+        torch.randint(5000, (256,)),
+    )
+
+    def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
+
+    forwards: list[Any] = []
+
+    def count(*arguments: Any) -> Any:
+        forwards.append(arguments)
+        return run_forward(*arguments)
+
+    run_forward = operators._run_forward
+    monkeypatch.setattr(operators, "_run_forward", count)
+    peaks = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="inductor")):
+
+        def step(function: Loss = function) -> None:
+            torch.autograd.grad(function(h, w, y), (h, w))
+
+        step()
+        forwards.clear()
+        peaks.append(peak_bytes(step, "cpu"))
+        assert len(forwards) == 1 and not kept._kept
+    assert peaks[1] <= peaks[0] + 4096
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("dim", ["a range", "automatic"])
+def test_exported_programs_take_any_number_of_tokens(
+    dim: str, strict: bool, grad: bool, tmp_path: Path
+) -> None:
+    head = cutefce.LinearCrossEntropyLoss(8, 20)
+    tokens: Any = Dim("tokens", min=1, max=1 << 20) if dim == "a range" else Dim.AUTO
+    with torch.set_grad_enabled(grad):
+        example = torch.randn(6, 8), torch.randint(20, (6,))
+        program = export(head, example, strict=strict, dynamic_shapes=({0: tokens}, {0: tokens}))
+        torch.export.save(program, tmp_path / "head.pt2")
+        loaded = torch.export.load(tmp_path / "head.pt2").module()
+        for count in (1, 2, 19, 4000):
+            case = random_case(count, 8, 20, ignored=0)
+            h = case.h.requires_grad_(grad)
+            loss, expected = loaded(h, case.y), head(h, case.y)
+            assert torch.equal(loss, expected)
+            if grad:
+                (dh,) = torch.autograd.grad(loss, h)
+                assert torch.equal(dh, torch.autograd.grad(expected, h)[0])

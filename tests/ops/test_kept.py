@@ -1,0 +1,104 @@
+"""What a forward keeps for its backward lives as long as the graph, and can be computed again."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import cutefce
+from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.interface import kept
+from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.planning.planner import Plan
+from tests.support.reference import PLANS, fixed_plan, loss_of_plan, random_case
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    gc.collect()
+    assert not kept._kept
+    yield
+    gc.collect()
+    assert not kept._kept
+
+
+def leaves(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    case = random_case(150, 48, 333, dtype=dtype, device=device)
+    return case.h.requires_grad_(), case.w.requires_grad_(), case.y
+
+
+def loss_of(plan: tuple[Any, ...], h: Tensor, w: Tensor, y: Tensor, window: int) -> Tensor:
+    strategy, *sizes = plan
+    return loss_of_plan(h, w, y, Plan(strategy, window, *sizes, True, True), LossOptions("sum"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_backward_has_the_bits_of_the_first(
+    plan: tuple[Any, ...], dtype: torch.dtype, small_tiles: PortableTiles, device: str
+) -> None:
+    h, w, y = leaves(dtype, device)
+    loss = loss_of(plan, h, w, y, small_tiles.window)
+    first, second, third = (torch.autograd.grad(loss, (h, w), retain_graph=True) for _ in range(3))
+    for a, b, c in zip(first, second, third, strict=True):
+        assert torch.equal(a, b) and torch.equal(b, c)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_graph_that_is_dropped_frees_it(
+    plan: tuple[Any, ...], small_tiles: PortableTiles, device: str
+) -> None:
+    h, w, y = leaves(torch.float32, device)
+    loss = loss_of(plan, h, w, y, small_tiles.window)
+    assert len(kept._kept) == 1
+    del loss
+    assert not kept._kept  # at once, without a garbage collection
+    loss_of(plan, h, w, y, small_tiles.window).backward()
+    assert not kept._kept
+
+
+def copied() -> AbstractContextManager[None]:
+    return saved_tensors_hooks(lambda x: x.clone(), lambda x: x)
+
+
+HOOKS: dict[str, Callable[[], Any]] = {"copied": copied, "on the CPU": save_on_cpu}
+
+
+@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_saved_tensors_may_be_moved(
+    hooks: Callable[[], Any], plan: tuple[Any, ...], small_tiles: PortableTiles, device: str
+) -> None:
+    h, w, y = leaves(torch.float32, device)
+    results, (strategy, *sizes) = [], plan
+    for context in (nullcontext, hooks):
+        with fixed_plan(Plan(strategy, small_tiles.window, *sizes, True, True)):
+            with context():
+                loss = cutefce.linear_cross_entropy(h, w, y)
+            results.append(torch.autograd.grad(loss, (h, w)))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("workspace", ["min", 1 << 16, "max"])
+def test_checkpoints_keep_nothing(
+    workspace: int | str, use_reentrant: bool, small_tiles: PortableTiles, device: str
+) -> None:
+    h, w, y = leaves(torch.float32, device)
+
+    def loss(h: Tensor, w: Tensor) -> Tensor:
+        return cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
+
+    expected = torch.autograd.grad(loss(h, w), (h, w))
+    again = checkpoint(loss, h, w, use_reentrant=use_reentrant)
+    assert not kept._kept
+    again.backward()
+    for x, gradient in zip((h, w), expected, strict=True):
+        assert x.grad is not None and torch.equal(x.grad, gradient)

@@ -1,0 +1,155 @@
+"""Derivatives other than a plain backward: forward mode, batches of samples, second derivatives."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+import cutefce
+from tests.support.reference import random_case
+
+Function = Callable[..., Tensor]
+TOKENS, HIDDEN, VOCAB = 12, 8, 40
+
+
+class Inputs:
+    """Hidden states, weight, targets and tangents in float64, and the two forms of the loss."""
+
+    def __init__(self, reduction: str, workspace: int | str | None, device: str) -> None:
+        case = random_case(TOKENS, HIDDEN, VOCAB, dtype=torch.float64, device=device)
+        self.h, self.w, self.y = case.h, case.w, case.y
+        self.dh, self.dw = torch.randn_like(self.h), torch.randn_like(self.w)
+        self.reduction, self.workspace = reduction, workspace
+
+    def ours(self, h: Tensor, w: Tensor | None = None, y: Tensor | None = None) -> Tensor:
+        return cutefce.linear_cross_entropy(
+            h,
+            self.w if w is None else w,
+            self.y if y is None else y,
+            reduction=self.reduction,
+            workspace=self.workspace,
+        )
+
+    def torchs(self, h: Tensor, w: Tensor | None = None, y: Tensor | None = None) -> Tensor:
+        logits = F.linear(h, self.w if w is None else w)
+        return F.cross_entropy(logits, self.y if y is None else y, reduction=self.reduction)
+
+    def summed(self, loss: Function) -> Function:
+        return lambda *arguments: loss(*arguments).sum()
+
+
+@pytest.fixture(params=["mean", "sum", "none"])
+def reduction(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=[None, "min", "max"])
+def inputs(request: pytest.FixtureRequest, reduction: str, device: str) -> Inputs:
+    return Inputs(reduction, request.param, device)
+
+
+def dual_tangent(x: Inputs, loss: Function) -> Tensor:
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(loss(forward_ad.make_dual(x.h, x.dh))).tangent
+    assert tangent is not None
+    return tangent
+
+
+def batched_gradients(x: Inputs, loss: Function) -> tuple[Tensor, ...]:
+    h, w = x.h.clone().requires_grad_(), x.w.clone().requires_grad_()
+    result = loss(h, w)
+    upstream = torch.stack([torch.full_like(result, 1.0 + i) for i in range(3)])
+    return torch.autograd.grad(result, (h, w), upstream, is_grads_batched=True)
+
+
+SERVED: dict[str, Callable[[Inputs, Function], Any]] = {
+    "jvp of h": lambda x, f: torch.func.jvp(f, (x.h,), (x.dh,)),
+    "jacfwd": lambda x, f: torch.func.jacfwd(f)(x.h),
+    "jacrev": lambda x, f: torch.func.jacrev(f)(x.h),
+    "linearize": lambda x, f: torch.func.linearize(f, x.h)[1](x.dh),
+    "grad": lambda x, f: torch.func.grad(x.summed(f), argnums=(0, 1))(x.h, x.w),
+    "vjp": lambda x, f: torch.func.vjp(f, x.h)[1](torch.ones_like(f(x.h))),
+    "vmap": lambda x, f: torch.func.vmap(f)(torch.stack([x.h, x.dh])),
+    "vmap of targets": lambda x, f: torch.func.vmap(f, in_dims=(0, None, 0))(
+        torch.stack([x.h, x.dh]), x.w, torch.stack([x.y, x.y.flip(0)])
+    ),
+    "gradients of samples": lambda x, f: torch.func.vmap(torch.func.grad(x.summed(f)))(
+        torch.stack([x.h, x.dh])
+    ),
+    "dual numbers": dual_tangent,
+    "batched gradients": batched_gradients,
+}
+
+
+@pytest.mark.parametrize("transform", SERVED.values(), ids=SERVED)
+def test_transforms_equal_torch(
+    transform: Callable[[Inputs, Function], Any], inputs: Inputs
+) -> None:
+    torch.testing.assert_close(transform(inputs, inputs.ours), transform(inputs, inputs.torchs))
+
+
+def test_tangents_of_the_weight(inputs: Inputs) -> None:
+    primals, tangents = (inputs.h, inputs.w), (inputs.dh, inputs.dw)
+    if inputs.reduction == "none":
+        with pytest.raises(NotImplementedError, match="linear_weight: got a tangent"):
+            torch.func.jvp(inputs.ours, primals, tangents)
+        return
+    torch.testing.assert_close(
+        torch.func.jvp(inputs.ours, primals, tangents),
+        torch.func.jvp(inputs.torchs, primals, tangents),
+    )
+
+
+SECOND: dict[str, Callable[[Inputs, Function], Any]] = {
+    "hessian": lambda x, f: torch.func.hessian(x.summed(f))(x.h),
+    "grad of grad": lambda x, f: torch.func.grad(
+        lambda h: torch.func.grad(x.summed(f))(h).square().sum()
+    )(x.h),
+    "jvp of grad": lambda x, f: torch.func.jvp(torch.func.grad(x.summed(f)), (x.h,), (x.dh,)),
+}
+
+
+@pytest.mark.parametrize("transform", SECOND.values(), ids=SECOND)
+def test_second_derivatives_are_refused(
+    transform: Callable[[Inputs, Function], Any], inputs: Inputs
+) -> None:
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        transform(inputs, inputs.ours)
+
+
+def test_the_operator_itself_is_refused_under_transforms(device: str) -> None:
+    x = Inputs("mean", None, device)
+    for transform in (torch.func.grad, torch.func.jacfwd):
+        with pytest.raises(NotImplementedError, match=r"expected cutefce\.linear_cross_entropy"):
+            transform(lambda h: torch.ops.cutefce.loss(h, x.w, x.y))(x.h)
+
+
+@pytest.mark.parametrize("workspace", ["min", "max", None])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradcheck(reduction: str, workspace: str | None, device: str) -> None:
+    x = Inputs(reduction, workspace, device)
+    leaves = x.h.requires_grad_(), x.w.requires_grad_()
+    assert torch.autograd.gradcheck(x.ours, leaves, check_forward_ad=True, check_batched_grad=True)
+
+
+@pytest.mark.parametrize("workspace", ["min", "max", None])
+def test_flops_are_those_of_the_unfused_form(workspace: str | None, device: str) -> None:
+    x = Inputs("mean", workspace, device)
+    for trained in ((x.h, x.w), (x.h,), (x.w,), ()):
+        counts = []
+        for loss in (x.ours, x.torchs):
+            leaves = [
+                each.detach().requires_grad_(any(each is other for other in trained))
+                for each in (x.h, x.w)
+            ]
+            with FlopCounterMode(display=False) as counter:
+                result = loss(*leaves)
+                if trained:
+                    result.backward()
+            counts.append(counter.get_total_flops())
+        assert counts[0] == counts[1] == 2 * TOKENS * HIDDEN * VOCAB * (1 + len(trained))
