@@ -4,13 +4,16 @@ import contextlib
 import functools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cutefce.cute_kernels.process_cache import process_cache
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as Store
 
 _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 _NO_DISPATCH_MODE = {
@@ -42,6 +45,13 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
         raise ValueError(
             f"group: got {name!r}, expected the name of a process group that this rank is in"
         ) from error
+
+
+def is_fake_group(group: dist.ProcessGroup) -> bool:
+    """Whether `group` is of torch's backend "fake", which pretends that there are other ranks."""
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    return isinstance(group._get_backend(group._device_types[0]), FakeProcessGroup)
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

@@ -9,7 +9,8 @@ from torch.distributed import ProcessGroup
 
 import cutefce.ops.interface.call  # noqa: F401  (registers torch.ops.cutefce)
 from cutefce.ops.interface.checks import refuse_unserved
-from cutefce.ops.parallel.dtensor import localize
+from cutefce.ops.parallel.consistency import report_errors
+from cutefce.ops.parallel.dtensor import localize, replicated
 
 
 def linear_cross_entropy(
@@ -75,26 +76,37 @@ def linear_cross_entropy(
     of "From Projection to Prediction: Beyond Logits for Scalable Language Models",
     arXiv 2511.17599.
     """
-    if linear_bias is not None or weight is not None or label_smoothing != 0 or options is not None:
-        refuse_unserved(
-            linear_bias=linear_bias, weight=weight, label_smoothing=label_smoothing, options=options
+    with report_errors(group, linear_weight):
+        if (
+            linear_bias is not None
+            or weight is not None
+            or label_smoothing != 0
+            or options is not None
+        ):
+            refuse_unserved(
+                linear_bias=linear_bias,
+                weight=weight,
+                label_smoothing=label_smoothing,
+                options=options,
+            )
+        if isinstance(denominator, (int, float)):
+            denominator = torch.full((), denominator, dtype=torch.float64, device=input.device)
+        if isinstance(denominator, Tensor):
+            denominator = replicated("denominator", denominator)
+        call = localize(input, linear_weight, target, group, shards, sequence_parallel)
+        result: Tensor = torch.ops.cutefce.loss(
+            call.h,
+            call.w,
+            call.y,
+            reduction=reduction,
+            ignore_index=-100 if ignore_index is None else ignore_index,
+            workspace=workspace,
+            denominator=denominator,
+            group=call.group,
+            shards=call.shards,
+            sequence_parallel=call.sequence_parallel,
         )
-    if isinstance(denominator, (int, float)):
-        denominator = torch.full((), denominator, dtype=torch.float64, device=input.device)
-    call = localize(input, linear_weight, target, group, shards, sequence_parallel)
-    result: Tensor = torch.ops.cutefce.loss(
-        call.h,
-        call.w,
-        call.y,
-        reduction=reduction,
-        ignore_index=-100 if ignore_index is None else ignore_index,
-        workspace=workspace,
-        denominator=denominator,
-        group=call.group,
-        shards=call.shards,
-        sequence_parallel=call.sequence_parallel,
-    )
-    return result.movedim(0, call.dim) if result.ndim else result
+        return result.movedim(0, call.dim) if result.ndim else result
 
 
 class LinearCrossEntropyLoss(nn.Module):

@@ -18,6 +18,7 @@ from cutefce.ops.interface.operators import (
     loss_backward,
     scale_gradients,
 )
+from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.schema import unpack
 
 
@@ -32,6 +33,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    with report_errors(ctx.sharding.group):
+        return _gradients(ctx, upstream)
+
+
+def _gradients(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     if upstream is None:
         return (*[None] * ctx.inputs,)
     h, w, y, stats, exps, dx, dw, dx_overflow, dw_overflow, *tensors = ctx.saved_tensors

@@ -71,8 +71,7 @@ def _prepare(
 def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     """Return the reduced loss; `arguments` are those of `OPTIONS`."""
     options, tensors, sharding = unpack(arguments, *OPTIONS)
-    same = {"operator": "forward", **_agreed(options)}
-    shard = shard_of(sharding, h, w, **same)
+    shard = shard_of(sharding, h, w, **_agreed(y, options, tensors))
     inputs = _prepare(shard, h, w, y, options, tensors)
     loss = inputs.primitives.projection.forward(inputs.h, inputs.w, inputs.targets)[1]
     return loss if options.is_scalar else loss.clone()  # not a view of the statistics
@@ -87,10 +86,10 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     is the memory of their exponentials.
     """
     plan, options, tensors, sharding = unpack(arguments, *PLANNED)
-    chosen = {"dX is computed": plan.grad_hidden, "strategy": plan.strategy, "chunk": plan.chunk}
-    same = {"operator": "loss_forward", **_agreed(options), **chosen}
-    shard = shard_of(sharding, h, w, **same)
-    inputs = _prepare(shard, h, w, y, options, tensors, (plan.grad_hidden, plan.grad_weight))
+    grads = plan.grad_hidden, plan.grad_weight
+    chosen = {"workspace, as (strategy, chunk)": [plan.strategy, plan.chunk]}
+    shard = shard_of(sharding, h, w, **_agreed(y, options, tensors, grads), **chosen)
+    inputs = _prepare(shard, h, w, y, options, tensors, grads)
     if plan.in_forward:
         return _gradients_in_forward(inputs, shard, plan)
     h, w = inputs.h, inputs.w
@@ -181,9 +180,20 @@ def scale_gradients(
     )
 
 
-def _agreed(options: LossOptions) -> dict[str, Any]:
-    """Return the options that all ranks must agree on, by name."""
-    return dict(zip(LossOptions.names(), options.pack(), strict=True))
+def _agreed(
+    y: Tensor,
+    options: LossOptions,
+    tensors: TensorOptions,
+    grads: tuple[bool, bool] = (False, False),
+) -> dict[str, Any]:
+    """Return what all ranks must agree on in a forward, by the names that errors use."""
+    return {
+        "operator": "forward",
+        "requires_grad of (input, linear_weight)": list(grads),
+        "target": y,
+        **dict(zip(LossOptions.names(), options.pack(), strict=True)),
+        "denominator": tensors.denominator,
+    }
 
 
 def _stored(exps: Tensor, dw: Tensor, plan: Plan) -> StoredExps:
