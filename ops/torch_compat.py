@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cutefce.cute_kernels.process_cache import process_cache
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as Store
 
 _included_keys = torch._C._dispatch_tls_local_include_set
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
@@ -65,6 +68,13 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
         raise ValueError(
             f"group: got {name!r}, expected the name of a process group that this rank is in"
         ) from error
+
+
+def is_fake_group(group: dist.ProcessGroup) -> bool:
+    """Whether `group` is of torch's backend "fake", which pretends that there are other ranks."""
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    return isinstance(group._get_backend(group._device_types[0]), FakeProcessGroup)
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

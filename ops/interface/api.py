@@ -13,7 +13,8 @@ from cutefce.ops.interface.call import loss
 from cutefce.ops.interface.context import autocast
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions
 from cutefce.ops.interface.plans import plan_for
-from cutefce.ops.parallel.dtensor import localize
+from cutefce.ops.parallel.consistency import report_errors
+from cutefce.ops.parallel.dtensor import localize, replicated
 from cutefce.ops.planning.planner import Plan
 
 
@@ -80,36 +81,44 @@ def linear_cross_entropy(
     of "From Projection to Prediction: Beyond Logits for Scalable Language Models",
     arXiv 2511.17599.
     """
-    tensors, sharding = (input, linear_weight, target), (group, shards, sequence_parallel)
-    checks.check_types(*tensors, reduction, ignore_index, workspace, denominator, *sharding)
-    if linear_bias is not None or weight is not None or label_smoothing != 0 or options is not None:
-        checks.refuse_unserved(
-            linear_bias=linear_bias, weight=weight, label_smoothing=label_smoothing, options=options
+    with report_errors(group, linear_weight):
+        tensors, sharding = (input, linear_weight, target), (shards, sequence_parallel)
+        checks.check_types(*tensors, reduction, ignore_index, workspace, denominator, *sharding)
+        given = linear_bias is not None or weight is not None or options is not None
+        if given or label_smoothing != 0:
+            checks.refuse_unserved(
+                linear_bias=linear_bias,
+                weight=weight,
+                label_smoothing=label_smoothing,
+                options=options,
+            )
+        if denominator is not None:
+            denominator = _as_tensor(denominator, input.device)
+        call = localize(input, linear_weight, target, group, shards, sequence_parallel)
+        # transforms see the derivatives of a function, not of an operator that it calls
+        run = loss if torch_compat.is_transformed() else torch.ops.cutefce.loss
+        result: Tensor = run(
+            call.h,
+            call.w,
+            call.y,
+            reduction=reduction,
+            ignore_index=-100 if ignore_index is None else ignore_index,
+            workspace=workspace,
+            denominator=denominator,
+            group=call.group,
+            shards=call.shards,
+            sequence_parallel=call.sequence_parallel,
         )
-    if denominator is not None and not isinstance(denominator, Tensor):
-        denominator = _as_tensor(denominator, input.device)
-    call = localize(input, linear_weight, target, group, shards, sequence_parallel)
-    # transforms see the derivatives of a function, not of an operator that it calls
-    run = loss if torch_compat.is_transformed() else torch.ops.cutefce.loss
-    result: Tensor = run(
-        call.h,
-        call.w,
-        call.y,
-        reduction=reduction,
-        ignore_index=-100 if ignore_index is None else ignore_index,
-        workspace=workspace,
-        denominator=denominator,
-        group=call.group,
-        shards=call.shards,
-        sequence_parallel=call.sequence_parallel,
-    )
-    return result.movedim(0, call.dim) if result.ndim else result
+        return result.movedim(0, call.dim) if result.ndim else result
 
 
-def _as_tensor(number: float, device: torch.device) -> Tensor:
+def _as_tensor(denominator: Tensor | float, device: torch.device) -> Tensor:
+    """Return a denominator as a tensor, a number's on `device`."""
+    if isinstance(denominator, Tensor):
+        return replicated("denominator", denominator)
     if torch.compiler.is_compiling():  # a constant would be compiled for each value
-        return torch.ones((), dtype=torch.float64, device=device) * number
-    return torch.full((), float(number), dtype=torch.float64, device=device)
+        return torch.ones((), dtype=torch.float64, device=device) * denominator
+    return torch.full((), float(denominator), dtype=torch.float64, device=device)
 
 
 def plan(
@@ -139,7 +148,7 @@ def plan(
     """
     checks.check_types(
         *(input, linear_weight, input, reduction, None, workspace, None),
-        *(group, shards, sequence_parallel),
+        *(shards, sequence_parallel),
     )
     target = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
     call = localize(input, linear_weight, target, group, shards, sequence_parallel)

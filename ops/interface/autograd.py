@@ -9,6 +9,7 @@ from torch import Tensor
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.context import can_bypass_dispatcher
 from cutefce.ops.interface.operators import IMPLS, STEP, loss_backward, loss_forward
+from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.schema import unpack
 
 
@@ -44,7 +45,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         """Return dX and dW for the upstream gradient of the loss."""
         if upstream[0] is None:
             return (*[None] * ctx.inputs,)
-        dx, dw = _gradients(ctx, upstream[0], ctx.saved_tensors)
+        with report_errors(ctx.sharding.group):
+            dx, dw = _gradients(ctx, upstream[0], ctx.saved_tensors)
         gradients = dx if ctx.step.grad_hidden else None, dw if ctx.step.grad_weight else None
         return *gradients, *[None] * (ctx.inputs - 2)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from cutefce.cute_kernels.problem import ITEM_BYTES
@@ -31,11 +30,13 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "ignore_index": ((*INTEGERS, type(None)), "an integer or None"),
     "workspace": ((*INTEGERS, str, type(None)), 'bytes as an integer, "min", "max" or None'),
     "denominator": ((Tensor, *NUMBERS, type(None)), "a number, a tensor or None"),
-    "group": ((ProcessGroup, type(None)), "a ProcessGroup that this rank is in"),
     "shards": ((Sequence, type(None)), "a sequence of integers or None"),
     "sequence_parallel": ((bool,), "a bool"),
 }
-"""Types of the arguments of the public functions, and how an error names them."""
+"""Types of the arguments of the public functions, and how an error names them.
+
+`group` is checked in `ops.parallel.dtensor`.
+"""
 
 
 _served_types: set[tuple[type, ...]] = set()

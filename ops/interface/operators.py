@@ -74,8 +74,7 @@ def _prepare(
 def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     """Return the reduced loss; `arguments` are those of `OPTIONS`."""
     options, tensors, sharding = unpack(arguments, *OPTIONS)
-    same = {"operator": "forward", **_agreed(options)}
-    shard = shard_of(sharding, h, w, **same)
+    shard = shard_of(sharding, h, w, **_agreed(y, options, tensors))
     inputs = _prepare(shard, h, w, y, options, tensors)
     loss = inputs.primitives.projection.forward(inputs.h, inputs.w, inputs.targets)[1]
     return loss if options.is_scalar else loss.clone()  # not a view of the statistics
@@ -88,10 +87,13 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     """
     step, options, tensors, sharding = unpack(arguments, *STEP)
     plan = plan_for(h, w, step, options, sharding)
-    chosen = {"dX is computed": plan.grad_hidden, "strategy": plan.strategy, "chunk": plan.chunk}
-    same = {"operator": "loss_forward", **_agreed(options), **chosen}
-    shard = shard_of(sharding, h, w, **same)
     grads = plan.grad_hidden, plan.grad_weight
+    same = {
+        **_agreed(y, options, tensors, grads),
+        "workspace": step.budget,
+        "workspace, as (strategy, chunk)": [plan.strategy, plan.chunk],
+    }
+    shard = shard_of(sharding, h, w, **same)
     inputs = _prepare(shard, h, w, y, options, tensors, grads)
     loss, stats, results = _run_forward(inputs, shard, plan)
     kept.keep(stats, results)
@@ -173,9 +175,20 @@ def _scale(
     return shard.gather_dx(dx, len(h)) if len(dx) else dx, dw
 
 
-def _agreed(options: LossOptions) -> dict[str, Any]:
-    """Return the options that all ranks must agree on, by name."""
-    return dict(zip(LossOptions.names(), options.pack(), strict=True))
+def _agreed(
+    y: Tensor,
+    options: LossOptions,
+    tensors: TensorOptions,
+    grads: tuple[bool, bool] = (False, False),
+) -> dict[str, Any]:
+    """Return what all ranks must agree on in a forward, by the names that errors use."""
+    return {
+        "operator": "forward",
+        "requires_grad of (input, linear_weight)": list(grads),
+        "target": y,
+        **dict(zip(LossOptions.names(), options.pack(), strict=True)),
+        "denominator": tensors.denominator,
+    }
 
 
 def _stored(exps: Tensor, dw: Tensor | None, plan: Plan) -> StoredExps:

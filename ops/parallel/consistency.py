@@ -3,25 +3,64 @@
 Collectives of different sizes or in another order hang, or mix up data.  So ranks first exchange
 what they are about to do through the group's store, which needs no device: on a CPU in every
 operator, on a GPU only for values that are new, because a store serves few requests at a time.
+
+Each exchange is a round.  A round that all ranks have read, or raised in, leaves nothing in the
+store: a store may outlive its group, and ranks number the rounds of every group from 0.
 """
 
+import contextlib
 import json
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from cutefce.ops import torch_compat
+
+COMMON_ERRORS = {e.__name__: e for e in (IndexError, NotImplementedError, TypeError, ValueError)}
+"""Errors of one rank that the others raise too; any other one is a RuntimeError there."""
 
 
 @dataclass
 class StoreRounds:
-    """The exchanges of this process with the ranks of one group."""
+    """The rounds of one group, as this rank sees them."""
 
+    store: "torch_compat.Store"
+    rank: int
+    ranks: int
     count: int = 0
+    """Rounds that this rank has begun."""
+    calls: int = 0
+    """Exchanges, also those that were skipped, and errors that were published."""
     known: set[str] = field(default_factory=set)
-    """Values that all ranks agreed on before."""
+    """Values that all ranks agreed on since the last error of one of them."""
+
+    def publish(self, text: str) -> int:
+        """Begin a round with this rank's values; return its number."""
+        number, self.count = self.count, self.count + 1
+        self.store.set(_key(number, self.rank), text)
+        return number
+
+    def read(self, number: int, timeout: timedelta) -> list[str]:
+        """Return the values of all ranks, waiting for them; raise RuntimeError after `timeout`."""
+        keys = [_key(number, rank) for rank in range(self.ranks)]
+        try:
+            self.store.wait(keys, timeout)
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):  # the store itself may be gone
+                self.store.delete_key(_key(number, self.rank))
+            raise
+        return [text.decode() for text in self.store.multi_get(keys)]
+
+    def leave(self, number: int) -> None:
+        """End a round for this rank; the last rank removes it from the store."""
+        if self.store.add(_key(number, "left"), 1) == self.ranks:
+            for name in (*range(self.ranks), "left"):
+                self.store.delete_key(_key(number, name))
 
 
 _rounds: WeakKeyDictionary[dist.ProcessGroup, StoreRounds] = WeakKeyDictionary()
@@ -36,65 +75,99 @@ def exchange(
     together because the values are identical everywhere.
 
     Raises:
-        RuntimeError: if another rank does not take part, or failed before.
+        ValueError: for a group whose ranks exchange nothing.
+        RuntimeError: if another rank does not take part, or makes another call.
+        Exception: what another rank raised before its call, if that is one of `COMMON_ERRORS`.
     """
-    rounds = _rounds.setdefault(process_group, StoreRounds())
+    rounds = _rounds_of(process_group)
+    rounds.calls += 1
     text = json.dumps(mine)
     if cached and text in rounds.known:
         return [mine]
-    number, store = _publish(process_group, text), process_group.get_group_store()
-    keys = [_key(number, rank) for rank in range(process_group.size())]
+    number = rounds.publish(text)
     try:
-        store.wait(keys, torch_compat.group_timeout(process_group))
+        texts = rounds.read(number, torch_compat.group_timeout(process_group))
     except RuntimeError as error:
         raise RuntimeError(
-            f"group: a rank did not make the call that rank {process_group.rank()} made, "
+            f"group: a rank did not make the call that rank {rounds.rank} made, "
             f"{mine}, within the group's timeout"
         ) from error
-    values = [json.loads(text) for text in store.multi_get(keys)]
-    # every rank is in this round, so all have read those of the round before
-    store.delete_key(_key(number - 1, process_group.rank()))
+    rounds.leave(number)
+    values: list[dict[str, Any]] = [json.loads(text) for text in texts]
     for rank, other in enumerate(values):
         if "error" in other:
-            raise RuntimeError(f"group: rank {rank} failed: {other['error']}")
-        if other.get("operator") != mine["operator"]:
+            rounds.known.clear()
+            kind, message = other["error"]
+            if kind in COMMON_ERRORS:
+                raise COMMON_ERRORS[kind](f"{message} (raised on rank {rank} of the group)")
+            raise RuntimeError(f"group: rank {rank} failed: {kind}: {message}")
+        if other["operator"] != mine["operator"]:
             raise RuntimeError(
-                f"group: rank {rank} called {other.get('operator')} while rank "
-                f"{process_group.rank()} called {mine['operator']}"
+                f"group: rank {rank} called {other['operator']} while rank {rounds.rank} called "
+                f"{mine['operator']}"
             )
     if all(other == mine for other in values):
         rounds.known.add(text)
     return values
 
 
-@dataclass
 class report_errors:
-    """Context that publishes a TypeError or ValueError of its block to the ranks of `group`.
+    """Context of a call that tells the ranks of its group what this rank raised before its part.
 
-    Ranks that wait for this one then raise too.  A class, because entering a generator's context
-    takes more CPU time and every call enters this one.
+    Ranks that wait for this one then raise too.  What is raised after the ranks have met is raised
+    by all of them, and not reported.  A class, because entering a generator's context takes more
+    CPU time and every call enters this one.
     """
 
-    group: str | None
+    def __init__(self, group: Any, weight: Any = None) -> None:
+        """Take the call's group, or its name, and weight, checked or not."""
+        self.group, self.weight = group, weight
 
     def __enter__(self) -> None:
         """Begin."""
+        self.rounds = None
+        if self.group is None and not isinstance(self.weight, DTensor):
+            return
+        if not torch.compiler.is_compiling():  # a graph's operators report by themselves
+            self.rounds = _rounds_of_call(self.group, self.weight)
+            self.calls = self.rounds.calls if self.rounds else 0
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Publish a TypeError or ValueError."""
-        if self.group is not None and isinstance(error, TypeError | ValueError):
-            text = json.dumps({"error": f"{type(error).__name__}: {error}"})
-            _publish(torch_compat.resolve_process_group(self.group), text)
+        """Publish an error, unless the ranks have met since the context was entered."""
+        rounds = self.rounds
+        if rounds is None or not isinstance(error, Exception) or rounds.calls > self.calls:
+            return
+        rounds.calls += 1
+        rounds.known.clear()
+        with contextlib.suppress(RuntimeError):  # an error of the store must not hide this one
+            text = json.dumps({"error": [type(error).__name__, str(error)]})
+            rounds.leave(rounds.publish(text))
 
 
-def _publish(process_group: dist.ProcessGroup, text: str) -> int:
-    """Write this rank's values to the store and return the number of the round."""
-    rounds = _rounds.setdefault(process_group, StoreRounds())
-    number, rounds.count = rounds.count, rounds.count + 1
-    store, rank = process_group.get_group_store(), process_group.rank()
-    store.set(_key(number, rank), text)
-    return number
+def _rounds_of(process_group: dist.ProcessGroup) -> StoreRounds:
+    rounds = _rounds.get(process_group)
+    if rounds is None:
+        if torch_compat.is_fake_group(process_group):
+            raise ValueError(
+                "group: got one of the backend 'fake', whose ranks exchange nothing, expected a "
+                "group of real ranks, or fake tensors"
+            )
+        store, rank = process_group.get_group_store(), process_group.rank()
+        rounds = _rounds[process_group] = StoreRounds(store, rank, process_group.size())
+    return rounds
 
 
-def _key(number: int, rank: int) -> str:
-    return f"cutefce/{number}/{rank}"
+def _rounds_of_call(group: Any, weight: Any) -> StoreRounds | None:
+    """Return the rounds of the group that a call names, None if it names none."""
+    try:
+        if isinstance(group, str):
+            return _rounds_of(torch_compat.resolve_process_group(group))
+        if isinstance(weight, DTensor) and group is None and weight.device_mesh.ndim == 1:
+            group = weight.device_mesh.get_group()
+        return _rounds_of(group) if isinstance(group, dist.ProcessGroup) else None
+    except ValueError:  # the call itself says what is wrong with its group
+        return None
+
+
+def _key(number: int, name: int | str) -> str:
+    return f"cutefce/{number}/{name}"

@@ -9,6 +9,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cutefce.cute_kernels.integers import ceil_div
 
+_FSDP_HINT = (
+    "if FSDP2 has sharded the parameter, call in the forward of its unit, where it is whole"
+)
+
 
 class LocalCall(NamedTuple):
     """This rank's arguments of `torch.ops.cutefce.loss`."""
@@ -35,9 +39,10 @@ def localize(
 
     Args:
         h: (..., D), plain, replicated, or sharded over a dimension of tokens.
-        w: (V, D), plain, or sharded over V, which selects a group.
+        w: (V, D), plain, or sharded over V, which selects a group if `h` is distributed too: by its
+            placements alone, a parameter that FSDP2 has sharded looks the same.
         y: (...), plain or replicated.
-        group: for a plain w.
+        group: for a plain w, or for a plain h beside a sharded w.
         shards: rows of all ranks' parts of a plain w.
         sequence_parallel: whether a plain h is a share of the tokens.
 
@@ -51,38 +56,60 @@ def localize(
         named = None if group is None else group.group_name
         return LocalCall(h, w, y, named, sizes, sequence_parallel, 0)
     _check_weight(w)
-    if group is not None and group.group_name != w.device_mesh.get_group().group_name:
-        raise ValueError(f"group: got {group.group_name!r}, expected None or that of w's mesh")
+    name = w.device_mesh.get_group().group_name
+    if group is None and not isinstance(h, DTensor):
+        raise TypeError(
+            f"linear_weight: got a DTensor with placements {w.placements} beside a plain input; "
+            f"{_FSDP_HINT}; if its vocabulary is sharded, also pass "
+            "group=linear_weight.device_mesh.get_group(), or input as a DTensor of the same mesh"
+        )
+    if group is not None and group.group_name != name:
+        raise ValueError(
+            f"group: got {group.group_name!r}, expected None or that of linear_weight's mesh"
+        )
     if shards is not None and list(shards) != _shards(w):
-        raise ValueError(f"shards: got {list(shards)}, expected None or those of w, {_shards(w)}")
+        raise ValueError(
+            f"shards: got {list(shards)}, expected None or those of linear_weight, {_shards(w)}"
+        )
     ranks, dim = w.device_mesh.size(), 0
-    for name, x in (("h", h), ("y", y)):
+    for argument, x in (("input", h), ("target", y)):
         if isinstance(x, DTensor) and x.device_mesh != w.device_mesh:
-            raise ValueError(f"{name}: got {x.device_mesh}, expected that of w, {w.device_mesh}")
+            raise ValueError(
+                f"{argument}: got {x.device_mesh}, expected that of linear_weight, {w.device_mesh}"
+            )
     if isinstance(h, DTensor):
         (placement,) = h.placements
         if isinstance(placement, Shard) and 0 <= placement.dim < h.ndim - 1:
             sequence_parallel, dim = True, placement.dim
             if h.shape[dim] % ranks:
                 raise ValueError(
-                    f"h: got {h.shape[dim]} in dimension {dim}, expected a multiple of the "
+                    f"input: got {h.shape[dim]} in dimension {dim}, expected a multiple of the "
                     f"{ranks} ranks over which it is sharded"
                 )
         elif placement != Replicate() or sequence_parallel:
             raise TypeError(
-                f"h: got a DTensor with placements {h.placements}, expected (Shard(dim),) of "
+                f"input: got a DTensor with placements {h.placements}, expected (Shard(dim),) of "
                 "tokens, or (Replicate(),) without sequence_parallel"
             )
         h = h.to_local().movedim(dim, 0)
-    if isinstance(y, DTensor):
-        if y.placements != (Replicate(),):
-            raise TypeError(
-                f"y: got a DTensor with placements {y.placements}, expected (Replicate(),); "
-                "pass y.full_tensor()"
-            )
-        y = y.to_local()
-    name = w.device_mesh.get_group().group_name
-    return LocalCall(h, w.to_local(), y.movedim(dim, 0), name, _shards(w), sequence_parallel, dim)
+    y = replicated("target", y).movedim(dim, 0)
+    return LocalCall(h, w.to_local(), y, name, _shards(w), sequence_parallel, dim)
+
+
+def replicated(name: str, x: Tensor) -> Tensor:
+    """Return the plain tensor of x, the argument `name`, which is plain or replicated.
+
+    Raises:
+        TypeError: for another placement; on every rank.
+    """
+    if not isinstance(x, DTensor):
+        return x
+    if any(placement != Replicate() for placement in x.placements):
+        raise TypeError(
+            f"{name}: got a DTensor with placements {x.placements}, expected Replicate(); "
+            f"pass {name}.full_tensor()"
+        )
+    return x.to_local()
 
 
 def _shards(w: DTensor) -> list[int]:
@@ -95,10 +122,11 @@ def _check_weight(w: DTensor) -> None:
     mesh = w.device_mesh
     if w.placements != (Shard(0),):
         raise TypeError(
-            f"w: got a DTensor with placements {w.placements}, expected (Shard(0),) over a mesh "
-            "of one dimension; pass w.full_tensor()"
+            f"linear_weight: got a DTensor with placements {w.placements}, expected (Shard(0),) "
+            f"over a mesh of one dimension; pass linear_weight.full_tensor(), or, {_FSDP_HINT}"
         )
     if len(_shards(w)) < mesh.size():
         raise ValueError(
-            f"w: got {w.shape[0]} rows over {mesh.size()} ranks, expected some for every rank"
+            f"linear_weight: got {w.shape[0]} rows over {mesh.size()} ranks, expected some for "
+            "every rank"
         )

@@ -36,9 +36,8 @@ class ShardProjection(Generic[PartialT]):
         if wrong.device.type == "cpu" and bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             raise IndexError(
-                f"y: got target {int(targets.index[row]) + self.shard.first}, which "
-                f"{int(owners[row])} ranks of the group own, expected 0 <= target < "
-                f"{sum(self.shard.vocab)} or ignore_index, and the same targets on every rank"
+                f"target: got {int(targets.index[row]) + self.shard.first}, expected "
+                f"0 <= target < {sum(self.shard.vocab)} or ignore_index"
             )
         return torch.where(wrong, torch.nan, logit)
 

@@ -141,6 +141,8 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> Unsharded
         h: (N, D), or (N / R, D) with sequence parallelism.
         w: (V_k, D).
         same: further values that must be the same on every rank, by the names that errors use.
+            Of tensors, values are compared on a CPU, and dtypes and shapes alone on a GPU, which
+            is not synchronized.
     """
     if sharding.group is None:
         return Unsharded()
@@ -149,13 +151,13 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> Unsharded
     shards: Sequence[int] | None = sharding.shards
     same = {
         "sequence_parallel": sharding.sequence_parallel,
-        "rows of h": h.shape[0],
+        "rows of input": h.shape[0],
         "hidden size": h.shape[1],
-        "dtype of h": str(h.dtype),
-        "rows of w, or shards": list(shards or [w.shape[0]]),
+        "dtype of input": str(h.dtype),
+        "rows of linear_weight, or shards": list(shards or [w.shape[0]]),
         # kernels and the portable path exchange sums of different forms
         "primitives": backend_for(h, w).name,
-        **same,
+        **{name: _known(x) if isinstance(x, Tensor) else x for name, x in same.items()},
     }
     for other, values in enumerate(exchange(process_group, same, cached=h.is_cuda)):
         for name, value in same.items():
@@ -166,3 +168,11 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> Unsharded
                 )
     vocab = tuple(shards or [w.shape[0]] * ranks)
     return VocabShard(sharding.group, rank, vocab, sharding.sequence_parallel)
+
+
+def _known(x: Tensor) -> str:
+    """Return what is known of x without a synchronization: on a CPU also its values."""
+    kind = f"{x.dtype} of shape {tuple(x.shape)}"
+    if x.device.type != "cpu":
+        return kind
+    return f"{kind} with hash {hash(tuple(x.tolist())):#x}" if x.ndim else f"{x.item()} ({x.dtype})"

@@ -33,15 +33,21 @@ def leaves(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
     return case.h.requires_grad_(), case.w.requires_grad_(), case.y
 
 
-def loss_of(plan: tuple[Any, ...], h: Tensor, w: Tensor, y: Tensor, window: int) -> Tensor:
-    strategy, *sizes = plan
-    return loss_of_plan(h, w, y, Plan(strategy, window, *sizes, True, True), LossOptions("sum"))
+def loss_of(
+    plan: tuple[str, int, int, int], h: Tensor, w: Tensor, y: Tensor, window: int
+) -> Tensor:
+    return loss_of_plan(h, w, y, make(plan, window), LossOptions("sum"))
+
+
+def make(plan: tuple[str, int, int, int], window: int) -> Plan:
+    strategy, aliased, stored, chunk = plan
+    return Plan(strategy, window, aliased, stored, chunk, True, True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_every_backward_has_the_bits_of_the_first(
-    plan: tuple[Any, ...], dtype: torch.dtype, small_tiles: PortableTiles, device: str
+    plan: tuple[str, int, int, int], dtype: torch.dtype, small_tiles: PortableTiles, device: str
 ) -> None:
     h, w, y = leaves(dtype, device)
     loss = loss_of(plan, h, w, y, small_tiles.window)
@@ -52,7 +58,7 @@ def test_every_backward_has_the_bits_of_the_first(
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_graph_that_is_dropped_frees_it(
-    plan: tuple[Any, ...], small_tiles: PortableTiles, device: str
+    plan: tuple[str, int, int, int], small_tiles: PortableTiles, device: str
 ) -> None:
     h, w, y = leaves(torch.float32, device)
     loss = loss_of(plan, h, w, y, small_tiles.window)
@@ -73,12 +79,15 @@ HOOKS: dict[str, Callable[[], Any]] = {"copied": copied, "on the CPU": save_on_c
 @pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_saved_tensors_may_be_moved(
-    hooks: Callable[[], Any], plan: tuple[Any, ...], small_tiles: PortableTiles, device: str
+    hooks: Callable[[], Any],
+    plan: tuple[str, int, int, int],
+    small_tiles: PortableTiles,
+    device: str,
 ) -> None:
     h, w, y = leaves(torch.float32, device)
-    results, (strategy, *sizes) = [], plan
+    results = []
     for context in (nullcontext, hooks):
-        with fixed_plan(Plan(strategy, small_tiles.window, *sizes, True, True)):
+        with fixed_plan(make(plan, small_tiles.window)):
             with context():
                 loss = cutefce.linear_cross_entropy(h, w, y)
             results.append(torch.autograd.grad(loss, (h, w)))

@@ -40,7 +40,11 @@ class Inputs:
         return F.cross_entropy(logits, self.y if y is None else y, reduction=self.reduction)
 
     def summed(self, loss: Function) -> Function:
-        return lambda *arguments: loss(*arguments).sum()
+        def summed(*arguments: Tensor) -> Tensor:
+            total: Tensor = loss(*arguments).sum()
+            return total
+
+        return summed
 
 
 @pytest.fixture(params=["mean", "sum", "none"])

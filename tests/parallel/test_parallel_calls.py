@@ -51,17 +51,24 @@ def call(*by_rank: dict[str, Any]) -> Tensor:
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "tokens": ({}, {"h": H[:4], "y": Y[:4]}, "rows of h: got"),
+    "tokens": ({}, {"h": H[:4], "y": Y[:4]}, "rows of input: got"),
     "tokens, without gradients": (
         {"grad": False},
         {"h": H[:4], "y": Y[:4], "grad": False},
-        "rows of h: got",
+        "rows of input: got",
     ),
     "hidden size": ({}, {"h": H[:, :4], "w": W[5:, :4]}, "hidden size: got"),
-    "dtype": ({}, {"h": H.double(), "w": W[5:].double()}, "dtype of h: got"),
+    "dtype": ({}, {"h": H.double(), "w": W[5:].double()}, "dtype of input: got"),
     "reduction": ({}, {"reduction": "sum"}, "reduction: got"),
     "ignored targets": ({}, {"ignore_index": 5}, "ignore_index: got"),
-    "gradients": ({}, {"grad": False}, "called"),
+    "gradients": ({}, {"grad": False}, r"requires_grad of \(input, linear_weight\): got"),
+    "gradients of the weight alone": (
+        {"h": H.clone().requires_grad_(), "workspace": "min"},
+        {"h": H.clone().requires_grad_(), "workspace": "min", "grad": False},
+        r"requires_grad of \(input, linear_weight\): got \[True, .*\] on rank . of the group",
+    ),
+    "denominators": ({"denominator": 2.0}, {"denominator": 5.0}, r"denominator: got [25].0 \("),
+    "a denominator on one rank": ({"denominator": 2.0}, {}, "denominator: got (None|2.0)"),
     "sequence parallelism": (
         {"sequence_parallel": True, "y": torch.cat([Y, Y])},
         {},
@@ -70,19 +77,28 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a target outside every shard": (
         {"y": Y + 1},
         {"y": Y + 1},
-        r"y: got target 10, which 0 ranks .* expected 0 <= target < 10",
+        "target: got 10, expected 0 <= target < 10",
     ),
-    "a negative target": ({"y": Y - 3}, {"y": Y - 3}, "y: got target -3, which 0 ranks"),
-    "a target outside every shard on one rank": ({}, {"y": Y + 1}, "y: got target .* ranks"),
-    "other targets": ({"y": Y}, {"y": Y.flip(0)}, "y: got target .* which [02] ranks"),
-    "shards": ({"w": W[:4]}, {"w": W[4:]}, "rows of w, or shards: got"),
+    "a negative target": ({"y": Y - 3}, {"y": Y - 3}, "target: got -3, expected 0 <= target < 10"),
+    "a target outside every shard on one rank": (
+        {},
+        {"y": Y + 1},
+        "target: got .* on rank .* expected the same on every rank",
+    ),
+    "other targets": ({}, {"y": Y.flip(0)}, "target: got .* expected the same on every rank"),
+    "a token that one rank ignores": (
+        {},
+        {"y": Y.where(Y != 0, -100)},
+        "target: got .* expected the same on every rank",
+    ),
+    "shards": ({"w": W[:4]}, {"w": W[4:]}, "rows of linear_weight, or shards: got"),
     "shards other than the rows of w": (
         {"w": W[:4], "shards": (5, 5)},
         {"w": W[4:], "shards": (4, 6)},
-        r"shards: got \[., .\], expected the rows of w of 2 ranks",
+        r"shards: got \[., .\], expected the rows of linear_weight of 2 ranks",
     ),
-    "one rank's own mistake": ({}, {"y": Y[:3]}, r"y: got shape \(3,\)"),
-    "one rank's empty shard": ({}, {"w": W[:0]}, r"w: got shape \(0, 8\)"),
+    "one rank's own mistake": ({}, {"y": Y[:3]}, r"target: got shape \(3,\)"),
+    "one rank's empty shard": ({}, {"w": W[:0]}, r"linear_weight: got shape \(0, 8\)"),
 }
 
 
@@ -130,20 +146,36 @@ def misuse(given: dict[str, Any]) -> str:
     return f"{caught.type.__name__}: {caught.value}"
 
 
+PLACED = {"h": (H, "tp", Replicate())}
+
 MISUSES: dict[str, tuple[dict[str, Any], str]] = {
-    "replicated w": ({"w": (W, "tp", Replicate())}, r"TypeError: w: got .*Replicate.*Shard\(0\)"),
-    "w by columns": ({"w": (W, "tp", Shard(1))}, r"TypeError: w: got .*dim=1.*full_tensor"),
-    "partial w": ({"w": (W, "tp", Partial())}, "TypeError: w: got .*Partial"),
-    "h by columns": ({"h": (H, "tp", Shard(1))}, "TypeError: h: got .*dim=1.*of tokens"),
-    "partial h": ({"h": (H, "tp", Partial())}, "TypeError: h: got .*Partial"),
+    "replicated w": (
+        {"w": (W, "tp", Replicate())},
+        r"TypeError: linear_weight: got .*Replicate.*Shard\(0\)",
+    ),
+    "w by columns": (
+        {"w": (W, "tp", Shard(1))},
+        r"TypeError: linear_weight: got .*dim=1.*full_tensor",
+    ),
+    "partial w": ({"w": (W, "tp", Partial())}, "TypeError: linear_weight: got .*Partial"),
+    "h by columns": ({"h": (H, "tp", Shard(1))}, "TypeError: input: got .*dim=1.*of tokens"),
+    "partial h": ({"h": (H, "tp", Partial())}, "TypeError: input: got .*Partial"),
     "replicated h as a part": (
         {"h": (H, "tp", Replicate()), "sequence_parallel": True},
-        "TypeError: h: .*without sequence_parallel",
+        "TypeError: input: .*without sequence_parallel",
     ),
-    "sharded y": ({"y": (Y, "tp", Shard(0))}, "TypeError: y: got .*y.full_tensor"),
-    "h on another mesh": ({"h": (H, "dp", Replicate())}, "ValueError: h: got DeviceMesh"),
+    "sharded y": (
+        {**PLACED, "y": (Y, "tp", Shard(0))},
+        "TypeError: target: got .*target.full_tensor",
+    ),
+    "h on another mesh": ({"h": (H, "dp", Replicate())}, "ValueError: input: got DeviceMesh"),
+    "plain h": ({}, r"TypeError: linear_weight: got .*plain input; if FSDP2.*group="),
+    "a sharded denominator": (
+        {**PLACED, "denominator": (Y, "tp", Shard(0))},
+        "TypeError: denominator: got .*denominator.full_tensor",
+    ),
     "a group that is not the mesh's": ({"group": 4}, "ValueError: group: got"),
-    "h alone": ({"w": W, "h": (H, "tp", Shard(0))}, "TypeError: h: got a DTensor"),
+    "h alone": ({"w": W, "h": (H, "tp", Shard(0))}, "TypeError: input: got a DTensor"),
     "a part of the tokens, without a group": (
         {"w": W, "sequence_parallel": True},
         "ValueError: sequence_parallel: got True without a group",
@@ -220,7 +252,10 @@ def uneven(h_rows: int, vocab: int) -> None:
 
 @pytest.mark.parametrize(
     ("h_rows", "vocab", "message"),
-    [(5, 8, "h: got 5 in dimension 0, .*multiple of the 2"), (4, 1, "w: got 1 rows over 2 ranks")],
+    [
+        (5, 8, "input: got 5 in dimension 0, .*multiple of the 2"),
+        (4, 1, "linear_weight: got 1 rows over 2 ranks"),
+    ],
 )
 def test_shards_that_cannot_be_shared(h_rows: int, vocab: int, message: str, ranks: Ranks) -> None:
     for failed, text in ranks.outcomes(4, uneven, h_rows, vocab):
@@ -354,6 +389,55 @@ def test_fsdp_gathers_the_head_once_a_step(ranks: Ranks) -> None:
     for gathers, got, want in ranks.run(4, gathered_head):
         assert gathers == 2, "the head's weight and the body's, each once"
         torch.testing.assert_close(got, want)
+
+
+def sharded_head(own_unit: bool) -> tuple[list[str], Tensor, Tensor]:
+    """Return what calls with a weight that FSDP2 has sharded raise; a served loss, and torch's.
+
+    The unit is the head, or with `own_unit` its linear layer.
+    """
+    torch.manual_seed(0)
+    tp, head = mesh()["tp"], cutefce.LinearCrossEntropyLoss(8, 20)
+    fully_shard(head.linear if own_unit else head, mesh=tp)
+    x, y = torch.randn(6, 8), torch.arange(6)
+    weight = head.linear.weight
+    texts = []
+    for given in (weight, weight.detach(), None):
+        if given is None and not own_unit:
+            continue  # in the forward of its unit the weight is whole
+        with pytest.raises(TypeError) as caught:
+            head(x, y) if given is None else cutefce.linear_cross_entropy(x, given, y)
+        texts.append(str(caught.value))
+    assert isinstance(weight, DTensor)
+    want = F.cross_entropy(F.linear(x, weight.full_tensor()), y)
+    if own_unit:
+        loss = cutefce.linear_cross_entropy(x, weight, y, group=tp.get_group())
+    else:
+        loss = head(x, y)
+    return texts, loss.detach(), want.detach()
+
+
+@pytest.mark.parametrize("own_unit", [False, True])
+def test_weight_that_fsdp_has_sharded_is_refused_unless_a_group_is_named(
+    own_unit: bool, ranks: Ranks
+) -> None:
+    for texts, loss, want in ranks.run(4, sharded_head, own_unit):
+        for text in texts:
+            assert re.match("linear_weight: got a DTensor .* FSDP2 .* forward of its unit", text)
+        torch.testing.assert_close(loss, want)
+
+
+def placed_denominator() -> tuple[Tensor, Tensor]:
+    """Return the loss with a denominator that is replicated over a mesh, and with a plain one."""
+    count = distribute_tensor(torch.tensor(3.0), mesh()["tp"], [Replicate()])
+    h, w = H.clone().requires_grad_(), W.clone().requires_grad_()
+    plain = cutefce.linear_cross_entropy(h, w, Y, denominator=torch.tensor(3.0))
+    return cutefce.linear_cross_entropy(h, w, Y, denominator=count).detach(), plain.detach()
+
+
+def test_replicated_denominator(ranks: Ranks) -> None:
+    for loss, want in ranks.run(4, placed_denominator):
+        assert torch.equal(loss, want)
 
 
 def dying(when: str) -> None:

@@ -1,0 +1,221 @@
+"""What ranks tell each other before they exchange tensors, and what is left of it afterwards."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, HashStore, Store
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import cutefce
+from cutefce.ops.parallel.consistency import StoreRounds, exchange
+from tests.support.ranks import Ranks, group, mesh, started
+
+H, W = (torch.linspace(-9, 9, rows * 8).sin().view(rows, 8) for rows in (8, 10))
+Y = torch.tensor([0, 1, 2, 9, 4, 5, -100, 7])
+
+
+def outcome(function: Callable[..., Tensor], *arguments: Any, **options: Any) -> str:
+    """Return the loss, or what was raised, as text."""
+    try:
+        return f"{function(*arguments, **options).item()}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def failing_call(given: dict[str, Any], failing: int) -> tuple[float, str, str]:
+    """Call, with `given` on one rank, and again; return the seconds and both outcomes."""
+    w = W.split(5)[dist.get_rank()].clone().requires_grad_()
+    good: dict[str, Any] = {"input": H, "linear_weight": w, "target": Y, "group": group(2)}
+    bad = good | given if dist.get_rank() == failing else good
+    begin = time.monotonic()
+    first = outcome(cutefce.linear_cross_entropy, **bad)
+    seconds = time.monotonic() - begin
+    return seconds, first, outcome(cutefce.linear_cross_entropy, **good)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "a float workspace": {"workspace": 2.5},
+    "an integer beyond int64": {"workspace": 1 << 64},
+    "no reduction": {"reduction": None},
+    "an unserved option": {"label_smoothing": 0.1},
+    "no target": {"target": None},
+    "a list": {"input": [[0.0] * 8]},
+    "another dtype": {"input": H.double()},
+    "a target of floats": {"target": Y.float()},
+    "a target of another shape": {"target": Y[:3]},
+    "a denominator of another shape": {"denominator": torch.ones(2)},
+}
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("given", REFUSED.values(), ids=REFUSED)
+def test_error_before_the_operator_reaches_every_rank(
+    given: dict[str, Any], failing: int, ranks: Ranks
+) -> None:
+    outcomes = ranks.run(2, failing_call, given, failing)
+    for seconds, first, second in outcomes:
+        assert seconds < 30, "well below the group's timeout"
+        assert "Error: " in first
+        assert second == outcomes[0][2] and float(second) > 0
+    own, other = outcomes[failing][1], outcomes[1 - failing][1]
+    assert own in other and f"rank {failing}" in other
+
+
+def placed_call(plain: bool) -> str:
+    """Call with distributed tensors; on rank 1 with a plain input if `plain`."""
+    tp = mesh()["tp"]
+    h: Tensor = DTensor.from_local(H, tp, [Replicate()])
+    w = DTensor.from_local(W, tp, [Shard(0)])
+    h = H if plain and tp.get_local_rank() == 1 else h
+    return outcome(cutefce.linear_cross_entropy, h, w, Y)
+
+
+def test_error_of_one_rank_reaches_the_group_of_a_distributed_weight(ranks: Ranks) -> None:
+    for text in ranks.run(4, placed_call, True):
+        assert text.startswith("TypeError: linear_weight: got a DTensor")
+    (loss,) = set(ranks.run(4, placed_call, False))
+    assert float(loss) > 0
+
+
+def failing_backward() -> str:
+    """Return what a backward raises whose weight was changed on rank 1."""
+    h, w = H.clone().requires_grad_(), W.split(5)[dist.get_rank()].clone().requires_grad_()
+    loss = cutefce.linear_cross_entropy(h, w, Y, group=group(2))
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            w.add_(1)
+    return outcome(lambda: torch.autograd.grad(loss, h)[0].sum())
+
+
+def test_error_before_the_backward_reaches_every_rank(ranks: Ranks) -> None:
+    first, second = ranks.run(2, failing_backward)
+    assert "modified by an inplace operation" in second
+    assert first.startswith(f"RuntimeError: group: rank 1 failed: {second[:60]}")
+
+
+def met_again() -> list[str]:
+    """Return the outcomes of rounds, as on a GPU, of which rank 1 fails in the second."""
+    rounds = []
+    for step in range(4):
+        if step == 1 and dist.get_rank() == 1:
+            rounds.append(outcome(cutefce.linear_cross_entropy, H, W[5:], None, group=group(2)))
+            continue
+        try:
+            mine = {"operator": "forward", "step": step if step == 1 else 0}
+            rounds.append(str(len(exchange(group(2), mine, cached=True))))
+        except Exception as error:
+            rounds.append(type(error).__name__)
+    return rounds
+
+
+def test_ranks_meet_again_after_an_error_although_they_agreed_before(ranks: Ranks) -> None:
+    """A rank that goes on from its error must not find the others one call behind."""
+    for first, failed, after, known in ranks.run(2, met_again):
+        assert first in ("1", "2") and "Error" in failed
+        assert (after, known) == ("2", "1")
+
+
+def left_in_store() -> list[str]:
+    """Return the keys that calls, good, different and refused, have left in the group's store."""
+    own = W.split(5)[dist.get_rank()]
+    for given in ({}, {"denominator": 1.0 + dist.get_rank()}, {"workspace": dist.get_rank() - 1}):
+        outcome(cutefce.linear_cross_entropy, H, own, Y, group=group(2), **given)
+    dist.barrier(group(2))
+    store = group(2).get_group_store()
+    keys = [f"cutefce/{number}/{name}" for number in range(200) for name in (0, 1, "left")]
+    return [key for key in keys if store.check([key])]
+
+
+def test_finished_rounds_leave_nothing_in_the_store(ranks: Ranks) -> None:
+    assert ranks.run(2, left_in_store) == [[], []]
+
+
+def test_round_that_is_given_up_leaves_nothing_in_the_store() -> None:
+    rounds = StoreRounds(HashStore(), rank=0, ranks=2)
+    number = rounds.publish("{}")
+    with pytest.raises(RuntimeError):
+        rounds.read(number, timedelta(seconds=0.1))
+    assert not rounds.store.check([f"cutefce/{number}/0"])
+
+
+class KeptStore(Store):
+    """The store of a launcher's agent, which outlives groups; backends' own keys do not matter."""
+
+    def __init__(self, store: Store, life: int) -> None:
+        super().__init__()
+        self.kept, self.life = store, life
+
+    def name(self, key: str) -> str:
+        return key if "cutefce" in key else f"{self.life}/{key}"
+
+    def set(self, key: str, value: Any) -> None:
+        self.kept.set(self.name(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self.kept.get(self.name(key))
+
+    def add(self, key: str, value: int) -> int:
+        return self.kept.add(self.name(key), value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.kept.check([self.name(key) for key in keys])
+
+    def deleteKey(self, key: str) -> bool:
+        return self.kept.delete_key(self.name(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self.kept.multi_get([self.name(key) for key in keys])
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self.kept.wait([self.name(key) for key in keys], *timeout)
+
+
+def lives(path: str) -> list[str]:
+    """Return the losses of three process groups of this process, one after another."""
+    rank, kept = dist.get_rank(), FileStore(path, 2)
+    dist.destroy_process_group()
+    losses = []
+    for life, tokens in enumerate((6, 5, 6)):
+        timeout = timedelta(seconds=20)
+        store = KeptStore(kept, life)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+        if life % 2 == rank:
+            time.sleep(0.5)
+        sharing: Any = {"group": dist.group.WORLD}
+        own = W.split(5)[rank]
+        losses.append(outcome(cutefce.linear_cross_entropy, H[:tokens], own, Y[:tokens], **sharing))
+        dist.destroy_process_group()
+    return losses
+
+
+def test_process_group_after_another_one_in_a_store_that_was_kept(tmp_path: Any) -> None:
+    with started(2) as two:
+        first, second = two.run(2, lives, str(tmp_path / "kept"))
+    assert first == second and all(float(loss) > 0 for loss in first)
+    assert first[0] != first[1]
+
+
+def test_fake_group_is_refused_and_serves_fake_tensors() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        h, w = H.clone().requires_grad_(), W[:5].clone().requires_grad_()
+        sharing: Any = {"group": dist.group.WORLD}
+        with pytest.raises(ValueError, match="group: got one of the backend 'fake'"):
+            cutefce.linear_cross_entropy(h, w, Y, **sharing)
+        with pytest.raises(ValueError, match="reduction"):
+            cutefce.linear_cross_entropy(h, w, Y, reduction="all", **sharing)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            h, w, y = (mode.from_tensor(x) for x in (h, w, Y))
+            loss = cutefce.linear_cross_entropy(h, w, y, **sharing)
+            dx, dw = torch.autograd.grad(loss, (h, w))
+        assert (loss.shape, dx.shape, dw.shape) == ((), (8, 8), (5, 8))
+    finally:
+        dist.destroy_process_group()
