@@ -46,6 +46,37 @@ def test_verification_is_done_once_and_recorded(
     assert verdicts.known(GPU, "bfloat16") is None
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 200_000,
+        "[]",
+        '{"configs": 3}',
+        '{"configs": [[]], "passed": true, "reason": ""}',
+        "{}",
+    ],
+    ids=["nested without end", "a list", "a number", "a list in a list", "empty"],
+)
+def test_a_damaged_verdict_is_none(text: str, folder: Path) -> None:
+    verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), set())
+    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+    verdicts.record_path(GPU, "bfloat16").write_text(text)
+    assert verdicts.known(GPU, "bfloat16") is None
+
+
+@pytest.mark.parametrize("part", ["the verdict", "its folder", "the cache folder"])
+def test_a_verdict_that_others_may_have_written_is_none(part: str, folder: Path) -> None:
+    verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), set())
+    file = verdicts.record_path(GPU, "bfloat16")
+    path = {"the verdict": file, "its folder": file.parent, "the cache folder": folder}[part]
+    path.chmod(path.stat().st_mode | 0o020)
+    with pytest.warns(UserWarning, match=f"ignored {path}: .*chmod go-w"):
+        assert verdicts.known(GPU, "bfloat16") is None
+    verdicts.record(GPU, "bfloat16", verdicts.Verdict(False, "slow"), set())
+    path.chmod(path.stat().st_mode & ~0o020)
+    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True), "it was not replaced"
+
+
 @dataclass
 class FakeGpu:
     """State of a GPU without hardware, as the dispatch sees it."""
