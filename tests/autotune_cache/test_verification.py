@@ -16,7 +16,7 @@ from cutefce.autotune_cache import lookup, table, table_io, verdicts
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import first_use, targets, tuner, verify, worker
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
-from cutefce.cute_kernels import process_cache, spec
+from cutefce.cute_kernels import cache_files, process_cache, spec
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
@@ -310,6 +310,16 @@ def test_first_use_without_a_subprocess_is_warned_about(
     with pytest.warns(UserWarning, match="was not tuned: .*exit status 1"):
         first_use.tune_on_first_use(GPU, "cpu", problem)
     assert lookup.tables(GPU) == ()
+
+
+def test_first_use_without_a_cache_folder_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cache_files.CACHE_VARIABLE, "relative")
+    monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
+    process_cache.reset()
+    problem = TARGET.problem((20, 16, 300), "bfloat16")
+    with pytest.warns(UserWarning, match="was not tuned: no cache folder"):
+        first_use.tune_on_first_use(GPU, "cpu", problem)
+    process_cache.reset()
 
 
 def test_a_check_without_a_subprocess_is_no_verdict(
