@@ -37,7 +37,7 @@ PLATFORM := manylinux_2_28_$(shell uname -m)
 wheel: .venv/ready
 	rm -rf build dist && mkdir -p build/tree
 	cp -a LICENSE README.md pyproject.toml autotune_cache cute_kernels cutefce ops build/tree/
-	CUTEFCE_CACHE_DIR=build/tree/cute_kernels/prebuilt $(BIN)/python -m cutefce compile
+	CUTEFCE_CACHE_DIR=$(CURDIR)/build/tree/cute_kernels/prebuilt $(BIN)/python -m cutefce compile
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist \
 	  --config-settings=--build-option=--plat-name=$(PLATFORM) build/tree
 	$(call check-wheel,dist)

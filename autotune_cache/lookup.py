@@ -2,7 +2,8 @@
 
 The user's table is searched first, then the one shipped for the GPU model; in each the exact key,
 else the nearest one; otherwise the architecture's default serves.  Entries made with
-other kernel sources are ignored.  A table that cannot be used is ignored with one warning.
+other kernel sources are ignored.  A table that cannot be used, or that others may write to, is
+ignored with one warning.
 """
 
 import dataclasses
@@ -14,7 +15,9 @@ from typing import Any, cast
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.table import DSL_PACKAGE, WINDOW, Entry, Key, Table, key_of
 from cutefce.autotune_cache.table_io import file_name, read
+from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.cache_files import CacheError
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.integers import round_up
@@ -68,8 +71,12 @@ def _wastes_rows(key: Key, entry: Entry, problem: Problem, gpu: Gpu) -> bool:
 
 
 def user_folder() -> Path:
-    """Return the folder of the user's tuned tables, which may not exist."""
-    return jit_cache.base_folder() / "tuning"
+    """Return the folder of the user's tuned tables, which may not exist.
+
+    Raises:
+        CacheError: without a cache folder.
+    """
+    return cache_files.base_folder() / "tuning"
 
 
 @process_cache
@@ -86,7 +93,7 @@ def tables(gpu: Gpu) -> tuple[Table, ...]:
 
     What the user's table rejects for all shapes, with these kernels, serves from neither.
     """
-    user, shipped = _table(user_folder(), gpu), _table(SHIPPED_FOLDER, gpu)
+    user, shipped = _user_table(gpu), shipped_table(gpu)
     if user is not None and shipped is not None:
         build = {"kernels": jit_cache.source_fingerprint(), DSL_PACKAGE: dsl_version()}
         if build.items() <= user.versions.items():
@@ -130,6 +137,14 @@ def tunes_on_first_use() -> bool:
     return os.environ.get(AUTOTUNE_VARIABLE) == "1"
 
 
+def _user_table(gpu: Gpu) -> Table | None:
+    try:
+        return _table(user_folder(), gpu)
+    except CacheError as error:
+        warn_once(str(error))
+        return None
+
+
 @process_cache
 def _table(folder: Path, gpu: Gpu) -> Table | None:
     path = folder / file_name(gpu)
@@ -137,6 +152,9 @@ def _table(folder: Path, gpu: Gpu) -> Table | None:
         table = read(path)
         table.check_matches(gpu)
     except FileNotFoundError:
+        return None
+    except CacheError as error:
+        warn_once(str(error))
         return None
     except (OSError, ValueError) as error:
         warn_once(f"ignored the tuned table {path}: {error}")

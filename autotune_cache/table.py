@@ -37,6 +37,8 @@ WINDOW = "window"
 """Pseudo-kernel whose configuration is the width of windows."""
 DSL_PACKAGE = "nvidia-cutlass-dsl"
 """Package of the kernels' compiler."""
+BUILD = "kernels", DSL_PACKAGE
+"""Versions that every table has: those that its rejections depend on."""
 
 Candidate = GemmConfig | int | None
 """A configuration, the columns of a window, or None for the cuBLAS GEMM."""
@@ -111,9 +113,8 @@ class Table:
     """The contents of one file."""
 
     gpu: Gpu
-    versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions at the last change.  The rejections are those of "kernels", the fingerprint of the
-    sources, and of the compiler."""
+    versions: Mapping[str, str]
+    """Versions at the last change, among them those of `BUILD`, which rejections depend on."""
     entries: Entries = field(default_factory=dict)
     rejected: Rejections = field(default_factory=dict)
 
@@ -140,8 +141,17 @@ class Table:
 
     def has_build_of(self, other: "Table") -> bool:
         """Whether both tables were last changed with the same kernel sources and compiler."""
-        names = ("kernels", DSL_PACKAGE)
-        return all(self.versions.get(name) == other.versions.get(name) for name in names)
+        return all(self.versions[name] == other.versions[name] for name in BUILD)
+
+    def check_build(self, other: "Table") -> None:
+        """Raise ValueError unless both tables have the same kernel sources and compiler."""
+        for name in BUILD:
+            got, expected = self.versions[name], other.versions[name]
+            if got != expected:
+                raise ValueError(
+                    f"{name}: got {got!r}, expected {expected!r}; first renew the table, "
+                    "with: cutefce verify --table"
+                )
 
     def updated_with(self, other: "Table") -> "Table":
         """Return a table with the contents of both; `other` replaces entries and versions.
@@ -150,7 +160,7 @@ class Table:
         or compilers than those of `other` are dropped.
         """
         held = self.rejected if self.has_build_of(other) else {}
-        rejected = {**held, **other.rejected}
+        rejected = _united((held, other.rejected))
         both = dataclasses.replace(other, entries={**self.entries, **other.entries})
         return dataclasses.replace(both.without_rejected(rejected), rejected=rejected)
 
@@ -175,27 +185,42 @@ def bucket(tokens: int) -> int:
     return power * 3 // 4 if 0 < tokens <= power * 3 // 4 else power
 
 
-def merge(tables: Iterable[Table], kernels: str) -> Table:
-    """Merge tables of one kind of GPU.
+def merge(tables: Mapping[str, Table]) -> Table:
+    """Merge tables, by name, of one kind of GPU, kernel sources and compiler, in any order.
 
-    Of two entries for a key the one of the kernel sources `kernels` wins, then the verified one,
-    then the faster one.
+    All rejections are kept, and no entry of a candidate that one of them rejects for all shapes.
+    Of two entries for a key the one of these kernel sources wins, then the verified one, then the
+    faster one.
 
     Raises:
-        ValueError: if the tables are of several kinds of GPU.
+        ValueError: if a table is of another kind of GPU, or was last changed with other kernel
+            sources or another compiler; names the table.
     """
+    first = next(iter(tables.values()))
+    for name, table in tables.items():
+        try:
+            table.check_matches(first.gpu)
+            table.check_build(first)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
-    def rank(entry: Entry) -> tuple[bool, bool, float]:
-        return entry.kernels != kernels, not entry.verified, entry.ms
+    def rank(entry: Entry) -> tuple[bool, bool, float, str]:
+        return entry.kernels != first.versions["kernels"], not entry.verified, entry.ms, repr(entry)
 
-    # the last table decides which rejections are kept
-    result, *others = sorted(tables, key=lambda table: table.versions.get("kernels") == kernels)
-    for table in others:
-        table.check_matches(result.gpu)
-        better = {
-            key: entry
-            for key, entry in table.entries.items()
-            if key not in result.entries or rank(entry) < rank(result.entries[key])
-        }
-        result = result.updated_with(dataclasses.replace(table, entries=better))
-    return result
+    rejected = _united(table.rejected for table in tables.values())
+    entries: dict[Key, Entry] = {}
+    for table in tables.values():
+        for key, entry in table.without_rejected(rejected).entries.items():
+            entries[key] = min(entry, entries.get(key, entry), key=rank)
+    common = set.intersection(*(set(table.versions.items()) for table in tables.values()))
+    return Table(first.gpu, dict(sorted(common)), entries, rejected)
+
+
+def _united(rejections: Iterable[Rejections]) -> Rejections:
+    """Unite rejections; one for all shapes outweighs one for a single problem."""
+    united: dict[tuple[Key, Candidate], Rejection] = {}
+    for some in rejections:
+        for rejected, new in some.items():
+            old = united.get(rejected, new)
+            united[rejected] = max(old, new, key=lambda each: (each.for_all_shapes, each.reason))
+    return united

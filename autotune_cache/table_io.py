@@ -1,23 +1,26 @@
 """Reads and writes tuned tables: checks on reading, atomic and locked on writing."""
 
 import dataclasses
+import itertools
 import json
-import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import filelock
-
-from cutefce.autotune_cache.table import WINDOW, Candidate, Entry, Key, Rejection, Table
+from cutefce.autotune_cache.table import BUILD, WINDOW, Candidate, Entry, Key, Rejection, Table
+from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 
 SCHEMA = 3
+KERNELS = (*(field.name for field in dataclasses.fields(KernelConfigs)), WINDOW)
+"""Names of what can be tuned."""
+MIN_MS, MAX_MS = 1e-6, 1e9
+"""Times that an entry may have."""
 LOCK_SECONDS = 60
 """How long to wait for another process that writes the same file."""
 
@@ -29,100 +32,119 @@ def file_name(gpu: Gpu) -> str:
 
 
 def read(path: Path) -> Table:
-    """Read and check a file.
+    """Read and check a file; entries that its own rejections exclude are left out.
 
     Raises:
+        CacheError: if it is in the cache folder and not trusted.
         OSError: if it cannot be read.
         ValueError: if it is not a table; names the field, its value and what is expected.
     """
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(cache_files.read(path))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         got = data.get("schema") if isinstance(data, dict) else data
         raise ValueError(f"schema: got {got!r}, expected {SCHEMA}")
     try:
-        arch = arch_named(data["arch"])
-        return Table(
-            Gpu(arch, str(data["device"]), int(data["num_sms"])),
-            dict(data["versions"]),
-            dict(_entry(arch, item) for item in data["entries"]),
-            dict(_rejection(arch, item) for item in data["rejected"]),
-        )
+        arch = arch_named(_text(data, "arch"))
+        gpu = Gpu(arch, _text(data, "device"), _integer(data, "num_sms"))
+        versions = {name: _text(data["versions"], name) for name in (*data["versions"], *BUILD)}
+        entries = dict(_entry(arch, item) for item in data["entries"])
+        rejected = dict(_rejection(arch, item) for item in data["rejected"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"a field is missing or has the wrong type: {error}") from error
+    return Table(gpu, versions, entries, rejected).without_rejected(rejected)
 
 
-def _key(item: dict[str, Any]) -> Key:
-    key = Key(**{f.name: item[f.name] for f in dataclasses.fields(Key)})
-    if not all(type(size) is int and 0 < size < sys.maxsize for size in key.sizes):
-        raise ValueError(f"entry: got {item}, expected sizes and times above 0")
-    return key
+def _text(item: dict[str, Any], name: str, choices: Sequence[str] = ()) -> str:
+    text = item[name]
+    if type(text) is not str or (choices and text not in choices):
+        raise ValueError(f"{name}: got {text!r}, expected {' or '.join(choices) or 'text'}")
+    return text
+
+
+def _integer(item: dict[str, Any], name: str) -> int:
+    number = item[name]
+    if type(number) is not int or not 0 < number < sys.maxsize:
+        raise ValueError(f"{name}: got {number!r}, expected an integer above 0")
+    return number
+
+
+def _ms(item: dict[str, Any], name: str) -> float:
+    time = item[name]
+    if type(time) not in (int, float) or not MIN_MS <= time <= MAX_MS:
+        raise ValueError(f"{name}: got {time!r}, expected {MIN_MS:g} to {MAX_MS:g}")
+    return float(time)
+
+
+def _key(arch: Arch, item: dict[str, Any]) -> Key:
+    kernel, dtype = _text(item, "kernel", KERNELS), _text(item, "dtype", arch.dtypes)
+    return Key(kernel, dtype, *(_integer(item, name) for name in ("hidden", "vocab", "tokens")))
 
 
 def _candidate(arch: Arch, item: dict[str, Any]) -> Candidate:
     if item["config"] is None and item["kernel"] == "grad_hidden":
         return None
     if item["kernel"] == WINDOW:
-        return _columns(item["config"])
+        return _integer(item, "config")
     config = GemmConfig(**item["config"])
     arch.check(config)
     return config
 
 
-def _columns(number: Any) -> int:
-    if type(number) is not int or not 0 < number < sys.maxsize:
-        raise ValueError(f"config: got {number!r}, expected the columns of a window, above 0")
-    return number
-
-
 def _entry(arch: Arch, item: dict[str, Any]) -> tuple[Key, Entry]:
-    ms, default_ms, cublas_ms = (float(item[name]) for name in ("ms", "default_ms", "cublas_ms"))
-    if not all(0 < time < math.inf for time in (ms, default_ms, cublas_ms)):
-        raise ValueError(f"entry: got {item}, expected sizes and times above 0")
-    verified, kernels, dsl = item["verified"] is True, str(item["kernels"]), str(item["dsl"])
-    candidate = _candidate(arch, item)
-    return _key(item), Entry(candidate, ms, default_ms, cublas_ms, verified, kernels, dsl)
+    entry = Entry(
+        _candidate(arch, item),
+        _ms(item, "ms"),
+        _ms(item, "default_ms"),
+        _ms(item, "cublas_ms"),
+        verified=item["verified"] is True,
+        kernels=_text(item, "kernels"),
+        dsl=_text(item, "dsl"),
+    )
+    return _key(arch, item), entry
 
 
 def _rejection(arch: Arch, item: dict[str, Any]) -> tuple[tuple[Key, Candidate], Rejection]:
-    rejection = Rejection(str(item["reason"]), item["for_all_shapes"] is True)
-    return (_key(item), _candidate(arch, item)), rejection
+    rejection = Rejection(_text(item, "reason"), item["for_all_shapes"] is True)
+    return (_key(arch, item), _candidate(arch, item)), rejection
 
 
 def write(path: Path, table: Table) -> None:
     """Write a file; readers see either the old or the new contents."""
-    with _lock(path):
-        _replace(path, table)
+    rewrite(path, lambda: table)
 
 
 def update(path: Path, found: Table) -> None:
     """Add `found` to a file that other processes may update too.
 
-    An unusable file is renamed to `.unusable`.
+    An unusable file is renamed to `.unusable`, with a number if there is one already.
     """
-    with _lock(path):
+
+    def updated() -> Table:
         try:
             held = read(path)
             held.check_matches(found.gpu)
-            found = held.updated_with(found)
         except FileNotFoundError:
-            pass
+            return found
         except ValueError:
-            os.replace(path, path.with_suffix(".unusable"))
-        _replace(path, found)
+            _set_aside(path)
+            return found
+        return held.updated_with(found)
+
+    rewrite(path, updated)
 
 
-def _lock(path: Path) -> filelock.BaseFileLock:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS)
+def rewrite(path: Path, make: Callable[[], Table]) -> None:
+    """Write what `make` returns, while no other process rewrites the file."""
+    with cache_files.lock(path, LOCK_SECONDS):
+        cache_files.write(path, to_json(make()).encode())
 
 
-def _replace(path: Path, table: Table) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(to_json(table))
-    os.replace(temporary, path)
+def _set_aside(path: Path) -> None:
+    names = (path.with_suffix(f".unusable{number or ''}") for number in itertools.count())
+    os.replace(path, next(name for name in names if not name.exists()))
 
 
 def to_json(table: Table) -> str:

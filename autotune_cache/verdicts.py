@@ -7,14 +7,16 @@ from a shipped table that was verified with the same sources and compiler.
 
 import contextlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cutefce.autotune_cache import lookup
 from cutefce.autotune_cache.table_io import file_name
+from cutefce.cute_kernels import cache_files
+from cutefce.cute_kernels.cache_files import CacheError
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.process_cache import warn_once
 
 
 @dataclass(frozen=True)
@@ -44,29 +46,32 @@ def record(gpu: Gpu, dtype: str, verdict: Verdict, checked: set[str]) -> None:
         verdict: The outcome.
         checked: What `unproven` returned when the verification began.
     """
-    path = record_path(gpu, dtype)
     data = asdict(verdict) | {"configs": sorted(checked)}
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(data) + "\n")
-        os.replace(temporary, path)
+        cache_files.write(record_path(gpu, dtype), f"{json.dumps(data)}\n".encode())
 
 
 def record_path(gpu: Gpu, dtype: str) -> Path:
-    """Return the file of the verdict on these kernels, compiler and dtype."""
+    """Return the file of the verdict on these kernels, compiler and dtype.
+
+    Raises:
+        CacheError: without a cache folder.
+    """
     stem = file_name(gpu).removesuffix(".json")
     name = f"{stem}-{gpu.num_sms}-{dtype}-{jit_cache.fingerprint()}.json"
-    return jit_cache.base_folder() / "verified" / name
+    return cache_files.base_folder() / "verified" / name
 
 
 def _recorded(gpu: Gpu, dtype: str, configs: set[str]) -> Verdict | None:
-    """Return the recorded verdict if it covers `configs`."""
+    """Return the recorded verdict if it covers `configs` and nobody else can have written it."""
     try:
-        data = json.loads(record_path(gpu, dtype).read_text())
+        data = json.loads(cache_files.read(record_path(gpu, dtype)))
         covers = configs <= set(data["configs"])
         return Verdict(data["passed"] is True, str(data["reason"])) if covers else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except CacheError as error:
+        warn_once(str(error))
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -6,6 +6,7 @@
     schedule/, common/       tile order and device code for all architectures
     sm90/, sm100/, rowwise/  the kernels, one a file; `fused_forward` launches three of them
     jit/                     compiler and library cache
+    cache_files              the user's cache folder: trust, locks, atomic writing
 
 This package imports neither `cutefce.autotune_cache` nor `cutefce.ops`.
 """

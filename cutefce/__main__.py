@@ -1,5 +1,9 @@
 """The `cutefce` console command, also `python -m cutefce`."""
 
+import io
+import sys
+from typing import Any
+
 import click
 
 from cutefce.commands.cache import cache
@@ -10,10 +14,26 @@ from cutefce.commands.verify import verify
 from cutefce.version import __version__
 
 
-@click.group()
+class Commands(click.Group):
+    """Reports files that cannot be read or written in one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=Commands)
 @click.version_option(__version__, prog_name="cutefce")
 def main() -> None:
     """Exact fused linear cross entropy."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names and reasons hold any character
 
 
 for command in (compile_kernels, info, cache, tune, verify):

@@ -1,5 +1,6 @@
 """The demo's corpus: the sources of Python's standard library as token ids."""
 
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +32,22 @@ class Corpus:
 
 
 def load_corpus(tokenizer_path: Path) -> Corpus:
-    """Tokenize the standard library; the tokenizer is trained if its file does not exist."""
+    """Tokenize the standard library; the tokenizer is trained if its file does not exist.
+
+    Raises:
+        RuntimeError: if the file is no tokenizer, or that of another vocabulary; names it.
+    """
     texts = read_sources()
     held_out = round(len(texts) * (1 - VALIDATION_SHARE))
     if not tokenizer_path.exists():
-        train_tokenizer(texts[:held_out]).save(str(tokenizer_path))
-    tokenizer = Tokenizer.from_file(str(tokenizer_path))
+        # an interrupted run, or another rank, must not find half of the file
+        temporary = tokenizer_path.with_suffix(f".{os.getpid()}.tmp")
+        train_tokenizer(texts[:held_out]).save(str(temporary))
+        os.replace(temporary, tokenizer_path)
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    except Exception as error:  # what the library raises
+        raise RuntimeError(f"{tokenizer_path}: {error}; remove it to train it again") from error
     vocab = tokenizer.get_vocab_size()
     if vocab < VOCAB:
         raise RuntimeError(

@@ -120,7 +120,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Train both ways; write loss-curves.png, results.json and tokenizer.json."""
-    arguments, console = parse_arguments(), Console()
+    arguments, console = parse_arguments(), Console(markup=False)
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
     device, where, sizes = torch.device("cpu"), "CPU, float32", CPU

@@ -10,9 +10,8 @@ import torch
 
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning import first_use
-from cutefce.cute_kernels import process_cache
+from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.jit import cache as jit_cache
 
 if TYPE_CHECKING:
     from tests.support.ranks import Ranks
@@ -50,7 +49,7 @@ def nothing_happened_yet() -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return an empty folder in place of the user's."""
-    monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(tmp_path))
     process_cache.reset()
     yield tmp_path
     process_cache.reset()

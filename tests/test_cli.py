@@ -1,8 +1,10 @@
 """The `cutefce` command, without a GPU."""
 
 import dataclasses
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,14 @@ from cutefce.autotune_cache import lookup, table_io, verdicts
 from cutefce.autotune_cache.table import DSL_PACKAGE, Key, Rejection, Table
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import targets, tuner, verify
+from cutefce.autotune_cache.tuning.tuner import Outcome
 from cutefce.autotune_cache.tuning.verify import Check
-from cutefce.commands import tune
+from cutefce.commands import cache, tune
 from cutefce.commands import verify as verify_command
+from cutefce.commands.common import make_console, read_table
+from cutefce.cute_kernels import cache_files
 from cutefce.version import __version__
-from tests.support.fake_tuner import TARGET, InlineWorker
+from tests.support.fake_tuner import TARGET, InlineWorker, job
 from tests.support.faulty_candidates import Kind, config
 from tests.support.tables import ENTRY, GPU, TABLE
 
@@ -47,7 +52,7 @@ def test_tune(command: Any, folder: Path) -> None:
     assert command("tune", "--shapes", one, "--budget-minutes", "0").output.count("are left") == 1
     first = command("tune", "--shapes", one)
     assert first.exit_code == 0, first.output
-    assert "24 × 16 × 300" in first.output
+    assert "24x16x300" in first.output
     assert "100.0%" in first.output, "the gain"
     second = command("tune", "--shapes", one, "--shapes", two, "--resume")
     assert "1 of 2 problems to tune" in second.output
@@ -93,7 +98,7 @@ def test_cache_commands(folder: Path, tmp_path: Path) -> None:
     table_io.write(file, TABLE)
     run = CliRunner().invoke
     shown = run(main, ["cache", "show"]).output
-    assert "8192 × 4096 × 131072" in shown
+    assert "8192x4096x131072" in shown
     assert "no answer within 30 s" in shown
     assert "yes" in shown
     validated = run(main, ["cache", "validate", str(file)]).output
@@ -110,6 +115,236 @@ def test_cache_commands(folder: Path, tmp_path: Path) -> None:
     assert "schema: got None, expected 3" in result.output
 
 
+BRACKETS = "out of range [cuda:0] in [rank0], no [/usr/lib/libcuda.so]"
+
+
+def test_show_prints_reasons_and_names_as_they_are(folder: Path) -> None:
+    """Brackets are no markup, and control characters do not reach the terminal."""
+    (pair,) = TABLE.rejected
+    rejection = Rejection(f"{BRACKETS}\x1b[31m", for_all_shapes=True)
+    gpu = dataclasses.replace(GPU, name="GPU [/x] \x1b]0;title\x07")
+    table_io.write(
+        lookup.user_folder() / "odd.json",
+        dataclasses.replace(TABLE, gpu=gpu, rejected={pair: rejection}),
+    )
+    result = CliRunner().invoke(main, ["cache", "show"], env={"COLUMNS": "400"})
+    assert result.exit_code == 0, result.output
+    shown = "".join(c for c in result.output if c not in "│\n")
+    assert "[/x] \\x1b]0;title\\x07" in " ".join(shown.split())
+    assert "\x1b" not in result.output
+    for word in BRACKETS.split():
+        assert word in shown
+
+
+def test_tune_reports_reasons_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    todo = job((Kind.SLOW,))
+    tune._report(make_console(), [todo], {}, [Outcome(todo, None, {FAST: BRACKETS})])
+    assert BRACKETS in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_show_goes_on_after_files_that_it_cannot_read(folder: Path) -> None:
+    table_io.write(lookup.user_folder() / file_name(GPU), TABLE)
+    (lookup.user_folder() / "a.json").write_text("{}")
+    (lookup.user_folder() / "b.json").mkdir()
+    os.mkfifo(lookup.user_folder() / "c.json")
+    others = lookup.user_folder() / "d.json"
+    table_io.write(others, TABLE)
+    others.chmod(0o666)
+    result = CliRunner().invoke(main, ["cache", "show"])
+    assert result.exit_code == 1
+    assert result.output.count("8192x4096x131072") == 2, "one winner, one rejection"
+    for said in ("a.json: schema", "b.json", "c.json", "chmod go-w"):
+        assert said in result.output
+    assert "Traceback" not in result.output
+
+
+def test_clear_leaves_what_is_not_a_trusted_file(folder: Path) -> None:
+    file, strange = lookup.user_folder() / file_name(GPU), lookup.user_folder() / "a.json"
+    table_io.write(file, TABLE)
+    strange.mkdir()
+    others = lookup.user_folder() / "b.json"
+    table_io.write(others, TABLE)
+    others.chmod(0o666)
+    result = CliRunner().invoke(main, ["cache", "clear"])
+    assert result.exit_code == 1
+    assert "a.json" in result.output and "chmod go-w" in result.output
+    assert not file.exists() and others.exists() and strange.is_dir()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_merge_refuses_tables_of_other_kernels(order: tuple[int, int], tmp_path: Path) -> None:
+    """So that what they were found to be wrong with is neither lost nor revived."""
+    files = tmp_path / "new.json", tmp_path / "old.json"
+    ((key, rejected),) = TABLE.rejected
+    wrong = dataclasses.replace(ENTRY, config=rejected, kernels="0123")
+    table_io.write(files[0], TABLE)
+    old = {**TABLE.versions, "kernels": "0123"}
+    table_io.write(files[1], dataclasses.replace(TABLE, versions=old, entries={key: wrong}))
+    into = tmp_path / "both.json"
+    names = [str(files[i]) for i in order]
+    result = CliRunner().invoke(main, ["cache", "merge", *names, "--into", str(into)])
+    assert result.exit_code == 1
+    assert f"{names[1]}: kernels: got" in result.output
+    assert "cutefce verify --table" in result.output
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+
+
+def test_merge_reads_its_files_under_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a tuner adds to the file during a merge is not lost."""
+    into = tmp_path / "user.json"
+    table_io.write(into, TABLE)
+    (key,) = TABLE.entries
+    new = dataclasses.replace(key, vocab=777)
+    found = dataclasses.replace(TABLE, entries={new: ENTRY}, rejected={})
+    tuner = threading.Thread(target=table_io.update, args=(into, found))
+    read = read_table
+
+    def slow_read(path: Path) -> Table:
+        held = read(path)
+        tuner.start()
+        tuner.join(0.3)
+        return held
+
+    monkeypatch.setattr(cache, "read_table", slow_read)
+    result = CliRunner().invoke(main, ["cache", "merge", str(into), "--into", str(into)])
+    assert result.exit_code == 0, result.output
+    tuner.join()
+    assert table_io.read(into).entries.keys() == {key, new}
+
+
+def test_merge_writes_its_file_alone(tmp_path: Path) -> None:
+    source, real, link = (tmp_path / name for name in ("t.json", "real.json", "link.json"))
+    for path in (source, real):
+        table_io.write(path, TABLE)
+    link.symlink_to(real)
+    precious = tmp_path / "link.tmp"
+    precious.write_text("precious")
+    folder, below = tmp_path / "d.json", source / "x.json"
+    folder.mkdir()
+    before = sorted(tmp_path.iterdir())
+    run = CliRunner().invoke
+    assert run(main, ["cache", "merge", str(source), "--into", str(link)]).exit_code == 0
+    assert link.is_symlink() and table_io.read(real) == TABLE
+    for into in (folder, below, Path("/proc/z.json"), Path("/dev/null")):
+        result = run(main, ["cache", "merge", str(source), "--into", str(into)])
+        assert result.exit_code == 1, into
+        assert result.output.startswith("Error: [Errno"), result.output
+        assert isinstance(result.exception, SystemExit)
+    assert sorted(tmp_path.iterdir()) == before
+    assert precious.read_text() == "precious"
+
+
+def test_verify_leaves_a_table_that_changed_meanwhile(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.json"
+    table_io.write(path, stale_table(bfloat16=[FAST]))
+
+    def meanwhile(*_: Any) -> Iterator[tuple[Check, str | None]]:
+        table_io.write(path, TABLE)
+        return iter(())
+
+    monkeypatch.setattr(verify, "run_checks", meanwhile)
+    result = command("verify", "--table", str(path))
+    assert result.exit_code == 1
+    assert "another process rewrote it meanwhile" in result.output
+    assert table_io.read(path) == TABLE
+
+
+def run_in_shell(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command in a process whose output is a pipe."""
+    return subprocess.run(
+        [sys.executable, "-m", "cutefce", *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_output_that_is_ascii(folder: Path) -> None:
+    ((key, rejected),) = TABLE.rejected
+    strange: Any = {(key, rejected): Rejection("§ 1 × 2 …", for_all_shapes=True)}
+    path = lookup.user_folder() / file_name(GPU)
+    table_io.write(path, dataclasses.replace(TABLE, rejected=strange))
+    shown = run_in_shell("cache", "show", PYTHONIOENCODING="ascii")
+    assert shown.returncode == 0, shown.stderr
+    assert "8192x4096x131072" in shown.stdout
+
+
+def test_info_prints_whole_paths_into_a_pipe(folder: Path) -> None:
+    cache_folder = folder / "a[b]c" / "[/x]" / ("long" * 40)
+    shown = run_in_shell("info", CUTEFCE_CACHE_DIR=str(cache_folder))
+    assert shown.returncode == 0, shown.stderr
+    assert f"{cache_folder}{os.sep}" in shown.stdout
+
+
+def test_info_tells_why_the_cache_folder_cannot_be_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown(value: Path | str) -> str:
+        result = CliRunner().invoke(main, ["info"], env={cache_files.CACHE_VARIABLE: str(value)})
+        assert result.exit_code == 0, result.output
+        return next(line for line in result.output.splitlines() if line.startswith("cache "))
+
+    assert ":" not in shown(folder / "new")
+    (folder / "file").write_text("")
+    assert "[Errno 20] Not a directory" in shown(folder / "file")
+    assert "no cache folder: got 'relative', expected an absolute path" in shown("relative")
+    folder.chmod(0o777)
+    assert f"ignored {folder}: got mode 777" in shown(folder)
+    folder.chmod(0o700)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert f"{folder} cannot be written" in shown(folder)
+
+
+def test_info_names_the_arguments_of_the_loss(folder: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU serves these dtypes")
+    assert "portable path: input: got device cpu" in CliRunner().invoke(main, ["info"]).output
+
+
+def test_commands_without_a_cache_folder_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cache_files.CACHE_VARIABLE, "~nobody-of-this-name/cache")
+    for arguments in (["cache", "show"], ["cache", "clear"], ["compile"], ["tune"]):
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 1
+        assert "Error: no cache folder" in result.output
+
+
+def test_compile_into_a_file_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "file").write_text("")
+    result = run_in_shell("compile", CUTEFCE_CACHE_DIR=str(folder / "file"))
+    assert result.returncode == 1
+    assert result.stderr.startswith("Error: [Errno") and result.stderr.count("\n") == 1
+
+
+def test_compile_without_the_compiler_says_what_to_install(folder: Path) -> None:
+    blocked = folder / "blocked"
+    (blocked / "cutlass").mkdir(parents=True)
+    (blocked / "cutlass" / "__init__.py").write_text("raise ImportError('no compiler here')")
+    path = os.pathsep.join([str(blocked), *filter(None, sys.path)])
+    result = run_in_shell("compile", "--arch", "sm_100a", PYTHONPATH=path)
+    assert result.returncode == 1
+    assert "Error: no compiler here" in result.stderr
+    assert "pip install 'nvidia-cutlass-dsl[cu13]'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_dry_run_without_a_gpu_lists_candidates_of_a_shipped_table(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(main, ["tune", "--dry-run", "--shapes", "8192x4096x131072"])
+    assert result.exit_code == 0, result.output
+    assert "NVIDIA H200: 4 of 4 problems to tune" in result.output
+    for name in ("project_exp", "grad_hidden", "grad_weight", "window"):
+        assert f"8192x4096x131072 {name}: " in result.output
+    assert not list(folder.iterdir())
+
+
 def test_entries_of_other_kernels_are_marked(folder: Path) -> None:
     file = lookup.user_folder() / file_name(GPU)
     (key,) = TABLE.entries
@@ -118,7 +353,7 @@ def test_entries_of_other_kernels_are_marked(folder: Path) -> None:
     table_io.write(file, dataclasses.replace(TABLE, entries=entries))
     run = CliRunner().invoke
     shown = run(main, ["cache", "show"]).output
-    rows = {line.count("other"): line for line in shown.splitlines() if "8192 × 4096 ×" in line}
+    rows = {line.count("other"): line for line in shown.splitlines() if "8192x4096x" in line}
     assert "131072" in rows[0] and "32000" in rows[1]
     validated = run(main, ["cache", "validate", str(file)]).output
     assert "2 entries, 1 of these kernel sources" in validated

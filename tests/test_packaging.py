@@ -2,8 +2,10 @@
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import cutefce
-from cutefce.cute_kernels.jit.cache import CACHE_VARIABLE
+from cutefce.cute_kernels.cache_files import CACHE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 TOPS = ("ops", "autotune_cache", "cute_kernels")
@@ -31,6 +33,24 @@ def test_every_package_is_listed() -> None:
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     assert sorted(listed) == sorted(packages())
+
+
+@pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs a checkout")
+def test_a_source_distribution_has_the_tests_with_their_helpers(tmp_path: Path) -> None:
+    build = pytest.importorskip("setuptools.build_meta")
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "demo-output", "*.so")
+    shutil.copytree(ROOT, tmp_path / "tree", symlinks=True, ignore=left_out)
+    code = f"from {build.__name__} import build_sdist; print(build_sdist('.'))"
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "tree", check=True, capture_output=True
+    )
+    (archive,) = (tmp_path / "tree").glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        found = {name.partition("/")[2] for name in tar.getnames()}
+    for folder in ("tests", "bench", "examples", *TOPS):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert path.relative_to(ROOT).as_posix() in found
+    assert {"CHANGELOG.md", "Makefile", "constraints.txt", "pyproject.toml"} <= found
 
 
 def test_every_folder_with_code_is_a_package() -> None:

@@ -45,8 +45,8 @@ def tune_on_first_use(gpu: Gpu, device: str, problem: Problem) -> None:
         _attempted.add((gpu, key))
         sizes = problem.tokens, problem.hidden, problem.vocab
         job = make_job(target, target.problem(sizes, problem.dtype))
-        path = lookup.user_folder() / file_name(gpu)
         try:
+            path = lookup.user_folder() / file_name(gpu)
             unusable = build(missing(job.kernels()), lambda: None)
             with SubprocessWorker() as process:
                 outcome = Tuner(path, header_for(gpu), process, unusable).tune(job, lambda: None)

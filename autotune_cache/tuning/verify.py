@@ -11,15 +11,13 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import filelock
-
 from cutefce.autotune_cache import lookup, table_io, verdicts
 from cutefce.autotune_cache.table import DSL_PACKAGE, Candidate, Rejection, Table
 from cutefce.autotune_cache.tuning import tuner, worker
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.autotune_cache.tuning.targets.base import TuningTarget
 from cutefce.autotune_cache.verdicts import Verdict
-from cutefce.cute_kernels import process_cache
+from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.spec import KernelSpec
 
@@ -61,11 +59,9 @@ def verify_once(targets: Targets, dtype: str) -> Verdict:
     gpu = targets[0].gpu
     with contextlib.ExitStack() as stack:
         try:
-            path = verdicts.record_path(gpu, dtype)
-            path.parent.mkdir(parents=True, exist_ok=True)
             # one lock for all dtypes: two verifications would slow each other past the time limits
-            lock = filelock.FileLock(path.with_name("verify.lock"), timeout=LOCK_SECONDS)
-            stack.enter_context(lock)
+            path = verdicts.record_path(gpu, dtype).with_name("verify")
+            stack.enter_context(cache_files.lock(path, LOCK_SECONDS))
         except OSError:
             pass  # without a lock, each process verifies
         lookup.reload(gpu)  # another process may have verified, and rejected, meanwhile

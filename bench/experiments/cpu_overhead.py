@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
-from bench.harness.cli import Output, per_shape
+from bench.harness.cli import Output, gpu_only, per_shape
 from bench.harness.problems import Loss, Shape, random_inputs
 from bench.harness.timing import Call
 
@@ -50,6 +50,7 @@ class Row:
 
 @click.command("cpu-overhead")
 @click.pass_obj
+@gpu_only
 def command(output: Output, /) -> None:
     """CPU time of an eager forward and of a training step on a GPU."""
     output.record("cpu_overhead", per_shape(SHAPES, functools.partial(run, device="cuda")))

@@ -11,7 +11,7 @@ import click
 import torch
 
 import cutefce
-from bench.harness.cli import Output
+from bench.harness.cli import Output, gpu_only
 from bench.harness.problems import Shape, random_inputs
 from bench.harness.records import Measurement
 from cutefce.cute_kernels.jit import cache as jit_cache
@@ -31,6 +31,7 @@ class Row:
 
 @click.command("first-call")
 @click.pass_obj
+@gpu_only
 def command(output: Output, /) -> None:
     """Latency of a new process's first call on a GPU."""
     output.record("first_call", [Measurement({}, lambda: [run("cuda")])])

@@ -12,7 +12,7 @@ import click
 import torch
 
 import cutefce
-from bench.harness.cli import Output, per_shape, repeats_option
+from bench.harness.cli import Output, gpu_only, per_shape, repeats_option
 from bench.harness.problems import Shape, random_inputs
 from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
 from cutefce.ops.interface.options import LossOptions
@@ -63,6 +63,7 @@ class Row:
 @click.command("forward")
 @repeats_option(30)
 @click.pass_obj
+@gpu_only
 def command(output: Output, /, repeats: int) -> None:
     """The forward on a GPU, against the plain GEMM."""
     output.record("forward", per_shape(SHAPES, functools.partial(run, repeats=repeats)))

@@ -13,7 +13,7 @@ import click
 import torch
 
 from bench.experiments import forward, paper_grid
-from bench.harness.cli import Output, per_shape, repeats_option
+from bench.harness.cli import Output, gpu_only, per_shape, repeats_option
 from bench.harness.problems import MODELS, Shape, plain_gemms, random_inputs
 from bench.harness.timing import Call, interleaved, preceding_gemms
 from cutefce.autotune_cache import defaults, lookup
@@ -53,6 +53,7 @@ class Row:
 @click.command("tuned")
 @repeats_option(15)
 @click.pass_obj
+@gpu_only
 def command(output: Output, /, repeats: int) -> None:
     """The tuned table's configurations on a GPU, against the defaults."""
     output.record("tuned", per_shape(SHAPES, functools.partial(run, repeats=repeats)))

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from bench.harness.problems import Shape
 from bench.harness.records import Measurement, collect, folder_name
+from cutefce.cute_kernels.problem import ITEM_BYTES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -37,23 +38,38 @@ class Output:
         table = Table(*rows[0])
         for row in rows:
             table.add_row(*map(_cell, row.values()))
-        console = Console(width=200)
+        console = Console(width=200, markup=False)
         console.print(table)
         console.print(f"written: {path}")
 
 
+def gpu_only(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command that measures a GPU: without one it raises ClickException."""
+
+    @functools.wraps(command)
+    def checked(*arguments: Any, **options: Any) -> None:
+        if not torch.cuda.is_available():
+            raise click.ClickException("GPU: got no CUDA device, expected one")
+        command(*arguments, **options)
+
+    return checked
+
+
 def repeats_option(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds `--repeats`."""
-    return click.option("--repeats", type=int, default=default, help="Timed rounds.")
+    return click.option(
+        "--repeats", type=click.IntRange(min=1), default=default, help="Timed rounds."
+    )
 
 
 def shape_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add one option for each field of a `Shape`."""
+    size = click.IntRange(min=1)
     for name, kind, text in (
-        ("--dtype", str, "bfloat16, float16, float32 or float64"),
-        ("--vocab", int, "V"),
-        ("--hidden", int, "D"),
-        ("--tokens", int, "N"),
+        ("--dtype", click.Choice(tuple(ITEM_BYTES)), "Dtype of the inputs."),
+        ("--vocab", size, "V"),
+        ("--hidden", size, "D"),
+        ("--tokens", size, "N"),
     ):
         command = click.option(name, type=kind, help=text)(command)
     return command

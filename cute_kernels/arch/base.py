@@ -14,6 +14,9 @@ TILE_K = 64
 BARRIER_BYTES = 1024
 """Shared memory before the first tile, including its alignment."""
 
+MAX_RASTER_GROUP = 1024
+"""Bound on raster groups: kernels multiply it by the number of vocabulary splits, in an int32."""
+
 Rule = tuple[str, Any, bool, str]
 """The checked quantity, its value, whether it is legal, and the expected values."""
 
@@ -94,10 +97,10 @@ class Arch(ABC):
                 raise ValueError(
                     f"{field.name}: got {number!r}, expected {kind.__name__} of at least 0"
                 )
-        tile = config.tile_m, config.tile_n
+        tile, group = (config.tile_m, config.tile_n), config.raster_group
         common: tuple[Rule, ...] = (
             ("tile", tile, min(tile) > 0, "at least one row and column"),
-            ("raster_group", config.raster_group, config.raster_group >= 1, "at least 1"),
+            ("raster_group", group, 1 <= group <= MAX_RASTER_GROUP, f"1 to {MAX_RASTER_GROUP}"),
             # larger clusters leave SMs idle: the number of SMs of a GPC is no multiple of 4
             ("cluster", config.cluster, config.cluster in (1, 2), "1 or 2"),
         )

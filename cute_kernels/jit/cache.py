@@ -4,19 +4,21 @@ A library's path is <folder>/<fingerprint>/<key>.so: the fingerprint covers the 
 the compiler's version, the key covers the kernel spec.  Loading a library needs only the compiler's
 small runtime library.  Each file ends with a digest of its content, which loaders ignore: damaged
 and foreign files are compiled again.  One process compiles while others wait for its result; a
-process that dies neither blocks the others nor leaves a partial library.  If the folder is
-read-only or no linker (cc) is found, a kernel is compiled for this process only.
+process that dies neither blocks the others nor leaves a partial library.  If the folder cannot be
+written or is not trusted (`cache_files`), or no linker (cc) is found, a kernel is compiled for this
+process only.
 
-The package's folder, which `make wheel` fills, is read in the same way but never written.
+The package's folder, which `make wheel` fills, is read in the same way but never written.  It is
+trusted as the package's modules are.
 """
 
 import contextlib
 import ctypes
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -24,16 +26,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import filelock
-import platformdirs
-
+from cutefce.cute_kernels import cache_files
+from cutefce.cute_kernels.cache_files import CacheError
 from cutefce.cute_kernels.jit.canonical import canonical_source
 from cutefce.cute_kernels.jit.compiler import OPTIONS, SYMBOL, Report, compile_kernel, report
-from cutefce.cute_kernels.process_cache import process_cache
+from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.spec import KernelSpec
 
-CACHE_VARIABLE = "CUTEFCE_CACHE_DIR"
-"""Environment variable that names another cache folder."""
 SOURCES = Path(__file__).parent.parent
 """The package whose sources the fingerprint covers."""
 PREBUILT_FOLDER = SOURCES / "prebuilt"
@@ -65,15 +64,9 @@ def compile_ahead(kernel: KernelSpec) -> Report:
     return result
 
 
-def base_folder() -> Path:
-    """Return the user's folder for all files of cutefce; it may not exist."""
-    given = os.environ.get(CACHE_VARIABLE)
-    return Path(given) if given else platformdirs.user_cache_path("cutefce")
-
-
 def cache_folder() -> Path:
     """Return the user's folder for libraries of this fingerprint; it may not exist."""
-    return base_folder() / fingerprint()
+    return cache_files.base_folder() / fingerprint()
 
 
 def prebuilt_folder() -> Path:
@@ -116,8 +109,12 @@ def _version(package: str) -> str:
 
 def library_path(kernel: KernelSpec) -> Path:
     """Return the path of the library of `kernel` in the cache folder; it may not exist."""
+    return cache_folder() / _library_name(kernel)
+
+
+def _library_name(kernel: KernelSpec) -> str:
     key = hashlib.sha256(repr(kernel).encode()).hexdigest()[:16]
-    return cache_folder() / f"{type(kernel).__name__}-{key}.so"
+    return f"{type(kernel).__name__}-{key}.so"
 
 
 def is_stored(kernel: KernelSpec) -> bool:
@@ -126,20 +123,29 @@ def is_stored(kernel: KernelSpec) -> bool:
 
 
 def _stored(kernel: KernelSpec) -> Iterator[Path]:
-    path = library_path(kernel)
-    return filter(_is_whole, (path, prebuilt_folder() / path.name))
+    """Yield the libraries of `kernel`, the user's first; warn if that must not be used."""
+    name = _library_name(kernel)
+    try:
+        user = cache_folder() / name
+        if _is_whole(user):
+            yield user
+    except CacheError as error:
+        warn_once(str(error))
+    prebuilt = prebuilt_folder() / name
+    if _is_whole(prebuilt):
+        yield prebuilt
 
 
 def store(kernel: KernelSpec, compile_: Callable[[], Any]) -> Path:
     """Write the library of `kernel` to the cache folder if it is missing; return its path.
 
     Raises:
-        OSError, filelock.Timeout: the folder or its lock is not available.
+        CacheError: the folder or the library is not trusted, or there is no folder.
+        OSError: the folder or its lock is not available.
     """
     path = library_path(kernel)
     if not _is_whole(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{path}.lock", timeout=LOCK_SECONDS):
+        with cache_files.lock(path, LOCK_SECONDS):
             if not _is_whole(path):
                 _write(path, compile_())
     return path
@@ -151,7 +157,7 @@ def _load_or_compile(kernel: KernelSpec) -> Any:
             return _load(path)
     try:
         return _load(store(kernel, lambda: _compile(kernel)))
-    except (OSError, filelock.Timeout):
+    except OSError:
         return _compile(kernel)
 
 
@@ -166,21 +172,22 @@ def _write(path: Path, function: Any) -> None:
     linker = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if linker is None:
         raise FileNotFoundError("no linker: PATH has neither cc nor gcc nor clang")
-    part, temporary = path.with_suffix(".o"), path.with_suffix(".tmp")
-    function.export_to_c(str(part), SYMBOL)
-    command = [linker, "-shared", "-o", str(temporary), str(part)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    part.unlink()
-    if result.returncode:
-        raise OSError(f"{' '.join(command)}: {result.stderr}")
-    content = temporary.read_bytes()
-    temporary.write_bytes(content + hashlib.sha256(content).digest())
-    os.replace(temporary, path)
+    with tempfile.TemporaryDirectory() as folder:
+        part, library = Path(folder, "kernel.o"), Path(folder, "kernel.so")
+        function.export_to_c(str(part), SYMBOL)
+        command = [linker, "-shared", "-o", str(library), str(part)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise OSError(f"{' '.join(command)}: {result.stderr}")
+        content = library.read_bytes()
+    cache_files.write(path, content + hashlib.sha256(content).digest())
 
 
 def _is_whole(path: Path) -> bool:
     try:
-        content = path.read_bytes()
+        content = cache_files.read(path)
+    except CacheError:
+        raise
     except OSError:
         return False
     return hashlib.sha256(content[:-32]).digest() == content[-32:]

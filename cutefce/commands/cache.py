@@ -6,7 +6,8 @@ import click
 from rich.table import Table
 
 from cutefce.autotune_cache import lookup, table, table_io
-from cutefce.commands.common import TABLE_FILE, describe, make_console, read_table
+from cutefce.commands.common import TABLE_FILE, describe, make_console, printable, read_table
+from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.jit import cache as jit_cache
 
 
@@ -22,15 +23,20 @@ def show(files: tuple[Path, ...]) -> None:
 
     Entries of other kernel sources are not used; the column "verified" marks them.
     """
-    paths = files or sorted(lookup.user_folder().glob("*.json"))
+    paths = files or _user_files()
     if not paths:
         click.echo(f"no tables in {lookup.user_folder()}")
         return
-    columns = "device", "kernel", "dtype", "N × D × V"
+    columns = "device", "kernel", "dtype", "NxDxV"
     winners = Table(*columns, "config", "ms", "default ms", "verified", title="winners")
     rejected = Table(*columns, "config", "reason", title="rejected")
+    unusable = []
     for path in paths:
-        tuned = read_table(path)
+        try:
+            tuned = read_table(path)
+        except click.ClickException as error:
+            unusable.append(error.message)
+            continue
         for key, entry in tuned.entries.items():
             winners.add_row(
                 *_problem_cells(tuned, key),
@@ -40,11 +46,20 @@ def show(files: tuple[Path, ...]) -> None:
                 _verified(entry),
             )
         for (key, config), rejection in tuned.rejected.items():
-            rejected.add_row(*_problem_cells(tuned, key), describe(config), rejection.reason)
+            rejected.add_row(
+                *_problem_cells(tuned, key), describe(config), printable(rejection.reason)
+            )
     console = make_console()
     console.print(winners)
     if rejected.rows:
         console.print(rejected)
+    if unusable:
+        raise click.ClickException("\n".join(unusable))
+
+
+def _user_files() -> list[Path]:
+    """Return what may be a table of the user."""
+    return sorted(lookup.user_folder().glob("*.json"))
 
 
 def _verified(entry: table.Entry) -> str:
@@ -55,8 +70,8 @@ def _verified(entry: table.Entry) -> str:
 
 
 def _problem_cells(tuned: table.Table, key: table.Key) -> tuple[str, ...]:
-    sizes = f"{key.tokens} × {key.hidden} × {key.vocab}"
-    return tuned.gpu.name, key.kernel, key.dtype, sizes
+    sizes = f"{key.tokens}x{key.hidden}x{key.vocab}"
+    return printable(tuned.gpu.name), key.kernel, key.dtype, sizes
 
 
 @cache.command()
@@ -74,22 +89,33 @@ def validate(files: tuple[Path, ...]) -> None:
 @click.argument("files", nargs=-1, type=TABLE_FILE, required=True)
 @click.option("--into", type=click.Path(path_type=Path), required=True, help="File to write.")
 def merge(files: tuple[Path, ...], into: Path) -> None:
-    """Merge FILES of one kind of GPU.
+    """Merge FILES of one kind of GPU, kernel sources and compiler, in any order.
 
-    Of two entries for a problem, the one of the current kernel sources wins, then the verified one,
-    then the faster one.
+    All rejections are kept, and no entry of a configuration that one of FILES rejects. Of two
+    entries for a problem, the one of the current kernel sources wins, then the verified one, then
+    the faster one. What FILE of --into holds is replaced, unless it is one of FILES too.
     """
+
+    def merged() -> table.Table:
+        return table.merge({str(path): read_table(path) for path in files})
+
     try:
-        merged = table.merge(map(read_table, files), jit_cache.source_fingerprint())
+        table_io.rewrite(into, merged)
     except ValueError as error:
-        raise click.ClickException(str(error)) from error
-    table_io.write(into, merged)
-    click.echo(f"{into}: {len(merged.entries)} entries")
+        raise click.ClickException(printable(str(error))) from error
+    click.echo(f"{into}: {len(table_io.read(into).entries)} entries")
 
 
 @cache.command()
 def clear() -> None:
     """Remove the user's tuned tables; shipped ones stay."""
-    for path in sorted(lookup.user_folder().glob("*.json")):
-        path.unlink()
-        click.echo(f"removed {path}")
+    left = []
+    for path in _user_files():
+        try:
+            cache_files.remove(path)
+        except OSError as error:
+            left.append(str(error))
+        else:
+            click.echo(f"removed {path}")
+    if left:
+        raise click.ClickException("\n".join(left))

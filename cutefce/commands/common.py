@@ -19,8 +19,16 @@ TABLE_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def make_console() -> Console:
-    """Return a console that is wide enough for tables when its output is redirected."""
-    return Console(width=None if sys.stdout.isatty() else 160)
+    """Return a console that is wide enough for tables when its output is redirected.
+
+    It prints text as it is: brackets are no markup.
+    """
+    return Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
+
+
+def printable(text: str) -> str:
+    """Return text of a file without what a terminal would obey: other characters are escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def read_table(path: Path) -> Table:
@@ -28,7 +36,12 @@ def read_table(path: Path) -> Table:
     try:
         return table_io.read(path)
     except (OSError, ValueError) as error:
-        raise click.ClickException(f"{path}: {error}") from error
+        raise click.ClickException(printable(f"{path}: {error}")) from error
+
+
+def has_gpu() -> bool:
+    """Whether the current GPU has kernels."""
+    return torch.cuda.is_available() and arch_for(torch.cuda.get_device_capability()) is not None
 
 
 def this_gpu() -> tuple[Gpu, str]:
@@ -37,13 +50,13 @@ def this_gpu() -> tuple[Gpu, str]:
     Raises:
         ClickException: if there is no GPU, or none that has kernels.
     """
+    if has_gpu():
+        device = torch.device("cuda", torch.cuda.current_device())
+        return gpu_of(device), str(device)
     expected = ", ".join(f"{major}.{minor}" for major, minor in (a.capability for a in ARCHS))
     got = "no CUDA device"
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
-        if arch_for(capability) is not None:
-            device = torch.device("cuda", torch.cuda.current_device())
-            return gpu_of(device), str(device)
         got = f"compute capability {capability[0]}.{capability[1]}"
     raise click.ClickException(f"GPU: got {got}, expected compute capability {expected}")
 

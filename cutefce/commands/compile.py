@@ -3,6 +3,7 @@
 import dataclasses
 import multiprocessing
 import os
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import click
@@ -10,10 +11,11 @@ from rich.table import Table
 
 from cutefce.autotune_cache import lookup
 from cutefce.commands.common import make_console
+from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import ARCHS, arch_named
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import Report
-from cutefce.cute_kernels.spec import ProjectExpSpec
+from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
 
 
 @click.command("compile", short_help="Compile all kernels into the cache folder.")
@@ -35,17 +37,32 @@ def compile_kernels(names: str) -> None:
         raise click.BadParameter(str(error), param_hint="--arch") from error
     kernels = [kernel for arch in archs for kernel in lookup.shipped_kernels(arch)]
     table = Table("arch", "kernel", "", "registers", "spilled B", "shared B", "seconds", "warnings")
-    clean = True
-    processes = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=processes) as pool:
-        for report in pool.map(jit_cache.compile_ahead, kernels):
-            table.add_row(*_cells(report))
-            clean &= report.is_clean
-    console = make_console()
-    console.print(table)
-    console.print(f"{len(kernels)} kernels in {jit_cache.cache_folder()}", soft_wrap=True)
+    clean, folder = True, jit_cache.cache_folder()
+    cache_files.make_folder(folder)
+    for report in _reports(kernels):
+        table.add_row(*_cells(report))
+        clean &= report.is_clean
+    make_console().print(table)
+    click.echo(f"{len(kernels)} kernels in {folder}")
     if not clean:
         raise click.ClickException("a kernel spills registers or serializes WGMMA instructions")
+
+
+def _reports(kernels: list[KernelSpec]) -> Iterator[Report]:
+    """Compile kernels in several processes; the first error ends them.
+
+    Raises:
+        ClickException: without the compiler.
+        OSError: if a kernel cannot be linked or stored.
+    """
+    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
+    try:
+        yield from pool.map(jit_cache.compile_ahead, kernels)
+    except ImportError as error:
+        needed = "pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi"
+        raise click.ClickException(f"{error}; the compiler is needed: {needed}") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _cells(report: Report) -> list[str]:

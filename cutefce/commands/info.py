@@ -1,15 +1,17 @@
 """`cutefce info`: shows versions, the GPU, what serves each dtype, tables and compiled kernels."""
 
+import os
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import click
 import torch
-from rich.console import Console
-from rich.table import Column, Table
 
 from cutefce.autotune_cache import lookup
-from cutefce.commands.common import read_table
+from cutefce.commands.common import printable, read_table
+from cutefce.cute_kernels import cache_files
+from cutefce.cute_kernels.cache_files import CacheError
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import ITEM_BYTES
 from cutefce.ops.primitives.dispatch import device_unsupported_reason
@@ -20,26 +22,39 @@ PACKAGES = ("cutefce", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-py
 @click.command(short_help="Show versions, GPU, backends and kernels.")
 def info() -> None:
     """Show versions, the GPU, what serves each dtype and why, shipped tables, compiled kernels."""
-    table = Table("", Column(overflow="fold"), show_header=False, box=None)
+    for name, text in _lines():
+        click.echo(f"{name:20}  {printable(text)}")
+
+
+def _lines() -> Iterator[tuple[str, str]]:
+    """Yield subjects and what there is to say about them."""
     for name in PACKAGES:
         try:
-            table.add_row(name, metadata.version(name))
+            yield name, metadata.version(name)
         except metadata.PackageNotFoundError:
-            table.add_row(name, "not installed")
+            yield name, "not installed"
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    table.add_row("device", torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
+    yield "device", torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     for name in ITEM_BYTES:
         reason = device_unsupported_reason(device, getattr(torch, name))
-        table.add_row(name, "kernels" if reason is None else f"portable path: {reason}")
+        yield name, "kernels" if reason is None else f"portable path: {_public(reason)}"
     for path in sorted(lookup.SHIPPED_FOLDER.glob("*.json")):
         for dtype, text in _shipped_entries(path).items():
-            table.add_row("tuned table", f"{path.name}, {dtype}: {text}")
-    table.add_row("cache", _libraries(jit_cache.cache_folder()))
-    table.add_row("prebuilt", _libraries(jit_cache.prebuilt_folder()))
+            yield "tuned table", f"{path.name}, {dtype}: {text}"
+    try:
+        folder = jit_cache.cache_folder()
+        yield "cache", f"{_libraries(folder)}{_obstacle(folder)}"
+    except CacheError as error:
+        yield "cache", str(error)
+    yield "prebuilt", _libraries(jit_cache.prebuilt_folder())
     for folder in sorted(jit_cache.PREBUILT_FOLDER.glob("*")):
         if folder != jit_cache.prebuilt_folder():
-            table.add_row("", f"{_libraries(folder)}: built for other versions, not used")
-    Console(soft_wrap=True).print(table)
+            yield "", f"{_libraries(folder)}: built for other versions, not used"
+
+
+def _public(reason: str) -> str:
+    """Return `reason` with the name of the loss's argument."""
+    return f"input: {reason.removeprefix('h: ')}" if reason.startswith("h: ") else reason
 
 
 def _shipped_entries(path: Path) -> dict[str, str]:
@@ -59,3 +74,15 @@ def _shipped_entries(path: Path) -> dict[str, str]:
 def _libraries(folder: Path) -> str:
     sizes = [path.stat().st_size for path in folder.glob("*.so")]
     return f"{folder} ({len(sizes)} kernels, {sum(sizes) / 2**20:.1f} MiB)"
+
+
+def _obstacle(folder: Path) -> str:
+    """Return why `folder` cannot be used, or written, after a colon; nothing if it can."""
+    try:
+        cache_files.check(folder)
+    except FileNotFoundError:
+        pass  # it is made when it is needed
+    except OSError as error:
+        return f": {error}"
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return "" if os.access(existing, os.W_OK | os.X_OK) else f": {existing} cannot be written"

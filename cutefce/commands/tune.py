@@ -16,8 +16,17 @@ from cutefce.autotune_cache.tuning.candidates import Job
 from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes, parse
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
 from cutefce.autotune_cache.tuning.tuner import Outcome
-from cutefce.commands.common import describe, make_console, require_passed, this_gpu
+from cutefce.commands.common import (
+    describe,
+    has_gpu,
+    make_console,
+    printable,
+    read_table,
+    require_passed,
+    this_gpu,
+)
 from cutefce.cute_kernels.arch import ARCHS
+from cutefce.cute_kernels.gpu import Gpu
 
 
 def _parse_shapes(
@@ -55,7 +64,7 @@ def _parse_shapes(
     help="Time after which no further problem is begun.",
 )
 @click.option("--resume", is_flag=True, help="Skip problems that the table has for these kernels.")
-@click.option("--dry-run", is_flag=True, help="Show the candidates and exit.")
+@click.option("--dry-run", is_flag=True, help="Show the candidates and exit; needs no GPU.")
 @click.option("--exhaustive", is_flag=True, help="Try candidates that the cost model excludes too.")
 @click.option(
     "--output-dir",
@@ -72,9 +81,13 @@ def tune(
     exhaustive: bool,
     output_dir: Path,
 ) -> None:
-    """Find the fastest configurations on this GPU and write them to a table."""
+    """Find the fastest configurations on this GPU and write them to a table.
+
+    With --dry-run and without a GPU that has kernels, shows the candidates of the GPU model that
+    has a shipped table.
+    """
     end = time.monotonic() + 60 * budget_minutes
-    gpu, device = this_gpu()
+    gpu, device = _shipped_gpu() if dry_run and not has_gpu() else this_gpu()
     every = targets.all_targets(gpu, device)
     header, path = tuner.header_for(gpu), output_dir / table_io.file_name(gpu)
     jobs = [
@@ -104,11 +117,17 @@ def tune(
         console.print(f"{left} problems are left; to continue, run: cutefce tune --resume")
 
 
+def _shipped_gpu() -> tuple[Gpu, str]:
+    """Return the first GPU model that has a shipped table, and a device that is not used."""
+    path, *_ = sorted(lookup.SHIPPED_FOLDER.glob("*.json"))
+    return read_table(path).gpu, "cuda"
+
+
 def _run(
     console: Console, jobs: list[Job], path: Path, header: table.Table, end: float
 ) -> list[Outcome]:
     """Compile, then tune one problem after another until the time is over."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         kernels = tuner.missing(kernel for job in jobs for kernel in job.kernels())
         compiling = progress.add_task("compiling", total=len(kernels))
@@ -130,7 +149,7 @@ def _report(
 ) -> None:
     """Show the winners, old and new, and the rejections."""
     winners = Table(
-        *("N × D × V", "kernel", "default ms", "winner ms", "gain", "vs. cuBLAS", "winner"),
+        *("NxDxV", "kernel", "default ms", "winner ms", "gain", "vs. cuBLAS", "winner"),
     )
     for job in jobs:
         entry = entries.get(job.key)
@@ -147,9 +166,11 @@ def _report(
     console.print(winners)
     for outcome in outcomes:
         for candidate, reason in outcome.failures.items():
-            console.print(f"rejected: {_sizes(outcome.job)} {describe(candidate)}: {reason}")
+            console.print(
+                f"rejected: {_sizes(outcome.job)} {describe(candidate)}: {printable(reason)}"
+            )
 
 
 def _sizes(job: Job) -> str:
     problem = job.problem
-    return f"{problem.tokens} × {problem.hidden} × {problem.vocab}"
+    return f"{problem.tokens}x{problem.hidden}x{problem.vocab}"

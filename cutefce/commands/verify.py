@@ -3,13 +3,16 @@
 from pathlib import Path
 
 import click
+from rich.text import Text
 
 from cutefce.autotune_cache import table_io
+from cutefce.autotune_cache.table import Table
 from cutefce.autotune_cache.tuning import verify as verification
 from cutefce.autotune_cache.tuning.targets import all_targets
 from cutefce.commands.common import (
     TABLE_FILE,
     make_console,
+    printable,
     read_table,
     require_passed,
     this_gpu,
@@ -44,11 +47,20 @@ def _verify_table(path: Path, targets: verification.Targets) -> None:
     table, console = read_table(path), make_console()
     try:
         with console.status("compiling") as status:
-            renewed = verification.verify_table(table, targets, status.update)
-        table_io.write(path, renewed)
+            renewed = verification.verify_table(
+                table, targets, lambda check: status.update(Text(check))
+            )
+        table_io.rewrite(path, lambda: _unless_changed(path, table, renewed))
     except (OSError, RuntimeError, ValueError) as error:
         raise click.ClickException(f"{path} was not changed: {error}") from error
     removed = len(table.entries) - len(renewed.entries)
     click.echo(f"{path}: {len(renewed.entries)} entries passed, {removed} were rejected")
     for (key, config), rejection in renewed.rejected.items():
-        click.echo(f"rejected: {key.kernel}, {key.dtype}, {config}: {rejection.reason}")
+        click.echo(f"rejected: {key.kernel}, {key.dtype}, {config}: {printable(rejection.reason)}")
+
+
+def _unless_changed(path: Path, before: Table, renewed: Table) -> Table:
+    """Return `renewed` if the file still holds `before`."""
+    if read_table(path) != before:
+        raise ValueError("another process rewrote it meanwhile; run the command again")
+    return renewed

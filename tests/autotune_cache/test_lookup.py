@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import timeit
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cutefce.autotune_cache import defaults, lookup, table, table_io
-from cutefce.cute_kernels import process_cache, spec
+from cutefce.autotune_cache import defaults, lookup, table, table_io, verdicts
+from cutefce.cute_kernels import cache_files, process_cache, spec
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig
@@ -163,10 +164,25 @@ BAD = {
         "stages: got 60",
     ),
     "an unknown field": (broken_entry(config={"warps": 4}), "a field is missing"),
-    "a size of 0": (broken_entry(tokens=0), "expected sizes and times above 0"),
-    "a size beyond all": (broken_entry(vocab=10**400), "expected sizes and times above 0"),
-    "a size that is text": (broken_entry(vocab="131072"), "expected sizes and times above 0"),
-    "a time that is none": (broken_entry(ms=float("nan")), "expected sizes and times"),
+    "a size of 0": (broken_entry(tokens=0), "tokens: got 0, expected an integer above 0"),
+    "a size beyond all": (broken_entry(vocab=10**400), "vocab: got 1000.*above 0"),
+    "a size that is text": (broken_entry(vocab="131072"), "vocab: got '131072', expected an int"),
+    "a size that is true": (broken_entry(vocab=True), "vocab: got True, expected an integer"),
+    "a time that is none": (broken_entry(ms=float("nan")), "ms: got nan, expected"),
+    "an infinite time": (broken_entry(default_ms=float("inf")), "default_ms: got inf, expected"),
+    "a time beyond floats": (broken_entry(ms=10**400), "ms: got 1000.*expected"),
+    "a time that is text": (broken_entry(cublas_ms="12.9"), "cublas_ms: got '12.9', expected"),
+    "infinitely many SMs": (edited(num_sms=float("inf")), "num_sms: got inf, expected an integer"),
+    "a huge raster group": (
+        broken_entry(config=dataclasses.asdict(dataclasses.replace(TUNED, raster_group=10**9))),
+        "raster_group: got 1000000000, expected 1 to 1024",
+    ),
+    "an unknown kernel": (broken_entry(kernel="[/x]"), r"kernel: got '\[/x\]', expected"),
+    "an unknown dtype": (broken_entry(dtype="float64"), "dtype: got 'float64', expected bfloat16"),
+    "versions that are a number": (edited(versions=3), "a field is missing or has the wrong type"),
+    "no version of the kernels": (edited(versions={}), "a field is missing .*'kernels'"),
+    "entries that are numbers": (edited(entries=[1, 2]), "a field is missing or has the wrong"),
+    "more digits than Python reads": ('{"schema": ' + "9" * 5000 + "}", "ignored the tuned table"),
     "no configuration": (broken_entry(config=None), "a field is missing"),
     "no reason to reject": (edited(rejected=[{}]), "a field is missing"),
 }
@@ -182,15 +198,45 @@ def test_a_bad_file_is_ignored_with_one_warning(text: str, said: str, file: Path
     assert len(warned) == 1
 
 
-@pytest.mark.parametrize("kind", ["a folder", "not text"])
+@pytest.mark.parametrize("kind", ["a folder", "a FIFO", "not text"])
 def test_a_file_that_cannot_be_read(kind: str, file: Path) -> None:
     file.parent.mkdir(parents=True)
     if kind == "a folder":
         file.mkdir()
+    elif kind == "a FIFO":
+        os.mkfifo(file)
     else:
         file.write_bytes(b"\xff\xfe{")
     with pytest.warns(UserWarning, match="ignored the tuned table"):
         assert look() == Sm90().default(8192)
+
+
+@pytest.mark.parametrize("part", ["the table", "its folder", "the cache folder"])
+def test_a_table_that_others_may_have_written_is_not_used(part: str, file: Path) -> None:
+    table_io.write(file, TABLE)
+    path = {"the table": file, "its folder": file.parent, "the cache folder": file.parents[1]}[part]
+    path.chmod(path.stat().st_mode | 0o002)
+    with pytest.warns(UserWarning, match=f"ignored {path}: .*chmod go-w") as warned:
+        assert look() == Sm90().default(8192)
+        assert look(dataclasses.replace(PROBLEM, tokens=100)) == Sm90().default(100)
+    assert len(warned) == 1
+    with pytest.raises(OSError, match=f"ignored {path}: "):
+        table_io.update(file, TABLE)
+    path.chmod(path.stat().st_mode & ~0o002)
+    process_cache.reset()
+    assert look() == TUNED, "it was not touched"
+
+
+def test_without_a_cache_folder_the_defaults_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cache_files.CACHE_VARIABLE, "relative")
+    process_cache.reset()
+    with pytest.warns(UserWarning, match="no cache folder: got 'relative'") as warned:
+        assert look() == Sm90().default(8192)
+        assert look(dataclasses.replace(PROBLEM, tokens=100)) == Sm90().default(100)
+        assert verdicts.known(GPU, "bfloat16") is None
+        verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), set())
+    assert len(warned) == 1
+    process_cache.reset()
 
 
 def test_lookups_are_fast(file: Path) -> None:

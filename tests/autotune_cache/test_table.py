@@ -1,7 +1,9 @@
 """Tuned tables: reading, writing, updating and merging files."""
 
 import dataclasses
+import itertools
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from cutefce.autotune_cache import lookup, table, table_io
 from cutefce.autotune_cache.table import DSL_PACKAGE, Rejection
 from cutefce.cute_kernels.jit import cache as jit_cache
-from tests.support.tables import ENTRY, GPU, KERNELS, KEY, OTHER, REJECTED, TABLE, TUNED, VERSIONS
+from tests.support.tables import ENTRY, GPU, KEY, OTHER, REJECTED, TABLE, TUNED, VERSIONS
 
 SHIPPED = sorted(lookup.SHIPPED_FOLDER.glob("*.json"))
 
@@ -71,31 +73,69 @@ def test_wrong_windows_are_refused(columns: object, file: Path) -> None:
     data["entries"][0] |= {"kernel": table.WINDOW, "config": columns}
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="expected the columns of a window"):
+    with pytest.raises(ValueError, match="expected an integer above 0"):
         table_io.read(file)
+
+
+def merged(*tables: table.Table) -> table.Table:
+    return table.merge({str(number): each for number, each in enumerate(tables)})
 
 
 def test_merge_keeps_the_verified_and_the_faster() -> None:
     slower = dataclasses.replace(ENTRY, config=OTHER, ms=12.6)
     faster_unverified = dataclasses.replace(ENTRY, config=OTHER, ms=1.0, verified=False)
+    stale = dataclasses.replace(ENTRY, ms=1.0, kernels="0123")
     new = dataclasses.replace(KEY, vocab=50304)
     first = dataclasses.replace(TABLE, entries={KEY: slower}, rejected={})
+    second = dataclasses.replace(TABLE, rejected={})
     third = dataclasses.replace(first, entries={KEY: faster_unverified, new: ENTRY})
-    merged = table.merge([first, TABLE, third], KERNELS)
-    assert merged.entries == {KEY: ENTRY, new: ENTRY}
-    assert table.merge([first, TABLE], KERNELS).rejected == REJECTED
+    fourth = dataclasses.replace(first, entries={KEY: stale})
+    for tables in itertools.permutations((first, second, third, fourth)):
+        assert merged(*tables).entries == {KEY: ENTRY, new: ENTRY}
+
+
+def test_merge_refuses_other_gpus_kernels_and_compilers() -> None:
     other_size = dataclasses.replace(TABLE, gpu=dataclasses.replace(GPU, num_sms=114))
-    with pytest.raises(ValueError, match="num_sms: got 114"):
-        table.merge([TABLE, other_size], KERNELS)
+    with pytest.raises(ValueError, match="1: num_sms: got 114, expected 132"):
+        merged(TABLE, other_size)
+    for name in VERSIONS:
+        old = dataclasses.replace(TABLE, versions={**VERSIONS, name: "0123"})
+        for tables in ((TABLE, old), (old, TABLE)):
+            with pytest.raises(ValueError, match=f"1: {name}: got .*cutefce verify --table"):
+                merged(*tables)
 
 
-def test_merge_prefers_entries_of_these_sources() -> None:
-    stale = dataclasses.replace(ENTRY, config=OTHER, ms=1.0, kernels="0123")
-    old = dataclasses.replace(
-        TABLE, versions={**VERSIONS, "kernels": "0123"}, entries={KEY: stale}, rejected={}
+def test_rejections_survive_every_merge() -> None:
+    """Whatever the order, and although another table has the candidate as its winner."""
+    wrong = dataclasses.replace(ENTRY, config=OTHER, ms=1.0)
+    elsewhere = dataclasses.replace(KEY, tokens=1024)
+    small: table.Rejections = {(KEY, OTHER): Rejection("out of memory", for_all_shapes=False)}
+    tables = (
+        dataclasses.replace(TABLE, versions={**VERSIONS, "torch": "2.9"}),
+        dataclasses.replace(TABLE, entries={KEY: wrong, elsewhere: wrong}, rejected={}),
+        dataclasses.replace(TABLE, entries={}, rejected=small),
     )
-    for tables in ([old, TABLE], [TABLE, old]):
-        assert table.merge(tables, KERNELS) == TABLE
+    texts = set()
+    for order in itertools.permutations(tables):
+        result = merged(*order)
+        assert result.entries == {KEY: ENTRY}
+        assert result.rejected == REJECTED
+        texts.add(table_io.to_json(result))
+    assert len(texts) == 1
+
+
+def test_a_later_failure_for_one_shape_does_not_weaken_a_rejection(file: Path) -> None:
+    small: table.Rejections = {(KEY, OTHER): Rejection("out of memory", for_all_shapes=False)}
+    table_io.write(file, TABLE)
+    table_io.update(file, dataclasses.replace(TABLE, entries={}, rejected=small))
+    assert table_io.read(file) == TABLE
+
+
+def test_reading_leaves_out_what_the_file_itself_rejects(file: Path) -> None:
+    wrong = dataclasses.replace(ENTRY, config=OTHER)
+    elsewhere = dataclasses.replace(KEY, tokens=1024)
+    table_io.write(file, dataclasses.replace(TABLE, entries={KEY: ENTRY, elsewhere: wrong}))
+    assert table_io.read(file) == TABLE
 
 
 def test_candidates_rejected_for_all_shapes_lose_their_entries(file: Path) -> None:
@@ -121,6 +161,29 @@ def test_an_unusable_file_is_renamed(file: Path) -> None:
     table_io.update(file, TABLE)
     assert table_io.read(file) == TABLE
     assert file.with_suffix(".unusable").read_text() == "precious, but no table"
+    file.write_text("precious too")
+    table_io.update(file, TABLE)
+    assert file.with_suffix(".unusable1").read_text() == "precious too"
+    assert file.with_suffix(".unusable").read_text() == "precious, but no table"
+
+
+def test_a_file_is_read_and_rewritten_under_one_lock(file: Path) -> None:
+    """An entry that another process adds meanwhile waits, and is not lost."""
+    table_io.write(file, TABLE)
+    new = dataclasses.replace(KEY, vocab=777)
+    found = dataclasses.replace(TABLE, entries={new: ENTRY}, rejected={})
+    tuner = threading.Thread(target=table_io.update, args=(file, found))
+
+    def made() -> table.Table:
+        held = table_io.read(file)
+        tuner.start()
+        tuner.join(0.3)
+        assert tuner.is_alive()
+        return held
+
+    table_io.rewrite(file, made)
+    tuner.join()
+    assert table_io.read(file).entries == {KEY: ENTRY, new: ENTRY}
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 64, 65, 8192, 8193])

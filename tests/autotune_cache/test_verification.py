@@ -16,7 +16,7 @@ from cutefce.autotune_cache import lookup, table, table_io, verdicts
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import first_use, targets, tuner, verify, worker
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
-from cutefce.cute_kernels import process_cache, spec
+from cutefce.cute_kernels import cache_files, process_cache, spec
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
@@ -44,6 +44,37 @@ def test_verification_is_done_once_and_recorded(
     record.write_text(written)
     monkeypatch.setattr(jit_cache, "fingerprint", lambda: "other kernels")
     assert verdicts.known(GPU, "bfloat16") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 200_000,
+        "[]",
+        '{"configs": 3}',
+        '{"configs": [[]], "passed": true, "reason": ""}',
+        "{}",
+    ],
+    ids=["nested without end", "a list", "a number", "a list in a list", "empty"],
+)
+def test_a_damaged_verdict_is_none(text: str, folder: Path) -> None:
+    verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), set())
+    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+    verdicts.record_path(GPU, "bfloat16").write_text(text)
+    assert verdicts.known(GPU, "bfloat16") is None
+
+
+@pytest.mark.parametrize("part", ["the verdict", "its folder", "the cache folder"])
+def test_a_verdict_that_others_may_have_written_is_none(part: str, folder: Path) -> None:
+    verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), set())
+    file = verdicts.record_path(GPU, "bfloat16")
+    path = {"the verdict": file, "its folder": file.parent, "the cache folder": folder}[part]
+    path.chmod(path.stat().st_mode | 0o020)
+    with pytest.warns(UserWarning, match=f"ignored {path}: .*chmod go-w"):
+        assert verdicts.known(GPU, "bfloat16") is None
+    verdicts.record(GPU, "bfloat16", verdicts.Verdict(False, "slow"), set())
+    path.chmod(path.stat().st_mode & ~0o020)
+    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True), "it was not replaced"
 
 
 @dataclass
@@ -279,6 +310,16 @@ def test_first_use_without_a_subprocess_is_warned_about(
     with pytest.warns(UserWarning, match="was not tuned: .*exit status 1"):
         first_use.tune_on_first_use(GPU, "cpu", problem)
     assert lookup.tables(GPU) == ()
+
+
+def test_first_use_without_a_cache_folder_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cache_files.CACHE_VARIABLE, "relative")
+    monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
+    process_cache.reset()
+    problem = TARGET.problem((20, 16, 300), "bfloat16")
+    with pytest.warns(UserWarning, match="was not tuned: no cache folder"):
+        first_use.tune_on_first_use(GPU, "cpu", problem)
+    process_cache.reset()
 
 
 def test_a_check_without_a_subprocess_is_no_verdict(

@@ -16,7 +16,7 @@ from cutefce.autotune_cache import lookup, verdicts
 from cutefce.autotune_cache.tuning import targets, verify
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
 from cutefce.autotune_cache.tuning.targets.base import TuningTarget
-from cutefce.cute_kernels import process_cache
+from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
@@ -54,7 +54,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
     libraries, gate = jit_cache.cache_folder(), Gate()
     libraries.mkdir(parents=True, exist_ok=True)
     (tmp_path / libraries.name).symlink_to(libraries, target_is_directory=True)
-    monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", tmp_path / "no tables")
     monkeypatch.setattr(targets, "all_targets", gate.targets)
 

@@ -46,6 +46,23 @@ def run(output: Path, *arguments: str) -> Result:
     return result
 
 
+@pytest.mark.parametrize("name", ["forward", "cpu-overhead", "first-call", "tuned"])
+def test_commands_for_a_gpu_say_so_without_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(main, ["--output", str(tmp_path), name])
+    assert result.exit_code == 1
+    assert result.output == "Error: GPU: got no CUDA device, expected one\n"
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--hidden", "--vocab", "--repeats"])
+def test_sizes_of_0_are_refused(option: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["--output", str(tmp_path), "step", option, "0"])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.output
+
+
 def assert_same(path: Path) -> None:
     """The CSV beside `path` says what its JSON lines say."""
     rows = read(path)[1]

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 pytest.importorskip("cutlass")
 
 from cutefce.__main__ import main
-from cutefce.cute_kernels import process_cache, spec
+from cutefce.cute_kernels import cache_files, process_cache, spec
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import compile_kernel
 
@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an empty cache folder, with no kernels loaded in this process."""
     path = tmp_path / "cache"
     path.mkdir()
-    monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(path))
+    monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(path))
     monkeypatch.setattr(jit_cache, "PREBUILT_FOLDER", tmp_path / "prebuilt")
     monkeypatch.setattr(jit_cache, "_loaded", {})
     monkeypatch.setattr(jit_cache, "compile_count", 0)
@@ -64,7 +64,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a valid library of the kernel, outside of any cache."""
     path = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(jit_cache.CACHE_VARIABLE, str(path))
+        patch.setenv(cache_files.CACHE_VARIABLE, str(path))
         return jit_cache.store(KERNEL, lambda: compile_kernel(KERNEL))
 
 
@@ -107,14 +107,13 @@ def test_a_process_that_dies_blocks_no_other(folder: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "compiling\n"
     path = jit_cache.library_path(KERNEL)
-    path.with_suffix(".tmp").write_bytes(b"half of it")
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     begin = time.monotonic()
     assert works(jit_cache.compiled(KERNEL))
     assert time.monotonic() - begin < 30
     assert jit_cache.compile_count == 1
-    assert [p.suffix for p in path.parent.iterdir() if p.suffix != ".lock"] == [".so"]
+    assert list(path.parent.iterdir()) == [path]
 
 
 FOREIGN = b"\x7fELF of something else"
@@ -154,7 +153,7 @@ def test_a_library_that_does_not_load_is_compiled_again(folder: Path, library: P
 def test_a_folder_that_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = folder / "file"
     file.write_text("")
-    monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(file))
+    monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(file))
     assert callable(jit_cache.compiled(KERNEL))
     assert jit_cache.compile_count == 1
 
@@ -164,9 +163,59 @@ def test_a_full_or_read_only_disk(code: int, folder: Path, monkeypatch: pytest.M
     def refuse(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(cache_files, "write", refuse)
     assert callable(jit_cache.compiled(KERNEL))
-    assert not list(folder.rglob("*.so"))
+    assert not [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_files_that_cannot_be_finished_are_removed(folder: Path, tmp_path: Path) -> None:
+    """As on a full disk, each file of the process ends after 4 KiB."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.run(
+        [sys.executable, "-c", limit + COMPILE],
+        env=os.environ | {"TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.stdout.split()[-1:] == ["True"], process.stderr
+    left = [*folder.rglob("*"), *temporary.rglob("*")]
+    assert not [path for path in left if path.is_file()]
+
+
+@pytest.mark.parametrize("part", ["the library", "its folder", "the cache folder"])
+def test_a_library_that_others_may_have_written_is_neither_loaded_nor_replaced(
+    part: str, folder: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jit_cache.library_path(KERNEL)
+    path.parent.mkdir(mode=0o700)
+    shutil.copy(library, path)
+    harmed = {"the library": path, "its folder": path.parent, "the cache folder": folder}[part]
+    if os.geteuid() == 0:
+        os.chown(harmed, 54321, 54321)
+    harmed.chmod(harmed.stat().st_mode | 0o022)
+    before = path.read_bytes()
+    monkeypatch.setattr(jit_cache, "_load", None)
+    with pytest.warns(UserWarning, match=f"ignored {harmed}: ") as warned:
+        assert not jit_cache.is_stored(KERNEL)
+        assert callable(jit_cache.compiled(KERNEL))
+    assert len(warned) == 1
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("given", ["relative", "~nobody-of-this-name/cache"])
+def test_without_a_cache_folder_kernels_serve_their_process(
+    given: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv(cache_files.CACHE_VARIABLE, given)
+    with pytest.warns(UserWarning, match="no cache folder: .*CUTEFCE_CACHE_DIR") as warned:
+        assert callable(jit_cache.compiled(KERNEL))
+    assert len(warned) == 1
+    assert jit_cache.compile_count == 1
+    assert not list(folder.iterdir())
 
 
 def test_no_linker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +244,7 @@ def test_a_prebuilt_library_serves(
     if not can_write:
         file = folder / "file"
         file.write_text("")
-        monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(file))
+        monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(file))
     assert jit_cache.is_stored(KERNEL)
     assert works(jit_cache.compiled(KERNEL))
     assert jit_cache.compile_count == 0
@@ -206,7 +255,7 @@ def test_the_users_library_takes_precedence(
     folder: Path, prebuilt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = jit_cache.library_path(KERNEL)
-    path.parent.mkdir()
+    path.parent.mkdir(mode=0o700)
     shutil.copy(prebuilt, path)
     loaded: list[Path] = []
     monkeypatch.setattr(jit_cache, "_load", loaded.append)

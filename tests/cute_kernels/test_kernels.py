@@ -10,7 +10,7 @@ from torch import Tensor
 
 import cutefce
 from cutefce.autotune_cache.defaults import widest_window
-from cutefce.cute_kernels import spec
+from cutefce.cute_kernels import cache_files, spec
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm90 import Sm90
@@ -367,7 +367,7 @@ def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_
     def fail(kernel: Any) -> None:
         raise ValueError("no such target")
 
-    monkeypatch.setenv(jit_cache.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(jit_cache, "_loaded", {})
     monkeypatch.setattr(jit_cache, "compile_kernel", fail)
     reason = dispatch._compiler_unsupported_reason(Sm90(), "bfloat16")
