@@ -253,11 +253,14 @@ def test_verify_leaves_a_table_that_changed_meanwhile(
     assert table_io.read(path) == TABLE
 
 
-def run_in_shell(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+def run_in_shell(
+    *arguments: str, cwd: Path | None = None, **environment: str
+) -> "subprocess.CompletedProcess[str]":
     """Run the command in a process whose output is a pipe."""
     return subprocess.run(
         [sys.executable, "-m", "cutefce", *arguments],
         env=os.environ | environment,
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=120,
@@ -325,8 +328,8 @@ def test_compile_without_the_compiler_says_what_to_install(folder: Path) -> None
     blocked = folder / "blocked"
     (blocked / "cutlass").mkdir(parents=True)
     (blocked / "cutlass" / "__init__.py").write_text("raise ImportError('no compiler here')")
-    path = os.pathsep.join([str(blocked), *filter(None, sys.path)])
-    result = run_in_shell("compile", "--arch", "sm_100a", PYTHONPATH=path)
+    # the working directory comes before whatever an installed package puts first
+    result = run_in_shell("compile", "--arch", "sm_100a", cwd=blocked)
     assert result.returncode == 1
     assert "Error: no compiler here" in result.stderr
     assert "pip install 'nvidia-cutlass-dsl[cu13]'" in result.stderr

@@ -37,7 +37,7 @@ def _lines() -> Iterator[tuple[str, str]]:
     yield "device", torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     for name in ITEM_BYTES:
         reason = device_unsupported_reason(device, getattr(torch, name))
-        yield name, "kernels" if reason is None else f"portable path: {_public(reason)}"
+        yield name, "kernels" if reason is None else f"portable path: {reason}"
     for path in sorted(lookup.SHIPPED_FOLDER.glob("*.json")):
         for dtype, text in _shipped_entries(path).items():
             yield "tuned table", f"{path.name}, {dtype}: {text}"
@@ -50,11 +50,6 @@ def _lines() -> Iterator[tuple[str, str]]:
     for folder in sorted(jit_cache.PREBUILT_FOLDER.glob("*")):
         if folder != jit_cache.prebuilt_folder():
             yield "", f"{_libraries(folder)}: built for other versions, not used"
-
-
-def _public(reason: str) -> str:
-    """Return `reason` with the name of the loss's argument."""
-    return f"input: {reason.removeprefix('h: ')}" if reason.startswith("h: ") else reason
 
 
 def _shipped_entries(path: Path) -> dict[str, str]:
