@@ -49,6 +49,8 @@ def check_types(*arguments: Any) -> None:
     if traced or kinds not in _served_types:
         for name, value in zip(ARGUMENT_TYPES, arguments, strict=True):
             check_type(name, value)
+        for rows in arguments[-2] or ():
+            check_type("shards", [rows])
         if not traced:
             _served_types.add(kinds)
 
@@ -147,6 +149,8 @@ def check_denominator(denominator: Tensor | None, h: Tensor, reduction: str) -> 
         return
     if reduction != "mean":
         raise ValueError(f'denominator: got one with reduction={reduction!r}, expected "mean"')
+    if denominator.is_complex() or denominator.dtype == torch.bool:
+        raise TypeError(f"denominator: got dtype {denominator.dtype}, expected a real one")
     if denominator.requires_grad:
         raise ValueError("denominator: got one that requires grad, expected denominator.detach()")
     if denominator.shape != () or denominator.device != h.device:

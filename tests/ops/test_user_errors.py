@@ -1,9 +1,13 @@
 """Every error that a user can cause names the argument, what was got and what is expected."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -124,3 +128,141 @@ def test_sharded_tensors_are_refused(tmp_path: Any) -> None:
             cutefce.linear_cross_entropy(H, w, Y)
     finally:
         torch.distributed.destroy_process_group()
+
+
+NOT_OF_THEIR_TYPE: dict[str, tuple[dict[str, Any], str]] = {
+    "no target": ({"target": None}, r"target: got None \(NoneType\), expected a tensor"),
+    "an array": ({"input": H.numpy()}, "input: got an object of ndarray, expected a tensor"),
+    "a list": ({"target": [0, 1]}, r"target: got \[0, 1\] \(list\), expected a tensor"),
+    "no reduction": ({"reduction": None}, r"reduction: got None \(NoneType\), expected a string"),
+    "fractions of bytes": ({"workspace": 2.5}, r"workspace: got 2.5 \(float\), expected bytes as"),
+    "a bool as bytes": ({"workspace": True}, r"workspace: got True \(bool\), expected bytes as"),
+    "bytes": ({"workspace": b"max"}, r"workspace: got b'max' \(bytes\), expected bytes as"),
+    "a string": ({"ignore_index": "3"}, r"ignore_index: got '3' \(str\), expected an integer"),
+    "a bool as index": (
+        {"ignore_index": True},
+        r"ignore_index: got True \(bool\), expected an int",
+    ),
+    "text": ({"denominator": "x"}, r"denominator: got 'x' \(str\), expected a number, a tensor"),
+    "a number of rows": ({"shards": 10}, r"shards: got 10 \(int\), expected a sequence"),
+    "an int": ({"sequence_parallel": 1}, r"sequence_parallel: got 1 \(int\), expected a bool"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), NOT_OF_THEIR_TYPE.values(), ids=NOT_OF_THEIR_TYPE)
+def test_types_are_checked_by_name(change: dict[str, Any], message: str) -> None:
+    arguments = {"input": H, "linear_weight": W, "target": Y} | change
+    with pytest.raises(TypeError, match=f"^{message}"):
+        cutefce.linear_cross_entropy(**arguments)
+    served = inspect.signature(cutefce.plan).parameters
+    if set(change) <= set(served) and "target" not in change:
+        with pytest.raises(TypeError, match=f"^{message}"):
+            cutefce.plan(**{name: x for name, x in arguments.items() if name in served})
+
+
+@pytest.mark.parametrize("workspace", [-1, 2**63, 2**70])
+def test_budgets_out_of_range(workspace: int) -> None:
+    for call in (
+        lambda: cutefce.linear_cross_entropy(H, W, Y, workspace=workspace),
+        lambda: cutefce.plan(H, W, workspace=workspace),
+        lambda: cutefce.LinearCrossEntropyLoss(8, 10, workspace=workspace),
+    ):
+        with pytest.raises(ValueError, match=f"^workspace: got {workspace}, expected bytes from 0"):
+            call()
+
+
+def test_shards_are_integers() -> None:
+    with pytest.raises(
+        TypeError, match=r"^shards: got 5.0 \(float\) among them, expected integers"
+    ):
+        cutefce.linear_cross_entropy(H, W, Y, shards=[5.0, 5.0])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("number", [2, 2.0, np.float32(2), np.int64(2), np.float64(2)])
+def test_denominators_of_any_number_type(number: Any) -> None:
+    expected = cutefce.linear_cross_entropy(H, W, Y, denominator=torch.tensor(2.0))
+    assert torch.equal(cutefce.linear_cross_entropy(H, W, Y, denominator=number), expected)
+
+
+def test_complex_denominators() -> None:
+    with pytest.raises(TypeError, match=r"^denominator: got \(2\+1j\) \(complex\), expected"):
+        cutefce.linear_cross_entropy(H, W, Y, denominator=2 + 1j)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"^denominator: got dtype torch.complex64, expected a real"
+    ):
+        cutefce.linear_cross_entropy(H, W, Y, denominator=torch.tensor(2 + 1j))
+
+
+@pytest.mark.parametrize("empty", [None, False, 0, 0.0, (), []])
+def test_unserved_arguments_may_ask_for_nothing(empty: Any) -> None:
+    options: dict[str, Any] = {"bias": empty, "out_features": empty}
+    cutefce.LinearCrossEntropyLoss(8, 10, **options)
+
+
+def test_arrays_are_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="^linear_bias: got an object of ndarray"):
+        cutefce.linear_cross_entropy(H, W, Y, linear_bias=np.zeros(10))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"reduction": "avg"}, ValueError, "reduction: got 'avg'"),
+        ({"reduction": None}, TypeError, "reduction: got None"),
+        ({"workspace": "big"}, ValueError, "workspace: got 'big'"),
+        ({"ignore_index": 1.5}, TypeError, "ignore_index: got 1.5"),
+    ],
+)
+def test_modules_check_their_options_when_made(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        cutefce.LinearCrossEntropyLoss(8, 10, **options)
+
+
+def with_hook(linear: nn.Linear) -> nn.Module:
+    linear.register_forward_hook(lambda *_: None)
+    return linear
+
+
+class Adapted(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+LINEARS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a bias": (lambda: nn.Linear(8, 10), "a bias"),
+    "hooks": (lambda: with_hook(nn.Linear(8, 10, bias=False)), "hooks"),
+    "another forward": (lambda: Adapted(8, 10, bias=False), "Adapted"),
+    "another module": (lambda: nn.Sequential(nn.Linear(8, 10)), "Sequential"),
+}
+
+
+@pytest.mark.parametrize(("make", "got"), LINEARS.values(), ids=LINEARS)
+def test_modules_refuse_a_head_that_they_would_not_call(
+    make: Callable[[], nn.Module], got: str
+) -> None:
+    head = cutefce.LinearCrossEntropyLoss(8, 10)
+    head.linear = make()  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=f"^linear: got {got}, expected a torch.nn.Linear without"):
+        head(H, Y)
+
+
+def test_parametrized_heads_are_served() -> None:
+    head = nn.utils.parametrizations.weight_norm(
+        cutefce.LinearCrossEntropyLoss(8, 10).linear, name="weight"
+    )
+    module = cutefce.LinearCrossEntropyLoss(8, 10)
+    module.linear = head
+    expected = nn.functional.cross_entropy(head(H), Y)
+    torch.testing.assert_close(module(H, Y), expected)
+
+
+def test_plans_check_what_calls_check() -> None:
+    for options, message in (
+        ({"shards": [5, 5]}, "shards: got .* without a group"),
+        ({"sequence_parallel": True}, "sequence_parallel: got True without a group"),
+        ({"reduction": "avg"}, "reduction: got 'avg'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cutefce.plan(H, W, **options)  # type: ignore[arg-type]
