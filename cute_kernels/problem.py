@@ -9,6 +9,15 @@ SLACK = 32.0
 """Nats that a logit may exceed the reference by before the reference is raised.  Sums stay below
 V·e³², so that they and 1/T are in the range of bfloat16 and float32."""
 
+LOWEST_LOGIT = -1e38
+"""What kernels replace lower target logits by, such as -inf: a finite reference tells rows that
+have a higher logit, whose loss is +inf, from others, whose loss is NaN.  Differences of logits up
+to its magnitude are finite in float32, times log2 e too."""
+
+GRADIENT_LOSS = 2.0**24
+"""Loss from which on kernels give a row no gradient but NaN: its sum of exponentials, which is
+relative to the target's logit in float32, has no correct digit."""
+
 
 def can_keep(dtype: str) -> bool:
     """Return whether `dtype` can store exponentials before T is known: float16 lacks the range."""

@@ -12,7 +12,7 @@ class Stat(IntEnum):
     SUM_EXP_OTHERS = 1
     """S: the sum of exponentials over all columns but the target's."""
     SUM_EXP = 2
-    """T: S plus the target's exponential."""
+    """T: S plus the target's exponential; NaN where there is no gradient."""
     LOSS = 3
     """The token's loss; 0 if ignored."""
 

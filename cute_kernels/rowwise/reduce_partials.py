@@ -20,7 +20,7 @@ from cutefce.cute_kernels.common.dsl import (
     vector,
 )
 from cutefce.cute_kernels.common.row_vectors import WARPS
-from cutefce.cute_kernels.problem import SLACK
+from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOWEST_LOGIT, SLACK
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat
 
 
@@ -56,8 +56,9 @@ class ReducePartials:
         """Write stats (NUM_STATS, N) from partials (N, P), log2 sums relative to logit r (N,).
 
         ρ is r, unless a partial exceeds the slack: then ρ is about the largest partial, and the row
-        block is flagged for repair.  The loss is 0 where r = +inf.  `reduced` () receives the sum
-        of losses, or their mean over the targets that are not `ignored`.
+        block is flagged for repair.  The loss is 0 where target (N,) is `ignored`, whatever the
+        sums; T is NaN unless the loss is below `GRADIENT_LOSS`.  `reduced` () receives the sum of
+        losses, or their mean over the targets that are not `ignored`.
 
         semaphores are laid out as in `workspace.Semaphore`.  Each parameter is one argument that
         the host passes by position.
@@ -87,7 +88,10 @@ class ReducePartials:
         ticket = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         if row < logit.shape[0]:
-            self.reduce_row(partials, logit, stats, semaphores, row)
+            count = partials.shape[1]
+            if target[row] == ignored:
+                count = Int32(0)  # sums of an ignored row may be NaN
+            self.reduce_row(partials, count, logit, stats, semaphores, row)
         others = cute.arch.grid_dim()[0] - 1
         if others > 0:  # a single block saves the round trips to memory
             cute.arch.fence_acq_rel_gpu()
@@ -109,15 +113,16 @@ class ReducePartials:
     def reduce_row(
         self,
         partials: cute.Tensor,
+        count: Int32,
         logit: cute.Tensor,
         stats: cute.Tensor,
         semaphores: cute.Tensor,
         row: Int32,
     ) -> None:
-        """Reduce the partials of one row."""
+        """Reduce the first `count` partials of one row."""
         lane = cute.arch.lane_idx()
         largest = -Float32.inf
-        for i in cutlass.range(lane, partials.shape[1], 32, unroll=4):
+        for i in cutlass.range(lane, count, 32, unroll=4):
             largest = cute.arch.fmax(largest, partials[row, i])
         largest = cute.arch.warp_reduction_max(largest)
         target_logit = logit[row]
@@ -126,24 +131,30 @@ class ReducePartials:
             reference = target_logit + largest * LN_2
             if lane == 0:
                 semaphores[Semaphore.REPAIR_FLAGS + row // self.rows] = Int32(1)
-        # distance of the rounded reference above the target's logit; avoids inf - inf
+        # distance of the rounded reference above the target's logit
         distance = Float32(0.0)
         if reference != target_logit:
             distance = reference - target_logit
         shift = distance * LOG2_E
         row_sum = Float32(0.0)
-        for i in cutlass.range(lane, partials.shape[1], 32, unroll=4):
+        for i in cutlass.range(lane, count, 32, unroll=4):
             row_sum += exp2(partials[row, i] - shift)
         row_sum = cute.arch.warp_reduction_sum(row_sum)
         if lane == 0:
             stats[Stat.REFERENCE, row] = reference
             stats[Stat.SUM_EXP_OTHERS, row] = row_sum
-            stats[Stat.SUM_EXP, row] = row_sum + exp2(-shift)
             # exp(r - ρ) - 1 is exactly 0 where the target's logit is the reference
             excess = row_sum
             if distance != 0.0:
                 excess = row_sum + (exp2(-shift) - 1.0)
-            stats[Stat.LOSS, row] = distance + log1p(excess)
+            loss = distance + log1p(excess)
+            if target_logit == LOWEST_LOGIT:
+                loss = loss * Float32.inf  # NaN where no logit is higher
+            stats[Stat.LOSS, row] = loss
+            total = Float32.nan
+            if loss < GRADIENT_LOSS:
+                total = row_sum + exp2(-shift)
+            stats[Stat.SUM_EXP, row] = total
 
     @cute.jit
     def reduce_losses(

@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import (
@@ -40,7 +40,10 @@ def scale_add_rows(
     index: cute.Tensor | None,
     stream: Any,
 ) -> None:
-    """Write out (N, D) from x (N, D), vectors (N,), and table (V, D) or None."""
+    """Write out (N, D) from x (N, D), vectors (N,), and table (V, D) or None.
+
+    With a table, a row whose scales are both 0 is 0, whatever x and table hold: an ignored row.
+    """
     scale_add_rows_kernel(out, x, table, row_scale, gather_scale, index).launch(
         grid=[x.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
     )
@@ -61,9 +64,16 @@ def scale_add_rows_kernel(
     scale = row_scale[row]
     destination, source = row_vectors(out, row), row_vectors(x, row)
     gathered, factor = source, Float32(0.0)
+    begin, end = cute.arch.thread_idx()[0], x.shape[1] // 8
     if cutlass.const_expr(table is not None):
         gathered, factor = row_vectors(table, index[row]), gather_scale[row]
-    for i in cutlass.range(cute.arch.thread_idx()[0], x.shape[1] // 8, 32 * WARPS, unroll=2):
+        if scale == 0.0 and factor == 0.0:
+            zeros = cute.make_rmem_tensor((8,), out.element_type)
+            zeros.fill(0.0)
+            for i in cutlass.range(begin, end, 32 * WARPS, unroll=1):
+                cute.autovec_copy(zeros, destination[None, i])
+            end = Int32(0)
+    for i in cutlass.range(begin, end, 32 * WARPS, unroll=2):
         values = load_fp32(source, i)
         for j in cutlass.range_constexpr(8):
             values[j] = values[j] * scale

@@ -17,6 +17,7 @@ from cutefce.cute_kernels.common.dsl import (
 )
 from cutefce.cute_kernels.common.logit_transform import transform
 from cutefce.cute_kernels.common.row_vectors import WARPS, load_fp32, row_vectors
+from cutefce.cute_kernels.problem import LOWEST_LOGIT
 
 
 def compile_signature(kernel: spec.TargetLogitSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -44,8 +45,9 @@ class TargetLogit:
         ignored: Int64,
         stream: Any,
     ) -> None:
-        """Write logit (N,): +inf where target (N,) is `ignored`, NaN where it is not in [0, V).
+        """Write logit (N,): +inf where target (N,) is `ignored`, and nowhere else.
 
+        It is NaN for targets outside [0, V) and logits of +inf, `LOWEST_LOGIT` or more for others.
         Fills `zeros`, int32 of at most `TargetLogitSpec.max_zeros(N)` elements, with 0.
         """
         blocks = (h.shape[0] + WARPS - 1) // WARPS
@@ -79,7 +81,9 @@ class TargetLogit:
             z = dot(row_vectors(h, row), row_vectors(w, safe_index), lane, h.shape[1] // 8)
             z = cute.arch.warp_reduction_sum(z)
             z = transform(z, self.transform)
-            if not in_vocab:
+            if z < LOWEST_LOGIT:
+                z = Float32(LOWEST_LOGIT)
+            if not in_vocab or z == Float32.inf:
                 z = Float32.nan
             if index == ignored:
                 z = Float32.inf

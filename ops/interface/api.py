@@ -92,6 +92,10 @@ def linear_cross_entropy(
                 label_smoothing=label_smoothing,
                 options=options,
             )
+        if workspace is not None:
+            checks.workspace_bytes(workspace)
+        if shards is not None:
+            checks.check_sizes(shards)
         if denominator is not None:
             denominator = _as_tensor(denominator, input.device)
         call = localize(input, linear_weight, target, group, shards, sequence_parallel)

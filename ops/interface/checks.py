@@ -49,8 +49,6 @@ def check_types(*arguments: Any) -> None:
     if traced or kinds not in _served_types:
         for name, value in zip(ARGUMENT_TYPES, arguments, strict=True):
             check_type(name, value)
-        for rows in arguments[-2] or ():
-            check_type("shards", [rows])
         if not traced:
             _served_types.add(kinds)
 
@@ -60,6 +58,13 @@ def check_type(name: str, value: Any) -> None:
     types, expected = ARGUMENT_TYPES[name]
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         raise TypeError(f"{name}: got {_shown(value)}, expected {expected}")
+
+
+def check_sizes(shards: Sequence[Any]) -> None:
+    """Raise TypeError unless all of `shards` are integers."""
+    for rows in shards:
+        if isinstance(rows, bool) or not isinstance(rows, INTEGERS):
+            raise TypeError(f"shards: got {_shown(rows)} among them, expected integers")
 
 
 def check_transform() -> None:

@@ -23,23 +23,27 @@ class ShardProjection(Generic[PartialT]):
         return self.own.prepare(h, w)
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
-        """Return r (N,): +inf for ignored tokens, NaN for targets of no rank or of several.
+        """Return r (N,): +inf for ignored tokens alone, NaN for targets of no rank or of several.
 
         Raises:
-            IndexError: on a CPU, on every rank, for such a target.
+            IndexError: on a CPU, on every rank, for such a target, or one that some ranks ignore.
         """
-        logit, elsewhere = self.own.target_logit(h, w, targets), _owned_elsewhere(targets)
-        here = targets.active & ~elsewhere
-        found = torch.stack([torch.where(elsewhere, 0, logit), here.to(logit.dtype)])
-        logit, owners = self.shard.all_reduce_(found)
-        wrong = (owners != 1) & (logit != torch.inf)
+        logit, here = self.own.target_logit(h, w, targets), targets.owned
+        ranks = len(self.shard.vocab)
+        # an owner counts 1, and a rank that ignores the token more than all ranks could as owners
+        count = torch.where(targets.active, here.to(logit.dtype), ranks + 1)
+        found = torch.stack([torch.where(here, logit, 0), count])
+        logit, count = self.shard.all_reduce_(found)
+        ignored = count == ranks * (ranks + 1)
+        wrong = ~ignored & (count != 1)
         if wrong.device.type == "cpu" and bool(wrong.any()):
             row = int(wrong.nonzero()[0])
+            target = int(targets.index[row]) + self.shard.first
             raise IndexError(
-                f"target: got {int(targets.index[row]) + self.shard.first}, expected "
-                f"0 <= target < {sum(self.shard.vocab)} or ignore_index"
+                f"target: got {target if bool(targets.active[row]) else 'ignore_index'}, expected "
+                f"0 <= target < {sum(self.shard.vocab)} or ignore_index, on every rank"
             )
-        return torch.where(wrong, torch.nan, logit)
+        return torch.where(ignored, torch.inf, torch.where(wrong, torch.nan, logit))
 
     def project_exp(
         self,

@@ -13,12 +13,13 @@ from cutefce.cute_kernels.problem import SLACK
 def target_logit_(
     out: Tensor, h: Tensor, index: Tensor, safe_index: Tensor, active: Tensor, w: Tensor
 ) -> None:
-    """Write h_i · w_index_i to `out` (R,): NaN for indices outside [0, V), +inf if not active.
+    """Write h_i · w_index_i to `out` (R,); +inf if not active, and for no other row.
 
+    It is NaN for indices outside [0, V) and products of +inf.
     h is (R, D), index, safe_index and active are (R,), w is (V, D).
     """
     logit = w[safe_index].to(out.dtype).mul_(h).sum(1)
-    logit = torch.where(safe_index == index, logit, torch.nan)
+    logit = torch.where((safe_index == index) & (logit != torch.inf), logit, torch.nan)
     out.copy_(torch.where(active, logit, torch.inf))
 
 
@@ -35,9 +36,12 @@ def scale_rows_in_place_(x: Tensor, scale: Tensor) -> None:
 def finish_dx_(
     out: Tensor, sums: Tensor, index: Tensor, scale: Tensor, target: Tensor, w: Tensor
 ) -> None:
-    """Write scale_i sums_i + target_i w_index_i to `out` (R, D); `out` may be `sums`."""
-    target_grad = w[index].to(sums.dtype).mul_(target[:, None])
-    out.copy_(target_grad.addcmul_(sums, scale[:, None]))
+    """Write scale_i sums_i + target_i w_index_i to `out` (R, D); `out` may be `sums`.
+
+    A row whose scale and target are both 0 is 0, whatever sums and w hold: an ignored row.
+    """
+    result = w[index].to(sums.dtype).mul_(target[:, None]).addcmul_(sums, scale[:, None])
+    out.copy_(result.masked_fill_(((scale == 0) & (target == 0))[:, None], 0))
 
 
 def finish_dw_(out: Tensor, sums: Tensor, slot: Tensor, totals: Tensor, grad_scale: Tensor) -> None:
@@ -69,6 +73,7 @@ def exponentials_(
         reference = torch.where(largest - reference > SLACK, largest, reference)
         references.copy_(reference)
     logits.masked_fill_(target[:, None, None] == columns, -torch.inf)
+    reference = torch.where(reference == -torch.inf, 0, reference)  # -inf - -inf is NaN
     logits.sub_(reference[:, :, None]).exp_()
     if sums is not None:
         sums.copy_(logits.sum(2))

@@ -35,7 +35,10 @@ class Projection(Protocol[PartialT]):
         ...
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
-        """Return r (N,): +inf for ignored tokens, NaN for targets outside [0, V)."""
+        """Return r (N,): +inf for ignored tokens alone, NaN for targets outside [0, V).
+
+        A logit of +inf becomes NaN: no value of a logit makes its token an ignored one.
+        """
         ...
 
     def project_exp(

@@ -103,11 +103,11 @@ class PortableProjection:
     def reduce_partials(
         self, partial: PartialSums, target_logit: Tensor, targets: Targets
     ) -> tuple[RowStats, Tensor]:
-        references, sums = partial.references, partial.sums
+        references, sums, active = partial.references, partial.sums, targets.active
         reference = references.amax(1)
         row_sum = (sums * _exp_difference(references, reference[:, None])).sum(1)
-        above = reference != target_logit
-        distance = torch.where(above, reference - target_logit, 0)
+        row_sum = torch.where(active, row_sum, 0)  # that of an ignored row may be NaN
+        distance = torch.where(active, reference - target_logit, 0)
         # exp(r - ρ) - 1, which is exactly 0 where the target's logit is the reference
         excess = row_sum + torch.expm1(-distance)
         losses = distance + torch.log1p(excess)

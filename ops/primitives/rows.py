@@ -117,7 +117,10 @@ class RowStats:
 
     @property
     def sum_exp(self) -> Tensor:
-        """(N,) T = exp(r - ρ) + S, which includes the target's exponential."""
+        """(N,) T = exp(r - ρ) + S, which includes the target's exponential.
+
+        1 if ignored; NaN if a logit is NaN or +inf, and where kernels cannot give a gradient.
+        """
         return self.rows[Stat.SUM_EXP]
 
     @property

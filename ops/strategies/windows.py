@@ -165,7 +165,8 @@ def _scaling(
         total = torch.full_like(upstream, FLOAT16_TOTAL if narrow else 1)
         relative, grad_scale = RowCoefficients.of(stats, targets, total), upstream / total
         reference = stats.reference - relative.scale.log()
-        dx = RowCoefficients(grad_scale.expand(h.shape[0]), relative.target * grad_scale)
+        scale = torch.where(targets.active, grad_scale, 0)
+        dx = RowCoefficients(scale, relative.target * grad_scale)
         return _Scaling(reference, None, relative.target, grad_scale, dx)
     dx = RowCoefficients.of(stats, targets, upstream)
     if not narrow:

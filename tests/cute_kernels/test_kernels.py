@@ -17,7 +17,7 @@ from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.problem import GRADIENT_LOSS, Problem
 from cutefce.cute_kernels.workspace import Semaphore
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives import cute_gradients, cute_projection, dispatch
@@ -25,6 +25,7 @@ from cutefce.ops.primitives.cute_projection import PartialLse
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
 from cutefce.ops.primitives.rows import RowCoefficients, Targets
+from tests.support.non_finite import ROW, assert_same_kind, broken_case, names, torch_result
 from tests.support.reference import Case, assert_as_accurate, evaluate, ours, random_case
 
 NONE = LossOptions("none")
@@ -213,6 +214,59 @@ def test_a_bad_row_stays_alone(value: float, strict: None) -> None:
     assert not got.loss[123].isfinite()
     assert torch.equal(got.loss[others], clean.loss[others])
     assert torch.equal(got.dx[others], clean.dx[others])
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_diverged_rows_in_every_configuration(config: GemmConfig) -> None:
+    """With stored exponentials, without them, and fused."""
+    steps = primitives(config, torch.bfloat16).projection
+    for name in names(torch.bfloat16):
+        case = broken_case(name, torch.bfloat16, "cuda")
+        want = torch_result(case).loss
+        targets = Targets(case.y, 333, NONE)
+        logit = steps.target_logit(case.h, case.w, targets)
+        assert not bool((logit == torch.inf).any()), name
+        for buffer in (case.h.new_empty(150, 336), None):
+            partial = steps.project_exp(case.h, case.w, (0, 333), logit, case.y, buffer)
+            stats, losses = steps.reduce_partials(partial, logit, targets)
+            assert_same_kind(losses, want)
+            bad = ~(want < GRADIENT_LOSS)
+            assert torch.equal(stats.sum_exp.isnan(), bad), name
+        fused, _ = steps.forward(case.h, case.w, targets)
+        torch.testing.assert_close(fused.rows, stats.rows, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_sums_of_ignored_rows_are_not_read(config: GemmConfig) -> None:
+    steps = primitives(config, torch.bfloat16).projection
+    for name in names(torch.bfloat16):
+        case = broken_case(name, torch.bfloat16, "cuda")
+        case.y[ROW] = -100
+        stats, _ = steps.forward(case.h, case.w, Targets(case.y, 333, NONE))
+        assert stats.rows[:, ROW].tolist() == [math.inf, 0.0, 1.0, 0.0], name
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_last_step_of_dx_ignores_what_an_ignored_row_holds(out_dtype: torch.dtype) -> None:
+    steps = primitives(CONFIGS[0], torch.bfloat16).gradients
+    case = random_case(70, 4104, 100, dtype=torch.bfloat16, device="cuda", ignored=0)
+    case.w[0] = torch.nan  # what the clamped index of an ignored row addresses
+    case.y.clamp_(min=1)
+    sums, scale = torch.randn(70, 4104, device="cuda"), torch.rand(70, device="cuda") + 1
+    ignored = torch.arange(70, device="cuda") % 3 == 0
+    sums[ignored], case.y[ignored], scale[ignored] = torch.nan, -100, 0
+    coefficients = RowCoefficients(scale, -scale)
+    out = torch.empty(70, 4104, dtype=out_dtype, device="cuda")
+    steps.finish_dx(out, sums, case.w, Targets(case.y, 100, NONE), coefficients)
+    assert not out[ignored].any()
+    want = scale[:, None] * (sums - case.w[case.y.clamp(0)].float())
+    torch.testing.assert_close(out[~ignored], want[~ignored].to(out_dtype))
 
 
 @pytest.mark.gpu

@@ -15,6 +15,17 @@ from cutefce.ops.interface import operators
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from tests.support.kernel_models import use_models
+from tests.support.non_finite import (
+    OVERFLOWS,
+    ROW,
+    WEIGHTS,
+    assert_no_healthier,
+    assert_same_kind,
+    broken_case,
+    healthy_case,
+    names,
+    torch_result,
+)
 from tests.support.reference import PLANS, assert_as_accurate, logits_case, planned, random_case
 
 
@@ -56,6 +67,32 @@ def test_far_rows_are_repaired(height: float, aliased: int, on_kernels: Portable
     case = logits_case(logits.bfloat16(), y)
     got = planned(case, on_kernels.window, "windows", aliased, 336 - aliased, 40)
     assert_as_accurate(got, case, saturated=True)
+
+
+@pytest.mark.parametrize("name", list(names(torch.bfloat16)))
+def test_diverged_rows_end_as_those_of_torch(name: str, on_kernels: PortableTiles) -> None:
+    case = broken_case(name, torch.bfloat16)
+    want = torch_result(case)
+    for plan in PLANS.values():
+        got = planned(case, on_kernels.window, *plan)
+        assert_same_kind(got.loss, want.loss if plan[0] == "windows" else want.loss.sum())
+        assert_no_healthier(got.dx, want.dx)
+        assert_no_healthier(got.dw, want.dw)
+        if name not in WEIGHTS:
+            clean = planned(healthy_case(torch.bfloat16), on_kernels.window, *plan)
+            others = torch.arange(len(case.y)) != ROW
+            assert torch.equal(got.dx[others], clean.dx[others])
+
+
+@pytest.mark.parametrize("name", ["h NaN", *OVERFLOWS])
+def test_an_ignored_row_may_hold_anything(name: str, on_kernels: PortableTiles) -> None:
+    case, clean = broken_case(name, torch.bfloat16), healthy_case(torch.bfloat16)
+    case.y[ROW] = clean.y[ROW] = -100
+    for plan in PLANS.values():
+        got, want = (planned(each, on_kernels.window, *plan) for each in (case, clean))
+        assert torch.equal(got.loss, want.loss)
+        assert torch.equal(got.dx, want.dx)
+        assert not got.dx[ROW].any()
 
 
 @pytest.mark.parametrize("count", [1, 33, Semaphores.BLOCK + 1])

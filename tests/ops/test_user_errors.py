@@ -200,7 +200,7 @@ def test_unserved_arguments_may_ask_for_nothing(empty: Any) -> None:
 
 
 def test_arrays_are_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="^linear_bias: got an object of ndarray"):
+    with pytest.raises(NotImplementedError, match=r"^linear_bias: got an object of ndarray"):
         cutefce.linear_cross_entropy(H, W, Y, linear_bias=np.zeros(10))  # type: ignore[arg-type]
 
 
@@ -226,6 +226,8 @@ def with_hook(linear: nn.Linear) -> nn.Module:
 
 
 class Adapted(nn.Linear):
+    """A layer that does more than a product."""
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) * 2
 
@@ -244,7 +246,9 @@ def test_modules_refuse_a_head_that_they_would_not_call(
 ) -> None:
     head = cutefce.LinearCrossEntropyLoss(8, 10)
     head.linear = make()  # type: ignore[assignment]
-    with pytest.raises(TypeError, match=f"^linear: got {got}, expected a torch.nn.Linear without"):
+    with pytest.raises(
+        TypeError, match=rf"^linear: got {got}, expected a torch\.nn\.Linear without"
+    ):
         head(H, Y)
 
 
@@ -265,4 +269,4 @@ def test_plans_check_what_calls_check() -> None:
         ({"reduction": "avg"}, "reduction: got 'avg'"),
     ):
         with pytest.raises(ValueError, match=message):
-            cutefce.plan(H, W, **options)  # type: ignore[arg-type]
+            cutefce.plan(H, W, **options)

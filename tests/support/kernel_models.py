@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.problem import SLACK
+from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOWEST_LOGIT, SLACK
 from cutefce.cute_kernels.workspace import Semaphore, Stat
 from cutefce.ops.primitives import cute_gradients, cute_projection
 
@@ -46,7 +46,8 @@ def _target_logit(
     zeros.fill_(0)
     in_vocab = (target >= 0) & (target < len(w))
     logit[:] = (h.float() * w[torch.where(in_vocab, target, 0)].float()).sum(1)
-    logit[~in_vocab] = torch.nan
+    logit.clamp_(min=LOWEST_LOGIT)
+    logit[~in_vocab | (logit == torch.inf)] = torch.nan
     logit[target == ignored] = torch.inf
 
 
@@ -93,7 +94,9 @@ def _reduce_partials(
     mean: int,
 ) -> None:
     assert semaphores[Semaphore.DONE_COUNTER] == 0
-    largest = partials.amax(1)
+    partials = torch.where((target == ignored)[:, None], -torch.inf, partials)
+    # a maximum drops NaN, as on the GPU
+    largest = partials.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1)
     far = largest > SLACK / math.log(2)
     reference = torch.where(far, logit + largest * math.log(2), logit)
     semaphores[Semaphore.REPAIR_FLAGS + far.nonzero()[:, 0] // kernel.rows] = 1
@@ -103,8 +106,10 @@ def _reduce_partials(
     excess = others + torch.expm1(-distance)
     stats[Stat.REFERENCE] = reference
     stats[Stat.SUM_EXP_OTHERS] = others
-    stats[Stat.SUM_EXP] = excess + 1
-    stats[Stat.LOSS] = distance + torch.log1p(excess)
+    loss = distance + torch.log1p(excess)
+    loss = torch.where(logit == LOWEST_LOGIT, loss * torch.inf, loss)
+    stats[Stat.SUM_EXP] = torch.where(loss < GRADIENT_LOSS, excess + 1, torch.nan)
+    stats[Stat.LOSS] = loss
     count = (target != ignored).sum().clamp(min=1) if mean else 1
     reduced.copy_(stats[Stat.LOSS].sum() / count)
 
@@ -146,6 +151,7 @@ def _scale_add_rows(
     total = row_scale[:, None] * x.float()
     if table is not None and gather_scale is not None and index is not None:
         total = total + gather_scale[:, None] * table[index].float()
+        total[(row_scale == 0) & (gather_scale == 0)] = 0
     out[:] = total.to(out.dtype)
 
 

@@ -1,0 +1,160 @@
+"""Rows that have diverged, or overflow, end as torch's do, and beside them nothing changes."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cutefce
+from cutefce.cute_kernels.config import PortableTiles
+from tests.support.non_finite import (
+    ALONE,
+    GIVEN,
+    OVERFLOWS,
+    ROW,
+    WEIGHTS,
+    assert_no_healthier,
+    assert_same_kind,
+    broken_case,
+    healthy_case,
+    names,
+    torch_result,
+)
+from tests.support.reference import PLANS, Result, ours, planned
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+BROKEN = [(name, dtype) for dtype in DTYPES for name in names(dtype)]
+BUDGETS: list[int | str | None] = ["max", "min", 1 << 18]
+OTHERS = torch.arange(150) != ROW
+
+
+@functools.cache
+def healthy(
+    dtype: torch.dtype, device: str, plan: Any = None, workspace: int | str | None = None
+) -> Result:
+    """Return the results of `healthy_case` in small tiles."""
+    case = healthy_case(dtype, device)
+    return ours(case, workspace=workspace) if plan is None else planned(case, *plan)
+
+
+broken = pytest.mark.parametrize(("name", "dtype"), BROKEN)
+
+
+@broken
+def test_losses_and_gradients_end_as_those_of_torch(
+    name: str, dtype: torch.dtype, small_tiles: PortableTiles, device: str
+) -> None:
+    case = broken_case(name, dtype, device)
+    want = torch_result(case)
+    for budget in BUDGETS:
+        got = ours(case, workspace=budget)
+        assert_same_kind(got.loss, want.loss)
+        assert_no_healthier(got.dx, want.dx)
+        assert_no_healthier(got.dw, want.dw)
+        if name not in WEIGHTS:
+            clean = healthy(dtype, device, workspace=budget)
+            assert torch.equal(got.loss[OTHERS], clean.loss[OTHERS])
+            assert torch.equal(got.dx[OTHERS], clean.dx[OTHERS])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [pair for pair in BROKEN if pair[1] in (torch.float32, torch.bfloat16)]
+)
+def test_every_strategy_ends_as_torch(
+    name: str, dtype: torch.dtype, small_tiles: PortableTiles, device: str
+) -> None:
+    case = broken_case(name, dtype, device)
+    want = torch_result(case)
+    for plan in PLANS.values():
+        got = planned(case, small_tiles.window, *plan)
+        assert_same_kind(got.loss, want.loss if plan[0] == "windows" else want.loss.sum())
+        assert_no_healthier(got.dx, want.dx)
+        assert_no_healthier(got.dw, want.dw)
+        if name not in WEIGHTS:
+            clean = healthy(dtype, device, plan=(small_tiles.window, *plan))
+            assert torch.equal(got.dx[OTHERS], clean.dx[OTHERS])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@broken
+def test_reduced_losses_beside_ignored_rows(
+    name: str, dtype: torch.dtype, reduction: str, device: str
+) -> None:
+    case = broken_case(name, dtype, device)
+    case.y[1::7] = -100
+    active = case.y != -100
+    h, w = case.h.requires_grad_(), case.w
+    options: dict[str, Any] = {"reduction": reduction}
+    wide = torch.promote_types(dtype, torch.float32)
+    want = F.cross_entropy(F.linear(h.to(wide), w.to(wide)), case.y, **options)
+    (want_dx,) = torch.autograd.grad(want, h)
+    for budget in BUDGETS:
+        got = cutefce.linear_cross_entropy(h, w, case.y, workspace=budget, **options)
+        assert_same_kind(got.detach(), want)
+        (dx,) = torch.autograd.grad(got, h)
+        assert_no_healthier(dx[active], want_dx[active])
+        assert not dx[~active].any()  # torch's are NaN where the weight is not finite
+    with torch.no_grad():
+        assert_same_kind(cutefce.linear_cross_entropy(h, w, case.y, **options), want)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("name", "dtype"), [pair for pair in BROKEN if pair[0] not in WEIGHTS])
+def test_an_ignored_row_may_hold_anything(
+    name: str, dtype: torch.dtype, reduction: str, device: str
+) -> None:
+    """As with torch while the weight is frozen: 0 times what the row holds is added to dW."""
+    cases = broken_case(name, dtype, device), healthy_case(dtype, device)
+    for budget in BUDGETS:
+        results = []
+        for case in cases:
+            case.y[ROW] = -100
+            h = case.h.detach().requires_grad_()
+            loss = cutefce.linear_cross_entropy(
+                h, case.w, case.y, reduction=reduction, workspace=budget
+            )
+            (dx,) = torch.autograd.grad(loss.sum(), h)
+            results.append((loss.detach(), dx))
+        (loss, dx), (clean_loss, clean_dx) = results
+        assert torch.equal(loss, clean_loss) and bool(loss.isfinite().all())
+        assert torch.equal(dx, clean_dx) and not dx[ROW].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_target_of_no_probability_has_the_gradient_of_torch(
+    budget: int | str | None, dtype: torch.dtype, small_tiles: PortableTiles
+) -> None:
+    """A target logit of -inf among finite ones: loss inf, finite gradient (portable path)."""
+    case = broken_case("target -inf", dtype)
+    got, want = ours(case, workspace=budget), torch_result(case)
+    assert got.loss[ROW] == torch.inf
+    torch.testing.assert_close(got.dx[ROW], want.dx[ROW])
+    assert bool(got.dw.isfinite().all())
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_whole_reference_blocks_of_no_probability(
+    budget: int | str | None, small_tiles: PortableTiles, device: str
+) -> None:
+    """The first half of the logits is -inf; the target's is one of them or is not."""
+    case = broken_case("all -inf", torch.float32, device)
+    case.w[166:, 1] = 0
+    for target in (ALONE, 300):
+        case.y[ROW] = target
+        got, want = ours(case, workspace=budget), torch_result(case)
+        assert_same_kind(got.loss, want.loss)
+        torch.testing.assert_close(got.dx[ROW], want.dx[ROW])
+
+
+def test_every_kind_of_loss_occurs() -> None:
+    """The cases above are not all of one kind."""
+    losses = {
+        name: torch_result(broken_case(name, torch.float32)).loss[ROW]
+        for name in (*GIVEN, *OVERFLOWS)
+    }
+    assert sum(bool(loss.isnan()) for loss in losses.values()) == 11
+    assert [name for name, loss in losses.items() if loss.isinf()] == ["target -inf"]
+    assert sum(bool(loss.isfinite()) for loss in losses.values()) == 4
