@@ -6,6 +6,7 @@ import click
 
 from bench.experiments import (
     breakdown,
+    compiled_step,
     cpu_overhead,
     first_call,
     forward,
@@ -46,6 +47,7 @@ for module in (
     loss_curves,
     forward,
     cpu_overhead,
+    compiled_step,
     first_call,
     tuned,
     parallel,
