@@ -28,6 +28,11 @@ def has_dispatch_mode() -> bool:
     return included.raw_repr() not in _NO_DISPATCH_MODE
 
 
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether a and b are views of one storage; also for tensors of a graph compiler."""
+    return torch._C._is_alias_of(a, b)
+
+
 def resolve_process_group(name: str) -> dist.ProcessGroup:
     """Return the process group called `name`.
 

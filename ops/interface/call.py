@@ -14,8 +14,15 @@ from cutefce.ops.interface.operators import IMPLS, LIBRARY, forward
 from cutefce.ops.interface.options import OPTIONS, LossOptions, Sharding, TensorOptions
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.planning import planner
-from cutefce.ops.primitives.dispatch import are_concrete, problem_of, window_configs_for
+from cutefce.ops.primitives.dispatch import (
+    are_concrete,
+    copied_item_bytes,
+    problem_of,
+    window_configs_for,
+    with_copies,
+)
 from cutefce.ops.primitives.rows import Targets
+from cutefce.ops.torch_compat import has_dispatch_mode
 
 DEFAULTS = LossOptions(), TensorOptions(), Sharding()
 
@@ -48,7 +55,7 @@ def loss(
         options = LossOptions.from_keywords(arguments)
         tensors = TensorOptions.from_keywords(arguments)
         sharding = Sharding.from_keywords(arguments)
-    h, w = autocast(h, w)
+    given, (h, w) = (h, w), autocast(h, w)
     grad = torch.is_grad_enabled()
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     needs_grad = grad_hidden or grad_weight
@@ -79,6 +86,7 @@ def loss(
         no_grad_cache.store(key, rows, w, y_rows)
     else:
         problem = problem_of(rows, w, grad_hidden, grad_weight)
+        problem = _with_copies(problem, given, (rows, w))
         chosen = _plan(problem, h.device, budget, options, sharding)
         result = torch.ops.cutefce.loss_forward(rows, w, y_rows, *chosen.pack(), *packed)[0]
     return result if options.is_scalar else result.reshape(y.shape)
@@ -108,14 +116,26 @@ def plan(
     Returns:
         Strategy, window, columns aliased and kept, and predicted memory (bytes) and time (seconds).
     """
-    h, w = autocast(h, w)
+    given, (h, w) = (h, w), autocast(h, w)
     options, sharding = LossOptions(reduction), Sharding(group, shards, sequence_parallel)
     options.check()
     y = torch.empty(h.shape[:-1], dtype=torch.long, device=h.device)
     checks.check_tensors(h, w, y)
-    problem = problem_of(h.reshape(-1, h.shape[-1]), w, h.requires_grad, w.requires_grad)
+    rows = h.reshape(-1, h.shape[-1])
+    problem = problem_of(rows, w, h.requires_grad, w.requires_grad)
+    problem = _with_copies(problem, given, (rows, w))
     budget = checks.workspace_bytes(workspace)
     return _plan(problem, h.device, budget, options, sharding)
+
+
+def _with_copies(
+    problem: Problem, given: tuple[Tensor, Tensor], taken: tuple[Tensor, Tensor]
+) -> Problem:
+    """Count copies; a graph compiler does not know memory layouts."""
+    if has_dispatch_mode():
+        return problem
+    h, w = map(copied_item_bytes, given, taken)
+    return with_copies(problem, *taken, (h, w))
 
 
 def _plan(
