@@ -173,9 +173,9 @@ def _forward_step_bytes(p: Problem, config: WindowConfig, tokens: int, stored: i
         return 0
     reduced = tokens * ceil_div(p.vocab, config.reference_block) * (2 * p.accumulator_bytes + 1)
     repaired = 0
-    if p.device == "cpu" and _accumulates_wider(p):
-        # their product in the dtype of sums, and themselves
-        repaired = 2 * min(tokens * stored * p.accumulator_bytes, row_block_bytes(p.device))
+    if stored and p.device == "cpu" and _accumulates_wider(p):
+        # a block of exponentials in the dtype of sums, and of the scaled ones
+        repaired = 2 * min(tokens * p.vocab * p.accumulator_bytes, row_block_bytes(p.device))
     rows = _row_block_bytes(p, tokens, CONVERTED)
     tile = _tile_bytes(p, config, tokens, p.vocab, stored=stored >= p.vocab)
     return max(tile, reduced, repaired, rows)

@@ -143,7 +143,7 @@ def make_plan(
     """
     families = _windows(problem, configs, scalar_upstream and not scales_rows)
     if scalar_upstream and problem.gradient_bytes and can_keep(problem.dtype):
-        families.append(_gradients_in_forward(problem, configs[0]))
+        families += _gradients_in_forward(problem, configs[0])
     return _choose(families, budget)
 
 
@@ -208,14 +208,17 @@ def _windows_of(p: Problem, config: WindowConfig, scalar_upstream: bool) -> Iter
         yield recompute_some(most)
 
 
-def _gradients_in_forward(p: Problem, config: WindowConfig) -> _Family:
-    """Return plans of ever more chunks of about equal size."""
+def _gradients_in_forward(p: Problem, config: WindowConfig) -> Iterator[_Family]:
+    """Yield plans of chunks of about equal size, each one alone: a short chunk may have wide tiles.
 
-    def plan(i: int) -> Plan:
-        even = round_up(ceil_div(p.tokens, i + 1), CHUNK_ALIGNMENT)
-        return _chunked_plan(p, config, max(1, min(even, p.tokens)))
-
-    return _Family(max(1, ceil_div(p.tokens, MIN_CHUNK)), plan)
+    Beyond eight chunks, some numbers of chunks are left out.
+    """
+    count, most = 1, ceil_div(p.tokens, MIN_CHUNK)
+    while count <= max(most, 1):
+        even = round_up(ceil_div(p.tokens, count), CHUNK_ALIGNMENT)
+        plan = _chunked_plan(p, config, max(1, min(even, p.tokens)))
+        yield _Family(1, [plan].__getitem__)
+        count = min(count + ceil_div(count, 8), max(most, count + 1))
 
 
 def _chunked_plan(p: Problem, config: WindowConfig, chunk: int) -> Plan:

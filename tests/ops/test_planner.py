@@ -1,8 +1,11 @@
 """The planner: choices, monotonicity, and independence of torch."""
 
 import dataclasses
+import itertools
+import random
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,13 @@ import torch
 import cutefce
 from cutefce.autotune_cache.defaults import widest_window, window_configs
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.problem import ITEM_BYTES, Problem, can_keep
 from cutefce.ops.interface.checks import workspace_bytes
-from cutefce.ops.planning.planner import FLOOR, MAXIMUM, MINIMUM, Plan, make_plan
+from cutefce.ops.planning import planner
+from cutefce.ops.planning.dw_aliasing import max_aliased_windows
+from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
+from cutefce.ops.planning.planner import FLOOR, MAXIMUM, MIN_CHUNK, MINIMUM, Plan, make_plan
 
 GIB = 1 << 30
 LLAMA = Problem(tokens=8192, hidden=4096, vocab=128256, dtype="bfloat16", device="cuda")
@@ -62,6 +69,96 @@ def test_time_falls_and_memory_stays_within_a_growing_budget(
     seconds = [chosen.seconds for _, chosen in plans]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < seconds[0]
+
+
+PROBLEMS = 500
+"""Random problems of a seed."""
+
+
+def random_problem(r: random.Random) -> tuple[Problem, tuple[PortableTiles, ...]]:
+    """Return a problem from tiny to huge, and windows from tiny to the usual ones."""
+    arch = r.choice([None, None, "sm_90a", "sm_100a"])
+    small, grads = r.random() < 0.3, r.choice([(True, True), (True, False), (False, True)])
+    problem = Problem(
+        tokens=int(2 ** r.uniform(0, 6 if small else 17)) - r.choice([0, 1]),
+        hidden=8 * int(2 ** r.uniform(0, 3 if small else 11)),
+        vocab=int(2 ** r.uniform(0, 7 if small else 19)),
+        dtype=r.choice(["bfloat16", "float16"] if arch else list(ITEM_BYTES)),
+        device="cuda" if arch else r.choice(["cpu", "cuda"]),
+        grad_hidden=grads[0],
+        grad_weight=grads[1],
+        arch=arch,
+        copied_hidden=r.choice([0, 2, 4]),
+        copied_weight=r.choice([0, 2, 4]),
+        dense_bytes=r.choice([0, 1 << 20]),
+    )
+    if not small:
+        return problem, window_configs(problem)
+    return problem, (PortableTiles(16, 16, 16, 32), PortableTiles(8, 8, 8, 32))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_more_memory_is_never_slower_and_less_is_never_larger(seed: int) -> None:
+    r = random.Random(seed)
+    for _ in range(PROBLEMS):
+        problem, configs = random_problem(r)
+        upstream = r.choice([True, False]), r.choice([True, False])
+        largest = make_plan(problem, configs, MAXIMUM, *upstream).workspace_bytes
+        budgets = [MINIMUM, *sorted(int(largest * r.uniform(0, 1.2)) for _ in range(8)), MAXIMUM]
+        plans = [make_plan(problem, configs, budget, *upstream) for budget in budgets]
+        for budget, chosen in zip(budgets, plans, strict=True):
+            assert chosen.workspace_bytes <= budget or chosen == plans[0], problem
+            assert min(chosen.aliased, chosen.kept, chosen.chunk) >= 0, problem
+        for smaller, larger in itertools.pairwise(plans):
+            assert smaller.seconds >= larger.seconds, problem
+            assert smaller.workspace_bytes <= larger.workspace_bytes, problem
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_plan_is_better_than_the_chosen_one(seed: int) -> None:
+    """Whatever is aliased, kept and recomputed, a plan that fits is no faster."""
+    r = random.Random(seed)
+    for _ in range(PROBLEMS):
+        problem, configs = random_problem(r)
+        if not (can_keep(problem.dtype) and problem.gradient_bytes):
+            continue
+        scalar_upstream = r.choice([True, False])
+        every = list(all_windows(problem, configs, scalar_upstream))
+        if scalar_upstream:
+            every += all_chunks(problem, configs[0])
+        least = min(workspace for workspace, _ in every)
+        smallest = make_plan(problem, configs, MINIMUM, scalar_upstream)
+        assert least <= smallest.workspace_bytes <= FLOOR * least, problem
+        for workspace, _ in r.sample(every, min(8, len(every))):
+            budget = max(workspace, smallest.workspace_bytes)
+            chosen = make_plan(problem, configs, budget, scalar_upstream)
+            fastest = min(seconds for took, seconds in every if took <= budget)
+            assert chosen.workspace_bytes <= budget and chosen.seconds <= fastest, problem
+
+
+def all_chunks(p: Problem, config: PortableTiles) -> Iterator[tuple[int, float]]:
+    """Yield memory and time of plans of gradients in forward with few and with short chunks."""
+    stored, most = round_up(p.vocab, config.reference_block), ceil_div(max(p.tokens, 1), MIN_CHUNK)
+    for count in {*range(1, min(most, 8) + 1), most}:
+        even = round_up(ceil_div(p.tokens, count), 256)
+        chunk = max(min(even, p.tokens), 1)
+        yield chunked_bytes(p, config, stored, chunk), planner._chunked_seconds(p, chunk)
+
+
+def all_windows(
+    p: Problem, configs: Sequence[PortableTiles], scalar_upstream: bool
+) -> Iterator[tuple[int, float]]:
+    """Yield memory and time of plans that alias and keep any number of windows, at most 16."""
+    for config in configs:
+        width, block = config.window, config.reference_block
+        most = max_aliased_windows(p.tokens, p.hidden, p.vocab, width) * p.grad_weight
+        for windows in {most * i // 15 for i in range(16)}:
+            aliased = windows * width
+            rest = (p.vocab - aliased - 1) // width
+            stored = {rest * i // 15 * width for i in range(16)}
+            for kept in stored | {round_up(p.vocab - aliased, block)}:
+                workspace = windows_bytes(p, config, aliased, kept, scalar_upstream)
+                yield workspace, planner._windows_seconds(p, width, aliased, kept)
 
 
 def test_the_plan_of_a_call_can_be_read() -> None:
