@@ -30,7 +30,7 @@ def has_dispatch_mode() -> bool:
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
     """Whether a and b are views of one storage; also for tensors of a graph compiler."""
-    return torch._C._is_alias_of(a, b)
+    return cast(bool, cast(Any, torch._C)._is_alias_of(a, b))
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:

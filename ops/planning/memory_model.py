@@ -23,11 +23,14 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
                                        the gradients' sums, for which the gradients have no room;
                                        none if the sums are the gradients (e = a)
 
-A rank with a share of the tokens gathers them: N·D·e more.  Where R ranks share a loss, gradients
-in forward hold all of dX's sums until the ranks' are added, and N·D·a / R from then on.
+Copies of h and w that a call works on are added, less what its gradients lack of wider ones that
+the user gets.  A rank with a share of the tokens gathers them: N·D·e more.  Where R ranks share a
+loss, gradients in forward hold all of dX's sums until the ranks' are added, and N·D·a / R from then
+on.
 
 The kernels need no tile: their logits stay in registers.  A CPU multiplies 16-bit operands by
-converting blocks of them, which `_upcast_block_bytes` counts.
+converting blocks of them, which `_upcast_block_bytes` counts, and takes row-wise steps in blocks of
+rows, which `_row_block_bytes` counts.
 """
 
 from cutefce.cute_kernels.arch import arch_named
@@ -71,12 +74,14 @@ def windows_bytes(
     forward += step
     if not p.gradient_bytes:
         return _with_copies(p, forward)
-    window = buffer_columns = config.window
+    recomputed = buffer_columns = config.window
     if p.grad_weight:
         buffer_columns = min(config.half(config.window), config.window)
-        if not stored and not fits_in_tail(window, p.tokens, p.hidden, p.vocab, config.window):
-            window = buffer_columns
-    window = min(window, p.vocab)
+        # as if no column was kept: a plan that keeps more never takes less
+        end = aliased + config.window
+        if not fits_in_tail(end, p.tokens, p.hidden, p.vocab, config.window):
+            recomputed = buffer_columns
+    window = min(config.window if stored else recomputed, p.vocab)
     backward = saved + p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
     end = backward + _row_block_bytes(p, p.tokens, GATHERED)
     longest = max(window, min(kept, p.vocab))
@@ -97,7 +102,7 @@ def windows_bytes(
         step = max(step, sums + max(finish, _upcast_block_bytes(p, window, p.tokens, p.hidden)))
     if stored < p.vocab:
         backward += p.tokens * buffer_columns * p.item_bytes
-        step = max(step, _tile_bytes(p, config, p.tokens, window, stored=True))
+        step = max(step, _tile_bytes(p, config, p.tokens, min(recomputed, p.vocab), stored=True))
     return _with_copies(p, max(forward - p.gradient_bytes, backward + step, end))
 
 

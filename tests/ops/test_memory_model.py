@@ -120,6 +120,70 @@ def test_a_forward_alone_needs_a_tile() -> None:
     assert measured < p.tokens * p.vocab * p.item_bytes / 40
 
 
+def taken_by(
+    h: torch.Tensor,
+    w: torch.Tensor,
+    workspace: int | str | None,
+    cast: torch.dtype | None = None,
+    reduction: str = "mean",
+) -> tuple[int, int]:
+    """Return predicted and measured workspace of a step, in bytes."""
+    y = torch.randint(len(w), h.shape[:-1])
+    wanted = [x for x in (h, w) if x.requires_grad]
+    options: dict[str, Any] = {"workspace": workspace, "reduction": reduction}
+
+    def region() -> Any:
+        return torch.autocast("cpu", cast) if cast else contextlib.nullcontext()
+
+    def step() -> None:
+        with region():
+            loss = cutefce.linear_cross_entropy(h, w, y, **options)
+        torch.autograd.grad(loss.sum(), wanted)
+
+    step()
+    with region():
+        predicted = cutefce.plan(h, w, **options).workspace_bytes
+    return predicted, peak_bytes(step, "cpu") - sum(x.numel() * x.element_size() for x in wanted)
+
+
+def test_less_budget_takes_no_more_memory() -> None:
+    h, w = torch.randn(256, 64, requires_grad=True), torch.randn(50257, 64, requires_grad=True)
+    taken = [taken_by(h, w, workspace)[1] for workspace in ("min", 3_600_000, 4_501_771, "max")]
+    assert taken == sorted(taken) and taken[0] < taken[-1]
+
+
+@pytest.mark.parametrize("sizes", [(1, 700, 3000), (60, 700, 30000)], ids=str)
+def test_a_scaled_dw_takes_no_row_for_each_class(sizes: tuple[int, int, int]) -> None:
+    """Where gradients in forward are scaled in the backward, dW has more rows than dX."""
+    tokens, hidden, vocab = sizes
+    h, w = torch.randn(tokens, hidden).requires_grad_(), torch.randn(vocab, hidden).requires_grad_()
+    predicted, taken = taken_by(h, w, "min")
+    assert abs(predicted - taken) <= max(0.05 * taken, 1 << 16)
+    assert taken < w.nbytes / 4
+
+
+@pytest.mark.parametrize("workspace", ["min", "max"])
+@pytest.mark.parametrize("trains_weight", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_copies_of_autocast_are_predicted(
+    dtype: torch.dtype, trains_weight: bool, workspace: str
+) -> None:
+    h = torch.randn(512, 256).to(dtype).requires_grad_()
+    w = torch.randn(16001, 256, requires_grad=trains_weight)
+    predicted, taken = taken_by(h, w, workspace, torch.bfloat16)
+    assert abs(predicted - taken) <= 0.05 * taken
+
+
+@pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=str)
+def test_copies_of_operands_are_predicted(cast: torch.dtype | None) -> None:
+    """A weight of every other column, and hidden states of all but each sequence's last token."""
+    w = torch.randn(16001, 512)[:, ::2].detach().requires_grad_()
+    h = torch.randn(4, 65, 256)[:, :-1].detach().requires_grad_()
+    for operands in ((h, w.detach().contiguous()), (h.detach()[:, :32].contiguous(), w), (h, w)):
+        predicted, taken = taken_by(*operands, "min", cast)
+        assert abs(predicted - taken) <= 0.05 * taken
+
+
 BATCH, BATCHES = 25, 10
 """Calls measured at once, and how often a seed does so."""
 UNPREDICTED_BYTES = 1 << 20

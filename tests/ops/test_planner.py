@@ -13,6 +13,7 @@ import torch
 
 import cutefce
 from cutefce.autotune_cache.defaults import widest_window, window_configs
+from cutefce.autotune_cache.tuning.shapes import NAMED
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import ITEM_BYTES, Problem, can_keep
@@ -159,6 +160,29 @@ def all_windows(
             for kept in stored | {round_up(p.vocab - aliased, block)}:
                 workspace = windows_bytes(p, config, aliased, kept, scalar_upstream)
                 yield workspace, planner._windows_seconds(p, width, aliased, kept)
+
+
+def test_a_budget_that_nearly_keeps_everything_aliases_no_negative_number() -> None:
+    problem = Problem(2, 40, 100, "bfloat16", "cpu")
+    tiles = PortableTiles(window=32, reference_block=16, tile_columns=16, tile_rows=8)
+    for budget in range(0, 40_000, 50):
+        assert 0 <= make_plan(problem, (tiles,), budget, scalar_upstream=True).aliased <= 100
+
+
+@pytest.mark.parametrize("grads", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_no_budget_takes_less_than_the_smallest_plan_of_a_model(
+    dtype: str, grads: tuple[bool, bool]
+) -> None:
+    for sizes in {sizes for named in NAMED.values() for sizes in named}:
+        problem = Problem(*sizes, dtype, "cuda", *grads, arch="sm_90a")
+        for scalar_upstream in (True, False):
+            floor = plan(problem, MINIMUM, scalar_upstream)
+            for part in (0.1, 0.5, 0.9, 1, 1.1, 1.5, 2, 4):
+                chosen = plan(problem, int(part * floor.workspace_bytes), scalar_upstream)
+                assert chosen.workspace_bytes >= floor.workspace_bytes
+                assert chosen.seconds <= floor.seconds
+                assert part >= 1 or chosen == floor
 
 
 def test_the_plan_of_a_call_can_be_read() -> None:
