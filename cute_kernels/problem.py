@@ -34,13 +34,6 @@ class Problem:
     """Ranks that split the vocabulary; `vocab` is the size of one shard."""
     sequence_parallel: bool = False
     """Whether each rank is given the hidden states of `tokens` / `ranks` rows."""
-    copied_hidden: int = 0
-    """Bytes per element of the hidden states as given, if the call works on a copy of them that
-    lives until its backward, as under autocast; else 0."""
-    copied_weight: int = 0
-    """The same of the weight."""
-    dense_bytes: int = 0
-    """Bytes of operands that forward and backward each copy to a layout that GEMMs can address."""
 
     @property
     def item_bytes(self) -> int:
@@ -53,13 +46,8 @@ class Problem:
         return max(4, self.item_bytes)
 
     @property
-    def own_tokens(self) -> int:
-        """Rows of hidden states that this rank is given."""
-        return self.tokens // self.ranks if self.sequence_parallel else self.tokens
-
-    @property
     def gradient_bytes(self) -> int:
-        """Bytes of the requested gradients, in the dtype of the stored exponentials."""
-        rows = self.own_tokens if self.grad_hidden else 0
-        rows += self.vocab if self.grad_weight else 0
+        """Bytes of the requested gradients."""
+        tokens = self.tokens // self.ranks if self.sequence_parallel else self.tokens
+        rows = (tokens if self.grad_hidden else 0) + (self.vocab if self.grad_weight else 0)
         return rows * self.hidden * self.item_bytes

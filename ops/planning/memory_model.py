@@ -33,6 +33,8 @@ converting blocks of them, which `_upcast_block_bytes` counts, and takes row-wis
 rows, which `_row_block_bytes` counts.
 """
 
+from dataclasses import dataclass
+
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
@@ -48,6 +50,19 @@ TARGET_BYTES = 17
 """Bytes of a token's target: index and safe index as int64, and whether it is active."""
 NARROWEST_TILE = 128
 """Columns of the narrowest tile of a kernel, each of which gives one partial sum at most."""
+
+
+@dataclass(frozen=True)
+class CopyingProblem(Problem):
+    """A problem whose operands are copied before it is computed."""
+
+    copied_hidden: int = 0
+    """Bytes per element of the hidden states as given, if the call works on a copy of them that
+    lives until its backward, as under autocast; else 0."""
+    copied_weight: int = 0
+    """The same of the weight."""
+    dense_bytes: int = 0
+    """Bytes of operands that forward and backward each copy to a layout that GEMMs can address."""
 
 
 def row_block_bytes(device: str) -> int:
@@ -143,7 +158,10 @@ def _with_copies(p: Problem, workspace: int) -> int:
     Copies made before the forward live until the backward has its gradients, which then are
     converted, one after the other, to the dtypes of the tensors given.
     """
-    h_elements, w_elements = p.own_tokens * p.hidden, p.vocab * p.hidden
+    if not isinstance(p, CopyingProblem):
+        return workspace
+    own_tokens = p.tokens // p.ranks if p.sequence_parallel else p.tokens
+    h_elements, w_elements = own_tokens * p.hidden, p.vocab * p.hidden
     converted = 0
     for given, elements, wanted in (
         (p.copied_hidden, h_elements, p.grad_hidden),

@@ -1,6 +1,5 @@
 """Which implementation of the primitives serves a call, and why."""
 
-import dataclasses
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,6 +19,7 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.spec import KernelSet
 from cutefce.ops import torch_compat
+from cutefce.ops.planning.memory_model import CopyingProblem
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients, launch_scale_rows
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores, has_aligned_rows
 from cutefce.ops.primitives.interface import AnyPrimitives, Primitives, ScaleRows
@@ -117,12 +117,8 @@ def with_copies(
     dense_bytes = sum(x.numel() * x.element_size() for x in gathered if not accepts(x))
     if not any((dense_bytes, *copied)):
         return problem
-    copied_hidden, copied_weight = copied
-    return dataclasses.replace(
-        problem,
-        copied_hidden=copied_hidden,
-        copied_weight=copied_weight,
-        dense_bytes=dense_bytes,
+    return CopyingProblem(
+        **vars(problem), copied_hidden=copied[0], copied_weight=copied[1], dense_bytes=dense_bytes
     )
 
 
