@@ -54,6 +54,11 @@ def is_dispatched() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(front)
 
 
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether a and b are views of one storage; also for tensors of a graph compiler."""
+    return cast(bool, cast(Any, torch._C)._is_alias_of(a, b))
+
+
 def resolve_process_group(name: str) -> dist.ProcessGroup:
     """Return the process group called `name`.
 

@@ -62,10 +62,10 @@ def current_stream() -> Any:
 
 def exp2(x: Any, poly: bool = False) -> Any:
     """Return 2**x to 2 ulp: by the hardware's approximation, or by a polynomial if `poly`."""
-    return poly_exp2(x, _clamp, _shift_bits) if poly else cute.math.exp2(x, fastmath=True)
+    return poly_exp2(x, clamp, _shift_bits) if poly else cute.math.exp2(x, fastmath=True)
 
 
-def _clamp(x: Any, low: float, high: float) -> Any:
+def clamp(x: Any, low: float, high: float) -> Any:
     """Return x clamped to [low, high]; NaN stays NaN."""
     return cute.arch.fmin(cute.arch.fmax(x, low, nan=True), high, nan=True)
 

@@ -18,7 +18,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import DTYPES, LOG2_E, current_stream, exp2, matrix, vector
+from cutefce.cute_kernels.common.dsl import (
+    DTYPES,
+    LOG2_E,
+    clamp,
+    current_stream,
+    exp2,
+    matrix,
+    vector,
+)
 
 
 class Rows(NamedTuple):
@@ -69,6 +77,15 @@ def accumulate(z: cute.Tensor, row_max: Float32, row_sum: Float32, poly_per_16: 
         even += exp2(z[i] * LOG2_E - base, uses_poly_exp2(i, poly_per_16))
         odd += exp2(z[i + 1] * LOG2_E - base, uses_poly_exp2(i + 1, poly_per_16))
     return new_max, even + odd
+
+
+@cute.jit
+def bounded_sum(row_sum: Float32) -> Float32:
+    """Return a sum of exponentials relative to their maximum: 1 to 2³¹, the most columns.
+
+    Beyond about 2²⁴, the rounding of z·log2 e alone may have made it 0 or inf.  NaN stays NaN.
+    """
+    return clamp(row_sum, 0.5, 2.0**31)
 
 
 def uses_poly_exp2(column: int, poly_per_16: int) -> bool:

@@ -19,6 +19,7 @@ from cutefce.cute_kernels.common.dsl import (
     scalar,
     vector,
 )
+from cutefce.cute_kernels.common.online_softmax import bounded_sum
 from cutefce.cute_kernels.common.row_vectors import WARPS
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOWEST_LOGIT, SLACK
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat
@@ -146,7 +147,7 @@ class ReducePartials:
             # exp(r - ρ) - 1 is exactly 0 where the target's logit is the reference
             excess = row_sum
             if distance != 0.0:
-                excess = row_sum + (exp2(-shift) - 1.0)
+                excess = bounded_sum(row_sum) + (exp2(-shift) - 1.0)
             loss = distance + log1p(excess)
             if target_logit == LOWEST_LOGIT:
                 loss = loss * Float32.inf  # NaN where no logit is higher

@@ -21,6 +21,7 @@ from cutefce.cute_kernels.common.logit_transform import transform_registers
 from cutefce.cute_kernels.common.online_softmax import (
     Rows,
     accumulate,
+    bounded_sum,
     project_exp_arguments,
     uses_poly_exp2,
 )
@@ -190,6 +191,7 @@ class ProjectExpSm100(MainloopSm100):
             if cutlass.const_expr(self.sums):
                 if row < scheduler.rows:
                     distance = row_max - base
+                    row_sum = bounded_sum(row_sum)
                     rows.sums[row, split] = distance + cute.math.log2(row_sum, fastmath=True)
         if cutlass.const_expr(self.store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)

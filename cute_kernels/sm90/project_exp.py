@@ -18,6 +18,7 @@ from cutefce.cute_kernels.common.logit_transform import transform_registers
 from cutefce.cute_kernels.common.online_softmax import (
     Rows,
     accumulate,
+    bounded_sum,
     finite,
     project_exp_arguments,
 )
@@ -228,6 +229,7 @@ class ProjectExpSm90(MainloopSm90):
                     quad_sum += cute.arch.shuffle_sync_bfly(quad_sum, offset=offset)
                 if consumer.thread % 4 == 0 and row < scheduler.rows:
                     distance = quad_max - rows.reference[row] * LOG2_E
+                    quad_sum = bounded_sum(quad_sum)
                     rows.sums[row, partial] = distance + cute.math.log2(quad_sum, fastmath=True)
 
     @cute.jit

@@ -16,6 +16,7 @@ from cutefce.ops.interface.plans import plan_for
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.dtensor import localize, replicated
 from cutefce.ops.planning.planner import Plan
+from cutefce.ops.primitives.dispatch import copied_item_bytes
 
 
 def linear_cross_entropy(
@@ -163,8 +164,10 @@ def plan(
     h, w = autocast(call.h, call.w)
     checks.check_tensors(h, w, call.y.new_empty(h.shape[:-1]))
     sharding.check(w)
-    step = StepOptions(checks.workspace_bytes(workspace), h.requires_grad, w.requires_grad)
-    return plan_for(h.reshape(-1, h.shape[-1]), w, step, options, sharding)
+    rows, budget = h.reshape(-1, h.shape[-1]), checks.workspace_bytes(workspace)
+    copied = copied_item_bytes(call.h, rows), copied_item_bytes(call.w, w)
+    step = StepOptions(budget, h.requires_grad, w.requires_grad, *copied)
+    return plan_for(rows, w, step, options, sharding)
 
 
 class LinearCrossEntropyLoss(nn.Module):

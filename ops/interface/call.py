@@ -18,6 +18,7 @@ from cutefce.ops.interface.options import (
     TensorOptions,
 )
 from cutefce.ops.parallel.consistency import report_errors
+from cutefce.ops.primitives.dispatch import copied_item_bytes
 from cutefce.ops.primitives.rows import Targets
 
 DEFAULTS = LossOptions(), TensorOptions(), Sharding()
@@ -91,8 +92,9 @@ def loss(
         result = (IMPLS[forward] if direct else torch.ops.cutefce.forward)(rows, w, y_rows, *packed)
         no_grad_cache.store(key, rows, w, y_rows)
     else:
-        step = StepOptions(budget, grad_hidden, grad_weight).pack()
-        result = training_loss(rows, w, y_rows, *step, *packed)
+        copied = copied_item_bytes(input, rows), copied_item_bytes(linear_weight, w)
+        step = StepOptions(budget, grad_hidden, grad_weight, *copied)
+        result = training_loss(rows, w, y_rows, *step.pack(), *packed)
     return result if options.is_scalar else result.reshape(y.shape)
 
 

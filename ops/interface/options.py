@@ -98,6 +98,10 @@ class StepOptions(OperatorRecord):
     """Whether dX is computed."""
     grad_weight: bool = argument("bool")
     """Whether dW is computed."""
+    copied_hidden: int = argument("int", default=0)
+    """Bytes per element of the hidden states of which the operator gets a copy; 0 if of none."""
+    copied_weight: int = argument("int", default=0)
+    """The same of the weight."""
 
 
 OPTIONS = LossOptions, TensorOptions, Sharding

@@ -13,7 +13,7 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions
 from cutefce.ops.planning import planner
-from cutefce.ops.primitives.dispatch import problem_of, window_configs_for
+from cutefce.ops.primitives.dispatch import problem_of, window_configs_for, with_copies
 
 
 def plan_for(
@@ -29,6 +29,7 @@ def plan_for(
             ranks=ranks,
             sequence_parallel=parallel,
         )
+    problem = with_copies(problem, h, w, (step.copied_hidden, step.copied_weight))
     widest = max(sharding.shards) if sharding.shards else problem.vocab
     return _make_plan(problem, h.device, step.budget, options, widest)
 

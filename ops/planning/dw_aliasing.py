@@ -9,8 +9,6 @@ overwritten before its use.  Both sides are linear in j, so the first and the la
     m·N·W <= (V - W)·D        and        m·W·D <= V·D - N·W
 
 Recomputed exponentials use the end of these bytes too, as long as the remaining rows leave room.
-
-Sizes may be symbolic integers of a graph compiler.
 """
 
 ALIGNMENT = 8

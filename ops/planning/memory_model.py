@@ -23,13 +23,17 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
                                        the gradients' sums, for which the gradients have no room;
                                        none if the sums are the gradients (e = a)
 
-A rank with a share of the tokens gathers them: N·D·e more.  Where R ranks share a loss, gradients
-in forward hold all of dX's sums until the ranks' are added, and N·D·a / R from then on.
+Copies of h and w that a call works on are added, less what its gradients lack of wider ones that
+the user gets.  A rank with a share of the tokens gathers them: N·D·e more.  Where R ranks share a
+loss, gradients in forward hold all of dX's sums until the ranks' are added, and N·D·a / R from then
+on.
 
 The kernels need no tile: their logits stay in registers.  A CPU multiplies 16-bit operands by
-converting blocks of them, which `_upcast_block_bytes` counts.
-Sizes may be symbolic integers of a graph compiler.
+converting blocks of them, which `_upcast_block_bytes` counts, and takes row-wise steps in blocks of
+rows, which `_row_block_bytes` counts.
 """
+
+from dataclasses import dataclass
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
@@ -48,9 +52,22 @@ NARROWEST_TILE = 128
 """Columns of the narrowest tile of a kernel, each of which gives one partial sum at most."""
 
 
+@dataclass(frozen=True)
+class CopyingProblem(Problem):
+    """A problem whose operands are copied before it is computed."""
+
+    copied_hidden: int = 0
+    """Bytes per element of the hidden states as given, if the call works on a copy of them that
+    lives until its backward, as under autocast; else 0."""
+    copied_weight: int = 0
+    """The same of the weight."""
+    dense_bytes: int = 0
+    """Bytes of operands that forward and backward each copy to a layout that GEMMs can address."""
+
+
 def row_block_bytes(device: str) -> int:
     """Return the bytes of rows, in the dtype of sums, that an unfused step takes at a time."""
-    return (16 if device == "cpu" else 128) << 20
+    return (1 if device == "cpu" else 128) << 20
 
 
 def windows_bytes(
@@ -63,7 +80,7 @@ def windows_bytes(
     stored = aliased + kept
     saved = p.tokens * (kept * p.item_bytes + NUM_STATS * p.accumulator_bytes)
     partial = p.tokens * _partial_bytes(p, config)
-    step = _step_bytes(p, config, p.tokens, stored=stored >= p.vocab)
+    step = _forward_step_bytes(p, config, p.tokens, stored)
     forward = saved + partial + _gathered_bytes(p)
     if aliased:
         # partial sums of windows exist beside those of all columns, but not beside a tile
@@ -71,16 +88,19 @@ def windows_bytes(
         step = max(step, partial)
     forward += step
     if not p.gradient_bytes:
-        return forward
-    window = buffer_columns = min(config.window, p.vocab)
+        return _with_copies(p, forward)
+    recomputed = buffer_columns = config.window
     if p.grad_weight:
         buffer_columns = min(config.half(config.window), config.window)
-        if not stored and not fits_in_tail(window, p.tokens, p.hidden, p.vocab, config.window):
-            window = min(buffer_columns, p.vocab)
+        # as if no column was kept: a plan that keeps more never takes less
+        end = aliased + config.window
+        if not fits_in_tail(end, p.tokens, p.hidden, p.vocab, config.window):
+            recomputed = buffer_columns
+    window = min(config.window if stored else recomputed, p.vocab)
     backward = saved + p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
-    end = backward + _row_block_bytes(p, p.tokens)
+    end = backward + _row_block_bytes(p, p.tokens, GATHERED)
     longest = max(window, min(kept, p.vocab))
-    step = max(_row_block_bytes(p, p.tokens), _upcast_block_bytes(p, p.tokens, longest, p.hidden))
+    step = _upcast_block_bytes(p, p.tokens, longest, p.hidden) if p.grad_hidden else 0
     if p.grad_hidden and _accumulates_wider(p):
         # dX itself is allocated at the end
         backward += p.tokens * p.hidden * (p.accumulator_bytes - p.item_bytes)
@@ -91,15 +111,14 @@ def windows_bytes(
         backward += 12 * p.tokens + 4 * p.vocab
     elif p.grad_weight:
         backward += 8 * p.vocab + min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
-        step = max(step, min(p.tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device)))
+        step = max(step, _target_rows_bytes(p), _row_block_bytes(p, p.tokens, CONVERTED))
         sums = window * p.hidden * p.accumulator_bytes if _accumulates_wider(p) else 0
-        gathered = min(window * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
-        finish = gathered if p.device == "cpu" else 0
+        finish = _row_block_bytes(p, window, PLAIN)
         step = max(step, sums + max(finish, _upcast_block_bytes(p, window, p.tokens, p.hidden)))
     if stored < p.vocab:
         backward += p.tokens * buffer_columns * p.item_bytes
-        step = max(step, _tile_bytes(p, config, p.tokens, stored=True))
-    return max(forward - p.gradient_bytes, backward + step, end)
+        step = max(step, _tile_bytes(p, config, p.tokens, min(recomputed, p.vocab), stored=True))
+    return _with_copies(p, max(forward - p.gradient_bytes, backward + step, end))
 
 
 def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> int:
@@ -119,20 +138,41 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
         forward -= p.hidden * dx_rows * p.item_bytes
         # rounded rows, before they are gathered
         backward = 0 if p.sequence_parallel else p.hidden * own_rows * p.item_bytes
-    forward += chunk * chunk_token_bytes(p, config, stored)
-    step = _step_bytes(p, config, chunk, stored=True)
-    forward += max(
-        step,
-        _upcast_block_bytes(p, chunk, p.vocab, p.hidden),
-        _upcast_block_bytes(p, p.vocab, chunk, p.hidden),
-    )
-    return kept + max(forward, backward)
-
-
-def chunk_token_bytes(p: Problem, config: WindowConfig, stored: int) -> int:
-    """Return what one more token in a chunk adds to `chunked_bytes`."""
     scaled = p.hidden * p.item_bytes if p.grad_weight else 0
-    return stored * p.item_bytes + _partial_bytes(p, config) + scaled
+    in_chunk = chunk * (stored * p.item_bytes + _partial_bytes(p, config) + scaled)
+    in_chunk += max(
+        _forward_step_bytes(p, config, chunk, stored),
+        _row_block_bytes(p, chunk, CONVERTED),
+        _upcast_block_bytes(p, chunk, p.vocab, p.hidden) if p.grad_hidden else 0,
+        _upcast_block_bytes(p, p.vocab, chunk, p.hidden) if p.grad_weight else 0,
+    )
+    # the logits of all targets come before the chunks, and their part of dW after them
+    beside = max(_row_block_bytes(p, p.tokens, CONVERTED), _target_rows_bytes(p))
+    backward += _row_block_bytes(p, max(rows), PLAIN)
+    return _with_copies(p, kept + max(forward + max(in_chunk, beside), backward))
+
+
+def _with_copies(p: Problem, workspace: int) -> int:
+    """Return the workspace of a call that takes `workspace` without copies of h and w.
+
+    Copies made before the forward live until the backward has its gradients, which then are
+    converted, one after the other, to the dtypes of the tensors given.
+    """
+    if not isinstance(p, CopyingProblem):
+        return workspace
+    own_tokens = p.tokens // p.ranks if p.sequence_parallel else p.tokens
+    h_elements, w_elements = own_tokens * p.hidden, p.vocab * p.hidden
+    converted = 0
+    for given, elements, wanted in (
+        (p.copied_hidden, h_elements, p.grad_hidden),
+        (p.copied_weight, w_elements, p.grad_weight),
+    ):
+        if given:
+            workspace += elements * p.item_bytes
+        if wanted and given > p.item_bytes:
+            workspace -= elements * (given - p.item_bytes)
+            converted = max(converted, elements * p.item_bytes)
+    return max(workspace + p.dense_bytes, converted)
 
 
 def _gathered_bytes(p: Problem) -> int:
@@ -150,24 +190,46 @@ def _partial_bytes(p: Problem, config: WindowConfig) -> int:
     return TARGET_BYTES + (2 + 2 * blocks) * p.accumulator_bytes
 
 
-def _step_bytes(p: Problem, config: WindowConfig, tokens: int, *, stored: bool) -> int:
-    """Bytes of one step of the forward: a tile or a block of rows."""
-    return max(_tile_bytes(p, config, tokens, stored=stored), _row_block_bytes(p, tokens))
+def _forward_step_bytes(p: Problem, config: WindowConfig, tokens: int, stored: int) -> int:
+    """Bytes of one step of the forward of `tokens` that stores `stored` columns."""
+    if p.arch is not None:
+        return 0
+    reduced = tokens * ceil_div(p.vocab, config.reference_block) * (2 * p.accumulator_bytes + 1)
+    repaired = 0
+    if stored and p.device == "cpu" and _accumulates_wider(p):
+        # a block of exponentials in the dtype of sums, and of the scaled ones
+        repaired = 2 * min(tokens * p.vocab * p.accumulator_bytes, row_block_bytes(p.device))
+    rows = _row_block_bytes(p, tokens, CONVERTED)
+    tile = _tile_bytes(p, config, tokens, p.vocab, stored=stored >= p.vocab)
+    return max(tile, reduced, repaired, rows)
 
 
-def _row_block_bytes(p: Problem, tokens: int) -> int:
-    """Bytes of a row-wise step: its operand as gathered, and in the dtype of sums.
+PLAIN, GATHERED, CONVERTED = 2, 3, 4
+"""Half row blocks of a row-wise step with operands in the dtype of sums; with one that is gathered
+and converted; with one that is converted beside the result."""
 
-    A CPU converts the other operand too; fused steps of a GPU allocate only their results.
-    """
+
+def _row_block_bytes(p: Problem, rows: int, halves: int) -> int:
+    """Bytes of a row-wise step on a CPU; fused steps of a GPU allocate only their results."""
     if p.device != "cpu":
         return 0
-    widest = min(tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
-    return widest // 2 + 2 * widest if _accumulates_wider(p) else widest
+    row_bytes = p.hidden * p.accumulator_bytes
+    block = min(rows * row_bytes, max(row_block_bytes(p.device), row_bytes))
+    return block // 2 * halves if _accumulates_wider(p) else block
 
 
-def _tile_bytes(p: Problem, config: WindowConfig, tokens: int, *, stored: bool) -> int:
-    """Bytes of one tile of logits, unless a CPU computes them in the memory of stored ones."""
+def _target_rows_bytes(p: Problem) -> int:
+    """Bytes of the step that adds a block of tokens to the targets' part of dW, in plain torch."""
+    if not p.grad_weight or (p.arch is not None and arch_named(p.arch).forms_weight_gradient):
+        return 0
+    return min(p.tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
+
+
+def _tile_bytes(p: Problem, config: WindowConfig, tokens: int, window: int, *, stored: bool) -> int:
+    """Bytes of a tile of the logits of `window` columns, and of the step that computes it.
+
+    A CPU may compute logits in the memory of stored exponentials.
+    """
     if p.arch is not None:
         return 0
     assert isinstance(config, PortableTiles)
@@ -176,7 +238,8 @@ def _tile_bytes(p: Problem, config: WindowConfig, tokens: int, *, stored: bool) 
         return rows * columns * p.accumulator_bytes
     in_place = stored and not _accumulates_wider(p)
     logits = 0 if in_place else rows * columns * p.accumulator_bytes
-    return logits + max(rows * columns, _upcast_block_bytes(p, rows, p.hidden, columns))
+    upcast = _upcast_block_bytes(p, rows, p.hidden, min(columns, window))
+    return logits + max(rows * columns, upcast)
 
 
 def _upcast_block_bytes(p: Problem, rows: int, inner: int, columns: int) -> int:

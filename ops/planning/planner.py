@@ -1,7 +1,7 @@
 """From a problem and a memory budget to a plan, with the memory and time it is predicted to take.
 
-Pure Python.  With N tokens, D hidden, V vocab,
-K columns kept, L aliased (`dw_aliasing`) and G gradients (0 to 2), the model of time is
+Pure Python.  With N tokens, D hidden, V vocab, K columns kept, L aliased (`dw_aliasing`) and G
+gradients (0 to 2), the model of time is
 
     windows                2·N·D·((1 + G)·V + (V - K - L)) FLOP; dX's sums are read and written
                            once a window, recomputed logits once; narrow windows alias more
@@ -10,23 +10,29 @@ K columns kept, L aliased (`dw_aliasing`) and G gradients (0 to 2), the model of
                            and the gradients once more in the backward
 """
 
-import dataclasses
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.planning.dw_aliasing import max_aliased_windows
-from cutefce.ops.planning.memory_model import chunk_token_bytes, chunked_bytes, windows_bytes
+from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 
 MINIMUM = 0
-"""The budget "min": the smallest plan."""
+"""The budget "min": the smallest plan that any budget chooses."""
 MAXIMUM = 1 << 62
 """The budget "max": the fastest plan."""
 DEFAULT = 5 << 29
 """2.5 GiB: all exponentials of 8192 tokens and 128k classes in bfloat16, about what a compiled
 unfused loss takes for the same; larger problems keep a part and recompute the rest."""
+
+FLOOR = Fraction(3, 2)
+"""Memory of the least plan that a budget can choose, relative to the least one that there is: no
+budget chooses a smaller plan than "min", which does not take a third more time to save a tenth of
+the memory."""
 
 MIN_CHUNK = 1024
 """Tokens of a chunk below which reading and writing dW's sums takes most of the time."""
@@ -82,6 +88,21 @@ class Plan:
         )
 
 
+@dataclass(frozen=True)
+class _Family:
+    """Plans of a problem, each one slower and smaller than the one before."""
+
+    count: int
+    plan: Callable[[int], Plan]
+
+    def fastest(self, budget: int) -> Plan:
+        """Return the fastest plan within `budget` bytes, or else the smallest one."""
+        last = self.count - 1
+        return self.plan(
+            bisect_left(range(last), True, key=lambda i: self.plan(i).workspace_bytes <= budget)
+        )
+
+
 def make_plan(
     problem: Problem,
     configs: Sequence[WindowConfig],
@@ -91,17 +112,14 @@ def make_plan(
 ) -> Plan:
     """Return the fastest plan within `budget` bytes, or the smallest one if none is.
 
-    `configs` are for windows of several widths, the widest first.  `scalar_upstream` says that
-    every token's loss gets the same upstream gradient, `scales_rows` that the loss itself has
-    factors of tokens.
+    A larger budget never gives a slower plan, nor one that takes less memory.  `configs` are for
+    windows of several widths, the widest first.  `scalar_upstream` says that every token's loss
+    gets the same upstream gradient, `scales_rows` that the loss itself has factors of tokens.
     """
-    candidates = [_windows(problem, configs, budget, scalar_upstream and not scales_rows)]
+    families = _windows(problem, configs, scalar_upstream and not scales_rows)
     if scalar_upstream and problem.gradient_bytes and can_keep(problem.dtype):
-        candidates.append(_gradients_in_forward(problem, configs[0], budget))
-    affordable = [c for c in candidates if c.workspace_bytes <= budget]
-    if affordable:
-        return min(affordable, key=lambda c: c.seconds)
-    return min(candidates, key=lambda c: c.workspace_bytes)
+        families += _gradients_in_forward(problem, configs[0])
+    return _choose(families, budget)
 
 
 def replan_for_shard(
@@ -113,103 +131,76 @@ def replan_for_shard(
     scales_rows: bool = False,
 ) -> Plan:
     """Return `plan`, which was made for the widest shard, for shard `p`, with the same chunks."""
-    if not plan.in_forward:
-        return _windows(p, configs, budget, scalar_upstream and not scales_rows)
-    config = configs[0]
-    stored = round_up(p.vocab, config.reference_block)
-    return dataclasses.replace(
-        plan,
-        vocab=p.vocab,
-        window=config.window,
-        aliased=0,
-        kept=stored,
-        workspace_bytes=chunked_bytes(p, config, stored, plan.chunk),
-        seconds=_chunked_seconds(p, plan.chunk),
-    )
+    if plan.in_forward:
+        return _chunked_plan(p, configs[0], plan.chunk)
+    return _choose(_windows(p, configs, scalar_upstream and not scales_rows), budget)
 
 
-def _windows(
-    p: Problem, configs: Sequence[WindowConfig], budget: int, scalar_upstream: bool
-) -> Plan:
-    """Return the fastest plan within the budget.
+def _choose(families: Sequence[_Family], budget: int) -> Plan:
+    """Return the fastest plan within `budget` bytes, or within the `FLOOR` if that is more.
 
-    If none is, return the fastest of those no larger than the plan with the widest window.
-
-    Aliased exponentials need s_i h_i, which may exceed the budget: no column is aliased then.
+    The families do not depend on the budget: a larger one only adds plans to choose from.
     """
-    plans: list[Plan] = []
-    for alias in (True, False):
-        plans += [_windows_of(p, config, budget, scalar_upstream, alias) for config in configs]
-        within = [plan for plan in plans if plan.workspace_bytes <= budget]
-        if within:
-            return min(within, key=lambda plan: plan.seconds)
-    smallest = [plan for plan in plans if plan.workspace_bytes <= plans[0].workspace_bytes]
-    return min(smallest, key=lambda plan: plan.seconds)
+    least = min(family.fastest(MINIMUM).workspace_bytes for family in families)
+    limit = max(budget, int(least * FLOOR))
+    plans = [family.fastest(limit) for family in families]
+    within = [plan for plan in plans if plan.workspace_bytes <= limit]
+    return min(within, key=lambda plan: (plan.seconds, plan.workspace_bytes))
 
 
-def _windows_of(
-    p: Problem, config: WindowConfig, budget: int, scalar_upstream: bool, alias: bool
-) -> Plan:
-    def bytes_with(aliased: int, kept: int) -> int:
-        return windows_bytes(p, config, aliased, kept, scalar_upstream)
+def _windows(p: Problem, configs: Sequence[WindowConfig], scalar_upstream: bool) -> list[_Family]:
+    """Return the plans of windows, without those that another one beats in time and memory.
 
-    aliased = kept = 0
-    if p.gradient_bytes and can_keep(p.dtype):
-        column = max(p.tokens, 1) * p.item_bytes
-        kept = round_up(p.vocab, config.reference_block)
-        if bytes_with(0, kept) > budget:
-            aliased = _max_aliased_columns(p, config) if alias else 0
-            # each aliased window needs separate GEMMs: alias only columns that exceed the budget
-            rest = round_up(p.vocab - aliased, config.reference_block)
-            spare = budget - bytes_with(aliased, rest)
-            aliased -= max(spare, 0) // (config.window * column) * config.window
+    Columns neither aliased nor kept are recomputed.  Aliased columns cost s_i h_i, however many
+    they are: a plan that recomputes columns aliases as many as it can, or none.
+    """
+    return [family for config in configs for family in _windows_of(p, config, scalar_upstream)]
+
+
+def _windows_of(p: Problem, config: WindowConfig, scalar_upstream: bool) -> Iterator[_Family]:
+    def plan(windows: int, kept: int | None = None) -> Plan:
+        aliased = windows * config.window
+        if kept is None:
             kept = round_up(p.vocab - aliased, config.reference_block)
-        if bytes_with(aliased, kept) > budget:
-            spare = budget - bytes_with(aliased, config.window) + config.window * column
-            most = min(max(spare, 0) // column, p.vocab - aliased - 1)
-            kept = most // config.window * config.window
-    return Plan(
-        strategy="windows",
-        window=config.window,
-        aliased=aliased,
-        kept=kept,
-        chunk=p.tokens,
-        grad_hidden=p.grad_hidden,
-        grad_weight=p.grad_weight,
-        vocab=p.vocab,
-        workspace_bytes=bytes_with(aliased, kept),
-        seconds=_windows_seconds(p, config.window, aliased, kept),
-    )
+        predicted = windows_bytes(p, config, aliased, kept, scalar_upstream)
+        seconds = _windows_seconds(p, config.window, aliased, kept)
+        gradients = p.grad_hidden, p.grad_weight
+        sizes = config.window, aliased, kept, p.tokens
+        return Plan("windows", *sizes, *gradients, p.vocab, predicted, seconds)
+
+    def recompute_some(windows: int) -> _Family:
+        kept = (p.vocab - 1) // config.window - windows
+        return _Family(kept + 1, lambda i: plan(windows, (kept - i) * config.window))
+
+    if not (p.gradient_bytes and can_keep(p.dtype)):
+        yield _Family(1, lambda _: plan(0, 0))
+        return
+    yield _Family(1, lambda _: plan(0))
+    yield recompute_some(0)
+    most = max_aliased_windows(p.tokens, p.hidden, p.vocab, config.window) * p.grad_weight
+    if most:
+        yield _Family(most, lambda i: plan(i + 1))
+        yield recompute_some(most)
 
 
-def _max_aliased_columns(p: Problem, config: WindowConfig) -> int:
-    if not p.grad_weight:
-        return 0
-    return config.window * max_aliased_windows(p.tokens, p.hidden, p.vocab, config.window)
+def _gradients_in_forward(p: Problem, config: WindowConfig) -> Iterator[_Family]:
+    """Yield plans of chunks of about equal size, each one alone: a short chunk may have wide tiles.
+
+    Beyond eight chunks, some numbers of chunks are left out.
+    """
+    count, most = 1, ceil_div(p.tokens, MIN_CHUNK)
+    while count <= max(most, 1):
+        even = round_up(ceil_div(p.tokens, count), CHUNK_ALIGNMENT)
+        plan = _chunked_plan(p, config, max(1, min(even, p.tokens)))
+        yield _Family(1, [plan].__getitem__)
+        count = min(count + ceil_div(count, 8), max(most, count + 1))
 
 
-def _gradients_in_forward(p: Problem, config: WindowConfig, budget: int) -> Plan:
+def _chunked_plan(p: Problem, config: WindowConfig, chunk: int) -> Plan:
     stored = round_up(p.vocab, config.reference_block)
-    beyond = chunked_bytes(p, config, stored, p.tokens) - budget
-    chunk = max(p.tokens, 1)
-    if beyond > 0:
-        chunk -= ceil_div(beyond, chunk_token_bytes(p, config, stored))
-        chunk = max(chunk // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT, min(MIN_CHUNK, p.tokens), 1)
-        # the same number of chunks, of about equal size
-        even = ceil_div(p.tokens, max(1, ceil_div(p.tokens, chunk)))
-        chunk = max(1, min(chunk, round_up(even, CHUNK_ALIGNMENT)))
-    return Plan(
-        strategy="gradients_in_forward",
-        window=config.window,
-        aliased=0,
-        kept=stored,
-        chunk=chunk,
-        grad_hidden=p.grad_hidden,
-        grad_weight=p.grad_weight,
-        vocab=p.vocab,
-        workspace_bytes=chunked_bytes(p, config, stored, chunk),
-        seconds=_chunked_seconds(p, chunk),
-    )
+    sizes, gradients = (config.window, 0, stored, chunk), (p.grad_hidden, p.grad_weight)
+    predicted, seconds = chunked_bytes(p, config, stored, chunk), _chunked_seconds(p, chunk)
+    return Plan("gradients_in_forward", *sizes, *gradients, p.vocab, predicted, seconds)
 
 
 def _windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:

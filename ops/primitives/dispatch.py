@@ -18,11 +18,13 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.spec import KernelSet
+from cutefce.ops import torch_compat
+from cutefce.ops.planning.memory_model import CopyingProblem
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients, launch_scale_rows
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores, has_aligned_rows
 from cutefce.ops.primitives.interface import AnyPrimitives, Primitives, ScaleRows
 from cutefce.ops.primitives.portable_gradients import PortableGradients, scale_rows
-from cutefce.ops.primitives.portable_projection import PortableProjection
+from cutefce.ops.primitives.portable_projection import PortableProjection, is_dense
 
 VERIFY = "cutefce verify"
 
@@ -84,6 +86,35 @@ def problem_of(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Pr
 @process_cache
 def _problem(*fields: Any) -> Problem:
     return Problem(*fields)
+
+
+def copied_item_bytes(given: Tensor, taken: Tensor) -> int:
+    """Return the bytes per element of a tensor `given` to a call that works on `taken` instead.
+
+    0 if `taken` is `given` or a view of it.  It does not depend on sizes.
+    """
+    if taken is given or torch_compat.shares_memory(given, taken):
+        return 0
+    return given.element_size()
+
+
+def with_copies(
+    problem: Problem, h: Tensor, w: Tensor, copied: tuple[int, int] = (0, 0)
+) -> Problem:
+    """Return `problem`, that of h (N, D) and w (V, D), with the copies of them that a call makes.
+
+    `copied` are the `copied_item_bytes` of h and w.  The others depend on their layouts: they are
+    those of `Projection.prepare`.
+    """
+    on_kernels = problem.arch is not None and _layout_unsupported_reason(h, w) is None
+    accepts = has_aligned_rows if on_kernels else is_dense
+    gathered = (w,) if problem.sequence_parallel else (h, w)
+    dense_bytes = sum(x.numel() * x.element_size() for x in gathered if not accepts(x))
+    if not any((dense_bytes, *copied)):
+        return problem
+    return CopyingProblem(
+        **vars(problem), copied_hidden=copied[0], copied_weight=copied[1], dense_bytes=dense_bytes
+    )
 
 
 def window_configs_for(problem: Problem, device: torch.device) -> tuple[WindowConfig, ...]:

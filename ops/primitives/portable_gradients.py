@@ -57,9 +57,11 @@ class PortableGradients:
         grad_scale: Tensor,
     ) -> None:
         totals, slots = target_grad.slots
+        in_place = out.dtype == totals.dtype
+        buffer = totals.new_empty(0 if in_place else min(self.window, len(out)), out.shape[1])
         for rows in blocks(out.shape[0], self.window):
             to = out[rows]
-            sums = to if out.dtype == totals.dtype else totals.new_empty(to.shape)
+            sums = to if in_place else buffer[: len(to)]
             matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
             slot = slots[first + rows.start : first + rows.stop]
             apply_rowwise(finish_dw_, to, sums, slot, whole=(totals, grad_scale))
@@ -103,6 +105,7 @@ class TargetRows:
                 out.index_put_((slot[rows],), part, accumulate=True)
             else:
                 out.index_add_(0, slot[rows], part)
+            del part  # freed before the next one is allocated
 
 
 def scale_rows(out: Tensor, x: Tensor, scale: Tensor) -> None:

@@ -173,11 +173,13 @@ class PortableProjection:
 
 def _dense(x: Tensor) -> Tensor:
     """Return x (M, K) in a layout that a GEMM can address, copied if necessary."""
-    if (x.stride(1) == 1 and x.stride(0) >= x.shape[1]) or (
-        x.stride(0) == 1 and x.stride(1) >= x.shape[0]
-    ):
-        return x
-    return x.contiguous()
+    return x if is_dense(x) else x.contiguous()
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether a GEMM can address x (M, K): its rows or its columns are contiguous."""
+    (rows, columns), (pitch, unit) = x.shape, x.stride()
+    return (unit == 1 and pitch >= columns) or (pitch == 1 and unit >= rows)
 
 
 def _exp_difference(a: Tensor, b: Tensor) -> Tensor:

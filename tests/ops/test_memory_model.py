@@ -1,5 +1,10 @@
 """Measured peak memory of a step is what the planner predicts."""
 
+import contextlib
+import gc
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +19,7 @@ from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.planner import Plan, make_plan
 from cutefce.ops.primitives.dispatch import arch_of
+from tests.support.memory import peaks
 from tests.support.reference import loss_of_plan, random_case
 
 SHAPES = {
@@ -112,3 +118,174 @@ def test_a_forward_alone_needs_a_tile() -> None:
     predicted, measured, p = measure(shape, torch.float32, "cpu", "max", **off)
     assert abs(predicted - measured) <= 0.1 * measured
     assert measured < p.tokens * p.vocab * p.item_bytes / 40
+
+
+def taken_by(
+    h: torch.Tensor,
+    w: torch.Tensor,
+    workspace: int | str | None,
+    cast: torch.dtype | None = None,
+    reduction: str = "mean",
+) -> tuple[int, int]:
+    """Return predicted and measured workspace of a step, in bytes."""
+    y = torch.randint(len(w), h.shape[:-1])
+    wanted = [x for x in (h, w) if x.requires_grad]
+    options: dict[str, Any] = {"workspace": workspace, "reduction": reduction}
+
+    def region() -> Any:
+        return torch.autocast("cpu", cast) if cast else contextlib.nullcontext()
+
+    def step() -> None:
+        with region():
+            loss = cutefce.linear_cross_entropy(h, w, y, **options)
+        torch.autograd.grad(loss.sum(), wanted)
+
+    step()
+    with region():
+        predicted = cutefce.plan(h, w, **options).workspace_bytes
+    return predicted, peak_bytes(step, "cpu") - sum(x.numel() * x.element_size() for x in wanted)
+
+
+def test_less_budget_takes_no_more_memory() -> None:
+    h, w = torch.randn(256, 64, requires_grad=True), torch.randn(50257, 64, requires_grad=True)
+    taken = [taken_by(h, w, workspace)[1] for workspace in ("min", 3_600_000, 4_501_771, "max")]
+    assert taken == sorted(taken) and taken[0] < taken[-1]
+
+
+@pytest.mark.parametrize("sizes", [(1, 700, 3000), (60, 700, 30000)], ids=str)
+def test_a_scaled_dw_takes_no_row_for_each_class(sizes: tuple[int, int, int]) -> None:
+    """Where gradients in forward are scaled in the backward, dW has more rows than dX."""
+    tokens, hidden, vocab = sizes
+    h, w = torch.randn(tokens, hidden).requires_grad_(), torch.randn(vocab, hidden).requires_grad_()
+    predicted, taken = taken_by(h, w, "min")
+    assert abs(predicted - taken) <= max(0.05 * taken, 1 << 16)
+    assert taken < w.nbytes / 4
+
+
+@pytest.mark.parametrize("workspace", ["min", "max"])
+@pytest.mark.parametrize("trains_weight", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_copies_of_autocast_are_predicted(
+    dtype: torch.dtype, trains_weight: bool, workspace: str
+) -> None:
+    h = torch.randn(512, 256).to(dtype).requires_grad_()
+    w = torch.randn(16001, 256, requires_grad=trains_weight)
+    predicted, taken = taken_by(h, w, workspace, torch.bfloat16)
+    assert abs(predicted - taken) <= 0.05 * taken
+
+
+@pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=str)
+def test_copies_of_operands_are_predicted(cast: torch.dtype | None) -> None:
+    """A weight of every other column, and hidden states of all but each sequence's last token."""
+    w = torch.randn(16001, 512)[:, ::2].detach().requires_grad_()
+    h = torch.randn(4, 65, 256)[:, :-1].detach().requires_grad_()
+    for operands in ((h, w.detach().contiguous()), (h.detach()[:, :32].contiguous(), w), (h, w)):
+        predicted, taken = taken_by(*operands, "min", cast)
+        assert abs(predicted - taken) <= 0.05 * taken
+
+
+BATCH, BATCHES = 25, 10
+"""Calls measured at once, and how often a seed does so."""
+UNPREDICTED_BYTES = 1 << 20
+"""Several small tensors of all tokens."""
+BLOCK_BYTES = 3 << 20
+"""A block of rows and of their repaired exponentials, which few calls need."""
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def operand(r: random.Random, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a matrix in one of the layouts that users pass."""
+    whole = torch.randn(rows, columns).to(dtype)
+    layout = r.choice(["plain", "plain", "transposed", "every other column", "rows apart"])
+    if layout == "transposed":
+        return whole.t().contiguous().t()
+    apart = torch.zeros(rows, 2 * columns, dtype=dtype)
+    view = apart[:, ::2] if layout == "every other column" else apart[:, :columns]
+    return whole if layout == "plain" else view.copy_(whole)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A step with gradients, and what is predicted of it."""
+
+    words: str
+    run: Callable[[], None]
+    gradient_bytes: int
+    budget: int
+    predicted: int
+    least: int
+    """Predicted for "min"."""
+
+
+def random_call(r: random.Random) -> Call:
+    """Return any call that users make, small."""
+    tokens, hidden = int(2 ** r.uniform(0, r.choice([8, 11]))), int(2 ** r.uniform(0, 9.5))
+    vocab = int(2 ** r.uniform(0, 15))
+    while tokens * vocab > 3e6 or tokens * hidden * vocab > 2e8:
+        tokens, hidden, vocab = tokens // 2 + 1, hidden * 2 // 3 + 1, vocab * 2 // 3 + 1
+    dtype, reduction = r.choice(DTYPES), r.choice(["mean", "mean", "none", "sum"])
+    trained = r.choice([(True, True), (True, True), (True, False), (False, True)])
+    cast = r.choice([None, None, None, torch.bfloat16, torch.float16])
+    dtypes = (r.choice([dtype, torch.float32]), dtype) if cast else (dtype, dtype)
+    if cast and torch.float64 in dtypes:  # which autocast leaves alone
+        dtypes = torch.float32, torch.float32
+    h, w = operand(r, tokens, hidden, dtypes[0]), operand(r, vocab, hidden, dtypes[1])
+    y = torch.randint(vocab, (tokens,))
+    y[torch.rand(tokens) < r.choice([0, 0.3])] = -100
+    if r.random() < 0.2:  # as where labels are shifted, each sequence without its last token
+        sequences = torch.stack([h, h], 1).view(tokens, 2, hidden).transpose(0, 1)
+        h = torch.cat([sequences, sequences[:, :1]], 1)[:, :-1]
+        y = torch.stack([y, y])
+    h.requires_grad_(trained[0])
+    w.requires_grad_(trained[1])
+    wanted = [x for x in (h, w) if x.requires_grad]
+    workspace = r.choice([None, "min", "max", *[int(2 ** r.uniform(8, 25)) for _ in range(3)]])
+
+    def region() -> Any:
+        return torch.autocast("cpu", cast) if cast else contextlib.nullcontext()
+
+    def call() -> None:
+        with region():
+            loss = cutefce.linear_cross_entropy(h, w, y, reduction=reduction, workspace=workspace)
+        torch.autograd.grad(loss, wanted, torch.ones_like(loss))
+
+    with region():
+        least = cutefce.plan(h, w, reduction=reduction, workspace="min").workspace_bytes
+        plan = cutefce.plan(h, w, reduction=reduction, workspace=workspace)
+    operands = ", ".join(
+        f"{x.dtype} {tuple(x.shape)} strides {x.stride()} trained {x.requires_grad}" for x in (h, w)
+    )
+    return Call(
+        words=f"{operands}, {reduction}, {cast=}, {workspace=}: {plan}",
+        run=call,
+        gradient_bytes=sum(x.numel() * x.element_size() for x in wanted),
+        budget=workspace_bytes(workspace),
+        predicted=plan.workspace_bytes,
+        least=least,
+    )
+
+
+@pytest.fixture
+def undisturbed() -> Iterator[None]:
+    """Collect no garbage, which would hide allocations; use one thread, faster for small calls."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_call_takes_more_than_predicted_and_budgeted(seed: int, undisturbed: None) -> None:
+    r = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(BATCHES):
+        calls = [random_call(r) for _ in range(BATCH)]
+        for call, peak in zip(calls, peaks([call.run for call in calls]), strict=True):
+            taken = peak - call.gradient_bytes
+            found = f"{call.words}; taken {taken / 2**20:.2f} MiB"
+            assert call.predicted <= call.budget or call.predicted == call.least, found
+            assert taken <= call.predicted + UNPREDICTED_BYTES, found
+            assert call.predicted <= 1.1 * taken + BLOCK_BYTES, found

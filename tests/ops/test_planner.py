@@ -1,8 +1,11 @@
 """The planner: choices, monotonicity, and independence of torch."""
 
 import dataclasses
+import itertools
+import random
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,15 @@ import torch
 
 import cutefce
 from cutefce.autotune_cache.defaults import widest_window, window_configs
+from cutefce.autotune_cache.tuning.shapes import NAMED
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.problem import ITEM_BYTES, Problem, can_keep
 from cutefce.ops.interface.checks import workspace_bytes
-from cutefce.ops.planning.planner import MAXIMUM, MINIMUM, Plan, make_plan
+from cutefce.ops.planning import planner
+from cutefce.ops.planning.dw_aliasing import max_aliased_windows
+from cutefce.ops.planning.memory_model import CopyingProblem, chunked_bytes, windows_bytes
+from cutefce.ops.planning.planner import FLOOR, MAXIMUM, MIN_CHUNK, MINIMUM, Plan, make_plan
 
 GIB = 1 << 30
 LLAMA = Problem(tokens=8192, hidden=4096, vocab=128256, dtype="bfloat16", device="cuda")
@@ -64,6 +72,119 @@ def test_time_falls_and_memory_stays_within_a_growing_budget(
     assert seconds[-1] < seconds[0]
 
 
+PROBLEMS = 500
+"""Random problems of a seed."""
+
+
+def random_problem(r: random.Random) -> tuple[Problem, tuple[PortableTiles, ...]]:
+    """Return a problem from tiny to huge, and windows from tiny to the usual ones."""
+    arch = r.choice([None, None, "sm_90a", "sm_100a"])
+    small, grads = r.random() < 0.3, r.choice([(True, True), (True, False), (False, True)])
+    problem = CopyingProblem(
+        tokens=int(2 ** r.uniform(0, 6 if small else 17)) - r.choice([0, 1]),
+        hidden=8 * int(2 ** r.uniform(0, 3 if small else 11)),
+        vocab=int(2 ** r.uniform(0, 7 if small else 19)),
+        dtype=r.choice(["bfloat16", "float16"] if arch else list(ITEM_BYTES)),
+        device="cuda" if arch else r.choice(["cpu", "cuda"]),
+        grad_hidden=grads[0],
+        grad_weight=grads[1],
+        arch=arch,
+        copied_hidden=r.choice([0, 2, 4]),
+        copied_weight=r.choice([0, 2, 4]),
+        dense_bytes=r.choice([0, 1 << 20]),
+    )
+    if not small:
+        return problem, window_configs(problem)
+    return problem, (PortableTiles(16, 16, 16, 32), PortableTiles(8, 8, 8, 32))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_more_memory_is_never_slower_and_less_is_never_larger(seed: int) -> None:
+    r = random.Random(seed)
+    for _ in range(PROBLEMS):
+        problem, configs = random_problem(r)
+        upstream = r.choice([True, False]), r.choice([True, False])
+        largest = make_plan(problem, configs, MAXIMUM, *upstream).workspace_bytes
+        budgets = [MINIMUM, *sorted(int(largest * r.uniform(0, 1.2)) for _ in range(8)), MAXIMUM]
+        plans = [make_plan(problem, configs, budget, *upstream) for budget in budgets]
+        for budget, chosen in zip(budgets, plans, strict=True):
+            assert chosen.workspace_bytes <= budget or chosen == plans[0], problem
+            assert min(chosen.aliased, chosen.kept, chosen.chunk) >= 0, problem
+        for smaller, larger in itertools.pairwise(plans):
+            assert smaller.seconds >= larger.seconds, problem
+            assert smaller.workspace_bytes <= larger.workspace_bytes, problem
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_plan_is_better_than_the_chosen_one(seed: int) -> None:
+    """Whatever is aliased, kept and recomputed, a plan that fits is no faster."""
+    r = random.Random(seed)
+    for _ in range(PROBLEMS):
+        problem, configs = random_problem(r)
+        if not (can_keep(problem.dtype) and problem.gradient_bytes):
+            continue
+        scalar_upstream = r.choice([True, False])
+        every = list(all_windows(problem, configs, scalar_upstream))
+        if scalar_upstream:
+            every += all_chunks(problem, configs[0])
+        least = min(workspace for workspace, _ in every)
+        smallest = make_plan(problem, configs, MINIMUM, scalar_upstream)
+        assert least <= smallest.workspace_bytes <= FLOOR * least, problem
+        for workspace, _ in r.sample(every, min(8, len(every))):
+            budget = max(workspace, smallest.workspace_bytes)
+            chosen = make_plan(problem, configs, budget, scalar_upstream)
+            fastest = min(seconds for took, seconds in every if took <= budget)
+            assert chosen.workspace_bytes <= budget and chosen.seconds <= fastest, problem
+
+
+def all_chunks(p: Problem, config: PortableTiles) -> Iterator[tuple[int, float]]:
+    """Yield memory and time of plans of gradients in forward with few and with short chunks."""
+    stored, most = round_up(p.vocab, config.reference_block), ceil_div(max(p.tokens, 1), MIN_CHUNK)
+    for count in {*range(1, min(most, 8) + 1), most}:
+        even = round_up(ceil_div(p.tokens, count), 256)
+        chunk = max(min(even, p.tokens), 1)
+        yield chunked_bytes(p, config, stored, chunk), planner._chunked_seconds(p, chunk)
+
+
+def all_windows(
+    p: Problem, configs: Sequence[PortableTiles], scalar_upstream: bool
+) -> Iterator[tuple[int, float]]:
+    """Yield memory and time of plans that alias and keep any number of windows, at most 16."""
+    for config in configs:
+        width, block = config.window, config.reference_block
+        most = max_aliased_windows(p.tokens, p.hidden, p.vocab, width) * p.grad_weight
+        for windows in {most * i // 15 for i in range(16)}:
+            aliased = windows * width
+            rest = (p.vocab - aliased - 1) // width
+            stored = {rest * i // 15 * width for i in range(16)}
+            for kept in stored | {round_up(p.vocab - aliased, block)}:
+                workspace = windows_bytes(p, config, aliased, kept, scalar_upstream)
+                yield workspace, planner._windows_seconds(p, width, aliased, kept)
+
+
+def test_a_budget_that_nearly_keeps_everything_aliases_no_negative_number() -> None:
+    problem = Problem(2, 40, 100, "bfloat16", "cpu")
+    tiles = PortableTiles(window=32, reference_block=16, tile_columns=16, tile_rows=8)
+    for budget in range(0, 40_000, 50):
+        assert 0 <= make_plan(problem, (tiles,), budget, scalar_upstream=True).aliased <= 100
+
+
+@pytest.mark.parametrize("grads", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_no_budget_takes_less_than_the_smallest_plan_of_a_model(
+    dtype: str, grads: tuple[bool, bool]
+) -> None:
+    for sizes in {sizes for named in NAMED.values() for sizes in named}:
+        problem = Problem(*sizes, dtype, "cuda", *grads, arch="sm_90a")
+        for scalar_upstream in (True, False):
+            floor = plan(problem, MINIMUM, scalar_upstream)
+            for part in (0.1, 0.5, 0.9, 1, 1.1, 1.5, 2, 4):
+                chosen = plan(problem, int(part * floor.workspace_bytes), scalar_upstream)
+                assert chosen.workspace_bytes >= floor.workspace_bytes
+                assert chosen.seconds <= floor.seconds
+                assert part >= 1 or chosen == floor
+
+
 def test_the_plan_of_a_call_can_be_read() -> None:
     h, w = torch.randn(4, 500, 64, requires_grad=True), torch.randn(16001, 64, requires_grad=True)
     everything = cutefce.plan(h, w, reduction="none", workspace="max")
@@ -101,11 +222,14 @@ def test_the_memory_of_dw_is_used_before_exponentials_are_recomputed() -> None:
     """Where N <= D, most exponentials fit there; without a gradient of w, none do."""
     wide = dataclasses.replace(LLAMA, hidden=8192)
     for problem, least in ((LLAMA, 0.4), (wide, 0.8)):
-        smallest = plan(problem, MINIMUM)
-        assert smallest.aliased >= least * problem.vocab and smallest.kept == 0
-        assert f"{smallest.aliased / problem.vocab:.0%} in the memory of dW" in str(smallest)
+        floor = plan(problem, MINIMUM).workspace_bytes
+        plans = [plan(problem, budget) for budget in range(floor, 3 * floor, floor // 9)]
+        aliasing = next(chosen for chosen in plans if chosen.aliased)
+        assert aliasing.aliased >= least * problem.vocab and aliasing.kept == 0
+        assert f"{aliasing.aliased / problem.vocab:.0%} in the memory of dW" in str(aliasing)
         assert plan(problem, MAXIMUM).aliased == 0
-    assert plan(dataclasses.replace(LLAMA, grad_weight=False), MINIMUM).aliased == 0
+        frozen = dataclasses.replace(problem, grad_weight=False)
+        assert all(plan(frozen, chosen.workspace_bytes).aliased == 0 for chosen in plans)
 
 
 def test_only_columns_that_exceed_the_budget_are_aliased() -> None:
@@ -124,36 +248,35 @@ def test_only_columns_that_exceed_the_budget_are_aliased() -> None:
 @pytest.mark.parametrize("vocab", [32768, 65536, 128256, 262144])
 def test_narrower_windows_save_time_and_memory(tokens: int, vocab: int) -> None:
     problem = dataclasses.replace(LLAMA, tokens=tokens, vocab=vocab, arch="sm_90a")
-    smallest = plan(problem, MINIMUM)
-    widest = make_plan(problem, window_configs(problem)[:1], MINIMUM, scalar_upstream=True)
-    assert smallest.seconds <= widest.seconds
-    assert smallest.workspace_bytes <= widest.workspace_bytes
-    if smallest.window < widest.window:  # more of them have room where dW will be
-        assert smallest.aliased > widest.aliased
-    else:
-        assert smallest == widest
-    if 1024 <= tokens <= 2048 and vocab <= 65536:
-        assert smallest.seconds < 0.95 * widest.seconds
+    configs = window_configs(problem)
+    smallest = make_plan(problem, configs[:1], MINIMUM, scalar_upstream=True)
+    assert plan(problem, MINIMUM).workspace_bytes <= FLOOR * smallest.workspace_bytes
+    savings = []
+    for budget in range(smallest.workspace_bytes, 3 * smallest.workspace_bytes, 4 << 20):
+        widest = make_plan(problem, configs[:1], budget, scalar_upstream=True)
+        chosen = plan(problem, budget)
+        assert chosen.seconds <= widest.seconds and chosen.workspace_bytes <= budget
+        savings.append(1 - chosen.seconds / widest.seconds)
+    if 1024 <= tokens <= 2048 and vocab <= 65536:  # more of them have room where dW will be
+        assert max(savings) > 0.05
 
 
 def test_a_narrower_window_serves_where_a_wider_one_is_too_large() -> None:
-    problem = dataclasses.replace(LLAMA, arch="sm_90a")
-    smallest = plan(problem, MINIMUM)
-    budget = smallest.workspace_bytes - (1 << 20)
+    problem = dataclasses.replace(LLAMA, tokens=2048, arch="sm_90a")
+    configs = window_configs(problem)
+    budget = make_plan(problem, configs[:1], MINIMUM, scalar_upstream=True).workspace_bytes - 1
     chosen = plan(problem, budget)
     assert chosen.workspace_bytes <= budget
-    assert chosen.window < smallest.window
+    assert chosen.window < configs[0].window
 
 
-def test_nothing_is_lent_where_that_alone_takes_too_much() -> None:
+def test_nothing_is_aliased_where_that_alone_takes_too_much() -> None:
     """What dW's place keeps needs s_i h_i, another N·D."""
-    problem = dataclasses.replace(LONG, arch="sm_90a")
-    configs = window_configs(problem)[:1]
-    alias = make_plan(problem, configs, MINIMUM, scalar_upstream=True)
-    budget = alias.workspace_bytes - (1 << 20)
-    chosen = make_plan(problem, configs, budget, scalar_upstream=True)
-    assert alias.aliased > 0 == chosen.aliased and chosen.workspace_bytes <= budget
-    assert alias.seconds < chosen.seconds
+    problem = dataclasses.replace(LLAMA, arch="sm_90a")
+    smallest, larger = (plan(problem, budget) for budget in (MINIMUM, 192 << 20))
+    assert smallest.aliased == smallest.kept == larger.kept == 0 < larger.aliased
+    assert smallest.workspace_bytes < larger.workspace_bytes
+    assert larger.seconds < smallest.seconds
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 8, 1000, 1025, 32001, 50257, 151669])

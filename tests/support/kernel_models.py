@@ -103,7 +103,8 @@ def _reduce_partials(
     semaphores[Semaphore.DONE_COUNTER] = 1
     distance = torch.where(reference == logit, 0, reference - logit)
     others = torch.exp2(partials - distance[:, None] / math.log(2)).sum(1)
-    excess = others + torch.expm1(-distance)
+    bounded = torch.where(distance == 0, others, others.clamp(0.5, 2.0**31))
+    excess = bounded + torch.expm1(-distance)
     stats[Stat.REFERENCE] = reference
     stats[Stat.SUM_EXP_OTHERS] = others
     loss = distance + torch.log1p(excess)
