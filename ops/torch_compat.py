@@ -30,7 +30,7 @@ _NO_DISPATCH_MODE = {
 
 def has_dispatch_mode() -> bool:
     """Whether a mode, tracer, transform or fake tensor mode of torch watches operators now."""
-    return _included_keys().raw_repr() not in _NO_DISPATCH_MODE
+    return forward_ad._current_level >= 0 or _included_keys().raw_repr() not in _NO_DISPATCH_MODE
 
 
 def is_forward_mode() -> bool:

@@ -82,9 +82,8 @@ def linear_cross_entropy(
     of "From Projection to Prediction: Beyond Logits for Scalable Language Models",
     arXiv 2511.17599.
     """
-    with report_errors(group, linear_weight):
-        tensors, sharding = (input, linear_weight, target), (shards, sequence_parallel)
-        checks.check_types(*tensors, reduction, ignore_index, workspace, denominator, *sharding)
+    report = report_errors.of(group, linear_weight)
+    try:
         given = linear_bias is not None or weight is not None or options is not None
         if given or label_smoothing != 0:
             checks.refuse_unserved(
@@ -95,8 +94,8 @@ def linear_cross_entropy(
             )
         if workspace is not None:
             checks.workspace_bytes(workspace)
-        if shards is not None:
-            checks.check_sizes(shards)
+        if ignore_index is not None:
+            checks.check_type("ignore_index", ignore_index)
         if denominator is not None:
             denominator = _as_tensor(denominator, input.device)
         call = localize(input, linear_weight, target, group, shards, sequence_parallel)
@@ -115,10 +114,22 @@ def linear_cross_entropy(
             sequence_parallel=call.sequence_parallel,
         )
         return result.movedim(0, call.dim) if result.ndim else result
+    except Exception as error:
+        # an error of the dispatcher names no argument; looking for it first would take time
+        tensors = {"input": input, "linear_weight": linear_weight, "target": target}
+        wrong = checks.type_error(
+            **tensors, reduction=reduction, shards=shards, sequence_parallel=sequence_parallel
+        )
+        if report is not None:
+            report.publish(wrong or error)
+        if wrong is not None:
+            raise wrong from None
+        raise
 
 
 def _as_tensor(denominator: Tensor | float, device: torch.device) -> Tensor:
     """Return a denominator as a tensor, a number's on `device`."""
+    checks.check_type("denominator", denominator)
     if isinstance(denominator, Tensor):
         return replicated("denominator", denominator)
     if torch.compiler.is_compiling():  # a constant would be compiled for each value
@@ -151,10 +162,15 @@ def plan(
     Returns:
         Strategy, window, columns aliased and kept, and predicted memory (bytes) and time (seconds).
     """
-    checks.check_types(
-        *(input, linear_weight, input, reduction, None, workspace, None),
-        *(shards, sequence_parallel),
+    wrong = checks.type_error(
+        input=input,
+        linear_weight=linear_weight,
+        reduction=reduction,
+        shards=shards,
+        sequence_parallel=sequence_parallel,
     )
+    if wrong is not None:
+        raise wrong
     target = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
     call = localize(input, linear_weight, target, group, shards, sequence_parallel)
     options = LossOptions(reduction)
@@ -200,7 +216,6 @@ class LinearCrossEntropyLoss(nn.Module):
         super().__init__()
         checks.check_type("reduction", reduction)
         checks.check_type("ignore_index", ignore_index)
-        checks.check_type("workspace", workspace)
         checks.check_reduction(reduction)
         checks.workspace_bytes(workspace)
         checks.refuse_unserved(

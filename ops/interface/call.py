@@ -62,12 +62,12 @@ def loss(
     y, grad = target, torch.is_grad_enabled()
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     needs_grad = grad_hidden or grad_weight
-    if torch_compat.is_transformed():
+    more = tensors.pack() if arguments else ()
+    direct = not needs_grad and can_bypass_dispatcher(h, w, y, *more)
+    if not direct and torch_compat.is_transformed():
         checks.check_transform()
         needs_grad, forward_mode = True, torch_compat.is_forward_mode()
         grad_hidden, grad_weight = grad_hidden or forward_mode, grad_weight or forward_mode
-    more = tensors.pack() if arguments else ()
-    direct = not needs_grad and can_bypass_dispatcher(h, w, y, *more)
     is_cacheable = direct and not sharding.is_sharded
     key = no_grad_cache.call_key(h, w, y, workspace, options, tensors) if is_cacheable else None
     primitives = no_grad_cache.cached_primitives(key)

@@ -39,20 +39,6 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
 """
 
 
-_served_types: set[tuple[type, ...]] = set()
-
-
-def check_types(*arguments: Any) -> None:
-    """Raise TypeError for the first argument, in the order of `ARGUMENT_TYPES`, of another type."""
-    kinds = (*map(type, arguments),)
-    traced = torch.compiler.is_dynamo_compiling()
-    if traced or kinds not in _served_types:
-        for name, value in zip(ARGUMENT_TYPES, arguments, strict=True):
-            check_type(name, value)
-        if not traced:
-            _served_types.add(kinds)
-
-
 def check_type(name: str, value: Any) -> None:
     """Raise TypeError unless the argument called `name` is of its type in `ARGUMENT_TYPES`."""
     types, expected = ARGUMENT_TYPES[name]
@@ -60,11 +46,17 @@ def check_type(name: str, value: Any) -> None:
         raise TypeError(f"{name}: got {_shown(value)}, expected {expected}")
 
 
-def check_sizes(shards: Sequence[Any]) -> None:
-    """Raise TypeError unless all of `shards` are integers."""
-    for rows in shards:
-        if isinstance(rows, bool) or not isinstance(rows, INTEGERS):
-            raise TypeError(f"shards: got {_shown(rows)} among them, expected integers")
+def type_error(**arguments: Any) -> TypeError | None:
+    """Return the error of the first argument that is not of its type, None if all are."""
+    try:
+        for name, value in arguments.items():
+            check_type(name, value)
+        for rows in arguments["shards"] or ():
+            if isinstance(rows, bool) or not isinstance(rows, INTEGERS):
+                raise TypeError(f"shards: got {_shown(rows)} among them, expected integers")
+    except TypeError as error:
+        return error
+    return None
 
 
 def check_transform() -> None:
@@ -167,6 +159,7 @@ def check_denominator(denominator: Tensor | None, h: Tensor, reduction: str) -> 
 
 def workspace_bytes(workspace: int | str | None) -> int:
     """Return the budget in bytes that `workspace` means: bytes, "min", "max" or None."""
+    check_type("workspace", workspace)
     if isinstance(workspace, str):
         named = {"min": planner.MINIMUM, "max": planner.MAXIMUM}
         if workspace not in named:

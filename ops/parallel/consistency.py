@@ -132,10 +132,24 @@ class report_errors:
             self.rounds = _rounds_of_call(self.group, self.weight)
             self.calls = self.rounds.calls if self.rounds else 0
 
+    @classmethod
+    def of(cls, group: Any, weight: Any) -> "report_errors | None":
+        """Return the context of a call, entered; None for a call of one device."""
+        if group is None and not isinstance(weight, DTensor):
+            return None
+        report = cls(group, weight)
+        report.__enter__()
+        return report
+
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Publish an error, unless the ranks have met since the context was entered."""
+        if isinstance(error, Exception):
+            self.publish(error)
+
+    def publish(self, error: Exception) -> None:
+        """Publish an error, unless the ranks have met since the context was entered."""
         rounds = self.rounds
-        if rounds is None or not isinstance(error, Exception) or rounds.calls > self.calls:
+        if rounds is None or rounds.calls > self.calls:
             return
         rounds.calls += 1
         rounds.known.clear()

@@ -36,7 +36,7 @@ def plan(problem: Problem, budget: int, scalar_upstream: bool = True) -> Plan:
 def test_the_ends_of_the_budget() -> None:
     everything, nothing = plan(LLAMA, MAXIMUM), plan(LLAMA, MINIMUM)
     assert (everything.strategy, nothing.strategy) == ("windows", "windows")
-    assert everything.kept >= LLAMA.vocab and nothing.kept == 0
+    assert everything.kept >= LLAMA.vocab and nothing.kept <= nothing.window
     assert nothing.workspace_bytes < everything.workspace_bytes / 4
 
 
@@ -225,7 +225,7 @@ def test_the_memory_of_dw_is_used_before_exponentials_are_recomputed() -> None:
         floor = plan(problem, MINIMUM).workspace_bytes
         plans = [plan(problem, budget) for budget in range(floor, 3 * floor, floor // 9)]
         aliasing = next(chosen for chosen in plans if chosen.aliased)
-        assert aliasing.aliased >= least * problem.vocab and aliasing.kept == 0
+        assert aliasing.aliased >= least * problem.vocab > aliasing.kept
         assert f"{aliasing.aliased / problem.vocab:.0%} in the memory of dW" in str(aliasing)
         assert plan(problem, MAXIMUM).aliased == 0
         frozen = dataclasses.replace(problem, grad_weight=False)
@@ -255,7 +255,8 @@ def test_narrower_windows_save_time_and_memory(tokens: int, vocab: int) -> None:
     for budget in range(smallest.workspace_bytes, 3 * smallest.workspace_bytes, 4 << 20):
         widest = make_plan(problem, configs[:1], budget, scalar_upstream=True)
         chosen = plan(problem, budget)
-        assert chosen.seconds <= widest.seconds and chosen.workspace_bytes <= budget
+        floor = plan(problem, MINIMUM).workspace_bytes
+        assert chosen.seconds <= widest.seconds and chosen.workspace_bytes <= max(budget, floor)
         savings.append(1 - chosen.seconds / widest.seconds)
     if 1024 <= tokens <= 2048 and vocab <= 65536:  # more of them have room where dW will be
         assert max(savings) > 0.05
@@ -270,8 +271,11 @@ def test_a_narrower_window_serves_where_a_wider_one_is_too_large() -> None:
     assert chosen.window < configs[0].window
 
 
-def test_nothing_is_aliased_where_that_alone_takes_too_much() -> None:
+def test_nothing_is_aliased_where_that_alone_takes_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What dW's place keeps needs s_i h_i, another N·D."""
+    monkeypatch.setattr(planner, "FLOOR", 1)
     problem = dataclasses.replace(LLAMA, arch="sm_90a")
     smallest, larger = (plan(problem, budget) for budget in (MINIMUM, 192 << 20))
     assert smallest.aliased == smallest.kept == larger.kept == 0 < larger.aliased
