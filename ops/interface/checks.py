@@ -81,6 +81,7 @@ def check_tensors(h: Tensor, w: Tensor, y: Tensor, parts: int = 1) -> None:
     `parts` is the number of ranks whose h, one after another, have the tokens of y.
     """
     for name, x in (("input", h), ("linear_weight", w), ("target", y)):
+        check_type(name, x)
         if isinstance(x, DTensor):
             raise TypeError(
                 f"{name}: got a DTensor with placements {x.placements}, expected a plain tensor; "

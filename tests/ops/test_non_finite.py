@@ -55,8 +55,10 @@ def test_losses_and_gradients_end_as_those_of_torch(
         assert_no_healthier(got.dw, want.dw)
         if name not in WEIGHTS:
             clean = healthy(dtype, device, workspace=budget)
-            assert torch.equal(got.loss[OTHERS], clean.loss[OTHERS])
-            assert torch.equal(got.dx[OTHERS], clean.dx[OTHERS])
+            for a, b in ((got.loss, clean.loss), (got.dx, clean.dx)):
+                # a run on a GPU that compiles fused kernels may take the unfused path
+                same = torch.equal if device == "cpu" else torch.allclose
+                assert same(a[OTHERS], b[OTHERS])
 
 
 @pytest.mark.parametrize(
