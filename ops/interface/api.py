@@ -40,9 +40,9 @@ def linear_cross_entropy(
 
     The parameters are those of `torch.nn.functional.linear_cross_entropy`, a `workspace`, a
     `denominator`, and a `group` of ranks over which the vocabulary is sharded.  A `linear_weight`
-    that is a DTensor with placement Shard(0) selects its group itself, and an `input` with
-    Shard(dim of tokens) selects `sequence_parallel`; gradients have the placements of their
-    tensors.
+    that is a DTensor with placement Shard(0) selects its group itself beside an `input` that is a
+    DTensor, and needs `group` beside a plain one.  An `input` with Shard(dim of tokens) selects
+    `sequence_parallel`; gradients have the placements of their tensors.
 
     Args:
         input: (..., D) hidden states, bfloat16, float16, float32 or float64.
@@ -72,8 +72,8 @@ def linear_cross_entropy(
 
     Raises:
         NotImplementedError: naming an argument that is not served yet.
-        TypeError, ValueError: naming the argument, what was got and what is expected; on every
-            rank of the group, if its ranks do not agree.
+        TypeError, ValueError: naming the argument, what was got and what is expected.  What one
+            rank of the group raises before the ranks meet, all raise.
         RuntimeError: if another rank of the group failed, or made no such call in time.
         IndexError: on a CPU, for a target outside [0, V).  On a GPU, which is not synchronized,
             such a token's loss and the gradients that it takes part in are NaN.
@@ -190,8 +190,8 @@ class LinearCrossEntropyLoss(nn.Module):
     """A linear head and its cross entropy, with the names of `torch.nn.LinearCrossEntropyLoss`.
 
     `linear.weight` (num_classes, in_features) is the head's parameter, as in torch's module, so
-    state dicts can be exchanged; sharded by vocabulary, as a DTensor, it selects the group that
-    shares the loss.  The other arguments are those of `linear_cross_entropy`.
+    state dicts can be exchanged; sharded by vocabulary, as a DTensor beside an input that is one,
+    it selects the group that shares the loss.  The other arguments are those of `linear_cross_entropy`.
 
     Shapes: forward takes input (..., in_features) and target (...).
     """
