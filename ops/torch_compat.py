@@ -38,6 +38,11 @@ def is_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def computes_tangents() -> bool:
+    """Whether operators called here compute tangents, beside their results."""
+    return is_forward_mode() and torch._C._is_fwd_grad_enabled()
+
+
 def is_transformed() -> bool:
     """Whether forward-mode differentiation or a transform of `torch.func` is active.
 

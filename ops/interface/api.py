@@ -85,7 +85,7 @@ def linear_cross_entropy(
     report = report_errors.of(group, linear_weight)
     try:
         given = linear_bias is not None or weight is not None or options is not None
-        if given or label_smoothing != 0:
+        if given or type(label_smoothing) not in (float, int) or label_smoothing:
             checks.refuse_unserved(
                 linear_bias=linear_bias,
                 weight=weight,
@@ -95,7 +95,7 @@ def linear_cross_entropy(
         if workspace is not None:
             checks.workspace_bytes(workspace)
         if ignore_index is not None:
-            checks.check_type("ignore_index", ignore_index)
+            checks.check_ignore_index(ignore_index)
         if denominator is not None:
             denominator = _as_tensor(denominator, input.device)
         call = localize(input, linear_weight, target, group, shards, sequence_parallel)
@@ -134,7 +134,10 @@ def _as_tensor(denominator: Tensor | float, device: torch.device) -> Tensor:
         return replicated("denominator", denominator)
     if torch.compiler.is_compiling():  # a constant would be compiled for each value
         return torch.ones((), dtype=torch.float64, device=device) * denominator
-    return torch.full((), float(denominator), dtype=torch.float64, device=device)
+    try:
+        return torch.full((), float(denominator), dtype=torch.float64, device=device)
+    except OverflowError:
+        raise ValueError("denominator: got an integer beyond the range of a float") from None
 
 
 def plan(
@@ -191,7 +194,8 @@ class LinearCrossEntropyLoss(nn.Module):
 
     `linear.weight` (num_classes, in_features) is the head's parameter, as in torch's module, so
     state dicts can be exchanged; sharded by vocabulary, as a DTensor beside an input that is one,
-    it selects the group that shares the loss.  The other arguments are those of `linear_cross_entropy`.
+    it selects the group that shares the loss.  The other arguments are those of
+    `linear_cross_entropy`.
 
     Shapes: forward takes input (..., in_features) and target (...).
     """
@@ -215,7 +219,8 @@ class LinearCrossEntropyLoss(nn.Module):
         """Make the head; the parameters are those of torch's module and `workspace`."""
         super().__init__()
         checks.check_type("reduction", reduction)
-        checks.check_type("ignore_index", ignore_index)
+        if ignore_index is not None:
+            checks.check_ignore_index(ignore_index)
         checks.check_reduction(reduction)
         checks.workspace_bytes(workspace)
         checks.refuse_unserved(

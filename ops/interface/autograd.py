@@ -8,8 +8,10 @@ from torch import Tensor
 
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.context import can_bypass_dispatcher
-from cutefce.ops.interface.operators import IMPLS, STEP, loss_backward, loss_forward
+from cutefce.ops.interface.operators import IMPLS, LIBRARY, STEP, loss_backward, loss_forward
+from cutefce.ops.interface.options import StepOptions
 from cutefce.ops.parallel.consistency import report_errors
+from cutefce.ops.planning import planner
 from cutefce.ops.schema import unpack
 
 
@@ -30,45 +32,38 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """Save the inputs and the statistics."""
-        h, w, y, *arguments = inputs
-        ctx.step, ctx.options, tensors, ctx.sharding = unpack(arguments, *STEP)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[1])
-        ctx.inputs = len(inputs)
-        saved = h, w, y, output[1], *tensors.pack()
-        ctx.save_for_backward(*saved)
+        saved = _save(ctx, inputs, inputs[3:], output[1])
         if torch_compat.is_forward_mode():
             ctx.save_for_forward(*saved)  # a reference cycle otherwise
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return dX and dW for the upstream gradient of the loss."""
-        if upstream[0] is None:
-            return (*[None] * ctx.inputs,)
-        with report_errors(ctx.sharding.group):
-            dx, dw = _gradients(ctx, upstream[0], ctx.saved_tensors)
-        gradients = dx if ctx.step.grad_hidden else None, dw if ctx.step.grad_weight else None
-        return *gradients, *[None] * (ctx.inputs - 2)
+        return _backward(ctx, *upstream)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
         """Return the tangent of the loss: the inputs' tangents times their gradients."""
         h, stats, dtype = ctx.saved_tensors[0], ctx.saved_tensors[3], ctx.saved_tensors[3].dtype
         hidden, weight = tangents[:2]
-        if not ctx.options.is_scalar and weight is not None:
+        if not ctx.is_scalar and weight is not None:
             raise NotImplementedError(
                 "linear_weight: got a tangent with reduction='none', for which cutefce has no "
                 "forward-mode derivative; expected reduction 'mean' or 'sum'"
             )
-        upstream = stats.new_ones(() if ctx.options.is_scalar else h.shape[:1])
+        # gradients of a mean of many tokens may be too small for their dtype
+        scale = max(h.shape[0], 1) if ctx.is_scalar else 1
+        upstream = stats.new_full(() if ctx.is_scalar else h.shape[:1], scale)
         tangent = torch.zeros_like(upstream)
         for x, gradient in zip(
             (hidden, weight), _gradients(ctx, upstream, ctx.saved_tensors), strict=True
         ):
             if x is not None:
                 products = gradient.to(dtype) * x.to(dtype)
-                tangent = tangent + (products.sum() if ctx.options.is_scalar else products.sum(1))
-        return tangent, None
+                tangent = tangent + (products.sum() if ctx.is_scalar else products.sum(1))
+        return tangent / scale, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
@@ -102,20 +97,44 @@ class LinearCrossEntropyGradients(torch.autograd.Function):
         return _loop(LinearCrossEntropyGradients.apply, info.batch_size, in_dims, arguments)
 
 
+def _save(
+    ctx: Any, inputs: Sequence[Any], arguments: Sequence[Any], stats: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Save what `_backward` needs; `arguments` are those of `STEP`."""
+    step, options, tensors, sharding = unpack(arguments, *STEP)
+    ctx.inputs, ctx.group, ctx.is_scalar = len(inputs), sharding.group, options.is_scalar
+    ctx.trained = step.grad_hidden, step.grad_weight
+    ctx.before, ctx.after = (*step.pack(), *options.pack()), sharding.pack()
+    saved = *inputs[:3], stats, *tensors.pack()
+    ctx.save_for_backward(*saved)
+    return saved
+
+
+def _backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if upstream is None:
+        return (*[None] * ctx.inputs,)
+    with report_errors(ctx.group):
+        gradients = _gradients(ctx, upstream, ctx.saved_tensors)
+    pairs = zip(gradients, ctx.trained, strict=True)
+    return *(x if trained else None for x, trained in pairs), *[None] * (ctx.inputs - 2)
+
+
 def _gradients(ctx: Any, upstream: Tensor, saved: Sequence[Any]) -> tuple[Tensor, Tensor]:
     h, w, y, stats, *tensors = saved
-    options = *ctx.step.pack(), *ctx.options.pack(), *tensors, *ctx.sharding.pack()
+    arguments = upstream, h, w, y, stats, *ctx.before, *tensors, *ctx.after
     if torch.is_grad_enabled() or torch_compat.is_transformed():
         result: tuple[Tensor, Tensor] = LinearCrossEntropyGradients.apply(  # type: ignore[no-untyped-call]
-            upstream, h, w, y, stats, *options
+            *arguments
         )
         return result
-    return _run(loss_backward, upstream, h, w, y, stats, *options)
+    return _run(loss_backward, *arguments)
 
 
 def _run(operator: Callable[..., Any], *arguments: Any) -> tuple[Tensor, Tensor]:
     """Run an operator, without the dispatcher where that would only call the implementation."""
-    if can_bypass_dispatcher(*(x for x in arguments if isinstance(x, Tensor))):
+    if not torch.compiler.is_compiling() and can_bypass_dispatcher(
+        *(x for x in arguments if isinstance(x, Tensor))
+    ):
         result: tuple[Tensor, Tensor] = IMPLS[operator](*arguments)
     else:
         result = getattr(torch.ops.cutefce, operator.__name__)(*arguments)
@@ -135,3 +154,18 @@ def _loop(
         samples.append(function(*(x if dim is None else x.select(dim, i) for x, dim in pairs)))
     results = (*(torch.stack(each) for each in zip(*samples, strict=True)),)
     return results, (0,) * len(results)
+
+
+def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save the inputs of the operator `forward`, whose backward makes the statistics again."""
+    h, w, _, *arguments = inputs
+    step = StepOptions(planner.DEFAULT, h.requires_grad, w.requires_grad)
+    _save(ctx, inputs, (*step.pack(), *arguments), output.new_empty(0))
+
+
+# graphs of operators, made without gradients or by a tracer, may be trained later
+for name, setup in (
+    ("forward", _save_forward),
+    ("loss_forward", LinearCrossEntropy.setup_context),
+):
+    torch.library.register_autograd(f"cutefce::{name}", _backward, setup_context=setup, lib=LIBRARY)

@@ -66,8 +66,8 @@ def loss(
     direct = not needs_grad and can_bypass_dispatcher(h, w, y, *more)
     if not direct and torch_compat.is_transformed():
         checks.check_transform()
-        needs_grad, forward_mode = True, torch_compat.is_forward_mode()
-        grad_hidden, grad_weight = grad_hidden or forward_mode, grad_weight or forward_mode
+        # tensors of a transform do not tell what is differentiated outside of it
+        needs_grad = grad_hidden = grad_weight = True
     is_cacheable = direct and not sharding.is_sharded
     key = no_grad_cache.call_key(h, w, y, workspace, options, tensors) if is_cacheable else None
     primitives = no_grad_cache.cached_primitives(key)

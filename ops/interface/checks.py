@@ -64,7 +64,7 @@ def check_transform() -> None:
     if torch_compat.is_dispatched():
         raise NotImplementedError(
             "torch.ops.cutefce.loss: got a call under a transform of torch.func, expected "
-            "cutefce.linear_cross_entropy there"
+            "cutefce.linear_cross_entropy there, and no torch.compile around the transform"
         )
 
 
@@ -88,13 +88,19 @@ def check_tensors(h: Tensor, w: Tensor, y: Tensor, parts: int = 1) -> None:
                 f"pass {name}.full_tensor(), or call cutefce.linear_cross_entropy with a "
                 "linear_weight that is sharded over the vocabulary"
             )
-        if x.layout != torch.strided:
-            raise TypeError(f"{name}: got layout {x.layout}, expected {torch.strided}")
+        _check_layout(name, x)
     _check_dtypes(h, w, y)
     _check_shapes(h, w, y, parts)
     for name, x in (("linear_weight", w), ("target", y)):
         if x.device != h.device:
             raise ValueError(f"{name}: got device {x.device}, expected that of input, {h.device}")
+
+
+def _check_layout(name: str, x: Tensor) -> None:
+    if x.is_nested:
+        raise TypeError(f"{name}: got a nested tensor, expected a plain one; pass its values")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}: got layout {x.layout}, expected {torch.strided}")
 
 
 def _check_dtypes(h: Tensor, w: Tensor, y: Tensor) -> None:
@@ -147,6 +153,7 @@ def check_denominator(denominator: Tensor | None, h: Tensor, reduction: str) -> 
         return
     if reduction != "mean":
         raise ValueError(f'denominator: got one with reduction={reduction!r}, expected "mean"')
+    _check_layout("denominator", denominator)
     if denominator.is_complex() or denominator.dtype == torch.bool:
         raise TypeError(f"denominator: got dtype {denominator.dtype}, expected a real one")
     if denominator.requires_grad:
@@ -156,6 +163,13 @@ def check_denominator(denominator: Tensor | None, h: Tensor, reduction: str) -> 
             f"denominator: got shape {tuple(denominator.shape)} on {denominator.device}, "
             f"expected () on input's device, {h.device}"
         )
+
+
+def check_ignore_index(ignore_index: int) -> None:
+    """Raise TypeError or ValueError unless it is an integer of 64 bits."""
+    check_type("ignore_index", ignore_index)
+    if not -(1 << 63) <= ignore_index < 1 << 63:
+        raise ValueError(f"ignore_index: got {ignore_index}, expected an integer of 64 bits")
 
 
 def workspace_bytes(workspace: int | str | None) -> int:

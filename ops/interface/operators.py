@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.ops import torch_compat
 from cutefce.ops.interface import kept, meta
 from cutefce.ops.interface.context import isolated_context
 from cutefce.ops.interface.kept import Kept
@@ -45,12 +46,16 @@ RUNS_AGAIN = "backward through what an earlier backward freed"
 _OPTIONS = ", ".join(record.schema() for record in OPTIONS)
 _STEP = ", ".join(record.schema() for record in STEP)
 LIBRARY.define(f"forward(Tensor h, Tensor w, Tensor y, {_OPTIONS}) -> Tensor")
+# what a forward keeps is no output: CUDA graphs that replay without Python must not contain it
+_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 LIBRARY.define(
-    f"loss_forward(Tensor h, Tensor w, Tensor y, {_STEP}) -> (Tensor loss, Tensor stats)"
+    f"loss_forward(Tensor h, Tensor w, Tensor y, {_STEP}) -> (Tensor loss, Tensor stats)",
+    tags=_TAGS,
 )
 LIBRARY.define(
     "loss_backward(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, "
-    f"{_STEP}) -> (Tensor dx, Tensor dw)"
+    f"{_STEP}) -> (Tensor dx, Tensor dw)",
+    tags=_TAGS,
 )
 
 
@@ -74,6 +79,7 @@ def _prepare(
 def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     """Return the reduced loss; `arguments` are those of `OPTIONS`."""
     options, tensors, sharding = unpack(arguments, *OPTIONS)
+    _refuse_tangents()
     shard = shard_of(sharding, h, w, **_agreed(y, options, tensors))
     inputs = _prepare(shard, h, w, y, options, tensors)
     loss = inputs.primitives.projection.forward(inputs.h, inputs.w, inputs.targets)[1]
@@ -85,6 +91,7 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
 
     What else the backward needs is kept with the statistics.
     """
+    _refuse_tangents()
     step, options, tensors, sharding = unpack(arguments, *STEP)
     plan = plan_for(h, w, step, options, sharding)
     grads = plan.grad_hidden, plan.grad_weight
@@ -142,7 +149,7 @@ def loss_backward(
     grads = plan.grad_hidden, plan.grad_weight
     inputs = _prepare(shard, h, w, y, options, tensors, grads)
     if runs_again:
-        results = _run_forward(inputs, shard, plan)[2]
+        _, stats, results = _run_forward(inputs, shard, plan)
     assert results is not None
     sums = results.take_sums()
     if sums is not None:
@@ -173,6 +180,12 @@ def _scale(
         dx_sums = GradAccumulator(h.new_empty(dx_sums.overflow.shape), dx_sums.overflow)
     dx, dw = dx_sums.finish(scale_rows, upstream), dw_sums.finish(scale_rows, upstream)
     return shard.gather_dx(dx, len(h)) if len(dx) else dx, dw
+
+
+def _refuse_tangents() -> None:
+    """Raise NotImplementedError in a compiled graph, which would lose the inputs' tangents."""
+    if torch_compat.computes_tangents():
+        raise NotImplementedError("cutefce: compiled calls have no forward-mode derivatives")
 
 
 def _agreed(

@@ -57,12 +57,9 @@ def backend_for(input: Tensor, linear_weight: Tensor) -> Backend:
     return Backend("cute", f"{h.dtype} on compute capability {capability[0]}.{capability[1]}")
 
 
-def arch_of(h: Tensor) -> str | None:
-    """Return the architecture whose kernels take h (N, D), None if there is none.
-
-    Memory layouts, which a graph compiler does not know, are not considered.
-    """
-    if device_unsupported_reason(h.device, h.dtype) is not None or h.shape[1] % 8:
+def arch_of(h: Tensor, w: Tensor) -> str | None:
+    """Return the architecture whose kernels serve h (N, D) and w (V, D), None if there is none."""
+    if device_unsupported_reason(h.device, h.dtype) or _layout_unsupported_reason(h, w):
         return None
     return gpu_of(h.device).arch.name
 
@@ -79,7 +76,7 @@ def problem_of(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Pr
         h.device.type,
         grad_hidden,
         grad_weight,
-        arch_of(h),
+        arch_of(h, w),
     )
 
 
@@ -106,8 +103,7 @@ def with_copies(
     `copied` are the `copied_item_bytes` of h and w.  The others depend on their layouts: they are
     those of `Projection.prepare`.
     """
-    on_kernels = problem.arch is not None and _layout_unsupported_reason(h, w) is None
-    accepts = has_aligned_rows if on_kernels else is_dense
+    accepts = is_dense if problem.arch is None else has_aligned_rows
     gathered = (w,) if problem.sequence_parallel else (h, w)
     dense_bytes = sum(x.numel() * x.element_size() for x in gathered if not accepts(x))
     if not any((dense_bytes, *copied)):
@@ -130,11 +126,10 @@ def primitives_for(h: Tensor, w: Tensor, problem: Problem) -> AnyPrimitives:
     Raises:
         RuntimeError: in strict mode, if the kernels cannot serve the call.
     """
-    find_reason = _unsupported_reason if problem.arch is None else _layout_unsupported_reason
-    reason = find_reason(h, w)
-    if reason is None:
+    if problem.arch is not None:
         return kernel_primitives(*_kernels(h.device, problem))
-    if problem.tokens:
+    reason = _unsupported_reason(h, w)
+    if problem.tokens and reason is not None:
         _report(reason, h.is_cuda)
     return portable_primitives(defaults.widest_window(problem))
 

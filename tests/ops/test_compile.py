@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim, export
 
@@ -179,3 +180,61 @@ def test_exported_programs_take_any_number_of_tokens(
             if grad:
                 (dh,) = torch.autograd.grad(loss, h)
                 assert torch.equal(dh, torch.autograd.grad(expected, h)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_decomposed_programs_can_be_trained(grad: bool, dtype: torch.dtype) -> None:
+    head = cutefce.LinearCrossEntropyLoss(8, 20, dtype=dtype)
+    case = random_case(6, 8, 20, dtype=dtype)
+    with torch.set_grad_enabled(grad):
+        module = export(head, (case.h, case.y)).run_decompositions().module()
+    gradients = []
+    for function in (module, head):
+        h = case.h.clone().requires_grad_()
+        gradients.append(torch.autograd.grad(function(h, case.y), h)[0])
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("workspace", ["min", None])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiled_backwards_of_eager_forwards(reduction: str, workspace: str | None) -> None:
+    h, w, y = torch.randn(6, 8), torch.randn(20, 8), torch.randint(20, (6,))
+    gradients = []
+    for compiled in (False, True):
+        h = h.detach().requires_grad_()
+        loss = cutefce.linear_cross_entropy(h, w, y, reduction=reduction, workspace=workspace)
+        if compiled:
+            with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+                loss.sum().backward()
+        else:
+            loss.sum().backward()
+        gradients.append(h.grad)
+    assert gradients[0] is not None and gradients[1] is not None
+    assert torch.equal(gradients[0], gradients[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("workspace", ["min", "max", None])
+def test_cuda_graphs_of_the_compiler(workspace: str | None, dtype: torch.dtype) -> None:
+    """They replay without Python, so that what a forward keeps must not be a part of them."""
+
+    def step(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return cutefce.linear_cross_entropy(h * 2, w, y, workspace=workspace) + 1
+
+    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+    w = torch.randn(3000, 64, device="cuda", dtype=dtype).requires_grad_()
+    for _ in range(6):
+        case = random_case(
+            300, 64, 3000, dtype=dtype, device="cuda", seed=int(torch.randint(9, ()))
+        )
+        h = case.h.requires_grad_()
+        torch.compiler.cudagraph_mark_step_begin()
+        results = []
+        for function in (compiled, step):
+            loss = function(h, w, case.y)
+            gradients = torch.autograd.grad(loss, (h, w))
+            results.append([x.clone() for x in (loss, *gradients)])
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected)

@@ -86,13 +86,13 @@ def test_saved_tensors_may_be_moved(
 ) -> None:
     h, w, y = leaves(torch.float32, device)
     results = []
-    # on a GPU, the first run that compiles fused kernels may take the unfused path
-    for context in (nullcontext, nullcontext, hooks):
+    # on a GPU, runs that compile fused kernels may take the unfused path
+    for context in (*[nullcontext] * 3, hooks):
         with fixed_plan(make(plan, small_tiles.window)):
             with context():
                 loss = cutefce.linear_cross_entropy(h, w, y)
             results.append(torch.autograd.grad(loss, (h, w)))
-    for a, b in zip(*results[1:], strict=True):
+    for a, b in zip(*results[2:], strict=True):
         assert torch.equal(a, b)
 
 
@@ -106,7 +106,7 @@ def test_checkpoints_keep_nothing(
     def loss(h: Tensor, w: Tensor) -> Tensor:
         return cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
 
-    for _ in range(2):  # the run that compiles fused kernels may take the unfused path
+    for _ in range(3):  # runs that compile fused kernels may take the unfused path
         expected = torch.autograd.grad(loss(h, w), (h, w))
     again = checkpoint(loss, h, w, use_reentrant=use_reentrant)
     assert not kept._kept

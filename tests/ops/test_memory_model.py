@@ -61,7 +61,7 @@ def measure(
 
     step()
     name = str(dtype).removeprefix("torch.")
-    problem = Problem(*shape, name, device, grad_hidden, grad_weight, arch_of(case.h))
+    problem = Problem(*shape, name, device, grad_hidden, grad_weight, arch_of(case.h, case.w))
     plan = make_plan(
         problem, window_configs(problem), workspace_bytes(workspace), reduction != "none"
     )
@@ -98,7 +98,7 @@ def test_the_peak_of_chunks_is_predicted(
     case = random_case(*shape, dtype=dtype, device=device)
     leaves = case.h.requires_grad_(), case.w.requires_grad_()
     name = str(dtype).removeprefix("torch.")
-    problem = Problem(*shape, name, device, arch=arch_of(case.h))
+    problem = Problem(*shape, name, device, arch=arch_of(case.h, case.w))
     config = widest_window(problem)
     stored = -(-shape[2] // config.reference_block) * config.reference_block
     plan = "gradients_in_forward", config.window, 0, stored, chunk

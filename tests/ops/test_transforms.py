@@ -85,6 +85,12 @@ SERVED: dict[str, Callable[[Inputs, Function], Any]] = {
     "gradients of samples": lambda x, f: torch.func.vmap(torch.func.grad(x.summed(f)))(
         torch.stack([x.h, x.dh])
     ),
+    "gradient of vmap": lambda x, f: torch.func.grad(
+        lambda h: torch.func.vmap(f)(h).sum(), argnums=0
+    )(torch.stack([x.h, x.dh])),
+    "gradient of vmap of weights": lambda x, f: torch.func.grad(
+        lambda w: torch.func.vmap(f, in_dims=(None, 0))(x.h, w).sum()
+    )(torch.stack([x.w, x.dw])),
     "dual numbers": dual_tangent,
     "batched gradients": batched_gradients,
 }
@@ -95,6 +101,43 @@ def test_transforms_equal_torch(
     transform: Callable[[Inputs, Function], Any], inputs: Inputs
 ) -> None:
     torch.testing.assert_close(transform(inputs, inputs.ours), transform(inputs, inputs.torchs))
+
+
+def test_backward_through_vmap(inputs: Inputs) -> None:
+    gradients = []
+    for loss in (inputs.ours, inputs.torchs):
+        h, w = torch.stack([inputs.h, inputs.dh]).requires_grad_(), inputs.w.clone()
+        losses = torch.func.vmap(loss, in_dims=(0, None))(h, w.requires_grad_())
+        gradients.append(torch.autograd.grad(losses.sum(), (h, w)))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_calls_lose_no_tangent(backend: str, device: str) -> None:
+    x = Inputs("mean", None, device)
+    torch.compiler.reset()
+    compiled = torch.compile(x.ours, backend=backend)
+    try:
+        tangent = dual_tangent(x, compiled)
+    except (NotImplementedError, RuntimeError):
+        return  # refused, not lost
+    torch.testing.assert_close(tangent, dual_tangent(x, x.torchs))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_tangents_of_many_tokens_in_float16(reduction: str, device: str) -> None:
+    case = random_case(8192, 8, 40, dtype=torch.float16, device=device)
+    dh = torch.randn_like(case.h)
+
+    def tangent(h: Tensor, dh: Tensor, w: Tensor) -> Tensor:
+        def loss(h: Tensor) -> Tensor:
+            return cutefce.linear_cross_entropy(h, w, case.y, reduction=reduction)
+
+        result: Tensor = torch.func.jvp(loss, (h,), (dh,))[1].double()
+        return result
+
+    got, want = tangent(case.h, dh, case.w), tangent(case.h.double(), dh.double(), case.w.double())
+    assert (got - want).abs() <= 1e-3 * want.abs() + 1e-5
 
 
 def test_tangents_of_the_weight(inputs: Inputs) -> None:

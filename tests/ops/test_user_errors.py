@@ -270,3 +270,25 @@ def test_plans_check_what_calls_check() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             cutefce.plan(H, W, **options)
+
+
+def test_numbers_out_of_range() -> None:
+    for index in (2**63, -(2**63) - 1):
+        with pytest.raises(ValueError, match=rf"^ignore_index: got {index}, expected an integer"):
+            cutefce.linear_cross_entropy(H, W, Y, ignore_index=index)
+        with pytest.raises(ValueError, match=r"^ignore_index: got"):
+            cutefce.LinearCrossEntropyLoss(8, 10, ignore_index=index)
+    with pytest.raises(ValueError, match=r"^denominator: got an integer beyond the range"):
+        cutefce.linear_cross_entropy(H, W, Y, denominator=2**2000)
+
+
+def test_layouts_are_named() -> None:
+    nested = torch.nested.nested_tensor([H, H])
+    for name in ("input", "linear_weight", "target"):
+        arguments: dict[str, Any] = {"input": H, "linear_weight": W, "target": Y} | {name: nested}
+        with pytest.raises(TypeError, match=rf"^{name}: got a nested tensor"):
+            cutefce.linear_cross_entropy(**arguments)
+    with pytest.raises(TypeError, match=r"^denominator: got layout torch\.sparse_coo"):
+        cutefce.linear_cross_entropy(H, W, Y, denominator=torch.tensor(2.0).to_sparse())
+    with pytest.raises(NotImplementedError, match=r"^label_smoothing: got"):
+        cutefce.linear_cross_entropy(H, W, Y, label_smoothing=np.zeros(3))  # type: ignore[arg-type]
