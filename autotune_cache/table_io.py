@@ -52,7 +52,7 @@ def read(path: Path) -> Table:
         versions = {name: _text(data["versions"], name) for name in (*data["versions"], *BUILD)}
         entries = dict(_entry(arch, item) for item in data["entries"])
         rejected = dict(_rejection(arch, item) for item in data["rejected"])
-    except (KeyError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"a field is missing or has the wrong type: {error}") from error
     return Table(gpu, versions, entries, rejected).without_rejected(rejected)
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.context import can_bypass_dispatcher
 from cutefce.ops.interface.operators import IMPLS, LIBRARY, STEP, loss_backward, loss_forward
@@ -160,7 +161,7 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Save the inputs of the operator `forward`, whose backward makes the statistics again."""
     h, w, _, *arguments = inputs
     step = StepOptions(planner.DEFAULT, h.requires_grad, w.requires_grad)
-    _save(ctx, inputs, (*step.pack(), *arguments), output.new_empty(0))
+    _save(ctx, inputs, (*step.pack(), *arguments), output.new_empty(NUM_STATS, 0))
 
 
 # graphs of operators, made without gradients or by a tracer, may be trained later

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.workspace import Stat
 from cutefce.ops import torch_compat
 from cutefce.ops.interface import kept, meta
 from cutefce.ops.interface.context import isolated_context
@@ -143,7 +144,8 @@ def loss_backward(
     plan = results.plan if results else plan_for(h, w, step, options, sharding)
     sums = results.take_sums() if results else None
     runs_again = sums is None if plan.in_forward else results is None
-    shard = shard_of(sharding, h, w, **{"operator": "loss_backward", RUNS_AGAIN: runs_again})
+    same = {} if sharding.group is None else _agreed_backward(upstream, stats, runs_again)
+    shard = shard_of(sharding, h, w, **same)
     if plan.in_forward and sums is not None:
         return _scale(sums, shard, upstream, h, w)
     grads = plan.grad_hidden, plan.grad_weight
@@ -201,6 +203,16 @@ def _agreed(
         "target": y,
         **dict(zip(LossOptions.names(), options.pack(), strict=True)),
         "denominator": tensors.denominator,
+    }
+
+
+def _agreed_backward(upstream: Tensor, stats: Tensor, runs_again: bool) -> dict[str, Any]:
+    """Return what all ranks must agree on in a backward, by the names that errors use."""
+    return {
+        "operator": "loss_backward",
+        RUNS_AGAIN: runs_again,
+        "gradient of the loss": upstream,
+        "losses of the forward, of which this is the backward": stats[Stat.LOSS],
     }
 
 

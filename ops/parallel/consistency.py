@@ -10,10 +10,11 @@ store: a store may outlive its group, and ranks number the rounds of every group
 
 import contextlib
 import json
+import secrets
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -38,11 +39,16 @@ class StoreRounds:
     """Exchanges, also those that were skipped, and errors that were published."""
     known: set[str] = field(default_factory=set)
     """Values that all ranks agreed on since the last error of one of them."""
+    published: list[int] = field(default_factory=list)
+    """Rounds of which the store may hold this rank's values."""
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Begins this rank's values, which those of a later group in the same store must not equal."""
 
     def publish(self, text: str) -> int:
         """Begin a round with this rank's values; return its number."""
         number, self.count = self.count, self.count + 1
-        self.store.set(_key(number, self.rank), text)
+        self.published.append(number)
+        self.store.set(_key(number, self.rank), f"{self.token} {text}")
         return number
 
     def read(self, number: int, timeout: timedelta) -> list[str]:
@@ -51,10 +57,22 @@ class StoreRounds:
         try:
             self.store.wait(keys, timeout)
         except RuntimeError:
-            with contextlib.suppress(RuntimeError):  # the store itself may be gone
-                self.store.delete_key(_key(number, self.rank))
+            # the next call tries this round again: the others may have skipped a call
+            self.count = number
+            self.retract()
             raise
-        return [text.decode() for text in self.store.multi_get(keys)]
+        self.published = [number]  # all ranks began this round, so they ended the ones before
+        return [text.decode().partition(" ")[2] for text in self.store.multi_get(keys)]
+
+    def retract(self) -> None:
+        """Remove this rank's values from the store, which may outlive the group, or be gone."""
+        with contextlib.suppress(RuntimeError):
+            while self.published:
+                number = self.published.pop()
+                key = _key(number, self.rank)
+                if self.store.check([key]) and self.store.get(key).decode().startswith(self.token):
+                    self.store.delete_key(key)
+                    self.store.delete_key(_key(number, "left"))
 
     def leave(self, number: int) -> None:
         """End a round for this rank; the last rank removes it from the store."""
@@ -168,6 +186,7 @@ def _rounds_of(process_group: dist.ProcessGroup) -> StoreRounds:
             )
         store, rank = process_group.get_group_store(), process_group.rank()
         rounds = _rounds[process_group] = StoreRounds(store, rank, process_group.size())
+        finalize(process_group, rounds.retract).atexit = False
     return rounds
 
 

@@ -16,6 +16,7 @@ ranks exchange
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -99,7 +100,8 @@ class VocabShard(Unsharded):
         self, y: Tensor, vocab: int, options: LossOptions, tensors: TensorOptions
     ) -> Targets:
         """Number the targets y (N,) from this rank's first row; they are checked with r_i."""
-        index = torch.where(y == options.ignore_index, IGNORED, y - self.first)
+        given = y.clamp(min=IGNORED // 2)  # no target is taken for an ignored one
+        index = torch.where(y == options.ignore_index, IGNORED, given - self.first)
         return Targets(index, vocab, dataclasses.replace(options, ignore_index=IGNORED), tensors)
 
     def primitives(self, own: AnyPrimitives) -> AnyPrimitives:
@@ -175,4 +177,7 @@ def _known(x: Tensor) -> str:
     kind = f"{x.dtype} of shape {tuple(x.shape)}"
     if x.device.type != "cpu":
         return kind
-    return f"{kind} with hash {hash(tuple(x.tolist())):#x}" if x.ndim else f"{x.item()} ({x.dtype})"
+    if not x.ndim:
+        return f"{x.item()} ({x.dtype})"
+    values = x.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return f"{kind} with hash {hashlib.blake2b(values, digest_size=8).hexdigest()}"

@@ -67,12 +67,13 @@ def exponentials_(
     """
     _, blocks, width = logits.shape
     columns = start + torch.arange(blocks * width, device=logits.device).view(blocks, width)
+    # the target's logit, rounded as by a GEMM, must not become the reference of the others
+    logits.masked_fill_(target[:, None, None] == columns, -torch.inf)
     reference = reference[:, None]
     if references is not None:
         largest = logits.amax(2)
         reference = torch.where(largest - reference > SLACK, largest, reference)
         references.copy_(reference)
-    logits.masked_fill_(target[:, None, None] == columns, -torch.inf)
     reference = torch.where(reference == -torch.inf, 0, reference)  # -inf - -inf is NaN
     logits.sub_(reference[:, :, None]).exp_()
     if sums is not None:

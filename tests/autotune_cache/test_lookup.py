@@ -179,6 +179,7 @@ BAD = {
     ),
     "an unknown kernel": (broken_entry(kernel="[/x]"), r"kernel: got '\[/x\]', expected"),
     "an unknown dtype": (broken_entry(dtype="float64"), "dtype: got 'float64', expected bfloat16"),
+    "versions that are a list": (edited(versions=[1]), "a field is missing or has the wrong type"),
     "versions that are a number": (edited(versions=3), "a field is missing or has the wrong type"),
     "no version of the kernels": (edited(versions={}), "a field is missing .*'kernels'"),
     "entries that are numbers": (edited(entries=[1, 2]), "a field is missing or has the wrong"),

@@ -160,3 +160,17 @@ def test_every_kind_of_loss_occurs() -> None:
     assert sum(bool(loss.isnan()) for loss in losses.values()) == 11
     assert [name for name, loss in losses.items() if loss.isinf()] == ["target -inf"]
     assert sum(bool(loss.isfinite()) for loss in losses.values()) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [1e2, 1e4])
+def test_confident_rows_with_large_logits(scale: float, dtype: torch.dtype, device: str) -> None:
+    """The target's logit exceeds all others, and its own by a GEMM by rounding alone."""
+    torch.manual_seed(0)
+    h, w = ((torch.randn(rows, 64, device=device) * scale).to(dtype) for rows in (64, 1000))
+    y = (h.float() @ w.float().t()).argmax(1)
+    h, w = h.requires_grad_(), w.requires_grad_()
+    loss = cutefce.linear_cross_entropy(h, w, y)
+    assert 0 <= loss.item() < 1e-6 * scale**2
+    for gradient in torch.autograd.grad(loss, (h, w)):
+        assert bool(gradient.isfinite().all())

@@ -178,8 +178,11 @@ class KeptStore(Store):
         self.kept.wait([self.name(key) for key in keys], *timeout)
 
 
-def lives(path: str) -> list[str]:
-    """Return the losses of three process groups of this process, one after another."""
+def lives(path: str, with_error: bool) -> list[str]:
+    """Return the losses of three process groups of this process, one after another.
+
+    `with_error` replaces the first one's loss by an error of one rank.
+    """
     rank, kept = dist.get_rank(), FileStore(path, 2)
     dist.destroy_process_group()
     losses = []
@@ -191,16 +194,81 @@ def lives(path: str) -> list[str]:
             time.sleep(0.5)
         sharing: Any = {"group": dist.group.WORLD}
         own = W.split(5)[rank]
+        if life == 0 and rank == 0 and with_error:  # which no other rank reads
+            outcome(cutefce.linear_cross_entropy, H[:tokens], own, Y, workspace=1.5, **sharing)
+        if life == 0 and with_error:
+            dist.barrier()
+            del sharing  # with the last reference, the group takes back what nobody read
+            dist.destroy_process_group()
+            continue
         losses.append(outcome(cutefce.linear_cross_entropy, H[:tokens], own, Y[:tokens], **sharing))
         dist.destroy_process_group()
     return losses
 
 
-def test_process_group_after_another_one_in_a_store_that_was_kept(tmp_path: Any) -> None:
+@pytest.mark.parametrize("with_error", [False, True])
+def test_process_group_after_another_one_in_a_store_that_was_kept(
+    with_error: bool, tmp_path: Any
+) -> None:
     with started(2) as two:
-        first, second = two.run(2, lives, str(tmp_path / "kept"))
-    assert first == second and all(float(loss) > 0 for loss in first)
+        first, second = two.run(2, lives, str(tmp_path / "kept"), with_error)
+    assert first == second and len(first) == 3 - with_error
+    assert all(float(loss) > 0 for loss in first)
     assert first[0] != first[1]
+
+
+def backwards(case: str) -> str:
+    """Return what the backward of calls raises that ranks make differently."""
+    rank = dist.get_rank()
+    own = W.split(5)[rank].clone().requires_grad_()
+    hidden = [H.clone().requires_grad_(), H.flip(0).contiguous().requires_grad_()]
+    options: dict[str, Any] = {"group": group(2), "reduction": "sum"}
+    losses = [cutefce.linear_cross_entropy(h, own, Y, **options) for h in hidden]
+    try:
+        if case == "scale":
+            (losses[0] * (rank + 1)).backward()
+        for i in ((0, 1), (1, 0))[rank] if case == "order" else ():
+            losses[i].backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [("scale", "ValueError: gradient of the loss"), ("order", "ValueError: losses of the forward")],
+)
+def test_backwards_that_differ_raise(case: str, message: str, ranks: Ranks) -> None:
+    for text in ranks.run(2, backwards, case):
+        assert text.startswith(message)
+
+
+def own_losses() -> str:
+    """Return what a rank raises that sums the losses of its own tokens."""
+    rank = dist.get_rank()
+    h, own = H[4 * rank :][:4].clone().requires_grad_(), W.split(5)[rank]
+    options: dict[str, Any] = {"group": group(2), "sequence_parallel": True, "reduction": "none"}
+    losses = cutefce.linear_cross_entropy(h, own, Y, **options)
+    try:
+        losses[4 * rank :][:4].sum().backward()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_gradients_of_other_losses_raise(ranks: Ranks) -> None:
+    for text in ranks.run(2, own_losses):
+        assert text.startswith("gradient of the loss: got torch.float32 of shape (8,) with hash")
+
+
+def test_round_that_is_given_up_is_tried_again() -> None:
+    store = HashStore()
+    one, other = (StoreRounds(store, rank, 2) for rank in range(2))
+    with pytest.raises(RuntimeError):  # the other rank skipped this call
+        one.read(one.publish("first"), timedelta(milliseconds=50))
+    numbers = one.publish("second"), other.publish("second")
+    assert numbers == (0, 0)
+    assert one.read(0, timedelta(seconds=1)) == ["second", "second"]
 
 
 def test_fake_group_is_refused_and_serves_fake_tensors() -> None:
