@@ -11,7 +11,6 @@ import torch
 from cutefce.autotune_cache import lookup
 from cutefce.commands.common import printable, read_table
 from cutefce.cute_kernels import cache_files
-from cutefce.cute_kernels.cache_files import CacheError
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import ITEM_BYTES
 from cutefce.ops.primitives.dispatch import device_unsupported_reason
@@ -44,7 +43,7 @@ def _lines() -> Iterator[tuple[str, str]]:
     try:
         folder = jit_cache.cache_folder()
         yield "cache", f"{_libraries(folder)}{_obstacle(folder)}"
-    except CacheError as error:
+    except OSError as error:  # a CacheError, or a folder that cannot be entered
         yield "cache", str(error)
     yield "prebuilt", _libraries(jit_cache.prebuilt_folder())
     for folder in sorted(jit_cache.PREBUILT_FOLDER.glob("*")):

@@ -46,9 +46,10 @@ RUNS_AGAIN = "backward through what an earlier backward freed"
 
 _OPTIONS = ", ".join(record.schema() for record in OPTIONS)
 _STEP = ", ".join(record.schema() for record in STEP)
-LIBRARY.define(f"forward(Tensor h, Tensor w, Tensor y, {_OPTIONS}) -> Tensor")
-# what a forward keeps is no output: CUDA graphs that replay without Python must not contain it
+# CUDA graphs that a graph compiler makes must not contain them: a first call compiles, and what
+# the forward keeps for the backward is no output
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+LIBRARY.define(f"forward(Tensor h, Tensor w, Tensor y, {_OPTIONS}) -> Tensor", tags=_TAGS)
 LIBRARY.define(
     f"loss_forward(Tensor h, Tensor w, Tensor y, {_STEP}) -> (Tensor loss, Tensor stats)",
     tags=_TAGS,
