@@ -232,7 +232,7 @@ class Cluster:
         name, *kinds = operation.split(".")
         kind = kinds[-1] if kinds else ""
         if kind == "f32" and name != "setp":
-            function = FLOATS[name]
+            function = FLOATS[f"{name}.NaN" if "NaN" in kinds else name]
 
             def run_floats(warp: Warp, mask: Any) -> None:
                 bits = [self.value(warp, o) for o in operands[1:]]
@@ -420,6 +420,8 @@ FLOATS: dict[str, Callable[..., Any]] = {
     "fma": lambda a, b, c: np.float64(a) * np.float64(b) + np.float64(c),
     "max": np.fmax,
     "min": np.fmin,
+    "max.NaN": np.maximum,
+    "min.NaN": np.minimum,
     "ex2": np.exp2,
     "lg2": np.log2,
     "mov": lambda a: a,

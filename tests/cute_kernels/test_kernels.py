@@ -436,7 +436,7 @@ def test_cpu_tensors_take_the_portable_path() -> None:
 
 
 def test_strict_mode_raises_the_reason(strict: None) -> None:
-    with pytest.raises(RuntimeError, match="h: got device cpu, expected cuda"):
+    with pytest.raises(RuntimeError, match="input: got device cpu, expected cuda"):
         cutefce.linear_cross_entropy(torch.randn(4, 8), torch.randn(16, 8), torch.zeros(4).long())
 
 
