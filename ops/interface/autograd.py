@@ -54,9 +54,12 @@ class LinearCrossEntropy(torch.autograd.Function):
                 "linear_weight: got a tangent with reduction='none', for which cutefce has no "
                 "forward-mode derivative; expected reduction 'mean' or 'sum'"
             )
-        # gradients of a mean of many tokens may be too small for their dtype
-        scale = max(h.shape[0], 1) if ctx.is_scalar else 1
-        upstream = stats.new_full(() if ctx.is_scalar else h.shape[:1], scale)
+        if any(tangent is not None for tangent in tangents[2:]):
+            raise NotImplementedError(
+                "denominator: got a tangent, expected denominator.detach(): cutefce has no "
+                "derivative by it"
+            )
+        upstream = stats.new_ones(() if ctx.is_scalar else h.shape[:1])
         tangent = torch.zeros_like(upstream)
         for x, gradient in zip(
             (hidden, weight), _gradients(ctx, upstream, ctx.saved_tensors), strict=True
@@ -64,7 +67,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             if x is not None:
                 products = gradient.to(dtype) * x.to(dtype)
                 tangent = tangent + (products.sum() if ctx.is_scalar else products.sum(1))
-        return tangent / scale, None
+        return tangent, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
@@ -88,7 +91,10 @@ class LinearCrossEntropyGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
         """Raise NotImplementedError."""
-        raise NotImplementedError("cutefce: the loss has no second derivatives (create_graph=True)")
+        raise NotImplementedError(
+            "cutefce: the loss has no second derivatives, neither by create_graph=True nor by "
+            "forward over reverse"
+        )
 
     jvp = backward
 
@@ -149,6 +155,8 @@ def _loop(
     arguments: Sequence[Any],
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Return the stacked results of `function` for each of `size` samples, and their dimensions."""
+    if not size:
+        raise ValueError("vmap: got a batch of no samples, expected one or more")
     samples = []
     for i in range(size):
         pairs = zip(arguments, dims, strict=True)

@@ -35,6 +35,9 @@ def _backward_flop(
     *arguments: Any,
     out_shape: Any = None,
 ) -> int:
-    """More than eight parameters: they are the operator's."""
+    """Return the FLOP of the wanted gradients' products.
+
+    More than eight parameters: they are the operator's.
+    """
     step: StepOptions = unpack(arguments, *STEP)[0]
     return (step.grad_hidden + step.grad_weight) * _product(w_shape, y_shape)

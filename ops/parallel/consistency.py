@@ -146,7 +146,7 @@ class report_errors:
         self.rounds = None
         if self.group is None and not isinstance(self.weight, DTensor):
             return
-        if not torch.compiler.is_compiling():  # a graph's operators report by themselves
+        if not torch.compiler.is_compiling():  # what is raised there ends in the timeout
             self.rounds = _rounds_of_call(self.group, self.weight)
             self.calls = self.rounds.calls if self.rounds else 0
 

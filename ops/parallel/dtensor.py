@@ -92,7 +92,13 @@ def localize(
                 "tokens, or (Replicate(),) without sequence_parallel"
             )
         h = h.to_local().movedim(dim, 0)
-    y = replicated("target", y).movedim(dim, 0)
+    y = replicated("target", y)
+    if dim >= y.ndim:
+        raise ValueError(
+            f"target: got shape {tuple(y.shape)}, expected that of input without its last "
+            f"dimension, of which dimension {dim} is sharded"
+        )
+    y = y.movedim(dim, 0)
     return LocalCall(h, w.to_local(), y, name, _shards(w), sequence_parallel, dim)
 
 

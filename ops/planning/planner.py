@@ -110,7 +110,7 @@ def make_plan(
     scalar_upstream: bool,
     scales_rows: bool = False,
 ) -> Plan:
-    """Return the fastest plan within `budget` bytes, or the smallest one if none is.
+    """Return the fastest plan within `budget` bytes, or within `FLOOR` of the least memory.
 
     A larger budget never gives a slower plan, nor one that takes less memory.  `configs` are for
     windows of several widths, the widest first.  `scalar_upstream` says that every token's loss
