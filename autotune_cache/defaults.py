@@ -34,8 +34,7 @@ def widest_window(problem: Problem) -> PortableTiles:
     """
     config = PORTABLE_TILES.get(problem.device, PORTABLE_TILES["cuda"])
     if problem.arch is not None:
-        # comparisons, so that a symbolic number of tokens yields one of a few integers; a
-        # window whose exponentials are no larger than dX's float32 sums is always affordable
+        # a window whose exponentials are no larger than dX's float32 sums is always affordable
         affordable = (
             columns
             for columns in KERNEL_WINDOWS

@@ -1,4 +1,4 @@
-"""Integer arithmetic of sizes, for Python's integers and torch's symbolic ones."""
+"""Integer arithmetic of sizes."""
 
 from typing import TypeVar
 

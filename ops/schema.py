@@ -53,11 +53,6 @@ class OperatorRecord:
         return _key_getter(cast(Any, type(self)))(self)
 
     @classmethod
-    def from_arguments(cls: type[R], *arguments: Any) -> R:
-        """Return the record whose `pack` is `arguments`."""
-        return cls(*arguments)
-
-    @classmethod
     def from_keywords(cls: type[R], keywords: Mapping[str, Any]) -> R:
         """Return the record of its arguments in `keywords`; the others have their defaults."""
         return cls(**{name: keywords[name] for name in cls.names() if name in keywords})
@@ -74,10 +69,11 @@ def unpack(arguments: Sequence[Any], *kinds: type[Any]) -> list[Any]:
 @cache
 def _spans(kinds: tuple[type[Any], ...]) -> tuple[int, list[tuple[Callable[..., Any], slice]]]:
     """Return the number of arguments, and which of them make each record."""
-    start, spans = 0, []
+    start = 0
+    spans: list[tuple[Callable[..., Any], slice]] = []
     for kind in kinds:
         end = start + kind.width()
-        spans.append((kind.from_arguments, slice(start, end)))
+        spans.append((kind, slice(start, end)))
         start = end
     return start, spans
 
