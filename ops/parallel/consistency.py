@@ -5,10 +5,13 @@ what they are about to do through the group's store, which needs no device: on a
 operator, on a GPU only for values that are new, because a store serves few requests at a time.
 
 Each exchange is a round.  A round that all ranks have read, or raised in, leaves nothing in the
-store: a store may outlive its group, and ranks number the rounds of every group from 0.
+store: a store may outlive its group, and ranks number the rounds of every group from 0.  Keys bear
+the name of the group's life as soon as all ranks know it, from each other's tokens: values of an
+earlier round are taken back with the group, errors of a later one may still be read.
 """
 
 import contextlib
+import hashlib
 import json
 import secrets
 from dataclasses import dataclass, field
@@ -39,46 +42,71 @@ class StoreRounds:
     """Exchanges, also those that were skipped, and errors that were published."""
     known: set[str] = field(default_factory=set)
     """Values that all ranks agreed on since the last error of one of them."""
-    published: list[int] = field(default_factory=list)
-    """Rounds of which the store may hold this rank's values."""
+    published: list[str] = field(default_factory=list)
+    """Keys of rounds of which the store may hold this rank's values."""
+    left: set[str] = field(default_factory=set)
+    """Those of them that this rank has ended."""
+    life: str = ""
+    """Name of the group's life, in the keys of its rounds; empty until all ranks know it."""
+    tokens: list[str] = field(default_factory=list)
+    """Those of all ranks, as last read."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     """Begins this rank's values, which those of a later group in the same store must not equal."""
 
     def publish(self, text: str) -> int:
         """Begin a round with this rank's values; return its number."""
         number, self.count = self.count, self.count + 1
-        self.published.append(number)
-        self.store.set(_key(number, self.rank), f"{self.token} {text}")
+        self.published.append(self._key(number))
+        self.store.set(f"{self._key(number)}/{self.rank}", f"{self.token} {text}")
         return number
 
     def read(self, number: int, timeout: timedelta) -> list[str]:
         """Return the values of all ranks, waiting for them; raise RuntimeError after `timeout`."""
-        keys = [_key(number, rank) for rank in range(self.ranks)]
+        key = self._key(number)
+        keys = [f"{key}/{rank}" for rank in range(self.ranks)]
         try:
             self.store.wait(keys, timeout)
         except RuntimeError:
             # the next call tries this round again: the others may have skipped a call
             self.count = number
-            self.retract()
+            with contextlib.suppress(RuntimeError):
+                self._retract(key)
             raise
-        self.published = [number]  # all ranks began this round, so they ended the ones before
-        return [text.decode().partition(" ")[2] for text in self.store.multi_get(keys)]
+        self.published = [key]  # all ranks began this round, so they ended the ones before
+        self.left.clear()
+        texts = [text.decode().partition(" ") for text in self.store.multi_get(keys)]
+        self.tokens = [token for token, _, _ in texts]
+        return [text for _, _, text in texts]
 
-    def retract(self) -> None:
-        """Remove this rank's values from the store, which may outlive the group, or be gone."""
+    def close(self) -> None:
+        """Remove what a later group would take for its own; the store may be gone."""
         with contextlib.suppress(RuntimeError):
-            while self.published:
-                number = self.published.pop()
-                key = _key(number, self.rank)
-                if self.store.check([key]) and self.store.get(key).decode().startswith(self.token):
-                    self.store.delete_key(key)
-                    self.store.delete_key(_key(number, "left"))
+            for key in [key for key in self.published if key.startswith("cutefce/group/")]:
+                self._retract(key)
 
     def leave(self, number: int) -> None:
         """End a round for this rank; the last rank removes it from the store."""
-        if self.store.add(_key(number, "left"), 1) == self.ranks:
+        key = self._key(number)
+        self.left.add(key)
+        if self.store.add(f"{key}/left", 1) == self.ranks:
             for name in (*range(self.ranks), "left"):
-                self.store.delete_key(_key(number, name))
+                self.store.delete_key(f"{key}/{name}")
+
+    def name_life(self) -> None:
+        """Name the group's life by the tokens that all ranks have read."""
+        self.life = self.life or hashlib.blake2b(" ".join(self.tokens).encode()).hexdigest()[:16]
+
+    def _key(self, number: int) -> str:
+        return f"cutefce/{self.life or 'group'}/{number}"
+
+    def _retract(self, key: str) -> None:
+        """Remove this rank's values, and itself from those who have ended the round."""
+        self.published.remove(key)
+        value, count = f"{key}/{self.rank}", f"{key}/left"
+        if self.store.check([value]) and self.store.get(value).decode().startswith(self.token):
+            self.store.delete_key(value)
+            if key in self.left and self.store.add(count, -1) == 0:
+                self.store.delete_key(count)
 
 
 _rounds: WeakKeyDictionary[dist.ProcessGroup, StoreRounds] = WeakKeyDictionary()
@@ -112,6 +140,8 @@ def exchange(
         ) from error
     rounds.leave(number)
     values: list[dict[str, Any]] = [json.loads(text) for text in texts]
+    if not any("error" in other for other in values):  # a rank that raised has read nothing
+        rounds.name_life()
     for rank, other in enumerate(values):
         if "error" in other:
             rounds.known.clear()
@@ -186,7 +216,7 @@ def _rounds_of(process_group: dist.ProcessGroup) -> StoreRounds:
             )
         store, rank = process_group.get_group_store(), process_group.rank()
         rounds = _rounds[process_group] = StoreRounds(store, rank, process_group.size())
-        finalize(process_group, rounds.retract).atexit = False
+        finalize(process_group, rounds.close).atexit = False
     return rounds
 
 
@@ -200,7 +230,3 @@ def _rounds_of_call(group: Any, weight: Any) -> StoreRounds | None:
         return _rounds_of(group) if isinstance(group, dist.ProcessGroup) else None
     except ValueError:  # the call itself says what is wrong with its group
         return None
-
-
-def _key(number: int, name: int | str) -> str:
-    return f"cutefce/{number}/{name}"

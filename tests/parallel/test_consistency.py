@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cutefce
-from cutefce.ops.parallel.consistency import StoreRounds, exchange
+from cutefce.ops.parallel.consistency import StoreRounds, _rounds_of, exchange
 from tests.support.ranks import Ranks, group, mesh, started
 
 H, W = (torch.linspace(-9, 9, rows * 8).sin().view(rows, 8) for rows in (8, 10))
@@ -130,7 +130,10 @@ def left_in_store() -> list[str]:
         outcome(cutefce.linear_cross_entropy, H, own, Y, group=group(2), **given)
     dist.barrier(group(2))
     store = group(2).get_group_store()
-    keys = [f"cutefce/{number}/{name}" for number in range(200) for name in (0, 1, "left")]
+    lives = {"group", _rounds_of(group(2)).life}
+    assert len(lives) == 2
+    rounds = [f"cutefce/{life}/{number}" for life in lives for number in range(200)]
+    keys = [f"{key}/{name}" for key in rounds for name in (0, 1, "left")]
     return [key for key in keys if store.check([key])]
 
 
@@ -143,7 +146,108 @@ def test_round_that_is_given_up_leaves_nothing_in_the_store() -> None:
     number = rounds.publish("{}")
     with pytest.raises(RuntimeError):
         rounds.read(number, timedelta(seconds=0.1))
-    assert not rounds.store.check([f"cutefce/{number}/0"])
+    assert not rounds.store.check([f"cutefce/group/{number}/0"])
+    assert not rounds.store.check([f"cutefce/group/{number}/left"])
+
+
+def test_round_that_is_given_up_leaves_earlier_errors_to_be_read() -> None:
+    store, soon = HashStore(), timedelta(milliseconds=50)
+    one, other = (StoreRounds(store, rank, 2) for rank in range(2))
+    one.leave(one.publish("error"))
+    with pytest.raises(RuntimeError):
+        one.read(one.publish("next"), soon)
+    assert other.read(other.publish("late"), soon) == ["error", "late"]
+    other.leave(0)
+    assert one.publish("again") == other.publish("again") == 1
+    assert one.read(1, soon) == other.read(1, soon) == ["again", "again"]
+    assert not store.check(["cutefce/group/0/0"]) and not store.check(["cutefce/group/0/left"])
+
+
+def test_round_that_is_given_up_still_counts_who_has_ended_it() -> None:
+    store, soon = HashStore(), timedelta(milliseconds=50)
+    failed, one, other = (StoreRounds(store, rank, 3) for rank in range(3))
+    failed.leave(failed.publish("error"))
+    with pytest.raises(RuntimeError):
+        one.read(one.publish("first"), soon)
+    for rounds in (one, other):
+        assert rounds.publish("second") == 0
+    for rounds in (one, other):
+        assert rounds.read(0, soon)[0] == "error"
+        rounds.leave(0)
+    for rounds in (failed, one, other):
+        rounds.close()
+    keys = [f"cutefce/group/0/{name}" for name in (0, 1, 2, "left")]
+    assert not any(store.check([key]) for key in keys)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_group_that_is_closed_takes_back_errors_that_a_later_one_could_hear(named: bool) -> None:
+    """Those of a life that ranks have named stay: no other group reads its keys."""
+    store, soon = HashStore(), timedelta(milliseconds=50)
+    one, other = (StoreRounds(store, rank, 2) for rank in range(2))
+    if named:
+        for rounds in (one, other):
+            rounds.publish("first")
+        for rounds in (one, other):
+            rounds.read(0, soon)
+            rounds.leave(0)
+            rounds.name_life()
+    number = one.publish("error")
+    one.leave(number)
+    one.close()
+    other.publish("late")
+    if named:
+        assert other.read(number, soon) == ["error", "late"]
+    else:
+        with pytest.raises(RuntimeError):
+            other.read(number, soon)
+        assert not store.check(["cutefce/group/0/left"])
+    later = [StoreRounds(store, rank, 2) for rank in range(2)]
+    for rounds in later:
+        rounds.publish("later")
+    assert [rounds.read(0, soon) for rounds in later] == [["later", "later"]] * 2
+
+
+def after_one_sided_errors() -> tuple[list[str], float, str]:
+    """Return outcomes of calls after an error and a timeout of rank 0, which is ahead of rank 1.
+
+    Rank 0 then raises again and drops its group: also return when rank 1 hears of it, and what.
+    """
+    rank = dist.get_rank()
+    one: Any = {"group": dist.new_group([0, 1], timeout=timedelta(seconds=3))}
+    own, outcomes = W.split(5)[rank], []
+
+    def call(target: Tensor = Y) -> str:
+        return outcome(cutefce.linear_cross_entropy, H, own, target, **one)
+
+    outcomes.append(call())
+    if rank == 0:
+        assert "TypeError" in call(Y.float())
+        assert "within the group's timeout" in call()
+    dist.barrier()
+    if rank == 1:
+        outcomes.append(call())
+    outcomes += [call() for _ in range(2)]
+    dist.barrier()
+    begin, last = time.monotonic(), ""
+    if rank == 0:
+        call(Y.float())
+        dist.destroy_process_group(one.pop("group"))
+    dist.barrier()
+    if rank == 1:
+        last = call()
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    return outcomes, seconds, last
+
+
+def test_ranks_meet_again_after_an_error_and_a_timeout_of_one_of_them() -> None:
+    with started(2) as two:
+        (first, _, _), (second, seconds, last) = two.run(2, after_one_sided_errors)
+    assert first == 3 * first[:1] and float(first[0]) > 0
+    assert second[0] == second[2] == second[3] == first[0]
+    assert second[1].startswith("TypeError: target: got dtype torch.float32")
+    assert last.startswith("TypeError: target: got dtype torch.float32") and seconds < 2
 
 
 class KeptStore(Store):
