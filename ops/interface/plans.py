@@ -19,7 +19,11 @@ from cutefce.ops.primitives.dispatch import problem_of, window_configs_for, with
 def plan_for(
     h: Tensor, w: Tensor, step: StepOptions, options: LossOptions, sharding: Sharding
 ) -> planner.Plan:
-    """Return the plan of this rank's part of a step with h (N, D) and w (V, D)."""
+    """Return the plan of this rank's part of a step with h (N, D) and w (V, D).
+
+    Ranks must use the same strategy and chunks, but may have different shards and copies: these are
+    planned for the widest shard, without copies.
+    """
     problem = problem_of(h, w, step.grad_hidden, step.grad_weight)
     if sharding.group is not None:
         ranks, parallel = sharding.ranks(), sharding.sequence_parallel
@@ -29,19 +33,19 @@ def plan_for(
             ranks=ranks,
             sequence_parallel=parallel,
         )
-    problem = with_copies(problem, h, w, (step.copied_hidden, step.copied_weight))
+    own = with_copies(problem, h, w, (step.copied_hidden, step.copied_weight))
     widest = max(sharding.shards) if sharding.shards else problem.vocab
-    return _make_plan(problem, h.device, step.budget, options, widest)
+    leading = dataclasses.replace(problem, vocab=widest) if sharding.group is not None else own
+    return _make_plan(leading, own, h.device, step.budget, options)
 
 
 @process_cache
 def _make_plan(
-    problem: Problem, device: torch.device, budget: int, options: LossOptions, widest: int
+    leading: Problem, own: Problem, device: torch.device, budget: int, options: LossOptions
 ) -> planner.Plan:
-    """Plan for the `widest` shard first: ranks with different shards must use the same chunks."""
-    leading = dataclasses.replace(problem, vocab=widest)
+    """Plan for `leading`, which is the same on all ranks, then for this rank's `own` problem."""
     more = budget, options.is_scalar, options.scales_rows
     plan = planner.make_plan(leading, window_configs_for(leading, device), *more)
-    if widest == problem.vocab:
+    if leading == own:
         return plan
-    return planner.replan_for_shard(plan, problem, window_configs_for(problem, device), *more)
+    return planner.replan_for_shard(plan, own, window_configs_for(own, device), *more)

@@ -130,7 +130,7 @@ def replan_for_shard(
     scalar_upstream: bool,
     scales_rows: bool = False,
 ) -> Plan:
-    """Return `plan`, which was made for the widest shard, for shard `p`, with the same chunks."""
+    """Return `plan`, which was made for all ranks, for one rank's `p`, with the same chunks."""
     if plan.in_forward:
         return _chunked_plan(p, configs[0], plan.chunk)
     return _choose(_windows(p, configs, scalar_upstream and not scales_rows), budget)

@@ -124,7 +124,7 @@ def test_an_edited_window_is_planned(file: Path, monkeypatch: pytest.MonkeyPatch
     device = torch.device("cuda", 7)
     monkeypatch.setattr(dispatch, "gpu_of", lambda device: GPU)
     problem, key = dataclasses.replace(PROBLEM, tokens=2048), dataclasses.replace(KEY, tokens=2048)
-    arguments = problem, device, planner.MINIMUM, LossOptions(), problem.vocab
+    arguments = problem, problem, device, planner.MINIMUM, LossOptions()
     planned = plans._make_plan(*arguments).window
     every = [config.window for config in defaults.window_configs(problem)]
     for width in (*every, 12345):
