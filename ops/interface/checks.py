@@ -121,7 +121,7 @@ def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
             f"linear_weight: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "
             "a sharded parameter must be gathered first"
         )
-    if h.ndim == 0 or h.shape[-1] != w.shape[1]:
+    if h.ndim == 0 or not _are_equal("input", h.shape[-1:], w.shape[1:]):
         raise ValueError(
             f"input: got shape {tuple(h.shape)}, expected (..., {w.shape[1]}) "
             f"to match linear_weight of shape {tuple(w.shape)}"
@@ -133,12 +133,30 @@ def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
                 f"input: got shape {tuple(h.shape)}, expected a dimension of tokens first"
             )
         tokens = parts * tokens[0], *tokens[1:]
-    if y.shape != tokens:
+    if not _are_equal("target", y.shape, tokens):
         shared = f", of which {parts} ranks hold a part each" if parts > 1 else ""
         raise ValueError(
             f"target: got shape {tuple(y.shape)}, expected {tuple(tokens)} "
             f"to match input of shape {tuple(h.shape)}{shared}"
         )
+
+
+def _are_equal(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """Return whether shapes are equal; what only a run of the graph tells is checked there."""
+    try:
+        return got == expected
+    except RuntimeError:  # of a tracer, which may not know sizes that depend on data
+        pass
+    if len(got) != len(expected):
+        return False
+    for size, other in zip(got, expected, strict=True):
+        try:
+            if size != other:
+                return False
+        except RuntimeError:
+            message = f"{name}: got size {size}, expected {other} to match the other arguments"
+            torch._check(size == other, message.__str__)
+    return True
 
 
 def check_reduction(reduction: str) -> None:

@@ -112,6 +112,70 @@ def test_no_more_graphs_than_torch_for_large_heads(
     assert graphs(ours, sizes, make, marked) <= graphs(torch_loss, sizes[:10], small, marked)
 
 
+def of_some_tokens(loss: Loss) -> Callable[..., Tensor]:
+    """Return the loss of the tokens of two masks, whose counts only a run tells."""
+    return lambda h, w, y, one, other: loss(h[one], w, y[other])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_token_counts_that_depend_on_data(backend: str, device: str) -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        check_token_counts_that_depend_on_data(backend, device)
+
+
+def check_token_counts_that_depend_on_data(backend: str, device: str) -> None:
+    case = random_case(12, 8, 40, device=device, ignored=0)
+    h, w, y = case.h.requires_grad_(), case.w.requires_grad_(), case.y
+    some = torch.arange(12, device=device) % 3 > 0
+    ours = of_some_tokens(cutefce.linear_cross_entropy)
+    compiled = torch.compile(ours, fullgraph=True, backend=backend)
+    results = []
+    for function in (compiled, ours):
+        value = function(h, w, y, some, some.clone())
+        results.append((value, *torch.autograd.grad(value, (h, w))))
+    for got, expected in zip(*results, strict=True):
+        assert are_same(got, expected)
+    with pytest.raises(RuntimeError):
+        compiled(h, w, y, some, ~some)
+
+
+def test_export_of_token_counts_that_depend_on_data() -> None:
+    class Loss(torch.nn.Module):
+        def forward(self, *arguments: Tensor) -> Tensor:
+            return of_some_tokens(cutefce.linear_cross_entropy)(*arguments)
+
+    case = random_case(12, 8, 40, ignored=0)
+    some = torch.arange(12) % 3 > 0
+    arguments = case.h, case.w, case.y, some, some.clone()
+    exported = export(Loss(), arguments).module()
+    for mask in (some, ~some):
+        arguments = case.h, case.w, case.y, mask, mask.clone()
+        assert torch.equal(exported(*arguments), Loss()(*arguments))
+
+
+def test_sizes_that_are_never_guarded(device: str) -> None:
+    case = random_case(12, 8, 40, device=device)
+    h, y = case.h.view(3, 4, 8), case.y.view(3, 4)
+    for x, dim in ((h, 0), (h, 1), (y, 0), (y, 1)):
+        torch._dynamo.decorators.mark_unbacked(x, dim)
+
+    def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return cutefce.linear_cross_entropy(h, w, y, reduction="none")
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(h, case.w, y), loss(h, case.w, y))
+
+
+def test_sizes_that_are_known_to_differ_are_named(device: str) -> None:
+    h, y = torch.randn(3, 4, 8, device=device), torch.zeros(3, 5, dtype=torch.long, device=device)
+    for x in (h, y):
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+    w = torch.randn(40, 8, device=device)
+    compiled = torch.compile(cutefce.linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"target: got shape .* to match input of shape"):
+        compiled(h, w, y)
+
+
 def test_float_denominators_share_graphs(device: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     head = cutefce.LinearCrossEntropyLoss(16, 100, device=device)
