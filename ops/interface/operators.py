@@ -147,8 +147,9 @@ def loss_backward(
     runs_again = sums is None if plan.in_forward else results is None
     same = {} if sharding.group is None else _agreed_backward(upstream, stats, runs_again)
     shard = shard_of(sharding, h, w, **same)
+    ignored = y.long() == options.ignore_index
     if plan.in_forward and sums is not None:
-        return _scale(sums, shard, upstream, h, w)
+        return _scale(sums, shard, upstream, ignored, h, w)
     grads = plan.grad_hidden, plan.grad_weight
     inputs = _prepare(shard, h, w, y, options, tensors, grads)
     if runs_again:
@@ -156,7 +157,7 @@ def loss_backward(
     assert results is not None
     sums = results.take_sums()
     if sums is not None:
-        return _scale(sums, shard, upstream, h, w)
+        return _scale(sums, shard, upstream, ignored, h, w)
     upstream = upstream * inputs.targets.loss_scale(sum_dtype(h.dtype))
     dw = results.take_dw()
     stored, discarded = _stored(results.exps, dw, plan), plan.aliased > 0
@@ -174,14 +175,19 @@ def _scale(
     sums: tuple[GradAccumulator, GradAccumulator],
     shard: Unsharded,
     upstream: Tensor,
+    ignored: Tensor,
     h: Tensor,
     w: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return dX (N, D) and dW (V, D), `upstream` () times their sums, in the memory of these."""
+    """Return dX (N, D) and dW (V, D), `upstream` () times their sums, in the memory of these.
+
+    Rows of dX of `ignored` tokens (N,) are 0 whatever `upstream` is.
+    """
     scale_rows, (dx_sums, dw_sums) = scale_rows_for(w), sums
     if shard.is_sharded:
         dx_sums = GradAccumulator(h.new_empty(dx_sums.overflow.shape), dx_sums.overflow)
-    dx, dw = dx_sums.finish(scale_rows, upstream), dw_sums.finish(scale_rows, upstream)
+    factors = shard.own_rows(torch.where(ignored, 0, upstream))
+    dx, dw = dx_sums.finish(scale_rows, factors), dw_sums.finish(scale_rows, upstream)
     return shard.gather_dx(dx, len(h)) if len(dx) else dx, dw
 
 

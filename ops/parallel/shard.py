@@ -67,6 +67,10 @@ class Unsharded:
         """Return the rows of the sum of all ranks' parts of dX (N, D) that this rank rounds."""
         return dx
 
+    def own_rows(self, x: Tensor) -> Tensor:
+        """Return the elements of x (N,) whose rows of dX this rank rounds; 0 beyond them."""
+        return x
+
     def gather_dx(self, rows: Tensor, tokens: int) -> Tensor:
         """Return dX of this rank's `tokens` from the rounded `rows` of all ranks."""
         return rows
@@ -118,6 +122,10 @@ class VocabShard(Unsharded):
         padding = -len(dx) % len(self.vocab)
         dx = F.pad(dx, (0, 0, 0, padding)) if padding else dx
         return self.reduce_scatter(dx)
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """Return this rank's N / R elements, rounded up, of x (N,)."""
+        return F.pad(x, (0, -len(x) % len(self.vocab))).view(len(self.vocab), -1)[self.rank]
 
     def gather_dx(self, rows: Tensor, tokens: int) -> Tensor:
         """Gather the ranks' rows (N / R, D), rounded by now, unless tokens are sharded."""

@@ -57,17 +57,18 @@ class GradAccumulator:
             start += len(part)
 
     def finish(self, scale_rows: ScaleRows, factor: Tensor) -> Tensor:
-        """Return the gradient, `factor` () times the sums, which it overwrites."""
+        """Return the gradient, `factor` () or (R,) times the sums, which it overwrites."""
         overlap = self.gradient.dtype != self.overflow.dtype
+        factors = factor if factor.ndim else factor.expand(len(self.gradient))
         out, top, begin = self.gradient, len(self.gradient) - len(self.overflow), 0
         while begin < top:
             rows = slice(begin, min(max(2 * begin, BOUNCE_ROWS), top) if overlap else top)
             bounces = overlap and begin == 0
             to = out.new_empty(out[rows].shape) if bounces else out[rows]
-            scale_rows(to, self.in_place[rows], factor.expand(len(to)))
+            scale_rows(to, self.in_place[rows], factors[rows])
             if bounces:
                 out[rows] = to
             begin = rows.stop
         if len(self.overflow):
-            scale_rows(out[top:], self.overflow, factor.expand(len(self.overflow)))
+            scale_rows(out[top:], self.overflow, factors[top:])
         return out

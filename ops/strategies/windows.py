@@ -166,7 +166,7 @@ def _scaling(
         relative, grad_scale = RowCoefficients.of(stats, targets, total), upstream / total
         reference = stats.reference - relative.scale.log()
         scale = torch.where(targets.active, grad_scale, 0)
-        dx = RowCoefficients(scale, relative.target * grad_scale)
+        dx = RowCoefficients(scale, relative.target * scale)
         return _Scaling(reference, None, relative.target, grad_scale, dx)
     dx = RowCoefficients.of(stats, targets, upstream)
     if not narrow:

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.planning.planner import Plan
 from tests.support.non_finite import (
     ALONE,
     GIVEN,
@@ -22,7 +24,7 @@ from tests.support.non_finite import (
     names,
     torch_result,
 )
-from tests.support.reference import PLANS, Result, ours, planned
+from tests.support.reference import PLANS, Result, loss_of_plan, ours, planned
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 BROKEN = [(name, dtype) for dtype in DTYPES for name in names(dtype)]
@@ -174,3 +176,24 @@ def test_confident_rows_with_large_logits(scale: float, dtype: torch.dtype, devi
     assert 0 <= loss.item() < 1e-6 * scale**2
     for gradient in torch.autograd.grad(loss, (h, w)):
         assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("upstream", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_ignored_rows_have_no_gradient_whatever_the_upstream_one_is(
+    plan: tuple[str, int, int, int],
+    dtype: torch.dtype,
+    upstream: float,
+    small_tiles: PortableTiles,
+    device: str,
+) -> None:
+    case = healthy_case(dtype, device)
+    case.y[::3] = -100
+    h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
+    strategy, aliased, stored, chunk = plan
+    fixed = Plan(strategy, small_tiles.window, aliased, stored, chunk, True, True)
+    loss = loss_of_plan(h, w, case.y, fixed, LossOptions("mean"))
+    dx = torch.autograd.grad(loss, h, torch.full_like(loss, upstream))[0]
+    assert not dx[::3].any()
+    assert not dx[1::3].isfinite().any()
