@@ -13,6 +13,7 @@ from cutefce.ops.interface.operators import IMPLS, LIBRARY, STEP, loss_backward,
 from cutefce.ops.interface.options import StepOptions
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.planning import planner
+from cutefce.ops.primitives.rows import Targets
 from cutefce.ops.schema import unpack
 
 
@@ -47,8 +48,13 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
         """Return the tangent of the loss: the inputs' tangents times their gradients."""
-        h, stats, dtype = ctx.saved_tensors[0], ctx.saved_tensors[3], ctx.saved_tensors[3].dtype
-        hidden, weight = tangents[:2]
+        h, _, y, stats, *tensors = ctx.saved_tensors
+        dtype, (hidden, weight) = stats.dtype, tangents[:2]
+        if ctx.group is not None:
+            raise NotImplementedError(
+                f"group: got {ctx.group!r} in forward mode, expected None: cutefce has no "
+                "forward-mode derivative of a loss that ranks share"
+            )
         if not ctx.is_scalar and weight is not None:
             raise NotImplementedError(
                 "linear_weight: got a tangent with reduction='none', for which cutefce has no "
@@ -60,19 +66,27 @@ class LinearCrossEntropy(torch.autograd.Function):
                 "derivative by it"
             )
         upstream = stats.new_ones(() if ctx.is_scalar else h.shape[:1])
-        tangent = torch.zeros_like(upstream)
-        for x, gradient in zip(
-            (hidden, weight), _gradients(ctx, upstream, ctx.saved_tensors), strict=True
-        ):
+        factors = upstream, upstream
+        if h.dtype == torch.float16:
+            # a row of dX, which a mean divides by the tokens, is rounded before it is multiplied;
+            # dW, a sum over tokens, would overflow
+            _, options, given, _ = unpack((*ctx.before, *tensors, *ctx.after), *STEP)
+            scale = Targets(y.long(), 0, options, given).loss_scale(dtype)
+            factors = torch.where(scale == 0, upstream, upstream / scale), upstream
+        tangent, gradients = torch.zeros_like(upstream), None
+        for i, x in enumerate((hidden, weight)):
             if x is not None:
-                products = gradient.to(dtype) * x.to(dtype)
-                tangent = tangent + (products.sum() if ctx.is_scalar else products.sum(1))
+                if gradients is None or h.dtype == torch.float16:
+                    gradients = _gradients(ctx, factors[i], ctx.saved_tensors)
+                products = gradients[i].to(dtype) * x.to(dtype)
+                summed = products.sum() if ctx.is_scalar else products.sum(1)
+                tangent = tangent + summed * (upstream / factors[i])
         return tangent, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
         """Evaluate the samples one after another."""
-        return _loop(LinearCrossEntropy.apply, info.batch_size, in_dims, arguments)
+        return _loop(_sample_loss, info.batch_size, in_dims, arguments)
 
 
 class LinearCrossEntropyGradients(torch.autograd.Function):
@@ -102,6 +116,15 @@ class LinearCrossEntropyGradients(torch.autograd.Function):
     def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
         """Evaluate the samples one after another."""
         return _loop(LinearCrossEntropyGradients.apply, info.batch_size, in_dims, arguments)
+
+
+def _sample_loss(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return copies of a sample's loss and statistics.
+
+    With the statistics themselves, what is kept with them would live as long as the batch.
+    """
+    loss, stats = LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    return loss, stats.clone()
 
 
 def _save(

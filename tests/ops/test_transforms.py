@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutefce
+from cutefce.ops.interface import kept
 from tests.support.reference import random_case
 
 Function = Callable[..., Tensor]
@@ -151,6 +152,45 @@ def test_tangents_in_float16_stay_finite(device: str) -> None:
         return result.double()
 
     torch.testing.assert_close(tangent(torch.float16), tangent(torch.float64), rtol=3e-2, atol=3e-2)
+
+
+def test_tangents_of_float16_means_over_many_tokens(device: str) -> None:
+    """A row of dX divided by the tokens is below what float16 can hold."""
+    torch.manual_seed(0)
+    h, dh = torch.randn(2, 32768, 64, device=device).half()
+    w = (torch.randn(200, 64, device=device) * 0.0005).half()
+    y = torch.randint(200, (32768,), device=device)
+
+    def tangent(dtype: torch.dtype, loss: Function, **options: Any) -> Tensor:
+        def of_hidden(h: Tensor) -> Tensor:
+            return loss(h, w.to(dtype), y, **options)
+
+        result: Tensor = torch.func.jvp(of_hidden, (h.to(dtype),), (dh.to(dtype),))[1]
+        return result.double()
+
+    def torchs(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(h, w), y)
+
+    want = tangent(torch.float64, torchs)
+    got = tangent(torch.float16, cutefce.linear_cross_entropy)
+    torch.testing.assert_close(got, want, rtol=1e-2, atol=0)
+    halved = tangent(torch.float16, cutefce.linear_cross_entropy, denominator=65536.0)
+    torch.testing.assert_close(halved, want / 2, rtol=1e-2, atol=0)
+    assert not tangent(torch.float16, cutefce.linear_cross_entropy, denominator=0.0)
+
+
+def test_samples_keep_nothing_for_each_other(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    x, counts = Inputs("mean", "max", device), []
+    keep = kept.keep
+
+    def counted(stats: Tensor, results: kept.Kept) -> None:
+        keep(stats, results)
+        counts.append(len(kept._kept))
+
+    monkeypatch.setattr(kept, "keep", counted)
+    losses = torch.func.vmap(x.ours)(torch.stack([x.h, x.dh, x.h]))
+    assert counts == [1, 1, 1] and not kept._kept
+    assert losses.shape == (3,)
 
 
 def test_batches_of_no_samples_are_refused(device: str) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
@@ -305,6 +306,65 @@ def test_microbatches_of_replicas_equal_one_batch(
 ) -> None:
     for results in ranks.run(4, microbatches, sequence_parallel, workspace):
         torch.testing.assert_close(results[:3], results[3:])
+
+
+def refused_tangents(sequence_parallel: bool, reduction: str) -> list[str]:
+    """Return what forward mode raises for tangents of the hidden states and of the weight."""
+    rank = dist.get_rank()
+    sharing: Any = {"group": group(2), "sequence_parallel": sequence_parallel}
+    h, w = torch.randn(8, 16), torch.randn(10, 16).split(5)[rank]
+    h = h.split(4)[rank] if sequence_parallel else h
+    y = torch.arange(8)
+
+    def loss(h: Tensor, w: Tensor) -> Tensor:
+        return cutefce.linear_cross_entropy(h, w, y, reduction=reduction, **sharing)
+
+    messages = []
+    for function, x in ((lambda h: loss(h, w), h), (lambda w: loss(h, w), w)):
+        try:
+            torch.func.jvp(function, (x,), (torch.ones_like(x),))
+        except NotImplementedError as error:
+            messages.append(str(error))
+    try:
+        with forward_ad.dual_level():
+            loss(forward_ad.make_dual(h, torch.ones_like(h)), w)
+    except NotImplementedError as error:
+        messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_forward_mode_of_a_group_is_refused(
+    sequence_parallel: bool, reduction: str, ranks: Ranks
+) -> None:
+    for messages in ranks.run(2, refused_tangents, sequence_parallel, reduction):
+        assert len(messages) == 3
+        assert all(message.startswith("group: got ") for message in messages)
+
+
+def copied_on_one_rank(budget: int | str | None, strided: str) -> tuple[float, float]:
+    """Return the loss of uneven shards, of which one operand is copied, and that of torch."""
+    rank, shards = dist.get_rank(), (1547, 6132)
+    torch.manual_seed(0)
+    h, w, y = torch.randn(300, 512), torch.randn(sum(shards), 512), torch.randint(7679, (300,))
+    hidden = h[:, ::2] if rank == 0 or strided == "weight" else h[:, ::2].contiguous()
+    own = w[:, ::2].split(shards)[rank]
+    own = own if strided == "weight" else own.contiguous()
+    leaves = hidden.detach().requires_grad_(), own.detach().requires_grad_()
+    sharing: Any = {"group": group(2), "shards": shards, "workspace": budget}
+    loss = cutefce.linear_cross_entropy(*leaves, y, **sharing)
+    loss.backward()
+    return loss.item(), F.cross_entropy(h[:, ::2] @ w[:, ::2].T, y).item()
+
+
+@pytest.mark.parametrize("strided", ["weight", "hidden"])
+@pytest.mark.parametrize("budget", ["min", 9702927, None])
+def test_ranks_that_copy_different_operands_plan_alike(
+    budget: int | str | None, strided: str, ranks: Ranks
+) -> None:
+    for loss, expected in ranks.run(2, copied_on_one_rank, budget, strided):
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 def collectives(sequence_parallel: bool, grad: bool) -> list[tuple[str, tuple[int, ...]]]:
