@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
-from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops.planning.dw_aliasing import fits_in_tail, rows_in_place
@@ -97,7 +97,11 @@ def windows_bytes(
         if not fits_in_tail(end, p.tokens, p.hidden, p.vocab, config.window):
             recomputed = buffer_columns
     window = min(config.window if stored else recomputed, p.vocab)
-    backward = saved + p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
+    vectors = 2 if scalar_upstream else 4  # coefficients; losses and their upstream gradients
+    if not can_keep(p.dtype):
+        vectors += 2  # coefficients are scaled into its range
+    backward = saved + p.tokens * (TARGET_BYTES + vectors * p.accumulator_bytes)
+    backward += _gathered_bytes(p)
     end = backward + _row_block_bytes(p, p.tokens, GATHERED)
     longest = max(window, min(kept, p.vocab))
     step = _upcast_block_bytes(p, p.tokens, longest, p.hidden) if p.grad_hidden else 0
@@ -128,7 +132,7 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     overflow = sum(count - rows_in_place(count, narrow=_accumulates_wider(p)) for count in rows)
     kept = overflow * p.hidden * p.accumulator_bytes
     kept += NUM_STATS * p.tokens * p.accumulator_bytes
-    forward = p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes) + _gathered_bytes(p)
+    forward = p.tokens * (TARGET_BYTES + 4 * p.accumulator_bytes) + _gathered_bytes(p)
     if sharded and p.grad_hidden:
         # dX itself is allocated at the end
         own_rows = ceil_div(p.tokens, p.ranks)
@@ -194,7 +198,10 @@ def _forward_step_bytes(p: Problem, config: WindowConfig, tokens: int, stored: i
     """Bytes of one step of the forward of `tokens` that stores `stored` columns."""
     if p.arch is not None:
         return 0
-    reduced = tokens * ceil_div(p.vocab, config.reference_block) * (2 * p.accumulator_bytes + 1)
+    blocks = ceil_div(p.vocab, config.reference_block)
+    # vectors of tokens beside the partial sums; float16 makes new statistics of the old ones
+    vectors = 5 if can_keep(p.dtype) else 8
+    reduced = tokens * max(blocks * (2 * p.accumulator_bytes + 1), vectors * p.accumulator_bytes)
     repaired = 0
     if stored and p.device == "cpu" and _accumulates_wider(p):
         # a block of exponentials in the dtype of sums, and of the scaled ones
