@@ -61,6 +61,9 @@ def test_tune(command: Any, folder: Path) -> None:
     assert lookup.tables(GPU) == (table_io.read(path),)
     assert "not one of 'bfloat16', 'float16'" in command("tune", "--dtype", "float64").output
     assert "expected one of few-tokens" in command("tune", "--shapes", "gpt").output
+    refused = command("tune", "--shapes", one, "--budget-minutes", "nan")
+    assert refused.exit_code == 2
+    assert "got nan, expected a number of minutes" in refused.output
 
 
 @pytest.mark.parametrize("field", ["kernels", "dsl"])

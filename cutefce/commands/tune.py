@@ -1,6 +1,7 @@
 """`cutefce tune`: finds the fastest configurations on this machine's GPU."""
 
 import itertools
+import math
 import time
 from pathlib import Path
 
@@ -39,6 +40,13 @@ def _parse_shapes(
         raise click.BadParameter(str(error)) from error
 
 
+def _check_minutes(context: click.Context, option: click.Parameter, given: float) -> float:
+    """Refuse what no time is later than."""
+    if math.isnan(given):
+        raise click.BadParameter(f"got {given}, expected a number of minutes")
+    return given
+
+
 @click.command(short_help="Find the fastest configurations on this GPU.")
 @click.option(
     "--shapes",
@@ -61,6 +69,7 @@ def _parse_shapes(
     type=float,
     default=10.0,
     show_default=True,
+    callback=_check_minutes,
     help="Time after which no further problem is begun.",
 )
 @click.option("--resume", is_flag=True, help="Skip problems that the table has for these kernels.")
