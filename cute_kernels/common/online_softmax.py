@@ -1,13 +1,17 @@
 """Interface of `project_exp` on every architecture, and its row arithmetic.
 
     sums (N, P)   log2 Σ exp(z_iv - ρ_i) over the columns of one partial, without the target
-    exps (N, K)   exp(z_iv - ρ_i), 0 at the target, in the inputs' dtype; the first K columns
+    exps (N, K)   exp(z_iv - ρ_i), 0 at the target, in the inputs' dtype; the first K columns;
+                  with softcap times the derivative of tanh
+
+with the logits z of `logit_transform`.
 
 Sums are relative to the running maximum until they are written (online softmax, the paper's
 Algorithm 1), so that they are exact for any logits; exps are relative to ρ and may overflow.
 
 Shapes: h (N, D), w (V, D), reference ρ (N,) float32, target (N,) int64 counted from `first`,
-semaphores int32 as in `workspace.Semaphore`.  N, V and D are dynamic; rows of h, w and exps start
+semaphores int32 as in `workspace.Semaphore`, transform as in `logit_transform.Transform`, whose
+bias (V,) belongs to the rows of w.  N, V and D are dynamic; rows of h, w and exps start
 at multiples of 16 bytes.
 """
 
@@ -27,6 +31,7 @@ from cutefce.cute_kernels.common.dsl import (
     matrix,
     vector,
 )
+from cutefce.cute_kernels.common.logit_transform import transform_argument
 
 
 class Rows(NamedTuple):
@@ -36,6 +41,7 @@ class Rows(NamedTuple):
     target: cute.Tensor
     sums: Any
     semaphores: cute.Tensor
+    transform: Any
     first: Int32
     """Vocabulary entry of the first column: targets are counted from it."""
 
@@ -53,6 +59,8 @@ def project_exp_arguments(kernel: spec.ProjectExpSpec) -> tuple[Any, ...]:
         matrix(Float32, tokens, partials, aligned=False) if kernel.sums else None,
         matrix(dtype, tokens, columns) if kernel.store else None,
         vector(Int32, cute.sym_int()),
+        transform_argument(kernel.transform, tokens, vocab),
+        None,
         Int32(0),
         Int32(1),
         Int32(1),

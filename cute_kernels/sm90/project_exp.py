@@ -14,7 +14,14 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2
-from cutefce.cute_kernels.common.logit_transform import transform_registers
+from cutefce.cute_kernels.common.logit_transform import (
+    Transform,
+    column_bias,
+    load_bias,
+    row_scale,
+    softcap_derivative,
+    transform_logit,
+)
 from cutefce.cute_kernels.common.online_softmax import (
     Rows,
     accumulate,
@@ -40,7 +47,7 @@ class ProjectExpSm90(MainloopSm90):
         operands = kernel.arch, kernel.dtype, kernel.config, k_major, k_major
         super().__init__(*operands, only_flagged=kernel.only_flagged, skip_missing_rows=True)
         self.sums, self.store = kernel.sums, kernel.store
-        self.transform = kernel.transform
+        self.softcap = kernel.transform.softcap
         self.epilogue = EpilogueStoreSm90(self.dtype, kernel.config.tile_n)
 
     @cute.jit
@@ -53,6 +60,8 @@ class ProjectExpSm90(MainloopSm90):
         sums: cute.Tensor | None,
         exps: cute.Tensor | None,
         semaphores: cute.Tensor,
+        transform: Transform | None,
+        reductions: cute.Tensor | None,
         first: Int32,
         vocab_splits: Int32,
         clusters: Int32,
@@ -71,7 +80,7 @@ class ProjectExpSm90(MainloopSm90):
             h_loads,
             w_load,
             e_store,
-            Rows(reference, target, sums, semaphores, first),
+            Rows(reference, target, sums, semaphores, transform, first),
             vocab_splits,
         ).launch(**self.launch_shape(clusters), stream=stream)
 
@@ -149,7 +158,8 @@ class ProjectExpSm90(MainloopSm90):
                 state = self.mma(pipe, tiled_mma, consumer, state, k_tiles, k_tiles)
                 cute.arch.griddepcontrol_wait()  # the MMAs need nothing of the previous kernel
                 n_start = column * tile[1]
-                transform_registers(acc, self.transform)
+                if cutlass.const_expr(rows.transform is not None):
+                    self.transform(consumer, rows, m_start, n_start, scheduler)
                 self.mask(consumer, rows, m_start, n_start, scheduler)
                 if cutlass.const_expr(self.sums):
                     for m_block in cutlass.range_constexpr(self.m_blocks):
@@ -172,6 +182,33 @@ class ProjectExpSm90(MainloopSm90):
                 self.write_partials(consumer, row_max, row_sum, rows, m_start, partial, scheduler)
         if cutlass.const_expr(self.store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def transform(
+        self,
+        consumer: Consumer,
+        rows: Rows,
+        m_start: Int32,
+        n_start: Int32,
+        scheduler: TileScheduler,
+    ) -> None:
+        """Turn raw logits into the model's."""
+        acc, offset = consumer.acc, consumer.tCcC[0][1]
+        biases, scales = load_bias(rows.transform, n_start, self.tile[1]), []
+        for m_block in cutlass.range_constexpr(self.m_blocks):
+            for half in cutlass.range_constexpr(2):
+                row = self.row(consumer.tCcC, m_start, m_block, half)
+                scales.append(row_scale(rows.transform, row, scheduler.rows))
+        for j in cutlass.range_constexpr(self.tile[1] // 8):
+            # branches keep the compiler from computing many columns at once, for which it spills
+            if n_start + 8 * j < scheduler.columns:
+                for v in cutlass.range_constexpr(2):
+                    bias = column_bias(biases, 8 * j + v, offset)
+                    for m_block in cutlass.range_constexpr(self.m_blocks):
+                        for half in cutlass.range_constexpr(2):
+                            t, scale = acc[(v, half, j), m_block, 0], scales[2 * m_block + half]
+                            u = transform_logit(t, rows.transform, scale, bias)
+                            acc[(v, half, j), m_block, 0] = u
 
     @cute.jit
     def mask(
@@ -245,12 +282,25 @@ class ProjectExpSm90(MainloopSm90):
         """Store the tile's exponentials, epilogue tile by epilogue tile."""
         epi_tile_n = self.epilogue.epi_tile_n
         base = cute.make_rmem_tensor((2,), Float32)
+        inverse_scale = cute.make_rmem_tensor((2,), Float32)
         for m_block in cutlass.range_constexpr(self.m_blocks):
             for half in cutlass.range_constexpr(2):
                 row = self.row(consumer.tCcC, m_start, m_block, half)
                 base[half] = Float32.inf
                 if row < scheduler.rows:
                     base[half] = rows.reference[row] * LOG2_E
+                if cutlass.const_expr(self.softcap):
+                    scale = row_scale(rows.transform, row, scheduler.rows)
+                    inverse_scale[half] = cute.arch.rcp_approx(scale)
+            if cutlass.const_expr(self.softcap):  # in place: see `transform`
+                for j in cutlass.range_constexpr(self.tile[1] // 8):
+                    if n_start + 8 * j < e[1].shape[1]:
+                        for half in cutlass.range_constexpr(2):
+                            for v in cutlass.range_constexpr(2):
+                                z = consumer.acc[(v, half, j), m_block, 0]
+                                exp = exp2(z * LOG2_E - base[half])
+                                exp *= softcap_derivative(z, inverse_scale[half])
+                                consumer.acc[(v, half, j), m_block, 0] = exp
             for epi_tile in cutlass.range_constexpr(self.tile[1] // epi_tile_n):
                 if n_start + epi_tile * epi_tile_n < e[1].shape[1]:
                     values = cute.make_rmem_tensor((2, 2, epi_tile_n // 8), Float32)
@@ -259,7 +309,10 @@ class ProjectExpSm90(MainloopSm90):
                             for v in cutlass.range_constexpr(2):
                                 acc_j = epi_tile * (epi_tile_n // 8) + j
                                 z = consumer.acc[(v, half, acc_j), m_block, 0]
-                                values[v, half, j] = exp2(z * LOG2_E - base[half])
+                                if cutlass.const_expr(self.softcap):
+                                    values[v, half, j] = z
+                                else:
+                                    values[v, half, j] = exp2(z * LOG2_E - base[half])
                     row_start = m_start + m_block * 64 * self.m_halves
                     coord = row_start, n_start // epi_tile_n + epi_tile
                     thread, warp_group_idx = consumer.thread, consumer.warp_group_idx

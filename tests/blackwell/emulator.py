@@ -176,6 +176,7 @@ class Cluster:
         rank, first = warp.block.rank, self.number * self.config.cluster
         special = {
             "%tid.x": 32 * warp.number + np.arange(LANES),
+            "%laneid": np.arange(LANES),
             "%ctaid.x": first + rank,
             "%nctaid.x": self.clusters * self.config.cluster,
             "%cluster_ctarank": rank,
@@ -342,6 +343,8 @@ class Launch:
     semaphores: Any
     first: int
     vocab_splits: int
+    transform: tuple[Any, Any, float | None] = (None, None, None)
+    """Row scales, biases and slope of the logit transform; None for what the kernel lacks."""
 
     def run(self, ptx: str, config: GemmConfig, clusters: int, seed: int) -> None:
         """Run the kernel, one cluster after the other."""
@@ -349,6 +352,10 @@ class Launch:
         vectors = [self.reference, self.target]
         maps += [] if self.exps is None else [(self.exps, 32)]
         vectors += [self.semaphores] if self.sums is None else [self.sums, self.semaphores]
+        vectors += [operand for operand in self.transform[:2] if operand is not None]
+        numbers = [self.first, self.vocab_splits]
+        if self.transform[2] is not None:
+            numbers.insert(0, int(np.float32(self.transform[2]).view(np.int32)))
         for number in range(clusters):
             cluster = Cluster(ptx, config, number, clusters, seed + number)
             for i, (array, rows) in enumerate(maps):
@@ -358,9 +365,10 @@ class Launch:
             for i, vector in enumerate(vectors, 2 * len(maps)):
                 cluster.arrays[i] = vector.reshape(-1).view(np.uint32)
                 pitch = vector.strides[0] // vector.itemsize
-                cluster.parameters.update({(i, 0): GLOBAL + (i << 32), (i, 16): pitch})
-            last = 2 * len(maps) + len(vectors)
-            cluster.parameters.update({(last, 0): self.first, (last + 1, 0): self.vocab_splits})
+                place = {(i, 0): GLOBAL + (i << 32), (i, 8): len(vector), (i, 16): pitch}
+                cluster.parameters.update(place)
+            for i, value in enumerate(numbers, 2 * len(maps) + len(vectors)):
+                cluster.parameters[i, 0] = value
             cluster.launch()
 
 
@@ -424,6 +432,7 @@ FLOATS: dict[str, Callable[..., Any]] = {
     "min.NaN": np.minimum,
     "ex2": np.exp2,
     "lg2": np.log2,
+    "rcp": lambda a: 1 / a,
     "mov": lambda a: a,
     "selp": None,  # type: ignore[dict-item]
 }
@@ -447,7 +456,6 @@ INTEGERS: dict[str, Callable[..., Any]] = {
     "cvta": lambda a: a,
     "mapa": lambda a, rank: a & 0xFFFFFF | rank << 24,
     "not": lambda a: ~a.astype(bool),
-    "shfl": lambda a, *_: np.broadcast_to(a[0], LANES),
     "selp": lambda a, b, p: np.where(p.astype(bool), a, b),
     "setp.eq": operator.eq,
     "setp.ne": operator.ne,
@@ -492,6 +500,13 @@ def elect(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list[str
 @handles("bar.warp.sync")
 def meet_warp(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     assert mask.all(), "lanes meet"
+
+
+@handles("shfl.sync.idx")
+def shuffle(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
+    assert mask.all(), "a whole warp shuffles"
+    values, lanes = (cluster.value(warp, o) for o in operands[1:3])
+    cluster.put(warp, operands[0], values[lanes & 31], mask)
 
 
 @handles("mov.b64")
