@@ -18,11 +18,22 @@ class LogitTransform(NamedTuple):
 
 
 class RowReductions(NamedTuple):
-    """Row reductions beside Σ exp: none yet.
+    """Row reductions beside Σ exp, over all columns but the target's.
 
-    Accumulators such as those of entropy become compile-time fields here; their arithmetic
-    belongs into `common.online_softmax.accumulate`.
+    Their output is a launch argument; their arithmetic is in `common.row_reductions`.
     """
+
+    entropy: bool = False
+    """The mean logit under the softmax."""
+    sum_squares: bool = False
+    """The sum of squared exponentials."""
+    argmax: bool = False
+    """The largest logit and its vocabulary entry."""
+
+    @property
+    def planes(self) -> int:
+        """Planes of the output (K, N, P): 1 for each sum, 2 for `argmax`."""
+        return self.entropy + self.sum_squares + 2 * self.argmax
 
 
 IDENTITY, SUM_ONLY = LogitTransform(), RowReductions()

@@ -21,7 +21,7 @@ class Transform(NamedTuple):
     """The launch argument of a transform that is not the identity; None for what it lacks."""
 
     row_scale: cute.Tensor | None
-    """κ (N,) float32, which is not 0."""
+    """κ (N,) float32"""
     bias: cute.Tensor | None
     """b (V,) float32, of the same columns as w."""
     slope: Float32 | None

@@ -28,10 +28,10 @@ from cutefce.cute_kernels.common.logit_transform import (
 from cutefce.cute_kernels.common.online_softmax import (
     Rows,
     accumulate,
-    bounded_sum,
     project_exp_arguments,
     uses_poly_exp2,
 )
+from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler, make_tile_scheduler
 from cutefce.cute_kernels.sm100.mainloop import (
     EPILOGUE_WARPS,
@@ -56,6 +56,7 @@ class ProjectExpSm100(MainloopSm100):
         super().__init__(kernel)
         self.sums, self.store = kernel.sums, kernel.store
         self.softcap = kernel.transform.softcap
+        self.reducer = RowReducer(kernel.reductions)
         self.epi_tile_n = self.arch.EPI_TILE_COLUMNS
 
     @cute.jit
@@ -99,7 +100,7 @@ class ProjectExpSm100(MainloopSm100):
             h_load,
             w_load,
             (store_e, g_e, e_layout),
-            Rows(reference, target, sums, semaphores, transform, first),
+            Rows(reference, target, sums, semaphores, transform, reductions, first),
             vocab_splits,
         ).launch(
             grid=[clusters * cluster, 1, 1],
@@ -163,7 +164,7 @@ class ProjectExpSm100(MainloopSm100):
         state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Consumer, self.arch.ACC_STAGES
         )
-        buffer = Int32(0)
+        buffer, reduced = Int32(0), self.reducer.registers(1)
         for index in cutlass.range(
             scheduler.cluster, scheduler.num_work_tiles(), scheduler.clusters
         ):
@@ -178,6 +179,7 @@ class ProjectExpSm100(MainloopSm100):
                 base = rows.reference[row] * LOG2_E
             scale = row_scale(rows.transform, row, scheduler.rows)
             row_max, row_sum = -Float32.inf, Float32(0.0)
+            self.reducer.reset(reduced)
             for column in cutlass.range(split, n_end, vocab_splits):
                 acc_pipe.consumer_wait(state)
                 after_sync()
@@ -195,7 +197,11 @@ class ProjectExpSm100(MainloopSm100):
                     self.transform(z, rows.transform, scale, biases)
                     self.mask(z, target - n_start, scheduler.columns - n_start)
                     if cutlass.const_expr(self.sums):
-                        row_max, row_sum = accumulate(z, row_max, row_sum, config.poly_exp2_per_16)
+                        columns = rows.first + n_start, range(epi_tile_n)
+                        more = self.reducer, self.reducer.row(reduced, 0), columns
+                        row_max, row_sum = accumulate(
+                            z, row_max, row_sum, more, config.poly_exp2_per_16
+                        )
                     if cutlass.const_expr(self.store):
                         buffer = self.store_exps(z, (base, scale), e, m_start, n_start, buffer)
                 state.advance()
@@ -204,6 +210,8 @@ class ProjectExpSm100(MainloopSm100):
                     distance = row_max - base
                     row_sum = bounded_sum(row_sum)
                     rows.sums[row, split] = distance + cute.math.log2(row_sum, fastmath=True)
+                    more, place = self.reducer.row(reduced, 0), (rows.reductions, row, split)
+                    self.reducer.write(more, row_sum, distance, *place)
         if cutlass.const_expr(self.store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 

@@ -25,10 +25,9 @@ from cutefce.cute_kernels.common.logit_transform import (
 from cutefce.cute_kernels.common.online_softmax import (
     Rows,
     accumulate,
-    bounded_sum,
-    finite,
     project_exp_arguments,
 )
+from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum, finite
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler, make_tile_scheduler
 from cutefce.cute_kernels.sm90.epilogue_store import EpilogueStoreSm90
 from cutefce.cute_kernels.sm90.mainloop import Consumer, MainloopSm90, Operand
@@ -48,6 +47,9 @@ class ProjectExpSm90(MainloopSm90):
         super().__init__(*operands, only_flagged=kernel.only_flagged, skip_missing_rows=True)
         self.sums, self.store = kernel.sums, kernel.store
         self.softcap = kernel.transform.softcap
+        self.reducer = RowReducer(kernel.reductions)
+        # of accumulators (v, ·, j) of a row, relative to the thread's first one
+        self.columns = tuple(8 * j + v for j in range(self.tile[1] // 8) for v in range(2))
         self.epilogue = EpilogueStoreSm90(self.dtype, kernel.config.tile_n)
 
     @cute.jit
@@ -80,7 +82,7 @@ class ProjectExpSm90(MainloopSm90):
             h_loads,
             w_load,
             e_store,
-            Rows(reference, target, sums, semaphores, transform, first),
+            Rows(reference, target, sums, semaphores, transform, reductions, first),
             vocab_splits,
         ).launch(**self.launch_shape(clusters), stream=stream)
 
@@ -142,6 +144,7 @@ class ProjectExpSm90(MainloopSm90):
             cute.arch.griddepcontrol_wait()  # the previous kernel writes the flags
         row_max = cute.make_rmem_tensor((2, self.m_blocks), Float32)
         row_sum = cute.make_rmem_tensor((2, self.m_blocks), Float32)
+        reduced = self.reducer.registers(2 * self.m_blocks)
         for index in cutlass.range(
             scheduler.cluster, scheduler.num_work_tiles(), scheduler.clusters
         ):
@@ -151,6 +154,7 @@ class ProjectExpSm90(MainloopSm90):
             m_start = (row * config.cluster + scheduler.rank) * tile[0] + consumer.m_half * 64
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
+            self.reducer.reset(reduced)
             for column in cutlass.range(
                 split + parity * vocab_splits, n_end, vocab_splits * config.partials_per_row
             ):
@@ -162,12 +166,15 @@ class ProjectExpSm90(MainloopSm90):
                     self.transform(consumer, rows, m_start, n_start, scheduler)
                 self.mask(consumer, rows, m_start, n_start, scheduler)
                 if cutlass.const_expr(self.sums):
+                    columns = rows.first + n_start + consumer.tCcC[0][1], self.columns
                     for m_block in cutlass.range_constexpr(self.m_blocks):
                         for half in cutlass.range_constexpr(2):
+                            more = self.reducer.row(reduced, 2 * m_block + half)
                             row_max[half, m_block], row_sum[half, m_block] = accumulate(
                                 acc[(None, half, None), m_block, 0],
                                 row_max[half, m_block],
                                 row_sum[half, m_block],
+                                (self.reducer, more, columns),
                             )
                 if cutlass.const_expr(self.store):
                     self.store_exps(consumer, e, rows, m_start, n_start, scheduler)
@@ -179,7 +186,8 @@ class ProjectExpSm90(MainloopSm90):
                 partial = split * config.partials_per_row
                 if cutlass.const_expr(config.pingpong):
                     partial += consumer.warp_group_idx
-                self.write_partials(consumer, row_max, row_sum, rows, m_start, partial, scheduler)
+                sums = row_max, row_sum, reduced
+                self.write_partials(consumer, sums, rows, m_start, partial, scheduler)
         if cutlass.const_expr(self.store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -245,14 +253,17 @@ class ProjectExpSm90(MainloopSm90):
     def write_partials(
         self,
         consumer: Consumer,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
+        sums: Any,
         rows: Rows,
         m_start: Int32,
         partial: Int32,
         scheduler: TileScheduler,
     ) -> None:
-        """Combine the four threads of each row and write log2 of its sum, relative to ρ."""
+        """Combine the four threads of each row and write its reductions, relative to ρ.
+
+        `sums` are the accumulators (row_max, row_sum, those of other reductions).
+        """
+        row_max, row_sum, reduced = sums
         for m_block in cutlass.range_constexpr(self.m_blocks):
             for half in cutlass.range_constexpr(2):
                 row = self.row(consumer.tCcC, m_start, m_block, half)
@@ -261,13 +272,19 @@ class ProjectExpSm90(MainloopSm90):
                 for offset in cutlass.range_constexpr(1, 3):
                     other = cute.arch.shuffle_sync_bfly(quad_max, offset=offset)
                     quad_max = cute.arch.fmax(quad_max, other)
-                quad_sum = row_sum[half, m_block] * exp2(thread_max - finite(quad_max))
+                exponent = thread_max - finite(quad_max)
+                quad_sum = row_sum[half, m_block] * exp2(exponent)
+                more = self.reducer.row(reduced, 2 * m_block + half)
+                self.reducer.rescale(more, row_sum[half, m_block], exponent)
+                self.reducer.combine_lanes(more, 4)
                 for offset in cutlass.range_constexpr(1, 3):
                     quad_sum += cute.arch.shuffle_sync_bfly(quad_sum, offset=offset)
                 if consumer.thread % 4 == 0 and row < scheduler.rows:
                     distance = quad_max - rows.reference[row] * LOG2_E
                     quad_sum = bounded_sum(quad_sum)
                     rows.sums[row, partial] = distance + cute.math.log2(quad_sum, fastmath=True)
+                    place = rows.reductions, row, partial
+                    self.reducer.write(more, quad_sum, distance, *place)
 
     @cute.jit
     def store_exps(

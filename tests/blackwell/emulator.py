@@ -345,30 +345,33 @@ class Launch:
     vocab_splits: int
     transform: tuple[Any, Any, float | None] = (None, None, None)
     """Row scales, biases and slope of the logit transform; None for what the kernel lacks."""
+    reductions: Any = None
 
     def run(self, ptx: str, config: GemmConfig, clusters: int, seed: int) -> None:
         """Run the kernel, one cluster after the other."""
         maps = [(self.h, config.tile_m), (self.w, config.tile_n // config.cluster)]
-        vectors = [self.reference, self.target]
         maps += [] if self.exps is None else [(self.exps, 32)]
-        vectors += [self.semaphores] if self.sums is None else [self.sums, self.semaphores]
-        vectors += [operand for operand in self.transform[:2] if operand is not None]
-        numbers = [self.first, self.vocab_splits]
-        if self.transform[2] is not None:
-            numbers.insert(0, int(np.float32(self.transform[2]).view(np.int32)))
+        row_scale, bias, slope = self.transform
+        bits = None if slope is None else int(np.float32(slope).view(np.int32))
+        vectors = self.reference, self.target, self.sums, self.semaphores
+        transform = row_scale, bias, bits
+        rest = *vectors, *transform, self.reductions, self.first, self.vocab_splits
+        given = [operand for operand in rest if operand is not None]
         for number in range(clusters):
             cluster = Cluster(ptx, config, number, clusters, seed + number)
             for i, (array, rows) in enumerate(maps):
                 cluster.maps[PARAMETERS + 2 * i] = array, rows
                 sizes = {(2 * i + 1, 0): array.shape[0], (2 * i + 1, 4): array.shape[1]}
                 cluster.parameters.update(sizes)
-            for i, vector in enumerate(vectors, 2 * len(maps)):
-                cluster.arrays[i] = vector.reshape(-1).view(np.uint32)
-                pitch = vector.strides[0] // vector.itemsize
-                place = {(i, 0): GLOBAL + (i << 32), (i, 8): len(vector), (i, 16): pitch}
-                cluster.parameters.update(place)
-            for i, value in enumerate(numbers, 2 * len(maps) + len(vectors)):
-                cluster.parameters[i, 0] = value
+            for place, operand in enumerate(given, 2 * len(maps)):
+                if isinstance(operand, int):
+                    cluster.parameters[place, 0] = operand
+                    continue
+                cluster.arrays[place] = operand.reshape(-1).view(np.uint32)
+                cluster.parameters[place, 0] = GLOBAL + (place << 32)
+                cluster.parameters[place, 8] = len(operand)
+                for mode, stride in enumerate(operand.strides):
+                    cluster.parameters[place, 16 + 8 * mode] = stride // operand.itemsize
             cluster.launch()
 
 
@@ -463,6 +466,7 @@ INTEGERS: dict[str, Callable[..., Any]] = {
     "setp.le": operator.le,
     "setp.gt": operator.gt,
     "setp.ge": operator.ge,
+    "setp.leu": lambda a, b: ~(a > b),
 }
 
 Handler = Callable[[Cluster, Warp, Any, str, list[str]], Any]
@@ -536,6 +540,12 @@ def predicate(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list
 def round_two(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     high, low = (bfloat16(as_float(cluster.value(warp, o))) for o in operands[1:])
     cluster.put(warp, operands[0], (high << 16 | low).astype(np.int64), mask)
+
+
+@handles("cvt.rn.f32.s32")
+def convert(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
+    number = cluster.value(warp, operands[1]).astype(np.float32)
+    cluster.put(warp, operands[0], number.view(np.int32), mask)
 
 
 @handles("ld.param")

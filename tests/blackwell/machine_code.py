@@ -315,9 +315,9 @@ def exponentials(code: Code) -> Iterator[bool]:
     expected = int(columns * fraction) + code.kernel.sums
     capped = code.arch.EPI_TILE_COLUMNS if code.kernel.transform.softcap else 0
     yield len(code.at(r"^ex2\.approx\.ftz\.f32")) == expected + capped
-    # one reciprocal a tanh, and the row's if derivatives are stored
-    inverses = capped + (capped > 0 and code.kernel.store)
-    yield len(code.at(r"^rcp\.approx\.ftz\.f32")) == inverses
+    # one reciprocal a tanh, that of κ if derivatives are stored, and that of the sum in a mean
+    inverses = (capped > 0 and code.kernel.store) + code.kernel.reductions.entropy
+    yield len(code.at(r"^rcp\.approx\.ftz\.f32")) == capped + inverses
 
 
 def registers(code: Code) -> Iterator[bool]:

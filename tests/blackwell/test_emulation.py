@@ -19,10 +19,12 @@ from cutefce.cute_kernels.spec import (
     KernelVariant,
     LogitTransform,
     ProjectExpSpec,
+    RowReductions,
     kernel_set,
 )
 from tests.blackwell.emulator import Launch, Stuck
 from tests.blackwell.machine_code import artifacts
+from tests.support.row_reductions import reduced
 
 ARCH = arch_named("sm_100a")
 CONFIGS = ARCH.prebuilt_configs()
@@ -75,11 +77,15 @@ class Case:
         scaled = self.row_scale.double()[:, None] * tanh
         return scaled, 1 - tanh**2 if self.softcap else torch.ones_like(z)
 
-    def exact(self) -> Any:
-        """Return exp(u - ρ), 0 at the target, in float64."""
+    def others(self) -> torch.Tensor:
+        """Return u, -inf at the target, in float64."""
         u, _ = self.logits()
         u[self.rows, self.own] += torch.where(self.y >= 0, -torch.inf, 0.0).double()
-        return torch.exp(u - self.reference.double()[:, None]).numpy()
+        return u
+
+    def exact(self) -> Any:
+        """Return exp(u - ρ), 0 at the target, in float64."""
+        return torch.exp(self.others() - self.reference.double()[:, None]).numpy()
 
     def launch(self, kernel: ProjectExpSpec, vocab_splits: int) -> Launch:
         """Return launch arguments with outputs to fill."""
@@ -96,6 +102,11 @@ class Case:
             first=self.first,
             vocab_splits=vocab_splits,
             transform=self.transform,
+            reductions=np.full(
+                (kernel.reductions.planes, len(self.y), vocab_splits), np.nan, np.float32
+            )
+            if kernel.reductions.planes
+            else None,
         )
 
 
@@ -197,7 +208,45 @@ def test_logit_transforms(name: str) -> None:
         check(launch, case)
 
 
-def test_softcap_of_huge_logits_is_exact() -> None:
+REDUCTIONS = {
+    "entropy": (TWO_CTA, RowReductions(entropy=True)),
+    "sum_squares": (MULTICAST, RowReductions(sum_squares=True)),
+    "argmax": (SINGLE_CTA, RowReductions(argmax=True)),
+    "all": (POLY_EXP2, RowReductions(entropy=True, sum_squares=True, argmax=True)),
+}
+
+
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_row_reductions(name: str, store: bool) -> None:
+    """Of every partial: one with a single column, which is a row's target, and one without any."""
+    config, reductions = REDUCTIONS[name]
+    transform = LogitTransform(row_scale=True, bias=True)
+    kernels = kernels_of(config, KernelVariant(transform, reductions))
+    case = Case(70, 8, 257, first=5000, scale=20.0, transform=transform)
+    # integers, so that the largest logits are exact and equal to others
+    generator = torch.Generator().manual_seed(1)
+    case.h, case.w = (torch.randint(-4, 5, x.shape, generator=generator).bfloat16()
+                      for x in (case.h, case.w))  # fmt: skip
+    case.bias[:], case.row_scale[:] = case.bias.round(), 8.0
+    case.row_scale[1::2] = 2.0**-5  # rows to which all columns contribute
+    case.y[:3] = 5256
+    case.own = (case.y - 5000).clamp(0)
+    case.reference[:] = case.logits()[0][case.rows, case.own].float()
+    launch = case.launch(kernels.row_sums_and_exps if store else kernels.row_sums, vocab_splits=3)
+    run(kernels.row_sums_and_exps if store else kernels.row_sums, launch)
+    reference, u = case.reference.double(), case.others()
+    assert u.amax() - reference.amin() > 200, "exponentials overflow float32"
+    parts = u[:, :256], u[:, 256:], torch.full((70, 1), -torch.inf).double()
+    for split, (part, first) in enumerate(zip(parts, (5000, 5256, 0), strict=True)):
+        want = reduced(part, reference, first, reductions).numpy()
+        got = launch.reductions[:, :, split]
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+        if reductions.argmax:
+            assert np.array_equal(got[-2:], want[-2:])
+
+
+def test_softcap_of_huge_logits() -> None:
     """Raw logits of ±2¹⁰⁰ become ±κ, almost without gradient; NaN stays in its row."""
     transform = LogitTransform(row_scale=True, softcap=True)
     kernel = kernels_of(SINGLE_CTA, KernelVariant(transform)).row_sums_and_exps

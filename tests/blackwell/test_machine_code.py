@@ -18,6 +18,7 @@ from cutefce.cute_kernels.spec import (
     KernelVariant,
     LogitTransform,
     ProjectExpSpec,
+    RowReductions,
     kernel_set,
 )
 from tests.blackwell.machine_code import artifacts, assembly_violations, violations
@@ -35,7 +36,10 @@ def variants(
     return [k for s in sets for k in (s.row_sums, s.row_sums_and_exps, s.exps, s.repair_exps)]
 
 
-ALL_OPTIONS = KernelVariant(LogitTransform(row_scale=True, bias=True, softcap=True))
+ALL_OPTIONS = KernelVariant(
+    LogitTransform(row_scale=True, bias=True, softcap=True),
+    RowReductions(entropy=True, sum_squares=True, argmax=True),
+)
 KERNELS = (
     *variants("sm_100a"),
     *variants("sm_103a")[1::4],
@@ -43,6 +47,7 @@ KERNELS = (
     *variants("sm_100a", variant=ALL_OPTIONS)[1::4],
     variants("sm_100a", variant=ALL_OPTIONS)[2],
     variants("sm_100a", variant=KernelVariant(LogitTransform(row_scale=True, bias=True)))[0],
+    variants("sm_100a", variant=KernelVariant(reductions=RowReductions(argmax=True)))[0],
 )
 """All plain kernels of sm_100a; sm_103a differs in the target, float16 in the operands."""
 

@@ -17,6 +17,7 @@ from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOWEST_LOGIT, SLACK
 from cutefce.cute_kernels.workspace import Semaphore, Stat
 from cutefce.ops.primitives import cute_gradients, cute_projection
+from tests.support.row_reductions import reduced
 
 
 def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
@@ -97,6 +98,12 @@ def _project_exp(
     if sums is not None:
         sums.fill_(-torch.inf)
         sums[:, 0] = relative.logsumexp(1) / math.log(2)
+    assert (reductions is not None) == (kernel.reductions != spec.SUM_ONLY)
+    if reductions is not None:
+        empty = torch.full((1, 1), -torch.inf)
+        reductions[:] = reduced(empty, torch.zeros(1), first, kernel.reductions)[:, :, None]
+        masked = u.masked_fill(target[:, None] == columns, -torch.inf)
+        reductions[..., 0] = reduced(masked, reference, first, kernel.reductions)
     rows = torch.ones(len(h), dtype=torch.bool)
     if kernel.only_flagged:
         assert semaphores[Semaphore.DONE_COUNTER] > 0, "runs after reduce_partials"
