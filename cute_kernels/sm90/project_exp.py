@@ -202,20 +202,21 @@ class ProjectExpSm90(MainloopSm90):
     ) -> None:
         """Turn raw logits into the model's."""
         acc, offset = consumer.acc, consumer.tCcC[0][1]
-        biases, scales = load_bias(rows.transform, n_start, self.tile[1]), []
+        biases = load_bias(rows.transform, n_start, self.tile[1])
         for m_block in cutlass.range_constexpr(self.m_blocks):
+            scales = []
             for half in cutlass.range_constexpr(2):
                 row = self.row(consumer.tCcC, m_start, m_block, half)
                 scales.append(row_scale(rows.transform, row, scheduler.rows))
-        for j in cutlass.range_constexpr(self.tile[1] // 8):
-            # branches keep the compiler from computing many columns at once, for which it spills
-            if n_start + 8 * j < scheduler.columns:
-                for v in cutlass.range_constexpr(2):
-                    bias = column_bias(biases, 8 * j + v, offset)
-                    for m_block in cutlass.range_constexpr(self.m_blocks):
+            for start in cutlass.range_constexpr(0, self.tile[1], 16):
+                # branches keep the compiler from computing many columns at once and spilling
+                if n_start + start < scheduler.columns:
+                    for i in cutlass.range_constexpr(4):
+                        j, v = start // 8 + i // 2, i % 2
+                        bias = column_bias(biases, 8 * j + v, offset)
                         for half in cutlass.range_constexpr(2):
-                            t, scale = acc[(v, half, j), m_block, 0], scales[2 * m_block + half]
-                            u = transform_logit(t, rows.transform, scale, bias)
+                            t = acc[(v, half, j), m_block, 0]
+                            u = transform_logit(t, rows.transform, scales[half], bias)
                             acc[(v, half, j), m_block, 0] = u
 
     @cute.jit
