@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, Int64
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import matrix, scalar, vector
+from cutefce.cute_kernels.common.logit_transform import Transform
 from cutefce.cute_kernels.jit import compiler
 from cutefce.cute_kernels.workspace import NUM_STATS, forward_semaphore_count
 
@@ -20,12 +21,12 @@ def compile_signature(kernel: spec.FusedForwardSpec) -> tuple[Any, tuple[Any, ..
     target_logit, inputs = compiler.compile_signature(kernel.target_logit)
     project_exp, _ = compiler.compile_signature(kernel.row_sums)
     reduce_partials, _ = compiler.compile_signature(kernel.reduce_partials)
-    h, w, target, *_, ignored, stream = inputs
+    h, w, target, *_, transform, ignored, stream = inputs
     workspace = vector(Float32, cute.sym_int())
     stats, reduced = matrix(Float32, NUM_STATS, h.shape[0], aligned=False), scalar(Float32)
     numbers = ignored, Int32(1), Int32(1), Int32(0)
     function = FusedForward(kernel, target_logit, project_exp, reduce_partials)
-    return function, (h, w, target, workspace, stats, reduced, *numbers, stream)
+    return function, (h, w, target, workspace, stats, reduced, transform, *numbers, stream)
 
 
 class FusedForward:
@@ -46,6 +47,7 @@ class FusedForward:
         workspace: cute.Tensor,
         stats: cute.Tensor,
         reduced: cute.Tensor,
+        transform: Transform | None,
         ignored: Int64,
         vocab_splits: Int32,
         clusters: Int32,
@@ -64,7 +66,7 @@ class FusedForward:
         sums = cute.make_tensor(after_logit, sums_layout)
         after_sums = cute.recast_ptr(after_logit + rows * partials, dtype=Int32)
         semaphores = cute.make_tensor(after_sums, cute.make_layout((count,)))
-        self.target_logit(h, w, target, logit, semaphores, ignored, stream)
-        outputs = sums, None, semaphores
-        self.project_exp(h, w, logit, target, *outputs, Int32(0), vocab_splits, clusters, stream)
+        self.target_logit(h, w, target, logit, semaphores, transform, ignored, stream)
+        rows = logit, target, sums, None, semaphores, transform, None
+        self.project_exp(h, w, *rows, Int32(0), vocab_splits, clusters, stream)
         self.reduce(sums, logit, target, stats, reduced, semaphores, ignored, mean, stream)

@@ -13,31 +13,21 @@ from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import can_keep
+from cutefce.cute_kernels.variant import IDENTITY as IDENTITY
+from cutefce.cute_kernels.variant import PLAIN as PLAIN
+from cutefce.cute_kernels.variant import SUM_ONLY as SUM_ONLY
+from cutefce.cute_kernels.variant import KernelVariant as KernelVariant
+from cutefce.cute_kernels.variant import LogitTransform as LogitTransform
+from cutefce.cute_kernels.variant import RowReductions as RowReductions
 from cutefce.cute_kernels.workspace import forward_semaphore_count
-
-
-class LogitTransform(NamedTuple):
-    """The map from raw logits h·w to the model's: the identity, as it has no options yet.
-
-    Compile-time options such as scale, bias or softcap become fields here; their arithmetic
-    belongs into `common.logit_transform.transform`.
-    """
-
-
-class RowReductions(NamedTuple):
-    """Row reductions beside Σ exp: none yet.
-
-    Accumulators such as those of entropy become compile-time fields here; their arithmetic
-    belongs into `common.online_softmax.accumulate`.
-    """
-
-
-IDENTITY, SUM_ONLY = LogitTransform(), RowReductions()
 
 
 @dataclass(frozen=True)
 class ProjectExpSpec:
-    """Exponentials of the logits: their row sums, the exponentials themselves, or both."""
+    """Exponentials of the logits: their row sums, the exponentials themselves, or both.
+
+    With softcap, what is stored is multiplied by the derivative of tanh; row sums are not.
+    """
 
     arch: str
     dtype: str
@@ -54,7 +44,7 @@ class ProjectExpSpec:
 
 @dataclass(frozen=True)
 class TargetLogitSpec:
-    """Target logits h_i · w_y; also zeroes the semaphores of the kernels that follow."""
+    """The targets' logits; also zeroes the semaphores of the kernels that follow."""
 
     arch: str
     dtype: str
@@ -85,7 +75,6 @@ class FusedForwardSpec:
     dtype: str
     config: GemmConfig
     transform: LogitTransform = IDENTITY
-    reductions: RowReductions = SUM_ONLY
 
     @property
     def target_logit(self) -> TargetLogitSpec:
@@ -95,15 +84,8 @@ class FusedForwardSpec:
     @property
     def row_sums(self) -> ProjectExpSpec:
         """The second kernel."""
-        return ProjectExpSpec(
-            self.arch,
-            self.dtype,
-            self.config,
-            sums=True,
-            store=False,
-            transform=self.transform,
-            reductions=self.reductions,
-        )
+        kind = self.arch, self.dtype, self.config
+        return ProjectExpSpec(*kind, sums=True, store=False, transform=self.transform)
 
     @property
     def reduce_partials(self) -> ReducePartialsSpec:
@@ -235,9 +217,16 @@ class GradWeightKernels(NamedTuple):
     add_targets: AddTargetsSpec
 
 
-def kernel_set(arch: Arch, dtype: str, configs: KernelConfigs) -> KernelSet:
-    """Return the kernels that `dtype` needs on `arch` with `configs`."""
-    project = functools.partial(ProjectExpSpec, arch.name, dtype, configs.project_exp)
+def kernel_set(
+    arch: Arch, dtype: str, configs: KernelConfigs, variant: KernelVariant = PLAIN
+) -> KernelSet:
+    """Return the kernels that `dtype` needs on `arch` with `configs`.
+
+    The fused forward has no row reductions beside Σ exp.
+    """
+    transform, reductions = variant.transform, variant.reductions
+    project_exp = arch.name, dtype, configs.project_exp
+    project = functools.partial(ProjectExpSpec, *project_exp, transform=transform)
     hidden, short = (
         None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
         for config in (configs.grad_hidden, configs.grad_hidden_short)
@@ -247,12 +236,12 @@ def kernel_set(arch: Arch, dtype: str, configs: KernelConfigs) -> KernelSet:
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
         accumulate = dataclasses.replace(weight, final=False)
         add_targets = AddTargetsSpec(arch.name, dtype)
-    forward = FusedForwardSpec(arch.name, dtype, configs.project_exp)
+    forward = FusedForwardSpec(*project_exp, transform)
     return KernelSet(
         fused_forward=forward,
         target_logit=forward.target_logit,
-        row_sums=forward.row_sums,
-        row_sums_and_exps=project(sums=True, store=True),
+        row_sums=project(sums=True, store=False, reductions=reductions),
+        row_sums_and_exps=project(sums=True, store=True, reductions=reductions),
         exps=project(sums=False, store=True),
         repair_exps=project(sums=False, store=True, only_flagged=True),
         reduce_partials=forward.reduce_partials,

@@ -19,7 +19,7 @@ from cutefce.cute_kernels.common.dsl import (
     scalar,
     vector,
 )
-from cutefce.cute_kernels.common.online_softmax import bounded_sum
+from cutefce.cute_kernels.common.row_reductions import bounded_sum
 from cutefce.cute_kernels.common.row_vectors import WARPS
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOWEST_LOGIT, SLACK
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat

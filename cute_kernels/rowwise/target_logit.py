@@ -1,4 +1,4 @@
-"""Target logits r_i = h_i · w_y; also zeroes the semaphores of the kernels that follow."""
+"""Target logits r_i: those of h_i · w_y; also zeroes the semaphores of the kernels that follow."""
 
 from typing import Any
 
@@ -15,7 +15,12 @@ from cutefce.cute_kernels.common.dsl import (
     pdl_wait,
     vector,
 )
-from cutefce.cute_kernels.common.logit_transform import transform
+from cutefce.cute_kernels.common.logit_transform import (
+    Transform,
+    row_scale,
+    transform_argument,
+    transform_logit,
+)
 from cutefce.cute_kernels.common.row_vectors import WARPS, load_fp32, row_vectors
 from cutefce.cute_kernels.problem import LOWEST_LOGIT
 
@@ -23,16 +28,15 @@ from cutefce.cute_kernels.problem import LOWEST_LOGIT
 def compile_signature(kernel: spec.TargetLogitSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and the arguments to compile it for."""
     dtype, rows, hidden = DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int(divisibility=8)
-    h, w = matrix(dtype, rows, hidden), matrix(dtype, cute.sym_int(), hidden)
+    vocab = cute.sym_int()
+    h, w = matrix(dtype, rows, hidden), matrix(dtype, vocab, hidden)
     vectors = vector(Int64, rows), vector(Float32, rows), vector(Int32, cute.sym_int())
-    return TargetLogit(kernel), (h, w, *vectors, Int64(0), current_stream())
+    transform = transform_argument(kernel.transform, rows, vocab)
+    return TargetLogit(), (h, w, *vectors, transform, Int64(0), current_stream())
 
 
 class TargetLogit:
     """The kernel and its launch."""
-
-    def __init__(self, kernel: spec.TargetLogitSpec) -> None:
-        self.transform = kernel.transform
 
     @cute.jit
     def __call__(
@@ -42,6 +46,7 @@ class TargetLogit:
         target: cute.Tensor,
         logit: cute.Tensor,
         zeros: cute.Tensor,
+        transform: Transform | None,
         ignored: Int64,
         stream: Any,
     ) -> None:
@@ -51,7 +56,7 @@ class TargetLogit:
         Fills `zeros`, int32 of at most `TargetLogitSpec.max_zeros(N)` elements, with 0.
         """
         blocks = (h.shape[0] + WARPS - 1) // WARPS
-        self.kernel(h, w, target, logit, zeros, ignored).launch(
+        self.kernel(h, w, target, logit, zeros, transform, ignored).launch(
             grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
         )
 
@@ -63,6 +68,7 @@ class TargetLogit:
         target: cute.Tensor,
         logit: cute.Tensor,
         zeros: cute.Tensor,
+        transform: Any,
         ignored: Int64,
     ) -> None:
         """Compute one row a warp, and one zero a thread."""
@@ -80,7 +86,11 @@ class TargetLogit:
                 safe_index = index
             z = dot(row_vectors(h, row), row_vectors(w, safe_index), lane, h.shape[1] // 8)
             z = cute.arch.warp_reduction_sum(z)
-            z = transform(z, self.transform)
+            bias = None
+            if cutlass.const_expr(transform is not None and transform.bias is not None):
+                bias = transform.bias[safe_index]
+            scale = row_scale(transform, row, h.shape[0])
+            z = transform_logit(z, transform, scale, bias)
             if z < LOWEST_LOGIT:
                 z = Float32(LOWEST_LOGIT)
             if not in_vocab or z == Float32.inf:

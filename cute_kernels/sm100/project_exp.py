@@ -17,14 +17,21 @@ from cutlass.utils import blackwell_helpers as sm100
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2
-from cutefce.cute_kernels.common.logit_transform import transform_registers
+from cutefce.cute_kernels.common.logit_transform import (
+    Transform,
+    column_bias,
+    load_bias,
+    row_scale,
+    softcap_derivative,
+    transform_logit,
+)
 from cutefce.cute_kernels.common.online_softmax import (
     Rows,
     accumulate,
-    bounded_sum,
     project_exp_arguments,
     uses_poly_exp2,
 )
+from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler, make_tile_scheduler
 from cutefce.cute_kernels.sm100.mainloop import (
     EPILOGUE_WARPS,
@@ -48,7 +55,8 @@ class ProjectExpSm100(MainloopSm100):
     def __init__(self, kernel: spec.ProjectExpSpec) -> None:
         super().__init__(kernel)
         self.sums, self.store = kernel.sums, kernel.store
-        self.transform = kernel.transform
+        self.softcap = kernel.transform.softcap
+        self.reducer = RowReducer(kernel.reductions)
         self.epi_tile_n = self.arch.EPI_TILE_COLUMNS
 
     @cute.jit
@@ -61,6 +69,8 @@ class ProjectExpSm100(MainloopSm100):
         sums: cute.Tensor | None,
         exps: cute.Tensor | None,
         semaphores: cute.Tensor,
+        transform: Transform | None,
+        reductions: cute.Tensor | None,
         first: Int32,
         vocab_splits: Int32,
         clusters: Int32,
@@ -90,7 +100,7 @@ class ProjectExpSm100(MainloopSm100):
             h_load,
             w_load,
             (store_e, g_e, e_layout),
-            Rows(reference, target, sums, semaphores, first),
+            Rows(reference, target, sums, semaphores, transform, reductions, first),
             vocab_splits,
         ).launch(
             grid=[clusters * cluster, 1, 1],
@@ -154,7 +164,7 @@ class ProjectExpSm100(MainloopSm100):
         state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Consumer, self.arch.ACC_STAGES
         )
-        buffer = Int32(0)
+        buffer, reduced = Int32(0), self.reducer.registers(1)
         for index in cutlass.range(
             scheduler.cluster, scheduler.num_work_tiles(), scheduler.clusters
         ):
@@ -167,11 +177,15 @@ class ProjectExpSm100(MainloopSm100):
             if row < scheduler.rows:
                 target = Int32(rows.target[row] - rows.first)
                 base = rows.reference[row] * LOG2_E
+            scale = row_scale(rows.transform, row, scheduler.rows)
             row_max, row_sum = -Float32.inf, Float32(0.0)
+            self.reducer.reset(reduced)
             for column in cutlass.range(split, n_end, vocab_splits):
                 acc_pipe.consumer_wait(state)
                 after_sync()
                 for epi_tile in cutlass.range(epi_tiles, unroll=1):
+                    n_start = column * self.tile[1] + epi_tile * epi_tile_n
+                    biases = load_bias(rows.transform, n_start, epi_tile_n)
                     # lanes diverge where they wait and mask; reads need the whole warp
                     cute.arch.sync_warp()
                     cute.copy(copy, logits[None, epi_tile, state.index], fragment)
@@ -180,19 +194,24 @@ class ProjectExpSm100(MainloopSm100):
                         before_sync()
                         with cute.arch.elect_one():
                             acc_pipe.consumer_release(state)
-                    n_start = column * self.tile[1] + epi_tile * epi_tile_n
-                    transform_registers(z, self.transform)
+                    self.transform(z, rows.transform, scale, biases)
                     self.mask(z, target - n_start, scheduler.columns - n_start)
                     if cutlass.const_expr(self.sums):
-                        row_max, row_sum = accumulate(z, row_max, row_sum, config.poly_exp2_per_16)
+                        columns = rows.first + n_start, range(epi_tile_n)
+                        more = self.reducer, self.reducer.row(reduced, 0), columns
+                        row_max, row_sum = accumulate(
+                            z, row_max, row_sum, more, config.poly_exp2_per_16
+                        )
                     if cutlass.const_expr(self.store):
-                        buffer = self.store_exps(z, base, e, m_start, n_start, buffer)
+                        buffer = self.store_exps(z, (base, scale), e, m_start, n_start, buffer)
                 state.advance()
             if cutlass.const_expr(self.sums):
                 if row < scheduler.rows:
                     distance = row_max - base
                     row_sum = bounded_sum(row_sum)
                     rows.sums[row, split] = distance + cute.math.log2(row_sum, fastmath=True)
+                    more, place = self.reducer.row(reduced, 0), (rows.reductions, row, split)
+                    self.reducer.write(more, row_sum, distance, *place)
         if cutlass.const_expr(self.store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -209,6 +228,14 @@ class ProjectExpSm100(MainloopSm100):
         return copy, thread_copy.partition_S(epi_tiles)[None, 0, 0, 0, None, None], fragment
 
     @cute.jit
+    def transform(self, z: cute.Tensor, operands: Any, scale: Any, biases: Any) -> None:
+        """Turn raw logits into the model's."""
+        if cutlass.const_expr(operands is not None):
+            for column in cutlass.range_constexpr(self.epi_tile_n):
+                bias = column_bias(biases, column, 0)
+                z[column] = transform_logit(z[column], operands, scale, bias)
+
+    @cute.jit
     def mask(self, z: cute.Tensor, target: Int32, limit: Int32) -> None:
         """Set the logit of column `target`, and those from column `limit` on, to -inf."""
         if (target >= 0 and target < self.epi_tile_n) or limit < self.epi_tile_n:
@@ -218,10 +245,13 @@ class ProjectExpSm100(MainloopSm100):
 
     @cute.jit
     def store_exps(
-        self, z: cute.Tensor, base: Float32, e: Any, m_start: Int32, n_start: Int32, buffer: Int32
+        self, z: cute.Tensor, row: Any, e: Any, m_start: Int32, n_start: Int32, buffer: Int32
     ) -> Int32:
-        """Store an epilogue tile of exponentials, 32 rows a warp; return the next tile's buffer."""
-        atom, g_e, s_e = e
+        """Store an epilogue tile of exponentials, 32 rows a warp; return the next tile's buffer.
+
+        `row` is (ρ · log2 e, κ).
+        """
+        (base, scale), (atom, g_e, s_e) = row, e
         next_buffer = buffer
         if n_start < g_e.shape[1]:
             thread = cute.arch.thread_idx()[0]
@@ -230,7 +260,10 @@ class ProjectExpSm100(MainloopSm100):
             exps = cute.make_rmem_tensor((self.epi_tile_n,), Float32)
             for column in cutlass.range_constexpr(self.epi_tile_n):
                 poly = uses_poly_exp2(column, self.config.poly_exp2_per_16)
-                exps[column] = exp2(z[column] * LOG2_E - base, poly)
+                exp = exp2(z[column] * LOG2_E - base, poly)
+                if cutlass.const_expr(self.softcap):
+                    exp *= softcap_derivative(z[column], cute.arch.rcp_approx(scale))
+                exps[column] = exp
             rounded = cute.make_rmem_tensor((self.epi_tile_n,), self.dtype)
             rounded.store(exps.load().to(self.dtype))
             # TMA has read the previous tile of this buffer before this one is written

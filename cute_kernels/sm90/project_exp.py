@@ -14,14 +14,20 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2
-from cutefce.cute_kernels.common.logit_transform import transform_registers
+from cutefce.cute_kernels.common.logit_transform import (
+    Transform,
+    column_bias,
+    load_bias,
+    row_scale,
+    softcap_derivative,
+    transform_logit,
+)
 from cutefce.cute_kernels.common.online_softmax import (
     Rows,
     accumulate,
-    bounded_sum,
-    finite,
     project_exp_arguments,
 )
+from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum, finite
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler, make_tile_scheduler
 from cutefce.cute_kernels.sm90.epilogue_store import EpilogueStoreSm90
 from cutefce.cute_kernels.sm90.mainloop import Consumer, MainloopSm90, Operand
@@ -40,7 +46,10 @@ class ProjectExpSm90(MainloopSm90):
         operands = kernel.arch, kernel.dtype, kernel.config, k_major, k_major
         super().__init__(*operands, only_flagged=kernel.only_flagged, skip_missing_rows=True)
         self.sums, self.store = kernel.sums, kernel.store
-        self.transform = kernel.transform
+        self.softcap = kernel.transform.softcap
+        self.reducer = RowReducer(kernel.reductions)
+        # of accumulators (v, ·, j) of a row, relative to the thread's first one
+        self.columns = tuple(8 * j + v for j in range(self.tile[1] // 8) for v in range(2))
         self.epilogue = EpilogueStoreSm90(self.dtype, kernel.config.tile_n)
 
     @cute.jit
@@ -53,6 +62,8 @@ class ProjectExpSm90(MainloopSm90):
         sums: cute.Tensor | None,
         exps: cute.Tensor | None,
         semaphores: cute.Tensor,
+        transform: Transform | None,
+        reductions: cute.Tensor | None,
         first: Int32,
         vocab_splits: Int32,
         clusters: Int32,
@@ -71,7 +82,7 @@ class ProjectExpSm90(MainloopSm90):
             h_loads,
             w_load,
             e_store,
-            Rows(reference, target, sums, semaphores, first),
+            Rows(reference, target, sums, semaphores, transform, reductions, first),
             vocab_splits,
         ).launch(**self.launch_shape(clusters), stream=stream)
 
@@ -133,6 +144,7 @@ class ProjectExpSm90(MainloopSm90):
             cute.arch.griddepcontrol_wait()  # the previous kernel writes the flags
         row_max = cute.make_rmem_tensor((2, self.m_blocks), Float32)
         row_sum = cute.make_rmem_tensor((2, self.m_blocks), Float32)
+        reduced = self.reducer.registers(2 * self.m_blocks)
         for index in cutlass.range(
             scheduler.cluster, scheduler.num_work_tiles(), scheduler.clusters
         ):
@@ -142,6 +154,7 @@ class ProjectExpSm90(MainloopSm90):
             m_start = (row * config.cluster + scheduler.rank) * tile[0] + consumer.m_half * 64
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
+            self.reducer.reset(reduced)
             for column in cutlass.range(
                 split + parity * vocab_splits, n_end, vocab_splits * config.partials_per_row
             ):
@@ -149,15 +162,19 @@ class ProjectExpSm90(MainloopSm90):
                 state = self.mma(pipe, tiled_mma, consumer, state, k_tiles, k_tiles)
                 cute.arch.griddepcontrol_wait()  # the MMAs need nothing of the previous kernel
                 n_start = column * tile[1]
-                transform_registers(acc, self.transform)
+                if cutlass.const_expr(rows.transform is not None):
+                    self.transform(consumer, rows, m_start, n_start, scheduler)
                 self.mask(consumer, rows, m_start, n_start, scheduler)
                 if cutlass.const_expr(self.sums):
+                    columns = rows.first + n_start + consumer.tCcC[0][1], self.columns
                     for m_block in cutlass.range_constexpr(self.m_blocks):
                         for half in cutlass.range_constexpr(2):
+                            more = self.reducer.row(reduced, 2 * m_block + half)
                             row_max[half, m_block], row_sum[half, m_block] = accumulate(
                                 acc[(None, half, None), m_block, 0],
                                 row_max[half, m_block],
                                 row_sum[half, m_block],
+                                (self.reducer, more, columns),
                             )
                 if cutlass.const_expr(self.store):
                     self.store_exps(consumer, e, rows, m_start, n_start, scheduler)
@@ -169,9 +186,38 @@ class ProjectExpSm90(MainloopSm90):
                 partial = split * config.partials_per_row
                 if cutlass.const_expr(config.pingpong):
                     partial += consumer.warp_group_idx
-                self.write_partials(consumer, row_max, row_sum, rows, m_start, partial, scheduler)
+                sums = row_max, row_sum, reduced
+                self.write_partials(consumer, sums, rows, m_start, partial, scheduler)
         if cutlass.const_expr(self.store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def transform(
+        self,
+        consumer: Consumer,
+        rows: Rows,
+        m_start: Int32,
+        n_start: Int32,
+        scheduler: TileScheduler,
+    ) -> None:
+        """Turn raw logits into the model's."""
+        acc, offset = consumer.acc, consumer.tCcC[0][1]
+        biases = load_bias(rows.transform, n_start, self.tile[1])
+        for m_block in cutlass.range_constexpr(self.m_blocks):
+            scales = []
+            for half in cutlass.range_constexpr(2):
+                row = self.row(consumer.tCcC, m_start, m_block, half)
+                scales.append(row_scale(rows.transform, row, scheduler.rows))
+            for start in cutlass.range_constexpr(0, self.tile[1], 16):
+                # branches keep the compiler from computing many columns at once and spilling
+                if n_start + start < scheduler.columns:
+                    for i in cutlass.range_constexpr(4):
+                        j, v = start // 8 + i // 2, i % 2
+                        bias = column_bias(biases, 8 * j + v, offset)
+                        for half in cutlass.range_constexpr(2):
+                            t = acc[(v, half, j), m_block, 0]
+                            u = transform_logit(t, rows.transform, scales[half], bias)
+                            acc[(v, half, j), m_block, 0] = u
 
     @cute.jit
     def mask(
@@ -208,14 +254,17 @@ class ProjectExpSm90(MainloopSm90):
     def write_partials(
         self,
         consumer: Consumer,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
+        sums: Any,
         rows: Rows,
         m_start: Int32,
         partial: Int32,
         scheduler: TileScheduler,
     ) -> None:
-        """Combine the four threads of each row and write log2 of its sum, relative to ρ."""
+        """Combine the four threads of each row and write its reductions, relative to ρ.
+
+        `sums` are the accumulators (row_max, row_sum, those of other reductions).
+        """
+        row_max, row_sum, reduced = sums
         for m_block in cutlass.range_constexpr(self.m_blocks):
             for half in cutlass.range_constexpr(2):
                 row = self.row(consumer.tCcC, m_start, m_block, half)
@@ -224,13 +273,19 @@ class ProjectExpSm90(MainloopSm90):
                 for offset in cutlass.range_constexpr(1, 3):
                     other = cute.arch.shuffle_sync_bfly(quad_max, offset=offset)
                     quad_max = cute.arch.fmax(quad_max, other)
-                quad_sum = row_sum[half, m_block] * exp2(thread_max - finite(quad_max))
+                exponent = thread_max - finite(quad_max)
+                quad_sum = row_sum[half, m_block] * exp2(exponent)
+                more = self.reducer.row(reduced, 2 * m_block + half)
+                self.reducer.rescale(more, row_sum[half, m_block], exponent)
+                self.reducer.combine_lanes(more, 4)
                 for offset in cutlass.range_constexpr(1, 3):
                     quad_sum += cute.arch.shuffle_sync_bfly(quad_sum, offset=offset)
                 if consumer.thread % 4 == 0 and row < scheduler.rows:
                     distance = quad_max - rows.reference[row] * LOG2_E
                     quad_sum = bounded_sum(quad_sum)
                     rows.sums[row, partial] = distance + cute.math.log2(quad_sum, fastmath=True)
+                    place = rows.reductions, row, partial
+                    self.reducer.write(more, quad_sum, distance, *place)
 
     @cute.jit
     def store_exps(
@@ -245,12 +300,25 @@ class ProjectExpSm90(MainloopSm90):
         """Store the tile's exponentials, epilogue tile by epilogue tile."""
         epi_tile_n = self.epilogue.epi_tile_n
         base = cute.make_rmem_tensor((2,), Float32)
+        inverse_scale = cute.make_rmem_tensor((2,), Float32)
         for m_block in cutlass.range_constexpr(self.m_blocks):
             for half in cutlass.range_constexpr(2):
                 row = self.row(consumer.tCcC, m_start, m_block, half)
                 base[half] = Float32.inf
                 if row < scheduler.rows:
                     base[half] = rows.reference[row] * LOG2_E
+                if cutlass.const_expr(self.softcap):
+                    scale = row_scale(rows.transform, row, scheduler.rows)
+                    inverse_scale[half] = cute.arch.rcp_approx(scale)
+            if cutlass.const_expr(self.softcap):  # in place: see `transform`
+                for j in cutlass.range_constexpr(self.tile[1] // 8):
+                    if n_start + 8 * j < e[1].shape[1]:
+                        for half in cutlass.range_constexpr(2):
+                            for v in cutlass.range_constexpr(2):
+                                z = consumer.acc[(v, half, j), m_block, 0]
+                                exp = exp2(z * LOG2_E - base[half])
+                                exp *= softcap_derivative(z, inverse_scale[half])
+                                consumer.acc[(v, half, j), m_block, 0] = exp
             for epi_tile in cutlass.range_constexpr(self.tile[1] // epi_tile_n):
                 if n_start + epi_tile * epi_tile_n < e[1].shape[1]:
                     values = cute.make_rmem_tensor((2, 2, epi_tile_n // 8), Float32)
@@ -259,7 +327,10 @@ class ProjectExpSm90(MainloopSm90):
                             for v in cutlass.range_constexpr(2):
                                 acc_j = epi_tile * (epi_tile_n // 8) + j
                                 z = consumer.acc[(v, half, acc_j), m_block, 0]
-                                values[v, half, j] = exp2(z * LOG2_E - base[half])
+                                if cutlass.const_expr(self.softcap):
+                                    values[v, half, j] = z
+                                else:
+                                    values[v, half, j] = exp2(z * LOG2_E - base[half])
                     row_start = m_start + m_block * 64 * self.m_halves
                     coord = row_start, n_start // epi_tile_n + epi_tile
                     thread, warp_group_idx = consumer.thread, consumer.warp_group_idx

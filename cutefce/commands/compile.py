@@ -15,7 +15,7 @@ from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import ARCHS, arch_named
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import Report
-from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec import IDENTITY, SUM_ONLY, KernelSpec, ProjectExpSpec
 
 
 @click.command("compile", short_help="Compile all kernels into the cache folder.")
@@ -70,7 +70,8 @@ def _cells(report: Report) -> list[str]:
     details = {f.name: getattr(kernel, f.name) for f in dataclasses.fields(kernel)}
     if isinstance(kernel, ProjectExpSpec):
         shared = str(arch_named(kernel.arch).used_smem_bytes(kernel.config))
-    details = {name: value for name, value in details.items() if value and name != "arch"}
+    shown = (name for name, value in details.items() if value not in (IDENTITY, SUM_ONLY))
+    details = {name: details[name] for name in shown if details[name] and name != "arch"}
     return [
         kernel.arch,
         type(kernel).__name__,

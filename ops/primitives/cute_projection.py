@@ -76,7 +76,7 @@ class CuteProjection:
         logit, kernel = h.new_empty(h.shape[0], dtype=torch.float32), self.kernels.target_logit
         count = min(Semaphores.BLOCK, kernel.max_zeros(h.shape[0]))
         zeros = h.new_empty(count, dtype=torch.int32)  # faster than torch.empty
-        compiled(kernel)(h, w, targets.index, logit, zeros, targets.options.ignore_index)
+        compiled(kernel)(h, w, targets.index, logit, zeros, None, targets.options.ignore_index)
         self.semaphores.adopt(zeros, count)
         return logit
 
@@ -94,7 +94,8 @@ class CuteProjection:
         splits, semaphores = self._vocab_splits(h, w), self._take_semaphores(h)
         sums = reference.new_empty(h.shape[0], splits * self.config.partials_per_row)
         launch = compiled(self.kernels.row_sums if exps is None else self.kernels.row_sums_and_exps)
-        launch(h, w, reference, target, sums, exps, semaphores, first, splits, self.clusters)
+        rows = reference, target, sums, exps, semaphores, None, None
+        launch(h, w, *rows, first, splits, self.clusters)
         return PartialLse(sums, semaphores)
 
     def concat_partials(self, partials: Sequence[PartialLse]) -> PartialLse:
@@ -113,7 +114,7 @@ class CuteProjection:
         kernel, splits, tokens = self.kernels.fused_forward, self._vocab_splits(h, w), h.shape[0]
         workspace = h.new_empty(kernel.workspace_size(tokens, splits), dtype=torch.float32)
         stats, reduced = RowStats.empty(workspace, tokens), workspace.new_empty(())
-        tensors = h, w, targets.index, workspace, stats.rows, reduced
+        tensors = h, w, targets.index, workspace, stats.rows, reduced, None
         numbers = targets.options.ignore_index, splits, self.clusters
         self._launch_fused_forward(*tensors, *numbers, int(targets.divides_by_count))
         return stats, reduce_losses(stats, targets, reduced)
@@ -130,7 +131,7 @@ class CuteProjection:
         first, last = window
         # one split a tile: there are no sums to keep in registers across tiles
         launch, splits = compiled(self.kernels.exps), ceil_div(last - first, self.config.tile_n)
-        rows = reference, target, None, exps, self._take_semaphores(h)
+        rows = reference, target, None, exps, self._take_semaphores(h), None, None
         launch(h, w[first:last], *rows, first, splits, self.clusters)
 
     def reduce_partials(
@@ -155,7 +156,7 @@ class CuteProjection:
     ) -> None:
         w, semaphores = w[first : first + exps.shape[1]], partial.semaphores
         launch, splits = compiled(self.kernels.repair_exps), self._vocab_splits(h, w)
-        rows = stats.reference, target, None, exps, semaphores
+        rows = stats.reference, target, None, exps, semaphores, None, None
         launch(h, w, *rows, first, splits, self.clusters)
 
     @cached_property

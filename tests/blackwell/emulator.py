@@ -176,6 +176,7 @@ class Cluster:
         rank, first = warp.block.rank, self.number * self.config.cluster
         special = {
             "%tid.x": 32 * warp.number + np.arange(LANES),
+            "%laneid": np.arange(LANES),
             "%ctaid.x": first + rank,
             "%nctaid.x": self.clusters * self.config.cluster,
             "%cluster_ctarank": rank,
@@ -342,25 +343,35 @@ class Launch:
     semaphores: Any
     first: int
     vocab_splits: int
+    transform: tuple[Any, Any, float | None] = (None, None, None)
+    """Row scales, biases and slope of the logit transform; None for what the kernel lacks."""
+    reductions: Any = None
 
     def run(self, ptx: str, config: GemmConfig, clusters: int, seed: int) -> None:
         """Run the kernel, one cluster after the other."""
         maps = [(self.h, config.tile_m), (self.w, config.tile_n // config.cluster)]
-        vectors = [self.reference, self.target]
         maps += [] if self.exps is None else [(self.exps, 32)]
-        vectors += [self.semaphores] if self.sums is None else [self.sums, self.semaphores]
+        row_scale, bias, slope = self.transform
+        bits = None if slope is None else int(np.float32(slope).view(np.int32))
+        vectors = self.reference, self.target, self.sums, self.semaphores
+        transform = row_scale, bias, bits
+        rest = *vectors, *transform, self.reductions, self.first, self.vocab_splits
+        given = [operand for operand in rest if operand is not None]
         for number in range(clusters):
             cluster = Cluster(ptx, config, number, clusters, seed + number)
             for i, (array, rows) in enumerate(maps):
                 cluster.maps[PARAMETERS + 2 * i] = array, rows
                 sizes = {(2 * i + 1, 0): array.shape[0], (2 * i + 1, 4): array.shape[1]}
                 cluster.parameters.update(sizes)
-            for i, vector in enumerate(vectors, 2 * len(maps)):
-                cluster.arrays[i] = vector.reshape(-1).view(np.uint32)
-                pitch = vector.strides[0] // vector.itemsize
-                cluster.parameters.update({(i, 0): GLOBAL + (i << 32), (i, 16): pitch})
-            last = 2 * len(maps) + len(vectors)
-            cluster.parameters.update({(last, 0): self.first, (last + 1, 0): self.vocab_splits})
+            for place, operand in enumerate(given, 2 * len(maps)):
+                if isinstance(operand, int):
+                    cluster.parameters[place, 0] = operand
+                    continue
+                cluster.arrays[place] = operand.reshape(-1).view(np.uint32)
+                cluster.parameters[place, 0] = GLOBAL + (place << 32)
+                cluster.parameters[place, 8] = len(operand)
+                for mode, stride in enumerate(operand.strides):
+                    cluster.parameters[place, 16 + 8 * mode] = stride // operand.itemsize
             cluster.launch()
 
 
@@ -424,6 +435,7 @@ FLOATS: dict[str, Callable[..., Any]] = {
     "min.NaN": np.minimum,
     "ex2": np.exp2,
     "lg2": np.log2,
+    "rcp": lambda a: 1 / a,
     "mov": lambda a: a,
     "selp": None,  # type: ignore[dict-item]
 }
@@ -447,7 +459,6 @@ INTEGERS: dict[str, Callable[..., Any]] = {
     "cvta": lambda a: a,
     "mapa": lambda a, rank: a & 0xFFFFFF | rank << 24,
     "not": lambda a: ~a.astype(bool),
-    "shfl": lambda a, *_: np.broadcast_to(a[0], LANES),
     "selp": lambda a, b, p: np.where(p.astype(bool), a, b),
     "setp.eq": operator.eq,
     "setp.ne": operator.ne,
@@ -455,6 +466,7 @@ INTEGERS: dict[str, Callable[..., Any]] = {
     "setp.le": operator.le,
     "setp.gt": operator.gt,
     "setp.ge": operator.ge,
+    "setp.leu": lambda a, b: ~(a > b),
 }
 
 Handler = Callable[[Cluster, Warp, Any, str, list[str]], Any]
@@ -494,6 +506,13 @@ def meet_warp(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list
     assert mask.all(), "lanes meet"
 
 
+@handles("shfl.sync.idx")
+def shuffle(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
+    assert mask.all(), "a whole warp shuffles"
+    values, lanes = (cluster.value(warp, o) for o in operands[1:3])
+    cluster.put(warp, operands[0], values[lanes & 31], mask)
+
+
 @handles("mov.b64")
 def move(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     if line.startswith("mov.b64 {"):
@@ -521,6 +540,12 @@ def predicate(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list
 def round_two(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     high, low = (bfloat16(as_float(cluster.value(warp, o))) for o in operands[1:])
     cluster.put(warp, operands[0], (high << 16 | low).astype(np.int64), mask)
+
+
+@handles("cvt.rn.f32.s32")
+def convert(cluster: Cluster, warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
+    number = cluster.value(warp, operands[1]).astype(np.float32)
+    cluster.put(warp, operands[0], number.view(np.int32), mask)
 
 
 @handles("ld.param")

@@ -313,7 +313,11 @@ def exponentials(code: Code) -> Iterator[bool]:
     columns = code.arch.EPI_TILE_COLUMNS * (code.kernel.sums + code.kernel.store)
     # one more an epilogue tile rescales the row's sum
     expected = int(columns * fraction) + code.kernel.sums
-    yield len(code.at(r"^ex2\.approx\.ftz\.f32")) == expected
+    capped = code.arch.EPI_TILE_COLUMNS if code.kernel.transform.softcap else 0
+    yield len(code.at(r"^ex2\.approx\.ftz\.f32")) == expected + capped
+    # one reciprocal a tanh, that of κ if derivatives are stored, and that of the sum in a mean
+    inverses = (capped > 0 and code.kernel.store) + code.kernel.reductions.entropy
+    yield len(code.at(r"^rcp\.approx\.ftz\.f32")) == capped + inverses
 
 
 def registers(code: Code) -> Iterator[bool]:

@@ -12,23 +12,44 @@ pytest.importorskip("cutlass")
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div, round_up
-from cutefce.cute_kernels.spec import ProjectExpSpec, kernel_set
+from cutefce.cute_kernels.spec import (
+    IDENTITY,
+    PLAIN,
+    KernelSet,
+    KernelVariant,
+    LogitTransform,
+    ProjectExpSpec,
+    RowReductions,
+    kernel_set,
+)
 from tests.blackwell.emulator import Launch, Stuck
 from tests.blackwell.machine_code import artifacts
+from tests.support.row_reductions import reduced
 
 ARCH = arch_named("sm_100a")
 CONFIGS = ARCH.prebuilt_configs()
 TWO_CTA, MULTICAST, SINGLE_CTA, POLY_EXP2 = CONFIGS
-KERNELS = {
-    config: kernel_set(arch_named("sm_100a"), "bfloat16", KernelConfigs(config, None, None))
-    for config in CONFIGS
-}
+
+
+def kernels_of(config: GemmConfig, variant: KernelVariant = PLAIN) -> KernelSet:
+    return kernel_set(ARCH, "bfloat16", KernelConfigs(config, None, None), variant)
+
+
+KERNELS = {config: kernels_of(config) for config in CONFIGS}
 
 
 class Case:
     """Inputs and exact results."""
 
-    def __init__(self, tokens: int, hidden: int, vocab: int, first: int = 0, scale: float = 3.0):
+    def __init__(
+        self,
+        tokens: int,
+        hidden: int,
+        vocab: int,
+        first: int = 0,
+        scale: float = 3.0,
+        transform: LogitTransform = IDENTITY,
+    ):
         generator = torch.Generator().manual_seed(0)
         self.h = torch.randn(tokens, hidden, generator=generator).bfloat16()
         self.w = torch.randn(vocab, hidden, generator=generator) * scale / hidden**0.5
@@ -36,16 +57,35 @@ class Case:
         self.y = torch.randint(vocab, (tokens,), generator=generator) + first
         self.y[tokens // 2] = -100
         self.first, self.columns = first, round_up(vocab, 8)
-        own = (self.y - first).clamp(0)
-        self.reference = (self.h.float() * self.w.float()[own]).sum(1)
+        self.softcap = transform.softcap
+        scales = 2 + 4 * torch.rand(tokens, generator=generator)
+        biases = torch.randn(vocab, generator=generator)
+        self.row_scale = scales if transform.row_scale else torch.ones(tokens)
+        self.bias = biases if transform.bias else torch.zeros(vocab)
+        self.transform = (
+            scales.numpy() if transform.row_scale else None,
+            biases.numpy() if transform.bias else None,
+            0.3 if transform.softcap else None,
+        )
+        self.rows, self.own = torch.arange(tokens), (self.y - first).clamp(0)
+        self.reference = self.logits()[0][self.rows, self.own].float()
+
+    def logits(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits u and the derivative of tanh, 1 without softcap, in float64."""
+        z = self.h.double() @ self.w.double().t() + self.bias.double()
+        tanh = torch.tanh(z * float(np.float32(0.3))) if self.softcap else z
+        scaled = self.row_scale.double()[:, None] * tanh
+        return scaled, 1 - tanh**2 if self.softcap else torch.ones_like(z)
+
+    def others(self) -> torch.Tensor:
+        """Return u, -inf at the target, in float64."""
+        u, _ = self.logits()
+        u[self.rows, self.own] += torch.where(self.y >= 0, -torch.inf, 0.0).double()
+        return u
 
     def exact(self) -> Any:
-        """Return exp(z - ρ), 0 at the target, in float64."""
-        z = self.h.double() @ self.w.double().t()
-        z[torch.arange(len(self.y)), (self.y - self.first).clamp(0)] += torch.where(
-            self.y >= 0, -torch.inf, 0.0
-        ).double()
-        return torch.exp(z - self.reference.double()[:, None]).numpy()
+        """Return exp(u - ρ), 0 at the target, in float64."""
+        return torch.exp(self.others() - self.reference.double()[:, None]).numpy()
 
     def launch(self, kernel: ProjectExpSpec, vocab_splits: int) -> Launch:
         """Return launch arguments with outputs to fill."""
@@ -61,6 +101,12 @@ class Case:
             semaphores=np.full(2 + blocks, 7, np.int32),
             first=self.first,
             vocab_splits=vocab_splits,
+            transform=self.transform,
+            reductions=np.full(
+                (kernel.reductions.planes, len(self.y), vocab_splits), np.nan, np.float32
+            )
+            if kernel.reductions.planes
+            else None,
         )
 
 
@@ -81,7 +127,10 @@ def check(launch: Launch, case: Case) -> None:
         np.testing.assert_allclose(total, exact.sum(1), rtol=1e-5)
     if launch.exps is not None:
         got, vocab = numbers(launch.exps), len(case.w)
-        np.testing.assert_allclose(got[:, :vocab], exact, rtol=1.01 * 2**-8, atol=1e-30)
+        stored = exact * case.logits()[1].numpy()
+        # 1 - tanh² cancels: its error is relative to 1
+        allowed = 1.01 * 2**-8 * stored + 1e-30 + (1e-6 * exact if case.softcap else 0)
+        assert (abs(got[:, :vocab] - stored) <= allowed).all()
         assert (got[:, vocab:] == 0).all()
 
 
@@ -137,6 +186,87 @@ def test_recomputed_exponentials() -> None:
     launch = case.launch(kernel, vocab_splits=2)
     run(kernel, launch, clusters=2)
     check(launch, case)
+
+
+TRANSFORMS = {
+    "temperature": (TWO_CTA, LogitTransform(row_scale=True)),
+    "bias": (MULTICAST, LogitTransform(bias=True)),
+    "scale and bias": (SINGLE_CTA, LogitTransform(row_scale=True, bias=True)),
+    "softcap": (SINGLE_CTA, LogitTransform(row_scale=True, softcap=True)),
+    "all": (POLY_EXP2, LogitTransform(row_scale=True, bias=True, softcap=True)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_logit_transforms(name: str) -> None:
+    config, transform = TRANSFORMS[name]
+    kernels = kernels_of(config, KernelVariant(transform))
+    for kernel in (kernels.row_sums_and_exps, kernels.exps):
+        case = Case(130, 72, 300, first=5000, scale=1.0, transform=transform)
+        launch = case.launch(kernel, vocab_splits=1)
+        run(kernel, launch)
+        check(launch, case)
+
+
+REDUCTIONS = {
+    "entropy": (TWO_CTA, RowReductions(entropy=True)),
+    "sum_squares": (MULTICAST, RowReductions(sum_squares=True)),
+    "argmax": (SINGLE_CTA, RowReductions(argmax=True)),
+    "all": (POLY_EXP2, RowReductions(entropy=True, sum_squares=True, argmax=True)),
+}
+
+
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_row_reductions(name: str, store: bool) -> None:
+    """Of every partial: one with a single column, which is a row's target, and one without any."""
+    config, reductions = REDUCTIONS[name]
+    transform = LogitTransform(row_scale=True, bias=True)
+    kernels = kernels_of(config, KernelVariant(transform, reductions))
+    case = Case(70, 8, 257, first=5000, scale=20.0, transform=transform)
+    # integers, so that the largest logits are exact and equal to others
+    generator = torch.Generator().manual_seed(1)
+    case.h, case.w = (torch.randint(-4, 5, x.shape, generator=generator).bfloat16()
+                      for x in (case.h, case.w))  # fmt: skip
+    case.bias[:], case.row_scale[:] = case.bias.round(), 8.0
+    case.row_scale[1::2] = 2.0**-5  # rows to which all columns contribute
+    case.y[:3] = 5256
+    case.own = (case.y - 5000).clamp(0)
+    case.reference[:] = case.logits()[0][case.rows, case.own].float()
+    launch = case.launch(kernels.row_sums_and_exps if store else kernels.row_sums, vocab_splits=3)
+    run(kernels.row_sums_and_exps if store else kernels.row_sums, launch)
+    reference, u = case.reference.double(), case.others()
+    assert u.amax() - reference.amin() > 200, "exponentials overflow float32"
+    parts = u[:, :256], u[:, 256:], torch.full((70, 1), -torch.inf).double()
+    for split, (part, first) in enumerate(zip(parts, (5000, 5256, 0), strict=True)):
+        want = reduced(part, reference, first, reductions).numpy()
+        got = launch.reductions[:, :, split]
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+        if reductions.argmax:
+            assert np.array_equal(got[-2:], want[-2:])
+
+
+def test_softcap_of_huge_logits() -> None:
+    """Raw logits of ±2¹⁰⁰ become ±κ, almost without gradient; NaN stays in its row."""
+    transform = LogitTransform(row_scale=True, softcap=True)
+    kernel = kernels_of(SINGLE_CTA, KernelVariant(transform)).row_sums_and_exps
+    case = Case(64, 8, 100, transform=transform)
+    signs = torch.randn(100, generator=torch.Generator().manual_seed(1)).sign()
+    case.h = torch.tensor([2.0**50, *[0.0] * 7]).bfloat16().repeat(64, 1)
+    case.w = (signs[:, None] * case.h[0]).bfloat16()
+    case.h[7, 3] = torch.nan
+    case.y[:] = -100
+    case.reference[:] = 0.0
+    launch = case.launch(kernel, vocab_splits=1)
+    run(kernel, launch)
+    others = np.arange(64) != 7
+    exact = torch.exp(case.row_scale.double()[:, None] * signs.double()).numpy()
+    np.testing.assert_allclose(launch.sums[others, 0], np.log2(exact.sum(1))[others], rtol=1e-6)
+    got = numbers(launch.exps)[others]
+    assert (got[:, :100] <= 5e-7 * exact[others]).all()
+    assert (got[:, 100:] == 0).all()
+    assert np.isnan(launch.sums[7]).all()
+    assert np.isnan(numbers(launch.exps)[7, :100]).all()
 
 
 def test_only_flagged_blocks_are_stored_again() -> None:

@@ -13,26 +13,49 @@ pytest.importorskip("cutlass")
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.sm100 import MULTICAST, SINGLE_CTA, TWO_CTA, Sm100
 from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.cute_kernels.spec import ProjectExpSpec, kernel_set
+from cutefce.cute_kernels.spec import (
+    PLAIN,
+    KernelVariant,
+    LogitTransform,
+    ProjectExpSpec,
+    RowReductions,
+    kernel_set,
+)
 from tests.blackwell.machine_code import artifacts, assembly_violations, violations
 
 ARCH = arch_named("sm_100a")
 
 
-def variants(arch: str, dtype: str = "bfloat16") -> list[ProjectExpSpec]:
+def variants(
+    arch: str, dtype: str = "bfloat16", variant: KernelVariant = PLAIN
+) -> list[ProjectExpSpec]:
     sets = [
-        kernel_set(arch_named(arch), dtype, KernelConfigs(config, None, None))
+        kernel_set(arch_named(arch), dtype, KernelConfigs(config, None, None), variant)
         for config in arch_named(arch).prebuilt_configs()
     ]
     return [k for s in sets for k in (s.row_sums, s.row_sums_and_exps, s.exps, s.repair_exps)]
 
 
-KERNELS = (*variants("sm_100a"), *variants("sm_103a")[1::4], variants("sm_103a", "float16")[2])
-"""All kernels of sm_100a; sm_103a differs in the target, float16 in the operands."""
+ALL_OPTIONS = KernelVariant(
+    LogitTransform(row_scale=True, bias=True, softcap=True),
+    RowReductions(entropy=True, sum_squares=True, argmax=True),
+)
+KERNELS = (
+    *variants("sm_100a"),
+    *variants("sm_103a")[1::4],
+    variants("sm_103a", "float16")[2],
+    *variants("sm_100a", variant=ALL_OPTIONS)[1::4],
+    variants("sm_100a", variant=ALL_OPTIONS)[2],
+    variants("sm_100a", variant=KernelVariant(LogitTransform(row_scale=True, bias=True)))[0],
+    variants("sm_100a", variant=KernelVariant(reductions=RowReductions(argmax=True)))[0],
+)
+"""All plain kernels of sm_100a; sm_103a differs in the target, float16 in the operands."""
 
 
 def describe(kernel: ProjectExpSpec) -> str:
     kinds = [name for name in ("sums", "store", "only_flagged") if getattr(kernel, name)]
+    for options in (kernel.transform, kernel.reductions):
+        kinds += [name for name, asked in options._asdict().items() if asked]
     return f"{kernel.arch} {kernel.dtype} {kernel.config}: {' '.join(kinds)}"
 
 

@@ -18,7 +18,8 @@ from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, Problem
-from cutefce.cute_kernels.workspace import Semaphore
+from cutefce.cute_kernels.spec import KernelVariant, LogitTransform, RowReductions
+from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat, forward_semaphore_count
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives import cute_gradients, cute_projection, dispatch
 from cutefce.ops.primitives.cute_projection import PartialLse
@@ -27,6 +28,7 @@ from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
 from cutefce.ops.primitives.rows import RowCoefficients, Targets
 from tests.support.non_finite import ROW, assert_same_kind, broken_case, names, torch_result
 from tests.support.reference import Case, assert_as_accurate, evaluate, ours, random_case
+from tests.support.row_reductions import merged, reduced
 
 NONE = LossOptions("none")
 
@@ -200,6 +202,268 @@ def test_sums_are_accurate_and_deterministic(
         assert float((got - want).norm() / want.norm()) < 1e-4
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
+
+
+Operands = tuple[Tensor | None, Tensor | None, float | None]
+"""κ, b and s of a logit transform."""
+
+
+def operands_of(transform: LogitTransform, tokens: int, vocab: int) -> Operands:
+    """Return random operands: derivatives of tanh are from 1 to almost 0."""
+    return (
+        1 + 3 * torch.rand(tokens, device="cuda") if transform.row_scale else None,
+        torch.randn(vocab, device="cuda") if transform.bias else None,
+        0.8 if transform.softcap else None,
+    )
+
+
+def exact_logits(case: Case, operands: Operands) -> tuple[Tensor, Tensor]:
+    """Return the model's logits and the derivative of tanh, 1 without softcap, in float64."""
+    row_scale, bias, slope = operands
+    u = case.h.double() @ case.w.double().t()
+    u = u if bias is None else u + bias.double()
+    u = u if slope is None else torch.tanh(u * slope)
+    derivative = torch.ones_like(u) if slope is None else 1 - u**2
+    return u if row_scale is None else row_scale.double()[:, None] * u, derivative
+
+
+class Launches:
+    """Direct launches of the kernels of a variant, on all columns."""
+
+    def __init__(self, config: GemmConfig, variant: KernelVariant, case: Case) -> None:
+        dtype = str(case.h.dtype).removeprefix("torch.")
+        self.kernels = spec.kernel_set(ARCH, dtype, with_project_exp(config), variant)
+        self.config, self.case, (self.tokens, self.vocab) = config, case, (len(case.h), len(case.w))
+        self.operands = operands_of(variant.transform, self.tokens, self.vocab)
+        self.transform = None if variant.transform == spec.IDENTITY else self.operands
+        count = torch.cuda.get_device_properties(0).multi_processor_count
+        self.splits, self.clusters = 3, count // config.cluster
+        self.columns = round_up(self.vocab, 8)
+
+    def semaphores(self) -> Tensor:
+        count: int = forward_semaphore_count(self.tokens, self.config.rows)
+        return torch.zeros(count, dtype=torch.int32, device="cuda")
+
+    def target_logit(self) -> Tensor:
+        logit, zeros = torch.empty(self.tokens, device="cuda"), self.semaphores()
+        tensors = self.case.h, self.case.w, self.case.y, logit, zeros
+        jit_cache.compiled(self.kernels.target_logit)(*tensors, self.transform, -100)
+        return logit
+
+    def project_exp(self, kernel: spec.ProjectExpSpec, reference: Tensor, first: int = 0) -> Any:
+        """Return (partial sums, exponentials, reductions); targets are counted from `first`."""
+        partials, planes = self.splits * self.config.partials_per_row, kernel.reductions.planes
+        nan = torch.full((1 + planes, self.tokens, partials), torch.nan, device="cuda")
+        sums, reductions = nan[0] if kernel.sums else None, nan[1:] if planes else None
+        stored = torch.full((self.tokens, self.columns), torch.nan, device="cuda")
+        exps = stored.to(self.case.h.dtype) if kernel.store else None
+        target = torch.where(self.case.y < 0, self.case.y, self.case.y + first)
+        tensors = self.case.h, self.case.w, reference, target, sums, exps, self.semaphores()
+        numbers = first, self.splits, self.clusters
+        jit_cache.compiled(kernel)(*tensors, self.transform, reductions, *numbers)
+        return sums, exps, reductions
+
+    def fused_forward(self) -> Tensor:
+        """Return the statistics."""
+        kernel = self.kernels.fused_forward
+        workspace = torch.empty(kernel.workspace_size(self.tokens, self.splits), device="cuda")
+        stats = torch.empty(NUM_STATS, self.tokens, device="cuda")
+        tensors = self.case.h, self.case.w, self.case.y, workspace, stats, stats.new_empty(())
+        numbers = -100, self.splits, self.clusters, 0
+        jit_cache.compiled(kernel)(*tensors, self.transform, *numbers)
+        return stats
+
+
+def others(case: Case, u: Tensor) -> Tensor:
+    """Return logits with -inf at the targets."""
+    active = (case.y >= 0).nonzero()[:, 0]
+    u = u.clone()
+    u[active, case.y[active]] = -torch.inf
+    return u
+
+
+TRANSFORMS = {
+    "temperature": LogitTransform(row_scale=True),
+    "bias": LogitTransform(bias=True),
+    "scale and bias": LogitTransform(row_scale=True, bias=True),
+    "softcap": LogitTransform(row_scale=True, softcap=True),
+    "all": LogitTransform(row_scale=True, bias=True, softcap=True),
+}
+
+
+def check_transform(
+    config: GemmConfig, transform: LogitTransform, case: Case, first: int = 0
+) -> None:
+    """Compare every launch of a transform with float64."""
+    launches = Launches(config, KernelVariant(transform), case)
+    u, derivative = exact_logits(case, launches.operands)
+    active = case.y >= 0
+    logit = launches.target_logit()
+    exact_logit = u.gather(1, case.y.clamp(0)[:, None])[:, 0]
+    torch.testing.assert_close(logit[active].double(), exact_logit[active], rtol=1e-6, atol=2e-5)
+    assert bool((logit[~active] == torch.inf).all())
+    kernels, narrow = launches.kernels, case.h.dtype == torch.float16
+    references = {
+        kernels.row_sums: torch.where(active, logit, 0.0),
+        kernels.row_sums_and_exps: torch.where(active, logit, 0.0),
+        kernels.exps: torch.logsumexp(u, 1).float(),  # in the range of float16
+    }
+    for kernel, reference in references.items():
+        if kernel is kernels.row_sums_and_exps and narrow:
+            continue
+        exact = torch.exp(others(case, u) - reference.double()[:, None])
+        sums, exps, _ = launches.project_exp(kernel, reference, first)
+        if sums is not None:
+            total = torch.exp2(sums.double()).sum(1)
+            torch.testing.assert_close(total, exact.sum(1), rtol=5e-5, atol=0)
+        if exps is not None:
+            got, want = exps.double(), exact * derivative
+            # 1 - tanh² cancels: its error is relative to 1
+            cancelled = 2e-6 * exact if transform.softcap else 0
+            rounding = torch.finfo(exps.dtype).eps / 2 + 5e-5
+            allowed = rounding * want + cancelled + (2.0**-24 if narrow else 1e-30)
+            assert bool(((got[:, : len(case.w)] - want).abs() <= allowed).all())
+            assert not got[:, len(case.w) :].any()
+    stats = launches.fused_forward()
+    loss = torch.logsumexp(u, 1) - exact_logit
+    torch.testing.assert_close(
+        stats[Stat.LOSS].double()[active], loss[active], rtol=1e-5, atol=5e-5
+    )
+    assert not stats[Stat.LOSS][~active].any()
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_logit_transforms(transform: LogitTransform, dtype: torch.dtype) -> None:
+    case = random_case(257, 72, 3001, dtype=dtype, device="cuda")
+    check_transform(CONFIGS[0], transform, case, first=4000)
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("shape", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_logit_transforms_in_every_configuration(
+    config: GemmConfig, shape: tuple[int, int, int]
+) -> None:
+    check_transform(
+        config, TRANSFORMS["all"], random_case(*shape, dtype=torch.bfloat16, device="cuda")
+    )
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_softcap_of_huge_logits(config: GemmConfig) -> None:
+    """Raw logits of ±2¹⁰⁰ and ±inf become ±κ, almost without gradient; NaN stays in its row."""
+    case = random_case(150, 8, 333, dtype=torch.bfloat16, device="cuda")
+    case.h[:], case.w[:], case.y[:] = 0, 0, -100
+    signs = torch.randn(333, device="cuda").sign()
+    case.h[:, 0], case.w[:, 0] = 2.0**50, 2.0**50 * signs
+    case.h[11, 0] = torch.inf
+    case.h[7, 3] = torch.nan
+    launches = Launches(config, KernelVariant(TRANSFORMS["softcap"]), case)
+    reference = torch.zeros(150, device="cuda")
+    sums, exps, _ = launches.project_exp(launches.kernels.row_sums_and_exps, reference)
+    scale = launches.operands[0]
+    assert scale is not None
+    exact = torch.exp(scale.double()[:, None] * signs.double())
+    healthy = torch.arange(150, device="cuda") != 7
+    total = torch.exp2(sums.double()).sum(1)
+    torch.testing.assert_close(total[healthy], exact.sum(1)[healthy], rtol=1e-5, atol=0)
+    assert bool((exps[healthy, :333].double().abs() <= 5e-7 * exact[healthy]).all())
+    assert bool(total[~healthy].isnan().all())
+    assert bool(exps[~healthy, :333].isnan().all())
+
+
+def integers_case(tokens: int, hidden: int, vocab: int) -> Case:
+    """Return a case of exact logits, many of them equal.
+
+    The exponentials of every other row overflow float32; to those of the rest all columns
+    contribute.
+    """
+    case = random_case(tokens, hidden, vocab, dtype=torch.bfloat16, device="cuda")
+    for x in (case.h, case.w):
+        x.copy_(torch.randint(-4, 5, x.shape))
+    case.h[1::2] /= 64
+    return case
+
+
+REDUCTIONS = {
+    "entropy": RowReductions(entropy=True),
+    "sum_squares": RowReductions(sum_squares=True),
+    "argmax": RowReductions(argmax=True),
+    "all": RowReductions(entropy=True, sum_squares=True, argmax=True),
+}
+
+
+def check_reductions(config: GemmConfig, variant: KernelVariant, case: Case) -> None:
+    """Compare the reductions of whole rows with float64; row sums stay those without them."""
+    options = variant.reductions
+    launches = Launches(config, variant, case)
+    plain = variant._replace(reductions=spec.SUM_ONLY)
+    kernels, others_ = launches.kernels, Launches(config, plain, case)
+    others_.transform = launches.transform
+    logit = launches.target_logit()
+    reference = torch.where(case.y >= 0, logit, 0.0)
+    u = others(case, exact_logits(case, launches.operands)[0])
+    want = reduced(u, reference.double(), 4000, options)
+    expected = others_.project_exp(others_.kernels.row_sums, reference, 4000)[0]
+    for kernel in (kernels.row_sums, kernels.row_sums_and_exps):
+        sums, _, planes = launches.project_exp(kernel, reference, 4000)
+        assert torch.equal(sums, expected)
+        assert not planes.isnan().any()
+        got = merged(planes, sums, options)
+        if options.argmax:
+            found = u.gather(1, got[-1].long()[:, None] - 4000)[:, 0]
+            torch.testing.assert_close(found, want[-2], rtol=1e-6, atol=1e-5)
+            if variant.transform == spec.IDENTITY:
+                assert torch.equal(got[-2:], want[-2:])
+        numbers = options.planes - options.argmax  # without vocabulary entries
+        torch.testing.assert_close(got[:numbers], want[:numbers], rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("shape", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_row_reductions_in_every_configuration(
+    config: GemmConfig, shape: tuple[int, int, int]
+) -> None:
+    check_reductions(config, KernelVariant(reductions=REDUCTIONS["all"]), integers_case(*shape))
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("transform", [spec.IDENTITY, TRANSFORMS["all"]], ids=["plain", "all"])
+@pytest.mark.parametrize("reductions", REDUCTIONS.values(), ids=REDUCTIONS)
+def test_row_reductions(reductions: RowReductions, transform: LogitTransform) -> None:
+    variant = KernelVariant(transform, reductions)
+    check_reductions(CONFIGS[0], variant, integers_case(257, 72, 3001))
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_row_reductions_of_a_bad_row_and_of_no_column(config: GemmConfig) -> None:
+    case = integers_case(150, 64, 1)
+    variant = KernelVariant(reductions=REDUCTIONS["all"])
+    case.y[:] = 0
+    reference = torch.zeros(150, device="cuda")
+    launches = Launches(config, variant, case)
+    _, _, planes = launches.project_exp(launches.kernels.row_sums, reference)
+    assert not planes[[0, 3]].any()
+    assert bool((planes[1:3] == -torch.inf).all())
+    case = integers_case(150, 64, 333)
+    launches = Launches(config, variant, case)
+    clean = launches.project_exp(launches.kernels.row_sums, reference)[2]
+    case.h[123, 5] = torch.nan
+    bad = launches.project_exp(launches.kernels.row_sums, reference)[2]
+    rows = torch.arange(150, device="cuda") != 123
+    assert torch.equal(bad[:, rows], clean[:, rows])
+    assert bool(bad[:2, 123].isnan().any(1).all())
 
 
 @pytest.mark.gpu
@@ -400,6 +664,23 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     gemms = [*["GradGemm"] * 3, "AddTargets"] if default.grad_weight else []
     names += [*["ScaleAddRows"] * 3, *gemms, "ScaleAddRows"]
     assert [kernel.__name__ for kernel in launched] == [f"{name}Spec" for name in names]
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
+    configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
+    plain = spec.kernel_set(arch, "bfloat16", configs)
+    assert plain.row_sums == plain.fused_forward.row_sums
+    variant = KernelVariant(TRANSFORMS["all"], REDUCTIONS["all"])
+    kernels = spec.kernel_set(arch, "bfloat16", configs, variant)
+    with_sums = kernels.row_sums, kernels.row_sums_and_exps
+    assert {kernel.reductions for kernel in with_sums} == {variant.reductions}
+    forward, without_sums = kernels.fused_forward, (kernels.exps, kernels.repair_exps)
+    assert {kernel.reductions for kernel in (forward.row_sums, *without_sums)} == {spec.SUM_ONLY}
+    with_logits = *with_sums, *without_sums, forward, forward.row_sums, kernels.target_logit
+    assert {kernel.transform for kernel in with_logits} == {variant.transform}
+    others_ = {kernel for kernel in kernels.all() if not hasattr(kernel, "transform")}
+    assert others_ == {kernel for kernel in plain.all() if not hasattr(kernel, "transform")}
 
 
 def test_partials_of_all_ranks_are_gathered() -> None:

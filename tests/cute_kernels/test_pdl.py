@@ -13,13 +13,25 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec, kernel_set
+from cutefce.cute_kernels.spec import (
+    KernelSpec,
+    KernelVariant,
+    LogitTransform,
+    ProjectExpSpec,
+    kernel_set,
+)
 from tests.blackwell.machine_code import artifacts
 
 SETS = {
     arch.name: kernel_set(arch, "bfloat16", arch.default_configs(8192, 4096, 132)) for arch in ARCHS
 }
 KERNELS = SETS[Sm90().name]
+CAPPED = kernel_set(
+    Sm90(),
+    "bfloat16",
+    Sm90().default_configs(8192, 4096, 132),
+    KernelVariant(LogitTransform(row_scale=True, bias=True, softcap=True)),
+)
 KINDS: dict[str, KernelSpec | None] = {
     "sums": KERNELS.row_sums,
     "exps": KERNELS.exps,
@@ -27,6 +39,8 @@ KINDS: dict[str, KernelSpec | None] = {
     "grad_hidden": KERNELS.grad_hidden,
     "grad_weight": KERNELS.grad_weight,
     "add_targets": KERNELS.add_targets,
+    "capped sums and exps": CAPPED.row_sums_and_exps,
+    "capped target_logit": CAPPED.target_logit,
 }
 for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
     KINDS |= {

@@ -17,6 +17,7 @@ from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOWEST_LOGIT, SLACK
 from cutefce.cute_kernels.workspace import Semaphore, Stat
 from cutefce.ops.primitives import cute_gradients, cute_projection
+from tests.support.row_reductions import reduced
 
 
 def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
@@ -33,6 +34,23 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
     return functools.partial(models[type(kernel)], kernel)
 
 
+Transform = tuple[Tensor | None, Tensor | None, float | None]
+"""κ (N,), b (V,) and s of a logit transform; None for what it lacks."""
+
+
+def transformed(t: Tensor, transform: Transform | None) -> Tensor:
+    """Return the model's logits for raw ones (N, V)."""
+    row_scale, bias, slope = transform or (None, None, None)
+    u = t if bias is None else t + bias
+    u = u if slope is None else torch.tanh(slope * u)
+    return u if row_scale is None else row_scale[:, None] * u
+
+
+def _check(kernel: Any, transform: Transform | None) -> None:
+    given = transform or (None, None, None)
+    assert kernel.transform == tuple(operand is not None for operand in given)
+
+
 def _target_logit(
     kernel: spec.TargetLogitSpec,
     h: Tensor,
@@ -40,12 +58,19 @@ def _target_logit(
     target: Tensor,
     logit: Tensor,
     zeros: Tensor,
+    transform: Transform | None,
     ignored: int,
 ) -> None:
+    _check(kernel, transform)
     assert len(zeros) <= kernel.max_zeros(len(h))
     zeros.fill_(0)
     in_vocab = (target >= 0) & (target < len(w))
-    logit[:] = (h.float() * w[torch.where(in_vocab, target, 0)].float()).sum(1)
+    index = torch.where(in_vocab, target, 0)
+    logit[:] = (h.float() * w[index].float()).sum(1)
+    if transform is not None:
+        row_scale, bias, slope = transform
+        own = row_scale, None if bias is None else bias[index, None], slope
+        logit[:] = transformed(logit[:, None], own)[:, 0]
     logit.clamp_(min=LOWEST_LOGIT)
     logit[~in_vocab | (logit == torch.inf)] = torch.nan
     logit[target == ignored] = torch.inf
@@ -60,15 +85,25 @@ def _project_exp(
     sums: Tensor | None,
     exps: Tensor | None,
     semaphores: Tensor,
+    transform: Transform | None,
+    reductions: Tensor | None,
     first: int,
     *_: int,
 ) -> None:
-    relative = h.float() @ w.float().t() - reference[:, None]
+    _check(kernel, transform)
+    u = transformed(h.float() @ w.float().t(), transform)
+    relative = u - reference[:, None]
     columns = torch.arange(first, first + len(w))
     relative[target[:, None] == columns] = -torch.inf
     if sums is not None:
         sums.fill_(-torch.inf)
         sums[:, 0] = relative.logsumexp(1) / math.log(2)
+    assert (reductions is not None) == (kernel.reductions != spec.SUM_ONLY)
+    if reductions is not None:
+        empty = torch.full((1, 1), -torch.inf)
+        reductions[:] = reduced(empty, torch.zeros(1), first, kernel.reductions)[:, :, None]
+        masked = u.masked_fill(target[:, None] == columns, -torch.inf)
+        reductions[..., 0] = reduced(masked, reference, first, kernel.reductions)
     rows = torch.ones(len(h), dtype=torch.bool)
     if kernel.only_flagged:
         assert semaphores[Semaphore.DONE_COUNTER] > 0, "runs after reduce_partials"
@@ -79,7 +114,11 @@ def _project_exp(
         semaphores[Semaphore.SYNC_COUNTER] = 1
     if exps is not None:
         count = min(exps.shape[1], len(w))
-        exps[rows, :count] = relative[rows, :count].exp().to(exps.dtype)
+        stored = relative.exp()
+        if kernel.transform.softcap:
+            assert transform is not None and transform[0] is not None
+            stored *= 1 - (u / transform[0][:, None]) ** 2
+        exps[rows, :count] = stored[rows, :count].to(exps.dtype)
 
 
 def _reduce_partials(
@@ -123,6 +162,7 @@ def _fused_forward(
     workspace: Tensor,
     stats: Tensor,
     reduced: Tensor,
+    transform: Transform | None,
     ignored: int,
     vocab_splits: int,
     clusters: int,
@@ -133,9 +173,9 @@ def _fused_forward(
     count = len(workspace) - tokens * (1 + partials)
     logit, sums, rest = workspace.split([tokens, tokens * partials, count])
     sums, semaphores = sums.view(tokens, partials), rest.view(torch.int32)
-    model_of(kernel.target_logit)(h, w, target, logit, semaphores, ignored)
-    outputs = sums, None, semaphores
-    model_of(kernel.row_sums)(h, w, logit, target, *outputs, 0, vocab_splits, clusters)
+    model_of(kernel.target_logit)(h, w, target, logit, semaphores, transform, ignored)
+    rows = logit, target, sums, None, semaphores, transform, None
+    model_of(kernel.row_sums)(h, w, *rows, 0, vocab_splits, clusters)
     results = stats, reduced, semaphores
     model_of(kernel.reduce_partials)(sums, logit, target, *results, ignored, mean)
 

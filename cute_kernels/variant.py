@@ -1,0 +1,51 @@
+"""Variants of the kernels: what options of the loss compile into them."""
+
+from typing import NamedTuple
+
+
+class LogitTransform(NamedTuple):
+    """The map from raw logits t = h·w to the model's: u = κ (t + b), or u = κ tanh(s (t + b)).
+
+    Its operands are launch arguments; its arithmetic is in `common.logit_transform`.
+    """
+
+    row_scale: bool = False
+    """Whether there is a factor κ_i of each row; otherwise κ is 1."""
+    bias: bool = False
+    """Whether there is a bias b_v of each column; otherwise b is 0."""
+    softcap: bool = False
+    """Whether logits are capped by tanh, with slope s; implies `row_scale`."""
+
+
+class RowReductions(NamedTuple):
+    """Row reductions beside Σ exp, over all columns but the target's.
+
+    Their output is a launch argument; their arithmetic is in `common.row_reductions`.
+    """
+
+    entropy: bool = False
+    """The mean logit under the softmax."""
+    sum_squares: bool = False
+    """The sum of squared exponentials."""
+    argmax: bool = False
+    """The largest logit and its vocabulary entry."""
+
+    @property
+    def planes(self) -> int:
+        """Planes of the output (K, N, P): 1 for each sum, 2 for `argmax`."""
+        return self.entropy + self.sum_squares + 2 * self.argmax
+
+
+IDENTITY, SUM_ONLY = LogitTransform(), RowReductions()
+
+
+class KernelVariant(NamedTuple):
+    """What the options of a call add to its kernels."""
+
+    transform: LogitTransform = IDENTITY
+    reductions: RowReductions = SUM_ONLY
+    rank_one: bool = False
+    """Whether the gradients have a rank-one term."""
+
+
+PLAIN = KernelVariant()
