@@ -100,7 +100,10 @@ class FusedForwardSpec:
 
 @dataclass(frozen=True)
 class ScaleAddRowsSpec:
-    """out_i = row_scale_i x_i + gather_scale_i table_{index_i}: s ⊙ h, and dX's last step."""
+    """out_i = row_scale_i x_i + gather_scale_i table_{index_i}: s ⊙ h, and dX's last step.
+
+    With `rank_one`, factor_i row is added.
+    """
 
     arch: str
     out: str
@@ -109,6 +112,8 @@ class ScaleAddRowsSpec:
     """Dtype of x."""
     table: str | None = None
     """Dtype of the table; None without the second term."""
+    rank_one: bool = False
+    """Whether to add a matrix of rank one; needs a table."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,8 @@ class GradGemmSpec:
     """The operand that the gradient belongs to."""
     final: bool
     """Whether to add the targets' terms and round; otherwise it accumulates in float32."""
+    rank_one: bool = False
+    """Whether to add a matrix of rank one before rounding; needs `final`."""
 
     WARPS: ClassVar[int] = 8
     """Warps of a thread block that run MMAs."""

@@ -45,9 +45,9 @@ def transposed(dtype: Any, rows: Any, columns: Any) -> Any:
     return make_fake_tensor(dtype, (rows, columns), strides, assumed_align=16)
 
 
-def vector(dtype: Any, size: Any) -> Any:
-    """Return a fake contiguous vector."""
-    return make_fake_compact_tensor(dtype, (size,))
+def vector(dtype: Any, size: Any, aligned: bool = False) -> Any:
+    """Return a fake contiguous vector; if `aligned`, it starts at 16 bytes."""
+    return make_fake_compact_tensor(dtype, (size,), assumed_align=16 if aligned else None)
 
 
 def scalar(dtype: Any) -> Any:

@@ -3,7 +3,7 @@
     target_logit      r_i = h_i · w_y, a warp a row; zeroes the semaphores of later kernels
     reduce_partials   partial sums to ρ, S, T and the loss, a warp a row; the last block reduces
     scale_add_rows    out_i = row_scale_i x_i + gather_scale_i table_{index_i}, a block a row:
-                      the last step of dX, and s ⊙ h
+                      the last step of dX, and s ⊙ h; may add factor_i row
     add_targets       sums_v += Σ_{i: y_i = v} c_i h_i, a block a row
 
 Each reads and writes its operands once, in vectors of 16 bytes, and adds in a fixed order.

@@ -1,4 +1,7 @@
-"""out_i = row_scale_i x_i + gather_scale_i table_{index_i}: s ⊙ h, and the last step of dX."""
+"""out_i = row_scale_i x_i + gather_scale_i table_{index_i}: s ⊙ h, and the last step of dX.
+
+If the spec has a matrix of rank one, factor_i row is added.
+"""
 
 from typing import Any
 
@@ -15,19 +18,22 @@ from cutefce.cute_kernels.common.dsl import (
     pdl_wait,
     vector,
 )
+from cutefce.cute_kernels.common.rank_one import RankOne, rank_one_signature
 from cutefce.cute_kernels.common.row_vectors import WARPS, load_fp32, row_vectors
 
 
 def compile_signature(kernel: spec.ScaleAddRowsSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and the arguments to compile it for."""
+    assert kernel.table is not None or not kernel.rank_one
     rows, hidden = cute.sym_int(), cute.sym_int(divisibility=8)
     x, out = (matrix(DTYPES[name], rows, hidden) for name in (kernel.x, kernel.out))
     table = gather_scale = index = None
     if kernel.table is not None:
         table = matrix(DTYPES[kernel.table], cute.sym_int(), hidden)
         gather_scale, index = vector(Float32, rows), vector(Int64, rows)
-    row_scale = vector(Float32, rows)
-    return scale_add_rows, (out, x, table, row_scale, gather_scale, index, current_stream())
+    scales = vector(Float32, rows), gather_scale, index
+    rank_one = rank_one_signature(rows, hidden, kernel.rank_one)
+    return scale_add_rows, (out, x, table, *scales, rank_one, current_stream())
 
 
 @cute.jit
@@ -38,13 +44,15 @@ def scale_add_rows(
     row_scale: cute.Tensor,
     gather_scale: cute.Tensor | None,
     index: cute.Tensor | None,
+    rank_one: RankOne | None,
     stream: Any,
 ) -> None:
     """Write out (N, D) from x (N, D), vectors (N,), and table (V, D) or None.
 
-    With a table, a row whose scales are both 0 is 0, whatever x and table hold: an ignored row.
+    With a table, a row whose scales and factor are all 0 is 0, whatever x and table hold: an
+    ignored row.
     """
-    scale_add_rows_kernel(out, x, table, row_scale, gather_scale, index).launch(
+    scale_add_rows_kernel(out, x, table, row_scale, gather_scale, index, rank_one).launch(
         grid=[x.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
     )
 
@@ -57,6 +65,7 @@ def scale_add_rows_kernel(
     row_scale: cute.Tensor,
     gather_scale: Any,
     index: Any,
+    rank_one: Any,
 ) -> None:
     """Compute one row a block."""
     pdl_wait()
@@ -64,10 +73,13 @@ def scale_add_rows_kernel(
     scale = row_scale[row]
     destination, source = row_vectors(out, row), row_vectors(x, row)
     gathered, factor = source, Float32(0.0)
+    addend, addend_factor = source, Float32(0.0)
     begin, end = cute.arch.thread_idx()[0], x.shape[1] // 8
+    if cutlass.const_expr(rank_one is not None):
+        addend, addend_factor = cute.zipped_divide(rank_one.row, (8,)), rank_one.factor[row]
     if cutlass.const_expr(table is not None):
         gathered, factor = row_vectors(table, index[row]), gather_scale[row]
-        if scale == 0.0 and factor == 0.0:
+        if scale == 0.0 and factor == 0.0 and addend_factor == 0.0:
             zeros = cute.make_rmem_tensor((8,), out.element_type)
             zeros.fill(0.0)
             for i in cutlass.range(begin, end, 32 * WARPS, unroll=1):
@@ -81,6 +93,10 @@ def scale_add_rows_kernel(
             addends = load_fp32(gathered, i)
             for j in cutlass.range_constexpr(8):
                 values[j] = values[j] + factor * addends[j]
+        if cutlass.const_expr(rank_one is not None):
+            addends = load_fp32(addend, i)
+            for j in cutlass.range_constexpr(8):
+                values[j] = values[j] + addend_factor * addends[j]
         rounded = cute.make_rmem_tensor((8,), out.element_type)
         rounded.store(values.load().to(out.element_type))
         cute.autovec_copy(rounded, destination[None, i])

@@ -5,7 +5,7 @@
     weight, final   out (V, D) = (eᵀ s + Σ_{i: y_i = v} c_i h_i) · grad_scale, rounded once
 
 with s_i = scale_i h_i.  The targets' terms of the last one are added to the float32 accumulators,
-in the order of `TargetCsr`.
+in the order of `TargetCsr`; before them, if the spec has it, a matrix of rank one.
 
 e may be some columns of a wider matrix.  N, V and D are dynamic; D is a multiple of 8 and rows
 start at multiples of 16 bytes.
@@ -28,6 +28,7 @@ from cutefce.cute_kernels.common.dsl import (
     transposed,
     vector,
 )
+from cutefce.cute_kernels.common.rank_one import RankOne, rank_one_signature
 from cutefce.cute_kernels.schedule.scheduler import (
     TileScheduler,
     WorkTile,
@@ -58,6 +59,7 @@ def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
         transposed(dtype, hidden, inner),
         matrix(dtype if kernel.final else Float32, rows, hidden),
         targets,
+        rank_one_signature(rows, hidden, kernel.rank_one),
         vector(Int32, cute.sym_int()),
         Int32(1),
         None if kernel.final else Int32(1),
@@ -88,6 +90,7 @@ class GradGemmSm90(MainloopSm90):
         a, b = Operand(k_major=kernel.wrt == "hidden"), Operand(k_major=False)
         operands = kernel.arch, kernel.dtype, kernel.config, a, b
         super().__init__(*operands, only_flagged=False, skip_missing_rows=False)
+        assert kernel.final or not kernel.rank_one
         assert kernel.WARPS * 32 == MMA_WARP_GROUPS * WARP_GROUP_THREADS
         self.final = kernel.final
         out_dtype = self.dtype if self.final else Float32
@@ -100,6 +103,7 @@ class GradGemmSm90(MainloopSm90):
         b: cute.Tensor,
         out: cute.Tensor,
         targets: TargetCsr | None,
+        rank_one: RankOne | None,
         semaphores: cute.Tensor,
         clusters: Int32,
         k_splits: Int32 | None,
@@ -114,7 +118,8 @@ class GradGemmSm90(MainloopSm90):
         a_loads, b_load = self.tma_loads(a, b)
         out_store, add = self.epilogue.tma_store(out), self.epilogue.tma_add(out)
         sums, tiled_mma = (add, k_splits, overwrite), self.tiled_mma(self.m_halves)
-        self.kernel(tiled_mma, a_loads, b_load, out_store, targets, semaphores, sums).launch(
+        terms = targets, rank_one
+        self.kernel(tiled_mma, a_loads, b_load, out_store, terms, semaphores, sums).launch(
             **self.launch_shape(clusters), stream=stream
         )
 
@@ -125,7 +130,7 @@ class GradGemmSm90(MainloopSm90):
         a: Any,
         b: Any,
         out: Any,
-        targets: Any,
+        terms: Any,
         semaphores: cute.Tensor,
         sums: Any,
     ) -> None:
@@ -152,7 +157,7 @@ class GradGemmSm90(MainloopSm90):
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             outputs = (store, g_out, s_out), add, overwrite
-            self.consume(scheduler, pipe, tiled_mma, (s_a, s_b), outputs, targets, semaphores)
+            self.consume(scheduler, pipe, tiled_mma, (s_a, s_b), outputs, terms, semaphores)
 
     @cute.jit
     def consume(
@@ -162,11 +167,11 @@ class GradGemmSm90(MainloopSm90):
         tiled_mma: cute.TiledMma,
         inputs: Any,
         outputs: Any,
-        targets: Any,
+        terms: Any,
         semaphores: cute.Tensor,
     ) -> None:
         """Consumer: run the MMAs of tile after tile, and store or add the results."""
-        out, add, overwrite = outputs
+        (out, add, overwrite), (targets, rank_one) = outputs, terms
         config, tile = self.config, self.tile
         consumer, state = self.make_consumer(scheduler, tiled_mma, *inputs)
         for index in cutlass.range(
@@ -183,6 +188,8 @@ class GradGemmSm90(MainloopSm90):
             other_k_tiles = other.k_end - other.k_start
             state = self.mma(pipe, tiled_mma, consumer, state, k_tiles, other_k_tiles)
             if cutlass.const_expr(self.final):
+                if cutlass.const_expr(rank_one is not None):
+                    self.add_rank_one(consumer, rank_one, m_start, n_start, scheduler)
                 self.add_targets(consumer, targets, m_start, n_start, scheduler)
                 self.store(consumer, out, m_start, n_start, scheduler, None)
             else:
@@ -194,6 +201,37 @@ class GradGemmSm90(MainloopSm90):
                 if work_tile.splits_after > 0:
                     signal_split(counter)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def add_rank_one(
+        self,
+        consumer: Consumer,
+        rank_one: RankOne,
+        m_start: Int32,
+        n_start: Int32,
+        scheduler: TileScheduler,
+    ) -> None:
+        """Add factor_i row to each row i of the tile."""
+        acc = consumer.acc
+        first = n_start + consumer.tCcC[0][1]
+        limit = scheduler.columns - first
+        factors = cute.make_rmem_tensor((2, self.m_blocks), Float32)
+        for m_block in cutlass.range_constexpr(self.m_blocks):
+            for half in cutlass.range_constexpr(2):
+                row = self.row(consumer.tCcC, m_start, m_block, half)
+                factors[half, m_block] = Float32(0.0)
+                if row < scheduler.rows:
+                    factors[half, m_block] = rank_one.factor[row]
+        pairs = cute.zipped_divide(rank_one.row, (2,))
+        for j in cutlass.range_constexpr(self.tile[1] // 8):
+            if 8 * j < limit:
+                pair = cute.make_rmem_tensor((2,), Float32)
+                cute.autovec_copy(pairs[None, first // 2 + 4 * j], pair)
+                for m_block in cutlass.range_constexpr(self.m_blocks):
+                    for half in cutlass.range_constexpr(2):
+                        for v in cutlass.range_constexpr(2):
+                            coord = (v, half, j), m_block, 0
+                            acc[coord] = acc[coord] + factors[half, m_block] * pair[v]
 
     @cute.jit
     def add_targets(

@@ -8,4 +8,5 @@ cute_gradients.py          launches of the kernels: dX and dW
 portable_projection.py     the same in torch
 portable_gradients.py
 elementwise.py             arithmetic between the GEMMs, fused by inductor.py on a GPU
+weighted_sum.py            Σ factor_i x_i over the rows of 16-bit operands
 """

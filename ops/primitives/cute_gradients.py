@@ -5,7 +5,8 @@ targets' part of dW in the epilogue.  `CublasGradients` is for architectures wit
 cuBLAS, and kernels for the row-wise steps.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,12 @@ from cutefce.cute_kernels.schedule.order import choose_k_splits
 from cutefce.cute_kernels.spec import GradGemmSpec, GradWeightKernels, KernelSet, ScaleAddRowsSpec
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients, matmul_into
-from cutefce.ops.primitives.rows import RowCoefficients, Targets
+from cutefce.ops.primitives.rows import RankOne, RowCoefficients, Targets
+
+SpecT = TypeVar("SpecT", GradGemmSpec, ScaleAddRowsSpec)
+
+RankOneArgument = tuple[Tensor, Tensor] | None
+"""A kernel's argument: factor (M,) and row (D,)."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +71,13 @@ class RowwiseSteps:
         w: Tensor,
         targets: Targets,
         coefficients: RowCoefficients,
+        rank_one: RankOne | None = None,
     ) -> None:
         kernels = self.kernels
         spec = kernels.finish_dx if out.dtype == w.dtype else kernels.finish_dx_fp32
+        spec, term = with_rank_one(spec, rank_one)
         scale = coefficients.scale.contiguous()
-        compiled(spec)(out, sums, w, scale, coefficients.target, targets.safe_index)
+        compiled(spec)(out, sums, w, scale, coefficients.target, targets.safe_index, term)
 
 
 class CublasGradients(RowwiseSteps, PortableGradients):
@@ -117,14 +125,24 @@ class CuteGradients(RowwiseSteps):
         target_grad: TargetCsr,
         first: int,
         grad_scale: Tensor,
+        rank_one: RankOne | None = None,
     ) -> None:
-        spec = self.grad_weight.final
+        spec, term = with_rank_one(self.grad_weight.final, rank_one)
         clusters, semaphores = self._launch_shape(spec, out.device)
         targets = *target_grad.pack(first, len(out)), grad_scale.view(1)
-        compiled(spec)(exps.t(), scaled.t(), out, targets, semaphores, clusters, None, None)
+        operands = exps.t(), scaled.t(), out, targets, term
+        compiled(spec)(*operands, semaphores, clusters, None, None)
 
-    def add_target_grad(self, sums: Tensor, target_grad: TargetCsr, first: int) -> None:
+    def add_target_grad(
+        self,
+        sums: Tensor,
+        target_grad: TargetCsr,
+        first: int,
+        rank_one: RankOne | None = None,
+    ) -> None:
         compiled(self.grad_weight.add_targets)(sums, *target_grad.pack(first, len(sums)))
+        if rank_one is not None:
+            sums.addr_(rank_one.factor, rank_one.row)
 
     def _gemm(
         self, spec: GradGemmSpec, out: Tensor, a: Tensor, b: Tensor, accumulate: bool
@@ -135,7 +153,7 @@ class CuteGradients(RowwiseSteps):
         tiles *= ceil_div(out.shape[1], spec.config.tile_n)
         splits = choose_k_splits(tiles, clusters, ceil_div(a.shape[1], TILE_K))
         overwrite = int(not accumulate)
-        compiled(spec)(a, b.t(), out, None, semaphores, clusters, splits, overwrite)
+        compiled(spec)(a, b.t(), out, None, None, semaphores, clusters, splits, overwrite)
 
     def _launch_shape(self, spec: GradGemmSpec, device: torch.device) -> tuple[int, Tensor]:
         """Return the clusters of a launch, and its semaphores."""
@@ -143,6 +161,13 @@ class CuteGradients(RowwiseSteps):
         return clusters, self.semaphores.take(spec.semaphore_count(clusters), device)
 
 
+def with_rank_one(spec: SpecT, rank_one: RankOne | None) -> tuple[SpecT, RankOneArgument]:
+    """Return the kernel that adds `rank_one`, and its argument; `spec` itself without one."""
+    if rank_one is None:
+        return spec, None
+    return replace(spec, rank_one=True), (rank_one.factor.contiguous(), rank_one.row)
+
+
 def launch_scale_rows(spec: ScaleAddRowsSpec, out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
-    compiled(spec)(out, x, None, scale.contiguous(), None, None)
+    compiled(spec)(out, x, None, scale.contiguous(), None, None, None)

@@ -34,19 +34,45 @@ def scale_rows_in_place_(x: Tensor, scale: Tensor) -> None:
 
 
 def finish_dx_(
-    out: Tensor, sums: Tensor, index: Tensor, scale: Tensor, target: Tensor, w: Tensor
+    out: Tensor,
+    sums: Tensor,
+    index: Tensor,
+    scale: Tensor,
+    target: Tensor,
+    factor: Tensor | None,
+    w: Tensor,
+    row: Tensor | None,
 ) -> None:
     """Write scale_i sums_i + target_i w_index_i to `out` (R, D); `out` may be `sums`.
 
-    A row whose scale and target are both 0 is 0, whatever sums and w hold: an ignored row.
+    With `factor` (R,) and `row` (1, D), factor_i row is added.  A row whose scale, target and
+    factor are all 0 is 0, whatever sums and w hold: an ignored row.
     """
     result = w[index].to(sums.dtype).mul_(target[:, None]).addcmul_(sums, scale[:, None])
-    out.copy_(result.masked_fill_(((scale == 0) & (target == 0))[:, None], 0))
+    is_zero = (scale == 0) & (target == 0)
+    if factor is not None and row is not None:
+        result.addcmul_(factor[:, None], row)
+        is_zero &= factor == 0
+    out.copy_(result.masked_fill_(is_zero[:, None], 0))
 
 
-def finish_dw_(out: Tensor, sums: Tensor, slot: Tensor, totals: Tensor, grad_scale: Tensor) -> None:
-    """Write (sums_v + totals_slot_v) * grad_scale to `out` (R, D); `out` may be `sums`."""
-    out.copy_(totals[slot].add_(sums).mul_(grad_scale))
+def finish_dw_(
+    out: Tensor,
+    sums: Tensor,
+    slot: Tensor,
+    factor: Tensor | None,
+    totals: Tensor,
+    grad_scale: Tensor,
+    row: Tensor | None,
+) -> None:
+    """Write (sums_v + totals_slot_v) * grad_scale to `out` (R, D); `out` may be `sums`.
+
+    With `factor` (R,) and `row` (1, D), factor_v row is added before the product.
+    """
+    result = totals[slot].add_(sums)
+    if factor is not None and row is not None:
+        result.addcmul_(factor[:, None], row)
+    out.copy_(result.mul_(grad_scale))
 
 
 def exponentials_(

@@ -8,8 +8,9 @@ With target y_i, logits z = h wᵀ and a reference ρ_i that is known before the
     dX_i = s_i Σ_v e_iv W_v + c_i W_y             c_i = -s_i S_i
     dW_v = Σ_i e_iv s_i h_i + Σ_{i: y_i = v} c_i h_i
 
-s and c are `RowCoefficients`.  In the shapes below N is tokens, D hidden, V vocab.  The dtype of
-sums is float32, or float64 for float64 inputs; exponentials and gradients have the inputs' dtype.
+s and c are `RowCoefficients`.  A loss that adds γ_i κ_v to dL/dz_iv, as label smoothing does, adds
+a `RankOne` to dX and to dW.  In the shapes below N is tokens, D hidden, V vocab.  The dtype of sums
+is float32, or float64 for float64 inputs; exponentials and gradients have the inputs' dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from cutefce.cute_kernels.config import WindowConfig
-from cutefce.ops.primitives.rows import RowCoefficients, RowStats, Targets
+from cutefce.ops.primitives.rows import RankOne, RowCoefficients, RowStats, Targets
 
 PartialT = TypeVar("PartialT")
 """Row sums over parts of the vocabulary, in the form of one implementation of `Projection`."""
@@ -133,8 +134,13 @@ class Gradients(Protocol[TargetGradT]):
         w: Tensor,
         targets: Targets,
         coefficients: RowCoefficients,
+        rank_one: RankOne | None = None,
     ) -> None:
-        """Write scale_i sums_i + target_i W_y to `out` (N, D), rounded once; may be `sums`."""
+        """Write scale_i sums_i + target_i W_y to `out` (N, D), rounded once; may be `sums`.
+
+        `rank_one` (N, D) is added.  A row whose coefficients and factor are all 0 is 0, whatever
+        `sums` and w hold.
+        """
         ...
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGradT:
@@ -149,15 +155,26 @@ class Gradients(Protocol[TargetGradT]):
         target_grad: TargetGradT,
         first: int,
         grad_scale: Tensor,
+        rank_one: RankOne | None = None,
     ) -> None:
         """Write (expsᵀ @ scaled + target_grad) * grad_scale to `out` (K, D), rounded once.
 
-        `exps` (N, K) are the columns from `first` on; `grad_scale` is ().
+        `exps` (N, K) are the columns from `first` on; `grad_scale` is ().  `rank_one` (K, D) is
+        added before the product with `grad_scale`.
         """
         ...
 
-    def add_target_grad(self, sums: Tensor, target_grad: TargetGradT, first: int) -> None:
-        """Add the targets' part to `sums` (K, D), the rows of dW from `first` on."""
+    def add_target_grad(
+        self,
+        sums: Tensor,
+        target_grad: TargetGradT,
+        first: int,
+        rank_one: RankOne | None = None,
+    ) -> None:
+        """Add the targets' part and `rank_one` (K, D) to `sums` (K, D).
+
+        These are the rows of dW from `first` on.
+        """
         ...
 
 

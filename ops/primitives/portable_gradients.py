@@ -12,7 +12,7 @@ from torch import Tensor
 from cutefce.ops.planning.memory_model import UPCAST_BLOCK, row_block_bytes
 from cutefce.ops.primitives.elementwise import finish_dw_, finish_dx_, scale_rows_to_
 from cutefce.ops.primitives.inductor import can_fuse, fused
-from cutefce.ops.primitives.rows import RowCoefficients, Targets, sum_dtype
+from cutefce.ops.primitives.rows import RankOne, RowCoefficients, Targets, sum_dtype
 
 
 class PortableGradients:
@@ -40,9 +40,11 @@ class PortableGradients:
         w: Tensor,
         targets: Targets,
         coefficients: RowCoefficients,
+        rank_one: RankOne | None = None,
     ) -> None:
-        rows = out, sums, targets.safe_index, coefficients.scale, coefficients.target
-        apply_rowwise(finish_dx_, *rows, whole=(w,))
+        factor, row = _operands(rank_one)
+        rows = out, sums, targets.safe_index, coefficients.scale, coefficients.target, factor
+        apply_rowwise(finish_dx_, *rows, whole=(w, row))
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> "TargetRows":
         return TargetRows(h, coefficient, targets)
@@ -55,8 +57,10 @@ class PortableGradients:
         target_grad: "TargetRows",
         first: int,
         grad_scale: Tensor,
+        rank_one: RankOne | None = None,
     ) -> None:
         totals, slots = target_grad.slots
+        factor, row = _operands(rank_one)
         in_place = out.dtype == totals.dtype
         buffer = totals.new_empty(0 if in_place else min(self.window, len(out)), out.shape[1])
         for rows in blocks(out.shape[0], self.window):
@@ -64,10 +68,19 @@ class PortableGradients:
             sums = to if in_place else buffer[: len(to)]
             matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
             slot = slots[first + rows.start : first + rows.stop]
-            apply_rowwise(finish_dw_, to, sums, slot, whole=(totals, grad_scale))
+            operands = to, sums, slot, None if factor is None else factor[rows]
+            apply_rowwise(finish_dw_, *operands, whole=(totals, grad_scale, row))
 
-    def add_target_grad(self, sums: Tensor, target_grad: "TargetRows", first: int) -> None:
+    def add_target_grad(
+        self,
+        sums: Tensor,
+        target_grad: "TargetRows",
+        first: int,
+        rank_one: RankOne | None = None,
+    ) -> None:
         target_grad.add_to(sums, target_grad.targets.safe_index - first)
+        if rank_one is not None:
+            sums.addr_(rank_one.factor, rank_one.row)
 
 
 class TargetRows:
@@ -108,6 +121,11 @@ class TargetRows:
             del part  # freed before the next one is allocated
 
 
+def _operands(rank_one: RankOne | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return factor (R,) and row (1, D) of `rank_one`; None for each without it."""
+    return (None, None) if rank_one is None else (rank_one.factor, rank_one.row[None])
+
+
 def scale_rows(out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
     apply_rowwise(scale_rows_to_, out, x, scale)
@@ -133,14 +151,18 @@ def _matmul_upcast(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def apply_rowwise(
-    function: Callable[..., None], *rowwise: Tensor, whole: tuple[Tensor | None, ...] = ()
+    function: Callable[..., None],
+    out: Tensor,
+    *rowwise: Tensor | None,
+    whole: tuple[Tensor | None, ...] = (),
 ) -> None:
-    """Call `function` fused, or on blocks of the rows of `rowwise` with all of `whole`."""
-    if can_fuse(rowwise[0]):
-        fused(function)(*rowwise, *whole)
+    """Call `function` fused, or on blocks of the rows of all but `whole`."""
+    if can_fuse(out):
+        fused(function)(out, *rowwise, *whole)
         return
-    for rows in _row_blocks(next(x for x in rowwise if x.ndim == 2)):
-        function(*(x[rows] for x in rowwise), *whole)
+    operands = out, *rowwise
+    for rows in _row_blocks(next(x for x in operands if x is not None and x.ndim == 2)):
+        function(*(None if x is None else x[rows] for x in operands), *whole)
 
 
 def blocks(count: int, size: int) -> Iterator[slice]:

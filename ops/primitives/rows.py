@@ -153,6 +153,23 @@ class RowCoefficients:
         return RowCoefficients(self.scale[rows], self.target[rows])
 
 
+@dataclass(frozen=True)
+class RankOne:
+    """A matrix factor ⊗ row that is added to a gradient before it is rounded.
+
+    Label smoothing adds γ ⊗ v to dX and κ ⊗ H to dW.
+    """
+
+    factor: Tensor
+    """(M,) a factor for each row of the gradient, in the dtype of sums."""
+    row: Tensor
+    """(D,) in the dtype of sums, contiguous from a multiple of 16 bytes on."""
+
+    def rows(self, rows: slice) -> "RankOne":
+        """Return the matrix's rows of a slice."""
+        return RankOne(self.factor[rows], self.row)
+
+
 def token_losses(stats: RowStats, targets: Targets) -> Tensor:
     """Return the loss of every token (N,), 0 if ignored."""
     return stats.loss

@@ -17,6 +17,7 @@ from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.jit.compiler import report
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, Problem
 from cutefce.cute_kernels.spec import KernelVariant, LogitTransform, RowReductions
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat, forward_semaphore_count
@@ -25,7 +26,8 @@ from cutefce.ops.primitives import cute_gradients, cute_projection, dispatch
 from cutefce.ops.primitives.cute_projection import PartialLse
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
-from cutefce.ops.primitives.rows import RowCoefficients, Targets
+from cutefce.ops.primitives.rows import RankOne, RowCoefficients, Targets
+from tests.support import rank_one
 from tests.support.non_finite import ROW, assert_same_kind, broken_case, names, torch_result
 from tests.support.reference import Case, assert_as_accurate, evaluate, ours, random_case
 from tests.support.row_reductions import merged, reduced
@@ -535,6 +537,39 @@ def test_the_last_step_of_dx_ignores_what_an_ignored_row_holds(out_dtype: torch.
 
 @pytest.mark.gpu
 @with_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", rank_one.SHAPES, ids=str)
+def test_dx_with_a_matrix_of_rank_one(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    gradients = primitives(CONFIGS[0], dtype).gradients
+    rank_one.check_dx(gradients, shape, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", rank_one.SHAPES, ids=str)
+@pytest.mark.parametrize("config", ARCH.grad_gemm_configs(), ids=str)
+def test_dw_with_a_matrix_of_rank_one(
+    config: GemmConfig, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    configs = dataclasses.replace(with_project_exp(CONFIGS[0]), grad_weight=config)
+    rank_one.check_dw(with_configs(configs, dtype).gradients, shape, dtype, "cuda")
+
+
+@pytest.mark.parametrize("arch", [ARCHS[0], ARCHS[1]], ids=lambda arch: arch.name)
+def test_kernels_with_a_matrix_of_rank_one_are_clean(arch: Arch) -> None:
+    pytest.importorskip("cutlass")
+    default = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
+    kernels = spec.kernel_set(arch, "bfloat16", default)
+    plain = [kernels.finish_dx, kernels.finish_dx_fp32, kernels.grad_weight]
+    for kernel in plain:
+        if kernel is not None:
+            result, _ = report(dataclasses.replace(kernel, rank_one=True))
+            assert result.is_clean, result
+
+
+@pytest.mark.gpu
+@with_kernels
 @pytest.mark.parametrize("shape", [(17000, 64, 131072), (300, 8200, 262200)], ids=["N·V", "V·D"])
 def test_past_two_to_the_31(shape: tuple[int, int, int], strict: None) -> None:
     tokens, hidden, vocab = shape
@@ -649,20 +684,23 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     steps.repair_stored_exps(exps, case.h, case.w, 0, case.y, partial, stats)
     steps.recompute_exp(case.h, case.w, (0, 1024), logit, case.y, exps)
     coefficients = RowCoefficients(logit, stats.sum_exp_others)
+    matrix = RankOne(logit, torch.ones(64))
     for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX
-        gradients.finish_dx(out, case.h.float(), case.w, targets, coefficients)
+        for term in (None, matrix):
+            gradients.finish_dx(out, case.h.float(), case.w, targets, coefficients, term)
     scaled = torch.empty_like(case.h)
     gradients.scale_rows(scaled, case.h, logit)
     gradients.add_grad_hidden(case.h.float(), exps[:, :1500], case.w, accumulate=True)
     target_grad, sums = gradients.target_grad(case.h, logit, targets), case.w.float()
     out = torch.empty_like(case.w)
-    gradients.finish_dw(out, exps[:, :1500], scaled, target_grad, 0, logit[0])
+    for term in (None, RankOne(torch.ones(()).expand(1500), torch.ones(64))):
+        gradients.finish_dw(out, exps[:, :1500], scaled, target_grad, 0, logit[0], term)
     gradients.add_grad_weight(sums, exps[:, :1500], scaled, accumulate=True)
     gradients.add_target_grad(sums, target_grad, 0)
     gradients.scale_rows(torch.empty_like(case.w), sums, torch.ones(1500))
     names = ["TargetLogit", *["ProjectExp"] * 2, "ReducePartials", *["ProjectExp"] * 2]
-    gemms = [*["GradGemm"] * 3, "AddTargets"] if default.grad_weight else []
-    names += [*["ScaleAddRows"] * 3, *gemms, "ScaleAddRows"]
+    gemms = [*["GradGemm"] * 4, "AddTargets"] if default.grad_weight else []
+    names += [*["ScaleAddRows"] * 5, *gemms, "ScaleAddRows"]
     assert [kernel.__name__ for kernel in launched] == [f"{name}Spec" for name in names]
 
 

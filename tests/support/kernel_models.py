@@ -181,18 +181,25 @@ def _fused_forward(
 
 
 def _scale_add_rows(
-    _: Any,
+    kernel: spec.ScaleAddRowsSpec,
     out: Tensor,
     x: Tensor,
     table: Tensor | None,
     row_scale: Tensor,
     gather_scale: Tensor | None,
     index: Tensor | None,
+    rank_one: tuple[Tensor, Tensor] | None,
 ) -> None:
+    assert (rank_one is not None) == kernel.rank_one
     total = row_scale[:, None] * x.float()
     if table is not None and gather_scale is not None and index is not None:
         total = total + gather_scale[:, None] * table[index].float()
-        total[(row_scale == 0) & (gather_scale == 0)] = 0
+        is_zero = (row_scale == 0) & (gather_scale == 0)
+        if rank_one is not None:
+            factor, row = rank_one
+            total = total + factor[:, None] * row
+            is_zero &= factor == 0
+        total[is_zero] = 0
     out[:] = total.to(out.dtype)
 
 
@@ -202,6 +209,7 @@ def _grad_gemm(
     b: Tensor,
     out: Tensor,
     targets: Any,
+    rank_one: tuple[Tensor, Tensor] | None,
     semaphores: Tensor,
     clusters: int,
     k_splits: int | None,
@@ -211,7 +219,10 @@ def _grad_gemm(
     assert counters.tolist() == [0] * kernel.semaphore_count(clusters)
     counters.fill_(1)
     assert (k_splits is None) == (overwrite is None) == kernel.final
+    assert (rank_one is not None) == kernel.rank_one
     product = a.float() @ b.float().t()
+    if rank_one is not None:
+        product += rank_one[0][:, None] * rank_one[1]
     if kernel.final:
         *csr, grad_scale = targets
         _add_targets(None, product, *csr)
