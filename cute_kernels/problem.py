@@ -43,6 +43,11 @@ class Problem:
     """Ranks that split the vocabulary; `vocab` is the size of one shard."""
     sequence_parallel: bool = False
     """Whether each rank is given the hidden states of `tokens` / `ranks` rows."""
+    grad_bias: bool = False
+    wide_grad_weight: bool = False
+    """Whether dW is in the dtype of sums, as of a float32 weight beside 16-bit hidden states."""
+    tile_copies: int = 0
+    """Copies of a tile of logits that options of the loss make in plain torch."""
 
     @property
     def item_bytes(self) -> int:
@@ -58,5 +63,11 @@ class Problem:
     def gradient_bytes(self) -> int:
         """Bytes of the requested gradients."""
         tokens = self.tokens // self.ranks if self.sequence_parallel else self.tokens
-        rows = (tokens if self.grad_hidden else 0) + (self.vocab if self.grad_weight else 0)
-        return rows * self.hidden * self.item_bytes
+        dx = tokens * self.hidden * self.item_bytes * self.grad_hidden
+        dw = self.vocab * self.hidden * self.grad_weight_bytes * self.grad_weight
+        return dx + dw + self.vocab * self.item_bytes * self.grad_bias
+
+    @property
+    def grad_weight_bytes(self) -> int:
+        """Bytes per element of dW."""
+        return self.accumulator_bytes if self.wide_grad_weight else self.item_bytes

@@ -15,6 +15,7 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.variant import IDENTITY as IDENTITY
 from cutefce.cute_kernels.variant import PLAIN as PLAIN
+from cutefce.cute_kernels.variant import PREBUILT
 from cutefce.cute_kernels.variant import SUM_ONLY as SUM_ONLY
 from cutefce.cute_kernels.variant import KernelVariant as KernelVariant
 from cutefce.cute_kernels.variant import LogitTransform as LogitTransform
@@ -264,14 +265,21 @@ def kernel_set(
     )
 
 
+MANY_TOKENS = 8192
+"""Tokens whose default configuration the prebuilt variants have."""
+
+
 def all_kernels(arch: Arch) -> list[KernelSpec]:
     """Return the kernels of every prebuilt and verified configuration on `arch`, each once.
 
-    These configurations are the defaults and common winners.
+    These configurations are the defaults and common winners; those of variants are fewer.
     """
     gradients = arch.grad_gemm_configs() or (None,)
     sets = [
         kernel_set(arch, dtype, KernelConfigs(config, gradient, gradient))
         for dtype, config, gradient in product(arch.dtypes, arch.prebuilt_configs(), gradients)
     ]
+    gradient, default = gradients[0], arch.default(MANY_TOKENS)
+    configs = KernelConfigs(default, gradient, gradient)
+    sets += [kernel_set(arch, arch.dtypes[0], configs, variant) for variant in PREBUILT]
     return list(dict.fromkeys(kernel for kernels in sets for kernel in kernels.all()))

@@ -10,13 +10,19 @@ from importlib.util import find_spec
 from cutefce.version import __version__ as __version__
 
 if find_spec("torch") is not None:
-    from cutefce.ops.interface.api import LinearCrossEntropyLoss, linear_cross_entropy, plan
+    from cutefce.ops.interface.api import LossOutput, linear_cross_entropy
+    from cutefce.ops.interface.log_probs import LogProbs, linear_log_probs
+    from cutefce.ops.interface.module import LinearCrossEntropyLoss
+    from cutefce.ops.interface.plan import plan
     from cutefce.ops.primitives.dispatch import backend_for, set_strict
 
     __all__ = [
         "LinearCrossEntropyLoss",
+        "LogProbs",
+        "LossOutput",
         "backend_for",
         "linear_cross_entropy",
+        "linear_log_probs",
         "plan",
         "set_strict",
     ]

@@ -1,10 +1,12 @@
 """One call of the loss, folder by folder, in the order in which it passes through them.
 
     interface/    1. the public functions; where a user error is raised: `checks.py`
+    operators/    the operators that autograd and compilers see, and their derivatives
     planning/     2. where the plan is made: `planner.py`, and where memory is predicted:
                      `memory_model.py`
     strategies/   3. the order of the steps: vocabulary windows, or gradients in the forward
     primitives/   4. the steps, on the CuTe DSL kernels or in plain torch
+    rows/         per-token data of all steps: targets, options, statistics, coefficients
     parallel/     across ranks: vocabulary and tokens sharded over a process group
 
 `schema.py` makes operators' schemas of the option records; `torch_compat.py` has every private name

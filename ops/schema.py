@@ -13,12 +13,14 @@ from typing import Any, TypeVar, cast
 R = TypeVar("R", bound="OperatorRecord")
 
 
-def argument(kind: str, *, in_key: bool = True, **options: Any) -> Any:
+def argument(kind: str, *, in_key: bool = True, is_public: bool = True, **options: Any) -> Any:
     """Return a dataclass field that is an operator's argument of the schema type `kind`.
 
-    `in_key` says that checks or the choice of primitives depend on it.
+    `in_key` says that checks or the choice of primitives depend on it, `is_public` that users of
+    `torch.ops.cutefce` can give it.
     """
-    return dataclasses.field(metadata={"schema": kind, "in_key": in_key}, **options)
+    metadata = {"schema": kind, "in_key": in_key, "is_public": is_public}
+    return dataclasses.field(metadata=metadata, **options)
 
 
 class OperatorRecord:
@@ -30,10 +32,15 @@ class OperatorRecord:
         return _names(cast(Any, cls))
 
     @classmethod
-    def schema(cls) -> str:
-        """Return this record's part of a schema, for example "str reduction='mean'"."""
+    def schema(cls, public: bool = False) -> str:
+        """Return this record's part of a schema, for example "str reduction='mean'".
+
+        With `public`, without arguments that are not.
+        """
         parts = []
         for field in _arguments(cls):
+            if public and not field.metadata["is_public"]:
+                continue
             has_default = field.default is not dataclasses.MISSING
             default = f"={field.default!r}" if has_default else ""
             parts.append(f"{field.metadata['schema']} {field.name}{default}")

@@ -113,6 +113,21 @@ def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
     return cast(Tensor, ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", ranks, group)))
 
 
+def check_at_run_time(condition: Any, message: str) -> None:
+    """Have a traced graph raise RuntimeError with `message` unless `condition`, a SymBool."""
+    torch._check(condition, message.__str__)
+
+
+def capture_id() -> int | None:
+    """Return a number of the CUDA graph capture that the current stream is in, None if in none."""
+    if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
+        return None
+    from cuda.bindings import runtime  # type: ignore[import-untyped]
+
+    _, _, number, *_ = runtime.cudaStreamGetCaptureInfo(torch.cuda.current_stream().cuda_stream)
+    return int(number)
+
+
 def has_triton() -> bool:
     """Whether torch.compile can build GPU kernels."""
     from torch.utils._triton import has_triton

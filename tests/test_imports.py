@@ -27,10 +27,13 @@ OPS_LAYERS = (
     "cutefce.ops.schema",
     "cutefce.ops.planning",
     "cutefce.ops.interface.checks",
+    "cutefce.ops.interface.option_checks",
     "cutefce.ops.interface.options",
+    "cutefce.ops.rows",
     "cutefce.ops.primitives",
     "cutefce.ops.strategies",
     "cutefce.ops.parallel",
+    "cutefce.ops.operators",
     "cutefce.ops.interface",
 )
 

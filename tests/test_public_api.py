@@ -9,17 +9,25 @@ import cutefce
 
 SCHEMA = (
     "cutefce::loss{name}(Tensor input, Tensor linear_weight, Tensor target, *, "
-    "str reduction='mean', int ignore_index=-100, {workspace}, Tensor? denominator=None, "
-    "str? group=None, int[]? shards=None, bool sequence_parallel=False) -> Tensor"
+    "str reduction='mean', int ignore_index=-100, float label_smoothing=0., float z_loss=0., "
+    "float logit_scale=1., float? softcap=None, {workspace}, Tensor? linear_bias=None, "
+    "Tensor? weight=None, Tensor? token_weights=None, Tensor? temperature=None, "
+    "Tensor? denominator=None, str? group=None, int[]? shards=None, "
+    "bool sequence_parallel=False) -> Tensor"
 )
 SIGNATURES = {
     "backend_for": "input linear_weight",
     "set_strict": "(enabled: bool) -> None",
     "linear_cross_entropy": "input linear_weight target linear_bias weight reduction ignore_index "
-    "label_smoothing options workspace denominator group shards sequence_parallel",
+    "label_smoothing options token_weights z_loss logit_scale softcap temperature return_lse "
+    "workspace denominator group shards sequence_parallel",
+    "linear_log_probs": "input linear_weight target outputs linear_bias logit_scale softcap "
+    "temperature ignore_index workspace group shards sequence_parallel",
+    "LossOutput": "loss lse",
+    "LogProbs": "log_probs lse entropy sum_p_squared mean_logit is_top1 argmax",
     "plan": "input linear_weight reduction workspace group shards sequence_parallel",
     "LinearCrossEntropyLoss": "in_features num_classes out_features bias device dtype reduction "
-    "weight ignore_index label_smoothing options workspace",
+    "weight ignore_index label_smoothing options z_loss logit_scale softcap workspace",
 }
 """Whole signatures, or the names of the arguments."""
 
@@ -50,9 +58,15 @@ def test_schema_of_the_operator(overload: str, name: str, workspace: str) -> Non
 def test_every_name_can_be_called() -> None:
     h, w = H.clone().requires_grad_(), W.clone().requires_grad_()
     expected = torch.nn.functional.cross_entropy(H @ W.t(), Y)
-    torch.testing.assert_close(cutefce.linear_cross_entropy(h, w, Y).detach(), expected)
+    loss = cutefce.linear_cross_entropy(h, w, Y).detach()
+    torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.ops.cutefce.loss(H, W, Y), expected)
     torch.testing.assert_close(torch.ops.cutefce.loss(H, W, Y, workspace="min"), expected)
+    named = cutefce.linear_cross_entropy(H, W, Y, return_lse=True)
+    assert isinstance(named, cutefce.LossOutput) and torch.equal(named.loss, loss)
+    rows = cutefce.linear_log_probs(H, W, Y, outputs=("lse",))
+    assert isinstance(rows, cutefce.LogProbs)
+    torch.testing.assert_close(-rows.log_probs.sum() / 5, expected)
     head = cutefce.LinearCrossEntropyLoss(16, 40)
     head.load_state_dict({"linear.weight": W})
     torch.testing.assert_close(head(H, Y).detach(), expected)

@@ -14,9 +14,10 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning import planner
-from cutefce.ops.primitives import rows
 from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
-from cutefce.ops.primitives.rows import RowCoefficients, Targets, sum_dtype
+from cutefce.ops.rows import targets as rows
+from cutefce.ops.rows.coefficients import RowCoefficients
+from cutefce.ops.rows.targets import Targets, sum_dtype
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.dw_views import aliased_views
 from cutefce.ops.strategies.grad_accumulator import GradAccumulator
@@ -34,7 +35,7 @@ def loss_inputs(
 ) -> LossInputs[Any, Any]:
     """Return the operands of a step with this `reduction`."""
     h, w = primitives.projection.prepare(case.h, case.w)
-    return LossInputs(primitives, h, w, make_targets(case, reduction), h.dtype)
+    return LossInputs(primitives, h, w, make_targets(case, reduction), h.dtype, h.dtype)
 
 
 def default_plan(case: TuningCase) -> planner.Plan:
@@ -70,7 +71,7 @@ def smallest_step(
     loss, stats = windows.forward(inputs, stored)
     upstream = make_targets(case, "mean").loss_scale(sum_dtype(h.dtype))
     step = stats, stored, upstream, window, True
-    return loss, windows.backward(inputs, *step, dw, plan.aliased > 0), dw
+    return loss, windows.backward(inputs, *step, dw, None, plan.aliased > 0), dw
 
 
 def smallest_step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
@@ -90,7 +91,7 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
     loss, stats = windows.forward(inputs, stored)
     recomputed = h.new_empty(h.shape[0], window)
     first, last = list(windows.split_windows(vocab, 0, window))[-1]
-    rows = stats.reference, inputs.targets.index, recomputed
+    rows = stats.reference, inputs.targets, recomputed
     primitives.projection.recompute_exp(h, w, (first, last), *rows)
     # the smallest float16 exponentials underflow, relative to sums of at most FLOAT16_TOTAL
     floor = 2.0**-28 if dtype == torch.float16 else 1e-30
@@ -125,7 +126,7 @@ def _gradients_in_forward_outputs(
     stored, chunk = round_up(w.shape[0], block), ceil_div(h.shape[0], 2)
     loss_scale = targets.loss_scale(sum_dtype(h.dtype))
     dx, dw = (GradAccumulator.empty(torch.empty_like(x), loss_scale.dtype) for x in (h, w))
-    gradients_in_forward(inputs, loss_scale, stored, chunk, dx, dw)
+    gradients_in_forward(inputs, loss_scale, stored, chunk, dx, dw, None)
     scale_rows = inputs.primitives.gradients.scale_rows
     finished = [sums.finish(scale_rows, loss_scale) for sums in (dx, dw)]
     return _gradients(" of gradients in the forward", *finished)

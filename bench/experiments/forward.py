@@ -17,7 +17,7 @@ from bench.harness.problems import Shape, random_inputs
 from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.dispatch import primitives_for, problem_of
-from cutefce.ops.primitives.rows import Targets
+from cutefce.ops.rows.targets import Targets
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.windows import LossInputs
 
@@ -101,7 +101,7 @@ def _calls(shape: Shape) -> dict[str, Call]:
 
     def with_exps_stored() -> None:
         targets = Targets(y, shape.vocab, LossOptions())
-        windows.forward(LossInputs(primitives, h, w, targets, h.dtype), [(0, z)])
+        windows.forward(LossInputs(primitives, h, w, targets, h.dtype, h.dtype), [(0, z)])
 
     calls: dict[str, Call] = {"GEMM": lambda: torch.mm(h, w.t(), out=z), "cutefce": loss}
     if z.nbytes <= MAX_STORED_BYTES:

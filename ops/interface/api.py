@@ -1,24 +1,22 @@
 """The public call, with the names and defaults of torch's `linear_cross_entropy`."""
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cutefce.ops import torch_compat
-from cutefce.ops.interface import checks
-from cutefce.ops.interface.call import loss
-from cutefce.ops.interface.context import autocast
-from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions
-from cutefce.ops.interface.plans import plan_for
+from cutefce.ops.interface import checks, option_checks
+from cutefce.ops.interface.call import loss, loss_and_lse
+from cutefce.ops.interface.positions import loss_of_positions
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.parallel.dtensor import localize, replicated
-from cutefce.ops.planning.planner import Plan
-from cutefce.ops.primitives.dispatch import copied_item_bytes
+from cutefce.ops.parallel.dtensor import localize, localize_options, replicated
 
 
+@overload
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -30,48 +28,97 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     options: Any = None,
+    token_weights: Tensor | None = None,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: Tensor | float = 1.0,
+    return_lse: Literal[False] = False,
     workspace: int | str | None = None,
     denominator: Tensor | float | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
-) -> Tensor:
+) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(*arguments: Any, return_lse: bool, **options: Any) -> "LossOutput": ...
+
+
+def linear_cross_entropy(  # type: ignore[misc]
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+    token_weights: Tensor | None = None,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: Tensor | float = 1.0,
+    return_lse: bool = False,
+    workspace: int | str | None = None,
+    denominator: Tensor | float | None = None,
+    group: ProcessGroup | None = None,
+    shards: Sequence[int] | None = None,
+    sequence_parallel: bool = False,
+) -> "Tensor | LossOutput":
     """Cross entropy of softmax(input @ linear_weight.T) against target, without the logits.
 
-    The parameters are those of `torch.nn.functional.linear_cross_entropy`, a `workspace`, a
-    `denominator`, and a `group` of ranks over which the vocabulary is sharded.  A `linear_weight`
-    that is a DTensor with placement Shard(0) selects its group itself beside an `input` that is a
-    DTensor, and needs `group` beside a plain one.  An `input` with Shard(dim of tokens) selects
-    `sequence_parallel`; gradients have the placements of their tensors.
+    The parameters are those of `torch.nn.functional.linear_cross_entropy`, what models and trainers
+    do to logits and losses, a `workspace`, a `denominator`, and a `group` of ranks over which the
+    vocabulary is sharded.  A `linear_weight` that is a DTensor with placement Shard(0) selects its
+    group itself beside an `input` that is a DTensor, and needs `group` beside a plain one.  An
+    `input` with Shard(dim of tokens) selects `sequence_parallel`; gradients have the placements of
+    their tensors.
+
+    The logits are softcap(logit_scale * input @ linear_weight.T + linear_bias) / temperature.
 
     Args:
         input: (..., D) hidden states, bfloat16, float16, float32 or float64.
-        linear_weight: (V, D), of input's dtype and device.
+        linear_weight: (V, D), of input's dtype and device; or (V, d_1, ..., d_K, D) for a loss of
+            K dimensions, with input (N, D) and target (N, d_1, ..., d_K).
         target: (...) integer class indices in [0, V), or `ignore_index`.
-        reduction: "mean" over the targets that are not ignored (0 if all are), "sum" or "none".
+        linear_bias: (V,) or (V, d_1, ..., d_K) floating-point, added to the logits before the
+            softcap.
+        weight: (V,) factor of each class's losses.
+        reduction: "mean" over the targets that are not ignored (0 if all are), each counting as
+            its weight; "sum" or "none".
         ignore_index: tokens with this target have loss 0 and gradient 0; None is -100.
+        label_smoothing: ε from 0 to 1, part of the target's probability that all classes share.
+        options: torch's chunking options; not served, use `workspace`.
+        token_weights: (...) factor of each token's loss.  A token with 0 is ignored.
+        z_loss: λ >= 0: λ lse² is added to the loss of a token, before its weights.
+        logit_scale: factor of the products of input and linear_weight; not 0.
+        softcap: bound c > 0 of the logits, c tanh(x / c); not with label_smoothing.
+        temperature: divisor of the logits after the softcap, > 0; a number, or () or (...).
+        return_lse: whether to return a `LossOutput` of the loss and the log-sum-exps.
         workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for
             speed; "min", "max", or None for 2.5 GiB.
-        denominator: divisor of "mean", a number or () on input's device, so that microbatches, or
+        denominator: divisor of "mean", a number or a tensor () or (1,), so that microbatches, or
             ranks with different tokens, add up to the mean of one large batch.  With 0 the loss
             is 0.
         group: process group whose ranks hold consecutive parts (V_k, D) of the weight, in rank
-            order.  Targets are global ids; they and all other arguments are the same on every
-            rank, and so are the loss and the gradient of input.
+            order, and of the bias.  Targets are global ids; they and all other arguments, weight
+            (V,) of all classes too, are the same on every rank, and so are the loss and the
+            gradient of input.
         shards: V_k of every rank; None if they are equal.
         sequence_parallel: input holds this rank's equal share of the first dimension, in rank
             order, and so does its gradient.  Targets, and losses with "none", are those of all
             tokens.
-        linear_bias: not served yet.
-        weight: not served yet.
-        label_smoothing: not served yet.
-        options: torch's chunking options; not served, use `workspace`.
 
     Returns:
-        () or, with "none", (...): float32, or float64 for float64 inputs.
+        () or, with "none", (...): float32, or float64 for float64 inputs.  With `return_lse`, a
+        `LossOutput`.
 
     Raises:
-        NotImplementedError: naming an argument that is not served yet.
+        NotImplementedError: naming an argument, or two together, that are not served.
         TypeError, ValueError: naming the argument, what was got and what is expected.  What one
             rank of the group raises before the ranks meet, all raise.
         RuntimeError: if another rank of the group failed, or made no such call in time.
@@ -82,26 +129,91 @@ def linear_cross_entropy(
     of "From Projection to Prediction: Beyond Logits for Scalable Language Models",
     arXiv 2511.17599.
     """
+    given: dict[str, Any] = {}  # a call without options pays for none
+    if linear_bias is not None:
+        given["linear_bias"] = linear_bias
+    if weight is not None:
+        given["weight"] = weight
+    if token_weights is not None:
+        given["token_weights"] = token_weights
+    if softcap is not None:
+        given["softcap"] = softcap
+    if type(label_smoothing) is not float or label_smoothing:
+        given["label_smoothing"] = label_smoothing
+    if type(z_loss) is not float or z_loss:
+        given["z_loss"] = z_loss
+    if type(logit_scale) is not float or logit_scale != 1:
+        given["logit_scale"] = logit_scale
+    if type(temperature) is not float or temperature != 1:
+        given["temperature"] = temperature
+    run: Callable[..., LossOutput] = _loss
+    if isinstance(linear_weight, Tensor) and linear_weight.ndim > 2:
+        run = functools.partial(loss_of_positions, _loss)
+    result = run(
+        input,
+        linear_weight,
+        target,
+        given,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        options=options,
+        return_lse=return_lse,
+        workspace=workspace,
+        denominator=denominator,
+        group=group,
+        shards=shards,
+        sequence_parallel=sequence_parallel,
+    )
+    return result if return_lse else result.loss
+
+
+class LossOutput(NamedTuple):
+    """The results of `linear_cross_entropy` with `return_lse`."""
+
+    loss: Tensor
+    """() or, with reduction "none", (...)"""
+    lse: Tensor | None
+    """(...) the log-sum-exp of each token's logits, without gradient; 0 if ignored."""
+
+
+def _loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    given: dict[str, Any],
+    *,
+    ignore_index: int | None,
+    workspace: int | str | None,
+    denominator: Tensor | float | None,
+    options: Any,
+    return_lse: bool,
+    group: ProcessGroup | None,
+    shards: Sequence[int] | None,
+    sequence_parallel: bool,
+    reduction: str,
+) -> LossOutput:
+    """Return the loss of `linear_cross_entropy` of one dimension.
+
+    More than eight parameters: they are those of `linear_cross_entropy`, but for its options of
+    logits and losses, which are in `given` unless they have their defaults.
+    """
     report = report_errors.of(group, linear_weight)
     try:
-        given = linear_bias is not None or weight is not None or options is not None
-        if given or type(label_smoothing) not in (float, int) or label_smoothing:
-            checks.refuse_unserved(
-                linear_bias=linear_bias,
-                weight=weight,
-                label_smoothing=label_smoothing,
-                options=options,
-            )
+        if options is not None:
+            checks.refuse_unserved(options=options)
         if workspace is not None:
             checks.workspace_bytes(workspace)
         if ignore_index is not None:
             checks.check_ignore_index(ignore_index)
         if denominator is not None:
-            denominator = _as_tensor(denominator, input.device)
+            denominator = as_tensor("denominator", denominator, input.device)
         call = localize(input, linear_weight, target, group, shards, sequence_parallel)
+        local = localize_options(call, with_tensors(given, input.device)) if given else given
         # transforms see the derivatives of a function, not of an operator that it calls
-        run = loss if torch_compat.is_transformed() else torch.ops.cutefce.loss
-        result: Tensor = run(
+        function = loss_and_lse if return_lse else loss
+        is_operator = not torch_compat.is_transformed()
+        run: Any = getattr(torch.ops.cutefce, function.__name__) if is_operator else function
+        result = run(
             call.h,
             call.w,
             call.y,
@@ -112,147 +224,53 @@ def linear_cross_entropy(
             group=call.group,
             shards=call.shards,
             sequence_parallel=call.sequence_parallel,
+            **local,
         )
-        return result.movedim(0, call.dim) if result.ndim else result
+        value, lse = result if return_lse else (result, None)
+        if value.ndim:
+            value = value.movedim(0, call.dim)
+        return LossOutput(value, None if lse is None else lse.movedim(0, call.dim))
     except Exception as error:
-        # an error of the dispatcher names no argument; looking for it first would take time
-        tensors = {"input": input, "linear_weight": linear_weight, "target": target}
-        wrong = checks.type_error(
-            **tensors, reduction=reduction, shards=shards, sequence_parallel=sequence_parallel
-        )
-        if report is not None:
-            report.publish(wrong or error)
+        named = {"input": input, "linear_weight": linear_weight, "target": target, **given}
+        named |= {"workspace": workspace, "ignore_index": ignore_index, "shards": shards}
+        named |= {"reduction": reduction, "denominator": denominator}
+        raise_named(error, report, **named, sequence_parallel=sequence_parallel)
+
+
+def raise_named(error: Exception, report: report_errors | None, **arguments: Any) -> NoReturn:
+    """Raise the TypeError of the first argument that is not of its type, or `error`, on all ranks.
+
+    An error of the dispatcher names no argument; looking for it before each call would take time.
+    """
+    wrong = checks.type_error(**arguments)
+    if report is not None:
+        report.publish(wrong or error)
+    try:
         if wrong is not None:
             raise wrong from None
-        raise
+        raise error
+    finally:
+        del error, wrong  # in this frame they would be reference cycles, which hold the group
 
 
-def _as_tensor(denominator: Tensor | float, device: torch.device) -> Tensor:
-    """Return a denominator as a tensor, a number's on `device`."""
-    checks.check_type("denominator", denominator)
-    if isinstance(denominator, Tensor):
-        return replicated("denominator", denominator)
+def with_tensors(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return options by name, a temperature that is a number as a tensor on `device`."""
+    if "temperature" not in given or isinstance(given["temperature"], Tensor):
+        return given
+    temperature = given["temperature"]
+    checks.check_type("temperature", temperature)
+    option_checks.check_temperature(temperature)
+    return given | {"temperature": as_tensor("temperature", temperature, device)}
+
+
+def as_tensor(name: str, value: Tensor | float, device: torch.device) -> Tensor:
+    """Return the argument `name` as a tensor, a number's on `device`."""
+    checks.check_type(name, value)
+    if isinstance(value, Tensor):
+        return replicated(name, value)
     if torch.compiler.is_compiling():  # a constant would be compiled for each value
-        return torch.ones((), dtype=torch.float64, device=device) * denominator
+        return torch.ones((), dtype=torch.float64, device=device) * value
     try:
-        return torch.full((), float(denominator), dtype=torch.float64, device=device)
+        return torch.full((), float(value), dtype=torch.float64, device=device)
     except OverflowError:
-        raise ValueError("denominator: got an integer beyond the range of a float") from None
-
-
-def plan(
-    input: Tensor,
-    linear_weight: Tensor,
-    *,
-    reduction: str = "mean",
-    workspace: int | str | None = None,
-    group: ProcessGroup | None = None,
-    shards: Sequence[int] | None = None,
-    sequence_parallel: bool = False,
-) -> Plan:
-    """Return how `linear_cross_entropy` would run with these arguments; print it to read it.
-
-    Args:
-        input: (..., D) hidden states.  Set requires_grad on input, linear_weight or both, as for
-            the call.
-        linear_weight: (V, D).
-        reduction: as for the call, and so are the other arguments.
-        workspace: peak memory, as for the call.
-        group: process group over which the vocabulary is sharded.
-        shards: rows of every rank's weight.
-        sequence_parallel: whether input holds this rank's share of the tokens.
-
-    Returns:
-        Strategy, window, columns aliased and kept, and predicted memory (bytes) and time (seconds).
-    """
-    wrong = checks.type_error(
-        input=input,
-        linear_weight=linear_weight,
-        reduction=reduction,
-        shards=shards,
-        sequence_parallel=sequence_parallel,
-    )
-    if wrong is not None:
-        raise wrong
-    target = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
-    call = localize(input, linear_weight, target, group, shards, sequence_parallel)
-    options = LossOptions(reduction)
-    sharding = Sharding(call.group, call.shards, call.sequence_parallel)
-    options.check()
-    sharding.ranks()
-    h, w = autocast(call.h, call.w)
-    checks.check_tensors(h, w, call.y.new_empty(h.shape[:-1]))
-    sharding.check(w)
-    rows, budget = h.reshape(-1, h.shape[-1]), checks.workspace_bytes(workspace)
-    copied = copied_item_bytes(call.h, rows), copied_item_bytes(call.w, w)
-    step = StepOptions(budget, h.requires_grad, w.requires_grad, *copied)
-    return plan_for(rows, w, step, options, sharding)
-
-
-class LinearCrossEntropyLoss(nn.Module):
-    """A linear head and its cross entropy, with the names of `torch.nn.LinearCrossEntropyLoss`.
-
-    `linear.weight` (num_classes, in_features) is the head's parameter, as in torch's module, so
-    state dicts can be exchanged; sharded by vocabulary, as a DTensor beside an input that is one,
-    it selects the group that shares the loss.  The other arguments are those of
-    `linear_cross_entropy`.
-
-    Shapes: forward takes input (..., in_features) and target (...).
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        num_classes: int,
-        *,
-        out_features: tuple[int, ...] = (),
-        bias: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        reduction: str = "mean",
-        weight: Tensor | None = None,
-        ignore_index: int | None = None,
-        label_smoothing: float = 0.0,
-        options: Any = None,
-        workspace: int | str | None = None,
-    ) -> None:
-        """Make the head; the parameters are those of torch's module and `workspace`."""
-        super().__init__()
-        checks.check_type("reduction", reduction)
-        if ignore_index is not None:
-            checks.check_ignore_index(ignore_index)
-        checks.check_reduction(reduction)
-        checks.workspace_bytes(workspace)
-        checks.refuse_unserved(
-            out_features=out_features,
-            bias=bias,
-            weight=weight,
-            label_smoothing=label_smoothing,
-            options=options,
-        )
-        self.linear = nn.Linear(in_features, num_classes, bias=False, device=device, dtype=dtype)
-        self.reduction = reduction
-        self.ignore_index = ignore_index
-        self.workspace = workspace
-
-    def forward(
-        self, input: Tensor, target: Tensor, denominator: Tensor | float | None = None
-    ) -> Tensor:
-        """Return the loss of input (..., in_features) against target (...)."""
-        checks.check_linear(self.linear)
-        return linear_cross_entropy(
-            input,
-            self.linear.weight,
-            target,
-            reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            workspace=self.workspace,
-            denominator=denominator,
-        )
-
-    def extra_repr(self) -> str:
-        """Show what differs from call to call."""
-        return (
-            f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, "
-            f"workspace={self.workspace!r}"
-        )
+        raise ValueError(f"{name}: got an integer beyond the range of a float") from None

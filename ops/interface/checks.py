@@ -19,6 +19,8 @@ from cutefce.ops.planning import planner
 
 DTYPES = {getattr(torch, name) for name in ITEM_BYTES}
 REDUCTIONS = ("mean", "sum", "none")
+OUTPUTS = ("lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax")
+"""What `linear_log_probs` can return beside the log-probabilities."""
 INTEGERS = Integral, torch.SymInt
 NUMBERS = Real, torch.SymInt, torch.SymFloat
 
@@ -29,7 +31,17 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "reduction": ((str,), "a string"),
     "ignore_index": ((*INTEGERS, type(None)), "an integer or None"),
     "workspace": ((*INTEGERS, str, type(None)), 'bytes as an integer, "min", "max" or None'),
+    "linear_bias": ((Tensor, type(None)), "a tensor or None"),
+    "weight": ((Tensor, type(None)), "a tensor or None"),
+    "token_weights": ((Tensor, type(None)), "a tensor or None"),
+    "temperature": ((Tensor, *NUMBERS), "a number or a tensor"),
     "denominator": ((Tensor, *NUMBERS, type(None)), "a number, a tensor or None"),
+    "label_smoothing": (NUMBERS, "a number"),
+    "z_loss": (NUMBERS, "a number"),
+    "logit_scale": (NUMBERS, "a number"),
+    "softcap": ((*NUMBERS, type(None)), "a number or None"),
+    "out_features": ((Sequence,), "a tuple of integers"),
+    "outputs": ((Sequence,), "a sequence of strings"),
     "shards": ((Sequence, type(None)), "a sequence of integers or None"),
     "sequence_parallel": ((bool,), "a bool"),
 }
@@ -88,7 +100,7 @@ def check_tensors(h: Tensor, w: Tensor, y: Tensor, parts: int = 1) -> None:
                 f"pass {name}.full_tensor(), or call cutefce.linear_cross_entropy with a "
                 "linear_weight that is sharded over the vocabulary"
             )
-        _check_layout(name, x)
+        check_layout(name, x)
     _check_dtypes(h, w, y)
     _check_shapes(h, w, y, parts)
     for name, x in (("linear_weight", w), ("target", y)):
@@ -96,7 +108,8 @@ def check_tensors(h: Tensor, w: Tensor, y: Tensor, parts: int = 1) -> None:
             raise ValueError(f"{name}: got device {x.device}, expected that of input, {h.device}")
 
 
-def _check_layout(name: str, x: Tensor) -> None:
+def check_layout(name: str, x: Tensor) -> None:
+    """Raise TypeError for a nested or a sparse tensor."""
     if x.is_nested:
         raise TypeError(f"{name}: got a nested tensor, expected a plain one; pass its values")
     if x.layout != torch.strided:
@@ -155,7 +168,7 @@ def _are_equal(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> bo
                 return False
         except RuntimeError:
             message = f"{name}: got size {size}, expected {other} to match the other arguments"
-            torch._check(size == other, message.__str__)
+            torch_compat.check_at_run_time(size == other, message)
     return True
 
 
@@ -163,24 +176,6 @@ def check_reduction(reduction: str) -> None:
     """Raise ValueError for an unknown reduction."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: got {reduction!r}, expected one of {REDUCTIONS}")
-
-
-def check_denominator(denominator: Tensor | None, h: Tensor, reduction: str) -> None:
-    """Raise ValueError unless it is () on h's device, for "mean"."""
-    if denominator is None:
-        return
-    if reduction != "mean":
-        raise ValueError(f'denominator: got one with reduction={reduction!r}, expected "mean"')
-    _check_layout("denominator", denominator)
-    if denominator.is_complex() or denominator.dtype == torch.bool:
-        raise TypeError(f"denominator: got dtype {denominator.dtype}, expected a real one")
-    if denominator.requires_grad:
-        raise ValueError("denominator: got one that requires grad, expected denominator.detach()")
-    if denominator.shape != () or denominator.device != h.device:
-        raise ValueError(
-            f"denominator: got shape {tuple(denominator.shape)} on {denominator.device}, "
-            f"expected () on input's device, {h.device}"
-        )
 
 
 def check_ignore_index(ignore_index: int) -> None:
@@ -239,18 +234,16 @@ def refuse_unserved(**arguments: Any) -> None:
 
 
 def check_linear(linear: Any) -> None:
-    """Raise TypeError unless the head is a plain `nn.Linear`, whose weight alone is used."""
+    """Raise TypeError unless the head is a plain `nn.Linear`, whose parameters alone are used."""
     hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         got = type(linear).__name__
-    elif linear.bias is not None:
-        got = "a bias"
     elif any(getattr(linear, name) for name in hooks):
         got = "hooks"
     else:
         return
     raise TypeError(
-        f"linear: got {got}, expected a torch.nn.Linear without bias and hooks: the loss uses its "
-        "weight and does not call it; merge an adapter into the weight, or apply fully_shard to "
-        "the module that holds it"
+        f"linear: got {got}, expected a torch.nn.Linear without hooks: the loss uses its "
+        "parameters and does not call it; merge an adapter into the weight, or apply fully_shard "
+        "to the module that holds it"
     )

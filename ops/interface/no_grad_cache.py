@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels import process_cache
-from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection, has_aligned_rows
 from cutefce.ops.primitives.dispatch import primitives_for, problem_of
 from cutefce.ops.primitives.interface import AnyPrimitives
@@ -29,10 +29,9 @@ def call_key(
     y: Tensor,
     workspace: int | str | None,
     options: LossOptions,
-    tensors: TensorOptions,
 ) -> CallKey | None:
-    """Return what the checks and primitives of a call depend on, None if it cannot be cached."""
-    if not tensors.is_cacheable or not is_on_current_gpu(h):
+    """Return what the checks and primitives of a plain call depend on, None if not cacheable."""
+    if not is_on_current_gpu(h):
         return None
     aligned = (h.data_ptr() | w.data_ptr()) % 16 == 0
     sizes = h.shape, w.shape, y.shape, h.stride(), w.stride(), y.stride()

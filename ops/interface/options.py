@@ -3,9 +3,9 @@
 Each record has its checks, and its part of the operators' schemas and of the no-grad cache's key.
 A new option is a field here, and code in the one home of its kind:
 
-    row coefficient    `ops.primitives.rows`: RowCoefficients and the loss of a token
-    logit transform    `cute_kernels.spec.LogitTransform`; the portable path has no hook for it yet,
-                       which belongs in `ops.primitives.elementwise`
+    row coefficient    `ops.primitives.loss_terms`: the loss of a token and its coefficients
+    rank one           `ops.primitives.loss_terms`: a term of the class row and its gradients
+    logit transform    `ops.primitives.logit_map`, and `cute_kernels.common.logit_transform`
     row reduction      `cute_kernels.spec.RowReductions` and `ops.primitives.elementwise`
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cutefce.ops.interface import checks
+from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.schema import OperatorRecord, argument
 
 
@@ -27,40 +27,116 @@ class LossOptions(OperatorRecord):
     ignore_index: int = argument("int", in_key=False, default=-100)
     """Tokens with this target have loss 0 and gradient 0; any integer will do."""
 
+    label_smoothing: float = argument("float", default=0.0)
+    """ε: part of the target's probability that all classes share."""
+    z_loss: float = argument("float", default=0.0)
+    """λ: factor of lse², which is added to the loss of a token."""
+    logit_scale: float = argument("float", default=1.0)
+    """a: factor of the products of hidden states and weight."""
+    softcap: float | None = argument("float?", default=None)
+    """c: bound of the logits, c tanh(x / c); None for no bound."""
+    outputs: str = argument("str", is_public=False, default="")
+    """What a call with reduction "outputs" returns, separated by commas: `row_outputs.OUTPUTS`."""
+
     @property
     def is_scalar(self) -> bool:
         """Whether the loss is a scalar, so that every token's loss has one upstream gradient."""
-        return self.reduction != "none"
+        return self.reduction in ("mean", "sum")
+
+    @property
+    def output_names(self) -> list[str]:
+        """The names in `outputs`."""
+        return self.outputs.split(",") if self.outputs else []
+
+    @property
+    def reduces_rows(self) -> bool:
+        """Whether outputs need reductions of the logits beside their log-sum-exp."""
+        reductions = {"entropy", "sum_p_squared", "is_top1", "argmax"}
+        return not reductions.isdisjoint(self.output_names)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether losses are plain cross entropies of the products of hidden states and weight."""
+        return not (self.label_smoothing or self.z_loss or self.transforms_logits)
 
     @property
     def scales_rows(self) -> bool:
         """Whether tokens' exponentials have factors beside upstream / T, of any sign."""
-        return False
+        return self.z_loss != 0
+
+    @property
+    def transforms_logits(self) -> bool:
+        """Whether logits are not the products of hidden states and weight."""
+        return self.logit_scale != 1 or self.softcap is not None
 
     def per_token(self) -> "LossOptions":
         """Return the same with a loss for each token."""
         return dataclasses.replace(self, reduction="none")
 
     def check(self) -> None:
-        """Raise ValueError for an unknown reduction."""
-        checks.check_reduction(self.reduction)
+        """Raise ValueError for an argument out of its range."""
+        if not self.outputs:
+            checks.check_reduction(self.reduction)
+        option_checks.check_outputs(self.output_names, self.softcap)
+        option_checks.check_numbers(
+            self.label_smoothing, self.z_loss, self.logit_scale, self.softcap
+        )
 
 
 @dataclass(frozen=True)
 class TensorOptions(OperatorRecord):
     """Options that are tensors, on the device of the hidden states."""
 
+    linear_bias: Tensor | None = argument("Tensor?", default=None)
+    """(V,) addend of the logits, before the softcap."""
+    weight: Tensor | None = argument("Tensor?", default=None)
+    """(V,) factor of each class's losses; of all ranks' classes."""
+    token_weights: Tensor | None = argument("Tensor?", default=None)
+    """(N,) factor of each token's loss; a token with 0 is ignored."""
+    temperature: Tensor | None = argument("Tensor?", default=None)
+    """() or (N,) divisor of the logits, after the softcap."""
     denominator: Tensor | None = argument("Tensor?", default=None)
-    """() divisor of "mean"; None for the number of active tokens."""
+    """() divisor of "mean"; None for the sum of the active tokens' weights."""
+    weight_cast: Tensor | None = argument("Tensor?", is_public=False, default=None)
+    """(V, D) a float32 weight in the dtype of 16-bit hidden states; its gradient is float32."""
 
     @property
-    def is_cacheable(self) -> bool:
-        """Whether a call may use the no-grad cache, which does not check tensors again."""
-        return self.denominator is None
+    def is_plain(self) -> bool:
+        """Whether none is given."""
+        return all(tensor is None for tensor in self.pack())
 
-    def check(self, h: Tensor, options: LossOptions) -> None:
-        """Raise TypeError or ValueError that names the argument."""
-        checks.check_denominator(self.denominator, h, options.reduction)
+    @property
+    def scales_rows(self) -> bool:
+        """Whether tokens differ in the factors of their losses or logits."""
+        per_token = self.temperature is not None and self.temperature.ndim > 0
+        return per_token or self.weight is not None or self.token_weights is not None
+
+    def check(self, h: Tensor, w: Tensor, y: Tensor, options: LossOptions, vocab: int) -> None:
+        """Raise TypeError or ValueError that names the argument; `vocab` is that of all ranks."""
+        if self.denominator is not None:
+            option_checks.check_denominator(self.denominator, h, options.reduction)
+        if self.linear_bias is not None:
+            option_checks.check_bias(self.linear_bias, h, w)
+        if self.weight is not None:
+            option_checks.check_factors("weight", self.weight, h, (vocab,))
+        if self.token_weights is not None:
+            option_checks.check_factors("token_weights", self.token_weights, h, y.shape)
+        if self.temperature is not None:
+            shape = y.shape if self.temperature.ndim else ()
+            option_checks.check_factors("temperature", self.temperature, h, shape)
+
+    def prepared(self, h: Tensor) -> "TensorOptions":
+        """Return the same with tokens' values as vectors (N,), scalars as () on h's device."""
+        weights, temperature, denominator = self.token_weights, self.temperature, self.denominator
+        if weights is not None:
+            weights = weights.reshape(-1)
+        if temperature is not None and temperature.ndim:
+            temperature = temperature.reshape(-1)
+        if denominator is not None and (denominator.ndim or denominator.device != h.device):
+            denominator = denominator.reshape(()).to(h.device)
+        return dataclasses.replace(
+            self, token_weights=weights, temperature=temperature, denominator=denominator
+        )
 
 
 @dataclass(frozen=True)
@@ -83,6 +159,10 @@ class Sharding(OperatorRecord):
         """Return the number of ranks that share the call; raise for what needs a group."""
         return checks.rank_count(self.group, self.shards, self.sequence_parallel)
 
+    def vocab(self, w: Tensor) -> int:
+        """Return the classes of all ranks' weights, w (V, D) being here."""
+        return sum(self.shards) if self.shards else w.shape[0] * self.ranks()
+
     def check(self, w: Tensor) -> None:
         """Raise ValueError unless `shards` are the rows of all ranks' weights, w being here."""
         checks.check_shards(self.group, self.shards, w)
@@ -98,6 +178,8 @@ class StepOptions(OperatorRecord):
     """Whether dX is computed."""
     grad_weight: bool = argument("bool")
     """Whether dW is computed."""
+    grad_bias: bool = argument("bool")
+    """Whether the gradient of the bias is computed."""
     copied_hidden: int = argument("int", default=0)
     """Bytes per element of the hidden states of which the operator gets a copy; 0 if of none."""
     copied_weight: int = argument("int", default=0)

@@ -1,7 +1,7 @@
 """Distributed tensors to the plain tensors and the group of a sharded call."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -116,6 +116,25 @@ def replicated(name: str, x: Tensor) -> Tensor:
             f"pass {name}.full_tensor()"
         )
     return x.to_local()
+
+
+def localize_options(call: LocalCall, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensor arguments of `TensorOptions`, by name, as this rank's plain tensors."""
+    local = dict(arguments)
+    for name in ("weight", "token_weights", "temperature"):
+        x = local.get(name)
+        if isinstance(x, Tensor):
+            x = replicated(name, x)
+            local[name] = x.movedim(call.dim, 0) if x.ndim > call.dim else x
+    bias = local.get("linear_bias")
+    if isinstance(bias, DTensor):
+        if bias.placements != (Shard(0),):
+            raise TypeError(
+                f"linear_bias: got a DTensor with placements {bias.placements}, expected "
+                "(Shard(0),), as of linear_weight"
+            )
+        local["linear_bias"] = bias.to_local()
+    return local
 
 
 def _shards(w: DTensor) -> list[int]:

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Generic
 import torch
 from torch import Tensor
 
+from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.interface import PartialT, Projection, forward_unfused
-from cutefce.ops.primitives.rows import RowStats, Targets
+from cutefce.ops.rows.outputs import PartialOutputs
+from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import Targets
 
 if TYPE_CHECKING:
     from cutefce.ops.parallel.shard import VocabShard
@@ -51,16 +54,28 @@ class ShardProjection(Generic[PartialT]):
         w: Tensor,
         window: tuple[int, int],
         reference: Tensor,
-        target: Tensor,
+        targets: Targets,
         exps: Tensor | None = None,
     ) -> PartialT:
-        return self.own.project_exp(h, w, window, reference, target, exps)
+        return self.own.project_exp(h, w, window, reference, targets, exps)
 
     def concat_partials(self, partials: Sequence[PartialT]) -> PartialT:
         return self.own.concat_partials(partials)
 
     def gather_partials(self, partial: PartialT, gather: Callable[[Tensor], Tensor]) -> PartialT:
         return self.own.gather_partials(partial, gather)
+
+    def partial_outputs(
+        self, partial: PartialT, target_logit: Tensor, options: LossOptions
+    ) -> PartialOutputs:
+        """Return those of all ranks, one part each."""
+        own = self.own.partial_outputs(partial, target_logit, options).combined()
+        if own.column is not None:
+            own = own._replace(column=own.column + self.shard.first)
+        given = [x for x in own if x is not None]
+        parts = iter(self.shard.all_gather(torch.cat(given, 1)).movedim(0, 2).unbind(1))
+        others = (None if x is None else next(parts) for x in own[1:])
+        return PartialOutputs(next(parts), *others)
 
     def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
         return forward_unfused(self, h, w, targets)
@@ -71,10 +86,10 @@ class ShardProjection(Generic[PartialT]):
         w: Tensor,
         window: tuple[int, int],
         reference: Tensor,
-        target: Tensor,
+        targets: Targets,
         exps: Tensor,
     ) -> None:
-        self.own.recompute_exp(h, w, window, reference, target, exps)
+        self.own.recompute_exp(h, w, window, reference, targets, exps)
 
     def reduce_partials(
         self, partial: PartialT, target_logit: Tensor, targets: Targets
@@ -91,11 +106,11 @@ class ShardProjection(Generic[PartialT]):
         h: Tensor,
         w: Tensor,
         first: int,
-        target: Tensor,
+        targets: Targets,
         partial: PartialT,
         stats: RowStats,
     ) -> None:
-        self.own.repair_stored_exps(exps, h, w, first, target, partial, stats)
+        self.own.repair_stored_exps(exps, h, w, first, targets, partial, stats)
 
 
 def _owned_elsewhere(targets: Targets) -> Tensor:

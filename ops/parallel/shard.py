@@ -30,10 +30,12 @@ from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.parallel.consistency import exchange
 from cutefce.ops.parallel.primitives import ShardProjection
-from cutefce.ops.primitives import rows
 from cutefce.ops.primitives.dispatch import backend_for
 from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
-from cutefce.ops.primitives.rows import Targets, sum_dtype
+from cutefce.ops.rows import targets as rows
+from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.rows.loss_terms import LossTerms
+from cutefce.ops.rows.targets import Targets, sum_dtype
 
 IGNORED = -(1 << 62)
 """The local index of ignored targets; other ranks' targets are also outside [0, V_k)."""
@@ -50,10 +52,19 @@ class Unsharded:
         return h
 
     def make_targets(
-        self, y: Tensor, vocab: int, options: LossOptions, tensors: TensorOptions
+        self,
+        y: Tensor,
+        vocab: int,
+        options: LossOptions,
+        tensors: TensorOptions,
+        dtype: torch.dtype,
     ) -> Targets:
-        """Return the targets y (N,) as rows of this rank's weight (vocab, D)."""
-        return rows.make_targets(y, vocab, options, tensors)
+        """Return the targets y (N,) as rows of this rank's weight (vocab, D); sums have `dtype`."""
+        return rows.make_targets(y, vocab, options, tensors, dtype)
+
+    def sum_of_ranks(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x."""
+        return x
 
     def primitives(self, own: AnyPrimitives) -> AnyPrimitives:
         """Return primitives that combine the results of `own` on all ranks."""
@@ -102,12 +113,26 @@ class VocabShard(Unsharded):
         return self.all_gather(h).flatten(0, 1) if self.sequence_parallel else h
 
     def make_targets(
-        self, y: Tensor, vocab: int, options: LossOptions, tensors: TensorOptions
+        self,
+        y: Tensor,
+        vocab: int,
+        options: LossOptions,
+        tensors: TensorOptions,
+        dtype: torch.dtype,
     ) -> Targets:
         """Number the targets y (N,) from this rank's first row; they are checked with r_i."""
+        y = rows.without_weightless(y, options, tensors)
+        own = slice(self.first, self.first + vocab)
+        terms = LossTerms.of(y, options, tensors, sum(self.vocab), own, dtype)
+        logits = LogitMap.of(options, tensors, y, dtype)
         given = y.clamp(min=IGNORED // 2)  # no target is taken for an ignored one
         index = torch.where(y == options.ignore_index, IGNORED, given - self.first)
-        return Targets(index, vocab, dataclasses.replace(options, ignore_index=IGNORED), tensors)
+        options = dataclasses.replace(options, ignore_index=IGNORED)
+        return Targets(index, vocab, options, tensors, terms, logits, self.first)
+
+    def sum_of_ranks(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x, the same bits on every rank."""
+        return self.all_reduce_(x.clone())
 
     def primitives(self, own: AnyPrimitives) -> AnyPrimitives:
         """Return primitives that combine the results of `own` on all ranks."""

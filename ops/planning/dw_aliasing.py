@@ -14,6 +14,9 @@ Recomputed exponentials use the end of these bytes too, as long as the remaining
 ALIGNMENT = 8
 """Rows accumulated in place are a multiple of this: 16 bytes of exponentials in 16 bits."""
 
+BOUNCE_ROWS = 256
+"""Rows of sums in place that are finished in a bounce buffer."""
+
 
 def max_aliased_windows(tokens: int, hidden: int, vocab: int, window: int) -> int:
     """Return m, the number of windows whose exponentials fit into dW (V, D)."""

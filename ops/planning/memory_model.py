@@ -13,7 +13,7 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
                                        allocated after buffer and s_i h_i are freed
     dW      N·D·e                      s_i h_i, unless K = L = 0 and every token's loss has the same
                                        upstream gradient
-            + 12·N + 4·V               kernels: the tokens of each target and their coefficients
+            + 12·N + 12·V              kernels: the tokens of each target and their coefficients
             + (N + 1)·D·a + 8·V        portable: the targets' sums and their slots,
             + w·D·a                    one window's sums, unless they are the gradient
 
@@ -41,7 +41,7 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
 from cutefce.cute_kernels.workspace import NUM_STATS
-from cutefce.ops.planning.dw_aliasing import fits_in_tail, rows_in_place
+from cutefce.ops.planning.dw_aliasing import BOUNCE_ROWS, fits_in_tail, rows_in_place
 
 UPCAST_BLOCK = 2048
 """Rows and columns of a 16-bit operand that a CPU's GEMM converts to float32 at a time."""
@@ -91,10 +91,12 @@ def windows_bytes(
         return _with_copies(p, forward)
     recomputed = buffer_columns = config.window
     if p.grad_weight:
-        buffer_columns = min(config.half(config.window), config.window)
+        if not p.wide_grad_weight:
+            buffer_columns = min(config.half(config.window), config.window)
         # as if no column was kept: a plan that keeps more never takes less
         end = aliased + config.window
-        if not fits_in_tail(end, p.tokens, p.hidden, p.vocab, config.window):
+        fits = fits_in_tail(end, p.tokens, p.hidden, p.vocab, config.window)
+        if p.wide_grad_weight or not fits:
             recomputed = buffer_columns
     window = min(config.window if stored else recomputed, p.vocab)
     vectors = 2 if scalar_upstream else 4  # coefficients; losses and their upstream gradients
@@ -109,10 +111,10 @@ def windows_bytes(
         # dX itself is allocated at the end
         backward += p.tokens * p.hidden * (p.accumulator_bytes - p.item_bytes)
         end += p.tokens * p.hidden * p.accumulator_bytes
-    if p.grad_weight and (stored or not scalar_upstream):
+    if p.grad_weight and (stored or not scalar_upstream or p.wide_grad_weight):
         backward += p.tokens * p.hidden * p.item_bytes
     if p.grad_weight and p.arch is not None and arch_named(p.arch).forms_weight_gradient:
-        backward += 12 * p.tokens + 4 * p.vocab
+        backward += 12 * p.tokens + 12 * p.vocab
     elif p.grad_weight:
         backward += 8 * p.vocab + min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
         step = max(step, _target_rows_bytes(p), _row_block_bytes(p, p.tokens, CONVERTED))
@@ -129,7 +131,11 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     """Return the workspace of gradients in forward: `chunk` tokens' `stored` columns at a time."""
     sharded, backward = p.ranks > 1, 0
     rows = p.tokens if p.grad_hidden and not sharded else 0, p.vocab if p.grad_weight else 0
-    overflow = sum(count - rows_in_place(count, narrow=_accumulates_wider(p)) for count in rows)
+    wider = _accumulates_wider(p), _accumulates_wider(p) and not p.wide_grad_weight
+    overflow = sum(
+        count - rows_in_place(count, narrow=narrow)
+        for count, narrow in zip(rows, wider, strict=True)
+    )
     kept = overflow * p.hidden * p.accumulator_bytes
     kept += NUM_STATS * p.tokens * p.accumulator_bytes
     forward = p.tokens * (TARGET_BYTES + 4 * p.accumulator_bytes) + _gathered_bytes(p)
@@ -153,6 +159,8 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     # the logits of all targets come before the chunks, and their part of dW after them
     beside = max(_row_block_bytes(p, p.tokens, CONVERTED), _target_rows_bytes(p))
     backward += _row_block_bytes(p, max(rows), PLAIN)
+    if _accumulates_wider(p):
+        backward += min(BOUNCE_ROWS, max(rows)) * p.hidden * p.item_bytes
     return _with_copies(p, kept + max(forward + max(in_chunk, beside), backward))
 
 
@@ -169,7 +177,7 @@ def _with_copies(p: Problem, workspace: int) -> int:
     converted = 0
     for given, elements, wanted in (
         (p.copied_hidden, h_elements, p.grad_hidden),
-        (p.copied_weight, w_elements, p.grad_weight),
+        (p.copied_weight, w_elements, p.grad_weight and not p.wide_grad_weight),
     ):
         if given:
             workspace += elements * p.item_bytes
@@ -244,7 +252,7 @@ def _tile_bytes(p: Problem, config: WindowConfig, tokens: int, window: int, *, s
     if p.device != "cpu":
         return rows * columns * p.accumulator_bytes
     in_place = stored and not _accumulates_wider(p)
-    logits = 0 if in_place else rows * columns * p.accumulator_bytes
+    logits = (p.tile_copies + (not in_place)) * rows * columns * p.accumulator_bytes
     upcast = _upcast_block_bytes(p, rows, p.hidden, min(columns, window))
     return logits + max(rows * columns, upcast)
 

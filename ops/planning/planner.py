@@ -64,12 +64,19 @@ class Plan:
     """Whether dX is computed."""
     grad_weight: bool
     """Whether dW is computed."""
+    grad_bias: bool = False
+    """Whether the gradient of the bias is computed."""
     vocab: int = 0
     """Vocabulary columns of this rank."""
     workspace_bytes: int = 0
     """Predicted peak memory beyond the inputs and the gradients."""
     seconds: float = 0.0
     """Predicted time of forward and backward; for comparing plans of one problem."""
+
+    @property
+    def gradients(self) -> tuple[bool, bool, bool]:
+        """Which of dX, dW and the bias' gradient are computed."""
+        return self.grad_hidden, self.grad_weight, self.grad_bias
 
     @property
     def in_forward(self) -> bool:
@@ -164,7 +171,7 @@ def _windows_of(p: Problem, config: WindowConfig, scalar_upstream: bool) -> Iter
             kept = round_up(p.vocab - aliased, config.reference_block)
         predicted = windows_bytes(p, config, aliased, kept, scalar_upstream)
         seconds = _windows_seconds(p, config.window, aliased, kept)
-        gradients = p.grad_hidden, p.grad_weight
+        gradients = p.grad_hidden, p.grad_weight, p.grad_bias
         sizes = config.window, aliased, kept, p.tokens
         return Plan("windows", *sizes, *gradients, p.vocab, predicted, seconds)
 
@@ -177,8 +184,8 @@ def _windows_of(p: Problem, config: WindowConfig, scalar_upstream: bool) -> Iter
         return
     yield _Family(1, lambda _: plan(0))
     yield recompute_some(0)
-    most = max_aliased_windows(p.tokens, p.hidden, p.vocab, config.window) * p.grad_weight
-    if most:
+    most = max_aliased_windows(p.tokens, p.hidden, p.vocab, config.window)
+    if most and p.grad_weight and not p.wide_grad_weight:
         yield _Family(most, lambda i: plan(i + 1))
         yield recompute_some(most)
 
@@ -198,7 +205,8 @@ def _gradients_in_forward(p: Problem, config: WindowConfig) -> Iterator[_Family]
 
 def _chunked_plan(p: Problem, config: WindowConfig, chunk: int) -> Plan:
     stored = round_up(p.vocab, config.reference_block)
-    sizes, gradients = (config.window, 0, stored, chunk), (p.grad_hidden, p.grad_weight)
+    sizes = config.window, 0, stored, chunk
+    gradients = p.grad_hidden, p.grad_weight, p.grad_bias
     predicted, seconds = chunked_bytes(p, config, stored, chunk), _chunked_seconds(p, chunk)
     return Plan("gradients_in_forward", *sizes, *gradients, p.vocab, predicted, seconds)
 

@@ -1,7 +1,6 @@
 """4. Primitives: the steps of every strategy, on the kernels and in plain torch.
 
 interface.py               the steps, with their formulas
-rows.py                    targets, statistics and gradient coefficients of every token
 dispatch.py                which implementation serves a call, and why
 cute_projection.py         launches of the kernels: exponentials, row sums, loss
 cute_gradients.py          launches of the kernels: dX and dW

@@ -19,7 +19,8 @@ from cutefce.cute_kernels.schedule.order import choose_k_splits
 from cutefce.cute_kernels.spec import GradGemmSpec, GradWeightKernels, KernelSet, ScaleAddRowsSpec
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients, matmul_into
-from cutefce.ops.primitives.rows import RankOne, RowCoefficients, Targets
+from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.targets import Targets
 
 SpecT = TypeVar("SpecT", GradGemmSpec, ScaleAddRowsSpec)
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,18 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits
 from cutefce.cute_kernels.spec import KernelSet
+from cutefce.cute_kernels.variant import (
+    IDENTITY,
+    PLAIN,
+    KernelVariant,
+    LogitTransform,
+    RowReductions,
+)
 from cutefce.cute_kernels.workspace import forward_semaphore_count
-from cutefce.ops.primitives.rows import RowStats, Targets, reduce_losses
+from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.rows.outputs import PartialOutputs
+from cutefce.ops.rows.statistics import RowStats, reduce_losses
+from cutefce.ops.rows.targets import Targets
 
 
 class Semaphores:
@@ -58,6 +69,8 @@ class PartialLse:
     """(N, P) log2 of partial sums, relative to the target's logit."""
     semaphores: Tensor
     """(`forward_semaphore_count`,) int32, whose repair flags `reduce_partials` sets."""
+    reductions: Tensor | None = None
+    """(K, N, P) those of `common.row_reductions`, if asked for."""
 
 
 class CuteProjection:
@@ -76,7 +89,9 @@ class CuteProjection:
         logit, kernel = h.new_empty(h.shape[0], dtype=torch.float32), self.kernels.target_logit
         count = min(Semaphores.BLOCK, kernel.max_zeros(h.shape[0]))
         zeros = h.new_empty(count, dtype=torch.int32)  # faster than torch.empty
-        compiled(kernel)(h, w, targets.index, logit, zeros, None, targets.options.ignore_index)
+        transform = _transform(targets, (0, w.shape[0]))
+        ignored = targets.options.ignore_index
+        compiled(kernel)(h, w, targets.index, logit, zeros, transform, ignored)
         self.semaphores.adopt(zeros, count)
         return logit
 
@@ -86,7 +101,7 @@ class CuteProjection:
         w: Tensor,
         window: tuple[int, int],
         reference: Tensor,
-        target: Tensor,
+        targets: Targets,
         exps: Tensor | None = None,
     ) -> PartialLse:
         first, last = window
@@ -94,15 +109,30 @@ class CuteProjection:
         splits, semaphores = self._vocab_splits(h, w), self._take_semaphores(h)
         sums = reference.new_empty(h.shape[0], splits * self.config.partials_per_row)
         launch = compiled(self.kernels.row_sums if exps is None else self.kernels.row_sums_and_exps)
-        rows = reference, target, sums, exps, semaphores, None, None
+        planes, more = self.kernels.row_sums.reductions.planes, None
+        if planes:
+            more = reference.new_empty(planes, *sums.shape)
+        rows = reference, targets.index, sums, exps, semaphores, _transform(targets, window), more
         launch(h, w, *rows, first, splits, self.clusters)
-        return PartialLse(sums, semaphores)
+        return PartialLse(sums, semaphores, more)
 
     def concat_partials(self, partials: Sequence[PartialLse]) -> PartialLse:
         if len(partials) == 1:
             return partials[0]
         sums = torch.cat([partial.sums for partial in partials], 1)
-        return PartialLse(sums, partials[0].semaphores)
+        more = [partial.reductions for partial in partials if partial.reductions is not None]
+        return PartialLse(sums, partials[0].semaphores, torch.cat(more, 2) if more else None)
+
+    def partial_outputs(
+        self, partial: PartialLse, target_logit: Tensor, options: LossOptions
+    ) -> PartialOutputs:
+        assert partial.reductions is not None
+        planes, given = iter(partial.reductions), self.kernels.row_sums.reductions
+        mean = next(planes) * math.log(2) if given.entropy else None
+        squares = next(planes) * math.log(2) if given.sum_squares else None
+        largest = next(planes) - target_logit[:, None] if given.argmax else None
+        column = next(planes) if given.argmax else None
+        return PartialOutputs(partial.sums * math.log(2), mean, squares, largest, column)
 
     def gather_partials(
         self, partial: PartialLse, gather: Callable[[Tensor], Tensor]
@@ -114,9 +144,10 @@ class CuteProjection:
         kernel, splits, tokens = self.kernels.fused_forward, self._vocab_splits(h, w), h.shape[0]
         workspace = h.new_empty(kernel.workspace_size(tokens, splits), dtype=torch.float32)
         stats, reduced = RowStats.empty(workspace, tokens), workspace.new_empty(())
-        tensors = h, w, targets.index, workspace, stats.rows, reduced, None
+        tensors = h, w, targets.index, workspace, stats.rows, reduced
         numbers = targets.options.ignore_index, splits, self.clusters
-        self._launch_fused_forward(*tensors, *numbers, int(targets.divides_by_count))
+        transform = None if targets.logits is None else _transform(targets, (0, w.shape[0]))
+        self._launch_fused_forward(*tensors, transform, *numbers, int(targets.divides_by_count))
         return stats, reduce_losses(stats, targets, reduced)
 
     def recompute_exp(
@@ -125,14 +156,15 @@ class CuteProjection:
         w: Tensor,
         window: tuple[int, int],
         reference: Tensor,
-        target: Tensor,
+        targets: Targets,
         exps: Tensor,
     ) -> None:
         first, last = window
         # one split a tile: there are no sums to keep in registers across tiles
         launch, splits = compiled(self.kernels.exps), ceil_div(last - first, self.config.tile_n)
-        rows = reference, target, None, exps, self._take_semaphores(h), None, None
-        launch(h, w[first:last], *rows, first, splits, self.clusters)
+        rows = reference, targets.index, None, exps, self._take_semaphores(h)
+        transform = _transform(targets, window), None
+        launch(h, w[first:last], *rows, *transform, first, splits, self.clusters)
 
     def reduce_partials(
         self, partial: PartialLse, target_logit: Tensor, targets: Targets
@@ -150,14 +182,16 @@ class CuteProjection:
         h: Tensor,
         w: Tensor,
         first: int,
-        target: Tensor,
+        targets: Targets,
         partial: PartialLse,
         stats: RowStats,
     ) -> None:
-        w, semaphores = w[first : first + exps.shape[1]], partial.semaphores
+        last = min(first + exps.shape[1], w.shape[0])
+        w, semaphores = w[first:last], partial.semaphores
         launch, splits = compiled(self.kernels.repair_exps), self._vocab_splits(h, w)
-        rows = stats.reference, target, None, exps, semaphores, None, None
-        launch(h, w, *rows, first, splits, self.clusters)
+        rows = stats.reference, targets.index, None, exps, semaphores
+        transform = _transform(targets, (first, last)), None
+        launch(h, w, *rows, *transform, first, splits, self.clusters)
 
     @cached_property
     def _launch_fused_forward(self) -> Callable[..., None]:
@@ -171,6 +205,25 @@ class CuteProjection:
 
     def _vocab_splits(self, h: Tensor, w: Tensor) -> int:
         return choose_vocab_splits(h.shape[0], w.shape[0], self.config, self.clusters)
+
+
+def variant_of(targets: Targets | None) -> KernelVariant:
+    """Return what kernels must be compiled with for the options of a call."""
+    if targets is None or targets.is_plain:
+        return PLAIN
+    logits, names = targets.logits, targets.options.output_names
+    transform = IDENTITY
+    if logits is not None:
+        given = logits.row_scale is not None, logits.bias is not None, logits.slope is not None
+        transform = LogitTransform(*given)
+    argmax = "is_top1" in names or "argmax" in names
+    reductions = RowReductions("entropy" in names, "sum_p_squared" in names, argmax)
+    return KernelVariant(transform, reductions)
+
+
+def _transform(targets: Targets, window: tuple[int, int]) -> tuple[Any, ...] | None:
+    """Return the logit transform of a launch over the columns of `window`."""
+    return None if targets.logits is None else targets.logits.columns(*window)
 
 
 def has_aligned_rows(x: Tensor) -> bool:

@@ -18,13 +18,20 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.spec import KernelSet
+from cutefce.cute_kernels.variant import KernelVariant
 from cutefce.ops import torch_compat
 from cutefce.ops.planning.memory_model import CopyingProblem
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients, launch_scale_rows
-from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores, has_aligned_rows
+from cutefce.ops.primitives.cute_projection import (
+    CuteProjection,
+    Semaphores,
+    has_aligned_rows,
+    variant_of,
+)
 from cutefce.ops.primitives.interface import AnyPrimitives, Primitives, ScaleRows
 from cutefce.ops.primitives.portable_gradients import PortableGradients, scale_rows
 from cutefce.ops.primitives.portable_projection import PortableProjection, is_dense
+from cutefce.ops.rows.targets import Targets
 
 VERIFY = "cutefce verify"
 
@@ -64,7 +71,9 @@ def arch_of(h: Tensor, w: Tensor) -> str | None:
     return gpu_of(h.device).arch.name
 
 
-def problem_of(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Problem:
+def problem_of(
+    h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool, grad_bias: bool = False
+) -> Problem:
     """Return the problem of h (N, D) against w (V, D), with the gradients to compute."""
     (tokens, hidden), vocab = h.shape, w.shape[0]
     # equal problems are one object, which is faster to make and to compare
@@ -77,12 +86,13 @@ def problem_of(h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool) -> Pr
         grad_hidden,
         grad_weight,
         arch_of(h, w),
+        grad_bias,
     )
 
 
 @process_cache
 def _problem(*fields: Any) -> Problem:
-    return Problem(*fields)
+    return Problem(*fields[:-1], grad_bias=fields[-1])  # type: ignore[misc]
 
 
 def copied_item_bytes(given: Tensor, taken: Tensor) -> int:
@@ -120,14 +130,16 @@ def window_configs_for(problem: Problem, device: torch.device) -> tuple[WindowCo
     return lookup.window_configs(problem, gpu_of(device))
 
 
-def primitives_for(h: Tensor, w: Tensor, problem: Problem) -> AnyPrimitives:
-    """Return the primitives for one call with h (N, D) and w (V, D).
+def primitives_for(
+    h: Tensor, w: Tensor, problem: Problem, targets: Targets | None = None
+) -> AnyPrimitives:
+    """Return the primitives for one call with h (N, D) and w (V, D), and what `targets` ask for.
 
     Raises:
         RuntimeError: in strict mode, if the kernels cannot serve the call.
     """
     if problem.arch is not None:
-        return kernel_primitives(*_kernels(h.device, problem))
+        return kernel_primitives(*_kernels(h.device, problem, variant_of(targets)))
     reason = _unsupported_reason(h, w)
     if problem.tokens and reason is not None:
         _report(reason, h.is_cuda)
@@ -155,11 +167,11 @@ def scale_rows_for(w: Tensor) -> ScaleRows:
     """Return the function that scales rows of gradients (M, D) of w (V, D) and of their sums."""
     if device_unsupported_reason(w.device, w.dtype) is not None or w.shape[1] % 8:
         return scale_rows
-    arch, dtype = gpu_of(w.device).arch.name, str(w.dtype).removeprefix("torch.")
+    arch = gpu_of(w.device).arch.name
 
     def scale(out: Tensor, x: Tensor, factor: Tensor) -> None:
-        source = dtype if x.dtype == out.dtype else "float32"
-        launch_scale_rows(spec.ScaleAddRowsSpec(arch, dtype, source), out, x, factor)
+        to, source = (str(each.dtype).removeprefix("torch.") for each in (out, x))
+        launch_scale_rows(spec.ScaleAddRowsSpec(arch, to, source), out, x, factor)
 
     return scale
 
@@ -255,13 +267,16 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 @process_cache
-def _kernels(device: torch.device, problem: Problem) -> tuple[WindowConfig, KernelSet, int]:
+def _kernels(
+    device: torch.device, problem: Problem, variant: KernelVariant
+) -> tuple[WindowConfig, KernelSet, int]:
     """Return the arguments of `kernel_primitives` for a problem, tuned first if the user asks."""
     gpu = gpu_of(device)
     if lookup.tunes_on_first_use() and not _must_not_block():
         torch.cuda.synchronize(device)
         _first_use().tune_on_first_use(gpu, str(device), problem)
-    kernels = spec.kernel_set(gpu.arch, problem.dtype, lookup.kernel_configs(problem, gpu))
+    configs = lookup.kernel_configs(problem, gpu)
+    kernels = spec.kernel_set(gpu.arch, problem.dtype, configs, variant)
     return defaults.widest_window(problem), kernels, gpu.num_sms
 
 

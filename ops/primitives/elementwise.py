@@ -10,17 +10,9 @@ from torch import Tensor
 from cutefce.cute_kernels.problem import SLACK
 
 
-def target_logit_(
-    out: Tensor, h: Tensor, index: Tensor, safe_index: Tensor, active: Tensor, w: Tensor
-) -> None:
-    """Write h_i · w_index_i to `out` (R,); +inf if not active, and for no other row.
-
-    It is NaN for indices outside [0, V) and products of +inf.
-    h is (R, D), index, safe_index and active are (R,), w is (V, D).
-    """
-    logit = w[safe_index].to(out.dtype).mul_(h).sum(1)
-    logit = torch.where((safe_index == index) & (logit != torch.inf), logit, torch.nan)
-    out.copy_(torch.where(active, logit, torch.inf))
+def gathered_dot_(out: Tensor, h: Tensor, index: Tensor, w: Tensor) -> None:
+    """Write h_i · w_index_i to `out` (R,); h is (R, D), index (R,), w (V, D)."""
+    out.copy_(w[index].to(out.dtype).mul_(h).sum(1))
 
 
 def scale_rows_to_(out: Tensor, x: Tensor, scale: Tensor) -> None:
@@ -31,6 +23,13 @@ def scale_rows_to_(out: Tensor, x: Tensor, scale: Tensor) -> None:
 def scale_rows_in_place_(x: Tensor, scale: Tensor) -> None:
     """Multiply each row of `x` (R, C) by its `scale` (R,)."""
     x.mul_(scale[:, None])
+
+
+def scale_by_log_(exps: Tensor, a: Tensor, b: Tensor) -> None:
+    """Multiply e (R, C) by a_i + b_i log e_iv, with a and b (R,); 0 stays 0."""
+    wide = exps.to(a.dtype)
+    scaled = wide * (a[:, None] + b[:, None] * wide.log())
+    exps.copy_(torch.where(wide == 0, 0, scaled))
 
 
 def finish_dx_(
@@ -83,13 +82,18 @@ def exponentials_(
     sums: Tensor | None,
     references: Tensor | None,
     exps: Tensor | None,
+    cap: Tensor | None = None,
+    more: Tensor | None = None,
 ) -> None:
     """Replace `logits` (R, P, C) by their exponentials, 0 at the `target` (R,).
 
     The tile begins at vocabulary entry `start` ().  Exponentials are relative to `reference` (R,);
     with `references` (R, P), a block whose largest logit is more than `SLACK` above it takes that
     logit instead, and `references` receives the choice.  `sums` (R, P) receives the row sums,
-    `exps` (R, P, C) a copy of the result.
+    `exps` (R, P, C) a copy of the result.  With `cap` (R,), κ of `LogitMap`, the results are
+    exponentials times 1 - (logit / κ)²; their sums are not.  `more` (4, R, P) receives Σ e (logit -
+    reference), Σ e², the largest logit and its vocabulary entry, the lowest of equal ones.  More
+    than eight parameters: fused kernels take tensors.
     """
     _, blocks, width = logits.shape
     columns = start + torch.arange(blocks * width, device=logits.device).view(blocks, width)
@@ -101,9 +105,24 @@ def exponentials_(
         reference = torch.where(largest - reference > SLACK, largest, reference)
         references.copy_(reference)
     reference = torch.where(reference == -torch.inf, 0, reference)  # -inf - -inf is NaN
-    logits.sub_(reference[:, :, None]).exp_()
+    derivative = None
+    if cap is not None:
+        cap = cap[:, None, None]
+        # a masked logit is -inf
+        derivative = logits.clamp(min=-cap.abs()).div_(cap).square_().neg_().add_(1)
+    if more is not None:
+        more[2], indices = logits.max(2)
+        more[3] = columns.gather(1, indices.t()).t().to(logits.dtype)
+    logits.sub_(reference[:, :, None])
+    distances = None if more is None else logits.clamp(min=-1e30)  # e of -inf is 0
+    logits.exp_()
+    if more is not None and distances is not None:
+        more[0] = distances.mul_(logits).sum(2)
+        more[1] = torch.mul(logits, logits, out=distances).sum(2)
     if sums is not None:
         sums.copy_(logits.sum(2))
+    if derivative is not None:
+        logits.mul_(derivative)
     if exps is not None:
         exps.copy_(logits)
 

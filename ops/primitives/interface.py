@@ -20,7 +20,11 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from cutefce.cute_kernels.config import WindowConfig
-from cutefce.ops.primitives.rows import RankOne, RowCoefficients, RowStats, Targets
+from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.outputs import PartialOutputs
+from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import Targets
 
 PartialT = TypeVar("PartialT")
 """Row sums over parts of the vocabulary, in the form of one implementation of `Projection`."""
@@ -48,7 +52,7 @@ class Projection(Protocol[PartialT]):
         w: Tensor,
         window: tuple[int, int],
         reference: Tensor,
-        target: Tensor,
+        targets: Targets,
         exps: Tensor | None = None,
     ) -> PartialT:
         """Return the row sums of e over the columns of `window`, [first, last).
@@ -71,6 +75,12 @@ class Projection(Protocol[PartialT]):
         """
         ...
 
+    def partial_outputs(
+        self, partial: PartialT, target_logit: Tensor, options: LossOptions
+    ) -> PartialOutputs:
+        """Return the reductions that the outputs of `options` need, of all columns' partials."""
+        ...
+
     def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
         """Do `target_logit`, `project_exp` of all columns and `reduce_partials`; store nothing."""
         ...
@@ -81,7 +91,7 @@ class Projection(Protocol[PartialT]):
         w: Tensor,
         window: tuple[int, int],
         reference: Tensor,
-        target: Tensor,
+        targets: Targets,
         exps: Tensor,
     ) -> None:
         """Write e over the columns of `window`, relative to `reference`, to `exps` (N, K)."""
@@ -99,7 +109,7 @@ class Projection(Protocol[PartialT]):
         h: Tensor,
         w: Tensor,
         first: int,
-        target: Tensor,
+        targets: Targets,
         partial: PartialT,
         stats: RowStats,
     ) -> None:
@@ -199,5 +209,5 @@ def forward_unfused(
 ) -> tuple[RowStats, Tensor]:
     """Do what `Projection.forward` does, step by step."""
     logit = projection.target_logit(h, w, targets)
-    partial = projection.project_exp(h, w, (0, w.shape[0]), logit, targets.index)
+    partial = projection.project_exp(h, w, (0, w.shape[0]), logit, targets)
     return projection.reduce_partials(partial, logit, targets)

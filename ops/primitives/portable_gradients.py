@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.planning.memory_model import UPCAST_BLOCK, row_block_bytes
-from cutefce.ops.primitives.elementwise import finish_dw_, finish_dx_, scale_rows_to_
+from cutefce.ops.primitives.elementwise import finish_dw_, finish_dx_, scale_by_log_, scale_rows_to_
 from cutefce.ops.primitives.inductor import can_fuse, fused
-from cutefce.ops.primitives.rows import RankOne, RowCoefficients, Targets, sum_dtype
+from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.targets import Targets, sum_dtype
 
 
 class PortableGradients:
@@ -111,7 +112,7 @@ class TargetRows:
         """Add c_i h_i to row slot_i (N,) of `out`, where it has that row, in a fixed order."""
         inside = (slot >= 0) & (slot < len(out))
         slot = torch.where(inside, slot, 0)
-        for rows in _row_blocks(self.h):
+        for rows in row_blocks(self.h):
             part = self.h[rows] * self.coefficient[rows, None]
             part.masked_fill_(~inside[rows, None], 0)
             if out.is_cuda:  # deterministic on CUDA, unlike index_add_
@@ -129,6 +130,11 @@ def _operands(rank_one: RankOne | None) -> tuple[Tensor | None, Tensor | None]:
 def scale_rows(out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
     apply_rowwise(scale_rows_to_, out, x, scale)
+
+
+def scale_by_log(exps: Tensor, a: Tensor, b: Tensor) -> None:
+    """Multiply exponentials e (N, K) by a_i + b_i log e_iv, with a and b (N,); 0 stays 0."""
+    apply_rowwise(scale_by_log_, exps, a, b)
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
@@ -161,7 +167,7 @@ def apply_rowwise(
         fused(function)(out, *rowwise, *whole)
         return
     operands = out, *rowwise
-    for rows in _row_blocks(next(x for x in operands if x is not None and x.ndim == 2)):
+    for rows in row_blocks(next(x for x in operands if x is not None and x.ndim == 2)):
         function(*(None if x is None else x[rows] for x in operands), *whole)
 
 
@@ -170,7 +176,7 @@ def blocks(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
-def _row_blocks(x: Tensor) -> Iterator[slice]:
+def row_blocks(x: Tensor) -> Iterator[slice]:
     """Cut the rows of `x` into blocks of `row_block_bytes`."""
     row_bytes = x.shape[1] * sum_dtype(x.dtype).itemsize
     return blocks(x.shape[0], max(1, row_block_bytes(x.device.type) // row_bytes))

@@ -14,16 +14,19 @@ from torch import Tensor
 
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div
+from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.elementwise import (
     exponentials,
     exponentials_,
+    gathered_dot_,
     scale_rows_in_place_,
-    target_logit_,
 )
 from cutefce.ops.primitives.inductor import can_fuse, fused
 from cutefce.ops.primitives.interface import forward_unfused
 from cutefce.ops.primitives.portable_gradients import apply_rowwise, blocks, matmul_into
-from cutefce.ops.primitives.rows import RowStats, Targets, reduce_losses, sum_dtype
+from cutefce.ops.rows.outputs import PartialOutputs
+from cutefce.ops.rows.statistics import RowStats, reduce_losses
+from cutefce.ops.rows.targets import Targets, sum_dtype
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,13 @@ class PartialSums:
 
     sums: Tensor
     references: Tensor
+    more: Tensor | None = None
+    """(4, N, P) Σ e (u - reference), Σ e², the largest u and its class, if asked for."""
+
+    def columns(self, parts: slice) -> "PartialSums":
+        """Return the sums of a slice of the parts."""
+        more = None if self.more is None else self.more[:, :, parts]
+        return PartialSums(self.sums[:, parts], self.references[:, parts], more)
 
 
 class PortableProjection:
@@ -45,9 +55,11 @@ class PortableProjection:
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         logit = h.new_empty(h.shape[0], dtype=sum_dtype(h.dtype))
-        rows = targets.index, targets.safe_index, targets.active
-        apply_rowwise(target_logit_, logit, h, *rows, whole=(w,))
-        return logit
+        apply_rowwise(gathered_dot_, logit, h, targets.safe_index, whole=(w,))
+        if targets.logits is not None:
+            logit = targets.logits.apply_at(logit, targets.safe_index)
+        logit = torch.where(targets.owned & (logit != torch.inf), logit, torch.nan)
+        return torch.where(targets.active, logit, torch.inf)
 
     def project_exp(
         self,
@@ -55,28 +67,44 @@ class PortableProjection:
         w: Tensor,
         window: tuple[int, int],
         reference: Tensor,
-        target: Tensor,
+        targets: Targets,
         exps: Tensor | None = None,
     ) -> PartialSums:
         (first, last), block = window, self.tiles.reference_block
         middle = first if exps is None else min(first + exps.shape[1], last)
         count = ceil_div(last - first, block)
-        partial = PartialSums(*reference.new_empty((2, h.shape[0], count)))
+        more = None
+        if targets.options.reduces_rows:
+            more = reference.new_empty((4, h.shape[0], count))
+        sums, references = reference.new_empty((2, h.shape[0], count))
+        partial = PartialSums(sums, references, more)
         if first < middle:
-            self._project_tiles(h, w, (first, middle), reference, target, exps, partial)
+            self._project_tiles(h, w, (first, middle), reference, targets, exps, partial)
         if middle < last:
             done = (middle - first) // block
-            rest = PartialSums(partial.sums[:, done:], partial.references[:, done:])
-            self._project_tiles(h, w, (middle, last), reference, target, None, rest)
+            rest = partial.columns(slice(done, count))
+            self._project_tiles(h, w, (middle, last), reference, targets, None, rest)
         return partial
 
     def concat_partials(self, partials: Sequence[PartialSums]) -> PartialSums:
         if len(partials) == 1:
             return partials[0]
+        more = [partial.more for partial in partials if partial.more is not None]
         return PartialSums(
             torch.cat([partial.sums for partial in partials], 1),
             torch.cat([partial.references for partial in partials], 1),
+            torch.cat(more, 2) if more else None,
         )
+
+    def partial_outputs(
+        self, partial: PartialSums, target_logit: Tensor, options: LossOptions
+    ) -> PartialOutputs:
+        sums, more = partial.sums, partial.more
+        assert more is not None
+        distance = partial.references - target_logit[:, None]
+        mean = torch.where(sums == 0, 0, more[0] / sums + distance)
+        squares, largest = more[1].log() + 2 * distance, more[2] - target_logit[:, None]
+        return PartialOutputs(sums.log() + distance, mean, squares, largest, more[3])
 
     def gather_partials(
         self, partial: PartialSums, gather: Callable[[Tensor], Tensor]
@@ -95,10 +123,10 @@ class PortableProjection:
         w: Tensor,
         window: tuple[int, int],
         reference: Tensor,
-        target: Tensor,
+        targets: Targets,
         exps: Tensor,
     ) -> None:
-        self._project_tiles(h, w, window, reference, target, exps, None)
+        self._project_tiles(h, w, window, reference, targets, exps, None)
 
     def reduce_partials(
         self, partial: PartialSums, target_logit: Tensor, targets: Targets
@@ -120,7 +148,7 @@ class PortableProjection:
         h: Tensor,
         w: Tensor,
         first: int,
-        target: Tensor,
+        targets: Targets,
         partial: PartialSums,
         stats: RowStats,
     ) -> None:
@@ -137,7 +165,7 @@ class PortableProjection:
         w: Tensor,
         window: tuple[int, int],
         reference: Tensor,
-        target: Tensor,
+        targets: Targets,
         exps: Tensor | None,
         out: PartialSums | None,
     ) -> None:
@@ -146,6 +174,7 @@ class PortableProjection:
         run = fused(exponentials) if can_fuse(h) else exponentials_
         in_place = run is exponentials_ and exps is not None and exps.dtype == reference.dtype
         scratch = reference.new_empty(0 if in_place else min(tokens, self.tiles.tile_rows), width)
+        cap = None if targets.logits is None else targets.logits.cap
         # one more than there are tiles: a graph compiler specializes on a single element
         starts = torch.arange(first, last + width, width, device=h.device)
         for rows in blocks(tokens, self.tiles.tile_rows):
@@ -159,15 +188,20 @@ class PortableProjection:
                     logits, copy = copy, None
                 entries = w[first + tile.start : first + tile.stop]
                 matmul_into(logits[:, :valid], h[rows], entries.t(), accumulate=False)
+                if targets.logits is not None:
+                    classes = slice(first + tile.start, first + tile.stop)
+                    targets.logits.apply_(logits[:, :valid], rows, classes)
                 logits[:, valid:].fill_(-torch.inf)
                 run(
                     logits.unflatten(1, (-1, block)),
                     start,
                     reference[rows],
-                    target[rows],
+                    targets.index[rows],
                     None if out is None else out.sums[rows, parts],
                     None if out is None else out.references[rows, parts],
                     None if copy is None else copy.unflatten(1, (-1, block)),
+                    None if cap is None or exps is None else cap[rows],
+                    None if out is None or out.more is None else out.more[:, rows, parts],
                 )
 
 

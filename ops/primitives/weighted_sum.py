@@ -1,14 +1,17 @@
-"""Weighted sums of rows, as of hidden states for the gradient of label smoothing.
+"""Weighted sums of rows: of h and w for label smoothing, of exponentials for a bias.
 
-A 16-bit operand is read once, as it is: each factor becomes a sum of three numbers of its dtype,
-which hold the 24 bits of a float32, and one GEMM with float32 sums multiplies all three.
+On a GPU a 16-bit operand is read once, as it is: each factor becomes a sum of three numbers of its
+dtype, which hold the 24 bits of a float32, and one GEMM with float32 sums multiplies all three.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
-from cutefce.ops.primitives.portable_gradients import matmul_into
+from cutefce.ops.primitives.portable_gradients import matmul_into, row_blocks
+from cutefce.ops.rows.targets import sum_dtype
 
 TERMS = 3
 """Numbers that a factor is split into."""
@@ -17,39 +20,76 @@ LARGEST_EXPONENT = {torch.bfloat16: 0, torch.float16: 15}
 is then 2^-39 of it or less."""
 ALIGNMENT = 8
 """Rows of a 16-bit GEMM operand begin at multiples of 16 bytes."""
+BATCH_ROWS = 2048
+"""Rows of one GEMM of many: a GPU sums few columns of many rows in parallel."""
+MAX_BATCHED_COLUMNS = 1 << 14
 
 
-def weighted_sum(x: Tensor, factor: Tensor) -> Tensor:
-    """Return Σ_i factor_i x_i (K,) in the dtype of sums.
+@dataclass(frozen=True)
+class RowFactors:
+    """Factors of M rows, in the form in which a GEMM takes them; for one sum or several."""
 
-    The result is deterministic.  A row that is not finite spreads, even if its factor is 0; a
-    factor that is not finite makes the sum NaN or infinite.
+    terms: Tensor
+    """(T, M) that add up to factor · scale: in the dtype of the rows, or of sums on a CPU."""
+    scale: Tensor | None
+    """() float64 power of 2; None for 1.  Neither it nor its inverse is always a float32."""
+
+    @staticmethod
+    def of(factor: Tensor, dtype: torch.dtype) -> "RowFactors":
+        """Return those of `factor` (M,) in the dtype of sums, for rows of `dtype`."""
+        if dtype == factor.dtype or not factor.is_cuda or not len(factor):
+            return RowFactors(factor[None], None)
+        exponent = torch.frexp(factor.abs().amax()).exponent
+        scale = torch.exp2(LARGEST_EXPONENT[dtype] - exponent.double())
+        rest, pitch = factor.double() * scale, round_up(len(factor), ALIGNMENT)
+        terms = torch.empty(TERMS, pitch, dtype=dtype, device=factor.device)[:, : len(factor)]
+        for term in terms:
+            term.copy_(rest)
+            rest -= term
+        return RowFactors(terms, scale)
+
+    @staticmethod
+    def ones(x: Tensor) -> "RowFactors":
+        """Return those of the plain sum of the rows of x (M, K)."""
+        return RowFactors(x.new_ones(1, len(x)), None)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return Σ_i factor_i x_i (K,) in the dtype of sums, of x (M, K) with rows of any pitch.
+
+        The result is deterministic.  Errors are relative to the largest factor.  A row that is not
+        finite spreads, even if its factor is 0; a factor that is not finite makes the sum NaN or
+        infinite.
+        """
+        dtype = sum_dtype(x.dtype)
+        if not len(x):
+            return x.new_zeros(x.shape[1], dtype=dtype)
+        if x.dtype == dtype:
+            return torch.mv(x.t(), self.terms[0])
+        if not x.is_cuda:
+            total = x.new_zeros(x.shape[1], dtype=dtype)
+            for rows in row_blocks(x):
+                total += torch.mv(x[rows].to(dtype).t(), self.terms[0, rows].to(dtype))
+            return total
+        sums, done = x.new_empty(len(self.terms), x.shape[1], dtype=dtype), 0
+        batches = len(x) // BATCH_ROWS
+        if batches > 1 and x.shape[1] <= MAX_BATCHED_COLUMNS:
+            done = batches * BATCH_ROWS
+            terms = self.terms[:, :done].unflatten(1, (batches, BATCH_ROWS)).transpose(0, 1)
+            rows = x[:done].unflatten(0, (batches, BATCH_ROWS))
+            torch.sum(torch.bmm(terms, rows, out_dtype=dtype), 0, out=sums)
+        if done < len(x):
+            matmul_into(sums, self.terms[:, done:], x[done:], accumulate=done > 0)
+        if self.scale is None:
+            return sums[0]
+        return (sums.double().sum(0) / self.scale).to(dtype)
+
+
+def weighted_sum(x: Tensor, factor: Tensor | None) -> Tensor:
+    """Return Σ_i factor_i x_i (K,) in the dtype of sums; see `RowFactors.sum`.
 
     Args:
         x: (M, K), with rows of any pitch.
-        factor: (M,) in the dtype of sums.  Errors are relative to the largest.
+        factor: (M,) in the dtype of sums; None for 1.
     """
-    if x.dtype == factor.dtype:
-        return torch.mv(x.t(), factor)
-    if not len(x):
-        return factor.new_zeros(x.shape[1])
-    terms, scale = _split(factor, x.dtype)
-    sums = factor.new_empty(TERMS, x.shape[1])
-    matmul_into(sums, terms, x, accumulate=False)
-    return (sums.double().sum(0) / scale).to(factor.dtype)
-
-
-def _split(factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return terms (TERMS, M) of `dtype` that add up to factor · scale, and scale (), a power of 2.
-
-    The scale is float64, because neither it nor its inverse is always a float32.
-    """
-    exponent = torch.frexp(factor.abs().amax()).exponent
-    scale = torch.exp2(LARGEST_EXPONENT[dtype] - exponent.double())
-    rest = factor.double() * scale
-    terms = torch.empty(TERMS, round_up(len(factor), ALIGNMENT), dtype=dtype, device=factor.device)
-    terms = terms[:, : len(factor)]
-    for term in terms:
-        term.copy_(rest)
-        rest -= term
-    return terms, scale
+    factors = RowFactors.ones(x) if factor is None else RowFactors.of(factor, x.dtype)
+    return factors.sum(x)

@@ -1,6 +1,7 @@
 """3. Strategy: the order of the steps of a forward and a backward.
 
 windows.py                iterate over vocabulary windows, store or recompute their exponentials
+scaling.py                where the factors of tokens are applied in the backward
 gradients_in_forward.py   form gradients in the forward, a chunk of tokens at a time
 grad_accumulator.py       sums of a gradient in the gradient's own memory
 dw_views.py               exponentials in the memory of dW

@@ -15,11 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.dw_aliasing import rows_in_place
+from cutefce.ops.planning.dw_aliasing import BOUNCE_ROWS, rows_in_place
 from cutefce.ops.primitives.interface import ScaleRows
-
-BOUNCE_ROWS = 256
-"""Rows that are finished in a bounce buffer."""
 
 
 @dataclass(frozen=True)

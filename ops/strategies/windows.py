@@ -4,7 +4,6 @@ Exponentials of some columns are stored in between (`StoredExps`); those of the 
 recomputed, window by window.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic
@@ -13,11 +12,15 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.primitives.interface import PartialT, Primitives, TargetGradT
-from cutefce.ops.primitives.rows import RowCoefficients, RowStats, Targets
+from cutefce.ops.primitives.portable_gradients import scale_by_log
+from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
+from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.loss_terms import class_weights
+from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
+from cutefce.ops.rows.statistics import RowStats, returned_rows
+from cutefce.ops.rows.targets import OUTPUTS, Targets
 from cutefce.ops.strategies.dw_views import free_tail
-
-FLOAT16_TOTAL = 2.0**15
-"""T of float16 rows: their exponentials are probabilities times this, within float16's range."""
+from cutefce.ops.strategies.scaling import as_probabilities, scaling_of
 
 StoredExps = Sequence[tuple[int, Tensor]]
 """First columns, ascending, and the exponentials (N, K) of the K columns from there on."""
@@ -35,6 +38,10 @@ class LossInputs(Generic[PartialT, TargetGradT]):
     targets: Targets
     dx_dtype: torch.dtype
     """Dtype of dX as it is returned: that of sums if ranks add theirs before it is rounded."""
+    dw_dtype: torch.dtype
+    """Dtype of dW: that of w, or of sums."""
+    class_row: Tensor | None = None
+    """(D,) Σ_v κ_v W_v over this rank's classes, for losses that depend on it."""
 
 
 def split_windows(vocab: int, first: int, window: int) -> Iterator[tuple[int, int]]:
@@ -67,41 +74,37 @@ def forward(
     `target_logit` (N,) is computed if it is not given.
     """
     projection, h, w, targets = inputs.primitives.projection, inputs.h, inputs.w, inputs.targets
-    if not stored:
+    if not stored and not targets.options.reduces_rows:
         stats, loss = projection.forward(h, w, targets)
     else:
         if target_logit is None:
             target_logit = projection.target_logit(h, w, targets)
-        firsts, buffers = zip(*stored, strict=True)
+        parts: Sequence[tuple[int, Tensor | None]] = stored or [(0, None)]
+        firsts, buffers = zip(*parts, strict=True)
         columns = zip(firsts, (*firsts[1:], w.shape[0]), strict=True)
         partial = projection.concat_partials(
             [
-                projection.project_exp(h, w, window, target_logit, targets.index, exps)
+                projection.project_exp(h, w, window, target_logit, targets, exps)
                 for window, exps in zip(columns, buffers, strict=True)
             ]
         )
         stats, loss = projection.reduce_partials(partial, target_logit, targets)
         for first, exps in stored:
-            projection.repair_stored_exps(exps, h, w, first, targets.index, partial, stats)
+            projection.repair_stored_exps(exps, h, w, first, targets, partial, stats)
+    outputs, more = targets.options.output_names, None
+    if stat_rows(outputs):
+        part = None
+        if targets.options.reduces_rows and target_logit is not None:
+            part = projection.partial_outputs(partial, target_logit, targets.options)
+        classes = targets.index + targets.first
+        more = reduce_outputs(part, stats.loss, classes, targets.class_logits, outputs)
     if h.dtype == torch.float16:
-        stats = _as_probabilities(stats)
+        stats = as_probabilities(stats)
+    if more is not None:
+        stats = RowStats(torch.cat([stats.rows, more]))
+    if targets.options.reduction == OUTPUTS:
+        loss = returned_rows(stats, targets)
     return loss, stats
-
-
-@dataclass(frozen=True)
-class _Scaling:
-    """How the factor scale_i of a token's exponentials is applied: scale_i = row_i · grad_scale."""
-
-    reference: Tensor
-    """(N,) that recomputed exponentials are relative to."""
-    row_scale: Tensor | None
-    """(N,) factor of h in dW; None if `reference` contains it."""
-    target: Tensor
-    """(N,) c_i / grad_scale, the factor of h_i at its target."""
-    grad_scale: Tensor
-    """() factor of dW."""
-    dx: RowCoefficients
-    """Factors of dX's sums and of W_y."""
 
 
 def backward(
@@ -112,70 +115,93 @@ def backward(
     window: int,
     grad_hidden: bool,
     dw: Tensor | None,
+    dbias: Tensor | None = None,
     stored_discarded: bool = False,
 ) -> Tensor | None:
     """Return dX (N, D) for the upstream gradient of the losses, (N,) or (); write `dw` (V, D).
 
+    `dbias` (V,) receives the gradient of the bias, in the dtype of sums.
+
     `stored_discarded` says that an earlier backward consumed aliased exponentials: factors are then
     applied as if these were stored, for equal bits.  `dw` is written from its first row on, so that
-    some of `stored` may alias it, see `planning.dw_aliasing`.
+    some of `stored` may alias it, see `planning.dw_aliasing`.  More than eight parameters: results,
+    and what an earlier forward has left.
     """
     gradients, h, w, targets = inputs.primitives.gradients, inputs.h, inputs.w, inputs.targets
     nothing_stored = not stored and not stored_discarded
-    uniform = upstream.ndim == 0 and not targets.options.scales_rows
-    scaling = _scaling(inputs, stats, upstream, in_reference=nothing_stored and uniform)
+    wide = inputs.dw_dtype != w.dtype
+    uniform = upstream.ndim == 0 and not targets.scales_rows and not (wide and dw is not None)
+    scaling = scaling_of(h.dtype, targets, stats, upstream, in_reference=nothing_stored and uniform)
     dx_sums = scaling.target.new_empty(h.shape) if grad_hidden else None
-    scaled, target_grad = h, None
+    scaled, target_grad, every = h, None, None
     if dw is not None:
         if scaling.row_scale is not None:
             scaled = h.new_empty(h.shape)
             gradients.scale_rows(scaled, h, scaling.row_scale)
         target_grad = gradients.target_grad(h, scaling.target, targets)
+        every = every_row(inputs, scaling.every)
+    factors = RowFactors.ones(h[:, :1])
+    if dbias is not None and scaling.row_scale is not None:
+        factors = RowFactors.of(scaling.row_scale, h.dtype)
     columns = list(iter_windows(w.shape[0], stored, window))
-    for first, last, exps in _iter_exps(inputs, scaling.reference, columns, window, dw):
+    free = None if wide else dw
+    for first, last, exps in _iter_exps(inputs, scaling.reference, columns, window, free):
+        if scaling.factor is not None:
+            scale_by_log(exps, *scaling.factor)
         if dx_sums is not None:
             gradients.add_grad_hidden(dx_sums, exps, w[first:last], accumulate=first > 0)
+        if dbias is not None:
+            dbias[first:last] = factors.sum(exps)
         if dw is not None and target_grad is not None:
-            rows = dw[first:last]
-            gradients.finish_dw(rows, exps, scaled, target_grad, first, scaling.grad_scale)
+            rows, more = dw[first:last], None if every is None else every.rows(slice(first, last))
+            if wide:
+                gradients.add_grad_weight(rows, exps, scaled, accumulate=False)
+                gradients.add_target_grad(rows, target_grad, first, more)
+                if h.dtype == torch.float16:
+                    rows.mul_(scaling.grad_scale)
+            else:
+                scale = scaling.grad_scale
+                gradients.finish_dw(rows, exps, scaled, target_grad, first, scale, more)
+    if dbias is not None:
+        finish_dbias(dbias, targets, scaling.target, scaling.every)
+        dbias.mul_(scaling.grad_scale)
     if dx_sums is None:
         return None
     del exps, scaled, target_grad  # freed before dX is allocated
     dx = dx_sums if dx_sums.dtype == inputs.dx_dtype else h.new_empty(h.shape)
-    gradients.finish_dx(dx, dx_sums, w, targets, scaling.dx)
+    finish_dx(inputs, dx, dx_sums, scaling.dx)
     return dx
 
 
-def _scaling(
+def finish_dx(
     inputs: LossInputs[PartialT, TargetGradT],
-    stats: RowStats,
-    upstream: Tensor,
-    *,
-    in_reference: bool,
-) -> _Scaling:
-    """Choose where the tokens' factors are applied.
+    out: Tensor,
+    sums: Tensor,
+    coefficients: RowCoefficients,
+) -> None:
+    """Write dX (N, D) of its `sums` to `out`, which may be `sums`."""
+    every, gradients = None, inputs.primitives.gradients
+    if coefficients.every is not None and inputs.class_row is not None:
+        every = RankOne(coefficients.every, inputs.class_row)
+    gradients.finish_dx(out, sums, inputs.w, inputs.targets, coefficients, every)
 
-    With `in_reference`, recomputed exponentials are probabilities, and dW needs no scaled copy of
-    h.  Otherwise h is scaled; float16 lacks the range of these factors, so that the largest of
-    them becomes `grad_scale`.
-    """
-    h, targets = inputs.h, inputs.targets
-    narrow = h.dtype == torch.float16
-    if in_reference:
-        total = torch.full_like(upstream, FLOAT16_TOTAL if narrow else 1)
-        relative, grad_scale = RowCoefficients.of(stats, targets, total), upstream / total
-        reference = stats.reference - relative.scale.log()
-        scale = torch.where(targets.active, grad_scale, 0)
-        dx = RowCoefficients(scale, relative.target * scale)
-        return _Scaling(reference, None, relative.target, grad_scale, dx)
-    dx = RowCoefficients.of(stats, targets, upstream)
-    if not narrow:
-        one = dx.scale.new_ones(())
-        return _Scaling(stats.reference, dx.scale, dx.target, one, dx)
-    grad_scale = dx.scale.abs().amax() if len(dx.scale) else dx.scale.new_zeros(())
-    grad_scale = torch.where(grad_scale == 0, 1, grad_scale)
-    row_scale, target = dx.scale / grad_scale, dx.target / grad_scale
-    return _Scaling(stats.reference, row_scale, target, grad_scale, dx)
+
+def every_row(inputs: LossInputs[PartialT, TargetGradT], every: Tensor | None) -> RankOne | None:
+    """Return the part κ_v Σ_i every_i h_i of dW (V, D), None without label smoothing."""
+    if every is None or inputs.targets.terms is None:
+        return None
+    factor = class_weights(inputs.targets.terms, inputs.w).contiguous()
+    return RankOne(factor, weighted_sum(inputs.h, every))
+
+
+def finish_dbias(dbias: Tensor, targets: Targets, target: Tensor, every: Tensor | None) -> None:
+    """Add the terms of targets (N,) and of every class to the sums of the bias' gradient (V,)."""
+    dbias.index_put_((targets.safe_index,), target, accumulate=True)  # deterministic
+    if every is not None and targets.terms is not None:
+        weight = targets.terms.class_weight
+        dbias.add_(every.sum() if weight is None else every.sum() * weight)
+    if targets.logits is not None and targets.logits.scale != 1:
+        dbias.div_(targets.logits.scale)
 
 
 def _iter_exps(
@@ -201,13 +227,5 @@ def _iter_exps(
         tail = None if dw is None else free_tail(dw, last, tokens, window)
         to = buffer if tail is None else tail
         for part in split_windows(last, first, to.shape[1]):
-            projection.recompute_exp(h, w, part, reference, inputs.targets.index, to)
+            projection.recompute_exp(h, w, part, reference, inputs.targets, to)
             yield *part, to[:, : part[1] - part[0]]
-
-
-def _as_probabilities(stats: RowStats) -> RowStats:
-    """Move the references so that T = FLOAT16_TOTAL in every row."""
-    reference = stats.reference + stats.sum_exp.log() - math.log(FLOAT16_TOTAL)
-    total = torch.full_like(stats.sum_exp, FLOAT16_TOTAL)
-    others = stats.sum_exp_others * (FLOAT16_TOTAL / stats.sum_exp)
-    return RowStats(torch.stack([reference, others, total, stats.loss]))

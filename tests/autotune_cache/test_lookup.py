@@ -18,10 +18,11 @@ from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.interface import plans
 from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.operators import plans
 from cutefce.ops.planning import planner
 from cutefce.ops.primitives import cute_projection, dispatch
+from cutefce.ops.rows.targets import Targets
 from tests.support.tables import DSL, ENTRY, GPU, KEY, OTHER, PROBLEM, TABLE, TUNED
 
 
@@ -109,10 +110,10 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
         data["entries"][0]["config"].update(change)
         file.write_text(json.dumps(data))
         process_cache.reset()
-        kernels = dispatch._kernels(torch.device("cuda", 7), PROBLEM)
+        kernels = dispatch._kernels(torch.device("cuda", 7), PROBLEM, spec.PLAIN)
         steps = dispatch.kernel_primitives(*kernels).projection
         h, w, y = torch.zeros(4, 8), torch.zeros(32, 8), torch.zeros(4, dtype=torch.long)
-        steps.project_exp(h, w, (0, 32), h[:, 0], y)
+        steps.project_exp(h, w, (0, 32), h[:, 0], Targets(y, 32, LossOptions()))
         (kernel,) = launched
         assert isinstance(kernel, spec.ProjectExpSpec)
         assert dataclasses.asdict(kernel.config) == data["entries"][0]["config"]
@@ -124,7 +125,7 @@ def test_an_edited_window_is_planned(file: Path, monkeypatch: pytest.MonkeyPatch
     device = torch.device("cuda", 7)
     monkeypatch.setattr(dispatch, "gpu_of", lambda device: GPU)
     problem, key = dataclasses.replace(PROBLEM, tokens=2048), dataclasses.replace(KEY, tokens=2048)
-    arguments = problem, problem, device, planner.MINIMUM, LossOptions()
+    arguments = problem, problem, device, planner.MINIMUM, True, False
     planned = plans._make_plan(*arguments).window
     every = [config.window for config in defaults.window_configs(problem)]
     for width in (*every, 12345):

@@ -20,6 +20,7 @@ from cutefce.cute_kernels import cache_files, process_cache, spec
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.variant import PLAIN
 from cutefce.ops.primitives import dispatch
 from tests.support.fake_tuner import TARGET, InlineWorker, tune_inline
 from tests.support.faulty_candidates import FaultyTarget, HangingTarget, Kind, config
@@ -294,7 +295,7 @@ def test_first_use_tunes_problems_that_no_table_has(
     expected = config(Kind.FAST) if tuned else Sm90().default(20)
     for tokens in (20, 23):  # the second is in the table
         problem = dataclasses.replace(problem, tokens=tokens)
-        _, kernels, _ = dispatch._kernels(torch.device("cuda", 7), problem)
+        _, kernels, _ = dispatch._kernels(torch.device("cuda", 7), problem, PLAIN)
         assert kernels.row_sums.config == expected
         monkeypatch.setattr(first_use, "SubprocessWorker", None)
         process_cache.reset()

@@ -26,7 +26,8 @@ from cutefce.ops.primitives import cute_gradients, cute_projection, dispatch
 from cutefce.ops.primitives.cute_projection import PartialLse
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
-from cutefce.ops.primitives.rows import RankOne, RowCoefficients, Targets
+from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.targets import Targets
 from tests.support import rank_one
 from tests.support.non_finite import ROW, assert_same_kind, broken_case, names, torch_result
 from tests.support.reference import Case, assert_as_accurate, evaluate, ours, random_case
@@ -97,13 +98,13 @@ def test_every_configuration(
     exact = exact_exps(case, logit)
     buffer = torch.full((shape[0], round_up(shape[2], 8)), torch.nan, dtype=dtype, device="cuda")
     kept = buffer if dtype == torch.bfloat16 else None
-    partial = steps.project_exp(case.h, case.w, (0, shape[2]), logit, case.y, kept)
+    partial = steps.project_exp(case.h, case.w, (0, shape[2]), logit, targets, kept)
     stats, losses = steps.reduce_partials(partial, logit, targets)
     torch.testing.assert_close(stats.sum_exp_others.double(), exact.sum(1), rtol=1e-5, atol=0)
     torch.testing.assert_close(losses.double(), torch.log1p(exact.sum(1)), rtol=1e-5, atol=1e-6)
     assert torch.equal(stats.reference, logit)
     if kept is None:
-        steps.recompute_exp(case.h, case.w, (0, shape[2]), logit, case.y, buffer)
+        steps.recompute_exp(case.h, case.w, (0, shape[2]), logit, targets, buffer)
     rounding = torch.finfo(dtype).eps / 2
     smallest = 2.0**-24 if dtype == torch.float16 else 1e-30
     got = buffer[:, : shape[2]].double()
@@ -141,7 +142,7 @@ def test_repair_stores_only_flagged_blocks_again(config: GemmConfig) -> None:
     steps, targets = primitives(config, torch.bfloat16).projection, Targets(case.y, 2000, NONE)
     logit = steps.target_logit(case.h, case.w, targets)
     buffer = torch.empty(len(case.y), 2000, dtype=torch.bfloat16, device="cuda")
-    partial = steps.project_exp(case.h, case.w, (0, 2000), logit, case.y, buffer)
+    partial = steps.project_exp(case.h, case.w, (0, 2000), logit, targets, buffer)
     stats, _ = steps.reduce_partials(partial, logit, targets)
     moved = (stats.reference != logit).nonzero()[:, 0]
     assert moved.tolist() == far.tolist()
@@ -150,7 +151,7 @@ def test_repair_stores_only_flagged_blocks_again(config: GemmConfig) -> None:
         == (far // config.rows).tolist()
     )
     before = buffer.clone()
-    steps.repair_stored_exps(buffer, case.h, case.w, 0, case.y, partial, stats)
+    steps.repair_stored_exps(buffer, case.h, case.w, 0, targets, partial, stats)
     others = torch.ones(len(case.y), dtype=torch.bool, device="cuda")
     others[far] = False
     assert torch.equal(buffer[others], before[others])
@@ -495,7 +496,7 @@ def test_diverged_rows_in_every_configuration(config: GemmConfig) -> None:
         logit = steps.target_logit(case.h, case.w, targets)
         assert not bool((logit == torch.inf).any()), name
         for buffer in (case.h.new_empty(150, 336), None):
-            partial = steps.project_exp(case.h, case.w, (0, 333), logit, case.y, buffer)
+            partial = steps.project_exp(case.h, case.w, (0, 333), logit, targets, buffer)
             stats, losses = steps.reduce_partials(partial, logit, targets)
             assert_same_kind(losses, want)
             bad = ~(want < GRADIENT_LOSS)
@@ -678,11 +679,11 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     targets = Targets(case.y, 1500, LossOptions())
     exps = torch.empty(300, 1504, dtype=torch.bfloat16)
     logit = steps.target_logit(case.h, case.w, targets)
-    steps.project_exp(case.h, case.w, (0, 1500), logit, case.y)
-    partial = steps.project_exp(case.h, case.w, (0, 1500), logit, case.y, exps)
+    steps.project_exp(case.h, case.w, (0, 1500), logit, targets)
+    partial = steps.project_exp(case.h, case.w, (0, 1500), logit, targets, exps)
     stats, _ = steps.reduce_partials(partial, logit, targets)
-    steps.repair_stored_exps(exps, case.h, case.w, 0, case.y, partial, stats)
-    steps.recompute_exp(case.h, case.w, (0, 1024), logit, case.y, exps)
+    steps.repair_stored_exps(exps, case.h, case.w, 0, targets, partial, stats)
+    steps.recompute_exp(case.h, case.w, (0, 1024), logit, targets, exps)
     coefficients = RowCoefficients(logit, stats.sum_exp_others)
     matrix = RankOne(logit, torch.ones(64))
     for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX

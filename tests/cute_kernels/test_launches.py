@@ -11,7 +11,7 @@ from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.spec import kernel_set
-from cutefce.ops.interface import operators
+from cutefce.ops.operators import operators
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from tests.support.kernel_models import use_models

@@ -15,7 +15,7 @@ from torch.export import Dim, export
 
 import cutefce
 from bench.harness.timing import peak_bytes
-from cutefce.ops.interface import kept, operators
+from cutefce.ops.operators import kept, operators
 from tests.support.reference import are_same, random_case
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.interface import kept
 from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.operators import kept
 from cutefce.ops.planning.planner import Plan
 from tests.support.reference import PLANS, are_same, fixed_plan, loss_of_plan, random_case
 
@@ -54,6 +54,54 @@ def test_every_backward_has_the_bits_of_the_first(
     first, second, third = (torch.autograd.grad(loss, (h, w), retain_graph=True) for _ in range(3))
     for a, b, c in zip(first, second, third, strict=True):
         assert torch.equal(a, b) and torch.equal(b, c)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_backward_outside_of_the_forwards_capture_overwrites_nothing_of_it(
+    plan: tuple[str, int, int, int],
+    small_tiles: PortableTiles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replay of either graph would find, or overwrite, what the other has written."""
+    h, w, y = leaves(torch.bfloat16, "cpu")
+    want = torch.autograd.grad(loss_of(plan, h, w, y, small_tiles.window), (h, w))
+    monkeypatch.setattr(kept, "capture_id", lambda: 1)
+    loss = loss_of(plan, h, w, y, small_tiles.window)
+    ((_, results),) = kept._kept.values()
+    made = [] if results.dw is None else [results.dw]
+    if results.sums is not None:
+        made = [x for part in results.sums[:2] for x in (part.gradient, part.overflow)]
+    before = [x.view(torch.uint8).clone() for x in made]
+    monkeypatch.setattr(kept, "capture_id", lambda: None)
+    got = torch.autograd.grad(loss, (h, w))
+    assert all(map(torch.equal, got, want))
+    assert all(torch.equal(x.view(torch.uint8), y) for x, y in zip(made, before, strict=True))
+    owned = {x.untyped_storage().data_ptr() for x in made if x.numel()}
+    assert not owned & {x.untyped_storage().data_ptr() for x in got}
+    del results
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workspace", ["min", "max"])
+def test_replays_of_a_captured_forward_leave_gradients_alone(workspace: str) -> None:
+    case = random_case(300, 512, 1000, dtype=torch.bfloat16, device="cuda")
+    h, w = case.h.requires_grad_(), case.w.requires_grad_()
+
+    def forward() -> Tensor:
+        return cutefce.linear_cross_entropy(h, w, case.y, workspace=workspace)
+
+    want = torch.autograd.grad(forward(), (h, w))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        loss = forward()
+    graph.replay()
+    got = torch.autograd.grad(loss, (h, w))
+    first = [x.clone() for x in got]
+    case.y.copy_(case.y.roll(1))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, got, first)) and all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

@@ -110,7 +110,7 @@ def test_other_metadata_is_no_repeat(other: Any, device: str, checked: list[Any]
 WRONG = {
     "target: got shape": lambda h, w, y: {"target": y[1:]},
     "target: got dtype": lambda h, w, y: {"target": y.float()},
-    "linear_weight: got dtype": lambda h, w, y: {"linear_weight": w.float()},
+    "linear_weight: got dtype": lambda h, w, y: {"linear_weight": w.double()},
     "input: got shape": lambda h, w, y: {"input": h[:, 8:]},
     "input: got layout": lambda h, w, y: {"input": h.to_sparse()},
     "reduction: got": lambda h, w, y: {"reduction": "all"},

@@ -5,8 +5,8 @@ import torch
 
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.primitives import rows
 from cutefce.ops.primitives.portable_projection import PortableProjection
+from cutefce.ops.rows import targets as rows
 from tests.support import paper
 from tests.support.reference import Result, assert_as_accurate, random_case
 

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutefce
-from cutefce.ops.interface import kept
+from cutefce.ops.operators import kept
 from tests.support.reference import random_case
 
 Function = Callable[..., Tensor]

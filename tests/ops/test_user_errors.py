@@ -96,26 +96,11 @@ def test_what_is_no_group_is_refused(group: Any) -> None:
         cutefce.linear_cross_entropy(H, W, Y, group=group)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("linear_bias", torch.zeros(10)),
-        ("weight", torch.ones(10)),
-        ("label_smoothing", 0.1),
-        ("options", object()),
-    ],
-)
-def test_unserved_arguments_are_refused_by_name(name: str, value: Any) -> None:
-    options: dict[str, Any] = {name: value}
-    with pytest.raises(NotImplementedError, match=f"^{name}: "):
-        cutefce.linear_cross_entropy(H, W, Y, **options)
-
-
-@pytest.mark.parametrize(("name", "value"), [("bias", True), ("out_features", (2,))])
-def test_unserved_module_arguments_are_refused_by_name(name: str, value: Any) -> None:
-    options: dict[str, Any] = {name: value}
-    with pytest.raises(NotImplementedError, match=f"^{name}: "):
-        cutefce.LinearCrossEntropyLoss(8, 10, **options)
+def test_chunking_options_of_torch_are_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match=r"^options: "):
+        cutefce.linear_cross_entropy(H, W, Y, options=object())
+    with pytest.raises(NotImplementedError, match=r"^options: "):
+        cutefce.LinearCrossEntropyLoss(8, 10, options=object())
 
 
 def test_sharded_tensors_are_refused(tmp_path: Any) -> None:
@@ -186,7 +171,7 @@ def test_denominators_of_any_number_type(number: Any) -> None:
 
 def test_complex_denominators() -> None:
     with pytest.raises(TypeError, match=r"^denominator: got \(2\+1j\) \(complex\), expected"):
-        cutefce.linear_cross_entropy(H, W, Y, denominator=2 + 1j)  # type: ignore[arg-type]
+        cutefce.linear_cross_entropy(H, W, Y, denominator=2 + 1j)  # type: ignore[call-overload]
     with pytest.raises(
         TypeError, match=r"^denominator: got dtype torch.complex64, expected a real"
     ):
@@ -194,14 +179,9 @@ def test_complex_denominators() -> None:
 
 
 @pytest.mark.parametrize("empty", [None, False, 0, 0.0, (), []])
-def test_unserved_arguments_may_ask_for_nothing(empty: Any) -> None:
-    options: dict[str, Any] = {"bias": empty, "out_features": empty}
-    cutefce.LinearCrossEntropyLoss(8, 10, **options)
-
-
-def test_arrays_are_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match=r"^linear_bias: got an object of ndarray"):
-        cutefce.linear_cross_entropy(H, W, Y, linear_bias=np.zeros(10))  # type: ignore[arg-type]
+def test_chunking_options_of_torch_may_ask_for_nothing(empty: Any) -> None:
+    cutefce.LinearCrossEntropyLoss(8, 10, options=empty)
+    cutefce.linear_cross_entropy(H, W, Y, options=empty)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +191,14 @@ def test_arrays_are_refused_by_name() -> None:
         ({"reduction": None}, TypeError, "reduction: got None"),
         ({"workspace": "big"}, ValueError, "workspace: got 'big'"),
         ({"ignore_index": 1.5}, TypeError, "ignore_index: got 1.5"),
+        ({"label_smoothing": None}, TypeError, "label_smoothing: got None"),
+        ({"label_smoothing": 2}, ValueError, "label_smoothing: got 2"),
+        ({"z_loss": "0"}, TypeError, "z_loss: got '0'"),
+        ({"logit_scale": 0.0}, ValueError, "logit_scale: got 0.0"),
+        ({"softcap": -1}, ValueError, "softcap: got -1"),
+        ({"softcap": 1, "label_smoothing": 0.1}, NotImplementedError, "label_smoothing: .*softcap"),
+        ({"weight": [1.0] * 10}, TypeError, "weight: got an object of list"),
+        ({"out_features": 3}, TypeError, r"out_features: got 3 \(int\), expected a tuple"),
     ],
 )
 def test_modules_check_their_options_when_made(
@@ -233,7 +221,6 @@ class Adapted(nn.Linear):
 
 
 LINEARS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a bias": (lambda: nn.Linear(8, 10), "a bias"),
     "hooks": (lambda: with_hook(nn.Linear(8, 10, bias=False)), "hooks"),
     "another forward": (lambda: Adapted(8, 10, bias=False), "Adapted"),
     "another module": (lambda: nn.Sequential(nn.Linear(8, 10)), "Sequential"),
@@ -290,5 +277,168 @@ def test_layouts_are_named() -> None:
             cutefce.linear_cross_entropy(**arguments)
     with pytest.raises(TypeError, match=r"^denominator: got layout torch\.sparse_coo"):
         cutefce.linear_cross_entropy(H, W, Y, denominator=torch.tensor(2.0).to_sparse())
-    with pytest.raises(NotImplementedError, match=r"^label_smoothing: got"):
-        cutefce.linear_cross_entropy(H, W, Y, label_smoothing=np.zeros(3))  # type: ignore[arg-type]
+    for name in ("linear_bias", "weight", "token_weights", "temperature"):
+        size = 10 if name in ("linear_bias", "weight") else 4
+        options: dict[str, Any] = {name: torch.ones(size).to_sparse()}
+        with pytest.raises(TypeError, match=rf"^{name}: got layout torch\.sparse_coo"):
+            cutefce.linear_cross_entropy(H, W, Y, **options)
+
+
+CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "loss": (cutefce.linear_cross_entropy, (H, W, Y)),
+    "loss of K dimensions": (
+        cutefce.linear_cross_entropy,
+        (H, torch.stack([W, W], 1), torch.stack([Y, Y], 1)),
+    ),
+    "log-probabilities": (cutefce.linear_log_probs, (H, W, Y)),
+}
+TEN, FOUR = ("linear_bias", "weight"), ("token_weights", "temperature")
+LONG = torch.ones(10).long()
+WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "label_smoothing of None": ({"label_smoothing": None}, TypeError, "got None"),
+    "label_smoothing of text": ({"label_smoothing": "x"}, TypeError, "got 'x'"),
+    "label_smoothing of values": ({"label_smoothing": np.zeros(3)}, TypeError, "got array"),
+    "label_smoothing below 0": ({"label_smoothing": -0.1}, ValueError, "got -0.1, .* 0 to 1"),
+    "label_smoothing above 1": ({"label_smoothing": 1.1}, ValueError, "got 1.1"),
+    "label_smoothing NaN": ({"label_smoothing": float("nan")}, ValueError, "got nan"),
+    "z_loss of None": ({"z_loss": None}, TypeError, "got None"),
+    "z_loss below 0": ({"z_loss": -1.0}, ValueError, "got -1.0, expected a finite number, 0"),
+    "z_loss inf": ({"z_loss": float("inf")}, ValueError, "got inf"),
+    "logit_scale of None": ({"logit_scale": None}, TypeError, "got None"),
+    "logit_scale of text": ({"logit_scale": "x"}, TypeError, "got 'x'"),
+    "logit_scale 0": ({"logit_scale": 0.0}, ValueError, "got 0.0, expected .* other than 0"),
+    "logit_scale NaN": ({"logit_scale": float("nan")}, ValueError, "got nan"),
+    "softcap of text": ({"softcap": "x"}, TypeError, "got 'x'"),
+    "softcap 0": ({"softcap": 0.0}, ValueError, "got 0.0, expected a finite number above 0"),
+    "softcap inf": ({"softcap": float("inf")}, ValueError, "got inf"),
+    "temperature of None": ({"temperature": None}, TypeError, "got None"),
+    "temperature of values": ({"temperature": np.ones(4)}, TypeError, "got .*ndarray"),
+    "temperature 0": ({"temperature": 0}, ValueError, "got 0, expected a finite number above 0"),
+    "temperature below 0": ({"temperature": -1.0}, ValueError, "got -1.0"),
+    "temperature inf": ({"temperature": float("inf")}, ValueError, "got inf"),
+    "ignore_index of text": ({"ignore_index": "3"}, TypeError, "got '3'"),
+    "ignore_index too large": ({"ignore_index": 2**70}, ValueError, "got 1180591620717411303424"),
+    "outputs of None": ({"outputs": None}, TypeError, "got None"),
+    "outputs unknown": ({"outputs": ["perplexity"]}, ValueError, "got 'perplexity'"),
+    "outputs of text": ({"outputs": "entropy"}, ValueError, "got 'e', expected some of"),
+    **{f"{n} of lists": ({n: [1.0]}, TypeError, r"got \[1.0\] \(list\)") for n in TEN + FOUR},
+    **{
+        f"{n} of another shape": ({n: torch.ones(3)}, ValueError, r"got shape \(3,\)")
+        for n in TEN + FOUR
+    },
+    **{
+        f"{n} of integers": ({n: LONG[: 10 if n in TEN else 4]}, TypeError, "got dtype torch.int64")
+        for n in TEN + FOUR
+    },
+    **{
+        f"{n} elsewhere": ({n: torch.ones(size, device="meta")}, ValueError, "got device meta")
+        for names, size in ((TEN, 10), (FOUR, 4))
+        for n in names
+    },
+    **{
+        f"{n} with a gradient": (
+            {n: torch.ones(10 if n in TEN else 4, requires_grad=True)},
+            ValueError,
+            "got one that requires grad",
+        )
+        for n in ("weight", *FOUR)
+    },
+}
+
+
+WRONG_CALLS = [
+    pytest.param(*CALLS[call], *WRONG_OPTIONS[wrong], id=f"{call}, {wrong}")
+    for call in CALLS
+    for wrong in WRONG_OPTIONS
+    if {*WRONG_OPTIONS[wrong][0]} <= {*inspect.signature(CALLS[call][0]).parameters}
+]
+
+
+@pytest.mark.parametrize(("function", "operands", "given", "error", "message"), WRONG_CALLS)
+def test_wrong_options(
+    function: Callable[..., Any],
+    operands: tuple[torch.Tensor, ...],
+    given: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    (name,) = given
+    if operands[1].ndim == 3 and name in FOUR and isinstance(given[name], torch.Tensor):
+        given = {name: given[name][:, None].expand(-1, 2)}  # a value for every position
+        message = message.replace(r"(3,\)", r"(3, 2\)" if name == "token_weights" else r"(3,\)")
+    with pytest.raises(error, match=f"^{name}: {message}"):
+        function(*operands, **given)
+
+
+COMBINATIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "label_smoothing with softcap": (
+        cutefce.linear_cross_entropy,
+        {"label_smoothing": 0.1, "softcap": 3.0},
+        "label_smoothing: got 0.1 with softcap=3.0",
+    ),
+    "mean_logit with softcap": (
+        cutefce.linear_log_probs,
+        {"outputs": ["mean_logit"], "softcap": 3.0},
+        "outputs: got 'mean_logit' with softcap=3.0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "given", "message"), COMBINATIONS.values(), ids=COMBINATIONS)
+def test_combinations_are_refused_by_name(
+    function: Callable[..., Any], given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=f"^{message}, .* together"):
+        function(H, W, Y, **given)
+
+
+def test_the_gradient_of_entropy_with_softcap_is_refused() -> None:
+    h = H.clone().requires_grad_()
+    values = cutefce.linear_log_probs(h, W, Y, outputs=["lse", "entropy"], softcap=3.0)
+    assert values.entropy is not None and values.lse is not None
+    with pytest.raises(NotImplementedError, match=r"^softcap: got one with 'entropy' in outputs"):
+        (values.log_probs.sum() + values.entropy.sum()).backward(retain_graph=True)
+    (values.log_probs.sum() + values.lse.sum()).backward()
+    assert h.grad is not None and bool(h.grad.any())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"input": None}, TypeError, "input: got None"),
+        ({"linear_weight": None}, TypeError, "linear_weight: got None"),
+        ({"target": None}, TypeError, "target: got None"),
+        ({"target": Y[:3]}, ValueError, r"target: got shape \(3,\)"),
+        ({"target": Y + 8}, IndexError, "target: got 10, expected"),
+        ({"input": H.numpy()}, TypeError, "input: got an object of ndarray"),
+        ({"workspace": "huge"}, ValueError, "workspace: got 'huge'"),
+        ({"workspace": 2.5}, TypeError, "workspace: got 2.5"),
+        ({"shards": 3}, TypeError, "shards: got 3"),
+        ({"shards": [5, 5]}, ValueError, "shards: got .* without a group"),
+        ({"sequence_parallel": 1}, TypeError, "sequence_parallel: got 1"),
+        ({"group": "tp"}, TypeError, "group: got 'tp'"),
+        ({"linear_weight": torch.ones(10, 2, 8)}, ValueError, r"linear_weight: got shape \(10, 2"),
+    ],
+)
+def test_operands_of_log_probs(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments = {"input": H, "linear_weight": W, "target": Y} | change
+    with pytest.raises(error, match=f"^{message}"):
+        cutefce.linear_log_probs(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input": None}, "input: got None"),
+        ({"target": None}, "target: got None"),
+        ({"target": Y}, r"target: got shape \(4,\) with input .* expected \(N, 2\)"),
+        ({"input": H[None]}, r"target: .* with input of shape \(1, 4, 8\), expected \(N, 2\)"),
+    ],
+)
+def test_operands_of_losses_of_k_dimensions(change: dict[str, Any], message: str) -> None:
+    w, y = torch.stack([W, W], 1), torch.stack([Y, Y], 1)
+    arguments = {"input": H, "linear_weight": w, "target": y} | change
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        cutefce.linear_cross_entropy(**arguments)

@@ -45,7 +45,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a float workspace": {"workspace": 2.5},
     "an integer beyond int64": {"workspace": 1 << 64},
     "no reduction": {"reduction": None},
-    "an unserved option": {"label_smoothing": 0.1},
+    "an unserved option": {"options": object()},
     "no target": {"target": None},
     "a list": {"input": [[0.0] * 8]},
     "another dtype": {"input": H.double()},

@@ -239,7 +239,8 @@ def compiled_share(
     sharing = options_of(sizes, sequence_parallel)
 
     def step(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return cutefce.linear_cross_entropy(h * 2, w, y, workspace=workspace, **sharing) + 1
+        loss: Tensor = cutefce.linear_cross_entropy(h * 2, w, y, workspace=workspace, **sharing) + 1
+        return loss
 
     torch.compiler.reset()
     results = []

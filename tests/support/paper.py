@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.primitives.portable_projection import PartialSums, PortableProjection
-from cutefce.ops.primitives.rows import Targets, sum_dtype
+from cutefce.ops.rows.targets import Targets, sum_dtype
 from cutefce.ops.strategies.windows import split_windows
 
 NO_TARGET = -1
@@ -25,7 +25,7 @@ def algorithm_1(
     target_logit = projection.target_logit(h, w, targets)
     m = torch.full_like(target_logit, -torch.inf)
     a = torch.zeros_like(m)
-    nothing = torch.full_like(targets.index, NO_TARGET)
+    nothing = Targets(torch.full_like(targets.index, NO_TARGET), targets.vocab, targets.options)
     for first, last in split_windows(w.shape[0], 0, window):
         # every logit lies above a reference of -inf, so that each block uses its own maximum
         below = torch.full_like(m, -torch.inf)
@@ -57,7 +57,7 @@ def algorithm_2(
     dx = torch.zeros(h.shape, dtype=dtype, device=h.device)
     dw = torch.empty_like(w)
     gamma = torch.where(targets.active, upstream, 0)
-    nothing = torch.full_like(targets.index, NO_TARGET)
+    nothing = Targets(torch.full_like(targets.index, NO_TARGET), targets.vocab, targets.options)
     exps = torch.empty(h.shape[0], window, dtype=dtype, device=h.device)
     for first, last in split_windows(w.shape[0], 0, window):
         projection.recompute_exp(h, w, (first, last), m, nothing, exps)

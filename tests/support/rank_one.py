@@ -7,7 +7,8 @@ from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.primitives.rows import RankOne, RowCoefficients, Targets, sum_dtype
+from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.targets import Targets, sum_dtype
 from tests.support.reference import random_case
 
 SHAPES = [(1, 8, 11), (70, 8, 17), (521, 264, 1003), (257, 1096, 3001)]

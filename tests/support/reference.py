@@ -12,9 +12,9 @@ from torch import Tensor
 
 import cutefce
 from bench.harness.reference import float64_reference, unfused
-from cutefce.ops.interface import operators
-from cutefce.ops.interface.autograd import training_loss
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.operators import operators
+from cutefce.ops.operators.autograd import training_loss
 from cutefce.ops.planning.planner import Plan
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -140,10 +140,11 @@ def loss_of_plan(
     plan: Plan,
     options: LossOptions,
     sharding: Sharding = Sharding(),  # noqa: B008 (frozen)
+    tensors: TensorOptions = TensorOptions(),  # noqa: B008 (frozen)
 ) -> Tensor:
     """Return the loss by a given plan."""
-    packed = *options.pack(), *TensorOptions().pack(), *sharding.pack()
-    step = StepOptions(0, plan.grad_hidden, plan.grad_weight).pack()
+    packed = *options.pack(), *tensors.pack(), *sharding.pack()
+    step = StepOptions(0, *plan.gradients).pack()
     with fixed_plan(plan):
         return training_loss(h, w, y, *step, *packed)
 

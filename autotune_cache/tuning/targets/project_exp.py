@@ -40,11 +40,12 @@ class ProjectExpTarget(TuningTarget):
     def call(self, case: TuningCase, candidate: Candidate) -> Callable[[], object]:
         projection = self.primitives(case.problem, candidate).projection
         h, w = projection.prepare(case.h, case.w)
-        logit = projection.target_logit(h, w, outputs.make_targets(case))
+        targets = outputs.make_targets(case)
+        logit = projection.target_logit(h, w, targets)
         kept = outputs.default_plan(case).kept
         exps = h.new_empty(h.shape[0], kept) if kept else None
         columns = 0, case.problem.vocab
-        return lambda: projection.project_exp(h, w, columns, logit, case.y, exps)
+        return lambda: projection.project_exp(h, w, columns, logit, targets, exps)
 
     def cublas(self, case: TuningCase) -> Callable[[], object]:
         tokens, vocab = case.problem.tokens, case.problem.vocab

@@ -47,6 +47,11 @@ def autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return cast(h), cast(w)
 
 
+def is_mixed(h: Tensor, w: Tensor) -> bool:
+    """Whether a float32 weight w is to be cast to the 16 bits of hidden states h."""
+    return w.dtype == torch.float32 and h.dtype in (torch.bfloat16, torch.float16)
+
+
 def isolated_context(function: Callable[..., Any]) -> Callable[..., Any]:
     """Run `function` on the device of its first tensor, outside of any autocast region.
 

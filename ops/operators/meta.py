@@ -6,7 +6,8 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops.interface.options import OPTIONS, StepOptions
-from cutefce.ops.primitives.rows import sum_dtype
+from cutefce.ops.rows.outputs import stat_rows
+from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
 from cutefce.ops.schema import unpack
 
 
@@ -20,16 +21,22 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     """Return an empty loss and empty statistics."""
     _, *rest = unpack(arguments, StepOptions, *OPTIONS)
     options, tokens, dtype = rest[0], y.shape[0], sum_dtype(h.dtype)
-    loss = h.new_empty(() if options.is_scalar else (tokens,), dtype=dtype)
-    return loss, h.new_empty((NUM_STATS, tokens), dtype=dtype)
+    shape: tuple[int, ...] = () if options.is_scalar else (tokens,)
+    rows = NUM_STATS
+    if options.reduction == OUTPUTS:
+        shape, rows = (3, tokens), rows + len(stat_rows(options.output_names))
+    loss = h.new_empty(shape, dtype=dtype)
+    return loss, h.new_empty((rows, tokens), dtype=dtype)
 
 
 def loss_backward(
     upstream: Tensor, h: Tensor, w: Tensor, y: Tensor, stats: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty gradients."""
-    step = unpack(arguments, StepOptions, *OPTIONS)[0]
+    step, _, tensors, _ = unpack(arguments, StepOptions, *OPTIONS)
+    bias = w if tensors.linear_bias is None else tensors.linear_bias
     return (
         h.new_empty((h.shape[0] if step.grad_hidden else 0, h.shape[1])),
         w.new_empty((w.shape[0] if step.grad_weight else 0, w.shape[1])),
+        bias.new_empty((w.shape[0] if step.grad_bias else 0,)),
     )

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from cutefce.ops.interface.operators import STEP
 from cutefce.ops.interface.options import StepOptions
+from cutefce.ops.operators.operators import STEP
 from cutefce.ops.schema import unpack
 
 

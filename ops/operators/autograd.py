@@ -8,26 +8,41 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops import torch_compat
-from cutefce.ops.interface.context import can_bypass_dispatcher
-from cutefce.ops.interface.operators import IMPLS, LIBRARY, STEP, loss_backward, loss_forward
-from cutefce.ops.interface.options import StepOptions
+from cutefce.ops.interface.options import OPTIONS, Sharding, StepOptions, TensorOptions
+from cutefce.ops.operators.context import can_bypass_dispatcher
+from cutefce.ops.operators.operators import IMPLS, LIBRARY, STEP, loss_backward, loss_forward
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.planning import planner
-from cutefce.ops.primitives.rows import Targets
+from cutefce.ops.rows.targets import Targets
 from cutefce.ops.schema import unpack
 
 
 def training_loss(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     """Return the reduced loss of `loss_forward`, which can be differentiated."""
-    loss: Tensor = LinearCrossEntropy.apply(h, w, y, *arguments)[0]  # type: ignore[no-untyped-call]
-    return loss
+    return loss_and_stats(h, w, y, *arguments)[0]
+
+
+def loss_and_stats(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the results of `loss_forward`; the reduced loss can be differentiated."""
+    results: tuple[Tensor, Tensor] = LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        h, w, y, *arguments
+    )
+    return results
+
+
+def row_outputs(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Return log-probabilities, lse and entropy (N,), which can be differentiated, and stats."""
+    results: tuple[Tensor, ...] = RowOutputs.apply(  # type: ignore[no-untyped-call]
+        h, w, y, *arguments
+    )
+    return results
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """`loss_forward`, differentiated by `loss_backward`; the arguments are those of the former."""
 
     @staticmethod
-    def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         """Return the reduced loss and the statistics."""
         return _run(loss_forward, h, w, y, *arguments)
 
@@ -43,41 +58,44 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return dX and dW for the upstream gradient of the loss."""
-        return _backward(ctx, *upstream)
+        return _backward(ctx, upstream[0], ctx.before)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
         """Return the tangent of the loss: the inputs' tangents times their gradients."""
         h, _, y, stats, *tensors = ctx.saved_tensors
-        dtype, (hidden, weight) = stats.dtype, tangents[:2]
+        dtype, inputs = stats.dtype, [tangents[index] for index in ctx.differentiable]
         if ctx.group is not None:
             raise NotImplementedError(
                 f"group: got {ctx.group!r} in forward mode, expected None: cutefce has no "
                 "forward-mode derivative of a loss that ranks share"
             )
-        if not ctx.is_scalar and weight is not None:
-            raise NotImplementedError(
-                "linear_weight: got a tangent with reduction='none', for which cutefce has no "
-                "forward-mode derivative; expected reduction 'mean' or 'sum'"
-            )
-        if any(tangent is not None for tangent in tangents[2:]):
-            raise NotImplementedError(
-                "denominator: got a tangent, expected denominator.detach(): cutefce has no "
-                "derivative by it"
-            )
+        for name, tangent in zip(("linear_weight", "linear_bias"), inputs[1:], strict=True):
+            if tangent is not None and not ctx.is_scalar:
+                raise NotImplementedError(
+                    f"{name}: got a tangent with reduction='none', for which cutefce has no "
+                    "forward-mode derivative; expected reduction 'mean' or 'sum'"
+                )
+        first = ctx.inputs - Sharding.width() - TensorOptions.width()
+        for index, name in enumerate(TensorOptions.names(), first):
+            if tangents[index] is not None and index not in ctx.differentiable:
+                raise NotImplementedError(
+                    f"{name}: got a tangent, expected {name}.detach(): cutefce has no derivative "
+                    "by it"
+                )
         upstream = stats.new_ones(() if ctx.is_scalar else h.shape[:1])
-        factors = upstream, upstream
+        factors = upstream, upstream, upstream
         if h.dtype == torch.float16:
             # a row of dX, which a mean divides by the tokens, is rounded before it is multiplied;
             # dW, a sum over tokens, would overflow
             _, options, given, _ = unpack((*ctx.before, *tensors, *ctx.after), *STEP)
             scale = Targets(y.long(), 0, options, given).loss_scale(dtype)
-            factors = torch.where(scale == 0, upstream, upstream / scale), upstream
+            factors = torch.where(scale == 0, upstream, upstream / scale), upstream, upstream
         tangent, gradients = torch.zeros_like(upstream), None
-        for i, x in enumerate((hidden, weight)):
+        for i, x in enumerate(inputs):
             if x is not None:
                 if gradients is None or h.dtype == torch.float16:
-                    gradients = _gradients(ctx, factors[i], ctx.saved_tensors)
+                    gradients = _gradients(ctx, factors[i], ctx.before)
                 products = gradients[i].to(dtype) * x.to(dtype)
                 summed = products.sum() if ctx.is_scalar else products.sum(1)
                 tangent = tangent + summed * (upstream / factors[i])
@@ -89,17 +107,61 @@ class LinearCrossEntropy(torch.autograd.Function):
         return _loop(_sample_loss, info.batch_size, in_dims, arguments)
 
 
+class RowOutputs(torch.autograd.Function):
+    """`loss_forward` with reduction "outputs": log-probabilities, lse, entropy and statistics."""
+
+    @staticmethod
+    def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        """Return log-probabilities, lse and entropy, each (N,), and the statistics."""
+        rows, stats = _run(loss_forward, h, w, y, *arguments)
+        return *(row.clone() for row in rows), stats
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Save the inputs and the statistics."""
+        LinearCrossEntropy.setup_context(ctx, inputs, (output[0], output[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients for the upstream gradients of the outputs."""
+        if ctx.has_softcap and upstream[2] is not None:
+            with report_errors(ctx.group):
+                raise NotImplementedError(
+                    "softcap: got one with 'entropy' in outputs, which has no gradient then; "
+                    "expected softcap=None, or entropy.detach()"
+                )
+        zeros = ctx.saved_tensors[3].new_zeros(ctx.saved_tensors[3].shape[1])
+        rows = [zeros if gradient is None else gradient for gradient in upstream[:3]]
+        before = ctx.before
+        if upstream[2] is None:  # entropy's gradient takes one more pass over the exponentials
+            others = [name for name in before[-1].split(",") if name != "entropy"]
+            before = *before[:-1], ",".join(others)
+        return _backward(ctx, torch.stack(rows), before)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> None:
+        """Raise NotImplementedError."""
+        raise NotImplementedError(
+            "cutefce: the outputs of linear_log_probs have no forward-mode derivative"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        """Evaluate the samples one after another."""
+        return _loop(RowOutputs.apply, info.batch_size, in_dims, arguments)
+
+
 class LinearCrossEntropyGradients(torch.autograd.Function):
     """`loss_backward`, where somebody may differentiate or batch it."""
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        """Return dX and dW."""
-        result: tuple[Tensor, Tensor] = torch.ops.cutefce.loss_backward(*arguments)
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        """Return dX, dW and the bias' gradient."""
+        result: tuple[Tensor, ...] = torch.ops.cutefce.loss_backward(*arguments)
         return result
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Save nothing."""
 
     @staticmethod
@@ -133,39 +195,47 @@ def _save(
     """Save what `_backward` needs; `arguments` are those of `STEP`."""
     step, options, tensors, sharding = unpack(arguments, *STEP)
     ctx.inputs, ctx.group, ctx.is_scalar = len(inputs), sharding.group, options.is_scalar
-    ctx.trained = step.grad_hidden, step.grad_weight
+    ctx.has_softcap = options.softcap is not None
+    ctx.trained = step.grad_hidden, step.grad_weight, step.grad_bias
+    first = ctx.inputs - Sharding.width() - TensorOptions.width()
+    ctx.differentiable = 0, 1, first + TensorOptions.names().index("linear_bias")
     ctx.before, ctx.after = (*step.pack(), *options.pack()), sharding.pack()
     saved = *inputs[:3], stats, *tensors.pack()
     ctx.save_for_backward(*saved)
     return saved
 
 
-def _backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, upstream: Tensor | None, before: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all inputs; `before` are the arguments before `TensorOptions`."""
     if upstream is None:
         return (*[None] * ctx.inputs,)
     with report_errors(ctx.group):
-        gradients = _gradients(ctx, upstream, ctx.saved_tensors)
-    pairs = zip(gradients, ctx.trained, strict=True)
-    return *(x if trained else None for x, trained in pairs), *[None] * (ctx.inputs - 2)
+        gradients = _gradients(ctx, upstream, before)
+    results: list[Tensor | None] = [None] * ctx.inputs
+    for index, gradient, trained in zip(ctx.differentiable, gradients, ctx.trained, strict=True):
+        results[index] = gradient if trained else None
+    return (*results,)
 
 
-def _gradients(ctx: Any, upstream: Tensor, saved: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    h, w, y, stats, *tensors = saved
-    arguments = upstream, h, w, y, stats, *ctx.before, *tensors, *ctx.after
+def _gradients(ctx: Any, upstream: Tensor, before: Sequence[Any]) -> tuple[Tensor, ...]:
+    h, w, y, stats, *tensors = ctx.saved_tensors
+    arguments = upstream, h, w, y, stats, *before, *tensors, *ctx.after
     if torch.is_grad_enabled() or torch_compat.is_transformed():
-        result: tuple[Tensor, Tensor] = LinearCrossEntropyGradients.apply(  # type: ignore[no-untyped-call]
+        result: tuple[Tensor, ...] = LinearCrossEntropyGradients.apply(  # type: ignore[no-untyped-call]
             *arguments
         )
         return result
     return _run(loss_backward, *arguments)
 
 
-def _run(operator: Callable[..., Any], *arguments: Any) -> tuple[Tensor, Tensor]:
+def _run(operator: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
     """Run an operator, without the dispatcher where that would only call the implementation."""
     if not torch.compiler.is_compiling() and can_bypass_dispatcher(
         *(x for x in arguments if isinstance(x, Tensor))
     ):
-        result: tuple[Tensor, Tensor] = IMPLS[operator](*arguments)
+        result: tuple[Tensor, ...] = IMPLS[operator](*arguments)
     else:
         result = getattr(torch.ops.cutefce, operator.__name__)(*arguments)
     return result
@@ -191,7 +261,9 @@ def _loop(
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Save the inputs of the operator `forward`, whose backward makes the statistics again."""
     h, w, _, *arguments = inputs
-    step = StepOptions(planner.DEFAULT, h.requires_grad, w.requires_grad)
+    bias = unpack(arguments, *OPTIONS)[1].linear_bias
+    grad_bias = bias is not None and bias.requires_grad
+    step = StepOptions(planner.DEFAULT, h.requires_grad, w.requires_grad, grad_bias)
     _save(ctx, inputs, (*step.pack(), *arguments), output.new_empty(NUM_STATS, 0))
 
 
@@ -200,4 +272,6 @@ for name, setup in (
     ("forward", _save_forward),
     ("loss_forward", LinearCrossEntropy.setup_context),
 ):
-    torch.library.register_autograd(f"cutefce::{name}", _backward, setup_context=setup, lib=LIBRARY)
+    torch.library.register_autograd(
+        f"cutefce::{name}", LinearCrossEntropy.backward, setup_context=setup, lib=LIBRARY
+    )

@@ -8,13 +8,24 @@ the same bits.
 """
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.strategies.grad_accumulator import GradAccumulator
+from cutefce.ops.torch_compat import capture_id
+
+
+class GradSums(NamedTuple):
+    """Sums of the gradients for the reduced loss."""
+
+    dx: GradAccumulator
+    dw: GradAccumulator
+    dbias: Tensor | None
+    """(V,) in the dtype of sums; None if not computed."""
 
 
 @dataclass
@@ -26,18 +37,34 @@ class Kept:
     """(N, K) exponentials of the kept columns, with "windows"."""
     dw: Tensor | None = None
     """(V, D) memory of dW, which holds the exponentials of aliased columns."""
-    sums: tuple[GradAccumulator, GradAccumulator] | None = None
-    """Sums of dX and dW, with gradients in forward."""
+    sums: GradSums | None = None
+    """Sums of the gradients, with gradients in forward."""
+    class_row: Tensor | None = None
+    """(D,) that of `LossInputs`."""
+    capture: int | None = field(default_factory=lambda: capture_id())
+    """The CUDA graph capture in which the forward ran; None if in none."""
+
+    def own(self, x: Tensor) -> Tensor:
+        """Return x to be overwritten: a copy if the backward runs outside of the forward's capture.
+
+        A replay of either would otherwise find, or overwrite, what the other has written.
+        """
+        return x if self.capture == capture_id() else x.clone()
 
     def take_dw(self) -> Tensor | None:
         """Return the memory of dW, to be overwritten; later backwards get None."""
         dw: Tensor | None = vars(self).pop("dw", None)  # one step, for threads that share a graph
-        return dw
+        return None if dw is None else self.own(dw)
 
-    def take_sums(self) -> tuple[GradAccumulator, GradAccumulator] | None:
+    def take_sums(self) -> GradSums | None:
         """Return the sums of the gradients, to be overwritten; later backwards get None."""
-        sums: tuple[GradAccumulator, GradAccumulator] | None = vars(self).pop("sums", None)
-        return sums
+        sums: GradSums | None = vars(self).pop("sums", None)
+        if sums is None:
+            return None
+        dx, dw = (
+            GradAccumulator(self.own(part.gradient), self.own(part.overflow)) for part in sums[:2]
+        )
+        return GradSums(dx, dw, sums.dbias)
 
 
 _kept: dict[int, tuple["weakref.ref[torch.UntypedStorage]", Kept]] = {}
@@ -48,6 +75,11 @@ def keep(stats: Tensor, kept: Kept) -> None:
     storage = stats.untyped_storage()
     key = id(storage)  # the storage stays the same object while its memory lives
     _kept[key] = weakref.ref(storage, lambda _: _kept.pop(key, None)), kept
+
+
+def forget(stats: Tensor) -> None:
+    """Keep nothing with `stats` any longer."""
+    _kept.pop(id(stats.untyped_storage()), None)
 
 
 def kept_with(stats: Tensor) -> Kept | None:

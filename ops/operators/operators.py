@@ -6,7 +6,7 @@ the inputs alone:
 
     forward            the loss, where no gradient is needed
     loss_forward       the forward of a training step: loss and statistics
-    loss_backward      dX and dW
+    loss_backward      dX, dW and the gradient of the bias
 
 Their schemas are built from the option records; `meta.py` has their fake implementations,
 `autograd.py` the derivative of the loss, and `kept.py` what the forward keeps for the backward.
@@ -19,20 +19,22 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import Stat
 from cutefce.ops import torch_compat
-from cutefce.ops.interface import kept, meta
-from cutefce.ops.interface.context import isolated_context
-from cutefce.ops.interface.kept import Kept
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossOptions,
     StepOptions,
     TensorOptions,
 )
-from cutefce.ops.interface.plans import plan_for
+from cutefce.ops.operators import kept, meta
+from cutefce.ops.operators.class_row import needs_class_row, set_class_logits
+from cutefce.ops.operators.context import isolated_context
+from cutefce.ops.operators.kept import GradSums, Kept
+from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.parallel.shard import Unsharded, shard_of
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.dispatch import primitives_for, problem_of, scale_rows_for
-from cutefce.ops.primitives.rows import RowStats, reduce_losses, sum_dtype
+from cutefce.ops.rows.statistics import RowStats, reduce_losses
+from cutefce.ops.rows.targets import sum_dtype, without_weightless
 from cutefce.ops.schema import unpack
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.dw_views import aliased_views
@@ -42,6 +44,7 @@ from cutefce.ops.strategies.windows import LossInputs, StoredExps
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
 STEP = (StepOptions, *OPTIONS)
+NO_GRADIENTS = False, False, False
 RUNS_AGAIN = "backward through what an earlier backward freed"
 
 _OPTIONS = ", ".join(record.schema() for record in OPTIONS)
@@ -49,16 +52,13 @@ _STEP = ", ".join(record.schema() for record in STEP)
 # CUDA graphs that a graph compiler makes must not contain them: a first call compiles, and what
 # the forward keeps for the backward is no output
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-LIBRARY.define(f"forward(Tensor h, Tensor w, Tensor y, {_OPTIONS}) -> Tensor", tags=_TAGS)
-LIBRARY.define(
+for schema in (
+    f"forward(Tensor h, Tensor w, Tensor y, {_OPTIONS}) -> Tensor",
     f"loss_forward(Tensor h, Tensor w, Tensor y, {_STEP}) -> (Tensor loss, Tensor stats)",
-    tags=_TAGS,
-)
-LIBRARY.define(
     "loss_backward(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, "
-    f"{_STEP}) -> (Tensor dx, Tensor dw)",
-    tags=_TAGS,
-)
+    f"{_STEP}) -> (Tensor dx, Tensor dw, Tensor dbias)",
+):
+    LIBRARY.define(schema, tags=_TAGS)
 
 
 def _prepare(
@@ -68,19 +68,33 @@ def _prepare(
     y: Tensor,
     options: LossOptions,
     tensors: TensorOptions,
-    grads: tuple[bool, bool] = (False, False),
+    plan: Plan | None = None,
+    class_row: Tensor | None = None,
 ) -> LossInputs[Any, Any]:
-    """Return the operands as strategies take them."""
-    h = shard.gather_hidden(h)
-    own = primitives_for(h, w, problem_of(h, w, *grads))
+    """Return the operands as strategies take them; `class_row` is computed if it is needed.
+
+    More than eight parameters: they are what an operator is given, and what it has already.
+    """
+    h, grads = shard.gather_hidden(h), NO_GRADIENTS if plan is None else plan.gradients
+    targets = shard.make_targets(y.long(), w.shape[0], options, tensors, sum_dtype(h.dtype))
+    own = primitives_for(h, w, problem_of(h, w, *grads), targets)
     h, w = own.projection.prepare(h, w)
-    targets = shard.make_targets(y.long(), w.shape[0], options, tensors)
-    return LossInputs(shard.primitives(own), h, w, targets, shard.dx_dtype(h.dtype))
+    if class_row is None and needs_class_row(targets):
+        class_row = set_class_logits(shard, h, w, targets)
+    dw_dtype = w.dtype if tensors.weight_cast is None else sum_dtype(w.dtype)
+    dtypes = shard.dx_dtype(h.dtype), dw_dtype
+    return LossInputs(shard.primitives(own), h, w, targets, *dtypes, class_row)
+
+
+def _computed(w: Tensor, tensors: TensorOptions) -> Tensor:
+    """Return the weight (V, D) that products are computed with."""
+    return w if tensors.weight_cast is None else tensors.weight_cast
 
 
 def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     """Return the reduced loss; `arguments` are those of `OPTIONS`."""
     options, tensors, sharding = unpack(arguments, *OPTIONS)
+    w = _computed(w, tensors)
     _refuse_tangents()
     shard = shard_of(sharding, h, w, **_agreed(y, options, tensors))
     inputs = _prepare(shard, h, w, y, options, tensors)
@@ -95,15 +109,15 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     """
     _refuse_tangents()
     step, options, tensors, sharding = unpack(arguments, *STEP)
-    plan = plan_for(h, w, step, options, sharding)
-    grads = plan.grad_hidden, plan.grad_weight
+    w = _computed(w, tensors)
+    plan = plan_for(h, w, step, options, tensors, sharding)
     same = {
-        **_agreed(y, options, tensors, grads),
+        **_agreed(y, options, tensors, plan.gradients),
         "workspace": step.budget,
         "workspace, as (strategy, chunk)": [plan.strategy, plan.chunk],
     }
     shard = shard_of(sharding, h, w, **same)
-    inputs = _prepare(shard, h, w, y, options, tensors, grads)
+    inputs = _prepare(shard, h, w, y, options, tensors, plan)
     loss, stats, results = _run_forward(inputs, shard, plan)
     kept.keep(stats, results)
     return loss, stats
@@ -113,9 +127,9 @@ def _run_forward(
     inputs: LossInputs[Any, Any], shard: Unsharded, plan: Plan
 ) -> tuple[Tensor, Tensor, Kept]:
     """Return the reduced loss, the statistics, and what is kept with them."""
-    h, w, targets = inputs.h, inputs.w, inputs.targets
+    h, w, targets, row = inputs.h, inputs.w, inputs.targets, inputs.class_row
     if not plan.in_forward:
-        results = Kept(plan, h.new_empty(h.shape[0], plan.kept))
+        results = Kept(plan, h.new_empty(h.shape[0], plan.kept), class_row=row)
         results.dw = w.new_empty(w.shape) if plan.aliased else None
         loss, stats = windows.forward(inputs, _stored(results.exps, results.dw, plan))
         # not a view of the statistics
@@ -123,72 +137,91 @@ def _run_forward(
     dtype, hidden = sum_dtype(h.dtype), h.shape[1]
     loss_scale = targets.loss_scale(dtype)
     dx = h.new_empty(len(h) if plan.grad_hidden else 0, hidden, dtype=inputs.dx_dtype)
-    dw = w.new_empty(len(w) if plan.grad_weight else 0, hidden)
-    sums = GradAccumulator.empty(dx, dtype), GradAccumulator.empty(dw, dtype)
+    dw = w.new_empty(len(w) if plan.grad_weight else 0, hidden, dtype=inputs.dw_dtype)
+    dbias = loss_scale.new_empty(len(w)) if plan.grad_bias else None
+    sums = GradSums(GradAccumulator.empty(dx, dtype), GradAccumulator.empty(dw, dtype), dbias)
     stats = gradients_in_forward(inputs, loss_scale, plan.kept, plan.chunk, *sums)
     if shard.is_sharded:
         # the ranks' parts of dX are added before they are rounded
         dx = shard.reduce_dx(dx) if len(dx) else dx
-        sums = GradAccumulator(h.new_empty(0, hidden), dx), sums[1]
-    return reduce_losses(stats, targets), stats.rows, Kept(plan, h.new_empty(0, 0), sums=sums)
+        sums = sums._replace(dx=GradAccumulator(h.new_empty(0, hidden), dx))
+    results = Kept(plan, h.new_empty(0, 0), sums=sums, class_row=row)
+    return reduce_losses(stats, targets), stats.rows, results
 
 
 def loss_backward(
     upstream: Tensor, h: Tensor, w: Tensor, y: Tensor, stats: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor]:
-    """Return dX (N, D) and dW (V, D), without rows where not computed.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dX (N, D), dW (V, D) and the bias' gradient (V,), without rows where not computed.
 
     `stats` are those of `loss_forward`; `arguments` are those of `STEP`.
     """
     step, options, tensors, sharding = unpack(arguments, *STEP)
+    w = _computed(w, tensors)
     results = kept.kept_with(stats)
-    plan = results.plan if results else plan_for(h, w, step, options, sharding)
+    consumes = "entropy" in options.output_names
+    if consumes:
+        kept.forget(stats)  # exponentials are overwritten
+    plan = results.plan if results else plan_for(h, w, step, options, tensors, sharding)
     sums = results.take_sums() if results else None
     runs_again = sums is None if plan.in_forward else results is None
     same = {} if sharding.group is None else _agreed_backward(upstream, stats, runs_again)
     shard = shard_of(sharding, h, w, **same)
-    ignored = y.long() == options.ignore_index
     if plan.in_forward and sums is not None:
-        return _scale(sums, shard, upstream, ignored, h, w)
-    grads = plan.grad_hidden, plan.grad_weight
-    inputs = _prepare(shard, h, w, y, options, tensors, grads)
+        return _scale(sums, shard, upstream, h, w, y, options, tensors)
+    row = results.class_row if results and not runs_again else None
+    inputs = _prepare(shard, h, w, y, options, tensors, plan, row)
     if runs_again:
         _, stats, results = _run_forward(inputs, shard, plan)
     assert results is not None
     sums = results.take_sums()
     if sums is not None:
-        return _scale(sums, shard, upstream, ignored, h, w)
+        return _scale(sums, shard, upstream, h, w, y, options, tensors)
     upstream = upstream * inputs.targets.loss_scale(sum_dtype(h.dtype))
     dw = results.take_dw()
-    stored, discarded = _stored(results.exps, dw, plan), plan.aliased > 0
+    exps = results.own(results.exps) if consumes else results.exps
+    stored, discarded = _stored(exps, dw, plan), plan.aliased > 0
     if dw is None and plan.grad_weight:
-        dw = w.new_empty(w.shape)
+        dw = w.new_empty(w.shape, dtype=inputs.dw_dtype)
+    dbias = upstream.new_empty(len(w)) if plan.grad_bias else None
     more = RowStats(stats), stored, upstream, plan.window, plan.grad_hidden
-    dx = windows.backward(inputs, *more, dw, discarded)
+    dx = windows.backward(inputs, *more, dw, dbias, discarded)
     return (
         h.new_empty(0, h.shape[1]) if dx is None else shard.finish_dx(dx, h.dtype),
-        w.new_empty(0, w.shape[1]) if dw is None else dw,
+        w.new_empty(0, w.shape[1], dtype=inputs.dw_dtype) if dw is None else dw,
+        _rounded(dbias, w, tensors),
     )
 
 
+def _rounded(dbias: Tensor | None, w: Tensor, tensors: TensorOptions) -> Tensor:
+    """Return the bias' gradient (V,) in the bias' dtype, without elements if not computed."""
+    bias = w if tensors.linear_bias is None else tensors.linear_bias
+    return bias.new_empty(0) if dbias is None else dbias.to(bias.dtype)
+
+
 def _scale(
-    sums: tuple[GradAccumulator, GradAccumulator],
+    sums: GradSums,
     shard: Unsharded,
     upstream: Tensor,
-    ignored: Tensor,
     h: Tensor,
     w: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return dX (N, D) and dW (V, D), `upstream` () times their sums, in the memory of these.
+    y: Tensor,
+    options: LossOptions,
+    tensors: TensorOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients, `upstream` () times their sums, dX and dW in the memory of these.
 
-    Rows of dX of `ignored` tokens (N,) are 0 whatever `upstream` is.
+    Rows of dX of ignored tokens are 0 whatever `upstream` is.  More than eight parameters: they
+    are those of `loss_backward`.
     """
-    scale_rows, (dx_sums, dw_sums) = scale_rows_for(w), sums
+    scale_rows, (dx_sums, dw_sums, dbias) = scale_rows_for(w), sums
     if shard.is_sharded:
         dx_sums = GradAccumulator(h.new_empty(dx_sums.overflow.shape), dx_sums.overflow)
+    ignored = without_weightless(y.long(), options, tensors) == options.ignore_index
     factors = shard.own_rows(torch.where(ignored, 0, upstream))
     dx, dw = dx_sums.finish(scale_rows, factors), dw_sums.finish(scale_rows, upstream)
-    return shard.gather_dx(dx, len(h)) if len(dx) else dx, dw
+    dx = shard.gather_dx(dx, len(h)) if len(dx) else dx
+    return dx, dw, _rounded(None if dbias is None else dbias * upstream, w, tensors)
 
 
 def _refuse_tangents() -> None:
@@ -201,15 +234,17 @@ def _agreed(
     y: Tensor,
     options: LossOptions,
     tensors: TensorOptions,
-    grads: tuple[bool, bool] = (False, False),
+    grads: tuple[bool, ...] = NO_GRADIENTS,
 ) -> dict[str, Any]:
     """Return what all ranks must agree on in a forward, by the names that errors use."""
+    given = zip(TensorOptions.names(), tensors.pack(), strict=True)
     return {
         "operator": "forward",
-        "requires_grad of (input, linear_weight)": list(grads),
+        "requires_grad of (input, linear_weight, linear_bias)": list(grads),
         "target": y,
         **dict(zip(LossOptions.names(), options.pack(), strict=True)),
-        "denominator": tensors.denominator,
+        **{name: x for name, x in given if name != "linear_bias"},
+        "linear_bias given": tensors.linear_bias is not None,
     }
 
 

@@ -1,0 +1,131 @@
+"""What options and outputs of the loss cost: time and memory over the plain call."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+import cutefce
+from bench.harness.cli import DEVICE, Output, chosen_shape, repeats_option, shape_options
+from bench.harness.problems import CPU_SHAPE, Shape, random_inputs
+from bench.harness.records import Measurement
+from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
+
+SHAPE = Shape(8192, 4096, 131072, "bfloat16")
+PLAIN = "none"
+OUTPUTS = ("is_top1", "argmax", "sum_p_squared", "entropy")
+DIFFERENTIABLE = "log_probs", "lse", "entropy"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One option with one workspace, or the forward alone with it."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    option: str
+    workspace: str
+    """"forward" for the loss without gradients."""
+    median_ms: float
+    ratio_to_plain: float
+    peak_mib: float | None = None
+    """Peak memory in MiB beyond the inputs and the gradients; not of the forward alone."""
+    more_mib: float | None = None
+    """Beyond that of the plain call."""
+
+
+@click.command("options")
+@shape_options
+@repeats_option(9)
+@click.pass_obj
+def command(output: Output, /, repeats: int, **sizes: Any) -> None:
+    """Options and outputs of the loss, against the plain call."""
+    shape = chosen_shape(CPU_SHAPE if DEVICE == "cpu" else SHAPE, sizes)
+    measurements = [
+        Measurement({"workspace": w}, functools.partial(run, shape, w, repeats))
+        for w in ("max", "min", "forward")
+    ]
+    output.record("options", measurements)
+
+
+def options(tokens: int, vocab: int, device: str) -> dict[str, dict[str, Any]]:
+    """Return the arguments of calls by what they measure; those with outputs are log_probs'."""
+    numbers = functools.partial(torch.rand, device=device)
+    bias = torch.randn(vocab, device=device).requires_grad_()
+    per_token = numbers(tokens) + 0.5
+    loss: dict[str, dict[str, Any]] = {
+        PLAIN: {},
+        "logit_scale": {"logit_scale": 0.0625},
+        "temperature": {"temperature": 0.7},
+        "temperature of each token": {"temperature": per_token},
+        "softcap": {"softcap": 30.0},
+        "linear_bias": {"linear_bias": bias},
+        "z_loss": {"z_loss": 1e-4},
+        "weight": {"weight": numbers(vocab) + 0.5},
+        "token_weights": {"token_weights": numbers(tokens) + 0.5},
+        "label_smoothing": {"label_smoothing": 0.1},
+        "lse": {"return_lse": True},
+    }
+    outputs: dict[str, dict[str, Any]] = {
+        name: {"outputs": (name,), "gradients": ("log_probs",)} for name in ("mean_logit", *OUTPUTS)
+    }
+    outputs["entropy with gradient"] = {
+        "outputs": ("entropy",),
+        "gradients": ("log_probs", "entropy"),
+        "temperature": per_token,
+    }
+    return loss | outputs
+
+
+def value(h: Tensor, w: Tensor, y: Tensor, workspace: str | None, given: dict[str, Any]) -> Tensor:
+    """Return the loss () of a call with the arguments `given`."""
+    given = dict(given)
+    if "outputs" not in given:
+        result = cutefce.linear_cross_entropy(h, w, y, workspace=workspace, **given)
+        return result.loss if isinstance(result, cutefce.LossOutput) else result
+    names = given.pop("gradients")
+    rows = cutefce.linear_log_probs(h, w, y, workspace=workspace, **given)
+    return sum((getattr(rows, name).mean() for name in names), start=h.new_zeros(()))
+
+
+def run(shape: Shape, workspace: str, repeats: int) -> list[Row]:
+    """Measure every option with one workspace, interleaved with the plain call."""
+    h, w, y = random_inputs(shape, DEVICE)
+    has_gradient = workspace != "forward"
+    calls: dict[str, Call] = {}
+    for name, given in options(shape.tokens, shape.vocab, DEVICE).items():
+        calls[name] = functools.partial(
+            step if has_gradient else forward, h, w, y, workspace, given
+        )
+    times = interleaved(calls, DEVICE, repeats, before=preceding_gemms(DEVICE))
+    peaks = {name: peak_bytes(call, DEVICE) / 2**20 for name, call in calls.items() if has_gradient}
+    sizes, gradients = (shape.tokens, shape.hidden, shape.vocab), (h.nbytes + w.nbytes) / 2**20
+    return [
+        Row(
+            *sizes,
+            name,
+            workspace,
+            times[name].median_ms,
+            times[name].median_ms / times[PLAIN].median_ms,
+            peaks[name] - gradients if has_gradient else None,
+            peaks[name] - peaks[PLAIN] if has_gradient else None,
+        )
+        for name in calls
+    ]
+
+
+def step(h: Tensor, w: Tensor, y: Tensor, workspace: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the gradients of a forward and a backward."""
+    h, w = h.detach().requires_grad_(), w.detach().requires_grad_()
+    leaves = [h, w, given["linear_bias"]] if "linear_bias" in given else [h, w]
+    return torch.autograd.grad(value(h, w, y, workspace, given), leaves)
+
+
+def forward(h: Tensor, w: Tensor, y: Tensor, _: str, given: dict[str, Any]) -> Tensor:
+    """Return the loss without gradients."""
+    with torch.no_grad():
+        return value(h, w, y, None, given)

@@ -1,0 +1,129 @@
+"""Log-probabilities of tokens and other values of their distributions, without the logits."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from cutefce.ops import torch_compat
+from cutefce.ops.interface import checks, option_checks
+from cutefce.ops.interface.api import raise_named, with_tensors
+from cutefce.ops.interface.call import log_probs
+from cutefce.ops.parallel.consistency import report_errors
+from cutefce.ops.parallel.dtensor import localize, localize_options
+from cutefce.ops.rows.outputs import stat_rows
+
+
+class LogProbs(NamedTuple):
+    """Values of each token, of target's shape, 0 for ignored ones; None if not asked for."""
+
+    log_probs: Tensor
+    """log p_y, the log-probability of the target."""
+    lse: Tensor | None
+    """log Σ_v exp(u_v) of the logits u."""
+    entropy: Tensor | None
+    """-Σ_v p_v log p_v, in nats."""
+    sum_p_squared: Tensor | None
+    """Σ_v p_v²"""
+    mean_logit: Tensor | None
+    """Σ_v u_v / V"""
+    is_top1: Tensor | None
+    """bool: no other logit is above the target's."""
+    argmax: Tensor | None
+    """int64: the class of the largest logit; the target if `is_top1`."""
+
+
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    outputs: Sequence[str] = (),
+    linear_bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: Tensor | float = 1.0,
+    ignore_index: int | None = None,
+    workspace: int | str | None = None,
+    group: ProcessGroup | None = None,
+    shards: Sequence[int] | None = None,
+    sequence_parallel: bool = False,
+) -> LogProbs:
+    """Log-probabilities of targets under softmax of the logits, without the logits, from one pass.
+
+    The logits are softcap(logit_scale * input @ linear_weight.T + linear_bias) / temperature.
+
+    Args:
+        input: (..., D) hidden states, bfloat16, float16, float32 or float64.
+        linear_weight: (V, D), of input's dtype and device.
+        target: (...) integer class indices in [0, V), or `ignore_index`.
+        outputs: what is returned beside the log-probabilities: some of "lse", "entropy",
+            "sum_p_squared", "mean_logit", "is_top1" and "argmax".
+        linear_bias: as for `linear_cross_entropy`, and so are the other parameters.
+        logit_scale: factor of the products of input and linear_weight.
+        softcap: bound of the logits; not with "mean_logit".
+        temperature: divisor of the logits, a number, or () or (...).
+        ignore_index: tokens with this target have values 0 and gradients 0; None is -100.
+        workspace: peak memory in bytes, "min", "max" or None.
+        group: process group over which the vocabulary is sharded.
+        shards: rows of every rank's weight.
+        sequence_parallel: whether input holds this rank's share of the tokens.
+
+    More than eight parameters: they are options of `linear_cross_entropy`.
+
+    Returns:
+        The log-probabilities and the outputs.  Log-probabilities, lse and entropy have gradients
+        by input, linear_weight and linear_bias; entropy has none with softcap, for which the
+        backward raises NotImplementedError.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
+    """
+    report = report_errors.of(group, linear_weight)
+    try:
+        checks.check_type("outputs", outputs)
+        option_checks.check_vocab(linear_weight, outputs)
+        option_checks.check_outputs(outputs, softcap)
+        if ignore_index is not None:
+            checks.check_ignore_index(ignore_index)
+        given: dict[str, Any] = {"linear_bias": linear_bias}
+        if type(temperature) is not float or temperature != 1:
+            given["temperature"] = temperature
+        call = localize(input, linear_weight, target, group, shards, sequence_parallel)
+        tensors = localize_options(call, with_tensors(given, input.device))
+        run = log_probs if torch_compat.is_transformed() else torch.ops.cutefce.log_probs
+        names = [name for name in checks.OUTPUTS if name in outputs]
+        own, lse, entropy, *stored = run(
+            call.h,
+            call.w,
+            call.y,
+            outputs=",".join(names) or "lse",
+            ignore_index=-100 if ignore_index is None else ignore_index,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            workspace=workspace,
+            group=call.group,
+            shards=call.shards,
+            sequence_parallel=call.sequence_parallel,
+            **tensors,
+        )
+    except Exception as error:
+        operands = {"input": input, "linear_weight": linear_weight, "target": target}
+        named: dict[str, Any] = {
+            "linear_bias": linear_bias,
+            "logit_scale": logit_scale,
+            "softcap": softcap,
+        }
+        named |= {"temperature": temperature, "workspace": workspace, "shards": shards}
+        raise_named(error, report, **operands, **named, sequence_parallel=sequence_parallel)
+    rows = {"lse": lse, "entropy": entropy, **dict(zip(stat_rows(names), stored, strict=True))}
+    rows["entropy"] = entropy  # the row that has a gradient
+    found = {name: rows[name].movedim(0, call.dim) for name in names}
+    if "is_top1" in found:
+        found["is_top1"] = found["is_top1"].bool()
+    if "argmax" in found:
+        found["argmax"] = found["argmax"].long()
+    others = (found.get(name) for name in checks.OUTPUTS)
+    return LogProbs(own.movedim(0, call.dim), *others)

@@ -1,0 +1,119 @@
+"""The head and its loss as a module, with the names of `torch.nn.LinearCrossEntropyLoss`."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cutefce.ops.interface import checks, option_checks
+from cutefce.ops.interface.api import linear_cross_entropy
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """A linear head and its cross entropy, with the names of `torch.nn.LinearCrossEntropyLoss`.
+
+    `linear.weight` (num_classes, in_features) is the head's parameter, as in torch's module, so
+    state dicts can be exchanged; sharded by vocabulary, as a DTensor beside an input that is one,
+    it selects the group that shares the loss.  The other arguments are those of
+    `linear_cross_entropy`.
+
+    Shapes: forward takes input (..., in_features) and target (...); with `out_features`
+    (d_1, ..., d_K), input (N, in_features) and target (N, d_1, ..., d_K).
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        out_features: tuple[int, ...] = (),
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+        options: Any = None,
+        z_loss: float = 0.0,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        workspace: int | str | None = None,
+    ) -> None:
+        """Make the head; the parameters are those of torch's module and of the function."""
+        super().__init__()
+        numbers: dict[str, Any] = {
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "logit_scale": logit_scale,
+            "softcap": softcap,
+        }
+        for name, value in {
+            "reduction": reduction,
+            "weight": weight,
+            "out_features": out_features,
+            **numbers,
+        }.items():
+            checks.check_type(name, value)
+        if ignore_index is not None:
+            checks.check_ignore_index(ignore_index)
+        checks.check_reduction(reduction)
+        checks.workspace_bytes(workspace)
+        checks.refuse_unserved(options=options)
+        option_checks.check_numbers(**numbers)
+        self.out_features = tuple(out_features)
+        rows = math.prod(self.out_features, start=num_classes)
+        self.linear = nn.Linear(in_features, rows, bias=bias, device=device, dtype=dtype)
+        self.register_buffer("weight", weight)
+        self.num_classes = num_classes
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.logit_scale = logit_scale
+        self.softcap = softcap
+        self.workspace = workspace
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        denominator: Tensor | float | None = None,
+        token_weights: Tensor | None = None,
+        temperature: Tensor | float = 1.0,
+    ) -> Tensor:
+        """Return the loss of input (..., in_features) against target (...)."""
+        checks.check_linear(self.linear)
+        weight: Tensor = self.linear.weight
+        bias: Tensor | None = self.linear.bias
+        if self.out_features:
+            sizes = self.num_classes, *self.out_features
+            weight = weight.reshape(*sizes, -1)
+            bias = None if bias is None else bias.reshape(sizes)
+        return linear_cross_entropy(
+            input,
+            weight,
+            target,
+            linear_bias=bias,
+            weight=self.weight,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            token_weights=token_weights,
+            z_loss=self.z_loss,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            temperature=temperature,
+            workspace=self.workspace,
+            denominator=denominator,
+        )
+
+    def extra_repr(self) -> str:
+        """Show what differs from call to call."""
+        return (
+            f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, "
+            f"workspace={self.workspace!r}"
+        )

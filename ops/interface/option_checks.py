@@ -1,0 +1,97 @@
+"""Checks of the options of a loss, made before anything is allocated."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.interface.checks import OUTPUTS, check_layout
+
+
+def check_numbers(
+    label_smoothing: float, z_loss: float, logit_scale: float, softcap: float | None
+) -> None:
+    """Raise ValueError for a number out of its range, NotImplementedError for a combination."""
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: got {label_smoothing}, expected a number from 0 to 1")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss: got {z_loss}, expected a finite number, 0 or more")
+    if not 0 < abs(logit_scale) < math.inf:
+        raise ValueError(f"logit_scale: got {logit_scale}, expected a finite number other than 0")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap: got {softcap}, expected a finite number above 0, or None")
+    if softcap is not None and label_smoothing:
+        raise NotImplementedError(
+            f"label_smoothing: got {label_smoothing} with softcap={softcap}, which cutefce does "
+            "not serve together; expected one of them"
+        )
+
+
+def check_temperature(temperature: Tensor | float) -> None:
+    """Raise ValueError for a number out of its range; values of a tensor are not looked at."""
+    if not isinstance(temperature, Tensor) and not 0 < temperature < math.inf:
+        raise ValueError(f"temperature: got {temperature}, expected a finite number above 0")
+
+
+def check_vocab(linear_weight: Tensor, outputs: Sequence[str]) -> None:
+    """Raise ValueError if classes are too many for the number of one to be a float32."""
+    if "argmax" in outputs and linear_weight.shape[0] > 1 << 24:
+        raise ValueError(
+            f"outputs: got 'argmax' with {linear_weight.shape[0]} classes, expected at most 2^24"
+        )
+
+
+def check_outputs(names: Sequence[str], softcap: float | None) -> None:
+    """Raise ValueError for an unknown output, NotImplementedError for a combination."""
+    for name in names:
+        if name not in OUTPUTS:
+            raise ValueError(f"outputs: got {name!r}, expected some of {OUTPUTS}")
+    if softcap is not None and "mean_logit" in names:
+        raise NotImplementedError(
+            f"outputs: got 'mean_logit' with softcap={softcap}, which cutefce does not serve "
+            "together; expected one of them"
+        )
+
+
+def check_denominator(denominator: Tensor, h: Tensor, reduction: str) -> None:
+    """Raise TypeError or ValueError unless it is one real number, for "mean"."""
+    if reduction != "mean":
+        raise ValueError(f'denominator: got one with reduction={reduction!r}, expected "mean"')
+    _check_constant("denominator", denominator)
+    if denominator.is_complex() or denominator.dtype == torch.bool:
+        raise TypeError(f"denominator: got dtype {denominator.dtype}, expected a real one")
+    if denominator.shape not in ((), (1,)):
+        raise ValueError(f"denominator: got shape {tuple(denominator.shape)}, expected () or (1,)")
+    if denominator.device not in (h.device, torch.device("cpu")):
+        raise ValueError(
+            f"denominator: got device {denominator.device}, expected that of input, {h.device}, "
+            "or cpu"
+        )
+
+
+def check_bias(bias: Tensor, h: Tensor, w: Tensor) -> None:
+    """Raise TypeError or ValueError unless it is (V,) floating-point on h's device, of w (V, D)."""
+    check_layout("linear_bias", bias)
+    _check_floats("linear_bias", bias, h, w.shape[:1])
+
+
+def check_factors(name: str, x: Tensor, h: Tensor, shape: Sequence[int]) -> None:
+    """Raise TypeError or ValueError unless x has `shape`, is floating-point and on h's device."""
+    _check_constant(name, x)
+    _check_floats(name, x, h, shape)
+
+
+def _check_floats(name: str, x: Tensor, h: Tensor, shape: Sequence[int]) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: got dtype {x.dtype}, expected a floating-point one")
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {tuple(shape)}")
+    if x.device != h.device:
+        raise ValueError(f"{name}: got device {x.device}, expected that of input, {h.device}")
+
+
+def _check_constant(name: str, x: Tensor) -> None:
+    check_layout(name, x)
+    if x.requires_grad:
+        raise ValueError(f"{name}: got one that requires grad, expected {name}.detach()")

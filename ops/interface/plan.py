@@ -1,0 +1,64 @@
+"""How a call would run."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from cutefce.ops.interface import checks
+from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.operators.context import autocast
+from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.parallel.dtensor import localize
+from cutefce.ops.planning.planner import Plan
+from cutefce.ops.primitives.dispatch import copied_item_bytes
+
+
+def plan(
+    input: Tensor,
+    linear_weight: Tensor,
+    *,
+    reduction: str = "mean",
+    workspace: int | str | None = None,
+    group: ProcessGroup | None = None,
+    shards: Sequence[int] | None = None,
+    sequence_parallel: bool = False,
+) -> Plan:
+    """Return how `linear_cross_entropy` would run with these arguments; print it to read it.
+
+    Args:
+        input: (..., D) hidden states.  Set requires_grad on input, linear_weight or both, as for
+            the call.
+        linear_weight: (V, D).
+        reduction: as for the call, and so are the other arguments.
+        workspace: peak memory, as for the call.
+        group: process group over which the vocabulary is sharded.
+        shards: rows of every rank's weight.
+        sequence_parallel: whether input holds this rank's share of the tokens.
+
+    Returns:
+        Strategy, window, columns aliased and kept, and predicted memory (bytes) and time (seconds).
+    """
+    wrong = checks.type_error(
+        input=input,
+        linear_weight=linear_weight,
+        reduction=reduction,
+        shards=shards,
+        sequence_parallel=sequence_parallel,
+    )
+    if wrong is not None:
+        raise wrong
+    target = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
+    call = localize(input, linear_weight, target, group, shards, sequence_parallel)
+    options, tensors = LossOptions(reduction), TensorOptions()
+    sharding = Sharding(call.group, call.shards, call.sequence_parallel)
+    options.check()
+    sharding.ranks()
+    h, w = autocast(call.h, call.w)
+    checks.check_tensors(h, w, call.y.new_empty(h.shape[:-1]))
+    sharding.check(w)
+    rows, budget = h.reshape(-1, h.shape[-1]), checks.workspace_bytes(workspace)
+    copied = copied_item_bytes(call.h, rows), copied_item_bytes(call.w, w)
+    step = StepOptions(budget, h.requires_grad, w.requires_grad, False, *copied)
+    return plan_for(rows, w, step, options, tensors, sharding)

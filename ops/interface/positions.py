@@ -1,0 +1,91 @@
+"""Losses of K dimensions: one head and one target of a token at every position."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.interface import checks, option_checks
+
+
+def loss_of_positions(
+    loss: Callable[..., Any],
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    given: dict[str, Any],
+    *,
+    reduction: str,
+    **arguments: Any,
+) -> Any:
+    """Return the loss and lse of all positions, from `loss` of one of them after another.
+
+    Args:
+        loss: of (input, linear_weight, target, given, **arguments), for one position; it returns
+            a `LossOutput`.
+        input: (N, D).
+        linear_weight: (V, d_1, ..., d_K, D).
+        target: (N, d_1, ..., d_K).
+        given: options by name, of which `linear_bias` (V, d_1, ..., d_K), `token_weights` and
+            `temperature` (N, d_1, ..., d_K) have a value for every position.
+        reduction: of all tokens and positions.
+        arguments: the others, the same at every position.
+    """
+    named = {name: arguments[name] for name in ("ignore_index", "shards")}
+    wrong = checks.type_error(input=input, target=target, reduction=reduction, **given, **named)
+    if wrong is not None:
+        raise wrong
+    for name, x in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+        checks.check_layout(name, x)
+    if arguments["ignore_index"] is not None:
+        checks.check_ignore_index(arguments["ignore_index"])
+    sizes = linear_weight.shape[1:-1]
+    if input.ndim != 2 or target.shape != (input.shape[0], *sizes):
+        raise ValueError(
+            f"target: got shape {tuple(target.shape)} with input of shape {tuple(input.shape)}, "
+            f"expected (N, {', '.join(map(str, sizes))}) with (N, D), to match linear_weight of "
+            f"shape {tuple(linear_weight.shape)}"
+        )
+    weights = {"weight": linear_weight.shape[:1], "token_weights": target.shape}
+    for name, shape in weights.items():
+        if name in given:
+            option_checks.check_factors(name, given[name], input, shape)
+    count = math.prod(sizes)
+    each: dict[str, list[Any]] = {}
+    for name, x in given.items():
+        varies = isinstance(x, Tensor) and x.shape[1:] == sizes
+        each[name] = list(x.flatten(1).unbind(1)) if varies else [x] * count
+    if reduction == "mean" and arguments["denominator"] is None:
+        arguments["denominator"] = _total_weight(target, arguments["ignore_index"], given)
+    heads, targets = linear_weight.flatten(1, -2).unbind(1), target.flatten(1).unbind(1)
+    results = [
+        loss(
+            input,
+            heads[i],
+            targets[i],
+            {name: values[i] for name, values in each.items()},
+            reduction=reduction,
+            **arguments,
+        )
+        for i in range(count)
+    ]
+    losses, lses = zip(*results, strict=True)
+    total, lse = torch.stack(losses, -1), None
+    total = total.reshape(target.shape) if reduction == "none" else total.sum()
+    if lses[0] is not None:
+        lse = torch.stack(lses, -1).reshape(target.shape)
+    return results[0]._replace(loss=total, lse=lse)
+
+
+def _total_weight(target: Tensor, ignore_index: int | None, given: dict[str, Any]) -> Tensor:
+    """Return () what all targets that are not ignored count in "mean"."""
+    active = target != (-100 if ignore_index is None else ignore_index)
+    count = active.double()
+    if "token_weights" in given:
+        count = torch.where(active, given["token_weights"].double(), 0)
+    if "weight" in given:
+        kappa = given["weight"].double()
+        count = count * kappa[target.clamp(0, len(kappa) - 1)]
+    return count.sum()

@@ -1,0 +1,11 @@
+"""The inner operators: what autograd, compilers and graph capture see of a call.
+
+operators.py       schemas and implementations
+meta.py            their fake implementations
+autograd.py        the derivative of the loss
+class_row.py       what label smoothing and the mean logit need of all classes
+kept.py            what a forward keeps for its backward
+plans.py           the plan of a call, made when its operator runs
+flops.py           FLOP formulas for torch's counter
+context.py         autocast, the current device, dispatch modes
+"""

@@ -1,0 +1,124 @@
+"""The gradient of a loss by raw logits: per-token coefficients.
+
+With t_iv = h_i · w_v, u_iv the model's logits (`LogitMap`), and e_iv their exponentials relative to
+the reference ρ_i (0 at the target y_i), the gradient of a loss is
+
+    dL/dt_iv = scale_i e_iv + every_i κ_v  (v ≠ y_i)        dL/dt_iy = target_i + every_i κ_y
+
+Options that only change these numbers, such as z-loss or class weights, are served by
+`LossTerms` and `RowCoefficients` alone: no GEMM and no kernel knows them.  With a softcap, stored
+exponentials are e_iv (1 - (u / κ)²), which is the map's derivative but for a row's factor.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import OUTPUTS, Targets
+
+
+@dataclass(frozen=True)
+class RowCoefficients:
+    """The gradient of the loss by raw logits: scale_i e_iv + every_i κ_v, target_i more at y_i."""
+
+    scale: Tensor
+    """(N,) factor of every exponential but the target's; 0 for ignored tokens."""
+    target: Tensor
+    """(N,) dL/dt at the target; 0 where another rank owns the target."""
+    every: Tensor | None = None
+    """(N,) factor of the class weights κ, with label smoothing; 0 for ignored tokens."""
+    by_log_exp: Tensor | None = None
+    """(N,) what log e_iv, times this, adds to `scale`, for the gradient of entropy."""
+
+    @staticmethod
+    def of(stats: RowStats, targets: Targets, upstream: Tensor) -> "RowCoefficients":
+        """Return the coefficients for the upstream gradient, () or (N,), of each token's loss.
+
+        dL/du_iv = α_i p_iv with p_iv = e_iv / T_i, and at the target α_i p_iy - β_i, written as
+        -α_i S_i / T_i + (α_i - β_i), which does not cancel for α = β and p → 1.
+        """
+        active, terms = targets.active, targets.terms
+        if targets.is_plain:
+            scale = torch.where(active, upstream / stats.sum_exp, 0)
+            return RowCoefficients(scale, -scale * stats.sum_exp_others)
+        if targets.options.reduction == OUTPUTS:
+            return RowCoefficients._of_outputs(stats, targets, upstream)
+        lse, every = stats.lse, None
+        by_lse = 1.0 if terms is None else terms.by_lse(lse)
+        scale = torch.where(active, upstream * by_lse / stats.sum_exp, 0)
+        target = -scale * stats.sum_exp_others
+        if terms is not None:
+            beyond = upstream * (by_lse - terms.target)
+            target = target + torch.where(targets.owned, beyond, 0)
+            if terms.has_class_row:
+                every = torch.where(active, -upstream * terms.class_row, 0)
+        return RowCoefficients(scale, target, every).by_raw_logits(stats, targets)
+
+    @staticmethod
+    def _of_outputs(stats: RowStats, targets: Targets, upstream: Tensor) -> "RowCoefficients":
+        """Return the coefficients for upstream gradients (3, N) of log-probability, lse, entropy.
+
+        Those of entropy H are of -p_v (log p_v + H): the factor of e_v depends on log e_v.
+        """
+        of_log_prob, of_lse, of_entropy = upstream
+        by_softmax, by_log_p = of_lse - of_log_prob, None
+        target = of_lse
+        if "entropy" in targets.options.output_names:
+            by_log_p = -of_entropy
+            by_softmax = by_softmax - of_entropy * stats.output("entropy", targets.options)
+        scale = torch.where(targets.active, by_softmax / stats.sum_exp, 0)
+        target = -scale * stats.sum_exp_others
+        beyond = by_softmax + of_log_prob
+        if by_log_p is not None:
+            beyond = beyond - by_log_p * stats.loss * (-stats.loss).exp()
+            by_log_p = torch.where(targets.active, by_log_p / stats.sum_exp, 0)
+            scale = scale - by_log_p * stats.sum_exp.log()
+        target = target + torch.where(targets.owned, beyond, 0)
+        return RowCoefficients(scale, target, None, by_log_p).by_raw_logits(stats, targets)
+
+    def by_raw_logits(self, stats: RowStats, targets: Targets) -> "RowCoefficients":
+        """Return the coefficients by raw logits of those by the model's."""
+        logits = targets.logits
+        if logits is None:
+            return self
+        derivative = logits.derivative(stats.lse - stats.loss)
+        result = self if logits.factor is None else self.times(logits.factor)
+        return replace(result, target=torch.where(targets.owned, self.target * derivative, 0))
+
+    def times(self, factor: Tensor) -> "RowCoefficients":
+        """Return the coefficients times `factor` () or (N,)."""
+        return self._map(lambda x: x * factor)
+
+    def over(self, divisor: Tensor) -> "RowCoefficients":
+        """Return the coefficients over `divisor` () or (N,)."""
+        return self._map(lambda x: x / divisor)
+
+    def rows(self, rows: slice) -> "RowCoefficients":
+        """Return the coefficients of a slice of the tokens."""
+        return self._map(lambda x: x[rows])
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "RowCoefficients":
+        fields = self.scale, self.target, self.every, self.by_log_exp
+        results: Any = (None if x is None else function(x) for x in fields)
+        return RowCoefficients(*results)
+
+
+@dataclass(frozen=True)
+class RankOne:
+    """A matrix factor ⊗ row that is added to a gradient before it is rounded.
+
+    Label smoothing adds γ ⊗ v to dX and κ ⊗ H to dW.
+    """
+
+    factor: Tensor
+    """(M,) a factor for each row of the gradient, in the dtype of sums."""
+    row: Tensor
+    """(D,) in the dtype of sums, contiguous from a multiple of 16 bytes on."""
+
+    def rows(self, rows: slice) -> "RankOne":
+        """Return the matrix's rows of a slice."""
+        return RankOne(self.factor[rows], self.row)

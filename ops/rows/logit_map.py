@@ -1,0 +1,93 @@
+"""The logit transform of a call: from products of hidden states and weight to its logits."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.interface.options import LossOptions, TensorOptions
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """The model's logits u of raw ones t_iv = h_i · w_v, with tensors in the dtype of sums.
+
+        u_iv = κ_i (t_iv + b_v)
+        u_iv = κ_i tanh(s (t_iv + b_v))     with a softcap
+
+    Of a logit scale a, a bias β, a softcap c and temperatures T_i, these are κ_i = a / T_i, or
+    c / T_i with a softcap; b = β / a; s = a / c.
+    """
+
+    row_scale: Tensor | None
+    """(N,) κ; None for 1."""
+    bias: Tensor | None
+    """(V,) b of this rank's classes; None for 0."""
+    slope: float | None
+    """s; None without a softcap."""
+    factor: Tensor | None
+    """() or (N,) a / T, which is du/dt without the softcap's part of it; None for 1."""
+    scale: float
+    """a"""
+
+    @staticmethod
+    def of(
+        options: LossOptions, tensors: TensorOptions, y: Tensor, dtype: torch.dtype
+    ) -> "LogitMap | None":
+        """Return the map of a call with targets y (N,) and sums of `dtype`; None for identity."""
+        scale, cap, bias = options.logit_scale, options.softcap, tensors.linear_bias
+        if bias is not None:
+            bias = bias.to(dtype)
+            bias = bias / scale if scale != 1 else bias.contiguous()
+        if tensors.temperature is None and not options.transforms_logits:
+            return bias if bias is None else LogitMap(None, bias, None, None, scale)
+        if tensors.temperature is None:
+            inverse = torch.ones((), dtype=dtype, device=y.device)
+        else:
+            inverse = tensors.temperature.to(dtype).reciprocal()
+        factor = inverse * scale
+        row_scale = factor if cap is None else inverse * cap
+        slope = None if cap is None else scale / cap
+        return LogitMap(row_scale.expand(y.shape).contiguous(), bias, slope, factor, scale)
+
+    @property
+    def cap(self) -> Tensor | None:
+        """(N,) the bound of the logits, κ; None without a softcap."""
+        return None if self.slope is None else self.row_scale
+
+    def rows(self, rows: slice) -> "LogitMap":
+        """Return the map of a slice of the tokens."""
+        scale, factor = self.row_scale, self.factor
+        return replace(
+            self,
+            row_scale=scale if scale is None else scale[rows],
+            factor=factor if factor is None or not factor.ndim else factor[rows],
+        )
+
+    def columns(self, first: int, last: int) -> tuple[Tensor | None, Tensor | None, float | None]:
+        """Return κ (N,), b of the columns [first, last), and s: what a launch is given."""
+        return self.row_scale, None if self.bias is None else self.bias[first:last], self.slope
+
+    def apply_(self, t: Tensor, rows: slice, columns: slice) -> None:
+        """Replace raw logits t (R, C) by the model's, those of slices of tokens and classes."""
+        if self.bias is not None:
+            t.add_(self.bias[columns])
+        if self.slope is not None:
+            t.mul_(self.slope).tanh_()
+        if self.row_scale is not None:
+            t.mul_(self.row_scale[rows, None])
+
+    def apply_at(self, t: Tensor, index: Tensor) -> Tensor:
+        """Return the model's logits of raw ones t (N,), those of the classes `index` (N,)."""
+        if self.bias is not None:
+            t = t + self.bias[index]
+        if self.slope is not None:
+            t = (t * self.slope).tanh()
+        return t if self.row_scale is None else t * self.row_scale
+
+    def derivative(self, u: Tensor) -> Tensor | float:
+        """Return du/dt (N,) or () at the model's logits u (N,)."""
+        factor = 1.0 if self.factor is None else self.factor
+        if self.slope is None or self.row_scale is None:
+            return factor
+        return factor * (1 - (u / self.row_scale).square())

@@ -1,0 +1,88 @@
+"""Statistics of every token after the forward, and the losses made of them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cutefce.cute_kernels.workspace import NUM_STATS, Stat
+from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.rows.outputs import stat_rows
+from cutefce.ops.rows.targets import Targets
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """The statistics of every token after the forward, in the dtype of sums."""
+
+    rows: Tensor
+    """(NUM_STATS, N), indexed by `Stat`."""
+
+    @staticmethod
+    def empty(like: Tensor, tokens: int) -> "RowStats":
+        """Return uninitialized statistics with the dtype and device of `like`."""
+        return RowStats(like.new_empty(NUM_STATS, tokens))
+
+    @property
+    def reference(self) -> Tensor:
+        """(N,) ρ, what stored and recomputed exponentials are relative to; +inf if ignored."""
+        return self.rows[Stat.REFERENCE]
+
+    @property
+    def sum_exp_others(self) -> Tensor:
+        """(N,) S, over all columns but the target's; 0 where another rank owns the target."""
+        return self.rows[Stat.SUM_EXP_OTHERS]
+
+    @property
+    def sum_exp(self) -> Tensor:
+        """(N,) T = exp(r - ρ) + S, which includes the target's exponential.
+
+        1 if ignored; NaN if a logit is NaN or +inf, and where kernels cannot give a gradient.
+        """
+        return self.rows[Stat.SUM_EXP]
+
+    @property
+    def loss(self) -> Tensor:
+        """(N,) the token's cross entropy lse - u_y, 0 if ignored."""
+        return self.rows[Stat.LOSS]
+
+    def output(self, name: str, options: LossOptions) -> Tensor:
+        """(N,) the output called `name` of a call with reduction "outputs"."""
+        return self.rows[stat_rows(options.output_names)[name]]
+
+    @property
+    def lse(self) -> Tensor:
+        """(N,) ρ + log T, the log-sum-exp of the model's logits; +inf if ignored."""
+        return self.reference + self.sum_exp.log()
+
+
+def token_losses(stats: RowStats, targets: Targets) -> Tensor:
+    """Return the loss of every token (N,), 0 if ignored."""
+    if targets.terms is None:
+        return stats.loss
+    losses = targets.terms.losses(stats.lse, stats.loss, targets.class_logits)
+    return torch.where(targets.active, losses, 0)
+
+
+def returned_rows(stats: RowStats, targets: Targets) -> Tensor:
+    """Return log-probabilities, lse, and entropy or 0 if not asked for: (3, N), 0 if ignored."""
+    options, entropy = targets.options, torch.zeros_like(stats.loss)
+    if "entropy" in options.output_names:
+        entropy = stats.output("entropy", options)
+    rows = torch.stack([-stats.loss, stats.lse, entropy])
+    return torch.where(targets.active, rows, 0)
+
+
+def reduce_losses(stats: RowStats, targets: Targets, reduced: Tensor | None = None) -> Tensor:
+    """Return the loss, () or (N,); the mean over no active token is 0.
+
+    `reduced` () is what a kernel has reduced `stats.loss` to: their sum, divided already if
+    `targets.divides_by_count`.
+    """
+    options = targets.options
+    if reduced is None or targets.terms is not None or not options.is_scalar:
+        losses = token_losses(stats, targets)
+        return losses.sum() * targets.loss_scale(losses.dtype) if options.is_scalar else losses
+    if targets.tensors.denominator is None:
+        return reduced
+    return reduced * targets.loss_scale(reduced.dtype)

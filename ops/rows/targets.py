@@ -1,0 +1,136 @@
+"""Targets of a call, with the options of their losses."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.rows.loss_terms import LossTerms
+
+NO_TENSORS = TensorOptions()
+OUTPUTS = "outputs"
+"""The reduction of calls that return values of each token, see `outputs`."""
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of `dtype` are summed: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Targets:
+    """The targets of N tokens with the options of their losses; derived tensors are lazy."""
+
+    def __init__(
+        self,
+        index: Tensor,
+        vocab: int,
+        options: LossOptions,
+        tensors: TensorOptions = NO_TENSORS,
+        terms: LossTerms | None = None,
+        logits: LogitMap | None = None,
+        first: int = 0,
+    ) -> None:
+        self.index = index
+        """(N,) int64 as given: may hold ignored and out-of-range values."""
+        self.vocab = vocab
+        self.options = options
+        self.tensors = tensors
+        self.terms = terms
+        """What the loss of a token is made of; None for its cross entropy."""
+        self.logits = logits
+        """The logit transform; None for the identity."""
+        self.first = first
+        """The class that `index` counts from: the first one of this rank."""
+        self.class_logits: Tensor | None = None
+        """(N,) U, in a forward of losses that depend on it; the mean logit as an output."""
+
+    @cached_property
+    def active(self) -> Tensor:
+        """(N,) bool: the token is not ignored."""
+        return self.index != self.options.ignore_index
+
+    @cached_property
+    def safe_index(self) -> Tensor:
+        """(N,) int64 clamped to [0, V): may be used to address memory."""
+        return self.index.clamp(0, self.vocab - 1)
+
+    @property
+    def divides_by_count(self) -> bool:
+        """Whether the reduced loss is the sum over the number of active tokens."""
+        return self.options.reduction == "mean" and self.tensors.denominator is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether losses are cross entropies of raw logits, and nothing else is asked for."""
+        plain = self.terms is None and self.logits is None
+        return plain and self.options.reduction != OUTPUTS
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether tokens' exponentials have factors beside upstream / T, of any sign."""
+        return self.options.scales_rows or self.tensors.scales_rows
+
+    def loss_scale(self, dtype: torch.dtype) -> Tensor:
+        """Return () the factor of each active token's loss in the reduced loss."""
+        denominator = self.tensors.denominator
+        if self.divides_by_count:
+            weight = None if self.terms is None else self.terms.weight
+            if weight is None:
+                return self.active.sum().clamp(min=1).to(dtype).reciprocal()
+            denominator = torch.where(self.active, weight, 0).sum()
+        if denominator is not None:
+            return torch.where(denominator == 0, 0, denominator.to(dtype).reciprocal())
+        return torch.ones((), dtype=dtype, device=self.index.device)
+
+    @property
+    def owned(self) -> Tensor:
+        """(N,) bool: the token is active, and its target is a row of this weight."""
+        return self.active & (self.safe_index == self.index)
+
+    def per_token(self, rows: slice) -> "Targets":
+        """Return the targets of a slice of the tokens, whose losses are not reduced."""
+        part = Targets(
+            self.index[rows],
+            self.vocab,
+            self.options.per_token(),
+            self.tensors,
+            None if self.terms is None else self.terms.rows(rows),
+            None if self.logits is None else self.logits.rows(rows),
+            self.first,
+        )
+        part.class_logits = None if self.class_logits is None else self.class_logits[rows]
+        return part
+
+
+def make_targets(
+    y: Tensor,
+    vocab: int,
+    options: LossOptions,
+    tensors: TensorOptions,
+    dtype: torch.dtype = torch.float32,
+) -> Targets:
+    """Return the targets y (N,) int64, with sums of `dtype`.
+
+    Raises:
+        IndexError: on a CPU, for a target outside [0, V).  A GPU is not synchronized for this.
+    """
+    y = without_weightless(y, options, tensors).contiguous()
+    terms = LossTerms.of(y, options, tensors, vocab, slice(0, vocab), dtype)
+    logits = LogitMap.of(options, tensors, y, dtype)
+    targets = Targets(y, vocab, options, tensors, terms, logits)
+    if y.device.type == "cpu":
+        wrong = targets.active & (targets.safe_index != y)
+        if bool(wrong.any()):
+            raise IndexError(
+                f"target: got {int(y[wrong][0])}, expected 0 <= target < {vocab} "
+                f"or ignore_index={options.ignore_index}"
+            )
+    return targets
+
+
+def without_weightless(y: Tensor, options: LossOptions, tensors: TensorOptions) -> Tensor:
+    """Return the targets y (N,), ignored where the token's weight is 0."""
+    weights = tensors.token_weights
+    return y if weights is None else torch.where(weights == 0, options.ignore_index, y)

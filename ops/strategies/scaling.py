@@ -1,0 +1,95 @@
+"""Where the factors of tokens are applied in a backward over windows."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.rows.coefficients import RowCoefficients
+from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import Targets
+
+FLOAT16_TOTAL = 2.0**15
+"""T of float16 rows: their exponentials are probabilities times this, within float16's range."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How the factor scale_i of a token's exponentials is applied: scale_i = row_i · grad_scale."""
+
+    reference: Tensor
+    """(N,) that recomputed exponentials are relative to."""
+    row_scale: Tensor | None
+    """(N,) factor of h in dW; None if `reference` contains it."""
+    target: Tensor
+    """(N,) c_i / grad_scale, the factor of h_i at its target."""
+    every: Tensor | None
+    """(N,) the factor of κ_v h_i at every class, / grad_scale; None without label smoothing."""
+    factor: tuple[Tensor, Tensor] | None
+    """a and b (N,) of exponentials' factors a + b log e; None for 1."""
+    grad_scale: Tensor
+    """() factor of dW."""
+    dx: RowCoefficients
+    """Factors of dX's sums, of W_y and of the class row."""
+
+
+def scaling_of(
+    dtype: torch.dtype,
+    targets: Targets,
+    stats: RowStats,
+    upstream: Tensor,
+    *,
+    in_reference: bool,
+) -> Scaling:
+    """Choose where the tokens' factors are applied.
+
+    With `in_reference`, recomputed exponentials are probabilities, and dW needs no scaled copy of
+    h.  Otherwise h is scaled; float16 lacks the range of these factors, so that the largest of
+    them becomes `grad_scale`.
+    """
+    narrow = dtype == torch.float16
+    if in_reference:
+        total = torch.full_like(upstream, FLOAT16_TOTAL if narrow else 1)
+        relative, grad_scale = RowCoefficients.of(stats, targets, total), upstream / total
+        if targets.logits is not None and targets.logits.factor is not None:
+            factor = targets.logits.factor  # one of all tokens
+            relative, grad_scale = relative.over(factor), grad_scale * factor
+        reference = stats.reference - relative.scale.log()
+        scale = torch.where(targets.active, grad_scale, 0)
+        dx = replace(relative.times(scale), scale=scale)
+        return Scaling(reference, None, relative.target, relative.every, None, grad_scale, dx)
+    dx = RowCoefficients.of(stats, targets, upstream)
+    grad_scale = dx.scale.new_ones(())
+    if dx.by_log_exp is not None:
+        return _scaling_by_log(stats, targets, dx, narrow)
+    if narrow and len(dx.scale):
+        grad_scale = dx.scale.abs().amax()
+        grad_scale = torch.where(grad_scale == 0, 1, grad_scale)
+    part = dx.over(grad_scale) if narrow else dx
+    return Scaling(stats.reference, part.scale, part.target, part.every, None, grad_scale, dx)
+
+
+def _scaling_by_log(
+    stats: RowStats, targets: Targets, dx: RowCoefficients, narrow: bool
+) -> Scaling:
+    """Apply all factors to the exponentials, as those of entropy's gradient depend on them."""
+    assert dx.by_log_exp is not None
+    grad_scale = dx.scale.new_ones(())
+    if narrow and len(dx.scale):
+        # the results are at most (1 + log T) T = 11.4 T times this
+        grad_scale = 16 * torch.maximum(dx.scale.abs(), dx.by_log_exp.abs()).amax()
+        grad_scale = torch.where(grad_scale == 0, 1, grad_scale)
+    part = dx.over(grad_scale)
+    assert part.by_log_exp is not None
+    factor = part.scale, part.by_log_exp
+    uniform = replace(dx, scale=torch.where(targets.active, grad_scale, 0))
+    return Scaling(stats.reference, None, part.target, None, factor, grad_scale, uniform)
+
+
+def as_probabilities(stats: RowStats) -> RowStats:
+    """Move the references so that T = FLOAT16_TOTAL in every row."""
+    reference = stats.reference + stats.sum_exp.log() - math.log(FLOAT16_TOTAL)
+    total = torch.full_like(stats.sum_exp, FLOAT16_TOTAL)
+    others = stats.sum_exp_others * (FLOAT16_TOTAL / stats.sum_exp)
+    return RowStats(torch.stack([reference, others, total, stats.loss]))

@@ -1,0 +1,245 @@
+"""Options and outputs that ranks share equal those of one process."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import cutefce
+from tests.parallel.test_vocab_parallel import part
+from tests.support.options import OPTIONS, OptionsCase, options_case
+from tests.support.ranks import Ranks, group, mesh
+from tests.support.reference import Case
+
+SIZES = (167, 166)
+OUTPUTS = ("lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax")
+TOGETHER = {name: [name] for name in OPTIONS} | {
+    "smoothing and factors": [
+        "linear_bias",
+        "weight",
+        "label_smoothing",
+        "token_weights",
+        "z_loss",
+        "logit_scale",
+        "temperature (N,)",
+    ],
+    "softcap and factors": ["linear_bias", "weight", "z_loss", "softcap", "temperature (N,)"],
+}
+WORKSPACES = "max", "min", 60_000
+sharings = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+
+
+def shares(x: OptionsCase, sequence_parallel: bool) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Return this rank's leaves, and all arguments by name."""
+    h = part(x.case.h, (len(x.case.h) // 2,) * 2) if sequence_parallel else x.case.h
+    own, options = Case(h, part(x.case.w, SIZES), x.case.y, x.case.upstream), dict(x.options)
+    if "linear_bias" in options:
+        options["linear_bias"] = part(options["linear_bias"], SIZES)
+    local = OptionsCase(own, options)
+    leaves = local.leaves
+    sharing = {"group": group(2), "shards": SIZES, "sequence_parallel": sequence_parallel}
+    return leaves, local.with_leaves(leaves) | sharing
+
+
+def losses(x: OptionsCase, sequence_parallel: bool | None) -> list[tuple[Tensor, ...]]:
+    """Return loss and gradients of every reduction and workspace; of one process if None."""
+    results = []
+    for reduction in ("mean", "none"):
+        for workspace in WORKSPACES:
+            leaves, options = arguments(x, sequence_parallel)
+            more: dict[str, Any] = {"reduction": reduction, "workspace": workspace}
+            loss = cutefce.linear_cross_entropy(leaves[0], leaves[1], x.case.y, **options, **more)
+            upstream = x.case.upstream if loss.ndim else None
+            results.append((loss.detach(), *torch.autograd.grad(loss, leaves, upstream)))
+    return results
+
+
+def log_probs(x: OptionsCase, sequence_parallel: bool | None) -> list[tuple[Tensor, ...]]:
+    """Return values and gradients of every workspace; of one process if None."""
+    results = []
+    outputs = OUTPUTS if "softcap" not in x.options else ("lse", "sum_p_squared", "argmax")
+    for workspace in WORKSPACES:
+        leaves, options = arguments(x, sequence_parallel)
+        values = cutefce.linear_log_probs(
+            leaves[0], leaves[1], x.case.y, outputs=outputs, workspace=workspace, **options
+        )
+        found = [value for value in values if value is not None]
+        total = torch.stack(
+            [(value * x.case.upstream.cos()).sum() for value in found if value.requires_grad]
+        ).sum()
+        gradients = torch.autograd.grad(total, leaves)
+        results.append((*(value.detach() for value in found), *gradients))
+    return results
+
+
+def arguments(
+    x: OptionsCase, sequence_parallel: bool | None
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Return leaves and arguments of this rank, or of one process if None."""
+    if sequence_parallel is not None:
+        return shares(x, sequence_parallel)
+    leaves = x.leaves
+    return leaves, x.with_leaves(leaves)
+
+
+def assert_equal_one(
+    results: list[list[tuple[Tensor, ...]]],
+    wanted: list[tuple[Tensor, ...]],
+    sequence_parallel: bool,
+    leaves: int,
+) -> None:
+    """Assert that ranks' values are the same, and their parts together those of one process."""
+    for first, second, want in zip(*results, wanted, strict=True):
+        values = len(want) - leaves
+        for a, b, one in zip(first[:values], second[:values], want[:values], strict=True):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(a, one)
+        if sequence_parallel:
+            torch.testing.assert_close(torch.cat([first[values], second[values]]), want[values])
+        else:
+            assert torch.equal(first[values], second[values])
+            torch.testing.assert_close(first[values], want[values])
+        for i in range(values + 1, len(want)):  # weight and bias
+            assert [len(rank[i]) for rank in (first, second)] == list(SIZES)
+            torch.testing.assert_close(torch.cat([first[i], second[i]]), want[i])
+
+
+@sharings
+@pytest.mark.parametrize("names", TOGETHER.values(), ids=list(TOGETHER))
+def test_losses_equal_one_process(names: list[str], sequence_parallel: bool, ranks: Ranks) -> None:
+    x = options_case(names, 60, 16, 333, dtype=torch.float64, ignored=0.3)
+    results = ranks.run(2, losses, x, sequence_parallel)
+    assert_equal_one(results, losses(x, None), sequence_parallel, len(x.leaves))
+
+
+TRANSFORMS = {
+    "plain": [],
+    "linear_bias": ["linear_bias"],
+    "scale and temperature": ["negative logit_scale", "temperature (N,)"],
+    "all": ["linear_bias", "logit_scale", "softcap", "temperature (N,)"],
+}
+
+
+@sharings
+@pytest.mark.parametrize("names", TRANSFORMS.values(), ids=list(TRANSFORMS))
+def test_outputs_equal_one_process(names: list[str], sequence_parallel: bool, ranks: Ranks) -> None:
+    x = options_case(names, 60, 16, 333, dtype=torch.float64, ignored=0.3)
+    x.case.y[:20] = torch.where(
+        x.case.y[:20] == -100, -100, (x.case.h @ x.case.w.t()).argmax(1)[:20]
+    )
+    results = ranks.run(2, log_probs, x, sequence_parallel)
+    assert_equal_one(results, log_probs(x, None), sequence_parallel, len(x.leaves))
+
+
+@sharings
+@pytest.mark.parametrize("names", [TOGETHER["smoothing and factors"], ["softcap"]], ids=str)
+def test_16_bit_results_are_near_those_of_one_process(
+    names: list[str], sequence_parallel: bool, ranks: Ranks
+) -> None:
+    x = options_case(names, 60, 16, 333, dtype=torch.bfloat16, ignored=0.3)
+    results, wanted = ranks.run(2, losses, x, sequence_parallel), losses(x, None)
+    for first, second, want in zip(*results, wanted, strict=True):
+        assert torch.equal(first[0], second[0])
+        torch.testing.assert_close(first[0], want[0], rtol=1e-5, atol=1e-5)
+        dx = torch.cat([first[1], second[1]]) if sequence_parallel else first[1]
+        for got, one in zip((dx, torch.cat([first[2], second[2]])), want[1:3], strict=True):
+            error = float((got.double() - one.double()).norm() / one.double().norm())
+            assert error <= torch.finfo(torch.bfloat16).eps
+
+
+def placed(x: OptionsCase, sharded_tokens: bool) -> list[Tensor]:
+    """Return loss and gradients of distributed tensors, gathered."""
+    tp = mesh()["tp"]
+    placement = Shard(0) if sharded_tokens else Replicate()
+    plain, options = x.leaves, dict(x.options)
+    placements = [placement, Shard(0), Shard(0)]
+    leaves: list[Any] = [
+        distribute_tensor(leaf.detach(), tp, [each]).requires_grad_()
+        for leaf, each in zip(plain, placements, strict=True)
+    ]
+    options["linear_bias"] = leaves[2]
+    for name in ("weight", "temperature"):
+        options[name] = distribute_tensor(options[name], tp, [Replicate()])
+    loss = cutefce.linear_cross_entropy(leaves[0], leaves[1], x.case.y, **options)
+    loss.backward()
+    results = [loss.detach()]
+    for leaf in leaves:
+        assert isinstance(leaf.grad, DTensor) and leaf.grad.placements == leaf.placements
+        results.append(leaf.grad.full_tensor())
+    return results
+
+
+@sharings
+def test_distributed_options(sequence_parallel: bool, ranks: Ranks) -> None:
+    """A bias is sharded as the weight is; values of tokens and classes may be replicated."""
+    names = ["linear_bias", "weight", "label_smoothing", "temperature (N,)"]
+    x = options_case(names, 60, 16, 333, dtype=torch.float64, ignored=0.3)
+    wanted = x.ours(reduction="mean")
+    for results in ranks.run(4, placed, x, sequence_parallel):
+        torch.testing.assert_close(results, [*wanted])
+
+
+def differing(change: dict[str, Any], function: str) -> str:
+    """Return the error of a call with options of which rank 1 has others."""
+    x = options_case(["weight", "token_weights", "temperature"], 60, 16, 333)
+    leaves, options = shares(x, False)
+    if function == "linear_log_probs":
+        options = {n: v for n, v in options.items() if n not in ("weight", "token_weights")}
+    if dist.get_rank() == 1:
+        options |= change
+    try:
+        getattr(cutefce, function)(leaves[0], leaves[1], x.case.y, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "linear_bias": {"linear_bias": torch.zeros(166)},
+    "weight": {"weight": torch.ones(333)},
+    "no weight": {"weight": None},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "token_weights": {"token_weights": torch.ones(60)},
+    "z_loss": {"z_loss": 1e-4},
+    "logit_scale": {"logit_scale": 2.0},
+    "softcap": {"softcap": 30.0},
+    "temperature": {"temperature": 0.9},
+    "temperature of tokens": {"temperature": torch.ones(60)},
+    "denominator": {"denominator": 3.0},
+    "ignore_index": {"ignore_index": 0},
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENT.values(), ids=DIFFERENT)
+def test_a_rank_with_another_option_is_named(change: dict[str, Any], ranks: Ranks) -> None:
+    (name,) = change
+    for text in ranks.run(2, differing, change, "linear_cross_entropy"):
+        assert text.startswith("ValueError: ") and name in text, text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"outputs": ("lse", "entropy")},
+        {"temperature": 0.9},
+        {"softcap": 3.0},
+        {"linear_bias": torch.zeros(166)},
+    ],
+    ids=["outputs", "temperature", "softcap", "linear_bias"],
+)
+def test_a_rank_with_another_output_is_named(change: dict[str, Any], ranks: Ranks) -> None:
+    (name,) = change
+    for text in ranks.run(2, differing, change, "linear_log_probs"):
+        assert text.startswith("ValueError: ") and name in text, text
+
+
+@pytest.mark.parametrize(
+    "change", [{"outputs": ["perplexity"]}, {"softcap": -1.0}, {"temperature": 0.0}], ids=str
+)
+def test_an_error_of_one_rank_reaches_the_other(change: dict[str, Any], ranks: Ranks) -> None:
+    (name,) = change
+    for text in ranks.run(2, differing, change, "linear_log_probs"):
+        assert text.startswith(f"ValueError: {name}: got"), text

@@ -1,0 +1,230 @@
+"""What calls with options are compared with: every formula from all logits, in any dtype."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import cutefce
+from tests.support.reference import Case, random_case
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "linear_bias": {"linear_bias": torch.randn},
+    "weight": {"weight": torch.rand},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "token_weights": {"token_weights": torch.randn},
+    "z_loss": {"z_loss": 1e-2},
+    "logit_scale": {"logit_scale": 0.3},
+    "negative logit_scale": {"logit_scale": -1.7},
+    "softcap": {"softcap": 2.5},
+    "temperature": {"temperature": 0.7},
+    "temperature ()": {"temperature": torch.tensor(1.3)},
+    "temperature (N,)": {"temperature": torch.rand},
+}
+"""Each option alone; a function draws the values of a tensor."""
+
+PER_TOKEN = "weight", "token_weights", "z_loss", "temperature (N,)"
+"""Those whose factors differ between tokens, so that no gradients are formed in the forward."""
+
+REFUSED_PAIR = {"label_smoothing", "softcap"}
+
+
+def _drawn(name: str, draw: Any, tokens: int, vocab: int) -> Tensor:
+    """Return the values of a tensor option; a fifth of the tokens has the weight 0."""
+    x: Tensor = draw(vocab if name in ("linear_bias", "weight") else tokens)
+    if name == "token_weights":
+        return torch.where(torch.rand(tokens) < 0.2, 0, x)
+    return x if name == "linear_bias" else x + 0.3
+
+
+@dataclass(frozen=True)
+class OptionsCase:
+    """Inputs of a call with options."""
+
+    case: Case
+    options: dict[str, Any]
+    """Arguments of `linear_cross_entropy`, by name."""
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """h, w and, if there is one, the bias, which require gradients."""
+        bias = self.options.get("linear_bias")
+        tensors = self.case.h, self.case.w, *([] if bias is None else [bias])
+        return (*(x.detach().requires_grad_() for x in tensors),)
+
+    def with_leaves(self, leaves: tuple[Tensor, ...]) -> dict[str, Any]:
+        """Return the options, the bias being that of `leaves`."""
+        return self.options | ({"linear_bias": leaves[2]} if len(leaves) > 2 else {})
+
+    def ours(self, **more: Any) -> tuple[Tensor, ...]:
+        """Return losses and gradients of cutefce, by default with reduction "none"."""
+        leaves, (_, _, y) = self.leaves, (self.case.h, self.case.w, self.case.y)
+        options: dict[str, Any] = {"reduction": "none"} | self.with_leaves(leaves) | more
+        loss = cutefce.linear_cross_entropy(leaves[0], leaves[1], y, **options)
+        upstream = self.case.upstream.to(loss.dtype) if loss.ndim else None
+        return loss.detach(), *torch.autograd.grad(loss, leaves, upstream)
+
+
+def options_case(names: list[str], *sizes: int, **more: Any) -> OptionsCase:
+    """Draw a case of tokens, hidden, vocab with the options of these `names` of `OPTIONS`."""
+    case, (tokens, _, vocab), given = random_case(*sizes, **more), sizes, {}
+    for name, value in (pair for key in names for pair in OPTIONS[key].items()):
+        if callable(value):
+            value = _drawn(name, value, tokens, vocab).to(case.h.device)
+        elif isinstance(value, Tensor):
+            value = value.to(case.h.device)
+        if name == "linear_bias":
+            value = value.to(case.h.dtype)
+        given[name] = value
+    return OptionsCase(case, given)
+
+
+def model_logits(
+    t: Tensor,
+    linear_bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: Tensor | float = 1.0,
+    **_: Any,
+) -> Tensor:
+    """Return the logits (N, V), in t's dtype, of products t of hidden states and weight."""
+    u = t * logit_scale
+    if linear_bias is not None:
+        u = u + linear_bias.to(t.dtype)
+    if softcap is not None:
+        u = softcap * torch.tanh(u / softcap)
+    divisor = torch.as_tensor(temperature, dtype=t.dtype, device=t.device)
+    return u / (divisor[:, None] if divisor.ndim else divisor)
+
+
+def losses_of_logits(
+    u: Tensor,
+    y: Tensor,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    token_weights: Tensor | None = None,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "none",
+    denominator: Tensor | float | None = None,
+    **_: Any,
+) -> Tensor:
+    """Return the loss of logits u (N, V), in their dtype."""
+    active, (tokens, vocab) = y != ignore_index, u.shape
+    token = u.new_ones(tokens) if token_weights is None else token_weights.to(u.dtype)
+    active = active & (token != 0)
+    index = torch.where(active, y, 0)
+    kappa = u.new_ones(vocab) if weight is None else weight.to(u.dtype)
+    log_p, count = u.log_softmax(1), token * kappa[index]
+    losses = -(1 - label_smoothing) * count * log_p.gather(1, index[:, None])[:, 0]
+    if label_smoothing:
+        losses = losses - label_smoothing / vocab * token * (log_p * kappa).sum(1)
+    if z_loss:
+        losses = losses + count * z_loss * u.logsumexp(1).square()
+    losses = torch.where(active, losses, 0)
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    divisor = torch.where(active, count, 0).sum() if denominator is None else denominator
+    divisor = torch.as_tensor(divisor, dtype=u.dtype, device=u.device).reshape(())
+    return torch.where(divisor == 0, 0, losses.sum() / divisor)
+
+
+def exact(x: OptionsCase, **more: Any) -> tuple[Tensor, ...]:
+    """Return losses and gradients in float64, by default with reduction "none"."""
+    leaves = (*(leaf.detach().double().requires_grad_() for leaf in x.leaves),)
+    options = x.with_leaves(leaves) | more
+    loss = losses_of_logits(model_logits(leaves[0] @ leaves[1].t(), **options), x.case.y, **options)
+    upstream = x.case.upstream.double() if loss.ndim else None
+    return loss.detach(), *torch.autograd.grad(loss, leaves, upstream)
+
+
+def unfused(x: OptionsCase, *, rounded: bool) -> tuple[Tensor, ...]:
+    """Return losses and gradients of a GEMM, the options in float32 or wider, and two GEMMs.
+
+    Products of the forward are `rounded` to the inputs' dtype or are float32; their gradients are
+    rounded to the inputs' dtype.
+    """
+    h, w, dtype = x.case.h, x.case.w, x.case.h.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    t = (h @ w.t()).to(wide) if rounded else h.to(wide) @ w.to(wide).t()
+    t.requires_grad_()
+    losses = losses_of_logits(model_logits(t, **x.options), x.case.y, **x.options)
+    (dt,) = torch.autograd.grad(losses, t, x.case.upstream.to(wide))
+    dt = dt.to(dtype)
+    if rounded:
+        dx, dw = dt @ w, dt.t() @ h
+    else:
+        dx, dw = (dt.to(wide) @ w.to(wide)).to(dtype), (dt.to(wide).t() @ h.to(wide)).to(dtype)
+    bias = x.options.get("linear_bias")
+    if bias is None:
+        return losses.detach(), dx, dw
+    dbias = dt.to(wide).sum(0) / x.options.get("logit_scale", 1.0)
+    return losses.detach(), dx, dw, dbias.to(bias.dtype)
+
+
+def assert_results_as_accurate(
+    got: tuple[Tensor, ...], x: OptionsCase, *, first: int = 0, saturated: bool = False
+) -> None:
+    """Assert the bounds of `reference.assert_as_accurate` for losses and gradients with options.
+
+    `first` is 1 if the losses are not compared.  float64 results are allowed 64 units roundoff.
+    """
+    truth = exact(x)
+    names = ["loss", "dx", "dw", "dbias"][: len(truth)]
+    if x.case.h.dtype == torch.float64:
+        for name, result, want in [*zip(names, got, truth, strict=True)][first:]:
+            limit = 64 * torch.finfo(torch.float64).eps * (1 + float(want.norm()))
+            assert _distance(result, want) <= limit, name
+        return
+    narrow = x.case.h.dtype.itemsize == 2
+    others, wides = unfused(x, rounded=True), unfused(x, rounded=False)
+    rows = [*zip(names, got, truth, others, wides, strict=True)][first:]
+    for name, result, want, other, wide in rows:
+        error = _distance(result, want)
+        allowed = (1.05 if narrow else 2) * _distance(other, want)
+        if name == "loss" or not narrow:
+            allowed += _distance(want.to(result.dtype), want)
+        else:
+            allowed = min(allowed, 1.35 * _distance(wide, want))
+        if saturated:
+            allowed += torch.finfo(result.dtype).eps / 2 * float(want.norm())
+        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm())
+
+
+class RowValues(NamedTuple):
+    """Log-probabilities and outputs of all tokens, with the fields of `LogProbs`."""
+
+    log_probs: Tensor
+    lse: Tensor
+    entropy: Tensor
+    sum_p_squared: Tensor
+    mean_logit: Tensor
+    is_top1: Tensor
+    argmax: Tensor
+
+
+def row_values(u: Tensor, y: Tensor, ignore_index: int = -100) -> RowValues:
+    """Return the outputs of `linear_log_probs` from logits u (N, V); 0 for ignored tokens."""
+    active = y != ignore_index
+    index = torch.where(active, y, 0)
+    log_p = u.log_softmax(1)
+    p, largest = log_p.exp(), u.argmax(1)
+    own = u.gather(1, index[:, None])[:, 0]
+    is_top1 = own >= u.amax(1)
+    values = RowValues(
+        log_p.gather(1, index[:, None])[:, 0],
+        u.logsumexp(1),
+        -(p * log_p).sum(1),
+        p.square().sum(1),
+        u.mean(1),
+        is_top1,
+        torch.where(is_top1, index, largest),
+    )
+    return RowValues(*(torch.where(active, x, torch.zeros_like(x)) for x in values))
