@@ -21,9 +21,12 @@ from cutefce.autotune_cache.tuning import targets, tuner, verify
 from cutefce.autotune_cache.tuning.tuner import Outcome
 from cutefce.autotune_cache.tuning.verify import Check
 from cutefce.commands import cache, tune
+from cutefce.commands import compile as compile_command
 from cutefce.commands import verify as verify_command
 from cutefce.commands.common import make_console, read_table
 from cutefce.cute_kernels import cache_files
+from cutefce.cute_kernels.jit.compiler import Report
+from cutefce.cute_kernels.spec import LogitTransform, TargetLogitSpec
 from cutefce.version import __version__
 from tests.support.fake_tuner import TARGET, InlineWorker, job
 from tests.support.faulty_candidates import Kind, config
@@ -464,6 +467,33 @@ def test_verify_leaves_the_table_if_a_default_fails(
     assert "num_sms: got 114" in command("verify", "--table", str(path)).output
     assert table_io.read(path) == other
     assert before != path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("transform", "spilled", "warnings", "passes"),
+    [
+        (LogitTransform(), 0, (), True),
+        (LogitTransform(), 8, (), False),
+        (LogitTransform(row_scale=True, softcap=True), 24, (), True),
+        (LogitTransform(row_scale=True, softcap=True), 40, (), False),
+        (LogitTransform(row_scale=True, softcap=True), 24, ("C7510",), False),
+    ],
+)
+def test_compile_fails_for_kernels_that_spill(
+    transform: LogitTransform,
+    spilled: int,
+    warnings: tuple[str, ...],
+    passes: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A variant may spill the scalars that it reloads once a tile."""
+    kernel = TargetLogitSpec("sm_90a", "bfloat16", transform)
+    report = Report(kernel, 40, spilled, warnings, 0.1)
+    monkeypatch.setenv("CUTEFCE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_command, "_reports", lambda kernels: iter([report]))
+    result = CliRunner().invoke(compile_command.compile_kernels, ["--arch", "sm_90a"])
+    assert (result.exit_code == 0) == passes, result.output
 
 
 @pytest.mark.parametrize(

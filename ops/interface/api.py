@@ -208,6 +208,8 @@ def _loss(
         if denominator is not None:
             denominator = as_tensor("denominator", denominator, input.device)
         call = localize(input, linear_weight, target, group, shards, sequence_parallel)
+        for name in given:
+            checks.check_type(name, given[name])  # the dispatcher takes True for 1
         local = localize_options(call, with_tensors(given, input.device)) if given else given
         # transforms see the derivatives of a function, not of an operator that it calls
         function = loss_and_lse if return_lse else loss

@@ -113,7 +113,19 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """Show what differs from call to call."""
+        shown = {
+            name: getattr(self, name)
+            for name, default in (
+                ("out_features", ()),
+                ("label_smoothing", 0.0),
+                ("z_loss", 0.0),
+                ("logit_scale", 1.0),
+                ("softcap", None),
+            )
+            if getattr(self, name) != default
+        }
+        more = "".join(f", {name}={value!r}" for name, value in shown.items())
         return (
             f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, "
-            f"workspace={self.workspace!r}"
+            f"workspace={self.workspace!r}{more}"
         )

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
-from cutefce.ops.operators.context import autocast
+from cutefce.ops.operators.context import autocast, is_mixed
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.parallel.dtensor import localize
 from cutefce.ops.planning.planner import Plan
@@ -56,6 +56,9 @@ def plan(
     options.check()
     sharding.ranks()
     h, w = autocast(call.h, call.w)
+    if is_mixed(h, w):
+        w = w.detach().to(h.dtype).requires_grad_(w.requires_grad)
+        tensors = TensorOptions(weight_cast=w if w.requires_grad else None)
     checks.check_tensors(h, w, call.y.new_empty(h.shape[:-1]))
     sharding.check(w)
     rows, budget = h.reshape(-1, h.shape[-1]), checks.workspace_bytes(workspace)

@@ -79,7 +79,8 @@ class Targets:
             weight = None if self.terms is None else self.terms.weight
             if weight is None:
                 return self.active.sum().clamp(min=1).to(dtype).reciprocal()
-            denominator = torch.where(self.active, weight, 0).sum()
+            total = torch.where(self.active, weight, 0).sum()
+            return torch.where(self.active.any(), total.to(dtype).reciprocal(), 0)
         if denominator is not None:
             return torch.where(denominator == 0, 0, denominator.to(dtype).reciprocal())
         return torch.ones((), dtype=dtype, device=self.index.device)

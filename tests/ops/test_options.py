@@ -25,7 +25,14 @@ from tests.support.options import (
     model_logits,
     options_case,
 )
-from tests.support.reference import PLANS, Case, are_same, logits_case, loss_of_plan
+from tests.support.reference import (
+    PLANS,
+    Case,
+    are_same,
+    logits_case,
+    loss_of_plan,
+    random_case,
+)
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EACH = [[name] for name in OPTIONS]
@@ -474,3 +481,13 @@ def test_factors_of_one_call(device: str) -> None:
         h, head.linear.weight, y, token_weights=factors, temperature=factors
     )
     assert are_same(got, want)
+
+
+def test_a_mean_over_weights_that_add_up_to_0_is_not_0(device: str) -> None:
+    """Only that over no token is."""
+    case = random_case(6, 8, 20, device=device, ignored=0)
+    weights = torch.tensor([1.0, -1.0] * 3, device=device)
+    loss = cutefce.linear_cross_entropy(case.h, case.w, case.y, token_weights=weights)
+    assert not loss.isfinite()
+    ignored = torch.full_like(case.y, -100)
+    assert cutefce.linear_cross_entropy(case.h, case.w, ignored, token_weights=weights) == 0

@@ -442,3 +442,23 @@ def test_operands_of_losses_of_k_dimensions(change: dict[str, Any], message: str
     arguments = {"input": H, "linear_weight": w, "target": y} | change
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         cutefce.linear_cross_entropy(**arguments)
+
+
+@pytest.mark.parametrize("name", ["softcap", "z_loss", "logit_scale", "label_smoothing"])
+def test_a_bool_is_no_number(name: str) -> None:
+    """True would be 1."""
+    given: dict[str, Any] = {name: True}
+    with pytest.raises(TypeError, match=f"{name}: got True"):
+        cutefce.linear_cross_entropy(torch.randn(3, 8), torch.randn(9, 8), torch.arange(3), **given)
+
+
+def test_a_module_shows_its_options() -> None:
+    module = cutefce.LinearCrossEntropyLoss(8, 9, softcap=30.0, z_loss=0.1)
+    assert "softcap=30.0" in repr(module) and "z_loss=0.1" in repr(module)
+    assert "logit_scale" not in repr(module)
+
+
+def test_a_float32_weight_beside_16_bits_is_planned() -> None:
+    h = torch.randn(6, 8, dtype=torch.bfloat16, requires_grad=True)
+    plan = cutefce.plan(h, torch.randn(40, 8, requires_grad=True))
+    assert plan.grad_weight and plan.aliased == 0
