@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch._functorch.config
 
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning import first_use
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 SMALL_TILES = PortableTiles(window=64, reference_block=16, tile_columns=32, tile_rows=32)
 """Configurations that give small problems many windows, tiles, row blocks and reference blocks."""
 
+
+# torch's cache of compiled graphs on the disk does not know that an operator's schema has changed
+torch._functorch.config.enable_autograd_cache = False
 
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     # several test processes share the cores
