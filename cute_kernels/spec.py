@@ -13,13 +13,15 @@ from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import can_keep
-from cutefce.cute_kernels.variant import IDENTITY as IDENTITY
-from cutefce.cute_kernels.variant import PLAIN as PLAIN
-from cutefce.cute_kernels.variant import PREBUILT
-from cutefce.cute_kernels.variant import SUM_ONLY as SUM_ONLY
-from cutefce.cute_kernels.variant import KernelVariant as KernelVariant
-from cutefce.cute_kernels.variant import LogitTransform as LogitTransform
-from cutefce.cute_kernels.variant import RowReductions as RowReductions
+from cutefce.cute_kernels.variant import (
+    IDENTITY,
+    PLAIN,
+    PREBUILT,
+    SUM_ONLY,
+    KernelVariant,
+    LogitTransform,
+    RowReductions,
+)
 from cutefce.cute_kernels.workspace import forward_semaphore_count
 
 

@@ -44,8 +44,6 @@ class KernelVariant(NamedTuple):
 
     transform: LogitTransform = IDENTITY
     reductions: RowReductions = SUM_ONLY
-    rank_one: bool = False
-    """Whether the gradients have a rank-one term."""
 
 
 PLAIN = KernelVariant()

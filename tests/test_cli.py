@@ -26,7 +26,8 @@ from cutefce.commands import verify as verify_command
 from cutefce.commands.common import make_console, read_table
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.jit.compiler import Report
-from cutefce.cute_kernels.spec import LogitTransform, TargetLogitSpec
+from cutefce.cute_kernels.spec import TargetLogitSpec
+from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.version import __version__
 from tests.support.fake_tuner import TARGET, InlineWorker, job
 from tests.support.faulty_candidates import Kind, config

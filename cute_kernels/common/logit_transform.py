@@ -3,7 +3,7 @@
     u_iv = κ_i (t_iv + b_v)             without softcap
     u_iv = κ_i tanh(s (t_iv + b_v))     with softcap: du/dt = κ_i s (1 - (u/κ_i)²)
 
-`spec.LogitTransform` says which of them is compiled, and which operands there are.
+`LogitTransform` says which of them is compiled, and which operands there are.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from cutlass import Float32, Int32
 
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, vector
 from cutefce.cute_kernels.integers import ceil_div
-from cutefce.cute_kernels.spec import IDENTITY, LogitTransform
+from cutefce.cute_kernels.variant import IDENTITY, LogitTransform
 
 
 class Transform(NamedTuple):

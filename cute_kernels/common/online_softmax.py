@@ -33,7 +33,7 @@ from cutefce.cute_kernels.common.dsl import (
 )
 from cutefce.cute_kernels.common.logit_transform import transform_argument
 from cutefce.cute_kernels.common.row_reductions import finite
-from cutefce.cute_kernels.spec import SUM_ONLY
+from cutefce.cute_kernels.variant import SUM_ONLY
 
 
 class Rows(NamedTuple):

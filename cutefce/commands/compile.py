@@ -15,7 +15,8 @@ from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import ARCHS, arch_named
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import Report
-from cutefce.cute_kernels.spec import IDENTITY, SUM_ONLY, KernelSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
+from cutefce.cute_kernels.variant import IDENTITY, SUM_ONLY
 
 MAX_VARIANT_SPILL_BYTES = 32
 """Stores and loads of spilled scalars that a logit transform may cost a tile: softcap with stored

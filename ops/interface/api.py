@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cutefce.ops import torch_compat
-from cutefce.ops.interface import checks, option_checks
-from cutefce.ops.interface.call import loss, loss_and_lse
+from cutefce.ops.interface import call, checks, option_checks
 from cutefce.ops.interface.positions import loss_of_positions
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.dtensor import localize, localize_options, replicated
@@ -146,10 +145,10 @@ def linear_cross_entropy(  # type: ignore[misc]
         given["logit_scale"] = logit_scale
     if type(temperature) is not float or temperature != 1:
         given["temperature"] = temperature
-    run: Callable[..., LossOutput] = _loss
+    run: Callable[..., tuple[Tensor, Tensor | None]] = _loss
     if isinstance(linear_weight, Tensor) and linear_weight.ndim > 2:
         run = functools.partial(loss_of_positions, _loss)
-    result = run(
+    loss, lse = run(
         input,
         linear_weight,
         target,
@@ -164,7 +163,7 @@ def linear_cross_entropy(  # type: ignore[misc]
         shards=shards,
         sequence_parallel=sequence_parallel,
     )
-    return result if return_lse else result.loss
+    return LossOutput(loss, lse) if return_lse else loss
 
 
 class LossOutput(NamedTuple):
@@ -191,8 +190,8 @@ def _loss(
     shards: Sequence[int] | None,
     sequence_parallel: bool,
     reduction: str,
-) -> LossOutput:
-    """Return the loss of `linear_cross_entropy` of one dimension.
+) -> tuple[Tensor, Tensor | None]:
+    """Return the loss of `linear_cross_entropy` of one dimension, and the lse if asked for.
 
     More than eight parameters: they are those of `linear_cross_entropy`, but for its options of
     logits and losses, which are in `given` unless they have their defaults.
@@ -207,31 +206,31 @@ def _loss(
             checks.check_ignore_index(ignore_index)
         if denominator is not None:
             denominator = as_tensor("denominator", denominator, input.device)
-        call = localize(input, linear_weight, target, group, shards, sequence_parallel)
+        part = localize(input, linear_weight, target, group, shards, sequence_parallel)
         for name in given:
             checks.check_type(name, given[name])  # the dispatcher takes True for 1
-        local = localize_options(call, with_tensors(given, input.device)) if given else given
+        local = localize_options(part, with_tensors(given, input.device)) if given else given
         # transforms see the derivatives of a function, not of an operator that it calls
-        function = loss_and_lse if return_lse else loss
-        is_operator = not torch_compat.is_transformed()
-        run: Any = getattr(torch.ops.cutefce, function.__name__) if is_operator else function
+        run: Any = call.loss_and_lse if return_lse else call.loss
+        if not torch_compat.is_transformed():
+            run = torch.ops.cutefce.loss_and_lse if return_lse else torch.ops.cutefce.loss
         result = run(
-            call.h,
-            call.w,
-            call.y,
+            part.h,
+            part.w,
+            part.y,
             reduction=reduction,
             ignore_index=-100 if ignore_index is None else ignore_index,
             workspace=workspace,
             denominator=denominator,
-            group=call.group,
-            shards=call.shards,
-            sequence_parallel=call.sequence_parallel,
+            group=part.group,
+            shards=part.shards,
+            sequence_parallel=part.sequence_parallel,
             **local,
         )
         value, lse = result if return_lse else (result, None)
         if value.ndim:
-            value = value.movedim(0, call.dim)
-        return LossOutput(value, None if lse is None else lse.movedim(0, call.dim))
+            value = value.movedim(0, part.dim)
+        return value, None if lse is None else lse.movedim(0, part.dim)
     except Exception as error:
         named = {"input": input, "linear_weight": linear_weight, "target": target, **given}
         named |= {"workspace": workspace, "ignore_index": ignore_index, "shards": shards}

@@ -90,7 +90,7 @@ def log_probs(
 
     Returns:
         log-probabilities, lse and entropy (0 if not asked for), which have gradients; then those of
-        `row_outputs.stat_rows`.  All are 0 for ignored tokens.
+        `ops.rows.outputs.stat_rows`.  All are 0 for ignored tokens.
     """
     arguments = {"outputs": "lse", **arguments, "reduction": OUTPUTS}
     result, more = _evaluate(input, linear_weight, target, workspace, arguments, with_stats=True)

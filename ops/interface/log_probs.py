@@ -118,8 +118,8 @@ def linear_log_probs(
         }
         named |= {"temperature": temperature, "workspace": workspace, "shards": shards}
         raise_named(error, report, **operands, **named, sequence_parallel=sequence_parallel)
-    rows = {"lse": lse, "entropy": entropy, **dict(zip(stat_rows(names), stored, strict=True))}
-    rows["entropy"] = entropy  # the row that has a gradient
+    rows = dict(zip(stat_rows(names), stored, strict=True))
+    rows |= {"lse": lse, "entropy": entropy}  # those that have gradients
     found = {name: rows[name].movedim(0, call.dim) for name in names}
     if "is_top1" in found:
         found["is_top1"] = found["is_top1"].bool()

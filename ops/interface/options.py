@@ -3,10 +3,10 @@
 Each record has its checks, and its part of the operators' schemas and of the no-grad cache's key.
 A new option is a field here, and code in the one home of its kind:
 
-    row coefficient    `ops.primitives.loss_terms`: the loss of a token and its coefficients
-    rank one           `ops.primitives.loss_terms`: a term of the class row and its gradients
-    logit transform    `ops.primitives.logit_map`, and `cute_kernels.common.logit_transform`
-    row reduction      `cute_kernels.spec.RowReductions` and `ops.primitives.elementwise`
+    row coefficient    `ops.rows.loss_terms`: the loss of a token and its coefficients
+    rank one           `ops.rows.loss_terms`: a term of the class row and its gradients
+    logit transform    `ops.rows.logit_map`, and `cute_kernels.common.logit_transform`
+    row reduction      `cute_kernels.variant.RowReductions` and `ops.rows.outputs`
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class LossOptions(OperatorRecord):
     softcap: float | None = argument("float?", default=None)
     """c: bound of the logits, c tanh(x / c); None for no bound."""
     outputs: str = argument("str", is_public=False, default="")
-    """What a call with reduction "outputs" returns, separated by commas: `row_outputs.OUTPUTS`."""
+    """What a call with reduction "outputs" returns, separated by commas."""
 
     @property
     def is_scalar(self) -> bool:

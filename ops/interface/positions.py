@@ -19,12 +19,12 @@ def loss_of_positions(
     *,
     reduction: str,
     **arguments: Any,
-) -> Any:
+) -> tuple[Tensor, Tensor | None]:
     """Return the loss and lse of all positions, from `loss` of one of them after another.
 
     Args:
         loss: of (input, linear_weight, target, given, **arguments), for one position; it returns
-            a `LossOutput`.
+            a loss, and an lse or None.
         input: (N, D).
         linear_weight: (V, d_1, ..., d_K, D).
         target: (N, d_1, ..., d_K).
@@ -76,7 +76,7 @@ def loss_of_positions(
     total = total.reshape(target.shape) if reduction == "none" else total.sum()
     if lses[0] is not None:
         lse = torch.stack(lses, -1).reshape(target.shape)
-    return results[0]._replace(loss=total, lse=lse)
+    return total, lse
 
 
 def _total_weight(target: Tensor, ignore_index: int | None, given: dict[str, Any]) -> Tensor:

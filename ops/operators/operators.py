@@ -71,10 +71,7 @@ def _prepare(
     plan: Plan | None = None,
     class_row: Tensor | None = None,
 ) -> LossInputs[Any, Any]:
-    """Return the operands as strategies take them; `class_row` is computed if it is needed.
-
-    More than eight parameters: they are what an operator is given, and what it has already.
-    """
+    """Return the operands as strategies take them; `class_row` is computed if it is needed."""
     h, grads = shard.gather_hidden(h), NO_GRADIENTS if plan is None else plan.gradients
     targets = shard.make_targets(y.long(), w.shape[0], options, tensors, sum_dtype(h.dtype))
     own = primitives_for(h, w, problem_of(h, w, *grads), targets)
@@ -96,7 +93,8 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     options, tensors, sharding = unpack(arguments, *OPTIONS)
     w = _computed(w, tensors)
     _refuse_tangents()
-    shard = shard_of(sharding, h, w, **_agreed(y, options, tensors))
+    same = {} if sharding.group is None else _agreed(y, options, tensors)
+    shard = shard_of(sharding, h, w, **same)
     inputs = _prepare(shard, h, w, y, options, tensors)
     loss = inputs.primitives.projection.forward(inputs.h, inputs.w, inputs.targets)[1]
     return loss if options.is_scalar else loss.clone()  # not a view of the statistics
@@ -111,11 +109,11 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     step, options, tensors, sharding = unpack(arguments, *STEP)
     w = _computed(w, tensors)
     plan = plan_for(h, w, step, options, tensors, sharding)
-    same = {
-        **_agreed(y, options, tensors, plan.gradients),
-        "workspace": step.budget,
-        "workspace, as (strategy, chunk)": [plan.strategy, plan.chunk],
-    }
+    same = {}  # one device has nobody to agree with
+    if sharding.group is not None:
+        same = _agreed(y, options, tensors, plan.gradients)
+        same["workspace"] = step.budget
+        same["workspace, as (strategy, chunk)"] = [plan.strategy, plan.chunk]
     shard = shard_of(sharding, h, w, **same)
     inputs = _prepare(shard, h, w, y, options, tensors, plan)
     loss, stats, results = _run_forward(inputs, shard, plan)
@@ -211,8 +209,7 @@ def _scale(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients, `upstream` () times their sums, dX and dW in the memory of these.
 
-    Rows of dX of ignored tokens are 0 whatever `upstream` is.  More than eight parameters: they
-    are those of `loss_backward`.
+    Rows of dX of ignored tokens are 0 whatever `upstream` is.
     """
     scale_rows, (dx_sums, dw_sums, dbias) = scale_rows_for(w), sums
     if shard.is_sharded:

@@ -15,9 +15,11 @@ from cutefce.ops.rows.targets import sum_dtype
 
 TERMS = 3
 """Numbers that a factor is split into."""
-LARGEST_EXPONENT = {torch.bfloat16: 0, torch.float16: 15}
-"""The largest factor is scaled to below 2 to this.  Terms in float16 are multiples of 2^-24, which
+LARGEST = {torch.bfloat16: 1.0, torch.float16: 2.0**15}
+"""The largest factor is scaled to below twice this.  Terms in float16 are multiples of 2^-24, which
 is then 2^-39 of it or less."""
+EXPONENT_BITS, LEAST_NORMAL = 0x7F800000, 1 << 23
+"""Of a float32 as an integer: a mask that leaves the power of 2 below a number, and 2^-126."""
 ALIGNMENT = 8
 """Rows of a 16-bit GEMM operand begin at multiples of 16 bytes."""
 BATCH_ROWS = 2048
@@ -30,18 +32,21 @@ class RowFactors:
     """Factors of M rows, in the form in which a GEMM takes them; for one sum or several."""
 
     terms: Tensor
-    """(T, M) that add up to factor · scale: in the dtype of the rows, or of sums on a CPU."""
+    """(T, M) that add up to factor / scale: in the dtype of the rows, or of sums on a CPU."""
     scale: Tensor | None
-    """() float64 power of 2; None for 1.  Neither it nor its inverse is always a float32."""
+    """() power of 2; None for 1."""
 
     @staticmethod
     def of(factor: Tensor, dtype: torch.dtype) -> "RowFactors":
         """Return those of `factor` (M,) in the dtype of sums, for rows of `dtype`."""
         if dtype == factor.dtype or not factor.is_cuda or not len(factor):
             return RowFactors(factor[None], None)
-        exponent = torch.frexp(factor.abs().amax()).exponent
-        scale = torch.exp2(LARGEST_EXPONENT[dtype] - exponent.double())
-        rest, pitch = factor.double() * scale, round_up(len(factor), ALIGNMENT)
+        powers = factor.view(torch.int32) & EXPONENT_BITS
+        scale = powers.amax().clamp_(min=LEAST_NORMAL).view(torch.float32)
+        rest = factor / scale
+        if dtype == torch.float16:
+            rest *= LARGEST[dtype]
+        pitch = round_up(len(factor), ALIGNMENT)
         terms = torch.empty(TERMS, pitch, dtype=dtype, device=factor.device)[:, : len(factor)]
         for term in terms:
             term.copy_(rest)
@@ -81,7 +86,7 @@ class RowFactors:
             matmul_into(sums, self.terms[:, done:], x[done:], accumulate=done > 0)
         if self.scale is None:
             return sums[0]
-        return (sums.double().sum(0) / self.scale).to(dtype)
+        return sums.sum(0).div_(LARGEST[x.dtype]).mul_(self.scale)
 
 
 def weighted_sum(x: Tensor, factor: Tensor | None) -> Tensor:

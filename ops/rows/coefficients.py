@@ -66,7 +66,6 @@ class RowCoefficients:
         """
         of_log_prob, of_lse, of_entropy = upstream
         by_softmax, by_log_p = of_lse - of_log_prob, None
-        target = of_lse
         if "entropy" in targets.options.output_names:
             by_log_p = -of_entropy
             by_softmax = by_softmax - of_entropy * stats.output("entropy", targets.options)

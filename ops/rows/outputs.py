@@ -81,7 +81,9 @@ def reduce_outputs(
     rows: dict[str, Tensor] = {}
     if class_mean is not None:
         rows["mean_logit"] = class_mean
-    every = PartialOutputs(nll, *[None] * 4) if partial is None else partial.combined()
+    if partial is None:
+        return torch.stack([rows[name] for name in stat_rows(outputs)])
+    every = partial.combined()
     if every.mean is not None:
         # Σ_v p_v (lse - u_v), of the others and of the target
         others = (every.lse[:, 0] - nll).exp() * (nll - every.mean[:, 0])

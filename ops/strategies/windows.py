@@ -140,9 +140,10 @@ def backward(
             gradients.scale_rows(scaled, h, scaling.row_scale)
         target_grad = gradients.target_grad(h, scaling.target, targets)
         every = every_row(inputs, scaling.every)
-    factors = RowFactors.ones(h[:, :1])
-    if dbias is not None and scaling.row_scale is not None:
-        factors = RowFactors.of(scaling.row_scale, h.dtype)
+    factors = None
+    if dbias is not None:
+        scale = scaling.row_scale
+        factors = RowFactors.ones(h) if scale is None else RowFactors.of(scale, h.dtype)
     columns = list(iter_windows(w.shape[0], stored, window))
     free = None if wide else dw
     for first, last, exps in _iter_exps(inputs, scaling.reference, columns, window, free):
@@ -150,7 +151,7 @@ def backward(
             scale_by_log(exps, *scaling.factor)
         if dx_sums is not None:
             gradients.add_grad_hidden(dx_sums, exps, w[first:last], accumulate=first > 0)
-        if dbias is not None:
+        if dbias is not None and factors is not None:
             dbias[first:last] = factors.sum(exps)
         if dw is not None and target_grad is not None:
             rows, more = dw[first:last], None if every is None else every.rows(slice(first, last))
@@ -160,8 +161,8 @@ def backward(
                 if h.dtype == torch.float16:
                     rows.mul_(scaling.grad_scale)
             else:
-                scale = scaling.grad_scale
-                gradients.finish_dw(rows, exps, scaled, target_grad, first, scale, more)
+                sums = exps, scaled, target_grad, first
+                gradients.finish_dw(rows, *sums, scaling.grad_scale, more)
     if dbias is not None:
         finish_dbias(dbias, targets, scaling.target, scaling.every)
         dbias.mul_(scaling.grad_scale)

@@ -12,15 +12,13 @@ pytest.importorskip("cutlass")
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div, round_up
-from cutefce.cute_kernels.spec import (
+from cutefce.cute_kernels.spec import KernelSet, ProjectExpSpec, kernel_set
+from cutefce.cute_kernels.variant import (
     IDENTITY,
     PLAIN,
-    KernelSet,
     KernelVariant,
     LogitTransform,
-    ProjectExpSpec,
     RowReductions,
-    kernel_set,
 )
 from tests.blackwell.emulator import Launch, Stuck
 from tests.blackwell.machine_code import artifacts

@@ -19,7 +19,13 @@ from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import report
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, Problem
-from cutefce.cute_kernels.spec import KernelVariant, LogitTransform, RowReductions
+from cutefce.cute_kernels.variant import (
+    IDENTITY,
+    SUM_ONLY,
+    KernelVariant,
+    LogitTransform,
+    RowReductions,
+)
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat, forward_semaphore_count
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives import cute_gradients, cute_projection, dispatch
@@ -238,7 +244,7 @@ class Launches:
         self.kernels = spec.kernel_set(ARCH, dtype, with_project_exp(config), variant)
         self.config, self.case, (self.tokens, self.vocab) = config, case, (len(case.h), len(case.w))
         self.operands = operands_of(variant.transform, self.tokens, self.vocab)
-        self.transform = None if variant.transform == spec.IDENTITY else self.operands
+        self.transform = None if variant.transform == IDENTITY else self.operands
         count = torch.cuda.get_device_properties(0).multi_processor_count
         self.splits, self.clusters = 3, count // config.cluster
         self.columns = round_up(self.vocab, 8)
@@ -406,7 +412,7 @@ def check_reductions(config: GemmConfig, variant: KernelVariant, case: Case) -> 
     """Compare the reductions of whole rows with float64; row sums stay those without them."""
     options = variant.reductions
     launches = Launches(config, variant, case)
-    plain = variant._replace(reductions=spec.SUM_ONLY)
+    plain = variant._replace(reductions=SUM_ONLY)
     kernels, others_ = launches.kernels, Launches(config, plain, case)
     others_.transform = launches.transform
     logit = launches.target_logit()
@@ -422,7 +428,7 @@ def check_reductions(config: GemmConfig, variant: KernelVariant, case: Case) -> 
         if options.argmax:
             found = u.gather(1, got[-1].long()[:, None] - 4000)[:, 0]
             torch.testing.assert_close(found, want[-2], rtol=1e-6, atol=1e-5)
-            if variant.transform == spec.IDENTITY:
+            if variant.transform == IDENTITY:
                 assert torch.equal(got[-2:], want[-2:])
         numbers = options.planes - options.argmax  # without vocabulary entries
         torch.testing.assert_close(got[:numbers], want[:numbers], rtol=1e-5, atol=1e-3)
@@ -440,7 +446,7 @@ def test_row_reductions_in_every_configuration(
 
 @pytest.mark.gpu
 @with_kernels
-@pytest.mark.parametrize("transform", [spec.IDENTITY, TRANSFORMS["all"]], ids=["plain", "all"])
+@pytest.mark.parametrize("transform", [IDENTITY, TRANSFORMS["all"]], ids=["plain", "all"])
 @pytest.mark.parametrize("reductions", REDUCTIONS.values(), ids=REDUCTIONS)
 def test_row_reductions(reductions: RowReductions, transform: LogitTransform) -> None:
     variant = KernelVariant(transform, reductions)
@@ -715,7 +721,7 @@ def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
     with_sums = kernels.row_sums, kernels.row_sums_and_exps
     assert {kernel.reductions for kernel in with_sums} == {variant.reductions}
     forward, without_sums = kernels.fused_forward, (kernels.exps, kernels.repair_exps)
-    assert {kernel.reductions for kernel in (forward.row_sums, *without_sums)} == {spec.SUM_ONLY}
+    assert {kernel.reductions for kernel in (forward.row_sums, *without_sums)} == {SUM_ONLY}
     with_logits = *with_sums, *without_sums, forward, forward.row_sums, kernels.target_logit
     assert {kernel.transform for kernel in with_logits} == {variant.transform}
     others_ = {kernel for kernel in kernels.all() if not hasattr(kernel, "transform")}

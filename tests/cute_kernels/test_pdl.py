@@ -13,13 +13,8 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.spec import (
-    KernelSpec,
-    KernelVariant,
-    LogitTransform,
-    ProjectExpSpec,
-    kernel_set,
-)
+from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec, kernel_set
+from cutefce.cute_kernels.variant import KernelVariant, LogitTransform
 from tests.blackwell.machine_code import artifacts
 
 SETS = {

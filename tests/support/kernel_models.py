@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOWEST_LOGIT, SLACK
+from cutefce.cute_kernels.variant import SUM_ONLY
 from cutefce.cute_kernels.workspace import Semaphore, Stat
 from cutefce.ops.primitives import cute_gradients, cute_projection
 from tests.support.row_reductions import reduced
@@ -98,7 +99,7 @@ def _project_exp(
     if sums is not None:
         sums.fill_(-torch.inf)
         sums[:, 0] = relative.logsumexp(1) / math.log(2)
-    assert (reductions is not None) == (kernel.reductions != spec.SUM_ONLY)
+    assert (reductions is not None) == (kernel.reductions != SUM_ONLY)
     if reductions is not None:
         empty = torch.full((1, 1), -torch.inf)
         reductions[:] = reduced(empty, torch.zeros(1), first, kernel.reductions)[:, :, None]
