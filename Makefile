@@ -2,13 +2,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu lint type kernels wheel wheel-check autotune bench clean
+.PHONY: demo test test-integrations test-gpu lint type kernels wheel wheel-check autotune bench clean
+
+CONSTRAINTS := --constraint constraints.txt --constraint constraints-integrations.txt
 
 # torch comes first and pinned, so that no other package chooses its build
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml constraints.txt constraints-integrations.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test,dev]'
+	$(BIN)/pip install --quiet $(CONSTRAINTS) torch
+	$(BIN)/pip install --quiet $(CONSTRAINTS) --editable '.[demo,test,dev]'
 	touch $@
 
 demo: .venv/ready
@@ -16,6 +18,11 @@ demo: .venv/ready
 
 test: .venv/ready
 	$(BIN)/pytest
+
+# against the frameworks themselves, in the versions of the constraints
+test-integrations: .venv/ready
+	$(BIN)/pip install --quiet $(CONSTRAINTS) --editable '.[integrations]'
+	$(BIN)/pytest tests/integrations
 
 test-gpu: .venv/ready
 	$(BIN)/pytest -m gpu --numprocesses=0
@@ -36,7 +43,7 @@ kernels: .venv/ready
 PLATFORM := manylinux_2_28_$(shell uname -m)
 wheel: .venv/ready
 	rm -rf build dist && mkdir -p build/tree
-	cp -a LICENSE README.md pyproject.toml autotune_cache cute_kernels cutefce ops build/tree/
+	cp -a LICENSE README.md pyproject.toml autotune_cache cute_kernels cutefce integrations ops build/tree/
 	CUTEFCE_CACHE_DIR=$(CURDIR)/build/tree/cute_kernels/prebuilt $(BIN)/python -m cutefce compile
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist \
 	  --config-settings=--build-option=--plat-name=$(PLATFORM) build/tree
@@ -65,7 +72,7 @@ BENCHMARKS := paper step peers steady-state max-tokens breakdown stability loss-
 GPU_BENCHMARKS := forward cpu-overhead first-call tuned training-step
 BENCHMARKS += $(if $(shell nvidia-smi -L 2>&1 | grep GPU),$(GPU_BENCHMARKS))
 bench: .venv/ready
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/pip install --quiet $(CONSTRAINTS) --editable '.[bench]'
 	for name in $(BENCHMARKS); do $(BIN)/python -m bench $(ARGS) $$name || exit 1; done
 	$(BIN)/python -m bench report
 

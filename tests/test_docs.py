@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-LAYERS = ("cute_kernels", "autotune_cache", "ops", "cutefce")
+LAYERS = ("cute_kernels", "autotune_cache", "ops", "integrations", "cutefce")
 FOLDERS = (*LAYERS, "bench", "docs", "examples", "tests", ".ci", ".github")
 COMMAND_SOURCES = [
     *PAGES,

@@ -1,6 +1,7 @@
 """The import rule: a package imports only packages below it.
 
     cute_kernels <- autotune_cache (not tuning) <- ops <- autotune_cache.tuning <- cutefce.commands
+                                               ops <- integrations
 
 Inside `ops` the folders follow the order of a call, above the records that all of them share.
 """
@@ -18,6 +19,7 @@ LAYERS = (
     "cutefce.autotune_cache",
     "cutefce.ops",
     "cutefce.autotune_cache.tuning",
+    "cutefce.integrations",
     "cutefce.commands",
 )
 """From the lowest to the highest; `cutefce` itself may import every layer."""
@@ -42,7 +44,7 @@ HOOK = ("cutefce.ops.primitives.dispatch", "cutefce.autotune_cache.tuning.first_
 
 
 def modules() -> Iterator[tuple[str, Path]]:
-    for top in ("cutefce", "ops", "autotune_cache", "cute_kernels"):
+    for top in ("cutefce", "integrations", "ops", "autotune_cache", "cute_kernels"):
         for path in sorted((ROOT / top).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             if any(parent.is_symlink() for parent in path.parents):

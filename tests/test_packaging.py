@@ -16,13 +16,13 @@ import cutefce
 from cutefce.cute_kernels.cache_files import CACHE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
-TOPS = ("ops", "autotune_cache", "cute_kernels")
+TOPS = ("integrations", "ops", "autotune_cache", "cute_kernels")
 
 
 def packages() -> dict[str, Path]:
     """Return every package of the tree, by import name."""
     found = {"cutefce": ROOT / "cutefce", "cutefce.commands": ROOT / "cutefce" / "commands"}
-    for top in ("ops", "autotune_cache", "cute_kernels"):
+    for top in ("integrations", "ops", "autotune_cache", "cute_kernels"):
         for path in (ROOT / top).rglob("__init__.py"):
             found[".".join(("cutefce", *path.parent.relative_to(ROOT).parts))] = path.parent
     return found

@@ -9,7 +9,7 @@ DEVICE = ("cute_kernels/sm90", "cute_kernels/sm100", "cute_kernels/rowwise")
 
 
 def sources() -> list[Path]:
-    folders = ("cutefce", "ops", "autotune_cache", "cute_kernels")
+    folders = ("cutefce", "integrations", "ops", "autotune_cache", "cute_kernels")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     return [path for path in paths if not any(parent.is_symlink() for parent in path.parents)]
 

@@ -1,0 +1,4 @@
+"""The fused loss in training frameworks; each file is one framework, imported only on request.
+
+hooks.py          replacing a function of a framework, after a check that it is the expected one
+"""

@@ -1,0 +1,66 @@
+"""Replacing a function of a framework, after a check that it is the one expected."""
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from importlib import import_module, metadata
+from operator import attrgetter
+from typing import Any
+
+_MARK = "_is_from_cutefce"
+
+
+def replace(path: str, replacement: Any, *, parameters: Sequence[str], tested: str) -> Any:
+    """Replace a function or class of a framework; return the one that was there.
+
+    Args:
+        path: where its users look it up, as "package.module:name" or "package.module:Class.name".
+        replacement: a function or class that can be called in the same way.
+        parameters: the names of the parameters that the replaced one must have, in order.
+        tested: the distribution and the version that the integration was tested with, as
+            "trl 1.16.0".  Another version warns once.
+
+    Raises:
+        ImportError: if the distribution or the module is not installed.
+        RuntimeError: if it was replaced before, or does not have these parameters.
+    """
+    check_version(tested)
+    module, _, name = path.partition(":")
+    *owners, last = name.split(".")
+    owner = import_module(module)
+    owner = attrgetter(".".join(owners))(owner) if owners else owner
+    current = getattr(owner, last, None)
+    if current is None:
+        raise RuntimeError(f"{path}: not found, expected that of {tested}")
+    if getattr(current, _MARK, False):
+        raise RuntimeError(f"{path}: the integration is enabled already")
+    check_parameters(path, current, parameters, tested)
+    setattr(replacement, _MARK, True)
+    setattr(owner, last, replacement)
+    return current
+
+
+def check_parameters(path: str, function: Any, parameters: Sequence[str], tested: str) -> None:
+    """Raise RuntimeError unless the parameters of `function` have these names, in order."""
+    found = [*inspect.signature(function).parameters]
+    if found != [*parameters]:
+        raise RuntimeError(
+            f"{path}: got parameters ({', '.join(found)}), expected those of {tested}, "
+            f"({', '.join(parameters)})"
+        )
+
+
+def check_version(tested: str) -> None:
+    """Warn if another version than that of `tested`, as "trl 1.16.0", is installed.
+
+    Raises:
+        ImportError: if none is.
+    """
+    distribution, _, expected = tested.partition(" ")
+    try:
+        found = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        raise ImportError(f"{distribution}: not installed, expected {tested}") from None
+    if found != expected:
+        text = f"{distribution}: got version {found}; the integration was tested with {expected}"
+        warnings.warn(text, stacklevel=3)

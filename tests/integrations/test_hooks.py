@@ -1,0 +1,54 @@
+"""hooks: a framework's function is replaced once, and only if it is the expected one."""
+
+import pytest
+
+from cutefce.integrations import hooks
+
+PATH, PARAMETERS = "click.utils:echo", ("message", "file", "nl", "err", "color")
+
+
+def ours(*_: object) -> None:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    import click.utils
+
+    monkeypatch.setattr(click.utils, "echo", click.utils.echo)
+
+
+def installed() -> str:
+    from importlib.metadata import version
+
+    return f"click {version('click')}"
+
+
+def test_a_function_is_replaced_once() -> None:
+    import click.utils
+
+    before = click.utils.echo
+    assert hooks.replace(PATH, ours, parameters=PARAMETERS, tested=installed()) is before
+    assert click.utils.echo is ours
+    with pytest.raises(RuntimeError, match="enabled already"):
+        hooks.replace(PATH, ours, parameters=PARAMETERS, tested=installed())
+
+
+def test_other_parameters_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"got parameters \(message, file, nl, err, color\)"):
+        hooks.replace(PATH, ours, parameters=("message",), tested=installed())
+
+
+def test_a_missing_function_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"click\.utils:gone: not found"):
+        hooks.replace("click.utils:gone", ours, parameters=(), tested=installed())
+
+
+def test_an_untested_version_warns() -> None:
+    with pytest.warns(UserWarning, match=r"click: got version .* tested with 0\.1"):
+        hooks.check_version("click 0.1")
+
+
+def test_a_missing_package_is_named() -> None:
+    with pytest.raises(ImportError, match=r"no-such-package: not installed"):
+        hooks.check_version("no-such-package 1.0")
