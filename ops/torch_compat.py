@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -138,23 +139,42 @@ def has_triton() -> bool:
 def compile_pointwise(function: Callable[..., None]) -> Callable[..., None]:
     """Return `function`, which writes to its arguments, as one kernel for any number of rows.
 
-    The first dimension of each tensor is compiled as a symbol, the others as constants.
+    The first dimension of each tensor is compiled as a symbol, the others as constants.  Tensors
+    of the same layout meet the same kernel whatever else was compiled before, for equal bits.
     """
-    # an autotuned kernel could sum in another order in the next process
-    compiled = torch.compile(function, dynamic=True, options={"triton.autotune_pointwise": False})
-    # several heads and dtypes in one process take a kernel or two each; while FX traces real
-    # tensors, which it cannot do with compiled functions, they run uncompiled
-    settings = {"recompile_limit": 64, "error_on_nested_fx_trace": False}
+    # while FX traces real tensors, which it cannot do with compiled functions, they run uncompiled
+    settings = {"error_on_nested_fx_trace": False}
 
     @functools.wraps(function)
-    def run(*arguments: Any) -> None:
+    def run(*arguments: Tensor | None) -> None:
         for x in arguments:
-            for dim in range(1, x.ndim) if isinstance(x, Tensor) else ():
+            for dim in range(1, 0 if x is None else x.ndim):
                 torch._dynamo.mark_static(x, dim)
         with torch._dynamo.config.patch(settings):
-            compiled(*arguments)
+            _compiled(function, _layout(arguments))(*arguments)
 
     return run
+
+
+def _layout(arguments: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return all that a graph compiler may specialize on but the number of rows."""
+    tensors = [x for x in arguments if x is not None]
+    rows = [x.shape[0] for x in tensors if x.ndim]
+    numbers = [*(step for x in tensors for step in x.stride()), *rows]
+    equal = [(numbers.index(count), count == 1) for count in rows]
+    kinds = [None if x is None else (x.dtype, x.shape[1:], x.stride()) for x in arguments]
+    return (*kinds, *equal)
+
+
+@functools.cache
+def _compiled(function: Callable[..., None], layout: tuple[Any, ...]) -> Callable[..., None]:
+    """Return `function` compiled for arguments of one layout."""
+    del layout
+    # a code object of its own: of kernels of one, the compiler takes whichever fits
+    code = cast(FunctionType, function).__code__.replace()
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    # an autotuned kernel could sum in another order in the next process
+    return torch.compile(own, dynamic=True, options={"triton.autotune_pointwise": False})
 
 
 @process_cache

@@ -142,8 +142,9 @@ def backward(
         every = every_row(inputs, scaling.every)
     factors = None
     if dbias is not None:
-        scale = scaling.row_scale
-        factors = RowFactors.ones(h) if scale is None else RowFactors.of(scale, h.dtype)
+        factors = RowFactors.ones(h)
+        if scaling.row_scale is not None:
+            factors = RowFactors.of(scaling.row_scale, h.dtype)
     columns = list(iter_windows(w.shape[0], stored, window))
     free = None if wide else dw
     for first, last, exps in _iter_exps(inputs, scaling.reference, columns, window, free):
@@ -161,8 +162,8 @@ def backward(
                 if h.dtype == torch.float16:
                     rows.mul_(scaling.grad_scale)
             else:
-                sums = exps, scaled, target_grad, first
-                gradients.finish_dw(rows, *sums, scaling.grad_scale, more)
+                scale = scaling.grad_scale
+                gradients.finish_dw(rows, exps, scaled, target_grad, first, scale, more)
     if dbias is not None:
         finish_dbias(dbias, targets, scaling.target, scaling.every)
         dbias.mul_(scaling.grad_scale)

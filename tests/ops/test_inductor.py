@@ -1,0 +1,44 @@
+"""inductor: fused functions of rows are one kernel for each layout."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from cutefce.ops.primitives.elementwise import scale_by_log_
+from cutefce.ops.primitives.inductor import can_fuse, fused
+
+
+def scaled(rows: int, columns: int, pitch: int) -> Tensor:
+    """Return the result for exponentials (rows, columns) with rows of `pitch`."""
+    torch.manual_seed(0)
+    exps = torch.rand(rows, pitch, device="cuda")[:, :columns]
+    a, b = torch.randn(2, rows, device="cuda")
+    want = exps.double()
+    scale_by_log_(want, a.double(), b.double())
+    fused(scale_by_log_)(exps, a, b)
+    torch.testing.assert_close(exps.double(), want, rtol=1e-5, atol=1e-5)
+    return exps
+
+
+@pytest.mark.gpu
+def test_bits_do_not_depend_on_what_was_compiled_before() -> None:
+    if not can_fuse(torch.zeros(2, device="cuda")):
+        pytest.skip("needs Triton")
+    sizes = [(150, 64, 64), (150, 64, 336), (150, 13, 64), (64, 64, 64), (2, 64, 96)]
+    first = [scaled(*size) for size in sizes]
+    again = [scaled(*size) for size in reversed(sizes)]
+    assert all(torch.equal(a, b) for a, b in zip(first, reversed(again), strict=True))
+
+
+@pytest.mark.gpu
+def test_a_layout_is_compiled_once() -> None:
+    from torch._dynamo.utils import counters
+
+    if not can_fuse(torch.zeros(2, device="cuda")):
+        pytest.skip("needs Triton")
+    scaled(100, 72, 72)
+    before = counters["stats"]["unique_graphs"]
+    for rows in (2, 33, 72, 1000):
+        scaled(rows, 72, 72)
+    # as many rows as the pitch is a layout of its own
+    assert counters["stats"]["unique_graphs"] <= before + 1
