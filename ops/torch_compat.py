@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _included_keys = torch._C._dispatch_tls_local_include_set
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
+_shapes_config = cast(Any, torch.fx.experimental._config)
 _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 _NO_DISPATCH_MODE = {
     keys.raw_repr()
@@ -32,6 +33,11 @@ _NO_DISPATCH_MODE = {
 def has_dispatch_mode() -> bool:
     """Whether a mode, tracer, transform or fake tensor mode of torch watches operators now."""
     return forward_ad._current_level >= 0 or _included_keys().raw_repr() not in _NO_DISPATCH_MODE
+
+
+def has_function_mode() -> bool:
+    """Whether a mode of torch watches the functions that are called now."""
+    return torch._C._is_torch_function_mode_enabled()
 
 
 def is_forward_mode() -> bool:
@@ -150,27 +156,28 @@ def compile_pointwise(function: Callable[..., None]) -> Callable[..., None]:
         for x in arguments:
             for dim in range(1, 0 if x is None else x.ndim):
                 torch._dynamo.mark_static(x, dim)
-        with torch._dynamo.config.patch(settings):
+        # sizes and offsets that are equal by chance would be compiled as one number
+        no_chance = _shapes_config.patch(use_duck_shape=False)
+        with torch._dynamo.config.patch(settings), no_chance, torch.no_grad():
             _compiled(function, _layout(arguments))(*arguments)
 
     return run
 
 
 def _layout(arguments: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return all that a graph compiler may specialize on but the number of rows."""
-    tensors = [x for x in arguments if x is not None]
-    rows = [x.shape[0] for x in tensors if x.ndim]
-    numbers = [*(step for x in tensors for step in x.stride()), *rows]
-    equal = [(numbers.index(count), count == 1) for count in rows]
-    kinds = [None if x is None else (x.dtype, x.shape[1:], x.stride()) for x in arguments]
-    return (*kinds, *equal)
+    """Return what is constant in a compiled function: all but the number of rows."""
+
+    def of(x: Tensor) -> tuple[Any, ...]:
+        return x.dtype, x.requires_grad, x.shape[1:], x.stride()
+
+    return (*(None if x is None else of(x) for x in arguments),)
 
 
 @functools.cache
 def _compiled(function: Callable[..., None], layout: tuple[Any, ...]) -> Callable[..., None]:
     """Return `function` compiled for arguments of one layout."""
     del layout
-    # a code object of its own: of kernels of one, the compiler takes whichever fits
+    # a code object of its own: of the forms of one, the compiler takes whichever fits
     code = cast(FunctionType, function).__code__.replace()
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     # an autotuned kernel could sum in another order in the next process

@@ -1,19 +1,24 @@
-"""Training step of a Llama of 1.2 B parameters, with the library's own loss and with cutefce.
+"""Training step of a Llama of 1.2 B parameters, with the library's own loss and with fused ones.
 
 transformers    model(input_ids, labels=input_ids), which computes all logits
-cutefce         cutefce.linear_cross_entropy of the last hidden states and the LM head's weight
+cutefce         the same after cutefce.defer(model)
+Liger           the same after Liger's patch of the loss alone, where it is installed
+CCE             cut_cross_entropy.linear_cross_entropy of the last hidden states and the LM head's
+                weight, where it is installed; its gradients lack what is below a threshold
 
 The model is `LlamaForCausalLM` of `transformers` with the sizes of Llama 3.2 1B and random weights,
 in bfloat16, with activation checkpointing and SDPA attention.  A step is forward, backward and an
-AdamW update, whose states have the parameters' dtype.  Both losses train the same model in
+AdamW update, whose states have the parameters' dtype.  All losses train the same model in
 interleaved steps; their values and gradients are compared before the first update.
 """
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -78,13 +83,13 @@ class Row:
 @repeats_option(7)
 @click.pass_obj
 def command(output: Output, /, repeats: int) -> None:
-    """Training step of a Llama of 1.2 B parameters, with the library's own loss and cutefce's."""
+    """Training step of a Llama of 1.2 B parameters, with the library's own loss and fused ones."""
     measure = functools.partial(run, TRAININGS[DEVICE], DEVICE, repeats)
     output.record("training_step", [Measurement({}, measure)])
 
 
 def run(training: Training, device: str, repeats: int) -> list[Row]:
-    """Measure both losses on random tokens.
+    """Measure all losses on random tokens.
 
     Raises:
         ArithmeticError: if losses or gradients differ by more than `MAX_DIFFERENCE`.
@@ -92,7 +97,12 @@ def run(training: Training, device: str, repeats: int) -> list[Row]:
     torch.manual_seed(0)
     model = build_model(training, device)
     tokens = torch.randint(training.vocab, (training.batch, training.context), device=device)
-    losses: dict[str, ModelLoss] = {LIBRARY: library_loss, "cutefce": fused_loss}
+    installed = {
+        name: implementation
+        for name, implementation in IMPLEMENTATIONS.items()
+        if find_spec(implementation.package) and (device != "cpu" or not implementation.needs_gpu)
+    }
+    losses = {name: functools.partial(_loss, each) for name, each in installed.items()}
     first = {name: _evaluate(loss, model, tokens) for name, loss in losses.items()}
     check_agreement(first)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=device != "cpu")
@@ -165,11 +175,57 @@ def library_loss(model: Any, tokens: Tensor) -> Tensor:
     return loss
 
 
-def fused_loss(model: Any, tokens: Tensor) -> Tensor:
-    """Return cutefce's loss; the last token of a sequence has no target."""
+def cce_loss(model: Any, tokens: Tensor) -> Tensor:
+    """Return CCE's loss; the last token of a sequence has no target."""
+    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     hidden = model.model(input_ids=tokens).last_hidden_state
-    targets = F.pad(tokens[:, 1:], (0, 1), value=-100)
-    return cutefce.linear_cross_entropy(hidden, model.lm_head.weight, targets)
+    loss: Tensor = function(hidden, model.lm_head.weight, F.pad(tokens[:, 1:], (0, 1), value=-100))
+    return loss
+
+
+@contextmanager
+def deferred(model: nn.Module) -> Iterator[None]:
+    """Defer the model's logits."""
+    cutefce.defer(model)
+    try:
+        yield
+    finally:
+        cutefce.undefer(model)
+
+
+@contextmanager
+def liger(model: nn.Module) -> Iterator[None]:
+    """Use Liger's loss in the model's forward, and none of its other kernels."""
+    others = dict.fromkeys(("rope", "cross_entropy", "rms_norm", "swiglu"), False)
+    patch = importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama
+    patch(fused_linear_cross_entropy=True, model=model, **others)
+    try:
+        yield
+    finally:
+        del model.forward
+
+
+class Implementation(NamedTuple):
+    """A loss of a model."""
+
+    package: str
+    prepared: Callable[[nn.Module], AbstractContextManager[None]]
+    """The state of the model in which `loss` is called."""
+    loss: ModelLoss
+    needs_gpu: bool = False
+
+
+IMPLEMENTATIONS = {
+    LIBRARY: Implementation("transformers", nullcontext, library_loss),
+    "cutefce": Implementation("cutefce", deferred, library_loss),
+    "Liger": Implementation("liger_kernel", liger, library_loss, needs_gpu=True),
+    "CCE": Implementation("cut_cross_entropy", nullcontext, cce_loss, needs_gpu=True),
+}
+
+
+def _loss(implementation: Implementation, model: nn.Module, tokens: Tensor) -> Tensor:
+    with implementation.prepared(model):
+        return implementation.loss(model, tokens)
 
 
 def _step(

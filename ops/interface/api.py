@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroup
 from cutefce.ops import torch_compat
 from cutefce.ops.interface import call, checks, option_checks
 from cutefce.ops.interface.positions import loss_of_positions
+from cutefce.ops.operators.context import can_bypass_dispatcher
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.parallel.dtensor import localize, localize_options, replicated
+from cutefce.ops.parallel.dtensor import LocalCall, localize, localize_options, replicated
 
 
 @overload
@@ -129,6 +130,12 @@ def linear_cross_entropy(  # type: ignore[misc]
     arXiv 2511.17599.
     """
     given: dict[str, Any] = {}  # a call without options pays for none
+    if reduction != "mean":
+        given["reduction"] = reduction
+    if ignore_index is not None:
+        given["ignore_index"] = ignore_index
+    if denominator is not None:
+        given["denominator"] = denominator
     if linear_bias is not None:
         given["linear_bias"] = linear_bias
     if weight is not None:
@@ -148,21 +155,8 @@ def linear_cross_entropy(  # type: ignore[misc]
     run: Callable[..., tuple[Tensor, Tensor | None]] = _loss
     if isinstance(linear_weight, Tensor) and linear_weight.ndim > 2:
         run = functools.partial(loss_of_positions, _loss)
-    loss, lse = run(
-        input,
-        linear_weight,
-        target,
-        given,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        options=options,
-        return_lse=return_lse,
-        workspace=workspace,
-        denominator=denominator,
-        group=group,
-        shards=shards,
-        sequence_parallel=sequence_parallel,
-    )
+    more = group, shards, sequence_parallel
+    loss, lse = run(input, linear_weight, target, given, workspace, options, return_lse, *more)
     return LossOutput(loss, lse) if return_lse else loss
 
 
@@ -180,21 +174,17 @@ def _loss(
     linear_weight: Tensor,
     target: Tensor,
     given: dict[str, Any],
-    *,
-    ignore_index: int | None,
     workspace: int | str | None,
-    denominator: Tensor | float | None,
     options: Any,
     return_lse: bool,
     group: ProcessGroup | None,
     shards: Sequence[int] | None,
     sequence_parallel: bool,
-    reduction: str,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the loss of `linear_cross_entropy` of one dimension, and the lse if asked for.
 
-    More than eight parameters: they are those of `linear_cross_entropy`, but for its options of
-    logits and losses, which are in `given` unless they have their defaults.
+    More than eight parameters: they are those of `linear_cross_entropy`, but for what is in `given`
+    by name unless it has its default.
     """
     report = report_errors.of(group, linear_weight)
     try:
@@ -202,40 +192,41 @@ def _loss(
             checks.refuse_unserved(options=options)
         if workspace is not None:
             checks.workspace_bytes(workspace)
-        if ignore_index is not None:
-            checks.check_ignore_index(ignore_index)
-        if denominator is not None:
-            denominator = as_tensor("denominator", denominator, input.device)
         part = localize(input, linear_weight, target, group, shards, sequence_parallel)
-        for name in given:
-            checks.check_type(name, given[name])  # the dispatcher takes True for 1
-        local = localize_options(part, with_tensors(given, input.device)) if given else given
-        # transforms see the derivatives of a function, not of an operator that it calls
+        local = given
+        if given:
+            for name in given:
+                checks.check_type(name, given[name])  # the dispatcher takes True for 1
+            if "ignore_index" in given:
+                checks.check_ignore_index(given["ignore_index"])
+            local = localize_options(part, with_tensors(given, input.device))
+        if part.group is not None or shards is not None or sequence_parallel is not False:
+            local = local | {
+                "group": part.group,
+                "shards": part.shards,
+                "sequence_parallel": part.sequence_parallel,
+            }
         run: Any = call.loss_and_lse if return_lse else call.loss
-        if not torch_compat.is_transformed():
+        if _needs_operator(part, is_plain=not local):
             run = torch.ops.cutefce.loss_and_lse if return_lse else torch.ops.cutefce.loss
-        result = run(
-            part.h,
-            part.w,
-            part.y,
-            reduction=reduction,
-            ignore_index=-100 if ignore_index is None else ignore_index,
-            workspace=workspace,
-            denominator=denominator,
-            group=part.group,
-            shards=part.shards,
-            sequence_parallel=part.sequence_parallel,
-            **local,
-        )
+        result = run(part.h, part.w, part.y, workspace=workspace, **local)
         value, lse = result if return_lse else (result, None)
         if value.ndim:
             value = value.movedim(0, part.dim)
         return value, None if lse is None else lse.movedim(0, part.dim)
     except Exception as error:
         named = {"input": input, "linear_weight": linear_weight, "target": target, **given}
-        named |= {"workspace": workspace, "ignore_index": ignore_index, "shards": shards}
-        named |= {"reduction": reduction, "denominator": denominator}
+        named |= {"workspace": workspace, "shards": shards}
         raise_named(error, report, **named, sequence_parallel=sequence_parallel)
+
+
+def _needs_operator(part: LocalCall, is_plain: bool) -> bool:
+    """Whether something must see an operator; calling its function directly takes less CPU time."""
+    if torch_compat.is_transformed():
+        return False  # transforms see the derivatives of a function, not of an operator it calls
+    if not is_plain or torch.compiler.is_compiling() or torch_compat.has_function_mode():
+        return True
+    return not can_bypass_dispatcher(part.h, part.w, part.y)
 
 
 def raise_named(error: Exception, report: report_errors | None, **arguments: Any) -> NoReturn:
@@ -255,13 +246,16 @@ def raise_named(error: Exception, report: report_errors | None, **arguments: Any
 
 
 def with_tensors(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return options by name, a temperature that is a number as a tensor on `device`."""
-    if "temperature" not in given or isinstance(given["temperature"], Tensor):
-        return given
-    temperature = given["temperature"]
-    checks.check_type("temperature", temperature)
-    option_checks.check_temperature(temperature)
-    return given | {"temperature": as_tensor("temperature", temperature, device)}
+    """Return options by name, a temperature or denominator that is a number as a tensor."""
+    result = dict(given)
+    if "denominator" in given:
+        result["denominator"] = as_tensor("denominator", given["denominator"], device)
+    temperature = given.get("temperature")
+    if "temperature" in given and not isinstance(temperature, Tensor):
+        checks.check_type("temperature", temperature)
+        option_checks.check_temperature(temperature)
+        result["temperature"] = as_tensor("temperature", temperature, device)
+    return result
 
 
 def as_tensor(name: str, value: Tensor | float, device: torch.device) -> Tensor:

@@ -63,7 +63,7 @@ def type_error(**arguments: Any) -> TypeError | None:
     try:
         for name, value in arguments.items():
             check_type(name, value)
-        for rows in arguments["shards"] or ():
+        for rows in arguments.get("shards") or ():
             if isinstance(rows, bool) or not isinstance(rows, INTEGERS):
                 raise TypeError(f"shards: got {_shown(rows)} among them, expected integers")
     except TypeError as error:

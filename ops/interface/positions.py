@@ -16,31 +16,27 @@ def loss_of_positions(
     linear_weight: Tensor,
     target: Tensor,
     given: dict[str, Any],
-    *,
-    reduction: str,
-    **arguments: Any,
+    *arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the loss and lse of all positions, from `loss` of one of them after another.
 
     Args:
-        loss: of (input, linear_weight, target, given, **arguments), for one position; it returns
+        loss: of (input, linear_weight, target, given, *arguments), for one position; it returns
             a loss, and an lse or None.
         input: (N, D).
         linear_weight: (V, d_1, ..., d_K, D).
         target: (N, d_1, ..., d_K).
         given: options by name, of which `linear_bias` (V, d_1, ..., d_K), `token_weights` and
             `temperature` (N, d_1, ..., d_K) have a value for every position.
-        reduction: of all tokens and positions.
         arguments: the others, the same at every position.
     """
-    named = {name: arguments[name] for name in ("ignore_index", "shards")}
-    wrong = checks.type_error(input=input, target=target, reduction=reduction, **given, **named)
+    wrong = checks.type_error(input=input, target=target, **given)
     if wrong is not None:
         raise wrong
     for name, x in (("input", input), ("linear_weight", linear_weight), ("target", target)):
         checks.check_layout(name, x)
-    if arguments["ignore_index"] is not None:
-        checks.check_ignore_index(arguments["ignore_index"])
+    reduction, ignore_index = given.get("reduction", "mean"), given.get("ignore_index", -100)
+    checks.check_ignore_index(ignore_index)
     sizes = linear_weight.shape[1:-1]
     if input.ndim != 2 or target.shape != (input.shape[0], *sizes):
         raise ValueError(
@@ -57,8 +53,8 @@ def loss_of_positions(
     for name, x in given.items():
         varies = isinstance(x, Tensor) and x.shape[1:] == sizes
         each[name] = list(x.flatten(1).unbind(1)) if varies else [x] * count
-    if reduction == "mean" and arguments["denominator"] is None:
-        arguments["denominator"] = _total_weight(target, arguments["ignore_index"], given)
+    if reduction == "mean" and "denominator" not in given:
+        each["denominator"] = [_total_weight(target, ignore_index, given)] * count
     heads, targets = linear_weight.flatten(1, -2).unbind(1), target.flatten(1).unbind(1)
     results = [
         loss(
@@ -66,8 +62,7 @@ def loss_of_positions(
             heads[i],
             targets[i],
             {name: values[i] for name, values in each.items()},
-            reduction=reduction,
-            **arguments,
+            *arguments,
         )
         for i in range(count)
     ]
@@ -79,9 +74,9 @@ def loss_of_positions(
     return total, lse
 
 
-def _total_weight(target: Tensor, ignore_index: int | None, given: dict[str, Any]) -> Tensor:
+def _total_weight(target: Tensor, ignore_index: int, given: dict[str, Any]) -> Tensor:
     """Return () what all targets that are not ignored count in "mean"."""
-    active = target != (-100 if ignore_index is None else ignore_index)
+    active = target != ignore_index
     count = active.double()
     if "token_weights" in given:
         count = torch.where(active, given["token_weights"].double(), 0)

@@ -3,7 +3,6 @@
 Without a softcap it needs no product of h and w, but only the class row Σ_v κ_v W_v.
 """
 
-import torch
 from torch import Tensor
 
 from cutefce.ops.parallel.shard import Unsharded
@@ -25,13 +24,11 @@ def smooths(targets: Targets) -> bool:
 def set_class_logits(shard: Unsharded, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
     """Set `targets.class_logits`, of all ranks' classes; return the class row (D,) of w (V, D)."""
     kappa = None if targets.terms is None else targets.terms.class_weight
-    row, weights, logits = weighted_sum(w, kappa), class_weights(targets.terms, w), targets.logits
-    bias = row.new_zeros(())
+    row, logits = weighted_sum(w, kappa), targets.logits
+    result = weighted_sum(h.t(), shard.sum_of_ranks(row))
     if logits is not None and logits.bias is not None:
-        bias = (logits.bias * weights).sum()
-    sums = shard.sum_of_ranks(torch.cat([row, torch.stack([bias, weights.sum()])]))
-    result = weighted_sum(h.t(), sums[:-2]) + sums[-2]
+        result += shard.sum_of_ranks((logits.bias * class_weights(targets.terms, w)).sum())
     if logits is not None and logits.row_scale is not None:
         result *= logits.row_scale
-    targets.class_logits = result if smooths(targets) else result / sums[-1]
+    targets.class_logits = result if smooths(targets) else result / shard.total_vocab(w)
     return row

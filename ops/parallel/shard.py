@@ -62,6 +62,10 @@ class Unsharded:
         """Return the targets y (N,) as rows of this rank's weight (vocab, D); sums have `dtype`."""
         return rows.make_targets(y, vocab, options, tensors, dtype)
 
+    def total_vocab(self, w: Tensor) -> int:
+        """Return the number of classes of all ranks' weights, w (V, D) being here."""
+        return len(w)
+
     def sum_of_ranks(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x."""
         return x
@@ -129,6 +133,10 @@ class VocabShard(Unsharded):
         index = torch.where(y == options.ignore_index, IGNORED, given - self.first)
         options = dataclasses.replace(options, ignore_index=IGNORED)
         return Targets(index, vocab, options, tensors, terms, logits, self.first)
+
+    def total_vocab(self, w: Tensor) -> int:
+        """Return the number of classes of all ranks' weights."""
+        return sum(self.vocab)
 
     def sum_of_ranks(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x, the same bits on every rank."""

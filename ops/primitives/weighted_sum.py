@@ -15,9 +15,9 @@ from cutefce.ops.rows.targets import sum_dtype
 
 TERMS = 3
 """Numbers that a factor is split into."""
-LARGEST = {torch.bfloat16: 1.0, torch.float16: 2.0**15}
-"""The largest factor is scaled to below twice this.  Terms in float16 are multiples of 2^-24, which
-is then 2^-39 of it or less."""
+LARGEST_FLOAT16 = 2.0**15
+"""The largest factor of float16 rows is scaled to below twice this, that of others to below 2.
+Terms in float16 are multiples of 2^-24, which is then 2^-39 of it or less."""
 EXPONENT_BITS, LEAST_NORMAL = 0x7F800000, 1 << 23
 """Of a float32 as an integer: a mask that leaves the power of 2 below a number, and 2^-126."""
 ALIGNMENT = 8
@@ -43,14 +43,15 @@ class RowFactors:
             return RowFactors(factor[None], None)
         powers = factor.view(torch.int32) & EXPONENT_BITS
         scale = powers.amax().clamp_(min=LEAST_NORMAL).view(torch.float32)
-        rest = factor / scale
         if dtype == torch.float16:
-            rest *= LARGEST[dtype]
+            scale = scale / LARGEST_FLOAT16
+        rest = factor / scale
         pitch = round_up(len(factor), ALIGNMENT)
         terms = torch.empty(TERMS, pitch, dtype=dtype, device=factor.device)[:, : len(factor)]
-        for term in terms:
+        for term in terms[:-1]:
             term.copy_(rest)
             rest -= term
+        terms[-1].copy_(rest)
         return RowFactors(terms, scale)
 
     @staticmethod
@@ -86,7 +87,7 @@ class RowFactors:
             matmul_into(sums, self.terms[:, done:], x[done:], accumulate=done > 0)
         if self.scale is None:
             return sums[0]
-        return sums.sum(0).div_(LARGEST[x.dtype]).mul_(self.scale)
+        return sums.sum(0).mul_(self.scale)
 
 
 def weighted_sum(x: Tensor, factor: Tensor | None) -> Tensor:
