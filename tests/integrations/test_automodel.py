@@ -1,5 +1,6 @@
 """Automodel's own path to a loss, with ours as `_target_`, against its chunked one."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from cutefce.integrations import automodel  # noqa: E402
+from tests.support.fused_calls import fused_calls  # noqa: E402
 from tests.support.ranks import Ranks, group, started  # noqa: E402
 
 SIZES = {
@@ -29,17 +31,10 @@ SIZES = {
 
 
 @pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Return the arguments of the fused calls."""
-    found: list[dict[str, Any]] = []
-    real = automodel.linear_cross_entropy
-
-    def counted(*operands: Tensor, **options: Any) -> Tensor:
-        found.append(options)
-        return real(*operands, **options)
-
-    monkeypatch.setattr(automodel, "linear_cross_entropy", counted)
-    return found
+def calls() -> Iterator[list[dict[str, Any]]]:
+    """Yield the options of the fused calls."""
+    with fused_calls(automodel) as found:
+        yield found
 
 
 def tiny(name: str, **options: Any) -> Any:
@@ -198,15 +193,17 @@ def sharded() -> list[Any]:
         half = torch.distributed.get_rank(ranks)
         out = model(ids[half : half + 1])
         weight = prepare_lm_weight(loss_fn, model, grad_reduce_group=ranks)
-        loss = calculate_loss(
-            loss_fn,
-            labels=labels[half : half + 1],
-            model=model,
-            hidden_states=out.hidden_states,
-            lm_weight=weight,
-            num_label_tokens=19,
-            grad_reduce_group=ranks,
-        )
+        with fused_calls(automodel) as calls:
+            loss = calculate_loss(
+                loss_fn,
+                labels=labels[half : half + 1],
+                model=model,
+                hidden_states=out.hidden_states,
+                lm_weight=weight,
+                num_label_tokens=19,
+                grad_reduce_group=ranks,
+            )
+        assert len(calls) == (type(loss_fn) is automodel.CutefceLoss)
         (loss * 2).backward()
         named = {name: x.full_tensor() for name, x in gradients(model).items()}
         results.append((loss.detach(), named))
