@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor
 pytest.importorskip("torchtitan.components.loss")
 pytest.importorskip("torchtitan.trainer")
 
+import spmd_types as spmd  # noqa: E402
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, MSELoss  # noqa: E402
 from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
 from torchtitan.distributed import ParallelDims, parallel_dims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
+from torchtitan.distributed.spmd_types import annotate_input_spmd_types  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
@@ -201,40 +203,47 @@ def ranks() -> Iterator[Ranks]:
         yield found
 
 
-def parallel_step(fused: bool, parallelism: dict[str, Any]) -> Step:
-    """Return what a step gives on this rank, by torchtitan's own way of parallelizing the model."""
+def parallel_step(fused: bool, parallelism: dict[str, Any], typechecked: bool = False) -> Step:
+    """Return what two microbatches give on this rank, parallelized as torchtitan does."""
     parallel_dims.device_type = "cpu"  # it takes "cuda" where no accelerator is found
     config = config_of(fused, **parallelism)
     dims = ParallelDims.from_config(config.parallelism, world_size=2)
+    tokens, labels = batch()
+    rank = torch.distributed.get_rank()
     with dist_utils.get_spmd_context(parallel_dims=dims)():
-        model = model_of(config)
-        if dims.spmd_backend == "spmd_types":  # beside FSDP2 it needs a later torch than 2.13
-            model.parallelize(dims)
-        else:
-            config.model_spec.parallelize_fn(
-                model,
-                parallel_dims=dims,
-                training=config.training,
-                parallelism=config.parallelism,
-                compile_config=config.compile,
-                ac_config=None,
-                dump_folder="",
-            )
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # Gloo has no other
-        rank = torch.distributed.get_rank()
-        drawn(model, rank)
-        loss_fn = config.loss.build(compile_config=config.compile)
-        loss_fn.set_lm_head(model.lm_head)
-        tokens, labels = batch()
-        if dims.tp == 1:  # data parallel
-            tokens, labels = tokens[rank : rank + 1], labels[rank : rank + 1]
-        with fused_calls(torchtitan) as calls:
-            for _ in range(2):  # two microbatches
-                loss, _ = loss_fn(model(tokens), labels, torch.tensor(55))
+        model = drawn(parallelized(model_of(config), config, dims), rank)
+    loss_fn = config.loss.build(compile_config=config.compile)
+    loss_fn.set_lm_head(model.lm_head)
+    if dims.tp == 1:  # data parallel
+        tokens, labels = tokens[rank : rank + 1], labels[rank : rank + 1]
+    if dims.spmd_backend == "spmd_types":
+        tokens, labels, _ = annotate_input_spmd_types(dims, tokens, labels, {})
+    context = dist_utils.get_spmd_context(parallel_dims=dims, spmd_typechecking=typechecked)
+    with context(), fused_calls(torchtitan) as calls:
+        for _ in range(2):
+            loss, _ = loss_fn(model(tokens), labels, torch.tensor(55))
+            with spmd.no_typecheck():
                 loss.backward()
     return Step(local_of(loss.detach()), gradients(model), len(calls) // 2)
+
+
+def parallelized(model: Any, config: Any, dims: ParallelDims) -> Any:
+    if dims.spmd_backend == "spmd_types":  # beside FSDP2 it needs a later torch than 2.13
+        model.parallelize(dims)
+        return model
+    config.model_spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=None,
+        dump_folder="",
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # Gloo has no other
+    return model
 
 
 @pytest.mark.parametrize("reshard", ["always", "default", "never"])
@@ -246,15 +255,20 @@ def test_fsdp2(ranks: Ranks, reshard: str) -> None:
         assert_same(*pair)
 
 
-@pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_tensor_parallel(ranks: Ranks, backend: str, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("backend", "typechecked"),
+    [("spmd_types", False), ("spmd_types", True), ("partial_dtensor", False)],
+)
+def test_tensor_parallel(
+    ranks: Ranks, backend: str, sequence_parallel: bool, typechecked: bool
+) -> None:
     parallelism = {
         "spmd_backend": backend,
         "tensor_parallel_degree": 2,
         "enable_sequence_parallel": sequence_parallel,
     }
-    theirs = ranks.run(2, parallel_step, False, parallelism)
-    ours = ranks.run(2, parallel_step, True, parallelism)
+    theirs = ranks.run(2, parallel_step, False, parallelism, typechecked)
+    ours = ranks.run(2, parallel_step, True, parallelism, typechecked)
     for pair in zip(ours, theirs, strict=True):
         assert_same(*pair)
