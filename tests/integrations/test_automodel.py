@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("nemo_automodel")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from nemo_automodel.components.loss import build_loss_module  # noqa: E402
-from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy  # noqa: E402
-from nemo_automodel.components.loss.utils import calculate_loss, prepare_lm_weight  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
+import transformers
+from nemo_automodel.components.loss import build_loss_module
+from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
+from nemo_automodel.components.loss.utils import calculate_loss, prepare_lm_weight
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from cutefce.integrations import automodel  # noqa: E402
-from tests.support.fused_calls import fused_calls  # noqa: E402
-from tests.support.ranks import Ranks, group, started  # noqa: E402
+from cutefce.integrations import automodel
+from tests.support.fused_calls import fused_calls
+from tests.support.ranks import Ranks, group, started
 
 SIZES = {
     "vocab_size": 160,

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 pytest.importorskip("axolotl.integrations.base")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from axolotl.integrations.base import PluginManager  # noqa: E402
-from axolotl.utils.dict import DictDefault  # noqa: E402
+import transformers
+from axolotl.integrations.base import PluginManager
+from axolotl.utils.dict import DictDefault
 
-import cutefce  # noqa: E402
-from cutefce.integrations import axolotl  # noqa: E402
+import cutefce
+from cutefce.integrations import axolotl
 
 NAME = "cutefce.integrations.axolotl.CutefcePlugin"
 

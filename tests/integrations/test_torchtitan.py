@@ -13,19 +13,19 @@ from torch.distributed.tensor import DTensor
 pytest.importorskip("torchtitan.components.loss")
 pytest.importorskip("torchtitan.trainer")
 
-import spmd_types as spmd  # noqa: E402
-from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, MSELoss  # noqa: E402
-from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
-from torchtitan.distributed import ParallelDims, parallel_dims  # noqa: E402
-from torchtitan.distributed import utils as dist_utils  # noqa: E402
-from torchtitan.distributed.spmd_types import annotate_input_spmd_types  # noqa: E402
-from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
-from torchtitan.models.common.linear import Linear  # noqa: E402
-from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
+import spmd_types as spmd
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, MSELoss
+from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.distributed import ParallelDims, parallel_dims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.spmd_types import annotate_input_spmd_types
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-from cutefce.integrations import torchtitan  # noqa: E402
-from tests.support.fused_calls import fused_calls  # noqa: E402
-from tests.support.ranks import Ranks, started  # noqa: E402
+from cutefce.integrations import torchtitan
+from tests.support.fused_calls import fused_calls
+from tests.support.ranks import Ranks, started
 
 NAME = "cutefce.integrations.torchtitan.fused_loss"
 
