@@ -1,13 +1,19 @@
 """Megatron-Core's GPTModel with a deferred head, against its own loss and gradients."""
 
-from collections.abc import Iterator
+import inspect
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("megatron.core.models.gpt.gpt_model")
 
@@ -49,15 +55,14 @@ class NoTracker:
         return nullcontext()
 
 
-def on_the_cpu() -> None:
+def on_the_cpu(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let Megatron-Core run without a GPU."""
-    torch.cuda.current_device = lambda: torch.device("cpu")
+    replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
     for module in (tensor_parallel, tensor_parallel.random):
-        module.get_cuda_rng_tracker = NoTracker
+        replace(module, "get_cuda_rng_tracker", NoTracker)
 
 
 def parallel(tp: int) -> None:
-    on_the_cpu()
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
 
@@ -120,6 +125,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def step(fused: bool, tp: int, tied: bool, options: dict[str, Any]) -> Step:
     """Return what two microbatches give on this rank."""
+    on_the_cpu()
     parallel(tp)
     model = model_of(tied, **options)
     tokens, positions, mask, labels = batch()
@@ -130,8 +136,7 @@ def step(fused: bool, tp: int, tied: bool, options: dict[str, Any]) -> Step:
         for _ in range(2):
             losses = model(tokens, positions, mask, labels=labels)
             (losses * loss_mask).sum().div(25).backward()
-    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    return Step(losses.detach(), gradients, len(calls) // 2)
+    return Step(losses.detach(), gradients(model), len(calls) // 2)
 
 
 def assert_same(ours: Step, theirs: Step, calls: int = 1) -> None:
@@ -160,3 +165,330 @@ def test_multi_token_prediction(ranks: Ranks, tp: int) -> None:
     ours = ranks.run(2, step, True, tp, False, options)
     for pair in zip(ours, theirs, strict=True):
         assert_same(*pair, calls=3)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let this process be the only rank."""
+    on_the_cpu(monkeypatch.setattr)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    parallel(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def single(model: Any, **options: Any) -> Step:
+    tokens, positions, mask, labels = batch()
+    with fused_calls(megatron) as calls:
+        losses = model(tokens, positions, mask, labels=labels, **options)
+    losses.square().sum().backward()
+    return Step(losses.detach(), gradients(model), len(calls))
+
+
+@pytest.mark.usefixtures("alone")
+def test_megatrons_own_fused_loss() -> None:
+    """It rounds gradients to bfloat16: compare those with its unfused loss."""
+    options = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
+    theirs, ours = single(model_of(False, **options)), model_of(False, **options)
+    megatron.enable(ours)
+    found = single(ours)
+    torch.testing.assert_close(found.losses, theirs.losses, rtol=1e-5, atol=0)
+    assert_same(found, single(model_of(False)))
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_labels_there_are_logits() -> None:
+    theirs, ours = model_of(False), model_of(False)
+    megatron.enable(ours)
+    tokens, positions, mask, _ = batch()
+    found = []
+    for model in (ours, theirs):
+        logits = model(tokens, positions, mask)
+        logits.square().mean().backward()
+        found.append((logits, gradients(model)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert found[0][0].shape == (BATCH, SEQUENCE, VOCAB)
+
+
+@pytest.mark.usefixtures("alone")
+def test_gathered_logits_are_made() -> None:
+    model = model_of(False)
+    megatron.enable(model)
+    tokens, positions, mask, _ = batch()
+    with torch.no_grad(), fused_calls(megatron) as calls:
+        logits = model.eval()(tokens, positions, mask, runtime_gather_output=True)
+    assert isinstance(logits, Tensor) and not calls
+
+
+@pytest.mark.usefixtures("alone")
+def test_scaled_logits() -> None:
+    """MuP multiplies what the head returns; 0.16 does not, so do it around the head."""
+    found = []
+    for fused in (True, False):
+        model = model_of(False)
+        if fused:
+            megatron.enable(model)
+        loss_of = model.compute_language_model_loss
+        model.compute_language_model_loss = lambda y, z, own=loss_of: own(y, z * 0.5)
+        found.append(single(model))
+    assert_same(*found)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_function_of_the_logits_makes_them_once() -> None:
+    """As the acceptance counts of multi-token prediction do, after the loss."""
+    model = model_of(False)
+    megatron.enable(model)
+    hidden = torch.randn(SEQUENCE, BATCH, 32)
+    deferred, bias = model.output_layer(hidden)
+    expected = hidden @ model.output_layer.weight.T * 2
+    deferred = deferred * 2
+    assert bias is None and isinstance(deferred, megatron.DeferredLogits)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.argmax(deferred, dim=-1), expected.argmax(-1))
+        assert deferred.size(-1) == VOCAB
+        assert deferred.logits() is deferred.logits()
+        assert not deferred.logits().requires_grad
+    torch.testing.assert_close(deferred.logits(), expected)
+    assert deferred.logits().requires_grad
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_wrapped_model() -> None:
+    theirs, ours = model_of(False), model_of(False)
+    megatron.enable(SimpleNamespace(module=SimpleNamespace(module=ours)))
+    assert_same(single(ours), single(theirs))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_stage_without_head_stays_as_it_is() -> None:
+    layer = get_gpt_layer_local_spec()
+    model = GPTModel(config_of(), layer, VOCAB, SEQUENCE, post_process=False)
+    megatron.enable(model)
+    assert "compute_language_model_loss" not in vars(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_wrong_uses() -> None:
+    model = model_of(False)
+    megatron.enable(model)
+    with pytest.raises(RuntimeError, match=r"^model: its head or loss is replaced already"):
+        megatron.enable(model)
+    with pytest.raises(TypeError, match=r"^model: got Linear, expected a LanguageModule"):
+        megatron.enable(torch.nn.Linear(2, 2))
+    model = model_of(False)
+    model.output_layer = torch.nn.Linear(32, VOCAB)
+    with pytest.raises(TypeError, match=r"^output_layer: got Linear, expected a ColumnParallel"):
+        megatron.enable(model)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gradient_accumulation_fusion", lambda x: setattr(x, "gradient_accumulation_fusion", 1)),
+        (
+            "defer_embedding_wgrad_compute",
+            lambda x: setattr(x.config, "defer_embedding_wgrad_compute", True),
+        ),
+        ("disable_grad_reduce", lambda x: setattr(x, "disable_grad_reduce", True)),
+        ("add_bias_linear", lambda x: setattr(x, "bias", torch.nn.Parameter(torch.ones(VOCAB)))),
+        ("gtp_remat_size", lambda x: setattr(x, "gtp_remat_size", 2)),
+    ],
+)
+def test_unserved_options(name: str, change: Callable[[Any], None]) -> None:
+    model = model_of(False)
+    change(model.output_layer)
+    with pytest.raises(NotImplementedError, match=rf"^{name}: on in the output layer, expected"):
+        megatron.enable(model)
+    with pytest.raises(NotImplementedError, match=rf"^{name}: on in the output layer, expected"):
+        megatron.output_processor(
+            hidden_states=torch.zeros(SEQUENCE, BATCH, 32),
+            output_layer=model.output_layer,
+            output_weight=None,
+            labels=batch()[3],
+            inference_context=None,
+            runtime_gather_output=None,
+            scale_logits=torch.neg,
+        )
+
+
+@pytest.mark.usefixtures("alone")
+def test_weights_that_fsdp_shards_are_refused() -> None:
+    model = model_of(False)
+    megatron.enable(model)
+    model.output_layer.weight.__fsdp_param__ = True
+    with pytest.raises(NotImplementedError, match=r"^output_layer: got a weight that Column"):
+        single(model)
+    model = model_of(False)
+    megatron.enable(model)
+    fully_shard(model.output_layer, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(NotImplementedError, match=r"^output_layer: got a weight that FSDPColumn"):
+        single(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_untested_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron.megatron.core, "__version__", "0.99.0")
+    with pytest.warns(UserWarning, match=r"megatron-core: got version 0\.99\.0; .* 0\.16\.1"):
+        megatron.enable(model_of(False))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss_of(self: Any, labels: Tensor, logits: Tensor, weights: Tensor) -> None:
+        pass
+
+    model = model_of(False)
+    monkeypatch.setattr(megatron.LanguageModule, "compute_language_model_loss", loss_of)
+    with pytest.raises(RuntimeError, match=r"got parameters \(self, labels, logits, weights\)"):
+        megatron.enable(model)
+
+
+def by_processor(model: Any, **changes: Any) -> Any:
+    """Call the model with our output_processor; before 0.18, as 0.19.2 calls it."""
+    tokens, positions, mask, labels = batch()
+    labels = changes.pop("labels", labels)
+    if "output_processor" in inspect.signature(GPTModel.forward).parameters and not changes:
+        return model(
+            tokens, positions, mask, labels=labels, output_processor=megatron.output_processor
+        )
+    seen: list[Any] = []
+    hook = model.output_layer.register_forward_pre_hook(
+        lambda _, arguments, options: seen.append((arguments[0], options["weight"])),
+        with_kwargs=True,
+    )
+    model(tokens, positions, mask)
+    hook.remove()
+    given = {
+        "hidden_states": seen[0][0],
+        "output_layer": model.output_layer,
+        "output_weight": seen[0][1],
+        "labels": labels,
+        "loss_mask": None,
+        "input_ids": tokens,
+        "position_ids": positions,
+        "attention_mask": mask,
+        "decoder_input": None,
+        "inference_context": None,
+        "packed_seq_params": None,
+        "runtime_gather_output": None,
+        "context": None,
+        "compute_language_model_loss": model.compute_language_model_loss,
+        "scale_logits": lambda logits: logits,
+        "config": model.config,
+    }
+    return megatron.output_processor(**{**given, **changes})
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("tied", [False, True])
+def test_output_processor(tied: bool) -> None:
+    theirs, ours = model_of(tied), model_of(tied)
+    with fused_calls(megatron) as calls:
+        losses = by_processor(ours)
+    losses.square().sum().backward()
+    assert_same(Step(losses.detach(), gradients(ours), len(calls)), single(theirs))
+
+
+@pytest.mark.usefixtures("alone")
+def test_output_processor_without_labels() -> None:
+    model = model_of(False)
+    tokens, positions, mask, _ = batch()
+    logits = by_processor(model, labels=None, scale_logits=lambda z: 2 * z)
+    torch.testing.assert_close(logits, 2 * model(tokens, positions, mask), rtol=0, atol=0)
+    with pytest.raises(NotImplementedError, match=r"^inference_context: expected None"):
+        by_processor(model, inference_context=object())
+
+
+@pytest.mark.usefixtures("alone")
+def test_output_processor_with_mup() -> None:
+    model = model_of(False)
+    model.config.use_mup, model.config.mup_output_mult = True, 0.5
+    tokens, positions, mask, labels = batch()
+    with torch.no_grad():
+        layer, seen = model.output_layer, []
+        hook = layer.register_forward_hook(lambda *a: seen.append(a[2][0]))
+        model(tokens, positions, mask)
+        hook.remove()
+        expected = torch.nn.functional.cross_entropy(
+            (seen[0] * 0.5).permute(1, 2, 0), labels, reduction="none"
+        )
+        torch.testing.assert_close(by_processor(model), expected, rtol=1e-5, atol=0)
+
+
+LINEAR = "megatron.core.transformer.linear_cross_entropy"
+
+
+@pytest.fixture
+def linear(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a head as that of the development branch, whose loss has that signature."""
+
+    class LinearCrossEntropyModule(tensor_parallel.ColumnParallelLinear):
+        def _compute_linear_and_cross_entropy_loss(
+            self,
+            hidden: Tensor,
+            weight: Tensor,
+            labels: Tensor | None = None,
+            reduction: str = "none",
+            ignore_index: int = -100,
+        ) -> None:
+            raise AssertionError("not replaced")
+
+    module = ModuleType(LINEAR)
+    module.__spec__ = ModuleSpec(LINEAR, None)
+    module.LinearCrossEntropyModule = LinearCrossEntropyModule  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, LINEAR, module)
+    return LinearCrossEntropyModule
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("mup", [False, True])
+def test_the_linear_implementation(linear: Any, reduction: str, mup: bool) -> None:
+    megatron.enable_linear_impl()
+    config = config_of()
+    if mup:
+        config.use_mup, config.mup_output_mult = True, 0.5
+    head = linear(32, VOCAB, config=config, init_method=torch.nn.init.xavier_normal_, bias=False)
+    hidden = torch.randn(SEQUENCE, BATCH, 32, requires_grad=True)
+    labels = torch.randint(VOCAB, (BATCH, SEQUENCE))
+    labels[0, :3] = -1
+    with fused_calls(megatron) as calls:
+        loss = head._compute_linear_and_cross_entropy_loss(
+            hidden, head.weight, labels=labels, reduction=reduction, ignore_index=-1
+        )
+    assert len(calls) == 1
+    logits = (hidden @ head.weight.T * (0.5 if mup else 1)).permute(1, 2, 0)
+    expected = torch.nn.functional.cross_entropy(
+        logits, labels, reduction=reduction, ignore_index=-1
+    )
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    inputs = (hidden, head.weight)
+    ours = torch.autograd.grad(loss.sum(), inputs)
+    theirs = torch.autograd.grad(expected.sum(), inputs)
+    for found, reference in zip(ours, theirs, strict=True):
+        assert (found - reference).abs().max() <= 1e-5 * reference.abs().max()
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_linear_implementation_is_replaced_once(linear: Any) -> None:
+    megatron.enable_linear_impl()
+    with pytest.raises(RuntimeError, match=r"the integration is enabled already"):
+        megatron.enable_linear_impl()
+    model = model_of(False)
+    model.config.cross_entropy_loss_fusion = True
+    model.config.cross_entropy_fusion_impl = "linear"
+    with pytest.raises(ValueError, match=r"^cross_entropy_fusion_impl: got 'linear', expected"):
+        megatron.enable(model)
+
+
+def test_without_a_linear_implementation() -> None:
+    with pytest.raises(RuntimeError, match=r"linear_cross_entropy: not found in version .* use en"):
+        megatron.enable_linear_impl()
