@@ -17,6 +17,7 @@ def replace(
     parameters: Sequence[str],
     tested: str,
     found: str | None = None,
+    signature: str | None = None,
 ) -> Any:
     """Replace a function or class of a framework; return the one that was there.
 
@@ -27,12 +28,26 @@ def replace(
         tested: the distribution and the versions that the integration was tested with, as
             "trl 1.16.0".  Another version warns once.
         found: the version in use, of a distribution that may be a source tree.
+        signature: where the function is whose parameters are compared; None is `path`.  The
+            `apply` of an autograd function has those of its `forward`.
 
     Raises:
         ImportError: if the distribution or the module is not installed.
         RuntimeError: if it was replaced before, or does not have these parameters.
     """
     check_version(tested, found)
+    owner, last, current = _find(path, tested)
+    if getattr(current, _MARK, False):
+        raise RuntimeError(f"{path}: the integration is enabled already")
+    described = current if signature is None else _find(signature, tested)[2]
+    check_parameters(signature or path, described, parameters, tested)
+    setattr(replacement, _MARK, True)
+    setattr(owner, last, replacement)
+    return current
+
+
+def _find(path: str, tested: str) -> tuple[Any, str, Any]:
+    """Return the owner of what is at `path`, its name there, and itself."""
     module, _, name = path.partition(":")
     *owners, last = name.split(".")
     owner = import_module(module)
@@ -40,12 +55,7 @@ def replace(
     current = getattr(owner, last, None)
     if current is None:
         raise RuntimeError(f"{path}: not found, expected that of {tested}")
-    if getattr(current, _MARK, False):
-        raise RuntimeError(f"{path}: the integration is enabled already")
-    check_parameters(path, current, parameters, tested)
-    setattr(replacement, _MARK, True)
-    setattr(owner, last, replacement)
-    return current
+    return owner, last, current
 
 
 def check_parameters(path: str, function: Any, parameters: Sequence[str], tested: str) -> None:

@@ -33,7 +33,7 @@ def enable(model: Any) -> None:
     """Let the loss of `model` be fused: its head defers the logits, its loss is cutefce's.
 
     Logits are made if something else than the loss asks for them, or if they are gathered.
-    Losses of labels -100 are 0; Megatron's mean nothing.
+    Losses of negative labels are 0; Megatron's are left to the loss mask.
 
     Args:
         model: GPTModel, MambaModel or HybridModel, also wrapped.  A pipeline stage without head
@@ -55,7 +55,7 @@ def enable(model: Any) -> None:
         model = model.module
     if not model.post_process:
         return
-    head = model.output_layer
+    head = getattr(model, "output_layer", None)
     if not isinstance(head, ColumnParallelLinear):
         raise TypeError(f"output_layer: got {type(head).__name__}, expected a ColumnParallelLinear")
     check_options(head)
@@ -68,7 +68,8 @@ def enable(model: Any) -> None:
         raise RuntimeError(
             "model: its head or loss is replaced already, expected one enable(model)"
         )
-    own_forward, own_loss = head.forward, model.compute_language_model_loss
+    own_forward: Callable[..., tuple[Tensor, Tensor | None]] = head.forward
+    own_loss: Callable[[Tensor, Tensor], Tensor] = model.compute_language_model_loss
 
     def forward(
         input_: Tensor,
@@ -206,11 +207,13 @@ def losses(
     head: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, **options: Any
 ) -> Tensor:
     """Return the losses in the layout of `labels`, (B, S), or reduced as `options` say."""
-    loss = linear_cross_entropy(
+    if "ignore_index" not in options:
+        labels = labels.masked_fill(labels < 0, -100)
+    loss: Tensor = linear_cross_entropy(
         hidden,
         weight,
         labels.transpose(0, 1),
-        logit_scale=float(scale),
+        logit_scale=scale,
         group=head.tp_group if head.tp_group.size() > 1 else None,
         sequence_parallel=head.sequence_parallel,
         **{"reduction": "none", **options},
@@ -220,7 +223,7 @@ def losses(
 
 def mup_scale(config: Any) -> float:
     """Return the factor of logits that a model with MuP has; 0.16 has none."""
-    return config.mup_output_mult if getattr(config, "use_mup", False) else 1.0
+    return float(config.mup_output_mult) if getattr(config, "use_mup", False) else 1.0
 
 
 def check_options(head: Any) -> None:

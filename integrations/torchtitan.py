@@ -67,26 +67,26 @@ class FusedLoss(ChunkedLossWrapper):
                 "parallelism.spmd_backend: got 'full_dtensor', expected 'spmd_types' or "
                 "'partial_dtensor'"
             )
-        head = self.lm_head
-        assert head is not None  # the trainer sets it
+        head: Any = self.lm_head  # the trainer sets it
         options = logit_options(head)
 
         def loss_of(hidden: Tensor) -> Tensor:
-            weight, group = head.weight, None
+            weight, bias, group = head.weight, head.bias, None
             if get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1:
                 group = current_spmd_mesh().get_group("tp")
                 hidden = partial_gradient(hidden, group)
             elif isinstance(weight, DTensor) and not isinstance(hidden, DTensor):
                 group = weight.device_mesh.get_group("tp")
-            return linear_cross_entropy(
+            loss: Tensor = linear_cross_entropy(
                 hidden,
                 weight,
                 labels,
-                linear_bias=head.bias,
+                linear_bias=bias,
                 reduction="sum",
                 group=group,
                 **options,
             )
+            return loss
 
         with spmd.no_typecheck(), forward_replaced(head, loss_of):
             loss = head(pred)  # FSDP2 has the whole weight there, and only there
@@ -97,7 +97,7 @@ class FusedLoss(ChunkedLossWrapper):
         return loss, {}
 
 
-def logit_options(head: nn.Module) -> dict[str, float]:
+def logit_options(head: Any) -> dict[str, Any]:
     """Return what the head does to its logits, as arguments of `linear_cross_entropy`.
 
     Raises:
@@ -118,7 +118,8 @@ def partial_gradient(hidden: Tensor, group: ProcessGroup) -> Tensor:
 
     Torchtitan adds the ranks' gradients of these hidden states, and cutefce's is whole on each.
     """
-    return spmd.convert(hidden, group, src=spmd.R, dst=spmd.I, expert_mode=True)
+    converted: Tensor = spmd.convert(hidden, group, src=spmd.R, dst=spmd.I, expert_mode=True)
+    return converted
 
 
 @contextmanager
@@ -148,4 +149,5 @@ def fused_loss(config: ChunkedLossWrapper.Config) -> FusedLoss.Config:
     hooks.check_version(TESTED)
     path = "torchtitan.components.loss:ChunkedLossWrapper.__call__"
     hooks.check_parameters(path, ChunkedLossWrapper.__call__, _CALL, TESTED)
-    return derive(config, FusedLoss.Config)
+    derived: FusedLoss.Config = derive(config, FusedLoss.Config)
+    return derived

@@ -74,7 +74,7 @@ def loss_of(loss_fn: Any, model: Any, **options: Any) -> tuple[Tensor, dict[str,
     return loss.detach(), gradients(model)
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
+def gradients(model: Any) -> dict[str, Any]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

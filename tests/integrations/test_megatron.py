@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("megatron.core.models.gpt.gpt_model")
 
+from megatron import core
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
@@ -131,11 +134,13 @@ def step(fused: bool, tp: int, tied: bool, options: dict[str, Any]) -> Step:
     tokens, positions, mask, labels = batch()
     if fused:
         megatron.enable(model)
-    loss_mask = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % 5 != 0
+    counted = torch.ones(BATCH, SEQUENCE)
+    for label, columns in ((-1, slice(3)), (-100, slice(6, 9))):
+        labels[0, columns], counted[0, columns] = label, 0
     with fused_calls(megatron) as calls:
         for _ in range(2):
-            losses = model(tokens, positions, mask, labels=labels)
-            (losses * loss_mask).sum().div(25).backward()
+            losses = counted * model(tokens, positions, mask, labels=labels, loss_mask=counted)
+            losses.sum().div(26).backward()
     return Step(losses.detach(), gradients(model), len(calls) // 2)
 
 
@@ -168,11 +173,11 @@ def test_multi_token_prediction(ranks: Ranks, tp: int) -> None:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Let this process be the only rank."""
     on_the_cpu(monkeypatch.setattr)
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     parallel(1)
     yield
     parallel_state.destroy_model_parallel()
@@ -229,15 +234,15 @@ def test_gathered_logits_are_made() -> None:
 @pytest.mark.usefixtures("alone")
 def test_scaled_logits() -> None:
     """MuP multiplies what the head returns; 0.16 does not, so do it around the head."""
-    found = []
+    found: dict[bool, Step] = {}
     for fused in (True, False):
         model = model_of(False)
         if fused:
             megatron.enable(model)
         loss_of = model.compute_language_model_loss
         model.compute_language_model_loss = lambda y, z, own=loss_of: own(y, z * 0.5)
-        found.append(single(model))
-    assert_same(*found)
+        found[fused] = single(model)
+    assert_same(found[True], found[False])
 
 
 @pytest.mark.usefixtures("alone")
@@ -249,9 +254,10 @@ def test_a_function_of_the_logits_makes_them_once() -> None:
     deferred, bias = model.output_layer(hidden)
     expected = hidden @ model.output_layer.weight.T * 2
     deferred = deferred * 2
+    logits: Any = deferred  # it stands for a tensor
     assert bias is None and isinstance(deferred, megatron.DeferredLogits)
     with torch.no_grad():
-        torch.testing.assert_close(torch.argmax(deferred, dim=-1), expected.argmax(-1))
+        torch.testing.assert_close(torch.argmax(logits, dim=-1), expected.argmax(-1))
         assert deferred.size(-1) == VOCAB
         assert deferred.logits() is deferred.logits()
         assert not deferred.logits().requires_grad
@@ -335,7 +341,7 @@ def test_weights_that_fsdp_shards_are_refused() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_an_untested_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron.megatron.core, "__version__", "0.99.0")
+    monkeypatch.setattr(core, "__version__", "0.99.0")
     with pytest.warns(UserWarning, match=r"megatron-core: got version 0\.99\.0; .* 0\.16\.1"):
         megatron.enable(model_of(False))
 
@@ -346,7 +352,7 @@ def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         pass
 
     model = model_of(False)
-    monkeypatch.setattr(megatron.LanguageModule, "compute_language_model_loss", loss_of)
+    monkeypatch.setattr(LanguageModule, "compute_language_model_loss", loss_of)
     with pytest.raises(RuntimeError, match=r"got parameters \(self, labels, logits, weights\)"):
         megatron.enable(model)
 

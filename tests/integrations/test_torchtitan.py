@@ -163,7 +163,7 @@ def test_another_head_is_refused() -> None:
         class Config(Linear.Config):
             pass
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             return 2 * super().forward(x)
 
     init = config_of(False).model_spec.model.lm_head.param_init
