@@ -92,19 +92,22 @@ def enable(model: Any) -> None:
     head.forward, model.compute_language_model_loss = forward, loss_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DeferredLogits:
-    """What the head returns: logits (S, B, V / ranks), until they are needed not computed."""
+    """What the head returns: logits (S, B, V / ranks), which are computed when needed."""
 
     hidden: Tensor
     """(S, B, D), or with sequence parallelism (S / ranks, B, D)"""
     weight: Tensor
     """(V / ranks, D)"""
-    head: Callable[[], Tensor]
+    project: Callable[[], Tensor]
+    """Computes the logits without scale."""
     scale: float = 1.0
 
-    def __mul__(self, factor: float) -> "DeferredLogits":
-        return replace(self, scale=self.scale * factor)
+    def __mul__(self, factor: Any) -> Any:
+        if isinstance(factor, float | int):
+            return replace(self, scale=self.scale * factor)
+        return self.logits() * factor
 
     def logits(self) -> Tensor:
         """Return the logits."""
@@ -115,7 +118,7 @@ class DeferredLogits:
         return self._compute()
 
     def _compute(self) -> Tensor:
-        logits = self.head()
+        logits = self.project()
         return logits if self.scale == 1 else logits * self.scale
 
     def __getattr__(self, name: str) -> Any:

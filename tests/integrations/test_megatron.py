@@ -4,7 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,6 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -43,6 +44,8 @@ class Step:
     losses: Tensor
     gradients: dict[str, Tensor]
     fused: int
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """What multi-token prediction logs: losses and, from 0.19, acceptance counts."""
 
 
 @pytest.fixture(scope="module")
@@ -141,12 +144,16 @@ def step(fused: bool, tp: int, tied: bool, options: dict[str, Any]) -> Step:
         for _ in range(2):
             losses = counted * model(tokens, positions, mask, labels=labels, loss_mask=counted)
             losses.sum().div(26).backward()
-    return Step(losses.detach(), gradients(model), len(calls) // 2)
+    logged = {k: x for k, x in MTPLossLoggingHelper.tracker.items() if isinstance(x, Tensor)}
+    MTPLossLoggingHelper.tracker.clear()
+    assert bool(logged) == bool(options.get("mtp_num_layers"))
+    return Step(losses.detach(), gradients(model), len(calls) // 2, logged)
 
 
 def assert_same(ours: Step, theirs: Step, calls: int = 1) -> None:
     assert (ours.fused, theirs.fused) == (calls, 0)
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.metrics, theirs.metrics, rtol=1e-5, atol=0)
     assert ours.gradients.keys() == theirs.gradients.keys()
     for name, expected in theirs.gradients.items():
         error = (ours.gradients[name] - expected).abs().max()
@@ -262,6 +269,7 @@ def test_a_function_of_the_logits_makes_them_once() -> None:
         assert deferred.logits() is deferred.logits()
         assert not deferred.logits().requires_grad
     torch.testing.assert_close(deferred.logits(), expected)
+    torch.testing.assert_close(deferred * torch.tensor(3.0), 3 * expected)
     assert deferred.logits().requires_grad
 
 
