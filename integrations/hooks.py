@@ -10,21 +10,44 @@ from typing import Any
 _MARK = "_is_from_cutefce"
 
 
-def replace(path: str, replacement: Any, *, parameters: Sequence[str], tested: str) -> Any:
+def replace(
+    path: str,
+    replacement: Any,
+    *,
+    parameters: Sequence[str],
+    tested: str,
+    found: str | None = None,
+    signature: str | None = None,
+) -> Any:
     """Replace a function or class of a framework; return the one that was there.
 
     Args:
         path: where its users look it up, as "package.module:name" or "package.module:Class.name".
         replacement: a function or class that can be called in the same way.
         parameters: the names of the parameters that the replaced one must have, in order.
-        tested: the distribution and the version that the integration was tested with, as
+        tested: the distribution and the versions that the integration was tested with, as
             "trl 1.16.0".  Another version warns once.
+        found: the version in use, of a distribution that may be a source tree.
+        signature: where the function is whose parameters are compared; None is `path`.  The
+            `apply` of an autograd function has those of its `forward`.
 
     Raises:
         ImportError: if the distribution or the module is not installed.
         RuntimeError: if it was replaced before, or does not have these parameters.
     """
-    check_version(tested)
+    check_version(tested, found)
+    owner, last, current = _find(path, tested)
+    if getattr(current, _MARK, False):
+        raise RuntimeError(f"{path}: the integration is enabled already")
+    described = current if signature is None else _find(signature, tested)[2]
+    check_parameters(signature or path, described, parameters, tested)
+    setattr(replacement, _MARK, True)
+    setattr(owner, last, replacement)
+    return current
+
+
+def _find(path: str, tested: str) -> tuple[Any, str, Any]:
+    """Return the owner of what is at `path`, its name there, and itself."""
     module, _, name = path.partition(":")
     *owners, last = name.split(".")
     owner = import_module(module)
@@ -32,12 +55,7 @@ def replace(path: str, replacement: Any, *, parameters: Sequence[str], tested: s
     current = getattr(owner, last, None)
     if current is None:
         raise RuntimeError(f"{path}: not found, expected that of {tested}")
-    if getattr(current, _MARK, False):
-        raise RuntimeError(f"{path}: the integration is enabled already")
-    check_parameters(path, current, parameters, tested)
-    setattr(replacement, _MARK, True)
-    setattr(owner, last, replacement)
-    return current
+    return owner, last, current
 
 
 def check_parameters(path: str, function: Any, parameters: Sequence[str], tested: str) -> None:
@@ -50,17 +68,22 @@ def check_parameters(path: str, function: Any, parameters: Sequence[str], tested
         )
 
 
-def check_version(tested: str) -> None:
-    """Warn if another version than that of `tested`, as "trl 1.16.0", is installed.
+def check_version(tested: str, found: str | None = None) -> None:
+    """Warn if another version than those of `tested`, as "trl 1.16.0", is in use.
+
+    Args:
+        tested: the distribution, and the versions.
+        found: the version in use; None is that of the installed distribution.
 
     Raises:
-        ImportError: if none is.
+        ImportError: if none is installed.
     """
-    distribution, _, expected = tested.partition(" ")
+    distribution, *versions = tested.split()
     try:
-        found = metadata.version(distribution)
+        found = found or metadata.version(distribution)
     except metadata.PackageNotFoundError:
         raise ImportError(f"{distribution}: not installed, expected {tested}") from None
-    if found != expected:
-        text = f"{distribution}: got version {found}; the integration was tested with {expected}"
+    if found not in versions:
+        with_ = ", ".join(versions)
+        text = f"{distribution}: got version {found}; the integration was tested with {with_}"
         warnings.warn(text, stacklevel=3)

@@ -1,5 +1,8 @@
 """hooks: a framework's function is replaced once, and only if it is the expected one."""
 
+import warnings
+from typing import Any
+
 import pytest
 
 from cutefce.integrations import hooks
@@ -39,6 +42,13 @@ def test_other_parameters_are_refused() -> None:
         hooks.replace(PATH, ours, parameters=("message",), tested=installed())
 
 
+def test_parameters_may_be_those_of_another_function() -> None:
+    given: dict[str, Any] = {"parameters": ("text",), "tested": installed()}
+    hooks.replace(PATH, ours, **given, signature="click:unstyle")
+    with pytest.raises(RuntimeError, match=r"click:style: got parameters \(text, fg"):
+        hooks.replace("click.utils:get_app_dir", ours, **given, signature="click:style")
+
+
 def test_a_missing_function_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"click\.utils:gone: not found"):
         hooks.replace("click.utils:gone", ours, parameters=(), tested=installed())
@@ -47,6 +57,15 @@ def test_a_missing_function_is_named() -> None:
 def test_an_untested_version_warns() -> None:
     with pytest.warns(UserWarning, match=r"click: got version .* tested with 0\.1"):
         hooks.check_version("click 0.1")
+
+
+def test_several_versions_and_a_source_tree() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hooks.check_version(f"{installed()} 9.9")
+        hooks.check_version("no-such-package 1.0 1.1", found="1.1")
+    with pytest.warns(UserWarning, match=r"got version 2\.0; .* tested with 1\.0, 1\.1"):
+        hooks.check_version("no-such-package 1.0 1.1", found="2.0")
 
 
 def test_a_missing_package_is_named() -> None:

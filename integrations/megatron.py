@@ -1,0 +1,253 @@
+"""Megatron-Core: the loss of models whose head is parallel over the vocabulary, without logits.
+
+`enable(model)` after the model is built serves every version, MuP and multi-token prediction.
+`output_processor` is for callers that pass one to the model, 0.18 and later.
+`enable_linear_impl()` is what `--cross-entropy-fusion-impl linear` of the development branch calls.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from cutefce.integrations import hooks
+from cutefce.ops.interface.api import linear_cross_entropy
+
+TESTED = "megatron-core 0.16.1 0.19.2"
+
+_HEAD = ("self", "input_", "weight", "runtime_gather_output")
+_LOSS = ("self", "labels", "logits")
+_LINEAR = ("self", "hidden", "weight", "labels", "reduction", "ignore_index")
+
+
+def enable(model: Any) -> None:
+    """Let the loss of `model` be fused: its head defers the logits, its loss is cutefce's.
+
+    Logits are made if something else than the loss asks for them, or if they are gathered.
+    Losses of negative labels are 0; Megatron's are left to the loss mask.
+
+    Args:
+        model: GPTModel, MambaModel or HybridModel, also wrapped.  A pipeline stage without head
+            stays as it is.
+
+    Raises:
+        TypeError: if the head is not a `ColumnParallelLinear`.
+        RuntimeError: if it was enabled before, or this version has other parameters.
+        NotImplementedError, ValueError: naming an option that is not served.
+    """
+    hooks.check_version(TESTED, megatron.core.__version__)
+    path = "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward"
+    hooks.check_parameters(path, ColumnParallelLinear.forward, _HEAD, TESTED)
+    path = "megatron.core.models:LanguageModule.compute_language_model_loss"
+    hooks.check_parameters(path, LanguageModule.compute_language_model_loss, _LOSS, TESTED)
+    while not isinstance(model, LanguageModule):
+        if not hasattr(model, "module"):
+            raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModule")
+        model = model.module
+    if not model.post_process:
+        return
+    head = getattr(model, "output_layer", None)
+    if not isinstance(head, ColumnParallelLinear):
+        raise TypeError(f"output_layer: got {type(head).__name__}, expected a ColumnParallelLinear")
+    check_options(head)
+    config = head.config
+    if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear":
+        raise ValueError(
+            "cross_entropy_fusion_impl: got 'linear', expected another; or use enable_linear_impl()"
+        )
+    if "forward" in vars(head) or "compute_language_model_loss" in vars(model):
+        raise RuntimeError(
+            "model: its head or loss is replaced already, expected one enable(model)"
+        )
+    own_forward: Callable[..., tuple[Tensor, Tensor | None]] = head.forward
+    own_loss: Callable[[Tensor, Tensor], Tensor] = model.compute_language_model_loss
+
+    def forward(
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        **options: Any,
+    ) -> tuple[Any, Tensor | None]:
+        gather = head.gather_output if runtime_gather_output is None else runtime_gather_output
+        used = head.weight if weight is None else weight
+        if gather or options or used is None:
+            return own_forward(input_, weight, runtime_gather_output, **options)
+        check_whole(head, used)
+        return DeferredLogits(input_, used, lambda: own_forward(input_, used)[0]), None
+
+    def loss_of(labels: Tensor, logits: Any) -> Tensor:
+        if isinstance(logits, DeferredLogits):
+            return losses(head, logits.hidden, logits.weight, labels, logits.scale)
+        return own_loss(labels, logits)
+
+    head.forward, model.compute_language_model_loss = forward, loss_of
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredLogits:
+    """What the head returns: logits (S, B, V / ranks), which are computed when needed."""
+
+    hidden: Tensor
+    """(S, B, D), or with sequence parallelism (S / ranks, B, D)"""
+    weight: Tensor
+    """(V / ranks, D)"""
+    project: Callable[[], Tensor]
+    """Computes the logits without scale."""
+    scale: float = 1.0
+
+    def __mul__(self, factor: Any) -> Any:
+        if isinstance(factor, float | int):
+            return replace(self, scale=self.scale * factor)
+        return self.logits() * factor
+
+    def logits(self) -> Tensor:
+        """Return the logits."""
+        return self._compute() if torch.is_grad_enabled() else self._without_gradient
+
+    @cached_property
+    def _without_gradient(self) -> Tensor:
+        return self._compute()
+
+    def _compute(self) -> Tensor:
+        logits = self.project()
+        return logits if self.scale == 1 else logits * self.scale
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.logits(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch on the logits."""
+        made = [x.logits() if isinstance(x, cls) else x for x in args]
+        return function(*made, **(kwargs or {}))
+
+
+def output_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    labels: Tensor | None,
+    inference_context: Any,
+    runtime_gather_output: bool | None,
+    scale_logits: Callable[[Tensor], Tensor],
+    **_: Any,
+) -> Tensor:
+    """Return the losses (B, S), or logits (B, S, V / ranks) if there are no labels.
+
+    The parameters are those with which `GPTModel` calls its `output_processor`.
+
+    Raises:
+        NotImplementedError: naming an option that is not served.
+    """
+    if inference_context is not None:
+        raise NotImplementedError("inference_context: expected None beside output_processor")
+    if labels is None:
+        logits, _bias = output_layer(
+            hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output
+        )
+        return scale_logits(logits).transpose(0, 1).contiguous()
+    check_options(output_layer)
+    weight = output_layer.weight if output_weight is None else output_weight
+    check_whole(output_layer, weight)
+    return losses(output_layer, hidden_states, weight, labels, mup_scale(output_layer.config))
+
+
+def enable_linear_impl() -> None:
+    """Let `--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear` be cutefce.
+
+    Raises:
+        RuntimeError: if it was called before, or this version has no such implementation.
+    """
+    path = "megatron.core.transformer.linear_cross_entropy"
+    if find_spec(path) is None:
+        raise RuntimeError(
+            f"{path}: not found in version {megatron.core.__version__}, expected that of the "
+            "development branch; use enable(model)"
+        )
+    hooks.replace(
+        f"{path}:LinearCrossEntropyModule._compute_linear_and_cross_entropy_loss",
+        linear_impl,
+        parameters=_LINEAR,
+        tested=TESTED,
+        found=megatron.core.__version__,
+    )
+
+
+def linear_impl(
+    head: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    reduction: str = "none",
+    ignore_index: int = -100,
+) -> Tensor:
+    """Return the losses (B, S), or their mean or sum, of a `LinearCrossEntropyModule`.
+
+    Unlike the one that it replaces, it scales the logits of MuP.
+
+    Raises:
+        NotImplementedError: naming an option that is not served.
+    """
+    check_options(head)
+    check_whole(head, weight)
+    options = {"reduction": reduction, "ignore_index": ignore_index}
+    return losses(head, hidden, weight, labels, mup_scale(head.config), **options)
+
+
+def losses(
+    head: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, **options: Any
+) -> Tensor:
+    """Return the losses in the layout of `labels`, (B, S), or reduced as `options` say."""
+    if "ignore_index" not in options:
+        labels = labels.masked_fill(labels < 0, -100)
+    loss: Tensor = linear_cross_entropy(
+        hidden,
+        weight,
+        labels.transpose(0, 1),
+        logit_scale=scale,
+        group=head.tp_group if head.tp_group.size() > 1 else None,
+        sequence_parallel=head.sequence_parallel,
+        **{"reduction": "none", **options},
+    )
+    return loss.transpose(0, 1).contiguous() if loss.ndim else loss
+
+
+def mup_scale(config: Any) -> float:
+    """Return the factor of logits that a model with MuP has; 0.16 has none."""
+    return float(config.mup_output_mult) if getattr(config, "use_mup", False) else 1.0
+
+
+def check_options(head: Any) -> None:
+    """Raise NotImplementedError, naming the option, if the head has one that is not served."""
+    unserved = {
+        "gradient_accumulation_fusion": head.gradient_accumulation_fusion,
+        "defer_embedding_wgrad_compute": head.config.defer_embedding_wgrad_compute,
+        "disable_grad_reduce": head.disable_grad_reduce,
+        "add_bias_linear": head.bias is not None,
+        "gtp_remat_size": getattr(head, "gtp_remat_size", 1) > 1,
+    }
+    for name, on in unserved.items():
+        if on:
+            raise NotImplementedError(f"{name}: on in the output layer, expected off")
+
+
+def check_whole(head: Any, weight: Tensor) -> None:
+    """Raise NotImplementedError if the weight is gathered in the head's forward alone."""
+    sharded = isinstance(head, FSDPModule) or isinstance(weight, DTensor) or not weight.numel()
+    if sharded or hasattr(weight, "__fsdp_param__"):
+        raise NotImplementedError(
+            f"output_layer: got a weight that {type(head).__name__}'s FSDP shards, expected one "
+            "that is sharded over the vocabulary alone"
+        )

@@ -1,0 +1,508 @@
+"""Megatron-Core's GPTModel with a deferred head, against its own loss and gradients."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+pytest.importorskip("megatron.core.models.gpt.gpt_model")
+
+from megatron import core
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from cutefce.integrations import megatron
+from tests.support.fused_calls import fused_calls
+from tests.support.ranks import Ranks, started
+
+VOCAB, SEQUENCE, BATCH = 192, 16, 2
+
+
+@dataclass
+class Step:
+    """What a step gives on a rank."""
+
+    losses: Tensor
+    gradients: dict[str, Tensor]
+    fused: int
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """What multi-token prediction logs: losses and, from 0.19, acceptance counts."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with started(2) as found:
+        yield found
+
+
+class NoTracker:
+    """Stands for the tracker of random states, which needs a GPU."""
+
+    def fork(self, *_: Any) -> Any:
+        return nullcontext()
+
+
+def on_the_cpu(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Let Megatron-Core run without a GPU."""
+    replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    for module in (tensor_parallel, tensor_parallel.random):
+        replace(module, "get_cuda_rng_tracker", NoTracker)
+
+
+def parallel(tp: int) -> None:
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+
+
+class Norm(torch.nn.LayerNorm):
+    """A norm that Megatron-Core takes with sequence parallelism, without Apex."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+
+
+def config_of(**options: Any) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.float32,
+        **options,
+    )
+
+
+def model_of(tied: bool, **options: Any) -> Any:
+    config = config_of(**options)
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    layers = [layer] * config.num_layers
+    spec = TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+    mtp = None
+    if config.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
+    model = GPTModel(
+        config,
+        spec,
+        VOCAB,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=tied,
+        mtp_block_spec=mtp,
+    )
+    torch.manual_seed(parallel_state.get_tensor_model_parallel_rank())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if getattr(parameter, "tensor_model_parallel", False):
+                parameter.normal_(std=0.08)
+            elif "norm" not in name:  # the same on every rank
+                generator = torch.Generator().manual_seed(len(name))
+                parameter.normal_(std=0.08, generator=generator)
+    return model.train()
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(VOCAB, (2, BATCH, SEQUENCE), generator=generator)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+    return tokens, positions, mask, labels
+
+
+def step(fused: bool, tp: int, tied: bool, options: dict[str, Any]) -> Step:
+    """Return what two microbatches give on this rank."""
+    on_the_cpu()
+    parallel(tp)
+    model = model_of(tied, **options)
+    tokens, positions, mask, labels = batch()
+    if fused:
+        megatron.enable(model)
+    counted = torch.ones(BATCH, SEQUENCE)
+    for label, columns in ((-1, slice(3)), (-100, slice(6, 9))):
+        labels[0, columns], counted[0, columns] = label, 0
+    with fused_calls(megatron) as calls:
+        for _ in range(2):
+            losses = counted * model(tokens, positions, mask, labels=labels, loss_mask=counted)
+            losses.sum().div(26).backward()
+    logged = {k: x for k, x in MTPLossLoggingHelper.tracker.items() if isinstance(x, Tensor)}
+    MTPLossLoggingHelper.tracker.clear()
+    assert bool(logged) == bool(options.get("mtp_num_layers"))
+    return Step(losses.detach(), gradients(model), len(calls) // 2, logged)
+
+
+def assert_same(ours: Step, theirs: Step, calls: int = 1) -> None:
+    assert (ours.fused, theirs.fused) == (calls, 0)
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.metrics, theirs.metrics, rtol=1e-5, atol=0)
+    assert ours.gradients.keys() == theirs.gradients.keys()
+    for name, expected in theirs.gradients.items():
+        error = (ours.gradients[name] - expected).abs().max()
+        assert error <= 1e-5 * expected.abs().max() + 1e-8, name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_gpt(ranks: Ranks, tp: int, sequence_parallel: bool, tied: bool) -> None:
+    options = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
+    theirs = ranks.run(2, step, False, tp, tied, options)
+    ours = ranks.run(2, step, True, tp, tied, options)
+    for pair in zip(ours, theirs, strict=True):
+        assert_same(*pair)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_multi_token_prediction(ranks: Ranks, tp: int) -> None:
+    options = {"tensor_model_parallel_size": tp, "mtp_num_layers": 2}
+    theirs = ranks.run(2, step, False, tp, False, options)
+    ours = ranks.run(2, step, True, tp, False, options)
+    for pair in zip(ours, theirs, strict=True):
+        assert_same(*pair, calls=3)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Let this process be the only rank."""
+    on_the_cpu(monkeypatch.setattr)
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    parallel(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def single(model: Any, **options: Any) -> Step:
+    tokens, positions, mask, labels = batch()
+    with fused_calls(megatron) as calls:
+        losses = model(tokens, positions, mask, labels=labels, **options)
+    losses.square().sum().backward()
+    return Step(losses.detach(), gradients(model), len(calls))
+
+
+@pytest.mark.usefixtures("alone")
+def test_megatrons_own_fused_loss() -> None:
+    """It rounds gradients to bfloat16: compare those with its unfused loss."""
+    options = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
+    theirs, ours = single(model_of(False, **options)), model_of(False, **options)
+    megatron.enable(ours)
+    found = single(ours)
+    torch.testing.assert_close(found.losses, theirs.losses, rtol=1e-5, atol=0)
+    assert_same(found, single(model_of(False)))
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_labels_there_are_logits() -> None:
+    theirs, ours = model_of(False), model_of(False)
+    megatron.enable(ours)
+    tokens, positions, mask, _ = batch()
+    found = []
+    for model in (ours, theirs):
+        logits = model(tokens, positions, mask)
+        logits.square().mean().backward()
+        found.append((logits, gradients(model)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert found[0][0].shape == (BATCH, SEQUENCE, VOCAB)
+
+
+@pytest.mark.usefixtures("alone")
+def test_gathered_logits_are_made() -> None:
+    model = model_of(False)
+    megatron.enable(model)
+    tokens, positions, mask, _ = batch()
+    with torch.no_grad(), fused_calls(megatron) as calls:
+        logits = model.eval()(tokens, positions, mask, runtime_gather_output=True)
+    assert isinstance(logits, Tensor) and not calls
+
+
+@pytest.mark.usefixtures("alone")
+def test_scaled_logits() -> None:
+    """MuP multiplies what the head returns; 0.16 does not, so do it around the head."""
+    found: dict[bool, Step] = {}
+    for fused in (True, False):
+        model = model_of(False)
+        if fused:
+            megatron.enable(model)
+        loss_of = model.compute_language_model_loss
+        model.compute_language_model_loss = lambda y, z, own=loss_of: own(y, z * 0.5)
+        found[fused] = single(model)
+    assert_same(found[True], found[False])
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_function_of_the_logits_makes_them_once() -> None:
+    """As the acceptance counts of multi-token prediction do, after the loss."""
+    model = model_of(False)
+    megatron.enable(model)
+    hidden = torch.randn(SEQUENCE, BATCH, 32)
+    deferred, bias = model.output_layer(hidden)
+    expected = hidden @ model.output_layer.weight.T * 2
+    deferred = deferred * 2
+    logits: Any = deferred  # it stands for a tensor
+    assert bias is None and isinstance(deferred, megatron.DeferredLogits)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.argmax(logits, dim=-1), expected.argmax(-1))
+        assert deferred.size(-1) == VOCAB
+        assert deferred.logits() is deferred.logits()
+        assert not deferred.logits().requires_grad
+    torch.testing.assert_close(deferred.logits(), expected)
+    torch.testing.assert_close(deferred * torch.tensor(3.0), 3 * expected)
+    assert deferred.logits().requires_grad
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_wrapped_model() -> None:
+    theirs, ours = model_of(False), model_of(False)
+    megatron.enable(SimpleNamespace(module=SimpleNamespace(module=ours)))
+    assert_same(single(ours), single(theirs))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_stage_without_head_stays_as_it_is() -> None:
+    layer = get_gpt_layer_local_spec()
+    model = GPTModel(config_of(), layer, VOCAB, SEQUENCE, post_process=False)
+    megatron.enable(model)
+    assert "compute_language_model_loss" not in vars(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_wrong_uses() -> None:
+    model = model_of(False)
+    megatron.enable(model)
+    with pytest.raises(RuntimeError, match=r"^model: its head or loss is replaced already"):
+        megatron.enable(model)
+    with pytest.raises(TypeError, match=r"^model: got Linear, expected a LanguageModule"):
+        megatron.enable(torch.nn.Linear(2, 2))
+    model = model_of(False)
+    model.output_layer = torch.nn.Linear(32, VOCAB)
+    with pytest.raises(TypeError, match=r"^output_layer: got Linear, expected a ColumnParallel"):
+        megatron.enable(model)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gradient_accumulation_fusion", lambda x: setattr(x, "gradient_accumulation_fusion", 1)),
+        (
+            "defer_embedding_wgrad_compute",
+            lambda x: setattr(x.config, "defer_embedding_wgrad_compute", True),
+        ),
+        ("disable_grad_reduce", lambda x: setattr(x, "disable_grad_reduce", True)),
+        ("add_bias_linear", lambda x: setattr(x, "bias", torch.nn.Parameter(torch.ones(VOCAB)))),
+        ("gtp_remat_size", lambda x: setattr(x, "gtp_remat_size", 2)),
+    ],
+)
+def test_unserved_options(name: str, change: Callable[[Any], None]) -> None:
+    model = model_of(False)
+    change(model.output_layer)
+    with pytest.raises(NotImplementedError, match=rf"^{name}: on in the output layer, expected"):
+        megatron.enable(model)
+    with pytest.raises(NotImplementedError, match=rf"^{name}: on in the output layer, expected"):
+        megatron.output_processor(
+            hidden_states=torch.zeros(SEQUENCE, BATCH, 32),
+            output_layer=model.output_layer,
+            output_weight=None,
+            labels=batch()[3],
+            inference_context=None,
+            runtime_gather_output=None,
+            scale_logits=torch.neg,
+        )
+
+
+@pytest.mark.usefixtures("alone")
+def test_weights_that_fsdp_shards_are_refused() -> None:
+    model = model_of(False)
+    megatron.enable(model)
+    model.output_layer.weight.__fsdp_param__ = True
+    with pytest.raises(NotImplementedError, match=r"^output_layer: got a weight that Column"):
+        single(model)
+    model = model_of(False)
+    megatron.enable(model)
+    fully_shard(model.output_layer, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(NotImplementedError, match=r"^output_layer: got a weight that FSDPColumn"):
+        single(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_untested_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "__version__", "0.99.0")
+    with pytest.warns(UserWarning, match=r"megatron-core: got version 0\.99\.0; .* 0\.16\.1"):
+        megatron.enable(model_of(False))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss_of(self: Any, labels: Tensor, logits: Tensor, weights: Tensor) -> None:
+        pass
+
+    model = model_of(False)
+    monkeypatch.setattr(LanguageModule, "compute_language_model_loss", loss_of)
+    with pytest.raises(RuntimeError, match=r"got parameters \(self, labels, logits, weights\)"):
+        megatron.enable(model)
+
+
+def by_processor(model: Any, **changes: Any) -> Any:
+    """Call the model with our output_processor; before 0.18, as 0.19.2 calls it."""
+    tokens, positions, mask, labels = batch()
+    labels = changes.pop("labels", labels)
+    if "output_processor" in inspect.signature(GPTModel.forward).parameters and not changes:
+        return model(
+            tokens, positions, mask, labels=labels, output_processor=megatron.output_processor
+        )
+    seen: list[Any] = []
+    hook = model.output_layer.register_forward_pre_hook(
+        lambda _, arguments, options: seen.append((arguments[0], options["weight"])),
+        with_kwargs=True,
+    )
+    model(tokens, positions, mask)
+    hook.remove()
+    given = {
+        "hidden_states": seen[0][0],
+        "output_layer": model.output_layer,
+        "output_weight": seen[0][1],
+        "labels": labels,
+        "loss_mask": None,
+        "input_ids": tokens,
+        "position_ids": positions,
+        "attention_mask": mask,
+        "decoder_input": None,
+        "inference_context": None,
+        "packed_seq_params": None,
+        "runtime_gather_output": None,
+        "context": None,
+        "compute_language_model_loss": model.compute_language_model_loss,
+        "scale_logits": lambda logits: logits,
+        "config": model.config,
+    }
+    return megatron.output_processor(**{**given, **changes})
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("tied", [False, True])
+def test_output_processor(tied: bool) -> None:
+    theirs, ours = model_of(tied), model_of(tied)
+    with fused_calls(megatron) as calls:
+        losses = by_processor(ours)
+    losses.square().sum().backward()
+    assert_same(Step(losses.detach(), gradients(ours), len(calls)), single(theirs))
+
+
+@pytest.mark.usefixtures("alone")
+def test_output_processor_without_labels() -> None:
+    model = model_of(False)
+    tokens, positions, mask, _ = batch()
+    logits = by_processor(model, labels=None, scale_logits=lambda z: 2 * z)
+    torch.testing.assert_close(logits, 2 * model(tokens, positions, mask), rtol=0, atol=0)
+    with pytest.raises(NotImplementedError, match=r"^inference_context: expected None"):
+        by_processor(model, inference_context=object())
+
+
+@pytest.mark.usefixtures("alone")
+def test_output_processor_with_mup() -> None:
+    model = model_of(False)
+    model.config.use_mup, model.config.mup_output_mult = True, 0.5
+    tokens, positions, mask, labels = batch()
+    with torch.no_grad():
+        layer, seen = model.output_layer, []
+        hook = layer.register_forward_hook(lambda *a: seen.append(a[2][0]))
+        model(tokens, positions, mask)
+        hook.remove()
+        expected = torch.nn.functional.cross_entropy(
+            (seen[0] * 0.5).permute(1, 2, 0), labels, reduction="none"
+        )
+        torch.testing.assert_close(by_processor(model), expected, rtol=1e-5, atol=0)
+
+
+LINEAR = "megatron.core.transformer.linear_cross_entropy"
+
+
+@pytest.fixture
+def linear(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a head as that of the development branch, whose loss has that signature."""
+
+    class LinearCrossEntropyModule(tensor_parallel.ColumnParallelLinear):
+        def _compute_linear_and_cross_entropy_loss(
+            self,
+            hidden: Tensor,
+            weight: Tensor,
+            labels: Tensor | None = None,
+            reduction: str = "none",
+            ignore_index: int = -100,
+        ) -> None:
+            raise AssertionError("not replaced")
+
+    module = ModuleType(LINEAR)
+    module.__spec__ = ModuleSpec(LINEAR, None)
+    module.LinearCrossEntropyModule = LinearCrossEntropyModule  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, LINEAR, module)
+    return LinearCrossEntropyModule
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("mup", [False, True])
+def test_the_linear_implementation(linear: Any, reduction: str, mup: bool) -> None:
+    megatron.enable_linear_impl()
+    config = config_of()
+    if mup:
+        config.use_mup, config.mup_output_mult = True, 0.5
+    head = linear(32, VOCAB, config=config, init_method=torch.nn.init.xavier_normal_, bias=False)
+    hidden = torch.randn(SEQUENCE, BATCH, 32, requires_grad=True)
+    labels = torch.randint(VOCAB, (BATCH, SEQUENCE))
+    labels[0, :3] = -1
+    with fused_calls(megatron) as calls:
+        loss = head._compute_linear_and_cross_entropy_loss(
+            hidden, head.weight, labels=labels, reduction=reduction, ignore_index=-1
+        )
+    assert len(calls) == 1
+    logits = (hidden @ head.weight.T * (0.5 if mup else 1)).permute(1, 2, 0)
+    expected = torch.nn.functional.cross_entropy(
+        logits, labels, reduction=reduction, ignore_index=-1
+    )
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    inputs = (hidden, head.weight)
+    ours = torch.autograd.grad(loss.sum(), inputs)
+    theirs = torch.autograd.grad(expected.sum(), inputs)
+    for found, reference in zip(ours, theirs, strict=True):
+        assert (found - reference).abs().max() <= 1e-5 * reference.abs().max()
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_linear_implementation_is_replaced_once(linear: Any) -> None:
+    megatron.enable_linear_impl()
+    with pytest.raises(RuntimeError, match=r"the integration is enabled already"):
+        megatron.enable_linear_impl()
+    model = model_of(False)
+    model.config.cross_entropy_loss_fusion = True
+    model.config.cross_entropy_fusion_impl = "linear"
+    with pytest.raises(ValueError, match=r"^cross_entropy_fusion_impl: got 'linear', expected"):
+        megatron.enable(model)
+
+
+def test_without_a_linear_implementation() -> None:
+    with pytest.raises(RuntimeError, match=r"linear_cross_entropy: not found in version .* use en"):
+        megatron.enable_linear_impl()
