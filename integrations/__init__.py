@@ -1,4 +1,5 @@
 """The fused loss in training frameworks; each file is one framework, imported only on request.
 
 hooks.py          replacing a function of a framework, after a check that it is the expected one
+trl.py            TRL: SFT, DPO, KTO, GRPO, RLOO
 """
