@@ -4,8 +4,8 @@
 
     cutefce.integrations.trl.enable()  # before or after the trainer is made
 
-TRL's own function still runs for what cutefce does not have: the mean of capped logits, the gradient
-of their entropy, and a weight that ZeRO-3 partitions.
+TRL's own function still runs for what cutefce does not have: the mean of capped logits, the
+gradient of their entropy, and a weight that ZeRO-3 partitions.
 """
 
 from collections.abc import Callable, Sequence
@@ -129,11 +129,12 @@ class EntropyOfOwn(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the operands."""
         operands = [None if x is None else x.detach() for x in ctx.saved_tensors]
-        needed = [x for x, asked in zip(operands, ctx.needs_input_grad[2:]) if asked]
+        asked = ctx.needs_input_grad[2:]
+        needed = [x for x, is_asked in zip(operands, asked, strict=True) if is_asked]
         device, dtype, enabled = ctx.autocast
         with torch.enable_grad(), torch.autocast(device, dtype, enabled=enabled):
             for x in needed:
                 x.requires_grad_()
             entropy = ctx.function(*operands)
         found = iter(torch.autograd.grad(entropy, needed, gradient))
-        return None, None, *(next(found) if asked else None for asked in ctx.needs_input_grad[2:])
+        return None, None, *(next(found) if is_asked else None for is_asked in asked)
