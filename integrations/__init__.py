@@ -1,5 +1,6 @@
 """The fused loss in training frameworks; each file is one framework, imported only on request.
 
 hooks.py          replacing a function of a framework, after a check that it is the expected one
+liger.py          Liger: what transformers, LLaMA-Factory and ms-swift call
 trl.py            TRL: SFT, DPO, KTO, GRPO, RLOO
 """
