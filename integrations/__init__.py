@@ -2,5 +2,7 @@
 
 hooks.py          replacing a function of a framework, after a check that it is the expected one
 liger.py          Liger: what transformers, LLaMA-Factory and ms-swift call
+logit_options.py  scale and softcap of a transformers model, read and checked
 trl.py            TRL: SFT, DPO, KTO, GRPO, RLOO
+verl.py           verl: fused log-probabilities and entropies
 """

@@ -10,7 +10,14 @@ from typing import Any
 _MARK = "_is_from_cutefce"
 
 
-def replace(path: str, replacement: Any, *, parameters: Sequence[str], tested: str) -> Any:
+def replace(
+    path: str,
+    replacement: Any,
+    *,
+    parameters: Sequence[str],
+    tested: str,
+    signature: str | None = None,
+) -> Any:
     """Replace a function or class of a framework; return the one that was there.
 
     Args:
@@ -19,12 +26,26 @@ def replace(path: str, replacement: Any, *, parameters: Sequence[str], tested: s
         parameters: the names of the parameters that the replaced one must have, in order.
         tested: the distribution and the version that the integration was tested with, as
             "trl 1.16.0".  Another version warns once.
+        signature: where the function is whose parameters are compared; None is `path`.  The
+            `apply` of an autograd function has those of its `forward`.
 
     Raises:
         ImportError: if the distribution or the module is not installed.
         RuntimeError: if it was replaced before, or does not have these parameters.
     """
     check_version(tested)
+    owner, last, current = _find(path, tested)
+    if getattr(current, _MARK, False):
+        raise RuntimeError(f"{path}: the integration is enabled already")
+    described = current if signature is None else _find(signature, tested)[2]
+    check_parameters(signature or path, described, parameters, tested)
+    setattr(replacement, _MARK, True)
+    setattr(owner, last, replacement)
+    return current
+
+
+def _find(path: str, tested: str) -> tuple[Any, str, Any]:
+    """Return the owner of what is at `path`, its name there, and itself."""
     module, _, name = path.partition(":")
     *owners, last = name.split(".")
     owner = import_module(module)
@@ -32,12 +53,7 @@ def replace(path: str, replacement: Any, *, parameters: Sequence[str], tested: s
     current = getattr(owner, last, None)
     if current is None:
         raise RuntimeError(f"{path}: not found, expected that of {tested}")
-    if getattr(current, _MARK, False):
-        raise RuntimeError(f"{path}: the integration is enabled already")
-    check_parameters(path, current, parameters, tested)
-    setattr(replacement, _MARK, True)
-    setattr(owner, last, replacement)
-    return current
+    return owner, last, current
 
 
 def check_parameters(path: str, function: Any, parameters: Sequence[str], tested: str) -> None:

@@ -18,6 +18,7 @@ from cutefce.integrations import hooks
 from cutefce.ops.interface.log_probs import linear_log_probs
 
 TESTED = "trl 1.16.0"
+FUNCTION = "trl.kernels:ChunkedLogProbFunction"
 PARAMETERS = (
     "ctx",
     "hidden",
@@ -49,17 +50,17 @@ def enable() -> None:
         ImportError: if TRL is not installed.
         RuntimeError: if it is enabled already, or TRL's function has other parameters.
     """
-    hooks.check_version(TESTED)
-    from trl.kernels import ChunkedLogProbFunction
-
-    path = "trl.kernels:ChunkedLogProbFunction"
-    hooks.check_parameters(f"{path}.forward", ChunkedLogProbFunction.forward, PARAMETERS, TESTED)
-    own = ChunkedLogProbFunction.apply
 
     def apply(*arguments: Any) -> Values:
         return log_probs(own, *arguments)
 
-    hooks.replace(f"{path}.apply", apply, parameters=("args", "kwargs"), tested=TESTED)
+    own = hooks.replace(
+        f"{FUNCTION}.apply",
+        apply,
+        parameters=PARAMETERS,
+        tested=TESTED,
+        signature=f"{FUNCTION}.forward",
+    )
 
 
 def log_probs(
@@ -130,11 +131,10 @@ class EntropyOfOwn(torch.autograd.Function):
         """Return the gradients of the operands."""
         operands = [None if x is None else x.detach() for x in ctx.saved_tensors]
         asked = ctx.needs_input_grad[2:]
-        needed = [x for x, is_asked in zip(operands, asked, strict=True) if is_asked]
+        pairs = zip(operands, asked, strict=True)
+        needed = [x.requires_grad_() for x, is_asked in pairs if is_asked and x is not None]
         device, dtype, enabled = ctx.autocast
         with torch.enable_grad(), torch.autocast(device, dtype, enabled=enabled):
-            for x in needed:
-                x.requires_grad_()
             entropy = ctx.function(*operands)
         found = iter(torch.autograd.grad(entropy, needed, gradient))
         return None, None, *(next(found) if is_asked else None for is_asked in asked)

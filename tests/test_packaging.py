@@ -62,8 +62,13 @@ def test_every_folder_with_code_is_a_package() -> None:
 @pytest.mark.parametrize("name", sorted(packages()))
 def test_modules_are_installed(name: str) -> None:
     for path in packages()[name].glob("*.py"):
-        if path.stem != "__main__" and not is_device_code(path):
+        if path.stem == "__main__" or is_device_code(path):
+            continue
+        try:
             importlib.import_module(name if path.stem == "__init__" else f"{name}.{path.stem}")
+        except ImportError as error:
+            if name != "cutefce.integrations" or "cutefce" in str(error):
+                raise  # not that of a framework, which need not be installed
 
 
 def is_device_code(path: Path) -> bool:

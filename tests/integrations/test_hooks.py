@@ -1,5 +1,7 @@
 """hooks: a framework's function is replaced once, and only if it is the expected one."""
 
+from typing import Any
+
 import pytest
 
 from cutefce.integrations import hooks
@@ -37,6 +39,13 @@ def test_a_function_is_replaced_once() -> None:
 def test_other_parameters_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"got parameters \(message, file, nl, err, color\)"):
         hooks.replace(PATH, ours, parameters=("message",), tested=installed())
+
+
+def test_parameters_may_be_those_of_another_function() -> None:
+    given: dict[str, Any] = {"parameters": ("text",), "tested": installed()}
+    hooks.replace(PATH, ours, **given, signature="click:unstyle")
+    with pytest.raises(RuntimeError, match=r"click:style: got parameters \(text, fg"):
+        hooks.replace("click.utils:get_app_dir", ours, **given, signature="click:style")
 
 
 def test_a_missing_function_is_named() -> None:

@@ -16,6 +16,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl.kernels import ChunkedLogProbFunction
 
+import cutefce
 from cutefce.integrations import trl as integration
 
 WORDS = [f"w{i}" for i in range(120)]
@@ -51,7 +52,7 @@ CLOCKS = {"train_runtime", "train_samples_per_second", "train_steps_per_second",
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[Any]]]:
     """Keep TRL's class and one thread; list the calls of both functions and their outputs."""
     found: dict[str, list[Any]] = {"ours": [], "own": []}
-    fused, own = integration.linear_log_probs, ChunkedLogProbFunction.apply
+    fused, own = cutefce.linear_log_probs, ChunkedLogProbFunction.apply
     threads = torch.get_num_threads()
 
     def counted(*arguments: Any, **options: Any) -> Any:
@@ -384,7 +385,7 @@ def test_no_token_has_gradients_of_zero() -> None:
 
 def test_a_weight_of_zero_3_is_left_to_trl(calls: dict[str, list[Any]]) -> None:
     call = random_call()
-    call.weight.ds_id = 1
+    call.weight.ds_id = 1  # type: ignore[attr-defined]
     integration.enable()
     ChunkedLogProbFunction.apply(call.hidden, call.weight, call.bias, *call.rest)
     assert len(calls["own"]) == 1 and not calls["ours"]

@@ -1,0 +1,1 @@
+"""Tests; a package, since verl installs another one of this name."""
