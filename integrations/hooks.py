@@ -74,7 +74,7 @@ def check_version(tested: str) -> None:
     """
     distribution, _, expected = tested.partition(" ")
     try:
-        found = metadata.version(distribution)
+        found = metadata.version(distribution).partition("+")[0]  # a commit may be behind it
     except metadata.PackageNotFoundError:
         raise ImportError(f"{distribution}: not installed, expected {tested}") from None
     if found != expected:

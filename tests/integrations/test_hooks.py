@@ -1,5 +1,6 @@
 """hooks: a framework's function is replaced once, and only if it is the expected one."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -56,6 +57,13 @@ def test_a_missing_function_is_named() -> None:
 def test_an_untested_version_warns() -> None:
     with pytest.warns(UserWarning, match=r"click: got version .* tested with 0\.1"):
         hooks.check_version("click 0.1")
+
+
+def test_a_commit_is_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "1.2.3+abc1234")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hooks.check_version("nemo-rl 1.2.3")
 
 
 def test_a_missing_package_is_named() -> None:
