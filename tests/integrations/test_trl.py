@@ -1,5 +1,7 @@
 """TRL: every trainer logs and learns the same with the fused function as with TRL's own."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -401,3 +403,10 @@ def test_other_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ChunkedLogProbFunction, "forward", staticmethod(lambda ctx, hidden: None))
     with pytest.raises(RuntimeError, match=r"forward: got parameters \(ctx, hidden\)"):
         integration.enable()
+
+
+def test_the_example_runs() -> None:
+    command = [sys.executable, "-m", "examples.grpo", "--steps", "2"]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert "step  2: reward" in result.stdout and "mean reward" in result.stdout
