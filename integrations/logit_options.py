@@ -32,7 +32,7 @@ def logit_options(model: Any, forward: Callable[..., Any]) -> dict[str, Any]:
         found = _logits(model, forward, raw)
     except Exception as error:
         raise NotImplementedError(
-            f"{name}: got an error from its forward, which would tell what it does to its logits"
+            f"{name}: got an error where its forward would tell what it does to its logits: {error}"
         ) from error
     for scale in (1.0, *candidates[0]):  # a model may ignore what its configuration has
         for cap in (None, *candidates[1]):
@@ -50,7 +50,8 @@ def _logits(model: Any, forward: Callable[..., Any], raw: Tensor) -> Tensor:
     hidden = torch.linspace(-1, 1, model.config.get_text_config().hidden_size).expand(1, 1, -1)
     shell = copy.copy(model)  # shares everything but its modules
     head = _Head(hidden, raw)
-    vars(shell)["_modules"] = {**model._modules, "model": _Backbone(hidden), "lm_head": head}
+    replaced = {"model": _Backbone(model.model, hidden), "lm_head": head}
+    vars(shell)["_modules"] = {**model._modules, **replaced}
     with torch.no_grad():
         found: Tensor = forward(shell, input_ids=torch.zeros(1, 1, dtype=torch.long)).logits
     return found
@@ -74,9 +75,13 @@ class _Head(nn.Module):
 class _Backbone(nn.Module):
     """A backbone whose last hidden states are given, and its other outputs None."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, own: nn.Module, hidden: Tensor) -> None:
         super().__init__()
+        vars(self)["own"] = own
         self.hidden = hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["own"], name)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Return the outputs."""

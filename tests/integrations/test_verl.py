@@ -36,8 +36,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "Granite": {"logits_scaling": 8.0},
     "Gemma2": {"final_logit_softcapping": 2.0, "head_dim": 8},
     "Phi": {"hidden_act": "gelu"},  # its head has a bias
+    "FalconH1": {
+        "lm_head_multiplier": 0.25,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "head_dim": 8,
+    },
 }
-SCALES = {"Cohere": 0.3, "Granite": 1 / 8}
+SCALES = {"Cohere": 0.3, "Granite": 1 / 8, "FalconH1": 0.25}
 
 
 @pytest.fixture(autouse=True)
