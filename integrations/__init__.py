@@ -3,6 +3,12 @@
 automodel.py      NeMo Automodel: a loss for `_target_`
 axolotl.py        Axolotl: a plugin
 hooks.py          replacing a function of a framework, after a check that it is the expected one
+liger.py          Liger: what transformers, LLaMA-Factory and ms-swift call
+logit_options.py  scale and softcap of a transformers model, read and checked
 megatron.py       Megatron-Core: the loss of a model, an output_processor, the linear fusion
+nemo_rl.py        NeMo-RL: log-probabilities of Megatron policies
+prime_rl.py       prime-rl: its fused heads
 torchtitan.py     torchtitan: an override of the chunked loss
+trl.py            TRL: SFT, DPO, KTO, GRPO, RLOO
+verl.py           verl: fused log-probabilities and entropies
 """

@@ -80,7 +80,7 @@ def check_version(tested: str, found: str | None = None) -> None:
     """
     distribution, *versions = tested.split()
     try:
-        found = found or metadata.version(distribution)
+        found = (found or metadata.version(distribution)).partition("+")[0]  # not its commit
     except metadata.PackageNotFoundError:
         raise ImportError(f"{distribution}: not installed, expected {tested}") from None
     if found not in versions:

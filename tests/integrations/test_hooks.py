@@ -68,6 +68,13 @@ def test_several_versions_and_a_source_tree() -> None:
         hooks.check_version("no-such-package 1.0 1.1", found="2.0")
 
 
+def test_a_commit_is_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "1.2.3+abc1234")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hooks.check_version("nemo-rl 1.2.3")
+
+
 def test_a_missing_package_is_named() -> None:
     with pytest.raises(ImportError, match=r"no-such-package: not installed"):
         hooks.check_version("no-such-package 1.0")

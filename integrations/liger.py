@@ -1,0 +1,139 @@
+"""Liger: the loss of its patched forwards, of transformers, LLaMA-Factory, ms-swift and Axolotl.
+
+import cutefce.integrations.liger
+
+cutefce.integrations.liger.enable()  # then `use_liger_kernel=True` or `enable_liger_kernel`
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.integrations import hooks
+from cutefce.ops.interface import checks
+from cutefce.ops.interface.api import linear_cross_entropy
+from cutefce.ops.interface.log_probs import linear_log_probs
+
+TESTED = "liger-kernel 0.8.5"
+PATH = "liger_kernel.transformers.functional:liger_fused_linear_cross_entropy"
+PARAMETERS = (
+    "input",
+    "weight",
+    "target",
+    "bias",
+    "ce_weight",
+    "ignore_index",
+    "lse_square_scale",
+    "label_smoothing",
+    "reduction",
+    "softcap",
+    "return_z_loss",
+    "accum_dtype",
+    "use_token_scaling",
+    "return_token_accuracy",
+    "return_predicted_tokens",
+    "chunk_mem_const",
+)
+
+
+def enable() -> None:
+    """Replace the function of hidden states and weight that Liger's forwards call.
+
+    Raises:
+        ImportError: if Liger is not installed.
+        RuntimeError: if it is enabled already, or Liger's function has other parameters.
+    """
+    hooks.replace(PATH, fused_linear_cross_entropy, parameters=PARAMETERS, tested=TESTED)
+
+
+def fused_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    chunk_mem_const: int = 1,
+) -> Any:
+    """Return the loss of input (N, D) and weight (V, D), or Liger's `CrossEntropyOutput` with it.
+
+    More than eight parameters: they are Liger's, and mean what they mean there.  `accum_dtype` and
+    `chunk_mem_const` change nothing: sums are float32, and memory is planned.
+
+    Raises:
+        NotImplementedError: for `use_token_scaling`, and for `label_smoothing` with accuracy,
+            predicted tokens, a softcap, or class weights and a z-loss.
+    """
+    if use_token_scaling:
+        raise NotImplementedError(
+            "use_token_scaling: got True, which cutefce does not serve; expected False"
+        )
+    checks.check_reduction(reduction)
+    outputs = ["lse"]
+    outputs += ["is_top1"] if return_token_accuracy else []
+    outputs += ["argmax"] if return_predicted_tokens else []
+    is_active = target != ignore_index
+    both: dict[str, Any] = {"linear_bias": bias, "softcap": softcap, "ignore_index": ignore_index}
+    if len(outputs) == 1 and (ce_weight is None or not lse_square_scale):
+        loss, lse = linear_cross_entropy(
+            input,
+            weight,
+            target,
+            weight=ce_weight,
+            label_smoothing=label_smoothing,
+            z_loss=lse_square_scale,
+            reduction=reduction,
+            return_lse=True,
+            **both,
+        )
+        assert lse is not None
+        penalties = lse_square_scale * lse.square()
+        is_top1 = argmax = None
+    else:
+        if label_smoothing:
+            raise NotImplementedError(
+                f"label_smoothing: got {label_smoothing} with token accuracy, predicted tokens, or "
+                "class weights and a z-loss, which cutefce does not serve together; expected 0"
+            )
+        rows = linear_log_probs(input, weight, target, outputs=outputs, **both)
+        factors = None if ce_weight is None else ce_weight[target.where(is_active, 0)]
+        assert rows.lse is not None
+        penalties = lse_square_scale * rows.lse.square()  # not times the class weights
+        loss = _reduced(-rows.log_probs, is_active, reduction, factors)
+        loss = loss + _reduced(penalties, is_active, reduction)
+        is_top1, argmax = rows.is_top1, rows.argmax
+    if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
+        return loss
+    from liger_kernel.transformers.functional import CrossEntropyOutput
+
+    z_loss = _reduced(penalties.detach(), is_active, reduction).to(input.dtype)
+    accuracy = None if is_top1 is None else is_top1.float()
+    if accuracy is not None and reduction != "none":
+        accuracy = accuracy.sum() / is_active.sum()
+    return CrossEntropyOutput(
+        loss=loss,
+        z_loss=z_loss if return_z_loss else None,
+        token_accuracy=accuracy,
+        predicted_tokens=None if argmax is None else argmax.where(is_active, -1),
+    )
+
+
+def _reduced(x: Tensor, is_active: Tensor, reduction: str, factors: Tensor | None = None) -> Tensor:
+    """Return x (N,), 0 where a token is ignored, times `factors` (N,), or its sum or mean."""
+    weighted = x if factors is None else x * factors
+    if reduction == "none":
+        return weighted
+    if reduction == "sum":
+        return weighted.sum()
+    counts = is_active if factors is None else factors.where(is_active, 0)
+    return weighted.sum() / counts.sum().where(is_active.any(), 1)

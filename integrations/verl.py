@@ -1,0 +1,145 @@
+"""verl: log-probabilities and entropies of its fused path, on FSDP and Megatron.
+
+Importing this module enables it.  In every worker, set
+
+    VERL_USE_EXTERNAL_MODULES=cutefce.integrations.verl
+
+and, in verl's configuration of the model, `use_fused_kernels=True` and
+`fused_kernel_options.impl_backend=triton`.  Models of transformers keep the scale, the softcap and
+the bias of their heads, which verl's own function leaves out.
+"""
+
+import functools
+import sys
+from contextvars import ContextVar
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from cutefce.integrations import hooks
+from cutefce.integrations.logit_options import logit_options
+from cutefce.ops.interface.log_probs import linear_log_probs
+
+TESTED = "verl 0.9.1"
+FUNCTION = "verl.utils.kernel.linear_cross_entropy"
+IMPORTERS = "verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap"
+"""Modules that import the function by name."""
+PARAMETERS = (
+    "ctx",
+    "hidden",
+    "weight",
+    "labels",
+    "temperature",
+    "reduction",
+    "dist_process_group",
+)
+GATHERED = "_GatherFromSequenceParallelRegionBackward"
+"""Megatron's node that adds the gradients of all ranks."""
+
+_head: ContextVar[dict[str, Any]] = ContextVar("_head")
+"""Options of the head whose model is running."""
+
+
+def enable() -> None:
+    """Replace verl's function, and what gives a model the forward that calls it.
+
+    Raises:
+        ImportError: if verl is not installed.
+        RuntimeError: if it is enabled already, or a function of verl has other parameters.
+    """
+
+    def patch_forward_with_backends(
+        model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
+    ) -> None:
+        before = type(model).forward
+        own(model, use_fused_kernels, fused_kernels_backend)
+        if use_fused_kernels and fused_kernels_backend == "triton":
+            _set_forward(model, before)
+
+    own = hooks.replace(
+        "verl.models.transformers.monkey_patch:patch_forward_with_backends",
+        patch_forward_with_backends,
+        parameters=("model", "use_fused_kernels", "fused_kernels_backend"),
+        tested=TESTED,
+    )
+    for module in (FUNCTION, *(name for name in IMPORTERS if name in sys.modules)):
+        hooks.replace(
+            f"{module}:linear_cross_entropy",
+            linear_cross_entropy,
+            parameters=PARAMETERS,
+            tested=TESTED,
+            signature=f"{FUNCTION}:LinearCrossEntropy.forward",
+        )
+
+
+def _set_forward(model: Any, before: Any) -> None:
+    """Let the forward that verl gave the model's class name the options of the head."""
+    fused = type(model).forward
+    own = getattr(before, "own_forward", before)  # of a class with several models
+    model.cutefce_logit_options = logit_options(model, own)
+
+    @functools.wraps(fused)
+    def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        options = dict(self.cutefce_logit_options)
+        bias = self.lm_head.bias
+        if bias is not None:
+            options["linear_bias"] = bias * options["logit_scale"]
+        token = _head.set(options)
+        try:
+            return fused(self, *arguments, **keywords)
+        finally:
+            _head.reset(token)
+
+    forward.own_forward = own  # type: ignore[attr-defined]
+    type(model).forward = forward
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies, of the shape of labels.
+
+    Args:
+        hidden: (..., D) hidden states; with a group, those that Megatron gathered.
+        weight: (V, D), or with a group, this rank's classes.
+        labels: (...) with as many class indices as there are hidden states.
+        temperature: divisor of the logits.
+        reduction: "none".
+        dist_process_group: the group of tensor parallelism.
+
+    Raises:
+        ValueError: for another reduction.
+        NotImplementedError: for hidden states that need a gradient and are not gathered.
+    """
+    if reduction != "none":
+        raise ValueError(f"reduction: got {reduction!r}, expected 'none'")
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    ranks = 1 if dist_process_group is None else dist.get_world_size(dist_process_group)
+    if ranks > 1 and hidden.requires_grad:
+        if type(hidden.grad_fn).__name__ != GATHERED:
+            raise NotImplementedError(
+                "hidden: got states that were not gathered from the ranks of tensor parallelism, "
+                "expected sequence_parallel=True"
+            )
+        rows = rows.view_as(rows)
+        rows.register_hook(lambda gradient: gradient / ranks)  # gathering's backward adds them
+    found = linear_log_probs(
+        rows,
+        weight,
+        labels.reshape(-1),
+        outputs=("entropy",),
+        temperature=temperature,
+        group=dist_process_group,
+        **_head.get({}),
+    )
+    assert found.entropy is not None
+    return found.log_probs.view(labels.shape), found.entropy.view(labels.shape)
+
+
+enable()

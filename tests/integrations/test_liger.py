@@ -1,0 +1,281 @@
+"""Liger: its patched forwards and the options of its function, without one of its kernels."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+pytest.importorskip("liger_kernel")
+import liger_kernel.transformers.functional as theirs
+import transformers
+from liger_kernel.transformers import apply_liger_kernel_to_gemma2, apply_liger_kernel_to_llama
+
+from cutefce.integrations import liger as integration
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Keep Liger's function and one thread, and list the fused calls."""
+    found: list[str] = []
+
+    def counted(name: str) -> Any:
+        function = getattr(integration, name)
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            found.append(name)
+            return function(*arguments, **options)
+
+        return run
+
+    for name in ("linear_cross_entropy", "linear_log_probs"):
+        monkeypatch.setattr(integration, name, counted(name))
+    name = "liger_fused_linear_cross_entropy"
+    monkeypatch.setattr(theirs, name, getattr(theirs, name))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield found
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("count", [None, 17])
+def test_a_patched_forward_has_the_loss_of_the_model(
+    family: str, count: int | None, calls: list[str]
+) -> None:
+    options = {} if family == "Llama" else {"final_logit_softcapping": 2.0}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SHAPE, **options)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).train()
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(0.1 * torch.randn_like(x))
+    tokens = torch.randint(128, (2, 9))
+    labels = tokens.where(torch.rand(2, 9) < 0.7, -100)
+    given = {"input_ids": tokens, "labels": labels, "num_items_in_batch": count}
+
+    def run() -> tuple[Any, list[Tensor]]:
+        model.zero_grad()
+        output = model(**given)
+        output.loss.backward()
+        return output, [x.grad.clone() for x in model.parameters()]
+
+    expected, gradients = run()
+    assert not calls
+    integration.enable()
+    patch = apply_liger_kernel_to_llama if family == "Llama" else apply_liger_kernel_to_gemma2
+    others = {"rope": False, "rms_norm": False, "cross_entropy": False}
+    others |= {"swiglu": False} if family == "Llama" else {"geglu": False}
+    patch(**others, fused_linear_cross_entropy=True, model=model)
+    output, found = run()
+    assert calls == ["linear_cross_entropy"]
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
+    for x, y in zip(found, gradients, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-5 * float(y.abs().max()) + 1e-8)
+
+
+def trained(folder: Path, use_liger_kernel: bool) -> tuple[list[dict[str, Any]], list[Tensor]]:
+    """Return what two steps of two batches log, and the parameters."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    rows = []
+    for length in range(4, 12):
+        tokens = torch.randint(128, (12,))
+        rows.append({"input_ids": tokens, "labels": tokens.where(torch.arange(12) < length, -100)})
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=0.1,
+        optim="sgd",
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        prediction_loss_only=True,
+        use_liger_kernel=use_liger_kernel,
+        liger_kernel_config={"rope": False, "rms_norm": False, "swiglu": False},
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    trainer.evaluate()
+    kept = "loss", "grad_norm", "eval_loss", "train_loss"
+    logged = [{k: x for k, x in row.items() if k in kept} for row in trainer.state.log_history]
+    return logged, [x.detach() for x in model.parameters()]
+
+
+def test_trainer_logs_and_learns_the_same(tmp_path: Path, calls: list[str]) -> None:
+    expected, parameters = trained(tmp_path, use_liger_kernel=False)
+    integration.enable()
+    logged, found = trained(tmp_path, use_liger_kernel=True)
+    assert calls == ["linear_cross_entropy"] * 5  # one of them evaluates
+    for ours, own in zip(logged, expected, strict=True):
+        assert ours == pytest.approx(own, rel=1e-6, abs=1e-6)
+    for x, y in zip(found, parameters, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-7)
+
+
+def formula(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return loss, z-loss, accuracy and predicted tokens of Liger's kernel, from all logits."""
+    logits = F.linear(input, weight, bias)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    loss = F.cross_entropy(logits, target, ce_weight, reduction=reduction, **options)
+    is_active = target != ignore_index
+    z_loss = (lse_square_scale * logits.logsumexp(1).square()).where(is_active, 0)
+    accuracy = ((logits.argmax(1) == target) & is_active).to(logits.dtype)
+    if reduction != "none":
+        z_loss, accuracy = z_loss.sum(), accuracy.sum() / is_active.sum()
+    if reduction == "mean":
+        z_loss = z_loss / is_active.sum()
+    return loss + z_loss, z_loss, accuracy, logits.argmax(1).where(is_active, -1)
+
+
+CLASS_WEIGHTS = torch.rand(61, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+BIAS = torch.randn(61, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"bias": BIAS},
+    {"ce_weight": CLASS_WEIGHTS},
+    {"ignore_index": 3},
+    {"lse_square_scale": 0.01, "return_z_loss": True},
+    {"label_smoothing": 0.1},
+    {"label_smoothing": 0.1, "ce_weight": CLASS_WEIGHTS},
+    {"label_smoothing": 0.1, "lse_square_scale": 0.01, "return_z_loss": True},
+    {"softcap": 2.0, "bias": BIAS, "lse_square_scale": 0.01},
+    {"ce_weight": CLASS_WEIGHTS, "lse_square_scale": 0.01, "return_z_loss": True},
+    {"return_token_accuracy": True},
+    {"return_predicted_tokens": True, "softcap": 2.0},
+    {
+        "return_token_accuracy": True,
+        "return_predicted_tokens": True,
+        "return_z_loss": True,
+        "lse_square_scale": 0.01,
+        "ce_weight": CLASS_WEIGHTS,
+        "bias": BIAS,
+        "softcap": 2.0,
+    },
+    {"accum_dtype": torch.float32, "chunk_mem_const": 2},
+]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_option_is_that_of_liger(
+    options: dict[str, Any], reduction: str, calls: list[str]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    input = torch.randn(23, 8, generator=generator, dtype=torch.float64)
+    weight = torch.randn(61, 8, generator=generator, dtype=torch.float64)
+    target = torch.randint(61, (23,), generator=generator)
+    target[::5] = options.get("ignore_index", -100)
+    target[1::4] = F.linear(input, weight, options.get("bias")).argmax(1)[1::4]
+    integration.enable()
+
+    def run(function: Any) -> tuple[Any, list[Tensor]]:
+        given = options | {"reduction": reduction}
+        leaves = [x.clone().requires_grad_() for x in (input, weight)]
+        if "bias" in options:
+            given["bias"] = options["bias"].clone().requires_grad_()
+            leaves.append(given["bias"])
+        result = function(*leaves[:2], target, **given)
+        loss = getattr(result, "loss", result)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        factors = torch.linspace(-1, 1, loss.numel(), dtype=torch.float64).view_as(loss)
+        return result, [*torch.autograd.grad((loss * factors).sum(), leaves)]
+
+    result, found = run(theirs.liger_fused_linear_cross_entropy)
+    (loss, z_loss, accuracy, predicted), gradients = run(formula)
+    assert len(calls) == 1
+    if not any(name.startswith("return_") for name in options):
+        result = theirs.CrossEntropyOutput(loss=result)
+    close: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close(result.loss, loss, **close)
+    for x, y in zip(found, gradients, strict=True):
+        torch.testing.assert_close(x, y, **close)
+    for name, x, y in (
+        ("return_z_loss", result.z_loss, z_loss.detach()),
+        ("return_token_accuracy", result.token_accuracy, accuracy.float()),
+        ("return_predicted_tokens", result.predicted_tokens, predicted),
+    ):
+        assert (x is None) == (name not in options)
+        if x is not None:
+            assert not x.requires_grad
+            torch.testing.assert_close(x, y, **close)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_token_accuracy": True, "lse_square_scale": 0.1}])
+def test_ignored_tokens_alone_have_the_loss_0(options: dict[str, Any]) -> None:
+    integration.enable()
+    leaves = [torch.randn(n, 4).requires_grad_() for n in (5, 7)]
+    target = torch.full((5,), -100)
+    result = theirs.liger_fused_linear_cross_entropy(*leaves, target, **options)
+    loss = getattr(result, "loss", result)
+    assert loss.item() == 0
+    assert all(not x.any() for x in torch.autograd.grad(loss, leaves))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_token_scaling": True}, "use_token_scaling: got True"),
+        ({"label_smoothing": 0.1, "softcap": 2.0}, r"label_smoothing: got 0\.1 with softcap"),
+        (
+            {"label_smoothing": 0.1, "return_token_accuracy": True},
+            r"label_smoothing: got 0\.1 with",
+        ),
+    ],
+)
+def test_what_is_not_served_is_named(options: dict[str, Any], message: str) -> None:
+    integration.enable()
+    arguments = torch.randn(5, 4), torch.randn(7, 4), torch.arange(5)
+    with pytest.raises(NotImplementedError, match=message):
+        theirs.liger_fused_linear_cross_entropy(*arguments, **options)
+
+
+def test_an_unknown_reduction_is_named() -> None:
+    arguments = torch.randn(5, 4), torch.randn(7, 4), torch.arange(5)
+    with pytest.raises(ValueError, match="reduction: got 'batchmean'"):
+        integration.fused_linear_cross_entropy(
+            *arguments, reduction="batchmean", return_token_accuracy=True
+        )
+
+
+def test_it_is_enabled_once() -> None:
+    integration.enable()
+    with pytest.raises(RuntimeError, match="enabled already"):
+        integration.enable()
+
+
+def test_other_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theirs, "liger_fused_linear_cross_entropy", lambda input, weight: None)
+    with pytest.raises(RuntimeError, match=r"got parameters \(input, weight\)"):
+        integration.enable()
