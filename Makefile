@@ -22,6 +22,7 @@ test: .venv/ready
 # against the frameworks themselves, in the versions of the constraints
 test-integrations: .venv/ready
 	$(BIN)/pip install --quiet $(CONSTRAINTS) --editable '.[integrations]'
+	$(BIN)/pip install --quiet --no-deps --requirement tests/integrations/requirements.txt
 	$(BIN)/pytest tests/integrations
 
 test-gpu: .venv/ready
