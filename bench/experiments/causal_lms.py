@@ -1,4 +1,4 @@
-"""Every causal LM of transformers: whether its loss is fused by `cutefce.defer`, and is the same."""
+"""Every causal LM of transformers with deferred logits, against its own loss."""
 
 import functools
 import logging
@@ -15,8 +15,8 @@ from bench.harness.cli import Output
 from bench.harness.records import Measurement
 from bench.harness.tiny_models import batch, build, tiny_config
 
-NOISE_FLOOR = 1e-3
-"""Gradients below this part of the model's largest are compared with that part of it."""
+FLOOR = 1e-3
+"""Added to a parameter's largest gradient: that of the bias of keys, say, is 0 but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Row:
     loss_error: float | None = None
     """Relative difference between the deferred and the plain loss."""
     gradient_error: float | None = None
-    """Largest difference of a parameter's gradients, relative to its largest gradient."""
+    """Largest difference of a parameter's gradients, relative to its largest one + `FLOOR`."""
 
 
 @click.command("causal-lms")
@@ -94,8 +94,10 @@ def gradient_error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """Return `Row.gradient_error`, infinite if other parameters have gradients."""
     if ours.keys() != theirs.keys():
         return math.inf
-    floor = NOISE_FLOOR * max(g.abs().max().item() for g in theirs.values())
-    return max(
-        (ours[name] - g).abs().max().item() / max(g.abs().max().item(), floor)
-        for name, g in theirs.items()
-    )
+    pairs = [(ours[name] - gradient, gradient) for name, gradient in theirs.items()]
+    return max(largest(error) / (largest(gradient) + FLOOR) for error, gradient in pairs)
+
+
+def largest(x: Tensor) -> float:
+    """Return the largest absolute value of x."""
+    return x.abs().max().item()

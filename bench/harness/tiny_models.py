@@ -1,6 +1,5 @@
 """Tiny random models of transformers, of every type that has a causal-LM class."""
 
-import math
 from typing import Any
 
 import torch
@@ -75,7 +74,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5_moe": {"moe_k": 2},
     "gemma3n_text": {"num_kv_shared_layers": 0},
-    "git": {"vision_config": {"image_size": 16, "patch_size": 16, "num_attention_heads": 4}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "longcat_flash": {"expert_ffn_hidden_size": 64, "num_layers": 1} | EQUAL_HEADS,
@@ -116,9 +114,3 @@ def batch(rows: int = 2, length: int = 12, low: int = 5) -> dict[str, Tensor]:
     labels[:, : length // 4] = -100
     labels[0, : length // 2] = -100
     return {"input_ids": ids, "labels": labels}
-
-
-def largest_relative(a: Tensor, b: Tensor) -> float:
-    """Return the largest |a - b| over the largest |b|, 0 if both are 0."""
-    error, scale = (a - b).abs().max().item(), b.abs().max().item()
-    return 0.0 if error == 0 else error / scale if scale else math.inf

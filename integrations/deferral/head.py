@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from cutefce.integrations.deferral.report import Counts
 from cutefce.ops.interface.checks import DTYPES
-from cutefce.ops.operators.context import PLAIN_TYPES, is_autocasting
+from cutefce.ops.operators.context import PLAIN_TYPES, is_autocasting, outside_autocast
 
 Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Maps hidden states (..., D), weight (V, D) and bias (V,) or None to a result."""
@@ -98,7 +98,7 @@ class HeadCall:
         self.head = head
         self.grad = torch.is_grad_enabled()
         self.operands = hidden, head.weight
-        self.versions = [_version(x) for x in self.operands]
+        self.versions = self._versions()
         self.made: list[tuple[Tensor, int]] = []
         """Logits that were made, and their versions then."""
 
@@ -108,19 +108,23 @@ class HeadCall:
         Raises:
             RuntimeError: if what logits are made of has changed since, or is not here.
         """
-        if not torch.compiler.is_compiling():
-            now = [_version(x) for x in self.operands]
-            self._check(now == self.versions, "the head's weight or input changed in place")
-            same = all(_version(x) == version for x, version in self.made)
-            self._check(same, "other logits of the same call changed in place")
-        if self.head.is_whole:
-            return compute(hidden, self.head.weight, self.head.bias)
-        result: Tensor = self.head(hidden, compute)
-        return result
+        is_same = self.versions in ([], self._versions())
+        self._check(is_same, "the head's weight or input changed in place")
+        is_same = all(_version(x) == version for x, version in self.made)
+        self._check(is_same, "other logits of the same call changed in place")
+        with outside_autocast(hidden.device.type):
+            if self.head.is_whole:
+                return compute(hidden, self.head.weight, self.head.bias)
+            result: Tensor = self.head(hidden, compute)
+            return result
 
     def note_made(self, logits: Tensor) -> None:
         """Watch logits that were made for changes that others of the call do not see."""
         self.made.append((logits, _version(logits)))
+
+    def _versions(self) -> list[int]:
+        """Return how often the operands were changed, nothing in a compiled graph."""
+        return [] if torch.compiler.is_compiling() else [_version(x) for x in self.operands]
 
     def _check(self, condition: bool, change: str) -> None:
         if not condition:

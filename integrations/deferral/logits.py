@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from cutefce.integrations.deferral.loss import cross_entropy
 from cutefce.integrations.deferral.record import METHODS, LogitsRecord
-from cutefce.ops import torch_compat
 
 
 class DeferredLogits(LogitsRecord):
@@ -40,13 +39,13 @@ class DeferredLogits(LogitsRecord):
 
     def _compute(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         w, b = self.of_classes(weight), self.of_classes(bias)
-        with torch_compat.disabled_autocast(hidden.device.type):
-            logits = F.linear(hidden, w.to(hidden.dtype), b if b is None else b.to(hidden.dtype))
-            for name, value in self.steps:
-                logits = logits.tanh() if name == "tanh" else getattr(logits, name)(value)
+        logits = F.linear(hidden, w.to(hidden.dtype), b if b is None else b.to(hidden.dtype))
+        for name, value in self.steps:
+            logits = logits.tanh() if name == "tanh" else getattr(logits, name)(value)
         return logits
 
     def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Return what the method `name` of the logits returns."""
         args, kwargs = made_all(name, args), made_all(name, kwargs)
         return getattr(self.tensor(name), name)(*args, **kwargs)
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cutefce.ops import torch_compat
 from cutefce.ops.interface.api import linear_cross_entropy
 from cutefce.ops.interface.checks import REDUCTIONS
 from cutefce.ops.operators.context import is_autocasting, is_mixed
@@ -84,19 +83,18 @@ def cross_entropy(
         w, b = input.of_classes(head_weight), input.of_classes(bias)
         if w.dtype != hidden.dtype and not is_mixed(hidden, w):
             w = w.to(hidden.dtype)
-        with torch_compat.disabled_autocast(hidden.device.type):
-            return linear_cross_entropy(
-                hidden,
-                w,
-                target,
-                linear_bias=b if b is None or scale == 1 else b * scale,
-                weight=weight,
-                reduction=reduction,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                logit_scale=scale,
-                softcap=cap,
-            )
+        return linear_cross_entropy(
+            hidden,
+            w,
+            target,
+            linear_bias=b if b is None or scale == 1 else b * scale,
+            weight=weight,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            logit_scale=scale,
+            softcap=cap,
+        )
 
     loss = input.call.evaluate(fused, input.hidden.movedim(input.class_dim, -1))
     input.call.head.counts.add()

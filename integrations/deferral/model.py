@@ -89,7 +89,7 @@ def _heads(model: nn.Module) -> Iterator[Any]:
     copies = getattr(head, "modules_to_save", None)
     if isinstance(copies, nn.ModuleDict):  # one for each adapter of peft
         yield from copies.values()
-        head = getattr(head, "original_module")
+        head = head.original_module
     yield head
 
 

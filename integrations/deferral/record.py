@@ -216,12 +216,12 @@ class LogitsRecord:
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         start, end = self._dim(start_dim), self._dim(end_dim)
-        if self.is_deferred and start is not None and end is not None and start <= end:
-            if self.class_dim > end or self.class_dim < start:
-                merged = end - start if self.class_dim > end else 0
-                hidden = self.hidden.flatten(start, end)
-                return self.derived(hidden=hidden, class_dim=self.class_dim - merged)
-        return self.ask("flatten", start_dim, end_dim)
+        is_known = self.is_deferred and start is not None and end is not None and start <= end
+        if not is_known or start <= self.class_dim <= end:
+            return self.ask("flatten", start_dim, end_dim)
+        merged = end - start if self.class_dim > end else 0
+        hidden = self.hidden.flatten(start, end)
+        return self.derived(hidden=hidden, class_dim=self.class_dim - merged)
 
     def unsqueeze(self, dim: int) -> Any:
         place = self._dim(dim, self.ndim + 1)
