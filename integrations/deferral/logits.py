@@ -29,8 +29,8 @@ class DeferredLogits(LogitsRecord):
             reason: what needs them, for the report.
         """
         if self.made is None:
-            hidden = self.hidden.movedim(self.class_dim, -1)
             with torch.set_grad_enabled(self.call.grad):
+                hidden = self.hidden.movedim(self.class_dim, -1)
                 made = self.call.evaluate(self._compute, hidden).movedim(-1, self.class_dim)
             self.call.note_made(made)
             self.call.head.counts.add(reason)
