@@ -33,7 +33,12 @@ class DeferringLinear(nn.Linear):
         weight around the call of a module.
         """
         if compute is not None:
-            self._check_weight()
+            if not is_whole(self):
+                raise RuntimeError(
+                    "logits: got a use of them where the head's weight is sharded, expected it in "
+                    "the forward of the model; compute the loss there, or apply fully_shard to "
+                    "the head"
+                )
             return compute(input, self.weight, self.bias)
         if not self.is_deferring:
             return super().forward(input)
@@ -52,26 +57,10 @@ class DeferringLinear(nn.Linear):
         )
         return logits  # type: ignore[return-value]  # behaves like a tensor
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the weight is here, and not a shard or a placeholder of it."""
-        w = self.weight
-        if type(w) not in PLAIN_TYPES or w.numel() != self.out_features * self.in_features:
-            return False
-        return torch.compiler.is_compiling() or w.untyped_storage().size() > 0
-
-    def _check_weight(self) -> None:
-        """Raise RuntimeError unless the weight is whole."""
-        if not self.is_whole:
-            raise RuntimeError(
-                "logits: got a use of them where the head's weight is sharded, expected it in the "
-                "forward of the model; compute the loss there, or apply fully_shard to the head"
-            )
-
     def _obstacle(self, input: Tensor) -> str:
         """Return why the logits of input cannot be deferred, "" if they can."""
         weight = self.weight
-        if not self.is_whole:
+        if not is_whole(self):
             kind = "a DTensor" if isinstance(weight, DTensor) else "not a whole, plain tensor"
             return f"weight: {kind}"
         if type(input) not in PLAIN_TYPES:
@@ -91,11 +80,20 @@ class DeferringLinear(nn.Linear):
         return ""
 
 
+def is_whole(head: nn.Linear) -> bool:
+    """Whether the weight is here, and not a shard or a placeholder of it."""
+    w = head.weight
+    if type(w) not in PLAIN_TYPES or w.numel() != head.out_features * head.in_features:
+        return False
+    return torch.compiler.is_compiling() or w.untyped_storage().size() > 0
+
+
 class HeadCall:
     """What all logits of one call of a head share."""
 
     def __init__(self, head: DeferringLinear, hidden: Tensor) -> None:
         self.head = head
+        self.counts = head.counts
         self.grad = torch.is_grad_enabled()
         self.operands = hidden, head.weight
         self.versions = self._versions()
@@ -113,7 +111,7 @@ class HeadCall:
         is_same = all(_version(x) == version for x, version in self.made)
         self._check(is_same, "other logits of the same call changed in place")
         with outside_autocast(hidden.device.type):
-            if self.head.is_whole:
+            if is_whole(self.head):
                 return compute(hidden, self.head.weight, self.head.bias)
             result: Tensor = self.head(hidden, compute)
             return result

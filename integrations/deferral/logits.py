@@ -33,7 +33,7 @@ class DeferredLogits(LogitsRecord):
                 hidden = self.hidden.movedim(self.class_dim, -1)
                 made = self.call.evaluate(self._compute, hidden).movedim(-1, self.class_dim)
             self.call.note_made(made)
-            self.call.head.counts.add(reason)
+            self.call.counts.add(reason)
             self.made = made
         return self.made
 
