@@ -6,6 +6,7 @@ import click
 
 from bench.experiments import (
     breakdown,
+    causal_lms,
     compiled_step,
     cpu_overhead,
     first_call,
@@ -50,6 +51,7 @@ for module in (
     cpu_overhead,
     compiled_step,
     options,
+    causal_lms,
     first_call,
     tuned,
     parallel,

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from cutefce.version import __version__ as __version__
 
 if find_spec("torch") is not None:
+    from cutefce.integrations.deferral import DeferralReport, defer, deferral_report, undefer
     from cutefce.ops.interface.api import LossOutput, linear_cross_entropy
     from cutefce.ops.interface.log_probs import LogProbs, linear_log_probs
     from cutefce.ops.interface.module import LinearCrossEntropyLoss
@@ -17,12 +18,16 @@ if find_spec("torch") is not None:
     from cutefce.ops.primitives.dispatch import backend_for, set_strict
 
     __all__ = [
+        "DeferralReport",
         "LinearCrossEntropyLoss",
         "LogProbs",
         "LossOutput",
         "backend_for",
+        "defer",
+        "deferral_report",
         "linear_cross_entropy",
         "linear_log_probs",
         "plan",
         "set_strict",
+        "undefer",
     ]

@@ -1,5 +1,6 @@
 """The fused loss in training frameworks; each file is one framework, imported only on request.
 
+deferral/         a head that defers its logits, for any model and trainer: `cutefce.defer`
 automodel.py      NeMo Automodel: a loss for `_target_`
 axolotl.py        Axolotl: a plugin
 hooks.py          replacing a function of a framework, after a check that it is the expected one

@@ -184,9 +184,15 @@ def _compiled(function: Callable[..., None], layout: tuple[Any, ...]) -> Callabl
     return torch.compile(own, dynamic=True, options={"triton.autotune_pointwise": False})
 
 
-@process_cache
 def autocast_is_available(device_type: str) -> bool:
     """Whether torch has autocast for devices of this type."""
+    if torch.compiler.is_compiling():  # which does not look into caches
+        return torch.amp.is_autocast_available(device_type)
+    return _autocast_is_available(device_type)
+
+
+@process_cache
+def _autocast_is_available(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
 
 

@@ -1,5 +1,6 @@
 """Ambient torch state: autocast, the current device, and active dispatch modes."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,13 @@ def autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return x.to(dtype) if eligible else x
 
     return cast(h), cast(w)
+
+
+def outside_autocast(device_type: str) -> contextlib.AbstractContextManager[None]:
+    """Return a region where operators on devices of this type do not cast their inputs."""
+    if not is_autocasting(device_type):
+        return contextlib.nullcontext()
+    return torch_compat.disabled_autocast(device_type)
 
 
 def is_mixed(h: Tensor, w: Tensor) -> bool:

@@ -1,0 +1,137 @@
+"""The head, whose forward returns deferred logits where a loss may follow."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from cutefce.integrations.deferral.report import Counts
+from cutefce.ops.interface.checks import DTYPES
+from cutefce.ops.operators.context import PLAIN_TYPES, is_autocasting, outside_autocast
+
+Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Maps hidden states (..., D), weight (V, D) and bias (V,) or None to a result."""
+
+
+class DeferringLinear(nn.Linear):
+    """A linear head whose logits are deferred in training; `defer` makes it of an `nn.Linear`."""
+
+    counts: Counts
+    in_evaluation: bool
+    """Whether logits are deferred in evaluation too."""
+
+    @property
+    def is_deferring(self) -> bool:
+        """Whether it was not undone, which leaves the class of a head that FSDP has wrapped."""
+        return "counts" in self.__dict__
+
+    def forward(self, input: Tensor, compute: Compute | None = None) -> Tensor:
+        """Return the logits (..., V) of input (..., D), deferred or not.
+
+        With `compute`, return its result of input, weight and bias, for wrappers that gather the
+        weight around the call of a module.
+        """
+        if compute is not None:
+            if not is_whole(self):
+                raise RuntimeError(
+                    "logits: got a use of them where the head's weight is sharded, expected it in "
+                    "the forward of the model; compute the loss there, or apply fully_shard to "
+                    "the head"
+                )
+            return compute(input, self.weight, self.bias)
+        if not self.is_deferring:
+            return super().forward(input)
+        if not self.in_evaluation and not (self.training and torch.is_grad_enabled()):
+            return super().forward(input)
+        obstacle = self._obstacle(input)
+        if obstacle:
+            self.counts.add(obstacle)
+            return super().forward(input)
+        from cutefce.integrations.deferral.logits import DeferredLogits
+
+        if is_autocasting(input.device.type) and input.dtype != torch.float64:
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        logits = DeferredLogits(
+            HeadCall(self, input), input, input.ndim - 1, (0, self.out_features), (), input.dtype
+        )
+        return logits  # type: ignore[return-value]  # behaves like a tensor
+
+    def _obstacle(self, input: Tensor) -> str:
+        """Return why the logits of input cannot be deferred, "" if they can."""
+        weight = self.weight
+        if not is_whole(self):
+            kind = "a DTensor" if isinstance(weight, DTensor) else "not a whole, plain tensor"
+            return f"weight: {kind}"
+        if type(input) not in PLAIN_TYPES:
+            return f"input: {type(input).__name__}"
+        if getattr(self, "_is_replica", False):
+            return "nn.DataParallel"
+        if self._backward_hooks or self._backward_pre_hooks:
+            return "backward hooks of the head"
+        casts = is_autocasting(input.device.type) and torch.float64 not in (
+            input.dtype,
+            weight.dtype,
+        )
+        if not {input.dtype, weight.dtype} <= DTYPES or not (casts or input.dtype == weight.dtype):
+            return f"dtypes: {input.dtype} beside {weight.dtype}"
+        if input.device != weight.device or input.ndim == 0 or input.shape[-1] != self.in_features:
+            return "input: not on the weight's device, or of another size"
+        return ""
+
+
+def is_whole(head: nn.Linear) -> bool:
+    """Whether the weight is here, and not a shard or a placeholder of it."""
+    w = head.weight
+    if type(w) not in PLAIN_TYPES or w.numel() != head.out_features * head.in_features:
+        return False
+    return torch.compiler.is_compiling() or w.untyped_storage().size() > 0
+
+
+class HeadCall:
+    """What all logits of one call of a head share."""
+
+    def __init__(self, head: DeferringLinear, hidden: Tensor) -> None:
+        self.head = head
+        self.counts = head.counts
+        self.grad = torch.is_grad_enabled()
+        self.operands = hidden, head.weight
+        self.versions = self._versions()
+        self.made: list[tuple[Tensor, int]] = []
+        """Logits that were made, and their versions then."""
+
+    def evaluate(self, compute: Compute, hidden: Tensor) -> Tensor:
+        """Return `compute` of hidden states that are taken from the call's, weight and bias.
+
+        Raises:
+            RuntimeError: if what logits are made of has changed since, or is not here.
+        """
+        is_same = self.versions in ([], self._versions())
+        self._check(is_same, "the head's weight or input changed in place")
+        is_same = all(_version(x) == version for x, version in self.made)
+        self._check(is_same, "other logits of the same call changed in place")
+        with outside_autocast(hidden.device.type):
+            if is_whole(self.head):
+                return compute(hidden, self.head.weight, self.head.bias)
+            result: Tensor = self.head(hidden, compute)
+            return result
+
+    def note_made(self, logits: Tensor) -> None:
+        """Watch logits that were made for changes that others of the call do not see."""
+        self.made.append((logits, _version(logits)))
+
+    def _versions(self) -> list[int]:
+        """Return how often the operands were changed, nothing in a compiled graph."""
+        return [] if torch.compiler.is_compiling() else [_version(x) for x in self.operands]
+
+    def _check(self, condition: bool, change: str) -> None:
+        if not condition:
+            raise RuntimeError(
+                f"logits: {change} before these were used, expected no change, since they are "
+                "deferred; use them before, or call cutefce.undefer(model)"
+            )
+
+
+def _version(x: Tensor) -> int:
+    """Return how often x was changed in place, as far as it counts that."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version

@@ -1,0 +1,44 @@
+"""Which rows and classes an index of logits selects."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Selection(NamedTuple):
+    """An index of hidden states, whose last dimension it keeps, and a range of classes."""
+
+    rows: tuple[Any, ...]
+    start: int
+    stop: int
+
+
+def select(index: Any, ndim: int, classes: int) -> Selection | None:
+    """Split an index of logits of `ndim` dimensions, the last of which are `classes`.
+
+    Returns:
+        None for an index that selects more than rows and consecutive classes.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    used, ellipses = 0, 0
+    for part in parts:
+        if part is Ellipsis:
+            ellipses += 1
+        elif isinstance(part, Tensor):
+            used += part.ndim if part.dtype in (torch.bool, torch.uint8) else 1
+        elif isinstance(part, (slice, int)) and not isinstance(part, bool):
+            used += 1
+        elif part is not None:
+            return None
+    if used > ndim or ellipses > 1:
+        return None
+    if used < ndim and (not ellipses or parts[-1] is Ellipsis):
+        return Selection(parts, 0, classes)
+    *rows, last = parts
+    if not isinstance(last, slice) or last.step not in (None, 1):
+        return None
+    if not all(bound is None or isinstance(bound, int) for bound in (last.start, last.stop)):
+        return None
+    start, stop, _ = last.indices(classes)
+    return Selection((*rows, slice(None)), start, stop) if start < stop else None

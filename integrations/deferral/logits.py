@@ -1,0 +1,101 @@
+"""The plain object that stands for logits, until something but a cross entropy needs them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cutefce.integrations.deferral.loss import cross_entropy
+from cutefce.integrations.deferral.record import METHODS, LogitsRecord
+
+
+class DeferredLogits(LogitsRecord):
+    """Logits that are recorded and not computed.
+
+    Whatever but a recorded operation or a cross entropy is asked of the object, functions of torch
+    included, makes the logits, once, and is asked of them.  It is not a subclass of Tensor, which
+    would break compiled graphs.
+    """
+
+    __array_ufunc__ = None  # so that numbers of NumPy leave products to this class
+    __hash__ = object.__hash__
+
+    def tensor(self, reason: str) -> Tensor:
+        """Return the logits, as the head and the model would have made them.
+
+        Args:
+            reason: what needs them, for the report.
+        """
+        if self.made is None:
+            with torch.set_grad_enabled(self.call.grad):
+                hidden = self.hidden.movedim(self.class_dim, -1)
+                made = self.call.evaluate(self._compute, hidden).movedim(-1, self.class_dim)
+            self.call.note_made(made)
+            self.call.counts.add(reason)
+            self.made = made
+        return self.made
+
+    def _compute(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        w, b = self.of_classes(weight), self.of_classes(bias)
+        logits = F.linear(hidden, w.to(hidden.dtype), b if b is None else b.to(hidden.dtype))
+        for name, value in self.steps:
+            logits = logits.tanh() if name == "tanh" else getattr(logits, name)(value)
+        return logits
+
+    def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Return what the method `name` of the logits returns."""
+        args, kwargs = made_all(name, args), made_all(name, kwargs)
+        return getattr(self.tensor(name), name)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"DeferredLogits: got no attribute {name!r}, as of a tensor")
+        return getattr(self.tensor(name), name)
+
+    def __repr__(self) -> str:
+        return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, func.__name__
+        if args and isinstance(args[0], cls):
+            first, rest = args[0], args[1:]
+            if func is F.cross_entropy:
+                return cross_entropy(first, *made_all(name, rest), **made_all(name, kwargs))
+            if name in METHODS and func is getattr(torch, name):
+                return getattr(first, name)(*rest, **kwargs)
+        return func(*made_all(name, args), **made_all(name, kwargs))
+
+
+def made_all(reason: str, value: Any) -> Any:
+    """Return `value`, which may be nested, with the logits instead of all deferred ones."""
+    if isinstance(value, DeferredLogits):
+        return value.tensor(reason)
+    if isinstance(value, dict):
+        return {name: made_all(reason, item) for name, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)([made_all(reason, item) for item in value])
+    return value
+
+
+def _asked(name: str) -> Callable[..., Any]:
+    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        return self.ask(name, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+OTHERS = (
+    *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "setitem", "iter"),
+    *("contains", "bool", "int", "float", "complex", "index", "array", "format", "deepcopy"),
+    *("reduce_ex", "dlpack", "dlpack_device"),
+)
+for word in (*BINARY, *(f"{side}{word}" for side in "ri" for word in BINARY), *OTHERS):
+    if hasattr(Tensor, f"__{word}__") and f"__{word}__" not in LogitsRecord.__dict__:
+        setattr(DeferredLogits, f"__{word}__", _asked(f"__{word}__"))

@@ -1,0 +1,113 @@
+"""`defer`, `undefer` and `deferral_report`: the heads of a model."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from cutefce.integrations.deferral.head import DeferringLinear
+from cutefce.integrations.deferral.report import Counts, DeferralReport
+from cutefce.ops.interface.checks import DTYPES
+from cutefce.ops.operators.context import PLAIN_TYPES
+
+
+def defer(model: nn.Module, *, evaluation: bool = False) -> None:
+    """Have the head of a model answer with deferred logits, so that its own loss is fused.
+
+    In training, the head returns an object that stands for its logits.  It records what the model
+    does to them (scales, softcap, casts, views, slices of tokens and classes), and turns
+    `torch.nn.functional.cross_entropy`, of the model or of the caller, into the fused call, with
+    the same loss and dtype.  Anything else makes the logits and goes on as before.
+
+    Call it before an adapter, `fully_shard`, DDP or torch.compile wraps the model, or, but for
+    `fully_shard`, after.
+
+    Args:
+        model: a model of transformers or another with `get_output_embeddings`, or the head itself,
+            an `nn.Linear` with a floating-point weight (V, D), with or without bias.
+        evaluation: whether logits are deferred in evaluation and without gradients too, for
+            callers that use the loss alone, as `Trainer` without `compute_metrics`.
+
+    Raises:
+        TypeError: if the head is not a plain `nn.Linear`, as where it is quantized.
+        RuntimeError: if it is deferred already.
+    """
+    heads = [*_heads(model)]
+    for head in heads:
+        _check_head(head)
+    for head in heads:
+        head.__class__ = DeferringLinear
+        head.counts, head.in_evaluation = Counts(), evaluation
+
+
+def undefer(model: nn.Module) -> None:
+    """Have deferred heads return logits again.
+
+    Raises:
+        RuntimeError: if the model has none.
+    """
+    for head in _deferred(model):
+        del head.counts, head.in_evaluation
+        if type(head) is DeferringLinear:
+            head.__class__ = nn.Linear
+
+
+def deferral_report(model: nn.Module) -> DeferralReport:
+    """Return how many losses were fused since `defer`, and what made logits instead.
+
+    Raises:
+        RuntimeError: if no head of the model is deferred.
+    """
+    counts = [head.counts for head in _deferred(model)]
+    fallbacks: Counter[str] = sum((each.fallbacks for each in counts), Counter())
+    return DeferralReport(sum(each.fused for each in counts), dict(fallbacks))
+
+
+def _deferred(model: nn.Module) -> list[DeferringLinear]:
+    found = [m for m in model.modules() if isinstance(m, DeferringLinear) and m.is_deferring]
+    if not found:
+        raise RuntimeError("model: got no deferred head, expected a call of cutefce.defer before")
+    return found
+
+
+def _heads(model: nn.Module) -> Iterator[Any]:
+    """Yield the output embeddings of a model, without their adapters."""
+    head: Any = model
+    while not isinstance(head, nn.Linear) and not hasattr(head, "get_output_embeddings"):
+        if not isinstance(getattr(head, "module", None), nn.Module):
+            raise TypeError(
+                f"model: got {type(model).__name__}, expected one with get_output_embeddings, or "
+                "its head, an nn.Linear"
+            )
+        head = head.module  # of DDP and the like
+    if not isinstance(head, nn.Linear):
+        head = head.get_output_embeddings()
+    while isinstance(getattr(head, "base_layer", None), nn.Module):
+        head = head.base_layer  # of an adapter of peft
+    copies = getattr(head, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict):  # one for each adapter of peft
+        yield from copies.values()
+        head = head.original_module
+    yield head
+
+
+def _check_head(head: Any) -> None:
+    """Raise TypeError or RuntimeError unless logits of the module can be deferred."""
+    if isinstance(head, DeferringLinear) and head.is_deferring:
+        raise RuntimeError("model: got a head that is deferred already, expected one call of defer")
+    weight = getattr(head, "weight", None)
+    if type(head) not in (nn.Linear, DeferringLinear) or "forward" in head.__dict__:
+        got = f"{type(head).__module__}.{type(head).__name__}"
+        got += " with another forward" if isinstance(head, nn.Linear) else ""
+    elif not isinstance(weight, DTensor) and type(weight) not in PLAIN_TYPES:
+        got = f"a weight of {type(weight).__name__}"
+    elif weight.dtype not in DTYPES:
+        got = f"a weight of {weight.dtype}"
+    else:
+        return
+    raise TypeError(
+        f"head: got {got}, expected a plain torch.nn.Linear with a floating-point weight; call "
+        "cutefce.defer on a model that is not quantized, and before fully_shard"
+    )

@@ -1,0 +1,276 @@
+"""What is known of deferred logits, and the operations on them that can be recorded."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.integrations.deferral.head import HeadCall
+from cutefce.integrations.deferral.indexing import select
+from cutefce.ops.interface.checks import DTYPES
+
+Step = tuple[str, Any]
+"""A method of tensors that changes logits element by element, and its argument."""
+
+
+class LogitsRecord:
+    """Which logits of a head's call these are, and what was done to them.
+
+    Selections and views of rows are applied to the hidden states, which have the shape of the
+    logits but for the dimension of classes; selections of classes to the weight; the rest is a
+    list of steps.  The methods below are those of tensors.
+    """
+
+    def __init__(
+        self,
+        call: HeadCall,
+        hidden: Tensor,
+        class_dim: int,
+        class_range: tuple[int, int],
+        steps: tuple[Step, ...],
+        dtype: torch.dtype,
+    ) -> None:
+        self.call = call
+        self.hidden = hidden
+        self.class_dim = class_dim
+        self.class_range = class_range
+        self.steps = steps
+        self.dtype = dtype
+        self.made: Tensor | None = None
+        """The logits themselves, once something has needed them."""
+
+    # what is known without the logits
+
+    @property
+    def classes(self) -> int:
+        """V, or how many of them were selected."""
+        start, stop = self.class_range
+        return stop - start
+
+    @property
+    def shape(self) -> torch.Size:
+        sizes = list(self.hidden.shape)
+        sizes[self.class_dim] = self.classes
+        return torch.Size(sizes)
+
+    @property
+    def ndim(self) -> int:
+        return self.hidden.ndim
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.hidden.is_cuda
+
+    @property
+    def requires_grad(self) -> bool:
+        head = self.call.head
+        operands = self.hidden, head.weight, head.bias
+        return self.call.grad and any(x is not None and x.requires_grad for x in operands)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether an operation can be recorded, and a loss be fused."""
+        return self.made is None and torch.is_grad_enabled() == self.call.grad
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def of_classes(self, x: Any) -> Any:
+        """Return the rows of a weight or bias x (V, ...) that belong to the classes, or None."""
+        if x is None or self.classes == self.call.head.out_features:
+            return x
+        return x[slice(*self.class_range)]
+
+    # how the operations are recorded
+
+    def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Return what the method `name` of the logits themselves returns."""
+        raise NotImplementedError
+
+    def derived(self, **changes: Any) -> Any:
+        """Return other logits of the same call: these, but for some arguments of __init__."""
+        kept = {
+            "call": self.call,
+            "hidden": self.hidden,
+            "class_dim": self.class_dim,
+            "class_range": self.class_range,
+            "steps": self.steps,
+            "dtype": self.dtype,
+        }
+        return type(self)(**(kept | changes))
+
+    def _step(self, name: str, value: Any = None, **changes: Any) -> Any:
+        return self.derived(steps=(*self.steps, (name, value)), **changes)
+
+    def _scale(self, name: str, number: Any) -> Any:
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if self.is_deferred and is_number and math.isfinite(number) and number != 0:
+            return self._step(name, number)
+        return self.ask(name, number)
+
+    def _cast(self, dtype: torch.dtype) -> Any:
+        if not self.is_deferred or dtype not in DTYPES:
+            return self.ask("to", dtype)
+        return self if dtype == self.dtype else self._step("to", dtype, dtype=dtype)
+
+    def _dim(self, dim: Any, ndim: int | None = None) -> int | None:
+        """Return a dimension counted from 0, None if it is none."""
+        ndim = self.ndim if ndim is None else ndim
+        if not isinstance(dim, int) or not -ndim <= dim < ndim:
+            return None
+        return dim % ndim
+
+    # element by element
+
+    def mul(self, other: Any) -> Any:
+        return self._scale("mul", other)
+
+    def div(self, other: Any, **kwargs: Any) -> Any:
+        return self.ask("div", other, **kwargs) if kwargs else self._scale("div", other)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._scale("mul", other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._scale("mul", other)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._scale("div", other)
+
+    def tanh(self) -> Any:
+        return self._step("tanh") if self.is_deferred else self.ask("tanh")
+
+    def float(self) -> Any:
+        return self._cast(torch.float32)
+
+    def double(self) -> Any:
+        return self._cast(torch.float64)
+
+    def half(self) -> Any:
+        return self._cast(torch.float16)
+
+    def bfloat16(self) -> Any:
+        return self._cast(torch.bfloat16)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *(kwargs[name] for name in ("device", "dtype") if name in kwargs)]
+        dtypes = [x for x in given if isinstance(x, torch.dtype)]
+        devices = [torch.device(x) for x in given if isinstance(x, (torch.device, str))]
+        flags = [x for x in given if x is None or isinstance(x, bool)]
+        is_known = len(dtypes) + len(devices) + len(flags) == len(given)
+        if not is_known or kwargs.get("copy") or any(x != self.device for x in devices):
+            return self.ask("to", *args, **kwargs)
+        return self._cast(dtypes[0]) if dtypes else self
+
+    def contiguous(self) -> Any:
+        return self if self.is_deferred else self.ask("contiguous")
+
+    def clone(self) -> Any:
+        return self.derived() if self.is_deferred else self.ask("clone")
+
+    # rows and classes
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.is_deferred and self.class_dim == self.ndim - 1:
+            found = select(index, self.ndim, self.classes)
+            if found is not None:
+                hidden, first = self.hidden[found.rows], self.class_range[0]
+                return self.derived(
+                    hidden=hidden,
+                    class_dim=hidden.ndim - 1,
+                    class_range=(first + found.start, first + found.stop),
+                )
+        return self.ask("__getitem__", index)
+
+    def reshape(self, *shape: Any) -> Any:
+        return self._reshape("reshape", shape)
+
+    def view(self, *shape: Any) -> Any:
+        return self._reshape("view", shape)
+
+    def _reshape(self, name: str, shape: tuple[Any, ...]) -> Any:
+        *sizes, last = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+        if self.is_deferred and sizes and self.class_dim == self.ndim - 1:
+            rows = self.numel() // self.classes
+            if last == self.classes or (last == -1 and math.prod(sizes) == rows):
+                hidden = self.hidden.reshape(*sizes, self.hidden.shape[-1])
+                return self.derived(hidden=hidden, class_dim=hidden.ndim - 1)
+        return self.ask(name, *shape)
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        start, end = self._dim(start_dim), self._dim(end_dim)
+        is_known = self.is_deferred and start is not None and end is not None and start <= end
+        if not is_known or start <= self.class_dim <= end:
+            return self.ask("flatten", start_dim, end_dim)
+        merged = end - start if self.class_dim > end else 0
+        hidden = self.hidden.flatten(start, end)
+        return self.derived(hidden=hidden, class_dim=self.class_dim - merged)
+
+    def unsqueeze(self, dim: int) -> Any:
+        place = self._dim(dim, self.ndim + 1)
+        if not self.is_deferred or place is None:
+            return self.ask("unsqueeze", dim)
+        moved = self.class_dim + (place <= self.class_dim)
+        return self.derived(hidden=self.hidden.unsqueeze(place), class_dim=moved)
+
+    def squeeze(self, *dims: Any) -> Any:
+        place = self._dim(dims[0]) if len(dims) == 1 else None
+        if not self.is_deferred or place is None or place == self.class_dim:
+            return self.ask("squeeze", *dims)
+        hidden = self.hidden.squeeze(place)
+        gone = hidden.ndim < self.ndim and place < self.class_dim
+        return self.derived(hidden=hidden, class_dim=self.class_dim - gone)
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        first, second = self._dim(dim0), self._dim(dim1)
+        if not self.is_deferred or first is None or second is None:
+            return self.ask("transpose", dim0, dim1)
+        order = [*range(self.ndim)]
+        order[first], order[second] = second, first
+        return self._permuted(order)
+
+    def permute(self, *dims: Any) -> Any:
+        given = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+        order = [self._dim(dim) for dim in given]
+        if not self.is_deferred or sorted(map(str, order)) != [*map(str, range(self.ndim))]:
+            return self.ask("permute", *dims)
+        return self._permuted(order)
+
+    def _permuted(self, order: Any) -> Any:
+        hidden = self.hidden.permute(*order)
+        return self.derived(hidden=hidden, class_dim=order.index(self.class_dim))
+
+    def split(self, split_size: Any, dim: int = 0) -> Any:
+        return self._parts("split", split_size, dim)
+
+    def chunk(self, chunks: int, dim: int = 0) -> Any:
+        return self._parts("chunk", chunks, dim)
+
+    def _parts(self, name: str, count: Any, dim: int) -> Any:
+        if not self.is_deferred or self._dim(dim) in (None, self.class_dim):
+            return self.ask(name, count, dim)
+        return tuple(self.derived(hidden=x) for x in getattr(self.hidden, name)(count, dim))
+
+
+METHODS = (
+    *("mul", "div", "tanh", "clone", "reshape", "flatten", "unsqueeze", "squeeze"),
+    *("transpose", "permute", "split", "chunk"),
+)
+"""The recorded methods that are functions of torch too, by the same name."""

@@ -1,0 +1,42 @@
+"""defer: every causal LM of transformers that can be built tiny has the same loss and gradients."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+
+from bench.experiments import causal_lms
+from bench.harness import records
+
+LIMIT = 1e-5
+SLOW = {"kimi_linear"}
+"""Takes as long as all others together; its row is in the recorded results."""
+FALLS_BACK = {"prophetnet": "log_softmax"}
+"""Types whose own loss is not a cross entropy of logits."""
+RECORDED = {
+    row["model_type"]: row for row in records.read(records.RESULTS / "cpu/causal_lms.jsonl")[1]
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("model_type", sorted(set(causal_lms.model_types()) - SLOW))
+def test_loss_and_gradients_are_those_of_the_model(model_type: str) -> None:
+    (row,) = causal_lms.run(model_type)
+    recorded = RECORDED[model_type]
+    assert (row.outcome, row.reason) == (recorded["outcome"], recorded["reason"])
+    if row.outcome != "not run":
+        assert row.reason == FALLS_BACK.get(model_type, "")
+        assert row.loss_error is not None and row.loss_error <= LIMIT
+        assert row.gradient_error is not None and row.gradient_error <= LIMIT
+
+
+def test_recorded_results_are_of_all_types() -> None:
+    assert sorted(RECORDED) == causal_lms.model_types()
+    run = [row for row in RECORDED.values() if row["outcome"] != "not run"]
+    assert sum(row["outcome"] == "fused" for row in run) >= 175 and len(run) >= 176
+    assert all(row["loss_error"] <= LIMIT and row["gradient_error"] <= LIMIT for row in run)

@@ -1,0 +1,401 @@
+"""defer: losses are torch's, and everything else sees real logits."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import cutefce
+from cutefce.integrations.deferral.logits import DeferredLogits
+from tests.support.deferral import assert_same, count_fused, gradients
+
+D, V = 16, 23
+Use = Callable[[Any, Tensor], Tensor]
+"""Maps logits (2, 6, V) and targets (2, 6) to a loss ()."""
+
+
+class Model(nn.Module):
+    """Hidden states of tokens, and a head."""
+
+    def __init__(self, bias: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(V, D, dtype=dtype)
+        self.layer = nn.Linear(D, D, dtype=dtype)
+        self.head = nn.Linear(D, V, bias=bias, dtype=dtype)
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.head(self.layer(self.embedding(tokens)).tanh())
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+TOKENS = torch.randint(V, (2, 6), generator=torch.Generator().manual_seed(1))
+TARGETS = TOKENS.roll(-1, 1).masked_fill(torch.arange(6) == 2, -100)
+
+
+def step(model: nn.Module, use: Use, targets: Tensor = TARGETS) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = use(model(TOKENS), targets)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def ce(logits: Any, targets: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
+
+
+def shifted(logits: Any, targets: Tensor) -> Tensor:
+    flat = logits[..., :-1, :].contiguous().view(-1, logits.size(-1))
+    return F.cross_entropy(flat, targets[..., 1:].reshape(-1))
+
+
+def first_classes(logits: Any, targets: Tensor) -> Tensor:
+    cut = targets.clamp(max=19)
+    return F.cross_entropy(
+        logits[..., 2:20][:, 1:].reshape(-1, 18), (cut - 2).clamp(0)[:, 1:].flatten()
+    )
+
+
+def capped(logits: Any, targets: Tensor) -> Tensor:
+    return ce(torch.tanh(logits * 3 / 5) * 5, targets)
+
+
+def capped_twice_scaled(logits: Any, targets: Tensor) -> Tensor:
+    return ce(2 * (7.0 * (logits / 7).tanh()) / 0.5, targets)
+
+
+def in_chunks(logits: Any, targets: Tensor) -> Tensor:
+    chunks = zip(logits.split(4, dim=1), targets.split(4, dim=1), strict=True)
+    return sum((ce(x, y, reduction="sum") for x, y in chunks), torch.zeros(())) / 5
+
+
+FUSED: dict[str, Use] = {
+    "flat": ce,
+    "float": lambda x, y: ce(x.float(), y),
+    "to": lambda x, y: ce(x.to(torch.float32).to(x.device, torch.float32), y),
+    "shifted": shifted,
+    "sum": lambda x, y: ce(x, y, reduction="sum") / 7,
+    "none": lambda x, y: ce(x, y, reduction="none").square().sum(),
+    "ignore_index": lambda x, y: ce(x, y.masked_fill(y == -100, 3), ignore_index=3),
+    "class weights": lambda x, y: ce(x, y, weight=torch.arange(V) / 7 + 0.1),
+    "label smoothing": lambda x, y: ce(x, y, label_smoothing=0.1),
+    "module": lambda x, y: nn.CrossEntropyLoss()(x.view(-1, V), y.view(-1)),
+    "classes second": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
+    "permuted": lambda x, y: F.cross_entropy(x.permute(0, 2, 1), y, reduction="none").sum(),
+    "torch.permute": lambda x, y: F.cross_entropy(torch.permute(x, (1, 2, 0)), y.t()),
+    "scale": lambda x, y: ce(x * 0.3, y),
+    "reflected scale": lambda x, y: ce(2 * x, y),
+    "negative scale": lambda x, y: ce(x.mul(-1), y),
+    "division": lambda x, y: ce(torch.div(x, 3), y),
+    "softcap": lambda x, y: ce(4 * torch.tanh(x / 4), y),
+    "scale and softcap": capped,
+    "softcap and scale": capped_twice_scaled,
+    "first classes": first_classes,
+    "mask": lambda x, y: F.cross_entropy(x[y >= 0], y[y >= 0]),
+    "one row": lambda x, y: F.cross_entropy(x[1, -2], y[1, -2]),
+    "last": lambda x, y: F.cross_entropy(x[:, -1], y[:, -1]),
+    "new dimension": lambda x, y: F.cross_entropy(x[None].squeeze(0)[0].unsqueeze(0)[0], y[0]),
+    "chunks": in_chunks,
+    "nothing counts": lambda x, y: ce(x, torch.full_like(y, -100)),
+}
+
+
+def written(logits: Any, targets: Tensor) -> Tensor:
+    logits[..., 3] = -5.0
+    return ce(logits, targets)
+
+
+def noted(logits: Any, targets: Tensor) -> Tensor:
+    with torch.no_grad():
+        assert logits.argmax(-1).shape == targets.shape
+    return ce(logits, targets)
+
+
+def gathered(logits: Any, targets: Tensor) -> Tensor:
+    chosen = targets.clamp(0)[..., None]
+    return -logits.log_softmax(-1).gather(-1, chosen).mean() + logits.logsumexp(-1).mean()
+
+
+FALLS_BACK: dict[str, tuple[Use, str]] = {
+    "log_softmax": (gathered, "log_softmax"),
+    "+": (lambda x, y: ce(x + 1.5, y), "__add__"),
+    "-": (lambda x, y: ce(1 - x, y), "__rsub__"),
+    "tensor scale": (lambda x, y: ce(x * torch.tensor(0.5), y), "mul"),
+    "tensor from the left": (lambda x, y: ce(torch.tensor(0.5) * x, y), "mul"),
+    "written": (written, "__setitem__"),
+    "scaled in place": (lambda x, y: ce(x.mul_(2), y), "mul_"),
+    "used before": (noted, "argmax"),
+    "no scale": (lambda x, y: ce(x * 0, y), "mul"),
+    "two softcaps": (lambda x, y: ce(x.tanh().tanh(), y), "cross_entropy: steps before it"),
+    "negative softcap": (lambda x, y: ce(x.tanh() * -2, y), "cross_entropy: steps before it"),
+    "softcap and smoothing": (
+        lambda x, y: ce(x.tanh(), y, label_smoothing=0.1),
+        "cross_entropy: label_smoothing with softcap",
+    ),
+    "probabilities": (
+        lambda x, y: F.cross_entropy(x.flatten(0, 1), torch.ones(12, V) / V),
+        "cross_entropy: targets that are not int64 class indices",
+    ),
+    "float64": (lambda x, y: ce(x.double(), y).float(), "cross_entropy: logits cast to float64"),
+    "all one": (lambda x, y: x.view(-1).square().mean(), "view"),
+    "every other class": (lambda x, y: x[..., ::2].square().mean(), "__getitem__"),
+    "python's sum": (lambda x, y: sum(row.square().sum() for row in x), "__iter__"),
+    "list of logits": (lambda x, y: torch.stack([x, x]).mean(), "stack"),
+    "matrix product": (lambda x, y: (x @ torch.ones(V)).square().mean(), "__matmul__"),
+    "size_average": (
+        lambda x, y: ce(x, y, size_average=False),
+        "cross_entropy: size_average, reduce or another reduction",
+    ),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("name", FUSED)
+def test_a_loss_is_fused(name: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(bias)
+    loss, theirs = step(model, FUSED[name])
+    cutefce.defer(model)
+    calls = count_fused(monkeypatch)
+    ours, mine = step(model, FUSED[name])
+    torch.testing.assert_close(ours, loss, rtol=1e-5, atol=1e-8, equal_nan=True)
+    assert torch.isnan(loss) == (name == "nothing counts")
+    assert_same(mine, theirs)
+    assert len(calls) == (2 if name == "chunks" else 1)
+    assert cutefce.deferral_report(model) == (len(calls), {})
+
+
+@pytest.mark.filterwarnings("ignore:size_average")
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("name", FALLS_BACK)
+def test_anything_else_makes_the_logits(name: str, bias: bool) -> None:
+    model, (use, reason) = Model(bias), FALLS_BACK[name]
+    loss, theirs = step(model, use)
+    cutefce.defer(model)
+    ours, mine = step(model, use)
+    torch.testing.assert_close(ours, loss, rtol=1e-6, atol=1e-8)
+    assert_same(mine, theirs)
+    assert cutefce.deferral_report(model) == (0, {reason: 1})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("cast", [False, True], ids=["own dtype", "float"])
+def test_the_loss_has_the_dtype_of_torchs(dtype: torch.dtype, autocast: bool, cast: bool) -> None:
+    def use(logits: Any, targets: Tensor) -> Tensor:
+        return ce(logits.float() if cast else logits, targets)
+
+    model = Model(dtype=torch.float32 if autocast else dtype)
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        loss, theirs = step(model, use)
+        cutefce.defer(model)
+        ours, mine = step(model, use)
+        logits = model(TOKENS)
+    assert ours.dtype == loss.dtype == (torch.float32 if autocast or cast else dtype)
+    assert isinstance(logits, DeferredLogits) and logits.dtype == dtype
+    torch.testing.assert_close(ours, loss, rtol=2e-2, atol=0)
+    assert_same(mine, theirs, rtol=5e-2)
+    assert cutefce.deferral_report(model) == (1, {})
+    # a loss outside of the region, as trainers have it
+    torch.testing.assert_close(ce(logits.float(), TARGETS), loss.float(), rtol=2e-2, atol=0)
+    assert logits.tensor("test").dtype == dtype
+
+
+def test_logits_behave_like_a_tensor() -> None:
+    model = Model()
+    expected = model(TOKENS)
+    cutefce.defer(model)
+    logits = model(TOKENS)
+    assert isinstance(logits, DeferredLogits)
+    assert repr(logits) == "DeferredLogits(shape=(2, 6, 23), dtype=torch.float32)"
+    assert logits.shape == expected.shape and logits.size(-1) == V and len(logits) == 2
+    assert (logits.ndim, logits.dim(), logits.numel()) == (3, 3, 2 * 6 * V)
+    assert logits.requires_grad and logits.is_floating_point() and not logits.is_cuda
+    assert logits.device == expected.device and logits.dtype == expected.dtype
+    assert not hasattr(logits, "no_such_name")
+    assert cutefce.deferral_report(model) == (0, {})
+    assert torch.equal(logits.detach(), expected)
+    assert logits.grad_fn is not None and torch.equal(logits.float(), expected)
+    assert torch.equal(logits[0] + logits[1], expected[0] + expected[1])
+    assert torch.equal(logits > 0, expected > 0) and torch.equal(-logits, -expected)
+    assert torch.equal(pickle.loads(pickle.dumps(model(TOKENS).detach())), expected)
+    assert cutefce.deferral_report(model) == (0, {"detach": 2})
+
+
+def test_logits_made_without_gradients_keep_theirs() -> None:
+    model = Model()
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    with torch.no_grad():
+        seen = logits[:, :-1].argmax(-1)
+        assert not seen.requires_grad
+    logits.logsumexp(-1).mean().backward()
+    assert model.head.weight.grad is not None and model.embedding.weight.grad is not None
+
+
+def test_logits_after_a_change_are_refused() -> None:
+    model = Model()
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    early: Any = model(TOKENS)
+    part = early[:, :-1]
+    ce(logits, TARGETS).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match="logits: the head's weight or input changed in place"):
+        logits.argmax(-1)
+    with pytest.raises(RuntimeError, match="logits: the head's weight or input changed in place"):
+        ce(part, TARGETS[:, :-1])
+    later: Any = model(TOKENS)
+    part = later[:, :-1]
+    later[..., 0] = 0.0
+    assert later[0, 0, 0] == 0
+    with pytest.raises(RuntimeError, match="logits: other logits of the same call changed in"):
+        ce(part, TARGETS[:, :-1])
+
+
+def test_evaluation_sees_tensors_unless_asked() -> None:
+    model = Model().eval()
+    cutefce.defer(model)
+    assert type(model(TOKENS)) is Tensor
+    with torch.no_grad():
+        assert type(model.train()(TOKENS)) is Tensor
+    cutefce.undefer(model)
+    expected = ce(model(TOKENS), TARGETS)
+    cutefce.defer(model, evaluation=True)
+    with torch.inference_mode():
+        logits: Any = model.eval()(TOKENS)
+        assert isinstance(logits, DeferredLogits) and not logits.requires_grad
+        torch.testing.assert_close(ce(logits, TARGETS), expected.detach())
+    with torch.no_grad():
+        logits = model(TOKENS)
+    loss = ce(logits, TARGETS)  # the logits have no gradient, so neither has the loss
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, expected.detach())
+
+
+def test_tied_weights() -> None:
+    def tied() -> Model:
+        model = Model()
+        model.head.weight = model.embedding.weight
+        return model
+
+    loss, theirs = step(tied(), ce)
+    model = tied()
+    cutefce.defer(model)
+    ours, mine = step(model, ce)
+    torch.testing.assert_close(ours, loss)
+    assert_same(mine, theirs)
+
+
+def test_a_copy_has_its_own_head() -> None:
+    model = Model()
+    cutefce.defer(model.head)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        nn.init.zeros_(other.head.weight)
+        loss, theirs = step(other, ce)
+        torch.testing.assert_close(loss, torch.tensor(float(V)).log())
+        assert theirs["head.weight"].any() and model.head.weight.grad is None
+        assert cutefce.deferral_report(other).fused == 1
+    assert cutefce.deferral_report(model).fused == 0
+
+
+def test_undefer_restores_the_head() -> None:
+    model = Model()
+    before = dict(model.head.__dict__)
+    cutefce.defer(model)
+    assert list(model.state_dict()) == list(Model().state_dict())
+    cutefce.undefer(model)
+    assert type(model.head) is nn.Linear and model.head.__dict__ == before
+    assert type(model(TOKENS)) is Tensor
+    cutefce.defer(model)
+
+
+def test_hooks_of_the_head_see_what_they_did() -> None:
+    model, seen = Model(), []
+    model.head.register_full_backward_hook(lambda *args: seen.append(args[2][0].shape))
+    cutefce.defer(model)
+    loss, _ = step(model, ce)
+    assert seen == [(2, 6, V)]
+    assert cutefce.deferral_report(model) == (0, {"backward hooks of the head": 1})
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_loop_is_one_graph(backend: str) -> None:
+    def train(tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = model(tokens)[..., :20].float()
+        return F.cross_entropy((15 * torch.tanh(logits / 15)).view(-1, 20), targets.view(-1))
+
+    model, targets = Model(), TARGETS.clamp(max=19)
+    loss = train(TOKENS, targets)
+    loss.backward()
+    theirs = gradients(model)
+    cutefce.defer(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(train, backend=backend, fullgraph=True)
+    for _ in range(3):
+        ours = compiled(TOKENS, targets)
+        ours.backward()
+        assert_same(gradients(model), theirs)
+        torch.testing.assert_close(ours, loss)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert cutefce.deferral_report(model) == (1, {})  # traced once
+
+
+def test_a_compiled_fallback() -> None:
+    model = Model()
+    loss, theirs = step(model, gathered)
+    cutefce.defer(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda: gathered(model(TOKENS), TARGETS), backend="aot_eager")
+    ours = compiled()
+    ours.backward()
+    torch.testing.assert_close(ours, loss)
+    assert_same(gradients(model), theirs)
+
+
+class Quantized(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.round())
+
+
+def headless(head: Any) -> Model:
+    model = Model()
+    model.head = head
+    return model
+
+
+def replaced() -> nn.Linear:
+    head = nn.Linear(D, V)
+    head.forward = lambda x: x  # type: ignore[method-assign]
+    return head
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.ReLU(), "model: got ReLU, expected one with get_output_embeddings"),
+        (headless(Quantized(D, V)), r"head: got \S*Quantized with another forward, expected a pl"),
+        (headless(nn.Conv1d(1, 1, 1)), r"head: got torch\S*Conv1d, expected a plain torch.nn.Lin"),
+        (headless(nn.Linear(D, V).to(torch.float8_e4m3fn)), "head: got a weight of torch.float8"),
+        (headless(replaced()), "head: got .*Linear with another forward, expected a plain"),
+    ],
+)
+def test_other_heads_are_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        cutefce.defer(model)
+
+
+def test_wrong_order_is_named() -> None:
+    model = Model()
+    for call in (cutefce.undefer, cutefce.deferral_report):
+        with pytest.raises(RuntimeError, match="model: got no deferred head, expected a call of"):
+            call(model)
+    cutefce.defer(model)
+    with pytest.raises(RuntimeError, match="model: got a head that is deferred already"):
+        cutefce.defer(model)
