@@ -15,7 +15,7 @@ interleaved steps; their values and gradients are compared before the first upda
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -184,6 +184,12 @@ def cce_loss(model: Any, tokens: Tensor) -> Tensor:
 
 
 @contextmanager
+def unchanged(_: nn.Module) -> Iterator[None]:
+    """Use the model as it is."""
+    yield
+
+
+@contextmanager
 def deferred(model: nn.Module) -> Iterator[None]:
     """Defer the model's logits."""
     cutefce.defer(model)
@@ -216,10 +222,10 @@ class Implementation(NamedTuple):
 
 
 IMPLEMENTATIONS = {
-    LIBRARY: Implementation("transformers", nullcontext, library_loss),
+    LIBRARY: Implementation("transformers", unchanged, library_loss),
     "cutefce": Implementation("cutefce", deferred, library_loss),
     "Liger": Implementation("liger_kernel", liger, library_loss, needs_gpu=True),
-    "CCE": Implementation("cut_cross_entropy", nullcontext, cce_loss, needs_gpu=True),
+    "CCE": Implementation("cut_cross_entropy", unchanged, cce_loss, needs_gpu=True),
 }
 
 
