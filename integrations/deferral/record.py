@@ -210,8 +210,9 @@ class LogitsRecord:
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         start, end = self._dim(start_dim), self._dim(end_dim)
-        is_known = self.is_deferred and start is not None and end is not None and start <= end
-        if not is_known or start <= self.class_dim <= end:
+        if not self.is_deferred or start is None or end is None or start > end:
+            return self.ask("flatten", start_dim, end_dim)
+        if start <= self.class_dim <= end:
             return self.ask("flatten", start_dim, end_dim)
         merged = end - start if self.class_dim > end else 0
         hidden = self.hidden.flatten(start, end)
