@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from cutefce.cute_kernels.process_cache import process_cache
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as Store
+
+Kind = TypeVar("Kind", bound=type)
 
 _included_keys = torch._C._dispatch_tls_local_include_set
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
@@ -118,6 +120,14 @@ def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
     """Return this rank's rows (N / R, ...) of the sum of x (N, ...); a compiler can trace it."""
     ops = torch.ops._c10d_functional
     return cast(Tensor, ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", ranks, group)))
+
+
+def register_dataclass(cls: Kind) -> Kind:
+    """Let torch look for tensors in the fields of a dataclass, as FSDP does in outputs."""
+    from torch.utils import _pytree
+
+    _pytree.register_dataclass(cls)
+    return cls
 
 
 def check_at_run_time(condition: Any, message: str) -> None:

@@ -16,6 +16,10 @@ SCHEMA = (
     "bool sequence_parallel=False) -> Tensor"
 )
 SIGNATURES = {
+    "defer": "(model: torch.nn.modules.module.Module, *, evaluation: bool = False) -> None",
+    "undefer": "(model: torch.nn.modules.module.Module) -> None",
+    "deferral_report": "model",
+    "DeferralReport": "fused fallbacks",
     "backend_for": "input linear_weight",
     "set_strict": "(enabled: bool) -> None",
     "linear_cross_entropy": "input linear_weight target linear_bias weight reduction ignore_index "
@@ -71,6 +75,10 @@ def test_every_name_can_be_called() -> None:
     head.load_state_dict({"linear.weight": W})
     torch.testing.assert_close(head(H, Y).detach(), expected)
     assert cutefce.backend_for(H, W).name == "torch"
+    cutefce.defer(head.linear)
+    torch.testing.assert_close(torch.nn.functional.cross_entropy(head.linear(H), Y), expected)
+    assert cutefce.deferral_report(head) == cutefce.DeferralReport(1, {})
+    cutefce.undefer(head)
     cutefce.set_strict(True)
     try:
         with pytest.raises(RuntimeError, match="cannot serve this call"):

@@ -94,6 +94,7 @@ class HeadCall:
     def __init__(self, head: DeferringLinear, hidden: Tensor) -> None:
         self.head = head
         self.counts = head.counts
+        self.dtype = hidden.dtype
         self.grad = torch.is_grad_enabled()
         self.operands = hidden, head.weight
         self.versions = self._versions()

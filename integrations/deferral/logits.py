@@ -9,8 +9,10 @@ from torch.nn import functional as F
 
 from cutefce.integrations.deferral.loss import cross_entropy
 from cutefce.integrations.deferral.record import METHODS, LogitsRecord
+from cutefce.ops import torch_compat
 
 
+@torch_compat.register_dataclass
 class DeferredLogits(LogitsRecord):
     """Logits that are recorded and not computed.
 

@@ -51,7 +51,7 @@ def undefer(model: nn.Module) -> None:
     for head in _deferred(model):
         del head.counts, head.in_evaluation
         if type(head) is DeferringLinear:
-            head.__class__ = nn.Linear
+            head.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def deferral_report(model: nn.Module) -> DeferralReport:
@@ -97,7 +97,7 @@ def _check_head(head: Any) -> None:
     """Raise TypeError or RuntimeError unless logits of the module can be deferred."""
     if isinstance(head, DeferringLinear) and head.is_deferring:
         raise RuntimeError("model: got a head that is deferred already, expected one call of defer")
-    weight = getattr(head, "weight", None)
+    weight: Any = getattr(head, "weight", None)
     if type(head) not in (nn.Linear, DeferringLinear) or "forward" in head.__dict__:
         got = f"{type(head).__module__}.{type(head).__name__}"
         got += " with another forward" if isinstance(head, nn.Linear) else ""

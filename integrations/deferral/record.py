@@ -1,6 +1,8 @@
 """What is known of deferred logits, and the operations on them that can be recorded."""
 
+import dataclasses
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,31 +16,31 @@ Step = tuple[str, Any]
 """A method of tensors that changes logits element by element, and its argument."""
 
 
+@dataclass(eq=False, repr=False)
 class LogitsRecord:
     """Which logits of a head's call these are, and what was done to them.
 
     Selections and views of rows are applied to the hidden states, which have the shape of the
     logits but for the dimension of classes; selections of classes to the weight; the rest is a
     list of steps.  The methods below are those of tensors.
+
+    It is a dataclass since FSDP and DDP look for tensors in those, among the outputs of modules.
     """
 
-    def __init__(
-        self,
-        call: HeadCall,
-        hidden: Tensor,
-        class_dim: int,
-        class_range: tuple[int, int],
-        steps: tuple[Step, ...],
-        dtype: torch.dtype,
-    ) -> None:
-        self.call = call
-        self.hidden = hidden
-        self.class_dim = class_dim
-        self.class_range = class_range
-        self.steps = steps
-        self.dtype = dtype
-        self.made: Tensor | None = None
-        """The logits themselves, once something has needed them."""
+    call: HeadCall
+    hidden: Tensor
+    class_dim: int
+    class_range: tuple[int, int]
+    steps: tuple[Step, ...]
+    dtype: torch.dtype
+    made: Tensor | None = None
+    """The logits themselves, once something has needed them."""
+
+    def __post_init__(self) -> None:
+        dtype = self.hidden.dtype
+        if dtype != self.call.dtype:  # as FSDP casts outputs
+            self.hidden, self.dtype = self.hidden.to(self.call.dtype), dtype
+            self.steps = (*self.steps, ("to", dtype))
 
     # what is known without the logits
 
@@ -106,15 +108,7 @@ class LogitsRecord:
 
     def derived(self, **changes: Any) -> Any:
         """Return other logits of the same call: these, but for some arguments of __init__."""
-        kept = {
-            "call": self.call,
-            "hidden": self.hidden,
-            "class_dim": self.class_dim,
-            "class_range": self.class_range,
-            "steps": self.steps,
-            "dtype": self.dtype,
-        }
-        return type(self)(**(kept | changes))
+        return dataclasses.replace(self, **changes)
 
     def _step(self, name: str, value: Any = None, **changes: Any) -> Any:
         return self.derived(steps=(*self.steps, (name, value)), **changes)
@@ -216,8 +210,9 @@ class LogitsRecord:
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         start, end = self._dim(start_dim), self._dim(end_dim)
-        is_known = self.is_deferred and start is not None and end is not None and start <= end
-        if not is_known or start <= self.class_dim <= end:
+        if not self.is_deferred or start is None or end is None or start > end:
+            return self.ask("flatten", start_dim, end_dim)
+        if start <= self.class_dim <= end:
             return self.ask("flatten", start_dim, end_dim)
         merged = end - start if self.class_dim > end else 0
         hidden = self.hidden.flatten(start, end)

@@ -72,7 +72,7 @@ def capped_twice_scaled(logits: Any, targets: Tensor) -> Tensor:
 
 def in_chunks(logits: Any, targets: Tensor) -> Tensor:
     chunks = zip(logits.split(4, dim=1), targets.split(4, dim=1), strict=True)
-    return sum((ce(x, y, reduction="sum") for x, y in chunks), torch.zeros(())) / 5
+    return torch.stack([ce(x, y, reduction="sum") for x, y in chunks]).sum() / 5
 
 
 FUSED: dict[str, Use] = {
@@ -119,7 +119,8 @@ def noted(logits: Any, targets: Tensor) -> Tensor:
 
 def gathered(logits: Any, targets: Tensor) -> Tensor:
     chosen = targets.clamp(0)[..., None]
-    return -logits.log_softmax(-1).gather(-1, chosen).mean() + logits.logsumexp(-1).mean()
+    loss: Tensor = -logits.log_softmax(-1).gather(-1, chosen).mean() + logits.logsumexp(-1).mean()
+    return loss
 
 
 FALLS_BACK: dict[str, tuple[Use, str]] = {
@@ -210,7 +211,7 @@ def test_logits_behave_like_a_tensor() -> None:
     model = Model()
     expected = model(TOKENS)
     cutefce.defer(model)
-    logits = model(TOKENS)
+    logits: Any = model(TOKENS)
     assert isinstance(logits, DeferredLogits)
     assert repr(logits) == "DeferredLogits(shape=(2, 6, 23), dtype=torch.float32)"
     assert logits.shape == expected.shape and logits.size(-1) == V and len(logits) == 2
@@ -222,7 +223,8 @@ def test_logits_behave_like_a_tensor() -> None:
     assert torch.equal(logits.detach(), expected)
     assert logits.grad_fn is not None and torch.equal(logits.float(), expected)
     assert torch.equal(logits[0] + logits[1], expected[0] + expected[1])
-    assert torch.equal(logits > 0, expected > 0) and torch.equal(-logits, -expected)
+    made: Any = logits
+    assert torch.equal(made > 0, expected > 0) and torch.equal(-made, -expected)
     assert torch.equal(pickle.loads(pickle.dumps(model(TOKENS).detach())), expected)
     assert cutefce.deferral_report(model) == (0, {"detach": 2})
 
@@ -319,9 +321,40 @@ def test_hooks_of_the_head_see_what_they_did() -> None:
     model, seen = Model(), []
     model.head.register_full_backward_hook(lambda *args: seen.append(args[2][0].shape))
     cutefce.defer(model)
-    loss, _ = step(model, ce)
+    step(model, ce)
     assert seen == [(2, 6, V)]
     assert cutefce.deferral_report(model) == (0, {"backward hooks of the head": 1})
+
+
+def test_a_weight_that_is_gathered_for_the_heads_call() -> None:
+    model = Model()
+    model.head.weight.requires_grad_(False)
+    loss, theirs = step(model, ce)
+    whole, placeholder = model.head.weight.data, torch.empty(0)
+    hooks = [
+        model.head.register_forward_pre_hook(lambda head, _: setattr(head.weight, "data", whole)),
+        model.head.register_forward_hook(
+            lambda *_: setattr(model.head.weight, "data", placeholder)
+        ),
+    ]
+    model.head.weight.data = placeholder
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    assert model.head.weight.numel() == 0 and isinstance(logits, DeferredLogits)
+    ours = ce(logits, TARGETS)
+    torch.testing.assert_close(ours, loss)
+    assert logits.mean().isfinite()
+    assert cutefce.deferral_report(model) == (1, {"mean": 1})
+    for hook in hooks:
+        hook.remove()
+    model.head.weight.data = whole  # nothing gathers it any more
+    logits = model(TOKENS)
+    model.head.weight.data = placeholder
+    with pytest.raises(
+        RuntimeError, match="logits: got a use of them where the head's weight is s"
+    ):
+        ce(logits, TARGETS)
+    assert set(theirs) == {"embedding.weight", "layer.weight", "layer.bias"}
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -360,6 +393,8 @@ def test_a_compiled_fallback() -> None:
 
 
 class Quantized(nn.Linear):
+    """A head that does not use its weight as it is."""
+
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight.round())
 
@@ -372,7 +407,7 @@ def headless(head: Any) -> Model:
 
 def replaced() -> nn.Linear:
     head = nn.Linear(D, V)
-    head.forward = lambda x: x  # type: ignore[method-assign]
+    head.forward = lambda input: input  # type: ignore[method-assign]
     return head
 
 
