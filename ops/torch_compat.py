@@ -17,6 +17,7 @@ from cutefce.cute_kernels.process_cache import process_cache
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as Store
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Kind = TypeVar("Kind", bound=type)
 
 _included_keys = torch._C._dispatch_tls_local_include_set
@@ -194,10 +195,15 @@ def _compiled(function: Callable[..., None], layout: tuple[Any, ...]) -> Callabl
     return torch.compile(own, dynamic=True, options={"triton.autotune_pointwise": False})
 
 
+def constant_in_graphs(function: Function) -> Function:
+    """Have torch.compile call `function` while it traces, with constants, for a constant."""
+    torch.compiler.assume_constant_result(function)
+    return function
+
+
+@constant_in_graphs  # torch.compile does not look into caches
 def autocast_is_available(device_type: str) -> bool:
     """Whether torch has autocast for devices of this type."""
-    if torch.compiler.is_compiling():  # which does not look into caches
-        return torch.amp.is_autocast_available(device_type)
     return _autocast_is_available(device_type)
 
 

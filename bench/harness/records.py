@@ -39,7 +39,10 @@ PACKAGES = (
     "transformers",
 )
 SOURCES = (
-    *(Path(cutefce.__file__).parent / name for name in ("ops", "cute_kernels", "autotune_cache")),
+    *(
+        Path(cutefce.__file__).parent / name
+        for name in ("integrations", "ops", "cute_kernels", "autotune_cache")
+    ),
     *(Path(__file__).parents[1] / name for name in ("harness", "experiments")),
 )
 """Folders whose sources decide what a measurement gives."""

@@ -40,5 +40,12 @@ def select(index: Any, ndim: int, classes: int) -> Selection | None:
         return None
     if not all(bound is None or isinstance(bound, int) for bound in (last.start, last.stop)):
         return None
-    start, stop, _ = last.indices(classes)
+    start, stop = _bound(last.start, 0, classes), _bound(last.stop, classes, classes)
     return Selection((*rows, slice(None)), start, stop) if start < stop else None
+
+
+def _bound(value: int | None, default: int, size: int) -> int:
+    """Return a bound of a slice as slice.indices does, which torch.compile may not trace."""
+    if value is None:
+        return default
+    return min(max(value + size if value < 0 else value, 0), size)

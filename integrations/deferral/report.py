@@ -1,10 +1,14 @@
 """How often the logits of a head were not needed, and what made them where they were."""
 
+import itertools
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
+
+from cutefce.ops import torch_compat
 
 
 class DeferralReport(NamedTuple):
@@ -19,27 +23,38 @@ class DeferralReport(NamedTuple):
     """How often logits were made all the same, by the operation or condition that needed them."""
 
 
-@dataclass
 class Counts:
     """The counts of one head."""
 
-    fused: int = 0
-    fallbacks: Counter[str] = field(default_factory=Counter)
+    def __init__(self, fused: int = 0, fallbacks: Mapping[str, int] | None = None) -> None:
+        self.fused = fused
+        self.fallbacks = Counter(fallbacks)
+        self.key = str(next(_numbers))
+        _counts[self.key] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Counts, (self.fused, dict(self.fallbacks))  # a copy has a key of its own
 
     def add(self, reason: str = "") -> None:
         """Count a fused loss or, with a reason, a fallback."""
         if torch.compiler.is_compiling():
-            _add_constant(self, reason)  # a counter in the graph would compile it again each call
-        elif reason:
+            _tally_traced(self.key, reason)  # a counter in a graph would compile it for each value
+        else:
+            self.tally(reason)
+
+    def tally(self, reason: str) -> None:
+        """Do what `add` does, outside of compiled graphs."""
+        if reason:
             self.fallbacks[reason] += 1
         else:
             self.fused += 1
 
 
-@torch.compiler.assume_constant_result  # runs while a graph is traced
-def _add_constant(counts: Counts, reason: str) -> int:
-    if reason:
-        counts.fallbacks[reason] += 1
-    else:
-        counts.fused += 1
+_numbers = itertools.count()
+_counts: "WeakValueDictionary[str, Counts]" = WeakValueDictionary()
+
+
+@torch_compat.constant_in_graphs
+def _tally_traced(key: str, reason: str) -> int:
+    _counts[key].tally(reason)
     return 0

@@ -357,6 +357,16 @@ def test_a_weight_that_is_gathered_for_the_heads_call() -> None:
     assert set(theirs) == {"embedding.weight", "layer.weight", "layer.bias"}
 
 
+def test_replicas_of_data_parallel_return_tensors() -> None:
+    model = Model()
+    cutefce.defer(model)
+    replica = model.head._replicate_for_data_parallel()
+    replica.weight, replica.bias = model.head.weight.detach() * 2, None
+    logits = replica(torch.ones(2, D))
+    assert torch.equal(logits, F.linear(torch.ones(2, D), replica.weight))
+    assert cutefce.deferral_report(model) == (0, {"nn.DataParallel": 1})
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_loop_is_one_graph(backend: str) -> None:
     def train(tokens: Tensor, targets: Tensor) -> Tensor:
