@@ -136,6 +136,21 @@ def check_at_run_time(condition: Any, message: str) -> None:
     torch._check(condition, message.__str__)
 
 
+def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> tuple[Any, ...]:
+    """Return `function.apply` of its arguments, all by position.
+
+    Torch binds them to the names of its parameters first, which takes CPU time.
+    """
+    result: tuple[Any, ...]
+    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        result = function.apply(*arguments)
+        return result
+    arguments = torch._functorch.utils.unwrap_dead_wrappers(arguments)
+    own_apply: Any = cast(Any, super(torch.autograd.Function, function)).apply
+    result = own_apply(*arguments)
+    return result
+
+
 def capture_id() -> int | None:
     """Return a number of the CUDA graph capture that the current stream is in, None if in none."""
     if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():

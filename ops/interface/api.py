@@ -250,7 +250,7 @@ def with_tensors(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
     result = dict(given)
     if "denominator" in given:
         result["denominator"] = as_tensor("denominator", given["denominator"], device)
-    temperature = given.get("temperature")
+    temperature: Any = given.get("temperature")
     if "temperature" in given and not isinstance(temperature, Tensor):
         checks.check_type("temperature", temperature)
         option_checks.check_temperature(temperature)

@@ -24,18 +24,13 @@ def training_loss(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
 
 def loss_and_stats(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the results of `loss_forward`; the reduced loss can be differentiated."""
-    results: tuple[Tensor, Tensor] = LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        h, w, y, *arguments
-    )
-    return results
+    loss, stats = torch_compat.apply_function(LinearCrossEntropy, h, w, y, *arguments)
+    return loss, stats
 
 
 def row_outputs(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return log-probabilities, lse and entropy (N,), which can be differentiated, and stats."""
-    results: tuple[Tensor, ...] = RowOutputs.apply(  # type: ignore[no-untyped-call]
-        h, w, y, *arguments
-    )
-    return results
+    return torch_compat.apply_function(RowOutputs, h, w, y, *arguments)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -185,7 +180,7 @@ def _sample_loss(*arguments: Any) -> tuple[Tensor, Tensor]:
 
     With the statistics themselves, what is kept with them would live as long as the batch.
     """
-    loss, stats = LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    loss, stats = torch_compat.apply_function(LinearCrossEntropy, *arguments)
     return loss, stats.clone()
 
 
@@ -223,10 +218,7 @@ def _gradients(ctx: Any, upstream: Tensor, before: Sequence[Any]) -> tuple[Tenso
     h, w, y, stats, *tensors = ctx.saved_tensors
     arguments = upstream, h, w, y, stats, *before, *tensors, *ctx.after
     if torch.is_grad_enabled() or torch_compat.is_transformed():
-        result: tuple[Tensor, ...] = LinearCrossEntropyGradients.apply(  # type: ignore[no-untyped-call]
-            *arguments
-        )
-        return result
+        return torch_compat.apply_function(LinearCrossEntropyGradients, *arguments)
     return _run(loss_backward, *arguments)
 
 
