@@ -1,5 +1,6 @@
 """Options and outputs that ranks share equal those of one process."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -147,6 +148,48 @@ def test_16_bit_results_are_near_those_of_one_process(
         dx = torch.cat([first[1], second[1]]) if sequence_parallel else first[1]
         for got, one in zip((dx, torch.cat([first[2], second[2]])), want[1:3], strict=True):
             error = float((got.double() - one.double()).norm() / one.double().norm())
+            assert error <= torch.finfo(torch.bfloat16).eps
+
+
+def on_gpu(
+    results: Callable[..., list[tuple[Tensor, ...]]], x: OptionsCase, sequence_parallel: bool | None
+) -> list[tuple[Tensor, ...]]:
+    """Return the results of this rank's GPU."""
+    case = Case(*(tensor.cuda() for tensor in (x.case.h, x.case.w, x.case.y, x.case.upstream)))
+    options = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in x.options.items()}
+    found = results(OptionsCase(case, options), sequence_parallel)
+    return [(*(tensor.cpu() for tensor in row),) for row in found]
+
+
+@pytest.mark.gpu
+@sharings
+@pytest.mark.parametrize("results", [losses, log_probs])
+@pytest.mark.parametrize("names", TOGETHER.values(), ids=list(TOGETHER))
+def test_gpus_share_every_option(
+    names: list[str],
+    results: Callable[..., list[tuple[Tensor, ...]]],
+    sequence_parallel: bool,
+    gpu_ranks: Ranks,
+) -> None:
+    if len(gpu_ranks.pipes) < 2:
+        pytest.skip("needs 2 GPUs")
+    of_loss = {"weight", "label_smoothing", "token_weights", "z_loss"}
+    if results is log_probs and not of_loss.isdisjoint(names):
+        pytest.skip("is an option of losses")
+    x = options_case(names, 60, 16, 333, dtype=torch.bfloat16, ignored=0.3)
+    (wanted,) = gpu_ranks.run(1, on_gpu, results, x, None)
+    first, second = gpu_ranks.run(2, on_gpu, results, x, sequence_parallel)
+    for one, a, b in zip(wanted, first, second, strict=True):
+        values = len(one) - len(x.leaves)
+        for i in range(values):
+            assert torch.equal(a[i], b[i])
+            torch.testing.assert_close(a[i], one[i], rtol=1e-5, atol=1e-5)
+        parts = [torch.cat([a[i], b[i]]) for i in range(values, len(one))]
+        if not sequence_parallel:
+            assert torch.equal(a[values], b[values])
+            parts[0] = a[values]
+        for got, want in zip(parts, one[values:], strict=True):
+            error = float((got.double() - want.double()).norm() / want.double().norm())
             assert error <= torch.finfo(torch.bfloat16).eps
 
 
