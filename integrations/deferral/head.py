@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cutefce.integrations.deferral.report import Counts
+from cutefce.ops import torch_compat
 from cutefce.ops.interface.checks import DTYPES
 from cutefce.ops.operators.context import PLAIN_TYPES, is_autocasting, outside_autocast
 
@@ -44,7 +45,7 @@ class DeferringLinear(nn.Linear):
             return super().forward(input)
         if not self.in_evaluation and not (self.training and torch.is_grad_enabled()):
             return super().forward(input)
-        obstacle = self._obstacle(input)
+        obstacle = "torch.func" if torch_compat.is_transformed() else self._obstacle(input)
         if obstacle:
             self.counts.add(obstacle)
             return super().forward(input)

@@ -68,7 +68,10 @@ def deferral_report(model: nn.Module) -> DeferralReport:
 def _deferred(model: nn.Module) -> list[DeferringLinear]:
     found = [m for m in model.modules() if isinstance(m, DeferringLinear) and m.is_deferring]
     if not found:
-        raise RuntimeError("model: got no deferred head, expected a call of cutefce.defer before")
+        raise RuntimeError(
+            "model: got no deferred head, expected a call of cutefce.defer before, and again after "
+            "its head was replaced, as by resize_token_embeddings"
+        )
     return found
 
 
@@ -84,6 +87,11 @@ def _heads(model: nn.Module) -> Iterator[Any]:
         head = head.module  # of DDP and the like
     if not isinstance(head, nn.Linear):
         head = head.get_output_embeddings()
+    if head is None:
+        raise TypeError(
+            f"model: got {type(model).__name__} without output embeddings, expected a causal "
+            "language model, or its head, an nn.Linear"
+        )
     while isinstance(getattr(head, "base_layer", None), nn.Module):
         head = head.base_layer  # of an adapter of peft
     copies = getattr(head, "modules_to_save", None)
@@ -108,6 +116,6 @@ def _check_head(head: Any) -> None:
     else:
         return
     raise TypeError(
-        f"head: got {got}, expected a plain torch.nn.Linear with a floating-point weight; call "
-        "cutefce.defer on a model that is not quantized, and before fully_shard"
+        f"head: got {got}, expected a plain torch.nn.Linear with a floating-point weight: not "
+        "quantized, parametrized or wrapped, and not yet sharded"
     )

@@ -429,11 +429,36 @@ def replaced() -> nn.Linear:
         (headless(nn.Conv1d(1, 1, 1)), r"head: got torch\S*Conv1d, expected a plain torch.nn.Lin"),
         (headless(nn.Linear(D, V).to(torch.float8_e4m3fn)), "head: got a weight of torch.float8"),
         (headless(replaced()), "head: got .*Linear with another forward, expected a plain"),
+        (headless(None), "model: got Model without output embeddings, expected a causal"),
     ],
 )
 def test_other_heads_are_refused(model: nn.Module, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         cutefce.defer(model)
+
+
+def test_transforms_of_the_model_see_tensors() -> None:
+    model = Model()
+
+    def loss_of(parameters: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = ce(torch.func.functional_call(model, parameters, (TOKENS,)), TARGETS)
+        return loss
+
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+    wanted = torch.func.grad(loss_of)(parameters)
+    cutefce.defer(model)
+    assert_same(torch.func.grad(loss_of)(parameters), wanted)
+    tangent = torch.func.jvp(loss_of, (parameters,), (parameters,))[1]
+    assert tangent.isfinite()
+    assert cutefce.deferral_report(model).fallbacks == {"torch.func": 2}
+
+
+def test_a_head_that_was_replaced_is_named() -> None:
+    model = Model()
+    cutefce.defer(model)
+    model.head = nn.Linear(D, V)
+    with pytest.raises(RuntimeError, match="again after its head was replaced"):
+        cutefce.deferral_report(model)
 
 
 def test_wrong_order_is_named() -> None:
