@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FunctionType
@@ -149,6 +150,15 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
     own_apply: Any = cast(Any, super(torch.autograd.Function, function)).apply
     result = own_apply(*arguments)
     return result
+
+
+def is_in_autograd_function() -> bool:
+    """Whether the forward of a `torch.autograd.Function` in Python is running, without a trace."""
+    apply: Any = torch.autograd.Function.apply
+    frame = None if torch.compiler.is_compiling() else inspect.currentframe()
+    while frame is not None and frame.f_code is not apply.__func__.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def capture_id() -> int | None:

@@ -45,7 +45,7 @@ class DeferringLinear(nn.Linear):
             return super().forward(input)
         if not self.in_evaluation and not (self.training and torch.is_grad_enabled()):
             return super().forward(input)
-        obstacle = "torch.func" if torch_compat.is_transformed() else self._obstacle(input)
+        obstacle = self._obstacle(input)
         if obstacle:
             self.counts.add(obstacle)
             return super().forward(input)
@@ -60,6 +60,10 @@ class DeferringLinear(nn.Linear):
 
     def _obstacle(self, input: Tensor) -> str:
         """Return why the logits of input cannot be deferred, "" if they can."""
+        if torch_compat.is_transformed():
+            return "torch.func"
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return "torch.jit.trace"
         weight = self.weight
         if not is_whole(self):
             kind = "a DTensor" if isinstance(weight, DTensor) else "not a whole, plain tensor"
@@ -83,7 +87,10 @@ class DeferringLinear(nn.Linear):
 
 def is_whole(head: nn.Linear) -> bool:
     """Whether the weight is here, and not a shard or a placeholder of it."""
-    w = head.weight
+    return _is_here(head, head.weight)
+
+
+def _is_here(head: nn.Linear, w: Tensor) -> bool:
     if type(w) not in PLAIN_TYPES or w.numel() != head.out_features * head.in_features:
         return False
     return torch.compiler.is_compiling() or w.untyped_storage().size() > 0
@@ -97,7 +104,8 @@ class HeadCall:
         self.counts = head.counts
         self.dtype = hidden.dtype
         self.grad = torch.is_grad_enabled()
-        self.operands = hidden, head.weight
+        self.inference = is_inference_mode()
+        self.operands = hidden, head.weight, head.bias
         self.versions = self._versions()
         self.made: list[tuple[Tensor, int]] = []
         """Logits that were made, and their versions then."""
@@ -108,15 +116,24 @@ class HeadCall:
         Raises:
             RuntimeError: if what logits are made of has changed since, or is not here.
         """
-        is_same = self.versions in ([], self._versions())
-        self._check(is_same, "the head's weight or input changed in place")
-        is_same = all(_version(x) == version for x, version in self.made)
-        self._check(is_same, "other logits of the same call changed in place")
+        is_same = self.versions in ([], self._versions()) or torch.compiler.is_compiling()
+        self._check(is_same, "the head's weight, bias or input changed in place")
+        self.check_others(None)
         with outside_autocast(hidden.device.type):
+            _, weight, bias = self.operands
+            if _is_here(self.head, weight):  # the head may hold others, as after functional_call
+                return compute(hidden, weight, bias)
             if is_whole(self.head):
                 return compute(hidden, self.head.weight, self.head.bias)
             result: Tensor = self.head(hidden, compute)
             return result
+
+    def check_others(self, own: Tensor | None) -> None:
+        """Raise RuntimeError if logits that were made, but for `own`, have changed since."""
+        is_same = torch.compiler.is_compiling() or all(
+            x is own or _version(x) == version for x, version in self.made
+        )
+        self._check(is_same, "other logits of the same call changed in place")
 
     def note_made(self, logits: Tensor) -> None:
         """Watch logits that were made for changes that others of the call do not see."""
@@ -124,7 +141,9 @@ class HeadCall:
 
     def _versions(self) -> list[int]:
         """Return how often the operands were changed, nothing in a compiled graph."""
-        return [] if torch.compiler.is_compiling() else [_version(x) for x in self.operands]
+        if torch.compiler.is_compiling():
+            return []
+        return [_version(x) for x in self.operands if x is not None]
 
     def _check(self, condition: bool, change: str) -> None:
         if not condition:
@@ -132,6 +151,11 @@ class HeadCall:
                 f"logits: {change} before these were used, expected no change, since they are "
                 "deferred; use them before, or call cutefce.undefer(model)"
             )
+
+
+def is_inference_mode() -> bool:
+    """Whether inference mode is on; False in a compiled graph, which does not know it."""
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 def _version(x: Tensor) -> int:

@@ -1,12 +1,15 @@
 """The plain object that stands for logits, until something but a cross entropy needs them."""
 
+import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cutefce.integrations.deferral.head import is_inference_mode
 from cutefce.integrations.deferral.loss import cross_entropy
 from cutefce.integrations.deferral.record import METHODS, LogitsRecord
 from cutefce.ops import torch_compat
@@ -30,13 +33,21 @@ class DeferredLogits(LogitsRecord):
         Args:
             reason: what needs them, for the report.
         """
+        would_be_lost = self.call.grad and not torch.is_grad_enabled()
+        if would_be_lost and torch_compat.is_in_autograd_function():
+            raise RuntimeError(
+                "logits: got deferred ones in torch.autograd.Function.apply, which would lose "
+                "their gradient; pass logits + 0, or call cutefce.undefer(model)"
+            )
         if self.made is None:
-            with torch.set_grad_enabled(self.call.grad):
+            with left_inference_mode(self.call.inference), torch.set_grad_enabled(self.call.grad):
                 hidden = self.hidden.movedim(self.class_dim, -1)
                 made = self.call.evaluate(self._compute, hidden).movedim(-1, self.class_dim)
             self.call.note_made(made)
             self.call.counts.add(reason)
             self.made = made
+        else:
+            self.call.check_others(self.made)
         return self.made
 
     def _compute(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -68,7 +79,7 @@ class DeferredLogits(LogitsRecord):
             first, rest = args[0], args[1:]
             if func is F.cross_entropy:
                 return cross_entropy(first, *made_all(name, rest), **made_all(name, kwargs))
-            if name in METHODS and func is getattr(torch, name):
+            if name in METHODS and func is getattr(torch, name) and not kwargs.keys() & OWN_NAMES:
                 return getattr(first, name)(*rest, **kwargs)
         return func(*made_all(name, args), **made_all(name, kwargs))
 
@@ -79,9 +90,16 @@ def made_all(reason: str, value: Any) -> Any:
         return value.tensor(reason)
     if isinstance(value, dict):
         return {name: made_all(reason, item) for name, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)([made_all(reason, item) for item in value])
+    if isinstance(value, (tuple, list)):
+        items = [made_all(reason, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def left_inference_mode(enabled: bool) -> AbstractContextManager[Any]:
+    """Leave inference mode, unless it was `enabled` where the head was called."""
+    is_on = is_inference_mode() and not enabled
+    return torch.inference_mode(False) if is_on else nullcontext()
 
 
 def _asked(name: str) -> Callable[..., Any]:
@@ -92,12 +110,32 @@ def _asked(name: str) -> Callable[..., Any]:
     return method
 
 
+OWN_NAMES = {"out", "split_size_or_sections"}
+"""Parameters of torch's functions that its methods do not have, or have by another name."""
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 OTHERS = (
     *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "setitem", "iter"),
     *("contains", "bool", "int", "float", "complex", "index", "array", "format", "deepcopy"),
     *("reduce_ex", "dlpack", "dlpack_device"),
 )
+
+
+def _recorded(name: str) -> Callable[..., Any]:
+    """Return the method of the record, or of the logits for keywords that it does not know."""
+    method = getattr(LogitsRecord, name)
+    kinds = inspect.signature(method).parameters.values()
+    known = {each.name for each in kinds if each.kind is each.POSITIONAL_OR_KEYWORD}
+
+    def run(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.keys() <= known:
+            return self.ask(name, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return run
+
+
+for word in (*METHODS, "view", "contiguous", "float", "double", "half", "bfloat16"):
+    setattr(DeferredLogits, word, _recorded(word))
 for word in (*BINARY, *(f"{side}{word}" for side in "ri" for word in BINARY), *OTHERS):
     if hasattr(Tensor, f"__{word}__") and f"__{word}__" not in LogitsRecord.__dict__:
         setattr(DeferredLogits, f"__{word}__", _asked(f"__{word}__"))

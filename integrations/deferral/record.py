@@ -174,7 +174,11 @@ class LogitsRecord:
         return self._cast(dtypes[0]) if dtypes else self
 
     def contiguous(self) -> Any:
-        return self if self.is_deferred else self.ask("contiguous")
+        if not self.is_deferred:
+            return self.ask("contiguous")
+        is_last = self.class_dim == self.ndim - 1
+        is_whole = is_last and self.classes == self.call.head.out_features
+        return self if is_whole and self.hidden.is_contiguous() else self.derived()
 
     def clone(self) -> Any:
         return self.derived() if self.is_deferred else self.ask("clone")

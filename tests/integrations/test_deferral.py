@@ -3,7 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -248,9 +248,9 @@ def test_logits_after_a_change_are_refused() -> None:
     part = early[:, :-1]
     ce(logits, TARGETS).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    with pytest.raises(RuntimeError, match="logits: the head's weight or input changed in place"):
+    with pytest.raises(RuntimeError, match="logits: the head's weight, bias or input changed"):
         logits.argmax(-1)
-    with pytest.raises(RuntimeError, match="logits: the head's weight or input changed in place"):
+    with pytest.raises(RuntimeError, match="logits: the head's weight, bias or input changed"):
         ce(part, TARGETS[:, :-1])
     later: Any = model(TOKENS)
     part = later[:, :-1]
@@ -258,6 +258,101 @@ def test_logits_after_a_change_are_refused() -> None:
     assert later[0, 0, 0] == 0
     with pytest.raises(RuntimeError, match="logits: other logits of the same call changed in"):
         ce(part, TARGETS[:, :-1])
+
+
+def test_a_change_of_the_bias_or_of_a_view_is_refused() -> None:
+    model = Model(bias=True)
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    with torch.no_grad():
+        model.head.bias.add_(1)
+    with pytest.raises(RuntimeError, match="logits: the head's weight, bias or input changed"):
+        ce(logits, TARGETS)
+    logits = model(TOKENS)
+    flat = logits.view(-1, V)
+    logits.argmax()
+    flat.argmax()
+    flat[:, 0] = -5.0
+    with pytest.raises(RuntimeError, match="logits: other logits of the same call changed in"):
+        ce(logits, TARGETS)
+    part = model(TOKENS)[:, :-1]
+    copy = part.contiguous()
+    copy[..., 0] = -9.0
+    with pytest.raises(RuntimeError, match="logits: other logits of the same call changed in"):
+        ce(part, TARGETS[:, :-1])
+
+
+def test_the_parameters_are_those_of_the_heads_call() -> None:
+    model = Model(bias=True)
+    own = {name: (x.detach() * 1.5).requires_grad_() for name, x in model.named_parameters()}
+    results = []
+    for _ in range(2):
+        loss = ce(torch.func.functional_call(model, own, (TOKENS,)), TARGETS)
+        results.append((loss.detach(), *torch.autograd.grad(loss, [*own.values()])))
+        if len(results) == 1:
+            cutefce.defer(model)
+    for ours, wanted in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, wanted)
+    assert cutefce.deferral_report(model) == (1, {})
+
+
+def test_a_metric_in_inference_mode_leaves_the_gradient() -> None:
+    def with_metric(logits: Any, targets: Tensor) -> Tensor:
+        with torch.inference_mode():
+            logits.argmax(-1)
+        return ce(logits, targets)
+
+    _, wanted = step(Model(), with_metric)
+    model = Model()
+    cutefce.defer(model)
+    _, found = step(model, with_metric)
+    assert_same(found, wanted)
+
+
+class Sum(torch.autograd.Function):
+    """A function that sees logits without their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any) -> Tensor:
+        result: Tensor = logits.sum()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_an_autograd_function_is_refused() -> None:
+    model = Model()
+    cutefce.defer(model)
+    with pytest.raises(RuntimeError, match=r"deferred ones in torch\.autograd\.Function\.apply"):
+        Sum.apply(model(TOKENS))  # type: ignore[no-untyped-call]
+
+
+def test_a_compiled_loss_of_a_model_that_is_not() -> None:
+    wanted, _ = step(Model(), ce)
+    model = Model()
+    cutefce.defer(model)
+    torch.compiler.reset()
+    loss, _ = step(model, torch.compile(ce, backend="aot_eager"))
+    torch.testing.assert_close(loss, wanted)
+
+
+def test_keywords_and_tuples_of_torch() -> None:
+    class Pair(NamedTuple):
+        first: Any
+        second: Any
+
+    def many(logits: Any) -> Tensor:
+        flat = logits.view(size=(-1, V)).reshape(shape=(2, 6, V)).permute(dims=(1, 0, 2))
+        copy = flat.clone(memory_format=torch.contiguous_format).unsqueeze(0).squeeze(dim=0)
+        return torch.stack(Pair(copy, torch.mul(copy, 2, out=torch.empty(6, 2, V))))
+
+    with torch.no_grad():
+        wanted = many(Model()(TOKENS))
+        model = Model()
+        cutefce.defer(model, evaluation=True)
+        torch.testing.assert_close(many(model(TOKENS)), wanted)
 
 
 def test_evaluation_sees_tensors_unless_asked() -> None:
