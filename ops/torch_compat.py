@@ -124,11 +124,16 @@ def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
     return cast(Tensor, ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", ranks, group)))
 
 
-def register_dataclass(cls: Kind) -> Kind:
-    """Let torch look for tensors in the fields of a dataclass, as FSDP does in outputs."""
+def register_node(cls: Kind) -> Kind:
+    """Let torch find the tensors of an object, as FSDP and DDP do in outputs.
+
+    `cls` has the methods `tensors`, which returns them, and `with_tensors`, of as many others.
+    """
     from torch.utils import _pytree
 
-    _pytree.register_dataclass(cls)
+    _pytree.register_pytree_node(
+        cls, lambda x: (x.tensors(), x), lambda tensors, x: x.with_tensors(*tensors)
+    )
     return cls
 
 

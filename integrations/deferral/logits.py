@@ -15,7 +15,7 @@ from cutefce.integrations.deferral.record import METHODS, LogitsRecord
 from cutefce.ops import torch_compat
 
 
-@torch_compat.register_dataclass
+@torch_compat.register_node
 class DeferredLogits(LogitsRecord):
     """Logits that are recorded and not computed.
 

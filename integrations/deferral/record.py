@@ -110,6 +110,26 @@ class LogitsRecord:
         """Return other logits of the same call: these, but for some arguments of __init__."""
         return dataclasses.replace(self, **changes)
 
+    def tensors(self) -> list[Tensor]:
+        """Return what torch finds among the outputs of a module: the states, and made logits."""
+        return [self.hidden] if self.made is None else [self.hidden, self.made]
+
+    def with_tensors(self, *tensors: Any) -> Any:
+        """Return these logits with what a function has made of `tensors`.
+
+        Raises:
+            TypeError: if shape, device or the need of a gradient has changed.
+        """
+        for own, x in zip(self.tensors(), tensors, strict=True):
+            facts = own.shape, own.device, own.requires_grad
+            if not isinstance(x, Tensor) or (x.shape, x.device, x.requires_grad) != facts:
+                raise TypeError(
+                    "logits: got a function that was mapped over deferred ones, which it does not "
+                    "see, expected one that returns its tensors; map it over logits + 0"
+                )
+        made = tensors[1] if len(tensors) > 1 else None
+        return self.derived(hidden=tensors[0], made=made)
+
     def _step(self, name: str, value: Any = None, **changes: Any) -> Any:
         return self.derived(steps=(*self.steps, (name, value)), **changes)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree
 
 import cutefce
 from cutefce.integrations.deferral.logits import DeferredLogits
@@ -336,6 +337,18 @@ def test_a_compiled_loss_of_a_model_that_is_not() -> None:
     torch.compiler.reset()
     loss, _ = step(model, torch.compile(ce, backend="aot_eager"))
     torch.testing.assert_close(loss, wanted)
+
+
+def test_a_function_mapped_over_outputs_does_not_see_the_hidden_states() -> None:
+    model = Model()
+    cutefce.defer(model)
+    outputs = {"logits": model(TOKENS)}
+    for change in (torch.detach, lambda x: x[..., :3], lambda x: x.numpy(force=True)):
+        with pytest.raises(TypeError, match="logits: got a function that was mapped over"):
+            _pytree.tree_map(change, outputs)
+    same = _pytree.tree_map(lambda x: x.clone(), outputs)["logits"]
+    wanted, _ = step(Model(), ce)
+    torch.testing.assert_close(ce(same, TARGETS).detach(), wanted)
 
 
 def test_keywords_and_tuples_of_torch() -> None:
