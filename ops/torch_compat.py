@@ -206,10 +206,12 @@ def compile_pointwise(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _layout(arguments: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what is constant in a compiled function: all but the number of rows."""
+    """Return what is constant in a compiled function: all but rows, pitches and offsets."""
 
     def of(x: Tensor) -> tuple[Any, ...]:
-        return x.dtype, x.requires_grad, x.shape[1:], x.stride()
+        steps = x.stride()
+        dense = [steps[dim] == steps[dim + 1] * x.shape[dim + 1] for dim in range(x.ndim - 1)]
+        return x.dtype, x.requires_grad, x.shape[1:], *dense
 
     return (*(None if x is None else of(x) for x in arguments),)
 
