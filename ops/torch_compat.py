@@ -23,6 +23,8 @@ Kind = TypeVar("Kind", bound=type)
 
 _included_keys = torch._C._dispatch_tls_local_include_set
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
+_compiled_functions: dict[tuple[Any, ...], Callable[..., None]] = {}
+"""By function and layout; as loaded kernels, they are never cleared."""
 _shapes_config = cast(Any, torch.fx.experimental._config)
 _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 _NO_DISPATCH_MODE = {
@@ -216,15 +218,17 @@ def _layout(arguments: Sequence[Tensor | None]) -> tuple[Any, ...]:
     return (*(None if x is None else of(x) for x in arguments),)
 
 
-@functools.cache
 def _compiled(function: Callable[..., None], layout: tuple[Any, ...]) -> Callable[..., None]:
     """Return `function` compiled for arguments of one layout."""
-    del layout
+    found = _compiled_functions.get((function, layout))
+    if found is not None:
+        return found
     # a code object of its own: of the forms of one, the compiler takes whichever fits
     code = cast(FunctionType, function).__code__.replace()
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     # an autotuned kernel could sum in another order in the next process
-    return torch.compile(own, dynamic=True, options={"triton.autotune_pointwise": False})
+    made = torch.compile(own, dynamic=True, options={"triton.autotune_pointwise": False})
+    return _compiled_functions.setdefault((function, layout), made)
 
 
 def constant_in_graphs(function: Function) -> Function:
