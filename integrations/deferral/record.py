@@ -156,8 +156,8 @@ class LogitsRecord:
     def mul(self, other: Any) -> Any:
         return self._scale("mul", other)
 
-    def div(self, other: Any, **kwargs: Any) -> Any:
-        return self.ask("div", other, **kwargs) if kwargs else self._scale("div", other)
+    def div(self, other: Any) -> Any:
+        return self._scale("div", other)
 
     def __mul__(self, other: Any) -> Any:
         return self._scale("mul", other)
