@@ -1,9 +1,9 @@
 """Looks up the configurations that serve a problem on a GPU.
 
 The user's table is searched first, then the one shipped for the GPU model; in each the exact key,
-else the nearest one; otherwise the architecture's default serves.  Entries made with
-other kernel sources are ignored.  A table that cannot be used, or that others may write to, is
-ignored with one warning.
+else the nearest one; otherwise the architecture's default serves.  Entries of other kernel
+sources serve too: `verdicts` has their configurations verified first.  A table that cannot be used,
+or that others may write to, is ignored with one warning.
 """
 
 import dataclasses
@@ -22,9 +22,10 @@ from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.kernel_set import all_kernels, kernel_set
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache, reset, warn_once
-from cutefce.cute_kernels.spec import KernelSpec, all_kernels, kernel_set
+from cutefce.cute_kernels.spec import KernelSpec
 
 AUTOTUNE_VARIABLE = "CUTEFCE_AUTOTUNE"
 """Environment variable that, set to 1, tunes each new problem at its first call."""
@@ -35,7 +36,13 @@ MAX_WASTED_ROWS = 1 / 16
 
 
 def window_configs(problem: Problem, gpu: Gpu) -> tuple[PortableTiles, ...]:
-    """Return the windows that plans of `problem` choose from: the tuned one or the defaults."""
+    """Return the windows that plans of `problem` choose from: the tuned one or the defaults.
+
+    Widths are tuned with dX, whose sums are read and written once a window; without dX a narrower
+    window saves most of the memory.
+    """
+    if not problem.grad_hidden:
+        return defaults.window_configs(problem)
     configs, entry = defaults.window_configs(problem), entry_for(WINDOW, problem, gpu)
     tuned = tuple(config for config in configs if entry and config.window == entry.config)
     return tuned or configs
@@ -89,7 +96,7 @@ def dsl_version() -> str:
 
 
 def tables(gpu: Gpu) -> tuple[Table, ...]:
-    """Return the tables for this kind of GPU, the user's first, with current entries only.
+    """Return the tables for this kind of GPU, the user's first.
 
     What the user's table rejects for all shapes, with these kernels, serves from neither.
     """
@@ -110,7 +117,7 @@ def reload(gpu: Gpu) -> None:
 
 
 def shipped_table(gpu: Gpu) -> Table | None:
-    """Return the table shipped for this kind of GPU, with current entries only; None if none is."""
+    """Return the table shipped for this kind of GPU, None if there is none."""
     return _table(SHIPPED_FOLDER, gpu)
 
 
@@ -118,11 +125,11 @@ def shipped_kernels(arch: Arch) -> list[KernelSpec]:
     """Return every kernel that lookups choose on `arch` without a user's table, each once."""
     kernels = all_kernels(arch)
     for path in sorted(SHIPPED_FOLDER.glob("*.json")):
-        table = read(path).of_kernels(jit_cache.source_fingerprint())
+        table = read(path)
         if table.gpu.arch.name != arch.name:
             continue
         for key, entry in table.entries.items():
-            if key.kernel == WINDOW:
+            if key.kernel == WINDOW or not entry.verified:
                 continue
             winner: dict[str, Any] = {key.kernel: entry.config}
             configs = dataclasses.replace(
@@ -151,19 +158,11 @@ def _table(folder: Path, gpu: Gpu) -> Table | None:
     try:
         table = read(path)
         table.check_matches(gpu)
+        return table
     except FileNotFoundError:
-        return None
+        pass
     except CacheError as error:
         warn_once(str(error))
-        return None
     except (OSError, ValueError) as error:
         warn_once(f"ignored the tuned table {path}: {error}")
-        return None
-    current = table.of_kernels(jit_cache.source_fingerprint())
-    if folder != SHIPPED_FOLDER and table.entries and not current.entries:
-        warn_once(
-            f"ignored the tuned table {path}: kernels: got entries of other kernel "
-            f"sources, expected {jit_cache.source_fingerprint()}; to renew them, run: "
-            "cutefce tune --resume"
-        )
-    return current
+    return None

@@ -2,7 +2,8 @@
 
 A verdict holds for the kernel sources, the compiler and the configurations that lookups return.  It
 is a file in the user's folder that `autotune_cache.tuning.verify` writes; without one, it follows
-from a shipped table that was verified with the same sources and compiler.
+from a shipped table that was verified with the same sources and compiler.  An entry of other
+sources or of another compiler is a choice without proof.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cutefce.autotune_cache import lookup
+from cutefce.autotune_cache.table import Entry
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.cache_files import CacheError
@@ -83,18 +85,23 @@ def _is_shipped(gpu: Gpu, dtype: str) -> bool:
     """
     table = lookup.shipped_table(gpu)
     return table is not None and any(
-        key.dtype == dtype and entry.verified and entry.dsl == lookup.dsl_version()
+        key.dtype == dtype and entry.verified and _is_current(entry)
         for key, entry in table.entries.items()
     )
 
 
 def unproven(gpu: Gpu, dtype: str) -> set[str]:
-    """Return the configurations for `dtype` that lookups use and other compilers compiled."""
+    """Return the configurations for `dtype` that lookups use and no current entry proves."""
     entries = [
-        (f"{key.kernel}: {entry.config!r}", entry.dsl == lookup.dsl_version())
+        (f"{key.kernel}: {entry.config!r}", _is_current(entry))
         for table in lookup.tables(gpu)
         for key, entry in table.entries.items()
         if key.dtype == dtype and entry.verified
     ]
     proven = {config for config, is_proven in entries if is_proven}
     return {config for config, _ in entries} - proven
+
+
+def _is_current(entry: Entry) -> bool:
+    """Whether an entry is of the installed kernel sources and compiler."""
+    return (entry.kernels, entry.dsl) == (jit_cache.source_fingerprint(), lookup.dsl_version())

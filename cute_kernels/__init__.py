@@ -2,9 +2,10 @@
 
     problem, config, gpu     what to compute, how, and on which GPU
     arch/                    limits and defaults of each architecture
-    spec, workspace          kernel specs (the JIT keys) and the buffers that kernels share
+    spec, kernel_set         kernel specs (the JIT keys), and those that a call needs
+    workspace                the buffers that kernels share
     schedule/, common/       tile order and device code for all architectures
-    sm90/, sm100/, rowwise/  the kernels, one a file; `fused_forward` launches three of them
+    sm90/, sm100/, rowwise/  the kernels, one a file; `fused_forward` launches several
     jit/                     compiler and library cache
     cache_files              the user's cache folder: trust, locks, atomic writing
 

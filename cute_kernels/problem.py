@@ -24,6 +24,19 @@ def can_keep(dtype: str) -> bool:
     return dtype != "float16"
 
 
+MIN_SELECTED, MAX_SELECTED = 512, 1 << 19
+"""Tokens from and up to which kernels select the rows that count: fewer are a few row blocks, and
+each block of `select_rows` reads the targets of all."""
+
+
+def selects_rows(tokens: int, hidden: int) -> bool:
+    """Return whether kernels gather the rows that count and compute no others.
+
+    They index the elements of a workspace by int32.
+    """
+    return MIN_SELECTED <= tokens <= MAX_SELECTED and tokens * hidden < 1 << 31
+
+
 @dataclass(frozen=True)
 class Problem:
     """One linear cross entropy: `tokens` rows of `hidden` features against `vocab` classes."""
@@ -48,6 +61,11 @@ class Problem:
     """Whether dW is in the dtype of sums, as of a float32 weight beside 16-bit hidden states."""
     tile_copies: int = 0
     """Copies of a tile of logits that options of the loss make in plain torch."""
+
+    @property
+    def selects_rows(self) -> bool:
+        """Whether kernels serve it and select rows."""
+        return self.arch is not None and selects_rows(self.tokens, self.hidden)
 
     @property
     def item_bytes(self) -> int:

@@ -3,22 +3,14 @@
 This module does not import the DSL.
 """
 
-import dataclasses
-import functools
 from dataclasses import dataclass
-from itertools import product
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
-from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div
-from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.variant import (
     IDENTITY,
-    PLAIN,
-    PREBUILT,
     SUM_ONLY,
-    KernelVariant,
     LogitTransform,
     RowReductions,
 )
@@ -46,6 +38,39 @@ class ProjectExpSpec:
 
 
 @dataclass(frozen=True)
+class SelectRowsSpec:
+    """The order of rows in which those that count come first, and their number."""
+
+    arch: str
+
+
+@dataclass(frozen=True)
+class GatherRowsSpec:
+    """out_i = x_{order_i} for the rows that count, or scale_i x_{order_i}."""
+
+    arch: str
+    dtype: str
+    scales: bool = False
+    """Whether rows are multiplied by a scale."""
+
+
+@dataclass(frozen=True)
+class ScatterRowsSpec:
+    """out_{order_i} = x_i for the rows that count, 0 for the others."""
+
+    arch: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ClearRowsSpec:
+    """Zeros in the place of the rows that do not count."""
+
+    arch: str
+    dtype: str
+
+
+@dataclass(frozen=True)
 class TargetLogitSpec:
     """The targets' logits; also zeroes the semaphores of the kernels that follow."""
 
@@ -68,44 +93,67 @@ class ReducePartialsSpec:
     arch: str
     rows: int
     """Rows of a row block."""
+    scatter: bool = False
+    """Whether a vector says which token the statistics of each row are of."""
 
 
 @dataclass(frozen=True)
 class FusedForwardSpec:
-    """The forward without stored exponentials: three kernels launched by one host function."""
+    """The forward without stored exponentials: its kernels launched by one host function."""
 
     arch: str
     dtype: str
     config: GemmConfig
     transform: LogitTransform = IDENTITY
+    selects: bool = False
+    """Whether it gathers the rows that count, and computes no others."""
 
     @property
     def target_logit(self) -> TargetLogitSpec:
-        """The first kernel."""
+        """The targets' logits."""
         return TargetLogitSpec(self.arch, self.dtype, self.transform)
 
     @property
     def row_sums(self) -> ProjectExpSpec:
-        """The second kernel."""
+        """The row sums of all columns."""
         kind = self.arch, self.dtype, self.config
         return ProjectExpSpec(*kind, sums=True, store=False, transform=self.transform)
 
     @property
     def reduce_partials(self) -> ReducePartialsSpec:
-        """The third kernel."""
-        return ReducePartialsSpec(self.arch, self.config.rows)
+        """The last kernel."""
+        return ReducePartialsSpec(self.arch, self.config.rows, scatter=self.selects)
 
-    def workspace_size(self, tokens: int, vocab_splits: int) -> int:
+    @property
+    def select_rows(self) -> SelectRowsSpec:
+        """The first kernel, if it selects."""
+        return SelectRowsSpec(self.arch)
+
+    @property
+    def gather_rows(self) -> GatherRowsSpec:
+        """The second kernel, if it selects."""
+        return GatherRowsSpec(self.arch, self.dtype)
+
+    def workspace_size(self, tokens: int, hidden: int, vocab_splits: int) -> int:
         """Return the size of the workspace between its kernels, in elements of 4 bytes."""
         semaphores: int = forward_semaphore_count(tokens, self.config.rows)
-        return tokens * (1 + vocab_splits * self.config.partials_per_row) + semaphores
+        size: int = tokens * (1 + vocab_splits * self.config.partials_per_row) + semaphores
+        return size + int(self.selection_size(tokens, hidden)) * self.selects
+
+    @staticmethod
+    def selection_size(tokens: Any, hidden: Any) -> Any:
+        """Return the part of it that the rows that count take: 16-bit h, two int64 a row, a count.
+
+        Takes Python or device integers.
+        """
+        return tokens * hidden // 2 + 4 * tokens + 2
 
 
 @dataclass(frozen=True)
 class ScaleAddRowsSpec:
     """out_i = row_scale_i x_i + gather_scale_i table_{index_i}: s ⊙ h, and dX's last step.
 
-    With `rank_one`, factor_i row is added.
+    With `rank_one`, factor_i row is added; with `scatter`, the result is row rows_i of out.
     """
 
     arch: str
@@ -117,6 +165,8 @@ class ScaleAddRowsSpec:
     """Dtype of the table; None without the second term."""
     rank_one: bool = False
     """Whether to add a matrix of rank one; needs a table."""
+    scatter: bool = False
+    """Whether a vector says which row of out each result is."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +200,11 @@ class AddTargetsSpec:
 
 
 KernelSpec = (
-    ProjectExpSpec
+    SelectRowsSpec
+    | GatherRowsSpec
+    | ScatterRowsSpec
+    | ClearRowsSpec
+    | ProjectExpSpec
     | GradGemmSpec
     | TargetLogitSpec
     | ReducePartialsSpec
@@ -158,130 +212,3 @@ KernelSpec = (
     | ScaleAddRowsSpec
     | AddTargetsSpec
 )
-
-
-@dataclass(frozen=True)
-class KernelSet:
-    """The kernels that one architecture, dtype and configuration need."""
-
-    fused_forward: FusedForwardSpec
-    """The forward without stored exponentials."""
-    target_logit: TargetLogitSpec
-    row_sums: ProjectExpSpec
-    """The same forward's row sums, where ranks split the vocabulary."""
-    row_sums_and_exps: ProjectExpSpec
-    """The forward that stores exponentials."""
-    exps: ProjectExpSpec
-    """Recomputes exponentials in the backward."""
-    repair_exps: ProjectExpSpec
-    """Stores exponentials of flagged row blocks again."""
-    reduce_partials: ReducePartialsSpec
-    scale_rows: ScaleAddRowsSpec
-    """s_i h_i."""
-    scale_fp32_rows: ScaleAddRowsSpec
-    """The same for float32 rows."""
-    finish_dx: ScaleAddRowsSpec
-    """s_i x_i + c_i W_y."""
-    finish_dx_fp32: ScaleAddRowsSpec
-    """The same without rounding: one rank's addend."""
-    grad_hidden: GradGemmSpec | None
-    """Adds to the sums of dX; None if cuBLAS does."""
-    grad_hidden_short: GradGemmSpec | None
-    """The same for few columns."""
-    grad_weight: GradGemmSpec | None
-    """dW in one pass; None if cuBLAS and elementwise passes compute it."""
-    grad_weight_accumulate: GradGemmSpec | None
-    """Adds to the sums of dW."""
-    add_targets: AddTargetsSpec | None
-    """Adds the targets' terms to the sums of dW."""
-
-    @property
-    def grad_weight_kernels(self) -> "GradWeightKernels | None":
-        """The kernels of dW, None on architectures without them."""
-        if self.grad_weight is None or self.grad_weight_accumulate is None or not self.add_targets:
-            return None
-        return GradWeightKernels(self.grad_weight, self.grad_weight_accumulate, self.add_targets)
-
-    STORED_EXPS_ONLY: ClassVar = (
-        "row_sums_and_exps",
-        "repair_exps",
-        "scale_fp32_rows",
-        "grad_weight_accumulate",
-        "add_targets",
-    )
-    """Kernels that only plans with stored exponentials launch."""
-
-    def all(self) -> list[KernelSpec]:
-        """Return every kernel of the set that a call may launch."""
-        unused = () if can_keep(self.row_sums.dtype) else self.STORED_EXPS_ONLY
-        names = (field.name for field in dataclasses.fields(self) if field.name not in unused)
-        kernels = (getattr(self, name) for name in names)
-        return [kernel for kernel in kernels if kernel is not None]
-
-
-class GradWeightKernels(NamedTuple):
-    """The kernels of dW."""
-
-    final: GradGemmSpec
-    accumulate: GradGemmSpec
-    add_targets: AddTargetsSpec
-
-
-def kernel_set(
-    arch: Arch, dtype: str, configs: KernelConfigs, variant: KernelVariant = PLAIN
-) -> KernelSet:
-    """Return the kernels that `dtype` needs on `arch` with `configs`.
-
-    The fused forward has no row reductions beside Σ exp.
-    """
-    transform, reductions = variant.transform, variant.reductions
-    project_exp = arch.name, dtype, configs.project_exp
-    project = functools.partial(ProjectExpSpec, *project_exp, transform=transform)
-    hidden, short = (
-        None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
-        for config in (configs.grad_hidden, configs.grad_hidden_short)
-    )
-    weight = accumulate = add_targets = None
-    if configs.grad_weight is not None:
-        weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
-        accumulate = dataclasses.replace(weight, final=False)
-        add_targets = AddTargetsSpec(arch.name, dtype)
-    forward = FusedForwardSpec(*project_exp, transform)
-    return KernelSet(
-        fused_forward=forward,
-        target_logit=forward.target_logit,
-        row_sums=project(sums=True, store=False, reductions=reductions),
-        row_sums_and_exps=project(sums=True, store=True, reductions=reductions),
-        exps=project(sums=False, store=True),
-        repair_exps=project(sums=False, store=True, only_flagged=True),
-        reduce_partials=forward.reduce_partials,
-        scale_rows=ScaleAddRowsSpec(arch.name, dtype, dtype),
-        scale_fp32_rows=ScaleAddRowsSpec(arch.name, dtype, "float32"),
-        finish_dx=ScaleAddRowsSpec(arch.name, dtype, "float32", dtype),
-        finish_dx_fp32=ScaleAddRowsSpec(arch.name, "float32", "float32", dtype),
-        grad_hidden=hidden,
-        grad_hidden_short=short,
-        grad_weight=weight,
-        grad_weight_accumulate=accumulate,
-        add_targets=add_targets,
-    )
-
-
-MANY_TOKENS = 8192
-"""Tokens whose default configuration the prebuilt variants have."""
-
-
-def all_kernels(arch: Arch) -> list[KernelSpec]:
-    """Return the kernels of every prebuilt and verified configuration on `arch`, each once.
-
-    These configurations are the defaults and common winners; those of variants are fewer.
-    """
-    gradients = arch.grad_gemm_configs() or (None,)
-    sets = [
-        kernel_set(arch, dtype, KernelConfigs(config, gradient, gradient))
-        for dtype, config, gradient in product(arch.dtypes, arch.prebuilt_configs(), gradients)
-    ]
-    gradient, default = gradients[0], arch.default(MANY_TOKENS)
-    configs = KernelConfigs(default, gradient, gradient)
-    sets += [kernel_set(arch, arch.dtypes[0], configs, variant) for variant in PREBUILT]
-    return list(dict.fromkeys(kernel for kernels in sets for kernel in kernels.all()))

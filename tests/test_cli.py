@@ -359,14 +359,17 @@ def test_entries_of_other_kernels_are_marked(folder: Path) -> None:
     file = lookup.user_folder() / file_name(GPU)
     (key,) = TABLE.entries
     stale = dataclasses.replace(ENTRY, kernels="0123")
-    entries = {key: ENTRY, dataclasses.replace(key, vocab=32000): stale}
-    table_io.write(file, dataclasses.replace(TABLE, entries=entries))
+    unverified = dataclasses.replace(stale, verified=False)
+    by_vocab = {131072: ENTRY, 32000: stale, 16384: unverified}
+    entries = {dataclasses.replace(key, vocab=vocab): by_vocab[vocab] for vocab in by_vocab}
+    table_io.write(file, dataclasses.replace(TABLE, entries=entries, rejected={}))
     run = CliRunner().invoke
     shown = run(main, ["cache", "show"]).output
-    rows = {line.count("other"): line for line in shown.splitlines() if "8192x4096x" in line}
-    assert "131072" in rows[0] and "32000" in rows[1]
+    for vocab, said in {131072: "yes", 32000: "other kernels", 16384: "no"}.items():
+        (row,) = (line for line in shown.splitlines() if f"8192x4096x{vocab} " in line)
+        assert row.strip("│ ").endswith(f" {said}")
     validated = run(main, ["cache", "validate", str(file)]).output
-    assert "2 entries, 1 of these kernel sources" in validated
+    assert "3 entries, 1 of these kernel sources" in validated
 
 
 def test_info_tells_current_entries_from_stale_ones(
@@ -380,7 +383,8 @@ def test_info_tells_current_entries_from_stale_ones(
     result = CliRunner().invoke(main, ["info"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     shown = " ".join(result.output.split())
-    assert "bfloat16: 1 of 2 entries are of these kernel sources; the others are not" in shown
+    assert "bfloat16: 1 of 2 entries are of these kernel sources; the others are veri" in shown
+    assert f"to renew them: cutefce verify --table {folder / file_name(GPU)}" in shown
     for dtype in ("bfloat16", "float16", "float32", "float64"):
         assert f"{dtype} " in shown
 

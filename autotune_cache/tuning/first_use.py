@@ -32,12 +32,15 @@ def verify_on_first_use(gpu: Gpu, device: str, dtype: str) -> Verdict:
 def tune_on_first_use(gpu: Gpu, device: str, problem: Problem) -> None:
     """Tune `problem` into the user's table, unless a table has it; warn if that fails.
 
+    An entry of other kernel sources counts: it is a choice, and was verified before this call.
+
     Args:
         gpu: The GPU model.
         device: The GPU that runs the trials, as torch names it.
         problem: The problem of the call.
     """
-    for target in targets.all_targets(gpu, device):
+    every = targets.all_targets(gpu, device)
+    for target in every:
         key = key_of(target.name, problem)
         is_tuned = any(key in table.entries for table in lookup.tables(gpu))
         if (gpu, key) in _attempted or is_tuned:
@@ -57,3 +60,5 @@ def tune_on_first_use(gpu: Gpu, device: str, problem: Problem) -> None:
             reason = outcome.failures.get(job.candidates[0])
             warnings.warn(f"cutefce: {key} was not tuned: {reason}", stacklevel=2)
         process_cache.reset()
+        # what other processes wrote into the table meanwhile may be of other kernel sources
+        verify.verify_once(every, problem.dtype)

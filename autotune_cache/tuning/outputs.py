@@ -1,7 +1,9 @@
 """Outputs of primitives for a tuning case: losses, exponentials and gradients of a step."""
 
+import copy
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,15 +16,23 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning import planner
+from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
+from cutefce.ops.primitives.row_selection import restore_rows, select_on_device
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.coefficients import RowCoefficients
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets, sum_dtype
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.dw_views import aliased_views
 from cutefce.ops.strategies.grad_accumulator import GradAccumulator
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
+from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.windows import LossInputs
+
+IGNORED = -100
+FLOOR = torch.finfo(torch.float16).smallest_normal
+"""Of relative errors of gradients that were rounded to 16 bits."""
 
 
 def make_targets(case: TuningCase, reduction: str = "none") -> Targets:
@@ -115,7 +125,50 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
             block = defaults.widest_window(case.problem).reference_block
             results |= _gradients_in_forward_outputs(inputs, block)
         results |= _single_call_outputs(inputs, case.upstream)
+        results |= _counted_rows_outputs(case, primitives, "")
+        results |= _counted_rows_outputs(case, _clearing(primitives), ", the others cleared")
     return results
+
+
+def _clearing(primitives: AnyPrimitives) -> AnyPrimitives:
+    """Return primitives that clear rows that do not count, as for the gradient of a bias."""
+    if not isinstance(primitives.projection, CuteProjection):
+        return primitives
+    projection = copy.copy(primitives.projection)
+    projection.clears = True
+    return replace(primitives, projection=projection)
+
+
+def _counted_rows_outputs(
+    case: TuningCase, primitives: AnyPrimitives, how: str
+) -> dict[str, CheckedOutput]:
+    """Return losses and gradients of a step with ignored tokens, which kernels leave out."""
+    assert case.upstream is not None
+    tokens, window = case.problem.tokens, default_plan(case).window
+    y = torch.where(torch.arange(tokens, device=case.y.device) % 3 == 0, IGNORED, case.y)
+    upstream, selection = case.upstream, None
+    if isinstance(primitives.projection, CuteProjection):
+        selection = select_on_device(case.problem.arch or "", y, IGNORED, tokens)
+        y, upstream = selection.targets, selection.take(upstream)
+    targets = Targets(y, case.problem.vocab, LossOptions("none", IGNORED))
+    targets.selection = selection
+    inputs, stored = replace(loss_inputs(case, primitives), targets=targets), _stored(case)
+    loss, stats = windows.forward(inputs, stored)
+    dw = torch.empty_like(inputs.w)
+    dx = windows.backward(inputs, stats, stored, upstream, window, True, dw)
+    assert dx is not None
+    wide = inputs.h.to(upstream.dtype)
+    wide = wide if selection is None else wide.index_select(0, selection.order)
+    wide = torch.where((y != IGNORED)[:, None], restore_rows(selection, wide), 0)
+    loss, dx = _restored(loss, selection), restore_rows(selection, dx)
+    suffix = f" of counted rows{how}"
+    results = {f"loss{suffix}": CheckedOutput(loss, 1)} | _gradients(suffix, dx, dw)
+    partial = CheckedOutput(wide, 3, floor=FLOOR, relative_to_row=True)
+    return results | {f"partial dX{suffix}": partial}
+
+
+def _restored(loss: Tensor, selection: RowSelection | None) -> Tensor:
+    return loss if selection is None else selection.restore(loss)
 
 
 def _gradients_in_forward_outputs(
@@ -125,11 +178,12 @@ def _gradients_in_forward_outputs(
     h, w, targets = inputs.h, inputs.w, inputs.targets
     stored, chunk = round_up(w.shape[0], block), ceil_div(h.shape[0], 2)
     loss_scale = targets.loss_scale(sum_dtype(h.dtype))
-    dx, dw = (GradAccumulator.empty(torch.empty_like(x), loss_scale.dtype) for x in (h, w))
-    gradients_in_forward(inputs, loss_scale, stored, chunk, dx, dw, None)
-    scale_rows = inputs.primitives.gradients.scale_rows
-    finished = [sums.finish(scale_rows, loss_scale) for sums in (dx, dw)]
-    return _gradients(" of gradients in the forward", *finished)
+    dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
+    dw = GradAccumulator.empty(torch.empty_like(w), loss_scale.dtype)
+    stats = gradients_in_forward(inputs, loss_scale, stored, chunk, dx, dw, None)
+    finished_dx = dx.finish(inputs, stats, RowCoefficients.of(stats, targets, loss_scale))
+    finished_dw = dw.finish(inputs.primitives.gradients.scale_rows, loss_scale)
+    return _gradients(" of gradients in the forward", finished_dx, finished_dw)
 
 
 def _single_call_outputs(

@@ -8,7 +8,7 @@ limit.  The verdict is recorded for the GPU model, kernels, compiler and dtype.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cutefce.autotune_cache import lookup, table_io, verdicts
@@ -71,9 +71,10 @@ def verify_once(targets: Targets, dtype: str) -> Verdict:
 def verify(targets: Targets, dtype: str) -> Verdict:
     """Verify every configuration for `dtype` that lookups return on this GPU; record the verdict.
 
-    The kernels fail with the first default configuration that does.  If only tuned ones fail, they
-    become rejections in the user's table, so that lookups skip them.  A failure of the check
-    itself, such as a GPU without free memory or a failing compiler, is returned and not recorded.
+    The kernels fail with the first default configuration that does.  If only tuned ones fail, or do
+    not compile, they become rejections in the user's table, so that lookups skip them.  A failure
+    of the check itself, such as a GPU without free memory or a compiler that fails for the
+    defaults, is returned and not recorded.
     """
     gpu = targets[0].gpu
     checked = verdicts.unproven(gpu, dtype)
@@ -92,24 +93,44 @@ def _verdict(gpu: Gpu, checks: Sequence[Check]) -> Verdict:
     Raises:
         OSError, RuntimeError: if the check itself fails.
     """
-    kernels = [kernel for check in checks for kernel in check.kernels()]
-    for reason in tuner.build(tuner.missing(kernels), lambda: None).values():
-        raise RuntimeError(reason)
-    tuned_faults = []
-    for check, fault in run_checks(checks, lambda _: None):
+    faults = _compile(checks)
+    for check in faults:
+        if check.is_default():
+            raise RuntimeError(faults[check])
+    runnable = [check for check in checks if check not in faults]
+    for check, fault in run_checks(runnable, lambda _: None):
         if fault is not None and check.is_default():
             return Verdict(False, f"{check}: {fault}")
         if fault is not None:
-            tuned_faults.append((check, fault))
-    _reject(gpu, tuned_faults)
+            faults[check] = fault
+    _reject(gpu, faults)
     return Verdict(True)
 
 
-def _reject(gpu: Gpu, faults: Sequence[tuple[Check, str]]) -> None:
+def _compile(checks: Sequence[Check]) -> dict[Check, str]:
+    """Compile the kernels of checks; return the checks whose kernels cannot be, with the reasons.
+
+    Raises:
+        RuntimeError: for lack of memory.
+    """
+    kernels = [kernel for check in checks for kernel in check.kernels()]
+    unusable = tuner.build(tuner.missing(kernels), lambda: None)
+    for reason in unusable.values():
+        if WorkerError(reason).is_out_of_memory:
+            raise RuntimeError(reason)
+    return {
+        check: unusable[kernel]
+        for check in checks
+        for kernel in check.kernels()
+        if kernel in unusable
+    }
+
+
+def _reject(gpu: Gpu, faults: Mapping[Check, str]) -> None:
     """Write rejections of tuned configurations into the user's table, with a warning for each."""
     rejected = {
         (key, entry.config): Rejection(fault, for_all_shapes=True)
-        for check, fault in faults
+        for check, fault in faults.items()
         for table in lookup.tables(gpu)
         for key, entry in table.entries.items()
         if (key.kernel, key.dtype, entry.config) == check.identity()
@@ -118,7 +139,7 @@ def _reject(gpu: Gpu, faults: Sequence[tuple[Check, str]]) -> None:
         header = dataclasses.replace(tuner.header_for(gpu), rejected=rejected)
         table_io.update(lookup.user_folder() / table_io.file_name(gpu), header)
         process_cache.reset()
-    for check, fault in faults:
+    for check, fault in faults.items():
         process_cache.warn_once(f"{check} is rejected: {fault}")
 
 
@@ -140,24 +161,14 @@ def verify_table(table: Table, targets: Targets, advance: Callable[[str], None])
     table.check_matches(targets[0].gpu)
     dtypes = sorted({key.dtype for key in table.entries})
     checks = [check for dtype in dtypes for check in configurations(targets, dtype, (table,))]
-    unusable = tuner.build(tuner.missing(k for c in checks for k in c.kernels()), lambda: None)
-    faults: dict[tuple[str, str, Candidate], str] = {}
-    runnable = []
-    for check in checks:
-        reasons = [unusable[kernel] for kernel in check.kernels() if kernel in unusable]
-        if any(WorkerError(reason).is_out_of_memory for reason in reasons):
-            raise RuntimeError(reasons[0])
-        if reasons:
-            faults[check.identity()] = reasons[0]
-        else:
-            runnable.append(check)
-    for check, fault in run_checks(runnable, advance):
-        if fault is not None:
-            faults[check.identity()] = fault
-    for check in checks:
-        if check.is_default() and check.identity() in faults:
-            raise ValueError(f"default configuration {check}: {faults[check.identity()]}")
-    return _renewed(table, faults)
+    faults = _compile(checks)
+    runnable = [check for check in checks if check not in faults]
+    ran = run_checks(runnable, advance)
+    faults |= {check: fault for check, fault in ran if fault is not None}
+    for check in faults:
+        if check.is_default():
+            raise ValueError(f"default configuration {check}: {faults[check]}")
+    return _renewed(table, {check.identity(): fault for check, fault in faults.items()})
 
 
 def _renewed(table: Table, faults: dict[tuple[str, str, Candidate], str]) -> Table:

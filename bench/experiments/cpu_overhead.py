@@ -1,7 +1,7 @@
 """CPU time of eager calls on a GPU: until the call returns, with no wait for its kernels.
 
-Each size has a no-grad forward and a training step (forward and backward), of cutefce and of
-F.cross_entropy(F.linear(h, w), y).
+Each size has a no-grad forward and training steps (forward and backward) at three budgets, of
+cutefce and of the two stages F.cross_entropy(F.linear(h, w), y).
 """
 
 import functools
@@ -16,11 +16,14 @@ from torch import Tensor
 
 import cutefce
 from bench.harness.cli import Output, gpu_only, per_shape
-from bench.harness.problems import Loss, Shape, random_inputs
+from bench.harness.problems import Loss, Shape, cutefce_loss, random_inputs
 from bench.harness.timing import Call
 
 SHAPES = (
     Shape(256, 512, 8192, "bfloat16"),
+    Shape(256, 1024, 32000, "bfloat16"),
+    Shape(2048, 896, 151936, "bfloat16"),
+    Shape(4096, 2048, 128256, "bfloat16"),
     Shape(1024, 4096, 32768, "bfloat16"),
     Shape(8192, 4096, 131072, "bfloat16"),
 )
@@ -28,6 +31,9 @@ CALLS, SECONDS = 3000, 12.0
 """Limits of the measured calls of one row, each of which ends it."""
 WARM_UP_SECONDS = 1.0
 """Calls before the measured ones, in which an idle CPU reaches its clock."""
+FORWARD: dict[str, Loss] = {"": cutefce.linear_cross_entropy}
+BUDGETS = FORWARD | {f", {name}": cutefce_loss(name) for name in ("max", "min")}
+"""Losses of training steps, by what their budgets add to the name."""
 BATCH = 20
 """Consecutive calls before the GPU is waited for; few enough not to fill its launch queue."""
 
@@ -40,11 +46,11 @@ class Row:
     hidden: int
     vocab: int
     call: str
-    """Either "forward", without gradients, or "training step"."""
+    """"forward", without gradients, or "training step", followed by a budget if not the default."""
     cutefce_us: float
     cutefce_quartiles_us: tuple[float, float]
     torch_us: float
-    """Interleaved with cutefce's: CPUs differ."""
+    """Interleaved with cutefce's, all budgets of a step in turns: CPUs differ."""
     torch_quartiles_us: tuple[float, float]
 
 
@@ -60,14 +66,17 @@ def run(shape: Shape, device: str) -> list[Row]:
     """Measure both kinds of call on random inputs."""
     h, w, y = random_inputs(shape, device)
     rows = []
-    for kind, evaluate in (("forward", _forward), ("training step", _step)):
+    kinds = (("forward", _forward, FORWARD), ("training step", _step, BUDGETS))
+    for kind, evaluate, fused in kinds:
         h, w = (x.requires_grad_(kind == "training step") for x in (h, w))
-        losses: tuple[Loss, Loss] = cutefce.linear_cross_entropy, _torch_loss
+        losses = *fused.values(), _torch_loss
         calls: list[Call] = [functools.partial(evaluate, loss, h, w, y) for loss in losses]
-        fused, unfused = _interleaved_us(calls, device)
-        rows.append(
-            Row(shape.tokens, shape.hidden, shape.vocab, kind, *_summary(fused), *_summary(unfused))
-        )
+        *samples, unfused = _interleaved_us(calls, device)
+        sizes = shape.tokens, shape.hidden, shape.vocab
+        rows += [
+            Row(*sizes, kind + budget, *_summary(times), *_summary(unfused))
+            for budget, times in zip(fused, samples, strict=True)
+        ]
     return rows
 
 

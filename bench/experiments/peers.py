@@ -2,13 +2,17 @@
 
 Each runs with its defaults, and a second time where an option accumulates gradients in float32
 instead of the inputs' dtype.  A peer that is not installed, fails, or is wrong gives a row with the
-reason.
+reason.  There are three tables:
+
+peers                 both gradients
+peers_frozen_head     dX alone: the weight has no gradient
+peers_ignored_rows    both gradients, a part of the targets ignored at random
 """
 
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import click
@@ -24,11 +28,17 @@ from bench.harness.cli import (
     repeats_option,
     shape_options,
 )
-from bench.harness.problems import CPU_SHAPE, MODELS, Loss, Shape, gradients, random_inputs
+from bench.harness.problems import CPU_SHAPE, MODELS, Loss, Shape, ignore_some, random_inputs
+from bench.harness.records import Measurement
 from bench.harness.reference import unfused
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 
 SHAPES = {"cpu": (CPU_SHAPE,), "cuda": tuple(MODELS)}
+FROZEN_WORKSPACES = ("max", "default", "1 GiB", *step.SMALL_WORKSPACES, "min")
+"""Budgets of a frozen head."""
+IGNORED_PERCENT = 0, 50, 80, 95
+"""Parts of the targets that are ignored, at the first shape."""
+TABLES = "trained", "frozen-head", "ignored-rows"
 SECONDS = 120
 """Time limit of a peer's first step at a shape, including compilation and tuning."""
 
@@ -126,44 +136,83 @@ PEERS = {
 threshold by default."""
 
 
+@dataclass(frozen=True)
+class FrozenRow(step.Row):
+    """A row of a frozen head."""
+
+    frozen: str = "weight"
+
+
+@dataclass(frozen=True)
+class IgnoredRow(step.Row):
+    """A row of a batch with ignored targets."""
+
+    ignored_percent: int = 0
+
+
 @click.command("peers")
+@click.option(
+    "--table", "tables", multiple=True, type=click.Choice(TABLES), help="Some of the tables alone."
+)
 @shape_options
 @repeats_option(7)
 @click.pass_obj
-def command(output: Output, /, repeats: int, **sizes: Any) -> None:
+def command(output: Output, /, tables: tuple[str, ...], repeats: int, **sizes: Any) -> None:
     """Forward and backward at models' shapes and every budget, interleaved with peers."""
     name, shapes = chosen_shapes("peers", SHAPES[DEVICE], sizes)
     with SubprocessWorker() as child:
 
-        def measure(shape: Shape) -> list[step.Row]:
-            losses = usable(child, shape, DEVICE)
-            return step.run(shape, DEVICE, repeats, tuple(step.WORKSPACES), losses)
+        def measure(shape: Shape, task: step.Task = step.PLAIN) -> list[step.Row]:
+            losses = usable(child, shape, DEVICE, task)
+            workspaces = FROZEN_WORKSPACES if task.is_frozen else tuple(step.WORKSPACES)
+            return step.run(shape, DEVICE, repeats, workspaces, losses, task)
 
-        output.record(name, per_shape(shapes, measure))
+        def frozen(shape: Shape) -> list[FrozenRow]:
+            return [FrozenRow(**asdict(row)) for row in measure(shape, step.Task(is_frozen=True))]
+
+        def ignored(percent: int) -> Measurement:
+            (plain,) = per_shape(shapes[:1], functools.partial(ignoring, percent))
+            return replace(plain, key={**plain.key, "ignored_percent": percent})
+
+        def ignoring(percent: int, shape: Shape) -> list[IgnoredRow]:
+            rows = measure(shape, step.Task(ignored_percent=percent))
+            return [IgnoredRow(**asdict(row), ignored_percent=percent) for row in rows]
+
+        measurements = {
+            "trained": per_shape(shapes, measure),
+            "frozen-head": per_shape(shapes, frozen),
+            "ignored-rows": [ignored(percent) for percent in IGNORED_PERCENT],
+        }
+        for table in tables or TABLES:
+            infix = "" if table == "trained" else "_" + table.replace("-", "_")
+            output.record(name.replace("peers", f"peers{infix}"), measurements[table])
 
 
-def usable(child: SubprocessWorker, shape: Shape, device: str) -> dict[str, Loss | str]:
-    """Return every peer's loss, or why it is unavailable at `shape`.
+def usable(
+    child: SubprocessWorker, shape: Shape, device: str, task: step.Task = step.PLAIN
+) -> dict[str, Loss | str]:
+    """Return every peer's loss, or why it is unavailable for `task` at `shape`.
 
     Each runs in the child first: a peer may crash, or leave the GPU unusable for its process.
     """
     losses: dict[str, Loss | str] = {}
     for name, peer in PEERS.items():
         try:
-            reason = child.ask(functools.partial(attempt, peer, shape, device), SECONDS)
+            reason = child.ask(functools.partial(attempt, peer, shape, device, task), SECONDS)
             losses[name] = peer.load() if reason is None else reason
         except WorkerError as error:
             losses[name] = "out of memory" if error.is_out_of_memory else str(error)
     return losses
 
 
-def attempt(peer: Peer, shape: Shape, device: str) -> str | None:
+def attempt(peer: Peer, shape: Shape, device: str, task: step.Task) -> str | None:
     """Run a step of `peer` on random inputs; return why it cannot be imported, or None."""
     try:
         loss = peer.load()
     except ImportError as error:
         return f"not available: {error}"
-    gradients(loss, *random_inputs(shape, device))
+    h, w, y = random_inputs(shape, device)
+    task.step(loss, h, w, ignore_some(y, task.ignored_percent))
     if device != "cpu":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # the parent needs the memory

@@ -36,6 +36,8 @@ from bench.harness.problems import (
     Shape,
     cutefce_loss,
     gradients,
+    hidden_gradient,
+    ignore_some,
     plain_gemms,
     random_inputs,
 )
@@ -55,11 +57,31 @@ WORKSPACES: dict[str, str | int | None] = {
     "min": "min",
 }
 """Budgets by name; of several that lead to the same plan, the first is measured."""
+SMALL_WORKSPACES: dict[str, str | int | None] = {"280 MiB": 280 << 20, "110 MiB": 110 << 20}
+"""More budgets, for frozen heads."""
 MAX_ERROR = 0.05
 """Relative error of loss or gradients above which an implementation counts as wrong."""
 MAX_NOTE_LENGTH = 300
 FEW_WORKSPACES = ("max", "default", "min")
 SHAPES = {"cpu": (CPU_SHAPE,), "cuda": (*MODELS, *paper_grid.SHAPES["cuda"])}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a step computes."""
+
+    is_frozen: bool = False
+    """Whether the weight has no gradient."""
+    ignored_percent: int = 0
+    """Targets that are ignored, at random."""
+
+    def step(self, loss: Loss, h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        """Return the loss and the gradients that are wanted, dX first."""
+        return (hidden_gradient if self.is_frozen else gradients)(loss, h, w, y)
+
+
+PLAIN = Task()
+"""Both gradients, no target ignored."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +97,7 @@ class Row:
     ratio_to_gemms: float | None = None
     ratio_to_unfused: float | None = None
     tflops: float | None = None
-    """Operations of the three GEMMs, without recomputation, over the time."""
+    """Operations of the three GEMMs, of a frozen head's two, without recomputation, over time."""
     cublas_tflops: float | None = None
     """Rate of the plain GEMMs in the same run."""
     peak_mib: float | None = None
@@ -111,20 +133,25 @@ def run(
     repeats: int,
     workspaces: tuple[str, ...],
     peers: Mapping[str, Loss | str] | None = None,
+    task: Task = PLAIN,
 ) -> list[Row]:
     """Measure every implementation on random inputs.
 
-    `workspaces` are keys of `WORKSPACES`; `peers` are losses by name, or why one is unavailable.
+    `workspaces` are keys of `WORKSPACES` and `SMALL_WORKSPACES`; `peers` are losses by name, or why
+    one is unavailable.  The GEMMs are those of all rows, and of both gradients, whatever the task.
     """
     h, w, y = random_inputs(shape, device)
-    plans = distinct_plans(h, w, workspaces)
+    plans = distinct_plans(h, w, workspaces, task.is_frozen)
     losses: dict[str, Loss | str] = {"unfused": unfused}
-    losses |= {f"cutefce {name}": cutefce_loss(WORKSPACES[name]) for name in plans}
+    budgets = WORKSPACES | SMALL_WORKSPACES
+    losses |= {f"cutefce {name}": cutefce_loss(budgets[name]) for name in plans}
     losses |= dict(peers or {})
-    steps, errors, failures = _checked_steps(losses, h, w, y)
-    calls = {"GEMMs": plain_gemms(h, w, y), **steps}
+    gemms = plain_gemms(h, w, y)
+    y = ignore_some(y, task.ignored_percent)
+    steps, errors, failures = _checked_steps(losses, h, w, y, task)
+    calls = {"GEMMs": gemms, **steps}
     times = interleaved(calls, device, repeats, before=preceding_gemms(device))
-    gradient_bytes = h.nbytes + w.nbytes
+    gradient_bytes = h.nbytes + (0 if task.is_frozen else w.nbytes)
     rows = []
     for name in ("GEMMs", *losses):
         sizes = shape.tokens, shape.hidden, shape.vocab
@@ -132,7 +159,7 @@ def run(
             rows.append(Row(*sizes, name, note=failures[name]))
             continue
         plan = plans.get(name.removeprefix("cutefce "))
-        loss_error, dx_error, dw_error = errors.get(name, (None, None, None))
+        loss_error, dx_error, dw_error = (*errors.get(name, ()), None, None, None)[:3]
         peak = peak_bytes(steps[name], device) - gradient_bytes if name in steps else None
         rows.append(
             Row(
@@ -142,7 +169,7 @@ def run(
                 quartiles_ms=times[name].quartiles_ms,
                 ratio_to_gemms=_ratio(times, name, "GEMMs"),
                 ratio_to_unfused=_ratio(times, name, "unfused"),
-                tflops=tflops_of(shape, times[name]),
+                tflops=tflops_of(shape, times[name], 2 if task.is_frozen and name in steps else 3),
                 cublas_tflops=tflops_of(shape, times["GEMMs"]),
                 peak_mib=None if peak is None else peak / 2**20,
                 predicted_mib=plan.workspace_bytes / 2**20 if plan else None,
@@ -155,7 +182,7 @@ def run(
 
 
 def _checked_steps(
-    losses: Mapping[str, Loss | str], h: Tensor, w: Tensor, y: Tensor
+    losses: Mapping[str, Loss | str], h: Tensor, w: Tensor, y: Tensor, task: Task
 ) -> tuple[dict[str, Call], dict[str, Errors], dict[str, str]]:
     """Return the steps that work, their errors, and why the others do not."""
     want = float64_mean_reference(h, w, y)
@@ -167,8 +194,8 @@ def _checked_steps(
             failures[name] = loss
             continue
         try:
-            errors[name] = _checked(relative_errors(gradients(loss, h, w, y), want))
-            steps[name] = functools.partial(gradients, loss, h, w, y)
+            errors[name] = _checked(relative_errors(task.step(loss, h, w, y), want))
+            steps[name] = functools.partial(task.step, loss, h, w, y)
         except torch.OutOfMemoryError:
             failures[name] = "out of memory"
         except Exception as error:  # a peer may raise anything: the row reports it
@@ -183,12 +210,14 @@ def _checked(errors: Errors) -> Errors:
     return errors
 
 
-def distinct_plans(h: Tensor, w: Tensor, workspaces: tuple[str, ...]) -> dict[str, Plan]:
+def distinct_plans(
+    h: Tensor, w: Tensor, workspaces: tuple[str, ...], is_frozen: bool = False
+) -> dict[str, Plan]:
     """Return the distinct plans, by the first workspace that leads to each."""
     plans: dict[str, Plan] = {}
-    leaves = h.detach().requires_grad_(), w.detach().requires_grad_()
+    leaves = h.detach().requires_grad_(), w.detach().requires_grad_(not is_frozen)
     for name in workspaces:
-        plan = cutefce.plan(*leaves, workspace=WORKSPACES[name])
+        plan = cutefce.plan(*leaves, workspace=(WORKSPACES | SMALL_WORKSPACES)[name])
         if plan not in plans.values():
             plans[name] = plan
     return plans
@@ -198,6 +227,6 @@ def _ratio(times: dict[str, Timing], name: str, base: str) -> float | None:
     return times[name].median_ms / times[base].median_ms if base in times else None
 
 
-def tflops_of(shape: Shape, timing: Timing) -> float:
-    """Return the rate of the three GEMMs in 10¹² operations per second."""
-    return 3 * shape.gemm_flop / timing.median_ms / 1e9
+def tflops_of(shape: Shape, timing: Timing, products: int = 3) -> float:
+    """Return the rate of the three GEMMs, or of two, in 10¹² operations per second."""
+    return products * shape.gemm_flop / timing.median_ms / 1e9

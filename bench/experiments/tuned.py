@@ -21,7 +21,7 @@ from cutefce.autotune_cache.tuning import outputs
 from cutefce.autotune_cache.tuning.targets.base import TuningCase
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.integers import round_up
-from cutefce.cute_kernels.spec import kernel_set
+from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.ops.primitives.dispatch import gpu_of, kernel_primitives, problem_of
 from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.strategies import windows

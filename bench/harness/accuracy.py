@@ -4,14 +4,13 @@ from torch import Tensor
 
 from bench.harness.reference import Gradients
 
-Errors = tuple[float, float, float]
-"""Relative errors of loss, dX and dW, in the Euclidean norm."""
+Errors = tuple[float, ...]
+"""Relative errors of loss, dX and, unless the weight is frozen, dW, in the Euclidean norm."""
 
 
-def relative_errors(got: Gradients, want: Gradients) -> Errors:
-    """Return the errors of loss, dX and dW."""
-    loss, dx, dw = (relative_error(a, b) for a, b in zip(got, want, strict=True))
-    return loss, dx, dw
+def relative_errors(got: tuple[Tensor, ...], want: Gradients) -> Errors:
+    """Return the errors of loss, dX and, if `got` has it, dW."""
+    return tuple(relative_error(a, b) for a, b in zip(got, want[: len(got)], strict=True))
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import cutefce
-from bench.harness.reference import Gradients
+from bench.harness.reference import IGNORED, Gradients
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps h (N, D), w (V, D) and y (N,) to the mean loss ()."""
@@ -45,9 +45,13 @@ CPU_SHAPE = Shape(512, 256, 8192, "float32")
 
 
 def title(row: dict[str, Any]) -> str:
-    """Return the sizes of a row of results, and the name of the model that has them."""
+    """Return the sizes of a row of results, the model that has them, and what else varies."""
     sizes = row["tokens"], row["hidden"], row["vocab"]
     name = f", {MODEL_NAMES[sizes]}" if sizes in MODEL_NAMES else ""
+    if "frozen" in row:
+        name += f", frozen {row['frozen']}"
+    if "ignored_percent" in row:
+        name += f", {row['ignored_percent']}% of the targets ignored"
     return " × ".join(map(str, sizes)) + name
 
 
@@ -77,6 +81,20 @@ def gradients(loss: Loss, h: Tensor, w: Tensor, y: Tensor) -> Gradients:
     value = loss(h, w, y)
     dx, dw = torch.autograd.grad(value, (h, w))
     return value.detach(), dx, dw
+
+
+def hidden_gradient(loss: Loss, h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Run a forward and a backward with a frozen weight: return the loss () and dX (N, D)."""
+    h, w = h.detach().requires_grad_(), w.detach()
+    value = loss(h, w, y)
+    (dx,) = torch.autograd.grad(value, (h,))
+    return value.detach(), dx
+
+
+def ignore_some(y: Tensor, percent: int) -> Tensor:
+    """Return y (N,) with this percentage of its targets ignored, chosen at random."""
+    ignored = torch.randperm(len(y), device=y.device)[: len(y) * percent // 100]
+    return y.index_fill(0, ignored, IGNORED)
 
 
 def logits_gradient(h: Tensor, w: Tensor, y: Tensor) -> Tensor:

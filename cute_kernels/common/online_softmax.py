@@ -12,7 +12,8 @@ Algorithm 1), so that they are exact for any logits; exps are relative to ρ and
 Shapes: h (N, D), w (V, D), reference ρ (N,) float32, target (N,) int64 counted from `first`,
 semaphores int32 as in `workspace.Semaphore`, transform as in `logit_transform.Transform`, whose
 bias (V,) belongs to the rows of w, reductions as in `row_reductions`.  N, V and D are dynamic; rows
-of h, w and exps start at multiples of 16 bytes.
+of h, w and exps start at multiples of 16 bytes.  With a `RowCount`, only the first rows of tokens
+count: the others have no sums, and exps are 0 for those of the last row block.
 """
 
 from typing import Any, NamedTuple
@@ -64,6 +65,8 @@ def project_exp_arguments(kernel: spec.ProjectExpSpec) -> tuple[Any, ...]:
         vector(Int32, cute.sym_int()),
         transform_argument(kernel.transform, tokens, vocab),
         reductions_argument(kernel, tokens, partials),
+        vector(Int32, cute.sym_int()),
+        Int32(0),
         Int32(0),
         Int32(1),
         Int32(1),

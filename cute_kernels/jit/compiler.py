@@ -18,6 +18,10 @@ SYMBOL = "kernel"
 
 MODULES: dict[type, str] = {
     spec.FusedForwardSpec: "fused_forward",
+    spec.SelectRowsSpec: "rowwise.select_rows",
+    spec.GatherRowsSpec: "rowwise.gather_rows",
+    spec.ScatterRowsSpec: "rowwise.scatter_rows",
+    spec.ClearRowsSpec: "rowwise.clear_rows",
     spec.TargetLogitSpec: "rowwise.target_logit",
     spec.ProjectExpSpec: "{family}.project_exp",
     spec.ReducePartialsSpec: "rowwise.reduce_partials",

@@ -1,5 +1,9 @@
 """The O(N·D) and O(N·P) kernels for all architectures: row work before and after the GEMMs.
 
+    select_rows       the order of rows in which those that count come first, and their number
+    gather_rows       out_i = x_{order_i} of these, or scale_i x_{order_i}, a block a row
+    scatter_rows      out_{order_i} = x_i of these, 0 of the others, a block a row
+    clear_rows        zeros in the rows of a matrix that do not count
     target_logit      r_i = h_i · w_y, a warp a row; zeroes the semaphores of later kernels
     reduce_partials   partial sums to ρ, S, T and the loss, a warp a row; the last block reduces
     scale_add_rows    out_i = row_scale_i x_i + gather_scale_i table_{index_i}, a block a row:

@@ -32,7 +32,9 @@ def compile_signature(kernel: spec.ReducePartialsSpec) -> tuple[Any, tuple[Any, 
     stats = matrix(Float32, NUM_STATS, rows, aligned=False)
     inputs = partials, vector(Float32, rows), vector(Int64, rows)
     outputs = stats, scalar(Float32), vector(Int32, cute.sym_int())
-    return ReducePartials(kernel), (*inputs, *outputs, Int64(0), Int32(0), current_stream())
+    order = vector(Int64, rows) if kernel.scatter else None
+    numbers = Int64(0), Int32(0)
+    return ReducePartials(kernel), (*inputs, *outputs, order, *numbers, current_stream())
 
 
 class ReducePartials:
@@ -50,6 +52,7 @@ class ReducePartials:
         stats: cute.Tensor,
         reduced: cute.Tensor,
         semaphores: cute.Tensor,
+        order: cute.Tensor | None,
         ignored: Int64,
         mean: Int32,
         stream: Any,
@@ -59,13 +62,15 @@ class ReducePartials:
         ρ is r, unless a partial exceeds the slack: then ρ is about the largest partial, and the row
         block is flagged for repair.  The loss is 0 where target (N,) is `ignored`, whatever the
         sums; T is NaN unless the loss is below `GRADIENT_LOSS`.  `reduced` () receives the sum of
-        losses, or their mean over the targets that are not `ignored`.
+        losses, or their mean over the targets that are not `ignored`.  With `order` (N,), the
+        statistics of row i are those of token order_i.
 
         semaphores are laid out as in `workspace.Semaphore`.  Each parameter is one argument that
         the host passes by position.
         """
         blocks = (logit.shape[0] + WARPS - 1) // WARPS
-        self.kernel(partials, logit, target, stats, reduced, semaphores, ignored, mean).launch(
+        results = stats, reduced, semaphores
+        self.kernel(partials, logit, target, results, order, ignored, mean).launch(
             grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
         )
 
@@ -75,13 +80,13 @@ class ReducePartials:
         partials: cute.Tensor,
         logit: cute.Tensor,
         target: cute.Tensor,
-        stats: cute.Tensor,
-        reduced: cute.Tensor,
-        semaphores: cute.Tensor,
+        results: Any,
+        order: Any,
         ignored: Int64,
         mean: Int32,
     ) -> None:
         """Reduce one row a warp; the last block to finish reduces the losses."""
+        stats, reduced, semaphores = results
         pdl_wait()
         thread = cute.arch.thread_idx()[0]
         smem = SmemAllocator()
@@ -92,7 +97,10 @@ class ReducePartials:
             count = partials.shape[1]
             if target[row] == ignored:
                 count = Int32(0)  # sums of an ignored row may be NaN
-            self.reduce_row(partials, count, logit, stats, semaphores, row)
+            place = Int64(row)
+            if cutlass.const_expr(order is not None):
+                place = order[row]
+            self.reduce_row(partials, count, logit, (stats, place), semaphores, row)
         others = cute.arch.grid_dim()[0] - 1
         if others > 0:  # a single block saves the round trips to memory
             cute.arch.fence_acq_rel_gpu()
@@ -116,11 +124,12 @@ class ReducePartials:
         partials: cute.Tensor,
         count: Int32,
         logit: cute.Tensor,
-        stats: cute.Tensor,
+        result: Any,
         semaphores: cute.Tensor,
         row: Int32,
     ) -> None:
-        """Reduce the first `count` partials of one row."""
+        """Reduce the first `count` partials of one row; `result` are (stats, column)."""
+        stats, place = result
         lane = cute.arch.lane_idx()
         largest = -Float32.inf
         for i in cutlass.range(lane, count, 32, unroll=4):
@@ -142,8 +151,8 @@ class ReducePartials:
             row_sum += exp2(partials[row, i] - shift)
         row_sum = cute.arch.warp_reduction_sum(row_sum)
         if lane == 0:
-            stats[Stat.REFERENCE, row] = reference
-            stats[Stat.SUM_EXP_OTHERS, row] = row_sum
+            stats[Stat.REFERENCE, place] = reference
+            stats[Stat.SUM_EXP_OTHERS, place] = row_sum
             # exp(r - ρ) - 1 is exactly 0 where the target's logit is the reference
             excess = row_sum
             if distance != 0.0:
@@ -151,11 +160,11 @@ class ReducePartials:
             loss = distance + log1p(excess)
             if target_logit == LOWEST_LOGIT:
                 loss = loss * Float32.inf  # NaN where no logit is higher
-            stats[Stat.LOSS, row] = loss
+            stats[Stat.LOSS, place] = loss
             total = Float32.nan
             if loss < GRADIENT_LOSS:
                 total = row_sum + exp2(-shift)
-            stats[Stat.SUM_EXP, row] = total
+            stats[Stat.SUM_EXP, place] = total
 
     @cute.jit
     def reduce_losses(

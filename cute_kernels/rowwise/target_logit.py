@@ -29,10 +29,12 @@ def compile_signature(kernel: spec.TargetLogitSpec) -> tuple[Any, tuple[Any, ...
     """Return the host function of `kernel` and the arguments to compile it for."""
     dtype, rows, hidden = DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int(divisibility=8)
     vocab = cute.sym_int()
-    h, w = matrix(dtype, rows, hidden), matrix(dtype, vocab, hidden)
+    h, w = matrix(dtype, cute.sym_int(), hidden), matrix(dtype, vocab, hidden)
     vectors = vector(Int64, rows), vector(Float32, rows), vector(Int32, cute.sym_int())
     transform = transform_argument(kernel.transform, rows, vocab)
-    return TargetLogit(), (h, w, *vectors, transform, Int64(0), current_stream())
+    order = vector(Int64, rows)
+    numbers = Int64(0), Int32(0)
+    return TargetLogit(), (h, w, *vectors, transform, order, *numbers, current_stream())
 
 
 class TargetLogit:
@@ -47,16 +49,21 @@ class TargetLogit:
         logit: cute.Tensor,
         zeros: cute.Tensor,
         transform: Transform | None,
+        order: cute.Tensor,
         ignored: Int64,
+        selects: Int32,
         stream: Any,
     ) -> None:
         """Write logit (N,): +inf where target (N,) is `ignored`, and nowhere else.
 
         It is NaN for targets outside [0, V) and logits of +inf, `LOWEST_LOGIT` or more for others.
-        Fills `zeros`, int32 of at most `TargetLogitSpec.max_zeros(N)` elements, with 0.
+        Fills `zeros`, int32 of at most `TargetLogitSpec.max_zeros(N)` elements, with 0.  If
+        `selects`, the hidden states of token i are row `order`_i of h.  More than eight parameters:
+        each is one argument that the host passes by position.
         """
-        blocks = (h.shape[0] + WARPS - 1) // WARPS
-        self.kernel(h, w, target, logit, zeros, transform, ignored).launch(
+        blocks = (target.shape[0] + WARPS - 1) // WARPS
+        rows = order, selects
+        self.kernel(h, w, target, logit, zeros, transform, rows, ignored).launch(
             grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
         )
 
@@ -69,27 +76,34 @@ class TargetLogit:
         logit: cute.Tensor,
         zeros: cute.Tensor,
         transform: Any,
+        rows: Any,
         ignored: Int64,
     ) -> None:
-        """Compute one row a warp, and one zero a thread."""
+        """Compute one row a warp, and one zero a thread; `rows` are (order, selects)."""
+        order, selects = rows
         pdl_wait()
         lane = cute.arch.lane_idx()
         thread = cute.arch.block_idx()[0] * 32 * WARPS + cute.arch.thread_idx()[0]
         if thread < zeros.shape[0]:
             zeros[thread] = Int32(0)
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
-        if row < h.shape[0]:
+        if row < target.shape[0]:
             index = target[row]
+            source, vectors = Int64(row), h.shape[1] // 8
+            if selects != 0:
+                source = order[row]
+            if index == ignored:
+                vectors = Int32(0)
             in_vocab = index >= 0 and index < w.shape[0]
             safe_index = Int64(0)
             if in_vocab:
                 safe_index = index
-            z = dot(row_vectors(h, row), row_vectors(w, safe_index), lane, h.shape[1] // 8)
+            z = dot(row_vectors(h, source), row_vectors(w, safe_index), lane, vectors)
             z = cute.arch.warp_reduction_sum(z)
             bias = None
             if cutlass.const_expr(transform is not None and transform.bias is not None):
                 bias = transform.bias[safe_index]
-            scale = row_scale(transform, row, h.shape[0])
+            scale = row_scale(transform, row, target.shape[0])
             z = transform_logit(z, transform, scale, bias)
             if z < LOWEST_LOGIT:
                 z = Float32(LOWEST_LOGIT)

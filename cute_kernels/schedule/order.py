@@ -52,14 +52,47 @@ def choose_k_splits(work_tiles: int, clusters: int, k_tiles: int) -> int:
 
     Minimizes the number of waves; the fewest splits win a tie.
     """
-    limit = max(1, min(MAX_K_SPLITS, k_tiles // MIN_K_TILES_PER_SPLIT))
-    return min(range(1, limit + 1), key=lambda k_splits: num_waves(work_tiles, clusters, k_splits))
+    return int(fewest_waves(work_tiles, clusters, k_tiles))
+
+
+def fewest_waves(work_tiles: Any, clusters: Any, k_tiles: Any, number: Any = int) -> Any:
+    """Return what `choose_k_splits` does.
+
+    Takes Python integers, or device integers and the `number` that makes one of a comparison.
+    """
+    last_wave, limit = work_tiles % clusters, k_tiles // MIN_K_TILES_PER_SPLIT
+    best, waves = number(1), (last_wave + clusters - 1) // clusters
+    for k_splits in range(2, MAX_K_SPLITS + 1):
+        needed = (last_wave * k_splits + clusters - 1) // clusters
+        # needed / k_splits < waves / best, in integers
+        better = number(k_splits <= limit) * number(needed * best < waves * k_splits)
+        best += better * (k_splits - best)
+        waves += better * (needed - waves)
+    return best
+
+
+def rescale_vocab_splits(
+    vocab_splits: Any, planned_blocks: Any, row_blocks: Any, most: Any, minimum: Any = min
+) -> Any:
+    """Return the splits that give `row_blocks` as many work tiles as planned, at most `most`.
+
+    Takes Python integers, or device integers and their `minimum`.
+    """
+    return minimum((vocab_splits * planned_blocks + row_blocks - 1) // row_blocks, most)
 
 
 def num_waves(work_tiles: int, clusters: int, k_splits: int) -> float:
     """Return the time of all work tiles, in units of one work tile's time."""
     whole, last_wave = divmod(work_tiles, clusters)
     return whole + ceil_div(last_wave * k_splits, clusters) / k_splits
+
+
+def most_vocab_splits(tokens: int, vocab: int, config: GemmConfig) -> int:
+    """Return the largest useful number of vocabulary splits whose partial sums are affordable."""
+    affordable = PARTIAL_BYTES // (4 * config.partials_per_row * max(tokens, 1))
+    # ping-pong needs a second tile to keep the other warpgroup busy
+    useful = ceil_div(ceil_div(vocab, config.tile_n), config.partials_per_row)
+    return max(1, min(affordable, useful))
 
 
 @process_cache
@@ -70,9 +103,7 @@ def choose_vocab_splits(tokens: int, vocab: int, config: GemmConfig, clusters: i
     """
     n_tiles = ceil_div(vocab, config.tile_n)
     row_blocks = max(1, ceil_div(tokens, config.rows))
-    affordable = PARTIAL_BYTES // (4 * config.partials_per_row * max(tokens, 1))
-    # ping-pong needs a second tile to keep the other warpgroup busy
-    limit = max(1, min(affordable, ceil_div(n_tiles, config.partials_per_row)))
+    limit = most_vocab_splits(tokens, vocab, config)
     even, best, least = ceil_div(n_tiles * row_blocks, clusters), 1, n_tiles * row_blocks
     for splits in range(1, limit + 1):
         busiest = max(tiles_per_cluster(row_blocks, n_tiles, splits, config.raster_group, clusters))

@@ -12,6 +12,15 @@ from cutefce.cute_kernels.schedule import order
 from cutefce.cute_kernels.workspace import Semaphore
 
 
+class RowCount(NamedTuple):
+    """How many rows of tokens count, which come before all others; see `rowwise.select_rows`."""
+
+    count: cute.Tensor
+    """(1,) int32, written by an earlier kernel."""
+    selects: Int32
+    """0 if all rows count, and `count` means nothing."""
+
+
 class WorkTile(NamedTuple):
     """A work tile, or one K split of it."""
 
@@ -46,6 +55,8 @@ class TileScheduler:
     """Thread block within the cluster."""
     rows: Int32
     columns: Int32
+    selects: Int32
+    """Whether rows of the last row block beyond `rows` are stored: they must be 0."""
 
     @cute.jit
     def num_work_tiles(self) -> Int32:
@@ -95,21 +106,94 @@ def make_tile_scheduler(
     tile_k: int,
     a: cute.Tensor,
     b: cute.Tensor,
-    vocab_splits: Any = None,
-    k_splits: Any = None,
+    row_count: RowCount,
+    vocab_splits: Int32,
+    most_splits: Int32,
 ) -> TileScheduler:
-    """Return the scheduler for a (M, K) and b (N, K); by default every column tile is a split."""
-    (rows, inner), columns = a.shape, b.shape[0]
+    """Return the scheduler for the tokens a (M, K) that count, and b (N, K).
+
+    `vocab_splits` are those for all tokens; for fewer there are more, at most `most_splits`.  One
+    row block is computed even of no tokens, so that what a GEMM over them reads is 0.
+    """
+    (size, inner), columns = a.shape, b.shape[0]
     n_tiles = (columns + config.tile_n - 1) // config.tile_n
+    rows = Int32(size)
+    row_blocks = (rows + config.rows - 1) // config.rows
+    splits = vocab_splits
+    if row_count.selects != 0:
+        cute.arch.griddepcontrol_wait()
+        rows = cutlass.min(row_count.count[0], rows)
+        planned, row_blocks = row_blocks, cutlass.max((rows + config.rows - 1) // config.rows, 1)
+        more = planned, row_blocks, most_splits, cutlass.min
+        splits = order.rescale_vocab_splits(vocab_splits, *more)
+    cluster, clusters, rank = place(config)
     return TileScheduler(
-        row_blocks=(rows + config.rows - 1) // config.rows,
-        vocab_splits=n_tiles if vocab_splits is None else vocab_splits,
+        row_blocks=row_blocks,
+        vocab_splits=splits,
         n_tiles=n_tiles,
         k_tiles=(inner + tile_k - 1) // tile_k,
-        k_splits=k_splits,
-        cluster=cute.arch.block_idx()[0] // config.cluster,
-        clusters=cute.arch.grid_dim()[0] // config.cluster,
-        rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
+        k_splits=None,
+        cluster=cluster,
+        clusters=clusters,
+        rank=rank,
         rows=rows,
         columns=columns,
+        selects=row_count.selects,
     )
+
+
+@cute.jit
+def make_gemm_scheduler(
+    config: GemmConfig,
+    tile_k: int,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    row_count: RowCount,
+    tokens_inside: bool,
+    k_splits: Any,
+    overwrite: Any,
+) -> TileScheduler:
+    """Return the scheduler of a gradient GEMM of a (M, K) and b (N, K).
+
+    Tokens are the K of these, if `tokens_inside`, or their M.  With `k_splits`, those for all
+    tokens, K is split; nothing is computed where no token would add to what `overwrite` keeps.
+    """
+    (size, inner), columns = a.shape, b.shape[0]
+    n_tiles = (columns + config.tile_n - 1) // config.tile_n
+    rows = Int32(size)
+    row_blocks = (rows + config.rows - 1) // config.rows
+    k_tiles, splits = (inner + tile_k - 1) // tile_k, k_splits
+    cluster, clusters, rank = place(config)
+    if row_count.selects != 0:
+        count = row_count.count[0]
+        if cutlass.const_expr(tokens_inside):
+            k_tiles = cutlass.max((count + tile_k - 1) // tile_k, 1)
+            if cutlass.const_expr(k_splits is not None):
+                if count == 0 and overwrite == 0:
+                    row_blocks = Int32(0)
+        else:
+            rows = cutlass.min(count, rows)
+            row_blocks = cutlass.max((rows + config.rows - 1) // config.rows, 1)
+        if cutlass.const_expr(k_splits is not None):
+            splits = order.fewest_waves(row_blocks * n_tiles, clusters, k_tiles, Int32)
+    return TileScheduler(
+        row_blocks=row_blocks,
+        vocab_splits=n_tiles,
+        n_tiles=n_tiles,
+        k_tiles=k_tiles,
+        k_splits=splits,
+        cluster=cluster,
+        clusters=clusters,
+        rank=rank,
+        rows=rows,
+        columns=columns,
+        selects=row_count.selects,
+    )
+
+
+@cute.jit
+def place(config: GemmConfig) -> Any:
+    """Return the index of the cluster, their number, and the thread block within the cluster."""
+    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+    return block // config.cluster, blocks // config.cluster, rank

@@ -32,7 +32,11 @@ from cutefce.cute_kernels.common.online_softmax import (
     uses_poly_exp2,
 )
 from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum
-from cutefce.cute_kernels.schedule.scheduler import TileScheduler, make_tile_scheduler
+from cutefce.cute_kernels.schedule.scheduler import (
+    RowCount,
+    TileScheduler,
+    make_tile_scheduler,
+)
 from cutefce.cute_kernels.sm100.mainloop import (
     EPILOGUE_WARPS,
     LOAD_WARP,
@@ -71,6 +75,8 @@ class ProjectExpSm100(MainloopSm100):
         semaphores: cute.Tensor,
         transform: Transform | None,
         reductions: cute.Tensor | None,
+        count: cute.Tensor,
+        selects: Int32,
         first: Int32,
         vocab_splits: Int32,
         clusters: Int32,
@@ -101,6 +107,7 @@ class ProjectExpSm100(MainloopSm100):
             w_load,
             (store_e, g_e, e_layout),
             Rows(reference, target, sums, semaphores, transform, reductions, first),
+            RowCount(count, selects),
             vocab_splits,
         ).launch(
             grid=[clusters * cluster, 1, 1],
@@ -117,6 +124,7 @@ class ProjectExpSm100(MainloopSm100):
         w: Any,
         e: Any,
         rows: Rows,
+        row_count: RowCount,
         vocab_splits: Int32,
     ) -> None:
         """Assign warps to roles; h, w and e are (TMA atom, coordinates, shared memory layout)."""
@@ -139,7 +147,11 @@ class ProjectExpSm100(MainloopSm100):
         # made on the device, so that its fields are constants
         tiled_mma = self.tiled_mma()
         accumulators = self.allocate(tiled_mma, warp, address)
-        scheduler = make_tile_scheduler(self.config, self.tile[2], g_h, g_w, vocab_splits)
+        most = (g_w.shape[0] + self.tile[1] - 1) // self.tile[1]
+        if cutlass.const_expr(self.sums):
+            most = rows.sums.shape[1]
+        splits = vocab_splits, most
+        scheduler = make_tile_scheduler(self.config, self.tile[2], g_h, g_w, row_count, *splits)
         if warp == LOAD_WARP:
             h_operand, w_operand = (load_h, g_h, s_h), (load_w, g_w, s_w)
             self.load(scheduler, stages, tiled_mma, h_operand, w_operand, rows.semaphores)
@@ -173,10 +185,12 @@ class ProjectExpSm100(MainloopSm100):
             )
             m_start = (row_block * config.cluster + scheduler.rank) * config.tile_m
             row = m_start + thread
-            target, base = Int32(-1), Float32.inf
+            target, base, limit = Int32(-1), Float32.inf, scheduler.columns
             if row < scheduler.rows:
                 target = Int32(rows.target[row] - rows.first)
                 base = rows.reference[row] * LOG2_E
+            elif scheduler.selects != 0:
+                limit = Int32(0)  # stored, but does not count
             scale = row_scale(rows.transform, row, scheduler.rows)
             row_max, row_sum = -Float32.inf, Float32(0.0)
             self.reducer.reset(reduced)
@@ -195,7 +209,7 @@ class ProjectExpSm100(MainloopSm100):
                         with cute.arch.elect_one():
                             acc_pipe.consumer_release(state)
                     self.transform(z, rows.transform, scale, biases)
-                    self.mask(z, target - n_start, scheduler.columns - n_start)
+                    self.mask(z, target - n_start, limit - n_start)
                     if cutlass.const_expr(self.sums):
                         columns = rows.first + n_start, range(epi_tile_n)
                         more = self.reducer, self.reducer.row(reduced, 0), columns
@@ -206,12 +220,17 @@ class ProjectExpSm100(MainloopSm100):
                         buffer = self.store_exps(z, (base, scale), e, m_start, n_start, buffer)
                 state.advance()
             if cutlass.const_expr(self.sums):
-                if row < scheduler.rows:
-                    distance = row_max - base
-                    row_sum = bounded_sum(row_sum)
-                    rows.sums[row, split] = distance + cute.math.log2(row_sum, fastmath=True)
-                    more, place = self.reducer.row(reduced, 0), (rows.reductions, row, split)
-                    self.reducer.write(more, row_sum, distance, *place)
+                # sums for more splits than there are now receive those of no column
+                for written in cutlass.range(split, rows.sums.shape[1], vocab_splits, unroll=1):
+                    if row < scheduler.rows:
+                        distance = row_max - base
+                        row_sum = bounded_sum(row_sum)
+                        log_sum = distance + cute.math.log2(row_sum, fastmath=True)
+                        rows.sums[row, written] = log_sum
+                        more, place = self.reducer.row(reduced, 0), (rows.reductions, row, written)
+                        self.reducer.write(more, row_sum, distance, *place)
+                    row_max, row_sum = -Float32.inf, Float32(0.0)
+                    self.reducer.reset(reduced)
         if cutlass.const_expr(self.store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 

@@ -30,9 +30,10 @@ from cutefce.cute_kernels.common.dsl import (
 )
 from cutefce.cute_kernels.common.rank_one import RankOne, rank_one_signature
 from cutefce.cute_kernels.schedule.scheduler import (
+    RowCount,
     TileScheduler,
     WorkTile,
-    make_tile_scheduler,
+    make_gemm_scheduler,
 )
 from cutefce.cute_kernels.sm90.epilogue_store import EpilogueStoreSm90
 from cutefce.cute_kernels.sm90.mainloop import (
@@ -53,7 +54,7 @@ def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
     targets = None
     if kernel.final:
         csr = vector(Int64, inner), vector(Int32, cute.sym_int()), vector(Float32, inner)
-        targets = TargetCsr(*csr, matrix(dtype, inner, hidden), vector(Float32, 1))
+        targets = TargetCsr(*csr, matrix(dtype, cute.sym_int(), hidden), vector(Float32, 1))
     return GradGemmSm90(kernel), (
         a,
         transposed(dtype, hidden, inner),
@@ -61,6 +62,8 @@ def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
         targets,
         rank_one_signature(rows, hidden, kernel.rank_one),
         vector(Int32, cute.sym_int()),
+        vector(Int32, cute.sym_int()),
+        Int32(0),
         Int32(1),
         None if kernel.final else Int32(1),
         None if kernel.final else Int32(1),
@@ -92,7 +95,7 @@ class GradGemmSm90(MainloopSm90):
         super().__init__(*operands, only_flagged=False, skip_missing_rows=False)
         assert kernel.final or not kernel.rank_one
         assert kernel.WARPS * 32 == MMA_WARP_GROUPS * WARP_GROUP_THREADS
-        self.final = kernel.final
+        self.final, self.tokens_inside = kernel.final, kernel.wrt == "weight"
         out_dtype = self.dtype if self.final else Float32
         self.epilogue = EpilogueStoreSm90(out_dtype, kernel.config.tile_n)
 
@@ -105,6 +108,8 @@ class GradGemmSm90(MainloopSm90):
         targets: TargetCsr | None,
         rank_one: RankOne | None,
         semaphores: cute.Tensor,
+        count: cute.Tensor,
+        selects: Int32,
         clusters: Int32,
         k_splits: Int32 | None,
         overwrite: Int32 | None,
@@ -113,11 +118,14 @@ class GradGemmSm90(MainloopSm90):
         """Launch on `clusters` clusters: a (M, K) and b (D, K) to out (M, D).
 
         Sums split the K of the last wave's work tiles by `k_splits`, and are added to `out` unless
-        `overwrite`.  Each parameter is one argument that the host passes by position.
+        `overwrite`.  `count` and `selects` are those of `RowCount`; operands are 0 from the tokens
+        that count to the next multiple of `TILE_K`.  Each parameter is one argument that the host
+        passes by position.
         """
         a_loads, b_load = self.tma_loads(a, b)
         out_store, add = self.epilogue.tma_store(out), self.epilogue.tma_add(out)
-        sums, tiled_mma = (add, k_splits, overwrite), self.tiled_mma(self.m_halves)
+        sums = add, k_splits, overwrite, RowCount(count, selects)
+        tiled_mma = self.tiled_mma(self.m_halves)
         terms = targets, rank_one
         self.kernel(tiled_mma, a_loads, b_load, out_store, terms, semaphores, sums).launch(
             **self.launch_shape(clusters), stream=stream
@@ -135,7 +143,7 @@ class GradGemmSm90(MainloopSm90):
         sums: Any,
     ) -> None:
         """Assign warps to roles; a, b and out are (TMA atoms, coordinates, smem layout)."""
-        add, k_splits, overwrite = sums
+        add, k_splits, overwrite, row_count = sums
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         (loads_a, g_a, a_layout), (load_b, g_b, b_layout), (store, g_out, out_layout) = a, b, out
         if warp == 0:
@@ -147,8 +155,10 @@ class GradGemmSm90(MainloopSm90):
         s_b = smem.allocate_tensor(self.dtype, b_layout.outer, 1024, b_layout.inner)
         s_out = smem.allocate_tensor(self.epilogue.dtype, out_layout.outer, 1024, out_layout.inner)
         pipe = self.make_pipeline(barriers)
-        scheduler = make_tile_scheduler(self.config, self.tile[2], g_a, g_b, None, k_splits)
         pdl_wait()
+        tokens = row_count, self.tokens_inside
+        shape = self.config, self.tile[2], g_a, g_b
+        scheduler = make_gemm_scheduler(*shape, *tokens, k_splits, overwrite)
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:

@@ -28,7 +28,11 @@ from cutefce.cute_kernels.common.online_softmax import (
     project_exp_arguments,
 )
 from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum, finite
-from cutefce.cute_kernels.schedule.scheduler import TileScheduler, make_tile_scheduler
+from cutefce.cute_kernels.schedule.scheduler import (
+    RowCount,
+    TileScheduler,
+    make_tile_scheduler,
+)
 from cutefce.cute_kernels.sm90.epilogue_store import EpilogueStoreSm90
 from cutefce.cute_kernels.sm90.mainloop import Consumer, MainloopSm90, Operand
 
@@ -64,6 +68,8 @@ class ProjectExpSm90(MainloopSm90):
         semaphores: cute.Tensor,
         transform: Transform | None,
         reductions: cute.Tensor | None,
+        count: cute.Tensor,
+        selects: Int32,
         first: Int32,
         vocab_splits: Int32,
         clusters: Int32,
@@ -83,6 +89,7 @@ class ProjectExpSm90(MainloopSm90):
             w_load,
             e_store,
             Rows(reference, target, sums, semaphores, transform, reductions, first),
+            RowCount(count, selects),
             vocab_splits,
         ).launch(**self.launch_shape(clusters), stream=stream)
 
@@ -94,6 +101,7 @@ class ProjectExpSm90(MainloopSm90):
         w: Any,
         e: Any,
         rows: Rows,
+        row_count: RowCount,
         vocab_splits: Int32,
     ) -> None:
         """Assign warps to roles; h, w and e are (TMA atoms, coordinates, shared memory layout)."""
@@ -112,7 +120,11 @@ class ProjectExpSm90(MainloopSm90):
         if cutlass.const_expr(self.store):
             s_e = smem.allocate_tensor(self.dtype, e_layout.outer, 1024, e_layout.inner)
         pipe = self.make_pipeline(barriers)
-        scheduler = make_tile_scheduler(config, self.tile[2], g_h, g_w, vocab_splits)
+        most = (g_w.shape[0] + self.tile[1] - 1) // self.tile[1]
+        if cutlass.const_expr(self.sums):
+            most = rows.sums.shape[1] // config.partials_per_row
+        splits = vocab_splits, most
+        scheduler = make_tile_scheduler(config, self.tile[2], g_h, g_w, row_count, *splits)
         cute.arch.griddepcontrol_launch_dependents()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -183,11 +195,17 @@ class ProjectExpSm90(MainloopSm90):
                 parity = (parity + cutlass.max(tiles, 0)) % 2
             if cutlass.const_expr(self.sums):
                 cute.arch.griddepcontrol_wait()  # a warpgroup may have no tile of a work tile
-                partial = split * config.partials_per_row
-                if cutlass.const_expr(config.pingpong):
-                    partial += consumer.warp_group_idx
-                sums = row_max, row_sum, reduced
-                self.write_partials(consumer, sums, rows, m_start, partial, scheduler)
+                # sums for more splits than there are now receive those of no column
+                splits = rows.sums.shape[1] // config.partials_per_row
+                for written in cutlass.range(split, splits, vocab_splits, unroll=1):
+                    partial = written * config.partials_per_row
+                    if cutlass.const_expr(config.pingpong):
+                        partial += consumer.warp_group_idx
+                    sums = row_max, row_sum, reduced
+                    self.write_partials(consumer, sums, rows, m_start, partial, scheduler)
+                    row_max.fill(-Float32.inf)
+                    row_sum.fill(0.0)
+                    self.reducer.reset(reduced)
         if cutlass.const_expr(self.store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -228,7 +246,10 @@ class ProjectExpSm90(MainloopSm90):
         n_start: Int32,
         scheduler: TileScheduler,
     ) -> None:
-        """Set the logits of targets, and of columns beyond the vocabulary, to -inf."""
+        """Set the logits of targets, and of columns beyond the vocabulary, to -inf.
+
+        Also of rows that are stored but do not count.
+        """
         acc, offset = consumer.acc, consumer.tCcC[0][1]
         limit = scheduler.columns - n_start - offset
         targets = cute.make_rmem_tensor((2, self.m_blocks), Int32)
@@ -249,6 +270,15 @@ class ProjectExpSm90(MainloopSm90):
                             column = 8 * j + v
                             if targets[half, m_block] == column or limit <= column:
                                 acc[(v, half, j), m_block, 0] = -Float32.inf
+        if cutlass.const_expr(self.store):
+            last = m_start + (self.m_blocks - 1) * 64 * self.m_halves + 63
+            if scheduler.selects != 0 and last >= scheduler.rows:
+                for m_block in cutlass.range_constexpr(self.m_blocks):
+                    for half in cutlass.range_constexpr(2):
+                        if self.row(consumer.tCcC, m_start, m_block, half) >= scheduler.rows:
+                            for j in cutlass.range_constexpr(self.tile[1] // 8):
+                                for v in cutlass.range_constexpr(2):
+                                    acc[(v, half, j), m_block, 0] = -Float32.inf
 
     @cute.jit
     def write_partials(

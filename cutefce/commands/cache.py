@@ -21,7 +21,8 @@ def cache() -> None:
 def show(files: tuple[Path, ...]) -> None:
     """Show winners and rejections of FILES, by default of the user's tables.
 
-    Entries of other kernel sources are not used; the column "verified" marks them.
+    Entries of other kernel sources are verified again before their first use; the column "verified"
+    marks them.
     """
     paths = files or _user_files()
     if not paths:
@@ -63,10 +64,10 @@ def _user_files() -> list[Path]:
 
 
 def _verified(entry: table.Entry) -> str:
-    """Return whether an entry was verified, if with the installed kernels."""
-    if entry.kernels != jit_cache.source_fingerprint():
-        return "other kernels"
-    return "yes" if entry.verified else "no"
+    """Return whether an entry was verified, and if with other kernels than the installed ones."""
+    if not entry.verified:
+        return "no"
+    return "yes" if entry.kernels == jit_cache.source_fingerprint() else "other kernels"
 
 
 def _problem_cells(tuned: table.Table, key: table.Key) -> tuple[str, ...]:

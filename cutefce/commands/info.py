@@ -58,10 +58,11 @@ def _shipped_entries(path: Path) -> dict[str, str]:
     texts = {}
     for dtype in sorted({key.dtype for key in table.entries}):
         entries = [key for key in table.entries if key.dtype == dtype]
-        used = sum(key in current for key in entries)
-        texts[dtype] = f"{used} of {len(entries)} entries are of these kernel sources"
-        if used < len(entries):
-            texts[dtype] += "; the others are not used"
+        count = sum(key in current for key in entries)
+        texts[dtype] = f"{count} of {len(entries)} entries are of these kernel sources"
+        if count < len(entries):
+            texts[dtype] += "; the others are verified before their first use; to renew them: "
+            texts[dtype] += f"cutefce verify --table {path}"
     return texts
 
 

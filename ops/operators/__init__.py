@@ -3,6 +3,7 @@
 operators.py       schemas and implementations
 meta.py            their fake implementations
 autograd.py        the derivative of the loss
+operands.py        the operands of strategies: tokens, targets, primitives
 class_row.py       what label smoothing and the mean logit need of all classes
 kept.py            what a forward keeps for its backward
 plans.py           the plan of a call, made when its operator runs

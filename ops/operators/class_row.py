@@ -26,6 +26,8 @@ def set_class_logits(shard: Unsharded, h: Tensor, w: Tensor, targets: Targets) -
     kappa = None if targets.terms is None else targets.terms.class_weight
     row, logits = weighted_sum(w, kappa), targets.logits
     result = weighted_sum(h.t(), shard.sum_of_ranks(row))
+    if targets.selection is not None:
+        result = targets.selection.take(result)
     if logits is not None and logits.bias is not None:
         result += shard.sum_of_ranks((logits.bias * class_weights(targets.terms, w)).sum())
     if logits is not None and logits.row_scale is not None:

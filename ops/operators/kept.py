@@ -16,13 +16,14 @@ from torch import Tensor
 
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.strategies.grad_accumulator import GradAccumulator
+from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.torch_compat import capture_id
 
 
 class GradSums(NamedTuple):
-    """Sums of the gradients for the reduced loss."""
+    """Sums of the gradients; those of dW and of the bias are for the reduced loss."""
 
-    dx: GradAccumulator
+    dx: HiddenSums
     dw: GradAccumulator
     dbias: Tensor | None
     """(V,) in the dtype of sums; None if not computed."""
@@ -61,10 +62,12 @@ class Kept:
         sums: GradSums | None = vars(self).pop("sums", None)
         if sums is None:
             return None
-        dx, dw = (
-            GradAccumulator(self.own(part.gradient), self.own(part.overflow)) for part in sums[:2]
+        dx, dw = sums.dx, sums.dw
+        return GradSums(
+            HiddenSums(self.own(dx.gradient), self.own(dx.low)),
+            GradAccumulator(self.own(dw.gradient), self.own(dw.overflow)),
+            sums.dbias,
         )
-        return GradSums(dx, dw, sums.dbias)
 
 
 _kept: dict[int, tuple["weakref.ref[torch.UntypedStorage]", Kept]] = {}

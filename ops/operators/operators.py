@@ -26,25 +26,26 @@ from cutefce.ops.interface.options import (
     TensorOptions,
 )
 from cutefce.ops.operators import kept, meta
-from cutefce.ops.operators.class_row import needs_class_row, set_class_logits
 from cutefce.ops.operators.context import isolated_context
 from cutefce.ops.operators.kept import GradSums, Kept
-from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare
 from cutefce.ops.parallel.shard import Unsharded, shard_of
-from cutefce.ops.planning.planner import Plan
-from cutefce.ops.primitives.dispatch import primitives_for, problem_of, scale_rows_for
-from cutefce.ops.rows.statistics import RowStats, reduce_losses
-from cutefce.ops.rows.targets import sum_dtype, without_weightless
+from cutefce.ops.planning.planner import MINIMUM, Plan
+from cutefce.ops.primitives.row_selection import restore_rows
+from cutefce.ops.rows.coefficients import RowCoefficients
+from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
+from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
 from cutefce.ops.schema import unpack
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.dw_views import aliased_views
 from cutefce.ops.strategies.grad_accumulator import GradAccumulator
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
+from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.windows import LossInputs, StoredExps
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
 STEP = (StepOptions, *OPTIONS)
-NO_GRADIENTS = False, False, False
 RUNS_AGAIN = "backward through what an earlier backward freed"
 
 _OPTIONS = ", ".join(record.schema() for record in OPTIONS)
@@ -61,28 +62,6 @@ for schema in (
     LIBRARY.define(schema, tags=_TAGS)
 
 
-def _prepare(
-    shard: Unsharded,
-    h: Tensor,
-    w: Tensor,
-    y: Tensor,
-    options: LossOptions,
-    tensors: TensorOptions,
-    plan: Plan | None = None,
-    class_row: Tensor | None = None,
-) -> LossInputs[Any, Any]:
-    """Return the operands as strategies take them; `class_row` is computed if it is needed."""
-    h, grads = shard.gather_hidden(h), NO_GRADIENTS if plan is None else plan.gradients
-    targets = shard.make_targets(y.long(), w.shape[0], options, tensors, sum_dtype(h.dtype))
-    own = primitives_for(h, w, problem_of(h, w, *grads), targets)
-    h, w = own.projection.prepare(h, w)
-    if class_row is None and needs_class_row(targets):
-        class_row = set_class_logits(shard, h, w, targets)
-    dw_dtype = w.dtype if tensors.weight_cast is None else sum_dtype(w.dtype)
-    dtypes = shard.dx_dtype(h.dtype), dw_dtype
-    return LossInputs(shard.primitives(own), h, w, targets, *dtypes, class_row)
-
-
 def _computed(w: Tensor, tensors: TensorOptions) -> Tensor:
     """Return the weight (V, D) that products are computed with."""
     return w if tensors.weight_cast is None else tensors.weight_cast
@@ -95,9 +74,18 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     _refuse_tangents()
     same = {} if sharding.group is None else _agreed(y, options, tensors)
     shard = shard_of(sharding, h, w, **same)
-    inputs = _prepare(shard, h, w, y, options, tensors)
+    plan = None
+    if (
+        y.device.type == "cpu"
+        or sharding.is_sharded
+        or options.transforms_logits
+        or (tensors.temperature is not None)
+    ):  # otherwise the kernels' fused forward selects
+        step = StepOptions(MINIMUM, *NO_GRADIENTS)
+        plan = plan_of(h, w, y, step, options, tensors, sharding)
+    inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
     loss = inputs.primitives.projection.forward(inputs.h, inputs.w, inputs.targets)[1]
-    return loss if options.is_scalar else loss.clone()  # not a view of the statistics
+    return _restored(loss, selection, options)
 
 
 def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -108,43 +96,45 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     _refuse_tangents()
     step, options, tensors, sharding = unpack(arguments, *STEP)
     w = _computed(w, tensors)
-    plan = plan_for(h, w, step, options, tensors, sharding)
+    plan = plan_of(h, w, y, step, options, tensors, sharding)
     same = {}  # one device has nobody to agree with
     if sharding.group is not None:
         same = _agreed(y, options, tensors, plan.gradients)
         same["workspace"] = step.budget
         same["workspace, as (strategy, chunk)"] = [plan.strategy, plan.chunk]
     shard = shard_of(sharding, h, w, **same)
-    inputs = _prepare(shard, h, w, y, options, tensors, plan)
-    loss, stats, results = _run_forward(inputs, shard, plan)
-    kept.keep(stats, results)
-    return loss, stats
+    inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
+    loss, stats, results = _run_forward(inputs, plan)
+    stats = stats.restore(selection)
+    kept.keep(stats.rows, results)
+    return _restored(loss, selection, options), stats.rows
 
 
-def _run_forward(
-    inputs: LossInputs[Any, Any], shard: Unsharded, plan: Plan
-) -> tuple[Tensor, Tensor, Kept]:
+def _restored(loss: Tensor, selection: RowSelection | None, options: LossOptions) -> Tensor:
+    """Return the reduced loss, or those of all tokens, which are no view of the statistics."""
+    if options.is_scalar:
+        return loss
+    return loss.clone() if selection is None else selection.restore(loss)
+
+
+def _run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowStats, Kept]:
     """Return the reduced loss, the statistics, and what is kept with them."""
     h, w, targets, row = inputs.h, inputs.w, inputs.targets, inputs.class_row
     if not plan.in_forward:
-        results = Kept(plan, h.new_empty(h.shape[0], plan.kept), class_row=row)
+        results = Kept(plan, h.new_empty(inputs.tokens, plan.kept), class_row=row)
         results.dw = w.new_empty(w.shape) if plan.aliased else None
         loss, stats = windows.forward(inputs, _stored(results.exps, results.dw, plan))
-        # not a view of the statistics
-        return loss if targets.options.is_scalar else loss.clone(), stats.rows, results
+        return loss, stats, results
     dtype, hidden = sum_dtype(h.dtype), h.shape[1]
     loss_scale = targets.loss_scale(dtype)
-    dx = h.new_empty(len(h) if plan.grad_hidden else 0, hidden, dtype=inputs.dx_dtype)
+    dx = h.new_empty(inputs.tokens if plan.grad_hidden else 0, hidden, dtype=inputs.dx_dtype)
     dw = w.new_empty(len(w) if plan.grad_weight else 0, hidden, dtype=inputs.dw_dtype)
     dbias = loss_scale.new_empty(len(w)) if plan.grad_bias else None
-    sums = GradSums(GradAccumulator.empty(dx, dtype), GradAccumulator.empty(dw, dtype), dbias)
+    sums = GradSums(HiddenSums.empty(dx, dtype), GradAccumulator.empty(dw, dtype), dbias)
     stats = gradients_in_forward(inputs, loss_scale, plan.kept, plan.chunk, *sums)
-    if shard.is_sharded:
-        # the ranks' parts of dX are added before they are rounded
-        dx = shard.reduce_dx(dx) if len(dx) else dx
-        sums = sums._replace(dx=GradAccumulator(h.new_empty(0, hidden), dx))
     results = Kept(plan, h.new_empty(0, 0), sums=sums, class_row=row)
-    return reduce_losses(stats, targets), stats.rows, results
+    returned = returned_rows if targets.options.reduction == OUTPUTS else reduce_losses
+    return returned(stats, targets), stats, results
 
 
 def loss_backward(
@@ -160,33 +150,39 @@ def loss_backward(
     consumes = "entropy" in options.output_names
     if consumes:
         kept.forget(stats)  # exponentials are overwritten
-    plan = results.plan if results else plan_for(h, w, step, options, tensors, sharding)
+    plan = results.plan if results else plan_of(h, w, y, step, options, tensors, sharding)
     sums = results.take_sums() if results else None
     runs_again = sums is None if plan.in_forward else results is None
     same = {} if sharding.group is None else _agreed_backward(upstream, stats, runs_again)
     shard = shard_of(sharding, h, w, **same)
-    if plan.in_forward and sums is not None:
-        return _scale(sums, shard, upstream, h, w, y, options, tensors)
     row = results.class_row if results and not runs_again else None
-    inputs = _prepare(shard, h, w, y, options, tensors, plan, row)
+    gathers = runs_again or not plan.in_forward
+    inputs, selection = prepare(shard, h, w, y, options, tensors, plan, row, gathers)
     if runs_again:
-        _, stats, results = _run_forward(inputs, shard, plan)
+        _, rows, results = _run_forward(inputs, plan)
+        sums = results.take_sums()
+    else:
+        rows = RowStats(stats).take(selection)
+    if selection is not None and upstream.ndim:
+        upstream = selection.take(upstream)
     assert results is not None
-    sums = results.take_sums()
     if sums is not None:
-        return _scale(sums, shard, upstream, h, w, y, options, tensors)
+        return _finish(sums, inputs, selection, shard, rows, upstream, plan, tensors)
     upstream = upstream * inputs.targets.loss_scale(sum_dtype(h.dtype))
     dw = results.take_dw()
     exps = results.own(results.exps) if consumes else results.exps
     stored, discarded = _stored(exps, dw, plan), plan.aliased > 0
+    dw_dtype = inputs.dw_dtype
     if dw is None and plan.grad_weight:
-        dw = w.new_empty(w.shape, dtype=inputs.dw_dtype)
+        dw = w.new_empty(w.shape, dtype=dw_dtype)
     dbias = upstream.new_empty(len(w)) if plan.grad_bias else None
-    more = RowStats(stats), stored, upstream, plan.window, plan.grad_hidden
+    more = rows, stored, upstream, plan.window, plan.grad_hidden
     dx = windows.backward(inputs, *more, dw, dbias, discarded)
+    del inputs  # freed before a copy of dX
+    dx = None if dx is None else restore_rows(selection, dx)
     return (
         h.new_empty(0, h.shape[1]) if dx is None else shard.finish_dx(dx, h.dtype),
-        w.new_empty(0, w.shape[1], dtype=inputs.dw_dtype) if dw is None else dw,
+        w.new_empty(0, w.shape[1], dtype=dw_dtype) if dw is None else dw,
         _rounded(dbias, w, tensors),
     )
 
@@ -197,28 +193,27 @@ def _rounded(dbias: Tensor | None, w: Tensor, tensors: TensorOptions) -> Tensor:
     return bias.new_empty(0) if dbias is None else dbias.to(bias.dtype)
 
 
-def _scale(
+def _finish(
     sums: GradSums,
+    inputs: LossInputs[Any, Any],
+    selection: RowSelection | None,
     shard: Unsharded,
+    stats: RowStats,
     upstream: Tensor,
-    h: Tensor,
-    w: Tensor,
-    y: Tensor,
-    options: LossOptions,
+    plan: Plan,
     tensors: TensorOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients, `upstream` () times their sums, dX and dW in the memory of these.
-
-    Rows of dX of ignored tokens are 0 whatever `upstream` is.
-    """
-    scale_rows, (dx_sums, dw_sums, dbias) = scale_rows_for(w), sums
-    if shard.is_sharded:
-        dx_sums = GradAccumulator(h.new_empty(dx_sums.overflow.shape), dx_sums.overflow)
-    ignored = without_weightless(y.long(), options, tensors) == options.ignore_index
-    factors = shard.own_rows(torch.where(ignored, 0, upstream))
-    dx, dw = dx_sums.finish(scale_rows, factors), dw_sums.finish(scale_rows, upstream)
-    dx = shard.gather_dx(dx, len(h)) if len(dx) else dx
-    return dx, dw, _rounded(None if dbias is None else dbias * upstream, w, tensors)
+    """Return the gradients for the upstream gradient of the loss, in the memory of their sums."""
+    targets, dx, dw, dtype = inputs.targets, sums.dx.gradient, sums.dw.gradient, inputs.h.dtype
+    if plan.grad_hidden:  # of no row, where no token counts
+        of_tokens = upstream * targets.loss_scale(stats.rows.dtype)
+        targets.selection = None  # all rows of the sums are defined
+        dx = sums.dx.finish(inputs, stats, RowCoefficients.of(stats, targets, of_tokens))
+        dx = shard.finish_dx(restore_rows(selection, dx), dtype)
+    if len(dw):
+        dw = sums.dw.finish(inputs.primitives.gradients.scale_rows, upstream)
+    dbias = None if sums.dbias is None else sums.dbias * upstream
+    return dx.to(dtype), dw, _rounded(dbias, inputs.w, tensors)
 
 
 def _refuse_tangents() -> None:

@@ -13,6 +13,7 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.planning import planner
+from cutefce.ops.planning.memory_model import CopyingProblem
 from cutefce.ops.primitives.dispatch import problem_of, window_configs_for, with_copies
 
 
@@ -23,11 +24,15 @@ def plan_for(
     options: LossOptions,
     tensors: TensorOptions,
     sharding: Sharding,
+    counted: int | None = None,
 ) -> planner.Plan:
     """Return the plan of this rank's part of a step with h (N, D) and w (V, D).
 
     Ranks must use the same strategy and chunks, but may have different shards and copies: these are
     planned for the widest shard, without copies.
+
+    `counted` tokens count, if the host knows that.  The plan computes them alone, if with a copy of
+    their hidden states and one of their dX it takes no more memory than the plan for all.
     """
     problem = problem_of(h, w, step.grad_hidden, step.grad_weight, step.grad_bias)
     copies = (options.softcap is not None) + options.reduces_rows
@@ -46,7 +51,23 @@ def plan_for(
     widest = max(sharding.shards) if sharding.shards else problem.vocab
     leading = dataclasses.replace(problem, vocab=widest) if sharding.group is not None else own
     scales_rows = options.scales_rows or tensors.scales_rows
-    return _make_plan(leading, own, h.device, step.budget, options.is_scalar, scales_rows)
+    scales_exps = "entropy" in options.output_names
+    factors = options.is_scalar, scales_rows, scales_exps
+    more = h.device, step.budget, *factors
+    if counted is not None and counted < leading.tokens:
+        part = _of_tokens(leading, counted)
+        limit = _make_plan(leading, leading, *more).workspace_bytes
+        if _make_plan(part, part, *more).workspace_bytes <= limit:
+            leading, own = part, _of_tokens(own, counted)
+    return _make_plan(leading, own, *more)
+
+
+def _of_tokens(problem: Problem, tokens: int) -> Problem:
+    """Return `problem` with some of its tokens, which are copied, as is their dX."""
+    fields = {**vars(problem), "tokens": tokens}
+    copied = (1 + problem.grad_hidden) * tokens * problem.hidden * problem.item_bytes
+    fields["dense_bytes"] = fields.get("dense_bytes", 0) + copied
+    return CopyingProblem(**fields)
 
 
 @process_cache
@@ -57,9 +78,10 @@ def _make_plan(
     budget: int,
     is_scalar: bool,
     scales_rows: bool,
+    scales_exps: bool = False,
 ) -> planner.Plan:
     """Plan for `leading`, which is the same on all ranks, then for this rank's `own` problem."""
-    more = budget, is_scalar, scales_rows
+    more = budget, is_scalar, scales_rows, scales_exps
     plan = planner.make_plan(leading, window_configs_for(leading, device), *more)
     if leading == own:
         return plan

@@ -9,6 +9,7 @@ from torch import Tensor
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.interface import PartialT, Projection, forward_unfused
 from cutefce.ops.rows.outputs import PartialOutputs
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 
@@ -24,6 +25,9 @@ class ShardProjection(Generic[PartialT]):
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return self.own.prepare(h, w)
+
+    def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None = None) -> Tensor:
+        return self.own.select(h, selection, scale)
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         """Return r (N,): +inf for ignored tokens alone, NaN for targets of no rank or of several.

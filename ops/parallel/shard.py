@@ -6,6 +6,7 @@ ranks exchange
 
     h        with sequence parallelism: all-gather of the tokens, in the forward and again in the
              backward, so that no rank keeps all of them
+    y_i      with kernels, all-reduce of (N,): how many ranks compute a token
     r_i      all-reduce of (2, N): the logit of the rank that owns the target, and the number of
              owners, which must be 1
     S_i      all-gather of (2, N): each shard's sum and its reference.  Every rank reduces the same
@@ -20,7 +21,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,12 +45,13 @@ IGNORED = -(1 << 62)
 class Unsharded:
     """A call on one device."""
 
-    is_sharded: ClassVar = False
-    """Whether ranks share the call."""
-
     def gather_hidden(self, h: Tensor) -> Tensor:
         """Return the hidden states of all tokens (N, D)."""
         return h
+
+    def counted(self, y: Tensor, ignored: int) -> Tensor:
+        """Return (N,) int64, `ignored` where no rank's target y (N,) counts."""
+        return y
 
     def make_targets(
         self,
@@ -82,10 +84,6 @@ class Unsharded:
         """Return the rows of the sum of all ranks' parts of dX (N, D) that this rank rounds."""
         return dx
 
-    def own_rows(self, x: Tensor) -> Tensor:
-        """Return the elements of x (N,) whose rows of dX this rank rounds; 0 beyond them."""
-        return x
-
     def gather_dx(self, rows: Tensor, tokens: int) -> Tensor:
         """Return dX of this rank's `tokens` from the rounded `rows` of all ranks."""
         return rows
@@ -98,8 +96,6 @@ class Unsharded:
 @dataclass(frozen=True)
 class VocabShard(Unsharded):
     """One rank's part of a sharded call."""
-
-    is_sharded: ClassVar = True
 
     group: str
     rank: int
@@ -115,6 +111,11 @@ class VocabShard(Unsharded):
     def gather_hidden(self, h: Tensor) -> Tensor:
         """Return the hidden states of all tokens (N, D), from a share (N / R, D) or from all."""
         return self.all_gather(h).flatten(0, 1) if self.sequence_parallel else h
+
+    def counted(self, y: Tensor, ignored: int) -> Tensor:
+        """Return the same on all ranks, so that `target_logit` finds targets that differ."""
+        counts = self.all_reduce_((y != ignored).int())
+        return torch.where(counts > 0, ignored ^ 1, ignored)
 
     def make_targets(
         self,
@@ -155,10 +156,6 @@ class VocabShard(Unsharded):
         padding = -len(dx) % len(self.vocab)
         dx = F.pad(dx, (0, 0, 0, padding)) if padding else dx
         return self.reduce_scatter(dx)
-
-    def own_rows(self, x: Tensor) -> Tensor:
-        """Return this rank's N / R elements, rounded up, of x (N,)."""
-        return F.pad(x, (0, -len(x) % len(self.vocab))).view(len(self.vocab), -1)[self.rank]
 
     def gather_dx(self, rows: Tensor, tokens: int) -> Tensor:
         """Gather the ranks' rows (N / R, D), rounded by now, unless tokens are sharded."""

@@ -16,6 +16,8 @@ ALIGNMENT = 8
 
 BOUNCE_ROWS = 256
 """Rows of sums in place that are finished in a bounce buffer."""
+FINISHED_ROWS = 1024
+"""Rows of dX whose sums are widened at a time when gradients in forward are finished."""
 
 
 def max_aliased_windows(tokens: int, hidden: int, vocab: int, window: int) -> int:

@@ -19,18 +19,16 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
 
     forward without gradients          tile
     windows                            kept + buffer + dX + dW
-    gradients in forward               c·V·e for chunks of c tokens, and (V + N)·D·a / 2 for half of
-                                       the gradients' sums, for which the gradients have no room;
-                                       none if the sums are the gradients (e = a)
+    rows selected                      N·D·e, or c·D·e in chunks: h, where logits are computed
+    gradients in forward               c·V·e for chunks of c tokens; unless sums are the gradients
+                                       (e = a), V·D·a / 2 for half of dW's sums, for which dW has no
+                                       room, N·D for a byte of each of dX's, and c·D·a for a chunk's
 
-Copies of h and w that a call works on are added, less what its gradients lack of wider ones that
-the user gets.  A rank with a share of the tokens gathers them: N·D·e more.  Where R ranks share a
-loss, gradients in forward hold all of dX's sums until the ranks' are added, and N·D·a / R from then
-on.
+Copies of h and w that a call works on are added, less what its gradients lack of wider ones.  A
+rank with a share of the tokens gathers them, N·D·e; ranks hold all of dX's sums, N·D·a, until the
+backward, with gradients in forward.
 
-The kernels need no tile: their logits stay in registers.  A CPU multiplies 16-bit operands by
-converting blocks of them, which `_upcast_block_bytes` counts, and takes row-wise steps in blocks of
-rows, which `_row_block_bytes` counts.
+Kernels need no tile.  A CPU converts 16-bit operands and takes row-wise steps in blocks.
 """
 
 from dataclasses import dataclass
@@ -41,7 +39,12 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
 from cutefce.cute_kernels.workspace import NUM_STATS
-from cutefce.ops.planning.dw_aliasing import BOUNCE_ROWS, fits_in_tail, rows_in_place
+from cutefce.ops.planning.dw_aliasing import (
+    BOUNCE_ROWS,
+    FINISHED_ROWS,
+    fits_in_tail,
+    rows_in_place,
+)
 
 UPCAST_BLOCK = 2048
 """Rows and columns of a 16-bit operand that a CPU's GEMM converts to float32 at a time."""
@@ -79,9 +82,10 @@ def windows_bytes(
     """
     stored = aliased + kept
     saved = p.tokens * (kept * p.item_bytes + NUM_STATS * p.accumulator_bytes)
-    partial = p.tokens * _partial_bytes(p, config)
+    partial = p.tokens * _partial_bytes(p, config, p.tokens)
     step = _forward_step_bytes(p, config, p.tokens, stored)
-    forward = saved + partial + _gathered_bytes(p)
+    copy = _selected_bytes(p, p.tokens)
+    forward = saved + partial + _gathered_bytes(p) + copy + _selection_bytes(p)
     if aliased:
         # partial sums of windows exist beside those of all columns, but not beside a tile
         forward += p.vocab * p.hidden * p.item_bytes
@@ -99,69 +103,85 @@ def windows_bytes(
         if p.wide_grad_weight or not fits:
             recomputed = buffer_columns
     window = min(config.window if stored else recomputed, p.vocab)
-    vectors = 2 if scalar_upstream else 4  # coefficients; losses and their upstream gradients
-    if not can_keep(p.dtype):
-        vectors += 2  # coefficients are scaled into its range
+    # coefficients; losses and upstream gradients; float16's coefficients are scaled
+    vectors = (2 if scalar_upstream else 4) + (0 if can_keep(p.dtype) else 2)
     backward = saved + p.tokens * (TARGET_BYTES + vectors * p.accumulator_bytes)
-    backward += _gathered_bytes(p)
+    backward += _gathered_bytes(p) + _selection_bytes(p)
     end = backward + _row_block_bytes(p, p.tokens, GATHERED)
     longest = max(window, min(kept, p.vocab))
     step = _upcast_block_bytes(p, p.tokens, longest, p.hidden) if p.grad_hidden else 0
     if p.grad_hidden and _accumulates_wider(p):
         # dX itself is allocated at the end
         backward += p.tokens * p.hidden * (p.accumulator_bytes - p.item_bytes)
-        end += p.tokens * p.hidden * p.accumulator_bytes
+        summed = 1 + (p.ranks > 1 and p.selects_rows)  # ranks add dX in the order of the call
+        end += summed * p.tokens * p.hidden * p.accumulator_bytes
     if p.grad_weight and (stored or not scalar_upstream or p.wide_grad_weight):
         backward += p.tokens * p.hidden * p.item_bytes
     if p.grad_weight and p.arch is not None and arch_named(p.arch).forms_weight_gradient:
         backward += 12 * p.tokens + 12 * p.vocab
     elif p.grad_weight:
         backward += 8 * p.vocab + min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
+        backward += copy
         step = max(step, _target_rows_bytes(p), _row_block_bytes(p, p.tokens, CONVERTED))
         sums = window * p.hidden * p.accumulator_bytes if _accumulates_wider(p) else 0
         finish = _row_block_bytes(p, window, PLAIN)
         step = max(step, sums + max(finish, _upcast_block_bytes(p, window, p.tokens, p.hidden)))
     if stored < p.vocab:
-        backward += p.tokens * buffer_columns * p.item_bytes
+        backward += p.tokens * buffer_columns * p.item_bytes + copy
         step = max(step, _tile_bytes(p, config, p.tokens, min(recomputed, p.vocab), stored=True))
     return _with_copies(p, max(forward - p.gradient_bytes, backward + step, end))
 
 
 def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> int:
     """Return the workspace of gradients in forward: `chunk` tokens' `stored` columns at a time."""
-    sharded, backward = p.ranks > 1, 0
-    rows = p.tokens if p.grad_hidden and not sharded else 0, p.vocab if p.grad_weight else 0
-    wider = _accumulates_wider(p), _accumulates_wider(p) and not p.wide_grad_weight
-    overflow = sum(
-        count - rows_in_place(count, narrow=narrow)
-        for count, narrow in zip(rows, wider, strict=True)
+    wider = _accumulates_wider(p)
+    kept, copy = NUM_STATS * p.tokens * p.accumulator_bytes, _selected_bytes(p, p.tokens)
+    kept += _selection_bytes(p)
+    if p.grad_weight:
+        in_place = rows_in_place(p.vocab, narrow=wider and not p.wide_grad_weight)
+        kept += (p.vocab - in_place) * p.hidden * p.accumulator_bytes
+    vectors = p.tokens * (TARGET_BYTES + 4 * p.accumulator_bytes)
+    forward, backward = vectors + _gathered_bytes(p), vectors
+    sums = marks = finish = 0  # of dX in a chunk, and which of their low bytes are not 0
+    restored = copy * p.grad_hidden  # dX in the order of the call
+    if p.grad_hidden and p.ranks > 1:
+        shared, reduced = _shared_sums_bytes(p)
+        kept, backward = kept + shared, backward + reduced
+        restored *= p.accumulator_bytes // p.item_bytes  # ranks add theirs in that order
+    elif p.grad_hidden and wider:
+        kept += p.tokens * p.hidden
+        sums, marks = chunk * p.hidden * p.accumulator_bytes, chunk * p.hidden
+        finish = min(FINISHED_ROWS, p.tokens) * p.hidden * p.accumulator_bytes
+    in_chunk = chunk * (stored * p.item_bytes + _partial_bytes(p, config, chunk))
+    to_dw = max(
+        _row_block_bytes(p, chunk, CONVERTED), _upcast_block_bytes(p, p.vocab, chunk, p.hidden)
     )
-    kept = overflow * p.hidden * p.accumulator_bytes
-    kept += NUM_STATS * p.tokens * p.accumulator_bytes
-    forward = p.tokens * (TARGET_BYTES + 4 * p.accumulator_bytes) + _gathered_bytes(p)
-    if sharded and p.grad_hidden:
-        # dX itself is allocated at the end
-        own_rows = ceil_div(p.tokens, p.ranks)
-        dx_rows = own_rows if p.sequence_parallel else p.tokens
-        kept += p.hidden * own_rows * p.accumulator_bytes
-        forward += p.hidden * (p.tokens - own_rows) * p.accumulator_bytes
-        forward -= p.hidden * dx_rows * p.item_bytes
-        # rounded rows, before they are gathered
-        backward = 0 if p.sequence_parallel else p.hidden * own_rows * p.item_bytes
-    scaled = p.hidden * p.item_bytes if p.grad_weight else 0
-    in_chunk = chunk * (stored * p.item_bytes + _partial_bytes(p, config) + scaled)
     in_chunk += max(
-        _forward_step_bytes(p, config, chunk, stored),
-        _row_block_bytes(p, chunk, CONVERTED),
-        _upcast_block_bytes(p, chunk, p.vocab, p.hidden) if p.grad_hidden else 0,
-        _upcast_block_bytes(p, p.vocab, chunk, p.hidden) if p.grad_weight else 0,
+        _forward_step_bytes(p, config, chunk, stored) + _selected_bytes(p, chunk),
+        sums + max(_upcast_block_bytes(p, chunk, p.vocab, p.hidden), marks) if p.grad_hidden else 0,
+        chunk * p.hidden * p.item_bytes + to_dw if p.grad_weight else 0,
     )
     # the logits of all targets come before the chunks, and their part of dW after them
-    beside = max(_row_block_bytes(p, p.tokens, CONVERTED), _target_rows_bytes(p))
-    backward += _row_block_bytes(p, max(rows), PLAIN)
-    if _accumulates_wider(p):
-        backward += min(BOUNCE_ROWS, max(rows)) * p.hidden * p.item_bytes
+    targets = _target_rows_bytes(p)
+    beside = max(_row_block_bytes(p, p.tokens, CONVERTED), targets and targets + copy)
+    backward += _row_block_bytes(p, max(p.tokens, p.vocab * p.grad_weight), CONVERTED)
+    if p.grad_weight and wider:
+        restored += min(BOUNCE_ROWS, p.vocab) * p.hidden * p.item_bytes
+    backward += max(finish, restored)
     return _with_copies(p, kept + max(forward + max(in_chunk, beside), backward))
+
+
+def _shared_sums_bytes(p: Problem) -> tuple[int, int]:
+    """Return the bytes of dX's sums on a rank, and of adding them to the other ranks'.
+
+    They are less those of dX itself, which is allocated at the end.
+    """
+    own_rows = ceil_div(p.tokens, p.ranks)
+    dx_rows = own_rows if p.sequence_parallel else p.tokens
+    sums = p.tokens * p.accumulator_bytes - dx_rows * p.item_bytes
+    rounded = own_rows * p.item_bytes
+    gathered = rounded + (0 if p.sequence_parallel else dx_rows * p.item_bytes)
+    return sums * p.hidden, max(own_rows * p.accumulator_bytes + rounded, gathered) * p.hidden
 
 
 def _with_copies(p: Problem, workspace: int) -> int:
@@ -187,16 +207,26 @@ def _with_copies(p: Problem, workspace: int) -> int:
     return max(workspace + p.dense_bytes, converted)
 
 
+def _selection_bytes(p: Problem) -> int:
+    """Bytes of the order of tokens and their targets, where kernels select rows."""
+    return (16 + NUM_STATS * p.accumulator_bytes) * p.tokens * p.selects_rows
+
+
+def _selected_bytes(p: Problem, rows: int) -> int:
+    """Bytes of a copy of `rows` hidden states or rows of dX, where kernels select rows."""
+    return rows * p.hidden * p.item_bytes * p.selects_rows
+
+
 def _gathered_bytes(p: Problem) -> int:
     """Bytes of the hidden states of all tokens, where a rank has a share of them."""
     return p.tokens * p.hidden * p.item_bytes if p.sequence_parallel else 0
 
 
-def _partial_bytes(p: Problem, config: WindowConfig) -> int:
-    """Bytes of a token's target, logit and partial sums while the forward runs."""
+def _partial_bytes(p: Problem, config: WindowConfig, tokens: int) -> int:
+    """Bytes of a token's target, logit and partial sums while the forward of `tokens` runs."""
     if p.arch is not None:
         tiles = ceil_div(p.vocab, NARROWEST_TILE)
-        partials = min(tiles, PARTIAL_BYTES // (4 * max(p.tokens, 1)))
+        partials = min(tiles, PARTIAL_BYTES // (4 * max(tokens, 1)))
         return TARGET_BYTES + (2 + partials) * p.accumulator_bytes
     blocks = ceil_div(p.vocab, config.reference_block)
     return TARGET_BYTES + (2 + 2 * blocks) * p.accumulator_bytes

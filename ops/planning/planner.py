@@ -6,14 +6,16 @@ gradients (0 to 2), the model of time is
     windows                2·N·D·((1 + G)·V + (V - K - L)) FLOP; dX's sums are read and written
                            once a window, recomputed logits once; narrow windows alias more
                            columns, but there are more of them
-    gradients in forward   2·N·D·(1 + G)·V FLOP; dW's sums are read and written once a chunk,
-                           and the gradients once more in the backward
+    gradients in forward   2·N·D·(1 + G)·V FLOP, a chunk's at the rate of memory where reading w
+                           takes longer; dW's sums are read and written once a chunk, and the
+                           gradients once more in the backward; a chunk has its own cost
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
@@ -30,18 +32,20 @@ DEFAULT = 5 << 29
 unfused loss takes for the same; larger problems keep a part and recompute the rest."""
 
 FLOOR = Fraction(3, 2)
-"""Memory of the least plan that a budget can choose, relative to the least one that there is: no
-budget chooses a smaller plan than "min", which does not take a third more time to save a tenth of
-the memory."""
+"""Memory that "min" may take, relative to the least that any plan takes."""
+WORTH_TIME, WORTH_MEMORY = Fraction(4, 3), Fraction(9, 10)
+""""min" takes no plan that needs more than 4/3 of the time of one that needs less than 10/9 of its
+memory: a third more time is no price for a tenth of the memory."""
 
 MIN_CHUNK = 1024
 """Tokens of a chunk below which reading and writing dW's sums takes most of the time."""
 CHUNK_ALIGNMENT = 256
-"""Chunks are multiples of this many tokens: a row block of the kernels."""
+"""Chunks are multiples of this many tokens, a row block of the kernels, and no shorter."""
 
-DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0), "cuda": (7e14, 4e12, 6e-5)}
-"""(FLOP/s, bytes/s, seconds a window) by device type; a GPU's are an H200's, where GEMMs of few
-columns leave SMs idle at their start and end."""
+DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4)}
+"""(FLOP/s, bytes/s, seconds a window, seconds a chunk) by device type; a GPU's are an H200's, where
+GEMMs of few columns or rows leave SMs idle at their start and end.  The tuned GEMMs of 256 and 512
+tokens take 35 to 50 µs longer than their share of those of 8192; a chunk has two, and launches."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class Plan:
     """Predicted peak memory beyond the inputs and the gradients."""
     seconds: float = 0.0
     """Predicted time of forward and backward; for comparing plans of one problem."""
+    tokens: int = 0
+    """Tokens that are computed."""
 
     @property
     def gradients(self) -> tuple[bool, bool, bool]:
@@ -116,15 +122,19 @@ def make_plan(
     budget: int,
     scalar_upstream: bool,
     scales_rows: bool = False,
+    scales_exps: bool = False,
 ) -> Plan:
-    """Return the fastest plan within `budget` bytes, or within `FLOOR` of the least memory.
+    """Return the fastest plan within `budget` bytes, or that of "min" if that takes more.
 
     A larger budget never gives a slower plan, nor one that takes less memory.  `configs` are for
     windows of several widths, the widest first.  `scalar_upstream` says that every token's loss
-    gets the same upstream gradient, `scales_rows` that the loss itself has factors of tokens.
+    gets the same upstream gradient, `scales_rows` that the loss itself has factors of tokens, and
+    `scales_exps` that each exponential may have a factor that the backward alone knows.
     """
     families = _windows(problem, configs, scalar_upstream and not scales_rows)
-    if scalar_upstream and problem.gradient_bytes and can_keep(problem.dtype):
+    # factors of tokens are those of dX's rows, which the backward applies; others sum over tokens
+    later = not (problem.grad_weight or problem.grad_bias or scales_exps)
+    if (scalar_upstream or later) and problem.gradient_bytes and can_keep(problem.dtype):
         families += _gradients_in_forward(problem, configs[0])
     return _choose(families, budget)
 
@@ -136,6 +146,7 @@ def replan_for_shard(
     budget: int,
     scalar_upstream: bool,
     scales_rows: bool = False,
+    scales_exps: bool = False,
 ) -> Plan:
     """Return `plan`, which was made for all ranks, for one rank's `p`, with the same chunks."""
     if plan.in_forward:
@@ -144,14 +155,33 @@ def replan_for_shard(
 
 
 def _choose(families: Sequence[_Family], budget: int) -> Plan:
-    """Return the fastest plan within `budget` bytes, or within the `FLOOR` if that is more.
+    """Return the fastest plan within `budget` bytes, or that of "min" if that takes more.
 
     The families do not depend on the budget: a larger one only adds plans to choose from.
     """
+    smallest = _smallest(families)
+    if budget <= smallest.workspace_bytes:
+        return smallest
+    return _fastest(families, budget)
+
+
+def _smallest(families: Sequence[_Family]) -> Plan:
+    """Return the plan of "min": the fastest within `FLOOR`, or what is worth more memory."""
     least = min(family.fastest(MINIMUM).workspace_bytes for family in families)
-    limit = max(budget, int(least * FLOOR))
-    plans = [family.fastest(limit) for family in families]
-    within = [plan for plan in plans if plan.workspace_bytes <= limit]
+    plan = _fastest(families, int(least * FLOOR))
+    while True:
+        # the most that another plan takes of which this one takes more than WORTH_MEMORY
+        limit = ceil(plan.workspace_bytes / WORTH_MEMORY) - 1
+        other = _fastest(families, max(limit, plan.workspace_bytes))
+        if plan.seconds <= WORTH_TIME * other.seconds:
+            return plan
+        plan = other
+
+
+def _fastest(families: Sequence[_Family], budget: int) -> Plan:
+    """Return the fastest plan within `budget` bytes, which some family has."""
+    plans = [family.fastest(budget) for family in families]
+    within = [plan for plan in plans if plan.workspace_bytes <= budget]
     return min(within, key=lambda plan: (plan.seconds, plan.workspace_bytes))
 
 
@@ -173,7 +203,7 @@ def _windows_of(p: Problem, config: WindowConfig, scalar_upstream: bool) -> Iter
         seconds = _windows_seconds(p, config.window, aliased, kept)
         gradients = p.grad_hidden, p.grad_weight, p.grad_bias
         sizes = config.window, aliased, kept, p.tokens
-        return Plan("windows", *sizes, *gradients, p.vocab, predicted, seconds)
+        return Plan("windows", *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
 
     def recompute_some(windows: int) -> _Family:
         kept = (p.vocab - 1) // config.window - windows
@@ -193,9 +223,11 @@ def _windows_of(p: Problem, config: WindowConfig, scalar_upstream: bool) -> Iter
 def _gradients_in_forward(p: Problem, config: WindowConfig) -> Iterator[_Family]:
     """Yield plans of chunks of about equal size, each one alone: a short chunk may have wide tiles.
 
-    Beyond eight chunks, some numbers of chunks are left out.
+    Beyond eight chunks, some numbers of chunks are left out.  Without dW there are no sums over
+    chunks, which may then be as short as a row block.
     """
-    count, most = 1, ceil_div(p.tokens, MIN_CHUNK)
+    shortest = MIN_CHUNK if p.grad_weight else CHUNK_ALIGNMENT
+    count, most = 1, ceil_div(p.tokens, shortest)
     while count <= max(most, 1):
         even = round_up(ceil_div(p.tokens, count), CHUNK_ALIGNMENT)
         plan = _chunked_plan(p, config, max(1, min(even, p.tokens)))
@@ -208,7 +240,8 @@ def _chunked_plan(p: Problem, config: WindowConfig, chunk: int) -> Plan:
     sizes = config.window, 0, stored, chunk
     gradients = p.grad_hidden, p.grad_weight, p.grad_bias
     predicted, seconds = chunked_bytes(p, config, stored, chunk), _chunked_seconds(p, chunk)
-    return Plan("gradients_in_forward", *sizes, *gradients, p.vocab, predicted, seconds)
+    strategy = "gradients_in_forward"
+    return Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
 
 
 def _windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:
@@ -218,18 +251,26 @@ def _windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:
     windows = ceil_div(recomputed + aliased, window)
     passes = windows + 1 if p.grad_hidden else 0
     moved = p.tokens * (2 * passes * p.hidden + recomputed) * p.accumulator_bytes
-    return _seconds(p, columns, moved, windows)
+    return _seconds(p, columns, moved) + windows * _rates(p)[2]
 
 
 def _chunked_seconds(p: Problem, chunk: int) -> float:
     columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
-    passes = 2 * ceil_div(p.tokens, chunk) if p.grad_weight else 0
+    chunks = ceil_div(p.tokens, chunk)
+    passes = 2 * chunks if p.grad_weight else 0
     moved = passes * p.vocab * p.hidden * p.accumulator_bytes + 2 * p.gradient_bytes
-    return _seconds(p, columns, moved)
+    reads = (1 + p.grad_hidden) * chunks * p.vocab * p.hidden * p.item_bytes
+    flop_rate, byte_rate, _, chunk_seconds = _rates(p)
+    products = 2 * (1 + p.grad_hidden) * p.tokens * p.hidden * p.vocab / flop_rate
+    waits = max(reads / byte_rate - products, 0)
+    return _seconds(p, columns, moved) + chunks * chunk_seconds + waits
 
 
-def _seconds(p: Problem, columns: int, moved_bytes: int, windows: int = 0) -> float:
+def _seconds(p: Problem, columns: int, moved_bytes: int) -> float:
     """Return the time of GEMMs over `columns` vocabulary columns in all, and of moving bytes."""
-    flop_rate, byte_rate, window_seconds = DEVICE_RATES.get(p.device, DEVICE_RATES["cuda"])
-    gemms = 2 * p.tokens * p.hidden * columns / flop_rate
-    return gemms + moved_bytes / byte_rate + windows * window_seconds
+    flop_rate, byte_rate, *_ = _rates(p)
+    return 2 * p.tokens * p.hidden * columns / flop_rate + moved_bytes / byte_rate
+
+
+def _rates(p: Problem) -> tuple[float, float, float, float]:
+    return DEVICE_RATES.get(p.device, DEVICE_RATES["cuda"])

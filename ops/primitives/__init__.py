@@ -6,6 +6,7 @@ cute_projection.py         launches of the kernels: exponentials, row sums, loss
 cute_gradients.py          launches of the kernels: dX and dW
 portable_projection.py     the same in torch
 portable_gradients.py
+row_selection.py           which tokens are computed
 elementwise.py             arithmetic between the GEMMs, fused by inductor.py on a GPU
 weighted_sum.py            Σ factor_i x_i over the rows of 16-bit operands
 """

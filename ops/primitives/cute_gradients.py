@@ -15,11 +15,14 @@ from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
+from cutefce.cute_kernels.kernel_set import GradWeightKernels, KernelSet
 from cutefce.cute_kernels.schedule.order import choose_k_splits
-from cutefce.cute_kernels.spec import GradGemmSpec, GradWeightKernels, KernelSet, ScaleAddRowsSpec
+from cutefce.cute_kernels.spec import GradGemmSpec, ScaleAddRowsSpec
 from cutefce.ops.primitives.cute_projection import Semaphores
-from cutefce.ops.primitives.portable_gradients import PortableGradients, matmul_into
+from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetRows, matmul_into
+from cutefce.ops.primitives.row_selection import gather_rows, row_count
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
 
 SpecT = TypeVar("SpecT", GradGemmSpec, ScaleAddRowsSpec)
@@ -43,12 +46,16 @@ class TargetCsr:
 
     @staticmethod
     def of(h: Tensor, coefficient: Tensor, targets: Targets) -> "TargetCsr":
-        """Sort tokens with coefficients (N,) by target; those of no target here come last."""
+        """Sort tokens with coefficients (N,) by target; those of no target here come last.
+
+        If tokens were selected, `h` has the rows of all.
+        """
         inside = targets.active & (targets.safe_index == targets.index)
         target, order = torch.where(inside, targets.index, targets.vocab).sort(stable=True)
         entries = torch.arange(targets.vocab + 1, device=h.device)
         offsets = torch.searchsorted(target, entries, out_int32=True)
-        return TargetCsr(order, offsets, coefficient[order], h)
+        rows = order if targets.selection is None else targets.selection.order[order]
+        return TargetCsr(rows, offsets, coefficient[order], h)
 
     def pack(self, first: int, rows: int) -> tuple[Tensor, ...]:
         """Return the kernels' arguments for `rows` rows of dW from `first` on."""
@@ -88,6 +95,11 @@ class CublasGradients(RowwiseSteps, PortableGradients):
         super().__init__(window)
         self.kernels = kernels
 
+    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetRows:
+        if targets.selection is not None:
+            h = gather_rows(self.kernels, h, targets.selection)
+        return super().target_grad(h, coefficient, targets)
+
 
 class CuteGradients(RowwiseSteps):
     """`cutefce.ops.primitives.interface.Gradients` for one device, dtype and configuration."""
@@ -102,18 +114,33 @@ class CuteGradients(RowwiseSteps):
         self.kernels, self.num_sms, self.semaphores = kernels, num_sms, semaphores
         self.grad_weight = grad_weight
 
-    def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor, *, accumulate: bool) -> None:
+    def add_grad_hidden(
+        self,
+        sums: Tensor,
+        exps: Tensor,
+        w: Tensor,
+        *,
+        accumulate: bool,
+        selection: RowSelection | None = None,
+    ) -> None:
         short = exps.shape[1] < KernelConfigs.SHORT
         spec = self.kernels.grad_hidden_short if short else self.kernels.grad_hidden
         if spec is None:
             matmul_into(sums, exps, w, accumulate=accumulate)
         else:
-            self._gemm(spec, sums, exps, w, accumulate)
+            self._gemm(spec, sums, exps, w, accumulate, selection)
 
     def add_grad_weight(
-        self, sums: Tensor, exps: Tensor, scaled: Tensor, *, accumulate: bool
+        self,
+        sums: Tensor,
+        exps: Tensor,
+        scaled: Tensor,
+        *,
+        accumulate: bool,
+        selection: RowSelection | None = None,
     ) -> None:
-        self._gemm(self.grad_weight.accumulate, sums, exps.t(), scaled, accumulate)
+        spec = self.grad_weight.accumulate
+        self._gemm(spec, sums, exps.t(), scaled, accumulate, selection)
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetCsr:
         return TargetCsr.of(h, coefficient, targets)
@@ -127,12 +154,14 @@ class CuteGradients(RowwiseSteps):
         first: int,
         grad_scale: Tensor,
         rank_one: RankOne | None = None,
+        selection: RowSelection | None = None,
     ) -> None:
         spec, term = with_rank_one(self.grad_weight.final, rank_one)
         clusters, semaphores = self._launch_shape(spec, out.device)
         targets = *target_grad.pack(first, len(out)), grad_scale.view(1)
         operands = exps.t(), scaled.t(), out, targets, term
-        compiled(spec)(*operands, semaphores, clusters, None, None)
+        count = row_count(selection, semaphores)
+        compiled(spec)(*operands, semaphores, *count, clusters, None, None)
 
     def add_target_grad(
         self,
@@ -146,7 +175,13 @@ class CuteGradients(RowwiseSteps):
             sums.addr_(rank_one.factor, rank_one.row)
 
     def _gemm(
-        self, spec: GradGemmSpec, out: Tensor, a: Tensor, b: Tensor, accumulate: bool
+        self,
+        spec: GradGemmSpec,
+        out: Tensor,
+        a: Tensor,
+        b: Tensor,
+        accumulate: bool,
+        selection: RowSelection | None,
     ) -> None:
         """`out (M, N) = a (M, K) @ b (K, N)`, or `out +=` if `accumulate`."""
         clusters, semaphores = self._launch_shape(spec, out.device)
@@ -154,7 +189,9 @@ class CuteGradients(RowwiseSteps):
         tiles *= ceil_div(out.shape[1], spec.config.tile_n)
         splits = choose_k_splits(tiles, clusters, ceil_div(a.shape[1], TILE_K))
         overwrite = int(not accumulate)
-        compiled(spec)(a, b.t(), out, None, None, semaphores, clusters, splits, overwrite)
+        count = row_count(selection, semaphores)
+        launch = compiled(spec)
+        launch(a, b.t(), out, None, None, semaphores, *count, clusters, splits, overwrite)
 
     def _launch_shape(self, spec: GradGemmSpec, device: torch.device) -> tuple[int, Tensor]:
         """Return the clusters of a launch, and its semaphores."""

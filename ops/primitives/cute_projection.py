@@ -18,8 +18,9 @@ from torch import Tensor
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.schedule.order import choose_vocab_splits
-from cutefce.cute_kernels.spec import KernelSet
+from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.cute_kernels.problem import selects_rows
+from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
 from cutefce.cute_kernels.variant import (
     IDENTITY,
     PLAIN,
@@ -29,7 +30,10 @@ from cutefce.cute_kernels.variant import (
 )
 from cutefce.cute_kernels.workspace import forward_semaphore_count
 from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.primitives.interface import forward_unfused
+from cutefce.ops.primitives.row_selection import gather_rows, row_count
 from cutefce.ops.rows.outputs import PartialOutputs
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets
 
@@ -76,9 +80,12 @@ class PartialLse:
 class CuteProjection:
     """`cutefce.ops.primitives.interface.Projection` for one device, dtype and configuration."""
 
-    def __init__(self, kernels: KernelSet, num_sms: int, semaphores: Semaphores) -> None:
+    def __init__(
+        self, kernels: KernelSet, num_sms: int, semaphores: Semaphores, clears: bool = False
+    ) -> None:
+        """Write zeros to stored rows that do not count, if `clears`: other GEMMs read them."""
         self.kernels = kernels
-        self.semaphores = semaphores
+        self.semaphores, self.clears = semaphores, clears
         self.config: GemmConfig = kernels.row_sums.config
         self.clusters = num_sms // self.config.cluster
 
@@ -86,14 +93,20 @@ class CuteProjection:
         return h if has_aligned_rows(h) else h.clone(memory_format=torch.contiguous_format), w
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
-        logit, kernel = h.new_empty(h.shape[0], dtype=torch.float32), self.kernels.target_logit
-        count = min(Semaphores.BLOCK, kernel.max_zeros(h.shape[0]))
+        kernel = self.kernels.target_logit
+        tokens, chosen = targets.index.shape[0], targets.selection
+        logit = h.new_empty(tokens, dtype=torch.float32)
+        count = min(Semaphores.BLOCK, kernel.max_zeros(tokens))
         zeros = h.new_empty(count, dtype=torch.int32)  # faster than torch.empty
         transform = _transform(targets, (0, w.shape[0]))
-        ignored = targets.options.ignore_index
-        compiled(kernel)(h, w, targets.index, logit, zeros, transform, ignored)
+        order = targets.index if chosen is None else chosen.order
+        numbers = targets.options.ignore_index, int(chosen is not None)
+        compiled(kernel)(h, w, targets.index, logit, zeros, transform, order, *numbers)
         self.semaphores.adopt(zeros, count)
         return logit
+
+    def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None = None) -> Tensor:
+        return gather_rows(self.kernels, h, selection, scale)
 
     def project_exp(
         self,
@@ -107,13 +120,19 @@ class CuteProjection:
         first, last = window
         w = w if last - first == w.shape[0] else w[first:last]  # views take CPU time
         splits, semaphores = self._vocab_splits(h, w), self._take_semaphores(h)
-        sums = reference.new_empty(h.shape[0], splits * self.config.partials_per_row)
+        most = splits
+        if targets.selection is not None:  # a window's share of what is affordable for all
+            share = self._most_splits(h, targets.vocab) * w.shape[0] // targets.vocab
+            most = max(splits, share)
+        sums = reference.new_empty(h.shape[0], most * self.config.partials_per_row)
         launch = compiled(self.kernels.row_sums if exps is None else self.kernels.row_sums_and_exps)
         planes, more = self.kernels.row_sums.reductions.planes, None
         if planes:
             more = reference.new_empty(planes, *sums.shape)
         rows = reference, targets.index, sums, exps, semaphores, _transform(targets, window), more
-        launch(h, w, *rows, first, splits, self.clusters)
+        count = row_count(targets.selection, semaphores)
+        launch(h, w, *rows, *count, first, splits, self.clusters)
+        self._clear(exps, targets)
         return PartialLse(sums, semaphores, more)
 
     def concat_partials(self, partials: Sequence[PartialLse]) -> PartialLse:
@@ -141,13 +160,23 @@ class CuteProjection:
         return PartialLse(gather(total).t().contiguous(), partial.semaphores)
 
     def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
-        kernel, splits, tokens = self.kernels.fused_forward, self._vocab_splits(h, w), h.shape[0]
-        workspace = h.new_empty(kernel.workspace_size(tokens, splits), dtype=torch.float32)
+        if targets.selection is not None:
+            return forward_unfused(self, h, w, targets)
+        (tokens, hidden), splits = h.shape, self._vocab_splits(h, w)
+        kernels, most, logits = self.kernels, splits, targets.logits
+        # factors of tokens would have to be in the order of the selection
+        selects = selects_rows(tokens, hidden) and (logits is None or logits.row_scale is None)
+        kernel = kernels.fused_selecting_forward if selects else kernels.fused_forward
+        if selects:
+            most = max(splits, self._most_splits(h, len(w)))
+        size = kernel.workspace_size(tokens, hidden, most)
+        workspace = h.new_empty(size, dtype=torch.float32)
         stats, reduced = RowStats.empty(workspace, tokens), workspace.new_empty(())
         tensors = h, w, targets.index, workspace, stats.rows, reduced
-        numbers = targets.options.ignore_index, splits, self.clusters
+        numbers = targets.options.ignore_index, splits, most, self.clusters
         transform = None if targets.logits is None else _transform(targets, (0, w.shape[0]))
-        self._launch_fused_forward(*tensors, transform, *numbers, int(targets.divides_by_count))
+        launch = self._launch_selecting_forward if selects else self._launch_fused_forward
+        launch(*tensors, transform, *numbers, int(targets.divides_by_count))
         return stats, reduce_losses(stats, targets, reduced)
 
     def recompute_exp(
@@ -162,9 +191,12 @@ class CuteProjection:
         first, last = window
         # one split a tile: there are no sums to keep in registers across tiles
         launch, splits = compiled(self.kernels.exps), ceil_div(last - first, self.config.tile_n)
-        rows = reference, targets.index, None, exps, self._take_semaphores(h)
+        semaphores = self._take_semaphores(h)
+        rows = reference, targets.index, None, exps, semaphores
         transform = _transform(targets, window), None
-        launch(h, w[first:last], *rows, *transform, first, splits, self.clusters)
+        count = row_count(targets.selection, semaphores)
+        launch(h, w[first:last], *rows, *transform, *count, first, splits, self.clusters)
+        self._clear(exps, targets)
 
     def reduce_partials(
         self, partial: PartialLse, target_logit: Tensor, targets: Targets
@@ -173,7 +205,7 @@ class CuteProjection:
         reduced = target_logit.new_empty(())
         tensors = partial.sums, target_logit, targets.index, stats.rows, reduced, partial.semaphores
         numbers = targets.options.ignore_index, int(targets.divides_by_count)
-        compiled(self.kernels.reduce_partials)(*tensors, *numbers)
+        compiled(self.kernels.reduce_partials)(*tensors, None, *numbers)
         return stats, reduce_losses(stats, targets, reduced)
 
     def repair_stored_exps(
@@ -191,7 +223,18 @@ class CuteProjection:
         launch, splits = compiled(self.kernels.repair_exps), self._vocab_splits(h, w)
         rows = stats.reference, targets.index, None, exps, semaphores
         transform = _transform(targets, (first, last)), None
-        launch(h, w, *rows, *transform, first, splits, self.clusters)
+        count = row_count(targets.selection, semaphores)
+        launch(h, w, *rows, *transform, *count, first, splits, self.clusters)
+
+    def _clear(self, exps: Tensor | None, targets: Targets) -> None:
+        """Write zeros to the rows of `exps` (N, K) that do not count, if other GEMMs read them."""
+        if self.clears and exps is not None and targets.selection is not None:
+            compiled(self.kernels.clear_rows)(exps, targets.selection.count)
+
+    @cached_property
+    def _launch_selecting_forward(self) -> Callable[..., None]:
+        launch: Callable[..., None] = compiled(self.kernels.fused_selecting_forward)
+        return launch
 
     @cached_property
     def _launch_fused_forward(self) -> Callable[..., None]:
@@ -205,6 +248,10 @@ class CuteProjection:
 
     def _vocab_splits(self, h: Tensor, w: Tensor) -> int:
         return choose_vocab_splits(h.shape[0], w.shape[0], self.config, self.clusters)
+
+    def _most_splits(self, h: Tensor, vocab: int) -> int:
+        splits: int = most_vocab_splits(len(h), vocab, self.config)
+        return splits
 
 
 def variant_of(targets: Targets | None) -> KernelVariant:

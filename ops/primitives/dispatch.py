@@ -9,27 +9,27 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache import defaults, lookup, verdicts
-from cutefce.cute_kernels import spec
+from cutefce.cute_kernels import kernel_set, spec
 from cutefce.cute_kernels.arch import ARCHS, arch_for
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.cache import compiled
+from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
-from cutefce.cute_kernels.spec import KernelSet
 from cutefce.cute_kernels.variant import KernelVariant
 from cutefce.ops import torch_compat
 from cutefce.ops.planning.memory_model import CopyingProblem
-from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients, launch_scale_rows
+from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
 from cutefce.ops.primitives.cute_projection import (
     CuteProjection,
     Semaphores,
     has_aligned_rows,
     variant_of,
 )
-from cutefce.ops.primitives.interface import AnyPrimitives, Primitives, ScaleRows
-from cutefce.ops.primitives.portable_gradients import PortableGradients, scale_rows
+from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
+from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.portable_projection import PortableProjection, is_dense
 from cutefce.ops.rows.targets import Targets
 
@@ -139,18 +139,22 @@ def primitives_for(
         RuntimeError: in strict mode, if the kernels cannot serve the call.
     """
     if problem.arch is not None:
-        return kernel_primitives(*_kernels(h.device, problem, variant_of(targets)))
+        kernels = _kernels(h.device, problem, variant_of(targets))
+        return kernel_primitives(*kernels, grad_bias=problem.grad_bias)
     reason = _unsupported_reason(h, w)
     if problem.tokens and reason is not None:
         _report(reason, h.is_cuda)
     return portable_primitives(defaults.widest_window(problem))
 
 
-def kernel_primitives(window: WindowConfig, kernels: KernelSet, num_sms: int) -> AnyPrimitives:
+def kernel_primitives(
+    window: WindowConfig, kernels: KernelSet, num_sms: int, grad_bias: bool = False
+) -> AnyPrimitives:
     """Return primitives on the kernels, for one call on one stream of a GPU with `num_sms` SMs."""
-    semaphores = Semaphores()
-    projection = CuteProjection(kernels, num_sms, semaphores)
-    gemms = kernels.grad_weight_kernels
+    semaphores, gemms = Semaphores(), kernels.grad_weight_kernels
+    # the bias' gradient is a GEMM of cuBLAS, as all are without kernels for them
+    clears = grad_bias or gemms is None
+    projection = CuteProjection(kernels, num_sms, semaphores, clears)
     if gemms is None:
         return Primitives(window, projection, CublasGradients(kernels, window.window))
     gradients = CuteGradients(kernels, gemms, num_sms, semaphores)
@@ -161,19 +165,6 @@ def kernel_primitives(window: WindowConfig, kernels: KernelSet, num_sms: int) ->
 def portable_primitives(tiles: PortableTiles) -> AnyPrimitives:
     """Return primitives in plain torch."""
     return Primitives(tiles, PortableProjection(tiles), PortableGradients(tiles.window))
-
-
-def scale_rows_for(w: Tensor) -> ScaleRows:
-    """Return the function that scales rows of gradients (M, D) of w (V, D) and of their sums."""
-    if device_unsupported_reason(w.device, w.dtype) is not None or w.shape[1] % 8:
-        return scale_rows
-    arch = gpu_of(w.device).arch.name
-
-    def scale(out: Tensor, x: Tensor, factor: Tensor) -> None:
-        to, source = (str(each.dtype).removeprefix("torch.") for each in (out, x))
-        launch_scale_rows(spec.ScaleAddRowsSpec(arch, to, source), out, x, factor)
-
-    return scale
 
 
 def _report(reason: str, on_gpu: bool) -> None:
@@ -276,7 +267,7 @@ def _kernels(
         torch.cuda.synchronize(device)
         _first_use().tune_on_first_use(gpu, str(device), problem)
     configs = lookup.kernel_configs(problem, gpu)
-    kernels = spec.kernel_set(gpu.arch, problem.dtype, configs, variant)
+    kernels = kernel_set.kernel_set(gpu.arch, problem.dtype, configs, variant)
     return defaults.widest_window(problem), kernels, gpu.num_sms
 
 

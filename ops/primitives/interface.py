@@ -23,6 +23,7 @@ from cutefce.cute_kernels.config import WindowConfig
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.outputs import PartialOutputs
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 
@@ -39,9 +40,17 @@ class Projection(Protocol[PartialT]):
         """Return h and w in a layout that the other steps accept, copied if necessary."""
         ...
 
+    def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None = None) -> Tensor:
+        """Return the rows (M, D) of h (N, D) in the order of `selection`, times `scale` (M,).
+
+        Rows of tokens that do not count are 0.
+        """
+        ...
+
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         """Return r (N,): +inf for ignored tokens alone, NaN for targets outside [0, V).
 
+        With `targets.selection`, h has the rows of all tokens, in the order of the call.
         A logit of +inf becomes NaN: no value of a logit makes its token an ignored one.
         """
         ...
@@ -123,14 +132,34 @@ class Projection(Protocol[PartialT]):
 class Gradients(Protocol[TargetGradT]):
     """From exponentials to dX and dW: the two GEMMs and what is done to their results."""
 
-    def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor, *, accumulate: bool) -> None:
-        """Write `exps` (N, K) @ w (K, D) to `sums` (N, D), or add it if `accumulate`."""
+    def add_grad_hidden(
+        self,
+        sums: Tensor,
+        exps: Tensor,
+        w: Tensor,
+        *,
+        accumulate: bool,
+        selection: RowSelection | None = None,
+    ) -> None:
+        """Write `exps` (N, K) @ w (K, D) to `sums` (N, D), or add it if `accumulate`.
+
+        With `selection`, rows of tokens that do not count are undefined.
+        """
         ...
 
     def add_grad_weight(
-        self, sums: Tensor, exps: Tensor, scaled: Tensor, *, accumulate: bool
+        self,
+        sums: Tensor,
+        exps: Tensor,
+        scaled: Tensor,
+        *,
+        accumulate: bool,
+        selection: RowSelection | None = None,
     ) -> None:
-        """Write `exps`ᵀ (K, N) @ `scaled` (N, D) to `sums` (K, D), or add it if `accumulate`."""
+        """Write `exps`ᵀ (K, N) @ `scaled` (N, D) to `sums` (K, D), or add it if `accumulate`.
+
+        With `selection`, tokens that do not count add nothing.
+        """
         ...
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
@@ -166,11 +195,13 @@ class Gradients(Protocol[TargetGradT]):
         first: int,
         grad_scale: Tensor,
         rank_one: RankOne | None = None,
+        selection: RowSelection | None = None,
     ) -> None:
         """Write (expsᵀ @ scaled + target_grad) * grad_scale to `out` (K, D), rounded once.
 
         `exps` (N, K) are the columns from `first` on; `grad_scale` is ().  `rank_one` (K, D) is
-        added before the product with `grad_scale`.
+        added before the product with `grad_scale`.  With `selection`, tokens that do not count add
+        nothing.
         """
         ...
 
@@ -209,5 +240,7 @@ def forward_unfused(
 ) -> tuple[RowStats, Tensor]:
     """Do what `Projection.forward` does, step by step."""
     logit = projection.target_logit(h, w, targets)
+    if targets.selection is not None:
+        h = projection.select(h, targets.selection)
     partial = projection.project_exp(h, w, (0, w.shape[0]), logit, targets)
     return projection.reduce_partials(partial, logit, targets)

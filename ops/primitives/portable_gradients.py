@@ -1,5 +1,6 @@
 """`Gradients` in plain torch, for a CPU and any GPU, and the GEMM that all portable steps use.
 
+These GEMMs run over all rows that they are given, whatever the selection.
 GEMMs accumulate in the dtype of sums; the targets' part of dW is added in a fixed order.
 """
 
@@ -13,6 +14,7 @@ from cutefce.ops.planning.memory_model import UPCAST_BLOCK, row_block_bytes
 from cutefce.ops.primitives.elementwise import finish_dw_, finish_dx_, scale_by_log_, scale_rows_to_
 from cutefce.ops.primitives.inductor import can_fuse, fused
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets, sum_dtype
 
 
@@ -23,11 +25,25 @@ class PortableGradients:
         self.window = window
         """Rows of dW whose sums exist at a time."""
 
-    def add_grad_hidden(self, sums: Tensor, exps: Tensor, w: Tensor, *, accumulate: bool) -> None:
+    def add_grad_hidden(
+        self,
+        sums: Tensor,
+        exps: Tensor,
+        w: Tensor,
+        *,
+        accumulate: bool,
+        selection: RowSelection | None = None,
+    ) -> None:
         matmul_into(sums, exps, w, accumulate=accumulate)
 
     def add_grad_weight(
-        self, sums: Tensor, exps: Tensor, scaled: Tensor, *, accumulate: bool
+        self,
+        sums: Tensor,
+        exps: Tensor,
+        scaled: Tensor,
+        *,
+        accumulate: bool,
+        selection: RowSelection | None = None,
     ) -> None:
         matmul_into(sums, exps.t(), scaled, accumulate=accumulate)
 
@@ -59,6 +75,7 @@ class PortableGradients:
         first: int,
         grad_scale: Tensor,
         rank_one: RankOne | None = None,
+        selection: RowSelection | None = None,
     ) -> None:
         totals, slots = target_grad.slots
         factor, row = _operands(rank_one)

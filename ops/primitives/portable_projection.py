@@ -23,8 +23,14 @@ from cutefce.ops.primitives.elementwise import (
 )
 from cutefce.ops.primitives.inductor import can_fuse, fused
 from cutefce.ops.primitives.interface import forward_unfused
-from cutefce.ops.primitives.portable_gradients import apply_rowwise, blocks, matmul_into
+from cutefce.ops.primitives.portable_gradients import (
+    apply_rowwise,
+    blocks,
+    matmul_into,
+    scale_rows,
+)
 from cutefce.ops.rows.outputs import PartialOutputs
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets, sum_dtype
 
@@ -52,6 +58,12 @@ class PortableProjection:
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return _dense(h), _dense(w)
+
+    def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None = None) -> Tensor:
+        rows = h.index_select(0, selection.order)
+        if scale is not None:
+            scale_rows(rows, rows, scale)
+        return rows
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         logit = h.new_empty(h.shape[0], dtype=sum_dtype(h.dtype))

@@ -67,7 +67,7 @@ class RowFactors:
         infinite.
         """
         dtype = sum_dtype(x.dtype)
-        if not len(x):
+        if not x.numel():
             return x.new_zeros(x.shape[1], dtype=dtype)
         if x.dtype == dtype:
             return torch.mv(x.t(), self.terms[0])

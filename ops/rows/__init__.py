@@ -1,6 +1,7 @@
 """Per-token data of a call: O(N) tensors between the GEMMs, the home of options of the loss.
 
 targets.py         targets, with the options of their losses
+selection.py       the tokens that count, in their order, and back
 statistics.py      what a forward leaves of every token, and the losses made of it
 coefficients.py    what a backward multiplies exponentials by
 loss_terms.py      what the loss of a token is made of

@@ -8,6 +8,7 @@ from torch import Tensor
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.rows.outputs import stat_rows
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
 
 
@@ -22,6 +23,21 @@ class RowStats:
     def empty(like: Tensor, tokens: int) -> "RowStats":
         """Return uninitialized statistics with the dtype and device of `like`."""
         return RowStats(like.new_empty(NUM_STATS, tokens))
+
+    def take(self, selection: RowSelection | None) -> "RowStats":
+        """Return the statistics of the tokens of `selection`; all of them without one."""
+        return self if selection is None else RowStats(selection.take(self.rows))
+
+    def restore(self, selection: RowSelection | None) -> "RowStats":
+        """Return the statistics of all tokens, of those of `selection`."""
+        if selection is None:
+            return self
+        stats = RowStats(selection.restore(self.rows))
+        if len(selection.order) < selection.tokens:
+            absent = torch.ones(selection.tokens, dtype=torch.bool, device=self.rows.device)
+            absent[selection.order] = False
+            stats.reference[absent], stats.sum_exp[absent] = torch.inf, 1
+        return stats
 
     @property
     def reference(self) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import LossTerms
+from cutefce.ops.rows.selection import RowSelection
 
 NO_TENSORS = TensorOptions()
 OUTPUTS = "outputs"
@@ -45,6 +46,8 @@ class Targets:
         """The class that `index` counts from: the first one of this rank."""
         self.class_logits: Tensor | None = None
         """(N,) U, in a forward of losses that depend on it; the mean logit as an output."""
+        self.selection: RowSelection | None = None
+        """Which rows of the hidden states these tokens are, if kernels have selected them."""
 
     @cached_property
     def active(self) -> Tensor:
@@ -102,6 +105,7 @@ class Targets:
             self.first,
         )
         part.class_logits = None if self.class_logits is None else self.class_logits[rows]
+        part.selection = None if self.selection is None else self.selection.rows(rows)
         return part
 
 

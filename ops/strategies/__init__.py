@@ -3,6 +3,7 @@
 windows.py                iterate over vocabulary windows, store or recompute their exponentials
 scaling.py                where the factors of tokens are applied in the backward
 gradients_in_forward.py   form gradients in the forward, a chunk of tokens at a time
-grad_accumulator.py       sums of a gradient in the gradient's own memory
+grad_accumulator.py       sums of dW in dW's own memory
+hidden_sums.py            sums of dX from the forward to the backward
 dw_views.py               exponentials in the memory of dW
 """

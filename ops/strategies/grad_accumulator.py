@@ -54,9 +54,9 @@ class GradAccumulator:
             start += len(part)
 
     def finish(self, scale_rows: ScaleRows, factor: Tensor) -> Tensor:
-        """Return the gradient, `factor` () or (R,) times the sums, which it overwrites."""
+        """Return the gradient, `factor` () times the sums, which it overwrites."""
         overlap = self.gradient.dtype != self.overflow.dtype
-        factors = factor if factor.ndim else factor.expand(len(self.gradient))
+        factors = factor.expand(len(self.gradient))
         out, top, begin = self.gradient, len(self.gradient) - len(self.overflow), 0
         while begin < top:
             rows = slice(begin, min(max(2 * begin, BOUNCE_ROWS), top) if overlap else top)

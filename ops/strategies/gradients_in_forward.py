@@ -1,10 +1,13 @@
 """The strategy that forms gradients in the forward, a chunk of tokens at a time.
 
-These are the paper's Algorithms 3 and 4; they need a scalar upstream gradient.
+These are the paper's Algorithms 3 and 4.  dX's sums get their factors in the backward; those of dW
+and of the bias need a scalar upstream gradient.
 """
 
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from cutefce.ops.primitives.interface import PartialT, TargetGradT
@@ -13,6 +16,7 @@ from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.grad_accumulator import GradAccumulator
+from cutefce.ops.strategies.hidden_sums import HiddenSums, unscaled
 from cutefce.ops.strategies.windows import LossInputs
 
 
@@ -21,18 +25,19 @@ def gradients_in_forward(
     loss_scale: Tensor,
     stored: int,
     chunk: int,
-    dx: GradAccumulator,
+    dx: HiddenSums,
     dw: GradAccumulator,
     dbias: Tensor | None,
 ) -> RowStats:
-    """Return the statistics; set `dx`, `dw`, `dbias` to the gradients for upstream `loss_scale` ().
+    """Return the statistics; set `dx` to dX's sums, `dw` and `dbias` to gradients.
 
-    A gradient without rows, or `dbias` (V,) if None, is not computed.  The exponentials of `chunk`
-    tokens exist at a time, in `stored` >= V columns.
+    The latter are those for the upstream gradient `loss_scale` () of each token's loss.  What has
+    no rows, or `dbias` (V,) if None, is not computed.  The exponentials of `chunk` tokens exist at
+    a time, in `stored` >= V columns.
     """
     primitives, h, w, targets = inputs.primitives, inputs.h, inputs.w, inputs.targets
-    gradients, (tokens, vocab) = primitives.gradients, (h.shape[0], w.shape[0])
-    stats = RowStats.empty(loss_scale, tokens)
+    gradients, (tokens, vocab) = primitives.gradients, (inputs.tokens, w.shape[0])
+    parts = []
     target_coefficient = loss_scale.new_empty(tokens)
     every = None
     if targets.terms is not None and targets.terms.has_class_row:
@@ -42,30 +47,35 @@ def gradients_in_forward(
     exps = buffer = h.new_empty(min(chunk, tokens), stored)
     for start in range(0, max(tokens, 1), chunk):  # one chunk even of no tokens sets the sums
         rows = slice(start, min(start + chunk, tokens))
-        part = replace(inputs, h=h[rows], targets=targets.per_token(rows))
-        exps = buffer[: len(part.h)]
+        own_h = h if targets.selection is not None else h[rows]
+        part = replace(inputs, h=own_h, targets=targets.per_token(rows))
+        exps, selection = buffer[: part.tokens], part.targets.selection
         _, part_stats = windows.forward(part, [(0, exps)], target_logit[rows])
-        stats.rows[:, rows] = part_stats.rows
+        parts.append(part_stats.rows)
         exps = exps[:, :vocab]
+        if len(dx.gradient):
+            sums = dx.room(rows, loss_scale.dtype)
+            gradients.add_grad_hidden(sums, exps, w, accumulate=False, selection=selection)
+            windows.finish_dx(part, sums, sums, unscaled(part_stats, part.targets))
+            dx.keep(rows, sums)
+            del sums
+        if dbias is None and not len(dw.gradient):
+            continue
         coefficients = RowCoefficients.of(part_stats, part.targets, loss_scale)
         target_coefficient[rows] = coefficients.target
         if every is not None and coefficients.every is not None:
             every[rows] = coefficients.every
-        for place, sums in dx.split(rows):
-            own = slice(place.start - start, place.stop - start)
-            gradients.add_grad_hidden(sums, exps[own], w, accumulate=False)
-            own_part = replace(part, targets=part.targets.per_token(own))
-            windows.finish_dx(own_part, sums, sums, coefficients.rows(own))
         if dbias is not None:
             part_sums = weighted_sum(exps, coefficients.scale)
             dbias.copy_(part_sums if start == 0 else dbias + part_sums)
         if len(dw.gradient):
-            scaled = part.h.new_empty(part.h.shape)
-            gradients.scale_rows(scaled, part.h, coefficients.scale)
+            scaled = part.selected(coefficients.scale)
+            more: Any = {"accumulate": start > 0, "selection": selection}
             for entries, sums in dw.split(slice(0, vocab)):
-                gradients.add_grad_weight(sums, exps[:, entries], scaled, accumulate=start > 0)
+                gradients.add_grad_weight(sums, exps[:, entries], scaled, **more)
             del scaled
     del exps, buffer, target_logit  # freed before the targets' part is added
+    stats = RowStats(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
     if dbias is not None:
         windows.finish_dbias(dbias, targets, target_coefficient, every)
     if len(dw.gradient):

@@ -6,7 +6,7 @@ recomputed, window by window.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -28,7 +28,11 @@ StoredExps = Sequence[tuple[int, Tensor]]
 
 @dataclass(frozen=True)
 class LossInputs(Generic[PartialT, TargetGradT]):
-    """The operands of a forward or backward, and the primitives that compute it."""
+    """The operands of a forward or backward, and the primitives that compute it.
+
+    If kernels have selected rows, `targets` are in the order of the selection, and h in that of the
+    call; N counts those that do not count, too.
+    """
 
     primitives: Primitives[PartialT, TargetGradT]
     h: Tensor
@@ -42,6 +46,22 @@ class LossInputs(Generic[PartialT, TargetGradT]):
     """Dtype of dW: that of w, or of sums."""
     class_row: Tensor | None = None
     """(D,) Σ_v κ_v W_v over this rank's classes, for losses that depend on it."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of targets, N."""
+        return len(self.targets.index)
+
+    def selected(self, scale: Tensor | None = None) -> Tensor:
+        """Return h in the order of `targets`, rows times `scale` (N,) if given."""
+        selection, h = self.targets.selection, self.h
+        if selection is not None:
+            return self.primitives.projection.select(h, selection, scale)
+        if scale is None:
+            return h
+        scaled = h.new_empty(h.shape)
+        self.primitives.gradients.scale_rows(scaled, h, scale)
+        return scaled
 
 
 def split_windows(vocab: int, first: int, window: int) -> Iterator[tuple[int, int]]:
@@ -79,6 +99,7 @@ def forward(
     else:
         if target_logit is None:
             target_logit = projection.target_logit(h, w, targets)
+        h = inputs.selected()
         parts: Sequence[tuple[int, Tensor | None]] = stored or [(0, None)]
         firsts, buffers = zip(*parts, strict=True)
         columns = zip(firsts, (*firsts[1:], w.shape[0]), strict=True)
@@ -132,45 +153,51 @@ def backward(
     wide = inputs.dw_dtype != w.dtype
     uniform = upstream.ndim == 0 and not targets.scales_rows and not (wide and dw is not None)
     scaling = scaling_of(h.dtype, targets, stats, upstream, in_reference=nothing_stored and uniform)
-    dx_sums = scaling.target.new_empty(h.shape) if grad_hidden else None
-    scaled, target_grad, every = h, None, None
+    columns, selection = list(iter_windows(w.shape[0], stored, window)), targets.selection
+    every = None if dw is None else every_row(inputs, scaling.every)
+    dx_sums = scaling.target.new_empty(inputs.tokens, h.shape[1]) if grad_hidden else None
+    recomputes = any(exps is None for *_, exps in columns)
+    scales = dw is not None and scaling.row_scale is not None
+    rows_h, scaled, target_grad = h, h, None
+    if recomputes or (dw is not None and not scales):
+        rows_h = scaled = inputs.selected()
     if dw is not None:
-        if scaling.row_scale is not None:
-            scaled = h.new_empty(h.shape)
-            gradients.scale_rows(scaled, h, scaling.row_scale)
+        if scales:
+            scaled = inputs.selected(scaling.row_scale)
         target_grad = gradients.target_grad(h, scaling.target, targets)
-        every = every_row(inputs, scaling.every)
     factors = None
     if dbias is not None:
         factors = RowFactors.ones(h)
         if scaling.row_scale is not None:
             factors = RowFactors.of(scaling.row_scale, h.dtype)
-    columns = list(iter_windows(w.shape[0], stored, window))
     free = None if wide else dw
-    for first, last, exps in _iter_exps(inputs, scaling.reference, columns, window, free):
+    parts = _iter_exps(inputs, rows_h, scaling.reference, columns, window, free)
+    for first, last, exps in parts:
         if scaling.factor is not None:
             scale_by_log(exps, *scaling.factor)
         if dx_sums is not None:
-            gradients.add_grad_hidden(dx_sums, exps, w[first:last], accumulate=first > 0)
+            more: Any = {"accumulate": first > 0, "selection": selection}
+            gradients.add_grad_hidden(dx_sums, exps, w[first:last], **more)
         if dbias is not None and factors is not None:
             dbias[first:last] = factors.sum(exps)
         if dw is not None and target_grad is not None:
-            rows, more = dw[first:last], None if every is None else every.rows(slice(first, last))
+            rows, term = dw[first:last], None if every is None else every.rows(slice(first, last))
             if wide:
-                gradients.add_grad_weight(rows, exps, scaled, accumulate=False)
-                gradients.add_target_grad(rows, target_grad, first, more)
+                more = {"accumulate": False, "selection": selection}
+                gradients.add_grad_weight(rows, exps, scaled, **more)
+                gradients.add_target_grad(rows, target_grad, first, term)
                 if h.dtype == torch.float16:
                     rows.mul_(scaling.grad_scale)
             else:
-                scale = scaling.grad_scale
-                gradients.finish_dw(rows, exps, scaled, target_grad, first, scale, more)
+                last_step = first, scaling.grad_scale, term, selection
+                gradients.finish_dw(rows, exps, scaled, target_grad, *last_step)
     if dbias is not None:
         finish_dbias(dbias, targets, scaling.target, scaling.every)
         dbias.mul_(scaling.grad_scale)
     if dx_sums is None:
         return None
-    del exps, scaled, target_grad  # freed before dX is allocated
-    dx = dx_sums if dx_sums.dtype == inputs.dx_dtype else h.new_empty(h.shape)
+    del parts, exps, rows_h, scaled, target_grad  # freed before dX is allocated
+    dx = dx_sums if dx_sums.dtype == inputs.dx_dtype else h.new_empty(dx_sums.shape)
     finish_dx(inputs, dx, dx_sums, scaling.dx)
     return dx
 
@@ -193,7 +220,7 @@ def every_row(inputs: LossInputs[PartialT, TargetGradT], every: Tensor | None) -
     if every is None or inputs.targets.terms is None:
         return None
     factor = class_weights(inputs.targets.terms, inputs.w).contiguous()
-    return RankOne(factor, weighted_sum(inputs.h, every))
+    return RankOne(factor, weighted_sum(inputs.selected(), every))
 
 
 def finish_dbias(dbias: Tensor, targets: Targets, target: Tensor, every: Tensor | None) -> None:
@@ -208,6 +235,7 @@ def finish_dbias(dbias: Tensor, targets: Targets, target: Tensor, every: Tensor 
 
 def _iter_exps(
     inputs: LossInputs[PartialT, TargetGradT],
+    h: Tensor,
     reference: Tensor,
     columns: Sequence[tuple[int, int, Tensor | None]],
     window: int,
@@ -215,10 +243,11 @@ def _iter_exps(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield column ranges with their exponentials, recomputing those that are not stored.
 
+    `h` (N, D) are the hidden states in the order of the targets.
     Recomputed ones use the unwritten tail of dW or, where it is too small, a buffer of half a
     window.
     """
-    projection, h, w = inputs.primitives.projection, inputs.h, inputs.w
+    projection, w = inputs.primitives.projection, inputs.w
     half = inputs.primitives.config.half(window)
     tokens, width = h.shape[0], window if dw is None else min(window, half)
     buffer = h.new_empty(tokens, width if any(exps is None for _, _, exps in columns) else 0)

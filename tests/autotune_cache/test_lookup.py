@@ -8,12 +8,13 @@ import timeit
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from cutefce.autotune_cache import defaults, lookup, table, table_io, verdicts
-from cutefce.cute_kernels import cache_files, process_cache, spec
+from cutefce.cute_kernels import cache_files, kernel_set, process_cache, spec
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig
@@ -91,7 +92,7 @@ def test_everything_that_lookups_choose_as_shipped_is_compiled_ahead(file: Path)
         for tokens, hidden, vocab, dtype in itertools.product(*sizes, arch.dtypes):
             problem = Problem(tokens, hidden, vocab, dtype, "cuda", arch=arch.name)
             configs = lookup.kernel_configs(problem, gpu)
-            assert ahead.issuperset(spec.kernel_set(arch, dtype, configs).all())
+            assert ahead.issuperset(kernel_set.kernel_set(arch, dtype, configs).all())
 
 
 def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +138,9 @@ def test_an_edited_window_is_planned(file: Path, monkeypatch: pytest.MonkeyPatch
         process_cache.reset()
         plan = plans._make_plan(*arguments)
         assert plan.window == (width if width in every else planned)
+        only_dw = dataclasses.replace(problem, grad_hidden=False)
+        found = [config.window for config in lookup.window_configs(only_dw, GPU)]
+        assert found == every, "tuned with dX"
     assert len(every) > 1 and lookup.shipped_kernels(Sm90())
 
 
@@ -249,39 +253,30 @@ def test_lookups_are_fast(file: Path) -> None:
     assert min(timeit.repeat(look, number=200, repeat=20)) / 200 <= 5e-6
 
 
-def test_entries_of_other_kernel_sources_are_not_used(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changes", [{"kernels": "0123"}, {"dsl": f"{DSL}.post1"}])
+def test_entries_of_other_kernel_sources_or_compilers_are_used(
+    changes: dict[str, Any], file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shipped table serves where the user's entry is stale; that one is warned about once."""
-    stale = dataclasses.replace(TABLE, entries={KEY: dataclasses.replace(ENTRY, kernels="0123")})
-    table_io.write(file, stale)
-    with pytest.warns(UserWarning, match=r"other kernel sources.*cutefce tune --resume") as warned:
-        assert look() == Sm90().default(8192)
-        assert look(dataclasses.replace(PROBLEM, tokens=100)) == Sm90().default(100)
-    assert len(warned) == 1
+    """Without a warning; the user's come before the shipped ones, which are compiled ahead."""
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", tmp_path)
-    table_io.write(tmp_path / file.name, TABLE)
-    mixed = {**stale.entries, dataclasses.replace(KEY, vocab=32000): ENTRY}
-    table_io.write(file, dataclasses.replace(stale, entries=mixed))
+    odd = dataclasses.replace(TUNED, raster_group=3)
+    own = dataclasses.replace(ENTRY, **changes)
+    shipped = dataclasses.replace(own, config=odd)
+    table_io.write(tmp_path / file.name, dataclasses.replace(TABLE, entries={KEY: shipped}))
+    assert look() == odd
+    assert odd in {getattr(kernel, "config", None) for kernel in lookup.shipped_kernels(Sm90())}
+    table_io.write(file, dataclasses.replace(TABLE, entries={KEY: own}))
     process_cache.reset()
-    assert look() == TUNED, "the shipped entry, without a warning"
+    assert look() == TUNED
 
 
-def test_shipped_entries_of_other_kernel_sources_are_not_used(
+def test_shipped_entries_that_were_not_verified_are_not_compiled_ahead(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", tmp_path)
     odd = dataclasses.replace(TUNED, raster_group=3)
-    for kernels, config in (("0123", Sm90().default(8192)), (ENTRY.kernels, odd)):
-        entry = dataclasses.replace(ENTRY, config=odd, kernels=kernels)
-        table_io.write(tmp_path / file.name, dataclasses.replace(TABLE, entries={KEY: entry}))
-        process_cache.reset()
-        assert look() == config
-        compiled = {getattr(kernel, "config", None) for kernel in lookup.shipped_kernels(Sm90())}
-        assert (odd in compiled) == (config == odd)
-
-
-def test_entries_of_another_compiler_are_used(file: Path) -> None:
-    entry = dataclasses.replace(ENTRY, dsl=f"{DSL}.post1")
-    table_io.write(file, dataclasses.replace(TABLE, entries={KEY: entry}))
-    assert look() == TUNED
+    entry = dataclasses.replace(ENTRY, config=odd, verified=False)
+    table_io.write(tmp_path / file.name, dataclasses.replace(TABLE, entries={KEY: entry}))
+    assert look() == Sm90().default(8192)
+    compiled = {getattr(kernel, "config", None) for kernel in lookup.shipped_kernels(Sm90())}
+    assert odd not in compiled

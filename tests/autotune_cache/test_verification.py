@@ -24,7 +24,7 @@ from cutefce.cute_kernels.variant import PLAIN
 from cutefce.ops.primitives import dispatch
 from tests.support.fake_tuner import TARGET, InlineWorker, tune_inline
 from tests.support.faulty_candidates import FaultyTarget, HangingTarget, Kind, config
-from tests.support.tables import DSL, ENTRY, GPU, KERNELS, KEY, TABLE
+from tests.support.tables import DSL, ENTRY, GPU, KERNELS, KEY, PROBLEM, TABLE
 
 
 def test_verification_is_done_once_and_recorded(
@@ -136,17 +136,18 @@ def test_a_shipped_table_counts_as_verification(
 
 OTHER_KEY = dataclasses.replace(KEY, vocab=32000)
 OTHER_CONFIG = config(Kind.FAST)
+FOREIGN: dict[str, dict[str, Any]] = {
+    "other kernels": {"kernels": "0123"},
+    "another compiler": {"dsl": "0.1"},
+}
+"""What an entry is of whose choice is used and whose proof is not."""
+foreign_builds = pytest.mark.parametrize("changes", FOREIGN.values(), ids=FOREIGN)
 
 
 @pytest.mark.parametrize(
     ("changes", "is_proof"),
-    [
-        ({}, True),
-        ({"kernels": "0123"}, False),
-        ({"dsl": "0.1"}, False),
-        ({"verified": False}, False),
-    ],
-    ids=["these kernels", "other kernels", "another compiler", "not verified"],
+    [({}, True), *((foreign, False) for foreign in FOREIGN.values()), ({"verified": False}, False)],
+    ids=["these kernels", *FOREIGN, "not verified"],
 )
 def test_only_verified_entries_of_these_kernels_and_compiler_are_proof(
     changes: dict[str, Any], is_proof: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -158,14 +159,15 @@ def test_only_verified_entries_of_these_kernels_and_compiler_are_proof(
     assert verdicts.known(GPU, "float16") is None
 
 
+@foreign_builds
 @pytest.mark.parametrize("owner", ["shipped", "user"])
-def test_one_entry_of_this_compiler_is_no_proof_for_those_of_another(
-    owner: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_one_entry_of_this_build_is_no_proof_for_those_of_another(
+    owner: str, changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tables are updated piecewise, so that each configuration in use must be verified."""
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
     shipped, user = folder / "shipped" / file_name(GPU), lookup.user_folder() / file_name(GPU)
-    foreign = dataclasses.replace(ENTRY, config=OTHER_CONFIG, dsl="0.1")
+    foreign = dataclasses.replace(ENTRY, config=OTHER_CONFIG, **changes)
     new = dataclasses.replace(TABLE, rejected={})
     old = dataclasses.replace(new, entries={OTHER_KEY: foreign})
     table_io.write(shipped, new)
@@ -179,12 +181,13 @@ def test_one_entry_of_this_compiler_is_no_proof_for_those_of_another(
     assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True), "by an entry of another key"
 
 
+@foreign_builds
 def test_a_recorded_verdict_covers_the_configurations_that_it_checked(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "run_checks", lambda *_: iter(()))
     user = lookup.user_folder() / file_name(GPU)
-    foreign = dataclasses.replace(ENTRY, config=OTHER_CONFIG, dsl="0.1")
+    foreign = dataclasses.replace(ENTRY, config=OTHER_CONFIG, **changes)
     table_io.write(user, dataclasses.replace(TABLE, entries={OTHER_KEY: foreign}, rejected={}))
     assert verdicts.known(GPU, "bfloat16") is None
     assert verify.verify((TARGET,), "bfloat16").passed
@@ -198,16 +201,17 @@ def test_a_recorded_verdict_covers_the_configurations_that_it_checked(
     assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
 
 
+@foreign_builds
 def test_a_tuned_configuration_that_fails_is_rejected_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The defaults still serve, so that one bad entry does not cost the kernels."""
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
     user = lookup.user_folder() / file_name(GPU)
     wrong, right = config(Kind.WRONG_SUMS), config(Kind.FAST)
     entries = {
-        KEY: dataclasses.replace(ENTRY, config=wrong, dsl="0.1"),
-        OTHER_KEY: dataclasses.replace(ENTRY, config=right, dsl="0.1"),
+        KEY: dataclasses.replace(ENTRY, config=wrong, **changes),
+        OTHER_KEY: dataclasses.replace(ENTRY, config=right, **changes),
     }
     tuned = dataclasses.replace(TABLE, entries=entries, rejected={})
     table_io.write(folder / "shipped" / file_name(GPU), tuned)
@@ -220,6 +224,36 @@ def test_a_tuned_configuration_that_fails_is_rejected_alone(
     served = [entry.config for found in lookup.tables(GPU) for entry in found.entries.values()]
     assert served == [right, right], "from the user's table and the shipped one"
     assert "sum of the other exponentials" in table_io.read(user).rejected[KEY, wrong].reason
+
+
+def test_the_first_call_after_a_change_of_the_kernels_verifies_what_was_tuned(
+    folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is launched here before, and then the defaults in place of what failed."""
+    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
+    monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
+    entries = {
+        KEY: dataclasses.replace(ENTRY, config=config(Kind.WRONG_SUMS)),
+        dataclasses.replace(KEY, vocab=4096): dataclasses.replace(ENTRY, config=OTHER_CONFIG),
+    }
+    tuned = dataclasses.replace(TABLE, entries=entries, rejected={})
+    table_io.write(folder / "shipped" / file_name(GPU), tuned)
+    process_cache.reset()
+    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+    monkeypatch.setattr(jit_cache, "source_fingerprint", lambda: "other kernels")
+    process_cache.reset()
+    small = dataclasses.replace(PROBLEM, vocab=4096)
+    assert lookup.kernel_configs(PROBLEM, GPU).project_exp == config(Kind.WRONG_SUMS)
+    device, fake_gpu.capturing = torch.device("cuda", 7), True
+    assert "never ran on" in str(dispatch.device_unsupported_reason(device, torch.bfloat16))
+    fake_gpu.capturing = False
+    with pytest.warns(UserWarning, match="is rejected: .*sum of the other exponentials"):
+        assert dispatch.device_unsupported_reason(device, torch.bfloat16) is None
+    assert lookup.kernel_configs(PROBLEM, GPU).project_exp == Sm90().default(8192)
+    assert lookup.kernel_configs(small, GPU).project_exp == OTHER_CONFIG
+    monkeypatch.setattr(verify, "SubprocessWorker", None)
+    process_cache.reset()
+    assert dispatch.device_unsupported_reason(device, torch.bfloat16) is None
 
 
 def test_a_failing_default_rejects_nothing_and_outweighs_the_shipped_table(
@@ -254,7 +288,7 @@ def test_a_process_that_waited_uses_what_the_other_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user = lookup.user_folder() / file_name(GPU)
-    wrong = dataclasses.replace(ENTRY, config=config(Kind.WRONG_SUMS), dsl="0.1")
+    wrong = dataclasses.replace(ENTRY, config=config(Kind.WRONG_SUMS), kernels="0123")
     tuned = dataclasses.replace(TABLE, entries={KEY: wrong}, rejected={})
     table_io.write(user, tuned)
     process_cache.reset()
@@ -290,6 +324,7 @@ def test_first_use_tunes_problems_that_no_table_has(
     monkeypatch.setattr(first_use, "SubprocessWorker", InlineWorker)
     process_cache.reset()
     monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
+    verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), set())
     fake_gpu.capturing, fake_gpu.ranks = state.capturing, state.ranks
     problem = TARGET.problem((20, 16, 300), "bfloat16")
     expected = config(Kind.FAST) if tuned else Sm90().default(20)
@@ -299,6 +334,40 @@ def test_first_use_tunes_problems_that_no_table_has(
         assert kernels.row_sums.config == expected
         monkeypatch.setattr(first_use, "SubprocessWorker", None)
         process_cache.reset()
+
+
+def test_first_use_does_not_tune_again_what_was_tuned_with_other_kernels(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
+    stale = dataclasses.replace(TABLE, entries={KEY: dataclasses.replace(ENTRY, kernels="0123")})
+    table_io.write(lookup.user_folder() / file_name(GPU), stale)
+    monkeypatch.setattr(first_use, "SubprocessWorker", None)
+    first_use.tune_on_first_use(GPU, "cpu", PROBLEM)
+    assert lookup.tables(GPU) == (stale,)
+
+
+def test_what_other_processes_wrote_during_tuning_is_verified(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tuning reads the tables again, which processes with other kernels may have changed."""
+    monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
+    monkeypatch.setattr(verify, "run_checks", lambda *_: iter(()))
+    verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), set())
+    another = dataclasses.replace(OTHER_CONFIG, stages=5)  # not the one that tuning proves
+    foreign = dataclasses.replace(ENTRY, config=another, kernels="0123")
+
+    class Interrupted(InlineWorker):
+        def ask(self, call: Any, seconds: float) -> Any:
+            path = lookup.user_folder() / file_name(GPU)
+            table_io.update(path, dataclasses.replace(TABLE, entries={OTHER_KEY: foreign}))
+            return super().ask(call, seconds)
+
+    monkeypatch.setattr(first_use, "SubprocessWorker", Interrupted)
+    assert not verdicts.unproven(GPU, "bfloat16")
+    first_use.tune_on_first_use(GPU, "cpu", TARGET.problem((20, 16, 300), "bfloat16"))
+    assert verdicts.unproven(GPU, "bfloat16")
+    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
 
 
 def test_first_use_without_a_subprocess_is_warned_about(
@@ -360,6 +429,31 @@ def test_kernels_that_cannot_be_stored_are_compiled_outside_the_time_limit(
         ("prepare", tuner.PREPARE_SECONDS),
         ("check_small", verify.CHECK_SECONDS),
     ]
+
+
+def test_a_tuned_configuration_that_no_longer_compiles_is_rejected_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = lookup.user_folder() / file_name(GPU)
+    stale = dataclasses.replace(ENTRY, config=OTHER_CONFIG, kernels="0123")
+    table_io.write(user, dataclasses.replace(TABLE, entries={KEY: stale}, rejected={}))
+    monkeypatch.setattr(verify.Check, "kernels", lambda check: (check.candidate,))
+    monkeypatch.setattr(tuner, "missing", list)
+    monkeypatch.setattr(tuner, "build", lambda *_: {OTHER_CONFIG: "16 bytes spilled"})
+    ran: list[Any] = []
+
+    def all_pass(checks: list[verify.Check], advance: Any) -> Iterator[tuple[verify.Check, None]]:
+        for check in checks:
+            ran.append(check.candidate)
+            yield check, None
+
+    monkeypatch.setattr(verify, "run_checks", all_pass)
+    with pytest.warns(UserWarning, match="is rejected: 16 bytes spilled"):
+        assert verify.verify((TARGET,), "bfloat16").passed
+    assert ran == [config(Kind.SLOW)]
+    assert table_io.read(user).rejected[KEY, OTHER_CONFIG].reason == "16 bytes spilled"
+    assert lookup.entry_for("project_exp", PROBLEM, GPU) is None
+    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
 
 
 def test_a_failed_compilation_is_no_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,10 +12,10 @@ from cutefce.autotune_cache.tuning.targets.window import WindowTarget
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.ops.primitives import cute_gradients, cute_projection
+from cutefce.ops.primitives import cute_gradients, cute_projection, row_selection
 from tests.support.fake_tuner import SIZES, TARGET
 from tests.support.faulty_candidates import Kind, config
-from tests.support.kernel_models import use_models
+from tests.support.kernel_models import model_of, use_models
 from tests.support.tables import GPU
 
 
@@ -70,16 +71,27 @@ def test_calls_per_sample(ms: int, calls: int, monkeypatch: pytest.MonkeyPatch) 
     assert set(taken[:-2]) <= {1, calls} and taken[-2:] == [calls, calls]
 
 
+def noted(monkeypatch: pytest.MonkeyPatch, launched: set[spec.KernelSpec]) -> None:
+    """Note kernels instead of launching them, but for what addresses memory depends on."""
+
+    def note(kernel: spec.KernelSpec) -> Callable[..., None]:
+        def launch(*arguments: Any) -> None:
+            launched.add(kernel)
+            if isinstance(kernel, spec.SelectRowsSpec):
+                model_of(kernel)(*arguments)
+
+        return launch
+
+    for module in (cute_gradients, cute_projection, row_selection):
+        monkeypatch.setattr(module, "compiled", note)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_all_kernels_are_checked(arch: Arch, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: set[spec.KernelSpec] = set()
 
-    def note(kernel: spec.KernelSpec) -> Callable[..., None]:
-        return lambda *arguments: launched.add(kernel)
-
-    for module in (cute_gradients, cute_projection):
-        monkeypatch.setattr(module, "compiled", note)
+    noted(monkeypatch, launched)
     known: list[spec.KernelSpec] = []
     for target in targets.all_targets(dataclasses.replace(GPU, arch=arch), "cpu"):
         for candidate in target.defaults():
@@ -97,11 +109,7 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
     """Compiling takes longer than a trial may."""
     launched: set[spec.KernelSpec] = set()
 
-    def note(kernel: spec.KernelSpec) -> Callable[..., None]:
-        return lambda *arguments: launched.add(kernel)
-
-    for module in (cute_gradients, cute_projection):
-        monkeypatch.setattr(module, "compiled", note)
+    noted(monkeypatch, launched)
     for target in targets.all_targets(dataclasses.replace(GPU, arch=arch), "cpu"):
         problem = target.problem((130, 64, 1500), dtype)
         case, _ = worker._full_case(target, problem)

@@ -3,6 +3,7 @@
 import csv
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,6 +177,8 @@ def test_no_time_counts_twice() -> None:
 
 MEASURED = sections.SECTIONS.keys() - sections.GPU_ONLY - {"training_step"}
 """Experiments that a CPU runs with the dependencies of the tests."""
+PEERS = {"peers_frozen_head", "peers_ignored_rows"}
+"""More tables of `peers`."""
 
 
 @pytest.fixture
@@ -206,7 +209,7 @@ def test_every_command_runs_on_a_cpu_and_its_data_makes_a_report(
     run(tmp_path, "loss-curves", "--steps", "2")
     folder = tmp_path / "cpu"
     files = sorted(folder.glob("*.jsonl"))
-    assert {path.stem for path in files} == MEASURED
+    assert {path.stem for path in files} == MEASURED | PEERS
     for path in files:
         assert_same(path)
         header, rows = read(path)
@@ -216,12 +219,41 @@ def test_every_command_runs_on_a_cpu_and_its_data_makes_a_report(
     assert (
         text.count("Not measured") == 1 and "Not measured: `python -m bench training-step`" in text
     )
-    for picture in ("paper", "peers", "loss_curves"):
+    for picture in ("paper", "peers", *PEERS, "loss_curves"):
         assert (folder / f"{picture}.png").stat().st_size and f"({picture}.png)" in text
+    frozen, ignored = (read(folder / f"{name}.jsonl")[1] for name in sorted(PEERS))
+    assert {row["frozen"] for row in frozen} == {"weight"}
+    of_us = [row for row in frozen if row["implementation"].startswith(("cutefce", "unfused"))]
+    assert len(of_us) > 1
+    assert all(row["dx_error"] is not None and row["dw_error"] is None for row in of_us)
+    assert "### 48 × 16 × 256, frozen weight" in text
+    assert {row["ignored_percent"] for row in ignored} == {0, 50, 80, 95}
+    assert "### 48 × 16 × 256, 80% of the targets ignored" in text
     before = (folder / "step.jsonl").read_text()
     output = run(tmp_path, "--resume", "step", "--repeats", "2").output
     assert output.count(": already recorded") == 2
     assert (folder / "step.jsonl").read_text() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_one_table_of_the_peers_can_be_chosen(tmp_path: Path, tiny: None) -> None:
+    run(tmp_path, "peers", "--repeats", "2", "--table", "frozen-head", "--tokens", "32")
+    (path,) = (tmp_path / "cpu").glob("*.jsonl")
+    assert path.stem == "peers_frozen_head_32x16x256_float32"
+
+
+def test_the_baseline_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets, plain_gemms = [], problems.plain_gemms
+
+    def recorded(h: Tensor, w: Tensor, y: Tensor) -> Callable[[], None]:
+        targets.append(y)
+        return plain_gemms(h, w, y)
+
+    monkeypatch.setattr(step, "plain_gemms", recorded)
+    step.run(TINY, "cpu", 2, ("max",), task=step.Task(ignored_percent=95))
+    assert (targets[0] >= 0).all()
+    y = problems.ignore_some(targets[0], 95)
+    assert (y == reference.IGNORED).sum() == 45 and (y[y >= 0] == targets[0][y >= 0]).all()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
@@ -262,13 +294,14 @@ def test_losses_that_differ_are_an_error() -> None:
             training_step.check_agreement({"transformers": (10.0, 1.0), "cutefce": wrong})
 
 
-def test_cpu_overhead_has_a_row_for_forward_and_training_step(
+def test_cpu_overhead_has_a_row_for_forward_and_each_training_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu_overhead, "WARM_UP_SECONDS", 0.0)
     monkeypatch.setattr(cpu_overhead, "CALLS", 20)
-    forward, step_row = cpu_overhead.run(TINY, "cpu")
-    assert (forward.call, step_row.call) == ("forward", "training step")
+    rows = {row.call: row for row in cpu_overhead.run(TINY, "cpu")}
+    assert list(rows) == ["forward", "training step", "training step, max", "training step, min"]
+    forward, step_row = rows["forward"], rows["training step, min"]
     for low, median, high in (
         (forward.cutefce_quartiles_us[0], forward.cutefce_us, forward.cutefce_quartiles_us[1]),
         (step_row.torch_quartiles_us[0], step_row.torch_us, step_row.torch_quartiles_us[1]),

@@ -1,7 +1,6 @@
 """The Blackwell kernels' PTX, emulated on numpy, against float64; injected faults are detected."""
 
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +10,18 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
-from cutefce.cute_kernels.integers import ceil_div, round_up
-from cutefce.cute_kernels.spec import KernelSet, ProjectExpSpec, kernel_set
+from cutefce.cute_kernels.kernel_set import KernelSet, kernel_set
+from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.variant import (
-    IDENTITY,
     PLAIN,
     KernelVariant,
     LogitTransform,
     RowReductions,
 )
-from tests.blackwell.emulator import Launch, Stuck
-from tests.blackwell.machine_code import artifacts
+from tests.emulation import blackwell
+from tests.emulation.cases import Case, Launch, check, check_counted, launch_of_counted, numbers
+from tests.emulation.core import Stuck
+from tests.emulation.host import host_function
 from tests.support.row_reductions import reduced
 
 ARCH = arch_named("sm_100a")
@@ -36,104 +36,8 @@ def kernels_of(config: GemmConfig, variant: KernelVariant = PLAIN) -> KernelSet:
 KERNELS = {config: kernels_of(config) for config in CONFIGS}
 
 
-class Case:
-    """Inputs and exact results."""
-
-    def __init__(
-        self,
-        tokens: int,
-        hidden: int,
-        vocab: int,
-        first: int = 0,
-        scale: float = 3.0,
-        transform: LogitTransform = IDENTITY,
-    ):
-        generator = torch.Generator().manual_seed(0)
-        self.h = torch.randn(tokens, hidden, generator=generator).bfloat16()
-        self.w = torch.randn(vocab, hidden, generator=generator) * scale / hidden**0.5
-        self.w = self.w.bfloat16()
-        self.y = torch.randint(vocab, (tokens,), generator=generator) + first
-        self.y[tokens // 2] = -100
-        self.first, self.columns = first, round_up(vocab, 8)
-        self.softcap = transform.softcap
-        scales = 2 + 4 * torch.rand(tokens, generator=generator)
-        biases = torch.randn(vocab, generator=generator)
-        self.row_scale = scales if transform.row_scale else torch.ones(tokens)
-        self.bias = biases if transform.bias else torch.zeros(vocab)
-        self.transform = (
-            scales.numpy() if transform.row_scale else None,
-            biases.numpy() if transform.bias else None,
-            0.3 if transform.softcap else None,
-        )
-        self.rows, self.own = torch.arange(tokens), (self.y - first).clamp(0)
-        self.reference = self.logits()[0][self.rows, self.own].float()
-
-    def logits(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits u and the derivative of tanh, 1 without softcap, in float64."""
-        z = self.h.double() @ self.w.double().t() + self.bias.double()
-        tanh = torch.tanh(z * float(np.float32(0.3))) if self.softcap else z
-        scaled = self.row_scale.double()[:, None] * tanh
-        return scaled, 1 - tanh**2 if self.softcap else torch.ones_like(z)
-
-    def others(self) -> torch.Tensor:
-        """Return u, -inf at the target, in float64."""
-        u, _ = self.logits()
-        u[self.rows, self.own] += torch.where(self.y >= 0, -torch.inf, 0.0).double()
-        return u
-
-    def exact(self) -> Any:
-        """Return exp(u - ρ), 0 at the target, in float64."""
-        return torch.exp(self.others() - self.reference.double()[:, None]).numpy()
-
-    def launch(self, kernel: ProjectExpSpec, vocab_splits: int) -> Launch:
-        """Return launch arguments with outputs to fill."""
-        blocks = ceil_div(len(self.y), kernel.config.rows)
-        exps = np.full((len(self.y), self.columns), 0x7FFF, np.uint16)
-        return Launch(
-            h=patterns(self.h),
-            w=patterns(self.w),
-            reference=self.reference.numpy(),
-            target=self.y.numpy(),
-            sums=np.full((len(self.y), vocab_splits), np.nan, np.float32) if kernel.sums else None,
-            exps=exps if kernel.store else None,
-            semaphores=np.full(2 + blocks, 7, np.int32),
-            first=self.first,
-            vocab_splits=vocab_splits,
-            transform=self.transform,
-            reductions=np.full(
-                (kernel.reductions.planes, len(self.y), vocab_splits), np.nan, np.float32
-            )
-            if kernel.reductions.planes
-            else None,
-        )
-
-
-def patterns(x: torch.Tensor) -> Any:
-    return x.view(torch.int16).numpy().view(np.uint16)
-
-
-def numbers(exps: Any) -> Any:
-    """Return the numbers of bfloat16 patterns."""
-    return (exps.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-def check(launch: Launch, case: Case) -> None:
-    exact = case.exact()
-    if launch.sums is not None:
-        # the log2 sum of a split without tiles is -inf
-        total = np.exp2(launch.sums.astype(np.float64)).sum(1)
-        np.testing.assert_allclose(total, exact.sum(1), rtol=1e-5)
-    if launch.exps is not None:
-        got, vocab = numbers(launch.exps), len(case.w)
-        stored = exact * case.logits()[1].numpy()
-        # 1 - tanh² cancels: its error is relative to 1
-        allowed = 1.01 * 2**-8 * stored + 1e-30 + (1e-6 * exact if case.softcap else 0)
-        assert (abs(got[:, :vocab] - stored) <= allowed).all()
-        assert (got[:, vocab:] == 0).all()
-
-
 def run(kernel: ProjectExpSpec, launch: Launch, clusters: int = 1, seed: int = 0) -> None:
-    launch.run(artifacts(kernel)[0], kernel.config, clusters, seed)
+    launch.run(blackwell.run, kernel, clusters, seed=seed)
 
 
 SHAPES = {
@@ -148,7 +52,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_sums_and_exponentials(config: GemmConfig, shape: tuple[int, int, int]) -> None:
     case, kernel = Case(*shape), KERNELS[config].row_sums_and_exps
-    launch = case.launch(kernel, vocab_splits=2)
+    launch = case.launch(kernel, vocab_splits=2, semaphore=7)
     run(kernel, launch, clusters=1 if shape[0] == 300 else 2)
     check(launch, case)
     assert (launch.semaphores == 7).all(), "no semaphore is written"
@@ -162,6 +66,14 @@ def test_every_order_of_events(config: GemmConfig, seed: int) -> None:
     launch = case.launch(kernel, vocab_splits=1)
     run(kernel, launch, seed=seed)
     check(launch, case)
+
+
+@pytest.mark.parametrize(("config", "count"), [(TWO_CTA, 0), (TWO_CTA, 130), (SINGLE_CTA, 140)])
+def test_counted_rows(config: GemmConfig, count: int) -> None:
+    case, kernel = Case(300, 72, 300), KERNELS[config].row_sums_and_exps
+    launch = launch_of_counted(case, kernel, count)
+    run(kernel, launch, clusters=2)
+    check_counted(launch, case, config.rows)
 
 
 def test_sums_alone() -> None:
@@ -325,9 +237,9 @@ FAULTS: dict[str, tuple[GemmConfig, str, str, type[Exception]]] = {
 def test_a_fault_is_detected(fault: str) -> None:
     config, pattern, replacement, outcome = FAULTS[fault]
     case, kernel = Case(config.rows, 3 * 64, 700), KERNELS[config].row_sums_and_exps
-    broken, count = re.subn(pattern, replacement, artifacts(kernel)[0], count=1)
+    broken, count = re.subn(pattern, replacement, host_function(kernel).ptx, count=1)
     assert count == 1
     launch = case.launch(kernel, vocab_splits=1)
     with pytest.raises(outcome):
-        launch.run(broken, config, clusters=1, seed=0)
+        launch.run(blackwell.run, kernel, clusters=1, ptx=broken)
         check(launch, case)

@@ -30,7 +30,7 @@ KERNEL = spec.ScaleAddRowsSpec("sm_90a", "bfloat16", "bfloat16")
 """The kernel that compiles fastest."""
 
 COMPILE = f"""
-from cutefce.cute_kernels import spec
+from cutefce.cute_kernels import kernel_set, spec
 from cutefce.cute_kernels.jit import cache as jit_cache
 function = jit_cache.compiled(spec.{KERNEL!r})
 print(jit_cache.compile_count, callable(function))
@@ -231,9 +231,10 @@ def test_loading_does_not_need_the_compiler(folder: Path) -> None:
 
 
 def test_every_kernel_has_its_own_key(folder: Path) -> None:
+    from cutefce.cute_kernels import kernel_set
     from cutefce.cute_kernels.arch import ARCHS
 
-    every = [kernel for arch in ARCHS for kernel in spec.all_kernels(arch)]
+    every = [kernel for arch in ARCHS for kernel in kernel_set.all_kernels(arch)]
     assert len({jit_cache.library_path(kernel) for kernel in every}) == len(every)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import cutefce
 from cutefce.autotune_cache.defaults import widest_window
-from cutefce.cute_kernels import cache_files, spec
+from cutefce.cute_kernels import cache_files, kernel_set, spec
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm90 import Sm90
@@ -77,7 +77,7 @@ def with_configs(configs: KernelConfigs, dtype: torch.dtype) -> AnyPrimitives:
     name = str(dtype).removeprefix("torch.")
     tiles = widest_window(Problem(1, 64, 1000, name, "cuda"))
     count = torch.cuda.get_device_properties(0).multi_processor_count
-    return kernel_primitives(tiles, spec.kernel_set(ARCH, name, configs), count)
+    return kernel_primitives(tiles, kernel_set.kernel_set(ARCH, name, configs), count)
 
 
 def exact_exps(case: Case, reference: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class Launches:
 
     def __init__(self, config: GemmConfig, variant: KernelVariant, case: Case) -> None:
         dtype = str(case.h.dtype).removeprefix("torch.")
-        self.kernels = spec.kernel_set(ARCH, dtype, with_project_exp(config), variant)
+        self.kernels = kernel_set.kernel_set(ARCH, dtype, with_project_exp(config), variant)
         self.config, self.case, (self.tokens, self.vocab) = config, case, (len(case.h), len(case.w))
         self.operands = operands_of(variant.transform, self.tokens, self.vocab)
         self.transform = None if variant.transform == IDENTITY else self.operands
@@ -256,7 +256,8 @@ class Launches:
     def target_logit(self) -> Tensor:
         logit, zeros = torch.empty(self.tokens, device="cuda"), self.semaphores()
         tensors = self.case.h, self.case.w, self.case.y, logit, zeros
-        jit_cache.compiled(self.kernels.target_logit)(*tensors, self.transform, -100)
+        more = self.transform, self.case.y, -100, 0
+        jit_cache.compiled(self.kernels.target_logit)(*tensors, *more)
         return logit
 
     def project_exp(self, kernel: spec.ProjectExpSpec, reference: Tensor, first: int = 0) -> Any:
@@ -268,17 +269,18 @@ class Launches:
         exps = stored.to(self.case.h.dtype) if kernel.store else None
         target = torch.where(self.case.y < 0, self.case.y, self.case.y + first)
         tensors = self.case.h, self.case.w, reference, target, sums, exps, self.semaphores()
-        numbers = first, self.splits, self.clusters
+        numbers = self.semaphores(), 0, first, self.splits, self.clusters
         jit_cache.compiled(kernel)(*tensors, self.transform, reductions, *numbers)
         return sums, exps, reductions
 
     def fused_forward(self) -> Tensor:
         """Return the statistics."""
         kernel = self.kernels.fused_forward
-        workspace = torch.empty(kernel.workspace_size(self.tokens, self.splits), device="cuda")
+        size = kernel.workspace_size(self.tokens, self.case.h.shape[1], self.splits)
+        workspace = torch.empty(size, device="cuda")
         stats = torch.empty(NUM_STATS, self.tokens, device="cuda")
         tensors = self.case.h, self.case.w, self.case.y, workspace, stats, stats.new_empty(())
-        numbers = -100, self.splits, self.clusters, 0
+        numbers = -100, self.splits, self.splits, self.clusters, 0
         jit_cache.compiled(kernel)(*tensors, self.transform, *numbers)
         return stats
 
@@ -567,7 +569,7 @@ def test_dw_with_a_matrix_of_rank_one(
 def test_kernels_with_a_matrix_of_rank_one_are_clean(arch: Arch) -> None:
     pytest.importorskip("cutlass")
     default = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
-    kernels = spec.kernel_set(arch, "bfloat16", default)
+    kernels = kernel_set.kernel_set(arch, "bfloat16", default)
     plain = [kernels.finish_dx, kernels.finish_dx_fp32, kernels.grad_weight]
     for kernel in plain:
         if kernel is not None:
@@ -680,7 +682,7 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     case = random_case(300, 64, 1500, dtype=torch.bfloat16)
     tiles = widest_window(Problem(300, 64, 1500, "bfloat16", "cuda"))
     default = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
-    primitives = kernel_primitives(tiles, spec.kernel_set(arch, "bfloat16", default), 132)
+    primitives = kernel_primitives(tiles, kernel_set.kernel_set(arch, "bfloat16", default), 132)
     steps, gradients = primitives.projection, primitives.gradients
     targets = Targets(case.y, 1500, LossOptions())
     exps = torch.empty(300, 1504, dtype=torch.bfloat16)
@@ -714,10 +716,10 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
     configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
-    plain = spec.kernel_set(arch, "bfloat16", configs)
+    plain = kernel_set.kernel_set(arch, "bfloat16", configs)
     assert plain.row_sums == plain.fused_forward.row_sums
     variant = KernelVariant(TRANSFORMS["all"], REDUCTIONS["all"])
-    kernels = spec.kernel_set(arch, "bfloat16", configs, variant)
+    kernels = kernel_set.kernel_set(arch, "bfloat16", configs, variant)
     with_sums = kernels.row_sums, kernels.row_sums_and_exps
     assert {kernel.reductions for kernel in with_sums} == {variant.reductions}
     forward, without_sums = kernels.fused_forward, (kernels.exps, kernels.repair_exps)
@@ -731,7 +733,7 @@ def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
 def test_partials_of_all_ranks_are_gathered() -> None:
     """Sums from 2^-80 to 2^900, beyond the range of float32."""
     tiles = widest_window(Problem(4, 64, 1500, "bfloat16", "cuda"))
-    kernels = spec.kernel_set(ARCHS[0], "bfloat16", with_project_exp(CONFIGS[0]))
+    kernels = kernel_set.kernel_set(ARCHS[0], "bfloat16", with_project_exp(CONFIGS[0]))
     steps = kernel_primitives(tiles, kernels, 132).projection
     sums = torch.tensor([[0.0, 1.0], [-80.0, -80.0], [900.0, 2.0], [-torch.inf, -torch.inf]])
     semaphores, other = torch.zeros(3, dtype=torch.int32), torch.arange(4.0)

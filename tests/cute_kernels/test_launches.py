@@ -10,11 +10,10 @@ from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.spec import kernel_set
-from cutefce.ops.operators import operators
+from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.dispatch import kernel_primitives
-from tests.support.kernel_models import use_models
+from tests.support.kernel_models import serve_calls
 from tests.support.non_finite import (
     OVERFLOWS,
     ROW,
@@ -28,20 +27,21 @@ from tests.support.non_finite import (
 )
 from tests.support.reference import PLANS, assert_as_accurate, logits_case, planned, random_case
 
+KERNELS = {
+    f"{arch.name}, {rows}": (arch, rows == "counted rows")
+    for arch in (Sm90(), Sm100())
+    for rows in ("all rows", "counted rows")
+}
 
-@pytest.fixture(params=[Sm90(), Sm100()], ids=lambda arch: str(arch.name))
+
+@pytest.fixture(params=list(KERNELS.values()), ids=list(KERNELS))
 def on_kernels(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
 ) -> PortableTiles:
     """Route calls on a CPU to models of an architecture's kernels."""
     pytest.importorskip("cutlass")
-    arch: Arch = request.param
-    configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
-    kernels = kernel_set(arch, "bfloat16", configs)
-    use_models(monkeypatch)
-    monkeypatch.setattr(
-        operators, "primitives_for", lambda *_: kernel_primitives(small_tiles, kernels, 132)
-    )
+    arch, selects = request.param
+    serve_calls(monkeypatch, arch, small_tiles, selects=selects)
     return small_tiles
 
 

@@ -33,15 +33,6 @@ def test_each_sum_is_scaled_and_rounded_once(dtype: torch.dtype, rows: int) -> N
     assert got.data_ptr() == sums.gradient.data_ptr()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@given(rows=st.integers(0, 3000))
-def test_each_row_may_have_its_factor(dtype: torch.dtype, rows: int) -> None:
-    sums, values = some_sums(rows, dtype)
-    factors = torch.randn(rows, dtype=values.dtype)
-    expected = (values * factors[:, None]).to(dtype)
-    assert torch.equal(sums.finish(scale_rows, factors), expected)
-
-
 @given(rows=st.integers(1, 3000), data=st.data())
 def test_rows_are_where_they_were_put(rows: int, data: st.DataObject) -> None:
     sums, values = some_sums(rows, torch.bfloat16)

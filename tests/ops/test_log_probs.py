@@ -290,10 +290,12 @@ def test_equal_logits_have_the_lowest_class_or_the_target(device: str) -> None:
     assert values.is_top1.tolist() == [True, True, False, False]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("ignored", [0.0, 1.0])
-def test_no_tokens_or_none_that_count(ignored: float, device: str) -> None:
+def test_no_tokens_or_none_that_count(ignored: float, dtype: torch.dtype, device: str) -> None:
+    more: dict[str, Any] = {"dtype": dtype, "device": device, "ignored": ignored}
     for tokens in (0, 5) if ignored else (0,):
-        x = options_case(["linear_bias"], tokens, 8, 40, device=device, ignored=ignored)
+        x = options_case(["linear_bias"], tokens, 8, 40, **more)
         values, gradients = ours(x, OUTPUTS)
         assert not any(bool(value.any()) for value in values)
         assert not any(bool(gradient.any()) for gradient in gradients)

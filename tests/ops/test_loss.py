@@ -373,8 +373,9 @@ def test_default_plans_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(planner, "make_plan", count)
     ours(case)
+    once = len(made)
     ours(case)
-    assert len(made) == 1
+    assert len(made) == once > 0
     assert_as_accurate(ours(case), case)
 
 

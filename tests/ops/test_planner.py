@@ -21,7 +21,17 @@ from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.planning import planner
 from cutefce.ops.planning.dw_aliasing import max_aliased_windows
 from cutefce.ops.planning.memory_model import CopyingProblem, chunked_bytes, windows_bytes
-from cutefce.ops.planning.planner import FLOOR, MAXIMUM, MIN_CHUNK, MINIMUM, Plan, make_plan
+from cutefce.ops.planning.planner import (
+    CHUNK_ALIGNMENT,
+    FLOOR,
+    MAXIMUM,
+    MIN_CHUNK,
+    MINIMUM,
+    WORTH_MEMORY,
+    WORTH_TIME,
+    Plan,
+    make_plan,
+)
 
 GIB = 1 << 30
 LLAMA = Problem(tokens=8192, hidden=4096, vocab=128256, dtype="bfloat16", device="cuda")
@@ -125,11 +135,18 @@ def test_no_plan_is_better_than_the_chosen_one(seed: int) -> None:
             continue
         scalar_upstream = r.choice([True, False])
         every = list(all_windows(problem, configs, scalar_upstream))
-        if scalar_upstream:
+        if scalar_upstream or not problem.grad_weight:
             every += all_chunks(problem, configs[0])
         least = min(workspace for workspace, _ in every)
         smallest = make_plan(problem, configs, MINIMUM, scalar_upstream)
-        assert least <= smallest.workspace_bytes <= FLOOR * least, problem
+        assert least <= smallest.workspace_bytes, problem
+        for workspace, seconds in every:
+            is_cheap = smallest.workspace_bytes <= WORTH_MEMORY * workspace
+            assert is_cheap or smallest.seconds <= WORTH_TIME * seconds, problem
+        within = min(seconds for took, seconds in every if took <= FLOOR * least)
+        assert smallest.seconds <= within, problem
+        if smallest.workspace_bytes > FLOOR * least:  # it is worth that
+            assert smallest.seconds < within / WORTH_TIME, problem
         for workspace, _ in r.sample(every, min(8, len(every))):
             budget = max(workspace, smallest.workspace_bytes)
             chosen = make_plan(problem, configs, budget, scalar_upstream)
@@ -138,11 +155,17 @@ def test_no_plan_is_better_than_the_chosen_one(seed: int) -> None:
 
 
 def all_chunks(p: Problem, config: PortableTiles) -> Iterator[tuple[int, float]]:
-    """Yield memory and time of plans of gradients in forward with few and with short chunks."""
-    stored, most = round_up(p.vocab, config.reference_block), ceil_div(max(p.tokens, 1), MIN_CHUNK)
+    """Yield memory and time of plans of gradients in forward: few chunks, short ones, and others.
+
+    Those of few tokens may take more: their tiles are wide.
+    """
+    shortest = MIN_CHUNK if p.grad_weight else CHUNK_ALIGNMENT
+    stored, most = round_up(p.vocab, config.reference_block), ceil_div(max(p.tokens, 1), shortest)
+    chunks = {family.plan(0).chunk for family in planner._gradients_in_forward(p, config)}
     for count in {*range(1, min(most, 8) + 1), most}:
         even = round_up(ceil_div(p.tokens, count), 256)
-        chunk = max(min(even, p.tokens), 1)
+        chunks.add(max(min(even, p.tokens), 1))
+    for chunk in chunks:
         yield chunked_bytes(p, config, stored, chunk), planner._chunked_seconds(p, chunk)
 
 
@@ -195,6 +218,65 @@ def test_the_plan_of_a_call_can_be_read() -> None:
     assert f"{nothing.workspace_bytes / 2**20:.1f} MiB" in str(nothing)
     with pytest.raises(ValueError, match="linear_weight: got shape"):
         cutefce.plan(h, w[0])
+
+
+FROZEN_HEADS = {
+    "Llama": Problem(8192, 4096, 131072, "bfloat16", "cuda", grad_weight=False, arch="sm_90a"),
+    "Gemma": Problem(8192, 2304, 256000, "bfloat16", "cuda", grad_weight=False, arch="sm_90a"),
+}
+"""Heads whose weight is not trained."""
+
+
+def products(p: Problem, chosen: Plan) -> float:
+    """Return the predicted time of a plan over that of three products of all tokens."""
+    flop_rate, *_ = planner.DEVICE_RATES[p.device]
+    return chosen.seconds * flop_rate / (6 * p.tokens * p.hidden * p.vocab)
+
+
+@pytest.mark.parametrize("scalar_upstream", [True, False])
+@pytest.mark.parametrize(
+    ("name", "mib", "most"), [("Llama", 110, 0.78), ("Llama", 280, 0.71), ("Gemma", 280, 0.72)]
+)
+def test_a_frozen_head_takes_two_products_in_little_memory(
+    name: str, mib: int, most: float, scalar_upstream: bool
+) -> None:
+    problem = FROZEN_HEADS[name]
+    chosen = plan(problem, mib << 20, scalar_upstream)
+    assert chosen.workspace_bytes <= mib << 20
+    assert chosen.in_forward and products(problem, chosen) <= most
+    trained = dataclasses.replace(problem, grad_weight=True)
+    assert not plan(trained, mib << 20, scalar_upstream).in_forward
+
+
+def test_chunks_of_a_frozen_head_grow_with_the_budget() -> None:
+    plans = [plan(FROZEN_HEADS["Llama"], mib << 20) for mib in (110, 280, 600)]
+    chunks = [chosen.chunk for chosen in plans if chosen.in_forward]
+    assert chunks == sorted(set(chunks)) and len(chunks) == 3
+
+
+def test_factors_of_exponentials_need_windows() -> None:
+    problem = FROZEN_HEADS["Llama"]
+    configs, budget = window_configs(problem), 280 << 20
+    chosen = make_plan(problem, configs, budget, scalar_upstream=False, scales_exps=True)
+    assert chosen.strategy == "windows"
+    with_bias = dataclasses.replace(problem, grad_bias=True)
+    assert plan(with_bias, budget, scalar_upstream=False).strategy == "windows"
+
+
+@pytest.mark.parametrize("problem", FROZEN_HEADS.values(), ids=FROZEN_HEADS)
+def test_the_least_for_frozen_hidden_states_is_half_of_a_window(
+    problem: Problem,
+) -> None:
+    """Rows of dW are finished one window after the other, and its memory holds no sums.
+
+    Kernels that select rows also hold a copy of the hidden states.
+    """
+    p = dataclasses.replace(problem, grad_hidden=False, grad_weight=True)
+    least = plan(p, MINIMUM)
+    assert (least.strategy, least.kept, least.aliased) == ("windows", 0, 0)
+    config = next(config for config in window_configs(p) if config.window == least.window)
+    half = p.tokens * (config.half(config.window) + p.hidden) * p.item_bytes
+    assert half <= least.workspace_bytes <= half + (4 << 20)
 
 
 def test_float16_keeps_nothing() -> None:
@@ -277,7 +359,7 @@ def test_nothing_is_aliased_where_that_alone_takes_too_much(
     """What dW's place keeps needs s_i h_i, another N·D."""
     monkeypatch.setattr(planner, "FLOOR", 1)
     problem = dataclasses.replace(LLAMA, arch="sm_90a")
-    smallest, larger = (plan(problem, budget) for budget in (MINIMUM, 192 << 20))
+    smallest, larger = (plan(problem, budget) for budget in (MINIMUM, 256 << 20))
     assert smallest.aliased == smallest.kept == larger.kept == 0 < larger.aliased
     assert smallest.workspace_bytes < larger.workspace_bytes
     assert larger.seconds < smallest.seconds

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cutefce.autotune_cache.defaults import widest_window
-from cutefce.cute_kernels import spec
+from cutefce.cute_kernels import kernel_set
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives.dispatch import kernel_primitives
@@ -30,7 +30,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     use_models(monkeypatch)
     configs = request.param.default_configs(tokens=8192, hidden=4096, num_sms=132)
     tiles = widest_window(Problem(1, 64, 1000, "bfloat16", "cuda"))
-    return kernel_primitives(tiles, spec.kernel_set(request.param, "bfloat16", configs), 132)
+    return kernel_primitives(tiles, kernel_set.kernel_set(request.param, "bfloat16", configs), 132)
 
 
 @pytest.mark.parametrize("shape", rank_one.SHAPES, ids=str)

@@ -555,7 +555,7 @@ def peak(
     """Return the predicted and the measured workspace of a step."""
     case = random_case(512, 256, 8002, dtype=dtype, seed=dist.get_rank())
     h = (case.h[:256] if sequence_parallel else case.h).requires_grad_()
-    w, y = case.w[:4001].requires_grad_(), random_case(512, 8, 8002).y
+    w, y = case.w[:4001].requires_grad_(), random_case(512, 8, 8002, ignored=0).y
     options: dict[str, Any] = {"reduction": reduction, "workspace": workspace}
     options["sequence_parallel"] = sequence_parallel
 
@@ -592,7 +592,7 @@ def peak_of_chunks(sequence_parallel: bool, dtype: torch.dtype) -> tuple[int, in
     tokens, hidden, vocab = 2048, 256, 4096
     case = random_case(tokens, hidden, vocab, dtype=dtype, seed=dist.get_rank())
     h = (case.h[: tokens // 2] if sequence_parallel else case.h).requires_grad_()
-    w, y = case.w.requires_grad_(), random_case(tokens, 8, 2 * vocab).y
+    w, y = case.w.requires_grad_(), random_case(tokens, 8, 2 * vocab, ignored=0).y
     name = str(dtype).removeprefix("torch.")
     problem = Problem(tokens, hidden, vocab, name, "cpu", True, True, None, 2, sequence_parallel)
     config, chunk = defaults.widest_window(problem), 512

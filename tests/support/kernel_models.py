@@ -4,6 +4,7 @@ They round where the kernels round, and read and write the same memory; all sums
 first partial, the other partials are empty.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -13,17 +14,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOWEST_LOGIT, SLACK
+from cutefce.cute_kernels import kernel_set, spec
+from cutefce.cute_kernels import problem as problem_module
+from cutefce.cute_kernels.arch.base import TILE_K, Arch
+from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
+from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOWEST_LOGIT, SLACK, Problem
 from cutefce.cute_kernels.variant import SUM_ONLY
 from cutefce.cute_kernels.workspace import Semaphore, Stat
-from cutefce.ops.primitives import cute_gradients, cute_projection
+from cutefce.ops.operators import operands
+from cutefce.ops.primitives import cute_gradients, cute_projection, dispatch, row_selection
+from cutefce.ops.rows.targets import Targets
 from tests.support.row_reductions import reduced
 
 
 def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
     """Return the function that replaces a compiled kernel."""
     models: dict[type, Callable[..., None]] = {
+        spec.SelectRowsSpec: _select_rows,
+        spec.GatherRowsSpec: _gather_rows,
+        spec.ScatterRowsSpec: _scatter_rows,
+        spec.ClearRowsSpec: _clear_rows,
         spec.TargetLogitSpec: _target_logit,
         spec.ProjectExpSpec: _project_exp,
         spec.ReducePartialsSpec: _reduce_partials,
@@ -35,6 +46,8 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
     return functools.partial(models[type(kernel)], kernel)
 
 
+Replacement = Callable[[spec.KernelSpec], Callable[..., None]]
+"""From a kernel to what is launched instead."""
 Transform = tuple[Tensor | None, Tensor | None, float | None]
 """κ (N,), b (V,) and s of a logit transform; None for what it lacks."""
 
@@ -52,6 +65,51 @@ def _check(kernel: Any, transform: Transform | None) -> None:
     assert kernel.transform == tuple(operand is not None for operand in given)
 
 
+def _select_rows(
+    _: spec.SelectRowsSpec,
+    target: Tensor,
+    order: Tensor,
+    selected: Tensor,
+    counts: Tensor,
+    chunk: int,
+    ignored: int,
+) -> None:
+    count = int((target != ignored).sum())
+    order[:] = (target == ignored).long().argsort(stable=True)
+    selected[:] = target[order]
+    counts[:] = (count - chunk * torch.arange(len(counts))).clamp(0, chunk)
+
+
+def _gather_rows(
+    kernel: spec.GatherRowsSpec,
+    out: Tensor,
+    x: Tensor,
+    order: Tensor,
+    scale: Tensor | None,
+    count: Tensor,
+) -> None:
+    assert (scale is not None) == kernel.scales
+    rows = int(count[0])
+    out[rows:] = 0
+    selected = x[order[:rows]]
+    out[:rows] = selected if scale is None else (selected * scale[:rows, None]).to(out.dtype)
+
+
+def _scatter_rows(
+    _: spec.ScatterRowsSpec, out: Tensor, x: Tensor, order: Tensor, count: Tensor
+) -> None:
+    inside = torch.arange(len(x)) < count
+    out[order] = torch.where(inside[:, None], x, 0)
+
+
+def _clear_rows(_: spec.ClearRowsSpec, x: Tensor, count: Tensor) -> None:
+    x[int(count[0]) :] = 0
+
+
+def _counted(count: Tensor, selects: int, rows: int) -> int:
+    return min(int(count[0]), rows) if selects else rows
+
+
 def _target_logit(
     kernel: spec.TargetLogitSpec,
     h: Tensor,
@@ -60,11 +118,14 @@ def _target_logit(
     logit: Tensor,
     zeros: Tensor,
     transform: Transform | None,
+    order: Tensor,
     ignored: int,
+    selects: int,
 ) -> None:
     _check(kernel, transform)
-    assert len(zeros) <= kernel.max_zeros(len(h))
+    assert len(zeros) <= kernel.max_zeros(len(target))
     zeros.fill_(0)
+    h = h[order] if selects else h
     in_vocab = (target >= 0) & (target < len(w))
     index = torch.where(in_vocab, target, 0)
     logit[:] = (h.float() * w[index].float()).sum(1)
@@ -88,10 +149,17 @@ def _project_exp(
     semaphores: Tensor,
     transform: Transform | None,
     reductions: Tensor | None,
+    count: Tensor,
+    selects: int,
     first: int,
+    vocab_splits: int,
     *_: int,
 ) -> None:
     _check(kernel, transform)
+    counted = _counted(count, selects, len(h))
+    if sums is not None:
+        splits = sums.shape[1] // kernel.config.partials_per_row
+        assert splits >= vocab_splits if selects else splits == vocab_splits
     u = transformed(h.float() @ w.float().t(), transform)
     relative = u - reference[:, None]
     columns = torch.arange(first, first + len(w))
@@ -105,21 +173,30 @@ def _project_exp(
         reductions[:] = reduced(empty, torch.zeros(1), first, kernel.reductions)[:, :, None]
         masked = u.masked_fill(target[:, None] == columns, -torch.inf)
         reductions[..., 0] = reduced(masked, reference, first, kernel.reductions)
-    rows = torch.ones(len(h), dtype=torch.bool)
+    inside = torch.arange(len(h)) < counted
+    if sums is not None:
+        sums[~inside] = torch.nan  # undefined
+    if reductions is not None:
+        reductions[:, ~inside] = torch.nan
+    last = max(1, ceil_div(counted, kernel.config.rows)) * kernel.config.rows
+    rows = torch.arange(len(h)) < last
     if kernel.only_flagged:
         assert semaphores[Semaphore.DONE_COUNTER] > 0, "runs after reduce_partials"
         blocks = torch.arange(len(h)) // kernel.config.rows
-        rows = semaphores[Semaphore.REPAIR_FLAGS + blocks] == 1
+        rows &= semaphores[Semaphore.REPAIR_FLAGS + blocks] == 1
     else:
         assert not semaphores.any()
         semaphores[Semaphore.SYNC_COUNTER] = 1
     if exps is not None:
-        count = min(exps.shape[1], len(w))
+        width = min(exps.shape[1], len(w))
         stored = relative.exp()
         if kernel.transform.softcap:
             assert transform is not None and transform[0] is not None
             stored *= 1 - (u / transform[0][:, None]) ** 2
-        exps[rows, :count] = stored[rows, :count].to(exps.dtype)
+        stored[~inside] = 0
+        exps[rows, :width] = stored[rows, :width].to(exps.dtype)
+        if not kernel.only_flagged:
+            exps[~rows] = torch.nan  # undefined
 
 
 def _reduce_partials(
@@ -130,9 +207,11 @@ def _reduce_partials(
     stats: Tensor,
     reduced: Tensor,
     semaphores: Tensor,
+    order: Tensor | None,
     ignored: int,
     mean: int,
 ) -> None:
+    assert (order is not None) == kernel.scatter
     assert semaphores[Semaphore.DONE_COUNTER] == 0
     partials = torch.where((target == ignored)[:, None], -torch.inf, partials)
     # a maximum drops NaN, as on the GPU
@@ -153,6 +232,8 @@ def _reduce_partials(
     stats[Stat.LOSS] = loss
     count = (target != ignored).sum().clamp(min=1) if mean else 1
     reduced.copy_(stats[Stat.LOSS].sum() / count)
+    if order is not None:
+        stats[:, order] = stats.clone()
 
 
 def _fused_forward(
@@ -166,19 +247,30 @@ def _fused_forward(
     transform: Transform | None,
     ignored: int,
     vocab_splits: int,
+    most_splits: int,
     clusters: int,
     mean: int,
 ) -> None:
-    tokens, partials = len(h), vocab_splits * kernel.config.partials_per_row
-    assert len(workspace) == kernel.workspace_size(tokens, vocab_splits)
+    (tokens, hidden), partials = h.shape, most_splits * kernel.config.partials_per_row
+    assert len(workspace) == kernel.workspace_size(tokens, hidden, most_splits)
+    assert kernel.selects or vocab_splits == most_splits
+    order, selected, dense = target, target, h
+    counts = torch.zeros(1, dtype=torch.int32)
+    if kernel.selects:
+        workspace = workspace[kernel.selection_size(tokens, hidden) :]
+        order, selected, dense = target.clone(), target.clone(), h.clone()
+        operands = target, order, selected, counts, tokens, ignored
+        model_of(kernel.select_rows)(*operands)
+        model_of(kernel.gather_rows)(dense, h, order, None, counts)
     count = len(workspace) - tokens * (1 + partials)
     logit, sums, rest = workspace.split([tokens, tokens * partials, count])
     sums, semaphores = sums.view(tokens, partials), rest.view(torch.int32)
-    model_of(kernel.target_logit)(h, w, target, logit, semaphores, transform, ignored)
-    rows = logit, target, sums, None, semaphores, transform, None
-    model_of(kernel.row_sums)(h, w, *rows, 0, vocab_splits, clusters)
-    results = stats, reduced, semaphores
-    model_of(kernel.reduce_partials)(sums, logit, target, *results, ignored, mean)
+    more = transform, order, ignored, int(kernel.selects)
+    model_of(kernel.target_logit)(h, w, selected, logit, semaphores, *more)
+    rows = logit, selected, sums, None, semaphores, transform, None, counts, int(kernel.selects)
+    model_of(kernel.row_sums)(dense, w, *rows, 0, vocab_splits, clusters)
+    results = stats, reduced, semaphores, order if kernel.selects else None
+    model_of(kernel.reduce_partials)(sums, logit, selected, *results, ignored, mean)
 
 
 def _scale_add_rows(
@@ -212,16 +304,26 @@ def _grad_gemm(
     targets: Any,
     rank_one: tuple[Tensor, Tensor] | None,
     semaphores: Tensor,
+    count: Tensor,
+    selects: int,
     clusters: int,
     k_splits: int | None,
     overwrite: int | None,
 ) -> None:
+    tokens = a.shape[1] if kernel.wrt == "weight" else len(a)
+    counted = _counted(count, selects, tokens)
     counters = semaphores[: kernel.semaphore_count(clusters)]
     assert counters.tolist() == [0] * kernel.semaphore_count(clusters)
     counters.fill_(1)
     assert (k_splits is None) == (overwrite is None) == kernel.final
     assert (rank_one is not None) == kernel.rank_one
+    if kernel.wrt == "weight" and selects:
+        # whole stages are read
+        counted = min(max(1, ceil_div(counted, TILE_K)) * TILE_K, tokens)
+        a, b = a[:, :counted], b[:, :counted]
     product = a.float() @ b.float().t()
+    if kernel.wrt == "hidden":
+        product[counted:] = torch.nan  # undefined
     if rank_one is not None:
         product += rank_one[0][:, None] * rank_one[1]
     if kernel.final:
@@ -241,7 +343,45 @@ def _add_targets(
         sums[row] += (coef[slots, None] * h[order[slots]].float()).sum(0)
 
 
-def use_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launch the models in the place of compiled kernels."""
-    for module in (cute_projection, cute_gradients):
-        monkeypatch.setattr(module, "compiled", model_of)
+def serve_calls(
+    monkeypatch: pytest.MonkeyPatch,
+    arch: Arch,
+    tiles: PortableTiles,
+    *,
+    selects: bool,
+    configs: KernelConfigs | None = None,
+    replacement: Replacement | None = None,
+    num_sms: int = 132,
+) -> None:
+    """Route calls on a CPU to models of the kernels, which select rows or compute all.
+
+    `configs` are those of the kernels, by default the architecture's; the models may have another
+    `replacement`.  More than a few parameters: they stand for a GPU.
+    """
+    use_models(monkeypatch, replacement or model_of)
+    if configs is None:
+        configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
+
+    def problem_of(h: Tensor, *others: Any) -> Problem:
+        own = dispatch.problem_of(h, *others)
+        dtype = str(h.dtype).removeprefix("torch.")
+        return dataclasses.replace(own, arch=arch.name if selects else None, dtype=dtype)
+
+    def primitives_for(h: Tensor, w: Tensor, problem: Problem, targets: Targets) -> Any:
+        variant = cute_projection.variant_of(targets)
+        kernels = kernel_set.kernel_set(arch, problem.dtype, configs, variant)
+        return dispatch.kernel_primitives(tiles, kernels, num_sms, problem.grad_bias)
+
+    if selects:
+        monkeypatch.setattr(problem_module, "MIN_SELECTED", 1)
+    monkeypatch.setattr(operands, "problem_of", problem_of)
+    monkeypatch.setattr(operands, "primitives_for", primitives_for)
+
+
+def use_models(
+    monkeypatch: pytest.MonkeyPatch,
+    replacement: Replacement = model_of,
+) -> None:
+    """Launch the models, or another replacement, in the place of compiled kernels."""
+    for module in (cute_projection, cute_gradients, row_selection):
+        monkeypatch.setattr(module, "compiled", replacement)

@@ -1,5 +1,6 @@
 """What results are compared with, and how far they may be from it."""
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor
 import cutefce
 from bench.harness.reference import float64_reference, unfused
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
-from cutefce.ops.operators import operators
+from cutefce.ops.operators import operands
 from cutefce.ops.operators.autograd import training_loss
 from cutefce.ops.planning.planner import Plan
 
@@ -130,7 +131,7 @@ PLANS = {
 
 def fixed_plan(plan: Plan) -> AbstractContextManager[Any]:
     """Return a context in which all calls have this plan."""
-    return mock.patch.object(operators, "plan_for", return_value=plan)
+    return mock.patch.object(operands, "plan_for", return_value=plan)
 
 
 def loss_of_plan(
@@ -143,6 +144,7 @@ def loss_of_plan(
     tensors: TensorOptions = TensorOptions(),  # noqa: B008 (frozen)
 ) -> Tensor:
     """Return the loss by a given plan."""
+    plan = dataclasses.replace(plan, tokens=plan.tokens or len(y))
     packed = *options.pack(), *tensors.pack(), *sharding.pack()
     step = StepOptions(0, *plan.gradients).pack()
     with fixed_plan(plan):

@@ -20,8 +20,9 @@ from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import KernelSpec, kernel_set
+from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.ops.primitives.dispatch import kernel_primitives, portable_primitives
 from cutefce.ops.primitives.interface import AnyPrimitives
 

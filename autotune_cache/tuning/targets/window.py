@@ -18,8 +18,9 @@ from cutefce.autotune_cache.tuning.targets.base import (
     TuningTarget,
 )
 from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
+from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import KernelSpec, kernel_set
+from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.strategies import windows

@@ -1,0 +1,173 @@
+"""The kernels of a call: those that one architecture, dtype and configuration need.
+
+This module does not import the DSL.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from itertools import product
+from typing import ClassVar, NamedTuple
+
+from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.config import KernelConfigs
+from cutefce.cute_kernels.problem import can_keep
+from cutefce.cute_kernels.spec import (
+    AddTargetsSpec,
+    ClearRowsSpec,
+    FusedForwardSpec,
+    GatherRowsSpec,
+    GradGemmSpec,
+    KernelSpec,
+    ProjectExpSpec,
+    ReducePartialsSpec,
+    ScaleAddRowsSpec,
+    ScatterRowsSpec,
+    SelectRowsSpec,
+    TargetLogitSpec,
+)
+from cutefce.cute_kernels.variant import PLAIN, PREBUILT, KernelVariant
+
+
+@dataclass(frozen=True)
+class KernelSet:
+    """The kernels that one architecture, dtype and configuration need."""
+
+    select_rows: SelectRowsSpec
+    gather_rows: GatherRowsSpec
+    gather_scaled_rows: GatherRowsSpec
+    """s_i h_i of the rows that count."""
+    scatter_rows: ScatterRowsSpec
+    scatter_fp32_rows: ScatterRowsSpec
+    """The same for one rank's addend of dX."""
+    clear_rows: ClearRowsSpec
+    fused_forward: FusedForwardSpec
+    """The forward without stored exponentials."""
+    fused_selecting_forward: FusedForwardSpec
+    """The same over the rows that count alone."""
+    target_logit: TargetLogitSpec
+    row_sums: ProjectExpSpec
+    """The same forward's row sums, where ranks split the vocabulary."""
+    row_sums_and_exps: ProjectExpSpec
+    """The forward that stores exponentials."""
+    exps: ProjectExpSpec
+    """Recomputes exponentials in the backward."""
+    repair_exps: ProjectExpSpec
+    """Stores exponentials of flagged row blocks again."""
+    reduce_partials: ReducePartialsSpec
+    scale_rows: ScaleAddRowsSpec
+    """s_i h_i."""
+    scale_fp32_rows: ScaleAddRowsSpec
+    """The same for float32 rows."""
+    finish_dx: ScaleAddRowsSpec
+    """s_i x_i + c_i W_y."""
+    finish_dx_fp32: ScaleAddRowsSpec
+    """The same without rounding: one rank's addend."""
+    grad_hidden: GradGemmSpec | None
+    """Adds to the sums of dX; None if cuBLAS does."""
+    grad_hidden_short: GradGemmSpec | None
+    """The same for few columns."""
+    grad_weight: GradGemmSpec | None
+    """dW in one pass; None if cuBLAS and elementwise passes compute it."""
+    grad_weight_accumulate: GradGemmSpec | None
+    """Adds to the sums of dW."""
+    add_targets: AddTargetsSpec | None
+    """Adds the targets' terms to the sums of dW."""
+
+    @property
+    def grad_weight_kernels(self) -> "GradWeightKernels | None":
+        """The kernels of dW, None on architectures without them."""
+        if self.grad_weight is None or self.grad_weight_accumulate is None or not self.add_targets:
+            return None
+        return GradWeightKernels(self.grad_weight, self.grad_weight_accumulate, self.add_targets)
+
+    STORED_EXPS_ONLY: ClassVar = (
+        "row_sums_and_exps",
+        "repair_exps",
+        "scale_fp32_rows",
+        "grad_weight_accumulate",
+        "add_targets",
+    )
+    """Kernels that only plans with stored exponentials launch."""
+
+    def all(self) -> list[KernelSpec]:
+        """Return every kernel of the set that a call may launch."""
+        unused = () if can_keep(self.row_sums.dtype) else self.STORED_EXPS_ONLY
+        names = (field.name for field in dataclasses.fields(self) if field.name not in unused)
+        kernels = (getattr(self, name) for name in names)
+        return [kernel for kernel in kernels if kernel is not None]
+
+
+class GradWeightKernels(NamedTuple):
+    """The kernels of dW."""
+
+    final: GradGemmSpec
+    accumulate: GradGemmSpec
+    add_targets: AddTargetsSpec
+
+
+def kernel_set(
+    arch: Arch, dtype: str, configs: KernelConfigs, variant: KernelVariant = PLAIN
+) -> KernelSet:
+    """Return the kernels that `dtype` needs on `arch` with `configs`.
+
+    The fused forward has no row reductions beside Σ exp.
+    """
+    transform, reductions = variant.transform, variant.reductions
+    project_exp = arch.name, dtype, configs.project_exp
+    project = functools.partial(ProjectExpSpec, *project_exp, transform=transform)
+    hidden, short = (
+        None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
+        for config in (configs.grad_hidden, configs.grad_hidden_short)
+    )
+    weight = accumulate = add_targets = None
+    if configs.grad_weight is not None:
+        weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
+        accumulate = dataclasses.replace(weight, final=False)
+        add_targets = AddTargetsSpec(arch.name, dtype)
+    forward = FusedForwardSpec(*project_exp, transform)
+    return KernelSet(
+        select_rows=forward.select_rows,
+        gather_rows=forward.gather_rows,
+        gather_scaled_rows=dataclasses.replace(forward.gather_rows, scales=True),
+        scatter_rows=ScatterRowsSpec(arch.name, dtype),
+        scatter_fp32_rows=ScatterRowsSpec(arch.name, "float32"),
+        clear_rows=ClearRowsSpec(arch.name, dtype),
+        fused_forward=forward,
+        fused_selecting_forward=dataclasses.replace(forward, selects=True),
+        target_logit=forward.target_logit,
+        row_sums=project(sums=True, store=False, reductions=reductions),
+        row_sums_and_exps=project(sums=True, store=True, reductions=reductions),
+        exps=project(sums=False, store=True),
+        repair_exps=project(sums=False, store=True, only_flagged=True),
+        reduce_partials=forward.reduce_partials,
+        scale_rows=ScaleAddRowsSpec(arch.name, dtype, dtype),
+        scale_fp32_rows=ScaleAddRowsSpec(arch.name, dtype, "float32"),
+        finish_dx=ScaleAddRowsSpec(arch.name, dtype, "float32", dtype),
+        finish_dx_fp32=ScaleAddRowsSpec(arch.name, "float32", "float32", dtype),
+        grad_hidden=hidden,
+        grad_hidden_short=short,
+        grad_weight=weight,
+        grad_weight_accumulate=accumulate,
+        add_targets=add_targets,
+    )
+
+
+MANY_TOKENS = 8192
+"""Tokens whose default configuration the prebuilt variants have."""
+
+
+def all_kernels(arch: Arch) -> list[KernelSpec]:
+    """Return the kernels of every prebuilt and verified configuration on `arch`, each once.
+
+    These configurations are the defaults and common winners; those of variants are fewer.
+    """
+    gradients = arch.grad_gemm_configs() or (None,)
+    sets = [
+        kernel_set(arch, dtype, KernelConfigs(config, gradient, gradient))
+        for dtype, config, gradient in product(arch.dtypes, arch.prebuilt_configs(), gradients)
+    ]
+    gradient, default = gradients[0], arch.default(MANY_TOKENS)
+    configs = KernelConfigs(default, gradient, gradient)
+    sets += [kernel_set(arch, arch.dtypes[0], configs, variant) for variant in PREBUILT]
+    return list(dict.fromkeys(kernel for kernels in sets for kernel in kernels.all()))

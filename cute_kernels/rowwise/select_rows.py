@@ -1,0 +1,100 @@
+"""The rows that count, those whose target is not ignored, listed before all others.
+
+Every thread block counts the rows before its own, so that no block waits for another; the order is
+that of the rows, so that sums over it are deterministic.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.memory import SmemAllocator
+
+from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, pdl_wait, vector
+
+WARPS = 32
+THREADS = 32 * WARPS
+"""Rows of a thread block."""
+
+
+def compile_signature(_: spec.SelectRowsSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function and the arguments to compile it for."""
+    rows = cute.sym_int()
+    vectors = vector(Int64, rows), vector(Int64, rows), vector(Int64, rows)
+    counts = vector(Int32, cute.sym_int())
+    return select_rows, (*vectors, counts, Int32(1), Int64(0), current_stream())
+
+
+@cute.jit
+def select_rows(
+    target: cute.Tensor,
+    order: cute.Tensor,
+    selected: cute.Tensor,
+    counts: cute.Tensor,
+    chunk: Int32,
+    ignored: Int64,
+    stream: Any,
+) -> None:
+    """Write the rows whose target (N,) is not `ignored` to `order` (N,), then the others.
+
+    `selected` (N,) receives the targets in that order, and `counts`_k how many of the rows
+    k · chunk to (k + 1) · chunk of that order are not ignored.
+    """
+    blocks = (target.shape[0] + THREADS - 1) // THREADS
+    select_rows_kernel(target, order, selected, counts, chunk, ignored).launch(
+        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
+    )
+
+
+@cute.kernel
+def select_rows_kernel(
+    target: cute.Tensor,
+    order: cute.Tensor,
+    selected: cute.Tensor,
+    counts: cute.Tensor,
+    chunk: Int32,
+    ignored: Int64,
+) -> None:
+    """Place one row a thread."""
+    pdl_wait()
+    thread, warp, lane = cute.arch.thread_idx()[0], cute.arch.warp_idx(), cute.arch.lane_idx()
+    rows, start = target.shape[0], cute.arch.block_idx()[0] * THREADS
+    smem = SmemAllocator()
+    sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, 3)), 16)
+    row, counts_here = start + thread, Int32(0)
+    if row < rows:
+        counts_here = Int32(target[row] != ignored)
+    before, total = Int32(0), Int32(0)
+    for other in cutlass.range(thread, rows, THREADS, unroll=8):
+        counted = Int32(target[other] != ignored)
+        total += counted
+        if other < start:
+            before += counted
+    # inclusive, of the warp's rows
+    own = counts_here
+    for step in cutlass.range_constexpr(5):
+        value = cute.arch.shuffle_sync_up(own, offset=1 << step, mask_and_clamp=0)
+        if lane >= 1 << step:
+            own += value
+    for step in cutlass.range_constexpr(5):
+        before += cute.arch.shuffle_sync_bfly(before, offset=1 << step)
+        total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+    if lane == 31:
+        sums[warp, 0], sums[warp, 1], sums[warp, 2] = own, before, total
+    cute.arch.sync_threads()
+    position, all_counted = own - counts_here, Int32(0)
+    for other_warp in cutlass.range(WARPS, unroll=4):
+        if other_warp < warp:
+            position += sums[other_warp, 0]
+        position += sums[other_warp, 1]
+        all_counted += sums[other_warp, 2]
+    if row < rows:
+        if counts_here == 0:
+            position = all_counted + row - position
+        order[position] = Int64(row)
+        selected[position] = target[row]
+    if start == 0:
+        for k in cutlass.range(thread, counts.shape[0], THREADS, unroll=1):
+            counts[k] = cutlass.min(cutlass.max(all_counted - k * chunk, 0), chunk)

@@ -1,0 +1,93 @@
+"""From the tensors of a call to the operands of strategies: tokens, targets, primitives."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.operators.class_row import needs_class_row, set_class_logits
+from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.parallel.shard import Unsharded
+from cutefce.ops.planning.planner import Plan
+from cutefce.ops.primitives.dispatch import primitives_for, problem_of
+from cutefce.ops.primitives.row_selection import select_rows
+from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.targets import sum_dtype, without_weightless
+from cutefce.ops.strategies.windows import LossInputs
+
+NO_GRADIENTS = False, False, False
+
+
+def prepare(
+    shard: Unsharded,
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    options: LossOptions,
+    tensors: TensorOptions,
+    plan: Plan | None,
+    class_row: Tensor | None = None,
+    gathers: bool = True,
+) -> tuple[LossInputs[Any, Any], RowSelection | None]:
+    """Return the operands as strategies take them, and which tokens they are, None for all.
+
+    Without a plan these are all.  `class_row` is computed if it is needed.  Unless `gathers`, the
+    hidden states are those given, which the rest of a backward does not read.  More than eight
+    parameters: those of the operators, and what is known already.
+    """
+    h, grads = shard.gather_hidden(h) if gathers else h, NO_GRADIENTS
+    if plan is not None:
+        grads = plan.gradients
+    problem, selection = problem_of(h, w, *grads), None
+    if len(h) != len(y):
+        problem = replace(problem, tokens=len(y))
+    if plan is not None:
+        selection = _select(shard, problem, y, options, tensors, plan)
+    if selection is not None:
+        y, tensors = selection.targets, selection.take_options(tensors)
+        if not selection.is_on_device and gathers:
+            h = h.index_select(0, selection.order)
+            problem = problem_of(h, w, *grads)
+    targets = shard.make_targets(y.long(), w.shape[0], options, tensors, sum_dtype(h.dtype))
+    if selection is not None and selection.is_on_device:
+        targets.selection = selection
+    own = primitives_for(h, w, problem, targets)
+    h, w = own.projection.prepare(h, w)
+    if class_row is None and needs_class_row(targets):
+        class_row = set_class_logits(shard, h, w, targets)
+    dw_dtype = w.dtype if tensors.weight_cast is None else sum_dtype(w.dtype)
+    dtypes = shard.dx_dtype(h.dtype), dw_dtype
+    return LossInputs(shard.primitives(own), h, w, targets, *dtypes, class_row), selection
+
+
+def _select(
+    shard: Unsharded,
+    problem: Problem,
+    y: Tensor,
+    options: LossOptions,
+    tensors: TensorOptions,
+    plan: Plan,
+) -> RowSelection | None:
+    """Return which tokens are computed, None for all."""
+    y, ignored = without_weightless(y.long(), options, tensors).contiguous(), options.ignore_index
+    counted = shard.counted(y, ignored) if problem.selects_rows else y
+    chunk = plan.chunk if plan.in_forward else len(y)
+    return select_rows(problem, y, counted, ignored, plan.tokens, chunk)
+
+
+def plan_of(
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    step: StepOptions,
+    options: LossOptions,
+    tensors: TensorOptions,
+    sharding: Sharding,
+) -> Plan:
+    """Return the plan of a step, which on a CPU may leave out tokens that do not count."""
+    counted, y = None, y.long()
+    if y.device.type == "cpu":
+        counted = int((without_weightless(y, options, tensors) != options.ignore_index).sum())
+    return plan_for(h, w, step, options, tensors, sharding, counted)

@@ -1,0 +1,75 @@
+"""Which tokens a call computes: kernels select on the device, a CPU where the plan says so."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.jit.cache import compiled
+from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.spec import ScatterRowsSpec, SelectRowsSpec
+from cutefce.ops.rows.selection import RowSelection
+
+
+def select_on_device(arch: str, y: Tensor, ignored: int, chunk: int) -> RowSelection:
+    """Return the selection of the targets y (N,) that are not `ignored`, in chunks of tokens."""
+    order, targets = torch.empty_like(y), torch.empty_like(y)
+    counts = y.new_empty(ceil_div(len(y), chunk), dtype=torch.int32)
+    compiled(SelectRowsSpec(arch))(y, order, targets, counts, chunk, ignored)
+    return RowSelection(order, targets, counts, chunk, len(y), arch)
+
+
+def row_count(selection: RowSelection | None, unused: Tensor) -> tuple[Tensor, int]:
+    """Return a launch's count of rows and whether it reads that; `unused` are any int32."""
+    return (unused, 0) if selection is None else (selection.count, 1)
+
+
+def gather_rows(
+    kernels: KernelSet,
+    x: Tensor,
+    selection: RowSelection,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """Return rows (M, D) of x (N, D), those of the selection, times `scale` (M,); else 0."""
+    out = x.new_empty(len(selection.order), x.shape[1])
+    kernel = kernels.gather_rows if scale is None else kernels.gather_scaled_rows
+    scale = None if scale is None else scale.contiguous()
+    compiled(kernel)(out, x, selection.order, scale, selection.count)
+    return out
+
+
+def restore_rows(selection: RowSelection | None, x: Tensor) -> Tensor:
+    """Return rows x (M, D) of dX in the order of all tokens, (N, D); 0 for those left out."""
+    if selection is None:
+        return x
+    if selection.arch is None:
+        return selection.restore(x, 0)
+    out, dtype = torch.empty_like(x), str(x.dtype).removeprefix("torch.")
+    compiled(ScatterRowsSpec(selection.arch, dtype))(out, x, selection.order, selection.count)
+    return out
+
+
+def select_rows(
+    problem: Problem, y: Tensor, counted: Tensor, ignored: int, rows: int, chunk: int
+) -> RowSelection | None:
+    """Return the selection of the tokens that count, None if all are computed.
+
+    Args:
+        problem: the call with all of its tokens.
+        y: (N,) int64 targets.
+        counted: (N,) int64, `ignored` where a token does not count.
+        ignored: the index of targets that are ignored.
+        rows: tokens of the plan: N, or on a CPU those that count.
+        chunk: tokens of a chunk; those of the plan if it has no chunks.
+    """
+    tokens = len(y)
+    if problem.selects_rows:
+        assert problem.arch is not None
+        selection = select_on_device(problem.arch, counted, ignored, chunk)
+        return selection if counted is y else replace(selection, targets=selection.take(y))
+    if rows == tokens or y.is_cuda:
+        return None
+    order = (counted != ignored).nonzero()[:, 0]
+    return RowSelection(order, y.index_select(0, order), None, chunk, tokens)

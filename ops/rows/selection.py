@@ -1,0 +1,76 @@
+"""The tokens that count: those that are not ignored.
+
+All steps between `RowSelection.take` and `RowSelection.restore` see these tokens first, in their
+order, and on a CPU no others.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from cutefce.ops.interface.options import TensorOptions
+
+
+@dataclass(frozen=True)
+class RowSelection:
+    """The order of tokens in which those that count come first."""
+
+    order: Tensor
+    """(M,) int64: the tokens that count; on a GPU then the others, M = N."""
+    targets: Tensor
+    """(M,) int64: their targets."""
+    counts: Tensor | None
+    """(C,) int32: how many tokens of each chunk of that order count; None where M tells.
+
+    It is on the GPU, which is not synchronized."""
+    chunk: int
+    """Tokens of a chunk."""
+    tokens: int
+    """N"""
+    arch: str | None = None
+    """Architecture of the kernels that leave out the other tokens."""
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether only the GPU knows how many tokens count, and kernels leave out the others."""
+        return self.arch is not None
+
+    @property
+    def count(self) -> Tensor:
+        """(1,) int32: how many tokens count, if it is on the device."""
+        assert self.counts is not None
+        counts = self.counts
+        return counts if len(counts) == 1 else counts.sum(0, keepdim=True, dtype=counts.dtype)
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return the elements x (..., M) of the tokens, of x (..., N)."""
+        return x.index_select(-1, self.order)
+
+    def take_options(self, tensors: TensorOptions) -> TensorOptions:
+        """Return options with the values of the tokens."""
+        weights, temperature = tensors.token_weights, tensors.temperature
+        return replace(
+            tensors,
+            token_weights=None if weights is None else self.take(weights),
+            temperature=temperature
+            if temperature is None or not temperature.ndim
+            else self.take(temperature),
+        )
+
+    def restore(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Return x, whose dimension `dim` is M, in the order of all tokens; 0 of those left out."""
+        shape = [*x.shape]
+        shape[dim] = self.tokens
+        complete = self.tokens == len(self.order)
+        result = x.new_empty(shape) if complete else x.new_zeros(shape)
+        return result.index_copy_(dim, self.order, x)
+
+    def rows(self, rows: slice) -> "RowSelection":
+        """Return the selection of one chunk, `rows` of the order."""
+        counts = self.counts
+        if counts is not None:
+            index, offset = divmod(rows.start, self.chunk)
+            assert not offset, "a whole chunk"
+            counts = counts[index : index + 1]
+        own = self.order[rows], self.targets[rows]
+        return replace(self, order=own[0], targets=own[1], counts=counts)

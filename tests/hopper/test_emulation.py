@@ -1,0 +1,541 @@
+"""The Hopper kernels' PTX, emulated on numpy, against float64; injected faults are detected."""
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("cutlass")
+
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.arch.base import TILE_K
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
+from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.kernel_set import KernelSet, kernel_set
+from cutefce.cute_kernels.problem import LOWEST_LOGIT
+from cutefce.cute_kernels.spec import GradGemmSpec, KernelSpec, ScaleAddRowsSpec
+from cutefce.cute_kernels.variant import PLAIN, KernelVariant, LogitTransform, RowReductions
+from cutefce.cute_kernels.workspace import Semaphore, Stat
+from tests.emulation.cases import Case, check, check_counted, launch_of_counted, numbers
+from tests.emulation.core import Stuck
+from tests.emulation.hopper import run
+from tests.emulation.host import host_function
+from tests.support.kernel_models import serve_calls
+from tests.support.reference import PLANS, assert_as_accurate, planned, random_case
+from tests.support.row_reductions import merged, reduced
+
+ARCH = arch_named("sm_90a")
+PINGPONG = GemmConfig(64, 64, cluster=1, stages=2, pingpong=True)
+TALL = GemmConfig(128, 64, cluster=2, stages=3, pingpong=True)
+COOPERATIVE = GemmConfig(128, 64, cluster=1, stages=3, pingpong=False)
+SHARED = GemmConfig(128, 80, cluster=2, stages=2, pingpong=False)
+CONFIGS = (PINGPONG, TALL, COOPERATIVE, SHARED)
+
+
+@functools.cache
+def kernels_of(
+    config: GemmConfig, variant: KernelVariant = PLAIN, dtype: str = "bfloat16"
+) -> KernelSet:
+    return kernel_set(ARCH, dtype, KernelConfigs(config, config, config), variant)
+
+
+SHAPES = {
+    "many tiles": (300, 136, 300),
+    "one row": (1, 64, 200),
+    "fewer columns than a tile": (70, 8, 17),
+    "a last block of one row": (257, 72, 130),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_sums_and_exponentials(config: GemmConfig, shape: tuple[int, int, int]) -> None:
+    case, kernel = Case(*shape), kernels_of(config).row_sums_and_exps
+    launch = case.launch(kernel, vocab_splits=2)
+    launch.run(run, kernel, clusters=1 if shape[0] == 300 else 2)
+    check(launch, case)
+    assert (launch.semaphores[Semaphore.DONE_COUNTER :] == 0).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("config", [TALL, COOPERATIVE], ids=str)
+def test_every_order_of_events(config: GemmConfig, seed: int) -> None:
+    """More K tiles than stages, and several work tiles a cluster."""
+    case, kernel = Case(2 * config.rows + 9, 5 * 64, 200), kernels_of(config).row_sums_and_exps
+    launch = case.launch(kernel, vocab_splits=2)
+    launch.run(run, kernel, clusters=2, seed=seed)
+    check(launch, case)
+
+
+@pytest.mark.parametrize("config", [PINGPONG, SHARED], ids=str)
+def test_sums_alone(config: GemmConfig) -> None:
+    case, kernel = Case(200, 72, 300, scale=60.0), kernels_of(config).row_sums
+    launch = case.launch(kernel, vocab_splits=2)
+    launch.run(run, kernel, clusters=2)
+    u = case.others() - case.reference.double()[:, None]
+    got = torch.from_numpy(launch.sums).double().mul(math.log(2)).logsumexp(1)
+    assert u.max() > 150, "exponentials overflow float32"
+    torch.testing.assert_close(got, u.logsumexp(1), rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("config", [TALL, COOPERATIVE], ids=str)
+def test_recomputed_exponentials(config: GemmConfig) -> None:
+    case, kernel = Case(200, 72, 200, first=5000), kernels_of(config).exps
+    launch = case.launch(kernel, vocab_splits=2)
+    launch.run(run, kernel, clusters=2)
+    check(launch, case)
+
+
+@pytest.mark.parametrize("config", [PINGPONG, SHARED], ids=str)
+def test_only_flagged_blocks_are_stored_again(config: GemmConfig) -> None:
+    case, kernel = Case(3 * config.rows + 1, 64, 200), kernels_of(config).repair_exps
+    launch = case.launch(kernel, vocab_splits=1)
+    launch.semaphores[2:] = [0, 1, 0, 1]
+    launch.run(run, kernel, clusters=3)
+    flagged = np.repeat([False, True, False, True], config.rows)[: len(case.y)]
+    assert (launch.exps[~flagged] == 0x7FFF).all()
+    got = numbers(launch.exps)[flagged]
+    np.testing.assert_allclose(got, case.exact()[flagged], rtol=1.01 * 2**-8, atol=1e-30)
+    assert launch.semaphores[2:].tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("config", [PINGPONG, COOPERATIVE], ids=str)
+def test_logit_transforms(config: GemmConfig) -> None:
+    transform = LogitTransform(row_scale=True, bias=True, softcap=True)
+    kernel = kernels_of(config, KernelVariant(transform)).row_sums_and_exps
+    case = Case(130, 72, 150, first=5000, scale=1.0, transform=transform)
+    launch = case.launch(kernel, vocab_splits=1)
+    launch.run(run, kernel, clusters=1)
+    check(launch, case)
+
+
+@pytest.mark.parametrize("config", [TALL, COOPERATIVE], ids=str)
+def test_row_reductions(config: GemmConfig) -> None:
+    reductions = RowReductions(entropy=True, sum_squares=True, argmax=True)
+    kernel = kernels_of(config, KernelVariant(reductions=reductions)).row_sums
+    case = Case(70, 8, 257, first=5000, scale=20.0)
+    launch = case.launch(kernel, vocab_splits=3)
+    launch.run(run, kernel, clusters=2)
+    planes, sums = torch.from_numpy(launch.reductions), torch.from_numpy(launch.sums)
+    got = merged(planes, sums, reductions)
+    want = reduced(case.others(), case.reference.double(), 5000, reductions)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+def test_a_bad_row_stays_alone() -> None:
+    case, kernel = Case(150, 72, 150), kernels_of(TALL).row_sums_and_exps
+    clean, bad = (case.launch(kernel, 1) for _ in range(2))
+    clean.run(run, kernel, clusters=1)
+    bad.h = bad.h.copy()
+    bad.h[123, 5] = 0x7FC0
+    bad.run(run, kernel, clusters=1)
+    others = np.arange(150) != 123
+    assert np.isnan(bad.sums[123]).all()
+    assert np.array_equal(bad.sums[others], clean.sums[others])
+    assert np.array_equal(bad.exps[others], clean.exps[others])
+
+
+# Gradients
+
+
+class Product:
+    """Operands of a gradient GEMM; exponentials (N, V) are columns of a wider matrix."""
+
+    def __init__(
+        self, tokens: int, hidden: int, vocab: int, dtype: torch.dtype, count: int | None = None
+    ) -> None:
+        """Draw operands; those of tokens from `count` on are 0, as far as a GEMM reads them."""
+        generator = torch.Generator().manual_seed(0)
+        wide = torch.rand(tokens, vocab + 24 + -vocab % 8, generator=generator).to(dtype)
+        self.e = wide[:, 16 : 16 + vocab]
+        self.w, self.h = (
+            torch.randn(rows, hidden, generator=generator).to(dtype) for rows in (vocab, tokens)
+        )
+        self.y = torch.randint(-vocab, vocab, (tokens,), generator=generator).clamp(-1)
+        self.y[: tokens // 3] = vocab // 2
+        if count is not None:
+            end = max(1, ceil_div(count, TILE_K)) * TILE_K
+            for rows in (wide, self.h):
+                rows[count:], rows[end:] = 0, torch.nan
+            self.y[count:] = -1
+
+    def csr(self) -> tuple[torch.Tensor, ...]:
+        """Return order, offsets, coefficients and h; tokens without a target come last."""
+        vocab = len(self.w)
+        target, order = torch.where(self.y < 0, vocab, self.y).sort(stable=True)
+        offsets = torch.searchsorted(target, torch.arange(vocab + 1), out_int32=True)
+        generator = torch.Generator().manual_seed(1)
+        return order, offsets, torch.randn(len(self.y), generator=generator), self.h
+
+    def target_terms(self) -> torch.Tensor:
+        """Return Σ c_i h_i of the tokens of each target, in float64."""
+        order, offsets, coefficient, h = self.csr()
+        terms = coefficient.double()[:, None] * h[order].double()
+        before = F.pad(terms.cumsum(0), (0, 0, 1, 0))[offsets.long()]
+        return before.diff(dim=0)
+
+
+GRADIENT_SHAPES = {
+    "many K tiles": (150, 136, 330),
+    "one row": (1, 64, 200),
+    "few columns": (130, 8, 17),
+}
+
+
+def check_sums(
+    kernel: GradGemmSpec | None,
+    case: Product,
+    splits: int,
+    overwrite: int,
+    count: int | None = None,
+    **how: Any,
+) -> None:
+    """Compare sums; only `count` rows of tokens count, if given, and the others are 0."""
+    assert kernel is not None
+    a, b = (case.e, case.w) if kernel.wrt == "hidden" else (case.e.t(), case.h)
+    clusters, splits = 4, min(splits, ceil_div(a.shape[1], TILE_K))
+    before = torch.randn(a.shape[0], b.shape[1])
+    out = before.clone()
+    semaphores = torch.zeros(kernel.semaphore_count(clusters), dtype=torch.int32)
+    rows = torch.tensor([count or 0], dtype=torch.int32), int(count is not None)
+    operands = a, b.t(), out, None, None, semaphores, *rows, clusters, splits, overwrite
+    run(kernel, *operands, **how)
+    every, tokens = slice(None), slice(count)
+    counted, inner = (tokens, every) if kernel.wrt == "hidden" else (every, tokens)
+    want = a[:, inner].double() @ b[inner].double() + (0 if overwrite else before)
+    torch.testing.assert_close(out[counted], want[counted].float(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("splits", "overwrite"), [(1, 1), (3, 0)])
+@pytest.mark.parametrize("shape", GRADIENT_SHAPES.values(), ids=GRADIENT_SHAPES)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_sums_of_gradients(
+    config: GemmConfig, shape: tuple[int, int, int], splits: int, overwrite: int
+) -> None:
+    case, kernels = Product(*shape, torch.bfloat16), kernels_of(config)
+    check_sums(kernels.grad_hidden, case, splits, overwrite)
+    check_sums(kernels.grad_weight_accumulate, case, splits, overwrite)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("config", [PINGPONG, COOPERATIVE], ids=str)
+def test_every_order_of_splits(config: GemmConfig, seed: int) -> None:
+    """The first one overwrites what was there, others are added to it."""
+    case = Product(150, 136, 330, torch.bfloat16)
+    check_sums(kernels_of(config).grad_hidden, case, splits=3, overwrite=1, seed=seed)
+
+
+@pytest.mark.parametrize(("dtype", "with_rank_one"), [("bfloat16", False), ("float16", True)])
+@pytest.mark.parametrize("config", [PINGPONG, SHARED], ids=str)
+def test_final_gradients(config: GemmConfig, dtype: str, with_rank_one: bool) -> None:
+    case = Product(150, 136, 200, getattr(torch, dtype))
+    kernel = kernels_of(config, dtype=dtype).grad_weight
+    assert kernel is not None
+    kernel = dataclasses.replace(kernel, rank_one=with_rank_one)
+    factor, row = torch.randn(200), torch.randn(136)
+    out, targets = torch.empty(200, 136, dtype=case.h.dtype), (*case.csr(), torch.tensor([0.25]))
+    rank_one = (factor, row) if with_rank_one else None
+    semaphores = torch.zeros(1, dtype=torch.int32)
+    operands = case.e.t(), case.h.t(), out, targets, rank_one, semaphores
+    run(kernel, *operands, semaphores, 0, 2, None, None)
+    want = case.e.double().t() @ case.h.double() + case.target_terms()
+    if with_rank_one:
+        want += factor.double()[:, None] * row.double()
+    rounding = 2**-8 if dtype == "bfloat16" else 2**-11
+    torch.testing.assert_close(out.double(), 0.25 * want, rtol=1.01 * rounding, atol=1e-5)
+
+
+# Row-wise kernels
+
+
+@pytest.mark.parametrize("hidden", [8, 600])
+def test_target_logits(hidden: int) -> None:
+    transform = LogitTransform(row_scale=True, bias=True)
+    h, w = (torch.randn(rows, hidden).bfloat16() for rows in (21, 30))
+    y = torch.randperm(30)[:21]
+    y[3], y[4], y[5], h[6, 1], h[7], w[y[7]] = -100, 30, -1, torch.nan, 1e38, -1e38
+    scale, bias = torch.rand(21), torch.randn(30)
+    z = (h.double() * w[y.clamp(0, 29)].double()).sum(1)
+    for operands in (None, (scale, bias, None)):
+        kernel = kernels_of(PINGPONG).target_logit
+        want = z
+        if operands is not None:
+            kernel = dataclasses.replace(kernel, transform=transform)
+            want = scale.double() * (z + bias.double()[y.clamp(0, 29)])
+        logit, zeros = torch.zeros(21), torch.full((40,), 7, dtype=torch.int32)
+        run(kernel, h, w, y, logit, zeros, operands, y, -100, 0)
+        want = want.clamp(min=LOWEST_LOGIT)
+        want[3], want[4:6] = torch.inf, torch.nan
+        torch.testing.assert_close(logit.double(), want, rtol=1e-5, atol=1e-5, equal_nan=True)
+        assert not zeros.any()
+
+
+def check_reduced_partials(rows: int, **how: Any) -> None:
+    kernel = kernels_of(PINGPONG).reduce_partials
+    generator = torch.Generator().manual_seed(0)
+    logit = torch.randn(rows, generator=generator)
+    partials = 4 * torch.randn(rows, 70, generator=generator)
+    target = torch.zeros(rows, dtype=torch.int64)
+    target[1], logit[1], partials[1] = -100, torch.inf, torch.nan
+    partials[rows - 1, 66] = 300.0
+    stats, loss = torch.zeros(4, rows), torch.zeros(())
+    semaphores = torch.zeros(3, dtype=torch.int32)
+    run(kernel, partials, logit, target, stats, loss, semaphores, None, -100, 1, **how)
+    others = (partials.double() * math.log(2)).logsumexp(1)
+    want = F.softplus(others)
+    want[1] = 0.0
+    torch.testing.assert_close(stats[Stat.LOSS].double(), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(loss.double(), want.sum() / (rows - 1), rtol=1e-6, atol=1e-6)
+    far = torch.arange(rows) == rows - 1
+    assert torch.equal(stats[Stat.REFERENCE, ~far], logit[~far])
+    assert semaphores[Semaphore.REPAIR_FLAGS :].tolist() == [1]
+    blocks = (rows + 7) // 8
+    assert semaphores[Semaphore.DONE_COUNTER] == (blocks if blocks > 1 else 0)
+
+
+@pytest.mark.parametrize("rows", [5, 45])
+def test_reduced_partials(rows: int) -> None:
+    """One block, and several, of which the last to finish adds the losses."""
+    check_reduced_partials(rows)
+
+
+ROW_KERNELS = {
+    "scaled": ScaleAddRowsSpec(ARCH.name, "bfloat16", "bfloat16"),
+    "scaled float32": ScaleAddRowsSpec(ARCH.name, "float16", "float32"),
+    "last step of dX": ScaleAddRowsSpec(ARCH.name, "bfloat16", "float32", "bfloat16"),
+    "with a matrix of rank one": ScaleAddRowsSpec(
+        ARCH.name, "float32", "float32", "float16", rank_one=True
+    ),
+}
+
+
+@pytest.mark.parametrize("hidden", [8, 2064])
+@pytest.mark.parametrize("kernel", ROW_KERNELS.values(), ids=ROW_KERNELS)
+def test_scaled_rows(kernel: ScaleAddRowsSpec, hidden: int) -> None:
+    """Vectors that are fewer than a block's threads, and more."""
+    out, x = (torch.randn(5, hidden).to(getattr(torch, name)) for name in (kernel.out, kernel.x))
+    scale, gather_scale, factor, row = *torch.randn(3, 5), torch.randn(hidden)
+    index, table, term = torch.tensor([3, 0, 3, 1, 2]), None, None
+    want = scale.double()[:, None] * x.double()
+    gathered: tuple[torch.Tensor | None, ...] = None, None
+    if kernel.table is not None:
+        scale[2] = gather_scale[2] = factor[2] = 0.0
+        table = torch.randn(4, hidden).to(getattr(torch, kernel.table))
+        want += gather_scale.double()[:, None] * table[index].double()
+        want[2], x[2], gathered = 0.0, torch.nan, (gather_scale, index)
+    if kernel.rank_one:
+        term = factor, row
+        want += factor.double()[:, None] * row.double()
+    run(kernel, out, x, table, scale, *gathered, term)
+    rounding = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 1e-6}[kernel.out]
+    torch.testing.assert_close(out.double(), want, rtol=1.01 * rounding, atol=1e-5)
+
+
+def test_added_targets() -> None:
+    case = Product(90, 136, 40, torch.bfloat16)
+    kernel = kernels_of(PINGPONG).add_targets
+    assert kernel is not None
+    before = torch.randn(40, 136)
+    sums = before.clone()
+    run(kernel, sums, *case.csr())
+    torch.testing.assert_close(sums.double(), before + case.target_terms(), rtol=1e-5, atol=1e-5)
+
+
+# Rows that count
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 100, 150])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_counted_rows_of_project_exp(config: GemmConfig, count: int) -> None:
+    case, kernel = Case(150, 72, 150), kernels_of(config).row_sums_and_exps
+    launch = launch_of_counted(case, kernel, count)
+    launch.run(run, kernel, clusters=2)
+    check_counted(launch, case, config.rows)
+
+
+@pytest.mark.parametrize("overwrite", [1, 0])
+@pytest.mark.parametrize("count", [0, 1, 64, 130])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_counted_rows_of_gradients(config: GemmConfig, count: int, overwrite: int) -> None:
+    kernels, case = kernels_of(config), Product(150, 136, 330, torch.bfloat16, count)
+    check_sums(kernels.grad_weight_accumulate, case, 1, overwrite, count)
+    check_sums(kernels.grad_hidden, case, 2, overwrite, count)
+
+
+def check_selection(tokens: int, chunk: int, ignored: float, **how: Any) -> None:
+    y = torch.randint(50, (tokens,), generator=torch.Generator().manual_seed(0))
+    counts_of_all = torch.rand(tokens, generator=torch.Generator().manual_seed(1)) >= ignored
+    y[~counts_of_all] = -100
+    order, selected = (torch.full_like(y, -7) for _ in range(2))
+    counts = torch.zeros(ceil_div(tokens, chunk), dtype=torch.int32)
+    run(kernels_of(PINGPONG).select_rows, y, order, selected, counts, chunk, -100, **how)
+    assert torch.equal(order, (~counts_of_all).long().argsort(stable=True))
+    assert torch.equal(selected, y[order])
+    firsts, count = torch.arange(0, tokens, chunk), int(counts_of_all.sum())
+    assert torch.equal(counts.long(), (count - firsts).clamp(0, chunk))
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(("tokens", "chunk"), [(1, 1), (700, 256), (2100, 1024)])
+def test_selected_rows(tokens: int, chunk: int, ignored: float) -> None:
+    check_selection(tokens, chunk, ignored)
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 70])
+def test_moved_rows(count: int) -> None:
+    kernels, tokens, hidden = kernels_of(PINGPONG), 90, 264
+    x, scale = torch.randn(tokens, hidden).bfloat16(), torch.randn(tokens)
+    order, counter = torch.randperm(tokens), torch.tensor([count], dtype=torch.int32)
+    x[order[count:]] = torch.nan
+    for kernel, factor in ((kernels.gather_rows, None), (kernels.gather_scaled_rows, scale)):
+        out = torch.full_like(x, 7)
+        run(kernel, out, x, order, factor, counter)
+        want = x[order[:count]].float()
+        want = want if factor is None else want * factor[:count, None]
+        assert torch.equal(out[:count], want.bfloat16())
+        assert not out[count:].any()
+    for scatter in (kernels.scatter_rows, kernels.scatter_fp32_rows):
+        rows = x.to(getattr(torch, scatter.dtype))
+        out = torch.full_like(rows, torch.nan)
+        run(scatter, out, rows, order, counter)
+        assert torch.equal(out[order[:count]].nan_to_num(), rows[:count].nan_to_num())
+        assert not out[order[count:]].any()
+    run(kernels.clear_rows, x, counter)
+    assert not x[count:].any()
+
+
+def test_target_logits_of_selected_rows() -> None:
+    h, w = torch.randn(40, 72).bfloat16(), torch.randn(30, 72).bfloat16()
+    order, y = torch.randperm(40)[:21], torch.randint(30, (21,))
+    y[15:] = -100
+    logit, zeros = torch.zeros(21), torch.full((40,), 7, dtype=torch.int32)
+    run(kernels_of(PINGPONG).target_logit, h, w, y, logit, zeros, None, order, -100, 1)
+    want = (h[order].float() * w[y.clamp(0)].float()).sum(1)
+    torch.testing.assert_close(logit[:15], want[:15], rtol=1e-5, atol=1e-5)
+    assert (logit[15:] == torch.inf).all()
+
+
+# Whole calls
+
+
+@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
+@pytest.mark.parametrize("config", [TALL, COOPERATIVE], ids=str)
+def test_fused_forward(config: GemmConfig, selects: bool) -> None:
+    case = random_case(150, 72, 333, dtype=torch.bfloat16, ignored=0.6 if selects else 0.1)
+    kernels, splits, most = kernels_of(config), 1, 3 if selects else 1
+    kernel = kernels.fused_selecting_forward if selects else kernels.fused_forward
+    stats, loss = torch.zeros(4, 150), torch.zeros(())
+    workspace = torch.full((kernel.workspace_size(150, 72, most),), torch.nan)
+    operands = case.h, case.w, case.y, workspace, stats, loss
+    run(kernel, *operands, None, -100, splits, most, 2, 1)
+    want = F.cross_entropy(case.h.double() @ case.w.double().t(), case.y, reduction="none")
+    torch.testing.assert_close(stats[Stat.LOSS].double(), want, rtol=1e-5, atol=1e-5)
+    mean = want.sum() / (case.y >= 0).sum()
+    torch.testing.assert_close(loss.double(), mean, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_strategy(
+    plan: tuple[str, int, int, int],
+    selects: bool,
+    small_tiles: PortableTiles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host's code on emulated kernels."""
+    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE)
+    emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
+    serve_calls(monkeypatch, ARCH, small_tiles, selects=selects, configs=configs, **emulated)
+    case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0.5 if selects else 0.1)
+    case.upstream.fill_(1.0)
+    names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
+    assert_as_accurate(planned(case, small_tiles.window, *plan), case, names)
+
+
+# Faults
+
+
+PROJECT_FAULTS: dict[str, tuple[GemmConfig, str, str, type[Exception]]] = {
+    "w reaches only one block": (
+        TALL, r"(mov\.b16\s+%rs\d+), 3;", r"\1, 1;", Stuck),
+    "more bytes are expected than come": (
+        TALL, r"(add\.s32\s+%r\d+, %r\d+), 8192;(?=\s*mbarrier\.arrive\.expect)", r"\1, 8208;",
+        Stuck),
+    "a stage is released by too few warps": (
+        COOPERATIVE, r"(mov\.b32\s+%r\d+), 8;(?=\s*mbarrier\.init)", r"\1, 7;", Stuck),
+    "a stage waits for too many warps": (
+        COOPERATIVE, r"(mov\.b32\s+%r\d+), 8;(?=\s*mbarrier\.init)", r"\1, 9;", Stuck),
+    "stages are released before the MMAs have read them": (
+        COOPERATIVE, r"(wgmma\.wait_group\.sync\.aligned\s+)1;", r"\g<1>3;", AssertionError),
+    "logits are read before the MMAs are complete": (
+        PINGPONG, r"wgmma\.wait_group\.sync\.aligned\s+0;", "", AssertionError),
+    "a warpgroup never yields its turn": (
+        PINGPONG, r"(wgmma\.commit_group[^#]*?)bar\.arrive[^\n]*", r"\1", Stuck),
+    "epilogue tiles are written while they are stored": (
+        TALL, r"cp\.async\.bulk\.wait_group\.read\s+0;(?=[^#]*stmatrix)", "", AssertionError),
+    "a block ends before its stores": (
+        TALL, r"cp\.async\.bulk\.wait_group\.read\s+0;(?=\s*[$\w]*:?\s*ret)", "", AssertionError),
+    "one row too many": (
+        PINGPONG, r"(ld\.param\.b32\s+(%r\d+), \[\w+_param_3\];)",
+        r"\1 \nadd.s32 \2, \2, 1;", AssertionError),
+    "one row too few": (
+        PINGPONG, r"(ld\.param\.b32\s+(%r\d+), \[\w+_param_3\];)",
+        r"\1 \nadd.s32 \2, \2, -1;", AssertionError),
+}  # fmt: skip
+
+
+def broken(kernel: KernelSpec, pattern: str, replacement: str) -> str:
+    """Return PTX with a fault."""
+    ptx, count = re.subn(pattern, replacement, host_function(kernel).ptx, count=1)
+    assert count == 1
+    return ptx
+
+
+@pytest.mark.parametrize("fault", PROJECT_FAULTS)
+def test_a_fault_of_project_exp_is_detected(fault: str) -> None:
+    config, pattern, replacement, outcome = PROJECT_FAULTS[fault]
+    case, kernel = Case(2 * config.rows, 5 * 64, 200), kernels_of(config).row_sums_and_exps
+    launch, ptx = case.launch(kernel, vocab_splits=1), broken(kernel, pattern, replacement)
+    with pytest.raises(outcome):
+        launch.run(run, kernel, clusters=1, ptx=ptx)
+        check(launch, case)
+
+
+GRADIENT_FAULTS = {
+    "K splits do not wait for each other": (
+        r"(setp\.lt\.s32\s+%p\d+, %r\d+), 1;(?=\s*@\S+ bra\s+\S+\s+setp\S+\s[^\n]*\s*@\S+ bra"
+        r"\s+\S+\s+ld\.acquire)", r"\1, 9;"),
+    "K splits are signaled before they are added": (r"cp\.async\.bulk\.wait_group\s+0;", ""),
+    "K splits overwrite each other": (
+        r"(fence\.proxy\.async\.global;[^#]*?or\.pred\s+%p\d+, )(%p\d+), %p\d+;", r"\1\2, \2;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", GRADIENT_FAULTS)
+def test_a_fault_of_gradients_is_detected(fault: str) -> None:
+    case, kernel = Product(150, 136, 330, torch.bfloat16), kernels_of(COOPERATIVE).grad_hidden
+    assert kernel is not None
+    ptx = broken(kernel, *GRADIENT_FAULTS[fault])
+    with pytest.raises(AssertionError):
+        for seed in range(5):
+            check_sums(kernel, case, splits=3, overwrite=1, seed=seed, ptx=ptx)
+
+
+ROW_FAULTS = {
+    "lanes exchange with others": (r"(shfl\.sync\.bfly\S+\s+%r\d+, %r\d+), 16,", r"\1, 8,"),
+    "warps do not wait for the ticket": (r"(st\.shared[^\n]*\n\$\w+:\s*)bar\.sync\s+0;", r"\1"),
+    "the last block is not the last": (r"(atom\.global\S+\s+%r\d+, \[%rd\d+\]), 1;", r"\1, 2;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ROW_FAULTS)
+def test_a_fault_of_reductions_is_detected(fault: str) -> None:
+    ptx = broken(kernels_of(PINGPONG).reduce_partials, *ROW_FAULTS[fault])
+    with pytest.raises((AssertionError, Stuck)):
+        check_reduced_partials(45, ptx=ptx)

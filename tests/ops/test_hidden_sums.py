@@ -1,0 +1,196 @@
+"""HiddenSums, and what they serve: two products for a frozen head in chunks of tokens."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import cutefce
+from bench.harness.accuracy import relative_error
+from bench.harness.reference import unfused
+from cutefce.cute_kernels.arch.sm90 import Sm90
+from cutefce.cute_kernels.arch.sm100 import Sm100
+from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.planning.planner import Plan
+from cutefce.ops.strategies.hidden_sums import HiddenSums
+from tests.support.kernel_models import serve_calls
+from tests.support.reference import (
+    Case,
+    fixed_plan,
+    logits_case,
+    loss_of_plan,
+    random_case,
+    wide_logits,
+)
+
+ALL = slice(0, None)
+
+
+def kept(values: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return what is kept of float32 sums (N, D)."""
+    sums = HiddenSums.empty(torch.empty(values.shape, dtype=dtype), values.dtype)
+    to = sums.room(ALL, values.dtype)
+    to.copy_(values)
+    sums.keep(ALL, to)
+    return sums._kept(ALL, values.dtype)
+
+
+def as_float(bits: list[int]) -> Tensor:
+    return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)[None]
+
+
+FLOATS = st.integers(-(1 << 31), (1 << 31) - 1)
+"""The bits of any float32."""
+
+
+@given(bits=st.lists(FLOATS, min_size=1, max_size=64))
+def test_any_sum_keeps_16_bits_and_rounds_as_itself(bits: list[int]) -> None:
+    values = as_float(bits)
+    got = kept(values)
+    assert torch.equal(got.isnan(), values.isnan())
+    assert torch.equal(got.to(torch.bfloat16).isnan(), values.isnan())
+    numbers = ~values.isnan()
+    got, values = got[numbers], values[numbers]
+    assert torch.equal(got.isinf(), values.isinf()) and torch.equal(got.signbit(), values.signbit())
+    assert torch.equal(got.to(torch.bfloat16), values.to(torch.bfloat16))
+    normal = values.isfinite() & (values.abs() >= torch.finfo(torch.float32).tiny)
+    got, values = got[normal].double(), values[normal].double()
+    assert ((got - values).abs() < values.abs() * 2.0**-15).all()
+
+
+def test_no_bias_is_in_what_is_kept() -> None:
+    values = torch.rand(1000, 100) + 1
+    errors = (kept(values).double() - values.double()) / values.double()
+    spread = float(errors.std()) / math.sqrt(errors.numel())
+    assert abs(float(errors.mean())) < 5 * spread
+
+
+def test_sums_in_the_dtype_of_the_gradient_are_the_gradient() -> None:
+    gradient = torch.empty(5, 8)
+    sums = HiddenSums.empty(gradient, torch.float32)
+    assert not sums.low.numel()
+    assert sums.room(slice(1, 3), torch.float32).data_ptr() == gradient[1:].data_ptr()
+
+
+# a frozen head, a frozen model
+
+
+def gradient(
+    case: Case, upstream: Tensor, trained: str, plan: Plan | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of a frozen head's h, or of w for frozen h, and that of float64."""
+    h, w = case.h.clone().requires_grad_(trained == "h"), case.w.clone()
+    w.requires_grad_(trained == "w")
+    reduction = "sum" if upstream.ndim == 0 else "none"
+    if plan is None:
+        loss = cutefce.linear_cross_entropy(h, w, case.y, reduction=reduction, **options)
+    else:
+        loss = loss_of_plan(h, w, case.y, plan, LossOptions(reduction))
+    (got,) = torch.autograd.grad(loss, h if trained == "h" else w, upstream.to(loss.dtype))
+    wide_h, wide_w = (x.detach().double() for x in (h, w))
+    leaf = (wide_h if trained == "h" else wide_w).requires_grad_()
+    exact = unfused(wide_h, wide_w, case.y, reduction=reduction)
+    return got, torch.autograd.grad(exact, leaf, upstream.double())[0]
+
+
+def assert_close(case: Case, got: Tensor, exact: Tensor, upstream: Tensor, trained: str) -> None:
+    """Assert that the error is at most the project's factor of that of float32 logits."""
+    if case.h.dtype != torch.bfloat16:
+        assert relative_error(got, exact) < 100 * torch.finfo(case.h.dtype).eps
+        return
+    rows = upstream.expand(len(case.y)).float()
+    wide = wide_logits(Case(case.h, case.w, case.y, rows))
+    other = wide.dx if trained == "h" else wide.dw
+    assert relative_error(got, exact) <= 1.35 * relative_error(other, exact)
+
+
+BUDGETS: tuple[int | str | None, ...] = ("min", 1 << 20, 3 << 20, 5 << 20, None, "max")
+UPSTREAMS = {"one": torch.ones(()), "0.37": torch.tensor(0.37), "each token's": None}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("upstream", UPSTREAMS.values(), ids=UPSTREAMS)
+@pytest.mark.parametrize("trained", ["h", "w"])
+def test_one_gradient_at_every_budget(
+    trained: str, upstream: Tensor | None, dtype: torch.dtype, device: str
+) -> None:
+    case = random_case(700, 64, 2500, dtype=dtype, device=device)
+    upstream = case.upstream if upstream is None else upstream.to(device)
+    for workspace in BUDGETS:
+        got, exact = gradient(case, upstream, trained, None, workspace=workspace)
+        assert_close(case, got, exact, upstream, trained)
+
+
+@pytest.fixture(params=list(itertools.product([Sm90(), Sm100()], [False, True])), ids=str)
+def on_kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
+) -> None:
+    """Route calls on a CPU to models of an architecture's kernels."""
+    pytest.importorskip("cutlass")
+    arch, selects = request.param
+    serve_calls(monkeypatch, arch, small_tiles, selects=selects)
+
+
+@pytest.mark.parametrize("upstream", UPSTREAMS.values(), ids=UPSTREAMS)
+@pytest.mark.parametrize("chunk", [40, 150])
+def test_a_frozen_head_on_the_kernels(
+    chunk: int, upstream: Tensor | None, on_kernels: None
+) -> None:
+    case = random_case(150, 48, 333, dtype=torch.bfloat16)
+    upstream = case.upstream if upstream is None else upstream
+    plan = Plan("gradients_in_forward", 64, 0, 336, chunk, True, False)
+    got, exact = gradient(case, upstream, "h", plan)
+    assert_close(case, got, exact, upstream, "h")
+
+
+@pytest.mark.parametrize("height", [20.0, 60.0, 1e4])
+def test_far_rows_of_a_chunk_are_repaired(height: float, on_kernels: None) -> None:
+    torch.manual_seed(1)
+    logits, y = torch.randn(40, 333), torch.randint(333, (40,))
+    for row in range(0, 40, 3):
+        logits[row, (int(y[row]) + 1 + 13 * row) % 333] = height
+    case = logits_case(logits.bfloat16(), y)
+    plan = Plan("gradients_in_forward", 64, 0, 336, 16, True, False)
+    got, exact = gradient(case, case.upstream, "h", plan)
+    assert relative_error(got, exact) < 2.0**-8
+
+
+# log-probabilities of a frozen head
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_outputs_of_chunks_are_those_of_windows(dtype: torch.dtype, device: str) -> None:
+    case = random_case(150, 48, 333, dtype=dtype, device=device)
+    names = "lse", "sum_p_squared", "mean_logit", "is_top1", "argmax"
+    results = []
+    for strategy, chunk in (("windows", 150), ("gradients_in_forward", 40)):
+        h = case.h.clone().requires_grad_()
+        with fixed_plan(Plan(strategy, 512, 0, 1024, chunk, True, False)):
+            got = cutefce.linear_log_probs(h, case.w, case.y, outputs=names)
+        assert got.lse is not None
+        loss = (got.log_probs * case.upstream + got.lse * case.upstream.flip(0)).sum()
+        results.append((*(x.detach() for x in got if x is not None), *torch.autograd.grad(loss, h)))
+    *windows, dx = results[0]
+    *chunks, other = results[1]
+    for a, b in zip(windows, chunks, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert relative_error(other, dx) < 4 * torch.finfo(dtype).eps
+
+
+def test_entropys_gradient_has_no_chunks() -> None:
+    """Its factors of exponentials are those of the backward."""
+    case = random_case(1500, 64, 3000, dtype=torch.float32)
+    h = case.h.requires_grad_()
+    got = cutefce.linear_log_probs(h, case.w, case.y, outputs=("entropy",), workspace="min")
+    assert got.entropy is not None
+    dx = torch.autograd.grad(got.entropy.sum(), h)[0]
+    wide = h.detach().double().requires_grad_()
+    log_p = (wide @ case.w.double().t()).log_softmax(1)[case.y >= 0]
+    exact = torch.autograd.grad(-(log_p.exp() * log_p).sum(), wide)[0]
+    assert relative_error(dx, exact) < 1e-5

@@ -1,0 +1,235 @@
+"""Rows that do not count: neither computed nor seen, by the portable path and the host code."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutefce
+from cutefce.cute_kernels.arch.sm90 import Sm90
+from cutefce.cute_kernels.arch.sm100 import Sm100
+from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.operators import operands
+from cutefce.ops.planning.planner import Plan
+from cutefce.ops.primitives import dispatch
+from cutefce.ops.rows.selection import RowSelection
+from tests.support.kernel_models import serve_calls
+from tests.support.options import OPTIONS, assert_results_as_accurate, options_case
+from tests.support.reference import PLANS, Case, loss_of_plan, random_case
+
+TOKENS = 150
+
+
+def masked(case: Case, kept: float) -> tuple[Case, Tensor]:
+    """Return the case with some targets ignored, and which tokens count."""
+    counts = torch.rand(len(case.y)) < kept
+    y = torch.where(counts, case.y.clamp(min=0), -100)
+    return dataclasses.replace(case, y=y), counts
+
+
+def step(case: Case, upstream: Tensor | None = None, **arguments: Any) -> tuple[Tensor, ...]:
+    """Return the loss, dX and dW."""
+    h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
+    loss = cutefce.linear_cross_entropy(h, w, case.y, **arguments)
+    grads = torch.autograd.grad(loss, (h, w), upstream)
+    return loss.detach(), *grads
+
+
+def compacted(case: Case, counts: Tensor) -> Case:
+    """Return the case of the rows that count alone."""
+    return Case(case.h[counts], case.w, case.y[counts], case.upstream[counts])
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.2, 0.05])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("workspace", ["min", None, "max"])
+def test_results_equal_those_of_the_compacted_rows(
+    workspace: str | None, dtype: torch.dtype, kept: float
+) -> None:
+    case, counts = masked(random_case(TOKENS, 48, 333, dtype=dtype), kept)
+    for arguments in ({"reduction": "mean"}, {"reduction": "sum"}, {"reduction": "none"}):
+        per_token = arguments["reduction"] == "none"
+        upstream = case.upstream if per_token else None
+        got = step(case, upstream, workspace=workspace, **arguments)
+        own = None if upstream is None else upstream[counts]
+        want = step(compacted(case, counts), own, workspace=workspace, **arguments)
+        loss = got[0][counts] if per_token else got[0]
+        assert torch.equal(loss, want[0])
+        assert torch.equal(got[1][counts], want[1])
+        assert torch.equal(got[2], want[2])
+        assert not got[1][~counts].any()
+        assert not per_token or not got[0][~counts].any()
+
+
+def test_a_cpu_multiplies_only_rows_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, counts = masked(random_case(TOKENS, 48, 333, dtype=torch.bfloat16), 0.2)
+    sizes = []
+    prepare = dispatch.primitives_for
+
+    def record(h: Tensor, *others: Any) -> Any:
+        sizes.append(len(h))
+        return prepare(h, *others)
+
+    monkeypatch.setattr(operands, "primitives_for", record)
+    step(case)
+    with torch.no_grad():
+        cutefce.linear_cross_entropy(case.h, case.w, case.y)
+    assert len(sizes) >= 2
+    assert set(sizes) == {int(counts.sum())}
+
+
+@pytest.mark.parametrize("workspace", ["min", None, "max"])
+def test_what_ignored_rows_hold_does_not_matter(workspace: str | None) -> None:
+    case, counts = masked(random_case(TOKENS, 48, 333), 0.5)
+    want = step(case, workspace=workspace)
+    case.h[~counts] = torch.nan
+    for a, b in zip(step(case, workspace=workspace), want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
+def test_narrow_targets_are_counted_as_wide_ones(dtype: torch.dtype) -> None:
+    """156 as uint8 is no -100; an ignore_index may be out of a dtype's range."""
+    case = random_case(TOKENS, 48, 200, ignored=0)
+    case.y[::3] = 156
+    narrow = dataclasses.replace(case, y=case.y.to(dtype))
+    out_of_range: dict[str, Any] = {"ignore_index": 65541, "token_weights": torch.ones(TOKENS)}
+    for arguments in ({}, out_of_range):
+        for a, b in zip(step(narrow, **arguments), step(case, **arguments), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("sizes", [(TOKENS, 48, 333), (2, 1, 52), (3000, 16, 40)], ids=str)
+def test_no_row_counts(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    case = random_case(*sizes, dtype=dtype)
+    case.y.fill_(-100)
+    for workspace in ("min", None, "max"):
+        loss, dx, dw = step(case, workspace=workspace)
+        assert not loss
+        assert dx.shape == case.h.shape and not dx.any()
+        assert dw.shape == case.w.shape and not dw.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("sizes", [(TOKENS, 48, 333), (1, 1, 1030)], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_row_counts_with_an_option(
+    name: str, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    x = options_case([name], *sizes, dtype=dtype, ignored=1.0)
+    for workspace, reduction in itertools.product(("min", None, "max"), ("sum", "none")):
+        loss, *grads = x.ours(workspace=workspace, reduction=reduction)
+        assert not loss.any()
+        for gradient, leaf in zip(grads, x.leaves, strict=True):
+            assert gradient.shape == leaf.shape and not gradient.any()
+
+
+def test_outputs_of_tokens_that_do_not_count_are_0() -> None:
+    case, counts = masked(random_case(TOKENS, 48, 333), 0.5)
+    names = ("entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax", "lse")
+    got = cutefce.linear_log_probs(case.h, case.w, case.y, outputs=names)
+    own = compacted(case, counts)
+    want = cutefce.linear_log_probs(own.h, own.w, own.y, outputs=names)
+    for a, b in zip(got, want, strict=True):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            assert torch.equal(a[counts], b)
+            assert not a[~counts].any()
+
+
+def test_the_same_backward_twice() -> None:
+    case, _ = masked(random_case(TOKENS, 48, 333), 0.3)
+    for workspace in ("min", None, "max"):
+        h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
+        loss = cutefce.linear_cross_entropy(h, w, case.y, workspace=workspace)
+        once = torch.autograd.grad(loss, (h, w), retain_graph=True)
+        again = torch.autograd.grad(loss, (h, w))
+        assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+def test_a_selection_restores_what_it_takes() -> None:
+    order = torch.tensor([1, 4, 5])
+    selection = RowSelection(order, order, None, 6, 6)
+    x = torch.arange(12.0).view(2, 6)
+    restored = selection.restore(selection.take(x))
+    assert torch.equal(restored[:, order], x[:, order])
+    assert not restored[:, [0, 2, 3]].any()
+
+
+# The host code of the kernels, on models of these
+
+ARCHS = [Sm90(), Sm100()]
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: str(arch.name))
+@pytest.mark.parametrize("kept", [1.0, 0.5, 0.05, 0.0])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_strategy_on_the_kernels(
+    plan: tuple[str, int, int, int],
+    kept: float,
+    arch: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    small_tiles: PortableTiles,
+) -> None:
+    """Undefined memory, which the models fill with NaN, reaches no result."""
+    pytest.importorskip("cutlass")
+    case, counts = masked(random_case(TOKENS, 48, 333, dtype=torch.bfloat16), kept)
+    strategy, aliased, stored, chunk = plan
+    given = Plan(strategy, small_tiles.window, aliased, stored, chunk, True, True)
+
+    def results(case: Case) -> tuple[Tensor, ...]:
+        h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
+        loss = loss_of_plan(h, w, case.y, given, LossOptions("sum"))
+        return loss.detach(), *torch.autograd.grad(loss, (h, w))
+
+    def all_rows(arch: Any) -> tuple[Tensor, ...]:
+        with monkeypatch.context() as patch:
+            serve_calls(patch, arch, small_tiles, selects=False)
+            return results(case)
+
+    want = all_rows(arch)
+    case.h[~counts] = torch.nan
+    serve_calls(monkeypatch, arch, small_tiles, selects=True)
+    got = results(case)
+    assert not got[1][~counts].any()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: str(arch.name))
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_on_the_kernels(
+    name: str, arch: Any, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
+) -> None:
+    pytest.importorskip("cutlass")
+    x = options_case([name], 70, 48, 333, dtype=torch.bfloat16)
+    serve_calls(monkeypatch, arch, small_tiles, selects=True)
+    assert_results_as_accurate(x.ours(), x)
+    ignored = x.case.y == -100
+    want = x.ours(reduction="mean", workspace="min")
+    x.case.h[ignored] = torch.nan
+    for a, b in zip(x.ours(reduction="mean", workspace="min"), want, strict=True):
+        assert torch.equal(a, b), "what ignored rows hold does not matter"
+
+
+def test_chunks_count_their_own_rows() -> None:
+    counts = torch.tensor([4, 1, 0], dtype=torch.int32)
+    selection = RowSelection(torch.arange(12), torch.zeros(12), counts, 4, 12, "sm_90a")
+    assert selection.count.item() == 5
+    assert selection.rows(slice(4, 8)).count.item() == 1
+    assert selection.rows(slice(8, 12)).count.item() == 0
+
+
+def test_options_of_tokens_follow_them() -> None:
+    selection = RowSelection(torch.tensor([2, 0]), torch.zeros(2), None, 3, 3)
+    tensors = TensorOptions(token_weights=torch.tensor([1.0, 2.0, 3.0]))
+    tensors = dataclasses.replace(tensors, temperature=torch.tensor([4.0, 5.0, 6.0]))
+    taken = selection.take_options(tensors)
+    assert taken.token_weights is not None
+    assert taken.temperature is not None
+    assert taken.token_weights.tolist() == [3, 1]
+    assert taken.temperature.tolist() == [6, 4]
