@@ -21,9 +21,11 @@ from cutefce.cute_kernels.spec import (
     KernelSpec,
     ProjectExpSpec,
     ReducePartialsSpec,
+    RowCoefficientsSpec,
     ScaleAddRowsSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
+    SortTargetsSpec,
     TargetLogitSpec,
 )
 from cutefce.cute_kernels.variant import PLAIN, PREBUILT, KernelVariant
@@ -55,6 +57,10 @@ class KernelSet:
     repair_exps: ProjectExpSpec
     """Stores exponentials of flagged row blocks again."""
     reduce_partials: ReducePartialsSpec
+    row_coefficients: RowCoefficientsSpec
+    """Factors of the rows of dX and dW from their statistics."""
+    probability_coefficients: RowCoefficientsSpec
+    """The same where exponentials are computed again, as probabilities."""
     scale_rows: ScaleAddRowsSpec
     """s_i h_i."""
     scale_fp32_rows: ScaleAddRowsSpec
@@ -73,13 +79,16 @@ class KernelSet:
     """Adds to the sums of dW."""
     add_targets: AddTargetsSpec | None
     """Adds the targets' terms to the sums of dW."""
+    sort_targets: SortTargetsSpec
+    """Lists the tokens whose terms these are."""
 
     @property
     def grad_weight_kernels(self) -> "GradWeightKernels | None":
         """The kernels of dW, None on architectures without them."""
         if self.grad_weight is None or self.grad_weight_accumulate is None or not self.add_targets:
             return None
-        return GradWeightKernels(self.grad_weight, self.grad_weight_accumulate, self.add_targets)
+        gemms = self.grad_weight, self.grad_weight_accumulate
+        return GradWeightKernels(*gemms, self.add_targets, self.sort_targets)
 
     STORED_EXPS_ONLY: ClassVar = (
         "row_sums_and_exps",
@@ -104,6 +113,7 @@ class GradWeightKernels(NamedTuple):
     final: GradGemmSpec
     accumulate: GradGemmSpec
     add_targets: AddTargetsSpec
+    sort_targets: SortTargetsSpec
 
 
 def kernel_set(
@@ -126,6 +136,7 @@ def kernel_set(
         accumulate = dataclasses.replace(weight, final=False)
         add_targets = AddTargetsSpec(arch.name, dtype)
     forward = FusedForwardSpec(*project_exp, transform)
+    narrow = not can_keep(dtype)
     return KernelSet(
         select_rows=forward.select_rows,
         gather_rows=forward.gather_rows,
@@ -141,6 +152,8 @@ def kernel_set(
         exps=project(sums=False, store=True),
         repair_exps=project(sums=False, store=True, only_flagged=True),
         reduce_partials=forward.reduce_partials,
+        row_coefficients=RowCoefficientsSpec(arch.name, narrow=narrow),
+        probability_coefficients=RowCoefficientsSpec(arch.name, in_reference=True, narrow=narrow),
         scale_rows=ScaleAddRowsSpec(arch.name, dtype, dtype),
         scale_fp32_rows=ScaleAddRowsSpec(arch.name, dtype, "float32"),
         finish_dx=ScaleAddRowsSpec(arch.name, dtype, "float32", dtype),
@@ -150,6 +163,7 @@ def kernel_set(
         grad_weight=weight,
         grad_weight_accumulate=accumulate,
         add_targets=add_targets,
+        sort_targets=SortTargetsSpec(arch.name),
     )
 
 

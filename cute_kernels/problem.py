@@ -18,6 +18,9 @@ GRADIENT_LOSS = 2.0**24
 """Loss from which on kernels give a row no gradient but NaN: its sum of exponentials, which is
 relative to the target's logit in float32, has no correct digit."""
 
+FLOAT16_TOTAL = 2.0**15
+"""T of float16 rows: their exponentials are probabilities times this, within float16's range."""
+
 
 def can_keep(dtype: str) -> bool:
     """Return whether `dtype` can store exponentials before T is known: float16 lacks the range."""

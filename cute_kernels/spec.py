@@ -14,7 +14,7 @@ from cutefce.cute_kernels.variant import (
     LogitTransform,
     RowReductions,
 )
-from cutefce.cute_kernels.workspace import forward_semaphore_count
+from cutefce.cute_kernels.workspace import Coefficient, forward_semaphore_count
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class FusedForwardSpec:
 class ScaleAddRowsSpec:
     """out_i = row_scale_i x_i + gather_scale_i table_{index_i}: s ⊙ h, and dX's last step.
 
-    With `rank_one`, factor_i row is added; with `scatter`, the result is row rows_i of out.
+    With `rank_one`, factor_i row is added.
     """
 
     arch: str
@@ -165,8 +165,6 @@ class ScaleAddRowsSpec:
     """Dtype of the table; None without the second term."""
     rank_one: bool = False
     """Whether to add a matrix of rank one; needs a table."""
-    scatter: bool = False
-    """Whether a vector says which row of out each result is."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +190,32 @@ class GradGemmSpec:
 
 
 @dataclass(frozen=True)
+class RowCoefficientsSpec:
+    """Factors of the rows of dX and of h in dW, for plain losses; also zeroes semaphores."""
+
+    arch: str
+    in_reference: bool = False
+    """Whether references contain the factors, so that exponentials are probabilities."""
+    narrow: bool = False
+    """Whether values are float16, which holds no factors below 2^-24."""
+
+    THREADS: ClassVar[int] = 256
+    """Tokens of a thread block."""
+
+    @property
+    def planes(self) -> int:
+        """Rows of its result, see `workspace.Coefficient`."""
+        return len(Coefficient) if self.in_reference or self.narrow else Coefficient.DX_TARGET + 1
+
+
+@dataclass(frozen=True)
+class SortTargetsSpec:
+    """The tokens of every class, and their coefficients, one class after the other."""
+
+    arch: str
+
+
+@dataclass(frozen=True)
 class AddTargetsSpec:
     """Adds the targets' terms to the float32 sums of dW."""
 
@@ -210,5 +234,7 @@ KernelSpec = (
     | ReducePartialsSpec
     | FusedForwardSpec
     | ScaleAddRowsSpec
+    | RowCoefficientsSpec
+    | SortTargetsSpec
     | AddTargetsSpec
 )

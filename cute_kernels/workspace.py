@@ -20,6 +20,24 @@ class Stat(IntEnum):
 NUM_STATS = len(Stat)
 
 
+class Coefficient(IntEnum):
+    """Rows of the coefficients (P, N), float32, that a backward needs of each token.
+
+    P is 2 where dX and dW have the same ones.
+    """
+
+    DX_SCALE = 0
+    """Factor of the sums of dX."""
+    DX_TARGET = 1
+    """Factor of the target's row of the weight in dX."""
+    DW_SCALE = 2
+    """Factor of the hidden states in dW, over dW's own."""
+    DW_TARGET = 3
+    """Factor of the hidden states in dW's row of the target, over dW's own."""
+    REFERENCE = 4
+    """What exponentials are computed again relative to."""
+
+
 class Semaphore(IntEnum):
     """Offsets into the int32 buffer of one forward's counters and flags, which start at 0."""
 

@@ -160,7 +160,7 @@ def _counted_rows_outputs(
     wide = inputs.h.to(upstream.dtype)
     wide = wide if selection is None else wide.index_select(0, selection.order)
     wide = torch.where((y != IGNORED)[:, None], restore_rows(selection, wide), 0)
-    loss, dx = _restored(loss, selection), restore_rows(selection, dx)
+    loss = _restored(loss, selection)
     suffix = f" of counted rows{how}"
     results = {f"loss{suffix}": CheckedOutput(loss, 1)} | _gradients(suffix, dx, dw)
     partial = CheckedOutput(wide, 3, floor=FLOOR, relative_to_row=True)

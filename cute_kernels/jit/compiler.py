@@ -27,6 +27,8 @@ MODULES: dict[type, str] = {
     spec.ReducePartialsSpec: "rowwise.reduce_partials",
     spec.ScaleAddRowsSpec: "rowwise.scale_add_rows",
     spec.GradGemmSpec: "{family}.gradient",
+    spec.RowCoefficientsSpec: "rowwise.row_coefficients",
+    spec.SortTargetsSpec: "rowwise.sort_targets",
     spec.AddTargetsSpec: "rowwise.add_targets",
 }
 """The module of each kernel, below `cute_kernels`; `family` is the architecture's."""

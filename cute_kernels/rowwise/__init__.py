@@ -6,8 +6,11 @@
     clear_rows        zeros in the rows of a matrix that do not count
     target_logit      r_i = h_i · w_y, a warp a row; zeroes the semaphores of later kernels
     reduce_partials   partial sums to ρ, S, T and the loss, a warp a row; the last block reduces
+    row_coefficients  s_i and c_i of a backward, a thread a token; zeroes semaphores
     scale_add_rows    out_i = row_scale_i x_i + gather_scale_i table_{index_i}, a block a row:
-                      the last step of dX, and s ⊙ h; may add factor_i row
+                      s ⊙ h, and the last step of dX, which may add factor_i row and place row i
+                      where the call has it
+    sort_targets      the tokens of every class, in order, a thread block 1024 classes
     add_targets       sums_v += Σ_{i: y_i = v} c_i h_i, a block a row
 
 Each reads and writes its operands once, in vectors of 16 bytes, and adds in a fixed order.

@@ -27,13 +27,15 @@ def compile_signature(kernel: spec.ScaleAddRowsSpec) -> tuple[Any, tuple[Any, ..
     assert kernel.table is not None or not kernel.rank_one
     rows, hidden = cute.sym_int(), cute.sym_int(divisibility=8)
     x, out = (matrix(DTYPES[name], rows, hidden) for name in (kernel.x, kernel.out))
-    table = gather_scale = index = None
+    table = gather_scale = index = order = None
     if kernel.table is not None:
         table = matrix(DTYPES[kernel.table], cute.sym_int(), hidden)
         gather_scale, index = vector(Float32, rows), vector(Int64, rows)
+        order = vector(Int64, rows)
     scales = vector(Float32, rows), gather_scale, index
     rank_one = rank_one_signature(rows, hidden, kernel.rank_one)
-    return scale_add_rows, (out, x, table, *scales, rank_one, current_stream())
+    places = order, Int32(0), current_stream()
+    return scale_add_rows, (out, x, table, *scales, rank_one, *places)
 
 
 @cute.jit
@@ -45,14 +47,19 @@ def scale_add_rows(
     gather_scale: cute.Tensor | None,
     index: cute.Tensor | None,
     rank_one: RankOne | None,
+    order: cute.Tensor | None,
+    scatters: Int32,
     stream: Any,
 ) -> None:
     """Write out (N, D) from x (N, D), vectors (N,), and table (V, D) or None.
 
+    With a table and if `scatters`, row i of x becomes row `order`_i of `out`, which is not x then.
+
     With a table, a row whose scales and factor are all 0 is 0, whatever x and table hold: an
-    ignored row.
+    ignored row.  More than eight parameters: each is one argument that the host passes by position.
     """
-    scale_add_rows_kernel(out, x, table, row_scale, gather_scale, index, rank_one).launch(
+    scales, places = (row_scale, gather_scale, index), (order, scatters)
+    scale_add_rows_kernel(out, x, table, scales, rank_one, places).launch(
         grid=[x.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
     )
 
@@ -62,23 +69,27 @@ def scale_add_rows_kernel(
     out: cute.Tensor,
     x: cute.Tensor,
     table: cute.Tensor | None,
-    row_scale: cute.Tensor,
-    gather_scale: Any,
-    index: Any,
+    scales: Any,
     rank_one: Any,
+    places: Any,
 ) -> None:
     """Compute one row a block."""
+    (row_scale, gather_scale, index), (order, scatters) = scales, places
     pdl_wait()
     row = cute.arch.block_idx()[0]
-    scale = row_scale[row]
-    destination, source = row_vectors(out, row), row_vectors(x, row)
-    gathered, factor = source, Float32(0.0)
+    scale, factor, place = row_scale[row], Float32(0.0), Int64(row)
+    if cutlass.const_expr(table is not None):
+        factor = gather_scale[row]
+        if scatters != 0:
+            place = order[row]
+    destination, source = row_vectors(out, place), row_vectors(x, row)
+    gathered = source
     addend, addend_factor = source, Float32(0.0)
     begin, end = cute.arch.thread_idx()[0], x.shape[1] // 8
     if cutlass.const_expr(rank_one is not None):
         addend, addend_factor = cute.zipped_divide(rank_one.row, (8,)), rank_one.factor[row]
     if cutlass.const_expr(table is not None):
-        gathered, factor = row_vectors(table, index[row]), gather_scale[row]
+        gathered = row_vectors(table, index[row])
         if scale == 0.0 and factor == 0.0 and addend_factor == 0.0:
             zeros = cute.make_rmem_tensor((8,), out.element_type)
             zeros.fill(0.0)

@@ -13,6 +13,7 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, pdl_wait, vector
+from cutefce.cute_kernels.common.scan import inclusive_sum
 
 WARPS = 32
 THREADS = 32 * WARPS
@@ -72,15 +73,9 @@ def select_rows_kernel(
         total += counted
         if other < start:
             before += counted
-    # inclusive, of the warp's rows
-    own = counts_here
-    for step in cutlass.range_constexpr(5):
-        value = cute.arch.shuffle_sync_up(own, offset=1 << step, mask_and_clamp=0)
-        if lane >= 1 << step:
-            own += value
-    for step in cutlass.range_constexpr(5):
-        before += cute.arch.shuffle_sync_bfly(before, offset=1 << step)
-        total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+    own = inclusive_sum(counts_here, lane)
+    before = cute.arch.warp_reduction_sum(before)
+    total = cute.arch.warp_reduction_sum(total)
     if lane == 31:
         sums[warp, 0], sums[warp, 1], sums[warp, 2] = own, before, total
     cute.arch.sync_threads()

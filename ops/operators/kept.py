@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.planning.planner import Plan
+from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.strategies.grad_accumulator import GradAccumulator
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.torch_compat import capture_id
@@ -42,6 +44,10 @@ class Kept:
     """Sums of the gradients, with gradients in forward."""
     class_row: Tensor | None = None
     """(D,) that of `LossInputs`."""
+    selection: RowSelection | None = None
+    """Which tokens were computed; None for all."""
+    stats: RowStats | None = None
+    """Statistics of these tokens, in their order; None for those of all."""
     capture: int | None = field(default_factory=lambda: capture_id())
     """The CUDA graph capture in which the forward ran; None if in none."""
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators.class_row import needs_class_row, set_class_logits
+from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.parallel.shard import Unsharded
 from cutefce.ops.planning.planner import Plan
@@ -28,22 +29,24 @@ def prepare(
     options: LossOptions,
     tensors: TensorOptions,
     plan: Plan | None,
-    class_row: Tensor | None = None,
-    gathers: bool = True,
+    known: Kept | None = None,
 ) -> tuple[LossInputs[Any, Any], RowSelection | None]:
     """Return the operands as strategies take them, and which tokens they are, None for all.
 
-    Without a plan these are all.  `class_row` is computed if it is needed.  Unless `gathers`, the
-    hidden states are those given, which the rest of a backward does not read.  More than eight
-    parameters: those of the operators, and what is known already.
+    Without a plan these are all.  In a backward, `known` is what its forward has found out.  If
+    that has the sums of the gradients, the hidden states are those given: what is left of the
+    backward does not read them.
     """
+    gathers = known is None or not known.plan.in_forward
     h, grads = shard.gather_hidden(h) if gathers else h, NO_GRADIENTS
     if plan is not None:
         grads = plan.gradients
     problem, selection = problem_of(h, w, *grads), None
     if len(h) != len(y):
         problem = replace(problem, tokens=len(y))
-    if plan is not None:
+    if known is not None:
+        selection = known.selection
+    elif plan is not None:
         selection = _select(shard, problem, y, options, tensors, plan)
     if selection is not None:
         y, tensors = selection.targets, selection.take_options(tensors)
@@ -55,6 +58,7 @@ def prepare(
         targets.selection = selection
     own = primitives_for(h, w, problem, targets)
     h, w = own.projection.prepare(h, w)
+    class_row = None if known is None else known.class_row
     if class_row is None and needs_class_row(targets):
         class_row = set_class_logits(shard, h, w, targets)
     dw_dtype = w.dtype if tensors.weight_cast is None else sum_dtype(w.dtype)

@@ -105,7 +105,9 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     shard = shard_of(sharding, h, w, **same)
     inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
     loss, stats, results = _run_forward(inputs, plan)
-    stats = stats.restore(selection)
+    if selection is not None:
+        results.selection, results.stats = selection, stats
+        stats = stats.restore(selection)
     kept.keep(stats.rows, results)
     return _restored(loss, selection, options), stats.rows
 
@@ -155,31 +157,30 @@ def loss_backward(
     runs_again = sums is None if plan.in_forward else results is None
     same = {} if sharding.group is None else _agreed_backward(upstream, stats, runs_again)
     shard = shard_of(sharding, h, w, **same)
-    row = results.class_row if results and not runs_again else None
-    gathers = runs_again or not plan.in_forward
-    inputs, selection = prepare(shard, h, w, y, options, tensors, plan, row, gathers)
-    if runs_again:
+    known = None if runs_again else results
+    inputs, selection = prepare(shard, h, w, y, options, tensors, plan, known)
+    if known is not None:
+        rows = RowStats(stats) if known.stats is None else known.stats
+    else:
         _, rows, results = _run_forward(inputs, plan)
         sums = results.take_sums()
-    else:
-        rows = RowStats(stats).take(selection)
     if selection is not None and upstream.ndim:
         upstream = selection.take(upstream)
     assert results is not None
     if sums is not None:
         return _finish(sums, inputs, selection, shard, rows, upstream, plan, tensors)
-    upstream = upstream * inputs.targets.loss_scale(sum_dtype(h.dtype))
     dw = results.take_dw()
     exps = results.own(results.exps) if consumes else results.exps
     stored, discarded = _stored(exps, dw, plan), plan.aliased > 0
     dw_dtype = inputs.dw_dtype
     if dw is None and plan.grad_weight:
         dw = w.new_empty(w.shape, dtype=dw_dtype)
-    dbias = upstream.new_empty(len(w)) if plan.grad_bias else None
+    dbias = rows.rows.new_empty(len(w)) if plan.grad_bias else None
     more = rows, stored, upstream, plan.window, plan.grad_hidden
     dx = windows.backward(inputs, *more, dw, dbias, discarded)
     del inputs  # freed before a copy of dX
-    dx = None if dx is None else restore_rows(selection, dx)
+    if dx is not None and selection is not None and not selection.is_on_device:
+        dx = selection.restore(dx, 0)
     return (
         h.new_empty(0, h.shape[1]) if dx is None else shard.finish_dx(dx, h.dtype),
         w.new_empty(0, w.shape[1], dtype=dw_dtype) if dw is None else dw,

@@ -17,12 +17,15 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import GradWeightKernels, KernelSet
 from cutefce.cute_kernels.schedule.order import choose_k_splits
-from cutefce.cute_kernels.spec import GradGemmSpec, ScaleAddRowsSpec
+from cutefce.cute_kernels.spec import GradGemmSpec, ScaleAddRowsSpec, SortTargetsSpec
+from cutefce.cute_kernels.workspace import Coefficient
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetRows, matmul_into
 from cutefce.ops.primitives.row_selection import gather_rows, row_count
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 
 SpecT = TypeVar("SpecT", GradGemmSpec, ScaleAddRowsSpec)
@@ -36,7 +39,7 @@ class TargetCsr:
     """The tokens of each target, in order, and what each contributes to dW."""
 
     order: Tensor
-    """(N,) int64: tokens sorted by target."""
+    """(N,) int64: tokens sorted by target; undefined behind the last list."""
     offsets: Tensor
     """(V + 1,) int32: where in `order` the tokens of each target begin."""
     coefficient: Tensor
@@ -45,17 +48,18 @@ class TargetCsr:
     """(N, D)"""
 
     @staticmethod
-    def of(h: Tensor, coefficient: Tensor, targets: Targets) -> "TargetCsr":
-        """Sort tokens with coefficients (N,) by target; those of no target here come last.
+    def of(spec: SortTargetsSpec, h: Tensor, coefficient: Tensor, targets: Targets) -> "TargetCsr":
+        """Sort tokens with coefficients (N,) by target; those of no target here are in no list.
 
         If tokens were selected, `h` has the rows of all.
         """
-        inside = targets.active & (targets.safe_index == targets.index)
-        target, order = torch.where(inside, targets.index, targets.vocab).sort(stable=True)
-        entries = torch.arange(targets.vocab + 1, device=h.device)
-        offsets = torch.searchsorted(target, entries, out_int32=True)
-        rows = order if targets.selection is None else targets.selection.order[order]
-        return TargetCsr(rows, offsets, coefficient[order], h)
+        index, chosen = targets.index, targets.selection
+        order, in_order = torch.empty_like(index), torch.empty_like(coefficient)
+        offsets = index.new_empty(targets.vocab + 1, dtype=torch.int32)
+        rows, maps = (index, 0) if chosen is None else (chosen.order, 1)
+        operands = index, coefficient.contiguous(), rows, order, offsets, in_order
+        compiled(spec)(*operands, targets.options.ignore_index, maps)
+        return TargetCsr(order, offsets, in_order, h)
 
     def pack(self, first: int, rows: int) -> tuple[Tensor, ...]:
         """Return the kernels' arguments for `rows` rows of dW from `first` on."""
@@ -66,6 +70,39 @@ class RowwiseSteps:
     """The row-wise steps of `cutefce.ops.primitives.interface.Gradients`, on the kernels."""
 
     kernels: KernelSet
+    semaphores: Semaphores
+
+    def scaling(
+        self,
+        dtype: torch.dtype,
+        targets: Targets,
+        stats: RowStats,
+        upstream: Tensor,
+        *,
+        in_reference: bool,
+    ) -> Scaling:
+        if not targets.is_plain:
+            return scaling_of(dtype, targets, stats, upstream, in_reference=in_reference)
+        if not targets.divides_by_count and targets.tensors.denominator is not None:
+            upstream = upstream * targets.loss_scale(stats.rows.dtype)
+        kernels, rows = self.kernels, stats.rows
+        spec = kernels.probability_coefficients if in_reference else kernels.row_coefficients
+        coefficients = rows.new_empty(spec.planes, rows.shape[1])
+        grad_scale, zeros = rows.new_empty(()), self.semaphores.adopt_new(rows.device)
+        upstream = upstream.to(rows.dtype).reshape(-1)
+        count = row_count(targets.selection, zeros)
+        numbers = targets.options.ignore_index, int(targets.divides_by_count)
+        results = coefficients, grad_scale, zeros
+        compiled(spec)(rows, targets.index, upstream, *results, *count, *numbers)
+        part = coefficients.unbind()
+        dx = RowCoefficients(part[Coefficient.DX_SCALE], part[Coefficient.DX_TARGET])
+        if in_reference:
+            reference, target = part[Coefficient.REFERENCE], part[Coefficient.DW_TARGET]
+            return Scaling(reference, None, target, None, None, grad_scale, dx)
+        scale, target = dx.scale, dx.target
+        if spec.narrow:
+            scale, target = part[Coefficient.DW_SCALE], part[Coefficient.DW_TARGET]
+        return Scaling(stats.reference, scale, target, None, None, grad_scale, dx)
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
         same = x.dtype == out.dtype
@@ -80,20 +117,22 @@ class RowwiseSteps:
         targets: Targets,
         coefficients: RowCoefficients,
         rank_one: RankOne | None = None,
+        order: Tensor | None = None,
     ) -> None:
         kernels = self.kernels
         spec = kernels.finish_dx if out.dtype == w.dtype else kernels.finish_dx_fp32
         spec, term = with_rank_one(spec, rank_one)
-        scale = coefficients.scale.contiguous()
-        compiled(spec)(out, sums, w, scale, coefficients.target, targets.safe_index, term)
+        rows = coefficients.scale.contiguous(), coefficients.target, targets.safe_index
+        places = (targets.index, 0) if order is None else (order, 1)
+        compiled(spec)(out, sums, w, *rows, term, *places)
 
 
 class CublasGradients(RowwiseSteps, PortableGradients):
     """`cutefce.ops.primitives.interface.Gradients` with kernels for the row-wise steps alone."""
 
-    def __init__(self, kernels: KernelSet, window: int) -> None:
+    def __init__(self, kernels: KernelSet, window: int, semaphores: Semaphores) -> None:
         super().__init__(window)
-        self.kernels = kernels
+        self.kernels, self.semaphores = kernels, semaphores
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetRows:
         if targets.selection is not None:
@@ -143,7 +182,7 @@ class CuteGradients(RowwiseSteps):
         self._gemm(spec, sums, exps.t(), scaled, accumulate, selection)
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetCsr:
-        return TargetCsr.of(h, coefficient, targets)
+        return TargetCsr.of(self.grad_weight.sort_targets, h, coefficient, targets)
 
     def finish_dw(
         self,
@@ -208,4 +247,5 @@ def with_rank_one(spec: SpecT, rank_one: RankOne | None) -> tuple[SpecT, RankOne
 
 def launch_scale_rows(spec: ScaleAddRowsSpec, out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
-    compiled(spec)(out, x, None, scale.contiguous(), None, None, None)
+    scale = scale.contiguous()
+    compiled(spec)(out, x, None, scale, None, None, None, None, 0)

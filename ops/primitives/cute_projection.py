@@ -55,6 +55,12 @@ class Semaphores:
         """Take the next counters from `zeros`, which a launch sets to 0."""
         self._zeros, self._size, self._taken = zeros, size, 0
 
+    def adopt_new(self, device: torch.device) -> Tensor:
+        """Return a block for a launch to set to 0, of which the next counters are taken."""
+        zeros = torch.empty(self.BLOCK, dtype=torch.int32, device=device)
+        self.adopt(zeros, self.BLOCK)
+        return zeros
+
     def take(self, count: int, device: torch.device) -> Tensor:
         """Return `count` or more counters that are 0 and belong to one launch."""
         begin = self._taken

@@ -156,7 +156,7 @@ def kernel_primitives(
     clears = grad_bias or gemms is None
     projection = CuteProjection(kernels, num_sms, semaphores, clears)
     if gemms is None:
-        return Primitives(window, projection, CublasGradients(kernels, window.window))
+        return Primitives(window, projection, CublasGradients(kernels, window.window, semaphores))
     gradients = CuteGradients(kernels, gemms, num_sms, semaphores)
     return Primitives(window, projection, gradients)
 

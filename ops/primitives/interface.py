@@ -17,12 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.outputs import PartialOutputs
+from cutefce.ops.rows.scaling import Scaling
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
@@ -162,6 +164,18 @@ class Gradients(Protocol[TargetGradT]):
         """
         ...
 
+    def scaling(
+        self,
+        dtype: torch.dtype,
+        targets: Targets,
+        stats: RowStats,
+        upstream: Tensor,
+        *,
+        in_reference: bool,
+    ) -> Scaling:
+        """Return where tokens' factors are applied; see `rows.scaling.scaling_of`."""
+        ...
+
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
         """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
         ...
@@ -174,9 +188,11 @@ class Gradients(Protocol[TargetGradT]):
         targets: Targets,
         coefficients: RowCoefficients,
         rank_one: RankOne | None = None,
+        order: Tensor | None = None,
     ) -> None:
         """Write scale_i sums_i + target_i W_y to `out` (N, D), rounded once; may be `sums`.
 
+        With `order` (N,), that is row order_i of `out`, which is not `sums` then.
         `rank_one` (N, D) is added.  A row whose coefficients and factor are all 0 is 0, whatever
         `sums` and w hold.
         """

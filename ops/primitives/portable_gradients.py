@@ -14,7 +14,9 @@ from cutefce.ops.planning.memory_model import UPCAST_BLOCK, row_block_bytes
 from cutefce.ops.primitives.elementwise import finish_dw_, finish_dx_, scale_by_log_, scale_rows_to_
 from cutefce.ops.primitives.inductor import can_fuse, fused
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, sum_dtype
 
 
@@ -24,6 +26,17 @@ class PortableGradients:
     def __init__(self, window: int) -> None:
         self.window = window
         """Rows of dW whose sums exist at a time."""
+
+    def scaling(
+        self,
+        dtype: torch.dtype,
+        targets: Targets,
+        stats: RowStats,
+        upstream: Tensor,
+        *,
+        in_reference: bool,
+    ) -> Scaling:
+        return scaling_of(dtype, targets, stats, upstream, in_reference=in_reference)
 
     def add_grad_hidden(
         self,
@@ -58,7 +71,9 @@ class PortableGradients:
         targets: Targets,
         coefficients: RowCoefficients,
         rank_one: RankOne | None = None,
+        order: Tensor | None = None,
     ) -> None:
+        assert order is None, "these steps run over all rows that they are given"
         factor, row = _operands(rank_one)
         rows = out, sums, targets.safe_index, coefficients.scale, coefficients.target, factor
         apply_rowwise(finish_dx_, *rows, whole=(w, row))

@@ -4,6 +4,7 @@ targets.py         targets, with the options of their losses
 selection.py       the tokens that count, in their order, and back
 statistics.py      what a forward leaves of every token, and the losses made of it
 coefficients.py    what a backward multiplies exponentials by
+scaling.py         where these factors are applied
 loss_terms.py      what the loss of a token is made of
 logit_map.py       from raw logits to the model's
 outputs.py         entropy and other outputs, from row reductions

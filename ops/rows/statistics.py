@@ -24,10 +24,6 @@ class RowStats:
         """Return uninitialized statistics with the dtype and device of `like`."""
         return RowStats(like.new_empty(NUM_STATS, tokens))
 
-    def take(self, selection: RowSelection | None) -> "RowStats":
-        """Return the statistics of the tokens of `selection`; all of them without one."""
-        return self if selection is None else RowStats(selection.take(self.rows))
-
     def restore(self, selection: RowSelection | None) -> "RowStats":
         """Return the statistics of all tokens, of those of `selection`."""
         if selection is None:

@@ -1,7 +1,6 @@
 """3. Strategy: the order of the steps of a forward and a backward.
 
 windows.py                iterate over vocabulary windows, store or recompute their exponentials
-scaling.py                where the factors of tokens are applied in the backward
 gradients_in_forward.py   form gradients in the forward, a chunk of tokens at a time
 grad_accumulator.py       sums of dW in dW's own memory
 hidden_sums.py            sums of dX from the forward to the backward

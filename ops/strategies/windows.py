@@ -17,10 +17,10 @@ from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.loss_terms import class_weights
 from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
+from cutefce.ops.rows.scaling import as_probabilities
 from cutefce.ops.rows.statistics import RowStats, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, Targets
 from cutefce.ops.strategies.dw_views import free_tail
-from cutefce.ops.strategies.scaling import as_probabilities, scaling_of
 
 StoredExps = Sequence[tuple[int, Tensor]]
 """First columns, ascending, and the exponentials (N, K) of the K columns from there on."""
@@ -139,7 +139,9 @@ def backward(
     dbias: Tensor | None = None,
     stored_discarded: bool = False,
 ) -> Tensor | None:
-    """Return dX (N, D) for the upstream gradient of the losses, (N,) or (); write `dw` (V, D).
+    """Return dX (N, D) for the upstream gradient of the loss, (N,) or (); write `dw` (V, D).
+
+    Where kernels select rows, `upstream` is in the order of the targets, dX in that of the call.
 
     `dbias` (V,) receives the gradient of the bias, in the dtype of sums.
 
@@ -152,7 +154,8 @@ def backward(
     nothing_stored = not stored and not stored_discarded
     wide = inputs.dw_dtype != w.dtype
     uniform = upstream.ndim == 0 and not targets.scales_rows and not (wide and dw is not None)
-    scaling = scaling_of(h.dtype, targets, stats, upstream, in_reference=nothing_stored and uniform)
+    in_reference = nothing_stored and uniform
+    scaling = gradients.scaling(h.dtype, targets, stats, upstream, in_reference=in_reference)
     columns, selection = list(iter_windows(w.shape[0], stored, window)), targets.selection
     every = None if dw is None else every_row(inputs, scaling.every)
     dx_sums = scaling.target.new_empty(inputs.tokens, h.shape[1]) if grad_hidden else None
@@ -197,8 +200,11 @@ def backward(
     if dx_sums is None:
         return None
     del parts, exps, rows_h, scaled, target_grad  # freed before dX is allocated
-    dx = dx_sums if dx_sums.dtype == inputs.dx_dtype else h.new_empty(dx_sums.shape)
-    finish_dx(inputs, dx, dx_sums, scaling.dx)
+    if selection is None and dx_sums.dtype == inputs.dx_dtype:
+        finish_dx(inputs, dx_sums, dx_sums, scaling.dx)
+        return dx_sums
+    dx = dx_sums.new_empty(dx_sums.shape, dtype=inputs.dx_dtype)
+    finish_dx(inputs, dx, dx_sums, scaling.dx, None if selection is None else selection.order)
     return dx
 
 
@@ -207,12 +213,16 @@ def finish_dx(
     out: Tensor,
     sums: Tensor,
     coefficients: RowCoefficients,
+    order: Tensor | None = None,
 ) -> None:
-    """Write dX (N, D) of its `sums` to `out`, which may be `sums`."""
+    """Write dX (N, D) of its `sums` to `out`, which may be `sums`.
+
+    With `order` (N,), row i of `sums` becomes row order_i of `out`, which is not `sums` then.
+    """
     every, gradients = None, inputs.primitives.gradients
     if coefficients.every is not None and inputs.class_row is not None:
         every = RankOne(coefficients.every, inputs.class_row)
-    gradients.finish_dx(out, sums, inputs.w, inputs.targets, coefficients, every)
+    gradients.finish_dx(out, sums, inputs.w, inputs.targets, coefficients, every, order)
 
 
 def every_row(inputs: LossInputs[PartialT, TargetGradT], every: Tensor | None) -> RankOne | None:

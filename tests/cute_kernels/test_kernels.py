@@ -692,6 +692,9 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     stats, _ = steps.reduce_partials(partial, logit, targets)
     steps.repair_stored_exps(exps, case.h, case.w, 0, targets, partial, stats)
     steps.recompute_exp(case.h, case.w, (0, 1024), logit, targets, exps)
+    for in_reference in (False, True):
+        upstream = torch.ones(())
+        gradients.scaling(case.h.dtype, targets, stats, upstream, in_reference=in_reference)
     coefficients = RowCoefficients(logit, stats.sum_exp_others)
     matrix = RankOne(logit, torch.ones(64))
     for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX
@@ -708,8 +711,10 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     gradients.add_target_grad(sums, target_grad, 0)
     gradients.scale_rows(torch.empty_like(case.w), sums, torch.ones(1500))
     names = ["TargetLogit", *["ProjectExp"] * 2, "ReducePartials", *["ProjectExp"] * 2]
-    gemms = [*["GradGemm"] * 4, "AddTargets"] if default.grad_weight else []
-    names += [*["ScaleAddRows"] * 5, *gemms, "ScaleAddRows"]
+    names += [*["RowCoefficients"] * 2, *["ScaleAddRows"] * 5]
+    if default.grad_weight:
+        names += ["GradGemm", "SortTargets", *["GradGemm"] * 3, "AddTargets"]
+    names += ["ScaleAddRows"]
     assert [kernel.__name__ for kernel in launched] == [f"{name}Spec" for name in names]
 
 

@@ -309,6 +309,20 @@ def add_atomically(warp: Warp, mask: Any, line: str, operands: list[str]) -> Non
         warp.put(operands[0], to_register(before), mask)
 
 
+@handles("atom.shared.cta.add.u32", "red.shared.cta.add.u32")
+def add_in_shared(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
+    place, addend = operands[-2:]
+    addresses, before = warp.value(place)[mask], np.zeros(LANES, np.uint32)
+    assert (addresses >> 24 == warp.block.rank).all(), "a block touches its own shared memory"
+    at = ((addresses & OFFSET) - SHARED) // 4
+    words = warp.block.words(4, at)
+    for lane, word in zip(np.flatnonzero(mask), at, strict=True):
+        before[lane] = words[word]
+        words[word] += np.uint32(int(warp.value(addend)[lane]) & 0xFFFFFFFF)
+    if line.startswith("atom"):
+        warp.put(operands[0], to_register(before), mask)
+
+
 @handles("ld.shared", "st.shared")
 def touch_shared(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     is_store = line.startswith("st")

@@ -21,7 +21,11 @@ from cutefce.cute_kernels.kernel_set import KernelSet, kernel_set
 from cutefce.cute_kernels.problem import LOWEST_LOGIT
 from cutefce.cute_kernels.spec import GradGemmSpec, KernelSpec, ScaleAddRowsSpec
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant, LogitTransform, RowReductions
-from cutefce.cute_kernels.workspace import Semaphore, Stat
+from cutefce.cute_kernels.workspace import Coefficient, Semaphore, Stat
+from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.rows.scaling import scaling_of
+from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import Targets
 from tests.emulation.cases import Case, check, check_counted, launch_of_counted, numbers
 from tests.emulation.core import Stuck
 from tests.emulation.hopper import run
@@ -315,10 +319,13 @@ ROW_KERNELS = {
 }
 
 
+@pytest.mark.parametrize("scatters", [0, 1], ids=["in place", "scattered"])
 @pytest.mark.parametrize("hidden", [8, 2064])
 @pytest.mark.parametrize("kernel", ROW_KERNELS.values(), ids=ROW_KERNELS)
-def test_scaled_rows(kernel: ScaleAddRowsSpec, hidden: int) -> None:
+def test_scaled_rows(kernel: ScaleAddRowsSpec, hidden: int, scatters: int) -> None:
     """Vectors that are fewer than a block's threads, and more."""
+    if scatters and kernel.table is None:
+        pytest.skip("only dX returns to the order of a call")
     out, x = (torch.randn(5, hidden).to(getattr(torch, name)) for name in (kernel.out, kernel.x))
     scale, gather_scale, factor, row = *torch.randn(3, 5), torch.randn(hidden)
     index, table, term = torch.tensor([3, 0, 3, 1, 2]), None, None
@@ -332,7 +339,10 @@ def test_scaled_rows(kernel: ScaleAddRowsSpec, hidden: int) -> None:
     if kernel.rank_one:
         term = factor, row
         want += factor.double()[:, None] * row.double()
-    run(kernel, out, x, table, scale, *gathered, term)
+    order = None if kernel.table is None else torch.tensor([4, 1, 0, 3, 2])
+    run(kernel, out, x, table, scale, *gathered, term, order, scatters)
+    if order is not None and scatters:
+        out = out[order]
     rounding = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 1e-6}[kernel.out]
     torch.testing.assert_close(out.double(), want, rtol=1.01 * rounding, atol=1e-5)
 
@@ -345,6 +355,79 @@ def test_added_targets() -> None:
     sums = before.clone()
     run(kernel, sums, *case.csr())
     torch.testing.assert_close(sums.double(), before + case.target_terms(), rtol=1e-5, atol=1e-5)
+
+
+TARGETS = {
+    "few": (90, 40, 0),
+    "one": (1, 1, 0),
+    "several blocks of classes": (300, 2100, 0),
+    "several blocks of tokens": (2100, 1500, -100),
+    "a multiple of a block": (64, 1024, 7),
+}
+
+
+@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
+@pytest.mark.parametrize("skewed", [False, True], ids=["even", "skewed"])
+@pytest.mark.parametrize("sizes", TARGETS.values(), ids=TARGETS)
+def test_sorted_targets(sizes: tuple[int, int, int], skewed: bool, selects: bool) -> None:
+    """Some targets are ignored or no class, or most of them are one class."""
+    tokens, vocab, ignored = sizes
+    target = torch.randint(-3, vocab + 3, (tokens,))
+    if skewed:
+        target = torch.where(torch.rand(tokens) < 0.9, vocab - 1, target)
+    target[torch.rand(tokens) < 0.2] = ignored
+    coefficient, rows = torch.randn(tokens), torch.randperm(tokens)
+    order, in_order = torch.full((tokens,), -7), torch.full((tokens,), torch.nan)
+    offsets = torch.full((vocab + 1,), -7, dtype=torch.int32)
+    arguments = target, coefficient, rows, order, offsets, in_order, ignored, int(selects)
+    run(kernels_of(PINGPONG).sort_targets, *arguments)
+    inside = (target != ignored) & (target >= 0) & (target < vocab)
+    key, listed = torch.where(inside, target, vocab).sort(stable=True)
+    listed = listed[: int(inside.sum())]
+    assert torch.equal(offsets.long(), torch.searchsorted(key, torch.arange(vocab + 1)))
+    assert torch.equal(order[: len(listed)], rows[listed] if selects else listed)
+    assert torch.equal(in_order[: len(listed)], coefficient[listed])
+    assert (order[len(listed) :] == -7).all(), "nothing is written behind the last list"
+
+
+@pytest.mark.parametrize("mean", [1, 0], ids=["mean", "sum"])
+@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
+@pytest.mark.parametrize("uniform", [True, False], ids=["one gradient", "one a token"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_row_coefficients(dtype: str, uniform: bool, selects: bool, mean: int) -> None:
+    tokens, ignored = 600, 5
+    kernels = kernels_of(PINGPONG, dtype=dtype)
+    target = torch.randint(4, 9, (tokens,))
+    active = target != ignored
+    others, reference = 10 ** (6 * torch.rand(tokens) - 3), torch.randn(tokens)
+    stats = torch.stack([reference, others, 1 + others, torch.randn(tokens)])
+    stats[:, ~active] = torch.tensor([torch.inf, torch.nan, 1.0, 0.0])[:, None]
+    stats[1, ~active] = 0.0
+    upstream = torch.randn(1 if uniform else tokens)
+    count = active.sum().view(1).int()
+    for kernel in (kernels.row_coefficients, *([kernels.probability_coefficients] * uniform)):
+        got, grad_scale = torch.full((kernel.planes, tokens), torch.nan), torch.zeros(())
+        zeros = torch.full((5000,), 7, dtype=torch.int32)
+        operands = stats, target, upstream, got, grad_scale, zeros
+        run(kernel, *operands, count if selects else zeros, int(selects), ignored, mean)
+        options, dtypes = LossOptions("mean" if mean else "sum", ignored), getattr(torch, dtype)
+        targets, in_reference = Targets(target, 9, options), kernel.in_reference
+        exact = RowStats(stats.double()), upstream[0] if uniform else upstream
+        want = scaling_of(dtypes, targets, *exact, in_reference=in_reference)
+        assert not zeros.any()
+        expected = {
+            Coefficient.DX_SCALE: want.dx.scale,
+            Coefficient.DX_TARGET: want.dx.target,
+        }
+        if kernel.planes > len(expected):
+            expected[Coefficient.DW_TARGET] = want.target
+        if kernel.planes > len(expected) and want.row_scale is not None:
+            expected[Coefficient.DW_SCALE] = want.row_scale
+        if kernel.in_reference:
+            expected[Coefficient.REFERENCE] = want.reference
+        for plane, values in expected.items():
+            torch.testing.assert_close(got[plane].double(), values, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(grad_scale.double(), want.grad_scale.double())
 
 
 # Rows that count

@@ -19,9 +19,15 @@ from cutefce.cute_kernels import problem as problem_module
 from cutefce.cute_kernels.arch.base import TILE_K, Arch
 from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
 from cutefce.cute_kernels.integers import ceil_div
-from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOWEST_LOGIT, SLACK, Problem
+from cutefce.cute_kernels.problem import (
+    FLOAT16_TOTAL,
+    GRADIENT_LOSS,
+    LOWEST_LOGIT,
+    SLACK,
+    Problem,
+)
 from cutefce.cute_kernels.variant import SUM_ONLY
-from cutefce.cute_kernels.workspace import Semaphore, Stat
+from cutefce.cute_kernels.workspace import Coefficient, Semaphore, Stat
 from cutefce.ops.operators import operands
 from cutefce.ops.primitives import cute_gradients, cute_projection, dispatch, row_selection
 from cutefce.ops.rows.targets import Targets
@@ -41,6 +47,8 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
         spec.FusedForwardSpec: _fused_forward,
         spec.ScaleAddRowsSpec: _scale_add_rows,
         spec.GradGemmSpec: _grad_gemm,
+        spec.RowCoefficientsSpec: _row_coefficients,
+        spec.SortTargetsSpec: _sort_targets,
         spec.AddTargetsSpec: _add_targets,
     }
     return functools.partial(models[type(kernel)], kernel)
@@ -282,6 +290,8 @@ def _scale_add_rows(
     gather_scale: Tensor | None,
     index: Tensor | None,
     rank_one: tuple[Tensor, Tensor] | None,
+    order: Tensor | None,
+    scatters: int,
 ) -> None:
     assert (rank_one is not None) == kernel.rank_one
     total = row_scale[:, None] * x.float()
@@ -293,7 +303,11 @@ def _scale_add_rows(
             total = total + factor[:, None] * row
             is_zero &= factor == 0
         total[is_zero] = 0
-    out[:] = total.to(out.dtype)
+    if order is not None and scatters:
+        assert out.data_ptr() != x.data_ptr()
+        out[order] = total.to(out.dtype)
+    else:
+        out[:] = total.to(out.dtype)
 
 
 def _grad_gemm(
@@ -332,6 +346,67 @@ def _grad_gemm(
         out[:] = (product * grad_scale).to(out.dtype)
     else:
         out[:] = product if overwrite else out + product
+
+
+def _row_coefficients(
+    kernel: spec.RowCoefficientsSpec,
+    stats: Tensor,
+    target: Tensor,
+    upstream: Tensor,
+    coefficients: Tensor,
+    grad_scale: Tensor,
+    zeros: Tensor,
+    count: Tensor,
+    selects: int,
+    ignored: int,
+    mean: int,
+) -> None:
+    zeros.fill_(0)
+    coefficients.fill_(torch.nan)
+    active = target != ignored
+    assert not selects or int(active.sum()) == int(count[0])
+    given = upstream / active.sum().clamp(min=1) if mean else upstream
+    total = FLOAT16_TOTAL if kernel.narrow else 1.0
+    over = torch.full_like(given[:1], total) if kernel.in_reference else given
+    scale = torch.where(active, over / stats[Stat.SUM_EXP], 0)
+    terms = -scale * stats[Stat.SUM_EXP_OTHERS]
+    factor = torch.ones(())
+    if kernel.in_reference:
+        factor = given[0] / total
+        coefficients[Coefficient.REFERENCE] = stats[Stat.REFERENCE] - scale.log()
+    elif kernel.narrow:
+        largest = scale.abs().amax()
+        factor = torch.where(largest == 0, 1, largest)
+        coefficients[Coefficient.DW_SCALE] = scale / factor
+    grad_scale.copy_(factor)
+    if kernel.in_reference:
+        coefficients[Coefficient.DW_TARGET] = terms
+        coefficients[Coefficient.DX_SCALE] = torch.where(active, factor, 0)
+        coefficients[Coefficient.DX_TARGET] = terms * coefficients[Coefficient.DX_SCALE]
+        return
+    coefficients[Coefficient.DX_SCALE], coefficients[Coefficient.DX_TARGET] = scale, terms
+    if kernel.narrow:
+        coefficients[Coefficient.DW_TARGET] = terms / factor
+
+
+def _sort_targets(
+    _: spec.SortTargetsSpec,
+    target: Tensor,
+    coefficient: Tensor,
+    rows: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    sorted_coefficient: Tensor,
+    ignored: int,
+    maps: int,
+) -> None:
+    vocab = len(offsets) - 1
+    inside = (target != ignored) & (target >= 0) & (target < vocab)
+    key, tokens = torch.where(inside, target, vocab).sort(stable=True)
+    offsets[:] = torch.searchsorted(key, torch.arange(vocab + 1))
+    order[:] = rows[tokens] if maps else tokens
+    sorted_coefficient[:] = coefficient[tokens]
+    order[offsets[-1] :], sorted_coefficient[offsets[-1] :] = -1, torch.nan
 
 
 def _add_targets(

@@ -6,12 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.problem import FLOAT16_TOTAL
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
-
-FLOAT16_TOTAL = 2.0**15
-"""T of float16 rows: their exponentials are probabilities times this, within float16's range."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,13 @@ def scaling_of(
     *,
     in_reference: bool,
 ) -> Scaling:
-    """Choose where the tokens' factors are applied.
+    """Choose where the tokens' factors are applied for `upstream`, () or (N,), of the reduced loss.
 
     With `in_reference`, recomputed exponentials are probabilities, and dW needs no scaled copy of
     h.  Otherwise h is scaled; float16 lacks the range of these factors, so that the largest of
     them becomes `grad_scale`.
     """
-    narrow = dtype == torch.float16
+    narrow, upstream = dtype == torch.float16, upstream * targets.loss_scale(stats.rows.dtype)
     if in_reference:
         total = torch.full_like(upstream, FLOAT16_TOTAL if narrow else 1)
         relative, grad_scale = RowCoefficients.of(stats, targets, total), upstream / total

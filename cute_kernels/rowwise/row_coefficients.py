@@ -1,0 +1,182 @@
+"""What a backward multiplies each token's rows by, of the statistics of its forward."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
+
+from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.common.dsl import (
+    LN_2,
+    USE_PDL,
+    current_stream,
+    matrix,
+    pdl_wait,
+    scalar,
+    vector,
+)
+from cutefce.cute_kernels.problem import FLOAT16_TOTAL
+from cutefce.cute_kernels.workspace import Coefficient, Stat
+
+THREADS = spec.RowCoefficientsSpec.THREADS
+WARPS = THREADS // 32
+
+
+def compile_signature(kernel: spec.RowCoefficientsSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function of `kernel` and the arguments to compile it for."""
+    tokens, numbers = cute.sym_int(), vector(Int32, cute.sym_int())
+    stats = matrix(Float32, cute.sym_int(), tokens, aligned=False)
+    given = stats, vector(Int64, tokens), vector(Float32, cute.sym_int())
+    results = matrix(Float32, kernel.planes, tokens, aligned=False), scalar(Float32), numbers
+    count = vector(Int32, cute.sym_int()), Int32(0)
+    options = Int64(0), Int32(0), current_stream()
+    return RowCoefficients(kernel), (*given, *results, *count, *options)
+
+
+class RowCoefficients:
+    """The kernel and its launch."""
+
+    def __init__(self, kernel: spec.RowCoefficientsSpec) -> None:
+        self.in_reference, self.narrow = kernel.in_reference, kernel.narrow
+        self.total = FLOAT16_TOTAL if kernel.narrow else 1.0
+
+    @cute.jit
+    def __call__(
+        self,
+        stats: cute.Tensor,
+        target: cute.Tensor,
+        upstream: cute.Tensor,
+        coefficients: cute.Tensor,
+        grad_scale: cute.Tensor,
+        zeros: cute.Tensor,
+        count: cute.Tensor,
+        selects: Int32,
+        ignored: Int64,
+        mean: Int32,
+        stream: Any,
+    ) -> None:
+        """Write coefficients (P, N) and dW's factor `grad_scale` () from stats (S, N).
+
+        With g_i of `upstream`, (1,) or (N,), the gradient by the logit of class v is g_i e_iv / T_i
+        for all but the target, and -g_i S_i / T_i for that; 0 where target (N,) is `ignored`.  If
+        `mean`, g_i is over the number of tokens that are not: `count`_0 if `selects`.  Fills
+        `zeros`, int32, with 0.
+
+        Factors in the reference make exponentials probabilities times a total, and dW's factor
+        g over the total.  Otherwise it is 1, for float16 the largest factor.  More than eight
+        parameters: each is one argument that the host passes by position.
+        """
+        blocks = (target.shape[0] + THREADS - 1) // THREADS
+        results, given = (coefficients, grad_scale, zeros), (count, selects, mean)
+        self.kernel(stats, target, upstream, results, given, ignored).launch(
+            grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        stats: cute.Tensor,
+        target: cute.Tensor,
+        upstream: cute.Tensor,
+        results: Any,
+        given: Any,
+        ignored: Int64,
+    ) -> None:
+        """Compute one token a thread."""
+        (coefficients, grad_scale, zeros), (count, selects, mean) = results, given
+        smem = SmemAllocator()
+        parts = smem.allocate_tensor(Float32, cute.make_layout((WARPS, 2)), 16)
+        pdl_wait()
+        tokens, threads = target.shape[0], cute.arch.grid_dim()[0] * THREADS
+        token = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+        for i in cutlass.range(token, zeros.shape[0], threads, unroll=1):
+            zeros[i] = Int32(0)
+        factor = Float32(1.0)
+        if mean != 0:
+            active = Float32(count[0])
+            if selects == 0:
+                active = count_active(target, ignored, parts)
+            factor = 1.0 / cute.arch.fmax(active, Float32(1.0))
+        own_scale = Float32(1.0)
+        if cutlass.const_expr(self.in_reference):
+            own_scale = upstream[0] * factor / self.total
+        elif cutlass.const_expr(self.narrow):
+            own_scale = largest_scale(stats, target, upstream, factor, ignored, parts)
+        if token == 0:
+            grad_scale[()] = own_scale
+        if token < tokens:
+            active, others = target[token] != ignored, stats[Stat.SUM_EXP_OTHERS, token]
+            scale = Float32(0.0)
+            if cutlass.const_expr(self.in_reference):
+                if active:
+                    scale = self.total / stats[Stat.SUM_EXP, token]
+                relative = stats[Stat.REFERENCE, token] - cute.math.log2(scale) * LN_2
+                coefficients[Coefficient.REFERENCE, token] = relative
+                coefficients[Coefficient.DW_TARGET, token] = -scale * others
+                dx_scale = Float32(0.0)
+                if active:
+                    dx_scale = own_scale
+                coefficients[Coefficient.DX_SCALE, token] = dx_scale
+                coefficients[Coefficient.DX_TARGET, token] = -scale * others * dx_scale
+            else:
+                if active:
+                    scale = upstream_of(upstream, token) * factor / stats[Stat.SUM_EXP, token]
+                coefficients[Coefficient.DX_SCALE, token] = scale
+                coefficients[Coefficient.DX_TARGET, token] = -scale * others
+                if cutlass.const_expr(self.narrow):
+                    coefficients[Coefficient.DW_SCALE, token] = scale / own_scale
+                    coefficients[Coefficient.DW_TARGET, token] = -scale * others / own_scale
+
+
+@cute.jit
+def upstream_of(upstream: cute.Tensor, token: Int32) -> Float32:
+    """Return the upstream gradient of a token, which may be that of all."""
+    place = token
+    if upstream.shape[0] == 1:
+        place = Int32(0)
+    return upstream[place]
+
+
+@cute.jit
+def count_active(target: cute.Tensor, ignored: Int64, parts: cute.Tensor) -> Float32:
+    """Return how many targets are not `ignored`; all threads of a block call this."""
+    count = Int32(0)
+    for other in cutlass.range(cute.arch.thread_idx()[0], target.shape[0], THREADS, unroll=8):
+        if target[other] != ignored:
+            count += 1
+    count, warp_here = cute.arch.warp_reduction_sum(count), cute.arch.warp_idx()
+    if cute.arch.lane_idx() == 0:
+        parts[warp_here, 0] = Float32(count)
+    cute.arch.sync_threads()
+    total = Float32(0.0)
+    for warp in cutlass.range_constexpr(WARPS):
+        total += parts[warp, 0]
+    return total
+
+
+@cute.jit
+def largest_scale(
+    stats: cute.Tensor,
+    target: cute.Tensor,
+    upstream: cute.Tensor,
+    factor: Float32,
+    ignored: Int64,
+    parts: cute.Tensor,
+) -> Float32:
+    """Return the largest factor of all tokens, 1 if all are 0; all threads of a block call this."""
+    largest = Float32(0.0)
+    for other in cutlass.range(cute.arch.thread_idx()[0], target.shape[0], THREADS, unroll=4):
+        if target[other] != ignored:
+            scale = upstream_of(upstream, other) * factor / stats[Stat.SUM_EXP, other]
+            largest = cute.arch.fmax(largest, cute.arch.fmax(scale, -scale))
+    largest, warp_here = cute.arch.warp_reduction_max(largest), cute.arch.warp_idx()
+    if cute.arch.lane_idx() == 0:
+        parts[warp_here, 1] = largest
+    cute.arch.sync_threads()
+    for warp in cutlass.range_constexpr(WARPS):
+        largest = cute.arch.fmax(largest, parts[warp, 1])
+    if largest == 0.0:
+        largest = Float32(1.0)
+    return largest

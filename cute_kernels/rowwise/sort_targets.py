@@ -1,0 +1,176 @@
+"""The tokens of every class, one class after the other: what dW's targets' terms are added from.
+
+A thread block counts and places the tokens of its own classes, so that no block waits for another.
+Tokens of a class keep their order, so that sums over them are deterministic.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
+
+from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, pdl_wait, vector
+from cutefce.cute_kernels.common.scan import inclusive_sum
+
+WARPS = 32
+THREADS = 32 * WARPS
+"""Classes of a thread block, and the tokens that it looks at together."""
+
+
+def compile_signature(_: spec.SortTargetsSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function and the arguments to compile it for."""
+    tokens = cute.sym_int()
+    given = vector(Int64, tokens), vector(Float32, tokens), vector(Int64, tokens)
+    csr = vector(Int64, tokens), vector(Int32, cute.sym_int()), vector(Float32, tokens)
+    return sort_targets, (*given, *csr, Int64(0), Int32(0), current_stream())
+
+
+@cute.jit
+def sort_targets(
+    target: cute.Tensor,
+    coefficient: cute.Tensor,
+    rows: cute.Tensor,
+    order: cute.Tensor,
+    offsets: cute.Tensor,
+    sorted_coefficient: cute.Tensor,
+    ignored: Int64,
+    maps: Int32,
+    stream: Any,
+) -> None:
+    """List the tokens of each class v < V; `offsets`_v (V + 1,) is where its list begins.
+
+    `order` (N,) receives the tokens, or if `maps` their `rows` (N,), and `sorted_coefficient` (N,)
+    their coefficients.  Tokens whose target (N,) is `ignored` or no class are in no list; what is
+    behind the last list is undefined.  More than eight parameters: each is one argument that the
+    host passes by position.
+    """
+    blocks = (offsets.shape[0] + THREADS - 1) // THREADS
+    csr = order, offsets, sorted_coefficient
+    sort_targets_kernel(target, coefficient, rows, csr, ignored, maps).launch(
+        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
+    )
+
+
+@cute.kernel
+def sort_targets_kernel(
+    target: cute.Tensor,
+    coefficient: cute.Tensor,
+    rows: cute.Tensor,
+    csr: Any,
+    ignored: Int64,
+    maps: Int32,
+) -> None:
+    """Count the tokens of one class a thread, then place those of the block's classes."""
+    _, offsets, _ = csr
+    thread, warp, lane = cute.arch.thread_idx()[0], cute.arch.warp_idx(), cute.arch.lane_idx()
+    first, entries = cute.arch.block_idx()[0] * THREADS, offsets.shape[0]
+    smem = SmemAllocator()
+    slots = smem.allocate_tensor(Int32, cute.make_layout(THREADS), 16)
+    sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, 2)), 16)
+    found = smem.allocate_tensor(Int32, cute.make_layout((THREADS, 2)), 16)
+    slots[thread] = Int32(0)
+    pdl_wait()
+    cute.arch.sync_threads()
+    before = Int32(0)
+    for token in cutlass.range(thread, target.shape[0], THREADS, unroll=8):
+        index = target[token]
+        if index != ignored and index >= 0 and index < entries - 1:
+            own = Int32(index) - first
+            if own < 0:
+                before += 1
+            elif own < THREADS:
+                cute.arch.atomic_add(slots.iterator + own, Int32(1), sem="relaxed", scope="cta")
+    cute.arch.sync_threads()
+    counted = slots[thread]
+    up_to = inclusive_sum(counted, lane)
+    before = cute.arch.warp_reduction_sum(before)
+    if lane == 31:
+        sums[warp, 0], sums[warp, 1] = up_to, before
+    cute.arch.sync_threads()
+    place, tokens_here = up_to - counted, Int32(0)
+    for other in cutlass.range(WARPS, unroll=4):
+        if other < warp:
+            place += sums[other, 0]
+        place += sums[other, 1]
+        tokens_here += sums[other, 0]
+    slots[thread] = place
+    if first + thread < entries:
+        offsets[first + thread] = place
+    if tokens_here > 0:
+        for start in cutlass.range(0, target.shape[0], THREADS, unroll=1):
+            cute.arch.sync_threads()
+            count = find_tokens(target, ignored, start, first, entries, (sums, found))
+            cute.arch.sync_threads()
+            if warp == 0:
+                place_tokens((coefficient, rows, maps), csr, found, slots, count)
+
+
+@cute.jit
+def find_tokens(
+    target: cute.Tensor,
+    ignored: Int64,
+    start: Int32,
+    first: Int32,
+    entries: Int32,
+    shared: Any,
+) -> Any:
+    """List which tokens from `start` on have a class of this block, in order; return how many.
+
+    `shared` are sums (WARPS, 2) and the list (THREADS, 2) of tokens and classes - `first`.
+    """
+    sums, found = shared
+    thread, warp, lane = cute.arch.thread_idx()[0], cute.arch.warp_idx(), cute.arch.lane_idx()
+    token, own, is_here = start + thread, Int32(0), Int32(0)
+    if token < target.shape[0]:
+        index = target[token]
+        end = cutlass.min(first + THREADS, entries - 1)
+        if index != ignored and index >= first and index < end:
+            own, is_here = Int32(index) - first, Int32(1)
+    up_to = inclusive_sum(is_here, lane)
+    if lane == 31:
+        sums[warp, 0] = up_to
+    cute.arch.sync_threads()
+    place, count = up_to - is_here, Int32(0)
+    for other in cutlass.range(WARPS, unroll=4):
+        if other < warp:
+            place += sums[other, 0]
+        count += sums[other, 0]
+    if is_here != 0:
+        found[place, 0], found[place, 1] = token, own
+    return count
+
+
+@cute.jit
+def place_tokens(
+    values: Any, csr: Any, found: cute.Tensor, slots: cute.Tensor, count: Int32
+) -> None:
+    """Write `count` tokens of a list to the next places of their classes; one warp does.
+
+    `values` are (coefficient, rows, maps) of the tokens, `slots` (THREADS,) the next places.
+    """
+    (coefficient, rows, maps), (order, _, sorted_coefficient) = values, csr
+    lane = cute.arch.lane_idx()
+    for begin in cutlass.range(0, count, 32, unroll=1):
+        own, at = -1 - lane, begin + lane  # lanes without a token equal no other
+        if at < count:
+            own = found[at, 1]
+        earlier, same = Int32(0), Int32(0)
+        for other in cutlass.range_constexpr(32):
+            if cute.arch.shuffle_sync(own, other) == own:
+                same += 1
+                if other < lane:
+                    earlier += 1
+        if at < count:
+            place, token = slots[own] + earlier, found[at, 0]
+            sorted_coefficient[place] = coefficient[token]
+            row = Int64(token)
+            if maps != 0:
+                row = rows[token]
+            order[place] = row
+        cute.arch.sync_warp()
+        if at < count and earlier == 0:
+            slots[own] = slots[own] + same
+        cute.arch.sync_warp()
