@@ -191,13 +191,15 @@ class GradGemmSpec:
 
 @dataclass(frozen=True)
 class RowCoefficientsSpec:
-    """Factors of the rows of dX and of h in dW, for plain losses; also zeroes semaphores."""
+    """Factors of the rows of dX and of h in dW; also zeroes semaphores."""
 
     arch: str
     in_reference: bool = False
     """Whether references contain the factors, so that exponentials are probabilities."""
     narrow: bool = False
     """Whether values are float16, which holds no factors below 2^-24."""
+    terms: bool = False
+    """Whether losses have terms beside the cross entropy, the same for all tokens."""
 
     THREADS: ClassVar[int] = 256
     """Tokens of a thread block."""
@@ -205,7 +207,7 @@ class RowCoefficientsSpec:
     @property
     def planes(self) -> int:
         """Rows of its result, see `workspace.Coefficient`."""
-        return len(Coefficient) if self.in_reference or self.narrow else Coefficient.DX_TARGET + 1
+        return len(Coefficient) if self.in_reference or self.narrow else Coefficient.DX_EVERY + 1
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from cutefce.cute_kernels.common.dsl import (
     scalar,
     vector,
 )
+from cutefce.cute_kernels.common.loss_terms import Terms, by_lse, terms_argument
 from cutefce.cute_kernels.problem import FLOAT16_TOTAL
 from cutefce.cute_kernels.workspace import Coefficient, Stat
 
@@ -31,7 +32,7 @@ def compile_signature(kernel: spec.RowCoefficientsSpec) -> tuple[Any, tuple[Any,
     given = stats, vector(Int64, tokens), vector(Float32, cute.sym_int())
     results = matrix(Float32, kernel.planes, tokens, aligned=False), scalar(Float32), numbers
     count = vector(Int32, cute.sym_int()), Int32(0)
-    options = Int64(0), Int32(0), current_stream()
+    options = Int64(0), Int32(0), Int32(0), terms_argument(kernel.terms), current_stream()
     return RowCoefficients(kernel), (*given, *results, *count, *options)
 
 
@@ -55,14 +56,16 @@ class RowCoefficients:
         selects: Int32,
         ignored: Int64,
         mean: Int32,
+        vocab: Int32,
+        terms: Terms | None,
         stream: Any,
     ) -> None:
         """Write coefficients (P, N) and dW's factor `grad_scale` () from stats (S, N).
 
         With g_i of `upstream`, (1,) or (N,), the gradient by the logit of class v is g_i e_iv / T_i
         for all but the target, and -g_i S_i / T_i for that; 0 where target (N,) is `ignored`.  If
-        `mean`, g_i is over the number of tokens that are not: `count`_0 if `selects`.  Fills
-        `zeros`, int32, with 0.
+        `mean`, g_i is over the number of tokens that are not: `count`_0 if `selects`.  `terms` add
+        to these where the target is one of the `vocab` classes.  Fills `zeros`, int32, with 0.
 
         Factors in the reference make exponentials probabilities times a total, and dW's factor
         g over the total.  Otherwise it is 1, for float16 the largest factor.  More than eight
@@ -70,7 +73,7 @@ class RowCoefficients:
         """
         blocks = (target.shape[0] + THREADS - 1) // THREADS
         results, given = (coefficients, grad_scale, zeros), (count, selects, mean)
-        self.kernel(stats, target, upstream, results, given, ignored).launch(
+        self.kernel(stats, target, upstream, results, given, ignored, vocab, terms).launch(
             grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
         )
 
@@ -83,6 +86,8 @@ class RowCoefficients:
         results: Any,
         given: Any,
         ignored: Int64,
+        vocab: Int32,
+        terms: Any,
     ) -> None:
         """Compute one token a thread."""
         (coefficients, grad_scale, zeros), (count, selects, mean) = results, given
@@ -103,31 +108,36 @@ class RowCoefficients:
         if cutlass.const_expr(self.in_reference):
             own_scale = upstream[0] * factor / self.total
         elif cutlass.const_expr(self.narrow):
-            own_scale = largest_scale(stats, target, upstream, factor, ignored, parts)
+            own_scale = largest_scale(stats, target, upstream, factor, (ignored, parts), terms)
         if token == 0:
             grad_scale[()] = own_scale
         if token < tokens:
-            active, others = target[token] != ignored, stats[Stat.SUM_EXP_OTHERS, token]
-            scale = Float32(0.0)
+            index = target[token]
+            scale, beyond, every = Float32(0.0), Float32(0.0), Float32(0.0)
+            own, slope = self.total, by_lse(terms, stats, token)
+            if cutlass.const_expr(not self.in_reference):
+                own = upstream_of(upstream, token) * factor
+            if index != ignored:
+                scale = own * slope / stats[Stat.SUM_EXP, token]
+                if cutlass.const_expr(terms is not None):
+                    every = -own * terms.class_row
+                    if index >= 0 and index < vocab:
+                        beyond = own * (slope - terms.target)
+            at_target = beyond - scale * stats[Stat.SUM_EXP_OTHERS, token]
+            dx, dw = (scale, at_target, every), (scale, at_target, every)
             if cutlass.const_expr(self.in_reference):
-                if active:
-                    scale = self.total / stats[Stat.SUM_EXP, token]
                 relative = stats[Stat.REFERENCE, token] - cute.math.log2(scale) * LN_2
                 coefficients[Coefficient.REFERENCE, token] = relative
-                coefficients[Coefficient.DW_TARGET, token] = -scale * others
                 dx_scale = Float32(0.0)
-                if active:
+                if index != ignored:
                     dx_scale = own_scale
-                coefficients[Coefficient.DX_SCALE, token] = dx_scale
-                coefficients[Coefficient.DX_TARGET, token] = -scale * others * dx_scale
-            else:
-                if active:
-                    scale = upstream_of(upstream, token) * factor / stats[Stat.SUM_EXP, token]
-                coefficients[Coefficient.DX_SCALE, token] = scale
-                coefficients[Coefficient.DX_TARGET, token] = -scale * others
-                if cutlass.const_expr(self.narrow):
-                    coefficients[Coefficient.DW_SCALE, token] = scale / own_scale
-                    coefficients[Coefficient.DW_TARGET, token] = -scale * others / own_scale
+                dx = dx_scale, at_target * dx_scale, every * dx_scale
+            elif cutlass.const_expr(self.narrow):
+                dw = scale / own_scale, at_target / own_scale, every / own_scale
+            for i in cutlass.range_constexpr(3):
+                coefficients[Coefficient.DX_SCALE + i, token] = dx[i]
+                if cutlass.const_expr(self.in_reference or self.narrow):
+                    coefficients[Coefficient.DW_SCALE + i, token] = dw[i]
 
 
 @cute.jit
@@ -162,14 +172,19 @@ def largest_scale(
     target: cute.Tensor,
     upstream: cute.Tensor,
     factor: Float32,
-    ignored: Int64,
-    parts: cute.Tensor,
+    block: Any,
+    terms: Any,
 ) -> Float32:
-    """Return the largest factor of all tokens, 1 if all are 0; all threads of a block call this."""
+    """Return the largest factor of all tokens, 1 if all are 0; all threads of a block call this.
+
+    `block` are the ignored target and shared memory (WARPS, 2).
+    """
+    ignored, parts = block
     largest = Float32(0.0)
     for other in cutlass.range(cute.arch.thread_idx()[0], target.shape[0], THREADS, unroll=4):
         if target[other] != ignored:
-            scale = upstream_of(upstream, other) * factor / stats[Stat.SUM_EXP, other]
+            scale = upstream_of(upstream, other) * factor * by_lse(terms, stats, other)
+            scale = scale / stats[Stat.SUM_EXP, other]
             largest = cute.arch.fmax(largest, cute.arch.fmax(scale, -scale))
     largest, warp_here = cute.arch.warp_reduction_max(largest), cute.arch.warp_idx()
     if cute.arch.lane_idx() == 0:

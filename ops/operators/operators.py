@@ -32,7 +32,6 @@ from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare
 from cutefce.ops.parallel.shard import Unsharded, shard_of
 from cutefce.ops.planning.planner import MINIMUM, Plan
 from cutefce.ops.primitives.row_selection import restore_rows
-from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
@@ -207,9 +206,10 @@ def _finish(
     """Return the gradients for the upstream gradient of the loss, in the memory of their sums."""
     targets, dx, dw, dtype = inputs.targets, sums.dx.gradient, sums.dw.gradient, inputs.h.dtype
     if plan.grad_hidden:  # of no row, where no token counts
-        of_tokens = upstream * targets.loss_scale(stats.rows.dtype)
         targets.selection = None  # all rows of the sums are defined
-        dx = sums.dx.finish(inputs, stats, RowCoefficients.of(stats, targets, of_tokens))
+        gradients = inputs.primitives.gradients
+        scaling = gradients.scaling(dtype, targets, stats, upstream, in_reference=False)
+        dx = sums.dx.finish(inputs, stats, scaling.dx)
         dx = shard.finish_dx(restore_rows(selection, dx), dtype)
     if len(dw):
         dw = sums.dw.finish(inputs.primitives.gradients.scale_rows, upstream)

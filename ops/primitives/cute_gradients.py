@@ -81,28 +81,33 @@ class RowwiseSteps:
         *,
         in_reference: bool,
     ) -> Scaling:
-        if not targets.is_plain:
+        if not targets.is_uniform:
             return scaling_of(dtype, targets, stats, upstream, in_reference=in_reference)
         if not targets.divides_by_count and targets.tensors.denominator is not None:
             upstream = upstream * targets.loss_scale(stats.rows.dtype)
-        kernels, rows = self.kernels, stats.rows
+        kernels, rows, terms = self.kernels, stats.rows, targets.terms
         spec = kernels.probability_coefficients if in_reference else kernels.row_coefficients
+        if terms is not None:
+            spec = replace(spec, terms=True)
         coefficients = rows.new_empty(spec.planes, rows.shape[1])
         grad_scale, zeros = rows.new_empty(()), self.semaphores.adopt_new(rows.device)
         upstream = upstream.to(rows.dtype).reshape(-1)
         count = row_count(targets.selection, zeros)
         numbers = targets.options.ignore_index, int(targets.divides_by_count)
+        more = targets.vocab, None if terms is None else terms.numbers
         results = coefficients, grad_scale, zeros
-        compiled(spec)(rows, targets.index, upstream, *results, *count, *numbers)
+        compiled(spec)(rows, targets.index, upstream, *results, *count, *numbers, *more)
         part = coefficients.unbind()
-        dx = RowCoefficients(part[Coefficient.DX_SCALE], part[Coefficient.DX_TARGET])
-        if in_reference:
-            reference, target = part[Coefficient.REFERENCE], part[Coefficient.DW_TARGET]
-            return Scaling(reference, None, target, None, None, grad_scale, dx)
-        scale, target = dx.scale, dx.target
-        if spec.narrow:
+        has_every = terms is not None and terms.has_class_row
+        scale, target = part[Coefficient.DX_SCALE], part[Coefficient.DX_TARGET]
+        every = part[Coefficient.DX_EVERY] if has_every else None
+        dx = RowCoefficients(scale, target, every)
+        if in_reference or spec.narrow:
             scale, target = part[Coefficient.DW_SCALE], part[Coefficient.DW_TARGET]
-        return Scaling(stats.reference, scale, target, None, None, grad_scale, dx)
+            every = part[Coefficient.DW_EVERY] if has_every else None
+        if in_reference:
+            return Scaling(part[Coefficient.REFERENCE], None, target, every, None, grad_scale, dx)
+        return Scaling(stats.reference, scale, target, every, None, grad_scale, dx)
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
         same = x.dtype == out.dtype

@@ -83,6 +83,14 @@ class LossTerms:
         return self.lse
 
     @property
+    def numbers(self) -> tuple[float, ...] | None:
+        """A, B, Γ and Z as numbers, None if they differ between tokens."""
+        fields = self.lse, self.target, self.class_row, self.lse_squared
+        if self.weight is not None:
+            return None
+        return tuple(map(float, fields))
+
+    @property
     def has_class_row(self) -> bool:
         """Whether losses depend on the class row."""
         return isinstance(self.class_row, Tensor) or self.class_row != 0

@@ -1,5 +1,6 @@
 """Targets of a call, with the options of their losses."""
 
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -71,6 +72,12 @@ class Targets:
         return plain and self.options.reduction != OUTPUTS
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all tokens' losses have the same terms, of raw logits and without outputs."""
+        same = self.terms is None or self.terms.numbers is not None
+        return same and self.logits is None and self.options.reduction != OUTPUTS
+
+    @property
     def scales_rows(self) -> bool:
         """Whether tokens' exponentials have factors beside upstream / T, of any sign."""
         return self.options.scales_rows or self.tensors.scales_rows
@@ -99,7 +106,7 @@ class Targets:
             self.index[rows],
             self.vocab,
             self.options.per_token(),
-            self.tensors,
+            replace(self.tensors, denominator=None),
             None if self.terms is None else self.terms.rows(rows),
             None if self.logits is None else self.logits.rows(rows),
             self.first,

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from cutefce.ops.primitives.interface import PartialT, TargetGradT
 from cutefce.ops.primitives.weighted_sum import weighted_sum
-from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.grad_accumulator import GradAccumulator
@@ -61,7 +60,8 @@ def gradients_in_forward(
             del sums
         if dbias is None and not len(dw.gradient):
             continue
-        coefficients = RowCoefficients.of(part_stats, part.targets, loss_scale)
+        given = h.dtype, part.targets, part_stats, loss_scale
+        coefficients = gradients.scaling(*given, in_reference=False).dx
         target_coefficient[rows] = coefficients.target
         if every is not None and coefficients.every is not None:
             every[rows] = coefficients.every

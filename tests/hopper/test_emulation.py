@@ -22,7 +22,8 @@ from cutefce.cute_kernels.problem import LOWEST_LOGIT
 from cutefce.cute_kernels.spec import GradGemmSpec, KernelSpec, ScaleAddRowsSpec
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant, LogitTransform, RowReductions
 from cutefce.cute_kernels.workspace import Coefficient, Semaphore, Stat
-from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.scaling import scaling_of
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
@@ -390,14 +391,24 @@ def test_sorted_targets(sizes: tuple[int, int, int], skewed: bool, selects: bool
     assert (order[len(listed) :] == -7).all(), "nothing is written behind the last list"
 
 
+TERMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothed": {"label_smoothing": 0.1},
+    "z-loss": {"label_smoothing": 0.2, "z_loss": 0.01},
+}
+
+
 @pytest.mark.parametrize("mean", [1, 0], ids=["mean", "sum"])
 @pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
 @pytest.mark.parametrize("uniform", [True, False], ids=["one gradient", "one a token"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_row_coefficients(dtype: str, uniform: bool, selects: bool, mean: int) -> None:
-    tokens, ignored = 600, 5
+@pytest.mark.parametrize("given", TERMS.values(), ids=TERMS)
+def test_row_coefficients(
+    given: dict[str, Any], dtype: str, uniform: bool, selects: bool, mean: int
+) -> None:
+    tokens, vocab, ignored = 600, 9, 5
     kernels = kernels_of(PINGPONG, dtype=dtype)
-    target = torch.randint(4, 9, (tokens,))
+    target = torch.randint(-2, vocab + 2, (tokens,))
     active = target != ignored
     others, reference = 10 ** (6 * torch.rand(tokens) - 3), torch.randn(tokens)
     stats = torch.stack([reference, others, 1 + others, torch.randn(tokens)])
@@ -405,28 +416,40 @@ def test_row_coefficients(dtype: str, uniform: bool, selects: bool, mean: int) -
     stats[1, ~active] = 0.0
     upstream = torch.randn(1 if uniform else tokens)
     count = active.sum().view(1).int()
-    for kernel in (kernels.row_coefficients, *([kernels.probability_coefficients] * uniform)):
+    options = LossOptions("mean" if mean else "sum", ignored, **given)
+    tensors = TensorOptions()
+    every = slice(0, vocab)
+    terms = LossTerms.of(target, options, tensors, vocab, every, torch.float64)
+    for plain in (kernels.row_coefficients, *([kernels.probability_coefficients] * uniform)):
+        kernel = dataclasses.replace(plain, terms=terms is not None)
         got, grad_scale = torch.full((kernel.planes, tokens), torch.nan), torch.zeros(())
         zeros = torch.full((5000,), 7, dtype=torch.int32)
         operands = stats, target, upstream, got, grad_scale, zeros
-        run(kernel, *operands, count if selects else zeros, int(selects), ignored, mean)
-        options, dtypes = LossOptions("mean" if mean else "sum", ignored), getattr(torch, dtype)
-        targets, in_reference = Targets(target, 9, options), kernel.in_reference
-        exact = RowStats(stats.double()), upstream[0] if uniform else upstream
+        numbers = count if selects else zeros, int(selects), ignored, mean
+        run(kernel, *operands, *numbers, vocab, None if terms is None else terms.numbers)
+        dtypes, in_reference = getattr(torch, dtype), kernel.in_reference
+        targets = Targets(target, vocab, options, tensors, terms)
+        exact = RowStats(stats.double()), (upstream[0] if uniform else upstream).double()
         want = scaling_of(dtypes, targets, *exact, in_reference=in_reference)
         assert not zeros.any()
         expected = {
             Coefficient.DX_SCALE: want.dx.scale,
             Coefficient.DX_TARGET: want.dx.target,
         }
-        if kernel.planes > len(expected):
+        if kernel.in_reference or kernel.narrow:
             expected[Coefficient.DW_TARGET] = want.target
-        if kernel.planes > len(expected) and want.row_scale is not None:
-            expected[Coefficient.DW_SCALE] = want.row_scale
+            if want.row_scale is not None:
+                expected[Coefficient.DW_SCALE] = want.row_scale
+            if want.every is not None:
+                expected[Coefficient.DW_EVERY] = want.every
+        if want.dx.every is not None:
+            expected[Coefficient.DX_EVERY] = want.dx.every
         if kernel.in_reference:
             expected[Coefficient.REFERENCE] = want.reference
         for plane, values in expected.items():
-            torch.testing.assert_close(got[plane].double(), values, rtol=1e-6, atol=1e-6)
+            # the two terms at the target may cancel
+            size = float(values[values.isfinite()].abs().max())
+            torch.testing.assert_close(got[plane].double(), values, rtol=1e-6, atol=1e-6 * size)
         torch.testing.assert_close(grad_scale.double(), want.grad_scale.double())
 
 

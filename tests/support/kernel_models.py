@@ -30,6 +30,7 @@ from cutefce.cute_kernels.variant import SUM_ONLY
 from cutefce.cute_kernels.workspace import Coefficient, Semaphore, Stat
 from cutefce.ops.operators import operands
 from cutefce.ops.primitives import cute_gradients, cute_projection, dispatch, row_selection
+from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 from tests.support.row_reductions import reduced
 
@@ -360,16 +361,24 @@ def _row_coefficients(
     selects: int,
     ignored: int,
     mean: int,
+    vocab: int,
+    terms: tuple[float, ...] | None,
 ) -> None:
     zeros.fill_(0)
     coefficients.fill_(torch.nan)
     active = target != ignored
+    assert (terms is not None) == kernel.terms
+    by_lse, at_target, class_row, squared = terms or (1.0, 1.0, 0.0, 0.0)
+    slope = by_lse + (2 * squared * RowStats(stats).lse if squared else 0.0)
     assert not selects or int(active.sum()) == int(count[0])
     given = upstream / active.sum().clamp(min=1) if mean else upstream
     total = FLOAT16_TOTAL if kernel.narrow else 1.0
     over = torch.full_like(given[:1], total) if kernel.in_reference else given
-    scale = torch.where(active, over / stats[Stat.SUM_EXP], 0)
-    terms = -scale * stats[Stat.SUM_EXP_OTHERS]
+    scale = torch.where(active, over * slope / stats[Stat.SUM_EXP], 0)
+    owned = active & (target >= 0) & (target < vocab)
+    gradient = -scale * stats[Stat.SUM_EXP_OTHERS]
+    gradient = gradient + torch.where(owned, over * (slope - at_target), 0)
+    every = torch.where(active, -over * class_row, 0)
     factor = torch.ones(())
     if kernel.in_reference:
         factor = given[0] / total
@@ -380,13 +389,13 @@ def _row_coefficients(
         coefficients[Coefficient.DW_SCALE] = scale / factor
     grad_scale.copy_(factor)
     if kernel.in_reference:
-        coefficients[Coefficient.DW_TARGET] = terms
-        coefficients[Coefficient.DX_SCALE] = torch.where(active, factor, 0)
-        coefficients[Coefficient.DX_TARGET] = terms * coefficients[Coefficient.DX_SCALE]
-        return
-    coefficients[Coefficient.DX_SCALE], coefficients[Coefficient.DX_TARGET] = scale, terms
-    if kernel.narrow:
-        coefficients[Coefficient.DW_TARGET] = terms / factor
+        coefficients[Coefficient.DW_TARGET], coefficients[Coefficient.DW_EVERY] = gradient, every
+        scale = torch.where(active, factor, 0)
+        gradient, every = gradient * scale, every * scale
+    elif kernel.narrow:
+        coefficients[Coefficient.DW_TARGET] = gradient / factor
+        coefficients[Coefficient.DW_EVERY] = every / factor
+    coefficients[: Coefficient.DW_SCALE] = torch.stack([scale, gradient, every])
 
 
 def _sort_targets(
