@@ -23,7 +23,7 @@ def compile_signature(kernel: spec.FusedForwardSpec) -> tuple[Any, tuple[Any, ..
     target_logit, inputs = compiler.compile_signature(kernel.target_logit)
     project_exp, _ = compiler.compile_signature(kernel.row_sums)
     reduce_partials, _ = compiler.compile_signature(kernel.reduce_partials)
-    h, w, target, *_, transform, _, ignored, _, stream = inputs
+    h, w, target, _, _, transform, _, ignored, *_, stream = inputs
     workspace = vector(Float32, cute.sym_int(), aligned=True)
     stats, reduced = matrix(Float32, NUM_STATS, target.shape[0], aligned=False), scalar(Float32)
     numbers = ignored, Int32(1), Int32(1), Int32(1), Int32(0)
@@ -83,7 +83,7 @@ class FusedForward:
         sums = cute.make_tensor(after_logit, sums_layout)
         after_sums = cute.recast_ptr(after_logit + rows * partials, dtype=Int32)
         semaphores = cute.make_tensor(after_sums, cute.make_layout((flags,)))
-        more = order, ignored, selects, stream
+        more = order, ignored, selects, None, stream
         self.target_logit(h, w, counted, logit, semaphores, transform, *more)
         if cutlass.const_expr(not self.spec.selects):
             count = semaphores  # any int32
@@ -91,7 +91,7 @@ class FusedForward:
         numbers = Int32(0), vocab_splits, clusters
         self.project_exp(dense, w, *row_vectors, count, selects, *numbers, stream)
         results = stats, reduced, semaphores, scatter
-        self.reduce(sums, logit, counted, *results, ignored, mean, stream)
+        self.reduce(sums, logit, counted, *results, ignored, mean, None, None, stream)
 
     @cute.jit
     def selection(self, h: cute.Tensor, memory: Any, rows: Int32) -> Any:

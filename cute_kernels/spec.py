@@ -77,6 +77,8 @@ class TargetLogitSpec:
     arch: str
     dtype: str
     transform: LogitTransform = IDENTITY
+    class_row: bool = False
+    """Whether it also writes the products of the hidden states and a class row."""
 
     WARPS: ClassVar[int] = 8
     """Warps of a thread block, one a row."""
@@ -95,6 +97,10 @@ class ReducePartialsSpec:
     """Rows of a row block."""
     scatter: bool = False
     """Whether a vector says which token the statistics of each row are of."""
+    terms: bool = False
+    """Whether losses have terms beside the cross entropy, the same for all tokens."""
+    class_row: bool = False
+    """Whether these depend on class logits."""
 
 
 @dataclass(frozen=True)

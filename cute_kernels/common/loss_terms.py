@@ -43,6 +43,21 @@ def lse_of(stats: cute.Tensor, row: Int32) -> Float32:
 
 
 @cute.jit
+def token_loss(terms: Any, class_logits: Any, stats: cute.Tensor, row: Int32) -> Float32:
+    """Return the loss of a row; `class_logits` are U (N,), None if no loss depends on them."""
+    nll = stats[Stat.LOSS, row]
+    loss = nll
+    if cutlass.const_expr(terms is not None):
+        lse = lse_of(stats, row)
+        loss = terms.lse * nll
+        if cutlass.const_expr(class_logits is not None):
+            loss += (terms.lse - terms.target) * (lse - nll) - terms.class_row * class_logits[row]
+        if terms.lse_squared != 0.0:
+            loss += terms.lse_squared * lse * lse
+    return loss
+
+
+@cute.jit
 def by_lse(terms: Any, stats: cute.Tensor, row: Int32) -> Float32:
     """Return the derivative of the loss of a row by its log-sum-exp; 1 without terms."""
     result = Float32(1.0)

@@ -19,6 +19,7 @@ from cutefce.cute_kernels.common.dsl import (
     scalar,
     vector,
 )
+from cutefce.cute_kernels.common.loss_terms import Terms, terms_argument, token_loss
 from cutefce.cute_kernels.common.row_reductions import bounded_sum
 from cutefce.cute_kernels.common.row_vectors import WARPS
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOWEST_LOGIT, SLACK
@@ -32,9 +33,11 @@ def compile_signature(kernel: spec.ReducePartialsSpec) -> tuple[Any, tuple[Any, 
     stats = matrix(Float32, NUM_STATS, rows, aligned=False)
     inputs = partials, vector(Float32, rows), vector(Int64, rows)
     outputs = stats, scalar(Float32), vector(Int32, cute.sym_int())
+    assert not (kernel.scatter and kernel.terms)
     order = vector(Int64, rows) if kernel.scatter else None
-    numbers = Int64(0), Int32(0)
-    return ReducePartials(kernel), (*inputs, *outputs, order, *numbers, current_stream())
+    class_logits = vector(Float32, rows) if kernel.class_row else None
+    more = Int64(0), Int32(0), terms_argument(kernel.terms), class_logits, current_stream()
+    return ReducePartials(kernel), (*inputs, *outputs, order, *more)
 
 
 class ReducePartials:
@@ -55,6 +58,8 @@ class ReducePartials:
         order: cute.Tensor | None,
         ignored: Int64,
         mean: Int32,
+        terms: Terms | None,
+        class_logits: cute.Tensor | None,
         stream: Any,
     ) -> None:
         """Write stats (NUM_STATS, N) from partials (N, P), log2 sums relative to logit r (N,).
@@ -62,15 +67,16 @@ class ReducePartials:
         ρ is r, unless a partial exceeds the slack: then ρ is about the largest partial, and the row
         block is flagged for repair.  The loss is 0 where target (N,) is `ignored`, whatever the
         sums; T is NaN unless the loss is below `GRADIENT_LOSS`.  `reduced` () receives the sum of
-        losses, or their mean over the targets that are not `ignored`.  With `order` (N,), the
-        statistics of row i are those of token order_i.
+        losses, or their mean over the targets that are not `ignored`.  These have `terms`, which
+        depend on `class_logits` (N,), if given; the statistics are of cross entropies.  With
+        `order` (N,), the statistics of row i are those of token order_i.
 
         semaphores are laid out as in `workspace.Semaphore`.  Each parameter is one argument that
         the host passes by position.
         """
         blocks = (logit.shape[0] + WARPS - 1) // WARPS
-        results = stats, reduced, semaphores
-        self.kernel(partials, logit, target, results, order, ignored, mean).launch(
+        results, given = (stats, reduced, semaphores), (terms, class_logits)
+        self.kernel(partials, logit, target, results, order, ignored, mean, given).launch(
             grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
         )
 
@@ -84,8 +90,12 @@ class ReducePartials:
         order: Any,
         ignored: Int64,
         mean: Int32,
+        given: Any,
     ) -> None:
-        """Reduce one row a warp; the last block to finish reduces the losses."""
+        """Reduce one row a warp; the last block to finish reduces the losses.
+
+        `given` are the terms of the losses and the class logits, or None.
+        """
         stats, reduced, semaphores = results
         pdl_wait()
         thread = cute.arch.thread_idx()[0]
@@ -116,7 +126,7 @@ class ReducePartials:
                 )
         cute.arch.sync_threads()
         if ticket[0] == others:
-            self.reduce_losses(stats, target, reduced, sums, ignored, mean)
+            self.reduce_losses(stats, target, (reduced, sums), ignored, mean, given)
 
     @cute.jit
     def reduce_row(
@@ -171,18 +181,22 @@ class ReducePartials:
         self,
         stats: cute.Tensor,
         target: cute.Tensor,
-        reduced: cute.Tensor,
-        sums: cute.Tensor,
+        results: Any,
         ignored: Int64,
         mean: Int32,
+        given: Any,
     ) -> None:
-        """Add all losses in a fixed order."""
+        """Add all losses in a fixed order; `results` are (reduced, sums of warps)."""
+        (reduced, sums), (terms, class_logits) = results, given
         thread, warp = cute.arch.thread_idx()[0], cute.arch.warp_idx()
         total, count = Float32(0.0), Float32(0.0)
         for row in cutlass.range(thread, target.shape[0], 32 * WARPS, unroll=8):
-            total += stats[Stat.LOSS, row]
+            if cutlass.const_expr(terms is None):
+                total += stats[Stat.LOSS, row]
             if target[row] != ignored:
                 count += 1.0
+                if cutlass.const_expr(terms is not None):
+                    total += token_loss(terms, class_logits, stats, row)
         total = cute.arch.warp_reduction_sum(total)
         count = cute.arch.warp_reduction_sum(count)
         if cute.arch.lane_idx() == 0:

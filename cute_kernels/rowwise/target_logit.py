@@ -1,6 +1,6 @@
 """Target logits r_i: those of h_i · w_y; also zeroes the semaphores of the kernels that follow."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -32,9 +32,20 @@ def compile_signature(kernel: spec.TargetLogitSpec) -> tuple[Any, tuple[Any, ...
     h, w = matrix(dtype, cute.sym_int(), hidden), matrix(dtype, vocab, hidden)
     vectors = vector(Int64, rows), vector(Float32, rows), vector(Int32, cute.sym_int())
     transform = transform_argument(kernel.transform, rows, vocab)
-    order = vector(Int64, rows)
-    numbers = Int64(0), Int32(0)
-    return TargetLogit(), (h, w, *vectors, transform, order, *numbers, current_stream())
+    order, class_row = vector(Int64, rows), None
+    if kernel.class_row:
+        class_row = ClassRow(vector(Float32, hidden, aligned=True), vector(Float32, rows))
+    more = order, Int64(0), Int32(0), class_row, current_stream()
+    return TargetLogit(), (h, w, *vectors, transform, *more)
+
+
+class ClassRow(NamedTuple):
+    """A launch argument."""
+
+    row: cute.Tensor
+    """(D,) float32"""
+    products: cute.Tensor
+    """(N,) float32: receives h_i · row, 0 where the target is ignored."""
 
 
 class TargetLogit:
@@ -52,18 +63,20 @@ class TargetLogit:
         order: cute.Tensor,
         ignored: Int64,
         selects: Int32,
+        class_row: ClassRow | None,
         stream: Any,
     ) -> None:
         """Write logit (N,): +inf where target (N,) is `ignored`, and nowhere else.
 
         It is NaN for targets outside [0, V) and logits of +inf, `LOWEST_LOGIT` or more for others.
         Fills `zeros`, int32 of at most `TargetLogitSpec.max_zeros(N)` elements, with 0.  If
-        `selects`, the hidden states of token i are row `order`_i of h.  More than eight parameters:
+        `selects`, the hidden states of token i are row `order`_i of h.  `class_row` receives their
+        products with a row, if given.  More than eight parameters:
         each is one argument that the host passes by position.
         """
         blocks = (target.shape[0] + WARPS - 1) // WARPS
-        rows = order, selects
-        self.kernel(h, w, target, logit, zeros, transform, rows, ignored).launch(
+        rows, results = (order, selects), (logit, zeros)
+        self.kernel(h, w, target, results, transform, rows, ignored, class_row).launch(
             grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
         )
 
@@ -73,14 +86,17 @@ class TargetLogit:
         h: cute.Tensor,
         w: cute.Tensor,
         target: cute.Tensor,
-        logit: cute.Tensor,
-        zeros: cute.Tensor,
+        results: Any,
         transform: Any,
         rows: Any,
         ignored: Int64,
+        class_row: Any,
     ) -> None:
-        """Compute one row a warp, and one zero a thread; `rows` are (order, selects)."""
-        order, selects = rows
+        """Compute one row a warp, and one zero a thread.
+
+        `results` are (logit, zeros), `rows` (order, selects).
+        """
+        (order, selects), (logit, zeros) = rows, results
         pdl_wait()
         lane = cute.arch.lane_idx()
         thread = cute.arch.block_idx()[0] * 32 * WARPS + cute.arch.thread_idx()[0]
@@ -113,6 +129,12 @@ class TargetLogit:
                 z = Float32.inf
             if lane == 0:
                 logit[row] = z
+            if cutlass.const_expr(class_row is not None):
+                of_every = cute.zipped_divide(class_row.row, (8,))
+                product = dot(row_vectors(h, source), of_every, lane, vectors)
+                product = cute.arch.warp_reduction_sum(product)
+                if lane == 0:
+                    class_row.products[row] = product
 
 
 @cute.jit

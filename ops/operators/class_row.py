@@ -8,7 +8,7 @@ from torch import Tensor
 from cutefce.ops.parallel.shard import Unsharded
 from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.rows.loss_terms import class_weights
-from cutefce.ops.rows.targets import Targets
+from cutefce.ops.rows.targets import ClassRow, Targets
 
 
 def needs_class_row(targets: Targets) -> bool:
@@ -21,16 +21,15 @@ def smooths(targets: Targets) -> bool:
     return targets.terms is not None and targets.terms.has_class_row
 
 
-def set_class_logits(shard: Unsharded, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
-    """Set `targets.class_logits`, of all ranks' classes; return the class row (D,) of w (V, D)."""
+def set_class_row(shard: Unsharded, w: Tensor, targets: Targets) -> Tensor:
+    """Set `targets.class_row`, of all ranks' classes; return that of this rank's w (V, D)."""
     kappa = None if targets.terms is None else targets.terms.class_weight
-    row, logits = weighted_sum(w, kappa), targets.logits
-    result = weighted_sum(h.t(), shard.sum_of_ranks(row))
-    if targets.selection is not None:
-        result = targets.selection.take(result)
+    own, logits = weighted_sum(w, kappa), targets.logits
+    row, offset = shard.sum_of_ranks(own), None
     if logits is not None and logits.bias is not None:
-        result += shard.sum_of_ranks((logits.bias * class_weights(targets.terms, w)).sum())
-    if logits is not None and logits.row_scale is not None:
-        result *= logits.row_scale
-    targets.class_logits = result if smooths(targets) else result / shard.total_vocab(w)
-    return row
+        offset = shard.sum_of_ranks((logits.bias * class_weights(targets.terms, w)).sum())
+    if not smooths(targets):
+        count = shard.total_vocab(w)
+        row, offset = row / count, None if offset is None else offset / count
+    targets.class_row = ClassRow(row, offset)
+    return own

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
-from cutefce.ops.operators.class_row import needs_class_row, set_class_logits
+from cutefce.ops.operators.class_row import needs_class_row, set_class_row
 from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.parallel.shard import Unsharded
@@ -60,7 +60,7 @@ def prepare(
     h, w = own.projection.prepare(h, w)
     class_row = None if known is None else known.class_row
     if class_row is None and needs_class_row(targets):
-        class_row = set_class_logits(shard, h, w, targets)
+        class_row = set_class_row(shard, w, targets)
     dw_dtype = w.dtype if tensors.weight_cast is None else sum_dtype(w.dtype)
     dtypes = shard.dx_dtype(h.dtype), dw_dtype
     return LossInputs(shard.primitives(own), h, w, targets, *dtypes, class_row), selection

@@ -78,6 +78,7 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
         y.device.type == "cpu"
         or sharding.is_sharded
         or options.transforms_logits
+        or options.label_smoothing
         or (tensors.temperature is not None)
     ):  # otherwise the kernels' fused forward selects
         step = StepOptions(MINIMUM, *NO_GRADIENTS)

@@ -8,7 +8,7 @@ launched and exits at once where no block is flagged, so that nothing synchroniz
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -106,9 +106,14 @@ class CuteProjection:
         zeros = h.new_empty(count, dtype=torch.int32)  # faster than torch.empty
         transform = _transform(targets, (0, w.shape[0]))
         order = targets.index if chosen is None else chosen.order
-        numbers = targets.options.ignore_index, int(chosen is not None)
-        compiled(kernel)(h, w, targets.index, logit, zeros, transform, order, *numbers)
+        numbers, class_row = (targets.options.ignore_index, int(chosen is not None)), None
+        if targets.class_row is not None:
+            kernel = replace(kernel, class_row=True)
+            class_row = targets.class_row.row, torch.empty_like(logit)
+        compiled(kernel)(h, w, targets.index, logit, zeros, transform, order, *numbers, class_row)
         self.semaphores.adopt(zeros, count)
+        if class_row is not None:
+            targets.set_class_logits(class_row[1])
         return logit
 
     def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None = None) -> Tensor:
@@ -166,7 +171,7 @@ class CuteProjection:
         return PartialLse(gather(total).t().contiguous(), partial.semaphores)
 
     def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
-        if targets.selection is not None:
+        if targets.selection is not None or targets.class_row is not None:
             return forward_unfused(self, h, w, targets)
         (tokens, hidden), splits = h.shape, self._vocab_splits(h, w)
         kernels, most, logits = self.kernels, splits, targets.logits
@@ -183,7 +188,7 @@ class CuteProjection:
         transform = None if targets.logits is None else _transform(targets, (0, w.shape[0]))
         launch = self._launch_selecting_forward if selects else self._launch_fused_forward
         launch(*tensors, transform, *numbers, int(targets.divides_by_count))
-        return stats, reduce_losses(stats, targets, reduced)
+        return stats, reduce_losses(stats, targets, reduced if targets.terms is None else None)
 
     def recompute_exp(
         self,
@@ -208,11 +213,16 @@ class CuteProjection:
         self, partial: PartialLse, target_logit: Tensor, targets: Targets
     ) -> tuple[RowStats, Tensor]:
         stats = RowStats.empty(target_logit, target_logit.shape[0])
-        reduced = target_logit.new_empty(())
+        reduced, terms = target_logit.new_empty(()), targets.terms
         tensors = partial.sums, target_logit, targets.index, stats.rows, reduced, partial.semaphores
         numbers = targets.options.ignore_index, int(targets.divides_by_count)
-        compiled(self.kernels.reduce_partials)(*tensors, None, *numbers)
-        return stats, reduce_losses(stats, targets, reduced)
+        kernel, given, class_logits = self.kernels.reduce_partials, None, None
+        if terms is not None and terms.numbers is not None and targets.options.is_scalar:
+            kernel = replace(kernel, terms=True, class_row=terms.has_class_row)
+            given, class_logits = terms.numbers, targets.class_logits
+        compiled(kernel)(*tensors, None, *numbers, given, class_logits)
+        known = terms is None or kernel.terms
+        return stats, reduce_losses(stats, targets, reduced if known else None)
 
     def repair_stored_exps(
         self,

@@ -52,7 +52,8 @@ class Projection(Protocol[PartialT]):
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         """Return r (N,): +inf for ignored tokens alone, NaN for targets outside [0, V).
 
-        With `targets.selection`, h has the rows of all tokens, in the order of the call.
+        With `targets.selection`, h has the rows of all tokens, in the order of the call.  With
+        `targets.class_row`, the class logits of the targets are set too.
         A logit of +inf becomes NaN: no value of a logit makes its token an ignored one.
         """
         ...

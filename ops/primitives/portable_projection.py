@@ -29,6 +29,7 @@ from cutefce.ops.primitives.portable_gradients import (
     matmul_into,
     scale_rows,
 )
+from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
@@ -66,6 +67,8 @@ class PortableProjection:
         return rows
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
+        if targets.class_row is not None:
+            targets.set_class_logits(weighted_sum(h.t(), targets.class_row.row))
         logit = h.new_empty(h.shape[0], dtype=sum_dtype(h.dtype))
         apply_rowwise(gathered_dot_, logit, h, targets.safe_index, whole=(w,))
         if targets.logits is not None:

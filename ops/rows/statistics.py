@@ -88,11 +88,11 @@ def returned_rows(stats: RowStats, targets: Targets) -> Tensor:
 def reduce_losses(stats: RowStats, targets: Targets, reduced: Tensor | None = None) -> Tensor:
     """Return the loss, () or (N,); the mean over no active token is 0.
 
-    `reduced` () is what a kernel has reduced `stats.loss` to: their sum, divided already if
+    `reduced` () is what a kernel has reduced the losses to: their sum, divided already if
     `targets.divides_by_count`.
     """
     options = targets.options
-    if reduced is None or targets.terms is not None or not options.is_scalar:
+    if reduced is None or not options.is_scalar:
         losses = token_losses(stats, targets)
         return losses.sum() * targets.loss_scale(losses.dtype) if options.is_scalar else losses
     if targets.tensors.denominator is None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,15 @@ OUTPUTS = "outputs"
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of `dtype` are summed: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+class ClassRow(NamedTuple):
+    """Σ_v κ_v W_v over the classes of all ranks, over V for mean logits."""
+
+    row: Tensor
+    """(D,) in the dtype of sums"""
+    offset: Tensor | None
+    """() the same sum of biases; None without."""
 
 
 class Targets:
@@ -45,8 +55,10 @@ class Targets:
         """The logit transform; None for the identity."""
         self.first = first
         """The class that `index` counts from: the first one of this rank."""
+        self.class_row: ClassRow | None = None
+        """In a forward of losses or outputs that depend on class logits."""
         self.class_logits: Tensor | None = None
-        """(N,) U, in a forward of losses that depend on it; the mean logit as an output."""
+        """(N,) U, which `target_logit` sets from the class row; the mean logit as an output."""
         self.selection: RowSelection | None = None
         """Which rows of the hidden states these tokens are, if kernels have selected them."""
 
@@ -94,6 +106,15 @@ class Targets:
         if denominator is not None:
             return torch.where(denominator == 0, 0, denominator.to(dtype).reciprocal())
         return torch.ones((), dtype=dtype, device=self.index.device)
+
+    def set_class_logits(self, products: Tensor) -> None:
+        """Set the class logits from the products (N,) of hidden states and the class row."""
+        assert self.class_row is not None
+        if self.class_row.offset is not None:
+            products = products + self.class_row.offset
+        if self.logits is not None and self.logits.row_scale is not None:
+            products = products * self.logits.row_scale
+        self.class_logits = products
 
     @property
     def owned(self) -> Tensor:

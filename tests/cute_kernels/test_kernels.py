@@ -256,7 +256,7 @@ class Launches:
     def target_logit(self) -> Tensor:
         logit, zeros = torch.empty(self.tokens, device="cuda"), self.semaphores()
         tensors = self.case.h, self.case.w, self.case.y, logit, zeros
-        more = self.transform, self.case.y, -100, 0
+        more = self.transform, self.case.y, -100, 0, None
         jit_cache.compiled(self.kernels.target_logit)(*tensors, *more)
         return logit
 

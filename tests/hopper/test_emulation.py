@@ -25,13 +25,14 @@ from cutefce.cute_kernels.workspace import Coefficient, Semaphore, Stat
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.scaling import scaling_of
-from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.statistics import RowStats, token_losses
 from cutefce.ops.rows.targets import Targets
 from tests.emulation.cases import Case, check, check_counted, launch_of_counted, numbers
 from tests.emulation.core import Stuck
 from tests.emulation.hopper import run
 from tests.emulation.host import host_function
 from tests.support.kernel_models import serve_calls
+from tests.support.options import exact, options_case
 from tests.support.reference import PLANS, assert_as_accurate, planned, random_case
 from tests.support.row_reductions import merged, reduced
 
@@ -274,7 +275,7 @@ def test_target_logits(hidden: int) -> None:
             kernel = dataclasses.replace(kernel, transform=transform)
             want = scale.double() * (z + bias.double()[y.clamp(0, 29)])
         logit, zeros = torch.zeros(21), torch.full((40,), 7, dtype=torch.int32)
-        run(kernel, h, w, y, logit, zeros, operands, y, -100, 0)
+        run(kernel, h, w, y, logit, zeros, operands, y, -100, 0, None)
         want = want.clamp(min=LOWEST_LOGIT)
         want[3], want[4:6] = torch.inf, torch.nan
         torch.testing.assert_close(logit.double(), want, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -291,7 +292,8 @@ def check_reduced_partials(rows: int, **how: Any) -> None:
     partials[rows - 1, 66] = 300.0
     stats, loss = torch.zeros(4, rows), torch.zeros(())
     semaphores = torch.zeros(3, dtype=torch.int32)
-    run(kernel, partials, logit, target, stats, loss, semaphores, None, -100, 1, **how)
+    operands = partials, logit, target, stats, loss, semaphores, None, -100, 1
+    run(kernel, *operands, None, None, **how)
     others = (partials.double() * math.log(2)).logsumexp(1)
     want = F.softplus(others)
     want[1] = 0.0
@@ -308,6 +310,30 @@ def check_reduced_partials(rows: int, **how: Any) -> None:
 def test_reduced_partials(rows: int) -> None:
     """One block, and several, of which the last to finish adds the losses."""
     check_reduced_partials(rows)
+
+
+@pytest.mark.parametrize("smoothing", [0.1, 0.0])
+@pytest.mark.parametrize("z_loss", [0.01, 0.0])
+def test_reduced_losses_with_terms(z_loss: float, smoothing: float) -> None:
+    logit, partials = torch.randn(45), 4 * torch.randn(45, 70)
+    target, class_logits = torch.randint(9, (45,)), torch.randn(45)
+    target[::7] = -100
+    logit[::7], class_logits[::7] = torch.inf, torch.nan
+    options = LossOptions("mean", label_smoothing=smoothing, z_loss=z_loss)
+    terms = LossTerms.of(target, options, TensorOptions(), 9, slice(0, 9), torch.float32)
+    kernel = dataclasses.replace(
+        kernels_of(PINGPONG).reduce_partials, terms=terms is not None, class_row=smoothing > 0
+    )
+    stats, loss = torch.zeros(4, 45), torch.zeros(())
+    semaphores = torch.zeros(3, dtype=torch.int32)
+    operands = partials, logit, target, stats, loss, semaphores, None, -100, 1
+    more = None if terms is None else terms.numbers, class_logits if smoothing else None
+    run(kernel, *operands, *more)
+    targets = Targets(target, 9, options, TensorOptions(), terms)
+    targets.class_logits = class_logits.double() if smoothing else None
+    losses = token_losses(RowStats(stats.double()), targets)
+    want = losses.sum() / (target >= 0).sum()
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
 
 
 ROW_KERNELS = {
@@ -520,11 +546,16 @@ def test_target_logits_of_selected_rows() -> None:
     h, w = torch.randn(40, 72).bfloat16(), torch.randn(30, 72).bfloat16()
     order, y = torch.randperm(40)[:21], torch.randint(30, (21,))
     y[15:] = -100
+    h[order[15:]] = torch.nan
     logit, zeros = torch.zeros(21), torch.full((40,), 7, dtype=torch.int32)
-    run(kernels_of(PINGPONG).target_logit, h, w, y, logit, zeros, None, order, -100, 1)
+    row, products = torch.randn(72), torch.full((21,), 7.0)
+    kernel = dataclasses.replace(kernels_of(PINGPONG).target_logit, class_row=True)
+    run(kernel, h, w, y, logit, zeros, None, order, -100, 1, (row, products))
     want = (h[order].float() * w[y.clamp(0)].float()).sum(1)
     torch.testing.assert_close(logit[:15], want[:15], rtol=1e-5, atol=1e-5)
     assert (logit[15:] == torch.inf).all()
+    torch.testing.assert_close(products[:15], h[order[:15]].float() @ row, rtol=1e-5, atol=1e-5)
+    assert not products[15:].any()
 
 
 # Whole calls
@@ -562,6 +593,21 @@ def test_every_strategy(
     case.upstream.fill_(1.0)
     names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
     assert_as_accurate(planned(case, small_tiles.window, *plan), case, names)
+
+
+@pytest.mark.parametrize("workspace", ["max", "min"])
+def test_smoothed_losses(
+    workspace: str, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Terms of the losses and class logits in the kernels that the host's code chooses."""
+    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE)
+    emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
+    serve_calls(monkeypatch, ARCH, small_tiles, selects=True, configs=configs, **emulated)
+    x = options_case(["label_smoothing", "z_loss"], 70, 48, 333, dtype=torch.bfloat16, ignored=0.5)
+    got, want = x.ours(reduction="mean", workspace=workspace), exact(x, reduction="mean")
+    for a, b in zip(got, want, strict=True):
+        assert float((a.double() - b).norm()) <= 2**-7 * float(b.norm())
+    torch.testing.assert_close(got[0].double(), want[0], rtol=1e-5, atol=1e-5)
 
 
 # Faults

@@ -30,6 +30,7 @@ from cutefce.cute_kernels.variant import SUM_ONLY
 from cutefce.cute_kernels.workspace import Coefficient, Semaphore, Stat
 from cutefce.ops.operators import operands
 from cutefce.ops.primitives import cute_gradients, cute_projection, dispatch, row_selection
+from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 from tests.support.row_reductions import reduced
@@ -130,11 +131,16 @@ def _target_logit(
     order: Tensor,
     ignored: int,
     selects: int,
+    class_row: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     _check(kernel, transform)
+    assert (class_row is not None) == kernel.class_row
     assert len(zeros) <= kernel.max_zeros(len(target))
     zeros.fill_(0)
     h = h[order] if selects else h
+    if class_row is not None:
+        row, products = class_row
+        products[:] = torch.where(target == ignored, 0, (h.float() * row).sum(1))
     in_vocab = (target >= 0) & (target < len(w))
     index = torch.where(in_vocab, target, 0)
     logit[:] = (h.float() * w[index].float()).sum(1)
@@ -219,8 +225,12 @@ def _reduce_partials(
     order: Tensor | None,
     ignored: int,
     mean: int,
+    terms: tuple[float, ...] | None = None,
+    class_logits: Tensor | None = None,
 ) -> None:
     assert (order is not None) == kernel.scatter
+    assert (terms is not None) == kernel.terms
+    assert (class_logits is not None) == kernel.class_row
     assert semaphores[Semaphore.DONE_COUNTER] == 0
     partials = torch.where((target == ignored)[:, None], -torch.inf, partials)
     # a maximum drops NaN, as on the GPU
@@ -240,7 +250,13 @@ def _reduce_partials(
     stats[Stat.SUM_EXP] = torch.where(loss < GRADIENT_LOSS, excess + 1, torch.nan)
     stats[Stat.LOSS] = loss
     count = (target != ignored).sum().clamp(min=1) if mean else 1
-    reduced.copy_(stats[Stat.LOSS].sum() / count)
+    losses = stats[Stat.LOSS]
+    if terms is not None:
+        by_lse, at_target, every, squared = terms
+        given = LossTerms(by_lse, at_target, every, squared, None, None)
+        losses = given.losses(RowStats(stats).lse, losses, class_logits)
+        losses = torch.where(target == ignored, 0, losses)
+    reduced.copy_(losses.sum() / count)
     if order is not None:
         stats[:, order] = stats.clone()
 
