@@ -79,16 +79,16 @@ class KernelSet:
     """Adds to the sums of dW."""
     add_targets: AddTargetsSpec | None
     """Adds the targets' terms to the sums of dW."""
-    sort_targets: SortTargetsSpec
+    sort_targets: SortTargetsSpec | None
     """Lists the tokens whose terms these are."""
 
     @property
     def grad_weight_kernels(self) -> "GradWeightKernels | None":
         """The kernels of dW, None on architectures without them."""
-        if self.grad_weight is None or self.grad_weight_accumulate is None or not self.add_targets:
+        final, accumulate = self.grad_weight, self.grad_weight_accumulate
+        if not (final and accumulate and self.add_targets and self.sort_targets):
             return None
-        gemms = self.grad_weight, self.grad_weight_accumulate
-        return GradWeightKernels(*gemms, self.add_targets, self.sort_targets)
+        return GradWeightKernels(final, accumulate, self.add_targets, self.sort_targets)
 
     STORED_EXPS_ONLY: ClassVar = (
         "row_sums_and_exps",
@@ -130,11 +130,11 @@ def kernel_set(
         None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
         for config in (configs.grad_hidden, configs.grad_hidden_short)
     )
-    weight = accumulate = add_targets = None
+    weight = accumulate = add_targets = sort_targets = None
     if configs.grad_weight is not None:
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
         accumulate = dataclasses.replace(weight, final=False)
-        add_targets = AddTargetsSpec(arch.name, dtype)
+        add_targets, sort_targets = AddTargetsSpec(arch.name, dtype), SortTargetsSpec(arch.name)
     forward = FusedForwardSpec(*project_exp, transform)
     narrow = not can_keep(dtype)
     return KernelSet(
@@ -163,7 +163,7 @@ def kernel_set(
         grad_weight=weight,
         grad_weight_accumulate=accumulate,
         add_targets=add_targets,
-        sort_targets=SortTargetsSpec(arch.name),
+        sort_targets=sort_targets,
     )
 
 

@@ -207,13 +207,15 @@ class RowCoefficientsSpec:
     terms: bool = False
     """Whether losses have terms beside the cross entropy, the same for all tokens."""
 
-    THREADS: ClassVar[int] = 256
-    """Tokens of a thread block."""
+    THREADS: ClassVar[int] = 1024
+    """Tokens of a thread block, which may read those of all."""
 
     @property
     def planes(self) -> int:
         """Rows of its result, see `workspace.Coefficient`."""
-        return len(Coefficient) if self.in_reference or self.narrow else Coefficient.DX_EVERY + 1
+        if self.in_reference:
+            return len(Coefficient)
+        return Coefficient.REFERENCE if self.narrow else Coefficient.DW_SCALE
 
 
 @dataclass(frozen=True)

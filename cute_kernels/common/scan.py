@@ -1,4 +1,4 @@
-"""Sums over the lanes of a warp up to each lane."""
+"""Prefix sums over a warp and over the warps of a thread block."""
 
 from typing import Any
 
@@ -16,3 +16,15 @@ def inclusive_sum(value: Int32, lane: Int32) -> Any:
         if lane >= 1 << step:
             total += below
     return total
+
+
+@cute.jit
+def sums_of_warps(parts: cute.Tensor, warp: Int32, lane: Int32) -> Any:
+    """Return the sum of the parts (32,) of the warps before this one, and of all.
+
+    They are in shared memory; a thread block has 32 warps, and all of them call this.
+    """
+    own = parts[lane]
+    up_to = inclusive_sum(own, lane)
+    before = cute.arch.shuffle_sync(up_to - own, warp)
+    return before, cute.arch.shuffle_sync(up_to, 31)

@@ -1,4 +1,4 @@
-"""What a backward multiplies each token's rows by, of the statistics of its forward."""
+"""Coefficients of each token in a backward, from the statistics of its forward."""
 
 from typing import Any
 
@@ -27,10 +27,10 @@ WARPS = THREADS // 32
 
 def compile_signature(kernel: spec.RowCoefficientsSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and the arguments to compile it for."""
-    tokens, numbers = cute.sym_int(), vector(Int32, cute.sym_int())
+    tokens, zeros = cute.sym_int(), vector(Int32, cute.sym_int())
     stats = matrix(Float32, cute.sym_int(), tokens, aligned=False)
     given = stats, vector(Int64, tokens), vector(Float32, cute.sym_int())
-    results = matrix(Float32, kernel.planes, tokens, aligned=False), scalar(Float32), numbers
+    results = matrix(Float32, kernel.planes, tokens, aligned=False), scalar(Float32), zeros
     count = vector(Int32, cute.sym_int()), Int32(0)
     options = Int64(0), Int32(0), Int32(0), terms_argument(kernel.terms), current_stream()
     return RowCoefficients(kernel), (*given, *results, *count, *options)
@@ -72,8 +72,8 @@ class RowCoefficients:
         parameters: each is one argument that the host passes by position.
         """
         blocks = (target.shape[0] + THREADS - 1) // THREADS
-        results, given = (coefficients, grad_scale, zeros), (count, selects, mean)
-        self.kernel(stats, target, upstream, results, given, ignored, vocab, terms).launch(
+        results, counted = (coefficients, grad_scale, zeros), (count, selects, mean)
+        self.kernel(stats, target, upstream, results, counted, ignored, vocab, terms).launch(
             grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
         )
 
@@ -84,13 +84,13 @@ class RowCoefficients:
         target: cute.Tensor,
         upstream: cute.Tensor,
         results: Any,
-        given: Any,
+        counted: Any,
         ignored: Int64,
         vocab: Int32,
         terms: Any,
     ) -> None:
-        """Compute one token a thread."""
-        (coefficients, grad_scale, zeros), (count, selects, mean) = results, given
+        """Compute one token a thread; `counted` are (count, selects, mean)."""
+        (coefficients, grad_scale, zeros), (count, selects, mean) = results, counted
         smem = SmemAllocator()
         parts = smem.allocate_tensor(Float32, cute.make_layout((WARPS, 2)), 16)
         pdl_wait()
@@ -100,17 +100,19 @@ class RowCoefficients:
             zeros[i] = Int32(0)
         factor = Float32(1.0)
         if mean != 0:
-            active = Float32(count[0])
+            number = Float32(0.0)
+            if selects != 0:
+                number = Float32(count[0])
             if selects == 0:
-                active = count_active(target, ignored, parts)
-            factor = 1.0 / cute.arch.fmax(active, Float32(1.0))
-        own_scale = Float32(1.0)
+                number = count_active(target, ignored, parts)
+            factor = 1.0 / cute.arch.fmax(number, Float32(1.0))
+        dw_scale = Float32(1.0)
         if cutlass.const_expr(self.in_reference):
-            own_scale = upstream[0] * factor / self.total
+            dw_scale = upstream[0] * factor / self.total
         elif cutlass.const_expr(self.narrow):
-            own_scale = largest_scale(stats, target, upstream, factor, (ignored, parts), terms)
+            dw_scale = largest_scale(stats, target, upstream, factor, (ignored, parts), terms)
         if token == 0:
-            grad_scale[()] = own_scale
+            grad_scale[()] = dw_scale
         if token < tokens:
             index = target[token]
             scale, beyond, every = Float32(0.0), Float32(0.0), Float32(0.0)
@@ -130,10 +132,10 @@ class RowCoefficients:
                 coefficients[Coefficient.REFERENCE, token] = relative
                 dx_scale = Float32(0.0)
                 if index != ignored:
-                    dx_scale = own_scale
+                    dx_scale = dw_scale
                 dx = dx_scale, at_target * dx_scale, every * dx_scale
             elif cutlass.const_expr(self.narrow):
-                dw = scale / own_scale, at_target / own_scale, every / own_scale
+                dw = scale / dw_scale, at_target / dw_scale, every / dw_scale
             for i in cutlass.range_constexpr(3):
                 coefficients[Coefficient.DX_SCALE + i, token] = dx[i]
                 if cutlass.const_expr(self.in_reference or self.narrow):
@@ -154,8 +156,7 @@ def count_active(target: cute.Tensor, ignored: Int64, parts: cute.Tensor) -> Flo
     """Return how many targets are not `ignored`; all threads of a block call this."""
     count = Int32(0)
     for other in cutlass.range(cute.arch.thread_idx()[0], target.shape[0], THREADS, unroll=8):
-        if target[other] != ignored:
-            count += 1
+        count += Int32(target[other] != ignored)
     count, warp_here = cute.arch.warp_reduction_sum(count), cute.arch.warp_idx()
     if cute.arch.lane_idx() == 0:
         parts[warp_here, 0] = Float32(count)

@@ -1,4 +1,4 @@
-"""The tokens of every class, one class after the other: what dW's targets' terms are added from.
+"""Lists the tokens of every class, for the targets' terms of dW.
 
 A thread block counts and places the tokens of its own classes, so that no block waits for another.
 Tokens of a class keep their order, so that sums over them are deterministic.
@@ -13,11 +13,13 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, pdl_wait, vector
-from cutefce.cute_kernels.common.scan import inclusive_sum
+from cutefce.cute_kernels.common.scan import inclusive_sum, sums_of_warps
 
 WARPS = 32
 THREADS = 32 * WARPS
 """Classes of a thread block, and the tokens that it looks at together."""
+LOADS = 4
+"""Targets that a thread loads at a time."""
 
 
 def compile_signature(_: spec.SortTargetsSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -69,59 +71,61 @@ def sort_targets_kernel(
     first, entries = cute.arch.block_idx()[0] * THREADS, offsets.shape[0]
     smem = SmemAllocator()
     slots = smem.allocate_tensor(Int32, cute.make_layout(THREADS), 16)
-    sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, 2)), 16)
-    found = smem.allocate_tensor(Int32, cute.make_layout((THREADS, 2)), 16)
+    counts = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+    counts_before = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+    found_classes = smem.allocate_tensor(Int32, cute.make_layout(THREADS), 16)
+    found_coefficients = smem.allocate_tensor(Float32, cute.make_layout(THREADS), 16)
+    found_rows = smem.allocate_tensor(Int64, cute.make_layout(THREADS), 16)
+    found = found_classes, found_coefficients, found_rows
     slots[thread] = Int32(0)
     pdl_wait()
     cute.arch.sync_threads()
-    before = Int32(0)
-    for token in cutlass.range(thread, target.shape[0], THREADS, unroll=8):
-        index = target[token]
-        if index != ignored and index >= 0 and index < entries - 1:
-            own = Int32(index) - first
-            if own < 0:
-                before += 1
-            elif own < THREADS:
-                cute.arch.atomic_add(slots.iterator + own, Int32(1), sem="relaxed", scope="cta")
+    before, tokens = Int32(0), target.shape[0]
+    indices = cute.make_rmem_tensor((LOADS,), Int64)
+    for start in cutlass.range(thread, tokens, LOADS * THREADS, unroll=1):
+        for j in cutlass.range_constexpr(LOADS):
+            indices[j] = target[cutlass.min(start + j * THREADS, tokens - 1)]
+        for j in cutlass.range_constexpr(LOADS):
+            index, is_token = indices[j], start + j * THREADS < tokens
+            if is_token and index != ignored and index >= 0 and index < entries - 1:
+                own = Int32(index) - first
+                if own < 0:
+                    before += 1
+                elif own < THREADS:
+                    cute.arch.atomic_add(slots.iterator + own, Int32(1), sem="relaxed", scope="cta")
     cute.arch.sync_threads()
     counted = slots[thread]
     up_to = inclusive_sum(counted, lane)
     before = cute.arch.warp_reduction_sum(before)
     if lane == 31:
-        sums[warp, 0], sums[warp, 1] = up_to, before
+        counts[warp], counts_before[warp] = up_to, before
     cute.arch.sync_threads()
-    place, tokens_here = up_to - counted, Int32(0)
-    for other in cutlass.range(WARPS, unroll=4):
-        if other < warp:
-            place += sums[other, 0]
-        place += sums[other, 1]
-        tokens_here += sums[other, 0]
+    in_warps, tokens_here = sums_of_warps(counts, warp, lane)
+    _, in_blocks = sums_of_warps(counts_before, warp, lane)
+    place = in_blocks + in_warps + up_to - counted
     slots[thread] = place
     if first + thread < entries:
         offsets[first + thread] = place
     if tokens_here > 0:
-        for start in cutlass.range(0, target.shape[0], THREADS, unroll=1):
+        values = target, coefficient, rows, maps
+        for start in cutlass.range(0, tokens, THREADS, unroll=1):
             cute.arch.sync_threads()
-            count = find_tokens(target, ignored, start, first, entries, (sums, found))
+            count = find_tokens(values, ignored, start, (first, entries), found, counts)
             cute.arch.sync_threads()
             if warp == 0:
-                place_tokens((coefficient, rows, maps), csr, found, slots, count)
+                place_tokens(csr, found, slots, count)
 
 
 @cute.jit
 def find_tokens(
-    target: cute.Tensor,
-    ignored: Int64,
-    start: Int32,
-    first: Int32,
-    entries: Int32,
-    shared: Any,
+    values: Any, ignored: Int64, start: Int32, classes: Any, found: Any, counts: cute.Tensor
 ) -> Any:
-    """List which tokens from `start` on have a class of this block, in order; return how many.
+    """List the tokens from `start` on that have a class of this block, in order; return how many.
 
-    `shared` are sums (WARPS, 2) and the list (THREADS, 2) of tokens and classes - `first`.
+    `values` are (target, coefficient, rows, maps) of the tokens, `classes` the first of the block
+    and the number of offsets.  The list `found` are classes - first, coefficients and rows.
     """
-    sums, found = shared
+    (target, coefficient, rows, maps), (first, entries) = values, classes
     thread, warp, lane = cute.arch.thread_idx()[0], cute.arch.warp_idx(), cute.arch.lane_idx()
     token, own, is_here = start + thread, Int32(0), Int32(0)
     if token < target.shape[0]:
@@ -131,32 +135,32 @@ def find_tokens(
             own, is_here = Int32(index) - first, Int32(1)
     up_to = inclusive_sum(is_here, lane)
     if lane == 31:
-        sums[warp, 0] = up_to
+        counts[warp] = up_to
     cute.arch.sync_threads()
-    place, count = up_to - is_here, Int32(0)
-    for other in cutlass.range(WARPS, unroll=4):
-        if other < warp:
-            place += sums[other, 0]
-        count += sums[other, 0]
+    place, count = sums_of_warps(counts, warp, lane)
     if is_here != 0:
-        found[place, 0], found[place, 1] = token, own
+        place += up_to - 1
+        row = Int64(token)
+        if maps != 0:
+            row = rows[token]
+        found_classes, found_coefficients, found_rows = found
+        found_classes[place], found_rows[place] = own, row
+        found_coefficients[place] = coefficient[token]
     return count
 
 
 @cute.jit
-def place_tokens(
-    values: Any, csr: Any, found: cute.Tensor, slots: cute.Tensor, count: Int32
-) -> None:
+def place_tokens(csr: Any, found: Any, slots: cute.Tensor, count: Int32) -> None:
     """Write `count` tokens of a list to the next places of their classes; one warp does.
 
-    `values` are (coefficient, rows, maps) of the tokens, `slots` (THREADS,) the next places.
+    `slots` (THREADS,) are the next places.
     """
-    (coefficient, rows, maps), (order, _, sorted_coefficient) = values, csr
+    (order, _, sorted_coefficient), (classes, coefficients, rows) = csr, found
     lane = cute.arch.lane_idx()
     for begin in cutlass.range(0, count, 32, unroll=1):
         own, at = -1 - lane, begin + lane  # lanes without a token equal no other
         if at < count:
-            own = found[at, 1]
+            own = classes[at]
         earlier, same = Int32(0), Int32(0)
         for other in cutlass.range_constexpr(32):
             if cute.arch.shuffle_sync(own, other) == own:
@@ -164,12 +168,8 @@ def place_tokens(
                 if other < lane:
                     earlier += 1
         if at < count:
-            place, token = slots[own] + earlier, found[at, 0]
-            sorted_coefficient[place] = coefficient[token]
-            row = Int64(token)
-            if maps != 0:
-                row = rows[token]
-            order[place] = row
+            place = slots[own] + earlier
+            order[place], sorted_coefficient[place] = rows[at], coefficients[at]
         cute.arch.sync_warp()
         if at < count and earlier == 0:
             slots[own] = slots[own] + same

@@ -54,7 +54,9 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
 def check_type(name: str, value: Any) -> None:
     """Raise TypeError unless the argument called `name` is of its type in `ARGUMENT_TYPES`."""
     types, expected = ARGUMENT_TYPES[name]
-    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+    # a string is a sequence, a bool an integer
+    wrong_kind = any(isinstance(value, kind) and kind not in types for kind in (bool, str))
+    if wrong_kind or not isinstance(value, types):
         raise TypeError(f"{name}: got {_shown(value)}, expected {expected}")
 
 

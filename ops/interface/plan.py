@@ -27,9 +27,11 @@ def plan(
 ) -> Plan:
     """Return how `linear_cross_entropy` would run with these arguments; print it to read it.
 
+    The plan is that of a call in which every token counts.
+
     Args:
         input: (..., D) hidden states.  Set requires_grad on input, linear_weight or both, as for
-            the call.
+            the call; under `torch.no_grad` the plan is that of a forward alone.
         linear_weight: (V, D).
         reduction: as for the call, and so are the other arguments.
         workspace: peak memory, as for the call.
@@ -63,5 +65,7 @@ def plan(
     sharding.check(w)
     rows, budget = h.reshape(-1, h.shape[-1]), checks.workspace_bytes(workspace)
     copied = copied_item_bytes(call.h, rows), copied_item_bytes(call.w, w)
-    step = StepOptions(budget, h.requires_grad, w.requires_grad, False, *copied)
+    grad = torch.is_grad_enabled()
+    trained = grad and h.requires_grad, grad and w.requires_grad
+    step = StepOptions(budget, *trained, False, *copied)
     return plan_for(rows, w, step, options, tensors, sharding)

@@ -90,8 +90,19 @@ def plan_of(
     tensors: TensorOptions,
     sharding: Sharding,
 ) -> Plan:
-    """Return the plan of a step, which on a CPU may leave out tokens that do not count."""
-    counted, y = None, y.long()
-    if y.device.type == "cpu":
-        counted = int((without_weightless(y, options, tensors) != options.ignore_index).sum())
-    return plan_for(h, w, step, options, tensors, sharding, counted)
+    """Return the plan of a step, which on a CPU may leave out tokens that do not count.
+
+    It always does, but in a group, where what they hold would reach the gradients of the weight.
+    """
+    given = h, w, step, options, tensors, sharding
+    if y.device.type != "cpu":
+        return plan_for(*given)
+    counts = without_weightless(y.long(), options, tensors) != options.ignore_index
+    plan = plan_for(*given, int(counts.sum()))
+    sums_tokens = (step.grad_weight or step.grad_bias) and sharding.group is None
+    if not sums_tokens or plan.tokens < len(y) or bool(counts.all()):
+        return plan
+    # a sum that overflows is taken for a bad value, which costs memory alone
+    if bool(h.sum(1).isfinite().masked_fill_(counts, True).all()):
+        return plan
+    return plan_for(*given, int(counts.sum()), leaves_out=True)

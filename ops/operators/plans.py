@@ -25,14 +25,16 @@ def plan_for(
     tensors: TensorOptions,
     sharding: Sharding,
     counted: int | None = None,
+    leaves_out: bool = False,
 ) -> planner.Plan:
     """Return the plan of this rank's part of a step with h (N, D) and w (V, D).
 
     Ranks must use the same strategy and chunks, but may have different shards and copies: these are
     planned for the widest shard, without copies.
 
-    `counted` tokens count, if the host knows that.  The plan computes them alone, if with a copy of
-    their hidden states and one of their dX it takes no more memory than the plan for all.
+    `counted` tokens count, if the host knows that.  The plan computes them alone, if `leaves_out`
+    says so, or if with a copy of their hidden states and one of their dX it takes no more memory
+    than the plan for all.  More than eight parameters: the arguments of a call, by kind.
     """
     problem = problem_of(h, w, step.grad_hidden, step.grad_weight, step.grad_bias)
     copies = (options.softcap is not None) + options.reduces_rows
@@ -57,7 +59,7 @@ def plan_for(
     if counted is not None and counted < leading.tokens:
         part = _of_tokens(leading, counted)
         limit = _make_plan(leading, leading, *more).workspace_bytes
-        if _make_plan(part, part, *more).workspace_bytes <= limit:
+        if leaves_out or _make_plan(part, part, *more).workspace_bytes <= limit:
             leading, own = part, _of_tokens(own, counted)
     return _make_plan(leading, own, *more)
 

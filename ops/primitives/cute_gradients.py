@@ -83,7 +83,7 @@ class RowwiseSteps:
     ) -> Scaling:
         if not targets.is_uniform:
             return scaling_of(dtype, targets, stats, upstream, in_reference=in_reference)
-        if not targets.divides_by_count and targets.tensors.denominator is not None:
+        if targets.tensors.denominator is not None:
             upstream = upstream * targets.loss_scale(stats.rows.dtype)
         kernels, rows, terms = self.kernels, stats.rows, targets.terms
         spec = kernels.probability_coefficients if in_reference else kernels.row_coefficients
@@ -91,7 +91,7 @@ class RowwiseSteps:
             spec = replace(spec, terms=True)
         coefficients = rows.new_empty(spec.planes, rows.shape[1])
         grad_scale, zeros = rows.new_empty(()), self.semaphores.adopt_new(rows.device)
-        upstream = upstream.to(rows.dtype).reshape(-1)
+        upstream = upstream.to(rows.dtype).reshape(-1).contiguous()
         count = row_count(targets.selection, zeros)
         numbers = targets.options.ignore_index, int(targets.divides_by_count)
         more = targets.vocab, None if terms is None else terms.numbers
@@ -105,9 +105,15 @@ class RowwiseSteps:
         if in_reference or spec.narrow:
             scale, target = part[Coefficient.DW_SCALE], part[Coefficient.DW_TARGET]
             every = part[Coefficient.DW_EVERY] if has_every else None
-        if in_reference:
-            return Scaling(part[Coefficient.REFERENCE], None, target, every, None, grad_scale, dx)
-        return Scaling(stats.reference, scale, target, every, None, grad_scale, dx)
+        return Scaling(
+            reference=part[Coefficient.REFERENCE] if in_reference else stats.reference,
+            row_scale=None if in_reference else scale,
+            target=target,
+            every=every,
+            factor=None,
+            grad_scale=grad_scale,
+            dx=dx,
+        )
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
         same = x.dtype == out.dtype

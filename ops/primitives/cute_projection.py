@@ -42,7 +42,9 @@ class Semaphores:
     """Zeroed int32 counters for the launches of one call on one stream, filled in blocks."""
 
     BLOCK = 1 << 14
-    """Counters that are zeroed at a time: each fill is a launch, the first `target_logit`'s."""
+    """Counters that are zeroed at a time.
+
+    Each fill is a launch, but for those of `target_logit` and `row_coefficients`."""
     ALIGNMENT = 32
     """Counters of two launches share no 128-byte line."""
     EMPTY = torch.empty(0, dtype=torch.int32)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("cutlass")
 
+import cutefce
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
@@ -403,11 +404,14 @@ def test_sorted_targets(sizes: tuple[int, int, int], skewed: bool, selects: bool
     if skewed:
         target = torch.where(torch.rand(tokens) < 0.9, vocab - 1, target)
     target[torch.rand(tokens) < 0.2] = ignored
+    target[: tokens // 8] += 1 << 32
     coefficient, rows = torch.randn(tokens), torch.randperm(tokens)
     order, in_order = torch.full((tokens,), -7), torch.full((tokens,), torch.nan)
     offsets = torch.full((vocab + 1,), -7, dtype=torch.int32)
     arguments = target, coefficient, rows, order, offsets, in_order, ignored, int(selects)
-    run(kernels_of(PINGPONG).sort_targets, *arguments)
+    kernel = kernels_of(PINGPONG).sort_targets
+    assert kernel is not None
+    run(kernel, *arguments)
     inside = (target != ignored) & (target >= 0) & (target < vocab)
     key, listed = torch.where(inside, target, vocab).sort(stable=True)
     listed = listed[: int(inside.sum())]
@@ -608,6 +612,22 @@ def test_smoothed_losses(
     for a, b in zip(got, want, strict=True):
         assert float((a.double() - b).norm()) <= 2**-7 * float(b.norm())
     torch.testing.assert_close(got[0].double(), want[0], rtol=1e-5, atol=1e-5)
+
+
+def test_an_expanded_gradient(small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a sum over tokens is one number, expanded."""
+    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE)
+    emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
+    serve_calls(monkeypatch, ARCH, small_tiles, selects=False, configs=configs, **emulated)
+    case = random_case(30, 16, 70, dtype=torch.bfloat16)
+    h = case.h.requires_grad_()
+    (got,) = torch.autograd.grad(
+        cutefce.linear_cross_entropy(h, case.w, case.y, reduction="none").sum(), h
+    )
+    (want,) = torch.autograd.grad(
+        cutefce.linear_cross_entropy(h, case.w, case.y, reduction="sum"), h
+    )
+    torch.testing.assert_close(got, want)
 
 
 # Faults

@@ -152,7 +152,7 @@ def test_any_options_together(call: dict[str, Any]) -> None:
             counted = counted * x.options["weight"][x.case.y.clamp(min=0)]
         cancelled = max(1.0, float(counted.abs().sum() / counted.sum().abs().clamp(min=1e-300)))
     for result, want in zip(got, wanted, strict=True):
-        limit = 64 * torch.finfo(dtype).eps * call["logit_std"] * cancelled
+        limit = 64 * torch.finfo(dtype).eps * max(1.0, call["logit_std"]) * cancelled
         limit *= 1 + size + float(want.norm())
         assert float((result.detach().double() - want).norm()) <= limit, call
 

@@ -320,7 +320,7 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "ignore_index too large": ({"ignore_index": 2**70}, ValueError, "got 1180591620717411303424"),
     "outputs of None": ({"outputs": None}, TypeError, "got None"),
     "outputs unknown": ({"outputs": ["perplexity"]}, ValueError, "got 'perplexity'"),
-    "outputs of text": ({"outputs": "entropy"}, ValueError, "got 'e', expected some of"),
+    "outputs of text": ({"outputs": "entropy"}, TypeError, "got 'entropy'"),
     **{f"{n} of lists": ({n: [1.0]}, TypeError, r"got \[1.0\] \(list\)") for n in TEN + FOUR},
     **{
         f"{n} of another shape": ({n: torch.ones(3)}, ValueError, r"got shape \(3,\)")
