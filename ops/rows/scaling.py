@@ -46,7 +46,9 @@ def scaling_of(
     h.  Otherwise h is scaled; float16 lacks the range of these factors, so that the largest of
     them becomes `grad_scale`.
     """
-    narrow, upstream = dtype == torch.float16, upstream * targets.loss_scale(stats.rows.dtype)
+    narrow = dtype == torch.float16
+    if targets.options.is_scalar:
+        upstream = upstream * targets.loss_scale(stats.rows.dtype)
     if in_reference:
         total = torch.full_like(upstream, FLOAT16_TOTAL if narrow else 1)
         relative, grad_scale = RowCoefficients.of(stats, targets, total), upstream / total
