@@ -35,6 +35,8 @@ KINDS: dict[str, KernelSpec | None] = {
     "grad_hidden": KERNELS.grad_hidden,
     "grad_weight": KERNELS.grad_weight,
     "add_targets": KERNELS.add_targets,
+    "sort_targets": KERNELS.sort_targets,
+    "clear_rows": KERNELS.clear_rows,
     "capped sums and exps": CAPPED.row_sums_and_exps,
     "capped target_logit": CAPPED.target_logit,
 }
@@ -42,8 +44,13 @@ for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
     KINDS |= {
         f"{name} reduce_partials": kernels.reduce_partials,
         f"{name} finish_dx": kernels.finish_dx,
+        f"{name} target_logit": kernels.target_logit,
+        f"{name} select_rows": kernels.select_rows,
+        f"{name} gather_rows": kernels.gather_rows,
+        f"{name} scatter_rows": kernels.scatter_rows,
+        f"{name} row_coefficients": kernels.row_coefficients,
+        f"{name} probability_coefficients": kernels.probability_coefficients,
     }
-    KINDS |= {f"{name} target_logit": kernels.target_logit}
 ROLE = r"setmaxnreg\.\w+"
 WAIT, LET = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 ACCESS = re.compile(r"\b(ld|st|red|atom)\.[\w.:]*global\b|\bcp\.(reduce\.)?async\.bulk\.tensor\b")
