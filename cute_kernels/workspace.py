@@ -14,7 +14,7 @@ class Stat(IntEnum):
     SUM_EXP = 2
     """T: S plus the target's exponential; NaN where there is no gradient."""
     LOSS = 3
-    """The token's loss; 0 if ignored."""
+    """The token's cross entropy; 0 if ignored."""
 
 
 NUM_STATS = len(Stat)

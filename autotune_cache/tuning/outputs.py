@@ -93,7 +93,7 @@ def smallest_step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[s
 def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
     """Return losses, stored and recomputed exponentials, and gradients, by name.
 
-    With an upstream gradient, launches every kernel that a call may launch.
+    With an upstream gradient, launches every kernel that a call without options may launch.
     """
     vocab, dtype = case.problem.vocab, case.h.dtype
     inputs = loss_inputs(case, primitives)

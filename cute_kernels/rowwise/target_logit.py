@@ -1,4 +1,4 @@
-"""Target logits r_i: those of h_i · w_y; also zeroes the semaphores of the kernels that follow."""
+"""Target logits h_i · w_y, and products with a class row; zeroes semaphores of later kernels."""
 
 from typing import Any, NamedTuple
 
@@ -71,8 +71,8 @@ class TargetLogit:
         It is NaN for targets outside [0, V) and logits of +inf, `LOWEST_LOGIT` or more for others.
         Fills `zeros`, int32 of at most `TargetLogitSpec.max_zeros(N)` elements, with 0.  If
         `selects`, the hidden states of token i are row `order`_i of h.  `class_row` receives their
-        products with a row, if given.  More than eight parameters:
-        each is one argument that the host passes by position.
+        products with a row, if given.  More than eight parameters: each is one argument that the
+        host passes by position.
         """
         blocks = (target.shape[0] + WARPS - 1) // WARPS
         rows, results = (order, selects), (logit, zeros)

@@ -92,7 +92,7 @@ def plan_of(
 ) -> Plan:
     """Return the plan of a step, which on a CPU may leave out tokens that do not count.
 
-    It always does, but in a group, where what they hold would reach the gradients of the weight.
+    Outside of a group it always does where what these hold would reach the gradients of the weight.
     """
     given = h, w, step, options, tensors, sharding
     if y.device.type != "cpu":

@@ -223,8 +223,8 @@ class CuteProjection:
             kernel = replace(kernel, terms=True, class_row=terms.has_class_row)
             given, class_logits = terms.numbers, targets.class_logits
         compiled(kernel)(*tensors, None, *numbers, given, class_logits)
-        known = terms is None or kernel.terms
-        return stats, reduce_losses(stats, targets, reduced if known else None)
+        is_reduced = terms is None or kernel.terms
+        return stats, reduce_losses(stats, targets, reduced if is_reduced else None)
 
     def repair_stored_exps(
         self,

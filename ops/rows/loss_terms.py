@@ -85,10 +85,9 @@ class LossTerms:
     @property
     def numbers(self) -> tuple[float, ...] | None:
         """A, B, Γ and Z as numbers, None if they differ between tokens."""
-        fields = self.lse, self.target, self.class_row, self.lse_squared
         if self.weight is not None:
             return None
-        return tuple(map(float, fields))
+        return tuple(map(float, (self.lse, self.target, self.class_row, self.lse_squared)))
 
     @property
     def has_class_row(self) -> bool:
