@@ -121,6 +121,9 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
         dw = torch.empty_like(w)
         dx = windows.backward(inputs, stats, stored, case.upstream, window, True, dw)
         results |= _gradients("", dx, dw)
+        dw = torch.empty_like(w)
+        dx = windows.backward(inputs, stats, (), case.upstream.new_ones(()), window, True, dw)
+        results |= _gradients(" of the sum, from probabilities", dx, dw)
         if can_keep(case.problem.dtype):
             block = defaults.widest_window(case.problem).reference_block
             results |= _gradients_in_forward_outputs(inputs, block)
@@ -157,14 +160,15 @@ def _counted_rows_outputs(
     dw = torch.empty_like(inputs.w)
     dx = windows.backward(inputs, stats, stored, upstream, window, True, dw)
     assert dx is not None
-    wide = inputs.h.to(upstream.dtype)
-    wide = wide if selection is None else wide.index_select(0, selection.order)
-    wide = torch.where((y != IGNORED)[:, None], restore_rows(selection, wide), 0)
-    loss = _restored(loss, selection)
-    suffix = f" of counted rows{how}"
+    loss, suffix = _restored(loss, selection), f" of counted rows{how}"
     results = {f"loss{suffix}": CheckedOutput(loss, 1)} | _gradients(suffix, dx, dw)
-    partial = CheckedOutput(wide, 3, floor=FLOOR, relative_to_row=True)
-    return results | {f"partial dX{suffix}": partial}
+    for name, dtype in (("partial dX", upstream.dtype), ("moved rows", inputs.h.dtype)):
+        rows = inputs.h.to(dtype)
+        rows = rows if selection is None else rows.index_select(0, selection.order)
+        rows = torch.where((y != IGNORED)[:, None], restore_rows(selection, rows), 0)
+        moved = CheckedOutput(rows, 3, floor=FLOOR, relative_to_row=True)
+        results[f"{name}{suffix}"] = moved
+    return results
 
 
 def _restored(loss: Tensor, selection: RowSelection | None) -> Tensor:

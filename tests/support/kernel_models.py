@@ -28,7 +28,9 @@ from cutefce.cute_kernels.problem import (
 )
 from cutefce.cute_kernels.variant import SUM_ONLY
 from cutefce.cute_kernels.workspace import Coefficient, Semaphore, Stat
-from cutefce.ops.operators import operands
+from cutefce.ops.operators import operands, operators
+from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives import cute_gradients, cute_projection, dispatch, row_selection
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.statistics import RowStats
@@ -472,8 +474,13 @@ def serve_calls(
         kernels = kernel_set.kernel_set(arch, problem.dtype, configs, variant)
         return dispatch.kernel_primitives(tiles, kernels, num_sms, problem.grad_bias)
 
+    def plan_of(h: Tensor, w: Tensor, _: Tensor, *call: Any) -> Plan:
+        """Plan without knowing how many tokens count, as on a GPU."""
+        return plan_for(h, w, *call)
+
     if selects:
         monkeypatch.setattr(problem_module, "MIN_SELECTED", 1)
+    monkeypatch.setattr(operators, "plan_of", plan_of)
     monkeypatch.setattr(operands, "problem_of", problem_of)
     monkeypatch.setattr(operands, "primitives_for", primitives_for)
 
