@@ -149,7 +149,7 @@ def _counted_rows_outputs(
     assert case.upstream is not None
     tokens, window = case.problem.tokens, default_plan(case).window
     y = torch.where(torch.arange(tokens, device=case.y.device) % 3 == 0, IGNORED, case.y)
-    upstream, selection = case.upstream, None
+    upstream, selection, counts = case.upstream, None, (y != IGNORED)[:, None]
     if isinstance(primitives.projection, CuteProjection):
         selection = select_on_device(case.problem.arch or "", y, IGNORED, tokens)
         y, upstream = selection.targets, selection.take(upstream)
@@ -165,7 +165,7 @@ def _counted_rows_outputs(
     for name, dtype in (("partial dX", upstream.dtype), ("moved rows", inputs.h.dtype)):
         rows = inputs.h.to(dtype)
         rows = rows if selection is None else rows.index_select(0, selection.order)
-        rows = torch.where((y != IGNORED)[:, None], restore_rows(selection, rows), 0)
+        rows = torch.where(counts, restore_rows(selection, rows), 0)
         moved = CheckedOutput(rows, 3, floor=FLOOR, relative_to_row=True)
         results[f"{name}{suffix}"] = moved
     return results
