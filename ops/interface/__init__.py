@@ -9,5 +9,5 @@ call.py            torch.ops.cutefce.loss: check, run
 options.py         the options as records: schema, checks, cache key
 checks.py          where a user error is raised
 option_checks.py   those of the options of a loss
-no_grad_cache.py   repeated no-grad calls: reuse the primitives
+call_cache.py      repeated plain calls: reuse what was resolved
 """

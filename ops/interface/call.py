@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
-from cutefce.ops.interface import checks, no_grad_cache
+from cutefce.ops.interface import call_cache, checks
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossOptions,
@@ -21,8 +21,10 @@ from cutefce.ops.operators import flops  # noqa: F401  (registers)
 from cutefce.ops.operators.autograd import loss_and_stats, row_outputs
 from cutefce.ops.operators.context import autocast, can_bypass_dispatcher, is_mixed
 from cutefce.ops.operators.operators import IMPLS, LIBRARY, forward
+from cutefce.ops.operators.plain_step import PlainStep, plain_loss
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.primitives.dispatch import copied_item_bytes
+from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS, Targets
 
@@ -119,7 +121,7 @@ def _evaluate(
     grad_bias = grad and bias is not None and bias.requires_grad
     needs_grad = grad_hidden or grad_weight or grad_bias
     more = tensors.pack() if arguments else ()
-    direct = not needs_grad and can_bypass_dispatcher(h, w, y, *more)
+    direct = can_bypass_dispatcher(h, w, y, *more)
     if not direct and torch_compat.is_transformed():
         checks.check_transform()
         # tensors of a transform do not tell what is differentiated outside of it
@@ -132,41 +134,56 @@ def _evaluate(
         else:
             own = w
     is_plain = not arguments or (options.is_plain and tensors.is_plain)
-    is_cacheable = direct and is_plain and not sharding.is_sharded and not with_stats
-    key = no_grad_cache.call_key(h, w, y, workspace, options) if is_cacheable else None
-    primitives = no_grad_cache.cached_primitives(key)
-    if primitives is None:
-        ranks = sharding.ranks()
-        with report_errors(sharding.group):
-            options.check()
-            checks.check_tensors(h, w, y, ranks if sharding.sequence_parallel else 1)
-            sharding.check(w)
-            if not tensors.is_plain:
-                tensors.check(h, w, y, options, sharding.vocab(w))
-                tensors = tensors.prepared(h)
-            budget = checks.workspace_bytes(workspace)
-    # reshaping what is flat already takes CPU time
-    rows = h if h.ndim == 2 else h.reshape(-1, h.shape[-1])
-    y_rows = y if y.ndim == 1 else y.reshape(-1)
-    result: Tensor
-    if primitives is not None:
-        targets = Targets(y_rows, w.shape[0], options, tensors)
-        _, result = primitives.projection.forward(rows, w, targets)
-        # not a view of the statistics
-        return result if options.is_scalar else result.clone().reshape(y.shape), ()
+    key = None
+    if direct and is_plain and not sharding.is_sharded and not with_stats and own is w:
+        copied = copied_item_bytes(input, h), copied_item_bytes(linear_weight, w)
+        key = call_cache.call_key(h, w, y, workspace, options, (grad_hidden, grad_weight, *copied))
+        found = call_cache.cached(key)
+        if found is not None:
+            return _repeat(h, w, y, options, found), ()
+    ranks = sharding.ranks()
+    with report_errors(sharding.group):
+        options.check()
+        checks.check_tensors(h, w, y, ranks if sharding.sequence_parallel else 1)
+        sharding.check(w)
+        if not tensors.is_plain:
+            tensors.check(h, w, y, options, sharding.vocab(w))
+            tensors = tensors.prepared(h)
+        budget = checks.workspace_bytes(workspace)
+    rows, y_rows = _flat(h, w, y)
     packed = *options.pack(), *tensors.pack(), *sharding.pack()
+    result: Tensor
     rest: Sequence[Tensor] = ()
     if not needs_grad and not with_stats:
         result = (IMPLS[forward] if direct else torch.ops.cutefce.forward)(rows, w, y_rows, *packed)
-        no_grad_cache.store(key, rows, w, y_rows)
+        call_cache.store(key, rows, w, y_rows, options)
     else:
         copied = copied_item_bytes(input, rows), copied_item_bytes(linear_weight, w)
         step = StepOptions(budget, grad_hidden, grad_weight, grad_bias, *copied)
         run = row_outputs if options.reduction == OUTPUTS else loss_and_stats
         result, *rest = run(rows, own, y_rows, *step.pack(), *packed)
+        call_cache.store(key, rows, w, y_rows, options, step)
     if options.reduction == "none":
         result = result.reshape(y.shape)
     return result, (*rest,)
+
+
+def _repeat(
+    h: Tensor, w: Tensor, y: Tensor, options: LossOptions, found: AnyPrimitives | PlainStep
+) -> Tensor:
+    """Return the loss of a call like one before, of which `found` was kept."""
+    rows, y_rows = _flat(h, w, y)
+    if isinstance(found, PlainStep):
+        result = plain_loss(rows, w, y_rows, options, found)
+        return result if options.is_scalar else result.reshape(y.shape)
+    _, result = found.projection.forward(rows, w, Targets(y_rows, w.shape[0], options))
+    # not a view of the statistics
+    return result if options.is_scalar else result.clone().reshape(y.shape)
+
+
+def _flat(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return h as (N, D) and y as (N,); reshaping what is flat already takes CPU time."""
+    return h if h.ndim == 2 else h.reshape(-1, w.shape[1]), y if y.ndim == 1 else y.reshape(-1)
 
 
 def _is_active(stats: Tensor) -> Tensor:

@@ -55,6 +55,11 @@ class LossOptions(OperatorRecord):
         return not reductions.isdisjoint(self.output_names)
 
     @property
+    def consumes_exps(self) -> bool:
+        """Whether a backward overwrites the exponentials that the forward has kept."""
+        return "entropy" in self.output_names
+
+    @property
     def is_plain(self) -> bool:
         """Whether losses are plain cross entropies of the products of hidden states and weight."""
         return not (self.label_smoothing or self.z_loss or self.transforms_logits)

@@ -3,6 +3,7 @@
 operators.py       schemas and implementations
 meta.py            their fake implementations
 autograd.py        the derivative of the loss
+plain_step.py      a repeated training step, of which everything is resolved
 operands.py        the operands of strategies: tokens, targets, primitives
 class_row.py       what label smoothing and the mean logit need of all classes
 kept.py            what a forward keeps for its backward

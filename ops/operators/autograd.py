@@ -216,7 +216,11 @@ def _backward(
 
 def _gradients(ctx: Any, upstream: Tensor, before: Sequence[Any]) -> tuple[Tensor, ...]:
     h, w, y, stats, *tensors = ctx.saved_tensors
-    arguments = upstream, h, w, y, stats, *before, *tensors, *ctx.after
+    return differentiate(upstream, h, w, y, stats, *before, *tensors, *ctx.after)
+
+
+def differentiate(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return the results of `loss_backward`, which transforms may batch."""
     if torch.is_grad_enabled() or torch_compat.is_transformed():
         return torch_compat.apply_function(LinearCrossEntropyGradients, *arguments)
     return _run(loss_backward, *arguments)

@@ -104,7 +104,7 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
         same["workspace, as (strategy, chunk)"] = [plan.strategy, plan.chunk]
     shard = shard_of(sharding, h, w, **same)
     inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
-    loss, stats, results = _run_forward(inputs, plan)
+    loss, stats, results = run_forward(inputs, plan)
     if selection is not None:
         results.selection, results.stats = selection, stats
         stats = stats.restore(selection)
@@ -119,7 +119,7 @@ def _restored(loss: Tensor, selection: RowSelection | None, options: LossOptions
     return loss.clone() if selection is None else selection.restore(loss)
 
 
-def _run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowStats, Kept]:
+def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowStats, Kept]:
     """Return the reduced loss, the statistics, and what is kept with them."""
     h, w, targets, row = inputs.h, inputs.w, inputs.targets, inputs.class_row
     if not plan.in_forward:
@@ -149,9 +149,8 @@ def loss_backward(
     step, options, tensors, sharding = unpack(arguments, *STEP)
     w = _computed(w, tensors)
     results = kept.kept_with(stats)
-    consumes = "entropy" in options.output_names
-    if consumes:
-        kept.forget(stats)  # exponentials are overwritten
+    if options.consumes_exps:
+        kept.forget(stats)
     plan = results.plan if results else plan_of(h, w, y, step, options, tensors, sharding)
     sums = results.take_sums() if results else None
     runs_again = sums is None if plan.in_forward else results is None
@@ -162,22 +161,15 @@ def loss_backward(
     if known is not None:
         rows = RowStats(stats) if known.stats is None else known.stats
     else:
-        _, rows, results = _run_forward(inputs, plan)
+        _, rows, results = run_forward(inputs, plan)
         sums = results.take_sums()
     if selection is not None and upstream.ndim:
         upstream = selection.take(upstream)
     assert results is not None
     if sums is not None:
         return _finish(sums, inputs, selection, shard, rows, upstream, plan, tensors)
-    dw = results.take_dw()
-    exps = results.own(results.exps) if consumes else results.exps
-    stored, discarded = _stored(exps, dw, plan), plan.aliased > 0
+    dx, dw, dbias = run_windows_backward(upstream, inputs, rows, results)
     dw_dtype = inputs.dw_dtype
-    if dw is None and plan.grad_weight:
-        dw = w.new_empty(w.shape, dtype=dw_dtype)
-    dbias = rows.rows.new_empty(len(w)) if plan.grad_bias else None
-    more = rows, stored, upstream, plan.window, plan.grad_hidden
-    dx = windows.backward(inputs, *more, dw, dbias, discarded)
     del inputs  # freed before a copy of dX
     if dx is not None and selection is not None and not selection.is_on_device:
         dx = selection.restore(dx, 0)
@@ -186,6 +178,25 @@ def loss_backward(
         w.new_empty(0, w.shape[1], dtype=dw_dtype) if dw is None else dw,
         _rounded(dbias, w, tensors),
     )
+
+
+def run_windows_backward(
+    upstream: Tensor, inputs: LossInputs[Any, Any], stats: RowStats, results: Kept
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return dX, dW and the bias' gradient, in the dtype of sums, of a plan of windows.
+
+    What is not computed is None.  `results` are those of the forward.
+    """
+    plan, w = results.plan, inputs.w
+    dw, exps = results.take_dw(), results.exps
+    if inputs.targets.options.consumes_exps:
+        exps = results.own(exps)
+    stored, discarded = _stored(exps, dw, plan), plan.aliased > 0
+    if dw is None and plan.grad_weight:
+        dw = w.new_empty(w.shape, dtype=inputs.dw_dtype)
+    dbias = stats.rows.new_empty(w.shape[0]) if plan.grad_bias else None
+    more = stats, stored, upstream, plan.window, plan.grad_hidden
+    return windows.backward(inputs, *more, dw, dbias, discarded), dw, dbias
 
 
 def _rounded(dbias: Tensor | None, w: Tensor, tensors: TensorOptions) -> Tensor:

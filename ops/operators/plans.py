@@ -53,8 +53,7 @@ def plan_for(
     widest = max(sharding.shards) if sharding.shards else problem.vocab
     leading = dataclasses.replace(problem, vocab=widest) if sharding.group is not None else own
     scales_rows = options.scales_rows or tensors.scales_rows
-    scales_exps = "entropy" in options.output_names
-    factors = options.is_scalar, scales_rows, scales_exps
+    factors = options.is_scalar, scales_rows, options.consumes_exps
     more = h.device, step.budget, *factors
     if counted is not None and counted < leading.tokens:
         part = _of_tokens(leading, counted)

@@ -20,6 +20,7 @@ from cutefce.cute_kernels.schedule.order import choose_k_splits
 from cutefce.cute_kernels.spec import GradGemmSpec, ScaleAddRowsSpec, SortTargetsSpec
 from cutefce.cute_kernels.workspace import Coefficient
 from cutefce.ops.primitives.cute_projection import Semaphores
+from cutefce.ops.primitives.interface import row_range
 from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetRows, matmul_into
 from cutefce.ops.primitives.row_selection import gather_rows, row_count
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
@@ -63,7 +64,8 @@ class TargetCsr:
 
     def pack(self, first: int, rows: int) -> tuple[Tensor, ...]:
         """Return the kernels' arguments for `rows` rows of dW from `first` on."""
-        return self.order, self.offsets[first : first + rows + 1], self.coefficient, self.h
+        offsets = row_range(self.offsets, first, first + rows + 1)
+        return self.order, offsets, self.coefficient, self.h
 
 
 class RowwiseSteps:
@@ -208,7 +210,7 @@ class CuteGradients(RowwiseSteps):
     ) -> None:
         spec, term = with_rank_one(self.grad_weight.final, rank_one)
         clusters, semaphores = self._launch_shape(spec, out.device)
-        targets = *target_grad.pack(first, len(out)), grad_scale.view(1)
+        targets = *target_grad.pack(first, out.shape[0]), grad_scale.view(1)
         operands = exps.t(), scaled.t(), out, targets, term
         count = row_count(selection, semaphores)
         compiled(spec)(*operands, semaphores, *count, clusters, None, None)
@@ -220,7 +222,7 @@ class CuteGradients(RowwiseSteps):
         first: int,
         rank_one: RankOne | None = None,
     ) -> None:
-        compiled(self.grad_weight.add_targets)(sums, *target_grad.pack(first, len(sums)))
+        compiled(self.grad_weight.add_targets)(sums, *target_grad.pack(first, sums.shape[0]))
         if rank_one is not None:
             sums.addr_(rank_one.factor, rank_one.row)
 

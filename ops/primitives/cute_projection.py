@@ -30,7 +30,7 @@ from cutefce.cute_kernels.variant import (
 )
 from cutefce.cute_kernels.workspace import forward_semaphore_count
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.primitives.interface import forward_unfused
+from cutefce.ops.primitives.interface import forward_unfused, row_range
 from cutefce.ops.primitives.row_selection import gather_rows, row_count
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
@@ -131,7 +131,7 @@ class CuteProjection:
         exps: Tensor | None = None,
     ) -> PartialLse:
         first, last = window
-        w = w if last - first == w.shape[0] else w[first:last]  # views take CPU time
+        w = row_range(w, first, last)
         splits, semaphores = self._vocab_splits(h, w), self._take_semaphores(h)
         most = splits
         if targets.selection is not None:  # a window's share of what is affordable for all
@@ -181,7 +181,7 @@ class CuteProjection:
         selects = selects_rows(tokens, hidden) and (logits is None or logits.row_scale is None)
         kernel = kernels.fused_selecting_forward if selects else kernels.fused_forward
         if selects:
-            most = max(splits, self._most_splits(h, len(w)))
+            most = max(splits, self._most_splits(h, w.shape[0]))
         size = kernel.workspace_size(tokens, hidden, most)
         workspace = h.new_empty(size, dtype=torch.float32)
         stats, reduced = RowStats.empty(workspace, tokens), workspace.new_empty(())
@@ -237,7 +237,7 @@ class CuteProjection:
         stats: RowStats,
     ) -> None:
         last = min(first + exps.shape[1], w.shape[0])
-        w, semaphores = w[first:last], partial.semaphores
+        w, semaphores = row_range(w, first, last), partial.semaphores
         launch, splits = compiled(self.kernels.repair_exps), self._vocab_splits(h, w)
         rows = stats.reference, targets.index, None, exps, semaphores
         transform = _transform(targets, (first, last)), None
@@ -268,7 +268,7 @@ class CuteProjection:
         return choose_vocab_splits(h.shape[0], w.shape[0], self.config, self.clusters)
 
     def _most_splits(self, h: Tensor, vocab: int) -> int:
-        splits: int = most_vocab_splits(len(h), vocab, self.config)
+        splits: int = most_vocab_splits(h.shape[0], vocab, self.config)
         return splits
 
 

@@ -18,7 +18,7 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
-from cutefce.cute_kernels.variant import KernelVariant
+from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from cutefce.ops import torch_compat
 from cutefce.ops.planning.memory_model import CopyingProblem
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
@@ -139,7 +139,7 @@ def primitives_for(
         RuntimeError: in strict mode, if the kernels cannot serve the call.
     """
     if problem.arch is not None:
-        kernels = _kernels(h.device, problem, variant_of(targets))
+        kernels = kernels_for(h.device, problem, variant_of(targets))
         return kernel_primitives(*kernels, grad_bias=problem.grad_bias)
     reason = _unsupported_reason(h, w)
     if problem.tokens and reason is not None:
@@ -258,8 +258,8 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 @process_cache
-def _kernels(
-    device: torch.device, problem: Problem, variant: KernelVariant
+def kernels_for(
+    device: torch.device, problem: Problem, variant: KernelVariant = PLAIN
 ) -> tuple[WindowConfig, KernelSet, int]:
     """Return the arguments of `kernel_primitives` for a problem, tuned first if the user asks."""
     gpu = gpu_of(device)

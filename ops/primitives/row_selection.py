@@ -15,10 +15,11 @@ from cutefce.ops.rows.selection import RowSelection
 
 def select_on_device(arch: str, y: Tensor, ignored: int, chunk: int) -> RowSelection:
     """Return the selection of the targets y (N,) that are not `ignored`, in chunks of tokens."""
+    tokens = y.shape[0]
     order, targets = torch.empty_like(y), torch.empty_like(y)
-    counts = y.new_empty(ceil_div(len(y), chunk), dtype=torch.int32)
+    counts = y.new_empty(ceil_div(tokens, chunk), dtype=torch.int32)
     compiled(SelectRowsSpec(arch))(y, order, targets, counts, chunk, ignored)
-    return RowSelection(order, targets, counts, chunk, len(y), arch)
+    return RowSelection(order, targets, counts, chunk, tokens, arch)
 
 
 def row_count(selection: RowSelection | None, unused: Tensor) -> tuple[Tensor, int]:
@@ -33,7 +34,7 @@ def gather_rows(
     scale: Tensor | None = None,
 ) -> Tensor:
     """Return rows (M, D) of x (N, D), those of the selection, times `scale` (M,); else 0."""
-    out = x.new_empty(len(selection.order), x.shape[1])
+    out = x.new_empty(selection.order.shape[0], x.shape[1])
     kernel = kernels.gather_rows if scale is None else kernels.gather_scaled_rows
     scale = None if scale is None else scale.contiguous()
     compiled(kernel)(out, x, selection.order, scale, selection.count)

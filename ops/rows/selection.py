@@ -40,7 +40,7 @@ class RowSelection:
         """(1,) int32: how many tokens count, if it is on the device."""
         assert self.counts is not None
         counts = self.counts
-        return counts if len(counts) == 1 else counts.sum(0, keepdim=True, dtype=counts.dtype)
+        return counts if counts.shape[0] == 1 else counts.sum(0, keepdim=True, dtype=counts.dtype)
 
     def take(self, x: Tensor) -> Tensor:
         """Return the elements x (..., M) of the tokens, of x (..., N)."""

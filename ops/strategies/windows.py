@@ -11,7 +11,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import PartialT, Primitives, TargetGradT
+from cutefce.ops.primitives.interface import PartialT, Primitives, TargetGradT, row_range
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
@@ -50,7 +50,7 @@ class LossInputs(Generic[PartialT, TargetGradT]):
     @property
     def tokens(self) -> int:
         """Number of targets, N."""
-        return len(self.targets.index)
+        return self.targets.index.shape[0]
 
     def selected(self, scale: Tensor | None = None) -> Tensor:
         """Return h in the order of `targets`, rows times `scale` (N,) if given."""
@@ -78,7 +78,8 @@ def iter_windows(
     for first, exps in stored:
         yield from ((*columns, None) for columns in split_windows(first, done, window))
         done = min(first + exps.shape[1], vocab)
-        yield first, done, exps[:, : done - first]
+        columns = done - first  # slicing takes CPU time
+        yield first, done, exps if columns == exps.shape[1] else exps[:, :columns]
     yield from ((*columns, None) for columns in split_windows(vocab, done, window))
 
 
@@ -180,11 +181,12 @@ def backward(
             scale_by_log(exps, *scaling.factor)
         if dx_sums is not None:
             more: Any = {"accumulate": first > 0, "selection": selection}
-            gradients.add_grad_hidden(dx_sums, exps, w[first:last], **more)
+            gradients.add_grad_hidden(dx_sums, exps, row_range(w, first, last), **more)
         if dbias is not None and factors is not None:
             dbias[first:last] = factors.sum(exps)
         if dw is not None and target_grad is not None:
-            rows, term = dw[first:last], None if every is None else every.rows(slice(first, last))
+            rows = row_range(dw, first, last)
+            term = None if every is None else every.rows(slice(first, last))
             if wide:
                 more = {"accumulate": False, "selection": selection}
                 gradients.add_grad_weight(rows, exps, scaled, **more)

@@ -112,7 +112,7 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
         data["entries"][0]["config"].update(change)
         file.write_text(json.dumps(data))
         process_cache.reset()
-        kernels = dispatch._kernels(torch.device("cuda", 7), PROBLEM, PLAIN)
+        kernels = dispatch.kernels_for(torch.device("cuda", 7), PROBLEM, PLAIN)
         steps = dispatch.kernel_primitives(*kernels).projection
         h, w, y = torch.zeros(4, 8), torch.zeros(32, 8), torch.zeros(4, dtype=torch.long)
         steps.project_exp(h, w, (0, 32), h[:, 0], Targets(y, 32, LossOptions()))

@@ -330,7 +330,7 @@ def test_first_use_tunes_problems_that_no_table_has(
     expected = config(Kind.FAST) if tuned else Sm90().default(20)
     for tokens in (20, 23):  # the second is in the table
         problem = dataclasses.replace(problem, tokens=tokens)
-        _, kernels, _ = dispatch._kernels(torch.device("cuda", 7), problem, PLAIN)
+        _, kernels, _ = dispatch.kernels_for(torch.device("cuda", 7), problem, PLAIN)
         assert kernels.row_sums.config == expected
         monkeypatch.setattr(first_use, "SubprocessWorker", None)
         process_cache.reset()

@@ -157,7 +157,7 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 @pytest.mark.parametrize("workspace", ["min", "max"])
 def test_ignored_rows_cost_little_time(workspace: str) -> None:
-    sizes = 4096, 1024, 32768
+    sizes = 8192, 2048, 131072  # long enough for a host that other tests keep busy
     every = random_case(*sizes, dtype=torch.bfloat16, device="cuda", ignored=0)
     few = dataclasses.replace(every, y=every.y.clone())
     few.y[torch.randperm(sizes[0], device="cuda")[: int(0.9 * sizes[0])]] = -100

@@ -208,8 +208,8 @@ def test_compiled_steps_take_the_memory_of_eager_ones(
         forwards.append(arguments)
         return run_forward(*arguments)
 
-    run_forward = operators._run_forward
-    monkeypatch.setattr(operators, "_run_forward", count)
+    run_forward = operators.run_forward
+    monkeypatch.setattr(operators, "run_forward", count)
     peaks = []
     for function in (loss, torch.compile(loss, fullgraph=True, backend="inductor")):
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.primitives import portable_gradients, portable_projection
+from tests.support.modes import Seen
 from tests.support.reference import random_case
 
 FORWARD = torch.ops.cutefce.forward.default
@@ -26,20 +26,6 @@ def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         result: Tensor = torch.ops.cutefce.loss(h, w, y)
     return result
-
-
-class Seen(TorchDispatchMode):
-    """What is called."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operators: list[Any] = []
-
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.operators.append(operator)
-        return operator(*args, **(kwargs or {}))
 
 
 @each_dtype

@@ -1,4 +1,4 @@
-"""The no-grad cache: repeated calls skip checks and kernel lookup; calls that differ do not."""
+"""Repeated calls skip checks and kernel lookup; calls that differ do not."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.gpu import Gpu
-from cutefce.ops.interface import checks, no_grad_cache
+from cutefce.ops.interface import call_cache, checks
 from cutefce.ops.interface.checks import check_tensors
 from cutefce.ops.primitives import dispatch
 from tests.support.kernel_models import use_models
@@ -27,7 +27,7 @@ def on_kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         use_models(monkeypatch)
         monkeypatch.setattr(dispatch, "_device_unsupported_reason", lambda device, dtype: None)
         monkeypatch.setattr(dispatch, "gpu_of", lambda device: Gpu(Sm90(), "a model", 132))
-        monkeypatch.setattr(no_grad_cache, "is_on_current_gpu", lambda x: True)
+        monkeypatch.setattr(call_cache, "is_on_current_gpu", lambda x: True)
     process_cache.reset()
     yield
     process_cache.reset()
@@ -144,11 +144,11 @@ def test_gradients_are_no_repeat(device: str) -> None:
 
 
 def test_the_cache_is_bounded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(no_grad_cache, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(call_cache, "MAX_ENTRIES", 3)
     for tokens in range(2, 12):
         tensors = inputs(device, tokens)
         assert torch.equal(loss(*tensors), FORWARD(*tensors, "mean", -100))
-        assert len(no_grad_cache._entries) <= 3
+        assert len(call_cache._entries) <= 3
 
 
 @pytest.mark.gpu

@@ -1,0 +1,154 @@
+"""A training step of a plain loss on the kernels of one GPU, of which everything is resolved.
+
+It computes what `loss_forward` and `loss_backward` do, with less CPU time: what depends on the
+metadata of a call alone, its plan and its kernels, comes with the call.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.cute_kernels.config import WindowConfig
+from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.ops import torch_compat
+from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.operators import kept
+from cutefce.ops.operators.autograd import differentiate
+from cutefce.ops.operators.context import can_bypass_dispatcher, isolated_context
+from cutefce.ops.operators.operators import run_forward, run_windows_backward
+from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.planning.planner import Plan
+from cutefce.ops.primitives.dispatch import kernel_primitives, kernels_for, problem_of
+from cutefce.ops.primitives.row_selection import select_on_device
+from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import Targets
+from cutefce.ops.strategies.windows import LossInputs
+
+NO_MORE = *TensorOptions().pack(), *Sharding().pack()
+"""The arguments of `STEP` behind those of `LossOptions`, of a plain call."""
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """What steps with the same metadata share."""
+
+    step: StepOptions
+    plan: Plan
+    kernels: tuple[WindowConfig, KernelSet, int]
+    """The arguments of `kernel_primitives`."""
+    selecting_arch: str | None
+    """Architecture of the kernels that select rows; None if all rows are computed."""
+
+    def select(self, y: Tensor, options: LossOptions) -> RowSelection | None:
+        """Return which of the targets y (N,) are computed, None for all."""
+        if self.selecting_arch is None:
+            return None
+        chunk = self.plan.chunk
+        return select_on_device(self.selecting_arch, y, options.ignore_index, chunk)
+
+    def inputs(
+        self,
+        h: Tensor,
+        w: Tensor,
+        y: Tensor,
+        options: LossOptions,
+        selection: RowSelection | None,
+    ) -> LossInputs[Any, Any]:
+        """Return the operands of strategies."""
+        index = y if selection is None else selection.targets
+        targets = Targets(index, w.shape[0], options)
+        targets.selection = selection
+        return LossInputs(kernel_primitives(*self.kernels), h, w, targets, h.dtype, w.dtype)
+
+
+def resolve(h: Tensor, w: Tensor, step: StepOptions, options: LossOptions) -> PlainStep | None:
+    """Return the step for h (N, D) and w (V, D), None if no kernels serve it."""
+    plan = plan_for(h, w, step, options, TensorOptions(), Sharding())
+    problem = problem_of(h, w, *plan.gradients)
+    if problem.arch is None:
+        return None
+    arch = problem.arch if problem.selects_rows else None
+    return PlainStep(step, plan, kernels_for(h.device, problem), arch)
+
+
+def plain_loss(h: Tensor, w: Tensor, y: Tensor, options: LossOptions, step: PlainStep) -> Tensor:
+    """Return the reduced loss of targets y (N,), which can be differentiated."""
+    (loss,) = torch_compat.apply_function(PlainLoss, h, w, y, options, step)
+    result: Tensor = loss
+    return result
+
+
+class PlainLoss(torch.autograd.Function):
+    """The loss of a `PlainStep`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, w: Tensor, y: Tensor, options: LossOptions, step: PlainStep
+    ) -> tuple[Tensor]:
+        """Return the reduced loss."""
+        loss, stats = _forward(h, w, y, options, step)
+        ctx.options, ctx.step = options, step
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(h, w, y, stats)
+        return (loss,)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return dX and dW for the upstream gradient of the loss."""
+        if upstream is None:
+            return None, None, None, None, None
+        options, own = ctx.options, ctx.step
+        h, w, y, stats = saved = ctx.saved_tensors
+        results = None
+        if (
+            not own.plan.in_forward
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and can_bypass_dispatcher(upstream, *saved)
+        ):
+            results = kept.kept_with(stats)
+        if results is None:
+            arguments = upstream, *saved, *own.step.pack(), *options.pack(), *NO_MORE
+            dx, dw, _ = differentiate(*arguments)
+        else:
+            dx, dw = _backward(upstream, h, w, y, stats, options, own, results)
+        step = own.step
+        return dx if step.grad_hidden else None, dw if step.grad_weight else None, None, None, None
+
+
+@isolated_context
+def _forward(
+    h: Tensor, w: Tensor, y: Tensor, options: LossOptions, step: PlainStep
+) -> tuple[Tensor, Tensor]:
+    """Return the reduced loss and the statistics of the tokens that were computed."""
+    selection = step.select(y, options)
+    inputs = step.inputs(h, w, y, options, selection)
+    loss, stats, results = run_forward(inputs, step.plan)
+    results.selection = selection
+    kept.keep(stats.rows, results)
+    if not options.is_scalar:  # not a view of the statistics
+        loss = loss.clone() if selection is None else selection.restore(loss)
+    return loss, stats.rows
+
+
+@isolated_context
+def _backward(
+    upstream: Tensor,
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    stats: Tensor,
+    options: LossOptions,
+    step: PlainStep,
+    results: kept.Kept,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return dX and dW from what the forward has kept."""
+    selection = results.selection
+    inputs = step.inputs(h, w, y, options, selection)
+    if selection is not None and upstream.ndim:
+        upstream = selection.take(upstream)
+    dx, dw, _ = run_windows_backward(upstream, inputs, RowStats(stats), results)
+    return dx, dw

@@ -1,0 +1,176 @@
+"""Repeated plain training steps: less is done on the host, and the results are the same bits."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+
+from cutefce.cute_kernels import problem as problem_module
+from cutefce.cute_kernels import process_cache
+from cutefce.cute_kernels.arch.sm90 import Sm90
+from cutefce.cute_kernels.gpu import Gpu
+from cutefce.ops.interface import call_cache
+from cutefce.ops.operators import kept, operators, plain_step
+from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.primitives import dispatch
+from tests.support.kernel_models import use_models
+from tests.support.modes import Seen
+from tests.support.reference import random_case
+
+SIZES = 40, 16, 20000
+"""Tokens, hidden, and vocab, of more than one window."""
+
+
+@pytest.fixture(autouse=True)
+def on_kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Serve calls by the kernels; on a CPU by models of them."""
+    if device == "cpu":
+        pytest.importorskip("cutlass")
+        use_models(monkeypatch)
+        monkeypatch.setattr(dispatch, "_device_unsupported_reason", lambda device, dtype: None)
+        monkeypatch.setattr(dispatch, "gpu_of", lambda device: Gpu(Sm90(), "a model", 132))
+        monkeypatch.setattr(call_cache, "is_on_current_gpu", lambda x: True)
+        monkeypatch.setattr(operators, "plan_of", lambda h, w, y, *call: plan_for(h, w, *call))
+    process_cache.reset()
+    yield
+    process_cache.reset()
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that grows with each forward of a `PlainStep`."""
+    calls: list[Any] = []
+    forward = plain_step._forward
+
+    def note(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return forward(*arguments)
+
+    monkeypatch.setattr(plain_step, "_forward", note)
+    return calls
+
+
+def leaves(device: str, dtype: torch.dtype = torch.bfloat16, ignored: float = 0.3) -> list[Tensor]:
+    case = random_case(*SIZES, dtype=dtype, device=device, ignored=ignored)
+    return [case.h.requires_grad_(), case.w.requires_grad_(), case.y]
+
+
+def loss(h: Tensor, w: Tensor, y: Tensor, **options: Any) -> Tensor:
+    result: Tensor = torch.ops.cutefce.loss(h, w, y, **options)
+    return result
+
+
+def gradients(result: Tensor, *inputs: Tensor, **more: Any) -> tuple[Tensor, ...]:
+    upstream = torch.linspace(-1, 2, result.numel(), device=result.device).view(result.shape)
+    wanted = [x for x in inputs if x.requires_grad]
+    return torch.autograd.grad(result, wanted, upstream, **more)
+
+
+def are_same(results: list[tuple[Tensor, ...]]) -> bool:
+    first, *others = results
+    return all(all(map(torch.equal, first, other)) for other in others)
+
+
+@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "selected rows"])
+@pytest.mark.parametrize("workspace", ["min", "max", 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_repeat_has_the_bits_of_the_first_step(
+    reduction: str,
+    dtype: torch.dtype,
+    workspace: int | str,
+    selects: bool,
+    device: str,
+    steps: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(problem_module, "MIN_SELECTED", 1 if selects else 1 << 30)
+    h, w, y = leaves(device, dtype)
+    results = []
+    for _ in range(3):
+        result = loss(h, w, y, reduction=reduction, workspace=workspace)
+        results.append((result, *gradients(result, h, w)))
+    assert are_same(results) and len(steps) == 2
+
+
+@pytest.mark.parametrize("trained", ["h", "w"])
+@pytest.mark.parametrize("workspace", ["min", "max"])
+def test_a_step_that_trains_one_input_is_another(
+    trained: str, workspace: str, device: str, steps: list[Any]
+) -> None:
+    h, w, y = leaves(device)
+    for x in (h, w):
+        gradients(loss(h, w, y, workspace=workspace), x)
+    own = h.requires_grad_(trained == "h"), w.requires_grad_(trained == "w")
+    results = []
+    for _ in range(3):
+        result = loss(*own, y, workspace=workspace)
+        results.append((result, *gradients(result, *own)))
+    assert are_same(results) and len(steps) == 3
+    with torch.no_grad():
+        assert torch.equal(loss(*own, y, workspace=workspace), results[0][0])
+
+
+@pytest.mark.parametrize("workspace", ["min", "max"])
+def test_a_repeat_may_have_other_values(workspace: str, device: str, steps: list[Any]) -> None:
+    first, others = leaves(device, ignored=0), leaves(device, ignored=0)
+    gradients(loss(*first, workspace=workspace, ignore_index=7), *first)
+    got = loss(*others, workspace=workspace, ignore_index=int(others[2][5]))
+    got_gradients = gradients(got, *others)
+    assert len(steps) == 1
+    process_cache.reset()
+    want = loss(*others, workspace=workspace, ignore_index=int(others[2][5]))
+    assert are_same([(got, *got_gradients), (want, *gradients(want, *others))])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("workspace", ["min", "max", 1 << 20])
+def test_later_backwards_have_the_same_bits(workspace: Any, reduction: str, device: str) -> None:
+    h, w, y = leaves(device)
+    more: Any = {"reduction": reduction, "workspace": workspace}
+    want = gradients(loss(h, w, y, **more), h, w)
+    result = loss(h, w, y, **more)
+    results = [gradients(result, h, w, retain_graph=True) for _ in range(3)]
+    with save_on_cpu():  # what the forward keeps is not found by a copy of the statistics
+        result = loss(h, w, y, **more)
+    assert are_same([want, *results, gradients(result, h, w)])
+
+
+@pytest.mark.parametrize("workspace", ["min", "max"])
+def test_transforms_of_a_repeat_are_served_or_refused(workspace: str, device: str) -> None:
+    h, w, y = leaves(device)
+    want = gradients(loss(h, w, y, workspace=workspace), h, w)
+    result = loss(h, w, y, workspace=workspace)
+    batch = torch.tensor([-1.0, 2.0], device=device)
+    batched = torch.autograd.grad(result, (h, w), batch, is_grads_batched=True)
+    assert are_same([want, tuple(x[0] for x in batched)])
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        (dx,) = torch.autograd.grad(loss(h, w, y, workspace=workspace), h, create_graph=True)
+        dx.sum().backward()
+
+
+def test_modes_and_mixed_precision_see_the_operators(device: str, steps: list[Any]) -> None:
+    h, w, y = leaves(device)
+    want = loss(h, w, y)
+    with Seen() as seen:
+        result = loss(h, w, y)
+    assert torch.equal(result, want) and not steps
+    assert torch.ops.cutefce.loss_forward.default in seen.operators
+    with torch.autocast(device, torch.bfloat16):
+        result = loss(h, w, y)
+    assert are_same([gradients(result, h, w), gradients(want, h, w)]) and len(steps) == 1
+
+
+def test_what_a_step_keeps_lives_as_long_as_its_graph(device: str) -> None:
+    h, w, y = leaves(device)
+    loss(h, w, y).backward()
+    gc.collect()
+    assert not kept._kept
+    result = loss(h, w, y)
+    assert len(kept._kept) == 1
+    result.backward()
+    assert not kept._kept  # though the loss is alive
