@@ -102,6 +102,15 @@ def test_all_kernels_are_checked(arch: Arch, dtype: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_models_of_the_kernels_pass(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right kernels are not rejected: what is compared is the same value twice."""
+    use_models(monkeypatch)
+    for target in targets.all_targets(GPU, "cpu"):
+        for candidate in target.defaults()[:1]:
+            worker.check_small(target, dtype, candidate)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_trials_launch_nothing_that_was_not_compiled_ahead(
     arch: Arch, dtype: str, monkeypatch: pytest.MonkeyPatch

@@ -178,9 +178,9 @@ def _project_exp(
         splits = sums.shape[1] // kernel.config.partials_per_row
         assert splits >= vocab_splits if selects else splits == vocab_splits
     u = transformed(h.float() @ w.float().t(), transform)
-    relative = u - reference[:, None]
     columns = torch.arange(first, first + len(w))
-    relative[target[:, None] == columns] = -torch.inf
+    masked = u.masked_fill(target[:, None] == columns, -torch.inf)
+    relative = masked - reference[:, None]
     if sums is not None:
         sums.fill_(-torch.inf)
         sums[:, 0] = relative.logsumexp(1) / math.log(2)
@@ -188,7 +188,6 @@ def _project_exp(
     if reductions is not None:
         empty = torch.full((1, 1), -torch.inf)
         reductions[:] = reduced(empty, torch.zeros(1), first, kernel.reductions)[:, :, None]
-        masked = u.masked_fill(target[:, None] == columns, -torch.inf)
         reductions[..., 0] = reduced(masked, reference, first, kernel.reductions)
     inside = torch.arange(len(h)) < counted
     if sums is not None:
