@@ -7,7 +7,7 @@ A row of D elements is read and written as D / 8 vectors of 8 elements, which ar
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from cutefce.cute_kernels import spec
 
@@ -29,3 +29,14 @@ def load_fp32(vectors: cute.Tensor, index: Int32) -> cute.Tensor:
     wide = cute.make_rmem_tensor((8,), Float32)
     wide.store(raw.load().to(Float32))
     return wide
+
+
+@cute.jit
+def clamped(index: Int64, table: cute.Tensor) -> Int64:
+    """Return `index` clamped to the rows of `table` (V, D)."""
+    last = Int64(table.shape[0]) - 1
+    if index > last:
+        index = last
+    if index < 0:
+        index = Int64(0)
+    return index

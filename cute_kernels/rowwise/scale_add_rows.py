@@ -19,7 +19,7 @@ from cutefce.cute_kernels.common.dsl import (
     vector,
 )
 from cutefce.cute_kernels.common.rank_one import RankOne, rank_one_signature
-from cutefce.cute_kernels.common.row_vectors import WARPS, load_fp32, row_vectors
+from cutefce.cute_kernels.common.row_vectors import WARPS, clamped, load_fp32, row_vectors
 
 
 def compile_signature(kernel: spec.ScaleAddRowsSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -56,7 +56,8 @@ def scale_add_rows(
     With a table and if `scatters`, row i of x becomes row `order`_i of `out`, which is not x then.
 
     With a table, a row whose scales and factor are all 0 is 0, whatever x and table hold: an
-    ignored row.  More than eight parameters: each is one argument that the host passes by position.
+    ignored row.  An index is clamped to the table.  More than eight parameters: each is one
+    argument that the host passes by position.
     """
     scales, places = (row_scale, gather_scale, index), (order, scatters)
     scale_add_rows_kernel(out, x, table, scales, rank_one, places).launch(
@@ -89,7 +90,7 @@ def scale_add_rows_kernel(
     if cutlass.const_expr(rank_one is not None):
         addend, addend_factor = cute.zipped_divide(rank_one.row, (8,)), rank_one.factor[row]
     if cutlass.const_expr(table is not None):
-        gathered = row_vectors(table, index[row])
+        gathered = row_vectors(table, clamped(index[row], table))
         if scale == 0.0 and factor == 0.0 and addend_factor == 0.0:
             zeros = cute.make_rmem_tensor((8,), out.element_type)
             zeros.fill(0.0)

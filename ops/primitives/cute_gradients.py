@@ -135,7 +135,7 @@ class RowwiseSteps:
         kernels = self.kernels
         spec = kernels.finish_dx if out.dtype == w.dtype else kernels.finish_dx_fp32
         spec, term = with_rank_one(spec, rank_one)
-        rows = coefficients.scale.contiguous(), coefficients.target, targets.safe_index
+        rows = coefficients.scale.contiguous(), coefficients.target, targets.index
         places = (targets.index, 0) if order is None else (order, 1)
         compiled(spec)(out, sums, w, *rows, term, *places)
 

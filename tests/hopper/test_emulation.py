@@ -360,13 +360,13 @@ def test_scaled_rows(kernel: ScaleAddRowsSpec, hidden: int, scatters: int) -> No
     """Vectors that are fewer than a block's threads, and more."""
     out, x = (torch.randn(5, hidden).to(getattr(torch, name)) for name in (kernel.out, kernel.x))
     scale, gather_scale, factor, row = *torch.randn(3, 5), torch.randn(hidden)
-    index, table, term = torch.tensor([3, 0, 3, 1, 2]), None, None
+    index, table, term = torch.tensor([7, 0, 3, -(1 << 62), 2]), None, None
     want = scale.double()[:, None] * x.double()
     gathered: tuple[torch.Tensor | None, ...] = None, None
     if kernel.table is not None:
         scale[2] = gather_scale[2] = factor[2] = 0.0
         table = torch.randn(4, hidden).to(getattr(torch, kernel.table))
-        want += gather_scale.double()[:, None] * table[index].double()
+        want += gather_scale.double()[:, None] * table[index.clamp(0, 3)].double()
         want[2], x[2], gathered = 0.0, torch.nan, (gather_scale, index)
     if kernel.rank_one:
         term = factor, row

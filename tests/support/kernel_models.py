@@ -314,7 +314,8 @@ def _scale_add_rows(
     assert (rank_one is not None) == kernel.rank_one
     total = row_scale[:, None] * x.float()
     if table is not None and gather_scale is not None and index is not None:
-        total = total + gather_scale[:, None] * table[index].float()
+        rows = table[index.clamp(0, len(table) - 1)]
+        total = total + gather_scale[:, None] * rows.float()
         is_zero = (row_scale == 0) & (gather_scale == 0)
         if rank_one is not None:
             factor, row = rank_one
