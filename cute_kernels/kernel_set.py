@@ -18,6 +18,7 @@ from cutefce.cute_kernels.spec import (
     FusedForwardSpec,
     GatherRowsSpec,
     GradGemmSpec,
+    KeptSumsSpec,
     KernelSpec,
     ProjectExpSpec,
     ReducePartialsSpec,
@@ -69,10 +70,16 @@ class KernelSet:
     """s_i x_i + c_i W_y."""
     finish_dx_fp32: ScaleAddRowsSpec
     """The same without rounding: one rank's addend."""
+    keep_sums: KeptSumsSpec
+    """The sums of dX in a chunk, as gradients in forward keep them."""
+    finish_kept: KeptSumsSpec
+    """dX of these."""
     grad_hidden: GradGemmSpec | None
     """Adds to the sums of dX; None if cuBLAS does."""
     grad_hidden_short: GradGemmSpec | None
     """The same for few columns."""
+    grad_hidden_again: GradGemmSpec | None
+    """The same where the device says whether there is anything to compute: no cuBLAS."""
     grad_weight: GradGemmSpec | None
     """dW in one pass; None if cuBLAS and elementwise passes compute it."""
     grad_weight_accumulate: GradGemmSpec | None
@@ -94,6 +101,9 @@ class KernelSet:
         "row_sums_and_exps",
         "repair_exps",
         "scale_fp32_rows",
+        "keep_sums",
+        "finish_kept",
+        "grad_hidden_again",
         "grad_weight_accumulate",
         "add_targets",
     )
@@ -131,7 +141,10 @@ def kernel_set(
         for config in (configs.grad_hidden, configs.grad_hidden_short)
     )
     weight = accumulate = add_targets = sort_targets = None
+    again = hidden
     if configs.grad_weight is not None:
+        first = arch.grad_gemm_configs()[0]
+        again = hidden or GradGemmSpec(arch.name, dtype, first, "hidden", final=False)
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
         accumulate = dataclasses.replace(weight, final=False)
         add_targets, sort_targets = AddTargetsSpec(arch.name, dtype), SortTargetsSpec(arch.name)
@@ -158,8 +171,11 @@ def kernel_set(
         scale_fp32_rows=ScaleAddRowsSpec(arch.name, dtype, "float32"),
         finish_dx=ScaleAddRowsSpec(arch.name, dtype, "float32", dtype),
         finish_dx_fp32=ScaleAddRowsSpec(arch.name, "float32", "float32", dtype),
+        keep_sums=KeptSumsSpec(arch.name, dtype),
+        finish_kept=KeptSumsSpec(arch.name, dtype, finishes=True),
         grad_hidden=hidden,
         grad_hidden_short=short,
+        grad_hidden_again=again,
         grad_weight=weight,
         grad_weight_accumulate=accumulate,
         add_targets=add_targets,

@@ -174,6 +174,18 @@ class ScaleAddRowsSpec:
 
 
 @dataclass(frozen=True)
+class KeptSumsSpec:
+    """A chunk's sums of dX, kept as 16 bits and a byte; or dX, made of these in their memory."""
+
+    arch: str
+    dtype: str
+    finishes: bool = False
+    """Whether it makes dX."""
+    rank_one: bool = False
+    """Whether to add a matrix of rank one to dX; needs `finishes`."""
+
+
+@dataclass(frozen=True)
 class GradGemmSpec:
     """A gradient GEMM: exponentials times w, or transposed exponentials times hidden states."""
 
@@ -244,6 +256,7 @@ KernelSpec = (
     | ReducePartialsSpec
     | FusedForwardSpec
     | ScaleAddRowsSpec
+    | KeptSumsSpec
     | RowCoefficientsSpec
     | SortTargetsSpec
     | AddTargetsSpec

@@ -49,7 +49,9 @@ class Semaphore(IntEnum):
     """Arrivals of clusters at the sync points that keep them in step."""
     DONE_COUNTER = 1
     """Thread blocks of `reduce_partials` that have finished."""
-    REPAIR_FLAGS = 2
+    REPAIR_ROWS = 2
+    """The number of rows if any row block is flagged, else 0."""
+    REPAIR_FLAGS = 3
     """One flag a row block: 1 if its exponentials must be stored again."""
 
 

@@ -127,6 +127,7 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
         if can_keep(case.problem.dtype):
             block = defaults.widest_window(case.problem).reference_block
             results |= _gradients_in_forward_outputs(inputs, block)
+            results |= _windows_in_chunks_outputs(case, primitives, block)
         results |= _single_call_outputs(inputs, case.upstream)
         results |= _counted_rows_outputs(case, primitives, "")
         results |= _counted_rows_outputs(case, _clearing(primitives), ", the others cleared")
@@ -190,6 +191,26 @@ def _gradients_in_forward_outputs(
     return _gradients(" of gradients in the forward", finished_dx, finished_dw)
 
 
+def _windows_in_chunks_outputs(
+    case: TuningCase, primitives: AnyPrimitives, block: int
+) -> dict[str, CheckedOutput]:
+    """Return dX alone, computed in the forward of two chunks of tokens, in windows of `block`."""
+    inputs, selection = loss_inputs(case, primitives), None
+    h, targets, chunk = inputs.h, inputs.targets, ceil_div(case.problem.tokens, 2)
+    if isinstance(primitives.projection, CuteProjection):
+        selection = select_on_device(case.problem.arch or "", case.y, IGNORED, chunk)
+        targets = Targets(selection.targets, case.problem.vocab, targets.options)
+        targets.selection = selection
+        inputs = replace(inputs, targets=targets)
+    loss_scale = targets.loss_scale(sum_dtype(h.dtype))
+    dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
+    dw = GradAccumulator.empty(inputs.w[:0], loss_scale.dtype)
+    stats = gradients_in_forward(inputs, loss_scale, block, chunk, dx, dw, None)
+    coefficients = RowCoefficients.of(stats, targets, loss_scale)
+    finished = dx.finish(inputs, stats, coefficients, selection)
+    return {"dX of windows in chunks": _gradient(finished)}
+
+
 def _single_call_outputs(
     inputs: LossInputs[Any, Any], upstream: Tensor
 ) -> dict[str, CheckedOutput]:
@@ -215,8 +236,9 @@ def _gradients(suffix: str, dx: Tensor | None, dw: Tensor | None) -> dict[str, C
     """
     assert dx is not None
     assert dw is not None
-    floor = torch.finfo(dx.dtype).smallest_normal
-    return {
-        f"{name}{suffix}": CheckedOutput(gradient, 3, floor=floor, relative_to_row=True)
-        for name, gradient in (("dX", dx), ("dW", dw))
-    }
+    return {f"dX{suffix}": _gradient(dx), f"dW{suffix}": _gradient(dw)}
+
+
+def _gradient(x: Tensor) -> CheckedOutput:
+    floor = torch.finfo(x.dtype).smallest_normal
+    return CheckedOutput(x, 3, floor=floor, relative_to_row=True)

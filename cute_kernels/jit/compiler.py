@@ -26,6 +26,7 @@ MODULES: dict[type, str] = {
     spec.ProjectExpSpec: "{family}.project_exp",
     spec.ReducePartialsSpec: "rowwise.reduce_partials",
     spec.ScaleAddRowsSpec: "rowwise.scale_add_rows",
+    spec.KeptSumsSpec: "rowwise.kept_sums",
     spec.GradGemmSpec: "{family}.gradient",
     spec.RowCoefficientsSpec: "rowwise.row_coefficients",
     spec.SortTargetsSpec: "rowwise.sort_targets",

@@ -151,6 +151,7 @@ class ReducePartials:
             reference = target_logit + largest * LN_2
             if lane == 0:
                 semaphores[Semaphore.REPAIR_FLAGS + row // self.rows] = Int32(1)
+                semaphores[Semaphore.REPAIR_ROWS] = Int32(logit.shape[0])
         # distance of the rounded reference above the target's logit
         distance = Float32(0.0)
         if reference != target_logit:

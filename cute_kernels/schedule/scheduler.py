@@ -18,7 +18,7 @@ class RowCount(NamedTuple):
     count: cute.Tensor
     """(1,) int32, written by an earlier kernel."""
     selects: Int32
-    """0 if all rows count, and `count` means nothing."""
+    """0 if all rows count, and `count` means nothing; else 1, or 2 to compute nothing of none."""
 
 
 class WorkTile(NamedTuple):
@@ -113,7 +113,8 @@ def make_tile_scheduler(
     """Return the scheduler for the tokens a (M, K) that count, and b (N, K).
 
     `vocab_splits` are those for all tokens; for fewer there are more, at most `most_splits`.  One
-    row block is computed even of no tokens, so that what a GEMM over them reads is 0.
+    row block is computed even of no tokens, so that what a GEMM over them reads is 0, unless
+    `row_count` says otherwise.
     """
     (size, inner), columns = a.shape, b.shape[0]
     n_tiles = (columns + config.tile_n - 1) // config.tile_n
@@ -123,8 +124,9 @@ def make_tile_scheduler(
     if row_count.selects != 0:
         cute.arch.griddepcontrol_wait()
         rows = cutlass.min(row_count.count[0], rows)
-        planned, row_blocks = row_blocks, cutlass.max((rows + config.rows - 1) // config.rows, 1)
-        more = planned, row_blocks, most_splits, cutlass.min
+        planned, least = row_blocks, Int32(row_count.selects == 1)
+        row_blocks = cutlass.max((rows + config.rows - 1) // config.rows, least)
+        more = planned, cutlass.max(row_blocks, 1), most_splits, cutlass.min
         splits = order.rescale_vocab_splits(vocab_splits, *more)
     cluster, clusters, rank = place(config)
     return TileScheduler(
@@ -173,7 +175,8 @@ def make_gemm_scheduler(
                     row_blocks = Int32(0)
         else:
             rows = cutlass.min(count, rows)
-            row_blocks = cutlass.max((rows + config.rows - 1) // config.rows, 1)
+            least = Int32(row_count.selects == 1)
+            row_blocks = cutlass.max((rows + config.rows - 1) // config.rows, least)
         if cutlass.const_expr(k_splits is not None):
             splits = order.fewest_waves(row_blocks * n_tiles, clusters, k_tiles, Int32)
     return TileScheduler(

@@ -31,7 +31,6 @@ from cutefce.ops.operators.kept import GradSums, Kept
 from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare
 from cutefce.ops.parallel.shard import Unsharded, shard_of
 from cutefce.ops.planning.planner import MINIMUM, Plan
-from cutefce.ops.primitives.row_selection import restore_rows
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
@@ -221,8 +220,7 @@ def _finish(
         targets.selection = None  # all rows of the sums are defined
         gradients = inputs.primitives.gradients
         scaling = gradients.scaling(dtype, targets, stats, upstream, in_reference=False)
-        dx = sums.dx.finish(inputs, stats, scaling.dx)
-        dx = shard.finish_dx(restore_rows(selection, dx), dtype)
+        dx = shard.finish_dx(sums.dx.finish(inputs, stats, scaling.dx, selection), dtype)
     if len(dw):
         dw = sums.dw.finish(inputs.primitives.gradients.scale_rows, upstream)
     dbias = None if sums.dbias is None else sums.dbias * upstream

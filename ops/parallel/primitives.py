@@ -116,6 +116,9 @@ class ShardProjection(Generic[PartialT]):
     ) -> None:
         self.own.repair_stored_exps(exps, h, w, first, targets, partial, stats)
 
+    def far_rows(self, partial: PartialT, targets: Targets) -> RowSelection | None:
+        return self.own.far_rows(partial, targets)
+
 
 def _owned_elsewhere(targets: Targets) -> Tensor:
     """Return (N,) bool: the token is active, and another rank owns its target."""

@@ -1,6 +1,8 @@
 """2. Plan: how a problem is computed within a memory budget.  Pure Python, without torch.
 
 planner.py         where the plan is made: strategy, window, columns kept, chunk
+time_model.py      where time is predicted
 memory_model.py    where memory is predicted
+step_memory.py     what single steps take of it
 dw_aliasing.py     how many exponentials or sums fit into a gradient's memory
 """

@@ -20,9 +20,10 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
     forward without gradients          tile
     windows                            kept + buffer + dX + dW
     rows selected                      N·D·e, or c·D·e in chunks: h, where logits are computed
-    gradients in forward               c·V·e for chunks of c tokens; unless sums are the gradients
-                                       (e = a), V·D·a / 2 for half of dW's sums, for which dW has no
-                                       room, N·D for a byte of each of dX's, and c·D·a for a chunk's
+    gradients in forward               c·V·e for chunks of c tokens, c·K·e for dX alone; unless
+                                       sums are the gradients (e = a), V·D·a / 2 for half of dW's
+                                       sums, for which dW has no room, N·D for a byte of each of
+                                       dX's, and c·D·a for a chunk's
 
 Copies of h and w that a call works on are added, less what its gradients lack of wider ones.  A
 rank with a share of the tokens gathers them, N·D·e; ranks hold all of dX's sums, N·D·a, until the
@@ -34,10 +35,9 @@ Kernels need no tile.  A CPU converts 16-bit operands and takes row-wise steps i
 from dataclasses import dataclass
 
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.config import PortableTiles, WindowConfig
+from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem, can_keep
-from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops.planning.dw_aliasing import (
     BOUNCE_ROWS,
@@ -45,14 +45,19 @@ from cutefce.ops.planning.dw_aliasing import (
     fits_in_tail,
     rows_in_place,
 )
-
-UPCAST_BLOCK = 2048
-"""Rows and columns of a 16-bit operand that a CPU's GEMM converts to float32 at a time."""
-
-TARGET_BYTES = 17
-"""Bytes of a token's target: index and safe index as int64, and whether it is active."""
-NARROWEST_TILE = 128
-"""Columns of the narrowest tile of a kernel, each of which gives one partial sum at most."""
+from cutefce.ops.planning.step_memory import (
+    CONVERTED,
+    GATHERED,
+    PLAIN,
+    TARGET_BYTES,
+    accumulates_wider,
+    forward_step_bytes,
+    partial_bytes,
+    rows_bytes,
+    target_rows_bytes,
+    tile_bytes,
+    upcast_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,6 @@ class CopyingProblem(Problem):
     """Bytes of operands that forward and backward each copy to a layout that GEMMs can address."""
 
 
-def row_block_bytes(device: str) -> int:
-    """Return the bytes of rows, in the dtype of sums, that an unfused step takes at a time."""
-    return (1 if device == "cpu" else 128) << 20
-
-
 def windows_bytes(
     p: Problem, config: WindowConfig, aliased: int, kept: int, scalar_upstream: bool
 ) -> int:
@@ -82,8 +82,8 @@ def windows_bytes(
     """
     stored = aliased + kept
     saved = p.tokens * (kept * p.item_bytes + NUM_STATS * p.accumulator_bytes)
-    partial = p.tokens * _partial_bytes(p, config, p.tokens)
-    step = _forward_step_bytes(p, config, p.tokens, stored)
+    partial = p.tokens * partial_bytes(p, config, p.tokens)
+    step = forward_step_bytes(p, config, p.tokens, stored)
     copy = _selected_bytes(p, p.tokens)
     forward = saved + partial + _gathered_bytes(p) + copy + _selection_bytes(p)
     if aliased:
@@ -107,10 +107,10 @@ def windows_bytes(
     vectors = (2 if scalar_upstream else 4) + (0 if can_keep(p.dtype) else 2)
     backward = saved + p.tokens * (TARGET_BYTES + vectors * p.accumulator_bytes)
     backward += _gathered_bytes(p) + _selection_bytes(p)
-    end = backward + _row_block_bytes(p, p.tokens, GATHERED)
+    end = backward + rows_bytes(p, p.tokens, GATHERED)
     longest = max(window, min(kept, p.vocab))
-    step = _upcast_block_bytes(p, p.tokens, longest, p.hidden) if p.grad_hidden else 0
-    if p.grad_hidden and _accumulates_wider(p):
+    step = upcast_bytes(p, p.tokens, longest, p.hidden) if p.grad_hidden else 0
+    if p.grad_hidden and accumulates_wider(p):
         # dX itself is allocated at the end
         backward += p.tokens * p.hidden * (p.accumulator_bytes - p.item_bytes)
         summed = 1 + (p.ranks > 1 and p.selects_rows)  # ranks add dX in the order of the call
@@ -122,19 +122,22 @@ def windows_bytes(
     elif p.grad_weight:
         backward += 8 * p.vocab + min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
         backward += copy
-        step = max(step, _target_rows_bytes(p), _row_block_bytes(p, p.tokens, CONVERTED))
-        sums = window * p.hidden * p.accumulator_bytes if _accumulates_wider(p) else 0
-        finish = _row_block_bytes(p, window, PLAIN)
-        step = max(step, sums + max(finish, _upcast_block_bytes(p, window, p.tokens, p.hidden)))
+        step = max(step, target_rows_bytes(p), rows_bytes(p, p.tokens, CONVERTED))
+        sums = window * p.hidden * p.accumulator_bytes if accumulates_wider(p) else 0
+        finish = rows_bytes(p, window, PLAIN)
+        step = max(step, sums + max(finish, upcast_bytes(p, window, p.tokens, p.hidden)))
     if stored < p.vocab:
         backward += p.tokens * buffer_columns * p.item_bytes + copy
-        step = max(step, _tile_bytes(p, config, p.tokens, min(recomputed, p.vocab), stored=True))
+        step = max(step, tile_bytes(p, config, p.tokens, min(recomputed, p.vocab), stored=True))
     return _with_copies(p, max(forward - p.gradient_bytes, backward + step, end))
 
 
 def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> int:
-    """Return the workspace of gradients in forward: `chunk` tokens' `stored` columns at a time."""
-    wider = _accumulates_wider(p)
+    """Return the workspace of gradients in forward: `chunk` tokens' `stored` columns at a time.
+
+    With fewer than V columns, dX alone is formed.
+    """
+    wider = accumulates_wider(p)
     kept, copy = NUM_STATS * p.tokens * p.accumulator_bytes, _selected_bytes(p, p.tokens)
     kept += _selection_bytes(p)
     if p.grad_weight:
@@ -143,28 +146,32 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     vectors = p.tokens * (TARGET_BYTES + 4 * p.accumulator_bytes)
     forward, backward = vectors + _gathered_bytes(p), vectors
     sums = marks = finish = 0  # of dX in a chunk, and which of their low bytes are not 0
-    restored = copy * p.grad_hidden  # dX in the order of the call
+    restored = 0  # dX in the order of the call
     if p.grad_hidden and p.ranks > 1:
         shared, reduced = _shared_sums_bytes(p)
         kept, backward = kept + shared, backward + reduced
-        restored *= p.accumulator_bytes // p.item_bytes  # ranks add theirs in that order
+        restored = copy * p.accumulator_bytes // p.item_bytes  # ranks add theirs in that order
     elif p.grad_hidden and wider:
         kept += p.tokens * p.hidden
-        sums, marks = chunk * p.hidden * p.accumulator_bytes, chunk * p.hidden
-        finish = min(FINISHED_ROWS, p.tokens) * p.hidden * p.accumulator_bytes
-    in_chunk = chunk * (stored * p.item_bytes + _partial_bytes(p, config, chunk))
-    to_dw = max(
-        _row_block_bytes(p, chunk, CONVERTED), _upcast_block_bytes(p, p.vocab, chunk, p.hidden)
-    )
-    in_chunk += max(
-        _forward_step_bytes(p, config, chunk, stored) + _selected_bytes(p, chunk),
-        sums + max(_upcast_block_bytes(p, chunk, p.vocab, p.hidden), marks) if p.grad_hidden else 0,
-        chunk * p.hidden * p.item_bytes + to_dw if p.grad_weight else 0,
-    )
+        sums = chunk * p.hidden * p.accumulator_bytes
+        if p.arch is None:  # kernels join the bytes of a sum in registers
+            marks = chunk * p.hidden
+            finish = min(FINISHED_ROWS, p.tokens) * p.hidden * p.accumulator_bytes
+    partial = chunk * partial_bytes(p, config, chunk)
+    to_dw = max(rows_bytes(p, chunk, CONVERTED), upcast_bytes(p, p.vocab, chunk, p.hidden))
+    step = forward_step_bytes(p, config, chunk, p.vocab) + _selected_bytes(p, chunk)
+    product = max(upcast_bytes(p, chunk, stored, p.hidden), marks) * p.grad_hidden
+    in_chunk = chunk * stored * p.item_bytes + partial
+    if stored < p.vocab:
+        # partial sums of windows exist beside those of all columns, and h beside dX's sums
+        in_chunk += sums + partial + max(step, product)
+    else:
+        scaled = (chunk * p.hidden * p.item_bytes + to_dw) * p.grad_weight
+        in_chunk += max(step, sums + product, scaled)
     # the logits of all targets come before the chunks, and their part of dW after them
-    targets = _target_rows_bytes(p)
-    beside = max(_row_block_bytes(p, p.tokens, CONVERTED), targets and targets + copy)
-    backward += _row_block_bytes(p, max(p.tokens, p.vocab * p.grad_weight), CONVERTED)
+    targets = target_rows_bytes(p)
+    beside = max(rows_bytes(p, p.tokens, CONVERTED), targets and targets + copy)
+    backward += rows_bytes(p, max(p.tokens, p.vocab * p.grad_weight), CONVERTED)
     if p.grad_weight and wider:
         restored += min(BOUNCE_ROWS, p.vocab) * p.hidden * p.item_bytes
     backward += max(finish, restored)
@@ -220,81 +227,3 @@ def _selected_bytes(p: Problem, rows: int) -> int:
 def _gathered_bytes(p: Problem) -> int:
     """Bytes of the hidden states of all tokens, where a rank has a share of them."""
     return p.tokens * p.hidden * p.item_bytes if p.sequence_parallel else 0
-
-
-def _partial_bytes(p: Problem, config: WindowConfig, tokens: int) -> int:
-    """Bytes of a token's target, logit and partial sums while the forward of `tokens` runs."""
-    if p.arch is not None:
-        tiles = ceil_div(p.vocab, NARROWEST_TILE)
-        partials = min(tiles, PARTIAL_BYTES // (4 * max(tokens, 1)))
-        return TARGET_BYTES + (2 + partials) * p.accumulator_bytes
-    blocks = ceil_div(p.vocab, config.reference_block)
-    return TARGET_BYTES + (2 + 2 * blocks) * p.accumulator_bytes
-
-
-def _forward_step_bytes(p: Problem, config: WindowConfig, tokens: int, stored: int) -> int:
-    """Bytes of one step of the forward of `tokens` that stores `stored` columns."""
-    if p.arch is not None:
-        return 0
-    blocks = ceil_div(p.vocab, config.reference_block)
-    # vectors of tokens beside the partial sums; float16 makes new statistics of the old ones
-    vectors = 5 if can_keep(p.dtype) else 8
-    reduced = tokens * max(blocks * (2 * p.accumulator_bytes + 1), vectors * p.accumulator_bytes)
-    repaired = 0
-    if stored and p.device == "cpu" and _accumulates_wider(p):
-        # a block of exponentials in the dtype of sums, and of the scaled ones
-        repaired = 2 * min(tokens * p.vocab * p.accumulator_bytes, row_block_bytes(p.device))
-    rows = _row_block_bytes(p, tokens, CONVERTED)
-    tile = _tile_bytes(p, config, tokens, p.vocab, stored=stored >= p.vocab)
-    return max(tile, reduced, repaired, rows)
-
-
-PLAIN, GATHERED, CONVERTED = 2, 3, 4
-"""Half row blocks of a row-wise step with operands in the dtype of sums; with one that is gathered
-and converted; with one that is converted beside the result."""
-
-
-def _row_block_bytes(p: Problem, rows: int, halves: int) -> int:
-    """Bytes of a row-wise step on a CPU; fused steps of a GPU allocate only their results."""
-    if p.device != "cpu":
-        return 0
-    row_bytes = p.hidden * p.accumulator_bytes
-    block = min(rows * row_bytes, max(row_block_bytes(p.device), row_bytes))
-    return block // 2 * halves if _accumulates_wider(p) else block
-
-
-def _target_rows_bytes(p: Problem) -> int:
-    """Bytes of the step that adds a block of tokens to the targets' part of dW, in plain torch."""
-    if not p.grad_weight or (p.arch is not None and arch_named(p.arch).forms_weight_gradient):
-        return 0
-    return min(p.tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
-
-
-def _tile_bytes(p: Problem, config: WindowConfig, tokens: int, window: int, *, stored: bool) -> int:
-    """Bytes of a tile of the logits of `window` columns, and of the step that computes it.
-
-    A CPU may compute logits in the memory of stored exponentials.
-    """
-    if p.arch is not None:
-        return 0
-    assert isinstance(config, PortableTiles)
-    rows, columns = min(tokens, config.tile_rows), config.columns(tokens)
-    if p.device != "cpu":
-        return rows * columns * p.accumulator_bytes
-    in_place = stored and not _accumulates_wider(p)
-    logits = (p.tile_copies + (not in_place)) * rows * columns * p.accumulator_bytes
-    upcast = _upcast_block_bytes(p, rows, p.hidden, min(columns, window))
-    return logits + max(rows * columns, upcast)
-
-
-def _upcast_block_bytes(p: Problem, rows: int, inner: int, columns: int) -> int:
-    """Bytes of the blocks converted for a GEMM (rows, inner) @ (inner, columns)."""
-    if p.device != "cpu" or not _accumulates_wider(p):
-        return 0
-    block = min(inner, UPCAST_BLOCK)
-    return (min(rows, UPCAST_BLOCK) + columns) * block * p.accumulator_bytes
-
-
-def _accumulates_wider(p: Problem) -> bool:
-    """Whether sums need more bytes than the inputs have."""
-    return p.item_bytes < p.accumulator_bytes

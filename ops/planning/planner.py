@@ -1,14 +1,7 @@
 """From a problem and a memory budget to a plan, with the memory and time it is predicted to take.
 
-Pure Python.  With N tokens, D hidden, V vocab, K columns kept, L aliased (`dw_aliasing`) and G
-gradients (0 to 2), the model of time is
-
-    windows                2·N·D·((1 + G)·V + (V - K - L)) FLOP; dX's sums are read and written
-                           once a window, recomputed logits once; narrow windows alias more
-                           columns, but there are more of them
-    gradients in forward   2·N·D·(1 + G)·V FLOP, a chunk's at the rate of memory where reading w
-                           takes longer; dW's sums are read and written once a chunk, and the
-                           gradients once more in the backward; a chunk has its own cost
+Pure Python.  The plans of a problem come in families, each of which trades time for memory;
+`memory_model` and `time_model` predict both.
 """
 
 from bisect import bisect_left
@@ -17,11 +10,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
+from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.planning.dw_aliasing import max_aliased_windows
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
+from cutefce.ops.planning.time_model import chunked_seconds, windows_seconds
 
 MINIMUM = 0
 """The budget "min": the smallest plan that any budget chooses."""
@@ -39,13 +34,10 @@ memory: a third more time is no price for a tenth of the memory."""
 
 MIN_CHUNK = 1024
 """Tokens of a chunk below which reading and writing dW's sums takes most of the time."""
+MIN_CHUNK_WINDOW = 8192
+"""Columns of a window inside a chunk below which launches and dX's sums take too much time."""
 CHUNK_ALIGNMENT = 256
 """Chunks are multiples of this many tokens, a row block of the kernels, and no shorter."""
-
-DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4)}
-"""(FLOP/s, bytes/s, seconds a window, seconds a chunk) by device type; a GPU's are an H200's, where
-GEMMs of few columns or rows leave SMs idle at their start and end.  The tuned GEMMs of 256 and 512
-tokens take 35 to 50 µs longer than their share of those of 8192; a chunk has two, and launches."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +81,21 @@ class Plan:
         """Whether gradients are formed in the forward."""
         return self.strategy == "gradients_in_forward"
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether exponentials of some columns alone exist at a time."""
+        return self.kept < self.vocab
+
     def __str__(self) -> str:
         name = self.strategy.replace("_", " ")
         vocab = max(self.vocab, 1)
         kept, aliased = min(self.kept / vocab, 1), self.aliased / vocab
         size = f"{kept:.0%} kept" + f", {aliased:.0%} in the memory of dW" * (aliased > 0)
-        size = f"chunks of {self.chunk} tokens" if self.in_forward else size
+        columns = self.window
+        if self.in_forward:
+            size, columns = f"chunks of {self.chunk} tokens", min(self.kept, vocab)
         return (
-            f"{name}, {size}, {self.window} columns at a time: "
+            f"{name}, {size}, {columns} columns at a time: "
             f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
         )
 
@@ -150,7 +149,7 @@ def replan_for_shard(
 ) -> Plan:
     """Return `plan`, which was made for all ranks, for one rank's `p`, with the same chunks."""
     if plan.in_forward:
-        return _chunked_plan(p, configs[0], plan.chunk)
+        return _chunked_plan(p, configs[0], plan.chunk, plan.kept if plan.has_windows else None)
     return _choose(_windows(p, configs, scalar_upstream and not scales_rows), budget)
 
 
@@ -200,7 +199,7 @@ def _windows_of(p: Problem, config: WindowConfig, scalar_upstream: bool) -> Iter
         if kept is None:
             kept = round_up(p.vocab - aliased, config.reference_block)
         predicted = windows_bytes(p, config, aliased, kept, scalar_upstream)
-        seconds = _windows_seconds(p, config.window, aliased, kept)
+        seconds = windows_seconds(p, config.window, aliased, kept)
         gradients = p.grad_hidden, p.grad_weight, p.grad_bias
         sizes = config.window, aliased, kept, p.tokens
         return Plan("windows", *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
@@ -230,47 +229,35 @@ def _gradients_in_forward(p: Problem, config: WindowConfig) -> Iterator[_Family]
     count, most = 1, ceil_div(p.tokens, shortest)
     while count <= max(most, 1):
         even = round_up(ceil_div(p.tokens, count), CHUNK_ALIGNMENT)
-        plan = _chunked_plan(p, config, max(1, min(even, p.tokens)))
-        yield _Family(1, [plan].__getitem__)
+        chunk = max(1, min(even, p.tokens))
+        yield _Family(1, [_chunked_plan(p, config, chunk)].__getitem__)
+        if forms_dx_alone(p) and p.vocab >= 2 * MIN_CHUNK_WINDOW:
+            yield _windows_in_chunks(p, config, chunk)
         count = min(count + ceil_div(count, 8), max(most, count + 1))
 
 
-def _chunked_plan(p: Problem, config: WindowConfig, chunk: int) -> Plan:
-    stored = round_up(p.vocab, config.reference_block)
-    sizes = config.window, 0, stored, chunk
+def forms_dx_alone(p: Problem) -> bool:
+    """Whether kernels form dX alone and may skip rows, as windows inside chunks need."""
+    alone = p.grad_hidden and not (p.grad_weight or p.grad_bias)
+    return alone and p.selects_rows and arch_named(p.arch or "").forms_weight_gradient
+
+
+def _windows_in_chunks(p: Problem, config: WindowConfig, chunk: int) -> _Family:
+    """Return plans of 2 windows of about equal width and more in each chunk."""
+
+    def plan(i: int) -> Plan:
+        even = ceil_div(p.vocab, 2 + i)
+        return _chunked_plan(p, config, chunk, round_up(even, config.reference_block))
+
+    return _Family(p.vocab // MIN_CHUNK_WINDOW - 1, plan)
+
+
+def _chunked_plan(p: Problem, config: WindowConfig, chunk: int, columns: int | None = None) -> Plan:
+    """Return the plan of chunks with windows of `columns`, or of all columns at once."""
+    every = round_up(p.vocab, config.reference_block)
+    stored = every if columns is None else min(columns, every)
+    sizes = config.window if columns is None else stored, 0, stored, chunk
     gradients = p.grad_hidden, p.grad_weight, p.grad_bias
-    predicted, seconds = chunked_bytes(p, config, stored, chunk), _chunked_seconds(p, chunk)
-    strategy = "gradients_in_forward"
+    seconds = chunked_seconds(p, chunk, stored)
+    predicted, strategy = chunked_bytes(p, config, stored, chunk), "gradients_in_forward"
     return Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
-
-
-def _windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:
-    gradients = p.grad_hidden + p.grad_weight
-    recomputed = max(p.vocab - aliased - kept, 0) if gradients else 0
-    columns = (1 + gradients) * p.vocab + recomputed
-    windows = ceil_div(recomputed + aliased, window)
-    passes = windows + 1 if p.grad_hidden else 0
-    moved = p.tokens * (2 * passes * p.hidden + recomputed) * p.accumulator_bytes
-    return _seconds(p, columns, moved) + windows * _rates(p)[2]
-
-
-def _chunked_seconds(p: Problem, chunk: int) -> float:
-    columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
-    chunks = ceil_div(p.tokens, chunk)
-    passes = 2 * chunks if p.grad_weight else 0
-    moved = passes * p.vocab * p.hidden * p.accumulator_bytes + 2 * p.gradient_bytes
-    reads = (1 + p.grad_hidden) * chunks * p.vocab * p.hidden * p.item_bytes
-    flop_rate, byte_rate, _, chunk_seconds = _rates(p)
-    products = 2 * (1 + p.grad_hidden) * p.tokens * p.hidden * p.vocab / flop_rate
-    waits = max(reads / byte_rate - products, 0)
-    return _seconds(p, columns, moved) + chunks * chunk_seconds + waits
-
-
-def _seconds(p: Problem, columns: int, moved_bytes: int) -> float:
-    """Return the time of GEMMs over `columns` vocabulary columns in all, and of moving bytes."""
-    flop_rate, byte_rate, *_ = _rates(p)
-    return 2 * p.tokens * p.hidden * columns / flop_rate + moved_bytes / byte_rate
-
-
-def _rates(p: Problem) -> tuple[float, float, float, float]:
-    return DEVICE_RATES.get(p.device, DEVICE_RATES["cuda"])

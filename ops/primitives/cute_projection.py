@@ -30,8 +30,8 @@ from cutefce.cute_kernels.variant import (
 )
 from cutefce.cute_kernels.workspace import forward_semaphore_count
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.primitives.interface import forward_unfused, row_range
-from cutefce.ops.primitives.row_selection import gather_rows, row_count
+from cutefce.ops.primitives.interface import forward_unfused
+from cutefce.ops.primitives.row_selection import far_rows, gather_rows, row_count, row_range
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
@@ -243,6 +243,9 @@ class CuteProjection:
         transform = _transform(targets, (first, last)), None
         count = row_count(targets.selection, semaphores)
         launch(h, w, *rows, *transform, *count, first, splits, self.clusters)
+
+    def far_rows(self, partial: PartialLse, targets: Targets) -> RowSelection | None:
+        return far_rows(None if self.clears else targets.selection, partial.semaphores)
 
     def _clear(self, exps: Tensor | None, targets: Targets) -> None:
         """Write zeros to the rows of `exps` (N, K) that do not count, if other GEMMs read them."""

@@ -131,6 +131,13 @@ class Projection(Protocol[PartialT]):
         """
         ...
 
+    def far_rows(self, partial: PartialT, targets: Targets) -> RowSelection | None:
+        """Return the tokens of `targets` if `reduce_partials` has moved the reference of any.
+
+        It may return them in any case; None are all.
+        """
+        ...
+
 
 class Gradients(Protocol[TargetGradT]):
     """From exponentials to dX and dW: the two GEMMs and what is done to their results."""
@@ -199,6 +206,36 @@ class Gradients(Protocol[TargetGradT]):
         """
         ...
 
+    def keep_sums(
+        self,
+        kept: Tensor,
+        low: Tensor,
+        sums: Tensor,
+        w: Tensor,
+        targets: Targets,
+        stats: RowStats,
+        order: Tensor | None = None,
+    ) -> None:
+        """Keep sums_i - S_i W_y in `kept` (N, D) and `low` (N, D) uint8; may overwrite `sums`.
+
+        It is 0 for ignored tokens.  See `primitives.kept_sums` for what is kept.  With `order`,
+        that of row i is row order_i.
+        """
+        ...
+
+    def finish_kept(
+        self,
+        kept: Tensor,
+        low: Tensor,
+        w: Tensor,
+        targets: Targets,
+        coefficients: RowCoefficients,
+        rank_one: RankOne | None = None,
+        order: Tensor | None = None,
+    ) -> None:
+        """Do what `finish_dx` does with the sums of `keep_sums`, in the memory of `kept`."""
+        ...
+
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGradT:
         """Return Σ_{i: y_i = v} c_i h_i for all v; `coefficient` is c (N,)."""
         ...
@@ -250,11 +287,6 @@ ScaleRows = Callable[[Tensor, Tensor, Tensor], None]
 
 AnyPrimitives = Primitives[Any, Any]
 """The primitives of some implementation, as `dispatch` chooses them at run time."""
-
-
-def row_range(x: Tensor, first: int, last: int) -> Tensor:
-    """Return rows [first, last) of x; of all rows no view is made, which takes CPU time."""
-    return x if last - first == x.shape[0] else x[first:last]
 
 
 def forward_unfused(

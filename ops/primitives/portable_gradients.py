@@ -10,9 +10,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.memory_model import UPCAST_BLOCK, row_block_bytes
+from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
+from cutefce.ops.planning.step_memory import UPCAST_BLOCK, row_block_bytes
 from cutefce.ops.primitives.elementwise import finish_dw_, finish_dx_, scale_by_log_, scale_rows_to_
 from cutefce.ops.primitives.inductor import can_fuse, fused
+from cutefce.ops.primitives.kept_sums import joined_sums, split_sums
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection
@@ -77,6 +79,37 @@ class PortableGradients:
         factor, row = _operands(rank_one)
         rows = out, sums, targets.safe_index, coefficients.scale, coefficients.target, factor
         apply_rowwise(finish_dx_, *rows, whole=(w, row))
+
+    def keep_sums(
+        self,
+        kept: Tensor,
+        low: Tensor,
+        sums: Tensor,
+        w: Tensor,
+        targets: Targets,
+        stats: RowStats,
+        order: Tensor | None = None,
+    ) -> None:
+        assert order is None, "these steps run over all rows that they are given"
+        self.finish_dx(sums, sums, w, targets, RowCoefficients.of_sums(stats, targets))
+        split_sums(kept, low, sums)
+
+    def finish_kept(
+        self,
+        kept: Tensor,
+        low: Tensor,
+        w: Tensor,
+        targets: Targets,
+        coefficients: RowCoefficients,
+        rank_one: RankOne | None = None,
+        order: Tensor | None = None,
+    ) -> None:
+        assert order is None, "these steps run over all rows that they are given"
+        for rows in blocks(len(kept), FINISHED_ROWS):
+            sums, term = joined_sums(kept[rows], low[rows]), rank_one and rank_one.rows(rows)
+            own = targets.per_token(rows), coefficients.rows(rows)
+            self.finish_dx(kept[rows], sums, w, *own, term)
+            del sums  # freed before the next ones are allocated
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> "TargetRows":
         return TargetRows(h, coefficient, targets)

@@ -174,6 +174,9 @@ class PortableProjection:
         if exps.is_cuda or bool((factor != 1).any()):
             apply_rowwise(scale_rows_in_place_, exps.view(-1, block), factor.flatten())
 
+    def far_rows(self, partial: PartialSums, targets: Targets) -> RowSelection | None:
+        return targets.selection
+
     def _project_tiles(
         self,
         h: Tensor,

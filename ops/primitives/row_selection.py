@@ -10,6 +10,7 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import ScatterRowsSpec, SelectRowsSpec
+from cutefce.cute_kernels.workspace import Semaphore
 from cutefce.ops.rows.selection import RowSelection
 
 
@@ -23,8 +24,21 @@ def select_on_device(arch: str, y: Tensor, ignored: int, chunk: int) -> RowSelec
 
 
 def row_count(selection: RowSelection | None, unused: Tensor) -> tuple[Tensor, int]:
-    """Return a launch's count of rows and whether it reads that; `unused` are any int32."""
-    return (unused, 0) if selection is None else (selection.count, 1)
+    """Return the fields of a launch's `RowCount`; `unused` are any int32."""
+    return (unused, 0) if selection is None else (selection.count, 1 + selection.may_skip)
+
+
+def far_rows(selection: RowSelection | None, semaphores: Tensor) -> RowSelection | None:
+    """Return all rows if `reduce_partials` has flagged any of them, or else none: on the device."""
+    if selection is None:
+        return None
+    counts = semaphores[Semaphore.REPAIR_ROWS : Semaphore.REPAIR_ROWS + 1]
+    return replace(selection, counts=counts, may_skip=True)
+
+
+def row_range(x: Tensor, first: int, last: int) -> Tensor:
+    """Return rows [first, last) of x; of all rows no view is made, which takes CPU time."""
+    return x if last - first == x.shape[0] else x[first:last]
 
 
 def gather_rows(

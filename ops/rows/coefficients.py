@@ -59,6 +59,12 @@ class RowCoefficients:
         return RowCoefficients(scale, target, every).by_raw_logits(stats, targets)
 
     @staticmethod
+    def of_sums(stats: RowStats, targets: Targets) -> "RowCoefficients":
+        """Return the coefficients of dX's sums Σ_v e_iv w_v - S_i w_y; 0 for ignored tokens."""
+        others = torch.where(targets.active, stats.sum_exp_others, 0)
+        return RowCoefficients(targets.active.to(others.dtype), -others)
+
+    @staticmethod
     def _of_outputs(stats: RowStats, targets: Targets, upstream: Tensor) -> "RowCoefficients":
         """Return the coefficients for upstream gradients (3, N) of log-probability, lse, entropy.
 

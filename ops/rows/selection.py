@@ -29,6 +29,8 @@ class RowSelection:
     """N"""
     arch: str | None = None
     """Architecture of the kernels that leave out the other tokens."""
+    may_skip: bool = False
+    """Whether launches write nothing where no token counts, instead of a row block of zeros."""
 
     @property
     def is_on_device(self) -> bool:

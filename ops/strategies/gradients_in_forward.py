@@ -14,8 +14,9 @@ from cutefce.ops.primitives.interface import PartialT, TargetGradT
 from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.strategies import windows
+from cutefce.ops.strategies.chunk_windows import summing
 from cutefce.ops.strategies.grad_accumulator import GradAccumulator
-from cutefce.ops.strategies.hidden_sums import HiddenSums, unscaled
+from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.windows import LossInputs
 
 
@@ -32,7 +33,7 @@ def gradients_in_forward(
 
     The latter are those for the upstream gradient `loss_scale` () of each token's loss.  What has
     no rows, or `dbias` (V,) if None, is not computed.  The exponentials of `chunk` tokens exist at
-    a time, in `stored` >= V columns.
+    a time: of all columns if `stored` >= V, else of `stored` columns, for dX alone.
     """
     primitives, h, w, targets = inputs.primitives, inputs.h, inputs.w, inputs.targets
     gradients, (tokens, vocab) = primitives.gradients, (inputs.tokens, w.shape[0])
@@ -49,14 +50,18 @@ def gradients_in_forward(
         own_h = h if targets.selection is not None else h[rows]
         part = replace(inputs, h=own_h, targets=targets.per_token(rows))
         exps, selection = buffer[: part.tokens], part.targets.selection
-        _, part_stats = windows.forward(part, [(0, exps)], target_logit[rows])
+        if stored < vocab:
+            sums = dx.room(rows, loss_scale.dtype)
+            _, part_stats = windows.forward(*summing(part, exps, sums), target_logit[rows])
+        else:
+            _, part_stats = windows.forward(part, [(0, exps)], target_logit[rows])
         parts.append(part_stats.rows)
         exps = exps[:, :vocab]
         if len(dx.gradient):
-            sums = dx.room(rows, loss_scale.dtype)
-            gradients.add_grad_hidden(sums, exps, w, accumulate=False, selection=selection)
-            windows.finish_dx(part, sums, sums, unscaled(part_stats, part.targets))
-            dx.keep(rows, sums)
+            if stored >= vocab:
+                sums = dx.room(rows, loss_scale.dtype)
+                gradients.add_grad_hidden(sums, exps, w, accumulate=False, selection=selection)
+            dx.keep(rows, sums, part, part_stats)
             del sums
         if dbias is None and not len(dw.gradient):
             continue

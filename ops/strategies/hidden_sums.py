@@ -13,21 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
 from cutefce.ops.primitives.interface import PartialT, TargetGradT
-from cutefce.ops.primitives.portable_gradients import blocks
+from cutefce.ops.primitives.row_selection import restore_rows
 from cutefce.ops.rows.coefficients import RowCoefficients
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
-from cutefce.ops.rows.targets import Targets
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.windows import LossInputs
-
-
-def unscaled(stats: RowStats, targets: Targets) -> RowCoefficients:
-    """Return coefficients of Σ_v e_iv w_v - S_i w_y; 0 for ignored tokens."""
-    active = targets.active
-    others = torch.where(active, stats.sum_exp_others, 0)
-    return RowCoefficients(active.to(others.dtype), -others)
 
 
 @dataclass(frozen=True)
@@ -35,7 +27,10 @@ class HiddenSums:
     """The sums of all tokens; `finish` makes dX of them, in their memory."""
 
     gradient: Tensor
-    """(N, D): the sums, or their upper halves if it has 16 bits."""
+    """(N, D): the sums, or their upper halves if it has 16 bits.
+
+    Where kernels select rows, sums are in the order of the selection, their halves in the call's.
+    """
     low: Tensor
     """(N, D) uint8, the third byte of each sum; no rows if `gradient` has the dtype of sums."""
 
@@ -46,41 +41,53 @@ class HiddenSums:
         return cls(gradient, gradient.new_empty(rows, gradient.shape[1], dtype=torch.uint8))
 
     def room(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Return where the sums of `rows` are to be computed, in `dtype`, before they are kept."""
+        """Return where the products of `rows` are to be added, in `dtype`, before they are kept."""
         to = self.gradient[rows]
         return to if to.dtype == dtype else to.new_empty(to.shape, dtype=dtype)
 
-    def keep(self, rows: slice, sums: Tensor) -> None:
-        """Keep the `sums` of `rows`, computed in `room`."""
-        if not len(self.low):
-            return
-        halves, parts = sums.view(torch.int16), sums.view(torch.uint8)
-        self.gradient[rows].view(torch.int16).copy_(halves[:, 1::2])
-        torch.bitwise_or(parts[:, 1::4], parts[:, ::4] != 0, out=self.low[rows])
+    def keep(
+        self,
+        rows: slice,
+        products: Tensor,
+        part: LossInputs[PartialT, TargetGradT],
+        stats: RowStats,
+    ) -> None:
+        """Keep the sums of `rows`, whose targets are those of `part`.
+
+        `products` are Σ_v e_iv w_v, computed in `room`.
+        """
+        if len(self.low):
+            selection, kept, low = part.targets.selection, self.gradient, self.low
+            order = None if selection is None else selection.order
+            if order is None:
+                kept, low = kept[rows], low[rows]
+            keep_sums = part.primitives.gradients.keep_sums
+            keep_sums(kept, low, products, part.w, part.targets, stats, order)
+        else:
+            coefficients = RowCoefficients.of_sums(stats, part.targets)
+            windows.finish_dx(part, products, products, coefficients)
 
     def finish(
         self,
         inputs: LossInputs[PartialT, TargetGradT],
         stats: RowStats,
         coefficients: RowCoefficients,
+        selection: RowSelection | None = None,
     ) -> Tensor:
-        """Return dX, which overwrites the sums."""
+        """Return dX in the order of the call, of which `selection` was computed.
+
+        It overwrites the sums.
+        """
         # what the target has beyond the part that the sums contain
         beyond = coefficients.target + coefficients.scale * stats.sum_exp_others
         coefficients = replace(coefficients, target=beyond)
-        if not len(self.low):
+        if len(self.low):
+            operands = inputs.w, inputs.targets, coefficients
+            every, gradients = windows.class_term(inputs, coefficients), inputs.primitives.gradients
+            order = None
+            if selection is not None and selection.is_on_device:
+                order, selection = selection.order, None  # rows are in their places
+            gradients.finish_kept(self.gradient, self.low, *operands, every, order)
+        else:
             windows.finish_dx(inputs, self.gradient, self.gradient, coefficients)
-            return self.gradient
-        for rows in blocks(len(self.gradient), FINISHED_ROWS):
-            part = replace(inputs, targets=inputs.targets.per_token(rows))
-            sums = self._kept(rows, coefficients.scale.dtype)
-            windows.finish_dx(part, self.gradient[rows], sums, coefficients.rows(rows))
-            del sums  # freed before the next ones are allocated
-        return self.gradient
-
-    def _kept(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Return the sums of `rows` in `dtype`."""
-        sums = self.gradient[rows].new_zeros(self.low[rows].shape, dtype=dtype)
-        sums.view(torch.int16)[:, 1::2] = self.gradient[rows].view(torch.int16)
-        sums.view(torch.uint8)[:, 1::4] = self.low[rows]
-        return sums
+        return restore_rows(selection, self.gradient)

@@ -11,8 +11,9 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import PartialT, Primitives, TargetGradT, row_range
+from cutefce.ops.primitives.interface import PartialT, Primitives, TargetGradT
 from cutefce.ops.primitives.portable_gradients import scale_by_log
+from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.loss_terms import class_weights
@@ -221,10 +222,17 @@ def finish_dx(
 
     With `order` (N,), row i of `sums` becomes row order_i of `out`, which is not `sums` then.
     """
-    every, gradients = None, inputs.primitives.gradients
-    if coefficients.every is not None and inputs.class_row is not None:
-        every = RankOne(coefficients.every, inputs.class_row)
+    gradients, every = inputs.primitives.gradients, class_term(inputs, coefficients)
     gradients.finish_dx(out, sums, inputs.w, inputs.targets, coefficients, every, order)
+
+
+def class_term(
+    inputs: LossInputs[PartialT, TargetGradT], coefficients: RowCoefficients
+) -> RankOne | None:
+    """Return the class row's part of dX (N, D), None without label smoothing."""
+    if coefficients.every is None or inputs.class_row is None:
+        return None
+    return RankOne(coefficients.every, inputs.class_row)
 
 
 def every_row(inputs: LossInputs[PartialT, TargetGradT], every: Tensor | None) -> RankOne | None:

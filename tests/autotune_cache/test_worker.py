@@ -12,7 +12,7 @@ from cutefce.autotune_cache.tuning.targets.window import WindowTarget
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.ops.primitives import cute_gradients, cute_projection, row_selection
+from cutefce.ops.primitives import cute_gradients, cute_projection, cute_rowwise, row_selection
 from tests.support.fake_tuner import SIZES, TARGET
 from tests.support.faulty_candidates import Kind, config
 from tests.support.kernel_models import model_of, use_models
@@ -82,7 +82,7 @@ def noted(monkeypatch: pytest.MonkeyPatch, launched: set[spec.KernelSpec]) -> No
 
         return launch
 
-    for module in (cute_gradients, cute_projection, row_selection):
+    for module in (cute_gradients, cute_projection, cute_rowwise, row_selection):
         monkeypatch.setattr(module, "compiled", note)
 
 

@@ -18,6 +18,7 @@ from cutefce.cute_kernels.variant import (
     LogitTransform,
     RowReductions,
 )
+from cutefce.cute_kernels.workspace import Semaphore
 from tests.emulation import blackwell
 from tests.emulation.cases import Case, Launch, check, check_counted, launch_of_counted, numbers
 from tests.emulation.core import Stuck
@@ -183,13 +184,13 @@ def test_only_flagged_blocks_are_stored_again() -> None:
     config = TWO_CTA
     case, kernel = Case(3 * config.rows + 1, 64, 600), KERNELS[config].repair_exps
     launch = case.launch(kernel, vocab_splits=1)
-    launch.semaphores[2:] = [0, 1, 0, 1]
+    launch.semaphores[Semaphore.REPAIR_FLAGS :] = [0, 1, 0, 1]
     run(kernel, launch, clusters=3)
     flagged = np.repeat([False, True, False, True], config.rows)[: len(case.y)]
     assert (launch.exps[~flagged] == 0x7FFF).all()
     got = numbers(launch.exps)[flagged]
     np.testing.assert_allclose(got, case.exact()[flagged], rtol=1.01 * 2**-8, atol=1e-30)
-    assert launch.semaphores[2:].tolist() == [0, 1, 0, 1]
+    assert launch.semaphores[Semaphore.REPAIR_FLAGS :].tolist() == [0, 1, 0, 1]
 
 
 def test_a_bad_row_stays_alone() -> None:

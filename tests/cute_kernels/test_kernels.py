@@ -28,7 +28,7 @@ from cutefce.cute_kernels.variant import (
 )
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat, forward_semaphore_count
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.primitives import cute_gradients, cute_projection, dispatch
+from cutefce.ops.primitives import cute_gradients, cute_projection, cute_rowwise, dispatch
 from cutefce.ops.primitives.cute_projection import PartialLse
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
@@ -677,7 +677,7 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
 
         return launch
 
-    for module in (cute_gradients, cute_projection):
+    for module in (cute_gradients, cute_projection, cute_rowwise):
         monkeypatch.setattr(module, "compiled", on_a_cpu)
     case = random_case(300, 64, 1500, dtype=torch.bfloat16)
     tiles = widest_window(Problem(300, 64, 1500, "bfloat16", "cuda"))
@@ -700,6 +700,11 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX
         for term in (None, matrix):
             gradients.finish_dx(out, case.h.float(), case.w, targets, coefficients, term)
+    low = torch.empty(case.h.shape, dtype=torch.uint8)
+    kept, rows = torch.empty_like(case.h), (case.w, targets)
+    gradients.keep_sums(kept, low, case.h.float(), *rows, stats)
+    for term in (None, matrix):
+        gradients.finish_kept(kept, low, *rows, coefficients, term)
     scaled = torch.empty_like(case.h)
     gradients.scale_rows(scaled, case.h, logit)
     gradients.add_grad_hidden(case.h.float(), exps[:, :1500], case.w, accumulate=True)
@@ -711,7 +716,8 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     gradients.add_target_grad(sums, target_grad, 0)
     gradients.scale_rows(torch.empty_like(case.w), sums, torch.ones(1500))
     names = ["TargetLogit", *["ProjectExp"] * 2, "ReducePartials", *["ProjectExp"] * 2]
-    names += [*["RowCoefficients"] * 2, *["ScaleAddRows"] * 5]
+    names += [*["RowCoefficients"] * 2, *["ScaleAddRows"] * 4]
+    names += [*["KeptSums"] * 3, "ScaleAddRows"]
     if default.grad_weight:
         names += ["GradGemm", "SortTargets", *["GradGemm"] * 3, "AddTargets"]
     names += ["ScaleAddRows"]

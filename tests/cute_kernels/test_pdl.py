@@ -44,6 +44,8 @@ for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
     KINDS |= {
         f"{name} reduce_partials": kernels.reduce_partials,
         f"{name} finish_dx": kernels.finish_dx,
+        f"{name} keep_sums": kernels.keep_sums,
+        f"{name} finish_kept": kernels.finish_kept,
         f"{name} target_logit": kernels.target_logit,
         f"{name} select_rows": kernels.select_rows,
         f"{name} gather_rows": kernels.gather_rows,

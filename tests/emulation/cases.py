@@ -10,6 +10,7 @@ import torch
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.variant import IDENTITY, LogitTransform
+from cutefce.cute_kernels.workspace import FIRST_FLAG
 
 SLOPE = 0.3
 """s of a softcap."""
@@ -32,13 +33,15 @@ class Launch:
     reductions: Any
     count: int | None = None
     """Rows that count; None for all."""
+    may_skip: bool = False
+    """Whether nothing is written where none counts."""
 
     def run(
         self, run: Callable[..., None], kernel: ProjectExpSpec, clusters: int, **how: Any
     ) -> None:
         """Run the kernel with a `run` of this package."""
         vectors = self.reference, self.target, self.sums, self.exps, self.semaphores
-        count = np.array([self.count or 0], np.int32), int(self.count is not None)
+        count = np.array([self.count or 0], np.int32), int(self.count is not None) + self.may_skip
         rest = self.transform, self.reductions, *count, self.first, self.vocab_splits, clusters
         run(kernel, self.h, self.w, *vectors, *rest, **how)
 
@@ -106,7 +109,7 @@ class Case:
             target=self.y.numpy(),
             sums=np.full(shape, np.nan, np.float32) if kernel.sums else None,
             exps=exps if kernel.store else None,
-            semaphores=np.full(2 + blocks, semaphore, np.int32),
+            semaphores=np.full(FIRST_FLAG + blocks, semaphore, np.int32),
             first=self.first,
             vocab_splits=vocab_splits,
             transform=self.transform,

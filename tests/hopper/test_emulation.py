@@ -22,8 +22,11 @@ from cutefce.cute_kernels.kernel_set import KernelSet, kernel_set
 from cutefce.cute_kernels.problem import LOWEST_LOGIT
 from cutefce.cute_kernels.spec import GradGemmSpec, KernelSpec, ScaleAddRowsSpec
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant, LogitTransform, RowReductions
-from cutefce.cute_kernels.workspace import Coefficient, Semaphore, Stat
+from cutefce.cute_kernels.workspace import FIRST_FLAG, Coefficient, Semaphore, Stat
 from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.primitives.kept_sums import joined_sums
+from cutefce.ops.primitives.portable_gradients import PortableGradients
+from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.scaling import scaling_of
 from cutefce.ops.rows.statistics import RowStats, token_losses
@@ -103,13 +106,13 @@ def test_recomputed_exponentials(config: GemmConfig) -> None:
 def test_only_flagged_blocks_are_stored_again(config: GemmConfig) -> None:
     case, kernel = Case(3 * config.rows + 1, 64, 200), kernels_of(config).repair_exps
     launch = case.launch(kernel, vocab_splits=1)
-    launch.semaphores[2:] = [0, 1, 0, 1]
+    launch.semaphores[Semaphore.REPAIR_FLAGS :] = [0, 1, 0, 1]
     launch.run(run, kernel, clusters=3)
     flagged = np.repeat([False, True, False, True], config.rows)[: len(case.y)]
     assert (launch.exps[~flagged] == 0x7FFF).all()
     got = numbers(launch.exps)[flagged]
     np.testing.assert_allclose(got, case.exact()[flagged], rtol=1.01 * 2**-8, atol=1e-30)
-    assert launch.semaphores[2:].tolist() == [0, 1, 0, 1]
+    assert launch.semaphores[Semaphore.REPAIR_FLAGS :].tolist() == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("config", [PINGPONG, COOPERATIVE], ids=str)
@@ -292,9 +295,10 @@ def check_reduced_partials(rows: int, **how: Any) -> None:
     target[1], logit[1], partials[1] = -100, torch.inf, torch.nan
     partials[rows - 1, 66] = 300.0
     stats, loss = torch.zeros(4, rows), torch.zeros(())
-    semaphores = torch.zeros(3, dtype=torch.int32)
+    semaphores = torch.zeros(FIRST_FLAG + 1, dtype=torch.int32)
     operands = partials, logit, target, stats, loss, semaphores, None, -100, 1
     run(kernel, *operands, None, None, **how)
+    assert semaphores[Semaphore.REPAIR_ROWS] == rows
     others = (partials.double() * math.log(2)).logsumexp(1)
     want = F.softplus(others)
     want[1] = 0.0
@@ -326,7 +330,7 @@ def test_reduced_losses_with_terms(z_loss: float, smoothing: float) -> None:
         kernels_of(PINGPONG).reduce_partials, terms=terms is not None, class_row=smoothing > 0
     )
     stats, loss = torch.zeros(4, 45), torch.zeros(())
-    semaphores = torch.zeros(3, dtype=torch.int32)
+    semaphores = torch.zeros(FIRST_FLAG + 1, dtype=torch.int32)
     operands = partials, logit, target, stats, loss, semaphores, None, -100, 1
     more = None if terms is None else terms.numbers, class_logits if smoothing else None
     run(kernel, *operands, *more)
@@ -377,6 +381,40 @@ def test_scaled_rows(kernel: ScaleAddRowsSpec, hidden: int, scatters: int) -> No
         out = out[order]
     rounding = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 1e-6}[kernel.out]
     torch.testing.assert_close(out.double(), want, rtol=1.01 * rounding, atol=1e-5)
+
+
+@pytest.mark.parametrize("scatters", [0, 1], ids=["in place", "scattered"])
+@pytest.mark.parametrize("rank_one", [False, True], ids=["plain", "with a matrix of rank one"])
+@pytest.mark.parametrize("hidden", [8, 2064])
+def test_kept_sums(hidden: int, rank_one: bool, scatters: int) -> None:
+    """Ignored rows, targets beyond the vocabulary, and sums of all sizes."""
+    kernels, generator = kernels_of(PINGPONG), torch.Generator().manual_seed(0)
+    bits = torch.randint(-(1 << 31), 1 << 31, (7, hidden), generator=generator)
+    sums, table = bits.to(torch.int32).view(torch.float32), torch.randn(4, hidden).bfloat16()
+    sums[:4] = torch.randn(4, hidden)
+    sums[1] = torch.nan
+    target, others = torch.tensor([3, -100, 0, 7, -1, 2, 1]), 100 * torch.rand(7)
+    stats = RowStats(torch.stack([torch.zeros(7), others, others + 1, torch.zeros(7)]))
+    targets = Targets(target, 4, LossOptions())
+    kept, low = torch.empty(7, hidden).bfloat16(), torch.empty(7, hidden, dtype=torch.uint8)
+    want, want_low = torch.empty_like(kept), torch.empty_like(low)
+    places = torch.tensor([5, 3, 6, 0, 2, 1, 4]), scatters
+    order = places[0] if scatters else torch.arange(7)
+    run(kernels.keep_sums, kept, low, sums, table, target, others, -100, *places)
+    PortableGradients(16).keep_sums(want, want_low, sums, table, targets, stats)
+    is_nan = joined_sums(want, want_low).isnan()
+    assert torch.equal(joined_sums(kept, low)[order].isnan(), is_nan)
+    pairs = (kept.view(torch.int16), want.view(torch.int16)), (low, want_low)
+    assert all(torch.equal(a[order][~is_nan], b[~is_nan]) for a, b in pairs)
+    scale, target_scale, factor, row = *torch.randn(3, 7), torch.randn(hidden)
+    scale[5] = target_scale[5] = factor[5] = 0.0
+    term = RankOne(factor, row) if rank_one else None
+    kernel = dataclasses.replace(kernels.finish_kept, rank_one=rank_one)
+    operand = (factor, row) if term else None
+    run(kernel, kept, low, table, target, scale, target_scale, operand, *places)
+    coefficients = RowCoefficients(scale, target_scale)
+    PortableGradients(16).finish_kept(want, want_low, table, targets, coefficients, term)
+    torch.testing.assert_close(kept[order], want, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def test_added_targets() -> None:
@@ -506,6 +544,28 @@ def test_counted_rows_of_gradients(config: GemmConfig, count: int, overwrite: in
     kernels, case = kernels_of(config), Product(150, 136, 330, torch.bfloat16, count)
     check_sums(kernels.grad_weight_accumulate, case, 1, overwrite, count)
     check_sums(kernels.grad_hidden, case, 2, overwrite, count)
+
+
+@pytest.mark.parametrize("count", [0, 150])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_launches_that_may_skip(config: GemmConfig, count: int) -> None:
+    """They write nothing of no rows, and all of all rows."""
+    case, kernels = Case(150, 72, 150), kernels_of(config)
+    launch = case.launch(kernels.exps, vocab_splits=2)
+    launch.count, launch.may_skip = count, True
+    launch.run(run, kernels.exps, clusters=2)
+    if count:
+        check(launch, case)
+    else:
+        assert (launch.exps == 0x7FFF).all()
+    product, kernel = Product(150, 136, 330, torch.bfloat16), kernels.grad_hidden_again
+    assert kernel is not None
+    before = torch.randn(150, 136)
+    out, semaphores = before.clone(), torch.zeros(kernel.semaphore_count(4), dtype=torch.int32)
+    rows = torch.tensor([count], dtype=torch.int32), 2
+    run(kernel, product.e, product.w.t(), out, None, None, semaphores, *rows, 4, 1, 1)
+    want = product.e.double() @ product.w.double() if count else before.double()
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-4)
 
 
 def check_selection(tokens: int, chunk: int, ignored: float, **how: Any) -> None:

@@ -18,8 +18,10 @@ from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.planner import Plan
+from cutefce.ops.primitives.kept_sums import joined_sums, split_sums
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from tests.support.kernel_models import serve_calls
+from tests.support.options import OPTIONS, PER_TOKEN, options_case
 from tests.support.reference import (
     Case,
     fixed_plan,
@@ -29,16 +31,13 @@ from tests.support.reference import (
     wide_logits,
 )
 
-ALL = slice(0, None)
-
 
 def kept(values: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return what is kept of float32 sums (N, D)."""
-    sums = HiddenSums.empty(torch.empty(values.shape, dtype=dtype), values.dtype)
-    to = sums.room(ALL, values.dtype)
-    to.copy_(values)
-    sums.keep(ALL, to)
-    return sums._kept(ALL, values.dtype)
+    upper = torch.empty(values.shape, dtype=dtype)
+    low = torch.empty(values.shape, dtype=torch.uint8)
+    split_sums(upper, low, values)
+    return joined_sums(upper, low)
 
 
 def as_float(bits: list[int]) -> Tensor:
@@ -194,3 +193,88 @@ def test_entropys_gradient_has_no_chunks() -> None:
     log_p = (wide @ case.w.double().t()).log_softmax(1)[case.y >= 0]
     exact = torch.autograd.grad(-(log_p.exp() * log_p).sum(), wide)[0]
     assert relative_error(dx, exact) < 1e-5
+
+
+# windows inside chunks
+
+
+def chunked(chunk: int, columns: int) -> Plan:
+    return Plan("gradients_in_forward", columns, 0, columns, chunk, True, False, vocab=333)
+
+
+@pytest.mark.parametrize("upstream", UPSTREAMS.values(), ids=UPSTREAMS)
+@pytest.mark.parametrize(("chunk", "columns"), [(40, 64), (150, 128), (64, 304)])
+def test_windows_inside_chunks(
+    chunk: int, columns: int, upstream: Tensor | None, on_kernels: None
+) -> None:
+    case = random_case(150, 48, 333, dtype=torch.bfloat16)
+    upstream = case.upstream if upstream is None else upstream
+    got, exact = gradient(case, upstream, "h", chunked(chunk, columns))
+    assert_close(case, got, exact, upstream, "h")
+    whole, _ = gradient(case, upstream, "h", chunked(chunk, 336))
+    assert relative_error(got, whole) < 2.0**-12
+
+
+HIGH = {
+    "in the first window": lambda rows: rows % 60,
+    "in the last window": lambda rows: 320 + rows % 13,
+    "in any window": lambda rows: rows * 37 % 333,
+}
+
+
+@pytest.mark.parametrize("height", [20.0, 60.0, 200.0])
+@pytest.mark.parametrize("every", [1, 7, 39], ids=["all rows", "some rows", "one row"])
+@pytest.mark.parametrize("place", HIGH.values(), ids=HIGH)
+def test_far_rows_of_windows_are_computed_again(
+    place: Any, every: int, height: float, on_kernels: None
+) -> None:
+    """Their first sums overflow, those of other chunks stay."""
+    torch.manual_seed(1)
+    logits, y = torch.randn(40, 333), torch.randint(333, (40,))
+    rows = torch.arange(1, 40, every)
+    high = place(rows)
+    y[rows] = torch.where(y[rows] == high, (high + 1) % 333, y[rows])
+    logits[rows, high] = height
+    y[::5] = -100
+    case = logits_case(logits.bfloat16(), y)
+    _, exact = gradient(case, case.upstream, "h", chunked(16, 64))
+    case.h[::5] = torch.nan  # of rows that do not count
+    got, _ = gradient(case, case.upstream, "h", chunked(16, 64))
+    assert not got[::5].any()
+    assert relative_error(got, exact) < 2.0**-8
+
+
+def test_bad_logits_stay_visible_in_their_rows(on_kernels: None) -> None:
+    """As without windows."""
+    case = random_case(150, 48, 333, dtype=torch.bfloat16)
+    for row, value in ((3, torch.nan), (60, torch.inf), (100, -torch.inf)):
+        case.h[row, 5], case.y[row] = value, 7
+    got, _ = gradient(case, case.upstream, "h", chunked(64, 128))
+    whole, _ = gradient(case, case.upstream, "h", chunked(64, 336))
+    bad = torch.zeros(150, dtype=torch.bool)
+    bad[[3, 60, 100]] = True
+    assert got[bad].isnan().all() and whole[bad].isnan().all()
+    assert relative_error(got[~bad], whole[~bad]) < 2.0**-12
+
+
+def test_equal_bits_from_a_second_backward(on_kernels: None) -> None:
+    case = random_case(150, 48, 333, dtype=torch.bfloat16)
+    case.h[10] *= 100
+    h = case.h.requires_grad_()
+    loss = loss_of_plan(h, case.w, case.y, chunked(64, 128), LossOptions("sum"))
+    first, second = (torch.autograd.grad(loss, h, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_windows_inside_chunks(name: str, on_kernels: None) -> None:
+    x = options_case([name], 150, 48, 333, dtype=torch.bfloat16, ignored=0.3)
+    options: dict[str, Any] = {"reduction": "none" if name in PER_TOKEN else "mean"}
+    options |= x.options
+    results = []
+    for columns in (128, 336):
+        h = x.case.h.detach().requires_grad_()
+        with fixed_plan(chunked(64, columns)):
+            loss = cutefce.linear_cross_entropy(h, x.case.w, x.case.y, **options)
+        results.append(torch.autograd.grad(loss, h, torch.ones_like(loss))[0])
+    assert relative_error(*results) < 2.0**-12

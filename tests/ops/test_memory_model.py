@@ -89,7 +89,11 @@ def test_peak_is_predicted_for_every_use(workspace: str, mode: dict[str, Any], d
         assert measured < p.tokens * p.vocab * p.item_bytes, "room for the logits"
 
 
-@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize(
+    ("trained", "windowed"),
+    [((True, True), False), ((True, False), False), ((False, True), False), ((True, False), True)],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("shape", "chunk"), [((4096, 256, 8192), 1024), ((3000, 128, 20000), 768)])
 def test_the_peak_of_chunks_is_predicted(
@@ -97,6 +101,7 @@ def test_the_peak_of_chunks_is_predicted(
     chunk: int,
     dtype: torch.dtype,
     trained: tuple[bool, bool],
+    windowed: bool,
     device: str,
 ) -> None:
     torch.compiler.reset()
@@ -107,6 +112,8 @@ def test_the_peak_of_chunks_is_predicted(
     problem = Problem(*shape, name, device, *trained, arch_of(h, w))
     config = widest_window(problem)
     stored = -(-shape[2] // config.reference_block) * config.reference_block
+    if windowed:
+        stored = config.reference_block * (stored // config.reference_block // 3)
     plan = "gradients_in_forward", config.window, 0, stored, chunk
 
     def step() -> None:

@@ -18,7 +18,7 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import ITEM_BYTES, Problem, can_keep
 from cutefce.ops.interface.checks import workspace_bytes
-from cutefce.ops.planning import planner
+from cutefce.ops.planning import planner, time_model
 from cutefce.ops.planning.dw_aliasing import max_aliased_windows
 from cutefce.ops.planning.memory_model import CopyingProblem, chunked_bytes, windows_bytes
 from cutefce.ops.planning.planner import (
@@ -32,6 +32,7 @@ from cutefce.ops.planning.planner import (
     Plan,
     make_plan,
 )
+from cutefce.ops.planning.time_model import chunked_seconds, windows_seconds
 
 GIB = 1 << 30
 LLAMA = Problem(tokens=8192, hidden=4096, vocab=128256, dtype="bfloat16", device="cuda")
@@ -160,13 +161,17 @@ def all_chunks(p: Problem, config: PortableTiles) -> Iterator[tuple[int, float]]
     Those of few tokens may take more: their tiles are wide.
     """
     shortest = MIN_CHUNK if p.grad_weight else CHUNK_ALIGNMENT
-    stored, most = round_up(p.vocab, config.reference_block), ceil_div(max(p.tokens, 1), shortest)
+    every, most = round_up(p.vocab, config.reference_block), ceil_div(max(p.tokens, 1), shortest)
     chunks = {family.plan(0).chunk for family in planner._gradients_in_forward(p, config)}
     for count in {*range(1, min(most, 8) + 1), most}:
         even = round_up(ceil_div(p.tokens, count), 256)
         chunks.add(max(min(even, p.tokens), 1))
-    for chunk in chunks:
-        yield chunked_bytes(p, config, stored, chunk), planner._chunked_seconds(p, chunk)
+    widths = {every}
+    if planner.forms_dx_alone(p):
+        parts = range(2, p.vocab // planner.MIN_CHUNK_WINDOW + 1)
+        widths |= {round_up(ceil_div(p.vocab, n), config.reference_block) for n in parts}
+    for chunk, stored in itertools.product(chunks, widths):
+        yield chunked_bytes(p, config, stored, chunk), chunked_seconds(p, chunk, stored)
 
 
 def all_windows(
@@ -182,7 +187,7 @@ def all_windows(
             stored = {rest * i // 15 * width for i in range(16)}
             for kept in stored | {round_up(p.vocab - aliased, block)}:
                 workspace = windows_bytes(p, config, aliased, kept, scalar_upstream)
-                yield workspace, planner._windows_seconds(p, width, aliased, kept)
+                yield workspace, windows_seconds(p, width, aliased, kept)
 
 
 def test_a_budget_that_nearly_keeps_everything_aliases_no_negative_number() -> None:
@@ -229,13 +234,13 @@ FROZEN_HEADS = {
 
 def products(p: Problem, chosen: Plan) -> float:
     """Return the predicted time of a plan over that of three products of all tokens."""
-    flop_rate, *_ = planner.DEVICE_RATES[p.device]
+    flop_rate, *_ = time_model.DEVICE_RATES[p.device]
     return chosen.seconds * flop_rate / (6 * p.tokens * p.hidden * p.vocab)
 
 
 @pytest.mark.parametrize("scalar_upstream", [True, False])
 @pytest.mark.parametrize(
-    ("name", "mib", "most"), [("Llama", 110, 0.78), ("Llama", 280, 0.71), ("Gemma", 280, 0.72)]
+    ("name", "mib", "most"), [("Llama", 110, 0.74), ("Llama", 280, 0.70), ("Gemma", 280, 0.70)]
 )
 def test_a_frozen_head_takes_two_products_in_little_memory(
     name: str, mib: int, most: float, scalar_upstream: bool
@@ -249,9 +254,25 @@ def test_a_frozen_head_takes_two_products_in_little_memory(
 
 
 def test_chunks_of_a_frozen_head_grow_with_the_budget() -> None:
-    plans = [plan(FROZEN_HEADS["Llama"], mib << 20) for mib in (110, 280, 600)]
-    chunks = [chosen.chunk for chosen in plans if chosen.in_forward]
-    assert chunks == sorted(set(chunks)) and len(chunks) == 3
+    plans = [plan(FROZEN_HEADS["Llama"], mib << 20) for mib in (80, 110, 280, 600)]
+    sizes = [chosen.chunk * chosen.kept for chosen in plans if chosen.in_forward]
+    assert len(sizes) == 4 and sizes == sorted(set(sizes))
+
+
+def test_windows_inside_chunks_are_printed() -> None:
+    chosen = plan(FROZEN_HEADS["Llama"], 280 << 20)
+    assert chosen.has_windows
+    assert f"chunks of {chosen.chunk} tokens, {chosen.kept} columns at a time" in str(chosen)
+    everything = plan(FROZEN_HEADS["Llama"], 600 << 20)
+    assert not everything.has_windows and "131072 columns at a time" in str(everything)
+
+
+@pytest.mark.parametrize("arch", [None, "sm_100a"])
+def test_windows_inside_chunks_need_kernels_that_skip_rows(arch: str | None) -> None:
+    problem = dataclasses.replace(FROZEN_HEADS["Llama"], arch=arch)
+    for mib in (80, 110, 280, 600):
+        chosen = plan(problem, mib << 20)
+        assert not (chosen.in_forward and chosen.has_windows)
 
 
 def test_factors_of_exponentials_need_windows() -> None:

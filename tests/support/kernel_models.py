@@ -29,9 +29,15 @@ from cutefce.cute_kernels.problem import (
 from cutefce.cute_kernels.variant import SUM_ONLY
 from cutefce.cute_kernels.workspace import Coefficient, Semaphore, Stat
 from cutefce.ops.operators import operands, operators
-from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.planning.planner import Plan
-from cutefce.ops.primitives import cute_gradients, cute_projection, dispatch, row_selection
+from cutefce.ops.primitives import (
+    cute_gradients,
+    cute_projection,
+    cute_rowwise,
+    dispatch,
+    row_selection,
+)
+from cutefce.ops.primitives.kept_sums import joined_sums, split_sums
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
@@ -50,6 +56,7 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
         spec.ReducePartialsSpec: _reduce_partials,
         spec.FusedForwardSpec: _fused_forward,
         spec.ScaleAddRowsSpec: _scale_add_rows,
+        spec.KeptSumsSpec: _kept_sums,
         spec.GradGemmSpec: _grad_gemm,
         spec.RowCoefficientsSpec: _row_coefficients,
         spec.SortTargetsSpec: _sort_targets,
@@ -58,6 +65,8 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
     return functools.partial(models[type(kernel)], kernel)
 
 
+SKIPS = 2
+"""The `selects` of launches that write nothing where no row counts."""
 Replacement = Callable[[spec.KernelSpec], Callable[..., None]]
 """From a kernel to what is launched instead."""
 Transform = tuple[Tensor | None, Tensor | None, float | None]
@@ -177,6 +186,8 @@ def _project_exp(
     if sums is not None:
         splits = sums.shape[1] // kernel.config.partials_per_row
         assert splits >= vocab_splits if selects else splits == vocab_splits
+    if selects == SKIPS and counted == 0:
+        return
     u = transformed(h.float() @ w.float().t(), transform)
     columns = torch.arange(first, first + len(w))
     masked = u.masked_fill(target[:, None] == columns, -torch.inf)
@@ -239,6 +250,7 @@ def _reduce_partials(
     far = largest > SLACK / math.log(2)
     reference = torch.where(far, logit + largest * math.log(2), logit)
     semaphores[Semaphore.REPAIR_FLAGS + far.nonzero()[:, 0] // kernel.rows] = 1
+    semaphores[Semaphore.REPAIR_ROWS] = len(logit) * int(far.any())
     semaphores[Semaphore.DONE_COUNTER] = 1
     distance = torch.where(reference == logit, 0, reference - logit)
     others = torch.exp2(partials - distance[:, None] / math.log(2)).sum(1)
@@ -329,6 +341,51 @@ def _scale_add_rows(
         out[:] = total.to(out.dtype)
 
 
+def _kept_sums(kernel: spec.KeptSumsSpec, kept: Tensor, low: Tensor, *operands: Any) -> None:
+    (_finish_kept if kernel.finishes else _keep_sums)(kernel, kept, low, *operands)
+
+
+def _keep_sums(
+    _: spec.KeptSumsSpec,
+    kept: Tensor,
+    low: Tensor,
+    sums: Tensor,
+    table: Tensor,
+    target: Tensor,
+    others: Tensor,
+    ignored: int,
+    order: Tensor,
+    scatters: int,
+) -> None:
+    index = target.clamp(0, len(table) - 1)
+    total = sums - others[:, None] * table[index].float()
+    upper, byte = torch.empty_like(sums, dtype=kept.dtype), torch.empty_like(sums, dtype=low.dtype)
+    split_sums(upper, byte, total.masked_fill(target[:, None] == ignored, 0))
+    places = order if scatters else torch.arange(len(sums))
+    assert scatters or len(kept) == len(sums)
+    kept[places], low[places] = upper, byte
+
+
+def _finish_kept(
+    kernel: spec.KeptSumsSpec,
+    kept: Tensor,
+    low: Tensor,
+    table: Tensor,
+    target: Tensor,
+    scale: Tensor,
+    target_scale: Tensor,
+    rank_one: tuple[Tensor, Tensor] | None,
+    order: Tensor,
+    scatters: int,
+) -> None:
+    assert (rank_one is not None) == kernel.rank_one
+    names = kernel.arch, kernel.dtype, "float32", kernel.dtype, kernel.rank_one
+    sums, index = joined_sums(kept, low), target.clamp(0, len(table) - 1)
+    sums = sums[order] if scatters else sums
+    rows = table, scale, target_scale, index, rank_one, order, scatters
+    _scale_add_rows(spec.ScaleAddRowsSpec(*names), kept, sums, *rows)
+
+
 def _grad_gemm(
     kernel: spec.GradGemmSpec,
     a: Tensor,
@@ -348,6 +405,9 @@ def _grad_gemm(
     counters = semaphores[: kernel.semaphore_count(clusters)]
     assert counters.tolist() == [0] * kernel.semaphore_count(clusters)
     counters.fill_(1)
+    if selects == SKIPS and counted == 0:
+        assert kernel.wrt == "hidden"
+        return
     assert (k_splits is None) == (overwrite is None) == kernel.final
     assert (rank_one is not None) == kernel.rank_one
     if kernel.wrt == "weight" and selects:
@@ -476,7 +536,9 @@ def serve_calls(
 
     def plan_of(h: Tensor, w: Tensor, _: Tensor, *call: Any) -> Plan:
         """Plan without knowing how many tokens count, as on a GPU."""
-        return plan_for(h, w, *call)
+        # that of `reference.fixed_plan`, if there is one
+        plan: Plan = vars(operands)["plan_for"](h, w, *call)
+        return plan
 
     if selects:
         monkeypatch.setattr(problem_module, "MIN_SELECTED", 1)
@@ -490,5 +552,5 @@ def use_models(
     replacement: Replacement = model_of,
 ) -> None:
     """Launch the models, or another replacement, in the place of compiled kernels."""
-    for module in (cute_projection, cute_gradients, row_selection):
+    for module in (cute_projection, cute_gradients, cute_rowwise, row_selection):
         monkeypatch.setattr(module, "compiled", replacement)

@@ -1,0 +1,97 @@
+"""Bytes that single steps take: a tile of logits, a block of rows, converted operands."""
+
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.config import PortableTiles, WindowConfig
+from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.problem import Problem, can_keep
+from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
+
+UPCAST_BLOCK = 2048
+"""Rows and columns of a 16-bit operand that a CPU's GEMM converts to float32 at a time."""
+TARGET_BYTES = 17
+"""Bytes of a token's target: index and safe index as int64, and whether it is active."""
+NARROWEST_TILE = 128
+"""Columns of the narrowest tile of a kernel, each of which gives one partial sum at most."""
+
+
+def row_block_bytes(device: str) -> int:
+    """Return the bytes of rows, in the dtype of sums, that an unfused step takes at a time."""
+    return (1 if device == "cpu" else 128) << 20
+
+
+def partial_bytes(p: Problem, config: WindowConfig, tokens: int) -> int:
+    """Bytes of a token's target, logit and partial sums while the forward of `tokens` runs."""
+    if p.arch is not None:
+        tiles = ceil_div(p.vocab, NARROWEST_TILE)
+        partials = min(tiles, PARTIAL_BYTES // (4 * max(tokens, 1)))
+        return TARGET_BYTES + (2 + partials) * p.accumulator_bytes
+    blocks = ceil_div(p.vocab, config.reference_block)
+    return TARGET_BYTES + (2 + 2 * blocks) * p.accumulator_bytes
+
+
+def forward_step_bytes(p: Problem, config: WindowConfig, tokens: int, stored: int) -> int:
+    """Bytes of one step of the forward of `tokens` that stores `stored` columns."""
+    if p.arch is not None:
+        return 0
+    blocks = ceil_div(p.vocab, config.reference_block)
+    # vectors of tokens beside the partial sums; float16 makes new statistics of the old ones
+    vectors = 5 if can_keep(p.dtype) else 8
+    reduced = tokens * max(blocks * (2 * p.accumulator_bytes + 1), vectors * p.accumulator_bytes)
+    repaired = 0
+    if stored and p.device == "cpu" and accumulates_wider(p):
+        # a block of exponentials in the dtype of sums, and of the scaled ones
+        repaired = 2 * min(tokens * p.vocab * p.accumulator_bytes, row_block_bytes(p.device))
+    rows = rows_bytes(p, tokens, CONVERTED)
+    tile = tile_bytes(p, config, tokens, p.vocab, stored=stored >= p.vocab)
+    return max(tile, reduced, repaired, rows)
+
+
+PLAIN, GATHERED, CONVERTED = 2, 3, 4
+"""Half row blocks of a row-wise step with operands in the dtype of sums; with one that is gathered
+and converted; with one that is converted beside the result."""
+
+
+def rows_bytes(p: Problem, rows: int, halves: int) -> int:
+    """Bytes of a row-wise step on a CPU; fused steps of a GPU allocate only their results."""
+    if p.device != "cpu":
+        return 0
+    row_bytes = p.hidden * p.accumulator_bytes
+    block = min(rows * row_bytes, max(row_block_bytes(p.device), row_bytes))
+    return block // 2 * halves if accumulates_wider(p) else block
+
+
+def target_rows_bytes(p: Problem) -> int:
+    """Bytes of the step that adds a block of tokens to the targets' part of dW, in plain torch."""
+    if not p.grad_weight or (p.arch is not None and arch_named(p.arch).forms_weight_gradient):
+        return 0
+    return min(p.tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
+
+
+def tile_bytes(p: Problem, config: WindowConfig, tokens: int, window: int, *, stored: bool) -> int:
+    """Bytes of a tile of the logits of `window` columns, and of the step that computes it.
+
+    A CPU may compute logits in the memory of stored exponentials.
+    """
+    if p.arch is not None:
+        return 0
+    assert isinstance(config, PortableTiles)
+    rows, columns = min(tokens, config.tile_rows), config.columns(tokens)
+    if p.device != "cpu":
+        return rows * columns * p.accumulator_bytes
+    in_place = stored and not accumulates_wider(p)
+    logits = (p.tile_copies + (not in_place)) * rows * columns * p.accumulator_bytes
+    upcast = upcast_bytes(p, rows, p.hidden, min(columns, window))
+    return logits + max(rows * columns, upcast)
+
+
+def upcast_bytes(p: Problem, rows: int, inner: int, columns: int) -> int:
+    """Bytes of the blocks converted for a GEMM (rows, inner) @ (inner, columns)."""
+    if p.device != "cpu" or not accumulates_wider(p):
+        return 0
+    block = min(inner, UPCAST_BLOCK)
+    return (min(rows, UPCAST_BLOCK) + columns) * block * p.accumulator_bytes
+
+
+def accumulates_wider(p: Problem) -> bool:
+    """Whether sums need more bytes than the inputs have."""
+    return p.item_bytes < p.accumulator_bytes

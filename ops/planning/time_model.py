@@ -1,0 +1,60 @@
+"""The time of a plan, for comparing plans of one problem.
+
+With N tokens, D hidden, V vocab, K columns kept, L aliased (`dw_aliasing`) and G gradients (0 to
+2), it is
+
+    windows                2·N·D·((1 + G)·V + (V - K - L)) FLOP; dX's sums are read and written
+                           once a window, recomputed logits once; narrow windows alias more
+                           columns, but there are more of them
+    gradients in forward   2·N·D·(1 + G)·V FLOP, a chunk's at the rate of memory where reading w
+                           takes longer; dW's sums are read and written once a chunk, and the
+                           gradients once more in the backward; a chunk has its own cost, and
+                           windows inside it read and write dX's sums once each
+"""
+
+from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.problem import Problem
+
+DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4)}
+"""(FLOP/s, bytes/s, seconds a window, seconds a chunk) by device type; a GPU's are an H200's, where
+GEMMs of few columns or rows leave SMs idle at their start and end.  The tuned GEMMs of 256 and 512
+tokens take 35 to 50 µs longer than their share of those of 8192; a chunk has two, and launches."""
+CHUNK_WINDOW_SECONDS = 3e-5
+"""Of one window more inside a chunk: two launches, and two more that exit at once."""
+
+
+def windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:
+    """Return the time of a "windows" plan with `aliased` and `kept` columns."""
+    gradients = p.grad_hidden + p.grad_weight
+    recomputed = max(p.vocab - aliased - kept, 0) if gradients else 0
+    columns = (1 + gradients) * p.vocab + recomputed
+    windows = ceil_div(recomputed + aliased, window)
+    passes = windows + 1 if p.grad_hidden else 0
+    moved = p.tokens * (2 * passes * p.hidden + recomputed) * p.accumulator_bytes
+    return _seconds(p, columns, moved) + windows * _rates(p)[2]
+
+
+def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
+    """Return that of gradients in forward: `chunk` tokens' `stored` columns at a time."""
+    columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
+    chunks = ceil_div(p.tokens, chunk)
+    passes = 2 * chunks if p.grad_weight else 0
+    moved = passes * p.vocab * p.hidden * p.accumulator_bytes + 2 * p.gradient_bytes
+    more_windows = ceil_div(p.vocab, stored) - 1
+    moved += 2 * more_windows * p.tokens * p.hidden * p.accumulator_bytes
+    reads = (1 + p.grad_hidden) * chunks * p.vocab * p.hidden * p.item_bytes
+    flop_rate, byte_rate, _, chunk_seconds = _rates(p)
+    products = 2 * (1 + p.grad_hidden) * p.tokens * p.hidden * p.vocab / flop_rate
+    waits = max(reads / byte_rate - products, 0)
+    each = chunk_seconds + more_windows * CHUNK_WINDOW_SECONDS
+    return _seconds(p, columns, moved) + chunks * each + waits
+
+
+def _seconds(p: Problem, columns: int, moved_bytes: int) -> float:
+    """Return the time of GEMMs over `columns` vocabulary columns in all, and of moving bytes."""
+    flop_rate, byte_rate, *_ = _rates(p)
+    return 2 * p.tokens * p.hidden * columns / flop_rate + moved_bytes / byte_rate
+
+
+def _rates(p: Problem) -> tuple[float, float, float, float]:
+    return DEVICE_RATES.get(p.device, DEVICE_RATES["cuda"])

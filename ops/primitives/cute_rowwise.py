@@ -1,0 +1,139 @@
+"""The row-wise steps of `Gradients` on the CuTe DSL kernels."""
+
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from cutefce.cute_kernels.jit.cache import compiled
+from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.cute_kernels.spec import GradGemmSpec, KeptSumsSpec, ScaleAddRowsSpec
+from cutefce.cute_kernels.workspace import Coefficient
+from cutefce.ops.primitives.cute_projection import Semaphores
+from cutefce.ops.primitives.row_selection import row_count
+from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.scaling import Scaling, scaling_of
+from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import Targets
+
+SpecT = TypeVar("SpecT", GradGemmSpec, ScaleAddRowsSpec, KeptSumsSpec)
+
+RankOneArgument = tuple[Tensor, Tensor] | None
+"""A kernel's argument: factor (M,) and row (D,)."""
+
+
+class RowwiseSteps:
+    """The row-wise steps of `cutefce.ops.primitives.interface.Gradients`, on the kernels."""
+
+    kernels: KernelSet
+    semaphores: Semaphores
+
+    def scaling(
+        self,
+        dtype: torch.dtype,
+        targets: Targets,
+        stats: RowStats,
+        upstream: Tensor,
+        *,
+        in_reference: bool,
+    ) -> Scaling:
+        if not targets.is_uniform:
+            return scaling_of(dtype, targets, stats, upstream, in_reference=in_reference)
+        if targets.tensors.denominator is not None:
+            upstream = upstream * targets.loss_scale(stats.rows.dtype)
+        kernels, rows, terms = self.kernels, stats.rows, targets.terms
+        spec = kernels.probability_coefficients if in_reference else kernels.row_coefficients
+        if terms is not None:
+            spec = replace(spec, terms=True)
+        coefficients = rows.new_empty(spec.planes, rows.shape[1])
+        grad_scale, zeros = rows.new_empty(()), self.semaphores.adopt_new(rows.device)
+        upstream = upstream.to(rows.dtype).reshape(-1).contiguous()
+        count = row_count(targets.selection, zeros)
+        numbers = targets.options.ignore_index, int(targets.divides_by_count)
+        more = targets.vocab, None if terms is None else terms.numbers
+        results = coefficients, grad_scale, zeros
+        compiled(spec)(rows, targets.index, upstream, *results, *count, *numbers, *more)
+        part = coefficients.unbind()
+        has_every = terms is not None and terms.has_class_row
+        scale, target = part[Coefficient.DX_SCALE], part[Coefficient.DX_TARGET]
+        every = part[Coefficient.DX_EVERY] if has_every else None
+        dx = RowCoefficients(scale, target, every)
+        if in_reference or spec.narrow:
+            scale, target = part[Coefficient.DW_SCALE], part[Coefficient.DW_TARGET]
+            every = part[Coefficient.DW_EVERY] if has_every else None
+        return Scaling(
+            reference=part[Coefficient.REFERENCE] if in_reference else stats.reference,
+            row_scale=None if in_reference else scale,
+            target=target,
+            every=every,
+            factor=None,
+            grad_scale=grad_scale,
+            dx=dx,
+        )
+
+    def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
+        same = x.dtype == out.dtype
+        spec = self.kernels.scale_rows if same else self.kernels.scale_fp32_rows
+        launch_scale_rows(spec, out, x, scale)
+
+    def finish_dx(
+        self,
+        out: Tensor,
+        sums: Tensor,
+        w: Tensor,
+        targets: Targets,
+        coefficients: RowCoefficients,
+        rank_one: RankOne | None = None,
+        order: Tensor | None = None,
+    ) -> None:
+        kernels = self.kernels
+        spec = kernels.finish_dx if out.dtype == w.dtype else kernels.finish_dx_fp32
+        spec, term = with_rank_one(spec, rank_one)
+        rows = coefficients.scale.contiguous(), coefficients.target, targets.index
+        compiled(spec)(out, sums, w, *rows, term, *_places(targets, order))
+
+    def keep_sums(
+        self,
+        kept: Tensor,
+        low: Tensor,
+        sums: Tensor,
+        w: Tensor,
+        targets: Targets,
+        stats: RowStats,
+        order: Tensor | None = None,
+    ) -> None:
+        rows = targets.index, stats.sum_exp_others, targets.options.ignore_index
+        compiled(self.kernels.keep_sums)(kept, low, sums, w, *rows, *_places(targets, order))
+
+    def finish_kept(
+        self,
+        kept: Tensor,
+        low: Tensor,
+        w: Tensor,
+        targets: Targets,
+        coefficients: RowCoefficients,
+        rank_one: RankOne | None = None,
+        order: Tensor | None = None,
+    ) -> None:
+        spec, term = with_rank_one(self.kernels.finish_kept, rank_one)
+        rows = targets.index, coefficients.scale.contiguous(), coefficients.target
+        compiled(spec)(kept, low, w, *rows, term, *_places(targets, order))
+
+
+def with_rank_one(spec: SpecT, rank_one: RankOne | None) -> tuple[SpecT, RankOneArgument]:
+    """Return the kernel that adds `rank_one`, and its argument; `spec` itself without one."""
+    if rank_one is None:
+        return spec, None
+    return replace(spec, rank_one=True), (rank_one.factor.contiguous(), rank_one.row)
+
+
+def _places(targets: Targets, order: Tensor | None) -> tuple[Tensor, int]:
+    """Return where a launch has its rows, and whether it reads that; without `order` any int64."""
+    return (targets.index, 0) if order is None else (order, 1)
+
+
+def launch_scale_rows(spec: ScaleAddRowsSpec, out: Tensor, x: Tensor, scale: Tensor) -> None:
+    """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
+    scale = scale.contiguous()
+    compiled(spec)(out, x, None, scale, None, None, None, None, 0)

@@ -1,0 +1,87 @@
+"""Windows inside a chunk of gradients in forward: dX's sums while exponentials exist.
+
+Exponentials of a few columns exist at a time, and are relative to the target's logit.  dX's sums
+need no normalizer, so their product with w is added at once.  Where `reduce_partials` then moves
+the reference of a row, both products of the chunk's windows are launched again, with a number of
+rows that is 0 on the device where it has not: kernels exit at once.
+"""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any, Generic, cast
+
+from torch import Tensor
+
+from cutefce.ops.primitives.interface import Gradients, PartialT, Projection, TargetGradT
+from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import Targets
+from cutefce.ops.strategies.windows import LossInputs, StoredExps
+
+
+@dataclass(frozen=True)
+class SummingProjection(Generic[PartialT, TargetGradT]):
+    """A `Projection` whose stored exponentials are multiplied by w at once, and then overwritten.
+
+    A repair computes them again.
+    """
+
+    own: Projection[PartialT]
+    gradients: Gradients[TargetGradT]
+    sums: Tensor
+    """(N, D): receives Σ_v e_iv w_v."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def project_exp(
+        self,
+        h: Tensor,
+        w: Tensor,
+        window: tuple[int, int],
+        reference: Tensor,
+        targets: Targets,
+        exps: Tensor,
+    ) -> PartialT:
+        """Also add the window's part of the sums."""
+        partial = self.own.project_exp(h, w, window, reference, targets, exps)
+        self._add(exps, w, window, targets.selection)
+        return partial
+
+    def repair_stored_exps(
+        self,
+        exps: Tensor,
+        h: Tensor,
+        w: Tensor,
+        first: int,
+        targets: Targets,
+        partial: PartialT,
+        stats: RowStats,
+    ) -> None:
+        """Compute the window's part of the sums again, relative to `stats.reference`."""
+        again = copy.copy(targets)
+        again.selection = self.own.far_rows(partial, targets)
+        window = first, min(first + exps.shape[1], w.shape[0])
+        self.own.recompute_exp(h, w, window, stats.reference, again, exps)
+        self._add(exps, w, window, again.selection)
+
+    def _add(
+        self, exps: Tensor, w: Tensor, window: tuple[int, int], selection: RowSelection | None
+    ) -> None:
+        first, last = window
+        more: Any = {"accumulate": first > 0, "selection": selection}
+        self.gradients.add_grad_hidden(self.sums, exps[:, : last - first], w[first:last], **more)
+
+
+def summing(
+    part: LossInputs[PartialT, TargetGradT], exps: Tensor, sums: Tensor
+) -> tuple[LossInputs[PartialT, TargetGradT], StoredExps]:
+    """Return what `windows.forward` takes to write a chunk's Σ_v e_iv w_v to `sums` (N, D).
+
+    The exponentials of one window exist at a time, in `exps` (N, K).
+    """
+    primitives = part.primitives
+    projection = SummingProjection(primitives.projection, primitives.gradients, sums)
+    primitives = replace(primitives, projection=cast(Projection[PartialT], projection))
+    stored = [(first, exps) for first in range(0, part.w.shape[0], exps.shape[1])]
+    return replace(part, primitives=primitives), stored
