@@ -170,22 +170,25 @@ def test_gradients_in_forward_are_rounded_once(sequence_parallel: bool, ranks: R
         assert relative_error(chunks, part_of_exact) <= 1.05 * error
 
 
-def frozen_share(case: Case, sizes: tuple[int, ...], sequence_parallel: bool) -> Tensor:
-    """Return dX of a frozen head's losses of each token, by chunks."""
+def frozen_share(
+    case: Case, sizes: tuple[int, ...], sequence_parallel: bool, columns: int
+) -> Tensor:
+    """Return dX of a frozen head's losses of each token, by chunks in windows of `columns`."""
     h, w = leaves(case, sizes, sequence_parallel)
-    plan = Plan("gradients_in_forward", SMALL_TILES.window, 0, 336, 40, True, False)
+    plan = Plan("gradients_in_forward", SMALL_TILES.window, 0, columns, 40, True, False)
     sharding = Sharding(group(len(sizes)).group_name, list(sizes), sequence_parallel)
     losses = loss_of_plan(h, w.detach(), case.y, plan, LossOptions("none"), sharding)
     return torch.autograd.grad(losses, h, case.upstream)[0]
 
 
 @layouts
+@pytest.mark.parametrize("columns", [336, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_frozen_head_needs_no_scalar_loss(
-    sizes: tuple[int, ...], sequence_parallel: bool, dtype: torch.dtype, ranks: Ranks
+    sizes: tuple[int, ...], sequence_parallel: bool, dtype: torch.dtype, columns: int, ranks: Ranks
 ) -> None:
     case = random_case(152, 48, 333, dtype=dtype)
-    parts = ranks.run(len(sizes), frozen_share, case, sizes, sequence_parallel)
+    parts = ranks.run(len(sizes), frozen_share, case, sizes, sequence_parallel, columns)
     got = Result(case.upstream, torch.cat(parts) if sequence_parallel else parts[0], case.w)
     assert_as_accurate(got, case, ("dx",))
 
