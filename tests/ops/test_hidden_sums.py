@@ -164,13 +164,15 @@ def test_far_rows_of_a_chunk_are_repaired(height: float, on_kernels: None) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_outputs_of_chunks_are_those_of_windows(dtype: torch.dtype, device: str) -> None:
+def test_outputs_of_chunks_are_those_of_windows(
+    dtype: torch.dtype, small_tiles: PortableTiles, device: str
+) -> None:
     case = random_case(150, 48, 333, dtype=dtype, device=device)
     names = "lse", "sum_p_squared", "mean_logit", "is_top1", "argmax"
     results = []
     for strategy, chunk in (("windows", 150), ("gradients_in_forward", 40)):
         h = case.h.clone().requires_grad_()
-        with fixed_plan(Plan(strategy, 512, 0, 1024, chunk, True, False)):
+        with fixed_plan(Plan(strategy, small_tiles.window, 0, 336, chunk, True, False)):
             got = cutefce.linear_log_probs(h, case.w, case.y, outputs=names)
         assert got.lse is not None
         loss = (got.log_probs * case.upstream + got.lse * case.upstream.flip(0)).sum()
