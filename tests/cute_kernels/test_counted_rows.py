@@ -9,10 +9,20 @@ import torch
 from torch import Tensor
 
 import cutefce
+from bench.harness.accuracy import relative_error
 from bench.harness.timing import peak_bytes
 from cutefce.cute_kernels.problem import MIN_SELECTED
+from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.planning.planner import Plan
 from tests.support.options import OPTIONS, assert_results_as_accurate, options_case
-from tests.support.reference import Case, Result, assert_as_accurate, ours, random_case
+from tests.support.reference import (
+    Case,
+    Result,
+    assert_as_accurate,
+    loss_of_plan,
+    ours,
+    random_case,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,6 +93,20 @@ def test_a_frozen_weight(workspace: int | str) -> None:
     losses = cutefce.linear_cross_entropy(h, case.w, case.y, reduction="none", workspace=workspace)
     (dx,) = torch.autograd.grad(losses, h, case.upstream)
     assert_as_accurate(Result(losses.detach(), dx, want.dw), case)
+
+
+@pytest.mark.parametrize("far", [0, 1, TOKENS], ids=["no far row", "one", "all"])
+def test_windows_inside_chunks(far: int) -> None:
+    case, results = case_of(0.6), []
+    case.h[:far] *= 40
+    for columns in (2304, 9216):
+        plan = Plan("gradients_in_forward", columns, 0, columns, 512, True, False, vocab=VOCAB)
+        h = case.h.detach().requires_grad_()
+        loss = loss_of_plan(h, case.w, case.y, plan, LossOptions("sum"))
+        first, second = (torch.autograd.grad(loss, h, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(first, second)
+        results.append(first)
+    assert relative_error(*results) < 2.0**-7
 
 
 def test_outputs_and_the_gradient_of_entropy() -> None:
