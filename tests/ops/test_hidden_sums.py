@@ -280,3 +280,20 @@ def test_options_of_windows_inside_chunks(name: str, on_kernels: None) -> None:
             loss = cutefce.linear_cross_entropy(h, x.case.w, x.case.y, **options)
         results.append(torch.autograd.grad(loss, h, torch.ones_like(loss))[0])
     assert relative_error(*results) < 2.0**-12
+
+
+def test_outputs_of_windows_inside_chunks(on_kernels: None) -> None:
+    case = random_case(150, 48, 333, dtype=torch.bfloat16)
+    case.h[20] *= 100  # a far row
+    names = "lse", "sum_p_squared", "mean_logit", "is_top1", "argmax"
+    results = []
+    for columns in (128, 336):
+        h = case.h.clone().requires_grad_()
+        with fixed_plan(chunked(64, columns)):
+            got = cutefce.linear_log_probs(h, case.w, case.y, outputs=names)
+        assert got.lse is not None
+        loss = (got.log_probs * case.upstream + got.lse * case.upstream.flip(0)).sum()
+        results.append((*(x.detach() for x in got if x is not None), *torch.autograd.grad(loss, h)))
+    for a, b in zip(*(result[:-1] for result in results), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert relative_error(results[0][-1], results[1][-1]) < 2.0**-9
