@@ -14,6 +14,7 @@ import torch.nn.functional as F
 pytest.importorskip("cutlass")
 
 import cutefce
+from bench.harness.accuracy import relative_error
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
@@ -24,6 +25,7 @@ from cutefce.cute_kernels.spec import GradGemmSpec, KernelSpec, ScaleAddRowsSpec
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant, LogitTransform, RowReductions
 from cutefce.cute_kernels.workspace import FIRST_FLAG, Coefficient, Semaphore, Stat
 from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.kept_sums import joined_sums
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
@@ -37,7 +39,13 @@ from tests.emulation.hopper import run
 from tests.emulation.host import host_function
 from tests.support.kernel_models import serve_calls
 from tests.support.options import exact, options_case
-from tests.support.reference import PLANS, assert_as_accurate, planned, random_case
+from tests.support.reference import (
+    PLANS,
+    assert_as_accurate,
+    loss_of_plan,
+    planned,
+    random_case,
+)
 from tests.support.row_reductions import merged, reduced
 
 ARCH = arch_named("sm_90a")
@@ -661,6 +669,30 @@ def test_every_strategy(
     case.upstream.fill_(1.0)
     names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
     assert_as_accurate(planned(case, small_tiles.window, *plan), case, names)
+
+
+@pytest.mark.parametrize("grad_hidden", [COOPERATIVE, None], ids=["a kernel", "cuBLAS"])
+@pytest.mark.parametrize("far", [0, 1, 70], ids=["no far row", "one", "all"])
+def test_windows_inside_chunks(
+    far: int,
+    grad_hidden: GemmConfig | None,
+    small_tiles: PortableTiles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    configs = KernelConfigs(COOPERATIVE, grad_hidden, COOPERATIVE, grad_hidden)
+    emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
+    serve_calls(monkeypatch, ARCH, small_tiles, selects=True, configs=configs, **emulated)
+    case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0.5)
+    case.h[:far] *= 40
+    case.h[case.y == -100] = torch.nan
+    results = []
+    for columns in (128, 336):
+        plan = Plan("gradients_in_forward", columns, 0, columns, 48, True, False, vocab=333)
+        h = case.h.detach().requires_grad_()
+        loss = loss_of_plan(h, case.w, case.y, plan, LossOptions("sum"))
+        results.append(torch.autograd.grad(loss, h)[0])
+    assert not results[0][case.y == -100].any()
+    assert relative_error(*results) < 2.0**-8
 
 
 @pytest.mark.parametrize("workspace", ["max", "min"])
