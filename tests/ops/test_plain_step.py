@@ -127,10 +127,21 @@ def test_a_repeat_may_have_other_values(workspace: str, device: str, steps: list
     assert are_same([(got, *got_gradients), (want, *gradients(want, *others))])
 
 
+@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "selected rows"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("workspace", ["min", "max", 1 << 20])
-def test_later_backwards_have_the_same_bits(workspace: Any, reduction: str, device: str) -> None:
+def test_later_backwards_have_the_same_bits(
+    workspace: Any,
+    reduction: str,
+    frozen: bool,
+    selects: bool,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(problem_module, "MIN_SELECTED", 1 if selects else 1 << 30)
     h, w, y = leaves(device)
+    w.requires_grad_(not frozen)
     more: Any = {"reduction": reduction, "workspace": workspace}
     want = gradients(loss(h, w, y, **more), h, w)
     result = loss(h, w, y, **more)
