@@ -194,9 +194,13 @@ def _gradients_in_forward_outputs(
 def _windows_in_chunks_outputs(
     case: TuningCase, primitives: AnyPrimitives, block: int
 ) -> dict[str, CheckedOutput]:
-    """Return dX alone, computed in the forward of two chunks of tokens, in windows of `block`."""
+    """Return dX alone, computed in the forward of two chunks of tokens, in about three windows.
+
+    These are whole blocks of `block` columns.
+    """
     inputs, selection = loss_inputs(case, primitives), None
     h, targets, chunk = inputs.h, inputs.targets, ceil_div(case.problem.tokens, 2)
+    window = round_up(ceil_div(case.problem.vocab, 3), block)
     if isinstance(primitives.projection, CuteProjection):
         selection = select_on_device(case.problem.arch or "", case.y, IGNORED, chunk)
         targets = Targets(selection.targets, case.problem.vocab, targets.options)
@@ -205,7 +209,7 @@ def _windows_in_chunks_outputs(
     loss_scale = targets.loss_scale(sum_dtype(h.dtype))
     dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
     dw = GradAccumulator.empty(inputs.w[:0], loss_scale.dtype)
-    stats = gradients_in_forward(inputs, loss_scale, block, chunk, dx, dw, None)
+    stats = gradients_in_forward(inputs, loss_scale, window, chunk, dx, dw, None)
     coefficients = RowCoefficients.of(stats, targets, loss_scale)
     finished = dx.finish(inputs, stats, coefficients, selection)
     return {"dX of windows in chunks": _gradient(finished)}

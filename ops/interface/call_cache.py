@@ -38,10 +38,13 @@ def call_key(
     """
     if not is_on_current_gpu(h):
         return None
-    aligned = (h.data_ptr() | w.data_ptr()) % 16 == 0
-    sizes = h.shape, w.shape, y.shape, h.stride(), w.stride(), y.stride()
+    try:
+        aligned = h.data_ptr() % 16 == 0, w.data_ptr() % 16 == 0
+        sizes = h.shape, w.shape, y.shape, h.stride(), w.stride(), y.stride()
+    except RuntimeError:  # nested tensors, and those that a transform has left behind
+        return None
     kinds = h.dtype, w.dtype, y.dtype, h.get_device(), w.get_device(), y.get_device()
-    return aligned, workspace, step, *sizes, *kinds, *options.key()
+    return *aligned, workspace, step, *sizes, *kinds, *options.key()
 
 
 def is_on_current_gpu(x: Tensor) -> bool:

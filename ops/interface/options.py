@@ -1,6 +1,6 @@
 """What a call asks for beside its tensors: one frozen record a kind of option.
 
-Each record has its checks, and its part of the operators' schemas and of the no-grad cache's key.
+Each record has its checks, and its part of the operators' schemas and of the call cache's key.
 A new option is a field here, and code in the one home of its kind:
 
     row coefficient    `ops.rows.loss_terms`: the loss of a token and its coefficients

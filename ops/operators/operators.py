@@ -182,7 +182,7 @@ def loss_backward(
 def run_windows_backward(
     upstream: Tensor, inputs: LossInputs[Any, Any], stats: RowStats, results: Kept
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return dX, dW and the bias' gradient, in the dtype of sums, of a plan of windows.
+    """Return dX, dW and, in the dtype of sums, the bias' gradient of a plan of windows.
 
     What is not computed is None.  `results` are those of the forward.
     """

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.cute_kernels.variant import PLAIN
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators import kept
@@ -66,12 +67,12 @@ class PlainStep:
 
 def resolve(h: Tensor, w: Tensor, step: StepOptions, options: LossOptions) -> PlainStep | None:
     """Return the step for h (N, D) and w (V, D), None if no kernels serve it."""
-    plan = plan_for(h, w, step, options, TensorOptions(), Sharding())
-    problem = problem_of(h, w, *plan.gradients)
+    problem = problem_of(h, w, step.grad_hidden, step.grad_weight)
     if problem.arch is None:
         return None
+    plan = plan_for(h, w, step, options, TensorOptions(), Sharding())
     arch = problem.arch if problem.selects_rows else None
-    return PlainStep(step, plan, kernels_for(h.device, problem), arch)
+    return PlainStep(step, plan, kernels_for(h.device, problem, PLAIN), arch)
 
 
 def plain_loss(h: Tensor, w: Tensor, y: Tensor, options: LossOptions, step: PlainStep) -> Tensor:
@@ -91,6 +92,9 @@ class PlainLoss(torch.autograd.Function):
         """Return the reduced loss."""
         loss, stats = _forward(h, w, y, options, step)
         ctx.options, ctx.step = options, step
+        ctx.trained = step.step.grad_hidden, step.step.grad_weight
+        # a graph compiler that traces the backward cannot read the records
+        ctx.arguments = *step.step.pack(), *options.pack(), *NO_MORE
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(h, w, y, stats)
         return (loss,)
@@ -100,23 +104,20 @@ class PlainLoss(torch.autograd.Function):
         """Return dX and dW for the upstream gradient of the loss."""
         if upstream is None:
             return None, None, None, None, None
-        options, own = ctx.options, ctx.step
-        h, w, y, stats = saved = ctx.saved_tensors
-        results = None
+        saved, results = ctx.saved_tensors, None
         if (
-            not own.plan.in_forward
+            not torch.compiler.is_compiling()
             and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
+            and not ctx.step.plan.in_forward
             and can_bypass_dispatcher(upstream, *saved)
         ):
-            results = kept.kept_with(stats)
+            results = kept.kept_with(saved[3])
         if results is None:
-            arguments = upstream, *saved, *own.step.pack(), *options.pack(), *NO_MORE
-            dx, dw, _ = differentiate(*arguments)
+            dx, dw, _ = differentiate(upstream, *saved, *ctx.arguments)
         else:
-            dx, dw = _backward(upstream, h, w, y, stats, options, own, results)
-        step = own.step
-        return dx if step.grad_hidden else None, dw if step.grad_weight else None, None, None, None
+            dx, dw = _backward(upstream, *saved, ctx.options, ctx.step, results)
+        grad_hidden, grad_weight = ctx.trained
+        return dx if grad_hidden else None, dw if grad_weight else None, None, None, None
 
 
 @isolated_context

@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def has_windows(self) -> bool:
-        """Whether exponentials of some columns alone exist at a time."""
+        """Whether fewer than all columns have memory of their own for exponentials."""
         return self.kept < self.vocab
 
     def __str__(self) -> str:

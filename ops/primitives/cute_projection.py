@@ -259,7 +259,7 @@ class CuteProjection:
 
     @cached_property
     def _launch_fused_forward(self) -> Callable[..., None]:
-        # looked up once: the no-grad cache reuses this object, and hashing a spec takes CPU time
+        # looked up once: the call cache reuses this object, and hashing a spec takes CPU time
         launch: Callable[..., None] = compiled(self.kernels.fused_forward)
         return launch
 

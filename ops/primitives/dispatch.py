@@ -18,7 +18,7 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
-from cutefce.cute_kernels.variant import PLAIN, KernelVariant
+from cutefce.cute_kernels.variant import KernelVariant
 from cutefce.ops import torch_compat
 from cutefce.ops.planning.memory_model import CopyingProblem
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
@@ -259,7 +259,7 @@ def gpu_of(device: torch.device) -> Gpu:
 
 @process_cache
 def kernels_for(
-    device: torch.device, problem: Problem, variant: KernelVariant = PLAIN
+    device: torch.device, problem: Problem, variant: KernelVariant
 ) -> tuple[WindowConfig, KernelSet, int]:
     """Return the arguments of `kernel_primitives` for a problem, tuned first if the user asks."""
     gpu = gpu_of(device)

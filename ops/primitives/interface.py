@@ -132,9 +132,9 @@ class Projection(Protocol[PartialT]):
         ...
 
     def far_rows(self, partial: PartialT, targets: Targets) -> RowSelection | None:
-        """Return the tokens of `targets` if `reduce_partials` has moved the reference of any.
+        """Return the tokens to compute again: all if a reference was moved, else none.
 
-        It may return them in any case; None are all.
+        Only the device knows their number, N or 0.  None: all are computed.
         """
         ...
 

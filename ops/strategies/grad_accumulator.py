@@ -44,13 +44,12 @@ class GradAccumulator:
         place = self.gradient.view(-1)[: 2 * rows * hidden]
         return place.view(self.overflow.dtype).view(rows, hidden)
 
-    def split(self, rows: slice) -> Iterator[tuple[slice, Tensor]]:
-        """Cut `rows` where their sums are in two places; yield the rows and the sums of each."""
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the rows and the sums of each of the two places, if it has any."""
         start = 0
         for part in (self.in_place, self.overflow):
-            inside = slice(max(rows.start, start), min(rows.stop, start + len(part)))
-            if inside.start < inside.stop:
-                yield inside, part[inside.start - start : inside.stop - start]
+            if len(part):
+                yield slice(start, start + len(part)), part
             start += len(part)
 
     def finish(self, scale_rows: ScaleRows, factor: Tensor) -> Tensor:

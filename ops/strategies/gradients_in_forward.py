@@ -76,7 +76,7 @@ def gradients_in_forward(
         if len(dw.gradient):
             scaled = part.selected(coefficients.scale)
             more: Any = {"accumulate": start > 0, "selection": selection}
-            for entries, sums in dw.split(slice(0, vocab)):
+            for entries, sums in dw.parts():
                 gradients.add_grad_weight(sums, exps[:, entries], scaled, **more)
             del scaled
     del exps, buffer, target_logit  # freed before the targets' part is added
@@ -86,7 +86,7 @@ def gradients_in_forward(
     if len(dw.gradient):
         target_grad = gradients.target_grad(h, target_coefficient, targets)
         row = windows.every_row(inputs, every)
-        for entries, sums in dw.split(slice(0, vocab)):
+        for entries, sums in dw.parts():
             more = None if row is None else row.rows(entries)
             gradients.add_target_grad(sums, target_grad, entries.start, more)
     return stats

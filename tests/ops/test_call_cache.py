@@ -12,6 +12,7 @@ from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.ops.interface import call_cache, checks
 from cutefce.ops.interface.checks import check_tensors
+from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives import dispatch
 from tests.support.kernel_models import use_models
 from tests.support.reference import random_case
@@ -105,6 +106,27 @@ def test_other_metadata_is_no_repeat(other: Any, device: str, checked: list[Any]
         tensors = other(*inputs(device))
         assert torch.equal(loss(*tensors), FORWARD(*tensors, "mean", -100))
     assert len(checked) == (2 if other in ALIKE.values() else 3)
+
+
+def test_each_operand_may_be_unaligned(device: str) -> None:
+    """Entries of calls whose hidden states are copied serve no weight that kernels cannot take."""
+    h, w, y = inputs(device)
+    wide = unaligned(torch.zeros(20, 17, dtype=h.dtype, device=device))[:, :16]
+    wide.copy_(h)
+    expected = loss(h, w, y)
+    assert torch.equal(loss(wide, w, y), expected)
+    own = torch.zeros(20, 17, dtype=h.dtype, device=device)[:, :16]
+    own.copy_(h)
+    key = call_cache.call_key(own, unaligned(w), y, None, LossOptions(), ())
+    assert key != call_cache.call_key(wide, w, y, None, LossOptions(), ())
+
+
+@pytest.mark.parametrize("name", ["input", "linear_weight", "target"])
+def test_nested_tensors_are_named(name: str, device: str) -> None:
+    tensors = dict(zip(("input", "linear_weight", "target"), inputs(device), strict=True))
+    tensors[name] = torch.nested.nested_tensor([tensors[name], tensors[name]])
+    with pytest.raises(TypeError, match=f"{name}: got a nested tensor"):
+        loss(**tensors)
 
 
 WRONG = {

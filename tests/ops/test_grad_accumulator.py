@@ -18,7 +18,7 @@ def some_sums(rows: int, dtype: torch.dtype) -> tuple[GradAccumulator, torch.Ten
     wide = torch.promote_types(dtype, torch.float32)
     sums = GradAccumulator.empty(torch.empty(rows, 8, dtype=dtype), wide)
     values = torch.randn(rows, 8, dtype=wide)
-    for place, part in sums.split(slice(0, rows)):
+    for place, part in sums.parts():
         part.copy_(values[place])
     return sums, values
 
@@ -33,15 +33,11 @@ def test_each_sum_is_scaled_and_rounded_once(dtype: torch.dtype, rows: int) -> N
     assert got.data_ptr() == sums.gradient.data_ptr()
 
 
-@given(rows=st.integers(1, 3000), data=st.data())
-def test_rows_are_where_they_were_put(rows: int, data: st.DataObject) -> None:
+@given(rows=st.integers(0, 3000))
+def test_rows_are_where_they_were_put(rows: int) -> None:
     sums, values = some_sums(rows, torch.bfloat16)
-    start = data.draw(st.integers(0, rows))
-    stop = data.draw(st.integers(start, rows))
-    parts = list(sums.split(slice(start, stop)))
-    assert [i for place, _ in parts for i in range(place.start, place.stop)] == [
-        *range(start, stop)
-    ]
+    parts = list(sums.parts())
+    assert [i for place, _ in parts for i in range(place.start, place.stop)] == [*range(rows)]
     assert all(torch.equal(part, values[place]) for place, part in parts)
 
 

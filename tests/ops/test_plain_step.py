@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from cutefce.cute_kernels import problem as problem_module
 from cutefce.cute_kernels import process_cache
@@ -162,6 +164,39 @@ def test_transforms_of_a_repeat_are_served_or_refused(workspace: str, device: st
     with pytest.raises(NotImplementedError, match="second derivatives"):
         (dx,) = torch.autograd.grad(loss(h, w, y, workspace=workspace), h, create_graph=True)
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("workspace", ["min", "max"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_graph_compiler_may_trace_the_backward(
+    reduction: str, workspace: str, device: str
+) -> None:
+    h, w, y = leaves(device)
+    results = []
+    for compiled in (False, False, True):
+        result = loss(h, w, y, reduction=reduction, workspace=workspace).sum()
+        if not compiled:
+            results.append(torch.autograd.grad(result, (h, w)))
+            continue
+        with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+            results.append(torch.autograd.grad(result, (h, w)))
+    assert are_same(results)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("workspace", ["min", "max"])
+def test_checkpoints(workspace: str, use_reentrant: bool, device: str) -> None:
+    h, w, y = leaves(device)
+
+    def run(h: Tensor, w: Tensor) -> Tensor:
+        return loss(h, w, y, workspace=workspace)
+
+    want = torch.autograd.grad(run(h, w), (h, w))
+    for _ in range(2):
+        h.grad = w.grad = None
+        checkpoint(run, h, w, use_reentrant=use_reentrant).backward()
+        assert h.grad is not None and w.grad is not None
+        assert are_same([want, (h.grad, w.grad)])
 
 
 def test_modes_and_mixed_precision_see_the_operators(device: str, steps: list[Any]) -> None:
