@@ -84,7 +84,7 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
         plan = plan_of(h, w, y, step, options, tensors, sharding)
     inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
     loss = inputs.primitives.projection.forward(inputs.h, inputs.w, inputs.targets)[1]
-    return _restored(loss, selection, options)
+    return restored(loss, selection, options)
 
 
 def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -108,10 +108,10 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
         results.selection, results.stats = selection, stats
         stats = stats.restore(selection)
     kept.keep(stats.rows, results)
-    return _restored(loss, selection, options), stats.rows
+    return restored(loss, selection, options), stats.rows
 
 
-def _restored(loss: Tensor, selection: RowSelection | None, options: LossOptions) -> Tensor:
+def restored(loss: Tensor, selection: RowSelection | None, options: LossOptions) -> Tensor:
     """Return the reduced loss, or those of all tokens, which are no view of the statistics."""
     if options.is_scalar:
         return loss

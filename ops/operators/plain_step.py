@@ -18,7 +18,7 @@ from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, Te
 from cutefce.ops.operators import kept
 from cutefce.ops.operators.autograd import differentiate
 from cutefce.ops.operators.context import can_bypass_dispatcher, isolated_context
-from cutefce.ops.operators.operators import run_forward, run_windows_backward
+from cutefce.ops.operators.operators import restored, run_forward, run_windows_backward
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.dispatch import kernel_primitives, kernels_for, problem_of
@@ -130,9 +130,7 @@ def _forward(
     loss, stats, results = run_forward(inputs, step.plan)
     results.selection = selection
     kept.keep(stats.rows, results)
-    if not options.is_scalar:  # not a view of the statistics
-        loss = loss.clone() if selection is None else selection.restore(loss)
-    return loss, stats.rows
+    return restored(loss, selection, options), stats.rows
 
 
 @isolated_context
