@@ -105,16 +105,22 @@ def windows_bytes(
     window = min(config.window if stored else recomputed, p.vocab)
     # coefficients; losses and upstream gradients; float16's coefficients are scaled
     vectors = (2 if scalar_upstream else 4) + (0 if can_keep(p.dtype) else 2)
-    backward = saved + p.tokens * (TARGET_BYTES + vectors * p.accumulator_bytes)
-    backward += _gathered_bytes(p) + _selection_bytes(p)
+    after = saved + p.tokens * (TARGET_BYTES + vectors * p.accumulator_bytes)
+    after += _selection_bytes(p)
+    backward = after + _gathered_bytes(p)
     end = backward + rows_bytes(p, p.tokens, GATHERED)
     longest = max(window, min(kept, p.vocab))
     step = upcast_bytes(p, p.tokens, longest, p.hidden) if p.grad_hidden else 0
-    if p.grad_hidden and accumulates_wider(p):
+    if p.grad_hidden and p.ranks > 1:
+        shared, reduced = _shared_sums_bytes(p)
+        backward += shared
+        # ranks add dX in the order of the call
+        ordered = p.tokens * p.hidden * p.accumulator_bytes * p.selects_rows
+        end = shared + max(end + ordered, after + reduced)
+    elif p.grad_hidden and accumulates_wider(p):
         # dX itself is allocated at the end
         backward += p.tokens * p.hidden * (p.accumulator_bytes - p.item_bytes)
-        summed = 1 + (p.ranks > 1 and p.selects_rows)  # ranks add dX in the order of the call
-        end += summed * p.tokens * p.hidden * p.accumulator_bytes
+        end += p.tokens * p.hidden * p.accumulator_bytes
     if p.grad_weight and (stored or not scalar_upstream or p.wide_grad_weight):
         backward += p.tokens * p.hidden * p.item_bytes
     if p.grad_weight and p.arch is not None and arch_named(p.arch).forms_weight_gradient:
@@ -144,12 +150,12 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
         in_place = rows_in_place(p.vocab, narrow=wider and not p.wide_grad_weight)
         kept += (p.vocab - in_place) * p.hidden * p.accumulator_bytes
     vectors = p.tokens * (TARGET_BYTES + 4 * p.accumulator_bytes)
-    forward, backward = vectors + _gathered_bytes(p), vectors
+    forward, reduced = vectors + _gathered_bytes(p), 0
     sums = marks = finish = 0  # of dX in a chunk, and which of their low bytes are not 0
     restored = 0  # dX in the order of the call
     if p.grad_hidden and p.ranks > 1:
         shared, reduced = _shared_sums_bytes(p)
-        kept, backward = kept + shared, backward + reduced
+        kept += shared
         restored = copy * p.accumulator_bytes // p.item_bytes  # ranks add theirs in that order
     elif p.grad_hidden and wider:
         kept += p.tokens * p.hidden
@@ -171,24 +177,30 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     # the logits of all targets come before the chunks, and their part of dW after them
     targets = target_rows_bytes(p)
     beside = max(rows_bytes(p, p.tokens, CONVERTED), targets and targets + copy)
-    backward += rows_bytes(p, max(p.tokens, p.vocab * p.grad_weight), CONVERTED)
+    finished = rows_bytes(p, max(p.tokens, p.vocab * p.grad_weight), CONVERTED)
     if p.grad_weight and wider:
         restored += min(BOUNCE_ROWS, p.vocab) * p.hidden * p.item_bytes
-    backward += max(finish, restored)
+    backward = vectors + max(reduced, finished + max(finish, restored))
     return _with_copies(p, kept + max(forward + max(in_chunk, beside), backward))
 
 
 def _shared_sums_bytes(p: Problem) -> tuple[int, int]:
     """Return the bytes of dX's sums on a rank, and of adding them to the other ranks'.
 
-    They are less those of dX itself, which is allocated at the end.
+    They are less those of dX itself, which is allocated at the end.  The exchange on a CPU copies
+    the rows of all ranks.
     """
     own_rows = ceil_div(p.tokens, p.ranks)
     dx_rows = own_rows if p.sequence_parallel else p.tokens
+    copied_rows = p.tokens if p.device == "cpu" else 0
     sums = p.tokens * p.accumulator_bytes - dx_rows * p.item_bytes
-    rounded = own_rows * p.item_bytes
-    gathered = rounded + (0 if p.sequence_parallel else dx_rows * p.item_bytes)
-    return sums * p.hidden, max(own_rows * p.accumulator_bytes + rounded, gathered) * p.hidden
+    padded = p.tokens if p.tokens % p.ranks else 0
+    reduced = (own_rows + copied_rows + padded) * p.accumulator_bytes
+    rounded = own_rows * (p.accumulator_bytes + p.item_bytes * accumulates_wider(p))
+    gathered = own_rows * p.item_bytes
+    if not p.sequence_parallel:
+        gathered += (p.tokens + copied_rows) * p.item_bytes
+    return sums * p.hidden, max(reduced, rounded, gathered) * p.hidden
 
 
 def _with_copies(p: Problem, workspace: int) -> int:

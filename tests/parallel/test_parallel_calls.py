@@ -550,12 +550,17 @@ def checked(sequence_parallel: bool) -> None:
 
 
 def peak(
-    sequence_parallel: bool, workspace: str, dtype: torch.dtype, reduction: str
+    tokens: int,
+    vocab: int,
+    sequence_parallel: bool,
+    workspace: str,
+    dtype: torch.dtype,
+    reduction: str,
 ) -> tuple[int, int]:
     """Return the predicted and the measured workspace of a step."""
-    case = random_case(512, 256, 8002, dtype=dtype, seed=dist.get_rank())
-    h = (case.h[:256] if sequence_parallel else case.h).requires_grad_()
-    w, y = case.w[:4001].requires_grad_(), random_case(512, 8, 8002, ignored=0).y
+    case = random_case(tokens, 256, vocab, dtype=dtype, seed=dist.get_rank())
+    h = (case.h[: tokens // 2] if sequence_parallel else case.h).requires_grad_()
+    w, y = case.w[: vocab // 2].requires_grad_(), random_case(tokens, 8, vocab, ignored=0).y
     options: dict[str, Any] = {"reduction": reduction, "workspace": workspace}
     options["sequence_parallel"] = sequence_parallel
 
@@ -570,21 +575,34 @@ def peak(
         step()
         plan = cutefce.plan(h, w, group=group(2), **options)
         gradient_bytes = sum(x.numel() * x.element_size() for x in (h, w))
-        measured = peak_bytes(step, "cpu") - gradient_bytes
+        # of large exchanges, gloo's threads may free their copies late
+        repeats = 3 if tokens > vocab else 1
+        measured = min(peak_bytes(step, "cpu") for _ in range(repeats)) - gradient_bytes
         process_cache.reset()
     return plan.workspace_bytes, measured
 
 
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "beyond"), [(512, 8002, 0.1), (2050, 514, 0.2)], ids=["classes", "tokens"]
+)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("workspace", ["max", "min"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_peak_is_predicted(
-    sequence_parallel: bool, workspace: str, dtype: torch.dtype, reduction: str, ranks: Ranks
+    tokens: int,
+    vocab: int,
+    beyond: float,
+    sequence_parallel: bool,
+    workspace: str,
+    dtype: torch.dtype,
+    reduction: str,
+    ranks: Ranks,
 ) -> None:
-    arguments = sequence_parallel, workspace, dtype, reduction
+    """Where classes take most of the memory, and where the exchange of dX does."""
+    arguments = tokens, vocab, sequence_parallel, workspace, dtype, reduction
     for predicted, measured in ranks.run(2, peak, *arguments):
-        assert abs(predicted - measured) <= 0.1 * measured
+        assert -0.1 * measured <= predicted - measured <= beyond * measured
 
 
 def peak_of_chunks(sequence_parallel: bool, dtype: torch.dtype) -> tuple[int, int]:
