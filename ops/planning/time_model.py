@@ -10,17 +10,28 @@ With N tokens, D hidden, V vocab, K columns kept, L aliased (`dw_aliasing`) and 
                            takes longer; dW's sums are read and written once a chunk, and the
                            gradients once more in the backward; a chunk has its own cost, and
                            windows inside it read and write dX's sums once each
+
+On a GPU, the tiles of dX may leave SMs idle in their last wave.
 """
 
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.schedule.order import (
+    MAX_K_SPLITS,
+    MIN_K_TILES_PER_SPLIT,
+    choose_k_splits,
+    num_waves,
+)
 
 DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4)}
 """(FLOP/s, bytes/s, seconds a window, seconds a chunk) by device type; a GPU's are an H200's, where
 GEMMs of few columns or rows leave SMs idle at their start and end.  The tuned GEMMs of 256 and 512
-tokens take 35 to 50 µs longer than their share of those of 8192; a chunk has two, and launches."""
+tokens take 35 to 50 µs longer than their share of those of 8192, last waves included; a chunk has
+two, and launches."""
 CHUNK_WINDOW_SECONDS = 3e-5
 """Of one window more inside a chunk: two launches, and two more that exit at once."""
+CLUSTERS, TILE = 66, 256
+"""Clusters of two SMs of an H200, and rows and columns of their tiles of dX."""
 
 
 def windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:
@@ -31,7 +42,7 @@ def windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:
     windows = ceil_div(recomputed + aliased, window)
     passes = windows + 1 if p.grad_hidden else 0
     moved = p.tokens * (2 * passes * p.hidden + recomputed) * p.accumulator_bytes
-    return _seconds(p, columns, moved) + windows * _rates(p)[2]
+    return _seconds(p, columns, moved) + windows * _rates(p)[2] + _idle_seconds(p, p.tokens)
 
 
 def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
@@ -47,7 +58,17 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     products = 2 * (1 + p.grad_hidden) * p.tokens * p.hidden * p.vocab / flop_rate
     waits = max(reads / byte_rate - products, 0)
     each = chunk_seconds + more_windows * CHUNK_WINDOW_SECONDS
-    return _seconds(p, columns, moved) + chunks * each + waits
+    return _seconds(p, columns, moved) + chunks * each + waits + _idle_seconds(p, chunk)
+
+
+def _idle_seconds(p: Problem, rows: int) -> float:
+    """Return the time for which SMs wait in the last waves of dX, of `rows` tokens at a time."""
+    if p.device == "cpu" or not p.grad_hidden or not rows * p.hidden:
+        return 0
+    tiles = ceil_div(rows, TILE) * ceil_div(p.hidden, TILE)
+    splits = choose_k_splits(tiles, CLUSTERS, MAX_K_SPLITS * MIN_K_TILES_PER_SPLIT)
+    busy = rows * p.hidden / (CLUSTERS * TILE**2 * num_waves(tiles, CLUSTERS, splits))
+    return _seconds(p, p.vocab, 0) * (1 / busy - 1)
 
 
 def _seconds(p: Problem, columns: int, moved_bytes: int) -> float:

@@ -240,7 +240,7 @@ def products(p: Problem, chosen: Plan) -> float:
 
 @pytest.mark.parametrize("scalar_upstream", [True, False])
 @pytest.mark.parametrize(
-    ("name", "mib", "most"), [("Llama", 110, 0.74), ("Llama", 280, 0.70), ("Gemma", 280, 0.70)]
+    ("name", "mib", "most"), [("Llama", 110, 0.75), ("Llama", 280, 0.70), ("Gemma", 280, 0.70)]
 )
 def test_a_frozen_head_takes_two_products_in_little_memory(
     name: str, mib: int, most: float, scalar_upstream: bool
@@ -263,7 +263,7 @@ def test_windows_inside_chunks_are_printed() -> None:
     chosen = plan(FROZEN_HEADS["Llama"], 280 << 20)
     assert chosen.has_windows
     assert f"chunks of {chosen.chunk} tokens, {chosen.kept} columns at a time" in str(chosen)
-    everything = plan(FROZEN_HEADS["Llama"], 600 << 20)
+    everything = plan(FROZEN_HEADS["Llama"], 1 << 30)
     assert not everything.has_windows and "131072 columns at a time" in str(everything)
 
 
