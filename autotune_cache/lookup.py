@@ -123,7 +123,7 @@ def shipped_table(gpu: Gpu) -> Table | None:
 
 def shipped_kernels(arch: Arch) -> list[KernelSpec]:
     """Return every kernel that lookups choose on `arch` without a user's table, each once."""
-    kernels = all_kernels(arch)
+    kernels, gradient = all_kernels(arch), (*arch.grad_gemm_configs(), None)[0]
     for path in sorted(SHIPPED_FOLDER.glob("*.json")):
         table = read(path)
         if table.gpu.arch.name != arch.name:
@@ -133,7 +133,7 @@ def shipped_kernels(arch: Arch) -> list[KernelSpec]:
                 continue
             winner: dict[str, Any] = {key.kernel: entry.config}
             configs = dataclasses.replace(
-                KernelConfigs(arch.prebuilt_configs()[0], None, None), **winner
+                KernelConfigs(arch.prebuilt_configs()[0], gradient, gradient), **winner
             )
             kernels += kernel_set(arch, key.dtype, configs).all()
     return list(dict.fromkeys(kernels))

@@ -5,7 +5,8 @@
     spec, kernel_set         kernel specs (the JIT keys), and those that a call needs
     workspace                the buffers that kernels share
     schedule/, common/       tile order and device code for all architectures
-    sm90/, sm100/, rowwise/  the kernels, one a file; `fused_forward` launches several
+    sm90/, sm100/, rowwise/  the kernels, one a file
+    fused_forward, _backward host functions that launch several
     jit/                     compiler and library cache
     cache_files              the user's cache folder: trust, locks, atomic writing
 

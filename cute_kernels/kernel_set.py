@@ -15,6 +15,7 @@ from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.spec import (
     AddTargetsSpec,
     ClearRowsSpec,
+    FusedBackwardSpec,
     FusedForwardSpec,
     GatherRowsSpec,
     GradGemmSpec,
@@ -48,9 +49,17 @@ class KernelSet:
     """The forward without stored exponentials."""
     fused_selecting_forward: FusedForwardSpec
     """The same over the rows that count alone."""
+    fused_storing_forward: FusedForwardSpec | None
+    """The forward of a plain loss that stores all exponentials; None without kernels of dW."""
+    fused_selecting_storing_forward: FusedForwardSpec | None
+    """The same over the rows that count alone."""
+    fused_backward: FusedBackwardSpec | None
+    """Its backward, but for the sums of dX."""
+    fused_selecting_backward: FusedBackwardSpec | None
+    """The same over the rows that count alone."""
     target_logit: TargetLogitSpec
     row_sums: ProjectExpSpec
-    """The same forward's row sums, where ranks split the vocabulary."""
+    """Row sums without stored exponentials, where ranks split the vocabulary."""
     row_sums_and_exps: ProjectExpSpec
     """The forward that stores exponentials."""
     exps: ProjectExpSpec
@@ -98,6 +107,10 @@ class KernelSet:
         return GradWeightKernels(final, accumulate, self.add_targets, self.sort_targets)
 
     STORED_EXPS_ONLY: ClassVar = (
+        "fused_storing_forward",
+        "fused_selecting_storing_forward",
+        "fused_backward",
+        "fused_selecting_backward",
         "row_sums_and_exps",
         "repair_exps",
         "scale_fp32_rows",
@@ -140,7 +153,8 @@ def kernel_set(
         None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
         for config in (configs.grad_hidden, configs.grad_hidden_short)
     )
-    weight = accumulate = add_targets = sort_targets = None
+    forward = FusedForwardSpec(*project_exp, transform)
+    weight = accumulate = add_targets = sort_targets = storing = backward = None
     again = hidden
     if configs.grad_weight is not None:
         first = arch.grad_gemm_configs()[0]
@@ -148,7 +162,9 @@ def kernel_set(
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
         accumulate = dataclasses.replace(weight, final=False)
         add_targets, sort_targets = AddTargetsSpec(arch.name, dtype), SortTargetsSpec(arch.name)
-    forward = FusedForwardSpec(*project_exp, transform)
+        if variant == PLAIN:
+            storing = dataclasses.replace(forward, stores=True)
+            backward = FusedBackwardSpec(arch.name, dtype, configs.grad_weight)
     narrow = not can_keep(dtype)
     return KernelSet(
         select_rows=forward.select_rows,
@@ -159,6 +175,10 @@ def kernel_set(
         clear_rows=ClearRowsSpec(arch.name, dtype),
         fused_forward=forward,
         fused_selecting_forward=dataclasses.replace(forward, selects=True),
+        fused_storing_forward=storing,
+        fused_selecting_storing_forward=storing and dataclasses.replace(storing, selects=True),
+        fused_backward=backward,
+        fused_selecting_backward=backward and dataclasses.replace(backward, selects=True),
         target_logit=forward.target_logit,
         row_sums=project(sums=True, store=False, reductions=reductions),
         row_sums_and_exps=project(sums=True, store=True, reductions=reductions),

@@ -149,11 +149,15 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
 
     Torch binds them to the names of its parameters first, which takes CPU time.
     """
-    result: tuple[Any, ...]
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
-        result = function.apply(*arguments)
+        result: tuple[Any, ...] = function.apply(*arguments)
         return result
-    arguments = torch._functorch.utils.unwrap_dead_wrappers(arguments)
+    return apply_to_live(function, *torch._functorch.utils.unwrap_dead_wrappers(arguments))
+
+
+def apply_to_live(function: type[torch.autograd.Function], *arguments: Any) -> tuple[Any, ...]:
+    """Do what `apply_function` does of arguments that no transform has left behind."""
+    result: tuple[Any, ...]
     own_apply: Any = cast(Any, super(torch.autograd.Function, function)).apply
     result = own_apply(*arguments)
     return result

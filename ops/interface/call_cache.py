@@ -40,6 +40,7 @@ def call_key(
         return None
     try:
         aligned = h.data_ptr() % 16 == 0, w.data_ptr() % 16 == 0
+        y.data_ptr()  # raises if a transform has left it behind
         sizes = h.shape, w.shape, y.shape, h.stride(), w.stride(), y.stride()
     except RuntimeError:  # nested tensors, and those that a transform has left behind
         return None

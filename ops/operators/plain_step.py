@@ -22,6 +22,7 @@ from cutefce.ops.operators.operators import restored, run_forward, run_windows_b
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.dispatch import kernel_primitives, kernels_for, problem_of
+from cutefce.ops.primitives.fused_step import FusedStep, load
 from cutefce.ops.primitives.row_selection import select_on_device
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -29,7 +30,7 @@ from cutefce.ops.rows.targets import Targets
 from cutefce.ops.strategies.windows import LossInputs
 
 NO_MORE = *TensorOptions().pack(), *Sharding().pack()
-"""The arguments of `STEP` behind those of `LossOptions`, of a plain call."""
+"""The arguments of `STEP` behind those of the `LossOptions` of a plain call."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ class PlainStep:
     """The arguments of `kernel_primitives`."""
     selecting_arch: str | None
     """Architecture of the kernels that select rows; None if all rows are computed."""
+    fused: FusedStep | None
+    """What runs a plan that keeps all exponentials."""
+    packed: tuple[Any, ...]
+    """Those of `STEP` before the options of the loss."""
 
     def select(self, y: Tensor, options: LossOptions) -> RowSelection | None:
         """Return which of the targets y (N,) are computed, None for all."""
@@ -72,12 +77,18 @@ def resolve(h: Tensor, w: Tensor, step: StepOptions, options: LossOptions) -> Pl
         return None
     plan = plan_for(h, w, step, options, TensorOptions(), Sharding())
     arch = problem.arch if problem.selects_rows else None
-    return PlainStep(step, plan, kernels_for(h.device, problem, PLAIN), arch)
+    kernels, fused = kernels_for(h.device, problem, PLAIN), None
+    if plan.keeps_everything and kernels[1].fused_backward is not None:
+        fused = FusedStep(problem, *kernels[1:], plan.kept, problem.selects_rows)
+        if torch_compat.capture_id() is None:
+            load(*kernels[1:], problem.selects_rows, h.device)
+    return PlainStep(step, plan, kernels, arch, fused, step.pack())
 
 
 def plain_loss(h: Tensor, w: Tensor, y: Tensor, options: LossOptions, step: PlainStep) -> Tensor:
     """Return the reduced loss of targets y (N,), which can be differentiated."""
-    (loss,) = torch_compat.apply_function(PlainLoss, h, w, y, options, step)
+    # the call cache has no entry for tensors that a transform has left behind
+    (loss,) = torch_compat.apply_to_live(PlainLoss, h, w, y, options, step)
     result: Tensor = loss
     return result
 
@@ -94,7 +105,7 @@ class PlainLoss(torch.autograd.Function):
         ctx.options, ctx.step = options, step
         ctx.trained = step.step.grad_hidden, step.step.grad_weight
         # a graph compiler that traces the backward cannot read the records
-        ctx.arguments = *step.step.pack(), *options.pack(), *NO_MORE
+        ctx.arguments = *step.packed, *options.pack(), *NO_MORE
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(h, w, y, stats)
         return (loss,)
@@ -125,9 +136,14 @@ def _forward(
     h: Tensor, w: Tensor, y: Tensor, options: LossOptions, step: PlainStep
 ) -> tuple[Tensor, Tensor]:
     """Return the reduced loss and the statistics of the tokens that were computed."""
-    selection = step.select(y, options)
-    inputs = step.inputs(h, w, y, options, selection)
-    loss, stats, results = run_forward(inputs, step.plan)
+    if step.fused is not None:
+        loss, stats, exps, selection = step.fused.forward(h, w, y, options)
+        # no backward overwrites what is kept, so that it does not matter which graph captures it
+        results = kept.Kept(step.plan, exps, capture=None)
+    else:
+        selection = step.select(y, options)
+        inputs = step.inputs(h, w, y, options, selection)
+        loss, stats, results = run_forward(inputs, step.plan)
     results.selection = selection
     kept.keep(stats.rows, results)
     return restored(loss, selection, options), stats.rows
@@ -146,8 +162,10 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return dX and dW from what the forward has kept."""
     selection = results.selection
-    inputs = step.inputs(h, w, y, options, selection)
     if selection is not None and upstream.ndim:
         upstream = selection.take(upstream)
+    if step.fused is not None:
+        return step.fused.backward(upstream, h, w, y, stats, results.exps, selection, options)
+    inputs = step.inputs(h, w, y, options, selection)
     dx, dw, _ = run_windows_backward(upstream, inputs, RowStats(stats), results)
     return dx, dw

@@ -82,6 +82,13 @@ class Plan:
         return self.strategy == "gradients_in_forward"
 
     @property
+    def keeps_everything(self) -> bool:
+        """Whether dX and dW are formed of exponentials that all have memory of their own."""
+        if self.in_forward or self.has_windows:
+            return False
+        return self.grad_hidden and self.grad_weight and not self.grad_bias
+
+    @property
     def has_windows(self) -> bool:
         """Whether fewer than all columns have memory of their own for exponentials."""
         return self.kept < self.vocab

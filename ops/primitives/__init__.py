@@ -5,10 +5,10 @@ dispatch.py                which implementation serves a call, and why
 cute_projection.py         launches of the kernels: exponentials, row sums, loss
 cute_gradients.py          launches of the kernels: dX and dW
 cute_rowwise.py            launches of the kernels: row-wise steps of both
+fused_step.py              launches of a plain step that keeps all exponentials: few calls
 portable_projection.py     the same in torch
 portable_gradients.py
 row_selection.py           which tokens are computed
-kept_sums.py               float32 sums in 24 bits
 elementwise.py             arithmetic between the GEMMs, fused by inductor.py on a GPU
 weighted_sum.py            Σ factor_i x_i over the rows of 16-bit operands
 """

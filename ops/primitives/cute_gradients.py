@@ -5,6 +5,7 @@ targets' part of dW in the epilogue.  `CublasGradients` is for architectures wit
 cuBLAS.  Both have the row-wise steps of `cute_rowwise`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,8 +95,7 @@ class CuteGradients(RowwiseSteps):
         accumulate: bool,
         selection: RowSelection | None = None,
     ) -> None:
-        short = exps.shape[1] < KernelConfigs.SHORT
-        spec = self.kernels.grad_hidden_short if short else self.kernels.grad_hidden
+        spec = grad_hidden_kernel(self.kernels, exps.shape[1])
         if spec is None and selection is not None and selection.may_skip:
             spec = self.kernels.grad_hidden_again
         if spec is None:
@@ -158,9 +158,7 @@ class CuteGradients(RowwiseSteps):
     ) -> None:
         """`out (M, N) = a (M, K) @ b (K, N)`, or `out +=` if `accumulate`."""
         clusters, semaphores = self._launch_shape(spec, out.device)
-        tiles = ceil_div(out.shape[0], spec.config.rows)
-        tiles *= ceil_div(out.shape[1], spec.config.tile_n)
-        splits = choose_k_splits(tiles, clusters, ceil_div(a.shape[1], TILE_K))
+        splits = k_splits(spec, out.shape, a.shape[1], clusters)
         overwrite = int(not accumulate)
         count = row_count(selection, semaphores)
         launch = compiled(spec)
@@ -170,3 +168,15 @@ class CuteGradients(RowwiseSteps):
         """Return the clusters of a launch, and its semaphores."""
         clusters = self.num_sms // spec.config.cluster
         return clusters, self.semaphores.take(spec.semaphore_count(clusters), device)
+
+
+def grad_hidden_kernel(kernels: KernelSet, columns: int) -> GradGemmSpec | None:
+    """Return the kernel of dX's sums over `columns` of exponentials; None if cuBLAS has them."""
+    return kernels.grad_hidden_short if columns < KernelConfigs.SHORT else kernels.grad_hidden
+
+
+def k_splits(spec: GradGemmSpec, shape: Sequence[int], inner: int, clusters: int) -> int:
+    """Return how many parts the last tiles of sums of a `shape`, over `inner`, are split into."""
+    tiles = ceil_div(shape[0], spec.config.rows) * ceil_div(shape[1], spec.config.tile_n)
+    splits: int = choose_k_splits(tiles, clusters, ceil_div(inner, TILE_K))
+    return splits

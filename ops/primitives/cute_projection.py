@@ -189,7 +189,7 @@ class CuteProjection:
         numbers = targets.options.ignore_index, splits, most, self.clusters
         transform = None if targets.logits is None else _transform(targets, (0, w.shape[0]))
         launch = self._launch_selecting_forward if selects else self._launch_fused_forward
-        launch(*tensors, transform, *numbers, int(targets.divides_by_count))
+        launch(*tensors, None, None, transform, *numbers, int(targets.divides_by_count))
         return stats, reduce_losses(stats, targets, reduced if targets.terms is None else None)
 
     def recompute_exp(

@@ -218,8 +218,8 @@ class Gradients(Protocol[TargetGradT]):
     ) -> None:
         """Keep sums_i - S_i W_y in `kept` (N, D) and `low` (N, D) uint8; may overwrite `sums`.
 
-        It is 0 for ignored tokens.  See `primitives.kept_sums` for what is kept.  With `order`,
-        that of row i is row order_i.
+        It is 0 for ignored tokens.  See `primitives.elementwise.split_sums` for what is kept.  With
+        `order`, that of row i is row order_i.
         """
         ...
 

@@ -12,9 +12,15 @@ from torch import Tensor
 
 from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
 from cutefce.ops.planning.step_memory import UPCAST_BLOCK, row_block_bytes
-from cutefce.ops.primitives.elementwise import finish_dw_, finish_dx_, scale_by_log_, scale_rows_to_
+from cutefce.ops.primitives.elementwise import (
+    finish_dw_,
+    finish_dx_,
+    joined_sums,
+    scale_by_log_,
+    scale_rows_to_,
+    split_sums,
+)
 from cutefce.ops.primitives.inductor import can_fuse, fused
-from cutefce.ops.primitives.kept_sums import joined_sums, split_sums
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection

@@ -6,13 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from cutefce.autotune_cache.tuning import targets, timing, worker
 from cutefce.autotune_cache.tuning.targets.window import WindowTarget
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.ops.primitives import cute_gradients, cute_projection, cute_rowwise, row_selection
+from cutefce.ops.primitives import (
+    cute_gradients,
+    cute_projection,
+    cute_rowwise,
+    fused_step,
+    row_selection,
+)
 from tests.support.fake_tuner import SIZES, TARGET
 from tests.support.faulty_candidates import Kind, config
 from tests.support.kernel_models import model_of, use_models
@@ -79,10 +86,13 @@ def noted(monkeypatch: pytest.MonkeyPatch, launched: set[spec.KernelSpec]) -> No
             launched.add(kernel)
             if isinstance(kernel, spec.SelectRowsSpec):
                 model_of(kernel)(*arguments)
+            if isinstance(kernel, spec.FusedForwardSpec) and kernel.stores and kernel.selects:
+                *_, stored = arguments[:8]
+                torch.arange(len(stored[0]), out=stored[0])
 
         return launch
 
-    for module in (cute_gradients, cute_projection, cute_rowwise, row_selection):
+    for module in (cute_gradients, cute_projection, cute_rowwise, fused_step, row_selection):
         monkeypatch.setattr(module, "compiled", note)
 
 

@@ -28,9 +28,16 @@ from cutefce.cute_kernels.variant import (
 )
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat, forward_semaphore_count
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.primitives import cute_gradients, cute_projection, cute_rowwise, dispatch
+from cutefce.ops.primitives import (
+    cute_gradients,
+    cute_projection,
+    cute_rowwise,
+    dispatch,
+    fused_step,
+)
 from cutefce.ops.primitives.cute_projection import PartialLse
 from cutefce.ops.primitives.dispatch import kernel_primitives
+from cutefce.ops.primitives.fused_step import FusedStep
 from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.targets import Targets
@@ -677,7 +684,7 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
 
         return launch
 
-    for module in (cute_gradients, cute_projection, cute_rowwise):
+    for module in (cute_gradients, cute_projection, cute_rowwise, fused_step):
         monkeypatch.setattr(module, "compiled", on_a_cpu)
     case = random_case(300, 64, 1500, dtype=torch.bfloat16)
     tiles = widest_window(Problem(300, 64, 1500, "bfloat16", "cuda"))
@@ -721,6 +728,15 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     if default.grad_weight:
         names += ["GradGemm", "SortTargets", *["GradGemm"] * 3, "AddTargets"]
     names += ["ScaleAddRows"]
+    if default.grad_weight:
+        kernels = kernel_set.kernel_set(arch, "bfloat16", default)
+        problem = Problem(300, 64, 1500, "bfloat16", "cuda", arch=arch.name)
+        for selects in (False, True):
+            step = FusedStep(problem, kernels, 132, 1504, selects)
+            _, stats, exps, order = step.forward(case.h, case.w, case.y, LossOptions())
+            given = case.h, case.w, case.y, stats.rows, exps, order, LossOptions()
+            step.backward(logit[0], *given)
+        names += ["FusedForward", "GradGemm", "FusedBackward"] * 2
     assert [kernel.__name__ for kernel in launched] == [f"{name}Spec" for name in names]
 
 
@@ -728,17 +744,43 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
 def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
     configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
     plain = kernel_set.kernel_set(arch, "bfloat16", configs)
-    assert plain.row_sums == plain.fused_forward.row_sums
+    assert plain.row_sums == plain.fused_forward.project_exp
     variant = KernelVariant(TRANSFORMS["all"], REDUCTIONS["all"])
     kernels = kernel_set.kernel_set(arch, "bfloat16", configs, variant)
     with_sums = kernels.row_sums, kernels.row_sums_and_exps
     assert {kernel.reductions for kernel in with_sums} == {variant.reductions}
     forward, without_sums = kernels.fused_forward, (kernels.exps, kernels.repair_exps)
-    assert {kernel.reductions for kernel in (forward.row_sums, *without_sums)} == {SUM_ONLY}
-    with_logits = *with_sums, *without_sums, forward, forward.row_sums, kernels.target_logit
+    assert {kernel.reductions for kernel in (forward.project_exp, *without_sums)} == {SUM_ONLY}
+    with_logits = *with_sums, *without_sums, forward, forward.project_exp, kernels.target_logit
     assert {kernel.transform for kernel in with_logits} == {variant.transform}
     others_ = {kernel for kernel in kernels.all() if not hasattr(kernel, "transform")}
-    assert others_ == {kernel for kernel in plain.all() if not hasattr(kernel, "transform")}
+    # a variant has no fused step
+    steps = {plain.fused_backward, plain.fused_selecting_backward}
+    without = {kernel for kernel in plain.all() if not hasattr(kernel, "transform")}
+    assert others_ == without - steps
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_fused_steps_launch_the_kernels_of_separate_ones(arch: Arch) -> None:
+    configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
+    kernels = kernel_set.kernel_set(arch, "bfloat16", configs)
+    for selects in (False, True):
+        forward, backward = kernels.fused_storing_forward, kernels.fused_backward
+        if selects:
+            forward = kernels.fused_selecting_storing_forward
+            backward = kernels.fused_selecting_backward
+        if kernels.grad_weight_kernels is None:
+            assert forward is None and backward is None
+            continue
+        assert forward is not None and backward is not None
+        assert (forward.selects, backward.selects) == (selects, selects)
+        names = ("target_logit", "reduce_partials", "repair_exps", "select_rows", "gather_rows")
+        assert all(getattr(forward, name) == getattr(kernels, name) for name in names)
+        assert forward.project_exp == kernels.row_sums_and_exps
+        of_both = ("row_coefficients", "sort_targets", "grad_weight", "finish_dx")
+        assert all(getattr(backward, name) == getattr(kernels, name) for name in of_both)
+        scales = kernels.gather_scaled_rows if selects else kernels.scale_rows
+        assert backward.scale_rows == scales
 
 
 def test_partials_of_all_ranks_are_gathered() -> None:

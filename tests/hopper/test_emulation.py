@@ -26,7 +26,7 @@ from cutefce.cute_kernels.variant import PLAIN, KernelVariant, LogitTransform, R
 from cutefce.cute_kernels.workspace import FIRST_FLAG, Coefficient, Semaphore, Stat
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning.planner import Plan
-from cutefce.ops.primitives.kept_sums import joined_sums
+from cutefce.ops.primitives.elementwise import joined_sums
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.loss_terms import LossTerms
@@ -646,7 +646,7 @@ def test_fused_forward(config: GemmConfig, selects: bool) -> None:
     stats, loss = torch.zeros(4, 150), torch.zeros(())
     workspace = torch.full((kernel.workspace_size(150, 72, most),), torch.nan)
     operands = case.h, case.w, case.y, workspace, stats, loss
-    run(kernel, *operands, None, -100, splits, most, 2, 1)
+    run(kernel, *operands, None, None, None, -100, splits, most, 2, 1)
     want = F.cross_entropy(case.h.double() @ case.w.double().t(), case.y, reduction="none")
     torch.testing.assert_close(stats[Stat.LOSS].double(), want, rtol=1e-5, atol=1e-5)
     mean = want.sum() / (case.y >= 0).sum()

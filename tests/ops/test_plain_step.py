@@ -11,6 +11,7 @@ from torch._dynamo import compiled_autograd
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+import cutefce
 from cutefce.cute_kernels import problem as problem_module
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.arch.sm90 import Sm90
@@ -18,7 +19,7 @@ from cutefce.cute_kernels.gpu import Gpu
 from cutefce.ops.interface import call_cache
 from cutefce.ops.operators import kept, operators, plain_step
 from cutefce.ops.operators.plans import plan_for
-from cutefce.ops.primitives import dispatch
+from cutefce.ops.primitives import dispatch, fused_step
 from tests.support.kernel_models import use_models
 from tests.support.modes import Seen
 from tests.support.reference import random_case
@@ -220,3 +221,69 @@ def test_what_a_step_keeps_lives_as_long_as_its_graph(device: str) -> None:
     assert len(kept._kept) == 1
     result.backward()
     assert not kept._kept  # though the loss is alive
+
+
+@pytest.mark.parametrize(
+    ("dtype", "workspace", "trained", "is_fused"),
+    [
+        (torch.bfloat16, "max", "hw", True),
+        (torch.bfloat16, "min", "hw", False),
+        (torch.bfloat16, "max", "h", False),
+        (torch.bfloat16, "max", "w", False),
+        (torch.float16, "max", "hw", False),
+    ],
+    ids=str,
+)
+def test_which_steps_are_fused(
+    dtype: torch.dtype, workspace: str, trained: str, is_fused: bool, device: str
+) -> None:
+    """Those that keep the exponentials of all columns for both gradients."""
+    h, w, y = leaves(device, dtype)
+    h.requires_grad_("h" in trained)
+    w.requires_grad_("w" in trained)
+    loss(h, w, y, workspace=workspace).backward()
+    (entry,) = (x for x in call_cache._entries.values() if isinstance(x, plain_step.PlainStep))
+    assert (entry.fused is not None) == is_fused
+
+
+def test_a_first_step_launches_what_a_repeat_does(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a CUDA graph may be captured after one eager step."""
+    launched: set[Any] = set()
+    compiled: Any = vars(fused_step)["compiled"]
+
+    def note(kernel: Any) -> Any:
+        def launch(*arguments: Any) -> None:
+            launched.add(kernel)
+            compiled(kernel)(*arguments)
+
+        return launch
+
+    monkeypatch.setattr(fused_step, "compiled", note)
+    h, w, y = leaves(device)
+    loss(h, w, y, workspace="max").backward()
+    first = {type(kernel).__name__ for kernel in launched}
+    assert first >= {"FusedForwardSpec", "FusedBackwardSpec"}
+    before = set(launched)
+    loss(h, w, y, workspace="max").backward()
+    assert {x for x in launched if "Fused" in type(x).__name__} <= before
+
+
+def test_a_target_that_a_transform_has_left_behind_is_unwrapped(
+    device: str, steps: list[Any]
+) -> None:
+    h, w, y = leaves(device)
+    loss(h, w, y).backward()
+    left: list[Tensor] = []
+
+    def leak(a: Tensor) -> Tensor:
+        left.append(y + (a.sum() * 0).long())
+        return a.sum()
+
+    torch.func.grad(leak)(torch.ones(3, device=device))
+    loss(h, w, left[0]).backward()
+    cutefce.linear_cross_entropy(h, w, left[0]).backward()
+    with torch.no_grad():
+        cutefce.linear_cross_entropy(h, w, left[0])
+    assert all(call[2].data_ptr() for call in steps)

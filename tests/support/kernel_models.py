@@ -35,9 +35,10 @@ from cutefce.ops.primitives import (
     cute_projection,
     cute_rowwise,
     dispatch,
+    fused_step,
     row_selection,
 )
-from cutefce.ops.primitives.kept_sums import joined_sums, split_sums
+from cutefce.ops.primitives.elementwise import joined_sums, split_sums
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
@@ -55,6 +56,7 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
         spec.ProjectExpSpec: _project_exp,
         spec.ReducePartialsSpec: _reduce_partials,
         spec.FusedForwardSpec: _fused_forward,
+        spec.FusedBackwardSpec: _fused_backward,
         spec.ScaleAddRowsSpec: _scale_add_rows,
         spec.KeptSumsSpec: _kept_sums,
         spec.GradGemmSpec: _grad_gemm,
@@ -282,6 +284,8 @@ def _fused_forward(
     workspace: Tensor,
     stats: Tensor,
     reduced: Tensor,
+    exps: Tensor | None,
+    stored_order: tuple[Tensor, Tensor, Tensor] | None,
     transform: Transform | None,
     ignored: int,
     vocab_splits: int,
@@ -292,23 +296,67 @@ def _fused_forward(
     (tokens, hidden), partials = h.shape, most_splits * kernel.config.partials_per_row
     assert len(workspace) == kernel.workspace_size(tokens, hidden, most_splits)
     assert kernel.selects or vocab_splits == most_splits
-    order, selected, dense = target, target, h
-    counts = torch.zeros(1, dtype=torch.int32)
+    assert kernel.stores == (exps is not None)
+    assert (stored_order is not None) == (kernel.stores and kernel.selects)
+    order, selected, dense, counts = target, target, h, torch.zeros(1, dtype=torch.int32)
     if kernel.selects:
         workspace = workspace[kernel.selection_size(tokens, hidden) :]
-        order, selected, dense = target.clone(), target.clone(), h.clone()
+        dense, stored = h.clone(), (target.clone(), target.clone(), counts)
+        order, selected, counts = stored_order or stored
         operands = target, order, selected, counts, tokens, ignored
         model_of(kernel.select_rows)(*operands)
         model_of(kernel.gather_rows)(dense, h, order, None, counts)
     count = len(workspace) - tokens * (1 + partials)
     logit, sums, rest = workspace.split([tokens, tokens * partials, count])
     sums, semaphores = sums.view(tokens, partials), rest.view(torch.int32)
-    more = transform, order, ignored, int(kernel.selects)
-    model_of(kernel.target_logit)(h, w, selected, logit, semaphores, *more)
-    rows = logit, selected, sums, None, semaphores, transform, None, counts, int(kernel.selects)
-    model_of(kernel.row_sums)(dense, w, *rows, 0, vocab_splits, clusters)
-    results = stats, reduced, semaphores, order if kernel.selects else None
+    places = transform, order, ignored, int(kernel.selects)
+    model_of(kernel.target_logit)(h, w, selected, logit, semaphores, *places)
+    more = semaphores, transform, None, counts, int(kernel.selects), 0, vocab_splits, clusters
+    model_of(kernel.project_exp)(dense, w, logit, selected, sums, exps, *more)
+    scatter = order if kernel.selects and not kernel.stores else None
+    results = stats, reduced, semaphores, scatter
     model_of(kernel.reduce_partials)(sums, logit, selected, *results, ignored, mean)
+    if kernel.stores:
+        reference = stats[Stat.REFERENCE]
+        model_of(kernel.repair_exps)(dense, w, reference, selected, None, exps, *more)
+
+
+def _fused_backward(
+    kernel: spec.FusedBackwardSpec,
+    h: Tensor,
+    w: Tensor,
+    target: Tensor,
+    stored_order: tuple[Tensor, Tensor, Tensor] | None,
+    stats: Tensor,
+    upstream: Tensor,
+    exps: Tensor,
+    sums: Tensor,
+    dx: Tensor,
+    dw: Tensor,
+    workspace: Tensor,
+    ignored: int,
+    mean: int,
+    clusters: int,
+) -> None:
+    (tokens, _), vocab, selects = h.shape, len(w), int(kernel.selects)
+    assert len(workspace) == kernel.workspace_size(tokens, vocab)
+    assert (stored_order is not None) == kernel.selects
+    coefficients, grad_scale = torch.empty(3, tokens), torch.empty(1)
+    semaphores = torch.empty(kernel.LINE, dtype=torch.int32)
+    order, index, count = stored_order or (target, target, semaphores)
+    results = coefficients, grad_scale, semaphores
+    numbers = count, selects, ignored, mean, vocab, None
+    model_of(kernel.row_coefficients)(stats, index, upstream, *results, *numbers)
+    scale, at_target = coefficients[Coefficient.DX_SCALE], coefficients[Coefficient.DX_TARGET]
+    if kernel.selects:
+        model_of(kernel.scale_rows)(dx, h, order, scale, count)
+    else:
+        model_of(kernel.scale_rows)(dx, h, None, scale, None, None, None, None, 0)
+    csr = target.clone(), torch.empty(vocab + 1, dtype=torch.int32), torch.empty(tokens)
+    model_of(kernel.sort_targets)(index, at_target, order, *csr, ignored, selects)
+    targets, of_launch = (*csr, h, grad_scale), (count, selects, clusters, None, None)
+    model_of(kernel.grad_weight)(exps.t(), dx.t(), dw, targets, None, semaphores, *of_launch)
+    model_of(kernel.finish_dx)(dx, sums, w, scale, at_target, index, None, order, selects)
 
 
 def _scale_add_rows(
@@ -552,5 +600,5 @@ def use_models(
     replacement: Replacement = model_of,
 ) -> None:
     """Launch the models, or another replacement, in the place of compiled kernels."""
-    for module in (cute_projection, cute_gradients, cute_rowwise, row_selection):
+    for module in (cute_projection, cute_gradients, cute_rowwise, fused_step, row_selection):
         monkeypatch.setattr(module, "compiled", replacement)

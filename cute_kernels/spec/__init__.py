@@ -1,0 +1,57 @@
+"""Kernel specs: frozen descriptions of every kernel that can be compiled, which are its JIT keys.
+
+This package does not import the DSL.
+"""
+
+from cutefce.cute_kernels.spec.fused import FusedBackwardSpec, FusedForwardSpec
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.rowwise import (
+    AddTargetsSpec,
+    ClearRowsSpec,
+    GatherRowsSpec,
+    KeptSumsSpec,
+    ReducePartialsSpec,
+    RowCoefficientsSpec,
+    ScaleAddRowsSpec,
+    ScatterRowsSpec,
+    SelectRowsSpec,
+    SortTargetsSpec,
+    TargetLogitSpec,
+)
+
+__all__ = [
+    "AddTargetsSpec",
+    "ClearRowsSpec",
+    "FusedBackwardSpec",
+    "FusedForwardSpec",
+    "GatherRowsSpec",
+    "GradGemmSpec",
+    "KeptSumsSpec",
+    "KernelSpec",
+    "ProjectExpSpec",
+    "ReducePartialsSpec",
+    "RowCoefficientsSpec",
+    "ScaleAddRowsSpec",
+    "ScatterRowsSpec",
+    "SelectRowsSpec",
+    "SortTargetsSpec",
+    "TargetLogitSpec",
+]
+
+KernelSpec = (
+    SelectRowsSpec
+    | GatherRowsSpec
+    | ScatterRowsSpec
+    | ClearRowsSpec
+    | ProjectExpSpec
+    | GradGemmSpec
+    | TargetLogitSpec
+    | ReducePartialsSpec
+    | FusedForwardSpec
+    | FusedBackwardSpec
+    | ScaleAddRowsSpec
+    | KeptSumsSpec
+    | RowCoefficientsSpec
+    | SortTargetsSpec
+    | AddTargetsSpec
+)

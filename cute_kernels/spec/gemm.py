@@ -1,0 +1,49 @@
+"""Specs of the kernels that multiply matrices."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.variant import IDENTITY, SUM_ONLY, LogitTransform, RowReductions
+
+
+@dataclass(frozen=True)
+class ProjectExpSpec:
+    """Exponentials of the logits: their row sums, the exponentials themselves, or both.
+
+    With softcap, what is stored is multiplied by the derivative of tanh; row sums are not.
+    """
+
+    arch: str
+    dtype: str
+    config: GemmConfig
+    sums: bool
+    """Whether to write row sums."""
+    store: bool
+    """Whether to store exponentials."""
+    only_flagged: bool = False
+    """Whether to skip row blocks without a repair flag."""
+    transform: LogitTransform = IDENTITY
+    reductions: RowReductions = SUM_ONLY
+
+
+@dataclass(frozen=True)
+class GradGemmSpec:
+    """A gradient GEMM: exponentials times w, or transposed exponentials times hidden states."""
+
+    arch: str
+    dtype: str
+    config: GemmConfig
+    wrt: Literal["hidden", "weight"]
+    """The operand that the gradient belongs to."""
+    final: bool
+    """Whether to add the targets' terms and round; otherwise it accumulates in float32."""
+    rank_one: bool = False
+    """Whether to add a matrix of rank one before rounding; needs `final`."""
+
+    WARPS: ClassVar[int] = 8
+    """Warps of a thread block that run MMAs."""
+
+    def semaphore_count(self, clusters: int) -> int:
+        """Return the size of its int32 semaphores on `clusters` clusters."""
+        return 1 if self.final else 1 + clusters * self.config.cluster * self.WARPS

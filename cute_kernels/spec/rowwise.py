@@ -1,0 +1,142 @@
+"""Specs of the row-wise kernels."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.variant import IDENTITY, LogitTransform
+from cutefce.cute_kernels.workspace import Coefficient
+
+
+@dataclass(frozen=True)
+class SelectRowsSpec:
+    """The order of rows in which those that count come first, and their number."""
+
+    arch: str
+
+
+@dataclass(frozen=True)
+class GatherRowsSpec:
+    """out_i = x_{order_i} for the rows that count, or scale_i x_{order_i}."""
+
+    arch: str
+    dtype: str
+    scales: bool = False
+    """Whether rows are multiplied by a scale."""
+
+
+@dataclass(frozen=True)
+class ScatterRowsSpec:
+    """out_{order_i} = x_i for the rows that count, 0 for the others."""
+
+    arch: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ClearRowsSpec:
+    """Zeros in the place of the rows that do not count."""
+
+    arch: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class TargetLogitSpec:
+    """The targets' logits; also zeroes the semaphores of the kernels that follow."""
+
+    arch: str
+    dtype: str
+    transform: LogitTransform = IDENTITY
+    class_row: bool = False
+    """Whether it also writes the products of the hidden states and a class row."""
+
+    WARPS: ClassVar[int] = 8
+    """Warps of a thread block, one a row."""
+
+    def max_zeros(self, tokens: int) -> int:
+        """Return the number of int32 zeros that its threads can write, one each."""
+        return ceil_div(tokens, self.WARPS) * 32 * self.WARPS
+
+
+@dataclass(frozen=True)
+class ReducePartialsSpec:
+    """Partial sums to row statistics and the loss; flags row blocks that need repair."""
+
+    arch: str
+    rows: int
+    """Rows of a row block."""
+    scatter: bool = False
+    """Whether a vector says which token the statistics of each row are of."""
+    terms: bool = False
+    """Whether losses have terms beside the cross entropy, the same for all tokens."""
+    class_row: bool = False
+    """Whether these depend on class logits."""
+
+
+@dataclass(frozen=True)
+class ScaleAddRowsSpec:
+    """out_i = row_scale_i x_i + gather_scale_i table_{index_i}: s ⊙ h, and dX's last step.
+
+    With `rank_one`, factor_i row is added.
+    """
+
+    arch: str
+    out: str
+    """Dtype of the result."""
+    x: str
+    """Dtype of x."""
+    table: str | None = None
+    """Dtype of the table; None without the second term."""
+    rank_one: bool = False
+    """Whether to add a matrix of rank one; needs a table."""
+
+
+@dataclass(frozen=True)
+class KeptSumsSpec:
+    """A chunk's sums of dX, kept as 16 bits and a byte; or dX, made of these in their memory."""
+
+    arch: str
+    dtype: str
+    finishes: bool = False
+    """Whether it makes dX."""
+    rank_one: bool = False
+    """Whether to add a matrix of rank one to dX; needs `finishes`."""
+
+
+@dataclass(frozen=True)
+class RowCoefficientsSpec:
+    """Factors of the rows of dX and of h in dW; also zeroes semaphores."""
+
+    arch: str
+    in_reference: bool = False
+    """Whether references contain the factors, so that exponentials are probabilities."""
+    narrow: bool = False
+    """Whether values are float16, which holds no factors below 2^-24."""
+    terms: bool = False
+    """Whether losses have terms beside the cross entropy, the same for all tokens."""
+
+    THREADS: ClassVar[int] = 1024
+    """Tokens of a thread block, which may read those of all."""
+
+    @property
+    def planes(self) -> int:
+        """Rows of its result, see `workspace.Coefficient`."""
+        if self.in_reference:
+            return len(Coefficient)
+        return Coefficient.REFERENCE if self.narrow else Coefficient.DW_SCALE
+
+
+@dataclass(frozen=True)
+class SortTargetsSpec:
+    """The tokens of every class, and their coefficients, one class after the other."""
+
+    arch: str
+
+
+@dataclass(frozen=True)
+class AddTargetsSpec:
+    """Adds the targets' terms to the float32 sums of dW."""
+
+    arch: str
+    dtype: str
