@@ -6,6 +6,7 @@ axolotl.py        Axolotl: a plugin
 hooks.py          replacing a function of a framework, after a check that it is the expected one
 liger.py          Liger: what transformers, LLaMA-Factory and ms-swift call
 logit_options.py  scale and softcap of a transformers model, read and checked
+main_grad.py      Megatron's protocol of gradient accumulation
 megatron.py       Megatron-Core: the loss of a model, an output_processor, the linear fusion
 nemo_rl.py        NeMo-RL: log-probabilities of Megatron policies
 prime_rl.py       prime-rl: its fused heads

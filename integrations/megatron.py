@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from cutefce.integrations import hooks
+from cutefce.integrations.main_grad import with_main_grad
 from cutefce.ops.interface.api import linear_cross_entropy
 
 TESTED = "megatron-core 0.16.1 0.19.2"
@@ -212,6 +213,8 @@ def losses(
     """Return the losses in the layout of `labels`, (B, S), or reduced as `options` say."""
     if "ignore_index" not in options:
         labels = labels.masked_fill(labels < 0, -100)
+    if head.gradient_accumulation_fusion:
+        weight, options["accumulate_into"] = with_main_grad(weight)
     loss: Tensor = linear_cross_entropy(
         hidden,
         weight,
@@ -232,7 +235,6 @@ def mup_scale(config: Any) -> float:
 def check_options(head: Any) -> None:
     """Raise NotImplementedError, naming the option, if the head has one that is not served."""
     unserved = {
-        "gradient_accumulation_fusion": head.gradient_accumulation_fusion,
         "defer_embedding_wgrad_compute": head.config.defer_embedding_wgrad_compute,
         "disable_grad_reduce": head.disable_grad_reduce,
         "add_bias_linear": head.bias is not None,

@@ -36,6 +36,7 @@ def linear_cross_entropy(
     return_lse: Literal[False] = False,
     workspace: int | str | None = None,
     denominator: Tensor | float | None = None,
+    accumulate_into: Tensor | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
@@ -65,6 +66,7 @@ def linear_cross_entropy(  # type: ignore[misc]
     return_lse: bool = False,
     workspace: int | str | None = None,
     denominator: Tensor | float | None = None,
+    accumulate_into: Tensor | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
@@ -104,6 +106,9 @@ def linear_cross_entropy(  # type: ignore[misc]
         denominator: divisor of "mean", a number or a tensor () or (1,), so that microbatches, or
             ranks with different tokens, add up to the mean of one large batch.  With 0 the loss
             is 0.
+        accumulate_into: (V, D) contiguous buffer to which the backward adds the gradient of
+            linear_weight, in the dtype of sums (float32, or float64) or of the weight; the weight
+            itself then gets none.  Of a rank's own rows, with `group`.
         group: process group whose ranks hold consecutive parts (V_k, D) of the weight, in rank
             order, and of the bias.  Targets are global ids; they and all other arguments, weight
             (V,) of all classes too, are the same on every rank, and so are the loss and the
@@ -140,6 +145,8 @@ def linear_cross_entropy(  # type: ignore[misc]
         given["linear_bias"] = linear_bias
     if weight is not None:
         given["weight"] = weight
+    if accumulate_into is not None:
+        given["accumulate_into"] = accumulate_into
     if token_weights is not None:
         given["token_weights"] = token_weights
     if softcap is not None:

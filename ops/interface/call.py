@@ -118,6 +118,8 @@ def _evaluate(
     h, w = autocast(input, linear_weight)
     y, grad, bias, own = target, torch.is_grad_enabled(), tensors.linear_bias, w
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
+    if tensors.accumulate_into is not None and not grad:
+        tensors = dataclasses.replace(tensors, accumulate_into=None)
     grad_bias = grad and bias is not None and bias.requires_grad
     needs_grad = grad_hidden or grad_weight or grad_bias
     more = tensors.pack() if arguments else ()
@@ -146,6 +148,8 @@ def _evaluate(
         options.check()
         checks.check_tensors(h, w, y, ranks if sharding.sequence_parallel else 1)
         sharding.check(w)
+        if tensors.accumulate_into is not None:
+            checks.check_accumulates(own)
         if not tensors.is_plain:
             tensors.check(h, w, y, options, sharding.vocab(w))
             tensors = tensors.prepared(h)

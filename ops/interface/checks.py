@@ -34,6 +34,7 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "linear_bias": ((Tensor, type(None)), "a tensor or None"),
     "weight": ((Tensor, type(None)), "a tensor or None"),
     "token_weights": ((Tensor, type(None)), "a tensor or None"),
+    "accumulate_into": ((Tensor, type(None)), "a tensor or None"),
     "temperature": ((Tensor, *NUMBERS), "a number or a tensor"),
     "denominator": ((Tensor, *NUMBERS, type(None)), "a number, a tensor or None"),
     "label_smoothing": (NUMBERS, "a number"),
@@ -108,6 +109,20 @@ def check_tensors(h: Tensor, w: Tensor, y: Tensor, parts: int = 1) -> None:
     for name, x in (("linear_weight", w), ("target", y)):
         if x.device != h.device:
             raise ValueError(f"{name}: got device {x.device}, expected that of input, {h.device}")
+
+
+def check_accumulates(linear_weight: Tensor) -> None:
+    """Raise unless the weight has a gradient that a backward can add to a buffer."""
+    if torch_compat.is_transformed() or torch_compat.is_forward_mode():
+        raise NotImplementedError(
+            "accumulate_into: got a buffer under a transform or in forward mode, expected None: "
+            "it is written by a backward alone"
+        )
+    if not linear_weight.requires_grad:
+        raise ValueError(
+            "accumulate_into: got a buffer for a linear_weight that does not require grad, "
+            "expected None"
+        )
 
 
 def check_layout(name: str, x: Tensor) -> None:

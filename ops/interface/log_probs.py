@@ -47,6 +47,7 @@ def linear_log_probs(
     temperature: Tensor | float = 1.0,
     ignore_index: int | None = None,
     workspace: int | str | None = None,
+    accumulate_into: Tensor | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
@@ -67,6 +68,7 @@ def linear_log_probs(
         temperature: divisor of the logits, a number, or () or (...).
         ignore_index: tokens with this target have values 0 and gradients 0; None is -100.
         workspace: peak memory in bytes, "min", "max" or None.
+        accumulate_into: (V, D) buffer to which the backward adds the gradient of linear_weight.
         group: process group over which the vocabulary is sharded.
         shards: rows of every rank's weight.
         sequence_parallel: whether input holds this rank's share of the tokens.
@@ -88,7 +90,7 @@ def linear_log_probs(
         option_checks.check_outputs(outputs, softcap)
         if ignore_index is not None:
             checks.check_ignore_index(ignore_index)
-        given: dict[str, Any] = {"linear_bias": linear_bias}
+        given: dict[str, Any] = {"linear_bias": linear_bias, "accumulate_into": accumulate_into}
         if type(temperature) is not float or temperature != 1:
             given["temperature"] = temperature
         call = localize(input, linear_weight, target, group, shards, sequence_parallel)
@@ -113,6 +115,7 @@ def linear_log_probs(
         operands = {"input": input, "linear_weight": linear_weight, "target": target}
         named: dict[str, Any] = {
             "linear_bias": linear_bias,
+            "accumulate_into": accumulate_into,
             "logit_scale": logit_scale,
             "softcap": softcap,
         }

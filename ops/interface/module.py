@@ -84,6 +84,7 @@ class LinearCrossEntropyLoss(nn.Module):
         denominator: Tensor | float | None = None,
         token_weights: Tensor | None = None,
         temperature: Tensor | float = 1.0,
+        accumulate_into: Tensor | None = None,
     ) -> Tensor:
         """Return the loss of input (..., in_features) against target (...)."""
         checks.check_linear(self.linear)
@@ -109,6 +110,7 @@ class LinearCrossEntropyLoss(nn.Module):
             temperature=temperature,
             workspace=self.workspace,
             denominator=denominator,
+            accumulate_into=accumulate_into,
         )
 
     def extra_repr(self) -> str:

@@ -76,6 +76,20 @@ def check_bias(bias: Tensor, h: Tensor, w: Tensor) -> None:
     _check_floats("linear_bias", bias, h, w.shape[:1])
 
 
+def check_buffer(buffer: Tensor, h: Tensor, w: Tensor) -> None:
+    """Raise TypeError or ValueError unless the gradient of w (V, D) can be added to `buffer`."""
+    _check_constant("accumulate_into", buffer)
+    dtypes = dict.fromkeys((torch.promote_types(w.dtype, torch.float32), w.dtype))
+    if buffer.dtype not in dtypes:
+        expected = " or ".join(map(str, dtypes))
+        raise TypeError(f"accumulate_into: got dtype {buffer.dtype}, expected {expected}")
+    _check_place("accumulate_into", buffer, h, w.shape)
+    if not buffer.is_contiguous():
+        raise ValueError(
+            f"accumulate_into: got strides {buffer.stride()}, expected a contiguous tensor"
+        )
+
+
 def check_factors(name: str, x: Tensor, h: Tensor, shape: Sequence[int]) -> None:
     """Raise TypeError or ValueError unless x has `shape`, is floating-point and on h's device."""
     _check_constant(name, x)
@@ -85,6 +99,10 @@ def check_factors(name: str, x: Tensor, h: Tensor, shape: Sequence[int]) -> None
 def _check_floats(name: str, x: Tensor, h: Tensor, shape: Sequence[int]) -> None:
     if not x.is_floating_point():
         raise TypeError(f"{name}: got dtype {x.dtype}, expected a floating-point one")
+    _check_place(name, x, h, shape)
+
+
+def _check_place(name: str, x: Tensor, h: Tensor, shape: Sequence[int]) -> None:
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {tuple(shape)}")
     if x.device != h.device:

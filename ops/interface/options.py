@@ -11,6 +11,7 @@ A new option is a field here, and code in the one home of its kind:
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -92,6 +93,9 @@ class LossOptions(OperatorRecord):
 class TensorOptions(OperatorRecord):
     """Options that are tensors, on the device of the hidden states."""
 
+    OF_CLASSES: ClassVar[tuple[str, ...]] = "linear_bias", "accumulate_into"
+    """Those of which a rank of a group has the rows of its own classes."""
+
     linear_bias: Tensor | None = argument("Tensor?", default=None)
     """(V,) addend of the logits, before the softcap."""
     weight: Tensor | None = argument("Tensor?", default=None)
@@ -102,6 +106,8 @@ class TensorOptions(OperatorRecord):
     """() or (N,) divisor of the logits, after the softcap."""
     denominator: Tensor | None = argument("Tensor?", default=None)
     """() divisor of "mean"; None for the sum of the active tokens' weights."""
+    accumulate_into: Tensor | None = argument("Tensor?", default=None)
+    """(V, D) buffer to which dW is added; dW is not returned then."""
     weight_cast: Tensor | None = argument("Tensor?", is_public=False, default=None)
     """(V, D) a float32 weight in the dtype of 16-bit hidden states; its gradient is float32."""
 
@@ -129,6 +135,8 @@ class TensorOptions(OperatorRecord):
         if self.temperature is not None:
             shape = y.shape if self.temperature.ndim else ()
             option_checks.check_factors("temperature", self.temperature, h, shape)
+        if self.accumulate_into is not None:
+            option_checks.check_buffer(self.accumulate_into, h, w)
 
     def prepared(self, h: Tensor) -> "TensorOptions":
         """Return the same with tokens' values as vectors (N,), scalars as () on h's device."""

@@ -1,12 +1,13 @@
 """How a call would run."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cutefce.ops.interface import checks
+from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators.context import autocast, is_mixed
 from cutefce.ops.operators.plans import plan_for
@@ -21,6 +22,7 @@ def plan(
     *,
     reduction: str = "mean",
     workspace: int | str | None = None,
+    accumulate_into: Tensor | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
@@ -35,6 +37,7 @@ def plan(
         linear_weight: (V, D).
         reduction: as for the call, and so are the other arguments.
         workspace: peak memory, as for the call.
+        accumulate_into: buffer of the weight's gradient, as for the call.
         group: process group over which the vocabulary is sharded.
         shards: rows of every rank's weight.
         sequence_parallel: whether input holds this rank's share of the tokens.
@@ -46,6 +49,7 @@ def plan(
         input=input,
         linear_weight=linear_weight,
         reduction=reduction,
+        accumulate_into=accumulate_into,
         shards=shards,
         sequence_parallel=sequence_parallel,
     )
@@ -62,6 +66,9 @@ def plan(
         w = w.detach().to(h.dtype).requires_grad_(w.requires_grad)
         tensors = TensorOptions(weight_cast=w if w.requires_grad else None)
     checks.check_tensors(h, w, call.y.new_empty(h.shape[:-1]))
+    if accumulate_into is not None:
+        option_checks.check_buffer(accumulate_into, h, w)
+        tensors = dataclasses.replace(tensors, accumulate_into=accumulate_into)
     sharding.check(w)
     rows, budget = h.reshape(-1, h.shape[-1]), checks.workspace_bytes(workspace)
     copied = copied_item_bytes(call.h, rows), copied_item_bytes(call.w, w)

@@ -35,6 +35,11 @@ def loss_of_positions(
         raise wrong
     for name, x in (("input", input), ("linear_weight", linear_weight), ("target", target)):
         checks.check_layout(name, x)
+    if given.get("accumulate_into") is not None:
+        raise NotImplementedError(
+            f"accumulate_into: got a buffer with linear_weight of shape "
+            f"{tuple(linear_weight.shape)}, expected None with losses of K dimensions"
+        )
     reduction, ignore_index = given.get("reduction", "mean"), given.get("ignore_index", -100)
     checks.check_ignore_index(ignore_index)
     sizes = linear_weight.shape[1:-1]

@@ -1,5 +1,6 @@
 """The derivative of the loss: backward, forward-mode and per-sample, but no second derivatives."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
         """Return the tangent of the loss: the inputs' tangents times their gradients."""
-        h, _, y, stats, *tensors = ctx.saved_tensors
+        h, _, y, stats, *tensors = _saved(ctx)
         dtype, inputs = stats.dtype, [tangents[index] for index in ctx.differentiable]
         if ctx.group is not None:
             raise NotImplementedError(
@@ -191,13 +192,24 @@ def _save(
     step, options, tensors, sharding = unpack(arguments, *STEP)
     ctx.inputs, ctx.group, ctx.is_scalar = len(inputs), sharding.group, options.is_scalar
     ctx.has_softcap = options.softcap is not None
-    ctx.trained = step.grad_hidden, step.grad_weight, step.grad_bias
+    returns_dw = step.grad_weight and tensors.accumulate_into is None
+    ctx.trained = step.grad_hidden, returns_dw, step.grad_bias
     first = ctx.inputs - Sharding.width() - TensorOptions.width()
     ctx.differentiable = 0, 1, first + TensorOptions.names().index("linear_bias")
     ctx.before, ctx.after = (*step.pack(), *options.pack()), sharding.pack()
+    # other backwards may write it in between, which autograd takes for an error in what is saved
+    ctx.accumulate_into = tensors.accumulate_into
+    tensors = dataclasses.replace(tensors, accumulate_into=None)
     saved = *inputs[:3], stats, *tensors.pack()
     ctx.save_for_backward(*saved)
     return saved
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """Return h, w, y, the statistics and the arguments of `TensorOptions`."""
+    saved = list(ctx.saved_tensors)
+    saved[4 + TensorOptions.names().index("accumulate_into")] = ctx.accumulate_into
+    return (*saved,)
 
 
 def _backward(
@@ -215,7 +227,7 @@ def _backward(
 
 
 def _gradients(ctx: Any, upstream: Tensor, before: Sequence[Any]) -> tuple[Tensor, ...]:
-    h, w, y, stats, *tensors = ctx.saved_tensors
+    h, w, y, stats, *tensors = _saved(ctx)
     return differentiate(upstream, h, w, y, stats, *before, *tensors, *ctx.after)
 
 

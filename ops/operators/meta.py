@@ -34,9 +34,10 @@ def loss_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty gradients."""
     step, _, tensors, _ = unpack(arguments, StepOptions, *OPTIONS)
+    returns_dw = step.grad_weight and tensors.accumulate_into is None
     bias = w if tensors.linear_bias is None else tensors.linear_bias
     return (
         h.new_empty((h.shape[0] if step.grad_hidden else 0, h.shape[1])),
-        w.new_empty((w.shape[0] if step.grad_weight else 0, w.shape[1])),
+        w.new_empty((w.shape[0] if returns_dw else 0, w.shape[1])),
         bias.new_empty((w.shape[0] if step.grad_bias else 0,)),
     )

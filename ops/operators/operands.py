@@ -61,9 +61,11 @@ def prepare(
     class_row = None if known is None else known.class_row
     if class_row is None and needs_class_row(targets):
         class_row = set_class_row(shard, w, targets)
-    dw_dtype = w.dtype if tensors.weight_cast is None else sum_dtype(w.dtype)
+    own_sums = tensors.weight_cast is not None or tensors.accumulate_into is not None
+    dw_dtype = sum_dtype(w.dtype) if own_sums else w.dtype
     dtypes = shard.dx_dtype(h.dtype), dw_dtype
-    return LossInputs(shard.primitives(own), h, w, targets, *dtypes, class_row), selection
+    buffer = tensors.accumulate_into if grads[1] else None
+    return LossInputs(shard.primitives(own), h, w, targets, *dtypes, buffer, class_row), selection
 
 
 def _select(

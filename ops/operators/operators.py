@@ -40,6 +40,7 @@ from cutefce.ops.strategies.dw_views import aliased_views
 from cutefce.ops.strategies.grad_accumulator import GradAccumulator
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
 from cutefce.ops.strategies.hidden_sums import HiddenSums
+from cutefce.ops.strategies.weight_gradient import add_rows
 from cutefce.ops.strategies.windows import LossInputs, StoredExps
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
@@ -48,6 +49,7 @@ RUNS_AGAIN = "backward through what an earlier backward freed"
 
 _OPTIONS = ", ".join(record.schema() for record in OPTIONS)
 _STEP = ", ".join(record.schema() for record in STEP)
+_BACKWARD = _STEP.replace("Tensor? accumulate_into", "Tensor(a!)? accumulate_into")
 # CUDA graphs that a graph compiler makes must not contain them: a first call compiles, and what
 # the forward keeps for the backward is no output
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
@@ -55,7 +57,7 @@ for schema in (
     f"forward(Tensor h, Tensor w, Tensor y, {_OPTIONS}) -> Tensor",
     f"loss_forward(Tensor h, Tensor w, Tensor y, {_STEP}) -> (Tensor loss, Tensor stats)",
     "loss_backward(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, "
-    f"{_STEP}) -> (Tensor dx, Tensor dw, Tensor dbias)",
+    f"{_BACKWARD}) -> (Tensor dx, Tensor dw, Tensor dbias)",
 ):
     LIBRARY.define(schema, tags=_TAGS)
 
@@ -165,6 +167,8 @@ def loss_backward(
     if selection is not None and upstream.ndim:
         upstream = selection.take(upstream)
     assert results is not None
+    if inputs.accumulate_into is not None:  # kernels that write it do not tell autograd
+        torch.autograd.graph.increment_version(inputs.accumulate_into)
     if sums is not None:
         return _finish(sums, inputs, selection, shard, rows, upstream, plan, tensors)
     dx, dw, dbias = run_windows_backward(upstream, inputs, rows, results)
@@ -192,10 +196,13 @@ def run_windows_backward(
         exps = results.own(exps)
     stored, discarded = _stored(exps, dw, plan), plan.aliased > 0
     if dw is None and plan.grad_weight:
-        dw = w.new_empty(w.shape, dtype=inputs.dw_dtype)
+        dw = inputs.accumulate_into
+        if dw is None:
+            dw = w.new_empty(w.shape, dtype=inputs.dw_dtype)
     dbias = stats.rows.new_empty(w.shape[0]) if plan.grad_bias else None
     more = stats, stored, upstream, plan.window, plan.grad_hidden
-    return windows.backward(inputs, *more, dw, dbias, discarded), dw, dbias
+    dx = windows.backward(inputs, *more, dw, dbias, discarded)
+    return dx, dw if inputs.accumulate_into is None else None, dbias
 
 
 def _rounded(dbias: Tensor | None, w: Tensor, tensors: TensorOptions) -> Tensor:
@@ -223,6 +230,9 @@ def _finish(
         dx = shard.finish_dx(sums.dx.finish(inputs, stats, scaling.dx, selection), dtype)
     if len(dw):
         dw = sums.dw.finish(inputs.primitives.gradients.scale_rows, upstream)
+        if inputs.accumulate_into is not None:
+            add_rows(inputs.accumulate_into, dw)
+            dw = dw.new_empty(0, dw.shape[1])
     dbias = None if sums.dbias is None else sums.dbias * upstream
     return dx.to(dtype), dw, _rounded(dbias, inputs.w, tensors)
 
@@ -240,14 +250,15 @@ def _agreed(
     grads: tuple[bool, ...] = NO_GRADIENTS,
 ) -> dict[str, Any]:
     """Return what all ranks must agree on in a forward, by the names that errors use."""
-    given = zip(TensorOptions.names(), tensors.pack(), strict=True)
+    given = dict(zip(TensorOptions.names(), tensors.pack(), strict=True))
+    own = {name: given.pop(name) for name in TensorOptions.OF_CLASSES}
     return {
         "operator": "forward",
         "requires_grad of (input, linear_weight, linear_bias)": list(grads),
         "target": y,
         **dict(zip(LossOptions.names(), options.pack(), strict=True)),
-        **{name: x for name, x in given if name != "linear_bias"},
-        "linear_bias given": tensors.linear_bias is not None,
+        **given,
+        **{f"{name} given": x is not None for name, x in own.items()},
     }
 
 

@@ -13,8 +13,10 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.planning import planner
-from cutefce.ops.planning.memory_model import CopyingProblem
+from cutefce.ops.planning.call_problem import CallProblem
 from cutefce.ops.primitives.dispatch import problem_of, window_configs_for, with_copies
+from cutefce.ops.rows.targets import sum_dtype
+from cutefce.ops.strategies.weight_gradient import can_add_in_place
 
 
 def plan_for(
@@ -38,9 +40,14 @@ def plan_for(
     """
     problem = problem_of(h, w, step.grad_hidden, step.grad_weight, step.grad_bias)
     copies = (options.softcap is not None) + options.reduces_rows
+    buffer = tensors.accumulate_into if step.grad_weight else None
     if tensors.weight_cast is not None or copies:
         wide = tensors.weight_cast is not None
         problem = dataclasses.replace(problem, wide_grad_weight=wide, tile_copies=copies)
+    if buffer is not None:
+        in_place = can_add_in_place(buffer, h.dtype, sum_dtype(h.dtype))
+        added = {"wide_grad_weight": True, "accumulates": True, "adds_in_place": in_place}
+        problem = CallProblem(**{**vars(problem), **added})
     if sharding.group is not None:
         ranks, parallel = sharding.ranks(), sharding.sequence_parallel
         problem = dataclasses.replace(
@@ -68,7 +75,7 @@ def _of_tokens(problem: Problem, tokens: int) -> Problem:
     fields = {**vars(problem), "tokens": tokens}
     copied = (1 + problem.grad_hidden) * tokens * problem.hidden * problem.item_bytes
     fields["dense_bytes"] = fields.get("dense_bytes", 0) + copied
-    return CopyingProblem(**fields)
+    return CallProblem(**fields)
 
 
 @process_cache

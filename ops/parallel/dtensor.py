@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cutefce.cute_kernels.integers import ceil_div
+from cutefce.ops.interface.options import TensorOptions
 
 _FSDP_HINT = (
     "if FSDP2 has sharded the parameter, call in the forward of its unit, where it is whole"
@@ -126,14 +127,15 @@ def localize_options(call: LocalCall, arguments: dict[str, Any]) -> dict[str, An
         if isinstance(x, Tensor):
             x = replicated(name, x)
             local[name] = x.movedim(call.dim, 0) if x.ndim > call.dim else x
-    bias = local.get("linear_bias")
-    if isinstance(bias, DTensor):
-        if bias.placements != (Shard(0),):
-            raise TypeError(
-                f"linear_bias: got a DTensor with placements {bias.placements}, expected "
-                "(Shard(0),), as of linear_weight"
-            )
-        local["linear_bias"] = bias.to_local()
+    for name in TensorOptions.OF_CLASSES:
+        x = local.get(name)
+        if isinstance(x, DTensor):
+            if x.placements != (Shard(0),):
+                raise TypeError(
+                    f"{name}: got a DTensor with placements {x.placements}, expected "
+                    "(Shard(0),), as of linear_weight"
+                )
+            local[name] = x.to_local()
     return local
 
 

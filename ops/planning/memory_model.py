@@ -32,13 +32,12 @@ backward, with gradients in forward.
 Kernels need no tile.  A CPU converts 16-bit operands and takes row-wise steps in blocks.
 """
 
-from dataclasses import dataclass
-
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.cute_kernels.workspace import NUM_STATS
+from cutefce.ops.planning.call_problem import CallProblem, accumulates, forms_gradients
 from cutefce.ops.planning.dw_aliasing import (
     BOUNCE_ROWS,
     FINISHED_ROWS,
@@ -51,6 +50,7 @@ from cutefce.ops.planning.step_memory import (
     PLAIN,
     TARGET_BYTES,
     accumulates_wider,
+    added_rows,
     forward_step_bytes,
     partial_bytes,
     rows_bytes,
@@ -58,19 +58,6 @@ from cutefce.ops.planning.step_memory import (
     tile_bytes,
     upcast_bytes,
 )
-
-
-@dataclass(frozen=True)
-class CopyingProblem(Problem):
-    """A problem whose operands are copied before it is computed."""
-
-    copied_hidden: int = 0
-    """Bytes per element of the hidden states as given, if the call works on a copy of them that
-    lives until its backward, as under autocast; else 0."""
-    copied_weight: int = 0
-    """The same of the weight."""
-    dense_bytes: int = 0
-    """Bytes of operands that forward and backward each copy to a layout that GEMMs can address."""
 
 
 def windows_bytes(
@@ -91,7 +78,7 @@ def windows_bytes(
         forward += p.vocab * p.hidden * p.item_bytes
         step = max(step, partial)
     forward += step
-    if not p.gradient_bytes:
+    if not forms_gradients(p):
         return _with_copies(p, forward)
     recomputed = buffer_columns = config.window
     if p.grad_weight:
@@ -125,11 +112,16 @@ def windows_bytes(
         backward += p.tokens * p.hidden * p.item_bytes
     if p.grad_weight and p.arch is not None and arch_named(p.arch).forms_weight_gradient:
         backward += 12 * p.tokens + 12 * p.vocab
+        step = max(step, _added_bytes(p))
     elif p.grad_weight:
         backward += 8 * p.vocab + min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
         backward += copy
         step = max(step, target_rows_bytes(p), rows_bytes(p, p.tokens, CONVERTED))
-        sums = window * p.hidden * p.accumulator_bytes if accumulates_wider(p) else 0
+        sums = 0
+        if accumulates(p):
+            sums = _added_bytes(p)
+        elif accumulates_wider(p):
+            sums = window * p.hidden * p.accumulator_bytes
         finish = rows_bytes(p, window, PLAIN)
         step = max(step, sums + max(finish, upcast_bytes(p, window, p.tokens, p.hidden)))
     if stored < p.vocab:
@@ -149,6 +141,8 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     if p.grad_weight:
         in_place = rows_in_place(p.vocab, narrow=wider and not p.wide_grad_weight)
         kept += (p.vocab - in_place) * p.hidden * p.accumulator_bytes
+    if accumulates(p):
+        kept += p.vocab * p.hidden * p.accumulator_bytes
     vectors = p.tokens * (TARGET_BYTES + 4 * p.accumulator_bytes)
     forward, reduced = vectors + _gathered_bytes(p), 0
     sums = marks = finish = 0  # of dX in a chunk, and which of their low bytes are not 0
@@ -184,6 +178,14 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     return _with_copies(p, kept + max(forward + max(in_chunk, beside), backward))
 
 
+def _added_bytes(p: Problem) -> int:
+    """Bytes of rows of dW that are computed beside the caller's buffer."""
+    if not isinstance(p, CallProblem) or not accumulates(p) or p.adds_in_place:
+        return 0
+    rows = added_rows(p.hidden, p.accumulator_bytes, p.device)
+    return min(rows, p.vocab) * p.hidden * p.accumulator_bytes
+
+
 def _shared_sums_bytes(p: Problem) -> tuple[int, int]:
     """Return the bytes of dX's sums on a rank, and of adding them to the other ranks'.
 
@@ -209,7 +211,7 @@ def _with_copies(p: Problem, workspace: int) -> int:
     Copies made before the forward live until the backward has its gradients, which then are
     converted, one after the other, to the dtypes of the tensors given.
     """
-    if not isinstance(p, CopyingProblem):
+    if not isinstance(p, CallProblem):
         return workspace
     own_tokens = p.tokens // p.ranks if p.sequence_parallel else p.tokens
     h_elements, w_elements = own_tokens * p.hidden, p.vocab * p.hidden

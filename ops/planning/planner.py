@@ -14,6 +14,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem, can_keep
+from cutefce.ops.planning.call_problem import forms_gradients
 from cutefce.ops.planning.dw_aliasing import max_aliased_windows
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.time_model import chunked_seconds, windows_seconds
@@ -140,7 +141,7 @@ def make_plan(
     families = _windows(problem, configs, scalar_upstream and not scales_rows)
     # factors of tokens are those of dX's rows, which the backward applies; others sum over tokens
     later = not (problem.grad_weight or problem.grad_bias or scales_exps)
-    if (scalar_upstream or later) and problem.gradient_bytes and can_keep(problem.dtype):
+    if (scalar_upstream or later) and forms_gradients(problem) and can_keep(problem.dtype):
         families += _gradients_in_forward(problem, configs[0])
     return _choose(families, budget)
 
@@ -215,7 +216,7 @@ def _windows_of(p: Problem, config: WindowConfig, scalar_upstream: bool) -> Iter
         kept = (p.vocab - 1) // config.window - windows
         return _Family(kept + 1, lambda i: plan(windows, (kept - i) * config.window))
 
-    if not (p.gradient_bytes and can_keep(p.dtype)):
+    if not (forms_gradients(p) and can_keep(p.dtype)):
         yield _Family(1, lambda _: plan(0, 0))
         return
     yield _Family(1, lambda _: plan(0))

@@ -10,6 +10,8 @@ UPCAST_BLOCK = 2048
 """Rows and columns of a 16-bit operand that a CPU's GEMM converts to float32 at a time."""
 TARGET_BYTES = 17
 """Bytes of a token's target: index and safe index as int64, and whether it is active."""
+MIN_ADDED_ROWS = 1024
+"""Rows of dW below which each product of them converts its operands for too little work."""
 NARROWEST_TILE = 128
 """Columns of the narrowest tile of a kernel, each of which gives one partial sum at most."""
 
@@ -82,6 +84,12 @@ def tile_bytes(p: Problem, config: WindowConfig, tokens: int, window: int, *, st
     logits = (p.tile_copies + (not in_place)) * rows * columns * p.accumulator_bytes
     upcast = upcast_bytes(p, rows, p.hidden, min(columns, window))
     return logits + max(rows * columns, upcast)
+
+
+def added_rows(hidden: int, sum_bytes: int, device: str) -> int:
+    """Return how many rows of dW are computed at a time that a buffer cannot add in place."""
+    block = row_block_bytes(device) // max(hidden * sum_bytes, 1)
+    return max(MIN_ADDED_ROWS, block // MIN_ADDED_ROWS * MIN_ADDED_ROWS)
 
 
 def upcast_bytes(p: Problem, rows: int, inner: int, columns: int) -> int:

@@ -22,6 +22,7 @@ from cutefce.cute_kernels.schedule.order import (
     choose_k_splits,
     num_waves,
 )
+from cutefce.ops.planning.call_problem import accumulates
 
 DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4)}
 """(FLOP/s, bytes/s, seconds a window, seconds a chunk) by device type; a GPU's are an H200's, where
@@ -42,6 +43,7 @@ def windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:
     windows = ceil_div(recomputed + aliased, window)
     passes = windows + 1 if p.grad_hidden else 0
     moved = p.tokens * (2 * passes * p.hidden + recomputed) * p.accumulator_bytes
+    moved += 2 * _added_bytes(p)
     return _seconds(p, columns, moved) + windows * _rates(p)[2] + _idle_seconds(p, p.tokens)
 
 
@@ -51,6 +53,7 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     chunks = ceil_div(p.tokens, chunk)
     passes = 2 * chunks if p.grad_weight else 0
     moved = passes * p.vocab * p.hidden * p.accumulator_bytes + 2 * p.gradient_bytes
+    moved += 3 * _added_bytes(p)
     more_windows = ceil_div(p.vocab, stored) - 1
     moved += 2 * more_windows * p.tokens * p.hidden * p.accumulator_bytes
     reads = (1 + p.grad_hidden) * chunks * p.vocab * p.hidden * p.item_bytes
@@ -59,6 +62,11 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     waits = max(reads / byte_rate - products, 0)
     each = chunk_seconds + more_windows * CHUNK_WINDOW_SECONDS
     return _seconds(p, columns, moved) + chunks * each + waits + _idle_seconds(p, chunk)
+
+
+def _added_bytes(p: Problem) -> int:
+    """Return the bytes of dW where it is added to a buffer."""
+    return p.vocab * p.hidden * p.accumulator_bytes * accumulates(p)
 
 
 def _idle_seconds(p: Problem, rows: int) -> float:

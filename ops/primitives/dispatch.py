@@ -20,7 +20,7 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.variant import KernelVariant
 from cutefce.ops import torch_compat
-from cutefce.ops.planning.memory_model import CopyingProblem
+from cutefce.ops.planning.call_problem import CallProblem
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
 from cutefce.ops.primitives.cute_projection import (
     CuteProjection,
@@ -118,9 +118,8 @@ def with_copies(
     dense_bytes = sum(x.numel() * x.element_size() for x in gathered if not accepts(x))
     if not any((dense_bytes, *copied)):
         return problem
-    return CopyingProblem(
-        **vars(problem), copied_hidden=copied[0], copied_weight=copied[1], dense_bytes=dense_bytes
-    )
+    copies = {"copied_hidden": copied[0], "copied_weight": copied[1], "dense_bytes": dense_bytes}
+    return CallProblem(**{**vars(problem), **copies})
 
 
 def window_configs_for(problem: Problem, device: torch.device) -> tuple[WindowConfig, ...]:

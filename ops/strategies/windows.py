@@ -22,6 +22,7 @@ from cutefce.ops.rows.scaling import as_probabilities
 from cutefce.ops.rows.statistics import RowStats, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, Targets
 from cutefce.ops.strategies.dw_views import free_tail
+from cutefce.ops.strategies.weight_gradient import WeightGradient
 
 StoredExps = Sequence[tuple[int, Tensor]]
 """First columns, ascending, and the exponentials (N, K) of the K columns from there on."""
@@ -45,6 +46,8 @@ class LossInputs(Generic[PartialT, TargetGradT]):
     """Dtype of dX as it is returned: that of sums if ranks add theirs before it is rounded."""
     dw_dtype: torch.dtype
     """Dtype of dW: that of w, or of sums."""
+    accumulate_into: Tensor | None = None
+    """(V, D) buffer of the caller's to which dW is added, which is not returned then."""
     class_row: Tensor | None = None
     """(D,) Σ_v κ_v W_v over this rank's classes, for losses that depend on it."""
 
@@ -144,6 +147,7 @@ def backward(
     """Return dX (N, D) for the upstream gradient of the loss, (N,) or (); write `dw` (V, D).
 
     Where kernels select rows, `upstream` is in the order of the targets, dX in that of the call.
+    With `inputs.accumulate_into`, that is `dw`, to which dW is added.
 
     `dbias` (V,) receives the gradient of the bias, in the dtype of sums.
 
@@ -154,8 +158,9 @@ def backward(
     """
     gradients, h, w, targets = inputs.primitives.gradients, inputs.h, inputs.w, inputs.targets
     nothing_stored = not stored and not stored_discarded
-    wide = inputs.dw_dtype != w.dtype
-    uniform = upstream.ndim == 0 and not targets.scales_rows and not (wide and dw is not None)
+    adds = inputs.accumulate_into is not None
+    as_sums = adds or inputs.dw_dtype != w.dtype
+    uniform = upstream.ndim == 0 and not targets.scales_rows and not (as_sums and dw is not None)
     in_reference = nothing_stored and uniform
     scaling = gradients.scaling(h.dtype, targets, stats, upstream, in_reference=in_reference)
     columns, selection = list(iter_windows(w.shape[0], stored, window)), targets.selection
@@ -163,19 +168,22 @@ def backward(
     dx_sums = scaling.target.new_empty(inputs.tokens, h.shape[1]) if grad_hidden else None
     recomputes = any(exps is None for *_, exps in columns)
     scales = dw is not None and scaling.row_scale is not None
-    rows_h, scaled, target_grad = h, h, None
+    rows_h, scaled, weight = h, h, None
     if recomputes or (dw is not None and not scales):
         rows_h = scaled = inputs.selected()
     if dw is not None:
         if scales:
             scaled = inputs.selected(scaling.row_scale)
         target_grad = gradients.target_grad(h, scaling.target, targets)
+        operands = scaled, target_grad, scaling.grad_scale, every, selection
+        weight = WeightGradient(gradients, dw, *operands, as_sums, adds)
+        del operands, target_grad
     factors = None
     if dbias is not None:
         factors = RowFactors.ones(h)
         if scaling.row_scale is not None:
             factors = RowFactors.of(scaling.row_scale, h.dtype)
-    free = None if wide else dw
+    free = None if as_sums else dw
     parts = _iter_exps(inputs, rows_h, scaling.reference, columns, window, free)
     for first, last, exps in parts:
         if scaling.factor is not None:
@@ -185,24 +193,14 @@ def backward(
             gradients.add_grad_hidden(dx_sums, exps, row_range(w, first, last), **more)
         if dbias is not None and factors is not None:
             dbias[first:last] = factors.sum(exps)
-        if dw is not None and target_grad is not None:
-            rows = row_range(dw, first, last)
-            term = None if every is None else every.rows(slice(first, last))
-            if wide:
-                more = {"accumulate": False, "selection": selection}
-                gradients.add_grad_weight(rows, exps, scaled, **more)
-                gradients.add_target_grad(rows, target_grad, first, term)
-                if h.dtype == torch.float16:
-                    rows.mul_(scaling.grad_scale)
-            else:
-                last_step = first, scaling.grad_scale, term, selection
-                gradients.finish_dw(rows, exps, scaled, target_grad, *last_step)
+        if weight is not None:
+            weight.finish(first, last, exps)
     if dbias is not None:
         finish_dbias(dbias, targets, scaling.target, scaling.every)
         dbias.mul_(scaling.grad_scale)
     if dx_sums is None:
         return None
-    del parts, exps, rows_h, scaled, target_grad  # freed before dX is allocated
+    del parts, exps, rows_h, scaled, weight  # freed before dX is allocated
     if selection is None and dx_sums.dtype == inputs.dx_dtype:
         finish_dx(inputs, dx_sums, dx_sums, scaling.dx)
         return dx_sums

@@ -26,6 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -129,11 +130,25 @@ def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return tokens, positions, mask, labels
 
 
-def step(fused: bool, tp: int, tied: bool, options: dict[str, Any]) -> Step:
-    """Return what two microbatches give on this rank."""
+class WeightGradientExtension:
+    """Stands for the extension of Megatron-Core that adds dW to `main_grad`, which needs a GPU."""
+
+    def wgrad_gemm_accum_fp32(self, x: Tensor, gradient: Tensor, main_grad: Tensor) -> None:
+        main_grad.addmm_(gradient.t(), x)
+
+
+def step(
+    fused: bool, tp: int, tied: bool, options: dict[str, Any], into_main_grad: bool = False
+) -> Step:
+    """Return what two microbatches give on this rank; gradients are those of `main_grad` if so."""
     on_the_cpu()
     parallel(tp)
+    if options.get("gradient_accumulation_fusion"):
+        vars(parallel_layers)["fused_weight_gradient_mlp_cuda"] = WeightGradientExtension()
+        vars(parallel_layers)["_grad_accum_fusion_available"] = True
     model = model_of(tied, **options)
+    if into_main_grad:
+        add_main_grads(model)
     tokens, positions, mask, labels = batch()
     if fused:
         megatron.enable(model)
@@ -144,10 +159,33 @@ def step(fused: bool, tp: int, tied: bool, options: dict[str, Any]) -> Step:
         for _ in range(2):
             losses = counted * model(tokens, positions, mask, labels=labels, loss_mask=counted)
             losses.sum().div(26).backward()
+            if into_main_grad:
+                after_backward(model)
     logged = {k: x for k, x in MTPLossLoggingHelper.tracker.items() if isinstance(x, Tensor)}
     MTPLossLoggingHelper.tracker.clear()
     assert bool(logged) == bool(options.get("mtp_num_layers"))
-    return Step(losses.detach(), gradients(model), len(calls) // 2, logged)
+    found = gradients(model)
+    if into_main_grad:
+        assert not found
+        found = {name: vars(x)["main_grad"] for name, x in model.named_parameters()}
+    return Step(losses.detach(), found, len(calls) // 2, logged)
+
+
+def add_main_grads(model: Any) -> None:
+    """Give every parameter what Megatron's DistributedDataParallel gives it."""
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.grad_added_to_main_grad = False
+
+
+def after_backward(model: Any) -> None:
+    """Do what its hooks do after each backward."""
+    for parameter in model.parameters():
+        added = parameter.grad_added_to_main_grad
+        assert parameter.grad is not None, "hooks run where there is a gradient"
+        if not added or getattr(parameter, "zero_out_wgrad", False):
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad, parameter.grad_added_to_main_grad = None, False
 
 
 def assert_same(ours: Step, theirs: Step, calls: int = 1) -> None:
@@ -168,6 +206,20 @@ def test_gpt(ranks: Ranks, tp: int, sequence_parallel: bool, tied: bool) -> None
     ours = ranks.run(2, step, True, tp, tied, options)
     for pair in zip(ours, theirs, strict=True):
         assert_same(*pair)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_main_grad(ranks: Ranks, tp: int, sequence_parallel: bool, tied: bool) -> None:
+    """Megatron-Core's own fused accumulation, and its plain one, give the same sums."""
+    options = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
+    plain = ranks.run(2, step, False, tp, tied, options, True)
+    options["gradient_accumulation_fusion"] = True
+    theirs = ranks.run(2, step, False, tp, tied, options, True)
+    ours = ranks.run(2, step, True, tp, tied, options, True)
+    for own, fused, unfused in zip(ours, theirs, plain, strict=True):
+        assert_same(own, fused)
+        assert_same(own, unfused)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -306,7 +358,6 @@ def test_wrong_uses() -> None:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("gradient_accumulation_fusion", lambda x: setattr(x, "gradient_accumulation_fusion", 1)),
         (
             "defer_embedding_wgrad_compute",
             lambda x: setattr(x.config, "defer_embedding_wgrad_compute", True),

@@ -19,8 +19,9 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import ITEM_BYTES, Problem, can_keep
 from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.planning import planner, time_model
+from cutefce.ops.planning.call_problem import CallProblem
 from cutefce.ops.planning.dw_aliasing import max_aliased_windows
-from cutefce.ops.planning.memory_model import CopyingProblem, chunked_bytes, windows_bytes
+from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.planner import (
     CHUNK_ALIGNMENT,
     FLOOR,
@@ -91,7 +92,7 @@ def random_problem(r: random.Random) -> tuple[Problem, tuple[PortableTiles, ...]
     """Return a problem from tiny to huge, and windows from tiny to the usual ones."""
     arch = r.choice([None, None, "sm_90a", "sm_100a"])
     small, grads = r.random() < 0.3, r.choice([(True, True), (True, False), (False, True)])
-    problem = CopyingProblem(
+    problem = CallProblem(
         tokens=int(2 ** r.uniform(0, 6 if small else 17)) - r.choice([0, 1]),
         hidden=8 * int(2 ** r.uniform(0, 3 if small else 11)),
         vocab=int(2 ** r.uniform(0, 7 if small else 19)),

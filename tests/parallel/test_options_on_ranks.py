@@ -116,6 +116,43 @@ def test_losses_equal_one_process(names: list[str], sequence_parallel: bool, ran
     assert_equal_one(results, losses(x, None), sequence_parallel, len(x.leaves))
 
 
+def added(x: OptionsCase, sequence_parallel: bool | None) -> list[tuple[Tensor, ...]]:
+    """Return losses, dX and buffers to which each workspace has added dW twice."""
+    results: list[tuple[Tensor, ...]] = []
+    for workspace in WORKSPACES:
+        leaves, options = arguments(x, sequence_parallel)
+        h, w = leaves
+        buffer = torch.ones(w.shape, dtype=torch.float32 if w.dtype.itemsize == 2 else w.dtype)
+        for _ in range(2):
+            loss = cutefce.linear_cross_entropy(
+                h, w, x.case.y, accumulate_into=buffer, workspace=workspace, **options
+            )
+            loss.backward()
+        assert w.grad is None and h.grad is not None
+        results.append((loss.detach(), h.grad, buffer))
+    return results
+
+
+@sharings
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_sums_equal_one_process(dtype: torch.dtype, sequence_parallel: bool, ranks: Ranks) -> None:
+    x = options_case([], 60, 16, 333, dtype=dtype, ignored=0.3)
+    results = ranks.run(2, added, x, sequence_parallel)
+    assert_equal_one(results, added(x, None), sequence_parallel, 2)
+
+
+def test_a_buffer_of_one_rank_alone_raises_on_all(ranks: Ranks) -> None:
+    x = options_case([], 60, 16, 333)
+    for failed, message in ranks.outcomes(2, one_sided, x):
+        assert failed and "accumulate_into given: got" in message
+
+
+def one_sided(x: OptionsCase) -> None:
+    leaves, options = shares(x, False)
+    buffer = torch.zeros_like(leaves[1]) if dist.get_rank() else None
+    cutefce.linear_cross_entropy(*leaves, x.case.y, accumulate_into=buffer, **options)
+
+
 TRANSFORMS = {
     "plain": [],
     "linear_bias": ["linear_bias"],

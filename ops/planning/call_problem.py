@@ -1,0 +1,38 @@
+"""What a call adds to its problem: copies of operands, and where dW goes."""
+
+from dataclasses import dataclass
+
+from cutefce.cute_kernels.problem import Problem
+
+
+@dataclass(frozen=True)
+class CallProblem(Problem):
+    """A problem whose operands are copied, or whose dW is added to a buffer of the caller's."""
+
+    copied_hidden: int = 0
+    """Bytes per element of the hidden states as given, if the call works on a copy of them that
+    lives until its backward, as under autocast; else 0."""
+    copied_weight: int = 0
+    """The same of the weight."""
+    dense_bytes: int = 0
+    """Bytes of operands that forward and backward each copy to a layout that GEMMs can address."""
+    accumulates: bool = False
+    """Whether dW is added to a buffer and not returned."""
+    adds_in_place: bool = True
+    """Whether GEMMs can add to that buffer; else dW is computed beside it, some rows at a time."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that are returned."""
+        dw = self.vocab * self.hidden * self.grad_weight_bytes * self.grad_weight
+        return super().gradient_bytes - dw * self.accumulates
+
+
+def accumulates(p: Problem) -> bool:
+    """Whether dW is added to a buffer of the caller's."""
+    return isinstance(p, CallProblem) and p.accumulates and p.grad_weight
+
+
+def forms_gradients(p: Problem) -> bool:
+    """Whether any gradient is computed."""
+    return p.gradient_bytes > 0 or accumulates(p)

@@ -1,0 +1,351 @@
+"""dW added to a buffer of the caller's: its value, its memory, and what is refused."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutefce
+from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.arch.sm90 import Sm90
+from cutefce.cute_kernels.arch.sm100 import Sm100
+from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.planning import step_memory
+from cutefce.ops.planning.planner import Plan
+from cutefce.ops.strategies import weight_gradient
+from tests.support.kernel_models import serve_calls
+from tests.support.memory import peaks
+from tests.support.options import OPTIONS, REFUSED_PAIR, exact, options_case
+from tests.support.reference import PLANS, Case, Result, loss_of_plan, random_case
+from tests.support.reference import exact as exact_of_case
+
+ALIASED = [name for name, (_, aliased, *_) in PLANS.items() if aliased]
+"""Plans that no call with a buffer has, as there is no dW whose memory exponentials could use."""
+SERVED = {name: plan for name, plan in PLANS.items() if name not in ALIASED}
+PAIRS = [
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.float32),
+    (torch.float64, torch.float64),
+]
+pairs = pytest.mark.parametrize(("dtype", "sums"), PAIRS, ids=str)
+
+
+def rounding(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps)
+
+
+def with_factors(case: Case, factors: Tensor) -> Result:
+    """Return the exact results for these upstream gradients (N,) of the tokens' losses."""
+    return exact_of_case(dataclasses.replace(case, upstream=factors))
+
+
+def assert_added(buffer: Tensor, before: Tensor, dw: Tensor, dtype: torch.dtype) -> None:
+    """Assert that dW, of operands of `dtype`, was added, and sums of 16 bits rounded once."""
+    want = before.double() + dw
+    error = (buffer.double() - want).norm()
+    # a GEMM may add its products to wider sums block by block
+    roundings = 1 if buffer.dtype.itemsize == 2 else 16
+    assert error <= rounding(dtype) * dw.norm() + roundings * rounding(buffer.dtype) * want.norm()
+
+
+@pairs
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("workspace", ["min", 200 << 10, "max", None])
+def test_dw_is_added(
+    workspace: int | str | None,
+    reduction: str,
+    dtype: torch.dtype,
+    sums: torch.dtype,
+    small_tiles: PortableTiles,
+    device: str,
+) -> None:
+    case = random_case(150, 48, 333, dtype=dtype, device=device)
+    h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
+    before = torch.randn(333, 48, device=device).to(sums)
+    buffer = before.clone()
+    options: dict[str, Any] = {"reduction": reduction, "workspace": workspace}
+    loss = cutefce.linear_cross_entropy(h, w, case.y, accumulate_into=buffer, **options)
+    assert torch.equal(buffer, before), "a forward changes nothing"
+    upstream = case.upstream if reduction == "none" else torch.tensor(3.0, device=device)
+    loss.backward(upstream.to(loss.dtype))
+    assert w.grad is None
+    assert torch.equal(loss, cutefce.linear_cross_entropy(h, w, case.y, **options))
+    factors = torch.full_like(case.upstream, 3.0) if reduction != "none" else case.upstream
+    if reduction == "mean":
+        factors = factors / (case.y >= 0).sum()
+    want = with_factors(case, factors)
+    assert h.grad is not None
+    assert (h.grad.double() - want.dx).norm() <= 2 * rounding(dtype) * want.dx.norm()
+    assert_added(buffer, before, want.dw, dtype)
+
+
+def added_by_plan(
+    case: Case, given: tuple[str, int, int, int], window: int, sums: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return the loss, dX and the buffer, of ones, to which a plan has added dW."""
+    strategy, aliased, kept, chunk = given
+    h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
+    buffer = torch.ones(*w.shape, dtype=sums)
+    plan = Plan(strategy, window, aliased, kept, chunk, True, True)
+    tensors = TensorOptions(accumulate_into=buffer)
+    loss = loss_of_plan(h, w, case.y, plan, LossOptions("sum"), tensors=tensors)
+    loss.backward()
+    assert w.grad is None and h.grad is not None
+    return loss.detach(), h.grad, buffer
+
+
+@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
+@pytest.mark.parametrize("arch", [Sm90(), Sm100()], ids=lambda arch: str(arch.name))
+@pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("plan", SERVED.values(), ids=SERVED)
+def test_every_strategy_on_the_kernels(
+    plan: tuple[str, int, int, int],
+    sums: torch.dtype,
+    arch: Arch,
+    selects: bool,
+    small_tiles: PortableTiles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("cutlass")
+    monkeypatch.setattr(step_memory, "MIN_ADDED_ROWS", 40)
+    monkeypatch.setattr(step_memory, "row_block_bytes", lambda _: 1)
+    case = random_case(150, 48, 333, dtype=torch.bfloat16, ignored=0.4)
+    want = with_factors(case, torch.ones(150))
+    if selects:
+        case.h[case.y < 0] = torch.nan
+    serve_calls(monkeypatch, arch, small_tiles, selects=selects)
+    loss, dx, buffer = added_by_plan(case, plan, small_tiles.window, sums)
+    torch.testing.assert_close(loss.double(), want.loss.sum(), rtol=1e-5, atol=0)
+    assert (dx.double() - want.dx).norm() <= 2**-7 * want.dx.norm()
+    assert_added(buffer, torch.ones_like(buffer), want.dw, torch.bfloat16)
+
+
+@pairs
+def test_microbatches_add_up(dtype: torch.dtype, sums: torch.dtype, device: str) -> None:
+    case = random_case(400, 64, 1000, dtype=dtype, device=device)
+    w, buffer = case.w.clone().requires_grad_(), torch.zeros(1000, 64, dtype=sums, device=device)
+    options: dict[str, Any] = {"accumulate_into": buffer, "denominator": 400.0}
+    losses = [  # as in a pipeline, where forwards run ahead of backwards
+        cutefce.linear_cross_entropy(h.clone().requires_grad_(), w, y, **options)
+        for h, y in zip(case.h.split(50), case.y.split(50), strict=True)
+    ]
+    for loss in losses:
+        loss.backward()
+    want = with_factors(case, torch.full_like(case.upstream, 1 / 400))
+    # each of the eight rounds the sum
+    error, roundings = (buffer.double() - want.dw).norm(), rounding(dtype) + 8 * rounding(sums)
+    assert error <= roundings * want.dw.norm()
+
+
+@pytest.mark.parametrize("workspace", ["min", "max"])
+def test_backwards_of_one_graph_each_add(workspace: str) -> None:
+    case = random_case(60, 16, 100)
+    w, buffer = case.w.requires_grad_(), torch.zeros(100, 16)
+    h = case.h.requires_grad_()
+    loss = cutefce.linear_cross_entropy(h, w, case.y, accumulate_into=buffer, workspace=workspace)
+    version = buffer._version
+    loss.backward(retain_graph=True)
+    assert buffer._version > version, "autograd knows that the buffer was written"
+    once = buffer.clone()
+    loss.backward()
+    torch.testing.assert_close(buffer, 2 * once, rtol=1e-6, atol=0)
+    (h_alone,) = torch.autograd.grad(
+        cutefce.linear_cross_entropy(h, w, case.y, accumulate_into=buffer, workspace=workspace), h
+    )
+    torch.testing.assert_close(buffer, 3 * once, rtol=1e-6, atol=0)
+    assert h.grad is not None
+    torch.testing.assert_close(h.grad, 2 * h_alone)
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "all", "entropy"])
+def test_every_option(name: str, small_tiles: PortableTiles) -> None:
+    names = [each for each in OPTIONS if each not in ("softcap", "temperature")]
+    case = options_case(names if name == "all" else [name] if name in OPTIONS else [], 70, 32, 333)
+    leaves, buffer = case.leaves, torch.zeros(333, 32)
+    options = case.with_leaves(leaves) | {"accumulate_into": buffer}
+    h, w, y = leaves[0], leaves[1], case.case.y
+    if name == "entropy":
+        found = cutefce.linear_log_probs(h, w, y, outputs=("entropy",), accumulate_into=buffer)
+        other = case.case.w.clone().requires_grad_()
+        want = cutefce.linear_log_probs(case.case.h, other, y, outputs=("entropy",))
+        for result in (found, want):
+            assert result.entropy is not None
+            (result.entropy.sum() + result.log_probs.sum()).backward()
+        assert w.grad is None
+        torch.testing.assert_close(buffer, other.grad)
+        return
+    loss = cutefce.linear_cross_entropy(h, w, y, reduction="none", **options)
+    loss.backward(case.case.upstream)
+    _, dx, dw, *dbias = exact(case)
+    assert h.grad is not None and w.grad is None
+    torch.testing.assert_close(h.grad.double(), dx, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(buffer.double(), dw, rtol=1e-4, atol=1e-5)
+    for bias, gradient in zip(leaves[2:], dbias, strict=True):
+        assert bias.grad is not None
+        torch.testing.assert_close(bias.grad.double(), gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_all_options_can_be_together() -> None:
+    assert {"label_smoothing", "softcap"} == REFUSED_PAIR
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("workspace", ["min", "max"])
+def test_compiled(workspace: str, backend: str) -> None:
+    def loss_of(h: Tensor, w: Tensor, y: Tensor, buffer: Tensor) -> Tensor:
+        options: dict[str, Any] = {"accumulate_into": buffer, "workspace": workspace}
+        loss: Tensor = cutefce.linear_cross_entropy(h * 2, w, y, **options)
+        return loss + 1
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss_of, fullgraph=True, backend=backend)
+    found = []
+    for function in (compiled, loss_of):
+        buffer = torch.ones(100, 16)
+        for tokens in (40, 70):
+            case = random_case(tokens, 16, 100)
+            h, w = case.h.requires_grad_(), case.w.requires_grad_()
+            function(h, w, case.y, buffer).backward()
+            assert w.grad is None
+            found.append(h.grad)
+        found.append(buffer)
+    for a, b in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_opcheck() -> None:
+    case = random_case(20, 8, 50)
+    arguments = case.h.requires_grad_(), case.w.requires_grad_(), case.y
+    options = {"accumulate_into": torch.zeros(50, 8)}
+    torch.library.opcheck(torch.ops.cutefce.loss.default, arguments, options)
+
+
+def test_a_module_and_autocast() -> None:
+    head = cutefce.LinearCrossEntropyLoss(16, 100)
+    x, y = torch.randn(40, 16), torch.randint(100, (40,))
+    buffer, weight = torch.zeros(100, 16), head.linear.weight
+    with torch.autocast("cpu", torch.bfloat16):
+        head(x.requires_grad_(), y, accumulate_into=buffer).backward()
+        assert weight.grad is None
+        head(x, y).backward()
+    assert weight.grad is not None
+    assert (buffer - weight.grad).norm() <= 2**-8 * buffer.norm()
+
+
+def test_a_float32_weight_beside_16_bits() -> None:
+    case = random_case(90, 32, 200, dtype=torch.bfloat16)
+    found = []
+    for buffer in (torch.zeros(200, 32), None):
+        w = case.w.float().requires_grad_()
+        cutefce.linear_cross_entropy(case.h, w, case.y, accumulate_into=buffer).backward()
+        found.append(w.grad if buffer is None else buffer)
+    torch.testing.assert_close(*found)
+
+
+def test_the_existing_gradient_is_a_buffer() -> None:
+    case = random_case(60, 16, 100)
+    w = case.w.requires_grad_()
+    cutefce.linear_cross_entropy(case.h, w, case.y).backward()
+    assert w.grad is not None
+    once = w.grad.clone()
+    cutefce.linear_cross_entropy(case.h, w, case.y, accumulate_into=w.grad).backward()
+    torch.testing.assert_close(w.grad, 2 * once)
+
+
+def test_without_gradients_nothing_is_added() -> None:
+    case, buffer = random_case(60, 16, 100), torch.zeros(100, 16)
+    with torch.no_grad():
+        loss = cutefce.linear_cross_entropy(
+            case.h, case.w.requires_grad_(), case.y, accumulate_into=buffer
+        )
+    assert torch.equal(loss, cutefce.linear_cross_entropy(case.h, case.w.detach(), case.y))
+    assert not buffer.any()
+
+
+@pairs
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("workspace", ["min", 4 << 20, "max"])
+def test_peak_is_predicted(
+    workspace: int | str, reduction: str, dtype: torch.dtype, sums: torch.dtype
+) -> None:
+    for shape in ((512, 128, 16001), (3000, 128, 4000)):
+        case = random_case(*shape, dtype=dtype, ignored=0)
+        h, w = case.h.requires_grad_(), case.w.requires_grad_()
+        buffer = torch.zeros(shape[2], shape[1], dtype=sums)
+        options: dict[str, Any] = {"reduction": reduction, "workspace": workspace}
+        options["accumulate_into"] = buffer
+
+        def step(
+            h: Tensor = h, w: Tensor = w, y: Tensor = case.y, options: dict[str, Any] = options
+        ) -> None:
+            loss = cutefce.linear_cross_entropy(h, w, y, **options)
+            torch.autograd.grad(loss, h, torch.ones_like(loss))
+
+        step()
+        predicted = cutefce.plan(h, w, **options).workspace_bytes
+        taken = peaks([step])[0] - h.numel() * h.element_size()
+        assert taken <= predicted + (1 << 20)
+        assert predicted <= 1.1 * taken + (3 << 20)
+
+
+def test_a_buffer_needs_less_memory_than_a_gradient() -> None:
+    h, w = torch.empty(256, 512, requires_grad=True), torch.empty(50000, 512, requires_grad=True)
+    least = cutefce.plan(h, w, workspace="min", accumulate_into=torch.empty(50000, 512))
+    assert least.workspace_bytes < w.numel() * w.element_size() / 10
+    assert not least.in_forward
+
+
+def test_which_buffers_gemms_add_to() -> None:
+    can_add = weight_gradient.can_add_in_place
+    sums = torch.float32
+    assert can_add(torch.empty(4, 8), torch.bfloat16, sums)
+    assert not can_add(torch.empty(4, 8, dtype=torch.bfloat16), torch.bfloat16, sums)
+    assert not can_add(torch.empty(4, 8), torch.float16, sums)
+
+
+W = torch.zeros(10, 8, requires_grad=True)
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "shape": (torch.zeros(5, 8), ValueError, r"got shape \(5, 8\), expected \(10, 8\)"),
+    "dtype": (torch.zeros(10, 8, dtype=torch.float16), TypeError, "got dtype torch.float16"),
+    "device": (torch.zeros(10, 8, device="meta"), ValueError, "got device meta"),
+    "strides": (torch.zeros(8, 10).t(), ValueError, r"got strides \(1, 10\)"),
+    "gradient": (torch.zeros(10, 8, requires_grad=True), ValueError, "got one that requires grad"),
+    "type": (3, TypeError, r"got 3 \(int\), expected a tensor or None"),
+}
+
+
+@pytest.mark.parametrize(("buffer", "error", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_buffers(buffer: Any, error: type[Exception], message: str) -> None:
+    x, y = torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
+    for call in (cutefce.linear_cross_entropy, cutefce.linear_log_probs):
+        with pytest.raises(error, match=f"^accumulate_into: {message}"):
+            call(x, W, y, accumulate_into=buffer)
+    with pytest.raises(error, match=f"^accumulate_into: {message}"):
+        cutefce.plan(x, W, accumulate_into=buffer)
+
+
+def test_calls_that_add_nothing_raise() -> None:
+    x, y, buffer = torch.zeros(4, 8), torch.zeros(4, dtype=torch.long), torch.zeros(10, 8)
+    with pytest.raises(ValueError, match=r"^accumulate_into: got a buffer for a linear_weight"):
+        cutefce.linear_cross_entropy(x, W.detach(), y, accumulate_into=buffer)
+    positions = torch.zeros(10, 2, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"^accumulate_into: .* K dimensions"):
+        cutefce.linear_cross_entropy(
+            x, positions, torch.zeros(4, 2, dtype=torch.long), accumulate_into=buffer
+        )
+
+    def loss(h: Tensor) -> Tensor:
+        return cutefce.linear_cross_entropy(h, W, y, accumulate_into=buffer)
+
+    message = re.escape("accumulate_into: got a buffer under a transform")
+    with pytest.raises(NotImplementedError, match=f"^{message}"):
+        torch.func.grad(loss)(x)
+    with pytest.raises(NotImplementedError, match=f"^{message}"):
+        torch.func.jvp(loss, (x,), (x,))
