@@ -547,9 +547,10 @@ def _sort_targets(
 def _add_targets(
     _: Any, sums: Tensor, order: Tensor, offsets: Tensor, coef: Tensor, h: Tensor
 ) -> None:
-    spans = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
-    for row, (begin, end) in enumerate(spans):
-        slots = slice(begin, end)
+    begins, ends = offsets[:-1].tolist(), offsets[1:].tolist()
+    rows = [row for row, span in enumerate(zip(begins, ends, strict=True)) if span[0] < span[1]]
+    for row in rows:  # a target's tokens are added before they are added to its row
+        slots = slice(begins[row], ends[row])
         sums[row] += (coef[slots, None] * h[order[slots]].float()).sum(0)
 
 
