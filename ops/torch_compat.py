@@ -27,6 +27,7 @@ _compiled_functions: dict[tuple[Any, ...], Callable[..., None]] = {}
 """By function and layout; as loaded kernels, they are never cleared."""
 _shapes_config = cast(Any, torch.fx.experimental._config)
 _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+_BATCHING = torch._C._dispatch_key_parse("VmapMode")
 _NO_DISPATCH_MODE = {
     keys.raw_repr()
     for keys in (
@@ -64,6 +65,11 @@ def is_transformed() -> bool:
     if _innermost_transform() is None and forward_ad._current_level < 0:
         return False
     return not torch.compiler.is_dynamo_compiling()
+
+
+def is_batched_backward() -> bool:
+    """Whether autograd batches the upstream gradients of a backward, `is_grads_batched`."""
+    return bool(_included_keys().has(_BATCHING))
 
 
 def is_dispatched() -> bool:

@@ -11,7 +11,14 @@ from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import OPTIONS, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators.context import can_bypass_dispatcher
-from cutefce.ops.operators.operators import IMPLS, LIBRARY, STEP, loss_backward, loss_forward
+from cutefce.ops.operators.operators import (
+    IMPLS,
+    LIBRARY,
+    STEP,
+    loss_backward,
+    loss_backward_into,
+    loss_forward,
+)
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.planning import planner
 from cutefce.ops.rows.targets import Targets
@@ -151,9 +158,9 @@ class LinearCrossEntropyGradients(torch.autograd.Function):
     """`loss_backward`, where somebody may differentiate or batch it."""
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+    def forward(operator: str, *arguments: Any) -> tuple[Tensor, ...]:
         """Return dX, dW and the bias' gradient."""
-        result: tuple[Tensor, ...] = torch.ops.cutefce.loss_backward(*arguments)
+        result: tuple[Tensor, ...] = getattr(torch.ops.cutefce, operator)(*arguments)
         return result
 
     @staticmethod
@@ -227,15 +234,23 @@ def _backward(
 
 
 def _gradients(ctx: Any, upstream: Tensor, before: Sequence[Any]) -> tuple[Tensor, ...]:
+    operator: Callable[..., Any] = loss_backward
+    if ctx.accumulate_into is not None:
+        operator = loss_backward_into
+        if torch_compat.is_batched_backward():
+            raise NotImplementedError(
+                "accumulate_into: got a buffer with is_grads_batched=True, expected None"
+            )
     h, w, y, stats, *tensors = _saved(ctx)
-    return differentiate(upstream, h, w, y, stats, *before, *tensors, *ctx.after)
+    return differentiate(operator, upstream, h, w, y, stats, *before, *tensors, *ctx.after)
 
 
-def differentiate(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the results of `loss_backward`, which transforms may batch."""
+def differentiate(operator: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
+    """Return the results of `operator`, a `loss_backward`, which transforms may batch."""
     if torch.is_grad_enabled() or torch_compat.is_transformed():
-        return torch_compat.apply_function(LinearCrossEntropyGradients, *arguments)
-    return _run(loss_backward, *arguments)
+        name = operator.__name__
+        return torch_compat.apply_function(LinearCrossEntropyGradients, name, *arguments)
+    return _run(operator, *arguments)
 
 
 def _run(operator: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ def _forward_flop(h_shape: Any, w_shape: Any, y_shape: Any, *_: Any, out_shape: 
     return _product(w_shape, y_shape)
 
 
-@register_flop_formula(torch.ops.cutefce.loss_backward)
+@register_flop_formula([torch.ops.cutefce.loss_backward, torch.ops.cutefce.loss_backward_into])
 def _backward_flop(
     upstream_shape: Any,
     h_shape: Any,

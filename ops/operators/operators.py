@@ -7,6 +7,7 @@ the inputs alone:
     forward            the loss, where no gradient is needed
     loss_forward       the forward of a training step: loss and statistics
     loss_backward      dX, dW and the gradient of the bias
+    loss_backward_into the same where dW is added to a buffer, which it writes
 
 Their schemas are built from the option records; `meta.py` has their fake implementations,
 `autograd.py` the derivative of the loss, and `kept.py` what the forward keeps for the backward.
@@ -49,7 +50,7 @@ RUNS_AGAIN = "backward through what an earlier backward freed"
 
 _OPTIONS = ", ".join(record.schema() for record in OPTIONS)
 _STEP = ", ".join(record.schema() for record in STEP)
-_BACKWARD = _STEP.replace("Tensor? accumulate_into", "Tensor(a!)? accumulate_into")
+_WRITING = _STEP.replace("Tensor? accumulate_into", "Tensor(a!)? accumulate_into")
 # CUDA graphs that a graph compiler makes must not contain them: a first call compiles, and what
 # the forward keeps for the backward is no output
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
@@ -57,7 +58,9 @@ for schema in (
     f"forward(Tensor h, Tensor w, Tensor y, {_OPTIONS}) -> Tensor",
     f"loss_forward(Tensor h, Tensor w, Tensor y, {_STEP}) -> (Tensor loss, Tensor stats)",
     "loss_backward(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, "
-    f"{_BACKWARD}) -> (Tensor dx, Tensor dw, Tensor dbias)",
+    f"{_STEP}) -> (Tensor dx, Tensor dw, Tensor dbias)",
+    "loss_backward_into(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, "
+    f"{_WRITING}) -> (Tensor dx, Tensor dw, Tensor dbias)",
 ):
     LIBRARY.define(schema, tags=_TAGS)
 
@@ -167,8 +170,6 @@ def loss_backward(
     if selection is not None and upstream.ndim:
         upstream = selection.take(upstream)
     assert results is not None
-    if inputs.accumulate_into is not None:  # kernels that write it do not tell autograd
-        torch.autograd.graph.increment_version(inputs.accumulate_into)
     if sums is not None:
         return _finish(sums, inputs, selection, shard, rows, upstream, plan, tensors)
     dx, dw, dbias = run_windows_backward(upstream, inputs, rows, results)
@@ -181,6 +182,13 @@ def loss_backward(
         w.new_empty(0, w.shape[1], dtype=dw_dtype) if dw is None else dw,
         _rounded(dbias, w, tensors),
     )
+
+
+def loss_backward_into(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `loss_backward` does of arguments with `accumulate_into`."""
+    buffer = unpack(arguments[5:], *STEP)[2].accumulate_into
+    torch.autograd.graph.increment_version(buffer)  # kernels that write it do not tell autograd
+    return loss_backward(*arguments)
 
 
 def run_windows_backward(
@@ -279,7 +287,8 @@ def _stored(exps: Tensor, dw: Tensor | None, plan: Plan) -> StoredExps:
 
 
 IMPLS = {
-    function: isolated_context(function) for function in (forward, loss_forward, loss_backward)
+    function: isolated_context(function)
+    for function in (forward, loss_forward, loss_backward, loss_backward_into)
 }
 """The implementations, as the dispatcher and eager autograd call them."""
 

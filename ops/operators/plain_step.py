@@ -18,7 +18,12 @@ from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, Te
 from cutefce.ops.operators import kept
 from cutefce.ops.operators.autograd import differentiate
 from cutefce.ops.operators.context import can_bypass_dispatcher, isolated_context
-from cutefce.ops.operators.operators import restored, run_forward, run_windows_backward
+from cutefce.ops.operators.operators import (
+    loss_backward,
+    restored,
+    run_forward,
+    run_windows_backward,
+)
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.dispatch import kernel_primitives, kernels_for, problem_of
@@ -124,7 +129,7 @@ class PlainLoss(torch.autograd.Function):
         ):
             results = kept.kept_with(saved[3])
         if results is None:
-            dx, dw, _ = differentiate(upstream, *saved, *ctx.arguments)
+            dx, dw, _ = differentiate(loss_backward, upstream, *saved, *ctx.arguments)
         else:
             dx, dw = _backward(upstream, *saved, ctx.options, ctx.step, results)
         grad_hidden, grad_weight = ctx.trained

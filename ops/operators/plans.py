@@ -31,8 +31,8 @@ def plan_for(
 ) -> planner.Plan:
     """Return the plan of this rank's part of a step with h (N, D) and w (V, D).
 
-    Ranks must use the same strategy and chunks, but may have different shards and copies: these are
-    planned for the widest shard, without copies.
+    Ranks must use the same strategy and chunks, but may have different shards, copies and buffers:
+    these are planned for the widest shard, without copies, and a buffer that GEMMs can add to.
 
     `counted` tokens count, if the host knows that.  The plan computes them alone, if `leaves_out`
     says so, or if with a copy of their hidden states and one of their dX it takes no more memory
@@ -58,7 +58,11 @@ def plan_for(
         )
     own = with_copies(problem, h, w, (step.copied_hidden, step.copied_weight))
     widest = max(sharding.shards) if sharding.shards else problem.vocab
-    leading = dataclasses.replace(problem, vocab=widest) if sharding.group is not None else own
+    leading = own
+    if sharding.group is not None:
+        leading = dataclasses.replace(problem, vocab=widest)
+        if isinstance(leading, CallProblem):
+            leading = dataclasses.replace(leading, adds_in_place=True)
     scales_rows = options.scales_rows or tensors.scales_rows
     factors = options.is_scalar, scales_rows, options.consumes_exps
     more = h.device, step.budget, *factors

@@ -341,6 +341,13 @@ def test_calls_that_add_nothing_raise() -> None:
             x, positions, torch.zeros(4, 2, dtype=torch.long), accumulate_into=buffer
         )
 
+    loss_of_rows = cutefce.linear_cross_entropy(
+        x.requires_grad_(), W, y, reduction="none", accumulate_into=buffer
+    )
+    with pytest.raises(NotImplementedError, match=r"^accumulate_into: .* is_grads_batched"):
+        torch.autograd.grad(loss_of_rows, x, torch.eye(4), is_grads_batched=True)
+    x = x.detach()
+
     def loss(h: Tensor) -> Tensor:
         return cutefce.linear_cross_entropy(h, W, y, accumulate_into=buffer)
 
