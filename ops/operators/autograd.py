@@ -24,6 +24,8 @@ from cutefce.ops.planning import planner
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.schema import unpack
 
+_BUFFER = 4 + TensorOptions.names().index("accumulate_into")  # its place in what is saved
+
 
 def training_loss(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     """Return the reduced loss of `loss_forward`, which can be differentiated."""
@@ -214,9 +216,10 @@ def _save(
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
     """Return h, w, y, the statistics and the arguments of `TensorOptions`."""
-    saved = list(ctx.saved_tensors)
-    saved[4 + TensorOptions.names().index("accumulate_into")] = ctx.accumulate_into
-    return (*saved,)
+    saved: tuple[Any, ...] = ctx.saved_tensors
+    if ctx.accumulate_into is not None:
+        saved = *saved[:_BUFFER], ctx.accumulate_into, *saved[_BUFFER + 1 :]
+    return saved
 
 
 def _backward(
@@ -234,13 +237,10 @@ def _backward(
 
 
 def _gradients(ctx: Any, upstream: Tensor, before: Sequence[Any]) -> tuple[Tensor, ...]:
-    operator: Callable[..., Any] = loss_backward
-    if ctx.accumulate_into is not None:
-        operator = loss_backward_into
-        if torch_compat.is_batched_backward():
-            raise NotImplementedError(
-                "accumulate_into: got a buffer with is_grads_batched=True, expected None"
-            )
+    operator: Any = loss_backward if ctx.accumulate_into is None else loss_backward_into
+    if operator is loss_backward_into and torch_compat.is_batched_backward():
+        message = "accumulate_into: got a buffer with is_grads_batched=True, expected None"
+        raise NotImplementedError(message)
     h, w, y, stats, *tensors = _saved(ctx)
     return differentiate(operator, upstream, h, w, y, stats, *before, *tensors, *ctx.after)
 
