@@ -31,7 +31,7 @@ def grpo_loss(
     mask, advantages = labels != -100, advantages[:, None]
     ratio, far = (found.log_probs - old).exp(), reference - found.log_probs
     gain = (ratio * advantages).minimum(ratio.clamp(1 - epsilon, 1 + epsilon) * advantages)
-    losses = (beta * ratio * (far.exp() - far - 1) - gain) * mask
-    bonus = entropy_coef * found.entropy.sum() / mask.sum()  # 0 in padding
-    mean: Tensor = (losses.sum(1) / mask.sum(1)).mean() - bonus
+    losses = (beta * ratio * (far.exp() - far - 1) - gain).masked_fill(~mask, 0)
+    bonus = entropy_coef * found.entropy.sum() / mask.sum().clamp(min=1)  # 0 in padding
+    mean: Tensor = (losses.sum(1) / mask.sum(1).clamp(min=1)).mean() - bonus
     return mean

@@ -107,8 +107,8 @@ def linear_cross_entropy(  # type: ignore[misc]
             ranks with different tokens, add up to the mean of one large batch.  With 0 the loss
             is 0.
         accumulate_into: (V, D) contiguous buffer to which the backward adds the gradient of
-            linear_weight, in the dtype of sums (float32, or float64) or of the weight; the weight
-            itself then gets none.  Of a rank's own rows, with `group`.
+            linear_weight, in the dtype of sums (float32, or float64) or that of the products; the
+            weight itself then gets none.  Of a rank's own rows, with `group`.
         group: process group whose ranks hold consecutive parts (V_k, D) of the weight, in rank
             order, and of the bias.  Targets are global ids; they and all other arguments, weight
             (V,) of all classes too, are the same on every rank, and so are the loss and the

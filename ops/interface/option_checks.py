@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cutefce.ops import torch_compat
 from cutefce.ops.interface.checks import OUTPUTS, check_layout
 
 
@@ -88,6 +89,10 @@ def check_buffer(buffer: Tensor, h: Tensor, w: Tensor) -> None:
         raise ValueError(
             f"accumulate_into: got strides {buffer.stride()}, expected a contiguous tensor"
         )
+    for name, x in (("linear_weight", w), ("input", h)):
+        same_place = buffer.storage_offset() == x.storage_offset()
+        if buffer.numel() and same_place and torch_compat.shares_memory(buffer, x):
+            raise ValueError(f"accumulate_into: got the memory of {name}, expected its own")
 
 
 def check_factors(name: str, x: Tensor, h: Tensor, shape: Sequence[int]) -> None:

@@ -68,6 +68,8 @@ def plan(
     checks.check_tensors(h, w, call.y.new_empty(h.shape[:-1]))
     if accumulate_into is not None:
         option_checks.check_buffer(accumulate_into, h, w)
+        if torch.is_grad_enabled():
+            checks.check_accumulates(call.w)
         tensors = dataclasses.replace(tensors, accumulate_into=accumulate_into)
     sharding.check(w)
     rows, budget = h.reshape(-1, h.shape[-1]), checks.workspace_bytes(workspace)

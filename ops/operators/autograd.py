@@ -157,7 +157,7 @@ class RowOutputs(torch.autograd.Function):
 
 
 class LinearCrossEntropyGradients(torch.autograd.Function):
-    """`loss_backward`, where somebody may differentiate or batch it."""
+    """A `loss_backward`, given by name, where somebody may differentiate or batch it."""
 
     @staticmethod
     def forward(operator: str, *arguments: Any) -> tuple[Tensor, ...]:

@@ -51,6 +51,7 @@ RUNS_AGAIN = "backward through what an earlier backward freed"
 _OPTIONS = ", ".join(record.schema() for record in OPTIONS)
 _STEP = ", ".join(record.schema() for record in STEP)
 _WRITING = _STEP.replace("Tensor? accumulate_into", "Tensor(a!)? accumulate_into")
+assert _WRITING != _STEP
 # CUDA graphs that a graph compiler makes must not contain them: a first call compiles, and what
 # the forward keeps for the backward is no output
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()

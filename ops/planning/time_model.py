@@ -43,7 +43,7 @@ def windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:
     windows = ceil_div(recomputed + aliased, window)
     passes = windows + 1 if p.grad_hidden else 0
     moved = p.tokens * (2 * passes * p.hidden + recomputed) * p.accumulator_bytes
-    moved += 2 * _added_bytes(p)
+    moved += 2 * _buffer_bytes(p)
     return _seconds(p, columns, moved) + windows * _rates(p)[2] + _idle_seconds(p, p.tokens)
 
 
@@ -53,7 +53,7 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     chunks = ceil_div(p.tokens, chunk)
     passes = 2 * chunks if p.grad_weight else 0
     moved = passes * p.vocab * p.hidden * p.accumulator_bytes + 2 * p.gradient_bytes
-    moved += 3 * _added_bytes(p)
+    moved += 3 * _buffer_bytes(p)
     more_windows = ceil_div(p.vocab, stored) - 1
     moved += 2 * more_windows * p.tokens * p.hidden * p.accumulator_bytes
     reads = (1 + p.grad_hidden) * chunks * p.vocab * p.hidden * p.item_bytes
@@ -64,7 +64,7 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     return _seconds(p, columns, moved) + chunks * each + waits + _idle_seconds(p, chunk)
 
 
-def _added_bytes(p: Problem) -> int:
+def _buffer_bytes(p: Problem) -> int:
     """Return the bytes of dW where it is added to a buffer."""
     return p.vocab * p.hidden * p.accumulator_bytes * accumulates(p)
 

@@ -31,7 +31,7 @@ class WeightGradient(Generic[TargetGradT]):
     grad_scale: Tensor
     """() factor of dW."""
     every: RankOne | None
-    """(V, D) the part of a loss that depends on every class."""
+    """The part of dW (V, D) of a loss that depends on every class."""
     selection: RowSelection | None
     as_sums: bool
     """Whether `out` has the dtype of sums beside 16-bit operands, or is added to."""

@@ -125,5 +125,6 @@ def test_grpo(entropy_coef: float, tmp_path: Path) -> None:
     batch["advantages"] = torch.randn(size[0])
     given = batch["advantages"], batch["old_per_token_logps"], batch["ref_per_token_logps"]
     options: Any = {"epsilon": 0.1, "beta": 0.05, "entropy_coef": entropy_coef, "temperature": 0.9}
+    counted[1], labels[1] = 0, -100  # as a completion that was cut off
     loss = grpo_loss(own, model.lm_head.weight, labels, *given, **options)
     assert_same(model, loss, trainer.compute_loss(model, batch))

@@ -317,6 +317,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "device": (torch.zeros(10, 8, device="meta"), ValueError, "got device meta"),
     "strides": (torch.zeros(8, 10).t(), ValueError, r"got strides \(1, 10\)"),
     "gradient": (torch.zeros(10, 8, requires_grad=True), ValueError, "got one that requires grad"),
+    "the weight": (W.detach(), ValueError, "got the memory of linear_weight"),
     "type": (3, TypeError, r"got 3 \(int\), expected a tensor or None"),
 }
 
@@ -335,6 +336,8 @@ def test_calls_that_add_nothing_raise() -> None:
     x, y, buffer = torch.zeros(4, 8), torch.zeros(4, dtype=torch.long), torch.zeros(10, 8)
     with pytest.raises(ValueError, match=r"^accumulate_into: got a buffer for a linear_weight"):
         cutefce.linear_cross_entropy(x, W.detach(), y, accumulate_into=buffer)
+    with pytest.raises(ValueError, match=r"^accumulate_into: got a buffer for a linear_weight"):
+        cutefce.plan(x, W.detach(), accumulate_into=buffer)
     positions = torch.zeros(10, 2, 8, requires_grad=True)
     with pytest.raises(NotImplementedError, match=r"^accumulate_into: .* K dimensions"):
         cutefce.linear_cross_entropy(
