@@ -82,7 +82,8 @@ def test_dw_is_added(
         factors = factors / (case.y >= 0).sum()
     want = with_factors(case, factors)
     assert h.grad is not None
-    assert (h.grad.double() - want.dx).norm() <= 2 * rounding(dtype) * want.dx.norm()
+    roundings = 2 if dtype.itemsize == 2 else 16  # of the exponentials and dX; of sums
+    assert (h.grad.double() - want.dx).norm() <= roundings * rounding(dtype) * want.dx.norm()
     assert_added(buffer, before, want.dw, dtype)
 
 
