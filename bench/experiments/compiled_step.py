@@ -20,7 +20,7 @@ SHAPE = Shape(8192, 4096, 131072, "bfloat16")
 WORKSPACES = (None, "min", 1 << 30, "max")
 WARM_UP = 5
 """Steps before the first that is measured: those that compile."""
-ROUNDS = 3
+ROUNDS = 9
 """Samples of each step."""
 
 

@@ -32,7 +32,7 @@ from bench.harness.cli import (
     shape_options,
     slug,
 )
-from bench.harness.problems import CPU_SHAPE, Shape, random_inputs
+from bench.harness.problems import CPU_SHAPE, Shape, ignore_some, random_inputs
 from bench.harness.records import Measurement
 from bench.harness.timing import Timing, interleaved, peak_bytes, preceding_gemms
 from cutefce.ops.parallel import shard as sharding
@@ -70,19 +70,26 @@ class Row:
 @shape_options
 @repeats_option(20)
 @click.option("--workspace", help='Bytes, "min" or "max".')
+@click.option(
+    "--ignored-percent", type=click.IntRange(0, 99), default=0, help="Targets ignored, at random."
+)
 @click.pass_obj
-def command(output: Output, /, repeats: int, workspace: str | None, **sizes: Any) -> None:
+def command(
+    output: Output, /, repeats: int, workspace: str | None, ignored_percent: int, **sizes: Any
+) -> None:
     """A sharded forward and backward, against one device; run by torchrun."""
     shape = chosen_shape(SHAPES[DEVICE], sizes)
     budget = int(workspace) if workspace and workspace.isdigit() else workspace
+    ignored = f"_{ignored_percent}_percent_ignored" if ignored_percent else ""
     with joined_group(DEVICE) as (rank, ranks):
-        rows = run(shape, DEVICE, repeats, budget)
+        rows = run(shape, DEVICE, repeats, budget, ignored_percent)
         if rank == 0:
             output.record(
-                f"parallel_{ranks}_ranks_{slug(shape)}",
+                f"parallel_{ranks}_ranks_{slug(shape)}{ignored}",
                 [Measurement({}, lambda: rows)],
                 shape=dataclasses.asdict(shape),
                 workspace=budget,
+                ignored_percent=ignored_percent,
             )
 
 
@@ -98,9 +105,11 @@ def joined_group(device: str) -> Iterator[tuple[int, int]]:
         dist.destroy_process_group()
 
 
-def run(shape: Shape, device: str, repeats: int, workspace: int | str | None) -> list[Row]:
+def run(
+    shape: Shape, device: str, repeats: int, workspace: int | str | None, ignored_percent: int
+) -> list[Row]:
     """Measure every implementation on random inputs, the same on every rank."""
-    steps = _steps(shape, device, workspace)
+    steps = _steps(shape, device, workspace, ignored_percent)
     names = "unsharded", *MODES
     results = {name: steps[name]() for name in names}
     differences = {name: _differences(name, results[name], results["unsharded"]) for name in names}
@@ -191,13 +200,16 @@ def _replaying(step: Step, barrier: bool) -> Step:
     return replay
 
 
-def _steps(shape: Shape, device: str, workspace: int | str | None) -> dict[str, Step]:
+def _steps(
+    shape: Shape, device: str, workspace: int | str | None, ignored_percent: int
+) -> dict[str, Step]:
     """Return the implementations by name."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if shape.vocab % ranks or shape.tokens % ranks:
         raise ValueError(f"got {shape}, expected tokens and vocab in multiples of {ranks}")
     torch.manual_seed(0)
     h, w, y = random_inputs(shape, device)
+    y = ignore_some(y, ignored_percent)
     own_h, own_w = (x.chunk(ranks)[rank].clone() for x in (h, w))
     for x in (h, w, own_h, own_w):
         x.requires_grad_()

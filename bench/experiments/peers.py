@@ -33,7 +33,8 @@ from bench.harness.records import Measurement
 from bench.harness.reference import unfused
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 
-SHAPES = {"cpu": (CPU_SHAPE,), "cuda": tuple(MODELS)}
+MANY_TOKENS = Shape(16384, 7168, 129280, "bfloat16"), Shape(32768, 4096, 131072, "bfloat16")
+SHAPES = {"cpu": (CPU_SHAPE,), "cuda": (*MODELS, *MANY_TOKENS)}
 FROZEN_WORKSPACES = ("max", "default", "1 GiB", *step.SMALL_WORKSPACES, "min")
 """Budgets of a frozen head."""
 IGNORED_PERCENT = 0, 50, 80, 95

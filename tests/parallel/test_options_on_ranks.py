@@ -202,7 +202,9 @@ def on_gpu(
 @sharings
 @pytest.mark.parametrize("results", [losses, log_probs])
 @pytest.mark.parametrize("names", TOGETHER.values(), ids=list(TOGETHER))
+@pytest.mark.parametrize("tokens", [60, 1200], ids=["all rows", "counted rows"])
 def test_gpus_share_every_option(
+    tokens: int,
     names: list[str],
     results: Callable[..., list[tuple[Tensor, ...]]],
     sequence_parallel: bool,
@@ -213,7 +215,7 @@ def test_gpus_share_every_option(
     of_loss = {"weight", "label_smoothing", "token_weights", "z_loss"}
     if results is log_probs and not of_loss.isdisjoint(names):
         pytest.skip("is an option of losses")
-    x = options_case(names, 60, 16, 333, dtype=torch.bfloat16, ignored=0.3)
+    x = options_case(names, tokens, 16, 333, dtype=torch.bfloat16, ignored=0.3)
     (wanted,) = gpu_ranks.run(1, on_gpu, results, x, None)
     first, second = gpu_ranks.run(2, on_gpu, results, x, sequence_parallel)
     for one, a, b in zip(wanted, first, second, strict=True):
