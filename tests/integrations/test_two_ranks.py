@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 import torch
 import transformers
@@ -261,14 +260,20 @@ rounding of sums, which are first rounded on each rank.
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_losses_and_gradients_are_those_of_one_process(two: Setting, plan: str) -> None:
+def test_losses_and_gradients_are_those_of_one_process(
+    two: Setting, plan: str, record_property: Callable[[str, object], None]
+) -> None:
+    if plan == "tensor parallel":
+        pytest.importorskip("accelerate")  # transformers distributes models with it
     dtype, sizes = ("bfloat16", LARGE) if two.is_gpu else ("float32", TINY)
     for losses, gradients in two.ranks.run(2, compare, PLANS[plan], two.folder):
+        differences = [abs(norms[0] - norms[1]) / norms[1] for norms, _ in gradients.values()]
+        record_property("losses of two ranks and one process", losses)
+        record_property("largest relative difference of a norm", max(differences))
         assert losses[0] == pytest.approx(losses[1], rel=LOSS_BOUND[dtype])
         assert len(gradients) == 3 + 9 * sizes["num_hidden_layers"]
         for name, (norms, errors) in gradients.items():
             more = ROUNDING[dtype] * norms[1]
-            assert norms[1] > 0, name
             # norms differ by no more than what rounding does to the gradient of one process,
             assert abs(norms[0] - norms[1]) <= errors[1] + more, (name, norms, errors)
             # and the gradients, which norms do not tell apart, are about as accurate as its
