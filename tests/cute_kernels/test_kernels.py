@@ -18,7 +18,7 @@ from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import report
-from cutefce.cute_kernels.problem import GRADIENT_LOSS, Problem
+from cutefce.cute_kernels.problem import GRADIENT_LOSS, MIN_SELECTED, Problem
 from cutefce.cute_kernels.variant import (
     IDENTITY,
     SUM_ONLY,
@@ -138,8 +138,12 @@ def test_the_fused_forward_equals_its_kernels(
     targets = Targets(case.y, shape[2], LossOptions(reduction))
     stats, loss = steps.forward(case.h, case.w, targets)
     expected = forward_unfused(steps, case.h, case.w, targets)
-    assert torch.equal(stats.rows, expected[0].rows)
-    assert torch.equal(loss, expected[1])
+    if shape[0] < MIN_SELECTED:
+        assert torch.equal(stats.rows, expected[0].rows)
+        assert torch.equal(loss, expected[1])
+    else:  # of the rows that count, whose sums have other vocabulary splits
+        torch.testing.assert_close(stats.rows, expected[0].rows, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(loss, expected[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -288,7 +292,7 @@ class Launches:
         stats = torch.empty(NUM_STATS, self.tokens, device="cuda")
         tensors = self.case.h, self.case.w, self.case.y, workspace, stats, stats.new_empty(())
         numbers = -100, self.splits, self.splits, self.clusters, 0
-        jit_cache.compiled(kernel)(*tensors, self.transform, *numbers)
+        jit_cache.compiled(kernel)(*tensors, None, None, self.transform, *numbers)
         return stats
 
 

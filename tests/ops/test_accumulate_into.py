@@ -76,7 +76,12 @@ def test_dw_is_added(
     upstream = case.upstream if reduction == "none" else torch.tensor(3.0, device=device)
     loss.backward(upstream.to(loss.dtype))
     assert w.grad is None
-    assert torch.equal(loss, cutefce.linear_cross_entropy(h, w, case.y, **options))
+    plain = cutefce.linear_cross_entropy(h, w, case.y, **options)
+    if device == "cuda" and dtype == torch.float32:
+        # cuBLAS may take another kernel for windows of another width
+        torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
+    else:
+        assert torch.equal(loss, plain)
     factors = torch.full_like(case.upstream, 3.0) if reduction != "none" else case.upstream
     if reduction == "mean":
         factors = factors / (case.y >= 0).sum()

@@ -51,7 +51,7 @@ def upstreams(x: OptionsCase, outputs: tuple[str, ...]) -> dict[str, Tensor]:
 def ours(
     x: OptionsCase, outputs: tuple[str, ...], workspace: int | str | None = None
 ) -> tuple[Any, tuple[Tensor, ...]]:
-    """Return values and gradients; the second backward has equal bits."""
+    """Return values and gradients; the second backward has equal bits, but for cuBLAS's."""
     leaves = x.leaves
     values = cutefce.linear_log_probs(
         leaves[0],
@@ -67,7 +67,9 @@ def ours(
     more: dict[str, Any] = {"grad_outputs": [up.to(dtype) for up in given.values()]}
     gradients = torch.autograd.grad(tensors, leaves, **more, retain_graph=True)
     again = torch.autograd.grad(tensors, leaves, **more)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
+    rounding = 1e-6 if x.case.h.is_cuda and x.case.h.dtype == torch.float32 else 0
+    for a, b in zip(gradients, again, strict=True):
+        torch.testing.assert_close(a, b, rtol=rounding, atol=rounding * float(b.abs().max()))
     return values, gradients
 
 
