@@ -11,6 +11,7 @@ from cutefce.version import __version__ as __version__
 
 if find_spec("torch") is not None:
     from cutefce.integrations.deferral import DeferralReport, defer, deferral_report, undefer
+    from cutefce.ops.divergence.api import linear_divergence
     from cutefce.ops.interface.api import LossOutput, linear_cross_entropy
     from cutefce.ops.interface.log_probs import LogProbs, linear_log_probs
     from cutefce.ops.interface.module import LinearCrossEntropyLoss
@@ -26,6 +27,7 @@ if find_spec("torch") is not None:
         "defer",
         "deferral_report",
         "linear_cross_entropy",
+        "linear_divergence",
         "linear_log_probs",
         "plan",
         "set_strict",

@@ -7,6 +7,7 @@
     strategies/   3. the order of the steps: vocabulary windows, or gradients in the forward
     primitives/   4. the steps, on the CuTe DSL kernels or in plain torch
     rows/         per-token data of all steps: targets, options, statistics, coefficients
+    divergence/   the call of two heads, linear_divergence, from its arguments to its tiles
     parallel/     across ranks: vocabulary and tokens sharded over a process group
 
 `schema.py` makes operators' schemas of the option records; `torch_compat.py` has every private name

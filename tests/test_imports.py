@@ -37,6 +37,7 @@ OPS_LAYERS = (
     "cutefce.ops.parallel",
     "cutefce.ops.operators",
     "cutefce.ops.interface",
+    "cutefce.ops.divergence",
 )
 
 HOOK = ("cutefce.ops.primitives.dispatch", "cutefce.autotune_cache.tuning.first_use")

@@ -25,6 +25,9 @@ SIGNATURES = {
     "linear_cross_entropy": "input linear_weight target linear_bias weight reduction ignore_index "
     "label_smoothing options token_weights z_loss logit_scale softcap temperature return_lse "
     "workspace denominator accumulate_into group shards sequence_parallel",
+    "linear_divergence": "student_input student_weight teacher_input teacher_weight target "
+    "divergence beta student_bias teacher_bias logit_scale softcap temperature reduction "
+    "ignore_index denominator workspace group shards",
     "linear_log_probs": "input linear_weight target outputs linear_bias logit_scale softcap "
     "temperature ignore_index workspace accumulate_into group shards sequence_parallel",
     "LossOutput": "loss lse",
@@ -72,6 +75,7 @@ def test_every_name_can_be_called() -> None:
     rows = cutefce.linear_log_probs(H, W, Y, outputs=("lse",))
     assert isinstance(rows, cutefce.LogProbs)
     torch.testing.assert_close(-rows.log_probs.sum() / 5, expected)
+    assert float(cutefce.linear_divergence(H, W, H, W, Y)) == 0
     head = cutefce.LinearCrossEntropyLoss(16, 40)
     head.load_state_dict({"linear.weight": W})
     torch.testing.assert_close(head(H, Y).detach(), expected)

@@ -45,6 +45,14 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "outputs": ((Sequence,), "a sequence of strings"),
     "shards": ((Sequence, type(None)), "a sequence of integers or None"),
     "sequence_parallel": ((bool,), "a bool"),
+    "student_input": ((Tensor,), "a tensor"),
+    "student_weight": ((Tensor,), "a tensor"),
+    "teacher_input": ((Tensor,), "a tensor"),
+    "teacher_weight": ((Tensor,), "a tensor"),
+    "student_bias": ((Tensor, type(None)), "a tensor or None"),
+    "teacher_bias": ((Tensor, type(None)), "a tensor or None"),
+    "divergence": ((str,), "a string"),
+    "beta": (NUMBERS, "a number"),
 }
 """Types of the arguments of the public functions, and how an error names them.
 

@@ -9,7 +9,7 @@ the same bits.
 
 import weakref
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,10 +76,10 @@ class Kept:
         )
 
 
-_kept: dict[int, tuple["weakref.ref[torch.UntypedStorage]", Kept]] = {}
+_kept: dict[int, tuple["weakref.ref[torch.UntypedStorage]", Any]] = {}
 
 
-def keep(stats: Tensor, kept: Kept) -> None:
+def keep(stats: Tensor, kept: Any) -> None:
     """Keep `kept` as long as the memory of `stats`."""
     storage = stats.untyped_storage()
     key = id(storage)  # the storage stays the same object while its memory lives
@@ -91,7 +91,7 @@ def forget(stats: Tensor) -> None:
     _kept.pop(id(stats.untyped_storage()), None)
 
 
-def kept_with(stats: Tensor) -> Kept | None:
+def kept_with(stats: Tensor) -> Any:
     """Return what is kept with `stats`, None if there is nothing."""
     storage = stats.untyped_storage()
     reference, kept = _kept.get(id(storage), (None, None))

@@ -1,9 +1,10 @@
 """2. Plan: how a problem is computed within a memory budget.  Pure Python, without torch.
 
-planner.py         where the plan is made: strategy, window, columns kept, chunk
-call_problem.py    what a call adds to its problem: copies of operands, a buffer for dW
-time_model.py      where time is predicted
-memory_model.py    where memory is predicted
-step_memory.py     what single steps take of it
-dw_aliasing.py     how many exponentials or sums fit into a gradient's memory
+planner.py              where the plan is made: strategy, window, columns kept, chunk
+call_problem.py         what a call adds to its problem: copies of operands, a buffer for dW
+time_model.py           where time is predicted
+memory_model.py         where memory is predicted
+step_memory.py          what single steps take of it
+dw_aliasing.py          how many exponentials or sums fit into a gradient's memory
+divergence_planner.py   plans of divergences of two heads
 """

@@ -58,7 +58,7 @@ class PortableProjection:
         self.tiles = tiles
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return _dense(h), _dense(w)
+        return dense(h), dense(w)
 
     def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None = None) -> Tensor:
         rows = h.index_select(0, selection.order)
@@ -223,7 +223,7 @@ class PortableProjection:
                 )
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
     """Return x (M, K) in a layout that a GEMM can address, copied if necessary."""
     return x if is_dense(x) else x.contiguous()
 

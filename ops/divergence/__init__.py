@@ -1,0 +1,10 @@
+"""Distillation: divergences of two heads, student and teacher, without the logits of either.
+
+api.py           linear_divergence
+checks.py        errors of its arguments
+options.py       its options as records, which are the operators' arguments
+operators.py     torch.ops.cutefce.divergence, and its derivative
+passes.py        the passes over tiles of both sides' logits
+sides.py         one side's logits, and the sums of its gradients
+elementwise.py   the arithmetic of a tile
+"""

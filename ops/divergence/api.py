@@ -1,0 +1,183 @@
+"""The public call, `linear_divergence`: distillation without logits."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from cutefce.ops import torch_compat
+from cutefce.ops.divergence import checks as own_checks
+from cutefce.ops.divergence import operators  # noqa: F401  (registers)
+from cutefce.ops.divergence.options import Divergence, DivergenceTensors
+from cutefce.ops.interface import checks, option_checks
+from cutefce.ops.interface.api import as_tensor
+from cutefce.ops.interface.options import Sharding
+from cutefce.ops.operators.context import autocast
+from cutefce.ops.parallel.consistency import report_errors
+
+
+def linear_divergence(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    logit_scale: Any = 1.0,
+    softcap: Any = None,
+    temperature: Any = 1.0,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    denominator: Tensor | float | None = None,
+    workspace: int | str | None = None,
+    group: ProcessGroup | None = None,
+    shards: Sequence[int] | None = None,
+) -> Tensor:
+    """Divergence of the distributions of a student and a teacher, without the logits of either.
+
+    The logits of each side are softcap(logit_scale * input @ weight.T + bias) / temperature, and
+    their softmax is p for the student and q for the teacher.  Of a token,
+
+        "forward_kl"    KL(q || p) = Σ_v q_v (log q_v - log p_v)
+        "reverse_kl"    KL(p || q)
+        "jsd"           beta KL(q || m) + (1 - beta) KL(p || m), with m = beta q + (1 - beta) p
+
+    and a JSD with beta 0 is the forward KL, with beta 1 the reverse KL, as in TRL and Liger, whose
+    limit for small beta is beta times the forward KL all the same.  Nothing is multiplied by the
+    temperature's square.  Each tensor that requires grad has a gradient; one of a frozen teacher,
+    which does not, costs nothing.
+
+    Args:
+        student_input: (..., D_s) hidden states, bfloat16, float16, float32 or float64.
+        student_weight: (V, D_s), of their dtype and device.
+        teacher_input: (..., D_t) hidden states of the same tokens; D_t and the dtype may differ,
+            but for float64.
+        teacher_weight: (V, D_t), of their dtype and device.
+        target: (...) integers, `ignore_index` for a token that does not count, whose divergence
+            and gradients are 0 and whose hidden states may be anything; other values are not
+            looked at.  Booleans are a mask of the tokens that count.  None if all do.
+        divergence: which one.
+        beta: the teacher's share of the JSD's mixture, from 0 to 1.
+        student_bias: (V,) floating-point, added to the logits before the softcap.
+        teacher_bias: the same of the teacher.
+        logit_scale: factor of the products, not 0; a number, or a pair of student and teacher.
+        softcap: bound c > 0 of the logits, c tanh(x / c), or None; one, or a pair.
+        temperature: divisor of the logits after the softcap, > 0; a number, () or (...), or a pair.
+        reduction: "mean" over the tokens that count (0 if none does), "sum" or "none".
+        ignore_index: None is -100.
+        denominator: divisor of "mean", a number or a tensor () or (1,); with 0 the result is 0.
+        workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for
+            speed; "min", "max", or None for 2.5 GiB.
+        group: process group whose ranks hold consecutive parts (V_k, D) of both weights, and of the
+            biases, in rank order; all other arguments are the same on every rank.
+        shards: V_k of every rank; None if they are equal.
+
+    More than eight parameters: the options of `linear_cross_entropy`, for two sides.
+
+    Returns:
+        () or, with "none", (...): float32, or float64 for float64 inputs.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was got and what is expected.  With a
+            group, on every rank.
+        NotImplementedError: for second derivatives, forward mode and transforms of torch.func.
+        RuntimeError: if another rank of the group failed, or made no such call in time.
+
+    The formulas of the gradients are in docs/distillation.md.
+    """
+    with report_errors(group):
+        if torch_compat.is_transformed():
+            raise NotImplementedError(
+                "linear_divergence: got a call under a transform of torch.func or in forward mode, "
+                "expected torch.autograd in reverse mode"
+            )
+        if group is not None and not isinstance(group, ProcessGroup):
+            raise TypeError(f"group: got {group!r}, expected a ProcessGroup that this rank is in")
+        checks.check_type("shards", shards)
+        named = None if group is None else group.group_name
+        sharding = Sharding(named, None if shards is None else list(shards))
+        heads = _heads(student_input, student_weight, teacher_input, teacher_weight)
+        h, _ = heads[0]
+        own_checks.check_heads(*heads)
+        sharding.ranks()
+        sharding.check(heads[0][1])
+        own_checks.check_form(divergence, beta)
+        own_checks.check_target(target, h)
+        own_checks.check_bias("student_bias", student_bias, *heads[0])
+        own_checks.check_bias("teacher_bias", teacher_bias, *heads[1])
+        scales = own_checks.pair("logit_scale", logit_scale)
+        softcaps = own_checks.pair("softcap", softcap)
+        own_checks.check_numbers(scales, softcaps)
+        checks.check_type("reduction", reduction)
+        checks.check_reduction(reduction)
+        ignored = -100 if ignore_index is None else ignore_index
+        checks.check_ignore_index(ignored)
+        if denominator is not None:
+            denominator = as_tensor("denominator", denominator, h.device)
+            option_checks.check_denominator(denominator, h, reduction)
+            denominator = denominator.reshape(()).to(h.device)
+        temperatures = _temperatures(temperature, h)
+        tensors = DivergenceTensors(student_bias, teacher_bias, *temperatures, denominator)
+        options = Divergence(
+            _form(divergence, beta),
+            beta,
+            reduction,
+            ignored,
+            checks.workspace_bytes(workspace),
+            *scales,
+            *softcaps,
+            _wanted(*heads[0], student_bias),
+            _wanted(*heads[1], teacher_bias),
+        )
+    if target is not None and target.dtype == torch.bool:
+        target = torch.where(target, ignored ^ 1, ignored)
+    rows = [x.reshape(-1, x.shape[-1]) for pair in heads for x in pair]
+    y = None if target is None else target.reshape(-1).long()
+    packed = *tensors.pack(), *options.pack(), *sharding.pack()
+    loss: Tensor = torch.ops.cutefce.divergence(*rows, y, *packed)[0]
+    return loss.reshape(h.shape[:-1]) if reduction == "none" else loss
+
+
+def _heads(
+    h_s: Tensor, w_s: Tensor, h_t: Tensor, w_t: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return hidden states and weight of student and teacher, cast as `F.linear` casts them."""
+    names = "student_input", "student_weight", "teacher_input", "teacher_weight"
+    for name, x in zip(names, (h_s, w_s, h_t, w_t), strict=True):
+        checks.check_type(name, x)
+    return autocast(h_s, w_s), autocast(h_t, w_t)
+
+
+def _form(divergence: str, beta: float) -> str:
+    """Return the divergence, that of a JSD whose beta leaves out one side."""
+    if divergence == "jsd" and beta in (0, 1):
+        return "reverse_kl" if beta else "forward_kl"
+    return divergence
+
+
+def _temperatures(temperature: Any, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return those of student and teacher as () or (N,), None for 1."""
+    results: list[Tensor | None] = []
+    for given in own_checks.pair("temperature", temperature):
+        if not isinstance(given, Tensor) and given == 1:
+            results.append(None)
+            continue
+        option_checks.check_temperature(given)
+        x = as_tensor("temperature", given, h.device)
+        own_checks.check_temperature(x, h)
+        results.append(x.reshape(-1) if x.ndim else x)
+    student, teacher = results
+    return student, teacher
+
+
+def _wanted(h: Tensor, w: Tensor, bias: Tensor | None) -> list[bool]:
+    """Return whether the gradients of hidden states, weight and bias are computed."""
+    grad = torch.is_grad_enabled()
+    given = h, w, bias
+    return [grad and x is not None and x.requires_grad for x in given]

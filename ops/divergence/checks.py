@@ -1,0 +1,151 @@
+"""Checks of a divergence's arguments, made before anything is allocated."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cutefce.cute_kernels.problem import ITEM_BYTES
+from cutefce.ops.divergence.options import DIVERGENCES
+from cutefce.ops.interface import checks, option_checks
+from cutefce.ops.rows.targets import sum_dtype
+
+T = TypeVar("T")
+
+
+def pair(name: str, value: Any) -> tuple[Any, Any]:
+    """Return the values of student and teacher of an option: a pair, or one value for both.
+
+    Raises:
+        TypeError, ValueError: for a pair of another length, or of values of another type.
+    """
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != 2:
+            raise ValueError(
+                f"{name}: got {len(value)} values, expected one, or two of student and teacher"
+            )
+        student, teacher = value
+    else:
+        student = teacher = value
+    for x in (student, teacher):
+        checks.check_type(name, x)
+    return student, teacher
+
+
+def check_form(divergence: str, beta: float) -> None:
+    """Raise TypeError or ValueError for an unknown divergence, or a share outside 0 to 1."""
+    checks.check_type("divergence", divergence)
+    checks.check_type("beta", beta)
+    if divergence not in DIVERGENCES:
+        raise ValueError(f"divergence: got {divergence!r}, expected one of {DIVERGENCES}")
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta: got {beta}, expected a number from 0 to 1")
+
+
+def check_numbers(scales: tuple[float, float], softcaps: tuple[Any, Any]) -> None:
+    """Raise ValueError for a scale of 0, or a softcap that is not above 0."""
+    for scale, softcap in zip(scales, softcaps, strict=True):
+        option_checks.check_numbers(0.0, 0.0, scale, softcap)
+        if math.isnan(scale):
+            raise ValueError(f"logit_scale: got {scale}, expected a finite number other than 0")
+
+
+def check_heads(student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> None:
+    """Raise TypeError or ValueError unless (..., D) and (V, D) of both sides fit together."""
+    for side, (h, w) in (("student", student), ("teacher", teacher)):
+        _check_head(side, h, w)
+    (h_s, w_s), (h_t, w_t) = student, teacher
+    if h_t.shape[:-1] != h_s.shape[:-1]:
+        raise ValueError(
+            f"teacher_input: got shape {tuple(h_t.shape)}, expected "
+            f"{(*h_s.shape[:-1], h_t.shape[-1])} to match student_input of shape "
+            f"{tuple(h_s.shape)}"
+        )
+    if w_t.shape[0] != w_s.shape[0]:
+        raise ValueError(
+            f"teacher_weight: got {w_t.shape[0]} rows, expected {w_s.shape[0]}, the classes of "
+            "student_weight; pass the rows of the classes that both have"
+        )
+    if sum_dtype(h_t.dtype) != sum_dtype(h_s.dtype):
+        raise TypeError(
+            f"teacher_input: got dtype {h_t.dtype} beside a student_input of {h_s.dtype}, expected "
+            "both or none to be float64"
+        )
+    for name, x in (("student_weight", w_s), ("teacher_input", h_t), ("teacher_weight", w_t)):
+        _check_device(name, x, h_s)
+
+
+def _check_head(side: str, h: Tensor, w: Tensor) -> None:
+    for name, x in ((f"{side}_input", h), (f"{side}_weight", w)):
+        checks.check_type(name, x)
+        if isinstance(x, DTensor):
+            raise TypeError(
+                f"{name}: got a DTensor with placements {x.placements}, expected a plain tensor; "
+                f"pass {name}.full_tensor(), or {name}.to_local() with a group"
+            )
+        checks.check_layout(name, x)
+    if h.dtype not in checks.DTYPES:
+        expected = ", ".join(ITEM_BYTES)
+        raise TypeError(f"{side}_input: got dtype {h.dtype}, expected one of {expected}")
+    if w.dtype != h.dtype:
+        raise TypeError(
+            f"{side}_weight: got dtype {w.dtype}, expected that of {side}_input, {h.dtype}; "
+            "cast one of them, or call under torch.autocast"
+        )
+    if w.ndim != 2 or 0 in w.shape:
+        raise ValueError(
+            f"{side}_weight: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "
+            "a sharded parameter must be gathered first"
+        )
+    if h.ndim == 0 or h.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"{side}_input: got shape {tuple(h.shape)}, expected (..., {w.shape[1]}) "
+            f"to match {side}_weight of shape {tuple(w.shape)}"
+        )
+
+
+def check_bias(name: str, bias: Tensor | None, h: Tensor, w: Tensor) -> None:
+    """Raise TypeError or ValueError unless it is (V,) floating-point, of w (V, D), or None."""
+    checks.check_type(name, bias)
+    if bias is None:
+        return
+    checks.check_layout(name, bias)
+    if not bias.is_floating_point():
+        raise TypeError(f"{name}: got dtype {bias.dtype}, expected a floating-point one")
+    if bias.shape != w.shape[:1]:
+        raise ValueError(f"{name}: got shape {tuple(bias.shape)}, expected {tuple(w.shape[:1])}")
+    _check_device(name, bias, h)
+
+
+def check_target(target: Tensor | None, h: Tensor) -> None:
+    """Raise TypeError or ValueError unless it is integers of the shape of h's tokens, or None."""
+    if target is None:
+        return
+    checks.check_type("target", target)
+    checks.check_layout("target", target)
+    if target.is_floating_point() or target.is_complex():
+        raise TypeError(
+            f"target: got dtype {target.dtype}, expected integers, ignore_index where a token does "
+            "not count, or a mask of booleans"
+        )
+    if target.shape != h.shape[:-1]:
+        raise ValueError(
+            f"target: got shape {tuple(target.shape)}, expected {tuple(h.shape[:-1])} "
+            f"to match student_input of shape {tuple(h.shape)}"
+        )
+    _check_device("target", target, h)
+
+
+def check_temperature(temperature: Tensor, h: Tensor) -> None:
+    """Raise TypeError or ValueError unless it is () or of the shape of h's tokens, a constant."""
+    shape = h.shape[:-1] if temperature.ndim else ()
+    option_checks.check_factors("temperature", temperature, h, shape)
+
+
+def _check_device(name: str, x: Tensor, h: Tensor) -> None:
+    if x.device != h.device:
+        raise ValueError(
+            f"{name}: got device {x.device}, expected that of student_input, {h.device}"
+        )

@@ -1,0 +1,273 @@
+"""The operators of a divergence, and its derivative.
+
+    divergence            the reduced divergence, and the statistics of the tokens
+    divergence_backward   the gradients of both sides
+
+Both plan when they run, and the factors that a forward keeps are found by its statistics.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.cute_kernels.problem import Problem
+from cutefce.ops import torch_compat
+from cutefce.ops.divergence.options import RECORDS, Divergence, DivergenceTensors
+from cutefce.ops.divergence.passes import STATS, Factors, Passes
+from cutefce.ops.divergence.sides import Side, SideGradients
+from cutefce.ops.interface.options import Sharding
+from cutefce.ops.operators import kept
+from cutefce.ops.operators.context import isolated_context
+from cutefce.ops.operators.operators import LIBRARY
+from cutefce.ops.parallel.consistency import report_errors
+from cutefce.ops.parallel.shard import Unsharded, shard_of
+from cutefce.ops.planning.divergence_planner import DivergenceProblem, plan_divergence
+from cutefce.ops.primitives.portable_projection import is_dense
+from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.rows.targets import sum_dtype
+from cutefce.ops.schema import unpack
+
+OPERANDS = 5
+"""Hidden states and weight of the student, those of the teacher, and the targets."""
+_HEADS = "Tensor h_s, Tensor w_s, Tensor h_t, Tensor w_t, Tensor? y"
+_OPTIONS = ", ".join(record.schema() for record in RECORDS)
+_GRADIENTS = ", ".join(f"Tensor {x}{side}" for side in "st" for x in ("dx_", "dw_", "dbias_"))
+
+
+def divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the reduced divergence, and the statistics (4, N), 0 of tokens that do not count.
+
+    The arguments are (N, D) and (V, D) of the student and of the teacher, (N,) targets or None, and
+    those of `RECORDS`.
+    """
+    tensors, options, sharding = unpack(arguments[OPERANDS:], *RECORDS)
+    order = _order(arguments[4], options)
+    passes = _passes(arguments, order, sharding)
+    rows, factors = passes.forward()
+    values = passes.values(rows)
+    tokens = len(arguments[0])
+    stats = _restored(rows, order, tokens)
+    kept.keep(stats, factors)
+    if not options.is_scalar:
+        return _restored(values, order, tokens), stats
+    return values.sum() * _loss_scale(passes, tensors, options), stats
+
+
+def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Return dX, dW and the bias' gradient of student and teacher, without rows if not asked for.
+
+    `upstream` is the gradient of the reduced divergence; `stats` and the arguments are those of
+    `divergence`.
+    """
+    tensors, options, sharding = unpack(arguments[OPERANDS:], *RECORDS)
+    order = _order(arguments[4], options)
+    passes = _passes(arguments, order, sharding, upstream, stats)
+    factors: Factors = kept.kept_with(stats) or Factors()
+    if options.is_scalar:
+        upstream = upstream * _loss_scale(passes, tensors, options)
+    elif order is not None:
+        upstream = upstream.index_select(0, order)
+    rows = stats if order is None else stats.index_select(1, order)
+    sums = {
+        i: SideGradients(side, upstream / passes.boost(i))
+        for i, side in enumerate(passes.sides)
+        if side.is_trained
+    }
+    passes.backward(rows, factors, list(sums.values()))
+    del factors
+    results: list[Tensor] = []
+    for i, side in enumerate(passes.sides):
+        if i in sums:
+            results += sums.pop(i).finish(passes.shard, order, len(arguments[0]))
+        else:
+            results += _no_gradients(side.h, side.w)
+    return (*results,)
+
+
+def _order(y: Tensor | None, options: Divergence) -> Tensor | None:
+    """Return (M,) the tokens that count, None for all; a GPU is synchronized to learn how many."""
+    if y is None:
+        return None
+    order = (y != options.ignore_index).nonzero()[:, 0]
+    return None if len(order) == len(y) else order
+
+
+def _passes(
+    arguments: Any,
+    order: Tensor | None,
+    sharding: Sharding,
+    upstream: Tensor | None = None,
+    stats: Tensor | None = None,
+) -> Passes:
+    """Return the planned divergence of the tokens `order`; those of a backward have an upstream."""
+    h_s, w_s, h_t, w_t, y, *more = arguments
+    tensors, options, _ = unpack(more, *RECORDS)
+    heads = (h_s, w_s), (h_t, w_t)
+    tokens = len(h_s) if order is None else len(order)
+    problems, copied, sides = [], 0, []
+    for i, (h, w) in enumerate(heads):
+        gradients = options.gradients(i)
+        hidden, weight, bias = gradients
+        dtype = str(h.dtype).removeprefix("torch.")
+        problem = Problem(tokens, h.shape[1], len(w), dtype, h.device.type, hidden, weight)
+        problems.append(Problem(**{**vars(problem), "grad_bias": bias}))
+        given = (w,) if order is not None else (h, w)
+        copied += sum(x.numel() * x.element_size() for x in given if not is_dense(x))
+        logits = _logit_map(h, order, i, options, tensors)
+        added = tensors.student_bias, tensors.teacher_bias
+        sides.append(Side(h, w, logits, added[i], gradients).selected(order))
+    shard = _shard(sharding, heads, y, options, tensors, upstream, stats)
+    problem_of_both = DivergenceProblem(
+        problems[0],
+        problems[1],
+        len(h_s),
+        copied,
+        not options.is_scalar or tensors.differ_by_token,
+        sharding.group is not None,
+    )
+    return Passes(sides, options, plan_divergence(problem_of_both, options.budget), shard)
+
+
+def _shard(
+    sharding: Sharding,
+    heads: Any,
+    y: Tensor | None,
+    options: Divergence,
+    tensors: DivergenceTensors,
+    upstream: Tensor | None,
+    stats: Tensor | None,
+) -> Unsharded:
+    """Return this rank's part of the call; raise on every rank if the ranks' calls differ."""
+    if sharding.group is None:
+        return Unsharded()
+    (h, w), (h_t, _) = heads
+    same: dict[str, Any] = {"operator": "divergence"}
+    same |= dict(zip(Divergence.names(), options.pack(), strict=True))
+    same["rows of teacher_input, and hidden size"] = list(h_t.shape)
+    same["dtype of teacher_input"] = str(h_t.dtype)
+    given = dict(zip(DivergenceTensors.names(), tensors.pack(), strict=True))
+    for name in ("student_bias", "teacher_bias"):  # of a rank's own classes
+        same[f"{name} given"] = given.pop(name) is not None
+    same |= {"target": y, **given}
+    if upstream is not None:
+        same |= {"operator": "divergence_backward", "gradient of the divergence": upstream}
+        same["statistics of the forward"] = stats
+    return shard_of(sharding, h, w, **same)
+
+
+def _logit_map(
+    h: Tensor, order: Tensor | None, index: int, options: Divergence, tensors: DivergenceTensors
+) -> LogitMap | None:
+    """Return the logit transform of a side, of the tokens that are computed."""
+    given = tensors.logit_tensors(index)
+    temperature = given.temperature
+    if temperature is not None and temperature.ndim and order is not None:
+        temperature = temperature.index_select(0, order)
+    tokens = h.new_empty(len(h) if order is None else len(order))
+    dtype = sum_dtype(h.dtype)
+    given = type(given)(given.linear_bias, temperature=temperature)
+    return LogitMap.of(options.logit_options(index), given, tokens, dtype)
+
+
+def _loss_scale(passes: Passes, tensors: DivergenceTensors, options: Divergence) -> Tensor:
+    """Return () the factor of each token's divergence in the reduced one."""
+    like, denominator = passes.sides[0].h, tensors.denominator
+    if denominator is not None:
+        return torch.where(denominator == 0, 0, denominator.to(passes.dtype).reciprocal())
+    count = max(passes.tokens, 1) if options.reduction == "mean" else 1
+    return like.new_full((), 1 / count, dtype=passes.dtype)
+
+
+def _restored(x: Tensor, order: Tensor | None, tokens: int) -> Tensor:
+    """Return x (..., M) of the computed tokens as (..., N), 0 for the others."""
+    if order is None:
+        return x
+    return x.new_zeros(*x.shape[:-1], tokens).index_copy_(-1, order, x)
+
+
+def _no_gradients(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return h.new_empty(0, h.shape[1]), w.new_empty(0, w.shape[1]), h.new_empty(0)
+
+
+def _fake_divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return an empty divergence and empty statistics."""
+    h, options = arguments[0], unpack(arguments[OPERANDS:], *RECORDS)[1]
+    dtype, tokens = sum_dtype(h.dtype), h.shape[0]
+    shape = () if options.is_scalar else (tokens,)
+    return h.new_empty(shape, dtype=dtype), h.new_empty((STATS, tokens), dtype=dtype)
+
+
+def _fake_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Return empty gradients."""
+    tensors, options, _ = unpack(arguments[OPERANDS:], *RECORDS)
+    results: list[Tensor] = []
+    biases = tensors.student_bias, tensors.teacher_bias
+    for i, (h, w) in enumerate((arguments[:2], arguments[2:4])):
+        hidden, weight, bias = options.gradients(i)
+        results.append(h.new_empty((h.shape[0] if hidden else 0, h.shape[1])))
+        results.append(w.new_empty((w.shape[0] if weight else 0, w.shape[1])))
+        given = biases[i]
+        results.append(h.new_empty((0,)) if given is None or not bias else torch.empty_like(given))
+    return (*results,)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save the arguments and the statistics."""
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.plain = [None if isinstance(x, Tensor) else x for x in inputs]
+    ctx.places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+    ctx.save_for_backward(output[1], *(inputs[i] for i in ctx.places))
+
+
+def _backward(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all inputs."""
+    arguments, results = list(ctx.plain), [None] * len(ctx.plain)
+    if upstream is None:
+        return (*results,)
+    stats, *given = ctx.saved_tensors
+    for place, x in zip(ctx.places, given, strict=True):
+        arguments[place] = x
+    _, options, sharding = unpack(arguments[OPERANDS:], *RECORDS)
+    if torch_compat.is_batched_backward():
+        raise NotImplementedError("linear_divergence: got is_grads_batched=True, expected False")
+    with report_errors(sharding.group):
+        gradients = torch.ops.cutefce.divergence_backward(upstream, stats, *arguments)
+    places = 0, 1, OPERANDS, 2, 3, OPERANDS + 1
+    wanted = *options.gradients(0), *options.gradients(1)
+    for place, gradient, is_wanted in zip(places, gradients, wanted, strict=True):
+        results[place] = gradient if is_wanted else None
+    return (*results,)
+
+
+def _refuse(ctx: Any, *_: Any) -> None:
+    """Raise NotImplementedError."""
+    raise NotImplementedError(
+        "linear_divergence: the divergence has no second derivatives, expected create_graph=False"
+    )
+
+
+_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+for name, schema, function, fake, backward, setup in (
+    (
+        "divergence",
+        f"({_HEADS}, {_OPTIONS}) -> (Tensor loss, Tensor stats)",
+        divergence,
+        _fake_divergence,
+        _backward,
+        _setup,
+    ),
+    (
+        "divergence_backward",
+        f"(Tensor upstream, Tensor stats, {_HEADS}, {_OPTIONS}) -> ({_GRADIENTS})",
+        divergence_backward,
+        _fake_backward,
+        _refuse,
+        lambda ctx, inputs, output: None,
+    ),
+):
+    LIBRARY.define(f"{name}{schema}", tags=_TAGS)
+    LIBRARY.impl(name, isolated_context(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cutefce::{name}", fake, lib=LIBRARY)
+    torch.library.register_autograd(f"cutefce::{name}", backward, setup_context=setup, lib=LIBRARY)

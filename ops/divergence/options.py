@@ -1,0 +1,81 @@
+"""What a divergence asks for beside its two heads, as records of the operators' arguments."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
+from cutefce.ops.schema import OperatorRecord, argument
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+
+
+@dataclass(frozen=True)
+class Divergence(OperatorRecord):
+    """Options that are constants of a compiled graph."""
+
+    divergence: str = argument("str")
+    """One of `DIVERGENCES`; a JSD whose beta is 0 or 1 is one of the others by now."""
+    beta: float = argument("float")
+    """β, the teacher's share of the JSD's mixture."""
+    reduction: str = argument("str")
+    """"mean", "sum" or "none"."""
+    ignore_index: int = argument("int")
+    """Tokens with this target do not count."""
+    budget: int = argument("int")
+    """Bytes that the call may take beyond inputs and gradients."""
+    student_scale: float = argument("float")
+    teacher_scale: float = argument("float")
+    """a: factors of the products of hidden states and weight."""
+    student_softcap: float | None = argument("float?")
+    teacher_softcap: float | None = argument("float?")
+    """c: bounds of the logits, c tanh(x / c); None for none."""
+    student_gradients: list[bool] = argument("bool[]")
+    teacher_gradients: list[bool] = argument("bool[]")
+    """Whether the gradients of hidden states, weight and bias are computed."""
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether the loss is a scalar, so that every token's has one upstream gradient."""
+        return self.reduction != "none"
+
+    def logit_options(self, index: int) -> LossOptions:
+        """Return the logit options of the student (0) or the teacher (1)."""
+        if index:
+            return LossOptions(logit_scale=self.teacher_scale, softcap=self.teacher_softcap)
+        return LossOptions(logit_scale=self.student_scale, softcap=self.student_softcap)
+
+    def gradients(self, index: int) -> tuple[bool, bool, bool]:
+        """Return which gradients of the student (0) or the teacher (1) are computed."""
+        hidden, weight, bias = self.teacher_gradients if index else self.student_gradients
+        return hidden, weight, bias
+
+
+@dataclass(frozen=True)
+class DivergenceTensors(OperatorRecord):
+    """Options that are tensors, on the device of the hidden states."""
+
+    student_bias: Tensor | None = argument("Tensor?")
+    teacher_bias: Tensor | None = argument("Tensor?")
+    """(V,) addends of the logits, before the softcap."""
+    student_temperature: Tensor | None = argument("Tensor?")
+    teacher_temperature: Tensor | None = argument("Tensor?")
+    """() or (N,) divisors of the logits, after the softcap."""
+    denominator: Tensor | None = argument("Tensor?")
+    """() divisor of "mean"; None for the number of tokens that count."""
+
+    def logit_tensors(self, index: int) -> TensorOptions:
+        """Return the logit options of the student (0) or the teacher (1)."""
+        if index:
+            return TensorOptions(self.teacher_bias, temperature=self.teacher_temperature)
+        return TensorOptions(self.student_bias, temperature=self.student_temperature)
+
+    @property
+    def differ_by_token(self) -> bool:
+        """Whether tokens have temperatures of their own."""
+        given = self.student_temperature, self.teacher_temperature
+        return any(x is not None and x.ndim > 0 for x in given)
+
+
+RECORDS = DivergenceTensors, Divergence, Sharding
+"""In the order of the operators' arguments."""

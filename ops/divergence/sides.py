@@ -1,0 +1,136 @@
+"""One side of a divergence, student or teacher: its logits tile by tile, and its gradients."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.parallel.shard import Unsharded
+from cutefce.ops.primitives.portable_gradients import matmul_into, scale_rows
+from cutefce.ops.primitives.portable_projection import dense
+from cutefce.ops.primitives.weighted_sum import weighted_sum
+from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.rows.targets import sum_dtype
+
+
+@dataclass(frozen=True)
+class Side:
+    """The tokens that are computed, M of N, and the classes of this rank."""
+
+    h: Tensor
+    """(M, D) hidden states."""
+    w: Tensor
+    """(V, D)"""
+    logits: LogitMap | None
+    """From products to the model's logits; None for the identity."""
+    bias: Tensor | None
+    """(V,) as given; None without."""
+    gradients: tuple[bool, bool, bool]
+    """Whether those of hidden states, weight and bias are computed."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it has gradients."""
+        return any(self.gradients)
+
+    @property
+    def cap(self) -> Tensor | None:
+        """(M,) the bound of the logits; None without a softcap."""
+        return None if self.logits is None else self.logits.cap
+
+    def selected(self, order: Tensor | None) -> "Side":
+        """Return the side with the tokens `order` (M,) of its hidden states, None for all."""
+        h = self.h if order is None else self.h.index_select(0, order)
+        return replace(self, h=dense(h), w=dense(self.w))
+
+    def project(self, out: Tensor, rows: slice, columns: slice) -> None:
+        """Write the model's logits of slices of tokens and classes to `out` (R, C)."""
+        matmul_into(out, self.h[rows], self.w[columns].t(), accumulate=False)
+        if self.logits is not None:
+            self.logits.apply_(out, rows, columns)
+
+    def row_scale(self, upstream: Tensor) -> Tensor:
+        """Return () or (M,) what the factors of each token are multiplied by.
+
+        `upstream` () or (M,) is the gradient of each token's divergence.
+        """
+        if self.logits is None or self.logits.factor is None:
+            return upstream
+        return upstream * self.logits.factor
+
+
+class SideGradients:
+    """The gradients of a side, summed window by window from factors (M, C).
+
+    Factors are the derivatives of each token's divergence by its logits, without the upstream
+    gradient, temperature and logit scale; these are `scale`.
+    """
+
+    def __init__(self, side: Side, upstream: Tensor) -> None:
+        """Allocate sums; `upstream` is as in `Side.row_scale`, in the dtype of sums."""
+        grad_hidden, grad_weight, grad_bias = side.gradients
+        (tokens, hidden), (vocab, _) = side.h.shape, side.w.shape
+        dtype = sum_dtype(side.h.dtype)
+        self.side, self.scale = side, side.row_scale(upstream.to(dtype))
+        self.common, self.relative = self.scale, None
+        if self.scale.ndim:
+            # relative to the largest, for 16 bits
+            largest = torch.where(self.scale.isfinite(), self.scale.abs(), 0)
+            common = largest.amax() if tokens else largest.sum()
+            self.common = torch.where(common == 0, 1, common)
+            self.relative = self.scale / self.common
+        self.h = side.h
+        if grad_weight and self.relative is not None:
+            self.h = torch.empty_like(side.h)
+            scale_rows(self.h, side.h, self.relative)
+        self.dx = side.h.new_empty(tokens, hidden, dtype=dtype) if grad_hidden else None
+        self.dw = side.w.new_empty(vocab if grad_weight else 0, hidden)
+        self.dbias = self.scale.new_zeros(vocab) if grad_bias else None
+        self.sums = self.dw
+
+    def begin(self, columns: slice) -> None:
+        """Begin with the classes `columns`."""
+        if len(self.dw):
+            self.sums = self.dw[columns]
+            if self.dw.dtype != self.scale.dtype:
+                self.sums = self.sums.new_empty(self.sums.shape, dtype=self.scale.dtype)
+
+    def add(self, factors: Tensor, rows: slice, columns: slice) -> None:
+        """Add what a tile of factors (R, C) gives."""
+        if self.dx is not None:
+            matmul_into(self.dx[rows], factors, self.side.w[columns], accumulate=columns.start > 0)
+        if len(self.dw):
+            matmul_into(self.sums, factors.t(), self.h[rows], accumulate=rows.start > 0)
+        if self.dbias is not None:
+            scale = None if self.relative is None else self.relative[rows]
+            self.dbias[columns] += weighted_sum(factors, scale)
+
+    def end(self, columns: slice) -> None:
+        """Finish the rows of dW of the classes `columns`."""
+        if len(self.dw):
+            self.sums.mul_(self.common)
+            if self.sums.dtype != self.dw.dtype:
+                self.dw[columns] = self.sums
+            self.sums = self.dw
+
+    def finish(
+        self, shard: Unsharded, order: Tensor | None, tokens: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dX (tokens, D), dW (V, D) and the bias' gradient (V,), without rows if not asked.
+
+        `order` (M,) are the places of the computed tokens, None for all; the others get 0.
+        """
+        h, dbias = self.side.h, self.dbias
+        dx = h.new_empty(0, h.shape[1])
+        if self.dx is not None:
+            scale = self.scale if self.scale.ndim else self.scale.expand(len(h)).contiguous()
+            scale_rows(self.dx, self.dx, scale)
+            dx = shard.finish_dx(self.dx, h.dtype)
+            self.dx = None
+            if order is not None:
+                dx = dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, order, dx)
+        if dbias is None:
+            return dx, self.dw, h.new_empty(0)
+        assert self.side.bias is not None
+        scale = self.common if self.side.logits is None else self.common / self.side.logits.scale
+        return dx, self.dw, (dbias * scale).to(self.side.bias.dtype)
