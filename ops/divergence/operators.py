@@ -36,7 +36,7 @@ _GRADIENTS = ", ".join(f"Tensor {x}{side}" for side in "st" for x in ("dx_", "dw
 
 
 def divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the reduced divergence, and the statistics (4, N), 0 of tokens that do not count.
+    """Return the reduced divergence, and the statistics (6, N), 0 of tokens that do not count.
 
     The arguments are (N, D) and (V, D) of the student and of the teacher, (N,) targets or None, and
     those of `RECORDS`.
@@ -70,7 +70,7 @@ def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tup
         upstream = upstream.index_select(0, order)
     rows = stats if order is None else stats.index_select(1, order)
     sums = {
-        i: SideGradients(side, upstream / passes.boost(i))
+        i: SideGradients(side, upstream, passes.boost(i))
         for i, side in enumerate(passes.sides)
         if side.is_trained
     }

@@ -3,10 +3,12 @@
     forward     log-sum-exps and divergences: one pass if a tile has all classes, else two
     backward    factors of each tile, and what they add to the gradients
 
-The statistics of a token are the log-sum-exps of student and teacher, and KL(student || x) and
-KL(teacher || x), where x is the other side or the JSD's mixture; one that is not needed is 0.
+The statistics of a token are the largest logit of the student, its log-sum-exp less that, the same
+of the teacher, and KL(student || x) and KL(teacher || x), where x is the other side or the JSD's
+mixture; one that is not needed is 0.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,8 +16,8 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.divergence.elementwise import (
+    add_exps_,
     add_kl_,
-    add_lse_,
     add_mixture_kl_,
     kl_factors_of_first_,
     kl_factors_of_second_,
@@ -29,8 +31,8 @@ from cutefce.ops.primitives.portable_gradients import apply_rowwise, blocks
 from cutefce.ops.rows.targets import sum_dtype
 
 STUDENT, TEACHER = 0, 1
-STATS = 4
-"""Statistics of a token: two log-sum-exps, then two divergences."""
+SUMS, STATS = 4, 6
+"""Statistics of a token, of which the first ones make the log-sum-exps of both sides."""
 
 
 @dataclass
@@ -66,25 +68,26 @@ class Passes:
         return sum_dtype(self.sides[STUDENT].h.dtype)
 
     def forward(self) -> tuple[Tensor, Factors]:
-        """Return the statistics (4, M), and the factors that are kept."""
+        """Return the statistics (6, M), and the factors that are kept."""
         plan, sides = self.plan, self.sides
         stats = sides[STUDENT].h.new_zeros(STATS, self.tokens, dtype=self.dtype)
-        stats[:2].fill_(-torch.inf)
+        for index in (STUDENT, TEACHER):
+            stats[2 * index] = -torch.inf
         tiles = self._tiles(plan.forward_rows, plan.forward_columns)
         if not plan.is_one_pass or isinstance(self.shard, VocabShard):
             for rows, columns in self._places(plan.forward_rows, plan.forward_columns):
-                self._add_lses(stats, self._project(tiles, rows, columns), rows)
-            if isinstance(self.shard, VocabShard):
-                stats[:2] = self.shard.all_gather(stats[:2]).logsumexp(0)
+                self._add_exps(stats, self._project(tiles, rows, columns), rows)
+            self._finish_lses(stats)
             for rows, columns in self._places(plan.forward_rows, plan.forward_columns):
                 self._add_divergences(stats, self._project(tiles, rows, columns), rows)
             if isinstance(self.shard, VocabShard):
-                stats[2:] = self.shard.all_reduce_(stats[2:].contiguous())
+                stats[SUMS:] = self.shard.all_reduce_(stats[SUMS:].clone())
             return stats, Factors()
         kept = Factors([self._empty_factors(side, plan.kept) for side in sides])
         for rows, columns in self._places(plan.forward_rows, self.vocab, plan.kept):
             logits = self._project(tiles, rows, columns)
-            self._add_lses(stats, logits, rows)
+            self._add_exps(stats, logits, rows)
+            stats[1:SUMS:2, rows].log_()
             self._add_divergences(stats, logits, rows)
             if rows.start < plan.kept:
                 for index, factors in enumerate(kept.sides):
@@ -94,6 +97,8 @@ class Passes:
 
     def backward(self, stats: Tensor, kept: Factors, gradients: Sequence[SideGradients]) -> None:
         """Add all tiles to `gradients`, those of the sides that have some, in order."""
+        if not self.tokens:
+            return
         plan, trained = self.plan, [i for i in (STUDENT, TEACHER) if self.sides[i].is_trained]
         count = max((len(x) for x in kept.sides if x is not None), default=0)
         size = min(plan.rows, self.tokens) * min(plan.columns, self.vocab)
@@ -113,14 +118,14 @@ class Passes:
                         factors = found[rows, columns]
                     else:
                         factors = _view(outs[i], rows, columns)
-                        self._write_factors(factors, i, logits, stats, rows)
+                        self._write_factors(factors, i, logits, stats, rows, each.relative)
                     each.add(factors, rows, columns)
             for each in gradients:
                 each.end(columns)
 
     def values(self, stats: Tensor) -> Tensor:
-        """Return the divergences (M,) of statistics (4, M)."""
-        of_student, of_teacher = stats[2], stats[3]
+        """Return the divergences (M,) of statistics (6, M)."""
+        of_student, of_teacher = stats[SUMS], stats[SUMS + 1]
         if self.options.divergence == "forward_kl":
             return of_teacher.clone()
         if self.options.divergence == "reverse_kl":
@@ -155,57 +160,90 @@ class Passes:
             side.project(out, rows, columns)
         return logits
 
-    def _add_lses(self, stats: Tensor, logits: Sequence[Tensor], rows: slice) -> None:
+    def _add_exps(self, stats: Tensor, logits: Sequence[Tensor], rows: slice) -> None:
         for index, x in enumerate(logits):
-            apply_rowwise(add_lse_, stats[index, rows], x)
+            apply_rowwise(add_exps_, *_lse(stats, index, rows), x)
+
+    def _finish_lses(self, stats: Tensor) -> None:
+        """Set the log-sum-exps from the sums of this rank's classes."""
+        if isinstance(self.shard, VocabShard):
+            parts = self.shard.all_gather(stats[:SUMS])
+            for index in (STUDENT, TEACHER):
+                tops, totals = parts[:, 2 * index], parts[:, 2 * index + 1]
+                top, total = _lse(stats, index, slice(None))
+                top.copy_(tops.amax(0))
+                reference = torch.where(top == -torch.inf, 0, top)  # -inf - -inf is NaN
+                total.copy_((totals * (tops - reference).exp()).sum(0))
+        stats[1:SUMS:2].log_()
 
     def _add_divergences(self, stats: Tensor, logits: Sequence[Tensor], rows: slice) -> None:
         kind = self.options.divergence
         for a in (STUDENT, TEACHER):
             b = 1 - a
-            operands = stats[2 + a, rows], logits[a], logits[b], stats[a, rows], stats[b, rows]
+            out, sums = stats[SUMS + a, rows], (_lse(stats, a, rows), _lse(stats, b, rows))
+            operands = out, logits[a], logits[b], *sums[0], *sums[1]
             if kind == "jsd":
-                apply_rowwise(add_mixture_kl_, *operands, whole=(self._share(a),))
+                apply_rowwise(add_mixture_kl_, *operands, whole=self._shares(a))
             elif a == self._first:
                 apply_rowwise(add_kl_, *operands)
 
     def _write_factors(
-        self, out: Tensor, a: int, logits: Sequence[Tensor], stats: Tensor, rows: slice
+        self,
+        out: Tensor,
+        a: int,
+        logits: Sequence[Tensor],
+        stats: Tensor,
+        rows: slice,
+        scale: Tensor | None = None,
     ) -> None:
-        """Write the factors (R, C) of the side `a` to `out`."""
+        """Write the factors (R, C) of the side `a` to `out`, times `scale` (M,) or the boost."""
         b, cap = 1 - a, self.sides[a].cap
         first = a if self.options.divergence == "jsd" else self._first
-        more = stats[2 + first, rows], None if cap is None else cap[rows]
-        operands = out, logits[a], logits[b], stats[a, rows], stats[b, rows], *more
-        boost = self.boost(a)
-        whole = (None if boost == 1 else out.new_full((), boost, dtype=self.dtype),)
+        if scale is None and self.boost(a) != 1:
+            scale = stats.new_full(stats.shape[1:], self.boost(a))
+        more = (x if x is None else x[rows] for x in (stats[SUMS + first], cap, scale))
+        sums = *_lse(stats, a, rows), *_lse(stats, b, rows)
+        operands = out, logits[a], logits[b], *sums, *more
         if self.options.divergence == "jsd":
-            apply_rowwise(mixture_factors_, *operands, whole=(*whole, self._share(a)))
+            apply_rowwise(mixture_factors_, *operands, whole=self._shares(a))
         elif a == first:
-            apply_rowwise(kl_factors_of_first_, *operands, whole=whole)
+            apply_rowwise(kl_factors_of_first_, *operands)
         else:
-            apply_rowwise(kl_factors_of_second_, *operands, whole=whole)
+            apply_rowwise(kl_factors_of_second_, *operands)
 
     def boost(self, index: int) -> float:
         """Return the power of 2 that a side's factors are multiplied by, for float16's range.
 
-        All but those that hold a difference of logits are 1 at most.
+        Those of a JSD are at most its share of the mixture times the share's logarithm, those that
+        hold a difference of logits are not bounded, and the others are 1 at most.
         """
         if self.sides[index].h.dtype != torch.float16:
             return 1.0
-        unbounded = self.options.divergence != "jsd" and index == self._first
-        return 2.0**4 if unbounded else 2.0**12
+        if self.options.divergence == "jsd":
+            return 2.0 ** (10 - math.ceil(math.log2(self.share(index))))
+        return 2.0**4 if index == self._first else 2.0**12
 
     @property
     def _first(self) -> int:
         """The side whose probabilities a KL divergence averages over."""
         return TEACHER if self.options.divergence == "forward_kl" else STUDENT
 
-    def _share(self, index: int) -> Tensor:
-        """Return () the share of a side in the JSD's mixture."""
-        beta = self.options.beta
-        share = 1 - beta if index == STUDENT else beta
-        return torch.full((), share, dtype=self.dtype, device=self.sides[STUDENT].h.device)
+    def share(self, index: int) -> float:
+        """Return the share of a side in the JSD's mixture."""
+        return self.options.beta if index == TEACHER else 1 - self.options.beta
+
+    def _shares(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return () the shares of a side and of the other one, on the device."""
+        like = self.sides[STUDENT].h
+        own, other = (
+            like.new_full((), self.share(i), dtype=self.dtype) for i in (index, 1 - index)
+        )
+        return own, other
+
+
+def _lse(stats: Tensor, index: int, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return the largest logit (R,) of a side's tokens, and the log-sum-exp less that."""
+    return stats[2 * index, rows], stats[2 * index + 1, rows]
 
 
 def _view(memory: Tensor, rows: slice, columns: slice) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.parallel.shard import Unsharded
-from cutefce.ops.primitives.portable_gradients import matmul_into, scale_rows
+from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.primitives.portable_projection import dense
 from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.rows.logit_map import LogitMap
@@ -62,48 +62,46 @@ class Side:
 class SideGradients:
     """The gradients of a side, summed window by window from factors (M, C).
 
-    Factors are the derivatives of each token's divergence by its logits, without the upstream
-    gradient, temperature and logit scale; these are `scale`.
+    Factors are the derivatives of each token's divergence by its logits, times `boost` and the
+    token's `relative` scale; what they are multiplied by in the end, `common`, is one number.
     """
 
-    def __init__(self, side: Side, upstream: Tensor) -> None:
-        """Allocate sums; `upstream` is as in `Side.row_scale`, in the dtype of sums."""
+    def __init__(self, side: Side, upstream: Tensor, boost: float) -> None:
+        """Allocate sums; `upstream` is as in `Side.row_scale`."""
         grad_hidden, grad_weight, grad_bias = side.gradients
         (tokens, hidden), (vocab, _) = side.h.shape, side.w.shape
         dtype = sum_dtype(side.h.dtype)
-        self.side, self.scale = side, side.row_scale(upstream.to(dtype))
-        self.common, self.relative = self.scale, None
-        if self.scale.ndim:
-            # relative to the largest, for 16 bits
-            largest = torch.where(self.scale.isfinite(), self.scale.abs(), 0)
-            common = largest.amax() if tokens else largest.sum()
-            self.common = torch.where(common == 0, 1, common)
-            self.relative = self.scale / self.common
-        self.h = side.h
-        if grad_weight and self.relative is not None:
-            self.h = torch.empty_like(side.h)
-            scale_rows(self.h, side.h, self.relative)
+        self.side, self.relative = side, None
+        common = side.row_scale(upstream.to(dtype))
+        if common.ndim:
+            # relative to the largest, for factors of 16 bits
+            scale, finite = common, torch.where(common.isfinite(), common.abs(), 0)
+            largest = finite.amax() if tokens else finite.sum()
+            common = torch.where(largest == 0, 1, largest)
+            self.relative = scale / common * boost
+        self.common = common / boost
         self.dx = side.h.new_empty(tokens, hidden, dtype=dtype) if grad_hidden else None
         self.dw = side.w.new_empty(vocab if grad_weight else 0, hidden)
-        self.dbias = self.scale.new_zeros(vocab) if grad_bias else None
+        if not tokens:  # then nothing is added
+            self.dw.zero_()
+        self.dbias = common.new_zeros(vocab) if grad_bias else None
         self.sums = self.dw
 
     def begin(self, columns: slice) -> None:
         """Begin with the classes `columns`."""
         if len(self.dw):
             self.sums = self.dw[columns]
-            if self.dw.dtype != self.scale.dtype:
-                self.sums = self.sums.new_empty(self.sums.shape, dtype=self.scale.dtype)
+            if self.dw.dtype != self.common.dtype:
+                self.sums = self.sums.new_empty(self.sums.shape, dtype=self.common.dtype)
 
     def add(self, factors: Tensor, rows: slice, columns: slice) -> None:
         """Add what a tile of factors (R, C) gives."""
         if self.dx is not None:
             matmul_into(self.dx[rows], factors, self.side.w[columns], accumulate=columns.start > 0)
         if len(self.dw):
-            matmul_into(self.sums, factors.t(), self.h[rows], accumulate=rows.start > 0)
+            matmul_into(self.sums, factors.t(), self.side.h[rows], accumulate=rows.start > 0)
         if self.dbias is not None:
-            scale = None if self.relative is None else self.relative[rows]
-            self.dbias[columns] += weighted_sum(factors, scale)
+            self.dbias[columns] += weighted_sum(factors, None)
 
     def end(self, columns: slice) -> None:
         """Finish the rows of dW of the classes `columns`."""
@@ -123,9 +121,7 @@ class SideGradients:
         h, dbias = self.side.h, self.dbias
         dx = h.new_empty(0, h.shape[1])
         if self.dx is not None:
-            scale = self.scale if self.scale.ndim else self.scale.expand(len(h)).contiguous()
-            scale_rows(self.dx, self.dx, scale)
-            dx = shard.finish_dx(self.dx, h.dtype)
+            dx = shard.finish_dx(self.dx.mul_(self.common), h.dtype)
             self.dx = None
             if order is not None:
                 dx = dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, order, dx)

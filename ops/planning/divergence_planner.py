@@ -19,8 +19,8 @@ from cutefce.ops.planning.step_memory import accumulates_wider, row_block_bytes,
 
 FORWARD_ROWS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Tokens of the forward's tiles that have all classes."""
-ROWS = (256, 512, 1024, 2048, 4096, 8192)
-COLUMNS = (1024, 2048, 4096, 8192, 16384, 32768)
+ROWS = (128, 256, 512, 1024, 2048, 4096, 8192)
+COLUMNS = (2048, 4096, 8192, 16384, 32768)
 """Tokens and classes of other tiles; smaller ones than the problem, and all of it."""
 KEPT_PARTS = 16
 """Tokens are kept in multiples of this part of all."""
@@ -106,7 +106,7 @@ def plan_divergence(problem: DivergenceProblem, budget: int) -> DivergencePlan:
     )
     budget = max(budget, ceil(least * FLOOR))
     tokens, best = problem.student.tokens, None
-    may_keep = bool(problem.trained) and not problem.sharded
+    may_keep = bool(problem.trained) and not (problem.sharded or problem.scales_rows)
     for part in range(KEPT_PARTS + 1 if may_keep else 1):
         kept = tokens * part // KEPT_PARTS
         left = budget - kept * problem.student.vocab * problem.factor_bytes
@@ -213,7 +213,7 @@ def _tile_bytes(problem: DivergenceProblem, rows: int, columns: int) -> int:
 
 
 def _gradient_bytes(problem: DivergenceProblem) -> int:
-    """Bytes of sums of the gradients, and of scaled hidden states, beside the gradients."""
+    """Bytes of sums of the gradients, beside the gradients."""
     taken = 0
     for p in problem.trained:
         rows = p.tokens * p.hidden
@@ -224,9 +224,5 @@ def _gradient_bytes(problem: DivergenceProblem) -> int:
                 taken += rows * p.item_bytes  # rounded, before they are put in their places
             if problem.sharded:
                 taken += rows * p.accumulator_bytes
-        if p.grad_weight and problem.scales_rows:
-            taken += rows * p.item_bytes
         taken += 2 * p.grad_bias * p.vocab * p.accumulator_bytes
-        if p.device == "cpu":  # the step that scales rows
-            taken += 2 * min(rows * p.accumulator_bytes, row_block_bytes("cpu"))
     return taken

@@ -1,0 +1,298 @@
+"""Divergences and their gradients against float64, and against the formulas of trainers."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import cutefce
+from tests.support.divergence import (
+    FORMS,
+    NAMES,
+    PLANS,
+    Heads,
+    assert_as_accurate,
+    distance,
+    expected,
+    heads,
+    model_logits,
+    ours,
+    planned,
+    several,
+    token_divergences,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = {
+    "a single class: every divergence is 0": (5, (8, 8), 1),
+    "few classes": (33, (16, 24), 7),
+    "one token": (1, (32, 8), 300),
+    "odd hidden sizes": (40, (13, 7), 257),
+    "ragged tiles": (1100, (24, 16), 1300),
+    "a teacher of one feature": (40, (16, 1), 100),
+    "32001: one beyond a multiple of every tile": (24, (16, 24), 32001),
+    "151669: Qwen 3, odd": (12, (8, 16), 151669),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "scales": {"logit_scale": (0.5, -2.0)},
+    "one scale": {"logit_scale": 0.25},
+    "softcaps": {"softcap": (3.0, 2.0)},
+    "a softcap of the student": {"softcap": (2.0, None)},
+    "temperatures": {"temperature": (0.7, 2.0)},
+    "one temperature": {"temperature": 3.0},
+    "a temperature of each token": {"temperature": (torch.rand(60).double() + 0.5, 2.0)},
+    "all": {
+        "logit_scale": (0.5, -2.0),
+        "softcap": (3.0, 2.0),
+        "temperature": (torch.rand(60).double() + 0.5, torch.tensor(1.5)),
+    },
+}
+forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@forms
+@dtypes
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan(plan: str, dtype: torch.dtype, form: dict[str, Any], device: str) -> None:
+    cases = several(150, (48, 40), 333, dtype=dtype, device=device, logit_std=2)
+    with planned(plan):
+        assert_as_accurate(cases, **form)
+
+
+@forms
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_in_float64(plan: str, form: dict[str, Any], device: str) -> None:
+    case = heads(150, (48, 40), 333, dtype=torch.float64, device=device, biases=True)
+    want = expected(case, **form)
+    with planned(plan):
+        for got, truth in zip(ours(case, **form), want, strict=True):
+            assert distance(got, truth) <= 1e-12 * float(truth.norm())
+
+
+@forms
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("workspace", ["max", "min"])
+def test_shapes(
+    workspace: str,
+    shape: tuple[int, tuple[int, int], int],
+    dtype: torch.dtype,
+    form: dict[str, Any],
+    device: str,
+) -> None:
+    cases = several(*shape, dtype=dtype, device=device)
+    if shape[2] == 1:
+        assert not any(x.any() for x in ours(cases[0], workspace=workspace, **form))
+    else:
+        assert_as_accurate(cases, workspace=workspace, **form)
+
+
+@forms
+@dtypes
+@pytest.mark.parametrize("logit_std", [0.01, 0.3, 3, 8, 16])
+def test_logit_sizes(
+    logit_std: float, dtype: torch.dtype, form: dict[str, Any], device: str
+) -> None:
+    cases = several(100, (32, 64), 1000, dtype=dtype, device=device, logit_std=logit_std)
+    assert_as_accurate(cases, **form)
+
+
+@forms
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options(options: dict[str, Any], plan: str, form: dict[str, Any], device: str) -> None:
+    case = heads(60, (16, 12), 133, dtype=torch.float64, device=device, logit_std=2, biases=True)
+
+    def move(x: Any) -> Any:
+        return (
+            tuple(map(move, x)) if isinstance(x, tuple) else getattr(x, "to", lambda _: x)(device)
+        )
+
+    options = {name: move(value) for name, value in options.items()} | form
+    with planned(plan):
+        for got, truth in zip(ours(case, **options), expected(case, **options), strict=True):
+            assert distance(got, truth) <= 1e-12 * float(truth.norm())
+
+
+@forms
+@dtypes
+def test_16_bit_options_are_as_accurate(
+    dtype: torch.dtype, form: dict[str, Any], device: str
+) -> None:
+    cases = several(60, (32, 16), 533, dtype=dtype, device=device, logit_std=2, biases=True)
+    options = {"logit_scale": (0.5, 2.0), "softcap": (3.0, 4.0), "temperature": (0.7, 2.0), **form}
+    assert_as_accurate(cases, **options)
+
+
+@forms
+@pytest.mark.parametrize("workspace", ["max", "min"])
+def test_a_frozen_teacher_has_the_same_student(
+    workspace: str, form: dict[str, Any], device: str
+) -> None:
+    case = heads(60, (16, 12), 133, device=device)
+    frozen = Heads(
+        (*case.tensors[:2], case.tensors[2].detach(), case.tensors[3].detach()),
+        case.target,
+        case.upstream,
+    )
+    for got, want in zip(
+        ours(frozen, workspace=workspace, **form),
+        ours(case, workspace=workspace, **form),
+        strict=False,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("wanted", [[0], [1], [2], [3], [0, 3], [1, 2]], ids=str)
+@pytest.mark.parametrize("workspace", ["max", "min"])
+def test_each_gradient_alone(workspace: str, wanted: list[int], device: str) -> None:
+    case = heads(60, (16, 12), 133, dtype=torch.float64, device=device)
+    every = expected(case, divergence="jsd")[1:]
+    tensors = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(case.tensors)]
+    part = Heads(tuple(tensors), case.target, case.upstream)  # type: ignore[arg-type]
+    for got, i in zip(ours(part, divergence="jsd", workspace=workspace)[1:], wanted, strict=True):
+        assert distance(got, every[i]) <= 1e-12 * float(every[i].norm())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("workspace", ["max", "min"])
+@dtypes
+def test_reductions(dtype: torch.dtype, workspace: str, reduction: str, device: str) -> None:
+    case = heads(90, (16, 24), 333, dtype=dtype, device=device)
+    count = int((case.target != -100).sum()) if reduction == "mean" else 1
+    uniform = Heads(case.tensors, case.target, torch.full_like(case.upstream, 1 / count))
+    for more, divisor in (({}, count), ({"denominator": 7}, 7)):
+        if more and reduction == "sum":
+            continue
+        loss = cutefce.linear_divergence(
+            *case.tensors, case.target, reduction=reduction, workspace=workspace, **more
+        )
+        got = [loss, *torch.autograd.grad(loss, case.leaves)]
+        want = expected(uniform.cast(torch.float64))
+        torch.testing.assert_close(got[0].double(), want[0].sum() / divisor, rtol=1e-6, atol=0)
+        for a, b in zip(got[1:], want[1:], strict=True):
+            b = b * (count / divisor)
+            assert distance(a, b) <= 4 * torch.finfo(dtype).eps * float(b.norm()) + 1e-6
+
+
+@forms
+def test_gradcheck(form: dict[str, Any]) -> None:
+    case = heads(5, (3, 4), 11, dtype=torch.float64, biases=True)
+    options = {"softcap": (2.0, 3.0), "temperature": 1.5, "reduction": "none", **form}
+
+    def run(*leaves: Tensor) -> Tensor:
+        return cutefce.linear_divergence(
+            *leaves[:4], case.target, student_bias=leaves[4], teacher_bias=leaves[5], **options
+        )
+
+    assert torch.autograd.gradcheck(run, case.leaves)
+
+
+@pytest.mark.parametrize("beta", [0, 0.0, 0.25, 0.5, 1])
+def test_generalized_jsd_of_trainers(beta: float, device: str) -> None:
+    """Eq. (1) of arXiv 2306.13649 as TRL's distillation trainers have it: sums of `F.kl_div`.
+
+    The mean is over tokens whose label is not -100.
+    """
+    case = heads(48, (16, 24), 200, device=device, trained="student")
+    scaled = [model_logits(case, i, temperature=0.9).log_softmax(-1) for i in (0, 1)]
+    student, teacher = scaled
+    kinds = {"reduction": "none", "log_target": True}
+    if beta == 0:
+        terms = F.kl_div(student, teacher, **kinds)  # type: ignore[arg-type]
+    elif beta == 1:
+        terms = F.kl_div(teacher, student, **kinds)  # type: ignore[arg-type]
+    else:
+        mixture = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
+        terms = beta * F.kl_div(mixture, teacher, **kinds)  # type: ignore[arg-type]
+        terms = terms + (1 - beta) * F.kl_div(mixture, student, **kinds)  # type: ignore[arg-type]
+    want = terms.sum(-1)[case.target != -100].mean()
+    got = cutefce.linear_divergence(
+        *case.tensors, case.target, divergence="jsd", beta=beta, temperature=0.9
+    )
+    assert abs(float(got) - float(want)) <= 1e-6
+    for a, b in zip(
+        torch.autograd.grad(got, case.leaves), torch.autograd.grad(want, case.leaves), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+
+
+@forms
+@pytest.mark.parametrize("workspace", ["max", "min"])
+def test_equal_heads_have_no_divergence(workspace: str, form: dict[str, Any], device: str) -> None:
+    h, w, _, _ = heads(60, (16, 16), 333, device=device, logit_std=4).tensors
+    losses = cutefce.linear_divergence(
+        h, w, h.detach(), w.detach(), reduction="none", workspace=workspace, **form
+    )
+    assert not losses.any()
+    assert not any(x.any() for x in torch.autograd.grad(losses.sum(), (h, w)))
+
+
+@forms
+@pytest.mark.parametrize("workspace", ["max", "min"])
+def test_close_heads_keep_relative_precision(
+    workspace: str, form: dict[str, Any], device: str
+) -> None:
+    """Where the definition's terms cancel: divergences of 1e-9 nats in float32."""
+    case = heads(60, (16, 16), 333, device=device, ignored=0)
+    h, w = case.tensors[0].detach(), case.tensors[1].detach()
+    logits = (h @ w.t()).mul(256).round().div(256)
+    close = logits + torch.randn_like(logits).mul(8).round() / 2**17  # both exact in float32
+    eye = torch.eye(333, device=device)
+    pair = Heads((close, eye, logits, eye), case.target, case.upstream)
+    want = token_divergences(close.double(), logits.double(), **form)
+    assert float(want.min()) > 1e-13 and float(want.max()) < 1e-8
+    got = cutefce.linear_divergence(*pair.tensors, reduction="none", workspace=workspace, **form)
+    assert float(((got - want) / want).abs().max()) < 0.02
+
+
+@forms
+@pytest.mark.parametrize("workspace", ["max", "min"])
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e30])
+def test_far_logits(size: float, workspace: str, form: dict[str, Any], device: str) -> None:
+    """Sides that are sure of different classes, and a common offset."""
+    eye = torch.eye(97, device=device)
+    logits = torch.randn(2, 40, 97, device=device).mul(8).round().div(8)
+    logits[0, :, 3], logits[1, :, 5] = size, size
+    student, teacher = logits[0].clone().requires_grad_(), logits[1].clone().requires_grad_()
+    got = cutefce.linear_divergence(
+        student, eye, teacher, eye, reduction="none", workspace=workspace, **form
+    )
+    wide = [x.detach().double().requires_grad_() for x in (student, teacher)]
+    want = token_divergences(*wide, **form)
+    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=1e-6)
+    for a, b in zip(
+        torch.autograd.grad(got.sum(), (student, teacher)),
+        torch.autograd.grad(want.sum(), wide),
+        strict=True,
+    ):
+        assert distance(a, b) <= 1e-5 * (1 + float(b.norm()))
+
+
+@forms
+@pytest.mark.parametrize("workspace", ["max", "min"])
+def test_classes_that_both_sides_exclude(workspace: str, form: dict[str, Any], device: str) -> None:
+    """A bias of -inf, as of padded classes, is the same as no such classes."""
+    case = heads(40, (16, 12), 200, dtype=torch.float64, device=device)
+    bias = torch.zeros(200, dtype=torch.float64, device=device)
+    bias[150:] = -torch.inf
+    got = ours(case, student_bias=bias, teacher_bias=bias, workspace=workspace, **form)
+    few = [x.detach()[:150] if i % 2 else x.detach() for i, x in enumerate(case.tensors)]
+    part = Heads(tuple(x.requires_grad_() for x in few), case.target, case.upstream)  # type: ignore[arg-type]
+    for name, a, b in zip(("loss", *NAMES), got, expected(part, **form), strict=True):
+        assert distance(a[:150], b) <= 1e-12 * float(b.norm()), name
+        assert name not in NAMES[1::2] or not a[150:].any()
+
+
+@forms
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bits_keep_small_factors(dtype: torch.dtype, form: dict[str, Any], device: str) -> None:
+    """Probabilities of 1e-5, as of large vocabularies, are below the normal numbers of float16."""
+    case = heads(24, (16, 24), 100_003, dtype=dtype, device=device, ignored=0, logit_std=0.3)
+    case.upstream.mul_(3000)  # of the loss scaling of float16, without which gradients round to 0
+    got, want = ours(case, **form), expected(case.cast(torch.float64), **form)
+    for a, b in zip(got[1:], want[1:], strict=True):
+        assert distance(a, b) <= 2 * torch.finfo(dtype).eps * float(b.norm())
