@@ -10,10 +10,8 @@ from torch.distributed import ProcessGroup
 from cutefce.ops import torch_compat
 from cutefce.ops.divergence import checks as own_checks
 from cutefce.ops.divergence import operators  # noqa: F401  (registers)
-from cutefce.ops.divergence.options import Divergence, DivergenceTensors
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.api import as_tensor
-from cutefce.ops.interface.options import Sharding
 from cutefce.ops.operators.context import autocast
 from cutefce.ops.parallel.consistency import report_errors
 
@@ -100,13 +98,12 @@ def linear_divergence(
         if group is not None and not isinstance(group, ProcessGroup):
             raise TypeError(f"group: got {group!r}, expected a ProcessGroup that this rank is in")
         checks.check_type("shards", shards)
-        named = None if group is None else group.group_name
-        sharding = Sharding(named, None if shards is None else list(shards))
+        name = None if group is None else group.group_name
         heads = _heads(student_input, student_weight, teacher_input, teacher_weight)
-        h, _ = heads[0]
         own_checks.check_heads(*heads)
-        sharding.ranks()
-        sharding.check(heads[0][1])
+        h, w = heads[0]
+        checks.rank_count(name, shards, False)
+        checks.check_shards(name, shards, w)
         own_checks.check_form(divergence, beta)
         own_checks.check_target(target, h)
         own_checks.check_bias("student_bias", student_bias, *heads[0])
@@ -114,6 +111,7 @@ def linear_divergence(
         scales = own_checks.pair("logit_scale", logit_scale)
         softcaps = own_checks.pair("softcap", softcap)
         own_checks.check_numbers(scales, softcaps)
+        temperatures = _temperatures(temperature, h)
         checks.check_type("reduction", reduction)
         checks.check_reduction(reduction)
         ignored = -100 if ignore_index is None else ignore_index
@@ -122,26 +120,33 @@ def linear_divergence(
             denominator = as_tensor("denominator", denominator, h.device)
             option_checks.check_denominator(denominator, h, reduction)
             denominator = denominator.reshape(()).to(h.device)
-        temperatures = _temperatures(temperature, h)
-        tensors = DivergenceTensors(student_bias, teacher_bias, *temperatures, denominator)
-        options = Divergence(
-            _form(divergence, beta),
-            beta,
-            reduction,
-            ignored,
-            checks.workspace_bytes(workspace),
-            *scales,
-            *softcaps,
-            _wanted(*heads[0], student_bias),
-            _wanted(*heads[1], teacher_bias),
-        )
+        budget = checks.workspace_bytes(workspace)
     if target is not None and target.dtype == torch.bool:
         target = torch.where(target, ignored ^ 1, ignored)
-    rows = [x.reshape(-1, x.shape[-1]) for pair in heads for x in pair]
-    y = None if target is None else target.reshape(-1).long()
-    packed = *tensors.pack(), *options.pack(), *sharding.pack()
-    loss: Tensor = torch.ops.cutefce.divergence(*rows, y, *packed)[0]
-    return loss.reshape(h.shape[:-1]) if reduction == "none" else loss
+    loss, _ = torch.ops.cutefce.divergence(
+        *(x.reshape(-1, x.shape[-1]) for pair in heads for x in pair),
+        None if target is None else target.reshape(-1).long(),
+        student_bias=student_bias,
+        teacher_bias=teacher_bias,
+        student_temperature=temperatures[0],
+        teacher_temperature=temperatures[1],
+        denominator=denominator,
+        divergence=_form(divergence, beta),
+        beta=beta,
+        reduction=reduction,
+        ignore_index=ignored,
+        budget=budget,
+        student_scale=scales[0],
+        teacher_scale=scales[1],
+        student_softcap=softcaps[0],
+        teacher_softcap=softcaps[1],
+        student_gradients=_wanted(*heads[0], student_bias),
+        teacher_gradients=_wanted(*heads[1], teacher_bias),
+        group=name,
+        shards=None if shards is None else list(shards),
+    )
+    result: Tensor = loss
+    return result.reshape(h.shape[:-1]) if reduction == "none" else result
 
 
 def _heads(

@@ -214,13 +214,14 @@ class Passes:
     def boost(self, index: int) -> float:
         """Return the power of 2 that a side's factors are multiplied by, for float16's range.
 
-        Those of a JSD are at most its share of the mixture times the share's logarithm, those that
-        hold a difference of logits are not bounded, and the others are 1 at most.
+        Those of a JSD are at most twice the share of the side times the share's logarithm, those
+        that hold a difference of logits are not bounded, and the others are 1 at most.
         """
         if self.sides[index].h.dtype != torch.float16:
             return 1.0
         if self.options.divergence == "jsd":
-            return 2.0 ** (10 - math.ceil(math.log2(self.share(index))))
+            share = self.share(index)
+            return 2.0 ** (12 - math.ceil(math.log2(max(-share * math.log(share), 1e-20))))
         return 2.0**4 if index == self._first else 2.0**12
 
     @property

@@ -26,7 +26,7 @@ KEPT_PARTS = 16
 """Tokens are kept in multiples of this part of all."""
 FLOP_PER_BYTE = 128
 """Multiply-adds in the time of a byte of memory traffic."""
-STEP_BLOCKS = 9
+STEP_BLOCKS = 11
 """Blocks of rows that an element-wise step holds at a time on a CPU; a GPU fuses the steps."""
 ROW_WORDS = 24
 """Sums per token beside the tiles: statistics, losses, upstream gradients, selection."""

@@ -1,0 +1,377 @@
+"""What holds of divergences beside their values: errors, memory, ignored rows, compilers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
+
+import cutefce
+from bench.harness.timing import peak_bytes
+from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.divergence import operators
+from cutefce.ops.operators import kept
+from cutefce.ops.planning.divergence_planner import (
+    DivergencePlan,
+    DivergenceProblem,
+    plan_divergence,
+)
+from cutefce.ops.planning.planner import MAXIMUM
+from tests.support.divergence import FORMS, PLANS, Heads, distance, expected, heads, ours, planned
+
+H, W = torch.randn(4, 8), torch.randn(10, 8)
+GOOD: dict[str, Any] = {
+    "student_input": H,
+    "student_weight": W,
+    "teacher_input": torch.randn(4, 6),
+    "teacher_weight": torch.randn(10, 6),
+    "target": torch.tensor([0, 1, 2, -100]),
+}
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no tensor": ({"student_input": [1.0]}, TypeError, r"student_input: got \[1.0\] \(list\)"),
+    "a student of another width": (
+        {"student_input": H[:, :7]},
+        ValueError,
+        r"student_input: got shape \(4, 7\), expected \(..., 8\)",
+    ),
+    "a teacher of another width": (
+        {"teacher_input": H},
+        ValueError,
+        r"teacher_input: got shape \(4, 8\), expected \(..., 6\) to match teacher_weight",
+    ),
+    "a teacher of other tokens": (
+        {"teacher_input": torch.randn(3, 6)},
+        ValueError,
+        r"teacher_input: got shape \(3, 6\), expected \(4, 6\) to match student_input",
+    ),
+    "a teacher of other classes": (
+        {"teacher_weight": torch.randn(12, 6)},
+        ValueError,
+        "teacher_weight: got 12 rows, expected 10, the classes of student_weight",
+    ),
+    "a vector": ({"teacher_weight": W[0]}, ValueError, r"teacher_weight: got shape \(8,\), .*V, D"),
+    "no classes": ({"student_weight": W[:0]}, ValueError, r"student_weight: got shape \(0, 8\)"),
+    "integers": ({"student_input": H.long()}, TypeError, "student_input: got dtype torch.int64"),
+    "two dtypes of a side": (
+        {"teacher_weight": torch.randn(10, 6).bfloat16()},
+        TypeError,
+        "teacher_weight: got dtype torch.bfloat16, expected that of teacher_input.*autocast",
+    ),
+    "one side in float64": (
+        {
+            "teacher_input": torch.randn(4, 6).double(),
+            "teacher_weight": torch.randn(10, 6).double(),
+        },
+        TypeError,
+        "teacher_input: got dtype torch.float64 beside a student_input of torch.float32",
+    ),
+    "another device": (
+        {"teacher_weight": torch.randn(10, 6, device="meta")},
+        ValueError,
+        "teacher_weight: got device meta, expected that of student_input, cpu",
+    ),
+    "a sparse weight": ({"student_weight": W.to_sparse()}, TypeError, "student_weight: got layout"),
+    "a short target": ({"target": torch.ones(3).long()}, ValueError, r"target: got shape \(3,\)"),
+    "a target of numbers": (
+        {"target": torch.ones(4)},
+        TypeError,
+        "target: got dtype torch.float32",
+    ),
+    "another form": ({"divergence": "tv"}, ValueError, "divergence: got 'tv', expected one of"),
+    "no form": ({"divergence": None}, TypeError, "divergence: got None"),
+    "beta": ({"beta": 1.5}, ValueError, "beta: got 1.5, expected a number from 0 to 1"),
+    "no beta": ({"beta": float("nan")}, ValueError, "beta: got nan"),
+    "a bias of other classes": (
+        {"teacher_bias": torch.zeros(9)},
+        ValueError,
+        r"teacher_bias: got shape \(9,\), expected \(10,\)",
+    ),
+    "an integer bias": (
+        {"student_bias": torch.zeros(10).long()},
+        TypeError,
+        "student_bias: got dtype torch.int64",
+    ),
+    "three scales": ({"logit_scale": (1, 2, 3)}, ValueError, "logit_scale: got 3 values, expected"),
+    "a scale of 0": ({"logit_scale": (1.0, 0.0)}, ValueError, "logit_scale: got 0.0, expected"),
+    "a scale that is no number": (
+        {"logit_scale": float("nan")},
+        ValueError,
+        "logit_scale: got nan",
+    ),
+    "a softcap below 0": ({"softcap": (None, -1.0)}, ValueError, "softcap: got -1.0, expected"),
+    "no softcap": ({"softcap": "30"}, TypeError, "softcap: got '30'"),
+    "no temperature": ({"temperature": None}, TypeError, "temperature: got None"),
+    "a temperature of 0": (
+        {"temperature": (1.0, 0.0)},
+        ValueError,
+        "temperature: got 0.0, expected",
+    ),
+    "temperatures of other tokens": (
+        {"temperature": torch.ones(3)},
+        ValueError,
+        r"temperature: got shape \(3,\), expected \(4,\)",
+    ),
+    "a trained temperature": (
+        {"temperature": torch.ones((), requires_grad=True)},
+        ValueError,
+        "temperature: got one that requires grad",
+    ),
+    "another reduction": ({"reduction": "batchmean"}, ValueError, "reduction: got 'batchmean'"),
+    "a denominator of a sum": (
+        {"reduction": "sum", "denominator": 3},
+        ValueError,
+        "denominator: got one with reduction='sum'",
+    ),
+    "an unknown workspace": ({"workspace": "huge"}, ValueError, "workspace: got 'huge'"),
+    "no index": ({"ignore_index": 1.0}, TypeError, "ignore_index: got 1.0"),
+    "no group": ({"group": "tp"}, TypeError, "group: got 'tp', expected a ProcessGroup"),
+    "shards without a group": ({"shards": [5, 5]}, ValueError, "shards: got .* without a group"),
+}
+SHAPES = {
+    "a small model": (512, (128, 192), 16001),
+    "narrow heads, many tokens": (1500, (32, 48), 8003),
+    "few tokens, a wide vocabulary": (60, (256, 128), 50257),
+}
+USES: dict[str, dict[str, Any]] = {
+    "student": {"trained": "student"},
+    "both": {},
+    "biases": {"biases": True},
+    "half ignored": {"ignored": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_name_the_argument(name: str) -> None:
+    arguments, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        cutefce.linear_divergence(**{**GOOD, **arguments})
+
+
+def test_a_distributed_tensor_is_refused() -> None:
+    x = object.__new__(DTensor)  # no mesh needed: it is refused by its type
+    with pytest.raises((TypeError, AttributeError)):
+        cutefce.linear_divergence(**{**GOOD, "student_weight": x})
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+def test_ignored_tokens_may_hold_anything(
+    value: float, plan: str, form: dict[str, Any], device: str
+) -> None:
+    case = heads(60, (16, 12), 133, device=device, ignored=0.4)
+    with planned(plan):
+        clean = ours(case, **form)
+    with torch.no_grad():
+        for h in (case.tensors[0], case.tensors[2]):
+            h[case.target == -100] = value
+    with planned(plan):
+        results = ours(case, **form)
+    for got, want in zip(results, clean, strict=True):
+        assert torch.equal(got, want)
+    for i in (0, 1, 3):
+        assert not results[i][case.target == -100].any()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_nothing_to_compute(reduction: str, dtype: torch.dtype, plan: str, device: str) -> None:
+    for tokens in (0, 5):
+        case = heads(tokens, (16, 12), 133, dtype=dtype, device=device, ignored=1)
+        with planned(plan):
+            loss = cutefce.linear_divergence(*case.tensors, case.target, reduction=reduction)
+            gradients = torch.autograd.grad(loss.sum(), case.leaves)
+        assert loss.shape == ((tokens,) if reduction == "none" else ())
+        assert not loss.any() and not any(x.any() for x in gradients)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("side", [0, 2])
+def test_a_bad_token_stays_alone(side: int, plan: str, device: str) -> None:
+    case = heads(60, (16, 12), 133, device=device, ignored=0)
+    with planned(plan):
+        good = ours(case, divergence="jsd")
+        with torch.no_grad():
+            case.tensors[side][7, 2] = torch.nan
+        bad = ours(case, divergence="jsd")
+    rest = torch.arange(60, device=device) != 7
+    for i in (0, 1, 3):
+        assert bad[i][7].isnan().any()
+        torch.testing.assert_close(bad[i][rest], good[i][rest])
+
+
+def test_shapes_and_layouts_of_tokens(device: str) -> None:
+    case = heads(60, (16, 12), 133, dtype=torch.float64, device=device)
+    want = expected(case, divergence="jsd")
+    h_s, w_s, h_t, w_t = (x.detach() for x in case.tensors)
+    views = (
+        h_s.view(4, 15, 16).transpose(0, 1),
+        w_s.t().contiguous().t(),
+        h_t.view(4, 15, 12).transpose(0, 1),
+        torch.cat([w_t, w_t], 1)[:, :12],
+    )
+    leaves = [x.requires_grad_() for x in views]
+    target = case.target.view(4, 15).t()
+    losses = cutefce.linear_divergence(*leaves, target, divergence="jsd", reduction="none")
+    upstream = case.upstream.view(4, 15).t()
+    got = [losses.t().reshape(-1)]
+    gradients = torch.autograd.grad(losses, leaves, upstream)
+    got += [x.transpose(0, 1).reshape(60, -1) if x.ndim == 3 else x for x in gradients]
+    for a, b in zip(got, want, strict=True):
+        assert distance(a, b) <= 1e-12 * float(b.norm())
+    single = cutefce.linear_divergence(h_s[0], w_s, h_t[0], w_t)
+    assert single.shape == () and single > 0
+
+
+def test_a_mask_of_booleans_is_a_target(device: str) -> None:
+    case = heads(60, (16, 12), 133, device=device)
+    want = cutefce.linear_divergence(*case.tensors, case.target)
+    assert torch.equal(cutefce.linear_divergence(*case.tensors, case.target != -100), want)
+    other = torch.where(case.target == -100, 7, 1 << 40)
+    assert torch.equal(cutefce.linear_divergence(*case.tensors, other, ignore_index=7), want)
+
+
+@pytest.mark.parametrize("workspace", ["max", "min"])
+def test_later_backwards_give_the_same(workspace: str, device: str) -> None:
+    case = heads(60, (16, 12), 133, device=device)
+    loss = cutefce.linear_divergence(
+        *case.tensors, case.target, divergence="jsd", workspace=workspace
+    )
+    first = torch.autograd.grad(loss, case.leaves, retain_graph=True)
+    second = torch.autograd.grad(2 * loss, case.leaves)
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(2 * a, b)
+
+
+def test_a_backward_without_what_was_kept_computes_it_again(device: str) -> None:
+    case = heads(60, (16, 12), 133, device=device)
+    given = *case.tensors, case.target
+    kept_factors = torch.autograd.grad(
+        cutefce.linear_divergence(*given, workspace="max"), case.leaves
+    )
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        loss = cutefce.linear_divergence(*given, workspace="max")
+        again = torch.autograd.grad(loss, case.leaves)
+    for a, b in zip(kept_factors, again, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_nothing_is_kept_without_a_graph(device: str) -> None:
+    case = heads(60, (16, 12), 133, device=device)
+    before = len(kept._kept)
+    loss = cutefce.linear_divergence(*case.tensors, case.target, workspace="max")
+    assert len(kept._kept) == before + 1
+    del loss
+    assert len(kept._kept) == before
+
+
+def test_derivatives_that_are_not_there() -> None:
+    case = heads(6, (8, 6), 20, ignored=0)
+    loss = cutefce.linear_divergence(*case.tensors)
+    (gradient,) = torch.autograd.grad(loss, case.leaves[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match="linear_divergence: .*no second derivatives"):
+        gradient.sum().backward()
+    losses = cutefce.linear_divergence(*case.tensors, reduction="none")
+    with pytest.raises(NotImplementedError, match="linear_divergence: got is_grads_batched"):
+        torch.autograd.grad(losses, case.leaves, torch.eye(6), is_grads_batched=True)
+    with pytest.raises(NotImplementedError, match="linear_divergence: got a call under"):
+        torch.func.grad(lambda h: cutefce.linear_divergence(h, *case.tensors[1:]))(H[:, :8])
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="linear_divergence"):
+        h = forward_ad.make_dual(case.tensors[0].detach(), torch.ones(6, 8))
+        cutefce.linear_divergence(h, *(x.detach() for x in case.tensors[1:]))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("workspace", ["max", "min"])
+def test_compiled_calls_are_those_of_eager(workspace: str, reduction: str, device: str) -> None:
+    torch.compiler.reset()
+
+    def step(*given: Tensor) -> Tensor:
+        return cutefce.linear_divergence(
+            *given, divergence="jsd", beta=0.3, reduction=reduction, workspace=workspace
+        ).sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for tokens in (60, 41, 7):
+        case = heads(tokens, (16, 12), 133, device=device)
+        for function in (step, compiled):
+            loss = function(*case.tensors, case.target)
+            results = [loss.detach(), *torch.autograd.grad(loss, case.leaves)]
+            want = results if function is step else want  # noqa: F821
+        for a, b in zip(results, want, strict=True):
+            assert torch.equal(a, b)
+    torch.compiler.reset()
+
+
+def test_autocast_is_that_of_linear(device: str) -> None:
+    case = heads(60, (16, 12), 133, device=device)
+    narrow = case.cast(torch.bfloat16)
+    want = cutefce.linear_divergence(*narrow.tensors, case.target)
+    with torch.autocast(device, torch.bfloat16):
+        got = cutefce.linear_divergence(*case.tensors, case.target)
+    assert torch.equal(got, want) and got.dtype == torch.float32
+    wanted = torch.autograd.grad(want, narrow.leaves)
+    for a, b in zip(torch.autograd.grad(got, case.leaves), wanted, strict=True):
+        assert torch.equal(a, b.float())
+
+
+def test_sides_of_two_dtypes(device: str) -> None:
+    case = heads(60, (16, 12), 133, device=device)
+    teacher = [x.detach().bfloat16().requires_grad_() for x in case.tensors[2:]]
+    mixed = Heads((*case.tensors[:2], teacher[0], teacher[1]), case.target, case.upstream)
+    got, want = ours(mixed, divergence="jsd"), expected(mixed.cast(torch.float64), divergence="jsd")
+    assert [x.dtype for x in got[1:]] == [torch.float32] * 2 + [torch.bfloat16] * 2
+    for a, b in zip(got, want, strict=True):
+        assert distance(a, b) <= 2 * torch.finfo(a.dtype).eps * 8 * float(b.norm())
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("workspace", ["max", "min", 24 << 20])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_memory_is_at_most_what_is_predicted(
+    shape: tuple[int, tuple[int, int], int],
+    workspace: int | str,
+    dtype: torch.dtype,
+    use: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = heads(*shape, dtype=dtype, **{"ignored": 0, **use})
+    form: dict[str, Any] = {"divergence": "jsd", "workspace": workspace, **case.biases}
+    target = case.target if use.get("ignored") else None
+    plans: list[DivergencePlan] = []
+
+    def spy(problem: DivergenceProblem, budget: int) -> DivergencePlan:
+        plans.append(plan_divergence(problem, budget))
+        return plans[-1]
+
+    def step() -> None:
+        loss = cutefce.linear_divergence(*case.tensors, target, **form)
+        torch.autograd.grad(loss, case.leaves)
+
+    monkeypatch.setattr(operators, "plan_divergence", spy)
+    step()
+    given = sum(x.numel() * x.element_size() for x in case.leaves)
+    measured, predicted = peak_bytes(step, "cpu") - given, plans[-1].workspace_bytes
+    assert measured <= predicted
+    tokens, _, vocab = shape
+    if workspace == "min" and tokens > 100:
+        assert measured < 2 * tokens * vocab * 4 / 2, "room for half of the logits"
+    if isinstance(workspace, int) and shape != SHAPES["a small model"]:
+        assert measured <= workspace
+
+
+def test_more_memory_is_never_slower() -> None:
+    heads_of_both = (Problem(8192, 4096, 128256, "bfloat16", "cuda"),) * 2
+    problem = DivergenceProblem(*heads_of_both, 8192)
+    plans = [plan_divergence(problem, budget << 20) for budget in range(0, 12000, 100)]
+    plans.append(plan_divergence(problem, MAXIMUM))
+    for few, more in zip(plans, plans[1:], strict=False):
+        assert more.cost <= few.cost
+    for plan, budget in zip(plans, range(0, 12000, 100), strict=False):
+        assert plan.workspace_bytes <= max(budget << 20, plans[0].workspace_bytes)
+    assert plans[0].kept == 0 and plans[-1].kept == 8192 and plans[-1].is_one_pass
+    assert plans[0].workspace_bytes < 8192 * 128256 * 2 / 4
