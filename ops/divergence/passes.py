@@ -203,13 +203,13 @@ class Passes:
             scale = stats.new_full(stats.shape[1:], self.boost(a))
         more = (x if x is None else x[rows] for x in (stats[SUMS + first], cap, scale))
         sums = *_lse(stats, a, rows), *_lse(stats, b, rows)
-        operands = out, logits[a], logits[b], *sums, *more
+        operands = logits[a], logits[b], *sums, *more
         if self.options.divergence == "jsd":
-            apply_rowwise(mixture_factors_, *operands, whole=self._shares(a))
+            apply_rowwise(mixture_factors_, out, *operands, whole=self._shares(a))
         elif a == first:
-            apply_rowwise(kl_factors_of_first_, *operands)
+            apply_rowwise(kl_factors_of_first_, out, *operands)
         else:
-            apply_rowwise(kl_factors_of_second_, *operands)
+            apply_rowwise(kl_factors_of_second_, out, *operands)
 
     def boost(self, index: int) -> float:
         """Return the power of 2 that a side's factors are multiplied by, for float16's range.

@@ -164,7 +164,8 @@ def test_reductions(dtype: torch.dtype, workspace: str, reduction: str, device: 
     case = heads(90, (16, 24), 333, dtype=dtype, device=device)
     count = int((case.target != -100).sum()) if reduction == "mean" else 1
     uniform = Heads(case.tensors, case.target, torch.full_like(case.upstream, 1 / count))
-    for more, divisor in (({}, count), ({"denominator": 7}, 7)):
+    given: tuple[tuple[dict[str, Any], int], ...] = ({}, count), ({"denominator": 7}, 7)
+    for more, divisor in given:
         if more and reduction == "sum":
             continue
         loss = cutefce.linear_divergence(
@@ -184,9 +185,9 @@ def test_gradcheck(form: dict[str, Any]) -> None:
     options = {"softcap": (2.0, 3.0), "temperature": 1.5, "reduction": "none", **form}
 
     def run(*leaves: Tensor) -> Tensor:
-        return cutefce.linear_divergence(
-            *leaves[:4], case.target, student_bias=leaves[4], teacher_bias=leaves[5], **options
-        )
+        h_s, w_s, h_t, w_t, student, teacher = leaves
+        biases: dict[str, Any] = {"student_bias": student, "teacher_bias": teacher}
+        return cutefce.linear_divergence(h_s, w_s, h_t, w_t, case.target, **biases, **options)
 
     assert torch.autograd.gradcheck(run, case.leaves)
 

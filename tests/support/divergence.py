@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
+from cutefce.ops import torch_compat
 from cutefce.ops.divergence import operators
 from cutefce.ops.planning.divergence_planner import (
     DivergencePlan,
@@ -43,7 +44,7 @@ class Heads:
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
     target: Tensor
     upstream: Tensor
-    biases: dict[str, Tensor] = field(default_factory=dict)
+    biases: dict[str, Any] = field(default_factory=dict)
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -107,9 +108,8 @@ def several(*sizes: Any, **options: Any) -> list[Heads]:
 
 def ours(case: Heads, **options: Any) -> list[Tensor]:
     """Return per-token divergences and all gradients of cutefce."""
-    losses = cutefce.linear_divergence(
-        *case.tensors, case.target, reduction="none", **case.biases, **options
-    )
+    given = *case.tensors, case.target
+    losses = cutefce.linear_divergence(*given, **{**case.biases, **options, "reduction": "none"})
     gradients = torch.autograd.grad(losses, case.leaves, case.upstream.to(losses.dtype))
     return [losses.detach(), *gradients]
 
@@ -130,13 +130,19 @@ class _Rounded(torch.autograd.Function):
     """The identity, whose gradient is rounded to 16 bits."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor]:
         ctx.dtype = dtype
-        return x.clone()
+        return (x.clone(),)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype).to(gradient.dtype), None
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x, whose gradient is rounded to `dtype`."""
+    (result,) = torch_compat.apply_function(_Rounded, x, dtype)
+    return cast(Tensor, result)
 
 
 def model_logits(case: Heads, index: int, wide: bool = False, **options: Any) -> Tensor:
@@ -151,12 +157,12 @@ def model_logits(case: Heads, index: int, wide: bool = False, **options: Any) ->
     x = x * of("logit_scale", 1.0)
     bias = case.biases.get(NAMES[2 * index].replace("input", "bias"))
     x = x if bias is None else x + bias
-    x = _Rounded.apply(x, h.dtype) if wide else x.to(torch.promote_types(h.dtype, torch.float32))
+    x = rounded(x, h.dtype) if wide else x.to(torch.promote_types(h.dtype, torch.float32))
     cap, temperature = of("softcap", None), of("temperature", 1.0)
     x = x if cap is None else cap * torch.tanh(x / cap)
     if isinstance(temperature, Tensor) and temperature.ndim:
         temperature = temperature[:, None]
-    return x / temperature
+    return cast(Tensor, x / temperature)
 
 
 def token_divergences(
