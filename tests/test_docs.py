@@ -222,7 +222,9 @@ def test_snippets_compile(page: Path) -> None:
             compile(text, names(page), "exec")
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs" / "api.md"], ids=names)
+@pytest.mark.parametrize(
+    "page", [README, ROOT / "docs" / "api.md", ROOT / "docs" / "distillation.md"], ids=names
+)
 def test_runnable_snippets_run(page: Path) -> None:
     runnable = [text for kind, text in fences(page) if kind == "python run"]
     assert runnable
