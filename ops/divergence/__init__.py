@@ -4,6 +4,7 @@ api.py           linear_divergence
 checks.py        errors of its arguments
 options.py       its options as records, which are the operators' arguments
 operators.py     torch.ops.cutefce.divergence, and its derivative
+flops.py         its formulas for torch's counter
 passes.py        the passes over tiles of both sides' logits
 sides.py         one side's logits, and the sums of its gradients
 elementwise.py   the arithmetic of a tile

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from cutefce.ops import torch_compat
 from cutefce.ops.divergence import checks as own_checks
-from cutefce.ops.divergence import operators  # noqa: F401  (registers)
+from cutefce.ops.divergence import flops  # noqa: F401  (registers, as what it imports does)
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.api import as_tensor
 from cutefce.ops.operators.context import autocast

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 import cutefce
 from bench.harness.timing import peak_bytes
@@ -315,6 +316,25 @@ def test_compiled_calls_are_those_of_eager(workspace: str, reduction: str, devic
         for a, b in zip(*results, strict=True):
             assert torch.equal(a, b)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("trained", "gradients"), [("student", 2 * 16), ("both", 2 * (16 + 12))])
+def test_flops_are_those_of_logits(trained: str, gradients: int) -> None:
+    case = heads(60, (16, 12), 133, trained=trained)
+    with FlopCounterMode(display=False) as counter:
+        cutefce.linear_divergence(*case.tensors, case.target, workspace="min").backward()
+    assert counter.get_total_flops() == 2 * 60 * 133 * (16 + 12 + gradients)
+
+
+def test_an_upstream_that_is_nan_stays_alone(device: str) -> None:
+    case = heads(60, (16, 12), 133, device=device, ignored=0)
+    good = ours(case, divergence="jsd")
+    case.upstream[7] = torch.nan
+    bad = ours(case, divergence="jsd")
+    rest = torch.arange(60, device=device) != 7
+    for i in (1, 3):
+        assert bad[i][7].isnan().all()
+        torch.testing.assert_close(bad[i][rest], good[i][rest])
 
 
 def test_autocast_is_that_of_linear(device: str) -> None:
