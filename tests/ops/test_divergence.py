@@ -55,20 +55,27 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @forms
 @dtypes
+@pytest.mark.parametrize("reduction", ["none", "sum"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_plan(plan: str, dtype: torch.dtype, form: dict[str, Any], device: str) -> None:
+def test_every_plan(
+    plan: str, reduction: str, dtype: torch.dtype, form: dict[str, Any], device: str
+) -> None:
     cases = several(150, (48, 40), 333, dtype=dtype, device=device, logit_std=2)
     with planned(plan):
-        assert_as_accurate(cases, **form)
+        assert_as_accurate(cases, reduction=reduction, **form)
 
 
 @forms
+@pytest.mark.parametrize("reduction", ["none", "sum"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_plan_in_float64(plan: str, form: dict[str, Any], device: str) -> None:
+def test_every_plan_in_float64(
+    plan: str, reduction: str, form: dict[str, Any], device: str
+) -> None:
     case = heads(150, (48, 40), 333, dtype=torch.float64, device=device, biases=True)
-    want = expected(case, **form)
+    options = {"reduction": reduction, "softcap": (4.0, None), **form}
+    want = expected(case, **options)
     with planned(plan):
-        for got, truth in zip(ours(case, **form), want, strict=True):
+        for got, truth in zip(ours(case, **options), want, strict=True):
             assert distance(got, truth) <= 1e-12 * float(truth.norm())
 
 

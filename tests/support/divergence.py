@@ -107,11 +107,14 @@ def several(*sizes: Any, **options: Any) -> list[Heads]:
 
 
 def ours(case: Heads, **options: Any) -> list[Tensor]:
-    """Return per-token divergences and all gradients of cutefce."""
+    """Return per-token divergences, or with reduction "sum" theirs, and all gradients of cutefce.
+
+    Only reduced divergences keep factors.
+    """
     given = *case.tensors, case.target
-    losses = cutefce.linear_divergence(*given, **{**case.biases, **options, "reduction": "none"})
-    gradients = torch.autograd.grad(losses, case.leaves, case.upstream.to(losses.dtype))
-    return [losses.detach(), *gradients]
+    losses = cutefce.linear_divergence(*given, **{"reduction": "none", **case.biases, **options})
+    upstream = case.upstream.to(losses.dtype) if losses.ndim else None
+    return [losses.detach(), *torch.autograd.grad(losses, case.leaves, upstream)]
 
 
 def expected(case: Heads, wide: bool = False, **options: Any) -> list[Tensor]:
@@ -122,7 +125,8 @@ def expected(case: Heads, wide: bool = False, **options: Any) -> list[Tensor]:
     logits = [model_logits(case, index, wide, **options) for index in (0, 1)]
     counts = case.target != -100
     losses = torch.where(counts, token_divergences(*logits, **options), 0)
-    upstream = case.upstream.to(losses.dtype)
+    losses = losses.sum() if options.get("reduction") == "sum" else losses
+    upstream = case.upstream.to(losses.dtype) if losses.ndim else None
     return [losses.detach(), *torch.autograd.grad(losses, case.leaves, upstream)]
 
 
