@@ -25,6 +25,7 @@ from cutefce.cute_kernels.spec import (
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
+    ScaleKeptSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
     SortTargetsSpec,
@@ -93,6 +94,10 @@ class KernelSet:
     """dW in one pass; None if cuBLAS and elementwise passes compute it."""
     grad_weight_accumulate: GradGemmSpec | None
     """Adds to the sums of dW."""
+    grad_weight_keep: GradGemmSpec | None
+    """Adds to the kept sums of dW."""
+    finish_kept_weight: ScaleKeptSpec | None
+    """dW of these."""
     add_targets: AddTargetsSpec | None
     """Adds the targets' terms to the sums of dW."""
     sort_targets: SortTargetsSpec | None
@@ -102,9 +107,11 @@ class KernelSet:
     def grad_weight_kernels(self) -> "GradWeightKernels | None":
         """The kernels of dW, None on architectures without them."""
         final, accumulate = self.grad_weight, self.grad_weight_accumulate
-        if not (final and accumulate and self.add_targets and self.sort_targets):
+        keep, finish_kept = self.grad_weight_keep, self.finish_kept_weight
+        add, sort = self.add_targets, self.sort_targets
+        if not (final and accumulate and keep and finish_kept and add and sort):
             return None
-        return GradWeightKernels(final, accumulate, self.add_targets, self.sort_targets)
+        return GradWeightKernels(final, accumulate, keep, finish_kept, add, sort)
 
     STORED_EXPS_ONLY: ClassVar = (
         "fused_storing_forward",
@@ -118,6 +125,8 @@ class KernelSet:
         "finish_kept",
         "grad_hidden_again",
         "grad_weight_accumulate",
+        "grad_weight_keep",
+        "finish_kept_weight",
         "add_targets",
     )
     """Kernels that only plans with stored exponentials launch."""
@@ -135,6 +144,8 @@ class GradWeightKernels(NamedTuple):
 
     final: GradGemmSpec
     accumulate: GradGemmSpec
+    keep: GradGemmSpec
+    finish_kept: ScaleKeptSpec
     add_targets: AddTargetsSpec
     sort_targets: SortTargetsSpec
 
@@ -154,13 +165,16 @@ def kernel_set(
         for config in (configs.grad_hidden, configs.grad_hidden_short)
     )
     forward = FusedForwardSpec(*project_exp, transform)
-    weight = accumulate = add_targets = sort_targets = storing = backward = None
+    weight = accumulate = keep = finish_kept = add_targets = sort_targets = None
+    storing = backward = None
     again = hidden
     if configs.grad_weight is not None:
         first = arch.grad_gemm_configs()[0]
         again = hidden or GradGemmSpec(arch.name, dtype, first, "hidden", final=False)
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
         accumulate = dataclasses.replace(weight, final=False)
+        keep = dataclasses.replace(accumulate, kept=True)
+        finish_kept = ScaleKeptSpec(arch.name, dtype)
         add_targets, sort_targets = AddTargetsSpec(arch.name, dtype), SortTargetsSpec(arch.name)
         if variant == PLAIN:
             storing = dataclasses.replace(forward, stores=True)
@@ -198,6 +212,8 @@ def kernel_set(
         grad_hidden_again=again,
         grad_weight=weight,
         grad_weight_accumulate=accumulate,
+        grad_weight_keep=keep,
+        finish_kept_weight=finish_kept,
         add_targets=add_targets,
         sort_targets=sort_targets,
     )

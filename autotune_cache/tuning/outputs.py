@@ -27,9 +27,9 @@ from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets, sum_dtype
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.dw_views import aliased_views
-from cutefce.ops.strategies.grad_accumulator import GradAccumulator
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
 from cutefce.ops.strategies.hidden_sums import HiddenSums
+from cutefce.ops.strategies.weight_sums import WeightSums
 from cutefce.ops.strategies.windows import LossInputs
 
 IGNORED = -100
@@ -219,10 +219,10 @@ def _gradients_in_forward_outputs(
     stored, chunk = round_up(w.shape[0], block), ceil_div(h.shape[0], 2)
     loss_scale = targets.loss_scale(sum_dtype(h.dtype))
     dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
-    dw = GradAccumulator.empty(torch.empty_like(w), loss_scale.dtype)
+    dw = WeightSums.empty(torch.empty_like(w), loss_scale.dtype)
     stats = gradients_in_forward(inputs, loss_scale, stored, chunk, dx, dw, None)
     finished_dx = dx.finish(inputs, stats, RowCoefficients.of(stats, targets, loss_scale))
-    finished_dw = dw.finish(inputs.primitives.gradients.scale_rows, loss_scale)
+    finished_dw = dw.finish(inputs.primitives.gradients, loss_scale)
     return _gradients(" of gradients in the forward", finished_dx, finished_dw)
 
 
@@ -243,7 +243,7 @@ def _windows_in_chunks_outputs(
         inputs = replace(inputs, targets=targets)
     loss_scale = targets.loss_scale(sum_dtype(h.dtype))
     dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
-    dw = GradAccumulator.empty(inputs.w[:0], loss_scale.dtype)
+    dw = WeightSums.empty(inputs.w[:0], loss_scale.dtype)
     stats = gradients_in_forward(inputs, loss_scale, window, chunk, dx, dw, None)
     coefficients = RowCoefficients.of(stats, targets, loss_scale)
     finished = dx.finish(inputs, stats, coefficients, selection)

@@ -28,6 +28,7 @@ MODULES: dict[type, str] = {
     spec.ReducePartialsSpec: "rowwise.reduce_partials",
     spec.ScaleAddRowsSpec: "rowwise.scale_add_rows",
     spec.KeptSumsSpec: "rowwise.kept_sums",
+    spec.ScaleKeptSpec: "rowwise.scale_kept",
     spec.GradGemmSpec: "{family}.gradient",
     spec.RowCoefficientsSpec: "rowwise.row_coefficients",
     spec.SortTargetsSpec: "rowwise.sort_targets",

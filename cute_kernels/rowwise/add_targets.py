@@ -23,8 +23,8 @@ def compile_signature(kernel: spec.AddTargetsSpec) -> tuple[Any, tuple[Any, ...]
     dtype, vocab = DTYPES[kernel.dtype], cute.sym_int()
     tokens, hidden = cute.sym_int(), cute.sym_int(divisibility=8)
     csr = vector(Int64, tokens), vector(Int32, cute.sym_int()), vector(Float32, tokens)
-    sums = matrix(Float32, vocab, hidden)
-    return add_targets, (sums, *csr, matrix(dtype, tokens, hidden), current_stream())
+    sums, h = matrix(Float32, vocab, hidden), matrix(dtype, cute.sym_int(), hidden)
+    return add_targets, (sums, *csr, h, current_stream())
 
 
 @cute.jit
@@ -39,7 +39,7 @@ def add_targets(
     """Add Σ c_i h_i over the tokens i with target v to row v of sums (V, D).
 
     These are the tokens `order` (N,) from `offsets`_v to `offsets`_{v+1} (V + 1,); `coef` (N,)
-    holds c in that order.
+    holds c in that order, h (M, D) may have more rows.
     """
     add_targets_kernel(sums, order, offsets, coef, h).launch(
         grid=[sums.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL

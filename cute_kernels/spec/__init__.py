@@ -13,6 +13,7 @@ from cutefce.cute_kernels.spec.rowwise import (
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
+    ScaleKeptSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
     SortTargetsSpec,
@@ -32,6 +33,7 @@ __all__ = [
     "ReducePartialsSpec",
     "RowCoefficientsSpec",
     "ScaleAddRowsSpec",
+    "ScaleKeptSpec",
     "ScatterRowsSpec",
     "SelectRowsSpec",
     "SortTargetsSpec",
@@ -51,6 +53,7 @@ KernelSpec = (
     | FusedBackwardSpec
     | ScaleAddRowsSpec
     | KeptSumsSpec
+    | ScaleKeptSpec
     | RowCoefficientsSpec
     | SortTargetsSpec
     | AddTargetsSpec

@@ -39,7 +39,9 @@ class GradGemmSpec:
     final: bool
     """Whether to add the targets' terms and round; otherwise it accumulates in float32."""
     rank_one: bool = False
-    """Whether to add a matrix of rank one before rounding; needs `final`."""
+    """Whether to add a matrix of rank one before rounding; needs `final` or `kept`."""
+    kept: bool = False
+    """Whether it adds to sums of dW of 24 bits, with the targets' terms; needs bfloat16."""
 
     WARPS: ClassVar[int] = 8
     """Warps of a thread block that run MMAs."""

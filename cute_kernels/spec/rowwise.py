@@ -105,6 +105,14 @@ class KeptSumsSpec:
 
 
 @dataclass(frozen=True)
+class ScaleKeptSpec:
+    """dW, a factor times its kept sums, in their memory."""
+
+    arch: str
+    dtype: str
+
+
+@dataclass(frozen=True)
 class RowCoefficientsSpec:
     """Factors of the rows of dX and of h in dW; also zeroes semaphores."""
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
-from cutefce.ops.strategies.grad_accumulator import GradAccumulator
 from cutefce.ops.strategies.hidden_sums import HiddenSums
+from cutefce.ops.strategies.weight_sums import WeightSums
 from cutefce.ops.torch_compat import capture_id
 
 
@@ -26,7 +26,7 @@ class GradSums(NamedTuple):
     """Sums of the gradients; those of dW and of the bias are for the reduced loss."""
 
     dx: HiddenSums
-    dw: GradAccumulator
+    dw: WeightSums
     dbias: Tensor | None
     """(V,) in the dtype of sums; None if not computed."""
 
@@ -71,7 +71,7 @@ class Kept:
         dx, dw = sums.dx, sums.dw
         return GradSums(
             HiddenSums(self.own(dx.gradient), self.own(dx.low)),
-            GradAccumulator(self.own(dw.gradient), self.own(dw.overflow)),
+            WeightSums(self.own(dw.gradient), self.own(dw.low)),
             sums.dbias,
         )
 

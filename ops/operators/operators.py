@@ -38,10 +38,10 @@ from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
 from cutefce.ops.schema import unpack
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.dw_views import aliased_views
-from cutefce.ops.strategies.grad_accumulator import GradAccumulator
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.weight_gradient import add_rows
+from cutefce.ops.strategies.weight_sums import WeightSums
 from cutefce.ops.strategies.windows import LossInputs, StoredExps
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
@@ -137,7 +137,7 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     dx = h.new_empty(inputs.tokens if plan.grad_hidden else 0, hidden, dtype=inputs.dx_dtype)
     dw = w.new_empty(len(w) if plan.grad_weight else 0, hidden, dtype=inputs.dw_dtype)
     dbias = loss_scale.new_empty(len(w)) if plan.grad_bias else None
-    sums = GradSums(HiddenSums.empty(dx, dtype), GradAccumulator.empty(dw, dtype), dbias)
+    sums = GradSums(HiddenSums.empty(dx, dtype), WeightSums.empty(dw, dtype), dbias)
     stats = gradients_in_forward(inputs, loss_scale, plan.kept, plan.chunk, *sums)
     results = Kept(plan, h.new_empty(0, 0), sums=sums, class_row=row)
     returned = returned_rows if targets.options.reduction == OUTPUTS else reduce_losses
@@ -238,7 +238,7 @@ def _finish(
         scaling = gradients.scaling(dtype, targets, stats, upstream, in_reference=False)
         dx = shard.finish_dx(sums.dx.finish(inputs, stats, scaling.dx, selection), dtype)
     if len(dw):
-        dw = sums.dw.finish(inputs.primitives.gradients.scale_rows, upstream)
+        dw = sums.dw.finish(inputs.primitives.gradients, upstream)
         if inputs.accumulate_into is not None:
             add_rows(inputs.accumulate_into, dw)
             dw = dw.new_empty(0, dw.shape[1])

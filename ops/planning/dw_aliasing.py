@@ -11,11 +11,6 @@ overwritten before its use.  Both sides are linear in j, so the first and the la
 Recomputed exponentials use the end of these bytes too, as long as the remaining rows leave room.
 """
 
-ALIGNMENT = 8
-"""Rows accumulated in place are a multiple of this: 16 bytes of exponentials in 16 bits."""
-
-BOUNCE_ROWS = 256
-"""Rows of sums in place that are finished in a bounce buffer."""
 FINISHED_ROWS = 1024
 """Rows of dX whose sums are widened at a time when gradients in forward are finished."""
 
@@ -32,8 +27,3 @@ def max_aliased_windows(tokens: int, hidden: int, vocab: int, window: int) -> in
 def fits_in_tail(rows: int, tokens: int, hidden: int, vocab: int, columns: int) -> bool:
     """Whether exponentials (N, `columns`) fit after the first `rows` of dW (V, D)."""
     return rows * hidden + tokens * columns <= vocab * hidden
-
-
-def rows_in_place(rows: int, *, narrow: bool) -> int:
-    """Return the rows of a gradient (R, D) whose sums fit into it: half if it is `narrow`."""
-    return rows // 2 // ALIGNMENT * ALIGNMENT if narrow else rows

@@ -21,9 +21,8 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
     windows                            kept + buffer + dX + dW
     rows selected                      N·D·e, or c·D·e in chunks: h, where logits are computed
     gradients in forward               c·V·e for chunks of c tokens, c·K·e for dX alone; unless
-                                       sums are the gradients (e = a), V·D·a / 2 for half of dW's
-                                       sums, for which dW has no room, N·D for a byte of each of
-                                       dX's, and c·D·a for a chunk's
+                                       sums are the gradients (e = a), V·D and N·D for a byte of
+                                       each of dW's and dX's sums, and c·D·a for a chunk's
 
 Copies of h and w that a call works on are added, less what its gradients lack of wider ones.  A
 rank with a share of the tokens gathers them, N·D·e; ranks hold all of dX's sums, N·D·a, until the
@@ -38,21 +37,18 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops.planning.call_problem import CallProblem, accumulates, forms_gradients
-from cutefce.ops.planning.dw_aliasing import (
-    BOUNCE_ROWS,
-    FINISHED_ROWS,
-    fits_in_tail,
-    rows_in_place,
-)
+from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS, fits_in_tail
 from cutefce.ops.planning.step_memory import (
     CONVERTED,
     GATHERED,
+    KEPT,
     PLAIN,
     TARGET_BYTES,
     accumulates_wider,
     added_rows,
     forward_step_bytes,
     partial_bytes,
+    row_block_bytes,
     rows_bytes,
     target_rows_bytes,
     tile_bytes,
@@ -138,9 +134,8 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     wider = accumulates_wider(p)
     kept, copy = NUM_STATS * p.tokens * p.accumulator_bytes, _selected_bytes(p, p.tokens)
     kept += _selection_bytes(p)
-    if p.grad_weight:
-        in_place = rows_in_place(p.vocab, narrow=wider and not p.wide_grad_weight)
-        kept += (p.vocab - in_place) * p.hidden * p.accumulator_bytes
+    if p.grad_weight and wider and not p.wide_grad_weight:
+        kept += p.vocab * p.hidden
     if accumulates(p):
         kept += p.vocab * p.hidden * p.accumulator_bytes
     vectors = p.tokens * (TARGET_BYTES + 4 * p.accumulator_bytes)
@@ -155,10 +150,9 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
         kept += p.tokens * p.hidden
         sums = chunk * p.hidden * p.accumulator_bytes
         if p.arch is None:  # kernels join the bytes of a sum in registers
-            marks = chunk * p.hidden
+            marks = rows_bytes(p, chunk, KEPT)
             finish = min(FINISHED_ROWS, p.tokens) * p.hidden * p.accumulator_bytes
     partial = chunk * partial_bytes(p, config, chunk)
-    to_dw = max(rows_bytes(p, chunk, CONVERTED), upcast_bytes(p, p.vocab, chunk, p.hidden))
     step = forward_step_bytes(p, config, chunk, p.vocab) + _selected_bytes(p, chunk)
     product = max(upcast_bytes(p, chunk, stored, p.hidden), marks) * p.grad_hidden
     in_chunk = chunk * stored * p.item_bytes + partial
@@ -166,16 +160,31 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
         # partial sums of windows exist beside those of all columns, and h beside dX's sums
         in_chunk += sums + partial + max(step, product)
     else:
-        scaled = (chunk * p.hidden * p.item_bytes + to_dw) * p.grad_weight
-        in_chunk += max(step, sums + product, scaled)
-    # the logits of all targets come before the chunks, and their part of dW after them
-    targets = target_rows_bytes(p)
-    beside = max(rows_bytes(p, p.tokens, CONVERTED), targets and targets + copy)
-    finished = rows_bytes(p, max(p.tokens, p.vocab * p.grad_weight), CONVERTED)
-    if p.grad_weight and wider:
-        restored += min(BOUNCE_ROWS, p.vocab) * p.hidden * p.item_bytes
+        in_chunk += max(step, sums + product, _chunk_dw_bytes(p, config, chunk))
+    beside = rows_bytes(p, p.tokens, CONVERTED)  # of all targets' logits, before the chunks
+    finished = max(rows_bytes(p, p.tokens, CONVERTED), rows_bytes(p, p.vocab * p.grad_weight, KEPT))
     backward = vectors + max(reduced, finished + max(finish, restored))
     return _with_copies(p, kept + max(forward + max(in_chunk, beside), backward))
+
+
+def _chunk_dw_bytes(p: Problem, config: WindowConfig, chunk: int) -> int:
+    """Bytes of the step that adds the part of `chunk` tokens to the sums of dW."""
+    if not p.grad_weight:
+        return 0
+    scaled = chunk * p.hidden * p.item_bytes
+    if p.arch is not None and arch_named(p.arch).forms_weight_gradient:
+        return scaled + 12 * chunk + 12 * p.vocab
+    rows, kept = p.vocab, accumulates_wider(p) and not p.wide_grad_weight
+    targets = min(chunk * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
+    scaled += _selected_bytes(p, chunk)
+    if kept:
+        # the targets' sums and their slots, and the products of a window
+        rows = min(config.window, p.vocab)
+        held = 8 * p.vocab + min(chunk + 1, p.vocab) * p.hidden * p.accumulator_bytes
+        scaled += held + rows * p.hidden * p.accumulator_bytes
+        targets = max(targets, rows_bytes(p, rows, KEPT))
+    products = upcast_bytes(p, rows, chunk, p.hidden)
+    return scaled + max(rows_bytes(p, chunk, CONVERTED), targets, products)
 
 
 def _added_bytes(p: Problem) -> int:

@@ -259,6 +259,29 @@ class Gradients(Protocol[TargetGradT]):
         """
         ...
 
+    def keep_dw(
+        self,
+        kept: Tensor,
+        low: Tensor,
+        exps: Tensor,
+        scaled: Tensor,
+        target_grad: TargetGradT,
+        rank_one: RankOne | None = None,
+        selection: RowSelection | None = None,
+        *,
+        accumulate: bool,
+    ) -> None:
+        """Keep what `finish_dw` rounds, of a `grad_scale` of 1, in `kept` and `low` (V, D) uint8.
+
+        It is added to what they hold if `accumulate`.  See `primitives.elementwise.split_sums` for
+        what is kept.
+        """
+        ...
+
+    def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
+        """Write `factor` () times the sums of `keep_dw` to `kept` (V, D), rounded once."""
+        ...
+
     def add_target_grad(
         self,
         sums: Tensor,
@@ -281,9 +304,6 @@ class Primitives(Generic[PartialT, TargetGradT]):
     projection: Projection[PartialT]
     gradients: Gradients[TargetGradT]
 
-
-ScaleRows = Callable[[Tensor, Tensor, Tensor], None]
-"""`Gradients.scale_rows`: writes scale_i x_i to out (M, D), of (out, x, scale)."""
 
 AnyPrimitives = Primitives[Any, Any]
 """The primitives of some implementation, as `dispatch` chooses them at run time."""

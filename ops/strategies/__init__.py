@@ -4,7 +4,7 @@ windows.py                iterate over vocabulary windows, store or recompute th
 gradients_in_forward.py   form gradients in the forward, a chunk of tokens at a time
 chunk_windows.py          windows inside these chunks, where only dX is formed
 weight_gradient.py        rows of dW, written or added to a buffer of the caller's
-grad_accumulator.py       sums of dW in dW's own memory
+weight_sums.py            sums of dW over chunks of tokens
 hidden_sums.py            sums of dX from the forward to the backward
 dw_views.py               exponentials in the memory of dW
 """

@@ -5,7 +5,6 @@ and of the bias need a scalar upstream gradient.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.chunk_windows import summing
-from cutefce.ops.strategies.grad_accumulator import GradAccumulator
 from cutefce.ops.strategies.hidden_sums import HiddenSums
+from cutefce.ops.strategies.weight_sums import WeightSums
 from cutefce.ops.strategies.windows import LossInputs
 
 
@@ -26,7 +25,7 @@ def gradients_in_forward(
     stored: int,
     chunk: int,
     dx: HiddenSums,
-    dw: GradAccumulator,
+    dw: WeightSums,
     dbias: Tensor | None,
 ) -> RowStats:
     """Return the statistics; set `dx` to dX's sums, `dw` and `dbias` to gradients.
@@ -37,7 +36,7 @@ def gradients_in_forward(
     """
     primitives, h, w, targets = inputs.primitives, inputs.h, inputs.w, inputs.targets
     gradients, (tokens, vocab) = primitives.gradients, (inputs.tokens, w.shape[0])
-    parts = []
+    parts, row = [], None
     target_coefficient = loss_scale.new_empty(tokens)
     every = None
     if targets.terms is not None and targets.terms.has_class_row:
@@ -74,19 +73,16 @@ def gradients_in_forward(
             part_sums = weighted_sum(exps, coefficients.scale)
             dbias.copy_(part_sums if start == 0 else dbias + part_sums)
         if len(dw.gradient):
-            scaled = part.selected(coefficients.scale)
-            more: Any = {"accumulate": start > 0, "selection": selection}
-            for entries, sums in dw.parts():
-                gradients.add_grad_weight(sums, exps[:, entries], scaled, **more)
-            del scaled
-    del exps, buffer, target_logit  # freed before the targets' part is added
+            target_grad = gradients.target_grad(own_h, coefficients.target, part.targets)
+            own_row = windows.every_row(part, coefficients.every)
+            if own_row is not None:
+                row = own_row if row is None else replace(own_row, row=row.row + own_row.row)
+            scaled, last = part.selected(coefficients.scale), rows.stop == tokens
+            operands = exps, scaled, target_grad, row if last else None, selection
+            dw.add(gradients, *operands, accumulate=start > 0)
+            del operands, scaled, target_grad
+    del exps, buffer, target_logit  # freed before the statistics are joined
     stats = RowStats(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
     if dbias is not None:
         windows.finish_dbias(dbias, targets, target_coefficient, every)
-    if len(dw.gradient):
-        target_grad = gradients.target_grad(h, target_coefficient, targets)
-        row = windows.every_row(inputs, every)
-        for entries, sums in dw.parts():
-            more = None if row is None else row.rows(entries)
-            gradients.add_target_grad(sums, target_grad, entries.start, more)
     return stats

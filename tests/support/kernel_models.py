@@ -59,6 +59,7 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
         spec.FusedBackwardSpec: _fused_backward,
         spec.ScaleAddRowsSpec: _scale_add_rows,
         spec.KeptSumsSpec: _kept_sums,
+        spec.ScaleKeptSpec: _scale_kept,
         spec.GradGemmSpec: _grad_gemm,
         spec.RowCoefficientsSpec: _row_coefficients,
         spec.SortTargetsSpec: _sort_targets,
@@ -434,11 +435,15 @@ def _finish_kept(
     _scale_add_rows(spec.ScaleAddRowsSpec(*names), kept, sums, *rows)
 
 
+def _scale_kept(_: spec.ScaleKeptSpec, kept: Tensor, low: Tensor, factor: Tensor) -> None:
+    kept[:] = (joined_sums(kept, low) * factor).to(kept.dtype)
+
+
 def _grad_gemm(
     kernel: spec.GradGemmSpec,
     a: Tensor,
     b: Tensor,
-    out: Tensor,
+    out: Any,
     targets: Any,
     rank_one: tuple[Tensor, Tensor] | None,
     semaphores: Tensor,
@@ -467,10 +472,15 @@ def _grad_gemm(
         product[counted:] = torch.nan  # undefined
     if rank_one is not None:
         product += rank_one[0][:, None] * rank_one[1]
-    if kernel.final:
+    if kernel.final or kernel.kept:
         *csr, grad_scale = targets
         _add_targets(None, product, *csr)
-        out[:] = (product * grad_scale).to(out.dtype)
+        product *= grad_scale
+    if kernel.final:
+        out[:] = product.to(out.dtype)
+    elif kernel.kept:
+        kept, low = out
+        split_sums(kept, low, product if overwrite else joined_sums(kept, low) + product)
     else:
         out[:] = product if overwrite else out + product
 

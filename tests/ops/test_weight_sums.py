@@ -1,0 +1,134 @@
+"""WeightSums: dW's sums over chunks, in 24 bits, and their rounding."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import cutefce
+from bench.harness.accuracy import relative_error
+from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.planning.planner import Plan
+from cutefce.ops.primitives.elementwise import joined_sums
+from cutefce.ops.primitives.portable_gradients import PortableGradients
+from cutefce.ops.rows.coefficients import RankOne
+from cutefce.ops.rows.targets import Targets
+from cutefce.ops.strategies.weight_sums import WeightSums
+from tests.support.options import OptionsCase, options_case
+from tests.support.reference import fixed_plan, loss_of_plan, random_case
+
+WINDOW = 64
+
+
+def added(chunks: int, tokens: int, vocab: int, dtype: torch.dtype) -> tuple[WeightSums, Tensor]:
+    """Return sums of random chunks, and the same in float64; the last chunk adds a rank one."""
+    torch.manual_seed(chunks + tokens + vocab)
+    gradients, hidden, wide = PortableGradients(WINDOW), 8, torch.promote_types(dtype, torch.float)
+    sums = WeightSums.empty(torch.full((vocab, hidden), torch.nan, dtype=dtype), wide)
+    sums.low.fill_(0xFF)
+    exact = torch.zeros(vocab, hidden, dtype=torch.float64)
+    for chunk in range(chunks):
+        exps, scaled, h = (torch.randn(tokens, n).to(dtype) for n in (vocab, hidden, hidden))
+        index, coefficient = torch.randint(vocab, (tokens,)), torch.randn(tokens)
+        targets = Targets(index, vocab, LossOptions())
+        target_grad = gradients.target_grad(h, coefficient.to(wide), targets)
+        rank_one = None
+        exact += exps.double().t() @ scaled.double()
+        exact.index_add_(0, index, coefficient.to(wide).double()[:, None] * h.double())
+        if chunk == chunks - 1:
+            rank_one = RankOne(torch.randn(vocab).to(wide), torch.randn(hidden).to(wide))
+            exact += rank_one.factor.double()[:, None] * rank_one.row.double()
+        sums.add(gradients, exps, scaled, target_grad, rank_one, None, accumulate=chunk > 0)
+    return sums, exact
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("vocab", [1, 7, WINDOW, 3 * WINDOW + 5])
+@pytest.mark.parametrize("chunks", [1, 2, 9])
+def test_chunks_add_up(chunks: int, vocab: int, dtype: torch.dtype) -> None:
+    sums, exact = added(chunks, 20, vocab, dtype)
+    factor = torch.tensor(0.37, dtype=torch.promote_types(dtype, torch.float))
+    kept = len(sums.low) > 0
+    assert kept == (dtype == torch.bfloat16)
+    before = joined_sums(sums.gradient, sums.low) if kept else sums.gradient.clone()
+    got = sums.finish(PortableGradients(WINDOW), factor)
+    assert got.data_ptr() == sums.gradient.data_ptr()
+    assert torch.equal(got, (before * factor).to(dtype))
+    # 16 significant bits after each chunk, of a sum that is not much larger than the largest
+    rounding = 2.0**-15 if kept else torch.finfo(dtype).eps
+    bound = 4 * chunks * rounding * exact.abs().max().clamp(min=20)
+    assert (before.double() - exact).abs().max() <= bound
+
+
+@given(chunks=st.integers(1, 40))
+def test_no_bias_grows_with_chunks(chunks: int) -> None:
+    """Rounding to odd has no preferred direction."""
+    sums, exact = added(chunks, 5, WINDOW, torch.bfloat16)
+    errors = joined_sums(sums.gradient, sums.low).double() - exact
+    spread = 2.0**-15 * float(exact.square().mean().sqrt()) * chunks**0.5
+    assert abs(float(errors.mean())) <= 5 * spread / errors.numel() ** 0.5
+
+
+@pytest.mark.parametrize("upstream", [1.0, 0.37])
+@pytest.mark.parametrize("chunk", [400, 64])
+def test_gradients_in_forward_are_rounded_once(upstream: float, chunk: int, device: str) -> None:
+    # rounded before they are multiplied, they would be off by 1.4 times as much
+    case = random_case(1500, 64, 3000, dtype=torch.bfloat16, device=device)
+    leaves = case.h.requires_grad_(), case.w.requires_grad_()
+    errors = []
+    plans = ("windows", 4096, 0, 3072, 1500), ("gradients_in_forward", 4096, 0, 3072, chunk)
+    for plan in plans:
+        loss = loss_of_plan(*leaves, case.y, Plan(*plan, True, True), LossOptions("sum"))
+        got = torch.autograd.grad(loss * upstream, leaves)
+        h, w = wide = [x.detach().double().requires_grad_() for x in leaves]
+        exact = torch.autograd.grad(
+            cutefce.linear_cross_entropy(h, w, case.y, reduction="sum") * upstream, wide
+        )
+        errors.append([relative_error(a, b) for a, b in zip(got, exact, strict=True)])
+    for windows, chunks in zip(*errors, strict=True):
+        assert chunks <= 1.05 * windows
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_non_finite_sums_stay_so(value: float) -> None:
+    gradients, vocab, hidden = PortableGradients(WINDOW), 5, 8
+    sums = WeightSums.empty(torch.empty(vocab, hidden, dtype=torch.bfloat16), torch.float32)
+    h = torch.ones(3, hidden, dtype=torch.bfloat16)
+    nothing = gradients.target_grad(
+        h, torch.zeros(3), Targets(torch.zeros(3, dtype=torch.int64), vocab, LossOptions())
+    )
+    for chunk in range(3):
+        exps = torch.ones(3, vocab, dtype=torch.bfloat16)
+        if chunk == 1:
+            exps[1, 2] = value
+        sums.add(gradients, exps, h, nothing, None, None, accumulate=chunk > 0)
+    got = sums.finish(gradients, torch.ones(()))
+    want = torch.full((vocab, hidden), 9.0, dtype=torch.bfloat16)
+    want[2] = value
+    torch.testing.assert_close(got, want, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("name", ["label_smoothing", "linear_bias", "softcap", "logit_scale"])
+def test_options_over_chunks(name: str, ignored: float, device: str) -> None:
+    sizes = 300, 16, 333
+    x = options_case([name], *sizes, dtype=torch.bfloat16, ignored=ignored, device=device)
+    wide = options_case([name], *sizes, dtype=torch.bfloat16, ignored=ignored, device=device)
+    wide_case = dataclasses.replace(wide.case, h=x.case.h.double(), w=x.case.w.double())
+    options = {k: v.double() if isinstance(v, Tensor) else v for k, v in x.options.items()}
+    exact = OptionsCase(wide_case, options).ours(reduction="sum")
+    errors = []
+    for strategy, chunk in (("windows", 300), ("gradients_in_forward", 64)):
+        gradients = True, True, name == "linear_bias"
+        plan = Plan(strategy, 512, 0, 512, chunk, *gradients, vocab=333, tokens=300)
+        with fixed_plan(plan):
+            results = x.ours(reduction="sum")
+        if ignored == 1:
+            assert not any(result.any() for result in results)
+            continue
+        errors.append([relative_error(a, b) for a, b in zip(results, exact, strict=True)])
+    for windows, chunks in zip(*errors, strict=True) if errors else ():
+        assert chunks <= max(1.05 * windows, 1e-6)
