@@ -47,6 +47,7 @@ from cutefce.ops.planning.step_memory import (
     accumulates_wider,
     added_rows,
     forward_step_bytes,
+    keeps_weight_sums,
     partial_bytes,
     row_block_bytes,
     rows_bytes,
@@ -134,7 +135,7 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     wider = accumulates_wider(p)
     kept, copy = NUM_STATS * p.tokens * p.accumulator_bytes, _selected_bytes(p, p.tokens)
     kept += _selection_bytes(p)
-    if p.grad_weight and wider and not p.wide_grad_weight:
+    if keeps_weight_sums(p):
         kept += p.vocab * p.hidden
     if accumulates(p):
         kept += p.vocab * p.hidden * p.accumulator_bytes
@@ -174,10 +175,10 @@ def _chunk_dw_bytes(p: Problem, config: WindowConfig, chunk: int) -> int:
     scaled = chunk * p.hidden * p.item_bytes
     if p.arch is not None and arch_named(p.arch).forms_weight_gradient:
         return scaled + 12 * chunk + 12 * p.vocab
-    rows, kept = p.vocab, accumulates_wider(p) and not p.wide_grad_weight
+    rows = p.vocab
     targets = min(chunk * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
     scaled += _selected_bytes(p, chunk)
-    if kept:
+    if keeps_weight_sums(p):
         # the targets' sums and their slots, and the products of a window
         rows = min(config.window, p.vocab)
         held = 8 * p.vocab + min(chunk + 1, p.vocab) * p.hidden * p.accumulator_bytes

@@ -100,6 +100,11 @@ def upcast_bytes(p: Problem, rows: int, inner: int, columns: int) -> int:
     return (min(rows, UPCAST_BLOCK) + columns) * block * p.accumulator_bytes
 
 
+def keeps_weight_sums(p: Problem) -> bool:
+    """Whether dW's sums over chunks of tokens are kept in 24 bits: dW has 16, a byte is beside."""
+    return p.grad_weight and accumulates_wider(p) and not p.wide_grad_weight
+
+
 def accumulates_wider(p: Problem) -> bool:
     """Whether sums need more bytes than the inputs have."""
     return p.item_bytes < p.accumulator_bytes

@@ -14,6 +14,7 @@ With N tokens, D hidden, V vocab, K columns kept, L aliased (`dw_aliasing`) and 
 On a GPU, the tiles of dX may leave SMs idle in their last wave.
 """
 
+from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.schedule.order import (
@@ -23,6 +24,7 @@ from cutefce.cute_kernels.schedule.order import (
     num_waves,
 )
 from cutefce.ops.planning.call_problem import accumulates
+from cutefce.ops.planning.step_memory import keeps_weight_sums
 
 DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4)}
 """(FLOP/s, bytes/s, seconds a window, seconds a chunk) by device type; a GPU's are an H200's, where
@@ -51,8 +53,7 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     """Return that of gradients in forward: `chunk` tokens' `stored` columns at a time."""
     columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
     chunks = ceil_div(p.tokens, chunk)
-    passes = 2 * chunks if p.grad_weight else 0
-    moved = passes * p.vocab * p.hidden * p.accumulator_bytes + 2 * p.gradient_bytes
+    moved = 2 * chunks * p.vocab * p.hidden * _sum_bytes(p) + 2 * p.gradient_bytes
     moved += 3 * _buffer_bytes(p)
     more_windows = ceil_div(p.vocab, stored) - 1
     moved += 2 * more_windows * p.tokens * p.hidden * p.accumulator_bytes
@@ -62,6 +63,15 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     waits = max(reads / byte_rate - products, 0)
     each = chunk_seconds + more_windows * CHUNK_WINDOW_SECONDS
     return _seconds(p, columns, moved) + chunks * each + waits + _idle_seconds(p, chunk)
+
+
+def _sum_bytes(p: Problem) -> int:
+    """Return the bytes that a chunk reads, and writes, of each of dW's sums, on average."""
+    if not keeps_weight_sums(p):
+        return p.accumulator_bytes * p.grad_weight
+    has_kernel = p.arch is not None and arch_named(p.arch).forms_weight_gradient
+    # without a kernel that adds to them, products are written and read beside them
+    return 3 if has_kernel else 3 + p.accumulator_bytes
 
 
 def _buffer_bytes(p: Problem) -> int:
