@@ -74,8 +74,6 @@ class KernelSet:
     """The same where exponentials are computed again, as probabilities."""
     scale_rows: ScaleAddRowsSpec
     """s_i h_i."""
-    scale_fp32_rows: ScaleAddRowsSpec
-    """The same for float32 rows."""
     finish_dx: ScaleAddRowsSpec
     """s_i x_i + c_i W_y."""
     finish_dx_fp32: ScaleAddRowsSpec
@@ -120,7 +118,6 @@ class KernelSet:
         "fused_selecting_backward",
         "row_sums_and_exps",
         "repair_exps",
-        "scale_fp32_rows",
         "keep_sums",
         "finish_kept",
         "grad_hidden_again",
@@ -202,7 +199,6 @@ def kernel_set(
         row_coefficients=RowCoefficientsSpec(arch.name, narrow=narrow),
         probability_coefficients=RowCoefficientsSpec(arch.name, in_reference=True, narrow=narrow),
         scale_rows=ScaleAddRowsSpec(arch.name, dtype, dtype),
-        scale_fp32_rows=ScaleAddRowsSpec(arch.name, dtype, "float32"),
         finish_dx=ScaleAddRowsSpec(arch.name, dtype, "float32", dtype),
         finish_dx_fp32=ScaleAddRowsSpec(arch.name, "float32", "float32", dtype),
         keep_sums=KeptSumsSpec(arch.name, dtype),

@@ -218,12 +218,17 @@ def _gradients_in_forward_outputs(
     h, w, targets = inputs.h, inputs.w, inputs.targets
     stored, chunk = round_up(w.shape[0], block), ceil_div(h.shape[0], 2)
     loss_scale = targets.loss_scale(sum_dtype(h.dtype))
-    dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
-    dw = WeightSums.empty(torch.empty_like(w), loss_scale.dtype)
-    stats = gradients_in_forward(inputs, loss_scale, stored, chunk, dx, dw, None)
-    finished_dx = dx.finish(inputs, stats, RowCoefficients.of(stats, targets, loss_scale))
-    finished_dw = dw.finish(inputs.primitives.gradients, loss_scale)
-    return _gradients(" of gradients in the forward", finished_dx, finished_dw)
+    results: dict[str, CheckedOutput] = {}
+    # sums that are kept in dW's memory, and those that are dW
+    for suffix, dtype in (("", w.dtype), (", in the dtype of sums", loss_scale.dtype)):
+        dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
+        dw = WeightSums.empty(torch.empty_like(w, dtype=dtype), loss_scale.dtype)
+        stats = gradients_in_forward(inputs, loss_scale, stored, chunk, dx, dw, None)
+        finished_dx = dx.finish(inputs, stats, RowCoefficients.of(stats, targets, loss_scale))
+        finished_dw = dw.finish(inputs.primitives.gradients, loss_scale).to(w.dtype)
+        name = f" of gradients in the forward{suffix}"
+        results |= _gradients(name, finished_dx, finished_dw)
+    return results
 
 
 def _windows_in_chunks_outputs(

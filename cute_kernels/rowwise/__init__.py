@@ -11,6 +11,7 @@
                       s ⊙ h, and the last step of dX, which may add factor_i row and place row i
                       where the call has it
     kept_sums         dX's sums of a chunk in 24 bits, and dX of these, a block a row
+    scale_kept        dW, a factor times its kept sums, a block a row
     sort_targets      the tokens of every class, in order, a thread block 1024 classes
     add_targets       sums_v += Σ_{i: y_i = v} c_i h_i, a block a row
 

@@ -1,6 +1,7 @@
 """4. Primitives: the steps of every strategy, on the kernels and in plain torch.
 
-interface.py               the steps, with their formulas
+interface.py               the steps to exponentials and the loss, with their formulas
+gradient_interface.py      those from exponentials to gradients
 dispatch.py                which implementation serves a call, and why
 cute_projection.py         launches of the kernels: exponentials, row sums, loss
 cute_gradients.py          launches of the kernels: dX and dW
@@ -9,6 +10,6 @@ fused_step.py              launches of a plain step that keeps all exponentials:
 portable_projection.py     the same in torch
 portable_gradients.py
 row_selection.py           which tokens are computed
-elementwise.py             arithmetic between the GEMMs, fused by inductor.py on a GPU
+elementwise.py             arithmetic between the GEMMs, fused on a GPU
 weighted_sum.py            Σ factor_i x_i over the rows of 16-bit operands
 """

@@ -73,9 +73,7 @@ class RowwiseSteps:
         )
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
-        same = x.dtype == out.dtype
-        spec = self.kernels.scale_rows if same else self.kernels.scale_fp32_rows
-        launch_scale_rows(spec, out, x, scale)
+        launch_scale_rows(self.kernels.scale_rows, out, x, scale)
 
     def finish_dx(
         self,

@@ -1,13 +1,19 @@
 """The arithmetic between the GEMMs, in plain torch functions that a compiler can fuse.
 
+On a GPU with Triton they run as single kernels.
+
 R rows, D hidden, V vocab, P reference blocks of C columns.  Every function writes to its first
 argument; results are rounded once, when they are written.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.problem import SLACK
+from cutefce.cute_kernels.process_cache import process_cache, warn_once
+from cutefce.ops import torch_compat
 
 
 def gathered_dot_(out: Tensor, h: Tensor, index: Tensor, w: Tensor) -> None:
@@ -187,3 +193,22 @@ def scale_kept_(halves: Tensor, low: Tensor, scale: Tensor) -> None:
     """Write scale_v times the kept sums (R, D), rounded to bfloat16, to `halves`."""
     scaled = joined_halves(halves, low) * scale[:, None]
     halves.copy_(scaled.to(torch.bfloat16).view(torch.int16))
+
+
+def can_fuse(x: Tensor) -> bool:
+    """Whether functions of the rows of x run fused: on a GPU with Triton, for two rows or more."""
+    return x.is_cuda and x.shape[0] > 1 and _has_triton()
+
+
+@process_cache
+def fused(function: Callable[..., None]) -> Callable[..., None]:
+    """Return `function`, which writes to its arguments, as one kernel for any number of rows."""
+    return torch_compat.compile_pointwise(function)
+
+
+@process_cache
+def _has_triton() -> bool:
+    if not torch_compat.has_triton():
+        warn_once("no Triton; the portable path runs unfused on the GPU")
+        return False
+    return True

@@ -17,22 +17,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
 from cutefce.ops.rows.outputs import PartialOutputs
-from cutefce.ops.rows.scaling import Scaling
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 
 PartialT = TypeVar("PartialT")
 """Row sums over parts of the vocabulary, in the form of one implementation of `Projection`."""
-TargetGradT = TypeVar("TargetGradT")
-"""The targets' part of dW, in the form of one implementation of `Gradients`."""
 
 
 class Projection(Protocol[PartialT]):
@@ -135,163 +131,6 @@ class Projection(Protocol[PartialT]):
         """Return the tokens to compute again: all if a reference was moved, else none.
 
         Only the device knows their number, N or 0.  None: all are computed.
-        """
-        ...
-
-
-class Gradients(Protocol[TargetGradT]):
-    """From exponentials to dX and dW: the two GEMMs and what is done to their results."""
-
-    def add_grad_hidden(
-        self,
-        sums: Tensor,
-        exps: Tensor,
-        w: Tensor,
-        *,
-        accumulate: bool,
-        selection: RowSelection | None = None,
-    ) -> None:
-        """Write `exps` (N, K) @ w (K, D) to `sums` (N, D), or add it if `accumulate`.
-
-        With `selection`, rows of tokens that do not count are undefined.
-        """
-        ...
-
-    def add_grad_weight(
-        self,
-        sums: Tensor,
-        exps: Tensor,
-        scaled: Tensor,
-        *,
-        accumulate: bool,
-        selection: RowSelection | None = None,
-    ) -> None:
-        """Write `exps`ᵀ (K, N) @ `scaled` (N, D) to `sums` (K, D), or add it if `accumulate`.
-
-        With `selection`, tokens that do not count add nothing.
-        """
-        ...
-
-    def scaling(
-        self,
-        dtype: torch.dtype,
-        targets: Targets,
-        stats: RowStats,
-        upstream: Tensor,
-        *,
-        in_reference: bool,
-    ) -> Scaling:
-        """Return where tokens' factors are applied; see `rows.scaling.scaling_of`."""
-        ...
-
-    def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
-        """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
-        ...
-
-    def finish_dx(
-        self,
-        out: Tensor,
-        sums: Tensor,
-        w: Tensor,
-        targets: Targets,
-        coefficients: RowCoefficients,
-        rank_one: RankOne | None = None,
-        order: Tensor | None = None,
-    ) -> None:
-        """Write scale_i sums_i + target_i W_y to `out` (N, D), rounded once; may be `sums`.
-
-        With `order` (N,), that is row order_i of `out`, which is not `sums` then.
-        `rank_one` (N, D) is added.  A row whose coefficients and factor are all 0 is 0, whatever
-        `sums` and w hold.
-        """
-        ...
-
-    def keep_sums(
-        self,
-        kept: Tensor,
-        low: Tensor,
-        sums: Tensor,
-        w: Tensor,
-        targets: Targets,
-        stats: RowStats,
-        order: Tensor | None = None,
-    ) -> None:
-        """Keep sums_i - S_i W_y in `kept` (N, D) and `low` (N, D) uint8; may overwrite `sums`.
-
-        It is 0 for ignored tokens.  See `primitives.elementwise.split_sums` for what is kept.  With
-        `order`, that of row i is row order_i.
-        """
-        ...
-
-    def finish_kept(
-        self,
-        kept: Tensor,
-        low: Tensor,
-        w: Tensor,
-        targets: Targets,
-        coefficients: RowCoefficients,
-        rank_one: RankOne | None = None,
-        order: Tensor | None = None,
-    ) -> None:
-        """Do what `finish_dx` does with the sums of `keep_sums`, in the memory of `kept`."""
-        ...
-
-    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGradT:
-        """Return Σ_{i: y_i = v} c_i h_i for all v; `coefficient` is c (N,)."""
-        ...
-
-    def finish_dw(
-        self,
-        out: Tensor,
-        exps: Tensor,
-        scaled: Tensor,
-        target_grad: TargetGradT,
-        first: int,
-        grad_scale: Tensor,
-        rank_one: RankOne | None = None,
-        selection: RowSelection | None = None,
-    ) -> None:
-        """Write (expsᵀ @ scaled + target_grad) * grad_scale to `out` (K, D), rounded once.
-
-        `exps` (N, K) are the columns from `first` on; `grad_scale` is ().  `rank_one` (K, D) is
-        added before the product with `grad_scale`.  With `selection`, tokens that do not count add
-        nothing.
-        """
-        ...
-
-    def keep_dw(
-        self,
-        kept: Tensor,
-        low: Tensor,
-        exps: Tensor,
-        scaled: Tensor,
-        target_grad: TargetGradT,
-        rank_one: RankOne | None = None,
-        selection: RowSelection | None = None,
-        *,
-        accumulate: bool,
-    ) -> None:
-        """Keep what `finish_dw` rounds, of a `grad_scale` of 1, in `kept` and `low` (V, D) uint8.
-
-        It is added to what they hold if `accumulate`.  See `primitives.elementwise.split_sums` for
-        what is kept.
-        """
-        ...
-
-    def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        """Write `factor` () times the sums of `keep_dw` to `kept` (V, D), rounded once."""
-        ...
-
-    def add_target_grad(
-        self,
-        sums: Tensor,
-        target_grad: TargetGradT,
-        first: int,
-        rank_one: RankOne | None = None,
-    ) -> None:
-        """Add the targets' part and `rank_one` (K, D) to `sums` (K, D).
-
-        These are the rows of dW from `first` on.
         """
         ...
 

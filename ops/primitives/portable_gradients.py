@@ -14,8 +14,10 @@ from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
 from cutefce.ops.planning.step_memory import UPCAST_BLOCK, row_block_bytes
 from cutefce.ops.primitives.elementwise import (
     add_to_kept_dw_,
+    can_fuse,
     finish_dw_,
     finish_dx_,
+    fused,
     joined_sums,
     keep_dw_,
     scale_by_log_,
@@ -23,7 +25,6 @@ from cutefce.ops.primitives.elementwise import (
     scale_rows_to_,
     split_sums_,
 )
-from cutefce.ops.primitives.inductor import can_fuse, fused
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection

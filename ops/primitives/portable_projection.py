@@ -16,12 +16,13 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.elementwise import (
+    can_fuse,
     exponentials,
     exponentials_,
+    fused,
     gathered_dot_,
     scale_rows_in_place_,
 )
-from cutefce.ops.primitives.inductor import can_fuse, fused
 from cutefce.ops.primitives.interface import forward_unfused
 from cutefce.ops.primitives.portable_gradients import (
     apply_rowwise,

@@ -12,7 +12,8 @@ from typing import Any, Generic, cast
 
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import Gradients, PartialT, Projection, TargetGradT
+from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
+from cutefce.ops.primitives.interface import PartialT, Projection
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets

@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import PartialT, TargetGradT
+from cutefce.ops.primitives.gradient_interface import TargetGradT
+from cutefce.ops.primitives.interface import PartialT
 from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.strategies import windows

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import PartialT, TargetGradT
+from cutefce.ops.primitives.gradient_interface import TargetGradT
+from cutefce.ops.primitives.interface import PartialT
 from cutefce.ops.primitives.row_selection import restore_rows
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection

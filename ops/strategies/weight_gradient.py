@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.planning.step_memory import added_rows
-from cutefce.ops.primitives.interface import Gradients, TargetGradT
+from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
 from cutefce.ops.primitives.portable_gradients import blocks, row_blocks
 from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.rows.coefficients import RankOne

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import Gradients, TargetGradT
+from cutefce.cute_kernels.integers import round_up
+from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.selection import RowSelection
+
+LOW_COLUMNS = 16
+"""Rows of bytes are multiples of this: kernels read 16 bytes at a time."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +28,20 @@ class WeightSums:
     gradient: Tensor
     """(V, D): the sums, or their upper halves if it has 16 bits."""
     low: Tensor
-    """(V, D) uint8, the third byte of each sum; no rows if `gradient` has the dtype of sums."""
+    """(V, D) uint8, the third byte of each sum, and columns up to a multiple of `LOW_COLUMNS`; no
+    rows if `gradient` has the dtype of sums."""
 
     @classmethod
     def empty(cls, gradient: Tensor, dtype: torch.dtype) -> "WeightSums":
         """Return uninitialized sums of `dtype` in the memory of `gradient` (V, D)."""
         rows = len(gradient) if gradient.dtype != dtype else 0
-        return cls(gradient, gradient.new_empty(rows, gradient.shape[1], dtype=torch.uint8))
+        columns = round_up(gradient.shape[1], LOW_COLUMNS)
+        return cls(gradient, gradient.new_empty(rows, columns, dtype=torch.uint8))
+
+    @property
+    def kept(self) -> tuple[Tensor, Tensor]:
+        """The sums' upper halves and their third bytes (V, D)."""
+        return self.gradient, self.low[:, : self.gradient.shape[1]]
 
     def add(
         self,
@@ -45,8 +56,8 @@ class WeightSums:
     ) -> None:
         """Write a chunk's part of dW, or add it if `accumulate`; see `Gradients.keep_dw`."""
         if len(self.low):
-            operands = exps, scaled, target_grad, rank_one, selection
-            gradients.keep_dw(self.gradient, self.low, *operands, accumulate=accumulate)
+            operands: Any = exps, scaled, target_grad, rank_one, selection
+            gradients.keep_dw(*self.kept, *operands, accumulate=accumulate)
         else:
             more: Any = {"accumulate": accumulate, "selection": selection}
             gradients.add_grad_weight(self.gradient, exps, scaled, **more)
@@ -55,7 +66,7 @@ class WeightSums:
     def finish(self, gradients: Gradients[TargetGradT], factor: Tensor) -> Tensor:
         """Return dW, `factor` () times the sums, which it overwrites."""
         if len(self.low):
-            gradients.finish_kept_dw(self.gradient, self.low, factor)
+            gradients.finish_kept_dw(*self.kept, factor)
         else:
-            gradients.scale_rows(self.gradient, self.gradient, factor.expand(len(self.gradient)))
+            self.gradient.mul_(factor)
         return self.gradient

@@ -11,7 +11,8 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import PartialT, Primitives, TargetGradT
+from cutefce.ops.primitives.gradient_interface import TargetGradT
+from cutefce.ops.primitives.interface import PartialT, Primitives
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum

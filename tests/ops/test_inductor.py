@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.elementwise import scale_by_log_
-from cutefce.ops.primitives.inductor import can_fuse, fused
+from cutefce.ops.primitives.elementwise import can_fuse, fused, scale_by_log_
 
 
 def scaled(rows: int, columns: int, pitch: int) -> Tensor:

@@ -205,8 +205,10 @@ def test_every_strategy_on_the_kernels(
     serve_calls(monkeypatch, arch, small_tiles, selects=True)
     got = results(case)
     assert not got[1][~counts].any()
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6)
+    # dW's sums over chunks, which hold other tokens here, keep 16 significant bits
+    rounding = 2**-15 * float(want[2].abs().max()) if strategy == "gradients_in_forward" else 0
+    for a, b, more in zip(got, want, (0, 0, rounding), strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6 + more)
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: str(arch.name))
