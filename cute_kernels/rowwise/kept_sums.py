@@ -1,7 +1,6 @@
 """dX's sums Σ_v e_iv w_v - S_i w_y: kept as 16 bits in dX's memory and a byte, then made dX.
 
-The 16 bits are a float32's upper half, cut off.  The byte is the next 8 bits, whose last one is set
-if any bit below was: rounding to odd, which keeps NaN and infinities.
+See `common.kept_bits` for what these bits are.
 """
 
 from typing import Any
@@ -20,6 +19,7 @@ from cutefce.cute_kernels.common.dsl import (
     pdl_wait,
     vector,
 )
+from cutefce.cute_kernels.common.kept_bits import join_eight, split_eight
 from cutefce.cute_kernels.common.rank_one import RankOne, rank_one_signature
 from cutefce.cute_kernels.common.row_vectors import WARPS, clamped, load_fp32, row_vectors
 
@@ -90,15 +90,7 @@ def keep_sums_kernel(
             addend = load_fp32(addends, i)
             for j in cutlass.range_constexpr(8):
                 values[j] = values[j] + rounded_product(factor, addend[j])
-        bits = cute.recast_tensor(values, Int32)
-        halves, bytes_ = cute.make_rmem_tensor((4,), Int32), cute.make_rmem_tensor((2,), Int32)
-        bytes_.fill(0)
-        for j in cutlass.range_constexpr(4):
-            first, second = bits[2 * j], bits[2 * j + 1]
-            halves[j] = ((first >> 16) & 0xFFFF) | (second & ~0xFFFF)
-        for j in cutlass.range_constexpr(8):
-            rest = ((bits[j] >> 8) & 0xFF) | Int32((bits[j] & 0xFF) != 0)
-            bytes_[j // 4] = bytes_[j // 4] | (rest << 8 * (j % 4))
+        halves, bytes_ = split_eight(values)
         cute.autovec_copy(cute.recast_tensor(halves, kept.element_type), upper_half[None, i])
         cute.autovec_copy(cute.recast_tensor(bytes_, Uint8), byte[None, i])
 
@@ -153,15 +145,10 @@ def finish_kept_kernel(
         values = cute.make_rmem_tensor((8,), Float32)
         values.fill(0.0)
         if counts:
-            halves = cute.make_rmem_tensor((8,), kept.element_type)
-            bytes_ = cute.make_rmem_tensor((8,), Uint8)
-            cute.autovec_copy(upper_half[None, i], halves)
-            cute.autovec_copy(byte[None, i], bytes_)
-            pairs, fours = cute.recast_tensor(halves, Int32), cute.recast_tensor(bytes_, Int32)
-            bits = cute.recast_tensor(values, Int32)
-            for j in cutlass.range_constexpr(8):
-                upper = pairs[j // 2] << 16 if j % 2 == 0 else pairs[j // 2] & ~0xFFFF
-                bits[j] = upper | (((fours[j // 4] >> 8 * (j % 4)) & 0xFF) << 8)
+            halves, bytes_ = cute.make_rmem_tensor((4,), Int32), cute.make_rmem_tensor((2,), Int32)
+            cute.autovec_copy(upper_half[None, i], cute.recast_tensor(halves, kept.element_type))
+            cute.autovec_copy(byte[None, i], cute.recast_tensor(bytes_, Uint8))
+            values.store(join_eight(halves, bytes_).load())
             addends = load_fp32(gathered, i)
             for j in cutlass.range_constexpr(8):
                 addend = rounded_product(factor, addends[j])

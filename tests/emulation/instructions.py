@@ -173,7 +173,7 @@ def await_phase(warp: Warp, mask: Any, address: str, parity: str) -> Pause | Non
     return Pause.WAIT if warp.block.barrier(place).parity == wanted else None
 
 
-@handles("fence", "prefetch", "griddepcontrol")
+@handles("fence", "prefetch", "cp.async.bulk.prefetch", "griddepcontrol")
 def nothing(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     """Do nothing: memory operations complete in order here, and kernels one after the other."""
 
@@ -232,6 +232,17 @@ def predicate(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     elif line.startswith("not"):
         values = [~values[0]]
     warp.put(operands[0], values[0], mask)
+
+
+@handles("prmt.b32")
+def permute(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
+    low, high, chosen = (unsigned(warp.value(o)) for o in operands[1:])
+    both, result = high << 32 | low, np.zeros(LANES, np.int64)
+    assert not (chosen & 0x8888).any(), "no sign is spread"
+    for i in range(4):
+        place = chosen >> 4 * i & 7
+        result |= (both >> 8 * place & 0xFF) << 8 * i
+    warp.put(operands[0], result, mask)
 
 
 @handles("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32")
