@@ -1,10 +1,12 @@
-"""DSL basics shared by all kernels: dtypes, fake tensors to compile for, PDL, exp2."""
+"""DSL basics shared by all kernels: dtypes, fake tensors to compile for, PDL, TMA, exp2."""
 
 import math
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cutefce.cute_kernels.common.exp2 import poly_exp2
@@ -58,6 +60,21 @@ def scalar(dtype: Any) -> Any:
 def current_stream() -> Any:
     """Return a fake stream, for which a launch takes torch's current stream."""
     return make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+@cute.jit
+def partition(operand: Any, shape: Any, rank: Int32, multicast: int) -> Any:
+    """Return (TMA atom, its sources by tile and K tile, its destinations by stage)."""
+    atom, coordinates, smem = operand
+    tiles = cute.local_tile(coordinates, shape, (None, None))
+    destination, source = cpasync.tma_partition(
+        atom,
+        rank,
+        cute.make_layout(multicast),
+        cute.group_modes(smem, 0, 2),
+        cute.group_modes(tiles, 0, 2),
+    )
+    return atom, source, destination
 
 
 def exp2(x: Any, poly: bool = False) -> Any:

@@ -16,7 +16,8 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from cutefce.cute_kernels.arch.base import epi_tile_columns
-from cutefce.cute_kernels.sm90.mainloop import MMA_WARP_GROUPS, partition
+from cutefce.cute_kernels.common.dsl import partition
+from cutefce.cute_kernels.sm90.mainloop import MMA_WARP_GROUPS
 
 
 class EpilogueStoreSm90:

@@ -2,6 +2,7 @@
 
     hidden          sums (N, D) = or += e w         float32
     weight          sums (V, D) = or += eᵀ s        float32
+    weight, kept    the same                        24 bits, as `sm90.kept_store` has them
     weight, final   out (V, D) = (eᵀ s + Σ_{i: y_i = v} c_i h_i) · grad_scale, rounded once
 
 with s_i = scale_i h_i.  The targets' terms of the last one are added to the float32 accumulators,
@@ -36,6 +37,7 @@ from cutefce.cute_kernels.schedule.scheduler import (
     make_gemm_scheduler,
 )
 from cutefce.cute_kernels.sm90.epilogue_store import EpilogueStoreSm90
+from cutefce.cute_kernels.sm90.kept_store import KeptStoreSm90, KeptSums, kept_signature
 from cutefce.cute_kernels.sm90.mainloop import (
     MMA_WARP_GROUPS,
     WARP_GROUP_THREADS,
@@ -51,14 +53,16 @@ def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
     dtype = DTYPES[kernel.dtype]
     rows, inner, hidden = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
     a = transposed(dtype, rows, inner) if kernel.wrt == "weight" else matrix(dtype, rows, inner)
-    targets = None
+    targets, out = None, matrix(dtype if kernel.final else Float32, rows, hidden)
+    if kernel.kept:
+        out = kept_signature(rows, hidden)
     if kernel.final:
         csr = vector(Int64, inner), vector(Int32, cute.sym_int()), vector(Float32, inner)
         targets = TargetCsr(*csr, matrix(dtype, cute.sym_int(), hidden), vector(Float32, 1))
     return GradGemmSm90(kernel), (
         a,
         transposed(dtype, hidden, inner),
-        matrix(dtype if kernel.final else Float32, rows, hidden),
+        out,
         targets,
         rank_one_signature(rows, hidden, kernel.rank_one),
         vector(Int32, cute.sym_int()),
@@ -98,13 +102,18 @@ class GradGemmSm90(MainloopSm90):
         self.final, self.tokens_inside = kernel.final, kernel.wrt == "weight"
         out_dtype = self.dtype if self.final else Float32
         self.epilogue = EpilogueStoreSm90(out_dtype, kernel.config.tile_n)
+        self.kept = kernel.kept
+        if kernel.kept:
+            assert not kernel.final and self.tokens_inside and kernel.dtype == "bfloat16"
+            self.kept_store = KeptStoreSm90(kernel.config)
+            self.producer_registers, self.consumer_registers = self.kept_store.registers
 
     @cute.jit
     def __call__(
         self,
         a: cute.Tensor,
         b: cute.Tensor,
-        out: cute.Tensor,
+        out: cute.Tensor | KeptSums,
         targets: TargetCsr | None,
         rank_one: RankOne | None,
         semaphores: cute.Tensor,
@@ -123,7 +132,11 @@ class GradGemmSm90(MainloopSm90):
         passes by position.
         """
         a_loads, b_load = self.tma_loads(a, b)
-        out_store, add = self.epilogue.tma_store(out), self.epilogue.tma_add(out)
+        add = None
+        if cutlass.const_expr(self.kept):
+            out_store = out, self.kept_store.tma_prefetch(out)
+        else:
+            out_store, add = self.epilogue.tma_store(out), self.epilogue.tma_add(out)
         sums = add, k_splits, overwrite, RowCount(count, selects)
         tiled_mma = self.tiled_mma(self.m_halves)
         terms = targets, rank_one
@@ -142,10 +155,13 @@ class GradGemmSm90(MainloopSm90):
         semaphores: cute.Tensor,
         sums: Any,
     ) -> None:
-        """Assign warps to roles; a, b and out are (TMA atoms, coordinates, smem layout)."""
+        """Assign warps to roles; a, b and out are (TMA atoms, coordinates, smem layout).
+
+        Of kept sums, out is (`KeptSums`, what prefetches them).
+        """
         add, k_splits, overwrite, row_count = sums
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        (loads_a, g_a, a_layout), (load_b, g_b, b_layout), (store, g_out, out_layout) = a, b, out
+        (loads_a, g_a, a_layout), (load_b, g_b, b_layout) = a, b
         if warp == 0:
             for load in (*loads_a, load_b):
                 cpasync.prefetch_descriptor(load)
@@ -153,7 +169,15 @@ class GradGemmSm90(MainloopSm90):
         barriers = smem.allocate_array(Int64, 2 * self.config.stages)
         s_a = smem.allocate_tensor(self.dtype, a_layout.outer, 1024, a_layout.inner)
         s_b = smem.allocate_tensor(self.dtype, b_layout.outer, 1024, b_layout.inner)
-        s_out = smem.allocate_tensor(self.epilogue.dtype, out_layout.outer, 1024, out_layout.inner)
+        prefetched, outputs = None, None
+        if cutlass.const_expr(self.kept):
+            kept, atoms = out
+            prefetched = self.kept_store.prefetched(kept, atoms), overwrite == 0
+            outputs = kept, None, overwrite
+        else:
+            store, g_out, layout = out
+            s_out = smem.allocate_tensor(self.epilogue.dtype, layout.outer, 1024, layout.inner)
+            outputs = (store, g_out, s_out), add, overwrite
         pipe = self.make_pipeline(barriers)
         pdl_wait()
         tokens = row_count, self.tokens_inside
@@ -163,10 +187,9 @@ class GradGemmSm90(MainloopSm90):
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
                 a_operand, b_operand = (loads_a, g_a, s_a), (load_b, g_b, s_b)
-                self.load(scheduler, pipe, a_operand, b_operand, semaphores)
+                self.load(scheduler, pipe, a_operand, b_operand, semaphores, prefetched)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            outputs = (store, g_out, s_out), add, overwrite
             self.consume(scheduler, pipe, tiled_mma, (s_a, s_b), outputs, terms, semaphores)
 
     @cute.jit
@@ -207,7 +230,14 @@ class GradGemmSm90(MainloopSm90):
                 if work_tile.splits_before > 0:
                     await_splits(counter, work_tile.splits_before)
                 must_add = overwrite == 0 or work_tile.splits_before > 0
-                self.store(consumer, out, m_start, n_start, scheduler, (add, must_add))
+                if cutlass.const_expr(self.kept):
+                    rows = [
+                        [self.row(consumer.tCcC, m_start, m_block, half) for half in (0, 1)]
+                        for m_block in range(self.m_blocks)
+                    ]
+                    self.kept_store.add(consumer, out, rows, n_start, scheduler, must_add)
+                else:
+                    self.store(consumer, out, m_start, n_start, scheduler, (add, must_add))
                 if work_tile.splits_after > 0:
                     signal_split(counter)
         cute.arch.cp_async_bulk_wait_group(0, read=True)

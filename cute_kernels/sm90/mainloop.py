@@ -20,7 +20,7 @@ from cutlass.utils import hopper_helpers as sm90
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.common.dsl import DTYPES, USE_PDL
+from cutefce.cute_kernels.common.dsl import DTYPES, USE_PDL, partition
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import ITEM_BYTES
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler
@@ -199,9 +199,19 @@ class MainloopSm90:
 
     @cute.jit
     def load(
-        self, scheduler: TileScheduler, pipe: Any, a: Any, b: Any, semaphores: cute.Tensor
+        self,
+        scheduler: TileScheduler,
+        pipe: Any,
+        a: Any,
+        b: Any,
+        semaphores: cute.Tensor,
+        prefetched: Any = None,
     ) -> None:
-        """Producer: fill the stages of all tiles; a and b are (TMA atoms, coordinates, smem)."""
+        """Producer: fill the stages of all tiles; a and b are (TMA atoms, coordinates, smem).
+
+        `prefetched` is what epilogues read, for the L2 cache: (TMA atom, its sources by tile) of
+        each matrix, and whether they are read.
+        """
         config, tile = self.config, self.tile
         atoms_a, g_a, s_a = a
         loads_a = []
@@ -228,6 +238,11 @@ class MainloopSm90:
             if not is_full_wave or scheduler.rank != 0 or scheduler.row_blocks == 1:
                 sync_end = Int32(0)
             for column in cutlass.range(split, n_end, scheduler.vocab_splits):
+                if cutlass.const_expr(prefetched is not None):
+                    matrices, are_read = prefetched
+                    if are_read:
+                        for atom, tiles in matrices:
+                            cute.prefetch(atom, tiles[None, row, column])
                 for k_tile in cutlass.range(work_tile.k_start, work_tile.k_end, unroll=1):
                     if cutlass.const_expr(not self.only_flagged):
                         if k_tile % SYNC_EVERY_STAGES == 0 and column < sync_end:
@@ -380,18 +395,3 @@ class MainloopSm90:
             barrier_id=NamedBarrier.MMA_TURN_WG1 - warp_group_idx,
             number_of_threads=2 * WARP_GROUP_THREADS,
         )
-
-
-@cute.jit
-def partition(operand: Any, shape: Any, rank: Int32, multicast: int) -> Any:
-    """Return (TMA atom, its sources by tile and K tile, its destinations by stage)."""
-    atom, coordinates, smem = operand
-    tiles = cute.local_tile(coordinates, shape, (None, None))
-    destination, source = cpasync.tma_partition(
-        atom,
-        rank,
-        cute.make_layout(multicast),
-        cute.group_modes(smem, 0, 2),
-        cute.group_modes(tiles, 0, 2),
-    )
-    return atom, source, destination

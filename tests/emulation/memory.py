@@ -20,8 +20,8 @@ UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint6
 """Numpy's types by size."""
 SWIZZLE_BITS = (0, 0x10, 0x30, 0x70)
 """Bits of an address that are flipped by those three higher: 128-byte rows are mode 3."""
-ITEM_SIZES = {6: 2, 7: 4, 10: 2}
-"""Bytes of an element, by a tensor map's code of its type: float16, float32, bfloat16."""
+ITEM_SIZES = {0: 1, 6: 2, 7: 4, 10: 2}
+"""Bytes of an element, by a tensor map's code of its type: uint8, float16, float32, bfloat16."""
 VARIABLE_BITS = 0xF << 7 | 3 << 13 | 1 << 21
 """Type, swizzle and whether the tensor is large, in a tensor map's second word."""
 

@@ -1,0 +1,201 @@
+"""The kernel that adds to dW's sums of 24 bits, emulated, against the format's definition."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cutefce.cute_kernels.arch.base import TILE_K
+from cutefce.cute_kernels.arch.sm90 import GRAD_192
+from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.spec import GradGemmSpec
+from cutefce.ops.primitives.elementwise import joined_sums, split_sums
+from tests.emulation.hopper import run
+from tests.emulation.host import host_function
+
+PINGPONG = GemmConfig(64, 64, cluster=1, stages=2, pingpong=True)
+TALL = GemmConfig(192, 64, cluster=2, stages=3, pingpong=True)
+COOPERATIVE = GemmConfig(128, 64, cluster=1, stages=3, pingpong=False)
+CONFIGS = (PINGPONG, TALL, COOPERATIVE)
+SHAPES = {
+    "many K tiles": (150, 136, 330),
+    "one row": (1, 64, 200),
+    "few columns": (130, 8, 17),
+    "no multiple of 16 columns": (70, 40, 70),
+}
+CLUSTERS = 4
+
+
+def kernel_of(config: GemmConfig) -> GradGemmSpec:
+    return GradGemmSpec("sm_90a", "bfloat16", config, "weight", final=False, kept=True)
+
+
+class Sums:
+    """Sums (V, D); what is kept of float32 `values`."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        vocab, hidden = values.shape
+        self.upper = torch.empty(vocab, hidden, dtype=torch.bfloat16)
+        # rows start at multiples of 16 bytes; what is between them stays as it is
+        self.wide = torch.full((vocab, round_up(hidden, 16)), 0x5A, dtype=torch.uint8)
+        self.low = self.wide[:, :hidden]
+        split_sums(self.upper, self.low, values)
+
+    @property
+    def values(self) -> torch.Tensor:
+        return joined_sums(self.upper, self.low)
+
+    def add(
+        self,
+        e: torch.Tensor,
+        h: torch.Tensor,
+        splits: int = 1,
+        overwrite: int = 0,
+        count: int | None = None,
+        config: GemmConfig = PINGPONG,
+        **how: Any,
+    ) -> None:
+        """Add eᵀ h by the emulated kernel."""
+        kernel = kernel_of(config)
+        splits = min(splits, ceil_div(len(e), TILE_K))
+        semaphores = torch.zeros(kernel.semaphore_count(CLUSTERS), dtype=torch.int32)
+        rows = torch.tensor([count or 0], dtype=torch.int32), int(count is not None)
+        operands = e.t(), h.t(), (self.upper, self.low), None, None
+        run(kernel, *operands, semaphores, *rows, CLUSTERS, splits, overwrite, **how)
+        assert (self.wide[:, self.low.shape[1] :] == 0x5A).all()
+
+
+def same_bits(got: Sums, want: torch.Tensor) -> None:
+    """Compare with what is kept of `want`; all NaN are equal."""
+    kept, is_nan = Sums(want), want.isnan()
+    assert torch.equal(got.values.isnan(), is_nan)
+    pairs = (got.upper.view(torch.int16), kept.upper.view(torch.int16)), (got.low, kept.low)
+    assert all(torch.equal(a[~is_nan], b[~is_nan]) for a, b in pairs)
+
+
+def operands(tokens: int, hidden: int, vocab: int, seed: int = 0) -> Any:
+    """Return e (N, V), columns of a wider matrix, and h (N, D), small integers."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randint(0, 2, (tokens, vocab + 24 + -vocab % 8), generator=generator).bfloat16()
+    h = torch.randint(-2, 3, (tokens, hidden), generator=generator).bfloat16()
+    return wide[:, 16 : 16 + vocab], h
+
+
+def any_floats(*shape: int) -> torch.Tensor:
+    """Return float32 of any bits: NaN, infinities and subnormal numbers among them."""
+    generator = torch.Generator().manual_seed(2)
+    bits = torch.randint(-(1 << 31), 1 << 31, shape, generator=generator).to(torch.int32)
+    values = bits.view(torch.float32)
+    values.view(-1)[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    return values
+
+
+@pytest.mark.parametrize(("splits", "overwrite"), [(1, 1), (3, 0), (3, 1)])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_integers_are_exact(
+    config: GemmConfig, shape: tuple[int, int, int], splits: int, overwrite: int
+) -> None:
+    """Whatever is overwritten, and however K is split."""
+    _, hidden, vocab = shape
+    e, h = operands(*shape)
+    before = torch.randint(-(1 << 12), 1 << 12, (vocab, hidden)).float()
+    sums = Sums(any_floats(vocab, hidden) if overwrite else before)
+    sums.add(e, h, splits, overwrite, config=config)
+    product = e.float().t() @ h.float()
+    same_bits(sums, product + (0 if overwrite else before))
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, GRAD_192], ids=str)
+def test_any_sums_round_to_odd(config: GemmConfig) -> None:
+    e, h = operands(70, 200, 330)
+    sums = Sums(any_floats(330, 200))
+    want = sums.values + e.float().t() @ h.float()
+    sums.add(e, h, config=config)
+    same_bits(sums, want)
+
+
+def test_products_of_no_number() -> None:
+    e, h = operands(70, 72, 130)
+    h[3, 5], h[7, 9] = torch.nan, torch.inf
+    want = e.float().t() @ h.float()
+    sums = Sums(torch.zeros(130, 72))
+    sums.add(e, h)
+    assert want[:, 5].isnan().all() and want[:, 9].isinf().any()
+    assert torch.equal(sums.values.isfinite(), want.isfinite())
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_three_chunks(config: GemmConfig) -> None:
+    """Each addition errs by at most one unit of 16 significant bits."""
+    generator = torch.Generator().manual_seed(0)
+    sums, want = Sums(torch.full((200, 136), torch.nan)), torch.zeros(200, 136).double()
+    allowed = torch.zeros(200, 136).double()
+    for chunk in range(3):
+        e = torch.rand(150, 200, generator=generator).bfloat16()
+        h = torch.randn(150, 136, generator=generator).bfloat16()
+        sums.add(e, h, overwrite=int(chunk == 0), config=config)
+        want += e.double().t() @ h.double()
+        allowed += 2**-15 * want.abs() + 1e-6 * (e.double().t() @ h.double().abs())
+    errors = (sums.values.double() - want).abs()
+    assert (errors <= 1.001 * allowed).all()
+    assert (errors > 0.1 * allowed).any()
+
+
+@pytest.mark.parametrize("overwrite", [1, 0])
+@pytest.mark.parametrize("count", [0, 1, 64, 130])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_counted_rows(config: GemmConfig, count: int, overwrite: int) -> None:
+    """Rows behind those that count are 0 up to a multiple of `TILE_K`, then anything."""
+    e, h = operands(150, 136, 330)
+    end = max(1, ceil_div(count, TILE_K)) * TILE_K
+    for rows in (e, h):
+        rows[count:] = 0
+        rows[end:] = torch.nan
+    before = torch.randint(-(1 << 12), 1 << 12, (330, 136)).float()
+    sums = Sums(before)
+    sums.add(e, h, overwrite=overwrite, count=count, config=config)
+    product = e[:count].float().t() @ h[:count].float()
+    same_bits(sums, product + (0 if overwrite else before))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("config", [PINGPONG, COOPERATIVE], ids=str)
+def test_every_order_of_splits(config: GemmConfig, seed: int) -> None:
+    e, h = operands(200, 72, 200)
+    sums = Sums(any_floats(200, 72))
+    sums.add(e, h, splits=3, overwrite=1, config=config, seed=seed)
+    same_bits(sums, e.float().t() @ h.float() + 0)
+
+
+FAULTS = {
+    "K splits do not wait for each other": (
+        r"(setp\.lt\.s32\s+%p\d+, %r\d+), 1;(?=\s*@\S+ bra\s+\S+\s+setp\S+\s[^\n]*\s*@\S+ bra"
+        r"\s+\S+\s+ld\.acquire)", r"\1, 9;"),
+    "lanes exchange with others": (r"(shfl\.sync\.bfly\S+\s+%r\d+, %r\d+), 2,", r"\1, 4,"),
+    "a bit that is dropped does not count": (
+        r"(add\.s32\s+%r\d+, %r\d+), 16711935;", r"\1, 0;"),
+    "one vector beyond the last column": (
+        r"(setp\.lt\.s32\s+%p\d+, %r\d+), 5;", r"\1, 4;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_detected(fault: str) -> None:
+    pattern, replacement = FAULTS[fault]
+    ptx, found = re.subn(pattern, replacement, host_function(kernel_of(COOPERATIVE)).ptx)
+    assert found
+    e, h = operands(150, 40, 330)
+    before = torch.arange(330.0 * 40).view(330, 40) + 1 / 3
+    with pytest.raises(AssertionError):
+        for seed in range(5):
+            sums = Sums(before)
+            sums.add(e, h, splits=3, overwrite=1, config=COOPERATIVE, seed=seed, ptx=ptx)
+            same_bits(sums, e.float().t() @ h.float() + 0)
+            sums = Sums(before)
+            sums.add(e, h, config=COOPERATIVE, seed=seed, ptx=ptx)
+            same_bits(sums, Sums(before).values + e.float().t() @ h.float())
