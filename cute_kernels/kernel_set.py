@@ -165,12 +165,12 @@ def kernel_set(
     weight = accumulate = keep = finish_kept = add_targets = sort_targets = None
     storing = backward = None
     again = hidden
-    if configs.grad_weight is not None:
+    if configs.grad_weight is not None and arch.kept_sums_config is not None:
         first = arch.grad_gemm_configs()[0]
         again = hidden or GradGemmSpec(arch.name, dtype, first, "hidden", final=False)
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
         accumulate = dataclasses.replace(weight, final=False)
-        keep = dataclasses.replace(accumulate, kept=True)
+        keep = dataclasses.replace(accumulate, config=arch.kept_sums_config, kept=True)
         finish_kept = ScaleKeptSpec(arch.name, dtype)
         add_targets, sort_targets = AddTargetsSpec(arch.name, dtype), SortTargetsSpec(arch.name)
         if variant == PLAIN:

@@ -36,6 +36,8 @@ class Arch(ABC):
     """Folder of the kernels for this architecture."""
     forms_weight_gradient: bool
     """Whether it has gradient GEMMs for dW."""
+    kept_sums_config: GemmConfig | None = None
+    """Configuration of the gradient GEMM of kept sums of dW, if there are gradient GEMMs for dW."""
     smem_bytes: int = 227 << 10
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
 

@@ -27,6 +27,8 @@ GRAD_128 = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
 GRAD_192 = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
 GRAD_256 = GemmConfig(128, 256, cluster=2, stages=4, pingpong=False)
 """Configurations of the gradient GEMMs, by columns of a tile."""
+GRAD_KEPT = GemmConfig(128, 128, cluster=2, stages=4, pingpong=True)
+"""That of kept sums of dW, whose tiles are in shared memory beside the stages."""
 
 LONG_TOKENS = 16384
 TIME_PER_COLUMN = {
@@ -59,6 +61,7 @@ class Sm90(Arch):
     capability: tuple[int, int] = (9, 0)
     family: str = "sm90"
     forms_weight_gradient: bool = True
+    kept_sums_config: GemmConfig | None = GRAD_KEPT
 
     def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
         return WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL, LOW, COOPERATIVE

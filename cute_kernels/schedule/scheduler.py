@@ -158,7 +158,8 @@ def make_gemm_scheduler(
     """Return the scheduler of a gradient GEMM of a (M, K) and b (N, K).
 
     Tokens are the K of these, if `tokens_inside`, or their M.  With `k_splits`, those for all
-    tokens, K is split; nothing is computed where no token would add to what `overwrite` keeps.
+    tokens, K is split.  With `overwrite`, nothing is computed where no token would add to what it
+    keeps.
     """
     (size, inner), columns = a.shape, b.shape[0]
     n_tiles = (columns + config.tile_n - 1) // config.tile_n
@@ -170,7 +171,7 @@ def make_gemm_scheduler(
         count = row_count.count[0]
         if cutlass.const_expr(tokens_inside):
             k_tiles = cutlass.max((count + tile_k - 1) // tile_k, 1)
-            if cutlass.const_expr(k_splits is not None):
+            if cutlass.const_expr(overwrite is not None):
                 if count == 0 and overwrite == 0:
                     row_blocks = Int32(0)
         else:

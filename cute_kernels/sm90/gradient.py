@@ -56,7 +56,7 @@ def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
     targets, out = None, matrix(dtype if kernel.final else Float32, rows, hidden)
     if kernel.kept:
         out = kept_signature(rows, hidden)
-    if kernel.final:
+    if kernel.final or kernel.kept:
         csr = vector(Int64, inner), vector(Int32, cute.sym_int()), vector(Float32, inner)
         targets = TargetCsr(*csr, matrix(dtype, cute.sym_int(), hidden), vector(Float32, 1))
     return GradGemmSm90(kernel), (
@@ -69,7 +69,7 @@ def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
         vector(Int32, cute.sym_int()),
         Int32(0),
         Int32(1),
-        None if kernel.final else Int32(1),
+        None if kernel.final or kernel.kept else Int32(1),
         None if kernel.final else Int32(1),
         current_stream(),
     )
@@ -97,7 +97,7 @@ class GradGemmSm90(MainloopSm90):
         a, b = Operand(k_major=kernel.wrt == "hidden"), Operand(k_major=False)
         operands = kernel.arch, kernel.dtype, kernel.config, a, b
         super().__init__(*operands, only_flagged=False, skip_missing_rows=False)
-        assert kernel.final or not kernel.rank_one
+        assert kernel.final or kernel.kept or not kernel.rank_one
         assert kernel.WARPS * 32 == MMA_WARP_GROUPS * WARP_GROUP_THREADS
         self.final, self.tokens_inside = kernel.final, kernel.wrt == "weight"
         out_dtype = self.dtype if self.final else Float32
@@ -106,7 +106,6 @@ class GradGemmSm90(MainloopSm90):
         if kernel.kept:
             assert not kernel.final and self.tokens_inside and kernel.dtype == "bfloat16"
             self.kept_store = KeptStoreSm90(kernel.config)
-            self.producer_registers, self.consumer_registers = self.kept_store.registers
 
     @cute.jit
     def __call__(
@@ -126,15 +125,15 @@ class GradGemmSm90(MainloopSm90):
     ) -> None:
         """Launch on `clusters` clusters: a (M, K) and b (D, K) to out (M, D).
 
-        Sums split the K of the last wave's work tiles by `k_splits`, and are added to `out` unless
-        `overwrite`.  `count` and `selects` are those of `RowCount`; operands are 0 from the tokens
+        Sums are added to `out` unless `overwrite`; those in float32 split the K of the last wave's
+        work tiles by `k_splits`.  `count` and `selects` are those of `RowCount`; operands are 0 from the tokens
         that count to the next multiple of `TILE_K`.  Each parameter is one argument that the host
         passes by position.
         """
         a_loads, b_load = self.tma_loads(a, b)
         add = None
         if cutlass.const_expr(self.kept):
-            out_store = out, self.kept_store.tma_prefetch(out)
+            out_store = self.kept_store.tma(out)
         else:
             out_store, add = self.epilogue.tma_store(out), self.epilogue.tma_add(out)
         sums = add, k_splits, overwrite, RowCount(count, selects)
@@ -157,7 +156,7 @@ class GradGemmSm90(MainloopSm90):
     ) -> None:
         """Assign warps to roles; a, b and out are (TMA atoms, coordinates, smem layout).
 
-        Of kept sums, out is (`KeptSums`, what prefetches them).
+        Of kept sums, out is what `KeptStoreSm90.tma` returns.
         """
         add, k_splits, overwrite, row_count = sums
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -169,11 +168,9 @@ class GradGemmSm90(MainloopSm90):
         barriers = smem.allocate_array(Int64, 2 * self.config.stages)
         s_a = smem.allocate_tensor(self.dtype, a_layout.outer, 1024, a_layout.inner)
         s_b = smem.allocate_tensor(self.dtype, b_layout.outer, 1024, b_layout.inner)
-        prefetched, outputs = None, None
+        outputs = None
         if cutlass.const_expr(self.kept):
-            kept, atoms = out
-            prefetched = self.kept_store.prefetched(kept, atoms), overwrite == 0
-            outputs = kept, None, overwrite
+            outputs = self.kept_store.staging(smem, out, overwrite == 0), None, overwrite
         else:
             store, g_out, layout = out
             s_out = smem.allocate_tensor(self.epilogue.dtype, layout.outer, 1024, layout.inner)
@@ -182,12 +179,17 @@ class GradGemmSm90(MainloopSm90):
         pdl_wait()
         tokens = row_count, self.tokens_inside
         shape = self.config, self.tile[2], g_a, g_b
-        scheduler = make_gemm_scheduler(*shape, *tokens, k_splits, overwrite)
+        has_rank_one = cutlass.const_expr(terms[1] is not None)
+        keeps = None if has_rank_one else overwrite
+        scheduler = make_gemm_scheduler(*shape, *tokens, k_splits, keeps)
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
                 a_operand, b_operand = (loads_a, g_a, s_a), (load_b, g_b, s_b)
-                self.load(scheduler, pipe, a_operand, b_operand, semaphores, prefetched)
+                self.load(scheduler, pipe, a_operand, b_operand, semaphores)
+            if cutlass.const_expr(self.kept):
+                if warp == 1:
+                    self.kept_store.load(scheduler, outputs[0])
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(scheduler, pipe, tiled_mma, (s_a, s_b), outputs, terms, semaphores)
@@ -220,24 +222,21 @@ class GradGemmSm90(MainloopSm90):
             k_tiles = work_tile.k_end - work_tile.k_start
             other_k_tiles = other.k_end - other.k_start
             state = self.mma(pipe, tiled_mma, consumer, state, k_tiles, other_k_tiles)
-            if cutlass.const_expr(self.final):
-                if cutlass.const_expr(rank_one is not None):
-                    self.add_rank_one(consumer, rank_one, m_start, n_start, scheduler)
+            if cutlass.const_expr(rank_one is not None):
+                self.add_rank_one(consumer, rank_one, m_start, n_start, scheduler)
+            if cutlass.const_expr(targets is not None):
                 self.add_targets(consumer, targets, m_start, n_start, scheduler)
+            if cutlass.const_expr(self.final):
                 self.store(consumer, out, m_start, n_start, scheduler, None)
+            elif cutlass.const_expr(self.kept):
+                tile_number = index // (scheduler.clusters * config.partials_per_row)
+                self.kept_store.add(consumer, out, m_start, n_start, tile_number)
             else:
                 counter = semaphores.iterator + self.counter_index(work_tile, scheduler, consumer)
                 if work_tile.splits_before > 0:
                     await_splits(counter, work_tile.splits_before)
                 must_add = overwrite == 0 or work_tile.splits_before > 0
-                if cutlass.const_expr(self.kept):
-                    rows = [
-                        [self.row(consumer.tCcC, m_start, m_block, half) for half in (0, 1)]
-                        for m_block in range(self.m_blocks)
-                    ]
-                    self.kept_store.add(consumer, out, rows, n_start, scheduler, must_add)
-                else:
-                    self.store(consumer, out, m_start, n_start, scheduler, (add, must_add))
+                self.store(consumer, out, m_start, n_start, scheduler, (add, must_add))
                 if work_tile.splits_after > 0:
                     signal_split(counter)
         cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -1,30 +1,30 @@
-"""The Hopper epilogue that adds to sums of 24 bits: from accumulators to global memory.
+"""The Hopper epilogue that adds to sums of 24 bits, through shared memory and by TMA.
 
-The lanes of a quad exchange accumulators, so that each has eight contiguous columns of a row: 16
-bytes of upper halves and 8 of the bytes beside them.  It reads them some steps ahead and writes
-them in place; see `common.kept_bits`.  Warps never wait for each other.
+Each of the two warpgroups has a buffer for the sums of its tile: panels of 128-byte rows, of upper
+halves and of the bytes beside them.  While it runs MMAs, another warp loads the sums; it adds to
+them in place, and each of its warps stores its rows; see `common.kept_bits`.  A thread's accesses
+to the swizzled rows have no bank conflicts.  No two thread blocks touch the same sums.
 """
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint8
-from cutlass.cute import AddressSpace
-from cutlass.cute.nvgpu import CopyG2ROp, LoadCacheMode, cpasync
+from cutlass import BFloat16, Float32, Int16, Int32, Int64, Uint8
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
 
 from cutefce.cute_kernels.common.dsl import matrix, partition
 from cutefce.cute_kernels.common.kept_bits import join_eight, split_eight
-from cutefce.cute_kernels.common.row_vectors import row_vectors
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler
-from cutefce.cute_kernels.sm90.mainloop import Consumer
+from cutefce.cute_kernels.sm90.mainloop import MMA_WARP_GROUPS, Consumer
 
-GROUP = 32
-"""Columns that a quad exchanges at a time."""
-MOST_AHEAD = 4
-"""Vectors that a lane reads before it adds to the first of them."""
+LINE = 128
+"""Bytes of a panel's row: the widest swizzle."""
 
 
 class KeptSums(NamedTuple):
@@ -43,150 +43,179 @@ def kept_signature(rows: Any, columns: Any) -> KeptSums:
     return KeptSums(matrix(BFloat16, rows, columns), low)
 
 
-class Row(NamedTuple):
-    """A row of a tile, of which a lane adds to eight of every `GROUP` columns."""
+class Staging(NamedTuple):
+    """The buffers of a thread block."""
 
-    upper: cute.Tensor
-    """(8, …): vectors of the matrix's row from the lane's first one on."""
-    low: cute.Tensor
-    limit: Int32
-    """Vectors up to the end of the row; 0 if the matrix has no such row."""
+    upper: Any
+    """(TMA load, its coordinates, TMA store, its coordinates, shared memory) of upper halves."""
+    low: Any
+    barriers: Any
+    """Two for each warpgroup: its buffer is full, and empty."""
+    is_read: Any
+    """Whether sums are added to, and so loaded."""
 
 
 class KeptStoreSm90:
     """Additions of tiles of accumulators to kept sums."""
 
     def __init__(self, config: GemmConfig) -> None:
-        assert config.tile_n % GROUP == 0, "quads exchange whole groups"
-        self.tile_m, self.tile_n = config.tile_m, config.tile_n
-        self.registers = 24, 240
-        """Registers of a producer and of a consumer thread."""
-        accumulators = config.tile_m * config.tile_n * config.partials_per_row // 256
-        self.ahead = MOST_AHEAD if accumulators <= 128 else 0
+        assert config.pingpong and config.tile_n % LINE == 0, "warpgroups add to whole panels"
+        self.config = config
+        self.tile_bytes = config.tile_m * config.tile_n * 3
 
     @cute.jit
-    def tma_prefetch(self, sums: KeptSums) -> Any:
-        """Return the TMA atom and coordinates of each of the two matrices, for prefetches."""
-        shape = self.tile_m, self.tile_n
-        layout = cute.make_layout(shape, stride=(self.tile_n, 1))
-        load, found = cpasync.CopyBulkTensorTileG2SOp(), []
-        for part in (sums.upper, sums.low):
-            found.append(cpasync.make_tiled_tma_atom(load, part, layout, shape))
+    def tma(self, sums: KeptSums) -> Any:
+        """Return (TMA load, coordinates, TMA store, coordinates, smem layout) of each matrix."""
+        tile_m, found = self.config.tile_m, []
+        for part in sums:
+            columns = LINE * 8 // part.element_type.width
+            panels = MMA_WARP_GROUPS * self.config.tile_n // columns
+            layout = self._layout(part.element_type, tile_m, columns, panels)
+            load = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(),
+                part,
+                cute.slice_(layout, (None, None, 0)),
+                (tile_m, columns),
+            )
+            store = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileS2GOp(),
+                part,
+                cute.slice_(self._layout(part.element_type, 16, columns, 1), (None, None, 0)),
+                (16, columns),
+            )
+            found.append((*load, *store, layout))
         return tuple(found)
 
+    def _layout(self, dtype: Any, rows: int, columns: int, count: int) -> Any:
+        return sm90.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, (rows, columns), count)
+
     @cute.jit
-    def prefetched(self, sums: KeptSums, atoms: Any) -> Any:
-        """Return (TMA atom, its sources by tile) of each matrix."""
-        shape, found = (self.tile_m, self.tile_n), []
-        for part, (atom, coordinates) in zip(sums, atoms, strict=True):
-            # a place of the box in shared memory, which prefetches do not write
-            place = cute.make_ptr(part.element_type, 0, AddressSpace.smem, assumed_align=128)
-            unused = cute.make_tensor(place, cute.make_layout(shape, stride=(self.tile_n, 1)))
-            operand = atom, coordinates, unused
-            found.append(partition(operand, shape, Int32(0), 1)[:2])
-        return tuple(found)
+    def staging(self, smem: SmemAllocator, parts: Any, is_read: Any) -> Staging:
+        """Allocate the buffers, and initialize their barriers for all roles to agree on later."""
+        barriers = smem.allocate_array(Int64, 2 * MMA_WARP_GROUPS)
+        made = []
+        for dtype, part in zip((BFloat16, Uint8), parts, strict=True):
+            layout = part[-1]
+            tile = smem.allocate_tensor(dtype, layout.outer, 1024, layout.inner)
+            made.append((*part[:-1], tile))
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(MMA_WARP_GROUPS):
+                    cute.arch.mbarrier_init(barriers + 2 * i, 1)
+                    # one arrival of each warp of the warpgroup
+                    cute.arch.mbarrier_init(barriers + 2 * i + 1, 4)
+        return Staging(*made, barriers, is_read)
+
+    @cute.jit
+    def load(self, scheduler: TileScheduler, staging: Staging) -> None:
+        """Producer: load the sums of tile after tile, each when its warpgroup's buffer is empty."""
+        config, number = self.config, Int32(0)
+        if staging.is_read:
+            for index in cutlass.range(
+                scheduler.cluster, scheduler.num_indices(), scheduler.clusters, unroll=1
+            ):
+                row, column, _ = scheduler.coord(index, config.raster_group)
+                row = row * config.cluster + scheduler.rank
+                warp_group_idx = number % MMA_WARP_GROUPS
+                full = staging.barriers + 2 * warp_group_idx
+                # the first wait of each buffer finds it empty
+                cute.arch.mbarrier_wait(full + 1, (number // MMA_WARP_GROUPS + 1) % 2)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.tile_bytes)
+                for part in (staging.upper, staging.low):
+                    atom, coordinates, _, _, smem = part
+                    shape = config.tile_m, smem.shape[1]
+                    columns = cute.size(smem, mode=[1])
+                    shape = config.tile_m, columns
+                    panels = config.tile_n // columns
+                    _, source, to = partition((atom, coordinates, smem), shape, Int32(0), 1)
+                    for panel in cutlass.range_constexpr(panels):
+                        cute.copy(
+                            atom,
+                            source[None, row, column * panels + panel],
+                            to[None, warp_group_idx * panels + panel],
+                            tma_bar_ptr=full,
+                        )
+                number += 1
 
     @cute.jit
     def add(
-        self,
-        consumer: Consumer,
-        sums: KeptSums,
-        first_rows: Any,
-        n_start: Int32,
-        scheduler: TileScheduler,
-        must_add: Any,
+        self, consumer: Consumer, staging: Staging, m_start: Int32, n_start: Int32, tile: Int32
     ) -> None:
-        """Add the accumulators to the sums of their tile, or overwrite these.
+        """Add the accumulators to the sums, or overwrite these.
 
-        `first_rows` holds, for each block of 64 rows, the two rows whose accumulators the thread
-        has.  All accumulators are 0 in the end: kept no longer, they make room for what is read.
+        The tile is number `tile` of the warpgroup, from 0 on.
         """
-        lane = cute.arch.lane_idx() % 4
-        blocks, groups = range(len(first_rows)), range(self.tile_n // GROUP)
-        places = [(block, group, half) for block in blocks for group in groups for half in (0, 1)]
-        rows: dict[tuple[int, int], Row] = {}
-        pieces: list[Any] = []
-        for i in cutlass.range_constexpr(len(places)):
-            for ahead in cutlass.range_constexpr(len(pieces), self.pieces_read(i, len(places))):
-                block, at, half = places[ahead]
-                if cutlass.const_expr((block, half) not in rows):
-                    row = first_rows[block][half]
-                    rows[block, half] = self._row(sums, row, n_start, lane, scheduler)
-                pieces.append(self._load(rows[block, half], at, must_add))
-            m_block, group, half = places[i]
-            pairs = cute.make_rmem_tensor((2, 4), Float32)
-            for j in cutlass.range_constexpr(4):
-                for v in cutlass.range_constexpr(2):
-                    pairs[v, j] = consumer.acc[(v, half, 4 * group + j), m_block, 0]
-            addends = exchanged_in_quad(pairs, lane)
-            self._store(rows[m_block, half], group, pieces[i], addends)
-        consumer.acc.fill(0.0)
-
-    def pieces_read(self, piece: int, pieces: int) -> int:
-        """Return how many of the `pieces` have been read before number `piece` is added to.
-
-        Beside many accumulators there is room for one; each addition makes more.
-        """
-        return min(piece + max(1, min(self.ahead + piece, MOST_AHEAD)), pieces)
-
-    @cute.jit
-    def _row(
-        self, sums: KeptSums, row: Int32, n_start: Int32, lane: Int32, scheduler: TileScheduler
-    ) -> Row:
-        """Return a row from the lane's first column on."""
-        first = n_start // 8 + lane
-        limit = scheduler.columns // 8 - first
-        if row >= scheduler.rows:
-            limit = Int32(0)
-        upper, low = (cute.domain_offset((0, first), row_vectors(part, row)) for part in sums)
-        return Row(upper, low, limit)
+        warp = cute.arch.make_warp_uniform(consumer.thread // 32)
+        full = staging.barriers + 2 * consumer.warp_group_idx
+        if staging.is_read:
+            cute.arch.mbarrier_wait(full, tile % 2)
+        for m_block in cutlass.range_constexpr(self.config.tile_m // 64):
+            for group in cutlass.range_constexpr(self.config.tile_n // 32):
+                for half in cutlass.range_constexpr(2):
+                    self._add_eight(consumer, staging, m_block, group, half)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            for part in (staging.upper, staging.low):
+                _, _, atom, coordinates, smem = part
+                columns = cute.size(smem, mode=[1])
+                panels = self.config.tile_n // columns
+                for panel in cutlass.range_constexpr(panels):
+                    s_panel = smem[None, None, consumer.warp_group_idx * panels + panel]
+                    s_warp = cute.local_tile(s_panel, (16, columns), (4 * m_block + warp, 0))
+                    operand = atom, coordinates, s_warp
+                    _, to, source = partition(operand, (16, columns), Int32(0), 1)
+                    row = m_start // 16 + 4 * m_block + warp
+                    cute.copy(atom, source, to[None, row, n_start // columns + panel])
+            cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(full + 1)
 
     @cute.jit
-    def _load(self, row: Row, group: int, must_add: Any) -> Any:
-        """Return the words of a row's sums; 0 if nothing `must_add` to them."""
-        halves, bytes_ = cute.make_rmem_tensor((4,), Int32), cute.make_rmem_tensor((2,), Int32)
-        halves.fill(0)
-        bytes_.fill(0)
-        if must_add and 4 * group < row.limit:
-            load(row.upper[None, 4 * group], halves)
-            load(row.low[None, 4 * group], bytes_)
-        return halves, bytes_
-
-    @cute.jit
-    def _store(self, row: Row, group: int, before: Any, addends: cute.Tensor) -> None:
-        """Write the sums of the words `before` and `addends` (8,)."""
-        values = join_eight(*before)
-        values.store(values.load() + addends.load())
+    def _add_eight(
+        self, consumer: Consumer, staging: Staging, m_block: int, group: int, half: int
+    ) -> None:
+        """Add to the thread's eight sums in a row of 32 columns."""
+        values = cute.make_rmem_tensor((8,), Float32)
+        for i in cutlass.range_constexpr(8):
+            values[i] = consumer.acc[(i % 2, half, 4 * group + i // 2), m_block, 0]
+        upper, low = self._places(consumer, staging, m_block, group, half)
+        if staging.is_read:
+            halves, bytes_ = cute.make_rmem_tensor((4,), Int32), cute.make_rmem_tensor((2,), Int32)
+            pairs = cute.recast_tensor(bytes_, Int16)
+            for i in cutlass.range_constexpr(4):
+                halves[i], pairs[i] = upper[i][0], low[i][0]
+            values.store(join_eight(halves, bytes_).load() + values.load())
         halves, bytes_ = split_eight(values)
-        if 4 * group < row.limit:
-            upper, low = cute.recast_tensor(halves, BFloat16), cute.recast_tensor(bytes_, Uint8)
-            cute.autovec_copy(upper, row.upper[None, 4 * group])
-            cute.autovec_copy(low, row.low[None, 4 * group])
+        pairs = cute.recast_tensor(bytes_, Int16)
+        for i in cutlass.range_constexpr(4):
+            upper[i][0] = halves[i]
+            low[i][0] = pairs[i]
 
+    def _places(
+        self, consumer: Consumer, staging: Staging, m_block: int, group: int, half: int
+    ) -> Any:
+        """Return the words of upper halves and the pairs of bytes of four pairs of columns.
 
-@cute.jit
-def load(source: cute.Tensor, words: cute.Tensor) -> None:
-    """Load a vector into `words` from the L2 cache, where other thread blocks have written it."""
-    to = cute.recast_tensor(words, source.element_type)
-    bits = cute.size(source) * source.element_type.width
-    mode = {"num_bits_per_copy": bits, "load_cache_mode": LoadCacheMode.GLOBAL}
-    cute.copy(cute.make_copy_atom(CopyG2ROp(), source.element_type, **mode), source, to)
-
-
-@cute.jit
-def exchanged_in_quad(pairs: cute.Tensor, lane: Int32) -> cute.Tensor:
-    """Return values (8,): the pairs (2, 4) of number `lane` of lanes 0 to 3 of the quad."""
-    values = cute.make_rmem_tensor((2, 4), Float32)
-    values.store(pairs.load())
-    for step in cutlass.range_constexpr(2):
-        is_upper = (lane & (1 << step)) != 0
-        for j in cutlass.range_constexpr(4):
-            if cutlass.const_expr(j & (1 << step) == 0):
-                other = j + (1 << step)
-                for v in cutlass.range_constexpr(2):
-                    a, b = values[v, j], values[v, other]
-                    sent = a if is_upper else b
-                    received = cute.arch.shuffle_sync_bfly(sent, offset=1 << step)
-                    values[v, j] = received if is_upper else a
-                    values[v, other] = b if is_upper else received
-    return cute.make_tensor(values.iterator, cute.make_layout((8,)))
+        The 16-byte chunks of a line are swizzled: chunk c of row r is in place c ^ (r % 8).
+        """
+        tile_m, tile_n = self.config.tile_m, self.config.tile_n
+        row, lane = consumer.tCcC[0][0], consumer.thread % 4
+        found: tuple[list[Any], list[Any]] = ([], [])
+        for j in range(4 * group, 4 * group + 4):
+            for part, item in enumerate((2, 1)):
+                smem = (staging.upper, staging.low)[part][-1]
+                dtype = (Int32, Int16)[part]
+                panel, byte = divmod(8 * j * item, LINE)
+                chunk, start = divmod(byte, 16)
+                # the start of a row and of its quad's chunk have no bits in common
+                first = row * LINE + ((row % 8) ^ chunk) * 16 + lane * 2 * item
+                buffer = consumer.warp_group_idx * (tile_m * tile_n * item)
+                offset = (buffer + first) // (2 * item)
+                line = panel * tile_m + m_block * 64 + half * 8
+                base = cute.recast_ptr(smem.iterator, dtype=dtype) + offset
+                place = base + (line * LINE + start) // (2 * item)
+                found[part].append(cute.make_tensor(place, cute.make_layout((1,))))
+        return found

@@ -205,13 +205,8 @@ class MainloopSm90:
         a: Any,
         b: Any,
         semaphores: cute.Tensor,
-        prefetched: Any = None,
     ) -> None:
-        """Producer: fill the stages of all tiles; a and b are (TMA atoms, coordinates, smem).
-
-        `prefetched` is what epilogues read, for the L2 cache: (TMA atom, its sources by tile) of
-        each matrix, and whether they are read.
-        """
+        """Producer: fill the stages of all tiles; a and b are (TMA atoms, coordinates, smem)."""
         config, tile = self.config, self.tile
         atoms_a, g_a, s_a = a
         loads_a = []
@@ -238,11 +233,6 @@ class MainloopSm90:
             if not is_full_wave or scheduler.rank != 0 or scheduler.row_blocks == 1:
                 sync_end = Int32(0)
             for column in cutlass.range(split, n_end, scheduler.vocab_splits):
-                if cutlass.const_expr(prefetched is not None):
-                    matrices, are_read = prefetched
-                    if are_read:
-                        for atom, tiles in matrices:
-                            cute.prefetch(atom, tiles[None, row, column])
                 for k_tile in cutlass.range(work_tile.k_start, work_tile.k_end, unroll=1):
                     if cutlass.const_expr(not self.only_flagged):
                         if k_tile % SYNC_EVERY_STAGES == 0 and column < sync_end:

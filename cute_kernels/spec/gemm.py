@@ -48,4 +48,4 @@ class GradGemmSpec:
 
     def semaphore_count(self, clusters: int) -> int:
         """Return the size of its int32 semaphores on `clusters` clusters."""
-        return 1 if self.final else 1 + clusters * self.config.cluster * self.WARPS
+        return 1 if self.final or self.kept else 1 + clusters * self.config.cluster * self.WARPS

@@ -7,7 +7,6 @@ cuBLAS.  Both have the row-wise steps of `cute_rowwise`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,9 +149,12 @@ class CuteGradients(RowwiseSteps):
         accumulate: bool,
     ) -> None:
         spec, term = with_rank_one(self.grad_weight.keep, rank_one)
+        clusters, semaphores = self._launch_shape(spec, kept.device)
         one = scaled.new_ones(1, dtype=torch.float32)
         targets = *target_grad.pack(0, len(kept)), one
-        self._gemm(spec, (kept, low), exps.t(), scaled, accumulate, selection, (targets, term))
+        operands = exps.t(), scaled.t(), (kept, low), targets, term
+        count = row_count(selection, semaphores)
+        compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
         compiled(self.grad_weight.finish_kept)(kept, low, factor.view(1))
@@ -171,24 +173,20 @@ class CuteGradients(RowwiseSteps):
     def _gemm(
         self,
         spec: GradGemmSpec,
-        out: Tensor | tuple[Tensor, Tensor],
+        out: Tensor,
         a: Tensor,
         b: Tensor,
         accumulate: bool,
         selection: RowSelection | None,
-        terms: tuple[Any, Any] = (None, None),
     ) -> None:
-        """`out (M, N) = a (M, K) @ b (K, N)`, or `out +=` if `accumulate`.
-
-        `terms` are the targets' and that of rank one, which are added to kept sums.
-        """
+        """`out (M, N) = a (M, K) @ b (K, N)`, or `out +=` if `accumulate`."""
         clusters, semaphores = self._launch_shape(spec, a.device)
         shape = len(a), b.shape[1]
         splits = k_splits(spec, shape, a.shape[1], clusters)
         overwrite = int(not accumulate)
         count = row_count(selection, semaphores)
         launch = compiled(spec)
-        launch(a, b.t(), out, *terms, semaphores, *count, clusters, splits, overwrite)
+        launch(a, b.t(), out, None, None, semaphores, *count, clusters, splits, overwrite)
 
     def _launch_shape(self, spec: GradGemmSpec, device: torch.device) -> tuple[int, Tensor]:
         """Return the clusters of a launch, and its semaphores."""

@@ -461,7 +461,8 @@ def _grad_gemm(
     if selects == SKIPS and counted == 0:
         assert kernel.wrt == "hidden"
         return
-    assert (k_splits is None) == (overwrite is None) == kernel.final
+    assert (k_splits is None) == (kernel.final or kernel.kept)
+    assert (overwrite is None) == kernel.final
     assert (rank_one is not None) == kernel.rank_one
     if kernel.wrt == "weight" and selects:
         # whole stages are read
