@@ -126,9 +126,9 @@ class GradGemmSm90(MainloopSm90):
         """Launch on `clusters` clusters: a (M, K) and b (D, K) to out (M, D).
 
         Sums are added to `out` unless `overwrite`; those in float32 split the K of the last wave's
-        work tiles by `k_splits`.  `count` and `selects` are those of `RowCount`; operands are 0 from the tokens
-        that count to the next multiple of `TILE_K`.  Each parameter is one argument that the host
-        passes by position.
+        work tiles by `k_splits`.  `count` and `selects` are those of `RowCount`; operands are 0
+        from the tokens that count to the next multiple of `TILE_K`.  Each parameter is one argument
+        that the host passes by position.
         """
         a_loads, b_load = self.tma_loads(a, b)
         add = None

@@ -124,7 +124,6 @@ class KeptStoreSm90:
                     cute.arch.mbarrier_arrive_and_expect_tx(full, self.tile_bytes)
                 for part in (staging.upper, staging.low):
                     atom, coordinates, _, _, smem = part
-                    shape = config.tile_m, smem.shape[1]
                     columns = cute.size(smem, mode=[1])
                     shape = config.tile_m, columns
                     panels = config.tile_n // columns

@@ -14,6 +14,7 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.spec import GradGemmSpec
 from cutefce.ops.primitives.elementwise import joined_sums, split_sums
+from tests.emulation.core import Stuck
 from tests.emulation.hopper import run
 from tests.emulation.host import host_function
 
@@ -212,7 +213,12 @@ def test_every_order_of_events(config: GemmConfig, seed: int) -> None:
     same_bits(sums, want)
 
 
-FAULTS: dict[str, tuple[str, str]] = {}
+FAULTS = {
+    "a bit that is dropped does not count": (
+        r"(add\.s32\s+%r\d+, %r\d+), 16711935;", r"\1, 0;"),
+    "a buffer is loaded again before its sums are stored": (
+        r"(cp\.async\.bulk\.wait_group\.read\s+)0;", r"\1 8;"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
