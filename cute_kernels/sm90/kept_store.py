@@ -104,7 +104,7 @@ class KeptStoreSm90:
                     cute.arch.mbarrier_init(barriers + 2 * i, 1)
                     # one arrival of each warp of the warpgroup
                     cute.arch.mbarrier_init(barriers + 2 * i + 1, 4)
-        return Staging(*made, barriers, is_read)
+        return Staging(*made, barriers, is_read)  # type: ignore[call-arg]
 
     @cute.jit
     def load(self, scheduler: TileScheduler, staging: Staging) -> None:
