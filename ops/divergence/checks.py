@@ -1,6 +1,5 @@
 """Checks of a divergence's arguments, made before anything is allocated."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -48,8 +47,6 @@ def check_numbers(scales: tuple[float, float], softcaps: tuple[Any, Any]) -> Non
     """Raise ValueError for a scale of 0, or a softcap that is not above 0."""
     for scale, softcap in zip(scales, softcaps, strict=True):
         option_checks.check_numbers(0.0, 0.0, scale, softcap)
-        if math.isnan(scale):
-            raise ValueError(f"logit_scale: got {scale}, expected a finite number other than 0")
 
 
 def check_heads(student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> None:

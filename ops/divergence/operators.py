@@ -110,8 +110,8 @@ def _passes(
         gradients = options.gradients(i)
         hidden, weight, bias = gradients
         dtype = str(h.dtype).removeprefix("torch.")
-        problem = Problem(tokens, h.shape[1], len(w), dtype, h.device.type, hidden, weight)
-        problems.append(Problem(**{**vars(problem), "grad_bias": bias}))
+        sizes = tokens, h.shape[1], len(w), dtype, h.device.type
+        problems.append(Problem(*sizes, hidden, weight, grad_bias=bias))
         given = (w,) if order is not None else (h, w)
         copied += sum(x.numel() * x.element_size() for x in given if not is_dense(x))
         logits = _logit_map(h, order, i, options, tensors)

@@ -221,7 +221,7 @@ class Passes:
             return 1.0
         if self.options.divergence == "jsd":
             share = self.share(index)
-            return 2.0 ** (12 - math.ceil(math.log2(max(-share * math.log(share), 1e-20))))
+            return 2.0 ** (12 - math.ceil(math.log2(max(-share * math.log(share), 2.0**-10))))
         return 2.0**4 if index == self._first else 2.0**12
 
     @property
