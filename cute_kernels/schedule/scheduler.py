@@ -158,8 +158,7 @@ def make_gemm_scheduler(
     """Return the scheduler of a gradient GEMM of a (M, K) and b (N, K).
 
     Tokens are the K of these, if `tokens_inside`, or their M.  With `k_splits`, those for all
-    tokens, K is split.  With `overwrite`, nothing is computed where no token would add to what it
-    keeps.
+    tokens, K is split.  Nothing is computed where no token counts and `overwrite` is 0.
     """
     (size, inner), columns = a.shape, b.shape[0]
     n_tiles = (columns + config.tile_n - 1) // config.tile_n

@@ -2,10 +2,10 @@
 
     hidden          sums (N, D) = or += e w         float32
     weight          sums (V, D) = or += eᵀ s        float32
-    weight, kept    the same                        24 bits, as `sm90.kept_store` has them
     weight, final   out (V, D) = (eᵀ s + Σ_{i: y_i = v} c_i h_i) · grad_scale, rounded once
+    weight, kept    sums (V, D) = or += that        24 bits, see `sm90.kept_store`
 
-with s_i = scale_i h_i.  The targets' terms of the last one are added to the float32 accumulators,
+with s_i = scale_i h_i.  The targets' terms of the last two are added to the float32 accumulators,
 in the order of `TargetCsr`; before them, if the spec has it, a matrix of rank one.
 
 e may be some columns of a wider matrix.  N, V and D are dynamic; D is a multiple of 8 and rows

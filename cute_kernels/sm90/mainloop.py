@@ -199,12 +199,7 @@ class MainloopSm90:
 
     @cute.jit
     def load(
-        self,
-        scheduler: TileScheduler,
-        pipe: Any,
-        a: Any,
-        b: Any,
-        semaphores: cute.Tensor,
+        self, scheduler: TileScheduler, pipe: Any, a: Any, b: Any, semaphores: cute.Tensor
     ) -> None:
         """Producer: fill the stages of all tiles; a and b are (TMA atoms, coordinates, smem)."""
         config, tile = self.config, self.tile
