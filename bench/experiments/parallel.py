@@ -106,7 +106,7 @@ def joined_group(device: str) -> Iterator[tuple[int, int]]:
 
 
 def run(
-    shape: Shape, device: str, repeats: int, workspace: int | str | None, ignored_percent: int
+    shape: Shape, device: str, repeats: int, workspace: int | str | None, ignored_percent: int = 0
 ) -> list[Row]:
     """Measure every implementation on random inputs, the same on every rank."""
     steps = _steps(shape, device, workspace, ignored_percent)

@@ -69,7 +69,8 @@ def ours(
     again = torch.autograd.grad(tensors, leaves, **more)
     rounding = 1e-6 if x.case.h.is_cuda and x.case.h.dtype == torch.float32 else 0
     for a, b in zip(gradients, again, strict=True):
-        torch.testing.assert_close(a, b, rtol=rounding, atol=rounding * float(b.abs().max()))
+        size = float(b.abs().max()) if b.numel() else 0.0
+        torch.testing.assert_close(a, b, rtol=rounding, atol=rounding * size)
     return values, gradients
 
 
