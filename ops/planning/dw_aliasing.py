@@ -1,4 +1,4 @@
-"""How many exponentials, or sums, fit into the memory of a gradient that is written later.
+"""How many exponentials fit into the memory of a gradient that is written later.
 
 dW is not written before the backward, and then window after window, from the first row on: the rows
 of window j end at byte (j + 1)·W·D·e of V·D·e, with W columns a window and e bytes an element.  The

@@ -31,9 +31,6 @@ DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4
 GEMMs of few columns or rows leave SMs idle at their start and end.  The tuned GEMMs of 256 and 512
 tokens take 35 to 50 µs longer than their share of those of 8192, last waves included; a chunk has
 two, and launches."""
-KEPT_BYTES = 2
-"""Of 3 bytes of a kept sum, those that do not move under products: measured on an H200 with chunks
-of 1792 to 4864 tokens."""
 CHUNK_WINDOW_SECONDS = 3e-5
 """Of one window more inside a chunk: two launches, and two more that exit at once."""
 CLUSTERS, TILE = 66, 256
@@ -69,13 +66,12 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
 
 
 def _sum_bytes(p: Problem) -> int:
-    """Return the bytes of each of dW's sums that a chunk reads, and writes, beside its products."""
+    """Return the bytes of each of dW's sums that a chunk reads, and writes, on average."""
     if not keeps_weight_sums(p):
         return p.accumulator_bytes * p.grad_weight
-    if p.arch is not None and arch_named(p.arch).forms_weight_gradient:
-        return KEPT_BYTES
+    has_kernel = p.arch is not None and arch_named(p.arch).forms_weight_gradient
     # without a kernel that adds to them, products are written and read beside them
-    return 3 + p.accumulator_bytes
+    return 3 if has_kernel else 3 + p.accumulator_bytes
 
 
 def _buffer_bytes(p: Problem) -> int:
