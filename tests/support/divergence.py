@@ -100,10 +100,11 @@ def heads(
 
 
 def several(*sizes: Any, **options: Any) -> list[Heads]:
-    """Draw eight heads of few numbers, fewer of many."""
+    """Draw three heads of many numbers, eight or 64 tokens' heads of few."""
     tokens, hidden, vocab = sizes
     numbers = tokens * vocab + max(hidden) * (tokens + vocab)
-    return [heads(*sizes, **options, seed=seed) for seed in range(8 if numbers < 1 << 17 else 3)]
+    count = max(8, 64 // tokens) if numbers < 1 << 17 else 3
+    return [heads(*sizes, **options, seed=seed) for seed in range(count)]
 
 
 def ours(case: Heads, **options: Any) -> list[Tensor]:
