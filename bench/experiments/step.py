@@ -54,6 +54,7 @@ WORKSPACES: dict[str, str | int | None] = {
     "2 GiB": 2 * GIB,
     "1.5 GiB": 15 * GIB // 10,
     "1 GiB": GIB,
+    "800 MiB": 800 << 20,
     "min": "min",
 }
 """Budgets by name; of several that lead to the same plan, the first is measured."""

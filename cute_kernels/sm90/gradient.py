@@ -21,6 +21,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.common.dsl import (
     DTYPES,
     current_stream,
@@ -105,7 +106,7 @@ class GradGemmSm90(MainloopSm90):
         self.kept = kernel.kept
         if kernel.kept:
             assert not kernel.final and self.tokens_inside and kernel.dtype == "bfloat16"
-            self.kept_store = KeptStoreSm90(kernel.config)
+            self.kept_store = KeptStoreSm90(arch_named(kernel.arch), kernel.config)
 
     @cute.jit
     def __call__(

@@ -1,9 +1,10 @@
 """The Hopper epilogue that adds to sums of 24 bits, through shared memory and by TMA.
 
-Each of the two warpgroups has a buffer for the sums of its tile: panels of 128-byte rows, of upper
-halves and of the bytes beside them.  While it runs MMAs, another warp loads the sums; it adds to
-them in place, and each of its warps stores its rows; see `common.kept_bits`.  A thread's accesses
-to the swizzled rows have no bank conflicts.  No two thread blocks touch the same sums.
+A tile is added in blocks of 64 rows, each in a buffer: panels of 128-byte rows, of upper halves and
+of the bytes beside them.  The warpgroups take the buffers in the order of their tiles.  While MMAs
+run, another warp loads the next sums; a warpgroup adds to them in place, and each of its warps
+stores its rows; see `common.kept_bits`.  A thread's accesses to the swizzled rows have no bank
+conflicts.  No two thread blocks touch the same sums.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
+from cutefce.cute_kernels.arch.base import BARRIER_BYTES, Arch
 from cutefce.cute_kernels.common.dsl import matrix, partition
 from cutefce.cute_kernels.common.kept_bits import join_eight, split_eight
 from cutefce.cute_kernels.config import GemmConfig
@@ -25,6 +27,11 @@ from cutefce.cute_kernels.sm90.mainloop import MMA_WARP_GROUPS, Consumer
 
 LINE = 128
 """Bytes of a panel's row: the widest swizzle."""
+ROWS = 64
+"""Rows of a buffer."""
+FULL, EMPTY = 0, MMA_WARP_GROUPS
+"""Barriers of a buffer: one for each warpgroup that waits until it is full, and one for the loads,
+which wait until it is empty."""
 
 
 class KeptSums(NamedTuple):
@@ -50,7 +57,7 @@ class Staging(NamedTuple):
     """(TMA load, its coordinates, TMA store, its coordinates, shared memory) of upper halves."""
     low: Any
     barriers: Any
-    """Two for each warpgroup: its buffer is full, and empty."""
+    """Those of all buffers; see `FULL`."""
     is_read: Any
     """Whether sums are added to, and so loaded."""
 
@@ -58,24 +65,28 @@ class Staging(NamedTuple):
 class KeptStoreSm90:
     """Additions of tiles of accumulators to kept sums."""
 
-    def __init__(self, config: GemmConfig) -> None:
+    def __init__(self, arch: Arch, config: GemmConfig) -> None:
         assert config.pingpong and config.tile_n % LINE == 0, "warpgroups add to whole panels"
         self.config = config
-        self.tile_bytes = config.tile_m * config.tile_n * 3
+        self.blocks = config.tile_m // ROWS
+        self.block_bytes = ROWS * config.tile_n * 3
+        free = arch.smem_bytes - BARRIER_BYTES - config.stages * arch.stage_bytes(config)
+        counts = 1, self.blocks, self.blocks * MMA_WARP_GROUPS
+        self.buffers = max(count for count in counts if count * self.block_bytes <= free)
 
     @cute.jit
     def tma(self, sums: KeptSums) -> Any:
         """Return (TMA load, coordinates, TMA store, coordinates, smem layout) of each matrix."""
-        tile_m, found = self.config.tile_m, []
+        found = []
         for part in sums:
             columns = LINE * 8 // part.element_type.width
-            panels = MMA_WARP_GROUPS * self.config.tile_n // columns
-            layout = self._layout(part.element_type, tile_m, columns, panels)
+            panels = self.buffers * self.config.tile_n // columns
+            layout = self._layout(part.element_type, ROWS, columns, panels)
             load = cpasync.make_tiled_tma_atom(
                 cpasync.CopyBulkTensorTileG2SOp(),
                 part,
                 cute.slice_(layout, (None, None, 0)),
-                (tile_m, columns),
+                (ROWS, columns),
             )
             store = cpasync.make_tiled_tma_atom(
                 cpasync.CopyBulkTensorTileS2GOp(),
@@ -92,50 +103,57 @@ class KeptStoreSm90:
     @cute.jit
     def staging(self, smem: SmemAllocator, parts: Any, is_read: Any) -> Staging:
         """Allocate the buffers, and initialize their barriers for all roles to agree on later."""
-        barriers = smem.allocate_array(Int64, 2 * MMA_WARP_GROUPS)
+        barriers = smem.allocate_array(Int64, self.buffers * (EMPTY + 1))
         made = []
         for dtype, part in zip((BFloat16, Uint8), parts, strict=True):
             layout = part[-1]
-            tile = smem.allocate_tensor(dtype, layout.outer, 1024, layout.inner)
-            made.append((*part[:-1], tile))
+            buffers = smem.allocate_tensor(dtype, layout.outer, 1024, layout.inner)
+            made.append((*part[:-1], buffers))
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
             with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(MMA_WARP_GROUPS):
-                    cute.arch.mbarrier_init(barriers + 2 * i, 1)
+                for i in cutlass.range_constexpr(self.buffers):
+                    first = barriers + i * (EMPTY + 1)
+                    for warp_group_idx in cutlass.range_constexpr(MMA_WARP_GROUPS):
+                        cute.arch.mbarrier_init(first + FULL + warp_group_idx, 1)
                     # one arrival of each warp of the warpgroup
-                    cute.arch.mbarrier_init(barriers + 2 * i + 1, 4)
+                    cute.arch.mbarrier_init(first + EMPTY, 4)
         return Staging(*made, barriers, is_read)  # type: ignore[call-arg]
 
     @cute.jit
     def load(self, scheduler: TileScheduler, staging: Staging) -> None:
-        """Producer: load the sums of tile after tile, each when its warpgroup's buffer is empty."""
-        config, number = self.config, Int32(0)
-        if staging.is_read:
-            for index in cutlass.range(
-                scheduler.cluster, scheduler.num_indices(), scheduler.clusters, unroll=1
-            ):
-                row, column, _ = scheduler.coord(index, config.raster_group)
-                row = row * config.cluster + scheduler.rank
-                warp_group_idx = number % MMA_WARP_GROUPS
-                full = staging.barriers + 2 * warp_group_idx
+        """Producer: load the sums of block after block, each when its buffer is empty."""
+        config, tile = self.config, Int32(0)
+        for index in cutlass.range(
+            scheduler.cluster, scheduler.num_indices(), scheduler.clusters, unroll=1
+        ):
+            row, column, _ = scheduler.coord(index, config.raster_group)
+            row = row * config.cluster + scheduler.rank
+            for block in cutlass.range_constexpr(self.blocks):
+                number = tile * self.blocks + block
+                buffer = number % self.buffers
+                barriers = staging.barriers + buffer * (EMPTY + 1)
+                full = barriers + FULL + tile % MMA_WARP_GROUPS
                 # the first wait of each buffer finds it empty
-                cute.arch.mbarrier_wait(full + 1, (number // MMA_WARP_GROUPS + 1) % 2)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.tile_bytes)
-                for part in (staging.upper, staging.low):
-                    atom, coordinates, _, _, smem = part
-                    columns = cute.size(smem, mode=[1])
-                    shape = config.tile_m, columns
-                    panels = config.tile_n // columns
-                    _, source, to = partition((atom, coordinates, smem), shape, Int32(0), 1)
-                    for panel in cutlass.range_constexpr(panels):
-                        cute.copy(
-                            atom,
-                            source[None, row, column * panels + panel],
-                            to[None, warp_group_idx * panels + panel],
-                            tma_bar_ptr=full,
-                        )
-                number += 1
+                cute.arch.mbarrier_wait(barriers + EMPTY, (number // self.buffers + 1) % 2)
+                if staging.is_read:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, self.block_bytes)
+                    for part in (staging.upper, staging.low):
+                        atom, coordinates, _, _, smem = part
+                        shape = ROWS, cute.size(smem, mode=[1])
+                        panels = config.tile_n // shape[1]
+                        _, source, to = partition((atom, coordinates, smem), shape, Int32(0), 1)
+                        for panel in cutlass.range_constexpr(panels):
+                            cute.copy(
+                                atom,
+                                source[None, row * self.blocks + block, column * panels + panel],
+                                to[None, buffer * panels + panel],
+                                tma_bar_ptr=full,
+                            )
+                else:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(full)
+            tile += 1
 
     @cute.jit
     def add(
@@ -146,13 +164,17 @@ class KeptStoreSm90:
         The tile is number `tile` of the warpgroup, from 0 on.
         """
         warp = cute.arch.make_warp_uniform(consumer.thread // 32)
-        full = staging.barriers + 2 * consumer.warp_group_idx
-        if staging.is_read:
-            cute.arch.mbarrier_wait(full, tile % 2)
-        for m_block in cutlass.range_constexpr(self.config.tile_m // 64):
+        for block in cutlass.range_constexpr(self.blocks):
+            number = (tile * MMA_WARP_GROUPS + consumer.parity) * self.blocks + block
+            buffer = number % self.buffers
+            barriers = staging.barriers + buffer * (EMPTY + 1)
+            # how often the warpgroup has had the buffer: other waits of the barrier are not its own
+            uses = max(1, self.blocks // self.buffers)
+            turn = tile * uses + block // self.buffers % uses
+            cute.arch.mbarrier_wait(barriers + FULL + consumer.warp_group_idx, turn % 2)
             for group in cutlass.range_constexpr(self.config.tile_n // 32):
                 for half in cutlass.range_constexpr(2):
-                    self._add_eight(consumer, staging, m_block, group, half)
+                    self._add_eight(consumer, staging, buffer, block, group, half)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             for part in (staging.upper, staging.low):
@@ -160,27 +182,33 @@ class KeptStoreSm90:
                 columns = cute.size(smem, mode=[1])
                 panels = self.config.tile_n // columns
                 for panel in cutlass.range_constexpr(panels):
-                    s_panel = smem[None, None, consumer.warp_group_idx * panels + panel]
-                    s_warp = cute.local_tile(s_panel, (16, columns), (4 * m_block + warp, 0))
+                    s_panel = smem[None, None, buffer * panels + panel]
+                    s_warp = cute.local_tile(s_panel, (16, columns), (warp, 0))
                     operand = atom, coordinates, s_warp
                     _, to, source = partition(operand, (16, columns), Int32(0), 1)
-                    row = m_start // 16 + 4 * m_block + warp
+                    row = m_start // 16 + 4 * block + warp
                     cute.copy(atom, source, to[None, row, n_start // columns + panel])
             cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(full + 1)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(barriers + EMPTY)
 
     @cute.jit
     def _add_eight(
-        self, consumer: Consumer, staging: Staging, m_block: int, group: int, half: int
+        self,
+        consumer: Consumer,
+        staging: Staging,
+        buffer: Int32,
+        block: int,
+        group: int,
+        half: int,
     ) -> None:
         """Add to the thread's eight sums in a row of 32 columns."""
         values = cute.make_rmem_tensor((8,), Float32)
         for i in cutlass.range_constexpr(8):
-            values[i] = consumer.acc[(i % 2, half, 4 * group + i // 2), m_block, 0]
-        upper, low = self._places(consumer, staging, m_block, group, half)
+            values[i] = consumer.acc[(i % 2, half, 4 * group + i // 2), block, 0]
+        upper, low = self._places(consumer, staging, buffer, group, half)
         if staging.is_read:
             halves, bytes_ = cute.make_rmem_tensor((4,), Int32), cute.make_rmem_tensor((2,), Int32)
             pairs = cute.recast_tensor(bytes_, Int16)
@@ -194,13 +222,12 @@ class KeptStoreSm90:
             low[i][0] = pairs[i]
 
     def _places(
-        self, consumer: Consumer, staging: Staging, m_block: int, group: int, half: int
+        self, consumer: Consumer, staging: Staging, buffer: Int32, group: int, half: int
     ) -> Any:
         """Return the words of upper halves and the pairs of bytes of four pairs of columns.
 
         The 16-byte chunks of a line are swizzled: chunk c of row r is in place c ^ (r % 8).
         """
-        tile_m, tile_n = self.config.tile_m, self.config.tile_n
         row, lane = consumer.tCcC[0][0], consumer.thread % 4
         found: tuple[list[Any], list[Any]] = ([], [])
         for j in range(4 * group, 4 * group + 4):
@@ -211,9 +238,9 @@ class KeptStoreSm90:
                 chunk, start = divmod(byte, 16)
                 # the start of a row and of its quad's chunk have no bits in common
                 first = row * LINE + ((row % 8) ^ chunk) * 16 + lane * 2 * item
-                buffer = consumer.warp_group_idx * (tile_m * tile_n * item)
-                offset = (buffer + first) // (2 * item)
-                line = panel * tile_m + m_block * 64 + half * 8
+                before = buffer * (ROWS * self.config.tile_n * item)
+                offset = (before + first) // (2 * item)
+                line = panel * ROWS + half * 8
                 base = cute.recast_ptr(smem.iterator, dtype=dtype) + offset
                 place = base + (line * LINE + start) // (2 * item)
                 found[part].append(cute.make_tensor(place, cute.make_layout((1,))))

@@ -33,7 +33,7 @@ WORTH_TIME, WORTH_MEMORY = Fraction(4, 3), Fraction(9, 10)
 """"min" takes no plan that needs more than 4/3 of the time of one that needs less than 10/9 of its
 memory: a third more time is no price for a tenth of the memory."""
 
-MIN_CHUNK = 1024
+MIN_CHUNK = 512
 """Tokens of a chunk below which reading and writing dW's sums takes most of the time."""
 MIN_CHUNK_WINDOW = 8192
 """Columns of a window inside a chunk below which launches and dX's sums take too much time."""

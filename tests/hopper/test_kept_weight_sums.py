@@ -21,7 +21,8 @@ from tests.emulation.host import host_function
 LOW = GemmConfig(64, 128, cluster=1, stages=2, pingpong=True)
 TALL = GemmConfig(128, 128, cluster=2, stages=3, pingpong=True)
 WIDE = GemmConfig(64, 256, cluster=2, stages=3, pingpong=True)
-CONFIGS = (LOW, TALL, WIDE)
+DEEP = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
+CONFIGS = (LOW, TALL, WIDE, DEEP)
 SHAPES = {
     "many K tiles": (150, 136, 330),
     "one row": (1, 64, 200),
