@@ -27,18 +27,18 @@ DEFAULT = 5 << 29
 """2.5 GiB: all exponentials of 8192 tokens and 128k classes in bfloat16, about what a compiled
 unfused loss takes for the same; larger problems keep a part and recompute the rest."""
 
-FLOOR = Fraction(3, 2)
+FLOOR = Fraction(4, 3)
 """Memory that "min" may take, relative to the least that any plan takes."""
 WORTH_TIME, WORTH_MEMORY = Fraction(4, 3), Fraction(9, 10)
 """"min" takes no plan that needs more than 4/3 of the time of one that needs less than 10/9 of its
 memory: a third more time is no price for a tenth of the memory."""
 
 MIN_CHUNK = 512
-"""Tokens of a chunk below which reading and writing dW's sums takes most of the time."""
+"""Tokens of a chunk below which reading the weight, and dW's sums, takes most of the time."""
 MIN_CHUNK_WINDOW = 8192
 """Columns of a window inside a chunk below which launches and dX's sums take too much time."""
 CHUNK_ALIGNMENT = 256
-"""Chunks are multiples of this many tokens, a row block of the kernels, and no shorter."""
+"""Chunks are multiples of this many tokens, a row block of the kernels."""
 
 
 @dataclass(frozen=True)
@@ -230,11 +230,9 @@ def _windows_of(p: Problem, config: WindowConfig, scalar_upstream: bool) -> Iter
 def _gradients_in_forward(p: Problem, config: WindowConfig) -> Iterator[_Family]:
     """Yield plans of chunks of about equal size, each one alone: a short chunk may have wide tiles.
 
-    Beyond eight chunks, some numbers of chunks are left out.  Without dW there are no sums over
-    chunks, which may then be as short as a row block.
+    Beyond eight chunks, some numbers of chunks are left out.
     """
-    shortest = MIN_CHUNK if p.grad_weight else CHUNK_ALIGNMENT
-    count, most = 1, ceil_div(p.tokens, shortest)
+    count, most = 1, ceil_div(p.tokens, MIN_CHUNK)
     while count <= max(most, 1):
         even = round_up(ceil_div(p.tokens, count), CHUNK_ALIGNMENT)
         chunk = max(1, min(even, p.tokens))

@@ -23,7 +23,6 @@ from cutefce.ops.planning.call_problem import CallProblem
 from cutefce.ops.planning.dw_aliasing import max_aliased_windows
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.planner import (
-    CHUNK_ALIGNMENT,
     FLOOR,
     MAXIMUM,
     MIN_CHUNK,
@@ -161,8 +160,7 @@ def all_chunks(p: Problem, config: PortableTiles) -> Iterator[tuple[int, float]]
 
     Those of few tokens may take more: their tiles are wide.
     """
-    shortest = MIN_CHUNK if p.grad_weight else CHUNK_ALIGNMENT
-    every, most = round_up(p.vocab, config.reference_block), ceil_div(max(p.tokens, 1), shortest)
+    every, most = round_up(p.vocab, config.reference_block), ceil_div(max(p.tokens, 1), MIN_CHUNK)
     chunks = {family.plan(0).chunk for family in planner._gradients_in_forward(p, config)}
     for count in {*range(1, min(most, 8) + 1), most}:
         even = round_up(ceil_div(p.tokens, count), 256)
