@@ -33,9 +33,9 @@ tokens take 35 to 50 µs longer than their share of those of 8192, last waves in
 two, and launches."""
 CHUNK_WINDOW_SECONDS = 3e-5
 """Of one window more inside a chunk: two launches, and two more that exit at once."""
-HIDDEN_SUM_BYTES = 1
-"""Of the 3 bytes of a kept sum, those whose time Hopper's MMAs do not hide: an addition takes 0.16 to
-0.35 ms more than dW alone at 131072 x 4096, of 896 to 6656 tokens, where 3 bytes would take 0.8."""
+EXPOSED_SUM_BYTES = 1.5
+"""Of the 3 bytes of a kept sum, those whose time Hopper's MMAs do not hide, from whole steps: an
+addition takes 0.16 to 0.35 ms more than dW alone at 131072 x 4096, where 3 bytes would take 0.8."""
 CLUSTERS, TILE = 66, 256
 """Clusters of two SMs of an H200, and rows and columns of their tiles of dX."""
 
@@ -68,13 +68,13 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     return _seconds(p, columns, moved) + chunks * each + waits + _idle_seconds(p, chunk)
 
 
-def _sum_bytes(p: Problem) -> int:
+def _sum_bytes(p: Problem) -> float:
     """Return the bytes of each of dW's sums that a chunk reads, and writes, on average."""
     if not keeps_weight_sums(p):
         return p.accumulator_bytes * p.grad_weight
     has_kernel = p.arch is not None and arch_named(p.arch).forms_weight_gradient
     # without a kernel that adds to them, products are written and read beside them
-    return HIDDEN_SUM_BYTES if has_kernel else 3 + p.accumulator_bytes
+    return EXPOSED_SUM_BYTES if has_kernel else 3 + p.accumulator_bytes
 
 
 def _buffer_bytes(p: Problem) -> int:
@@ -92,7 +92,7 @@ def _idle_seconds(p: Problem, rows: int) -> float:
     return _seconds(p, p.vocab, 0) * (1 / busy - 1)
 
 
-def _seconds(p: Problem, columns: int, moved_bytes: int) -> float:
+def _seconds(p: Problem, columns: int, moved_bytes: float) -> float:
     """Return the time of GEMMs over `columns` vocabulary columns in all, and of moving bytes."""
     flop_rate, byte_rate, *_ = _rates(p)
     return 2 * p.tokens * p.hidden * columns / flop_rate + moved_bytes / byte_rate
