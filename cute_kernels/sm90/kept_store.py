@@ -168,7 +168,8 @@ class KeptStoreSm90:
             number = (tile * MMA_WARP_GROUPS + consumer.parity) * self.blocks + block
             buffer = number % self.buffers
             barriers = staging.barriers + buffer * (EMPTY + 1)
-            # how often the warpgroup has had the buffer: other waits of the barrier are not its own
+            # the buffer's earlier fills for this warpgroup; the other one's have their own barrier,
+            # since a phase bit tells a fill only from the one before it
             uses = max(1, self.blocks // self.buffers)
             turn = tile * uses + block // self.buffers % uses
             cute.arch.mbarrier_wait(barriers + FULL + consumer.warp_group_idx, turn % 2)
