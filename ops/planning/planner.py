@@ -27,14 +27,14 @@ DEFAULT = 5 << 29
 """2.5 GiB: all exponentials of 8192 tokens and 128k classes in bfloat16, about what a compiled
 unfused loss takes for the same; larger problems keep a part and recompute the rest."""
 
-FLOOR = Fraction(4, 3)
+FLOOR = Fraction(3, 2)
 """Memory that "min" may take, relative to the least that any plan takes."""
 WORTH_TIME, WORTH_MEMORY = Fraction(4, 3), Fraction(9, 10)
 """"min" takes no plan that needs more than 4/3 of the time of one that needs less than 10/9 of its
 memory: a third more time is no price for a tenth of the memory."""
 
 MIN_CHUNK = 512
-"""Tokens of a chunk below which reading the weight, and dW's sums, takes most of the time."""
+"""Tokens of a chunk below which reading the weight and dW's sums, and launches, take too long."""
 MIN_CHUNK_WINDOW = 8192
 """Columns of a window inside a chunk below which launches and dX's sums take too much time."""
 CHUNK_ALIGNMENT = 256

@@ -7,9 +7,10 @@ With N tokens, D hidden, V vocab, K columns kept, L aliased (`dw_aliasing`) and 
                            once a window, recomputed logits once; narrow windows alias more
                            columns, but there are more of them
     gradients in forward   2·N·D·(1 + G)·V FLOP, a chunk's at the rate of memory where reading w
-                           takes longer; dW's sums are read and written once a chunk, and the
-                           gradients once more in the backward; a chunk has its own cost, and
-                           windows inside it read and write dX's sums once each
+                           takes longer; dW's sums are read and written once a chunk, in part
+                           while MMAs run, and the gradients once more in the backward; a
+                           chunk has its own cost, and windows inside it read and write dX's
+                           sums once each
 
 On a GPU, the tiles of dX may leave SMs idle in their last wave.
 """
@@ -34,8 +35,9 @@ two, and launches."""
 CHUNK_WINDOW_SECONDS = 3e-5
 """Of one window more inside a chunk: two launches, and two more that exit at once."""
 EXPOSED_SUM_BYTES = 1.5
-"""Of the 3 bytes of a kept sum, those whose time Hopper's MMAs do not hide, from whole steps: an
-addition takes 0.16 to 0.35 ms more than dW alone at 131072 x 4096, where 3 bytes would take 0.8."""
+"""Of the 3 bytes of a kept sum, those whose time Hopper's MMAs do not hide.  Fitted to whole steps
+with chunks of 768 to 6656 tokens; at 131072 x 4096 they take 0.4 ms, where the kernel alone takes
+0.16 to 0.35 ms more with sums, and 3 bytes would take 0.8."""
 CLUSTERS, TILE = 66, 256
 """Clusters of two SMs of an H200, and rows and columns of their tiles of dX."""
 
@@ -69,7 +71,7 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
 
 
 def _sum_bytes(p: Problem) -> float:
-    """Return the bytes of each of dW's sums that a chunk reads, and writes, on average."""
+    """Return the bytes of each of dW's sums that take time of their own to read, and to write."""
     if not keeps_weight_sums(p):
         return p.accumulator_bytes * p.grad_weight
     has_kernel = p.arch is not None and arch_named(p.arch).forms_weight_gradient

@@ -58,7 +58,7 @@ def test_default_budget_keeps_everything_of_a_usual_step() -> None:
 def test_long_batches_put_gradients_in_the_forward() -> None:
     """Where exponentials of all tokens do not fit, dW's sums and those of a chunk may."""
     chosen = plan(LONG, 4 * GIB)
-    assert chosen.strategy == "gradients_in_forward" and 256 <= chosen.chunk < LONG.tokens
+    assert chosen.strategy == "gradients_in_forward" and MIN_CHUNK <= chosen.chunk < LONG.tokens
     assert plan(LONG, 4 * GIB, scalar_upstream=False).strategy == "windows"
 
 
@@ -163,7 +163,7 @@ def all_chunks(p: Problem, config: PortableTiles) -> Iterator[tuple[int, float]]
     every, most = round_up(p.vocab, config.reference_block), ceil_div(max(p.tokens, 1), MIN_CHUNK)
     chunks = {family.plan(0).chunk for family in planner._gradients_in_forward(p, config)}
     for count in {*range(1, min(most, 8) + 1), most}:
-        even = round_up(ceil_div(p.tokens, count), 256)
+        even = round_up(ceil_div(p.tokens, count), planner.CHUNK_ALIGNMENT)
         chunks.add(max(min(even, p.tokens), 1))
     widths = {every}
     if planner.forms_dx_alone(p):
