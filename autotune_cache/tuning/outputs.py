@@ -26,7 +26,7 @@ from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets, sum_dtype
 from cutefce.ops.strategies import windows
-from cutefce.ops.strategies.dw_views import aliased_views
+from cutefce.ops.strategies.dw_views import aliased_views, memory_of
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.weight_sums import WeightSums
@@ -79,11 +79,12 @@ def smallest_step(
     config, window = primitives.config, primitives.config.window
     plan, inputs = smallest_plan(case.problem, (config,)), loss_inputs(case, primitives)
     h, dw = inputs.h, torch.empty_like(inputs.w)
-    stored = aliased_views(dw, len(h), window, plan.aliased)
+    memory = memory_of(dw, len(h), config.reference_block)
+    stored = aliased_views(dw, memory, plan.aliased)
     loss, stats = windows.forward(inputs, stored)
     upstream = make_targets(case, "mean").loss_scale(sum_dtype(h.dtype))
     step = stats, stored, upstream, window, True
-    return loss, windows.backward(inputs, *step, dw, None, plan.aliased > 0), dw
+    return loss, windows.backward(inputs, *step, dw, None, plan.aliased), dw
 
 
 def smallest_step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:

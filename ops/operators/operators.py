@@ -37,7 +37,7 @@ from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
 from cutefce.ops.schema import unpack
 from cutefce.ops.strategies import windows
-from cutefce.ops.strategies.dw_views import aliased_views
+from cutefce.ops.strategies.dw_views import aliased_views, memory_of
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.weight_gradient import add_rows
@@ -130,7 +130,8 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     if not plan.in_forward:
         results = Kept(plan, h.new_empty(inputs.tokens, plan.kept), class_row=row)
         results.dw = w.new_empty(w.shape) if plan.aliased else None
-        loss, stats = windows.forward(inputs, _stored(results.exps, results.dw, plan))
+        stored = _stored(inputs, results.exps, results.dw, plan)
+        loss, stats = windows.forward(inputs, stored)
         return loss, stats, results
     dtype, hidden = sum_dtype(h.dtype), h.shape[1]
     loss_scale = targets.loss_scale(dtype)
@@ -203,14 +204,14 @@ def run_windows_backward(
     dw, exps = results.take_dw(), results.exps
     if inputs.targets.options.consumes_exps:
         exps = results.own(exps)
-    stored, discarded = _stored(exps, dw, plan), plan.aliased > 0
+    stored = _stored(inputs, exps, dw, plan)
     if dw is None and plan.grad_weight:
         dw = inputs.accumulate_into
         if dw is None:
             dw = w.new_empty(w.shape, dtype=inputs.dw_dtype)
     dbias = stats.rows.new_empty(w.shape[0]) if plan.grad_bias else None
     more = stats, stored, upstream, plan.window, plan.grad_hidden
-    dx = windows.backward(inputs, *more, dw, dbias, discarded)
+    dx = windows.backward(inputs, *more, dw, dbias, plan.aliased)
     return dx, dw if inputs.accumulate_into is None else None, dbias
 
 
@@ -281,9 +282,14 @@ def _agreed_backward(upstream: Tensor, stats: Tensor, runs_again: bool) -> dict[
     }
 
 
-def _stored(exps: Tensor, dw: Tensor | None, plan: Plan) -> StoredExps:
+def _stored(
+    inputs: LossInputs[Any, Any], exps: Tensor, dw: Tensor | None, plan: Plan
+) -> StoredExps:
     """Return where exponentials are stored: aliased columns in dW, then `exps` (N, K)."""
-    aliased = [] if dw is None else aliased_views(dw, exps.shape[0], plan.window, plan.aliased)
+    aliased = []
+    if dw is not None:
+        memory = memory_of(dw, exps.shape[0], inputs.primitives.config.reference_block)
+        aliased = aliased_views(dw, memory, plan.aliased)
     return [*aliased, (plan.aliased, exps)] if exps.shape[1] else aliased
 
 

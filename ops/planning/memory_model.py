@@ -37,7 +37,7 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops.planning.call_problem import CallProblem, accumulates, forms_gradients
-from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS, fits_in_tail
+from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS, DwMemory
 from cutefce.ops.planning.step_memory import (
     CONVERTED,
     GATHERED,
@@ -78,15 +78,12 @@ def windows_bytes(
     if not forms_gradients(p):
         return _with_copies(p, forward)
     recomputed = buffer_columns = config.window
-    if p.grad_weight:
-        if not p.wide_grad_weight:
-            buffer_columns = min(config.half(config.window), config.window)
+    if p.grad_weight and not p.wide_grad_weight:
+        recomputed = buffer_columns = config.half(config.window)
         # as if no column was kept: a plan that keeps more never takes less
-        end = aliased + config.window
-        fits = fits_in_tail(end, p.tokens, p.hidden, p.vocab, config.window)
-        if p.wide_grad_weight or not fits:
-            recomputed = buffer_columns
-    window = min(config.window if stored else recomputed, p.vocab)
+        memory = DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
+        recomputed = max(recomputed, memory.widest(aliased))
+    window = min(config.window if stored else recomputed, config.window, p.vocab)
     # coefficients; losses and upstream gradients; float16's coefficients are scaled
     vectors = (2 if scalar_upstream else 4) + (0 if can_keep(p.dtype) else 2)
     after = saved + p.tokens * (TARGET_BYTES + vectors * p.accumulator_bytes)

@@ -15,7 +15,7 @@ from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.planning.call_problem import forms_gradients
-from cutefce.ops.planning.dw_aliasing import max_aliased_windows
+from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.time_model import chunked_seconds, windows_seconds
 
@@ -48,10 +48,10 @@ class Plan:
     strategy: str
     """"windows" or "gradients_in_forward"."""
     window: int
-    """Vocabulary columns of a window."""
+    """Vocabulary columns of a window; windows that use dW's memory have half as many or more."""
     aliased: int
     """Columns whose exponentials use dW's memory until the backward: the first ones, whole
-    windows."""
+    reference blocks."""
     kept: int
     """Columns after these whose exponentials have memory until the backward, or while a chunk is
     processed: whole reference blocks."""
@@ -196,14 +196,14 @@ def _windows(p: Problem, configs: Sequence[WindowConfig], scalar_upstream: bool)
     """Return the plans of windows, without those that another one beats in time and memory.
 
     Columns neither aliased nor kept are recomputed.  Aliased columns cost s_i h_i, however many
-    they are: a plan that recomputes columns aliases as many as it can, or none.
+    they are: a plan that recomputes columns aliases as many as it can, or none; narrow first
+    windows allow for more.
     """
     return [family for config in configs for family in _windows_of(p, config, scalar_upstream)]
 
 
 def _windows_of(p: Problem, config: WindowConfig, scalar_upstream: bool) -> Iterator[_Family]:
-    def plan(windows: int, kept: int | None = None) -> Plan:
-        aliased = windows * config.window
+    def plan(aliased: int, kept: int | None = None) -> Plan:
         if kept is None:
             kept = round_up(p.vocab - aliased, config.reference_block)
         predicted = windows_bytes(p, config, aliased, kept, scalar_upstream)
@@ -212,19 +212,27 @@ def _windows_of(p: Problem, config: WindowConfig, scalar_upstream: bool) -> Iter
         sizes = config.window, aliased, kept, p.tokens
         return Plan("windows", *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
 
-    def recompute_some(windows: int) -> _Family:
-        kept = (p.vocab - 1) // config.window - windows
-        return _Family(kept + 1, lambda i: plan(windows, (kept - i) * config.window))
+    def recompute_some(aliased: int) -> _Family:
+        kept = (p.vocab - aliased - 1) // config.window
+        return _Family(kept + 1, lambda i: plan(aliased, (kept - i) * config.window))
+
+    def alias_some(most: int) -> _Family:
+        steps = ceil_div(most, config.window)
+        return _Family(steps, lambda i: plan(min((i + 1) * config.window, most)))
 
     if not (forms_gradients(p) and can_keep(p.dtype)):
         yield _Family(1, lambda _: plan(0, 0))
         return
     yield _Family(1, lambda _: plan(0))
     yield recompute_some(0)
-    most = max_aliased_windows(p.tokens, p.hidden, p.vocab, config.window)
-    if most and p.grad_weight and not p.wide_grad_weight:
-        yield _Family(most, lambda i: plan(i + 1))
-        yield recompute_some(most)
+    if not p.grad_weight or p.wide_grad_weight:
+        return
+    memory = DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
+    for least in (config.window, config.half(config.window)):
+        most = memory.most_aliased(least)
+        if most:
+            yield alias_some(most)
+            yield recompute_some(most)
 
 
 def _gradients_in_forward(p: Problem, config: WindowConfig) -> Iterator[_Family]:

@@ -4,8 +4,8 @@ With N tokens, D hidden, V vocab, K columns kept, L aliased (`dw_aliasing`) and 
 2), it is
 
     windows                2·N·D·((1 + G)·V + (V - K - L)) FLOP; dX's sums are read and written
-                           once a window, recomputed logits once; narrow windows alias more
-                           columns, but there are more of them
+                           once a window, recomputed logits once; the more columns are aliased,
+                           the more windows there are
     gradients in forward   2·N·D·(1 + G)·V FLOP, a chunk's at the rate of memory where reading w
                            takes longer; dW's sums are read and written once a chunk, in part
                            while MMAs run, and the gradients once more in the backward; a
@@ -25,6 +25,7 @@ from cutefce.cute_kernels.schedule.order import (
     num_waves,
 )
 from cutefce.ops.planning.call_problem import accumulates
+from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.step_memory import keeps_weight_sums
 
 DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4)}
@@ -47,7 +48,10 @@ def windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:
     gradients = p.grad_hidden + p.grad_weight
     recomputed = max(p.vocab - aliased - kept, 0) if gradients else 0
     columns = (1 + gradients) * p.vocab + recomputed
-    windows = ceil_div(recomputed + aliased, window)
+    windows = recomputed / window
+    if p.grad_weight and not p.wide_grad_weight:
+        memory, least = DwMemory(p.tokens, p.hidden, p.vocab, 1), ceil_div(window, 2)
+        windows = memory.window_count(aliased, recomputed, least)
     passes = windows + 1 if p.grad_hidden else 0
     moved = p.tokens * (2 * passes * p.hidden + recomputed) * p.accumulator_bytes
     moved += 2 * _buffer_bytes(p)

@@ -11,6 +11,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT, Primitives
 from cutefce.ops.primitives.portable_gradients import scale_by_log
@@ -22,7 +23,7 @@ from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
 from cutefce.ops.rows.scaling import as_probabilities
 from cutefce.ops.rows.statistics import RowStats, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, Targets
-from cutefce.ops.strategies.dw_views import free_tail
+from cutefce.ops.strategies.dw_views import free_tail, memory_of
 from cutefce.ops.strategies.weight_gradient import WeightGradient
 
 StoredExps = Sequence[tuple[int, Tensor]]
@@ -76,16 +77,34 @@ def split_windows(vocab: int, first: int, window: int) -> Iterator[tuple[int, in
 
 
 def iter_windows(
-    vocab: int, stored: StoredExps, window: int
+    inputs: LossInputs[PartialT, TargetGradT],
+    stored: StoredExps,
+    aliased: int,
+    window: int,
+    *,
+    in_dw: bool,
 ) -> Iterator[tuple[int, int, Tensor | None]]:
-    """Cut [0, vocab) into stored windows, with their exponentials, and windows to recompute."""
-    done = 0
+    """Cut [0, V) into stored windows, with their exponentials, and windows to recompute.
+
+    These depend on the plan alone: the first `aliased` columns are cut in the same way where
+    an earlier backward consumed their exponentials.  `in_dw` says that recomputed ones use dW.
+    """
+    vocab, config, done = len(inputs.w), inputs.primitives.config, 0
+    memory = memory_of(inputs.w, inputs.tokens, config.reference_block)
+    if aliased and not (stored and stored[0][0] == 0):
+        for width in memory.aliased_widths(aliased):
+            yield done, done + width, None
+            done += width
     for first, exps in stored:
-        yield from ((*columns, None) for columns in split_windows(first, done, window))
         done = min(first + exps.shape[1], vocab)
         columns = done - first  # slicing takes CPU time
         yield first, done, exps if columns == exps.shape[1] else exps[:, :columns]
-    yield from ((*columns, None) for columns in split_windows(vocab, done, window))
+    if not in_dw:
+        yield from ((*columns, None) for columns in split_windows(vocab, done, window))
+    elif done < vocab:
+        for width in memory.recomputed_widths(done, config.half(window)):
+            yield done, done + width, None
+            done += width
 
 
 def forward(
@@ -143,7 +162,7 @@ def backward(
     grad_hidden: bool,
     dw: Tensor | None,
     dbias: Tensor | None = None,
-    stored_discarded: bool = False,
+    aliased: int = 0,
 ) -> Tensor | None:
     """Return dX (N, D) for the upstream gradient of the loss, (N,) or (); write `dw` (V, D).
 
@@ -152,19 +171,20 @@ def backward(
 
     `dbias` (V,) receives the gradient of the bias, in the dtype of sums.
 
-    `stored_discarded` says that an earlier backward consumed aliased exponentials: factors are then
-    applied as if these were stored, for equal bits.  `dw` is written from its first row on, so that
-    some of `stored` may alias it, see `planning.dw_aliasing`.  More than eight parameters: results,
-    and what an earlier forward has left.
+    The exponentials of the first `aliased` columns are in the memory of `dw`, which is written from
+    its first row on, see `planning.dw_aliasing`.  If an earlier backward consumed them, factors are
+    applied as if they were stored, for equal bits.  More than eight parameters: results, and what
+    an earlier forward has left.
     """
     gradients, h, w, targets = inputs.primitives.gradients, inputs.h, inputs.w, inputs.targets
-    nothing_stored = not stored and not stored_discarded
+    nothing_stored = not stored and not aliased
     adds = inputs.accumulate_into is not None
     as_sums = adds or inputs.dw_dtype != w.dtype
     uniform = upstream.ndim == 0 and not targets.scales_rows and not (as_sums and dw is not None)
     in_reference = nothing_stored and uniform
     scaling = gradients.scaling(h.dtype, targets, stats, upstream, in_reference=in_reference)
-    columns, selection = list(iter_windows(w.shape[0], stored, window)), targets.selection
+    free, selection = None if as_sums else dw, targets.selection
+    columns = list(iter_windows(inputs, stored, aliased, window, in_dw=free is not None))
     every = None if dw is None else every_row(inputs, scaling.every)
     dx_sums = scaling.target.new_empty(inputs.tokens, h.shape[1]) if grad_hidden else None
     recomputes = any(exps is None for *_, exps in columns)
@@ -184,8 +204,7 @@ def backward(
         factors = RowFactors.ones(h)
         if scaling.row_scale is not None:
             factors = RowFactors.of(scaling.row_scale, h.dtype)
-    free = None if as_sums else dw
-    parts = _iter_exps(inputs, rows_h, scaling.reference, columns, window, free)
+    parts = _iter_exps(inputs, rows_h, scaling.reference, columns, free)
     for first, last, exps in parts:
         if scaling.factor is not None:
             scale_by_log(exps, *scaling.factor)
@@ -257,25 +276,25 @@ def _iter_exps(
     h: Tensor,
     reference: Tensor,
     columns: Sequence[tuple[int, int, Tensor | None]],
-    window: int,
     dw: Tensor | None,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield column ranges with their exponentials, recomputing those that are not stored.
 
-    `h` (N, D) are the hidden states in the order of the targets.
-    Recomputed ones use the unwritten tail of dW or, where it is too small, a buffer of half a
-    window.
+    `h` (N, D) are the hidden states in the order of the targets.  Recomputed ones use the unwritten
+    tail of dW or, where it is too small, a buffer.
     """
-    projection, w = inputs.primitives.projection, inputs.w
-    half = inputs.primitives.config.half(window)
-    tokens, width = h.shape[0], window if dw is None else min(window, half)
-    buffer = h.new_empty(tokens, width if any(exps is None for _, _, exps in columns) else 0)
+    projection, w, tokens = inputs.primitives.projection, inputs.w, h.shape[0]
+    missing = [(first, last) for first, last, exps in columns if exps is None]
+    tails = {
+        last: None if dw is None else free_tail(dw, last, tokens, last - first)
+        for first, last in missing
+    }
+    width = max((last - first for first, last in missing if tails[last] is None), default=0)
+    buffer = h.new_empty(tokens, round_up(width, inputs.primitives.config.reference_block))
     for first, last, exps in columns:
-        if exps is not None:
-            yield first, last, exps
-            continue
-        tail = None if dw is None else free_tail(dw, last, tokens, window)
-        to = buffer if tail is None else tail
-        for part in split_windows(last, first, to.shape[1]):
-            projection.recompute_exp(h, w, part, reference, inputs.targets, to)
-            yield *part, to[:, : part[1] - part[0]]
+        if exps is None:
+            tail = tails[last]
+            to = buffer if tail is None else tail
+            projection.recompute_exp(h, w, (first, last), reference, inputs.targets, to)
+            exps = to if to.shape[1] == last - first else to[:, : last - first]
+        yield first, last, exps
