@@ -72,6 +72,15 @@ class DwMemory:
             first += width
         return widths
 
+    def buffer_columns(self, first: int, least: int) -> int:
+        """Return the widest of these that needs memory of its own, rounded up to blocks."""
+        last = widest = 0
+        for width in self.recomputed_widths(first, least):
+            last += width
+            if not self.fits(first + last, width):
+                widest = max(widest, width)
+        return round_up(widest, self.block)
+
     def widest(self, first: int) -> int:
         """Return how many columns from `first` on fit behind their rows, whole blocks."""
         rest = max(self.vocab - first, 0) * self.hidden

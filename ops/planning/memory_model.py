@@ -6,7 +6,7 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
     kept    N·K·e                      exponentials from the forward to the backward; those of the
                                        L aliased columns use dW, allocated in the forward
     tile    R·C·a                      one tile of logits
-    buffer  N·w·e / 2                  exponentials of half a window, where the tail of dW is too
+    buffer  N·w·e / 2 at most          exponentials of half a window, where the tail of dW is too
                                        small to recompute them there; of a whole one without dW;
                                        none if K + L = V
     dX      N·D·a                      its sums, unless they are the gradient (e = a); dX itself is
@@ -79,10 +79,9 @@ def windows_bytes(
         return _with_copies(p, forward)
     recomputed = buffer_columns = config.window
     if p.grad_weight and not p.wide_grad_weight:
-        recomputed = buffer_columns = config.half(config.window)
-        # as if no column was kept: a plan that keeps more never takes less
         memory = DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
-        recomputed = max(recomputed, memory.widest(aliased))
+        buffer_columns = memory.buffer_columns(stored, config.half(config.window))
+        recomputed = max(buffer_columns, memory.widest(stored))
     window = min(config.window if stored else recomputed, config.window, p.vocab)
     # coefficients; losses and upstream gradients; float16's coefficients are scaled
     vectors = (2 if scalar_upstream else 4) + (0 if can_keep(p.dtype) else 2)

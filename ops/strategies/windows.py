@@ -286,14 +286,15 @@ def _iter_exps(
     projection, w, tokens = inputs.primitives.projection, inputs.w, h.shape[0]
     missing = [(first, last) for first, last, exps in columns if exps is None]
     tails = {
-        last: None if dw is None else free_tail(dw, last, tokens, last - first)
+        first: None if dw is None else free_tail(dw, last, tokens, last - first)
         for first, last in missing
     }
-    width = max((last - first for first, last in missing if tails[last] is None), default=0)
-    buffer = h.new_empty(tokens, round_up(width, inputs.primitives.config.reference_block))
+    width = max((last - first for first, last in missing if tails[first] is None), default=0)
+    width = round_up(width, inputs.primitives.config.reference_block)
+    buffer = h.new_empty(tokens, width)
     for first, last, exps in columns:
         if exps is None:
-            tail = tails[last]
+            tail = tails[first]
             to = buffer if tail is None else tail
             projection.recompute_exp(h, w, (first, last), reference, inputs.targets, to)
             exps = to if to.shape[1] == last - first else to[:, : last - first]

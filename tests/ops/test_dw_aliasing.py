@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import cutefce
 from bench.harness.timing import peak_bytes
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.strategies.dw_views import aliased_views, free_tail
@@ -55,12 +56,13 @@ def test_recomputed_windows_use_what_remains(
     tokens: int, hidden: int, vocab: int, blocks: int, block: int, done: int
 ) -> None:
     least, memory = blocks * block, DwMemory(tokens, hidden, vocab, block)
-    first = done // block * block
+    first, buffer = done // block * block, memory.buffer_columns(done // block * block, least)
     widths, dw = memory.recomputed_widths(first, least), torch.zeros(vocab, hidden)
     assert sum(widths) == max(vocab - first, 0) and all(width > 0 for width in widths)
     in_dw = True
     for width in widths:
-        tail = free_tail(dw, first + width, tokens, width) if in_dw else None
+        tail = free_tail(dw, first + width, tokens, width)
+        assert tail is not None or width <= buffer <= round_up(least, block)
         in_dw = in_dw and memory.widest(first) >= least
         assert (width <= least) if not in_dw else (width % block == 0 and tail is not None)
         if in_dw and tail is not None:
