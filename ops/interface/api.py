@@ -159,6 +159,11 @@ def linear_cross_entropy(  # type: ignore[misc]
         given["logit_scale"] = logit_scale
     if type(temperature) is not float or temperature != 1:
         given["temperature"] = temperature
+    is_local = group is None and shards is None and sequence_parallel is False
+    if is_local and not given and options is None and return_lse is False:
+        repeated = call.repeated(input, linear_weight, target, workspace)
+        if repeated is not None:
+            return repeated
     run: Callable[..., tuple[Tensor, Tensor | None]] = _loss
     if isinstance(linear_weight, Tensor) and linear_weight.ndim > 2:
         run = functools.partial(loss_of_positions, _loss)

@@ -172,6 +172,20 @@ def _evaluate(
     return result, (*rest,)
 
 
+def repeated(input: Tensor, linear_weight: Tensor, target: Tensor, workspace: Any) -> Tensor | None:
+    """Return the `loss` without options of a call like one before, None if there was none.
+
+    It does what `loss` does of such a call, with less CPU time.
+    """
+    h, w, y = input, linear_weight, target
+    if torch.compiler.is_compiling() or not call_cache.is_eager(h, w, y):
+        return None
+    grad = torch.is_grad_enabled()
+    step = grad and h.requires_grad, grad and w.requires_grad, 0, 0
+    found = call_cache.cached(call_cache.call_key(h, w, y, workspace, DEFAULTS[0], step))
+    return None if found is None else _repeat(h, w, y, DEFAULTS[0], found)
+
+
 def _repeat(
     h: Tensor, w: Tensor, y: Tensor, options: LossOptions, found: AnyPrimitives | PlainStep
 ) -> Tensor:
