@@ -138,63 +138,6 @@ def exponentials(logits: Tensor, *rest: Tensor | None) -> None:
     exponentials_(logits.clone(), *rest)  # type: ignore[arg-type]
 
 
-def keep_dw_(
-    halves: Tensor,
-    low: Tensor,
-    sums: Tensor,
-    slot: Tensor,
-    factor: Tensor | None,
-    totals: Tensor,
-    row: Tensor | None,
-) -> None:
-    """Keep sums_v + totals_slot_v in `halves` and `low` (R, D); see `split_sums_`.
-
-    With `factor` (R,) and `row` (1, D), factor_v row is added.
-    """
-    total = totals[slot].add_(sums)
-    if factor is not None and row is not None:
-        total.addcmul_(factor[:, None], row)
-    split_sums_(halves, low, total)
-
-
-def add_to_kept_dw_(halves: Tensor, low: Tensor, sums: Tensor, *rest: Tensor | None) -> None:
-    """Do what `keep_dw_` does, and add what `halves` and `low` keep."""
-    keep_dw_(halves, low, joined_halves(halves, low).add_(sums), *rest)  # type: ignore[arg-type]
-
-
-def split_sums(kept: Tensor, low: Tensor, sums: Tensor) -> None:
-    """Write float32 `sums` (N, D) to `kept` (N, D), of 16 bits, and `low` (N, D) uint8.
-
-    The 16 bits are the upper half, cut off.  The byte is the next 8 bits, whose last one is set if
-    any bit below was.
-    """
-    split_sums_(kept.view(torch.int16), low, sums)
-
-
-def split_sums_(halves: Tensor, low: Tensor, sums: Tensor) -> None:
-    """Do what `split_sums` does; `halves` is `kept` as int16."""
-    bits = sums.view(torch.int32)
-    halves.copy_(bits >> 16)
-    low.copy_(((bits >> 8) & 0xFF) | ((bits & 0xFF) != 0))
-
-
-def joined_sums(kept: Tensor, low: Tensor) -> Tensor:
-    """Return the float32 sums (N, D) of `kept` and `low`."""
-    return joined_halves(kept.view(torch.int16), low)
-
-
-def joined_halves(halves: Tensor, low: Tensor) -> Tensor:
-    """Do what `joined_sums` does; `halves` is `kept` as int16."""
-    bits = halves.to(torch.int32).bitwise_left_shift_(16)
-    return bits.bitwise_or_(low.to(torch.int32).bitwise_left_shift_(8)).view(torch.float32)
-
-
-def scale_kept_(halves: Tensor, low: Tensor, scale: Tensor) -> None:
-    """Write scale_v times the kept sums (R, D), rounded to bfloat16, to `halves`."""
-    scaled = joined_halves(halves, low) * scale[:, None]
-    halves.copy_(scaled.to(torch.bfloat16).view(torch.int16))
-
-
 def can_fuse(x: Tensor) -> bool:
     """Whether functions of the rows of x run fused: on a GPU with Triton, for two rows or more."""
     return x.is_cuda and x.shape[0] > 1 and _has_triton()
