@@ -13,18 +13,16 @@ from torch import Tensor
 from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
 from cutefce.ops.planning.step_memory import UPCAST_BLOCK, row_block_bytes
 from cutefce.ops.primitives.elementwise import (
+    add_to_kept_dw_,
     can_fuse,
     finish_dw_,
     finish_dx_,
     fused,
-    scale_by_log_,
-    scale_rows_to_,
-)
-from cutefce.ops.primitives.kept_bits import (
-    add_to_kept_dw_,
     joined_sums,
     keep_dw_,
+    scale_by_log_,
     scale_kept_,
+    scale_rows_to_,
     split_,
     words_of,
 )

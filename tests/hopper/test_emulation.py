@@ -26,7 +26,7 @@ from cutefce.cute_kernels.variant import PLAIN, KernelVariant, LogitTransform, R
 from cutefce.cute_kernels.workspace import FIRST_FLAG, Coefficient, Semaphore, Stat
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning.planner import Plan
-from cutefce.ops.primitives.kept_bits import joined_sums
+from cutefce.ops.primitives.elementwise import joined_sums
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.loss_terms import LossTerms

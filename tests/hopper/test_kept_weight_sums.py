@@ -13,7 +13,7 @@ from cutefce.cute_kernels.arch.sm90 import GRAD_KEPT
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.spec import GradGemmSpec
-from cutefce.ops.primitives.kept_bits import joined_sums, split_sums
+from cutefce.ops.primitives.elementwise import joined_sums, split_sums
 from tests.emulation.core import Stuck
 from tests.emulation.hopper import run
 from tests.emulation.host import host_function

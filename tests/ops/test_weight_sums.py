@@ -14,7 +14,7 @@ from cutefce.cute_kernels.problem import LOW_BITS, Problem
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.planning.step_memory import kept_low_bits
-from cutefce.ops.primitives.kept_bits import joined_sums, split_sums
+from cutefce.ops.primitives.elementwise import joined_sums, split_sums
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.targets import Targets

@@ -38,7 +38,7 @@ from cutefce.ops.primitives import (
     fused_step,
     row_selection,
 )
-from cutefce.ops.primitives.kept_bits import joined_sums, split_sums
+from cutefce.ops.primitives.elementwise import joined_sums, split_sums
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
