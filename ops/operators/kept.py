@@ -71,7 +71,7 @@ class Kept:
         dx, dw = sums.dx, sums.dw
         return GradSums(
             HiddenSums(self.own(dx.gradient), self.own(dx.low)),
-            WeightSums(self.own(dw.gradient), self.own(dw.low)),
+            dw.map(self.own),
             sums.dbias,
         )
 

@@ -21,8 +21,9 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
     windows                            kept + buffer + dX + dW
     rows selected                      N·D·e, or c·D·e in chunks: h, where logits are computed
     gradients in forward               c·V·e for chunks of c tokens, c·K·e for dX alone; unless
-                                       sums are the gradients (e = a), V·D and N·D for a byte of
-                                       each of dW's and dX's sums, and c·D·a for a chunk's
+                                       sums are the gradients (e = a), V·D / 2 for 4 bits of each
+                                       of dW's sums, or V·D over more than 32 chunks, N·D for a
+                                       byte of each of dX's, and c·D·a for a chunk's
 
 Copies of h and w that a call works on are added, less what its gradients lack of wider ones.  A
 rank with a share of the tokens gathers them, N·D·e; ranks hold all of dX's sums, N·D·a, until the
@@ -48,6 +49,8 @@ from cutefce.ops.planning.step_memory import (
     added_rows,
     forward_step_bytes,
     keeps_weight_sums,
+    kept_low_bits,
+    low_bytes,
     partial_bytes,
     row_block_bytes,
     rows_bytes,
@@ -132,7 +135,7 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     kept, copy = NUM_STATS * p.tokens * p.accumulator_bytes, _selected_bytes(p, p.tokens)
     kept += _selection_bytes(p)
     if keeps_weight_sums(p):
-        kept += p.vocab * p.hidden
+        kept += p.vocab * low_bytes(p.hidden, kept_low_bits(p, chunk))
     if accumulates(p):
         kept += p.vocab * p.hidden * p.accumulator_bytes
     vectors = p.tokens * (TARGET_BYTES + 4 * p.accumulator_bytes)

@@ -13,10 +13,11 @@ from math import ceil
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
-from cutefce.cute_kernels.problem import Problem, can_keep
+from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.ops.planning.call_problem import forms_gradients
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
+from cutefce.ops.planning.step_memory import kept_low_bits
 from cutefce.ops.planning.time_model import chunked_seconds, windows_seconds
 
 MINIMUM = 0
@@ -71,6 +72,8 @@ class Plan:
     """Predicted time of forward and backward; for comparing plans of one problem."""
     tokens: int = 0
     """Tokens that are computed."""
+    low_bits: int = LOW_BITS[-1]
+    """Bits of each of dW's sums over chunks beside the 16 in its memory."""
 
     @property
     def gradients(self) -> tuple[bool, bool, bool]:
@@ -271,7 +274,7 @@ def _chunked_plan(p: Problem, config: WindowConfig, chunk: int, columns: int | N
     every = round_up(p.vocab, config.reference_block)
     stored = every if columns is None else min(columns, every)
     sizes = config.window if columns is None else stored, 0, stored, chunk
-    gradients = p.grad_hidden, p.grad_weight, p.grad_bias
     seconds = chunked_seconds(p, chunk, stored)
     predicted, strategy = chunked_bytes(p, config, stored, chunk), "gradients_in_forward"
-    return Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
+    gradients, low_bits = (p.grad_hidden, p.grad_weight, p.grad_bias), kept_low_bits(p, chunk)
+    return Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens, low_bits)

@@ -26,7 +26,7 @@ from cutefce.cute_kernels.schedule.order import (
 )
 from cutefce.ops.planning.call_problem import accumulates
 from cutefce.ops.planning.dw_aliasing import DwMemory
-from cutefce.ops.planning.step_memory import keeps_weight_sums
+from cutefce.ops.planning.step_memory import keeps_weight_sums, kept_low_bits
 
 DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4)}
 """(FLOP/s, bytes/s, seconds a window, seconds a chunk) by device type; a GPU's are an H200's, where
@@ -35,10 +35,10 @@ tokens take 35 to 50 µs longer than their share of those of 8192, last waves in
 two, and launches."""
 CHUNK_WINDOW_SECONDS = 3e-5
 """Of one window more inside a chunk: two launches, and two more that exit at once."""
-EXPOSED_SUM_BYTES = 1.5
-"""Of the 3 bytes of a kept sum, those whose time Hopper's MMAs do not hide.  Fitted to whole steps
-with chunks of 768 to 6656 tokens; at 131072 x 4096 they take 0.4 ms, where the kernel alone takes
-0.16 to 0.35 ms more with sums, and 3 bytes would take 0.8."""
+EXPOSED_SUMS = 0.5
+"""Part of the bytes of kept sums whose time Hopper's MMAs do not hide.  Fitted to whole steps with
+sums of 3 bytes and chunks of 768 to 6656 tokens; at 131072 x 4096 they take 0.4 ms, where the
+kernel alone takes 0.16 to 0.35 ms more with sums, and all bytes would take 0.8."""
 CLUSTERS, TILE = 66, 256
 """Clusters of two SMs of an H200, and rows and columns of their tiles of dX."""
 
@@ -62,7 +62,7 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     """Return that of gradients in forward: `chunk` tokens' `stored` columns at a time."""
     columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
     chunks = ceil_div(p.tokens, chunk)
-    moved = 2 * chunks * p.vocab * p.hidden * _sum_bytes(p) + 2 * p.gradient_bytes
+    moved = 2 * chunks * p.vocab * p.hidden * _sum_bytes(p, chunk) + 2 * p.gradient_bytes
     moved += 3 * _buffer_bytes(p)
     more_windows = ceil_div(p.vocab, stored) - 1
     moved += 2 * more_windows * p.tokens * p.hidden * p.accumulator_bytes
@@ -74,13 +74,14 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     return _seconds(p, columns, moved) + chunks * each + waits + _idle_seconds(p, chunk)
 
 
-def _sum_bytes(p: Problem) -> float:
+def _sum_bytes(p: Problem, chunk: int) -> float:
     """Return the bytes of each of dW's sums that take time of their own to read, and to write."""
     if not keeps_weight_sums(p):
         return p.accumulator_bytes * p.grad_weight
+    sum_bytes = 2 + kept_low_bits(p, chunk) / 8
     has_kernel = p.arch is not None and arch_named(p.arch).forms_weight_gradient
     # without a kernel that adds to them, products are written and read beside them
-    return EXPOSED_SUM_BYTES if has_kernel else 3 + p.accumulator_bytes
+    return EXPOSED_SUMS * sum_bytes if has_kernel else sum_bytes + p.accumulator_bytes
 
 
 def _buffer_bytes(p: Problem) -> int:

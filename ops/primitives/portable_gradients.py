@@ -23,7 +23,8 @@ from cutefce.ops.primitives.elementwise import (
     scale_by_log_,
     scale_kept_,
     scale_rows_to_,
-    split_sums_,
+    split_,
+    words_of,
 )
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.scaling import Scaling, scaling_of
@@ -102,7 +103,7 @@ class PortableGradients:
     ) -> None:
         assert order is None, "these steps run over all rows that they are given"
         self.finish_dx(sums, sums, w, targets, RowCoefficients.of_sums(stats, targets))
-        apply_rowwise(split_sums_, _halves(kept), low, sums)
+        apply_rowwise(split_, words_of(kept, low), low, sums)
 
     def finish_kept(
         self,
@@ -160,16 +161,17 @@ class PortableGradients:
         accumulate: bool,
     ) -> None:
         (totals, slots), (factor, row) = target_grad.slots, _operands(rank_one)
-        buffer, halves = totals.new_empty(min(self.window, len(kept)), kept.shape[1]), _halves(kept)
+        buffer = totals.new_empty(min(self.window, len(kept)), kept.shape[1])
+        words = words_of(kept, low)
         keep = add_to_kept_dw_ if accumulate else keep_dw_
         for rows in blocks(len(kept), self.window):
             sums = buffer[: rows.stop - rows.start]
             matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
             operands = sums, slots[rows], None if factor is None else factor[rows]
-            apply_rowwise(keep, halves[rows], low[rows], *operands, whole=(totals, row))
+            apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        apply_rowwise(scale_kept_, _halves(kept), low, factor.expand(len(kept)))
+        apply_rowwise(scale_kept_, words_of(kept, low), low, factor.expand(len(kept)))
 
     def add_target_grad(
         self,
@@ -219,11 +221,6 @@ class TargetRows:
             else:
                 out.index_add_(0, slot[rows], part)
             del part  # freed before the next one is allocated
-
-
-def _halves(kept: Tensor) -> Tensor:
-    """Return 16-bit sums as int16: shifts of bits."""
-    return kept.view(torch.int16)
 
 
 def _operands(rank_one: RankOne | None) -> tuple[Tensor | None, Tensor | None]:
