@@ -47,8 +47,7 @@ def loss(
         linear_weight: (V, D), of input's dtype and device.
         target: (...) integer class indices in [0, V), or `ignore_index`.
         workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for
-            speed; "min", "max", or None for `planner.DEFAULT`.  A budget below what "min" takes
-            means "min".
+            speed, or the least that any plan takes; "min", "max", or None for `planner.DEFAULT`.
         arguments: the fields of `LossOptions`, `TensorOptions` and `Sharding`, by name.
 
     Returns:

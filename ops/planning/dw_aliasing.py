@@ -46,7 +46,8 @@ class DwMemory:
 
     def aliased_widths(self, columns: int) -> list[int]:
         """Return the widths of the widest windows of the first `columns`, which fit."""
-        widths, first = [], 0
+        widths: list[int] = []
+        first = 0
         while first < columns:
             end = self.vocab - ceil_div(self.tokens * (columns - first), self.hidden)
             end = min(end // self.block * self.block, columns)
@@ -61,7 +62,7 @@ class DwMemory:
         They are as wide as what remains of the memory; where that is less than `least` columns,
         windows have about the same width, at most `least`, and need memory of their own.
         """
-        widths = []
+        widths: list[int] = []
         while first < self.vocab:
             width = self.widest(first)
             if width < least:

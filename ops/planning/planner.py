@@ -20,8 +20,8 @@ from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.step_memory import kept_low_bits
 from cutefce.ops.planning.time_model import chunked_seconds, windows_seconds
 
-MINIMUM = 0
-"""The budget "min": the smallest plan that any budget chooses."""
+MINIMUM = -1
+"""The budget "min", which is no number of bytes: a small plan that is worth its time."""
 MAXIMUM = 1 << 62
 """The budget "max": the fastest plan."""
 DEFAULT = 5 << 29
@@ -134,10 +134,10 @@ def make_plan(
     scales_rows: bool = False,
     scales_exps: bool = False,
 ) -> Plan:
-    """Return the fastest plan within `budget` bytes, or that of "min" if that takes more.
+    """Return the fastest plan within `budget` bytes, or the smallest one if all take more.
 
-    A larger budget never gives a slower plan, nor one that takes less memory.  `configs` are for
-    windows of several widths, the widest first.  `scalar_upstream` says that every token's loss
+    More bytes never give a slower plan, nor one that takes less memory.  `configs` are for windows
+    of several widths, the widest first.  `scalar_upstream` says that every token's loss
     gets the same upstream gradient, `scales_rows` that the loss itself has factors of tokens, and
     `scales_exps` that each exponential may have a factor that the backward alone knows.
     """
@@ -165,19 +165,18 @@ def replan_for_shard(
 
 
 def _choose(families: Sequence[_Family], budget: int) -> Plan:
-    """Return the fastest plan within `budget` bytes, or that of "min" if that takes more.
+    """Return the plan of "min", or the fastest within `budget` bytes, or else the smallest one.
 
     The families do not depend on the budget: a larger one only adds plans to choose from.
     """
-    smallest = _smallest(families)
-    if budget <= smallest.workspace_bytes:
-        return smallest
-    return _fastest(families, budget)
+    least = min(family.fastest(0).workspace_bytes for family in families)
+    if budget == MINIMUM:
+        return _small(families, least)
+    return _fastest(families, max(budget, least))
 
 
-def _smallest(families: Sequence[_Family]) -> Plan:
+def _small(families: Sequence[_Family], least: int) -> Plan:
     """Return the plan of "min": the fastest within `FLOOR`, or what is worth more memory."""
-    least = min(family.fastest(MINIMUM).workspace_bytes for family in families)
     plan = _fastest(families, int(least * FLOOR))
     while True:
         # the most that another plan takes of which this one takes more than WORTH_MEMORY

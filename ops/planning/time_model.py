@@ -33,8 +33,13 @@ DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4
 GEMMs of few columns or rows leave SMs idle at their start and end.  The tuned GEMMs of 256 and 512
 tokens take 35 to 50 µs longer than their share of those of 8192, last waves included; a chunk has
 two, and launches."""
-CHUNK_WINDOW_SECONDS = 3e-5
-"""Of one window more inside a chunk: two launches, and two more that exit at once."""
+DX_CHUNK_SECONDS, DX_WINDOW_SECONDS, SPLIT_SECONDS = 4e-5, 2.5e-5, 2e-5
+"""Of a chunk where kernels form dX alone; of a window in it: two launches, and two more that exit
+at once; and of splitting the last tiles of its dX.  Fitted to whole steps of 12 plans at two
+heads."""
+FREE_IDLE = 0.04
+"""Part of the SMs that may wait at no cost while dX alone is computed: an H200 that runs at its
+power limit then computes the others faster."""
 EXPOSED_SUMS = 0.5
 """Part of the bytes of kept sums whose time Hopper's MMAs do not hide.  Fitted to whole steps with
 sums of 3 bytes and chunks of 768 to 6656 tokens; at 131072 x 4096 they take 0.4 ms, where the
@@ -60,18 +65,19 @@ def windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:
 
 def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     """Return that of gradients in forward: `chunk` tokens' `stored` columns at a time."""
-    columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
-    chunks = ceil_div(p.tokens, chunk)
+    chunks, windows = ceil_div(p.tokens, chunk), ceil_div(p.vocab, stored)
     moved = 2 * chunks * p.vocab * p.hidden * _sum_bytes(p, chunk) + 2 * p.gradient_bytes
     moved += 3 * _buffer_bytes(p)
-    more_windows = ceil_div(p.vocab, stored) - 1
-    moved += 2 * more_windows * p.tokens * p.hidden * p.accumulator_bytes
+    moved += 2 * (windows - 1) * p.tokens * p.hidden * p.accumulator_bytes
     reads = (1 + p.grad_hidden) * chunks * p.vocab * p.hidden * p.item_bytes
-    flop_rate, byte_rate, _, chunk_seconds = _rates(p)
+    flop_rate, byte_rate, _, each = _rates(p)
     products = 2 * (1 + p.grad_hidden) * p.tokens * p.hidden * p.vocab / flop_rate
-    waits = max(reads / byte_rate - products, 0)
-    each = chunk_seconds + more_windows * CHUNK_WINDOW_SECONDS
-    return _seconds(p, columns, moved) + chunks * each + waits + _idle_seconds(p, chunk)
+    waits, idle = max(reads / byte_rate - products, 0), _idle_seconds(p, chunk)
+    if p.arch is not None and not p.grad_weight:
+        splits = _busy_part(p, chunk)[1]
+        each = DX_CHUNK_SECONDS + windows * (DX_WINDOW_SECONDS + SPLIT_SECONDS * (splits > 1))
+    columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
+    return _seconds(p, columns, moved) + chunks * each + waits + idle
 
 
 def _sum_bytes(p: Problem, chunk: int) -> float:
@@ -93,10 +99,15 @@ def _idle_seconds(p: Problem, rows: int) -> float:
     """Return the time for which SMs wait in the last waves of dX, of `rows` tokens at a time."""
     if p.device == "cpu" or not p.grad_hidden or not rows * p.hidden:
         return 0
+    free = FREE_IDLE if p.arch is not None and not p.grad_weight else 0
+    return _seconds(p, p.vocab, 0) * max(1 / _busy_part(p, rows)[0] - 1 - free, 0)
+
+
+def _busy_part(p: Problem, rows: int) -> tuple[float, int]:
+    """Return the part of dX's waves that SMs compute, and the splits of the last wave's K."""
     tiles = ceil_div(rows, TILE) * ceil_div(p.hidden, TILE)
     splits = choose_k_splits(tiles, CLUSTERS, MAX_K_SPLITS * MIN_K_TILES_PER_SPLIT)
-    busy = rows * p.hidden / (CLUSTERS * TILE**2 * num_waves(tiles, CLUSTERS, splits))
-    return _seconds(p, p.vocab, 0) * (1 / busy - 1)
+    return rows * p.hidden / (CLUSTERS * TILE**2 * num_waves(tiles, CLUSTERS, splits)), splits
 
 
 def _seconds(p: Problem, columns: int, moved_bytes: float) -> float:

@@ -116,7 +116,7 @@ def test_more_memory_is_never_slower_and_less_is_never_larger(seed: int) -> None
         problem, configs = random_problem(r)
         upstream = r.choice([True, False]), r.choice([True, False])
         largest = make_plan(problem, configs, MAXIMUM, *upstream).workspace_bytes
-        budgets = [MINIMUM, *sorted(int(largest * r.uniform(0, 1.2)) for _ in range(8)), MAXIMUM]
+        budgets = [0, *sorted(int(largest * r.uniform(0, 1.2)) for _ in range(8)), MAXIMUM]
         plans = [make_plan(problem, configs, budget, *upstream) for budget in budgets]
         for budget, chosen in zip(budgets, plans, strict=True):
             assert chosen.workspace_bytes <= budget or chosen == plans[0], problem
@@ -149,10 +149,9 @@ def test_no_plan_is_better_than_the_chosen_one(seed: int) -> None:
         if smallest.workspace_bytes > FLOOR * least:  # it is worth that
             assert smallest.seconds < within / WORTH_TIME, problem
         for workspace, _ in r.sample(every, min(8, len(every))):
-            budget = max(workspace, smallest.workspace_bytes)
-            chosen = make_plan(problem, configs, budget, scalar_upstream)
-            fastest = min(seconds for took, seconds in every if took <= budget)
-            assert chosen.workspace_bytes <= budget and chosen.seconds <= fastest, problem
+            chosen = make_plan(problem, configs, workspace, scalar_upstream)
+            fastest = min(seconds for took, seconds in every if took <= workspace)
+            assert chosen.workspace_bytes <= workspace and chosen.seconds <= fastest, problem
 
 
 def all_chunks(p: Problem, config: PortableTiles) -> Iterator[tuple[int, float]]:
@@ -203,18 +202,20 @@ def test_a_budget_that_nearly_keeps_everything_aliases_no_negative_number() -> N
 
 @pytest.mark.parametrize("grads", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_no_budget_takes_less_than_the_smallest_plan_of_a_model(
+def test_bytes_are_a_limit_down_to_the_smallest_plan_of_a_model(
     dtype: str, grads: tuple[bool, bool]
 ) -> None:
     for sizes in {sizes for named in NAMED.values() for sizes in named}:
         problem = Problem(*sizes, dtype, "cuda", *grads, arch="sm_90a")
         for scalar_upstream in (True, False):
-            floor = plan(problem, MINIMUM, scalar_upstream)
-            for part in (0.1, 0.5, 0.9, 1, 1.1, 1.5, 2, 4):
-                chosen = plan(problem, int(part * floor.workspace_bytes), scalar_upstream)
-                assert chosen.workspace_bytes >= floor.workspace_bytes
-                assert chosen.seconds <= floor.seconds
-                assert part >= 1 or chosen == floor
+            small, least = (plan(problem, n, scalar_upstream) for n in (MINIMUM, 0))
+            assert least.workspace_bytes <= small.workspace_bytes
+            for part in (0.1, 0.5, 0.7, 0.9, 1, 1.1, 1.5, 2, 4):
+                budget = int(part * small.workspace_bytes)
+                chosen = plan(problem, budget, scalar_upstream)
+                assert chosen == least or chosen.workspace_bytes <= budget
+                assert least.workspace_bytes <= chosen.workspace_bytes
+                assert chosen.seconds <= (small if part >= 1 else least).seconds
 
 
 def test_the_plan_of_a_call_can_be_read() -> None:
@@ -267,7 +268,7 @@ def test_windows_inside_chunks_are_printed() -> None:
     chosen = plan(FROZEN_HEADS["Llama"], 280 << 20)
     assert chosen.has_windows
     assert f"chunks of {chosen.chunk} tokens, {chosen.kept} columns at a time" in str(chosen)
-    everything = plan(FROZEN_HEADS["Llama"], 1 << 30)
+    everything = plan(FROZEN_HEADS["Llama"], 3 << 29)
     assert not everything.has_windows and "131072 columns at a time" in str(everything)
 
 
@@ -417,7 +418,7 @@ def test_planner_needs_no_torch() -> None:
     )
     root = Path(cutefce.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert (done.stdout.strip(), done.returncode) == ("0", 0), done.stderr
+    assert (done.stdout.strip(), done.returncode) == ("-1", 0), done.stderr
 
 
 def test_a_plan_in_chunks_prints_them() -> None:
