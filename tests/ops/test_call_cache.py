@@ -188,7 +188,8 @@ def test_a_device_that_is_not_current_is_no_repeat(device: str, checked: list[An
 
 def function(*tensors: Tensor, **options: Any) -> Tensor:
     with torch.no_grad():
-        return cutefce.linear_cross_entropy(*tensors, **options)
+        result: Tensor = cutefce.linear_cross_entropy(*tensors, **options)
+    return result
 
 
 def test_the_function_repeats_a_call_of_the_operator(device: str, checked: list[Any]) -> None:
