@@ -9,7 +9,14 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops import torch_compat
-from cutefce.ops.interface.options import OPTIONS, Sharding, StepOptions, TensorOptions
+from cutefce.ops.interface import option_checks
+from cutefce.ops.interface.options import (
+    OPTIONS,
+    LossOptions,
+    Sharding,
+    StepOptions,
+    TensorOptions,
+)
 from cutefce.ops.operators.context import can_bypass_dispatcher
 from cutefce.ops.operators.operators import (
     IMPLS,
@@ -129,12 +136,10 @@ class RowOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients for the upstream gradients of the outputs."""
-        if ctx.has_softcap and upstream[2] is not None:
+        if upstream[2] is not None:
+            options = unpack(ctx.before, StepOptions, LossOptions)[1]
             with report_errors(ctx.group):
-                raise NotImplementedError(
-                    "softcap: got one with 'entropy' in outputs, which has no gradient then; "
-                    "expected softcap=None, or entropy.detach()"
-                )
+                option_checks.check_entropy_gradient(options.softcap, options.gradient)
         zeros = ctx.saved_tensors[3].new_zeros(ctx.saved_tensors[3].shape[1])
         rows = [zeros if gradient is None else gradient for gradient in upstream[:3]]
         before = ctx.before
@@ -200,7 +205,6 @@ def _save(
     """Save what `_backward` needs; `arguments` are those of `STEP`."""
     step, options, tensors, sharding = unpack(arguments, *STEP)
     ctx.inputs, ctx.group, ctx.is_scalar = len(inputs), sharding.group, options.is_scalar
-    ctx.has_softcap = options.softcap is not None
     returns_dw = step.grad_weight and tensors.accumulate_into is None
     ctx.trained = step.grad_hidden, returns_dw, step.grad_bias
     first = ctx.inputs - Sharding.width() - TensorOptions.width()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.planning.planner import Plan
+from cutefce.ops.rows.samples import Samples
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.strategies.hidden_sums import HiddenSums
@@ -42,6 +43,8 @@ class Kept:
     """(V, D) memory of dW, which holds the exponentials of aliased columns."""
     sums: GradSums | None = None
     """Sums of the gradients, with gradients in forward."""
+    samples: Samples | None = None
+    """Entries of the exponentials, with sampled gradients."""
     class_row: Tensor | None = None
     """(D,) that of `LossInputs`."""
     selection: RowSelection | None = None

@@ -168,6 +168,11 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     return _with_copies(p, kept + max(forward + max(in_chunk, beside), backward))
 
 
+def sampled_bytes(p: Problem, config: WindowConfig) -> int:
+    """Return the workspace of sampled gradients."""
+    return windows_bytes(p, config, 0, 0, False)
+
+
 def _chunk_dw_bytes(p: Problem, config: WindowConfig, chunk: int) -> int:
     """Bytes of the step that adds the part of `chunk` tokens to the sums of dW."""
     if not p.grad_weight:

@@ -70,6 +70,11 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     return _seconds(p, columns, moved) + chunks * each + waits + _idle_seconds(p, chunk)
 
 
+def sampled_seconds(p: Problem, window: int) -> float:
+    """Return that of sampled gradients."""
+    return windows_seconds(p, window, 0, p.vocab)
+
+
 def _sum_bytes(p: Problem) -> float:
     """Return the bytes of each of dW's sums that take time of their own to read, and to write."""
     if not keeps_weight_sums(p):

@@ -6,7 +6,7 @@ recomputed, window by window.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Generic, cast
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT, Primitives
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import row_range
+from cutefce.ops.primitives.sampling_interface import SamplingProjection
 from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.loss_terms import class_weights
 from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
+from cutefce.ops.rows.samples import Samples, Sampling
 from cutefce.ops.rows.scaling import as_probabilities
 from cutefce.ops.rows.statistics import RowStats, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, Targets
@@ -51,6 +53,8 @@ class LossInputs(Generic[PartialT, TargetGradT]):
     """(V, D) buffer of the caller's to which dW is added, which is not returned then."""
     class_row: Tensor | None = None
     """(D,) Σ_v κ_v W_v over this rank's classes, for losses that depend on it."""
+    sampling: Sampling | None = None
+    """How entries are chosen, with sampled gradients."""
 
     @property
     def tokens(self) -> int:
@@ -137,7 +141,7 @@ def forward(
 def backward(
     inputs: LossInputs[PartialT, TargetGradT],
     stats: RowStats,
-    stored: StoredExps,
+    stored: StoredExps | Samples,
     upstream: Tensor,
     window: int,
     grad_hidden: bool,
@@ -146,6 +150,8 @@ def backward(
     stored_discarded: bool = False,
 ) -> Tensor | None:
     """Return dX (N, D) for the upstream gradient of the loss, (N,) or (); write `dw` (V, D).
+
+    The exponentials are `stored` and recomputed ones, or sampled.
 
     Where kernels select rows, `upstream` is in the order of the targets, dX in that of the call.
     With `inputs.accumulate_into`, that is `dw`, to which dW is added.
@@ -164,10 +170,11 @@ def backward(
     uniform = upstream.ndim == 0 and not targets.scales_rows and not (as_sums and dw is not None)
     in_reference = nothing_stored and uniform
     scaling = gradients.scaling(h.dtype, targets, stats, upstream, in_reference=in_reference)
-    columns, selection = list(iter_windows(w.shape[0], stored, window)), targets.selection
+    selection, sampled = targets.selection, stored if isinstance(stored, Samples) else None
+    columns = [] if isinstance(stored, Samples) else [*iter_windows(w.shape[0], stored, window)]
     every = None if dw is None else every_row(inputs, scaling.every)
     dx_sums = scaling.target.new_empty(inputs.tokens, h.shape[1]) if grad_hidden else None
-    recomputes = any(exps is None for *_, exps in columns)
+    recomputes = sampled is not None or any(exps is None for *_, exps in columns)
     scales = dw is not None and scaling.row_scale is not None
     rows_h, scaled, weight = h, h, None
     if recomputes or (dw is not None and not scales):
@@ -185,7 +192,14 @@ def backward(
         if scaling.row_scale is not None:
             factors = RowFactors.of(scaling.row_scale, h.dtype)
     free = None if as_sums else dw
-    parts = _iter_exps(inputs, rows_h, scaling.reference, columns, window, free)
+    parts: Iterator[tuple[int, int, Any]]
+    if sampled is not None:
+        projection = cast(SamplingProjection[PartialT], inputs.primitives.projection)
+        given = rows_h, w, sampled, scaling.reference, targets, window
+        parts = projection.sampled_exps(*given)
+        del given
+    else:
+        parts = _iter_exps(inputs, rows_h, scaling.reference, columns, window, free)
     for first, last, exps in parts:
         if scaling.factor is not None:
             scale_by_log(exps, *scaling.factor)
