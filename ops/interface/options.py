@@ -89,6 +89,10 @@ class LossOptions(OperatorRecord):
         """Return the same with a loss for each token."""
         return dataclasses.replace(self, reduction="none")
 
+    def check_entropy_gradient(self) -> None:
+        """Raise NotImplementedError unless entropy, as an output, has a gradient."""
+        option_checks.check_entropy_gradient(self.softcap, self.gradient)
+
     def check(self) -> None:
         """Raise ValueError for an argument out of its range."""
         if not self.outputs:

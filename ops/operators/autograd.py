@@ -9,14 +9,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops import torch_compat
-from cutefce.ops.interface import option_checks
-from cutefce.ops.interface.options import (
-    OPTIONS,
-    LossOptions,
-    Sharding,
-    StepOptions,
-    TensorOptions,
-)
+from cutefce.ops.interface.options import OPTIONS, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators.context import can_bypass_dispatcher
 from cutefce.ops.operators.operators import (
     IMPLS,
@@ -137,9 +130,8 @@ class RowOutputs(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients for the upstream gradients of the outputs."""
         if upstream[2] is not None:
-            options = unpack(ctx.before, StepOptions, LossOptions)[1]
             with report_errors(ctx.group):
-                option_checks.check_entropy_gradient(options.softcap, options.gradient)
+                unpack(ctx.before, *STEP[:2])[1].check_entropy_gradient()
         zeros = ctx.saved_tensors[3].new_zeros(ctx.saved_tensors[3].shape[1])
         rows = [zeros if gradient is None else gradient for gradient in upstream[:3]]
         before = ctx.before

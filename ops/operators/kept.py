@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.planning.planner import Plan
-from cutefce.ops.rows.samples import Samples
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.sampling.samples import Samples
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.weight_sums import WeightSums
 from cutefce.ops.torch_compat import capture_id

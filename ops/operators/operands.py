@@ -15,9 +15,9 @@ from cutefce.ops.parallel.shard import Unsharded
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.dispatch import primitives_for, problem_of
 from cutefce.ops.primitives.row_selection import select_rows
-from cutefce.ops.rows.samples import Sampling
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import sum_dtype, without_weightless
+from cutefce.ops.sampling.samples import Sampling
 from cutefce.ops.strategies.windows import LossInputs
 
 NO_GRADIENTS = False, False, False

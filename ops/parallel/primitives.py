@@ -8,12 +8,12 @@ from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.interface import PartialT, Projection, forward_unfused
-from cutefce.ops.primitives.sampling_interface import SamplingProjection
 from cutefce.ops.rows.outputs import PartialOutputs
-from cutefce.ops.rows.samples import Samples, Sampling
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.interface import SamplingProjection
+from cutefce.ops.sampling.samples import Samples, Sampling
 
 if TYPE_CHECKING:
     from cutefce.ops.parallel.shard import VocabShard

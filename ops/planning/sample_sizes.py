@@ -28,7 +28,12 @@ def slots(samples: int, vocab: int) -> int:
     return min(round_up(ceil(limit + 6 * sqrt(limit) + 32), SLOT_ALIGNMENT), vocab)
 
 
+def drawn_count(total: int) -> int:
+    """Return how many of `total` classes log-sum-exps are estimated of."""
+    return min(ESTIMATE_COLUMNS, total)
+
+
 def strata(first: int, last: int, total: int) -> tuple[int, int]:
     """Return which of the strata of `total` classes meet the classes [first, last): [j0, j1)."""
-    count = min(ESTIMATE_COLUMNS, total)
+    count = drawn_count(total)
     return first * count // total, ceil_div(last * count, total)

@@ -33,7 +33,7 @@ from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, sum_dtype
 
 if TYPE_CHECKING:
-    from cutefce.ops.primitives.portable_sampling import SampledExps
+    from cutefce.ops.sampling.portable import SampledExps
 
 
 class PortableGradients:

@@ -31,13 +31,13 @@ from cutefce.ops.primitives.portable_gradients import (
     matmul_into,
     scale_rows,
 )
-from cutefce.ops.primitives.portable_sampling import TileSampler, dense_windows, sparse_windows
 from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.rows.outputs import PartialOutputs
-from cutefce.ops.rows.samples import Samples, Sampling
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets, sum_dtype
+from cutefce.ops.sampling.portable import TileSampler, dense_windows, sparse_windows
+from cutefce.ops.sampling.samples import Samples, Sampling
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from cutefce.ops.primitives.portable_gradients import matmul_into, row_blocks
 from cutefce.ops.rows.targets import sum_dtype
 
 if TYPE_CHECKING:
-    from cutefce.ops.primitives.portable_sampling import SampledExps
+    from cutefce.ops.sampling.portable import SampledExps
 
 TERMS = 3
 """Numbers that a factor is split into."""

@@ -16,14 +16,14 @@ from typing import Any, Generic, cast
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.sample_sizes import ESTIMATE_COLUMNS
+from cutefce.ops.planning.sample_sizes import drawn_count
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT, Projection, forward_unfused
-from cutefce.ops.primitives.sampling import drawn_columns
-from cutefce.ops.primitives.sampling_interface import SamplingProjection
-from cutefce.ops.rows.samples import Samples, Sampling
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.interface import SamplingProjection
+from cutefce.ops.sampling.random_bits import drawn_columns
+from cutefce.ops.sampling.samples import Samples, Sampling
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.windows import LossInputs
 
@@ -96,7 +96,7 @@ def estimate_lse(
     drawn, part = drawn_classes(w, targets, sampling)
     partial = projection.project_exp(h, drawn, (0, len(drawn)), target_logit, part)
     stats, _ = projection.reduce_partials(partial, target_logit, part)
-    classes = sampling.vocab / min(ESTIMATE_COLUMNS, sampling.vocab)
+    classes = sampling.vocab / drawn_count(sampling.vocab)
     own = (target_logit - stats.reference).exp()
     return stats.reference + (classes * stats.sum_exp - (classes - 1) * own).log()
 

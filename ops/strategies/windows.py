@@ -15,15 +15,15 @@ from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT, Primitives
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import row_range
-from cutefce.ops.primitives.sampling_interface import SamplingProjection
 from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.loss_terms import class_weights
 from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
-from cutefce.ops.rows.samples import Samples, Sampling
 from cutefce.ops.rows.scaling import as_probabilities
 from cutefce.ops.rows.statistics import RowStats, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, Targets
+from cutefce.ops.sampling.interface import SamplingProjection
+from cutefce.ops.sampling.samples import Samples, Sampling
 from cutefce.ops.strategies.dw_views import free_tail
 from cutefce.ops.strategies.weight_gradient import WeightGradient
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from cutefce.ops.planning.sample_sizes import expected_limit, slots
 from cutefce.ops.planning.step_memory import sampled_rows
 from cutefce.ops.primitives.portable_gradients import blocks, matmul_into, row_blocks
-from cutefce.ops.primitives.sampling import random_bits, row_states
-from cutefce.ops.rows.samples import Samples, Sampling
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.random_bits import random_bits, row_states
+from cutefce.ops.sampling.samples import Samples, Sampling
 
 FAR = 64.0
 """Nats that a reference may exceed the estimate of lse by; a token beyond is done exactly."""

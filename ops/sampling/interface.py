@@ -6,8 +6,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from cutefce.ops.primitives.interface import PartialT, Projection
-from cutefce.ops.rows.samples import Samples, Sampling
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.samples import Samples, Sampling
 
 
 class SamplingProjection(Projection[PartialT], Protocol):
@@ -26,7 +26,7 @@ class SamplingProjection(Projection[PartialT], Protocol):
 
         The sums have the bits of those of `project_exp`.  Entry (i, v) is kept with probability
         q = min(1, p̂ / θ), p̂ the stored exponential relative to `estimate` (N,) of lse, by the bits
-        of `primitives.sampling`; a stored exponential has the factor du/dt of a softcap.  The
+        of `sampling.random_bits`; a stored exponential has the factor du/dt of a softcap.  The
         `exps` of the result are p̂ / (q θ), which is 1 unless q is: they are relative to the
         estimate, and their unit is θ.
         """

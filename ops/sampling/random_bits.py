@@ -14,7 +14,7 @@ V 2^-32 / samples.
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.sample_sizes import ESTIMATE_COLUMNS, strata
+from cutefce.ops.planning.sample_sizes import drawn_count, strata
 
 ROW, COLUMN = 0x9E3779B1, 0x85EBCA77
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B
@@ -41,12 +41,12 @@ def drawn_columns(seed: Tensor, first: int, last: int, total: int) -> Tensor:
     All `total` classes are cut into strata of equal size, one class is drawn of each.  A stratum
     that other ranks share gives a class to each of them.
     """
-    count = min(ESTIMATE_COLUMNS, total)
     numbers = torch.arange(*strata(first, last, total), device=seed.device)
     states = row_states(seed, torch.full((1,), STRATUM_ROW, device=seed.device))
     bits = random_bits(states, numbers, seed)[0].to(torch.int64) & 0xFFFFFFFF
     places = (numbers << STRATUM_BITS) + (bits >> (32 - STRATUM_BITS))
-    return (places * total // (count << STRATUM_BITS)).clamp_(first, last - 1) - first
+    size = drawn_count(total) << STRATUM_BITS
+    return (places * total // size).clamp_(first, last - 1) - first
 
 
 def _mix_(x: Tensor) -> Tensor:
