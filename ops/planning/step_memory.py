@@ -10,6 +10,8 @@ UPCAST_BLOCK = 2048
 """Rows and columns of a 16-bit operand that a CPU's GEMM converts to float32 at a time."""
 TARGET_BYTES = 17
 """Bytes of a token's target: index and safe index as int64, and whether it is active."""
+GATHERED_COLUMNS = 256
+"""Columns of an operand that a CPU's sparse product converts to the dtype of sums at a time."""
 SAMPLED_BLOCK = {"cpu": 1 << 18}
 """Logits of which entries are chosen at a time, by device type; `LARGE_SAMPLED_BLOCK` of others."""
 LARGE_SAMPLED_BLOCK = 1 << 22

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cutefce.ops.planning.sample_sizes import expected_limit, slots
-from cutefce.ops.planning.step_memory import sampled_rows
+from cutefce.ops.planning.step_memory import GATHERED_COLUMNS, sampled_rows
 from cutefce.ops.primitives.portable_gradients import blocks, matmul_into, row_blocks
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.random_bits import random_bits, row_states
@@ -114,21 +115,26 @@ class SampledExps:
 
     def multiply_into(self, out: Tensor, b: Tensor) -> None:
         """`out += self @ b`; sums have the dtype of `out`, and entries are added in their order."""
-        to, of = self.tokens, self.columns
+        rows, index, values = self.tokens, self.columns, self.values
         if self.is_transposed:
-            to, of = of, to
-        for part in row_blocks(out.new_empty(()).expand(len(to), out.shape[1])):
-            products = b[of[part]].to(out.dtype).mul_(self.values[part, None])
-            out.index_add_(0, to[part], products)
-            del products  # freed before the next ones are allocated
+            rows, order = self.columns.sort(stable=True)
+            index, values = self.tokens[order], values[order]
+            del order
+        starts = torch.searchsorted(rows, torch.arange(len(out)))
+        for part in blocks(out.shape[1], GATHERED_COLUMNS):
+            of = b[:, part].to(out.dtype).contiguous()
+            out[:, part] += F.embedding_bag(
+                index, of, starts, mode="sum", per_sample_weights=values
+            )
+            del of  # freed before the next ones are allocated
         if self.is_transposed and len(self.whole):
-            rows = b if len(self.whole) == len(b) else b[self.whole]
-            matmul_into(out, self.exps.t(), rows, accumulate=True)
+            own = b if len(self.whole) == len(b) else b[self.whole]
+            matmul_into(out, self.exps.t(), own, accumulate=True)
         elif len(self.whole):
             for part in row_blocks(out.new_empty(()).expand(len(self.whole), out.shape[1])):
-                rows = out.new_empty(part.stop - part.start, out.shape[1])
-                matmul_into(rows, self.exps[part], b, accumulate=False)
-                out.index_add_(0, self.whole[part], rows)
+                products = out.new_empty(part.stop - part.start, out.shape[1])
+                matmul_into(products, self.exps[part], b, accumulate=False)
+                out.index_add_(0, self.whole[part], products)
 
     def weighted_sum(self, factor: Tensor) -> Tensor:
         """Return Σ_i factor_i e_i (K,) in the dtype of sums."""
