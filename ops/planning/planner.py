@@ -16,7 +16,8 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.planning.call_problem import forms_gradients, is_sampled
 from cutefce.ops.planning.dw_aliasing import max_aliased_windows
-from cutefce.ops.planning.memory_model import chunked_bytes, sampled_bytes, windows_bytes
+from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
+from cutefce.ops.planning.sampled_memory import sampled_bytes
 from cutefce.ops.planning.time_model import chunked_seconds, sampled_seconds, windows_seconds
 
 MINIMUM = 0
@@ -101,16 +102,16 @@ class Plan:
 
     def __str__(self) -> str:
         name = self.strategy.replace("_", " ")
+        cost = f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
+        if self.is_sampled:
+            return f"{name} gradients: {cost}"
         vocab = max(self.vocab, 1)
         kept, aliased = min(self.kept / vocab, 1), self.aliased / vocab
         size = f"{kept:.0%} kept" + f", {aliased:.0%} in the memory of dW" * (aliased > 0)
         columns = self.window
         if self.in_forward:
             size, columns = f"chunks of {self.chunk} tokens", min(self.kept, vocab)
-        return (
-            f"{name}, {size}, {columns} columns at a time: "
-            f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
-        )
+        return f"{name}, {size}, {columns} columns at a time: {cost}"
 
 
 @dataclass(frozen=True)

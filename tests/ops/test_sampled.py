@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import cutefce
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
@@ -18,6 +19,7 @@ from cutefce.ops.sampling.portable import dense_windows
 from cutefce.ops.sampling.random_bits import drawn_columns, random_bits, row_states
 from cutefce.ops.strategies import sampled as strategy
 from tests.support import sampled as model
+from tests.support.memory import peaks
 from tests.support.options import OPTIONS, OptionsCase, options_case
 from tests.support.reference import random_case
 
@@ -462,3 +464,43 @@ def test_positions_and_modules() -> None:
     loss = head(torch.randn(4, 8), torch.randint(9, (4, 3)))
     loss.backward()
     assert head.linear.weight.grad is not None
+
+
+MEMORY: dict[str, tuple[tuple[int, int, int], torch.dtype, dict[str, Any]]] = {
+    "both": ((300, 300, 6000), torch.float32, {"reduction": "none"}),
+    "16 bits": ((1024, 64, 2000), torch.bfloat16, {"samples": 64}),
+    "hidden alone": ((512, 64, 4000), torch.bfloat16, {"trained": (True, False)}),
+}
+
+
+def test_peak_memory_is_predicted() -> None:
+    predicted, taken, steps = [], [], []
+    for shape, dtype, more in MEMORY.values():
+        case, given = random_case(*shape, dtype=dtype, ignored=0), dict(more)
+        trained = given.pop("trained", (True, True))
+        h, w = (x.requires_grad_(t) for x, t in zip((case.h, case.w), trained, strict=True))
+        wanted = [x for x in (h, w) if x.requires_grad]
+        options: dict[str, Any] = {"gradient": "sampled", "samples": 256} | given
+
+        def step(
+            operands: tuple[Tensor, ...] = (h, w, case.y),
+            wanted: list[Tensor] = wanted,
+            options: dict[str, Any] = options,
+        ) -> None:
+            torch.autograd.grad(eager(*operands, **options).sum(), wanted)
+
+        steps.append(step)
+        plan = cutefce.plan(h, w, **options)
+        assert plan.strategy == "sampled" and "sampled" in str(plan)
+        predicted.append(plan.workspace_bytes)
+        taken.append(-sum(x.nbytes for x in wanted))
+    for name, want, gradients, peak in zip(MEMORY, predicted, taken, peaks(steps), strict=True):
+        assert abs(want - (peak + gradients)) <= 0.05 * (peak + gradients), name
+
+
+def test_flops_are_those_of_the_kept_entries() -> None:
+    case = random_case(8, 16, 1000)
+    h, w = case.h.requires_grad_(), case.w.requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        eager(h, w, case.y, **SAMPLED).backward()
+    assert counter.get_total_flops() == 2 * 8 * 16 * (1000 + 2 * 16)
