@@ -2,8 +2,8 @@
 
 The expected number of a token's entries is known after the forward.  A token that expects more than
 `expected_limit` of them is done exactly, and so is one with more entries than slots, which is less
-likely than 1e-9 then: the number of entries is a sum of independent ones, whose variance is at most
-its mean.
+likely than 1e-8 then: the number of entries is a sum of independent ones, whose variance is at most
+its mean (Bernstein's bound).
 """
 
 from math import ceil, sqrt
