@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutefce
+from cutefce.ops.interface import call
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators import kept
 from cutefce.ops.planning import sample_sizes
@@ -21,7 +22,7 @@ from cutefce.ops.strategies import sampled as strategy
 from tests.support import sampled as model
 from tests.support.memory import peaks
 from tests.support.options import OPTIONS, OptionsCase, options_case
-from tests.support.reference import random_case
+from tests.support.reference import are_same, random_case
 
 SHAPE = (60, 24, 333)
 SAMPLED: dict[str, Any] = {"gradient": "sampled", "samples": 16}
@@ -504,3 +505,67 @@ def test_flops_are_those_of_the_kept_entries() -> None:
     with FlopCounterMode(display=False) as counter:
         eager(h, w, case.y, **SAMPLED).backward()
     assert counter.get_total_flops() == 2 * 8 * 16 * (1000 + 2 * 16)
+
+
+@pytest.mark.parametrize("samples", [16, 64])
+def test_relative_errors_of_one_draw(samples: int) -> None:
+    """They are those of a flat softmax, of classes of which a part tells lse."""
+    x = options_case([], 128, 64, 5000, logit_std=0.5, ignored=0)
+    got, want = drawn(x, samples=samples, reduction="mean"), x.ours(reduction="mean")
+    for a, b in zip(got[1:], want[1:], strict=True):
+        error = float((a - b).norm() / b.norm())
+        assert 0.8 * samples**-0.5 < error < 1.2 * samples**-0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", [[], ["linear_bias", "softcap"]], ids=str)
+def test_a_gpu_keeps_the_entries_of_a_cpu(
+    names: list[str], small_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = torch.tensor([5, -9], dtype=torch.int32)
+    results = []
+    for device in ("cpu", "cuda"):
+        own = seed.to(device)
+        monkeypatch.setattr(call, "draw_seed", lambda like, own=own: own)
+        x = options_case(names, *SHAPE, dtype=torch.float64, device=device, logit_std=2.0)
+        x.ours(**SAMPLED)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got = x.ours(**SAMPLED)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append(tuple(each.cpu() for each in got))
+    assert_close(results[1], results[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_replays_of_a_graph_draw_new_seeds(dtype: torch.dtype) -> None:
+    case = random_case(256, 64, 3000, dtype=dtype, device="cuda")
+    h, w = case.h.requires_grad_(), case.w.requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        loss = eager(h, w, case.y, **SAMPLED)
+        return loss.detach(), *torch.autograd.grad(loss, (h, w))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    found = []
+    for seed in (1, None, 1):
+        if seed is not None:
+            torch.manual_seed(seed)
+        graph.replay()
+        found.append([x.clone() for x in captured])
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
+    assert torch.equal(found[0][0], found[1][0])
+    assert not torch.equal(found[0][1], found[1][1])
+    torch.manual_seed(1)
+    for a, b in zip(step(), found[0], strict=True):
+        assert are_same(a, b)
