@@ -16,8 +16,10 @@ from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, Te
 from cutefce.ops.operators import kept
 from cutefce.ops.planning import sample_sizes
 from cutefce.ops.primitives import portable_projection
+from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.sampling.portable import dense_windows
 from cutefce.ops.sampling.random_bits import drawn_columns, random_bits, row_states
+from cutefce.ops.sampling.samples import Samples
 from cutefce.ops.strategies import sampled as strategy
 from tests.support import sampled as model
 from tests.support.memory import peaks
@@ -149,9 +151,7 @@ def repeated(x: OptionsCase, count: int) -> OptionsCase:
 
 
 @pytest.mark.parametrize("columns", [4096, 20], ids=["exact lse", "estimated lse"])
-def test_gradients_are_unbiased(
-    columns: int, small_tiles: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_unbiased(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Means of 4096 draws, 512 of each of 8 seeds, are within 4 standard errors."""
     monkeypatch.setattr(sample_sizes, "ESTIMATE_COLUMNS", columns)
     seeds, each, samples = 8, 512, 16
@@ -185,18 +185,36 @@ def test_gradients_are_unbiased(
     assert bool(((measured / spread - 1).abs() < 0.1).all())
 
 
-def test_entries_are_kept_as_often_as_q_says(small_tiles: None) -> None:
-    x = options_case([], 2, 6, 70, dtype=torch.float64, logit_std=2.0, ignored=0)
-    p, _ = model.relative(x)
-    p = p.scatter(1, x.case.y[:, None], 0)
-    q = (p * 16).clamp(max=1)
-    rows = torch.arange(2 * 4096)
-    seed = torch.tensor([11, 12], dtype=torch.int32)
-    states, columns = row_states(seed, rows), torch.arange(70)
-    chosen = model.words(random_bits(states, columns, seed)).astype(np.float64) / 2**32
-    counts = (torch.from_numpy(chosen).view(2, 4096, 70) < q[:, None]).double().mean(1)
-    error = (q * (1 - q) / 4096).sqrt()
-    assert bool(((counts - q).abs() <= 4 * error).all())
+@pytest.mark.parametrize("names", [[], ["softcap"]], ids=["plain", "softcap"])
+def test_entries_are_kept_as_often_as_q_says(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And they have the value e / q, of exponentials relative to the reference."""
+    found: list[tuple[Tensor, Samples]] = []
+    keep = kept.keep
+
+    def noting(stats: Tensor, results: Any) -> None:
+        found.append((stats, results.samples))
+        keep(stats, results)
+
+    monkeypatch.setattr(kept, "keep", noting)
+    tokens, vocab = 2, 70
+    x = options_case(names, tokens, 6, vocab, dtype=torch.float64, logit_std=2.0, ignored=0)
+    drawn(repeated(x, 4096))
+    ((stats, samples),) = found
+    stored = model.relative(x)[1].scatter(1, x.case.y[:, None], 0)
+    q = (stored * 16).clamp(max=1)
+    is_entry = torch.arange(samples.columns.shape[1]) < samples.counts[:, None]
+    place = torch.where(is_entry, samples.columns.long(), vocab)
+    empty = torch.zeros(tokens * 4096, vocab + 1, dtype=torch.float64)
+    values = empty.scatter(1, place, samples.exps)[:, :vocab].view(tokens, 4096, vocab)
+    allowed = 4 * (q * (1 - q) / 4096).sqrt() + 1e-12
+    assert bool((((values > 0).double().mean(1) - q).abs() <= allowed).all())
+    values = values / RowStats(stats).sum_exp.view(tokens, 4096, 1)
+    want = torch.where(values > 0, (stored / q)[:, None], 0)
+    torch.testing.assert_close(values, want, rtol=1e-10, atol=0)
+    ascending = samples.columns[:, 1:] > samples.columns[:, :-1]
+    assert bool((ascending | ~is_entry[:, 1:]).all())
 
 
 CASES: dict[str, Callable[[], Tensor]] = {
