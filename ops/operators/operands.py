@@ -71,7 +71,7 @@ def prepare(
     buffer = tensors.accumulate_into if grads[1] else None
     operands = shard.primitives(own), h, w, targets, *dtypes, buffer, class_row
     sampling = None
-    if plan is not None and plan.is_sampled:
+    if plan is not None and plan.is_sampled and known is None:
         sampling = _sampling(shard, w, y, options, tensors, selection)
     return LossInputs(*operands, sampling), selection
 

@@ -46,10 +46,8 @@ class TileSampler:
         factor = distance.clamp_(max=FAR).exp_().mul_(self.sampling.samples)
         factor.masked_fill_(~self.targets.active[rows, None], 0)
         exps.mul_(factor[:, :, None])
-        flat, ids = (
-            exps.flatten(1),
-            torch.arange(first, first + exps[0].numel(), device=exps.device),
-        )
+        flat = exps.flatten(1)
+        ids = torch.arange(first, first + flat.shape[1], device=flat.device)
         for part in blocks(len(flat), sampled_rows(flat.shape[1], exps.device.type)):
             self._choose(slice(rows.start + part.start, rows.start + part.stop), ids, flat[part])
 

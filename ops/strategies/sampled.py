@@ -103,15 +103,15 @@ def estimate_lse(
 
 def drawn_classes(w: Tensor, targets: Targets, sampling: Sampling) -> tuple[Tensor, Targets]:
     """Return the drawn rows (S, D) of w (V, D), and the targets as numbers of these rows."""
-    last, vocab = targets.first + len(w), len(w)
+    last = targets.first + len(w)
     columns = drawn_columns(sampling.seed, targets.first, last, sampling.vocab)
     place = torch.searchsorted(columns, targets.safe_index).clamp_(max=len(columns) - 1)
     is_drawn = targets.owned & (columns[place] == targets.index)
     index = torch.where(targets.active, torch.where(is_drawn, place, ABSENT), IGNORED)
     none: Any = {"reduction": "none", "outputs": "", "ignore_index": IGNORED}
     logits, options = targets.logits, dataclasses.replace(targets.options, **none)
-    if len(columns) == vocab:
-        return w, Targets(index, vocab, options, logits=logits)
+    if drawn_count(sampling.vocab) == sampling.vocab:  # all of them, in their order
+        return w, Targets(index, len(w), options, logits=logits)
     if logits is not None and logits.bias is not None:
         logits = replace(logits, bias=logits.bias[columns])
     return w[columns], Targets(index, len(columns), options, logits=logits)

@@ -54,7 +54,7 @@ class LossInputs(Generic[PartialT, TargetGradT]):
     class_row: Tensor | None = None
     """(D,) Σ_v κ_v W_v over this rank's classes, for losses that depend on it."""
     sampling: Sampling | None = None
-    """How entries are chosen, with sampled gradients."""
+    """How a forward chooses entries, with sampled gradients."""
 
     @property
     def tokens(self) -> int:
