@@ -485,6 +485,15 @@ def test_positions_and_modules() -> None:
     assert head.linear.weight.grad is not None
 
 
+@pytest.mark.parametrize("samples", [16, 17, 64, 256, 1000, 4096])
+def test_slots_hold_what_is_expected(samples: int) -> None:
+    """But for a probability below 1e-8, by Bernstein's bound of a sum of independent entries."""
+    limit = sample_sizes.expected_limit(samples)
+    beyond = sample_sizes.slots(samples, 1 << 20) - limit
+    assert np.exp(-(beyond**2) / (2 * (limit + beyond / 3))) < 1e-8
+    assert sample_sizes.slots(samples, 7) == 7
+
+
 MEMORY: dict[str, tuple[tuple[int, int, int], torch.dtype, dict[str, Any]]] = {
     "both": ((300, 300, 6000), torch.float32, {"reduction": "none"}),
     "16 bits": ((1024, 64, 2000), torch.bfloat16, {"samples": 64}),
