@@ -34,6 +34,8 @@ def linear_cross_entropy(
     softcap: float | None = None,
     temperature: Tensor | float = 1.0,
     return_lse: Literal[False] = False,
+    gradient: str = "exact",
+    samples: int = 256,
     workspace: int | str | None = None,
     denominator: Tensor | float | None = None,
     accumulate_into: Tensor | None = None,
@@ -64,6 +66,8 @@ def linear_cross_entropy(  # type: ignore[misc]
     softcap: float | None = None,
     temperature: Tensor | float = 1.0,
     return_lse: bool = False,
+    gradient: str = "exact",
+    samples: int = 256,
     workspace: int | str | None = None,
     denominator: Tensor | float | None = None,
     accumulate_into: Tensor | None = None,
@@ -100,6 +104,10 @@ def linear_cross_entropy(  # type: ignore[misc]
         logit_scale: factor of the products of input and linear_weight; not 0.
         softcap: bound c > 0 of the logits, c tanh(x / c); not with label_smoothing.
         temperature: divisor of the logits after the softcap, > 0; a number, or () or (...).
+        gradient: "exact", or "sampled": unbiased estimates of the gradients, from few entries of
+            the softmax of each token, drawn with torch's generator of the device.  The loss, and
+            all that is returned, is that of "exact", bit for bit.
+        samples: entries that a token expects to keep at most, from 16 to 4096, with "sampled".
         return_lse: whether to return a `LossOutput` of the loss and the log-sum-exps.
         workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for
             speed; "min", "max", or None for 2.5 GiB.
@@ -151,6 +159,10 @@ def linear_cross_entropy(  # type: ignore[misc]
         given["token_weights"] = token_weights
     if softcap is not None:
         given["softcap"] = softcap
+    if gradient != "exact":
+        given["gradient"] = gradient
+    if type(samples) is not int or samples != 256:
+        given["samples"] = samples
     if type(label_smoothing) is not float or label_smoothing:
         given["label_smoothing"] = label_smoothing
     if type(z_loss) is not float or z_loss:

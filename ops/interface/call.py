@@ -22,6 +22,7 @@ from cutefce.ops.operators.autograd import loss_and_stats, row_outputs
 from cutefce.ops.operators.context import autocast, can_bypass_dispatcher, is_mixed
 from cutefce.ops.operators.operators import IMPLS, LIBRARY, forward
 from cutefce.ops.operators.plain_step import PlainStep, plain_loss
+from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.primitives.dispatch import copied_item_bytes
 from cutefce.ops.primitives.interface import AnyPrimitives
@@ -153,6 +154,9 @@ def _evaluate(
             tensors.check(h, w, y, options, sharding.vocab(w))
             tensors = tensors.prepared(h)
         budget = checks.workspace_bytes(workspace)
+    if options.is_sampled and needs_grad:
+        seed = (draw_seed if direct else torch.ops.cutefce.draw_seed)(y)
+        tensors = dataclasses.replace(tensors, seed=seed)
     rows, y_rows = _flat(h, w, y)
     packed = *options.pack(), *tensors.pack(), *sharding.pack()
     result: Tensor

@@ -7,6 +7,7 @@ plain_step.py      a repeated training step, of which everything is resolved
 operands.py        the operands of strategies: tokens, targets, primitives
 class_row.py       what label smoothing and the mean logit need of all classes
 kept.py            what a forward keeps for its backward
+seed.py            draws the seed of sampled gradients
 plans.py           the plan of a call, made when its operator runs
 flops.py           FLOP formulas for torch's counter
 context.py         autocast, the current device, dispatch modes

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.workspace import Stat
-from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossOptions,
@@ -27,7 +26,7 @@ from cutefce.ops.interface.options import (
     TensorOptions,
 )
 from cutefce.ops.operators import kept, meta
-from cutefce.ops.operators.context import isolated_context
+from cutefce.ops.operators.context import isolated_context, refuse_tangents
 from cutefce.ops.operators.kept import GradSums, Kept
 from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare
 from cutefce.ops.parallel.shard import Unsharded, shard_of
@@ -36,7 +35,7 @@ from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
 from cutefce.ops.schema import unpack
-from cutefce.ops.strategies import windows
+from cutefce.ops.strategies import sampled, windows
 from cutefce.ops.strategies.dw_views import aliased_views, memory_of
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
 from cutefce.ops.strategies.hidden_sums import HiddenSums
@@ -75,7 +74,7 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     """Return the reduced loss; `arguments` are those of `OPTIONS`."""
     options, tensors, sharding = unpack(arguments, *OPTIONS)
     w = _computed(w, tensors)
-    _refuse_tangents()
+    refuse_tangents()
     same = {} if sharding.group is None else _agreed(y, options, tensors)
     shard = shard_of(sharding, h, w, **same)
     plan = None
@@ -98,7 +97,7 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
 
     What else the backward needs is kept with the statistics.
     """
-    _refuse_tangents()
+    refuse_tangents()
     step, options, tensors, sharding = unpack(arguments, *STEP)
     w = _computed(w, tensors)
     plan = plan_of(h, w, y, step, options, tensors, sharding)
@@ -127,6 +126,9 @@ def restored(loss: Tensor, selection: RowSelection | None, options: LossOptions)
 def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowStats, Kept]:
     """Return the reduced loss, the statistics, and what is kept with them."""
     h, w, targets, row = inputs.h, inputs.w, inputs.targets, inputs.class_row
+    if inputs.sampling is not None:
+        loss, stats, samples = sampled.forward(inputs, inputs.sampling)
+        return loss, stats, Kept(plan, h.new_empty(0, 0), samples=samples, class_row=row)
     if not plan.in_forward:
         results = Kept(plan, h.new_empty(inputs.tokens, plan.kept), class_row=row)
         results.dw = w.new_empty(w.shape) if plan.aliased else None
@@ -205,7 +207,7 @@ def run_windows_backward(
     dw, exps = results.take_dw(), results.exps
     if inputs.targets.options.consumes_exps:
         exps = results.own(exps)
-    stored = _stored(inputs, exps, dw, plan)
+    stored = results.samples or _stored(inputs, exps, dw, plan)
     if dw is None and plan.grad_weight:
         dw = inputs.accumulate_into
         if dw is None:
@@ -248,12 +250,6 @@ def _finish(
     return dx.to(dtype), dw, _rounded(dbias, inputs.w, tensors)
 
 
-def _refuse_tangents() -> None:
-    """Raise NotImplementedError in a compiled graph, which would lose the inputs' tangents."""
-    if torch_compat.computes_tangents():
-        raise NotImplementedError("cutefce: compiled calls have no forward-mode derivatives")
-
-
 def _agreed(
     y: Tensor,
     options: LossOptions,
@@ -263,6 +259,7 @@ def _agreed(
     """Return what all ranks must agree on in a forward, by the names that errors use."""
     given = dict(zip(TensorOptions.names(), tensors.pack(), strict=True))
     own = {name: given.pop(name) for name in TensorOptions.OF_CLASSES}
+    del given["seed"]  # all ranks take that of the first one
     return {
         "operator": "forward",
         "requires_grad of (input, linear_weight, linear_bias)": list(grads),

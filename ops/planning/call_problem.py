@@ -20,6 +20,8 @@ class CallProblem(Problem):
     """Whether dW is added to a buffer and not returned."""
     adds_in_place: bool = True
     """Whether GEMMs can add to that buffer; else dW is computed beside it, some rows at a time."""
+    samples: int = 0
+    """Entries of a token that sampled gradients expect to keep; 0 for exact gradients."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -31,6 +33,11 @@ class CallProblem(Problem):
 def accumulates(p: Problem) -> bool:
     """Whether dW is added to a buffer of the caller's."""
     return isinstance(p, CallProblem) and p.accumulates and p.grad_weight
+
+
+def is_sampled(p: Problem) -> bool:
+    """Whether gradients are formed of sampled exponentials."""
+    return isinstance(p, CallProblem) and p.samples > 0 and forms_gradients(p)
 
 
 def forms_gradients(p: Problem) -> bool:

@@ -72,14 +72,14 @@ def windows_bytes(
     partial = p.tokens * partial_bytes(p, config, p.tokens)
     step = forward_step_bytes(p, config, p.tokens, stored)
     copy = _selected_bytes(p, p.tokens)
-    forward = saved + partial + _gathered_bytes(p) + copy + _selection_bytes(p)
+    forward = saved + partial + gathered_bytes(p) + copy + _selection_bytes(p)
     if aliased:
         # partial sums of windows exist beside those of all columns, but not beside a tile
         forward += p.vocab * p.hidden * p.item_bytes
         step = max(step, partial)
     forward += step
     if not forms_gradients(p):
-        return _with_copies(p, forward)
+        return with_copies(p, forward)
     recomputed = buffer_columns = config.window
     if p.grad_weight and not p.wide_grad_weight:
         memory = DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
@@ -90,12 +90,12 @@ def windows_bytes(
     vectors = (2 if scalar_upstream else 4) + (0 if can_keep(p.dtype) else 2)
     after = saved + p.tokens * (TARGET_BYTES + vectors * p.accumulator_bytes)
     after += _selection_bytes(p)
-    backward = after + _gathered_bytes(p)
+    backward = after + gathered_bytes(p)
     end = backward + rows_bytes(p, p.tokens, GATHERED)
     longest = max(window, min(kept, p.vocab))
     step = upcast_bytes(p, p.tokens, longest, p.hidden) if p.grad_hidden else 0
     if p.grad_hidden and p.ranks > 1:
-        shared, reduced = _shared_sums_bytes(p)
+        shared, reduced = shared_sums_bytes(p)
         backward += shared
         # ranks add dX in the order of the call
         ordered = p.tokens * p.hidden * p.accumulator_bytes * p.selects_rows
@@ -108,14 +108,14 @@ def windows_bytes(
         backward += p.tokens * p.hidden * p.item_bytes
     if p.grad_weight and p.arch is not None and arch_named(p.arch).forms_weight_gradient:
         backward += 12 * p.tokens + 12 * p.vocab
-        step = max(step, _added_bytes(p))
+        step = max(step, added_bytes(p))
     elif p.grad_weight:
         backward += 8 * p.vocab + min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
         backward += copy
         step = max(step, target_rows_bytes(p), rows_bytes(p, p.tokens, CONVERTED))
         sums = 0
         if accumulates(p):
-            sums = _added_bytes(p)
+            sums = added_bytes(p)
         elif accumulates_wider(p):
             sums = window * p.hidden * p.accumulator_bytes
         finish = rows_bytes(p, window, PLAIN)
@@ -123,7 +123,7 @@ def windows_bytes(
     if stored < p.vocab:
         backward += p.tokens * buffer_columns * p.item_bytes + copy
         step = max(step, tile_bytes(p, config, p.tokens, min(recomputed, p.vocab), stored=True))
-    return _with_copies(p, max(forward - p.gradient_bytes, backward + step, end))
+    return with_copies(p, max(forward - p.gradient_bytes, backward + step, end))
 
 
 def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> int:
@@ -139,11 +139,11 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     if accumulates(p):
         kept += p.vocab * p.hidden * p.accumulator_bytes
     vectors = p.tokens * (TARGET_BYTES + 4 * p.accumulator_bytes)
-    forward, reduced = vectors + _gathered_bytes(p), 0
+    forward, reduced = vectors + gathered_bytes(p), 0
     sums = marks = finish = 0  # of dX in a chunk, and which of their low bytes are not 0
     restored = 0  # dX in the order of the call
     if p.grad_hidden and p.ranks > 1:
-        shared, reduced = _shared_sums_bytes(p)
+        shared, reduced = shared_sums_bytes(p)
         kept += shared
         restored = copy * p.accumulator_bytes // p.item_bytes  # ranks add theirs in that order
     elif p.grad_hidden and wider:
@@ -164,7 +164,7 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     beside = rows_bytes(p, p.tokens, CONVERTED)  # of all targets' logits, before the chunks
     finished = max(rows_bytes(p, p.tokens, CONVERTED), rows_bytes(p, p.vocab * p.grad_weight, KEPT))
     backward = vectors + max(reduced, finished + max(finish, restored))
-    return _with_copies(p, kept + max(forward + max(in_chunk, beside), backward))
+    return with_copies(p, kept + max(forward + max(in_chunk, beside), backward))
 
 
 def _chunk_dw_bytes(p: Problem, config: WindowConfig, chunk: int) -> int:
@@ -187,7 +187,7 @@ def _chunk_dw_bytes(p: Problem, config: WindowConfig, chunk: int) -> int:
     return scaled + max(rows_bytes(p, chunk, CONVERTED), targets, products)
 
 
-def _added_bytes(p: Problem) -> int:
+def added_bytes(p: Problem) -> int:
     """Bytes of rows of dW that are computed beside the caller's buffer."""
     if not isinstance(p, CallProblem) or not accumulates(p) or p.adds_in_place:
         return 0
@@ -195,7 +195,7 @@ def _added_bytes(p: Problem) -> int:
     return min(rows, p.vocab) * p.hidden * p.accumulator_bytes
 
 
-def _shared_sums_bytes(p: Problem) -> tuple[int, int]:
+def shared_sums_bytes(p: Problem) -> tuple[int, int]:
     """Return the bytes of dX's sums on a rank, and of adding them to the other ranks'.
 
     They are less those of dX itself, which is allocated at the end.  The exchange on a CPU copies
@@ -214,7 +214,7 @@ def _shared_sums_bytes(p: Problem) -> tuple[int, int]:
     return sums * p.hidden, max(reduced, rounded, gathered) * p.hidden
 
 
-def _with_copies(p: Problem, workspace: int) -> int:
+def with_copies(p: Problem, workspace: int) -> int:
     """Return the workspace of a call that takes `workspace` without copies of h and w.
 
     Copies made before the forward live until the backward has its gradients, which then are
@@ -247,6 +247,6 @@ def _selected_bytes(p: Problem, rows: int) -> int:
     return rows * p.hidden * p.item_bytes * p.selects_rows
 
 
-def _gathered_bytes(p: Problem) -> int:
+def gathered_bytes(p: Problem) -> int:
     """Bytes of the hidden states of all tokens, where a rank has a share of them."""
     return p.tokens * p.hidden * p.item_bytes if p.sequence_parallel else 0

@@ -14,11 +14,12 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
-from cutefce.ops.planning.call_problem import forms_gradients
+from cutefce.ops.planning.call_problem import forms_gradients, is_sampled
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
+from cutefce.ops.planning.sampled_memory import sampled_bytes
 from cutefce.ops.planning.step_memory import kept_low_bits
-from cutefce.ops.planning.time_model import chunked_seconds, windows_seconds
+from cutefce.ops.planning.time_model import chunked_seconds, sampled_seconds, windows_seconds
 
 MINIMUM = -1
 """The budget "min", which is no number of bytes: a small plan that is worth its time."""
@@ -47,7 +48,7 @@ class Plan:
     """How one call runs."""
 
     strategy: str
-    """"windows" or "gradients_in_forward"."""
+    """"windows", "gradients_in_forward" or "sampled"."""
     window: int
     """Vocabulary columns of a window; windows that use dW's memory have half as many or more."""
     aliased: int
@@ -81,6 +82,11 @@ class Plan:
         return self.grad_hidden, self.grad_weight, self.grad_bias
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether gradients are formed of sampled exponentials."""
+        return self.strategy == "sampled"
+
+    @property
     def in_forward(self) -> bool:
         """Whether gradients are formed in the forward."""
         return self.strategy == "gradients_in_forward"
@@ -99,16 +105,16 @@ class Plan:
 
     def __str__(self) -> str:
         name = self.strategy.replace("_", " ")
+        cost = f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
+        if self.is_sampled:
+            return f"{name} gradients: {cost}"
         vocab = max(self.vocab, 1)
         kept, aliased = min(self.kept / vocab, 1), self.aliased / vocab
         size = f"{kept:.0%} kept" + f", {aliased:.0%} in the memory of dW" * (aliased > 0)
         columns = self.window
         if self.in_forward:
             size, columns = f"chunks of {self.chunk} tokens", min(self.kept, vocab)
-        return (
-            f"{name}, {size}, {columns} columns at a time: "
-            f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
-        )
+        return f"{name}, {size}, {columns} columns at a time: {cost}"
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,8 @@ def make_plan(
     gets the same upstream gradient, `scales_rows` that the loss itself has factors of tokens, and
     `scales_exps` that each exponential may have a factor that the backward alone knows.
     """
+    if is_sampled(problem):
+        return _sampled_plan(problem, configs[0])
     families = _windows(problem, configs, scalar_upstream and not scales_rows)
     # factors of tokens are those of dX's rows, which the backward applies; others sum over tokens
     later = not (problem.grad_weight or problem.grad_bias or scales_exps)
@@ -159,9 +167,18 @@ def replan_for_shard(
     scales_exps: bool = False,
 ) -> Plan:
     """Return `plan`, which was made for all ranks, for one rank's `p`, with the same chunks."""
+    if plan.is_sampled:
+        return _sampled_plan(p, configs[0])
     if plan.in_forward:
         return _chunked_plan(p, configs[0], plan.chunk, plan.kept if plan.has_windows else None)
     return _choose(_windows(p, configs, scalar_upstream and not scales_rows), budget)
+
+
+def _sampled_plan(p: Problem, config: WindowConfig) -> Plan:
+    """Return the plan of sampled gradients, which no budget changes."""
+    gradients, sizes = (p.grad_hidden, p.grad_weight, p.grad_bias), (config.window, 0, 0, p.tokens)
+    predicted, seconds = sampled_bytes(p, config), sampled_seconds(p, config.window)
+    return Plan("sampled", *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
 
 
 def _choose(families: Sequence[_Family], budget: int) -> Plan:

@@ -10,6 +10,11 @@ UPCAST_BLOCK = 2048
 """Rows and columns of a 16-bit operand that a CPU's GEMM converts to float32 at a time."""
 TARGET_BYTES = 17
 """Bytes of a token's target: index and safe index as int64, and whether it is active."""
+GATHERED_COLUMNS = 256
+"""Columns of an operand that a CPU's sparse product converts to the dtype of sums at a time."""
+SAMPLED_BLOCK = {"cpu": 1 << 18}
+"""Logits of which entries are chosen at a time, by device type; `LARGE_SAMPLED_BLOCK` of others."""
+LARGE_SAMPLED_BLOCK = 1 << 22
 MIN_ADDED_ROWS = 1024
 """Rows of dW below which each product of them converts its operands for too little work."""
 MAX_SHORT_SUMS = 32
@@ -25,6 +30,11 @@ NARROWEST_TILE = 128
 def row_block_bytes(device: str) -> int:
     """Return the bytes of rows, in the dtype of sums, that an unfused step takes at a time."""
     return (1 if device == "cpu" else 128) << 20
+
+
+def sampled_rows(columns: int, device: str) -> int:
+    """Return the rows of tiles of `columns` of which entries are chosen at a time."""
+    return max(1, SAMPLED_BLOCK.get(device, LARGE_SAMPLED_BLOCK) // columns)
 
 
 def partial_bytes(p: Problem, config: WindowConfig, tokens: int) -> int:

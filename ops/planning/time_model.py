@@ -11,6 +11,8 @@ With N tokens, D hidden, V vocab, K columns kept, L aliased (`dw_aliasing`) and 
                            while MMAs run, and the gradients once more in the backward; a
                            chunk has its own cost, and windows inside it read and write dX's
                            sums once each
+    sampled                2·N·D·(V + S) FLOP with S drawn columns, and rows of w and h for each
+                           entry; on a GPU, that of windows that keep nothing
 
 On a GPU, the tiles of dX may leave SMs idle in their last wave.
 """
@@ -24,8 +26,9 @@ from cutefce.cute_kernels.schedule.order import (
     choose_k_splits,
     num_waves,
 )
-from cutefce.ops.planning.call_problem import accumulates
+from cutefce.ops.planning.call_problem import CallProblem, accumulates
 from cutefce.ops.planning.dw_aliasing import DwMemory
+from cutefce.ops.planning.sample_sizes import drawn_count
 from cutefce.ops.planning.step_memory import keeps_weight_sums, kept_low_bits
 
 DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4)}
@@ -78,6 +81,16 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
         each = DX_CHUNK_SECONDS + windows * (DX_WINDOW_SECONDS + SPLIT_SECONDS * (splits > 1))
     columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
     return _seconds(p, columns, moved) + chunks * each + waits + idle
+
+
+def sampled_seconds(p: Problem, window: int) -> float:
+    """Return that of sampled gradients; without kernels, a GPU multiplies windows as a whole."""
+    if p.device != "cpu" or not isinstance(p, CallProblem):
+        return windows_seconds(p, window, 0, 0)
+    gathered = p.tokens * p.samples * p.hidden * p.accumulator_bytes
+    gradients = p.grad_hidden + p.grad_weight
+    columns = p.vocab + drawn_count(p.vocab * p.ranks) // p.ranks
+    return _seconds(p, columns, gradients * gathered)
 
 
 def _sum_bytes(p: Problem, chunk: int) -> float:

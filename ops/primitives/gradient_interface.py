@@ -16,7 +16,11 @@ TargetGradT = TypeVar("TargetGradT")
 
 
 class Gradients(Protocol[TargetGradT]):
-    """From exponentials to dX and dW: the two GEMMs and what is done to their results."""
+    """From exponentials to dX and dW: the two GEMMs and what is done to their results.
+
+    Where a `SamplingProjection` yields other objects than tensors, `add_grad_hidden`,
+    `add_grad_weight` and `finish_dw` take them as `exps`.
+    """
 
     def add_grad_hidden(
         self,

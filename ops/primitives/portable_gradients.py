@@ -6,6 +6,7 @@ GEMMs accumulate in the dtype of sums; the targets' part of dW is added in a fix
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, sum_dtype
+
+if TYPE_CHECKING:
+    from cutefce.ops.sampling.portable import SampledExps
 
 
 class PortableGradients:
@@ -238,9 +242,11 @@ def scale_by_log(exps: Tensor, a: Tensor, b: Tensor) -> None:
     apply_rowwise(scale_by_log_, exps, a, b)
 
 
-def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
+def matmul_into(out: Tensor, a: "Tensor | SampledExps", b: Tensor, *, accumulate: bool) -> None:
     """`out = a @ b`, or `out += a @ b` if `accumulate`; sums have the dtype of `out`."""
-    if a.dtype == out.dtype:
+    if not isinstance(a, Tensor):
+        a.multiply_into(out if accumulate else out.zero_(), b)
+    elif a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=int(accumulate), out=out)
     elif not a.is_cuda:
         _matmul_upcast(out if accumulate else out.zero_(), a, b)

@@ -5,6 +5,7 @@ dtype, which hold the 24 bits of a float32, and one GEMM with float32 sums multi
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.primitives.portable_gradients import matmul_into, row_blocks
 from cutefce.ops.rows.targets import sum_dtype
+
+if TYPE_CHECKING:
+    from cutefce.ops.sampling.portable import SampledExps
 
 TERMS = 3
 """Numbers that a factor is split into."""
@@ -59,13 +63,15 @@ class RowFactors:
         """Return those of the plain sum of the rows of x (M, K)."""
         return RowFactors(x.new_ones(1, len(x)), None)
 
-    def sum(self, x: Tensor) -> Tensor:
+    def sum(self, x: "Tensor | SampledExps") -> Tensor:
         """Return Σ_i factor_i x_i (K,) in the dtype of sums, of x (M, K) with rows of any pitch.
 
         The result is deterministic.  Errors are relative to the largest factor.  A row that is not
         finite spreads, even if its factor is 0; a factor that is not finite makes the sum NaN or
         infinite.
         """
+        if not isinstance(x, Tensor):
+            return x.weighted_sum(self.terms[0])
         dtype = sum_dtype(x.dtype)
         if not x.numel():
             return x.new_zeros(x.shape[1], dtype=dtype)

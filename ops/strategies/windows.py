@@ -6,7 +6,7 @@ recomputed, window by window.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Generic, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
 from cutefce.ops.rows.scaling import as_probabilities
 from cutefce.ops.rows.statistics import RowStats, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, Targets
+from cutefce.ops.sampling.interface import SamplingProjection
+from cutefce.ops.sampling.samples import Samples, Sampling
 from cutefce.ops.strategies.dw_views import free_tail, memory_of
 from cutefce.ops.strategies.weight_gradient import WeightGradient
 
@@ -52,6 +54,8 @@ class LossInputs(Generic[PartialT, TargetGradT]):
     """(V, D) buffer of the caller's to which dW is added, which is not returned then."""
     class_row: Tensor | None = None
     """(D,) Σ_v κ_v W_v over this rank's classes, for losses that depend on it."""
+    sampling: Sampling | None = None
+    """How a forward chooses entries, with sampled gradients."""
 
     @property
     def tokens(self) -> int:
@@ -156,7 +160,7 @@ def forward(
 def backward(
     inputs: LossInputs[PartialT, TargetGradT],
     stats: RowStats,
-    stored: StoredExps,
+    stored: StoredExps | Samples,
     upstream: Tensor,
     window: int,
     grad_hidden: bool,
@@ -165,6 +169,8 @@ def backward(
     aliased: int = 0,
 ) -> Tensor | None:
     """Return dX (N, D) for the upstream gradient of the loss, (N,) or (); write `dw` (V, D).
+
+    The exponentials are `stored` and recomputed ones, or sampled.
 
     Where kernels select rows, `upstream` is in the order of the targets, dX in that of the call.
     With `inputs.accumulate_into`, that is `dw`, to which dW is added.
@@ -184,10 +190,12 @@ def backward(
     in_reference = nothing_stored and uniform
     scaling = gradients.scaling(h.dtype, targets, stats, upstream, in_reference=in_reference)
     free, selection = None if as_sums else dw, targets.selection
-    columns = list(iter_windows(inputs, stored, aliased, window, in_dw=free is not None))
+    sampled, columns = stored if isinstance(stored, Samples) else None, []
+    if not isinstance(stored, Samples):
+        columns = list(iter_windows(inputs, stored, aliased, window, in_dw=free is not None))
     every = None if dw is None else every_row(inputs, scaling.every)
     dx_sums = scaling.target.new_empty(inputs.tokens, h.shape[1]) if grad_hidden else None
-    recomputes = any(exps is None for *_, exps in columns)
+    recomputes = sampled is not None or any(exps is None for *_, exps in columns)
     scales = dw is not None and scaling.row_scale is not None
     rows_h, scaled, weight = h, h, None
     if recomputes or (dw is not None and not scales):
@@ -204,7 +212,14 @@ def backward(
         factors = RowFactors.ones(h)
         if scaling.row_scale is not None:
             factors = RowFactors.of(scaling.row_scale, h.dtype)
-    parts = _iter_exps(inputs, rows_h, scaling.reference, columns, free)
+    parts: Iterator[tuple[int, int, Any]]
+    if sampled is not None:
+        projection = cast(SamplingProjection[PartialT], inputs.primitives.projection)
+        given = rows_h, w, sampled, scaling.reference, targets, window
+        parts = projection.sampled_exps(*given)
+        del given
+    else:
+        parts = _iter_exps(inputs, rows_h, scaling.reference, columns, free)
     for first, last, exps in parts:
         if scaling.factor is not None:
             scale_by_log(exps, *scaling.factor)
