@@ -11,9 +11,10 @@ Algorithm 1), so that they are exact for any logits; exps are relative to ρ and
 
 Shapes: h (N, D), w (V, D), reference ρ (N,) float32, target (N,) int64 counted from `first`,
 semaphores int32 as in `workspace.Semaphore`, transform as in `logit_transform.Transform`, whose
-bias (V,) belongs to the rows of w, reductions as in `row_reductions`, samples as in `sampling`.  N, V and D are dynamic; rows
-of h, w and exps start at multiples of 16 bytes.  With a `RowCount`, only the first rows of tokens
-count: the others have no sums, and exps are 0 for those of the last row block.
+bias (V,) belongs to the rows of w, reductions as in `row_reductions`, samples as in `sampling`.
+N, V and D are dynamic; rows of h, w and exps start at multiples of 16 bytes.  With a `RowCount`,
+only the first rows of tokens count: the others have neither sums nor samples, and exps are 0 for
+those of the last row block.
 """
 
 from typing import Any, NamedTuple

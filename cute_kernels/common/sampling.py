@@ -24,6 +24,7 @@ from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, matrix, vector
 
 ROW_FACTOR, COLUMN_FACTOR = 0x9E3779B1, 0x85EBCA77
 MIX_FACTORS = 0x7FEB352D, 0x846CA68B
+HASH_BITS = 32
 GROUP = 8
 """Columns that are decided on before any is appended, so that their hashes overlap."""
 
@@ -95,6 +96,18 @@ def sample_row(u: cute.Tensor, samples: Any, row: Int32, column: Int32, offsets:
 
 
 @cute.jit
-def pack(column: Int32, u: Float32) -> Int64:
-    """Return an entry."""
-    return (Int64(column) << 32) | Int64(Uint32(u.bitcast(Int32)))
+def pack(column: Int32, number: Float32) -> Int64:
+    """Return an entry; entries compare as their columns do."""
+    return (Int64(column) << 32) | Int64(Uint32(number.bitcast(Int32)))
+
+
+@cute.jit
+def column_of(entry: Int64) -> Int32:
+    """Return the column of an entry."""
+    return Int32(entry >> 32)
+
+
+@cute.jit
+def number_of(entry: Int64) -> Float32:
+    """Return the number of an entry."""
+    return Int32(entry).bitcast(Float32)

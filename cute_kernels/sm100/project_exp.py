@@ -32,7 +32,7 @@ from cutefce.cute_kernels.common.online_softmax import (
     uses_poly_exp2,
 )
 from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum
-from cutefce.cute_kernels.common.sampling import Samples, sample_row
+from cutefce.cute_kernels.common.sampling import Samples
 from cutefce.cute_kernels.schedule.scheduler import (
     RowCount,
     TileScheduler,

@@ -10,13 +10,17 @@ from cutefce.cute_kernels.spec.rowwise import (
     ClearRowsSpec,
     GatherRowsSpec,
     KeptSumsSpec,
+    ListSamplesSpec,
+    PrepareSamplesSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
     ScaleKeptSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
+    SortSamplesSpec,
     SortTargetsSpec,
+    SparseRowsSpec,
     TargetLogitSpec,
 )
 
@@ -29,6 +33,8 @@ __all__ = [
     "GradGemmSpec",
     "KeptSumsSpec",
     "KernelSpec",
+    "ListSamplesSpec",
+    "PrepareSamplesSpec",
     "ProjectExpSpec",
     "ReducePartialsSpec",
     "RowCoefficientsSpec",
@@ -36,7 +42,9 @@ __all__ = [
     "ScaleKeptSpec",
     "ScatterRowsSpec",
     "SelectRowsSpec",
+    "SortSamplesSpec",
     "SortTargetsSpec",
+    "SparseRowsSpec",
     "TargetLogitSpec",
 ]
 
@@ -57,4 +65,8 @@ KernelSpec = (
     | RowCoefficientsSpec
     | SortTargetsSpec
     | AddTargetsSpec
+    | PrepareSamplesSpec
+    | SortSamplesSpec
+    | ListSamplesSpec
+    | SparseRowsSpec
 )

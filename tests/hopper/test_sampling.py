@@ -1,0 +1,282 @@
+"""Sampled gradients' kernels, emulated on numpy, against the definition and float64."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("cutlass")
+
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.common.sampling import COLUMN_FACTOR, MIX_FACTORS, ROW_FACTOR
+from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.spec import (
+    ListSamplesSpec,
+    PrepareSamplesSpec,
+    ProjectExpSpec,
+    SortSamplesSpec,
+    SparseRowsSpec,
+)
+from tests.emulation.cases import Case, Launch
+from tests.emulation.hopper import run
+
+ARCH = arch_named("sm_90a")
+PINGPONG = GemmConfig(64, 64, cluster=1, stages=2, pingpong=True)
+TALL = GemmConfig(128, 64, cluster=2, stages=3, pingpong=True)
+COOPERATIVE = GemmConfig(128, 80, cluster=1, stages=3, pingpong=False)
+SEED = 0x1234ABCD, 0xF00DCAFE
+MASK = 0xFFFFFFFF
+
+
+def mix(x: Any) -> Any:
+    x = x ^ (x >> 16)
+    x = x * MIX_FACTORS[0] & MASK
+    x = x ^ (x >> 15)
+    x = x * MIX_FACTORS[1] & MASK
+    return x ^ (x >> 16)
+
+
+def row_hashes(rows: Any) -> Any:
+    """Return x_i of rows (N,), as uint64."""
+    return mix((SEED[0] ^ rows.astype(np.uint64) * ROW_FACTOR) & MASK) ^ SEED[1]
+
+
+def hashes(of_rows: Any, columns: Any) -> Any:
+    """Return x_iv (N, V)."""
+    return mix(of_rows[:, None] ^ (columns.astype(np.uint64) * COLUMN_FACTOR & MASK))
+
+
+def signed(x: Any) -> Any:
+    return x.astype(np.uint32).view(np.int32)
+
+
+class Sampled:
+    """A launch of `project_exp` that samples, and what it should keep."""
+
+    def __init__(
+        self, case: Case, kernel: ProjectExpSpec, samples: int, capacity: int, shard_start: int = 7
+    ) -> None:
+        self.case, self.capacity = case, capacity
+        tokens, vocab = len(case.y), len(case.w)
+        u = case.others().numpy()
+        self.estimate = np.logaddexp.reduce(u, 1)
+        self.threshold = (self.estimate * math.log2(math.e) - math.log2(samples) - 32).astype("f4")
+        self.threshold[case.y.numpy() < 0] = np.inf
+        columns = case.first + np.arange(vocab)
+        self.x = hashes(row_hashes(np.arange(tokens)), columns + shard_start)
+        self.u = u
+        self.q = np.exp2(u * math.log2(math.e) - self.threshold[:, None] - 32.0)
+        self.launch: Launch = case.launch(kernel, vocab_splits=2)
+        self.counts = np.zeros(tokens, np.int32)
+        self.memory = np.full((tokens, capacity + 1), -1, np.int64)
+        vectors = self.threshold, signed(row_hashes(np.arange(tokens))), self.counts
+        self.entries = self.memory[:, :capacity]
+        self.launch.samples = *vectors, self.entries, shard_start
+
+    def check(self) -> None:
+        """Compare the entries with the definition; rounding decides near the threshold."""
+        distance = self.x / 2.0**32 - self.q
+        near = np.abs(distance) <= 1e-5 * self.q + 2.0**-32
+        assert near.mean() < 1e-3
+        for row, (count, entries) in enumerate(zip(self.counts, self.entries, strict=True)):
+            kept = np.flatnonzero((distance[row] < 0) & ~near[row])
+            if len(kept) > self.capacity:
+                assert count > self.capacity
+                count = self.capacity
+            else:
+                assert len(kept) <= count <= len(kept) + near[row].sum()
+            columns = (entries[:count] >> 32) - self.case.first
+            assert len(set(columns.tolist())) == count, "no column twice"
+            if count < self.capacity:
+                assert set(kept.tolist()) <= set(columns.tolist())
+            allowed = (distance[row] < 0) | near[row]
+            assert allowed[columns].all()
+            u = (entries[:count] & MASK).astype(np.uint32).view(np.float32)
+            np.testing.assert_allclose(u, self.u[row, columns], rtol=1e-5, atol=1e-4)
+        assert (self.memory[:, self.capacity] == -1).all(), "written beyond a row's slots"
+
+
+def project_exp(config: GemmConfig, *, samples: bool) -> ProjectExpSpec:
+    return ProjectExpSpec(ARCH.name, "bfloat16", config, sums=True, store=False, samples=samples)
+
+
+@pytest.mark.parametrize("config", [PINGPONG, TALL, COOPERATIVE], ids=str)
+def test_entries_and_sums(config: GemmConfig) -> None:
+    """Ragged tokens and columns, an ignored row, and sums of the launch without samples."""
+    case, clusters = Case(150, 72, 203, first=5000), 2
+    sampled = Sampled(case, project_exp(config, samples=True), samples=16, capacity=60)
+    sampled.launch.run(run, project_exp(config, samples=True), clusters)
+    sampled.check()
+    assert sampled.counts[len(case.y) // 2] == 0, "ignored"
+    assert 5 < sampled.counts.mean() < 17
+    plain = case.launch(project_exp(config, samples=False), vocab_splits=2)
+    plain.run(run, project_exp(config, samples=False), clusters)
+    assert np.array_equal(plain.sums, sampled.launch.sums)
+
+
+def test_overflowing_rows_write_no_more_than_their_slots() -> None:
+    case = Case(70, 8, 300, scale=0.1)
+    sampled = Sampled(case, project_exp(PINGPONG, samples=True), samples=1 << 20, capacity=9)
+    sampled.launch.run(run, project_exp(PINGPONG, samples=True), 2)
+    sampled.check()
+    active = case.y.numpy() >= 0
+    assert (sampled.counts[active] > 9).all()
+    assert (sampled.counts < 150).all(), "threads stop once they know"
+
+
+def test_prepared_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    partials = 30 * torch.randn(150, 5, generator=generator)
+    partials[:, 3] = -torch.inf
+    partials[7] = -torch.inf
+    reference = torch.randn(150, generator=generator)
+    reference[11] = torch.inf
+    order = torch.randperm(150, generator=generator)
+    seed = torch.from_numpy(np.array(SEED, np.uint32).view(np.int32))
+    for selects in (0, 1):
+        results = torch.empty(150), torch.empty(150, dtype=torch.int32)
+        counts = torch.full((150,), 7, dtype=torch.int32)
+        operands = partials, reference, order, seed, *results, counts
+        run(PrepareSamplesSpec(ARCH.name), *operands, 5.0, 8.0, selects)
+        sums = F.pad(partials.double() + 5.0, (1, 0)) * math.log(2)
+        estimate = reference.double() + sums.logsumexp(1)
+        want = estimate / math.log(2) - 8.0 - 32.0
+        want[11] = torch.inf
+        torch.testing.assert_close(results[0].double(), want, rtol=1e-6, atol=1e-5)
+        tokens = order.numpy() if selects else np.arange(150)
+        assert np.array_equal(results[1].numpy(), signed(row_hashes(tokens)))
+        assert not counts.any()
+
+
+def packed(index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return index.long() << 32 | value.view(torch.int32).long() & MASK
+
+
+def unpacked(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return entries >> 32, (entries & MASK).to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize("size", [32, 128])
+def test_sorted_entries(size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, capacity = 12, size - 5
+    columns = torch.stack([torch.randperm(1000, generator=generator) for _ in range(rows)])
+    columns, u = columns[:, :capacity], 5 * torch.randn(rows, capacity, generator=generator)
+    counts = torch.randint(capacity + 1, (rows,), generator=generator, dtype=torch.int32)
+    counts[0], counts[1], counts[2], counts[3] = 0, 1, capacity, capacity + 1
+    threshold, reference = torch.randn(rows) - 32, torch.randn(rows)
+    entries, given = packed(columns, u), counts.clone()
+    before = entries.clone()
+    run(SortSamplesSpec(ARCH.name, size), entries, counts, threshold, reference)
+    least = (threshold.double() + 32) * math.log(2)
+    value = torch.exp(torch.maximum(u.double(), least[:, None]) - reference.double()[:, None])
+    assert counts[3] == -1
+    for row, count in enumerate(given.tolist()):
+        if count > capacity:
+            continue
+        assert counts[row] == count
+        want, order = columns[row, :count].sort()
+        got, values = unpacked(entries[row, :count])
+        assert torch.equal(got, want)
+        torch.testing.assert_close(values.double(), value[row, order], rtol=1e-5, atol=0)
+        assert torch.equal(entries[row, count:], before[row, count:])
+
+
+class Entries:
+    """Sorted entries of rows, with coefficients; some rows have none, some targets are missing."""
+
+    def __init__(self, tokens: int, vocab: int, capacity: int, hot: int = -1) -> None:
+        """Class `hot` has an entry or the target of nearly every row."""
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.rand(tokens, vocab, generator=generator)
+        self.y = torch.randint(vocab, (tokens,), generator=generator)
+        if hot >= 0:
+            weights[:, hot] = 2.0
+            self.y[::3] = hot
+        weights[torch.arange(tokens), self.y] = -1.0
+        columns = weights.topk(capacity, 1).indices
+        self.counts = torch.randint(
+            capacity // 2, capacity + 1, (tokens,), generator=generator, dtype=torch.int32
+        )
+        self.counts[4::9] = 0
+        self.counts[5::9] = -1
+        value = torch.rand(tokens, capacity, generator=generator) + 0.1
+        self.dense = torch.zeros(tokens, vocab)
+        self.entries = torch.full((tokens, capacity), -1, dtype=torch.int64)
+        for row, count in enumerate(self.counts.clamp(0).tolist()):
+            own = columns[row, :count].sort().values
+            self.entries[row, :count] = packed(own, value[row, :count])
+            self.dense[row, own] = value[row, :count]
+        self.scale = torch.randn(tokens, generator=generator)
+        self.target_scale = torch.randn(tokens, generator=generator)
+        self.scale[6::9], self.target_scale[6::9] = 0, 0
+        self.y[7::9], self.y[8::9] = -100, vocab
+        self.order = torch.randperm(tokens, generator=generator)
+
+    def products(self) -> torch.Tensor:
+        """Return s · value, plus c at the targets, in float64."""
+        result = self.scale.double()[:, None] * self.dense.double()
+        inside = ((self.y >= 0) & (self.y < result.shape[1])).nonzero()[:, 0]
+        result[inside, self.y[inside]] += self.target_scale.double()[inside]
+        return result
+
+
+@pytest.mark.parametrize("maps", [0, 1])
+def test_lists_of_classes(maps: int) -> None:
+    """Short and long lists, several passes over rows, and several blocks of classes."""
+    tokens, vocab, capacity = 300, 4200, 13
+    case = Entries(tokens, vocab, capacity, hot=3000)
+    kernel = ListSamplesSpec(ARCH.name, short=64, table_rows=256)
+    total = tokens * (capacity + 1) + 5
+    lists, ends = torch.full((total,), -1), torch.full((1 + vocab,), -1, dtype=torch.int32)
+    between = torch.full((total,), -1, dtype=torch.int32), torch.full_like(ends[1:], 9)
+    rows = case.entries, case.counts, case.y, case.scale, case.target_scale, case.order, maps
+    run(kernel, rows, (lists, ends, *between))
+    want = case.products()
+    assert ends[0] == 0
+    lengths = ends.diff()
+    assert torch.equal(lengths.long(), (want != 0).sum(0))
+    assert 64 < lengths[3000] and 256 < tokens
+    classes = torch.repeat_interleave(torch.arange(vocab), lengths.long())
+    got, values = unpacked(lists[: ends[-1]])
+    of_classes, ranks = want.t().nonzero(as_tuple=True)
+    assert torch.equal(classes, of_classes)
+    assert torch.equal(got, case.order[ranks] if maps else ranks), "in the order of rows"
+    torch.testing.assert_close(values.double(), want[ranks, classes], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("lanes", "long"), [(32, 512), (16, 512), (8, 20)])
+def test_hidden_gradient(lanes: int, long: int) -> None:
+    """Long sums too, which warps share, and rows in another order."""
+    tokens, vocab, hidden = 19, 90, 328
+    case, scatters = Entries(tokens, vocab, 50), int(lanes == 16)
+    kernel = SparseRowsSpec(ARCH.name, "bfloat16", "hidden", lanes=lanes, long=long)
+    w = torch.randn(vocab, hidden).bfloat16()
+    out = torch.full((tokens, hidden), torch.nan).bfloat16()
+    rows = case.entries, case.counts, case.scale, case.target_scale, case.y, case.order
+    run(kernel, out, w, (*rows, scatters))
+    case.y.clamp_(0, vocab - 1)
+    want = case.products() @ w.double()
+    got = out[case.order] if scatters else out
+    torch.testing.assert_close(got.double(), want, rtol=1.01 * 2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize(("vectors", "long", "hidden"), [(1, 512, 328), (4, 16, 1096)])
+def test_weight_gradient(vectors: int, long: int, hidden: int) -> None:
+    tokens, vocab = 40, 70
+    kernel = SparseRowsSpec(ARCH.name, "bfloat16", "weight", vectors=vectors, long=long)
+    case, h = Entries(tokens, vocab, 20, hot=3), torch.randn(tokens, hidden).bfloat16()
+    want = case.products()
+    want[:, 5:9] = 0
+    of_classes, ranks = want.t().nonzero(as_tuple=True)
+    entries = packed(ranks, want[ranks, of_classes].float())
+    ends = F.pad((want != 0).sum(0).cumsum(0), (1, 0)).int()
+    assert ends[4] - ends[3] > 16
+    out = torch.full((vocab, hidden), torch.nan).bfloat16()
+    run(kernel, out, h, (entries, ends))
+    torch.testing.assert_close(
+        out.double(), want.t() @ h.double(), rtol=1.01 * 2**-8, atol=1e-5
+    )
