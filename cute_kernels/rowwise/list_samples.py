@@ -152,7 +152,7 @@ class ListSamples:
     def order_long(
         self, rows: Rows, lists: Lists, table: cute.Tensor, parts: cute.Tensor, span: Any
     ) -> None:
-        """Order the list from `span`_0 to `span`_1 by a block; it has one entry of a row at most."""
+        """Order the list from `span`_0 to `span`_1 by a block; no row has two in it."""
         (begin, end), width = span, rows.entries.shape[1] + 1
         thread, warp, lane = cute.arch.thread_idx()[0], cute.arch.warp_idx(), cute.arch.lane_idx()
         place, own_rows = begin, self.table_rows // (32 * WARPS)

@@ -27,8 +27,8 @@ from cutefce.cute_kernels.common.dsl import (
 from cutefce.cute_kernels.common.row_vectors import clamped, load_fp32, row_vectors
 from cutefce.cute_kernels.common.sampling import column_of, number_of
 
-LOADS = 8
-"""Vectors that a thread loads at a time."""
+LOADS = 4
+"""Vectors of a thread's batch."""
 
 
 class RowLists(NamedTuple):
@@ -82,6 +82,7 @@ class SparseRows:
         self.lists_per_block = self.warps * self.lists_per_warp
         self.entries_at_once = 32 // kernel.lanes
         self.unroll = LOADS // kernel.vectors
+        self.batch = self.unroll * self.entries_at_once
         self.width = kernel.lanes * kernel.vectors  # in vectors of 8 features
 
     @cute.jit
@@ -92,7 +93,10 @@ class SparseRows:
         slabs = (out.shape[1] // 8 + self.width - 1) // self.width
         blocks = (out.shape[0] + self.lists_per_block - 1) // self.lists_per_block
         self.kernel(out, table, lists, blocks).launch(
-            grid=[slabs * blocks, 1, 1], block=[32 * self.warps, 1, 1], stream=stream, **USE_PDL
+            grid=[slabs * blocks, 1, 1],
+            block=[32 * self.warps, 1, 1],
+            stream=stream,
+            **USE_PDL,
         )
 
     @cute.kernel
@@ -170,43 +174,69 @@ class SparseRows:
     ) -> Any:
         """Return the sum of the entries from `start` to `end` of a row: (8, vectors) float32.
 
-        All lanes of a vector return it.
+        All lanes of a vector return it.  While one batch of entries is added, the next is loaded:
+        the compiler would not keep many loads in flight by itself.
         """
         lane = cute.arch.lane_idx()
-        group, last_vector = lane // self.lanes, table.shape[1] // 8 - 1
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
         acc.fill(0.0)
-        for chunk in cutlass.range(start, end, 32, unroll=1):
-            here = cutlass.min(end - chunk, 32)
-            entry = self.entry(lists, row, begin + chunk + cutlass.min(lane, here - 1))
-            own_index, own_value = column_of(entry), number_of(entry)
-            for step in cutlass.range(0, here, self.unroll * self.entries_at_once, unroll=1):
-                loaded, factors = [], []
-                for u in cutlass.range_constexpr(self.unroll):
-                    wanted = step + u * self.entries_at_once + group
-                    source = cutlass.min(wanted, here - 1)
-                    index = cute.arch.shuffle_sync(own_index, source)
-                    factor = cute.arch.shuffle_sync(own_value, source)
-                    if wanted >= here:
-                        factor = Float32(0.0)
-                    factors.append(factor)
-                    of_table = row_vectors(table, index)
-                    for v in cutlass.range_constexpr(self.vectors):
-                        place = slab + v * self.lanes + lane % self.lanes
-                        raw = cute.make_rmem_tensor((8,), table.element_type)
-                        cute.autovec_copy(of_table[None, cutlass.min(place, last_vector)], raw)
-                        loaded.append(raw)
-                for u in cutlass.range_constexpr(self.unroll):
-                    for v in cutlass.range_constexpr(self.vectors):
-                        values = loaded[u * self.vectors + v].load().to(Float32)
-                        for j in cutlass.range_constexpr(8):
-                            acc[j, v] = acc[j, v] + factors[u] * values[j]
+        if start < end:
+            count, first = end - start, begin + start
+            buffers = self.buffer(table), self.buffer(table)
+            ahead = self.entry(lists, row, first + cutlass.min(lane, count - 1))
+            self.load(buffers[0], ahead, table, count, slab)
+            ahead = self.entry(lists, row, first + cutlass.min(self.batch + lane, count - 1))
+            for pair in cutlass.range(0, count, 2 * self.batch, unroll=1):
+                for turn in cutlass.range_constexpr(2):
+                    place = pair + (turn + 1) * self.batch
+                    if place < count:
+                        self.load(buffers[1 - turn], ahead, table, count - place, slab)
+                        following = cutlass.min(place + self.batch + lane, count - 1)
+                        ahead = self.entry(lists, row, first + following)
+                    if place - self.batch < count:
+                        self.add(acc, buffers[turn])
         for step in cutlass.range_constexpr(self.entries_at_once.bit_length() - 1):
             for v in cutlass.range_constexpr(self.vectors):
                 for j in cutlass.range_constexpr(8):
                     other = cute.arch.shuffle_sync_bfly(acc[j, v], offset=self.lanes << step)
                     acc[j, v] = acc[j, v] + other
         return acc
+
+    def buffer(self, table: cute.Tensor) -> Any:
+        """Return registers for the vectors of a batch of entries and their factors."""
+        vectors = cute.make_rmem_tensor((8, self.vectors, self.unroll), table.element_type)
+        return vectors, cute.make_rmem_tensor((self.unroll,), Float32)
+
+    @cute.jit
+    def load(
+        self, buffer: Any, entry: Int64, table: cute.Tensor, count: Int32, slab: Int32
+    ) -> None:
+        """Load the first of `count` entries into a buffer; `entry` is that of the lane's number."""
+        (vectors, factors), lane = buffer, cute.arch.lane_idx()
+        group, last_vector = lane // self.lanes, table.shape[1] // 8 - 1
+        for u in cutlass.range_constexpr(self.unroll):
+            wanted = u * self.entries_at_once + group
+            source = cutlass.min(wanted, count - 1)
+            index = cute.arch.shuffle_sync(column_of(entry), source)
+            factor = cute.arch.shuffle_sync(number_of(entry), source)
+            if wanted >= count:
+                factor = Float32(0.0)
+            factors[u] = factor
+            of_table = row_vectors(table, index)
+            for v in cutlass.range_constexpr(self.vectors):
+                place = slab + v * self.lanes + lane % self.lanes
+                from_table = of_table[None, cutlass.min(place, last_vector)]
+                cute.autovec_copy(from_table, vectors[None, v, u])
+
+    @cute.jit
+    def add(self, acc: cute.Tensor, buffer: Any) -> None:
+        """Add the entries of a buffer."""
+        vectors, factors = buffer
+        for u in cutlass.range_constexpr(self.unroll):
+            for v in cutlass.range_constexpr(self.vectors):
+                values = vectors[None, v, u].load().to(Float32)
+                for j in cutlass.range_constexpr(8):
+                    acc[j, v] = acc[j, v] + factors[u] * values[j]
 
     @cute.jit
     def add_warps(self, acc: Any, partials: cute.Tensor, warp: Int32, lane: Int32) -> None:

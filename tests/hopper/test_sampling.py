@@ -277,6 +277,4 @@ def test_weight_gradient(vectors: int, long: int, hidden: int) -> None:
     assert ends[4] - ends[3] > 16
     out = torch.full((vocab, hidden), torch.nan).bfloat16()
     run(kernel, out, h, (entries, ends))
-    torch.testing.assert_close(
-        out.double(), want.t() @ h.double(), rtol=1.01 * 2**-8, atol=1e-5
-    )
+    torch.testing.assert_close(out.double(), want.t() @ h.double(), rtol=1.01 * 2**-8, atol=1e-5)
