@@ -63,7 +63,9 @@ class Sampled:
         distance = self.x / 2.0**32 - self.q
         near = np.abs(distance) <= 1e-5 * self.q + 2.0**-32
         assert near.mean() < 1e-3
-        for row, (count, entries) in enumerate(zip(self.counts, self.entries, strict=True)):
+        for row, (count, entries) in enumerate(
+            zip(self.counts.tolist(), self.entries, strict=True)
+        ):
             kept = np.flatnonzero((distance[row] < 0) & ~near[row])
             if len(kept) > self.capacity:
                 assert count > self.capacity

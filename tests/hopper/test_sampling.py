@@ -1,7 +1,6 @@
 """Sampled gradients' kernels, emulated on numpy, against the definition and float64."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +11,8 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.jit.compiler import report
+from cutefce.cute_kernels.kernel_set import sampling_kernels, slots_per_row
 from cutefce.cute_kernels.spec import (
     ListSamplesSpec,
     PrepareSamplesSpec,
@@ -27,6 +28,7 @@ ARCH = arch_named("sm_90a")
 PINGPONG = GemmConfig(64, 64, cluster=1, stages=2, pingpong=True)
 TALL = GemmConfig(128, 64, cluster=2, stages=3, pingpong=True)
 COOPERATIVE = GemmConfig(128, 80, cluster=1, stages=3, pingpong=False)
+
 
 def project_exp(config: GemmConfig, *, samples: bool) -> ProjectExpSpec:
     return ProjectExpSpec(ARCH.name, "bfloat16", config, sums=True, store=False, samples=samples)
@@ -44,6 +46,16 @@ def test_entries_and_sums(config: GemmConfig) -> None:
     plain = case.launch(project_exp(config, samples=False), vocab_splits=2)
     plain.run(run, project_exp(config, samples=False), clusters)
     assert np.array_equal(plain.sums, sampled.launch.sums)
+
+
+@pytest.mark.parametrize("samples", [16, 256, 4096])
+def test_compiled_kernels_are_clean(samples: int) -> None:
+    """No spills, no serialized MMAs; many samples differ from few in `sort` alone."""
+    kernels = sampling_kernels(ARCH, "bfloat16", ARCH.default(8192), samples)
+    assert samples < slots_per_row(samples) <= kernels.sort.size < 2 * slots_per_row(samples)
+    for kernel in kernels if samples == 256 else [kernels.sort]:
+        result, _ = report(kernel)
+        assert result.is_clean, result
 
 
 def test_overflowing_rows_write_no_more_than_their_slots() -> None:
