@@ -10,7 +10,7 @@ where a hash of the seed, the row and the column decides: all arithmetic modulo 
     x_iv = mix(x_i ^ v · COLUMN_FACTOR)          kept where x_iv < q_iv · 2³²
 
 compared as float32.  So the entries depend on no tiling, and target columns have none: their logit
-is masked.  Entries are appended to their row in any order, which `rowwise.sort_samples` removes.
+is masked.  Entries are appended to their row in any order, which `sampling.sort_samples` removes.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ GROUP = 8
 
 
 class Samples(NamedTuple):
-    """A launch argument of `project_exp`: vectors (N,), which `rowwise.prepare_samples` writes."""
+    """A launch argument of `project_exp`: vectors (N,), which `sampling.prepare_samples` writes."""
 
     threshold: cute.Tensor
     """Float32: q · 2³² is 2^(u·log2 e - threshold); +inf where the row has no gradient."""

@@ -10,18 +10,20 @@ from cutefce.cute_kernels.spec.rowwise import (
     ClearRowsSpec,
     GatherRowsSpec,
     KeptSumsSpec,
-    ListSamplesSpec,
-    PrepareSamplesSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
     ScaleKeptSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
-    SortSamplesSpec,
     SortTargetsSpec,
-    SparseRowsSpec,
     TargetLogitSpec,
+)
+from cutefce.cute_kernels.spec.sampling import (
+    ListSamplesSpec,
+    PrepareSamplesSpec,
+    SortSamplesSpec,
+    SparseRowsSpec,
 )
 
 __all__ = [

@@ -142,10 +142,9 @@ class CuteProjection:
         planes, more = self.kernels.row_sums.reductions.planes, None
         if planes:
             more = reference.new_empty(planes, *sums.shape)
-        rows = reference, targets.index, sums, exps, semaphores
-        options = _transform(targets, window), more, None
+        rows = reference, targets.index, sums, exps, semaphores, _transform(targets, window)
         count = row_count(targets.selection, semaphores)
-        launch(h, w, *rows, *options, *count, first, splits, self.clusters)
+        launch(h, w, *rows, more, None, *count, first, splits, self.clusters)
         self._clear(exps, targets)
         return PartialLse(sums, semaphores, more)
 

@@ -35,7 +35,7 @@ class RowLists(NamedTuple):
     """The launch argument of dX: entries of rows, and what makes dX of their sums."""
 
     entries: cute.Tensor
-    """(N, K) int64, see `rowwise.sort_samples`."""
+    """(N, K) int64, see `sampling.sort_samples`."""
     counts: cute.Tensor
     """(N,) int32, -1 for none."""
     scale: cute.Tensor
@@ -51,7 +51,7 @@ class RowLists(NamedTuple):
 
 
 class ClassLists(NamedTuple):
-    """The launch argument of dW, see `rowwise.list_samples`."""
+    """The launch argument of dW, see `sampling.list_samples`."""
 
     entries: cute.Tensor
     """(M,) int64: tokens and values."""

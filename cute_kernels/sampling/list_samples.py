@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     """The entries and coefficients of rows."""
 
     entries: cute.Tensor
-    """(N, K) int64, see `rowwise.sort_samples`."""
+    """(N, K) int64, see `sampling.sort_samples`."""
     counts: cute.Tensor
     """(N,) int32, -1 for none."""
     target: cute.Tensor

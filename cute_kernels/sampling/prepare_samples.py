@@ -46,7 +46,7 @@ def prepare_samples(
     selects: Int32,
     stream: Any,
 ) -> None:
-    """Write threshold, row_hash and zero counts (N,), see `sampling.Samples`.
+    """Write threshold, row_hash and zero counts (N,), see `common.sampling.Samples`.
 
     `partials` (N, P) are log2 sums of exponentials over drawn columns, relative to the target's
     logit `reference` (N,); 2^log2_ratio is the number of columns over that of drawn ones.  With
