@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
@@ -234,7 +234,7 @@ class SparseRows:
         vectors, factors = buffer
         for u in cutlass.range_constexpr(self.unroll):
             for v in cutlass.range_constexpr(self.vectors):
-                values = vectors[None, v, u].load().to(Float32)
+                values = widened(vectors[None, v, u])
                 for j in cutlass.range_constexpr(8):
                     acc[j, v] = acc[j, v] + factors[u] * values[j]
 
@@ -287,3 +287,15 @@ class SparseRows:
             addends = load_fp32(of_target, index)
             for j in cutlass.range_constexpr(8):
                 values[j] = values[j] + target_scale * addends[j]
+
+
+@cute.jit
+def widened(vector: cute.Tensor) -> Any:
+    """Return a vector of 8 elements in float32: one instruction an element of bfloat16."""
+    if cutlass.const_expr(vector.element_type is not BFloat16):
+        return vector.load().to(Float32)
+    values, words = cute.make_rmem_tensor((8,), Float32), cute.recast_tensor(vector, Int32)
+    for i in cutlass.range_constexpr(4):
+        values[2 * i] = (words[i] << 16).bitcast(Float32)
+        values[2 * i + 1] = (words[i] & -65536).bitcast(Float32)
+    return values

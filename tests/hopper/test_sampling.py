@@ -48,6 +48,15 @@ def test_entries_and_sums(config: GemmConfig) -> None:
     assert np.array_equal(plain.sums, sampled.launch.sums)
 
 
+def test_rows_that_do_not_count_have_no_entries() -> None:
+    case, count = Case(150, 72, 203), 70
+    sampled = Sampled(case, project_exp(PINGPONG, samples=True), samples=16, capacity=60)
+    sampled.launch.count, sampled.launch.vocab_splits = count, 1
+    sampled.launch.run(run, project_exp(PINGPONG, samples=True), 2)
+    assert not sampled.counts[count:].any() and (sampled.entries[count:] == -1).all()
+    assert 5 < sampled.counts[:count].mean() < 17
+
+
 @pytest.mark.parametrize("samples", [16, 256, 4096])
 def test_compiled_kernels_are_clean(samples: int) -> None:
     """No spills, no serialized MMAs; many samples differ from few in `sort` alone."""
@@ -189,12 +198,14 @@ def test_lists_of_classes(maps: int) -> None:
     torch.testing.assert_close(values.double(), want[ranks, classes], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("lanes", "long"), [(32, 512), (16, 512), (8, 20)])
-def test_hidden_gradient(lanes: int, long: int) -> None:
+@pytest.mark.parametrize(
+    ("lanes", "vectors", "long"), [(32, 1, 512), (16, 1, 512), (16, 1, 20), (8, 2, 20)]
+)
+def test_hidden_gradient(lanes: int, vectors: int, long: int) -> None:
     """Long sums too, which warps share, and rows in another order."""
     tokens, vocab, hidden = 19, 90, 328
     case, scatters = Entries(tokens, vocab, 50), int(lanes == 16)
-    kernel = SparseRowsSpec(ARCH.name, "bfloat16", "hidden", lanes=lanes, long=long)
+    kernel = SparseRowsSpec(ARCH.name, "bfloat16", "hidden", lanes, vectors, long)
     w = torch.randn(vocab, hidden).bfloat16()
     out = torch.full((tokens, hidden), torch.nan).bfloat16()
     rows = case.entries, case.counts, case.scale, case.target_scale, case.y, case.order
@@ -205,17 +216,23 @@ def test_hidden_gradient(lanes: int, long: int) -> None:
     torch.testing.assert_close(got.double(), want, rtol=1.01 * 2**-8, atol=1e-5)
 
 
-@pytest.mark.parametrize(("vectors", "long", "hidden"), [(1, 512, 328), (4, 16, 1096)])
-def test_weight_gradient(vectors: int, long: int, hidden: int) -> None:
-    tokens, vocab = 40, 70
-    kernel = SparseRowsSpec(ARCH.name, "bfloat16", "weight", vectors=vectors, long=long)
-    case, h = Entries(tokens, vocab, 20, hot=3), torch.randn(tokens, hidden).bfloat16()
+@pytest.mark.parametrize(
+    ("dtype", "vectors", "long", "hidden"),
+    [(torch.float16, 1, 512, 328), (torch.bfloat16, 4, 16, 1096)],
+    ids=str,
+)
+def test_weight_gradient(dtype: torch.dtype, vectors: int, long: int, hidden: int) -> None:
+    tokens, vocab, name = 40, 70, str(dtype).removeprefix("torch.")
+    kernel = SparseRowsSpec(ARCH.name, name, "weight", vectors=vectors, long=long)
+    case, h = Entries(tokens, vocab, 20, hot=3), torch.randn(tokens, hidden).to(dtype)
     want = case.products()
     want[:, 5:9] = 0
     of_classes, ranks = want.t().nonzero(as_tuple=True)
     entries = packed(ranks, want[ranks, of_classes].float())
     ends = F.pad((want != 0).sum(0).cumsum(0), (1, 0)).int()
     assert ends[4] - ends[3] > 16
-    out = torch.full((vocab, hidden), torch.nan).bfloat16()
+    out = torch.full((vocab, hidden), torch.nan).to(dtype)
     run(kernel, out, h, (entries, ends))
-    torch.testing.assert_close(out.double(), want.t() @ h.double(), rtol=1.01 * 2**-8, atol=1e-5)
+    rounding = torch.finfo(dtype).eps / 2
+    exact = want.t() @ h.double()
+    torch.testing.assert_close(out.double(), exact, rtol=1.01 * rounding, atol=1e-5)
