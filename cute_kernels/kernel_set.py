@@ -260,7 +260,7 @@ def sampling_kernels(
     return SamplingKernels(
         prepare=PrepareSamplesSpec(name),
         project_exp=dataclasses.replace(exact, samples=True),
-        sort=SortSamplesSpec(name, 1 << (slots - 1).bit_length()),
+        sort=SortSamplesSpec(name, 1 << (slots - 1).bit_length(), transform.softcap),
         list_classes=ListSamplesSpec(name),
         # 128 features of 131072 classes are 32 MiB, 1024 of 8192 tokens 16
         grad_hidden=SparseRowsSpec(name, dtype, "hidden", lanes=16),

@@ -17,6 +17,7 @@ from cutefce.cute_kernels.common.dsl import (
     pdl_wait,
     vector,
 )
+from cutefce.cute_kernels.common.logit_transform import softcap_derivative
 from cutefce.cute_kernels.common.sampling import HASH_BITS, column_of, number_of, pack
 
 
@@ -25,7 +26,8 @@ def compile_signature(kernel: spec.SortSamplesSpec) -> tuple[Any, tuple[Any, ...
     rows = cute.sym_int()
     entries = matrix(Int64, rows, cute.sym_int(), aligned=False)
     vectors = vector(Int32, rows), vector(Float32, rows), vector(Float32, rows)
-    return SortSamples(kernel), (entries, *vectors, current_stream())
+    row_scale = vector(Float32, rows) if kernel.softcap else None
+    return SortSamples(kernel), (entries, *vectors, row_scale, current_stream())
 
 
 class SortSamples:
@@ -42,14 +44,16 @@ class SortSamples:
         counts: cute.Tensor,
         threshold: cute.Tensor,
         reference: cute.Tensor,
+        row_scale: cute.Tensor | None,
         stream: Any,
     ) -> None:
         """Sort entries (N, K) by column, and put e/q in the place of u.
 
-        e = exp(u - ρ) with `reference` ρ (N,); q is 1 or follows from `threshold` (N,).  Of a row
-        with more than K, `counts` (N,) becomes -1; K is at most the spec's size.
+        e = exp(u - ρ) with `reference` ρ (N,); q is 1 or follows from `threshold` (N,).  With
+        softcap, e is times 1 - (u/κ)², with `row_scale` κ (N,).  Of a row with more than K entries,
+        `counts` (N,) becomes -1; K is at most the spec's size.
         """
-        self.kernel(entries, counts, threshold, reference).launch(
+        self.kernel(entries, counts, threshold, reference, row_scale).launch(
             grid=[counts.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, **USE_PDL
         )
 
@@ -60,6 +64,7 @@ class SortSamples:
         counts: cute.Tensor,
         threshold: cute.Tensor,
         reference: cute.Tensor,
+        row_scale: cute.Tensor | None,
     ) -> None:
         """Sort one row a block."""
         smem = SmemAllocator()
@@ -74,12 +79,18 @@ class SortSamples:
                 counts[row] = Int32(-1)
         elif count > 0:
             least, base = threshold[row] + HASH_BITS, reference[row] * LOG2_E
+            inverse_scale = Float32(0.0)
+            if cutlass.const_expr(row_scale is not None):
+                inverse_scale = cute.arch.rcp_approx(row_scale[row])
             for i in cutlass.range(thread, self.size, self.threads, unroll=1):
                 entry = Int64((1 << 63) - 1)
                 if i < count:
                     entry = slots[i]
-                    u = cute.arch.fmax(number_of(entry) * LOG2_E, least)
-                    entry = pack(column_of(entry), exp2(u - base))
+                    u = number_of(entry)
+                    value = exp2(cute.arch.fmax(u * LOG2_E, least) - base)
+                    if cutlass.const_expr(row_scale is not None):
+                        value *= softcap_derivative(u, inverse_scale)
+                    entry = pack(column_of(entry), value)
                 sorted_entries[i] = entry
             self.sort(sorted_entries, thread, count)
             for i in cutlass.range(thread, count, self.threads, unroll=1):

@@ -18,6 +18,8 @@ class SortSamplesSpec:
     arch: str
     size: int
     """The most entries of a row; a power of 2."""
+    softcap: bool = False
+    """Whether values are times the derivative of tanh."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Sampled gradients' kernels, emulated on numpy, against the definition and float64."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -20,6 +21,7 @@ from cutefce.cute_kernels.spec import (
     SortSamplesSpec,
     SparseRowsSpec,
 )
+from cutefce.cute_kernels.variant import LogitTransform
 from tests.emulation.cases import Case
 from tests.emulation.hopper import run
 from tests.emulation.samples import MASK, SEED, Sampled, row_hashes, signed
@@ -46,6 +48,15 @@ def test_entries_and_sums(config: GemmConfig) -> None:
     plain = case.launch(project_exp(config, samples=False), vocab_splits=2)
     plain.run(run, project_exp(config, samples=False), clusters)
     assert np.array_equal(plain.sums, sampled.launch.sums)
+
+
+def test_entries_of_transformed_logits() -> None:
+    transform = LogitTransform(row_scale=True, bias=True, softcap=True)
+    case = Case(70, 72, 150, first=5000, scale=1.0, transform=transform)
+    kernel = dataclasses.replace(project_exp(PINGPONG, samples=True), transform=transform)
+    sampled = Sampled(case, kernel, samples=16, capacity=60)
+    sampled.launch.run(run, kernel, 1)
+    sampled.check()
 
 
 def test_rows_that_do_not_count_have_no_entries() -> None:
@@ -109,8 +120,8 @@ def unpacked(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return entries >> 32, (entries & MASK).to(torch.int32).view(torch.float32)
 
 
-@pytest.mark.parametrize("size", [32, 128])
-def test_sorted_entries(size: int) -> None:
+@pytest.mark.parametrize(("size", "softcap"), [(32, False), (128, True)])
+def test_sorted_entries(size: int, softcap: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     rows, capacity = 12, size - 5
     columns = torch.stack([torch.randperm(1000, generator=generator) for _ in range(rows)])
@@ -120,9 +131,12 @@ def test_sorted_entries(size: int) -> None:
     threshold, reference = torch.randn(rows) - 32, torch.randn(rows)
     entries, given = packed(columns, u), counts.clone()
     before = entries.clone()
-    run(SortSamplesSpec(ARCH.name, size), entries, counts, threshold, reference)
+    kernel, scale = SortSamplesSpec(ARCH.name, size, softcap), 15 + torch.rand(rows)
+    run(kernel, entries, counts, threshold, reference, scale if softcap else None)
     least = (threshold.double() + 32) * math.log(2)
     value = torch.exp(torch.maximum(u.double(), least[:, None]) - reference.double()[:, None])
+    if softcap:
+        value *= (1 - (u / scale[:, None]).double() ** 2).clamp(0)
     assert counts[3] == -1
     for row, count in enumerate(given.tolist()):
         if count > capacity:
@@ -131,7 +145,7 @@ def test_sorted_entries(size: int) -> None:
         want, order = columns[row, :count].sort()
         got, values = unpacked(entries[row, :count])
         assert torch.equal(got, want)
-        torch.testing.assert_close(values.double(), value[row, order], rtol=1e-5, atol=0)
+        torch.testing.assert_close(values.double(), value[row, order], rtol=1e-5, atol=1e-9)
         assert torch.equal(entries[row, count:], before[row, count:])
 
 
