@@ -62,13 +62,15 @@ class ClassLists(NamedTuple):
 def compile_signature(kernel: spec.SparseRowsSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and the arguments to compile it for."""
     dtype, rows, hidden = DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int(divisibility=8)
-    out, table = matrix(dtype, rows, hidden), matrix(dtype, cute.sym_int(), hidden)
+    out = matrix(DTYPES[kernel.out or kernel.dtype], rows, hidden)
+    table = matrix(dtype, cute.sym_int(), hidden)
     lists: Any = ClassLists(vector(Int64, cute.sym_int()), vector(Int32, cute.sym_int()))
     if kernel.wrt == "hidden":
         scales = vector(Float32, rows), vector(Float32, rows)
         entries = matrix(Int64, rows, cute.sym_int(), aligned=False)
         places = vector(Int64, rows), vector(Int64, rows), Int32(0)
         lists = RowLists(entries, vector(Int32, rows), *scales, *places)
+    assert not kernel.adds or kernel.wrt == "weight"
     return SparseRows(kernel), (out, table, lists, current_stream())
 
 
@@ -77,6 +79,7 @@ class SparseRows:
 
     def __init__(self, kernel: spec.SparseRowsSpec) -> None:
         self.is_hidden, self.lanes = kernel.wrt == "hidden", kernel.lanes
+        self.least = 1 if kernel.adds else 0  # entries of a row that is written
         self.vectors, self.warps, self.long = kernel.vectors, kernel.WARPS, kernel.long
         self.lists_per_warp = kernel.lists_per_warp
         self.lists_per_block = self.warps * self.lists_per_warp
@@ -89,7 +92,7 @@ class SparseRows:
     def __call__(
         self, out: cute.Tensor, table: cute.Tensor, lists: RowLists | ClassLists, stream: Any
     ) -> None:
-        """Write out, dX (N, D) or dW (V, D); `table` is w (V, D) or h (M, D)."""
+        """Write or add to out, dX (N, D) or dW (V, D); `table` is w (V, D) or h (M, D)."""
         slabs = (out.shape[1] // 8 + self.width - 1) // self.width
         blocks = (out.shape[0] + self.lists_per_block - 1) // self.lists_per_block
         self.kernel(out, table, lists, blocks).launch(
@@ -130,7 +133,7 @@ class SparseRows:
                             long_count.iterator, Int32(1), sem="relaxed", scope="cta"
                         )
                         long_rows[place] = row
-                else:
+                elif count >= self.least:
                     acc = self.sum(table, lists, row, begin, Int32(0), count, slab)
                     self.write(acc, out, table, lists, row, slab)
         cute.arch.sync_threads()
@@ -274,6 +277,10 @@ class SparseRows:
                     values[j] = acc[j, v] * scale
                 if target_scale != 0.0:
                     self.add_target(values, of_target, index, target_scale)
+                if cutlass.const_expr(self.least):
+                    before = load_fp32(destination, index)
+                    for j in cutlass.range_constexpr(8):
+                        values[j] = values[j] + before[j]
                 rounded = cute.make_rmem_tensor((8,), out.element_type)
                 rounded.store(values.load().to(out.element_type))
                 cute.autovec_copy(rounded, destination[None, index])

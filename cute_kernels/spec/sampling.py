@@ -48,6 +48,10 @@ class SparseRowsSpec:
 
     long: int = 512
     """Entries beyond which all warps of a thread block share a sum."""
+    out: str | None = None
+    """Dtype of the result, None for `dtype`."""
+    adds: bool = False
+    """Whether to add to what is there; then rows without entries are not touched."""
 
     WARPS: ClassVar[int] = 8
     """Warps of a thread block."""

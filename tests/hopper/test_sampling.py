@@ -235,18 +235,27 @@ def test_hidden_gradient(lanes: int, vectors: int, long: int) -> None:
     [(torch.float16, 1, 512, 328), (torch.bfloat16, 4, 16, 1096)],
     ids=str,
 )
-def test_weight_gradient(dtype: torch.dtype, vectors: int, long: int, hidden: int) -> None:
+@pytest.mark.parametrize("adds", [False, True])
+def test_weight_gradient(
+    dtype: torch.dtype, vectors: int, long: int, hidden: int, adds: bool
+) -> None:
     tokens, vocab, name = 40, 70, str(dtype).removeprefix("torch.")
-    kernel = SparseRowsSpec(ARCH.name, name, "weight", vectors=vectors, long=long)
+    out_type = torch.float32 if adds else dtype
+    out_name = "float32" if adds else None
+    kernel = SparseRowsSpec(ARCH.name, name, "weight", 32, vectors, long, out_name, adds)
     case, h = Entries(tokens, vocab, 20, hot=3), torch.randn(tokens, hidden).to(dtype)
-    want = case.products()
-    want[:, 5:9] = 0
-    of_classes, ranks = want.t().nonzero(as_tuple=True)
-    entries = packed(ranks, want[ranks, of_classes].float())
-    ends = F.pad((want != 0).sum(0).cumsum(0), (1, 0)).int()
+    products = case.products()
+    products[:, 5:9] = 0
+    of_classes, ranks = products.t().nonzero(as_tuple=True)
+    entries = packed(ranks, products[ranks, of_classes].float())
+    ends = F.pad((products != 0).sum(0).cumsum(0), (1, 0)).int()
     assert ends[4] - ends[3] > 16
-    out = torch.full((vocab, hidden), torch.nan).to(dtype)
+    want = products.t() @ h.double()
+    out = torch.full((vocab, hidden), torch.nan).to(out_type)
+    if adds:
+        out = torch.randn(vocab, hidden)
+        out[5:9] = torch.nan
+        want += out.double()
     run(kernel, out, h, (entries, ends))
-    rounding = torch.finfo(dtype).eps / 2
-    exact = want.t() @ h.double()
-    torch.testing.assert_close(out.double(), exact, rtol=1.01 * rounding, atol=1e-5)
+    rounding = 1e-6 if adds else 1.01 * torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(out.double(), want, rtol=rounding, atol=1e-5, equal_nan=adds)
