@@ -286,5 +286,6 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     configs = KernelConfigs(default, gradient, gradient)
     sets += [kernel_set(arch, arch.dtypes[0], configs, variant) for variant in PREBUILT]
     kernels = [kernel for kernels in sets for kernel in kernels.all()]
-    kernels += sampling_kernels(arch, arch.dtypes[0], default, SAMPLES)
+    sampling_default = arch.sampling_default(MANY_TOKENS)
+    kernels += sampling_kernels(arch, arch.dtypes[0], sampling_default, SAMPLES)
     return list(dict.fromkeys(kernels))

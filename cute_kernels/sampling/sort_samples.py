@@ -64,7 +64,7 @@ class SortSamples:
         counts: cute.Tensor,
         threshold: cute.Tensor,
         reference: cute.Tensor,
-        row_scale: cute.Tensor | None,
+        row_scale: Any,
     ) -> None:
         """Sort one row a block."""
         smem = SmemAllocator()

@@ -71,11 +71,18 @@ def test_rows_that_do_not_count_have_no_entries() -> None:
 @pytest.mark.parametrize("samples", [16, 256, 4096])
 def test_compiled_kernels_are_clean(samples: int) -> None:
     """No spills, no serialized MMAs; many samples differ from few in `sort` alone."""
-    kernels = sampling_kernels(ARCH, "bfloat16", ARCH.default(8192), samples)
+    kernels = sampling_kernels(ARCH, "bfloat16", ARCH.sampling_default(8192), samples)
     assert samples < slots_per_row(samples) <= kernels.sort.size < 2 * slots_per_row(samples)
     for kernel in kernels if samples == 256 else [kernels.sort]:
         result, _ = report(kernel)
         assert result.is_clean, result
+
+
+def test_tall_tiles_do_not_sample() -> None:
+    """They would spill registers."""
+    configs = {ARCH.sampling_default(tokens) for tokens in range(1, 2000)}
+    assert max(config.tile_m for config in configs) == 128
+    assert {ARCH.default(tokens).tile_m for tokens in range(1, 2000)} == {64, 128, 192}
 
 
 def test_overflowing_rows_write_no_more_than_their_slots() -> None:
