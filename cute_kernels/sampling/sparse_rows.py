@@ -2,6 +2,7 @@
 
     dX_i = s_i Σ_k value_ik w_(column_ik) + c_i w_(y_i)          over the entries of row i
     dW_v = Σ_k value_vk h_(token_vk)                             over the list of class v
+    dbias_v = Σ_k value_vk
 
 A warp computes a sum, in the order of its entries, for some features at a time; blocks compute
 these features of all rows before the next ones, so that they stay in the L2 cache.  The warps of a
@@ -57,6 +58,8 @@ class ClassLists(NamedTuple):
     """(M,) int64: tokens and values."""
     ends: cute.Tensor
     """(1 + V,) int32: 0, and where the list of each class ends."""
+    bias: cute.Tensor | None
+    """dbias (V,), None without it."""
 
 
 def compile_signature(kernel: spec.SparseRowsSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -64,13 +67,14 @@ def compile_signature(kernel: spec.SparseRowsSpec) -> tuple[Any, tuple[Any, ...]
     dtype, rows, hidden = DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int(divisibility=8)
     out = matrix(DTYPES[kernel.out or kernel.dtype], rows, hidden)
     table = matrix(dtype, cute.sym_int(), hidden)
-    lists: Any = ClassLists(vector(Int64, cute.sym_int()), vector(Int32, cute.sym_int()))
+    bias = vector(Float32, rows) if kernel.bias else None
+    lists: Any = ClassLists(vector(Int64, cute.sym_int()), vector(Int32, cute.sym_int()), bias)
     if kernel.wrt == "hidden":
         scales = vector(Float32, rows), vector(Float32, rows)
         entries = matrix(Int64, rows, cute.sym_int(), aligned=False)
         places = vector(Int64, rows), vector(Int64, rows), Int32(0)
         lists = RowLists(entries, vector(Int32, rows), *scales, *places)
-    assert not kernel.adds or kernel.wrt == "weight"
+    assert kernel.wrt == "weight" or not (kernel.adds or kernel.bias)
     return SparseRows(kernel), (out, table, lists, current_stream())
 
 
@@ -79,6 +83,7 @@ class SparseRows:
 
     def __init__(self, kernel: spec.SparseRowsSpec) -> None:
         self.is_hidden, self.lanes = kernel.wrt == "hidden", kernel.lanes
+        self.bias = kernel.bias
         self.least = 1 if kernel.adds else 0  # entries of a row that is written
         self.vectors, self.warps, self.long = kernel.vectors, kernel.WARPS, kernel.long
         self.lists_per_warp = kernel.lists_per_warp
@@ -108,6 +113,7 @@ class SparseRows:
         smem = SmemAllocator()
         layout = cute.make_layout((8, self.width, self.warps))
         partials = smem.allocate_tensor(Float32, layout, 16)
+        totals = smem.allocate_tensor(Float32, cute.make_layout(self.warps), 16)
         long_rows = smem.allocate_tensor(Int32, cute.make_layout(self.lists_per_block), 16)
         long_count = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
@@ -134,7 +140,8 @@ class SparseRows:
                         )
                         long_rows[place] = row
                 elif count >= self.least:
-                    acc = self.sum(table, lists, row, begin, Int32(0), count, slab)
+                    acc, total = self.sum(table, lists, row, begin, Int32(0), count, slab)
+                    self.write_total(total, lists, row, slab)
                     self.write(acc, out, table, lists, row, slab)
         cute.arch.sync_threads()
         for i in cutlass.range(long_count[0], unroll=1):
@@ -143,9 +150,10 @@ class SparseRows:
             share = (count + self.warps - 1) // self.warps
             start = cutlass.min(warp * share, count)
             end = cutlass.min(start + share, count)
-            acc = self.sum(table, lists, row, begin, start, end, slab)
-            self.add_warps(acc, partials, warp, lane)
+            acc, total = self.sum(table, lists, row, begin, start, end, slab)
+            self.add_warps((acc, total), (partials, totals), warp, lane)
             if warp == 0:
+                self.write_total(total, lists, row, slab)
                 self.write(acc, out, table, lists, row, slab)
             cute.arch.sync_threads()
 
@@ -175,14 +183,17 @@ class SparseRows:
         end: Int32,
         slab: Int32,
     ) -> Any:
-        """Return the sum of the entries from `start` to `end` of a row: (8, vectors) float32.
+        """Return the sum of the entries from `start` to `end` of a row, and that of their values.
 
-        All lanes of a vector return it.  While one batch of entries is added, the next is loaded:
-        the compiler would not keep many loads in flight by itself.
+        The first is (8, vectors) float32, of which lanes of the same vectors return the same.
+        While one batch of entries is added, the next is loaded: the compiler would not keep many
+        loads in flight by itself.
         """
         lane = cute.arch.lane_idx()
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
         acc.fill(0.0)
+        total = cute.make_rmem_tensor((1,), Float32)
+        total.fill(0.0)
         if start < end:
             count, first = end - start, begin + start
             buffers = self.buffer(table), self.buffer(table)
@@ -197,13 +208,14 @@ class SparseRows:
                         following = cutlass.min(place + self.batch + lane, count - 1)
                         ahead = self.entry(lists, row, first + following)
                     if place - self.batch < count:
-                        self.add(acc, buffers[turn])
+                        self.add(acc, total, buffers[turn])
         for step in cutlass.range_constexpr(self.entries_at_once.bit_length() - 1):
             for v in cutlass.range_constexpr(self.vectors):
                 for j in cutlass.range_constexpr(8):
                     other = cute.arch.shuffle_sync_bfly(acc[j, v], offset=self.lanes << step)
                     acc[j, v] = acc[j, v] + other
-        return acc
+            total[0] = total[0] + cute.arch.shuffle_sync_bfly(total[0], offset=self.lanes << step)
+        return acc, total
 
     def buffer(self, table: cute.Tensor) -> Any:
         """Return registers for the vectors of a batch of entries and their factors."""
@@ -232,18 +244,21 @@ class SparseRows:
                 cute.autovec_copy(from_table, vectors[None, v, u])
 
     @cute.jit
-    def add(self, acc: cute.Tensor, buffer: Any) -> None:
+    def add(self, acc: cute.Tensor, total: cute.Tensor, buffer: Any) -> None:
         """Add the entries of a buffer."""
         vectors, factors = buffer
         for u in cutlass.range_constexpr(self.unroll):
+            total[0] = total[0] + factors[u]
             for v in cutlass.range_constexpr(self.vectors):
                 values = widened(vectors[None, v, u])
                 for j in cutlass.range_constexpr(8):
                     acc[j, v] = acc[j, v] + factors[u] * values[j]
 
     @cute.jit
-    def add_warps(self, acc: Any, partials: cute.Tensor, warp: Int32, lane: Int32) -> None:
+    def add_warps(self, sums: Any, memory: Any, warp: Int32, lane: Int32) -> None:
         """Add the sums of all warps, in order, to those of the first."""
+        (acc, total), (partials, totals) = sums, memory
+        totals[warp] = total[0]
         if lane < self.lanes:
             for v in cutlass.range_constexpr(self.vectors):
                 place = v * self.lanes + lane
@@ -251,10 +266,21 @@ class SparseRows:
         cute.arch.sync_threads()
         if warp == 0:
             for other in cutlass.range(1, self.warps, unroll=1):
+                total[0] = total[0] + totals[other]
                 for v in cutlass.range_constexpr(self.vectors):
                     place = v * self.lanes + lane % self.lanes
                     for j in cutlass.range_constexpr(8):
                         acc[j, v] = acc[j, v] + partials[j, place, other]
+
+    @cute.jit
+    def write_total(self, total: cute.Tensor, lists: Any, row: Int32, slab: Int32) -> None:
+        """Write the sum of a row's values."""
+        if cutlass.const_expr(self.bias):
+            before = Float32(0.0)
+            if cutlass.const_expr(self.least):
+                before = lists.bias[row]
+            if slab == 0 and cute.arch.lane_idx() == 0:
+                lists.bias[row] = before + total[0]
 
     @cute.jit
     def write(

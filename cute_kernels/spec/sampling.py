@@ -52,6 +52,8 @@ class SparseRowsSpec:
     """Dtype of the result, None for `dtype`."""
     adds: bool = False
     """Whether to add to what is there; then rows without entries are not touched."""
+    bias: bool = False
+    """Whether to sum the values of classes, too: the gradient of a bias."""
 
     WARPS: ClassVar[int] = 8
     """Warps of a thread block."""

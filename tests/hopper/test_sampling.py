@@ -249,7 +249,7 @@ def test_weight_gradient(
     tokens, vocab, name = 40, 70, str(dtype).removeprefix("torch.")
     out_type = torch.float32 if adds else dtype
     out_name = "float32" if adds else None
-    kernel = SparseRowsSpec(ARCH.name, name, "weight", 32, vectors, long, out_name, adds)
+    kernel = SparseRowsSpec(ARCH.name, name, "weight", 32, vectors, long, out_name, adds, True)
     case, h = Entries(tokens, vocab, 20, hot=3), torch.randn(tokens, hidden).to(dtype)
     products = case.products()
     products[:, 5:9] = 0
@@ -263,6 +263,9 @@ def test_weight_gradient(
         out = torch.randn(vocab, hidden)
         out[5:9] = torch.nan
         want += out.double()
-    run(kernel, out, h, (entries, ends))
+    bias = torch.randn(vocab)
+    total = products.sum(0) + (bias.double() if adds else 0)
+    run(kernel, out, h, (entries, ends, bias))
+    torch.testing.assert_close(bias.double(), total, rtol=1e-6, atol=1e-5)
     rounding = 1e-6 if adds else 1.01 * torch.finfo(dtype).eps / 2
     torch.testing.assert_close(out.double(), want, rtol=rounding, atol=1e-5, equal_nan=adds)
