@@ -5,13 +5,14 @@ This module does not import the DSL.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar, NamedTuple
 
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.config import KernelConfigs
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import LOW_BITS, can_keep
 from cutefce.cute_kernels.spec import (
     AddTargetsSpec,
@@ -22,6 +23,8 @@ from cutefce.cute_kernels.spec import (
     GradGemmSpec,
     KeptSumsSpec,
     KernelSpec,
+    ListSamplesSpec,
+    PrepareSamplesSpec,
     ProjectExpSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
@@ -29,10 +32,18 @@ from cutefce.cute_kernels.spec import (
     ScaleKeptSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
+    SortSamplesSpec,
     SortTargetsSpec,
+    SparseRowsSpec,
     TargetLogitSpec,
 )
-from cutefce.cute_kernels.variant import PLAIN, PREBUILT, KernelVariant
+from cutefce.cute_kernels.variant import (
+    IDENTITY,
+    PLAIN,
+    PREBUILT,
+    KernelVariant,
+    LogitTransform,
+)
 
 
 @dataclass(frozen=True)
@@ -232,6 +243,48 @@ def kernel_set(
     )
 
 
+class SamplingKernels(NamedTuple):
+    """What a call with sampled gradients launches beside the kernels of exact statistics."""
+
+    prepare: PrepareSamplesSpec
+    project_exp: ProjectExpSpec
+    """Row sums, and the entries."""
+    sort: SortSamplesSpec
+    list_classes: ListSamplesSpec
+    """The lists of dW."""
+    grad_hidden: SparseRowsSpec
+    grad_weight: SparseRowsSpec
+
+
+SAMPLES = 256
+"""Entries a row that prebuilt kernels expect at most."""
+
+
+def slots_per_row(samples: int) -> int:
+    """Return the slots K of a row with `samples` entries at most in expectation: 6 deviations more.
+
+    The last summand is for an estimate that is a little too low.
+    """
+    return samples + 6 * math.isqrt(samples) + 32
+
+
+def sampling_kernels(
+    arch: Arch, dtype: str, config: GemmConfig, samples: int, transform: LogitTransform = IDENTITY
+) -> SamplingKernels:
+    """Return the kernels of sampled gradients with `config` of `project_exp`."""
+    name, slots = arch.name, slots_per_row(samples)
+    exact = ProjectExpSpec(name, dtype, config, sums=True, store=False, transform=transform)
+    return SamplingKernels(
+        prepare=PrepareSamplesSpec(name),
+        project_exp=dataclasses.replace(exact, samples=True),
+        sort=SortSamplesSpec(name, 1 << (slots - 1).bit_length(), transform.softcap),
+        list_classes=ListSamplesSpec(name),
+        # 128 features of 131072 classes are 32 MiB, 1024 of 8192 tokens 16
+        grad_hidden=SparseRowsSpec(name, dtype, "hidden", lanes=16),
+        grad_weight=SparseRowsSpec(name, dtype, "weight", vectors=4),
+    )
+
+
 MANY_TOKENS = 8192
 """Tokens whose default configuration the prebuilt variants have."""
 
@@ -249,4 +302,7 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     gradient, default = gradients[0], arch.default(MANY_TOKENS)
     configs = KernelConfigs(default, gradient, gradient)
     sets += [kernel_set(arch, arch.dtypes[0], configs, variant) for variant in PREBUILT]
-    return list(dict.fromkeys(kernel for kernels in sets for kernel in kernels.all()))
+    kernels = [kernel for kernels in sets for kernel in kernels.all()]
+    sampling_default = arch.sampling_default(MANY_TOKENS)
+    kernels += sampling_kernels(arch, arch.dtypes[0], sampling_default, SAMPLES)
+    return list(dict.fromkeys(kernels))

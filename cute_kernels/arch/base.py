@@ -52,6 +52,10 @@ class Arch(ABC):
     def default(self, tokens: int) -> GemmConfig:
         """Return the default configuration of `project_exp` for `tokens` rows."""
 
+    def sampling_default(self, tokens: int) -> GemmConfig:
+        """Return the default configuration of a `project_exp` that samples entries."""
+        return self.default(tokens)
+
     @abstractmethod
     def default_configs(self, tokens: int, hidden: int, num_sms: int) -> KernelConfigs:
         """Return the default configurations of all kernels."""

@@ -142,9 +142,9 @@ class CuteProjection:
         planes, more = self.kernels.row_sums.reductions.planes, None
         if planes:
             more = reference.new_empty(planes, *sums.shape)
-        rows = reference, targets.index, sums, exps, semaphores, _transform(targets, window), more
+        rows = reference, targets.index, sums, exps, semaphores, _transform(targets, window)
         count = row_count(targets.selection, semaphores)
-        launch(h, w, *rows, *count, first, splits, self.clusters)
+        launch(h, w, *rows, more, None, *count, first, splits, self.clusters)
         self._clear(exps, targets)
         return PartialLse(sums, semaphores, more)
 
@@ -206,7 +206,7 @@ class CuteProjection:
         launch, splits = compiled(self.kernels.exps), ceil_div(last - first, self.config.tile_n)
         semaphores = self._take_semaphores(h)
         rows = reference, targets.index, None, exps, semaphores
-        transform = _transform(targets, window), None
+        transform = _transform(targets, window), None, None
         count = row_count(targets.selection, semaphores)
         launch(h, w[first:last], *rows, *transform, *count, first, splits, self.clusters)
         self._clear(exps, targets)
@@ -240,7 +240,7 @@ class CuteProjection:
         w, semaphores = row_range(w, first, last), partial.semaphores
         launch, splits = compiled(self.kernels.repair_exps), self._vocab_splits(h, w)
         rows = stats.reference, targets.index, None, exps, semaphores
-        transform = _transform(targets, (first, last)), None
+        transform = _transform(targets, (first, last)), None, None
         count = row_count(targets.selection, semaphores)
         launch(h, w, *rows, *transform, *count, first, splits, self.clusters)
 

@@ -178,6 +178,7 @@ def _project_exp(
     semaphores: Tensor,
     transform: Transform | None,
     reductions: Tensor | None,
+    samples: None,
     count: Tensor,
     selects: int,
     first: int,
@@ -312,7 +313,7 @@ def _fused_forward(
     sums, semaphores = sums.view(tokens, partials), rest.view(torch.int32)
     places = transform, order, ignored, int(kernel.selects)
     model_of(kernel.target_logit)(h, w, selected, logit, semaphores, *places)
-    more = semaphores, transform, None, counts, int(kernel.selects), 0, vocab_splits, clusters
+    more = semaphores, transform, None, None, counts, int(kernel.selects), 0, vocab_splits, clusters
     model_of(kernel.project_exp)(dense, w, logit, selected, sums, exps, *more)
     scatter = order if kernel.selects and not kernel.stores else None
     results = stats, reduced, semaphores, scatter
