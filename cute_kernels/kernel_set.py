@@ -5,14 +5,13 @@ This module does not import the DSL.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar, NamedTuple
 
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.problem import LOW_BITS, can_keep
 from cutefce.cute_kernels.spec import (
     AddTargetsSpec,
@@ -38,11 +37,9 @@ from cutefce.cute_kernels.spec import (
     TargetLogitSpec,
 )
 from cutefce.cute_kernels.variant import (
-    IDENTITY,
     PLAIN,
     PREBUILT,
     KernelVariant,
-    LogitTransform,
 )
 
 
@@ -256,31 +253,26 @@ class SamplingKernels(NamedTuple):
     grad_weight: SparseRowsSpec
 
 
-SAMPLES = 256
-"""Entries a row that prebuilt kernels expect at most."""
-
-
-def slots_per_row(samples: int) -> int:
-    """Return the slots K of a row with `samples` entries at most in expectation: 6 deviations more.
-
-    The last summand is for an estimate that is a little too low.
-    """
-    return samples + 6 * math.isqrt(samples) + 32
+SAMPLE_SLOTS = 1024
+"""Entries of a row that prebuilt kernels sort at most."""
+MAX_SAMPLE_SLOTS = 4096
+"""Entries of a row that kernels sort at most, in 32 KiB of shared memory."""
 
 
 def sampling_kernels(
-    arch: Arch, dtype: str, config: GemmConfig, samples: int, transform: LogitTransform = IDENTITY
+    arch: Arch, row_sums: ProjectExpSpec, tokens: int, slots: int
 ) -> SamplingKernels:
-    """Return the kernels of sampled gradients with `config` of `project_exp`."""
-    name, slots = arch.name, slots_per_row(samples)
-    exact = ProjectExpSpec(name, dtype, config, sums=True, store=False, transform=transform)
+    """Return the kernels of `tokens` rows with `slots` entries, of a call that has `row_sums`."""
+    name, dtype = arch.name, row_sums.dtype
+    config = arch.sampling_config(row_sums.config, tokens)
+    size = max(2, 1 << (slots - 1).bit_length())
     return SamplingKernels(
         prepare=PrepareSamplesSpec(name),
-        project_exp=dataclasses.replace(exact, samples=True),
-        sort=SortSamplesSpec(name, 1 << (slots - 1).bit_length(), transform.softcap),
+        project_exp=dataclasses.replace(row_sums, config=config, samples=True),
+        sort=SortSamplesSpec(name, size, row_sums.transform.softcap),
         list_classes=ListSamplesSpec(name),
-        # 128 features of 131072 classes are 32 MiB, 1024 of 8192 tokens 16
-        grad_hidden=SparseRowsSpec(name, dtype, "hidden", lanes=16),
+        # the fastest on an H200; 1024 features of 8192 tokens are 16 MiB
+        grad_hidden=SparseRowsSpec(name, dtype, "hidden"),
         grad_weight=SparseRowsSpec(name, dtype, "weight", vectors=4),
     )
 
@@ -303,6 +295,6 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     configs = KernelConfigs(default, gradient, gradient)
     sets += [kernel_set(arch, arch.dtypes[0], configs, variant) for variant in PREBUILT]
     kernels = [kernel for kernels in sets for kernel in kernels.all()]
-    sampling_default = arch.sampling_default(MANY_TOKENS)
-    kernels += sampling_kernels(arch, arch.dtypes[0], sampling_default, SAMPLES)
+    row_sums = kernel_set(arch, arch.dtypes[0], configs).row_sums
+    kernels += sampling_kernels(arch, row_sums, MANY_TOKENS, SAMPLE_SLOTS)
     return list(dict.fromkeys(kernels))

@@ -70,7 +70,9 @@ class Sm90(Arch):
     def default(self, tokens: int) -> GemmConfig:
         return _fastest_project_exp((WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL), tokens)
 
-    def sampling_default(self, tokens: int) -> GemmConfig:
+    def sampling_config(self, config: GemmConfig, tokens: int) -> GemmConfig:
+        if config.tile_m <= WIDE.tile_m:
+            return config
         # with the six rows of a thread of a tall tile, sampling spills registers
         return _fastest_project_exp((WIDE_CLUSTER2, WIDE), tokens)
 

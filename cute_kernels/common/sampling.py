@@ -2,7 +2,7 @@
 
 With an estimate l̂ of a row's log-sum-exp, entry (i, v) is kept with probability
 
-    q_iv = min(1, samples · exp(u_iv - l̂_i))
+    q_iv = min(1, samples · exp(u_iv - l̂_i))          times 1 - (u_iv/κ_i)² with a softcap
 
 where a hash of the seed, the row and the column decides: all arithmetic modulo 2³²,
 
@@ -21,6 +21,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, matrix, vector
+from cutefce.cute_kernels.common.logit_transform import softcap_derivative
 
 ROW_FACTOR, COLUMN_FACTOR = 0x9E3779B1, 0x85EBCA77
 MIX_FACTORS = 0x7FEB352D, 0x846CA68B
@@ -33,7 +34,7 @@ class Samples(NamedTuple):
     """A launch argument of `project_exp`: vectors (N,), which `sampling.prepare_samples` writes."""
 
     threshold: cute.Tensor
-    """Float32: q · 2³² is 2^(u·log2 e - threshold); +inf where the row has no gradient."""
+    """Float32: q · 2³² is 2^(u·log2 e - threshold), but for a softcap; +inf without gradient."""
     row_hash: cute.Tensor
     """Int32: x_i."""
     counts: cute.Tensor
@@ -63,11 +64,13 @@ def mix(x: Uint32) -> Uint32:
 
 
 @cute.jit
-def sample_row(u: cute.Tensor, samples: Any, row: Int32, column: Int32, offsets: Any) -> None:
+def sample_row(
+    u: cute.Tensor, samples: Any, row: Int32, column: Int32, offsets: Any, scale: Any = None
+) -> None:
     """Append what is kept of logits u of one row, whose columns are `column` + `offsets`.
 
-    The entry's place is asked for when it is found and used at the next one: an atomic operation
-    takes as long as many columns.
+    `scale` is κ of the row with a softcap, else None.  The entry's place is asked for when it is
+    found and used at the next one: an atomic operation takes as long as many columns.
     """
     capacity = samples.entries.shape[1]
     threshold, row_hash = samples.threshold[row], Uint32(samples.row_hash[row])
@@ -76,11 +79,17 @@ def sample_row(u: cute.Tensor, samples: Any, row: Int32, column: Int32, offsets:
     first = Uint32(column + samples.shard_start) * Uint32(COLUMN_FACTOR)
     counter, slots = samples.counts.iterator + row, samples.entries[row, None]
     place, entry = Int32(-1), Int64(0)
+    inverse_scale = None
+    if cutlass.const_expr(scale is not None):
+        inverse_scale = cute.arch.rcp_approx(scale)
     for start in cutlass.range_constexpr(0, cute.size(u), GROUP):
         kept = Uint32(0)
         for i in cutlass.range_constexpr(start, min(start + GROUP, cute.size(u))):
             x = mix((first + Uint32(offsets[i] * COLUMN_FACTOR % (1 << 32))) ^ row_hash)
-            if Float32(x) < exp2(u[i] * LOG2_E - threshold):
+            limit = exp2(u[i] * LOG2_E - threshold)
+            if cutlass.const_expr(inverse_scale is not None):
+                limit *= softcap_derivative(u[i], inverse_scale)
+            if Float32(x) < limit:
                 kept = kept | Uint32(1 << (i - start))
         if kept != 0:
             for i in cutlass.range_constexpr(start, min(start + GROUP, cute.size(u))):

@@ -49,8 +49,8 @@ class SortSamples:
     ) -> None:
         """Sort entries (N, K) by column, and put e/q in the place of u.
 
-        e = exp(u - ρ) with `reference` ρ (N,); q is 1 or follows from `threshold` (N,).  With
-        softcap, e is times 1 - (u/κ)², with `row_scale` κ (N,).  Of a row with more than K entries,
+        e = exp(u - ρ) with `reference` ρ (N,), with softcap times 1 - (u/κ)², with `row_scale`
+        κ (N,); q is 1 or e over what `threshold` (N,) says.  Of a row with more than K entries,
         `counts` (N,) becomes -1; K is at most the spec's size.
         """
         self.kernel(entries, counts, threshold, reference, row_scale).launch(
@@ -87,9 +87,10 @@ class SortSamples:
                 if i < count:
                     entry = slots[i]
                     u = number_of(entry)
-                    value = exp2(cute.arch.fmax(u * LOG2_E, least) - base)
+                    value = exp2(u * LOG2_E - base)
                     if cutlass.const_expr(row_scale is not None):
                         value *= softcap_derivative(u, inverse_scale)
+                    value = cute.arch.fmax(value, exp2(least - base))
                     entry = pack(column_of(entry), value)
                 sorted_entries[i] = entry
             self.sort(sorted_entries, thread, count)

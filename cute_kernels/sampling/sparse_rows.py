@@ -2,6 +2,7 @@
 
     dX_i = s_i Σ_k value_ik w_(column_ik) + c_i w_(y_i)          over the entries of row i
     dW_v = Σ_k value_vk h_(token_vk)                             over the list of class v
+           NaN if any row's value is, as with exact gradients
     dbias_v = Σ_k value_vk
 
 A warp computes a sum, in the order of its entries, for some features at a time; blocks compute
@@ -58,6 +59,8 @@ class ClassLists(NamedTuple):
     """(M,) int64: tokens and values."""
     ends: cute.Tensor
     """(1 + V,) int32: 0, and where the list of each class ends."""
+    start: cute.Tensor
+    """(1,) float32 that sums begin with: 0, or NaN where a row's gradient is not defined."""
     bias: cute.Tensor | None
     """dbias (V,), None without it."""
 
@@ -68,7 +71,8 @@ def compile_signature(kernel: spec.SparseRowsSpec) -> tuple[Any, tuple[Any, ...]
     out = matrix(DTYPES[kernel.out or kernel.dtype], rows, hidden)
     table = matrix(dtype, cute.sym_int(), hidden)
     bias = vector(Float32, rows) if kernel.bias else None
-    lists: Any = ClassLists(vector(Int64, cute.sym_int()), vector(Int32, cute.sym_int()), bias)
+    of_classes = vector(Int64, cute.sym_int()), vector(Int32, cute.sym_int()), vector(Float32, 1)
+    lists: Any = ClassLists(*of_classes, bias)
     if kernel.wrt == "hidden":
         scales = vector(Float32, rows), vector(Float32, rows)
         entries = matrix(Int64, rows, cute.sym_int(), aligned=False)
@@ -121,6 +125,9 @@ class SparseRows:
             long_count[0] = Int32(0)
         pdl_wait()
         cute.arch.sync_threads()
+        initial = Float32(0.0)
+        if cutlass.const_expr(not self.is_hidden):
+            initial = lists.start[0]
         block = cute.arch.block_idx()[0]
         slab, rows = block // blocks * self.width, out.shape[0]
         # neighbors, of which many may be long, are in different blocks
@@ -139,8 +146,9 @@ class SparseRows:
                             long_count.iterator, Int32(1), sem="relaxed", scope="cta"
                         )
                         long_rows[place] = row
-                elif count >= self.least:
+                elif count >= self.least or initial != 0.0:
                     acc, total = self.sum(table, lists, row, begin, Int32(0), count, slab)
+                    self.add_initial(acc, total, initial)
                     self.write_total(total, lists, row, slab)
                     self.write(acc, out, table, lists, row, slab)
         cute.arch.sync_threads()
@@ -153,6 +161,7 @@ class SparseRows:
             acc, total = self.sum(table, lists, row, begin, start, end, slab)
             self.add_warps((acc, total), (partials, totals), warp, lane)
             if warp == 0:
+                self.add_initial(acc, total, initial)
                 self.write_total(total, lists, row, slab)
                 self.write(acc, out, table, lists, row, slab)
             cute.arch.sync_threads()
@@ -253,6 +262,15 @@ class SparseRows:
                 values = widened(vectors[None, v, u])
                 for j in cutlass.range_constexpr(8):
                     acc[j, v] = acc[j, v] + factors[u] * values[j]
+
+    @cute.jit
+    def add_initial(self, acc: cute.Tensor, total: cute.Tensor, initial: Float32) -> None:
+        """Add what sums begin with."""
+        if cutlass.const_expr(not self.is_hidden):
+            total[0] = total[0] + initial
+            for v in cutlass.range_constexpr(self.vectors):
+                for j in cutlass.range_constexpr(8):
+                    acc[j, v] = acc[j, v] + initial
 
     @cute.jit
     def add_warps(self, sums: Any, memory: Any, warp: Int32, lane: Int32) -> None:

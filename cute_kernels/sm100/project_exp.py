@@ -221,7 +221,10 @@ class ProjectExpSm100(MainloopSm100):
                     if cutlass.const_expr(rows.samples is not None):
                         if row < scheduler.rows:
                             first = rows.first + n_start
-                            sample_row(z, rows.samples, row, first, range(self.epi_tile_n))
+                            capped, offsets = None, range(self.epi_tile_n)
+                            if cutlass.const_expr(self.softcap):
+                                capped = scale
+                            sample_row(z, rows.samples, row, first, offsets, capped)
                     if cutlass.const_expr(self.store):
                         buffer = self.store_exps(z, (base, scale), e, m_start, n_start, buffer)
                 state.advance()

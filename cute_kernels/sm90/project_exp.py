@@ -299,8 +299,10 @@ class ProjectExpSm90(MainloopSm90):
             for half in cutlass.range_constexpr(2):
                 row = self.row(consumer.tCcC, m_start, m_block, half)
                 if row < scheduler.rows:
-                    u = consumer.acc[(None, half, None), m_block, 0]
-                    sample_row(u, rows.samples, row, column, self.columns)
+                    u, scale = consumer.acc[(None, half, None), m_block, 0], None
+                    if cutlass.const_expr(self.softcap):
+                        scale = rows.transform.row_scale[row]
+                    sample_row(u, rows.samples, row, column, self.columns, scale)
 
     @cute.jit
     def write_partials(

@@ -276,9 +276,15 @@ def every_row(inputs: LossInputs[PartialT, TargetGradT], every: Tensor | None) -
     return RankOne(factor, weighted_sum(inputs.selected(), every))
 
 
-def finish_dbias(dbias: Tensor, targets: Targets, target: Tensor, every: Tensor | None) -> None:
-    """Add the terms of targets (N,) and of every class to the sums of the bias' gradient (V,)."""
-    dbias.index_put_((targets.safe_index,), target, accumulate=True)  # deterministic
+def finish_dbias(
+    dbias: Tensor, targets: Targets, target: Tensor | None, every: Tensor | None
+) -> None:
+    """Add the terms of targets (N,) and of every class to the sums of the bias' gradient (V,).
+
+    Those of targets may be in the sums.
+    """
+    if target is not None:
+        dbias.index_put_((targets.safe_index,), target, accumulate=True)  # deterministic
     if every is not None and targets.terms is not None:
         weight = targets.terms.class_weight
         dbias.add_(every.sum() if weight is None else every.sum() * weight)

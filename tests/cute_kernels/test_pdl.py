@@ -28,7 +28,7 @@ CAPPED = kernel_set(
     Sm90().default_configs(8192, 4096, 132),
     KernelVariant(LogitTransform(row_scale=True, bias=True, softcap=True)),
 )
-SAMPLING = sampling_kernels(Sm90(), "bfloat16", Sm90().default(8192), 256)
+SAMPLING = sampling_kernels(Sm90(), KERNELS.row_sums, 8192, 500)
 KINDS: dict[str, KernelSpec | None] = {
     "sums": KERNELS.row_sums,
     "exps": KERNELS.exps,

@@ -51,6 +51,9 @@ class Sampled:
         self.x = hashes(row_hashes(np.arange(tokens)), columns + shard_start)
         self.u = u
         self.q = np.exp2(u * math.log2(math.e) - self.threshold[:, None] - 32.0)
+        if kernel.transform.softcap:
+            assert case.transform is not None and case.transform[0] is not None
+            self.q *= np.maximum(1 - (u / case.transform[0][:, None]) ** 2, 0)
         self.launch: Launch = case.launch(kernel, vocab_splits=2)
         self.counts = np.zeros(tokens, np.int32)
         self.memory = np.full((tokens, capacity + 1), -1, np.int64)
