@@ -1,6 +1,7 @@
 """Sampled gradients on models of the kernels: the entries and gradients of the portable path."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,14 +9,21 @@ import torch
 from torch import Tensor
 
 import cutefce
+from cutefce.autotune_cache.defaults import PORTABLE_TILES
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.spec import KernelSpec, SelectRowsSpec
 from cutefce.ops.operators import kept
 from cutefce.ops.planning import sample_sizes
+from cutefce.ops.planning.call_problem import CallProblem
+from cutefce.ops.planning.sampled_memory import sampled_bytes
+from cutefce.ops.primitives.dispatch import sampling_unsupported_reason
 from cutefce.ops.strategies import sampled as strategy
 from tests.ops.test_sampled import CASES, GREAT, SAMPLED, SHAPE, TOGETHER, drawn, eager
 from tests.support import sampled as model
-from tests.support.kernel_models import serve_calls
+from tests.support.kernel_models import model_of, serve_calls
+from tests.support.memory import peaks
 from tests.support.options import OptionsCase, options_case
 from tests.support.reference import random_case
 
@@ -106,7 +114,8 @@ def test_worst_cases(
     case = type(random_case(1, 1, 1))(z, w, torch.randint(200, (40,)), torch.ones(40))
     x = OptionsCase(case, {})
     got, want = drawn(x), x.ours(workspace="min")
-    assert torch.equal(got[0], want[0])
+    with torch.no_grad():
+        assert torch.equal(got[0], eager(z, w, case.y, reduction="none"))
     assert all(bool(each.isfinite().all()) for each in got)
     assert float((got[1] - want[1]).norm()) < 0.5 * float(want[1].norm())
 
@@ -207,3 +216,46 @@ def test_outputs_of_log_probs(small_tiles: PortableTiles, monkeypatch: pytest.Mo
         results.append((values.log_probs, h.grad, w.grad, values.entropy))
     torch.testing.assert_close(results[1][3], results[0][3], rtol=1e-4, atol=1e-4)
     assert_same_entries(results[1][:3], results[0][:3])
+
+
+def launches_nothing(kernel: KernelSpec) -> Any:
+    """Return a launch that allocates nothing, and leaves results undefined but for orders."""
+    return model_of(kernel) if isinstance(kernel, SelectRowsSpec) else lambda *_: None
+
+
+@pytest.mark.parametrize("samples", [64, 256])
+@pytest.mark.parametrize(
+    "trained", [(True, True), (True, False), (False, True)], ids=["both", "hidden", "weight"]
+)
+def test_peak_memory_is_predicted(
+    trained: tuple[bool, bool], samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what the host allocates between launches."""
+    tokens, hidden, vocab = 2048, 512, 16384
+    tiles = PORTABLE_TILES["cpu"]
+    serve(monkeypatch, tiles, replacement=launches_nothing)
+    case = random_case(tokens, hidden, vocab, dtype=torch.bfloat16, ignored=0)
+    h, w = (x.requires_grad_(t) for x, t in zip((case.h, case.w), trained, strict=True))
+    wanted = [x for x in (h, w) if x.requires_grad]
+
+    def step() -> None:
+        loss = eager(h, w, case.y, gradient="sampled", samples=samples)
+        torch.autograd.grad(loss, wanted)
+
+    step()
+    (peak,) = peaks([step])
+    peak -= sum(x.nbytes for x in wanted)
+    sizes = tokens, hidden, vocab, "bfloat16", "cuda", *trained, HOPPER.name
+    predicted = sampled_bytes(CallProblem(*sizes, samples=samples), tiles)
+    assert abs(predicted - peak) <= 0.05 * peak, (predicted, peak)
+
+
+def test_what_kernels_cannot_index_is_named() -> None:
+    p = Problem(8192, 4096, 131072, "bfloat16", "cuda", arch=HOPPER.name)
+    assert sampling_unsupported_reason(p, 256) is None
+    reason = sampling_unsupported_reason(p, 4096)
+    assert reason is not None and reason.startswith("samples: got 4096")
+    reason = sampling_unsupported_reason(replace(p, tokens=1 << 20), 256)
+    assert reason is not None and reason.startswith("input: got 1048576 tokens")
+    most = max(s for s in range(16, 4097) if sampling_unsupported_reason(p, s) is None)
+    assert most > 2000
