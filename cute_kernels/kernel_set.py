@@ -253,10 +253,9 @@ class SamplingKernels(NamedTuple):
     grad_weight: SparseRowsSpec
 
 
-SAMPLE_SLOTS = 1024
-"""Entries of a row that prebuilt kernels sort at most."""
-MAX_SAMPLE_SLOTS = 4096
-"""Entries of a row that kernels sort at most, in 32 KiB of shared memory."""
+SORT_SIZES = 256, 1024, 4096
+"""Entries of a row that kernels sort at most, in shared memory of up to 32 KiB."""
+MAX_SAMPLE_SLOTS = SORT_SIZES[-1]
 
 
 def sampling_kernels(
@@ -265,7 +264,7 @@ def sampling_kernels(
     """Return the kernels of `tokens` rows with `slots` entries, of a call that has `row_sums`."""
     name, dtype = arch.name, row_sums.dtype
     config = arch.sampling_config(row_sums.config, tokens)
-    size = max(2, 1 << (slots - 1).bit_length())
+    size = next(size for size in SORT_SIZES if slots <= size)
     return SamplingKernels(
         prepare=PrepareSamplesSpec(name),
         project_exp=dataclasses.replace(row_sums, config=config, samples=True),
@@ -295,6 +294,6 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     configs = KernelConfigs(default, gradient, gradient)
     sets += [kernel_set(arch, arch.dtypes[0], configs, variant) for variant in PREBUILT]
     kernels = [kernel for kernels in sets for kernel in kernels.all()]
-    row_sums = kernel_set(arch, arch.dtypes[0], configs).row_sums
-    kernels += sampling_kernels(arch, row_sums, MANY_TOKENS, SAMPLE_SLOTS)
+    for exact, size in product(sets, SORT_SIZES):
+        kernels += sampling_kernels(arch, exact.row_sums, MANY_TOKENS, size)
     return list(dict.fromkeys(kernels))

@@ -17,6 +17,7 @@ from torch import Tensor
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import SamplingKernels, sampling_kernels
+from cutefce.cute_kernels.spec import SparseRowsSpec
 from cutefce.ops.planning.sample_sizes import expected_limit, slots
 from cutefce.ops.planning.step_memory import added_rows
 from cutefce.ops.primitives.portable_gradients import blocks
@@ -162,7 +163,7 @@ class KernelSamples:
         order: Tensor | None,
     ) -> None:
         """Write s_i Σ (e / q) w_v + c_i w_y of token i to row i, or `order`_i, of out (N, D)."""
-        spec = replace(self.kernels.grad_hidden, out=_dtype_name(out))
+        spec = _with_result(self.kernels.grad_hidden, out)
         factors = coefficients.scale.contiguous(), coefficients.target.contiguous()
         places = targets.index, targets.index if order is None else order, int(order is not None)
         compiled(spec)(out, w, (self.entries, self.counts, *factors, *places))
@@ -232,7 +233,7 @@ class ClassLists:
         self, out: Tensor, h: Tensor, dbias: Tensor | None, first: int, adds: bool = False
     ) -> None:
         spec, bias = self.kernels.grad_weight, dbias is not None
-        spec = replace(spec, out=_dtype_name(out), adds=adds, bias=bias)
+        spec = replace(_with_result(spec, out), adds=adds, bias=bias)
         ends = self.ends[first : first + len(out) + 1]
         compiled(spec)(out, h, (self.entries, ends, self.start, dbias))
 
@@ -246,8 +247,10 @@ def _of_rows(targets: Targets, selection: RowSelection) -> Targets:
     return part
 
 
-def _dtype_name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+def _with_result(spec: SparseRowsSpec, out: Tensor) -> SparseRowsSpec:
+    """Return the kernel whose result has the dtype of `out`."""
+    name = str(out.dtype).removeprefix("torch.")
+    return spec if name == spec.dtype else replace(spec, out=name)
 
 
 def is_in_place(buffer: Tensor, dtype: torch.dtype) -> bool:

@@ -139,7 +139,9 @@ def test_all_tokens_ignored(small_tiles: PortableTiles, monkeypatch: pytest.Monk
         assert all(not each.any() for each in drawn(x, reduction=reduction))
 
 
-@pytest.mark.parametrize("trained", [(True, False, True), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize(
+    "trained", [(True, False, True), (False, True, False), (False, False, True)]
+)
 def test_a_frozen_operand_changes_nothing(
     trained: tuple[bool, ...], small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
