@@ -168,7 +168,9 @@ class KernelSamples:
         places = targets.index, targets.index if order is None else order, int(order is not None)
         compiled(spec)(out, w, (self.entries, self.counts, *factors, *places))
 
-    def by_class(self, targets: Targets, coefficients: RowCoefficients) -> "ClassLists":
+    def by_class(
+        self, targets: Targets, coefficients: RowCoefficients, stats: RowStats
+    ) -> "ClassLists":
         """Return the entries of every class, with s_i e / q, and c_i of its targets."""
         total, vocab = len(self.counts) * (self.entries.shape[1] + 1), targets.vocab
         lists, ends = self.entries.new_empty(total), self.counts.new_empty(1 + vocab)
@@ -178,7 +180,9 @@ class KernelSamples:
         order, maps = (targets.index, 0) if selection is None else (selection.order, 1)
         rows = self.entries, self.counts, targets.index, *factors, order, maps
         compiled(self.kernels.list_classes)(rows, (lists, ends, *between))
-        start = (coefficients.scale * 0).sum(0, keepdim=True)  # NaN if any of them is
+        # NaN if a token has no gradient, which is in the references of float16
+        zeros = coefficients.scale * 0 + torch.where(targets.active, stats.reference, 0) * 0
+        start = zeros.sum(0, keepdim=True)
         return ClassLists(self.kernels, lists, ends, start)
 
 

@@ -102,7 +102,7 @@ def backward(
         dx = _grad_hidden(inputs, samples, coefficients, order)
     if dw is not None or dbias is not None:
         every = None if dw is None else windows.every_row(inputs, coefficients.every)
-        lists, adds = samples.by_class(targets, coefficients), inputs.accumulate_into is not None
+        lists, adds = samples.by_class(targets, coefficients, stats), inputs.accumulate_into is not None
         in_place = dw is not None and is_in_place(dw, h.dtype)
         lists.grad_weight(dw, h, dbias, every, adds=adds, in_place=in_place)
     if dbias is not None:
