@@ -145,6 +145,7 @@ class CuteGradients(RowwiseSteps):
         target_grad: TargetCsr,
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
+        seed: Tensor | None = None,
         *,
         accumulate: bool,
     ) -> None:
@@ -152,7 +153,8 @@ class CuteGradients(RowwiseSteps):
         clusters, semaphores = self._launch_shape(spec, kept.device)
         one = scaled.new_ones(1, dtype=torch.float32)
         targets = *target_grad.pack(0, len(kept)), one
-        operands = exps.t(), scaled.t(), (kept, low), targets, term
+        sums = (kept, low, None) if seed is None else (kept, None, seed)
+        operands = exps.t(), scaled.t(), sums, targets, term
         count = row_count(selection, semaphores)
         compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
 

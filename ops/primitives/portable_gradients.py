@@ -27,6 +27,7 @@ from cutefce.ops.primitives.elementwise import (
     words_of,
 )
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.random_rounding import add_at_random_, keep_at_random_
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -157,18 +158,25 @@ class PortableGradients:
         target_grad: "TargetRows",
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
+        seed: Tensor | None = None,
         *,
         accumulate: bool,
     ) -> None:
         (totals, slots), (factor, row) = target_grad.slots, _operands(rank_one)
         buffer = totals.new_empty(min(self.window, len(kept)), kept.shape[1])
-        words = words_of(kept, low)
+        numbers = torch.arange(len(kept) if seed is not None else 0, device=kept.device).int()
+        words = kept.view(torch.int16) if seed is not None else words_of(kept, low)
         keep = add_to_kept_dw_ if accumulate else keep_dw_
+        keep_at_random = add_at_random_ if accumulate else keep_at_random_
         for rows in blocks(len(kept), self.window):
             sums = buffer[: rows.stop - rows.start]
             matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
             operands = sums, slots[rows], None if factor is None else factor[rows]
-            apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
+            if seed is None:
+                apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
+            else:
+                more = *operands, numbers[rows]
+                apply_rowwise(keep_at_random, words[rows], *more, whole=(totals, row, seed))
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
         apply_rowwise(scale_kept_, words_of(kept, low), low, factor.expand(len(kept)))

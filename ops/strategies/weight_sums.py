@@ -5,6 +5,8 @@ chunk.  So a sum is kept in 20 bits: 16 in the memory of its element of dW, and 
 columns in a byte.  Sums over many chunks are kept in 24 bits, as those of dX are (`hidden_sums`).
 Each chunk adds its products and targets' terms in float32 and rounds to nearest; dW is rounded once
 more, at the end.
+
+Who asks for it has sums in the 16 bits of dW alone, which each chunk rounds at random.
 """
 
 from collections.abc import Callable
@@ -30,14 +32,24 @@ class WeightSums:
     """(V, `low_bytes`) uint8: the low bits of each sum; no rows if `gradient` has the dtype of
     sums."""
     low_bits: int
-    """How many these are: 4 or 8."""
+    """How many these are: 0, 4 or 8."""
+    seeds: Tensor | None = None
+    """(chunks,) int32: those of random rounding; None with low bits."""
 
     @classmethod
-    def empty(cls, gradient: Tensor, dtype: torch.dtype, low_bits: int) -> "WeightSums":
-        """Return uninitialized sums of `dtype` in the memory of `gradient` (V, D)."""
+    def empty(
+        cls, gradient: Tensor, dtype: torch.dtype, low_bits: int, chunks: int = 1
+    ) -> "WeightSums":
+        """Return uninitialized sums over `chunks`, of `dtype`, in the memory of `gradient` (V, D).
+
+        Seeds are torch's next random numbers.
+        """
         rows = len(gradient) if gradient.dtype != dtype else 0
         columns = low_bytes(gradient.shape[1], low_bits)
-        return cls(gradient, gradient.new_empty(rows, columns, dtype=torch.uint8), low_bits)
+        low, seeds = gradient.new_empty(rows, columns, dtype=torch.uint8), None
+        if rows and not low_bits:
+            seeds = gradient.new_empty(chunks, dtype=torch.int32).random_()
+        return cls(gradient, low, low_bits, seeds)
 
     @property
     def kept(self) -> tuple[Tensor, Tensor]:
@@ -57,11 +69,13 @@ class WeightSums:
         rank_one: RankOne | None,
         selection: RowSelection | None,
         *,
-        accumulate: bool,
+        chunk: int,
     ) -> None:
-        """Write a chunk's part of dW, or add it if `accumulate`; see `Gradients.keep_dw`."""
+        """Write the part of dW of chunk 0, or add that of `chunk`; see `Gradients.keep_dw`."""
+        accumulate = chunk > 0
         if len(self.low):
-            operands: Any = exps, scaled, target_grad, rank_one, selection
+            seed = None if self.seeds is None else self.seeds[chunk : chunk + 1]
+            operands: Any = exps, scaled, target_grad, rank_one, selection, seed
             gradients.keep_dw(*self.kept, *operands, accumulate=accumulate)
         else:
             more: Any = {"accumulate": accumulate, "selection": selection}
@@ -70,7 +84,7 @@ class WeightSums:
 
     def finish(self, gradients: Gradients[TargetGradT], factor: Tensor) -> Tensor:
         """Return dW, `factor` () times the sums, which it overwrites."""
-        if len(self.low):
+        if len(self.low) and self.seeds is None:
             gradients.finish_kept_dw(*self.kept, factor)
         else:
             self.gradient.mul_(factor)

@@ -480,7 +480,8 @@ def _grad_gemm(
     if kernel.final:
         out[:] = product.to(out.dtype)
     elif kernel.kept:
-        kept, low = out
+        kept, low, seed = out
+        assert seed is None
         split_sums(kept, low, product if overwrite else joined_sums(kept, low) + product)
     else:
         out[:] = product if overwrite else out + product
