@@ -68,6 +68,8 @@ class Problem:
     grad_bias: bool = False
     wide_grad_weight: bool = False
     """Whether dW is in the dtype of sums, as of a float32 weight beside 16-bit hidden states."""
+    random_sums: bool = False
+    """Whether dW's sums over chunks of tokens have 16 bits, rounded at random."""
     tile_copies: int = 0
     """Copies of a tile of logits that options of the loss make in plain torch."""
 

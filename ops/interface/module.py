@@ -42,6 +42,7 @@ class LinearCrossEntropyLoss(nn.Module):
         logit_scale: float = 1.0,
         softcap: float | None = None,
         workspace: int | str | None = None,
+        accum_dtype: torch.dtype | None = None,
     ) -> None:
         """Make the head; the parameters are those of torch's module and of the function."""
         super().__init__()
@@ -55,6 +56,7 @@ class LinearCrossEntropyLoss(nn.Module):
             "reduction": reduction,
             "weight": weight,
             "out_features": out_features,
+            "accum_dtype": accum_dtype,
             **numbers,
         }.items():
             checks.check_type(name, value)
@@ -64,6 +66,7 @@ class LinearCrossEntropyLoss(nn.Module):
         checks.workspace_bytes(workspace)
         checks.refuse_unserved(options=options)
         option_checks.check_numbers(**numbers)
+        option_checks.check_accum_dtype(accum_dtype)
         self.out_features = tuple(out_features)
         rows = math.prod(self.out_features, start=num_classes)
         self.linear = nn.Linear(in_features, rows, bias=bias, device=device, dtype=dtype)
@@ -76,6 +79,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.logit_scale = logit_scale
         self.softcap = softcap
         self.workspace = workspace
+        self.accum_dtype = accum_dtype
 
     def forward(
         self,
@@ -111,6 +115,7 @@ class LinearCrossEntropyLoss(nn.Module):
             workspace=self.workspace,
             denominator=denominator,
             accumulate_into=accumulate_into,
+            accum_dtype=self.accum_dtype,
         )
 
     def extra_repr(self) -> str:
@@ -123,6 +128,7 @@ class LinearCrossEntropyLoss(nn.Module):
                 ("z_loss", 0.0),
                 ("logit_scale", 1.0),
                 ("softcap", None),
+                ("accum_dtype", None),
             )
             if getattr(self, name) != default
         }

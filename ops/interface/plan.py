@@ -23,6 +23,7 @@ def plan(
     reduction: str = "mean",
     workspace: int | str | None = None,
     accumulate_into: Tensor | None = None,
+    accum_dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
@@ -38,6 +39,7 @@ def plan(
         reduction: as for the call, and so are the other arguments.
         workspace: peak memory, as for the call.
         accumulate_into: buffer of the weight's gradient, as for the call.
+        accum_dtype: dtype of the sums of the weight's gradient, as for the call.
         group: process group over which the vocabulary is sharded.
         shards: rows of every rank's weight.
         sequence_parallel: whether input holds this rank's share of the tokens.
@@ -50,6 +52,7 @@ def plan(
         linear_weight=linear_weight,
         reduction=reduction,
         accumulate_into=accumulate_into,
+        accum_dtype=accum_dtype,
         shards=shards,
         sequence_parallel=sequence_parallel,
     )
@@ -57,11 +60,12 @@ def plan(
         raise wrong
     target = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
     call = localize(input, linear_weight, target, group, shards, sequence_parallel)
-    options, tensors = LossOptions(reduction), TensorOptions()
+    options, tensors = LossOptions(reduction, accum_dtype=accum_dtype), TensorOptions()
     sharding = Sharding(call.group, call.shards, call.sequence_parallel)
     options.check()
     sharding.ranks()
     h, w = autocast(call.h, call.w)
+    option_checks.check_accumulates_in(accum_dtype, h, w, accumulate_into is not None)
     if is_mixed(h, w):
         w = w.detach().to(h.dtype).requires_grad_(w.requires_grad)
         tensors = TensorOptions(weight_cast=w if w.requires_grad else None)

@@ -20,7 +20,12 @@ from cutefce.cute_kernels.schedule.order import choose_k_splits
 from cutefce.cute_kernels.spec import GradGemmSpec, SortTargetsSpec
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, with_rank_one
-from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetRows, matmul_into
+from cutefce.ops.primitives.portable_gradients import (
+    PortableGradients,
+    TargetRows,
+    matmul_into,
+    scale_at_random,
+)
 from cutefce.ops.primitives.row_selection import gather_rows, row_count, row_range
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.selection import RowSelection
@@ -158,7 +163,12 @@ class CuteGradients(RowwiseSteps):
         count = row_count(selection, semaphores)
         compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
 
-    def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
+    def finish_kept_dw(
+        self, kept: Tensor, low: Tensor, factor: Tensor, seed: Tensor | None = None
+    ) -> None:
+        if seed is not None:
+            scale_at_random(kept, factor, seed)
+            return
         spec = self.grad_weight.finish_kept[_low_bits(kept, low)]
         compiled(spec)(kept, low, factor.view(1))
 

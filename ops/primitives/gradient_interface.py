@@ -156,8 +156,13 @@ class Gradients(Protocol[TargetGradT]):
         """
         ...
 
-    def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        """Write `factor` () times the sums of `keep_dw` to `kept` (V, D), rounded once."""
+    def finish_kept_dw(
+        self, kept: Tensor, low: Tensor, factor: Tensor, seed: Tensor | None = None
+    ) -> None:
+        """Write `factor` () times the sums of `keep_dw` to `kept` (V, D), rounded once.
+
+        With a `seed` (1,), `keep_dw` had one, and rounding is at random too.
+        """
         ...
 
     def add_target_grad(

@@ -27,7 +27,7 @@ from cutefce.ops.primitives.elementwise import (
     words_of,
 )
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
-from cutefce.ops.rows.random_rounding import add_at_random_, keep_at_random_
+from cutefce.ops.rows.random_rounding import add_at_random_, keep_at_random_, scale_at_random_
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -164,7 +164,7 @@ class PortableGradients:
     ) -> None:
         (totals, slots), (factor, row) = target_grad.slots, _operands(rank_one)
         buffer = totals.new_empty(min(self.window, len(kept)), kept.shape[1])
-        numbers = torch.arange(len(kept) if seed is not None else 0, device=kept.device).int()
+        numbers = row_numbers(kept) if seed is not None else kept
         words = kept.view(torch.int16) if seed is not None else words_of(kept, low)
         keep = add_to_kept_dw_ if accumulate else keep_dw_
         keep_at_random = add_at_random_ if accumulate else keep_at_random_
@@ -178,7 +178,12 @@ class PortableGradients:
                 more = *operands, numbers[rows]
                 apply_rowwise(keep_at_random, words[rows], *more, whole=(totals, row, seed))
 
-    def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
+    def finish_kept_dw(
+        self, kept: Tensor, low: Tensor, factor: Tensor, seed: Tensor | None = None
+    ) -> None:
+        if seed is not None:
+            scale_at_random(kept, factor, seed)
+            return
         apply_rowwise(scale_kept_, words_of(kept, low), low, factor.expand(len(kept)))
 
     def add_target_grad(
@@ -239,6 +244,17 @@ def _operands(rank_one: RankOne | None) -> tuple[Tensor | None, Tensor | None]:
 def scale_rows(out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
     apply_rowwise(scale_rows_to_, out, x, scale)
+
+
+def scale_at_random(kept: Tensor, factor: Tensor, seed: Tensor) -> None:
+    """Multiply the sums `kept` (V, D) in 16 bits by `factor` (), rounded at random."""
+    rows = row_numbers(kept), factor.expand(len(kept))
+    apply_rowwise(scale_at_random_, kept.view(torch.int16), *rows, whole=(seed,))
+
+
+def row_numbers(kept: Tensor) -> Tensor:
+    """Return the numbers (V,) int32 of the rows of `kept` (V, D)."""
+    return torch.arange(len(kept), device=kept.device, dtype=torch.int32)
 
 
 def scale_by_log(exps: Tensor, a: Tensor, b: Tensor) -> None:

@@ -38,6 +38,12 @@ def add_at_random_(halves: Tensor, sums: Tensor, *rest: Tensor | None) -> None:
     keep_at_random_(halves, before.add_(sums), *rest)  # type: ignore[arg-type]
 
 
+def scale_at_random_(halves: Tensor, rows: Tensor, scale: Tensor, seed: Tensor) -> None:
+    """Multiply what `halves` (R, D) keep by `scale` (R,), rounded at random; 1 changes nothing."""
+    sums = halves.to(torch.int32).bitwise_left_shift_(16).view(torch.float32)
+    round_at_random_(halves, sums.mul_(scale[:, None]), rows, seed)
+
+
 def round_at_random_(halves: Tensor, sums: Tensor, rows: Tensor, seed: Tensor) -> None:
     """Write float32 `sums` (R, D), rounded to 16 bits, to `halves` (R, D) int16."""
     columns = torch.arange(sums.shape[1], device=sums.device, dtype=torch.int32)

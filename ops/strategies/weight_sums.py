@@ -34,7 +34,7 @@ class WeightSums:
     low_bits: int
     """How many these are: 0, 4 or 8."""
     seeds: Tensor | None = None
-    """(chunks,) int32: those of random rounding; None with low bits."""
+    """(chunks + 1,) int32: those of random rounding, also at the end; None with low bits."""
 
     @classmethod
     def empty(
@@ -48,7 +48,7 @@ class WeightSums:
         columns = low_bytes(gradient.shape[1], low_bits)
         low, seeds = gradient.new_empty(rows, columns, dtype=torch.uint8), None
         if rows and not low_bits:
-            seeds = gradient.new_empty(chunks, dtype=torch.int32).random_()
+            seeds = gradient.new_empty(chunks + 1, dtype=torch.int32).random_()
         return cls(gradient, low, low_bits, seeds)
 
     @property
@@ -84,8 +84,9 @@ class WeightSums:
 
     def finish(self, gradients: Gradients[TargetGradT], factor: Tensor) -> Tensor:
         """Return dW, `factor` () times the sums, which it overwrites."""
-        if len(self.low) and self.seeds is None:
-            gradients.finish_kept_dw(*self.kept, factor)
+        if len(self.low):
+            seed = None if self.seeds is None else self.seeds[-1:]
+            gradients.finish_kept_dw(*self.kept, factor, seed)
         else:
             self.gradient.mul_(factor)
         return self.gradient
