@@ -44,6 +44,8 @@ def plan(
         shards: rows of every rank's weight.
         sequence_parallel: whether input holds this rank's share of the tokens.
 
+    More than eight parameters: they are those of `linear_cross_entropy`.
+
     Returns:
         Strategy, window, columns aliased and kept, and predicted memory (bytes) and time (seconds).
     """

@@ -150,7 +150,6 @@ class CuteGradients(RowwiseSteps):
         target_grad: TargetCsr,
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
-        seed: Tensor | None = None,
         *,
         accumulate: bool,
     ) -> None:
@@ -158,16 +157,14 @@ class CuteGradients(RowwiseSteps):
         clusters, semaphores = self._launch_shape(spec, kept.device)
         one = scaled.new_ones(1, dtype=torch.float32)
         targets = *target_grad.pack(0, len(kept)), one
-        sums = (kept, low, None) if seed is None else (kept, None, seed)
+        sums = (kept, low, None) if low.ndim == 2 else (kept, None, low)
         operands = exps.t(), scaled.t(), sums, targets, term
         count = row_count(selection, semaphores)
         compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
 
-    def finish_kept_dw(
-        self, kept: Tensor, low: Tensor, factor: Tensor, seed: Tensor | None = None
-    ) -> None:
-        if seed is not None:
-            scale_at_random(kept, factor, seed)
+    def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
+        if low.ndim == 1:
+            scale_at_random(kept, factor, low)
             return
         spec = self.grad_weight.finish_kept[_low_bits(kept, low)]
         compiled(spec)(kept, low, factor.view(1))
@@ -208,8 +205,8 @@ class CuteGradients(RowwiseSteps):
 
 
 def _low_bits(kept: Tensor, low: Tensor) -> int:
-    """Return the low bits of each sum whose upper half is in `kept` (V, D)."""
-    return 8 * low.shape[1] // kept.shape[1]
+    """Return the low bits of each sum that `kept` (V, D) begins; 0 if `low` is a seed."""
+    return 8 * low.shape[1] // kept.shape[1] if low.ndim == 2 else 0
 
 
 def grad_hidden_kernel(kernels: KernelSet, columns: int) -> GradGemmSpec | None:

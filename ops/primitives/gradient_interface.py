@@ -144,24 +144,21 @@ class Gradients(Protocol[TargetGradT]):
         target_grad: TargetGradT,
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
-        seed: Tensor | None = None,
         *,
         accumulate: bool,
     ) -> None:
         """Keep what `finish_dw` rounds, of a `grad_scale` of 1, in `kept` (V, D) and `low`.
 
         It is added to what they hold if `accumulate`.  `low` is (V, D) or (V, D / 2) uint8, see
-        `primitives.elementwise.split_` for what is kept.  With a `seed` (1,) int32 it is (V, 0),
-        and what is kept is rounded at random, see `rows.random_rounding`.
+        `primitives.elementwise.split_` for what is kept; or a seed (1,) int32, with which that is
+        rounded to 16 bits at random, see `rows.random_rounding`.
         """
         ...
 
-    def finish_kept_dw(
-        self, kept: Tensor, low: Tensor, factor: Tensor, seed: Tensor | None = None
-    ) -> None:
+    def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
         """Write `factor` () times the sums of `keep_dw` to `kept` (V, D), rounded once.
 
-        With a `seed` (1,), `keep_dw` had one, and rounding is at random too.
+        If `low` is a seed, at random.
         """
         ...
 

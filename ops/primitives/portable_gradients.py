@@ -26,8 +26,8 @@ from cutefce.ops.primitives.elementwise import (
     split_,
     words_of,
 )
+from cutefce.ops.rows import random_rounding
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
-from cutefce.ops.rows.random_rounding import add_at_random_, keep_at_random_, scale_at_random_
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -158,33 +158,31 @@ class PortableGradients:
         target_grad: "TargetRows",
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
-        seed: Tensor | None = None,
         *,
         accumulate: bool,
     ) -> None:
         (totals, slots), (factor, row) = target_grad.slots, _operands(rank_one)
         buffer = totals.new_empty(min(self.window, len(kept)), kept.shape[1])
-        numbers = row_numbers(kept) if seed is not None else kept
-        words = kept.view(torch.int16) if seed is not None else words_of(kept, low)
+        words = words_of(kept, low)
         keep = add_to_kept_dw_ if accumulate else keep_dw_
-        keep_at_random = add_at_random_ if accumulate else keep_at_random_
+        keep_at_random = (
+            random_rounding.add_at_random_ if accumulate else random_rounding.keep_at_random_
+        )
         for rows in blocks(len(kept), self.window):
             sums = buffer[: rows.stop - rows.start]
             matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
             operands = sums, slots[rows], None if factor is None else factor[rows]
-            if seed is None:
+            if low.ndim == 2:
                 apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
             else:
-                more = *operands, numbers[rows]
-                apply_rowwise(keep_at_random, words[rows], *more, whole=(totals, row, seed))
+                own = words[rows], *operands, random_rounding.row_numbers(kept)[rows]
+                apply_rowwise(keep_at_random, *own, whole=(totals, row, low))
 
-    def finish_kept_dw(
-        self, kept: Tensor, low: Tensor, factor: Tensor, seed: Tensor | None = None
-    ) -> None:
-        if seed is not None:
-            scale_at_random(kept, factor, seed)
-            return
-        apply_rowwise(scale_kept_, words_of(kept, low), low, factor.expand(len(kept)))
+    def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
+        if low.ndim == 2:
+            apply_rowwise(scale_kept_, words_of(kept, low), low, factor.expand(len(kept)))
+        else:
+            scale_at_random(kept, factor, low)
 
     def add_target_grad(
         self,
@@ -248,13 +246,8 @@ def scale_rows(out: Tensor, x: Tensor, scale: Tensor) -> None:
 
 def scale_at_random(kept: Tensor, factor: Tensor, seed: Tensor) -> None:
     """Multiply the sums `kept` (V, D) in 16 bits by `factor` (), rounded at random."""
-    rows = row_numbers(kept), factor.expand(len(kept))
-    apply_rowwise(scale_at_random_, kept.view(torch.int16), *rows, whole=(seed,))
-
-
-def row_numbers(kept: Tensor) -> Tensor:
-    """Return the numbers (V,) int32 of the rows of `kept` (V, D)."""
-    return torch.arange(len(kept), device=kept.device, dtype=torch.int32)
+    rows = random_rounding.row_numbers(kept), factor.expand(len(kept))
+    apply_rowwise(random_rounding.scale_at_random_, kept.view(torch.int16), *rows, whole=(seed,))
 
 
 def scale_by_log(exps: Tensor, a: Tensor, b: Tensor) -> None:

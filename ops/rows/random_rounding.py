@@ -11,6 +11,11 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import NOISE_STEPS
 
 
+def row_numbers(kept: Tensor) -> Tensor:
+    """Return the numbers (V,) int32 of the rows of `kept` (V, D)."""
+    return torch.arange(len(kept), device=kept.device, dtype=torch.int32)
+
+
 def keep_at_random_(
     halves: Tensor,
     sums: Tensor,

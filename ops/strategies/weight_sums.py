@@ -56,6 +56,12 @@ class WeightSums:
         """The sums' upper halves (V, D) and their low bits, (V, D) bytes or (V, D / 2)."""
         return self.gradient, self.low[:, : self.gradient.shape[1] * self.low_bits // 8]
 
+    def _kept(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the upper halves and the low bits, or the seed of this number."""
+        if self.seeds is None:
+            return self.kept
+        return self.gradient, self.seeds.view(-1, 1)[number]
+
     def map(self, function: Callable[[Tensor], Tensor]) -> "WeightSums":
         """Return the sums with `function` of each tensor."""
         return replace(self, gradient=function(self.gradient), low=function(self.low))
@@ -74,9 +80,8 @@ class WeightSums:
         """Write the part of dW of chunk 0, or add that of `chunk`; see `Gradients.keep_dw`."""
         accumulate = chunk > 0
         if len(self.low):
-            seed = None if self.seeds is None else self.seeds[chunk : chunk + 1]
-            operands: Any = exps, scaled, target_grad, rank_one, selection, seed
-            gradients.keep_dw(*self.kept, *operands, accumulate=accumulate)
+            operands: Any = exps, scaled, target_grad, rank_one, selection
+            gradients.keep_dw(*self._kept(chunk), *operands, accumulate=accumulate)
         else:
             more: Any = {"accumulate": accumulate, "selection": selection}
             gradients.add_grad_weight(self.gradient, exps, scaled, **more)
@@ -85,8 +90,7 @@ class WeightSums:
     def finish(self, gradients: Gradients[TargetGradT], factor: Tensor) -> Tensor:
         """Return dW, `factor` () times the sums, which it overwrites."""
         if len(self.low):
-            seed = None if self.seeds is None else self.seeds[-1:]
-            gradients.finish_kept_dw(*self.kept, factor, seed)
+            gradients.finish_kept_dw(*self._kept(-1), factor)
         else:
             self.gradient.mul_(factor)
         return self.gradient
