@@ -93,8 +93,10 @@ class KernelSet:
     """dW in one pass; None if cuBLAS and elementwise passes compute it."""
     grad_weight_accumulate: GradGemmSpec | None
     """Adds to the sums of dW."""
+    grad_weight_keep_16: GradGemmSpec | None
+    """Adds to the sums of dW that are rounded to 16 bits at random."""
     grad_weight_keep_20: GradGemmSpec | None
-    """Adds to the sums of dW that are kept in 20 bits."""
+    """Adds to those in 20 bits."""
     grad_weight_keep_24: GradGemmSpec | None
     """Adds to those in 24 bits."""
     finish_kept_weight_20: ScaleKeptSpec | None
@@ -110,12 +112,12 @@ class KernelSet:
     def grad_weight_kernels(self) -> "GradWeightKernels | None":
         """The kernels of dW, None on architectures without them."""
         final, accumulate = self.grad_weight, self.grad_weight_accumulate
-        keeps = self.grad_weight_keep_20, self.grad_weight_keep_24
+        keeps = self.grad_weight_keep_16, self.grad_weight_keep_20, self.grad_weight_keep_24
         finishes = self.finish_kept_weight_20, self.finish_kept_weight_24
         add, sort = self.add_targets, self.sort_targets
         if not (final and accumulate and add and sort):
             return None
-        keep = {kernel.low_bits: kernel for kernel in keeps if kernel}
+        keep = {kernel.low_bits or 0: kernel for kernel in keeps if kernel}
         finish_kept = {kernel.low_bits: kernel for kernel in finishes if kernel}
         return GradWeightKernels(final, accumulate, keep, finish_kept, add, sort)
 
@@ -130,6 +132,7 @@ class KernelSet:
         "finish_kept",
         "grad_hidden_again",
         "grad_weight_accumulate",
+        "grad_weight_keep_16",
         "grad_weight_keep_20",
         "grad_weight_keep_24",
         "finish_kept_weight_20",
@@ -175,7 +178,7 @@ def kernel_set(
     )
     forward = FusedForwardSpec(*project_exp, transform)
     weight = accumulate = add_targets = sort_targets = None
-    keep: Sequence[GradGemmSpec | None] = [None] * len(LOW_BITS)
+    keep: Sequence[GradGemmSpec | None] = [None] * 3
     finish_kept: Sequence[ScaleKeptSpec | None] = [None] * len(LOW_BITS)
     storing = backward = None
     again = hidden
@@ -185,7 +188,7 @@ def kernel_set(
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
         accumulate = dataclasses.replace(weight, final=False)
         config = arch.kept_sums_config
-        keep = [dataclasses.replace(accumulate, config=config, low_bits=n) for n in LOW_BITS]
+        keep = [dataclasses.replace(accumulate, config=config, low_bits=n) for n in (0, *LOW_BITS)]
         finish_kept = [ScaleKeptSpec(arch.name, dtype, n) for n in LOW_BITS]
         add_targets, sort_targets = AddTargetsSpec(arch.name, dtype), SortTargetsSpec(arch.name)
         if variant == PLAIN:
@@ -223,8 +226,9 @@ def kernel_set(
         grad_hidden_again=again,
         grad_weight=weight,
         grad_weight_accumulate=accumulate,
-        grad_weight_keep_20=keep[0],
-        grad_weight_keep_24=keep[1],
+        grad_weight_keep_16=keep[0],
+        grad_weight_keep_20=keep[1],
+        grad_weight_keep_24=keep[2],
         finish_kept_weight_20=finish_kept[0],
         finish_kept_weight_24=finish_kept[1],
         add_targets=add_targets,

@@ -39,6 +39,7 @@ def linear_cross_entropy(
     workspace: int | str | None = None,
     denominator: Tensor | float | None = None,
     accumulate_into: Tensor | None = None,
+    accum_dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
@@ -71,6 +72,7 @@ def linear_cross_entropy(  # type: ignore[misc]
     workspace: int | str | None = None,
     denominator: Tensor | float | None = None,
     accumulate_into: Tensor | None = None,
+    accum_dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
@@ -117,6 +119,9 @@ def linear_cross_entropy(  # type: ignore[misc]
         accumulate_into: (V, D) contiguous buffer to which the backward adds the gradient of
             linear_weight, in the dtype of sums (float32, or float64) or that of the products; the
             weight itself then gets none.  Of a rank's own rows, with `group`.
+        accum_dtype: torch.bfloat16 keeps the sums of linear_weight's gradient over chunks of tokens
+            in its own memory, rounded at random: unbiased, in less memory and time, with a larger
+            error.  None keeps more bits.  For bfloat16 alone, not with `accumulate_into`.
         group: process group whose ranks hold consecutive parts (V_k, D) of the weight, in rank
             order, and of the bias.  Targets are global ids; they and all other arguments, weight
             (V,) of all classes too, are the same on every rank, and so are the loss and the
@@ -155,6 +160,8 @@ def linear_cross_entropy(  # type: ignore[misc]
         given["weight"] = weight
     if accumulate_into is not None:
         given["accumulate_into"] = accumulate_into
+    if accum_dtype is not None:
+        given["accum_dtype"] = accum_dtype
     if token_weights is not None:
         given["token_weights"] = token_weights
     if softcap is not None:

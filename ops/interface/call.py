@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
-from cutefce.ops.interface import call_cache, checks
+from cutefce.ops.interface import call_cache, checks, option_checks
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossOptions,
@@ -148,7 +148,9 @@ def _evaluate(
         options.check()
         checks.check_tensors(h, w, y, ranks if sharding.sequence_parallel else 1)
         sharding.check(w)
-        if tensors.accumulate_into is not None:
+        adds = tensors.accumulate_into is not None
+        option_checks.check_accumulates_in(options.accum_dtype, h, own, adds)
+        if adds:
             checks.check_accumulates(own)
         if not tensors.is_plain:
             tensors.check(h, w, y, options, sharding.vocab(w))

@@ -44,6 +44,7 @@ class LinearCrossEntropyLoss(nn.Module):
         gradient: str = "exact",
         samples: int = 256,
         workspace: int | str | None = None,
+        accum_dtype: torch.dtype | None = None,
     ) -> None:
         """Make the head; the parameters are those of torch's module and of the function."""
         super().__init__()
@@ -59,6 +60,7 @@ class LinearCrossEntropyLoss(nn.Module):
             "out_features": out_features,
             "gradient": gradient,
             "samples": samples,
+            "accum_dtype": accum_dtype,
             **numbers,
         }.items():
             checks.check_type(name, value)
@@ -69,6 +71,7 @@ class LinearCrossEntropyLoss(nn.Module):
         checks.refuse_unserved(options=options)
         option_checks.check_numbers(**numbers)
         option_checks.check_sampling(gradient, samples)
+        option_checks.check_accum_dtype(accum_dtype)
         self.out_features = tuple(out_features)
         rows = math.prod(self.out_features, start=num_classes)
         self.linear = nn.Linear(in_features, rows, bias=bias, device=device, dtype=dtype)
@@ -83,6 +86,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.gradient = gradient
         self.samples = samples
         self.workspace = workspace
+        self.accum_dtype = accum_dtype
 
     def forward(
         self,
@@ -120,6 +124,7 @@ class LinearCrossEntropyLoss(nn.Module):
             workspace=self.workspace,
             denominator=denominator,
             accumulate_into=accumulate_into,
+            accum_dtype=self.accum_dtype,
         )
 
     def extra_repr(self) -> str:
@@ -134,6 +139,7 @@ class LinearCrossEntropyLoss(nn.Module):
                 ("softcap", None),
                 ("gradient", "exact"),
                 ("samples", 256),
+                ("accum_dtype", None),
             )
             if getattr(self, name) != default
         }

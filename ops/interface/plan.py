@@ -25,6 +25,7 @@ def plan(
     samples: int = 256,
     workspace: int | str | None = None,
     accumulate_into: Tensor | None = None,
+    accum_dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
@@ -42,6 +43,7 @@ def plan(
         samples: entries of a token that sampled gradients expect to keep, at most.
         workspace: peak memory, as for the call.
         accumulate_into: buffer of the weight's gradient, as for the call.
+        accum_dtype: dtype of the sums of the weight's gradient, as for the call.
         group: process group over which the vocabulary is sharded.
         shards: rows of every rank's weight.
         sequence_parallel: whether input holds this rank's share of the tokens.
@@ -58,6 +60,7 @@ def plan(
         gradient=gradient,
         samples=samples,
         accumulate_into=accumulate_into,
+        accum_dtype=accum_dtype,
         shards=shards,
         sequence_parallel=sequence_parallel,
     )
@@ -65,11 +68,13 @@ def plan(
         raise wrong
     target = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
     call = localize(input, linear_weight, target, group, shards, sequence_parallel)
-    options, tensors = LossOptions(reduction, gradient=gradient, samples=samples), TensorOptions()
+    options = LossOptions(reduction, gradient=gradient, samples=samples, accum_dtype=accum_dtype)
+    tensors = TensorOptions()
     sharding = Sharding(call.group, call.shards, call.sequence_parallel)
     options.check()
     sharding.ranks()
     h, w = autocast(call.h, call.w)
+    option_checks.check_accumulates_in(accum_dtype, h, w, accumulate_into is not None)
     if is_mixed(h, w):
         w = w.detach().to(h.dtype).requires_grad_(w.requires_grad)
         tensors = TensorOptions(weight_cast=w if w.requires_grad else None)

@@ -140,8 +140,8 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     dx = h.new_empty(inputs.tokens if plan.grad_hidden else 0, hidden, dtype=inputs.dx_dtype)
     dw = w.new_empty(len(w) if plan.grad_weight else 0, hidden, dtype=inputs.dw_dtype)
     dbias = loss_scale.new_empty(len(w)) if plan.grad_bias else None
-    dw_sums = WeightSums.empty(dw, dtype, plan.low_bits)
-    sums = GradSums(HiddenSums.empty(dx, dtype), dw_sums, dbias)
+    many = plan.low_bits, len(range(0, inputs.tokens, plan.chunk))
+    sums = GradSums(HiddenSums.empty(dx, dtype), WeightSums.empty(dw, dtype, *many), dbias)
     stats = gradients_in_forward(inputs, loss_scale, plan.kept, plan.chunk, *sums)
     results = Kept(plan, h.new_empty(0, 0), sums=sums, class_row=row)
     returned = returned_rows if targets.options.reduction == OUTPUTS else reduce_losses

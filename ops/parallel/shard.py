@@ -206,7 +206,7 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> Unsharded
         "rows of linear_weight, or shards": list(shards or [w.shape[0]]),
         # kernels and the portable path exchange sums of different forms
         "primitives": backend_for(h, w).name,
-        **{name: _known(x) if isinstance(x, Tensor) else x for name, x in same.items()},
+        **{name: _known(x) for name, x in same.items()},
     }
     for other, values in enumerate(exchange(process_group, same, cached=h.is_cuda)):
         for name, value in same.items():
@@ -219,8 +219,10 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> Unsharded
     return VocabShard(sharding.group, rank, vocab, sharding.sequence_parallel)
 
 
-def _known(x: Tensor) -> str:
-    """Return what is known of x without a synchronization: on a CPU also its values."""
+def _known(x: Any) -> Any:
+    """Return what is known of x without a synchronization: of a tensor on a CPU also its values."""
+    if not isinstance(x, Tensor):
+        return str(x) if isinstance(x, torch.dtype) else x
     kind = f"{x.dtype} of shape {tuple(x.shape)}"
     if x.device.type != "cpu":
         return kind

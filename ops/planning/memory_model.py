@@ -22,7 +22,8 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
     rows selected                      N·D·e, or c·D·e in chunks: h, where logits are computed
     gradients in forward               c·V·e for chunks of c tokens, c·K·e for dX alone; unless
                                        sums are the gradients (e = a), V·D / 2 for 4 bits of each
-                                       of dW's sums, or V·D over more than 32 chunks, N·D for a
+                                       of dW's sums, V·D over more than 32 chunks and nothing
+                                       if they are rounded at random, N·D for a
                                        byte of each of dX's, and c·D·a for a chunk's
 
 Copies of h and w that a call works on are added, less what its gradients lack of wider ones.  A

@@ -123,6 +123,8 @@ def keeps_weight_sums(p: Problem) -> bool:
 
 def kept_low_bits(p: Problem, chunk: int) -> int:
     """Return the low bits of each of dW's sums over chunks of `chunk` tokens."""
+    if p.random_sums:
+        return 0
     short, long = LOW_BITS
     # two columns share a byte of the fewer ones
     return short if ceil_div(p.tokens, chunk) <= MAX_SHORT_SUMS and p.hidden % 2 == 0 else long

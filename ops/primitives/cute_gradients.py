@@ -20,7 +20,12 @@ from cutefce.cute_kernels.schedule.order import choose_k_splits
 from cutefce.cute_kernels.spec import GradGemmSpec, SortTargetsSpec
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, with_rank_one
-from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetRows, matmul_into
+from cutefce.ops.primitives.portable_gradients import (
+    PortableGradients,
+    TargetRows,
+    matmul_into,
+    scale_at_random,
+)
 from cutefce.ops.primitives.row_selection import gather_rows, row_count, row_range
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.selection import RowSelection
@@ -152,11 +157,15 @@ class CuteGradients(RowwiseSteps):
         clusters, semaphores = self._launch_shape(spec, kept.device)
         one = scaled.new_ones(1, dtype=torch.float32)
         targets = *target_grad.pack(0, len(kept)), one
-        operands = exps.t(), scaled.t(), (kept, low), targets, term
+        sums = (kept, low, None) if low.ndim == 2 else (kept, None, low)
+        operands = exps.t(), scaled.t(), sums, targets, term
         count = row_count(selection, semaphores)
         compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
+        if low.ndim == 1:
+            scale_at_random(kept, factor, low)
+            return
         spec = self.grad_weight.finish_kept[_low_bits(kept, low)]
         compiled(spec)(kept, low, factor.view(1))
 
@@ -196,8 +205,8 @@ class CuteGradients(RowwiseSteps):
 
 
 def _low_bits(kept: Tensor, low: Tensor) -> int:
-    """Return the low bits of each sum whose upper half is in `kept` (V, D)."""
-    return 8 * low.shape[1] // kept.shape[1]
+    """Return the low bits of each sum that `kept` (V, D) begins; 0 if `low` is a seed."""
+    return 8 * low.shape[1] // kept.shape[1] if low.ndim == 2 else 0
 
 
 def grad_hidden_kernel(kernels: KernelSet, columns: int) -> GradGemmSpec | None:

@@ -193,11 +193,12 @@ def joined_sums(kept: Tensor, low: Tensor) -> Tensor:
 
 
 def words_of(kept: Tensor, low: Tensor) -> Tensor:
-    """Return 16-bit `kept` (N, D) as words, one for each byte of `low`.
+    """Return 16-bit `kept` (N, D) as words, one for each byte of `low`, (N, D) or (N, D / 2).
 
-    It has (N, D) bytes, or (N, D / 2).
+    Without bytes, `low` being a seed, each number is a word.
     """
-    return kept.view(torch.int16 if low.shape[1] == kept.shape[1] else torch.int32)
+    is_shared = low.ndim == 2 and low.shape[1] < kept.shape[1]
+    return kept.view(torch.int32 if is_shared else torch.int16)
 
 
 def split_(words: Tensor, low: Tensor, sums: Tensor) -> None:

@@ -27,6 +27,7 @@ from cutefce.ops.primitives.elementwise import (
     split_,
     words_of,
 )
+from cutefce.ops.rows import random_rounding
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection
@@ -168,14 +169,24 @@ class PortableGradients:
         buffer = totals.new_empty(min(self.window, len(kept)), kept.shape[1])
         words = words_of(kept, low)
         keep = add_to_kept_dw_ if accumulate else keep_dw_
+        keep_at_random = (
+            random_rounding.add_at_random_ if accumulate else random_rounding.keep_at_random_
+        )
         for rows in blocks(len(kept), self.window):
             sums = buffer[: rows.stop - rows.start]
             matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
             operands = sums, slots[rows], None if factor is None else factor[rows]
-            apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
+            if low.ndim == 2:
+                apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
+            else:
+                own = words[rows], *operands, random_rounding.row_numbers(kept)[rows]
+                apply_rowwise(keep_at_random, *own, whole=(totals, row, low))
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        apply_rowwise(scale_kept_, words_of(kept, low), low, factor.expand(len(kept)))
+        if low.ndim == 2:
+            apply_rowwise(scale_kept_, words_of(kept, low), low, factor.expand(len(kept)))
+        else:
+            scale_at_random(kept, factor, low)
 
     def add_target_grad(
         self,
@@ -235,6 +246,12 @@ def _operands(rank_one: RankOne | None) -> tuple[Tensor | None, Tensor | None]:
 def scale_rows(out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
     apply_rowwise(scale_rows_to_, out, x, scale)
+
+
+def scale_at_random(kept: Tensor, factor: Tensor, seed: Tensor) -> None:
+    """Multiply the sums `kept` (V, D) in 16 bits by `factor` (), rounded at random."""
+    rows = random_rounding.row_numbers(kept), factor.expand(len(kept))
+    apply_rowwise(random_rounding.scale_at_random_, kept.view(torch.int16), *rows, whole=(seed,))
 
 
 def scale_by_log(exps: Tensor, a: Tensor, b: Tensor) -> None:

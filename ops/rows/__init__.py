@@ -7,5 +7,6 @@ coefficients.py    what a backward multiplies exponentials by
 scaling.py         where these factors are applied
 loss_terms.py      what the loss of a token is made of
 logit_map.py       from raw logits to the model's
+random_rounding.py dW's sums in 16 bits, rounded at random
 outputs.py         entropy and other outputs, from row reductions
 """

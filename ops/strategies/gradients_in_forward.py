@@ -80,7 +80,7 @@ def gradients_in_forward(
                 row = own_row if row is None else replace(own_row, row=row.row + own_row.row)
             scaled, last = part.selected(coefficients.scale), rows.stop == tokens
             operands = exps, scaled, target_grad, row if last else None, selection
-            dw.add(gradients, *operands, accumulate=start > 0)
+            dw.add(gradients, *operands, chunk=start // chunk)
             del operands, scaled, target_grad
     del exps, buffer, target_logit  # freed before the statistics are joined
     stats = RowStats(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
