@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from cutefce.ops import torch_compat
 from cutefce.ops.interface import call, checks, option_checks
 from cutefce.ops.interface.positions import loss_of_positions
+from cutefce.ops.interface.soft_targets import one_class
 from cutefce.ops.operators.context import can_bypass_dispatcher
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.dtensor import LocalCall, localize, localize_options, replicated
@@ -20,8 +21,10 @@ from cutefce.ops.parallel.dtensor import LocalCall, localize, localize_options, 
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | None = None,
     *,
+    target_indices: Tensor | None = None,
+    target_probs: Tensor | None = None,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     reduction: str = "mean",
@@ -50,8 +53,10 @@ def linear_cross_entropy(*arguments: Any, return_lse: bool, **options: Any) -> "
 def linear_cross_entropy(  # type: ignore[misc]
     input: Tensor,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | None = None,
     *,
+    target_indices: Tensor | None = None,
+    target_probs: Tensor | None = None,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     reduction: str = "mean",
@@ -86,12 +91,18 @@ def linear_cross_entropy(  # type: ignore[misc]
         input: (..., D) hidden states, bfloat16, float16, float32 or float64.
         linear_weight: (V, D), of input's dtype and device; or (V, d_1, ..., d_K, D) for a loss of
             K dimensions, with input (N, D) and target (N, d_1, ..., d_K).
-        target: (...) integer class indices in [0, V), or `ignore_index`.
+        target: (...) integer class indices in [0, V), or `ignore_index`; None with soft targets.
         linear_bias: (V,) or (V, d_1, ..., d_K) floating-point, added to the logits before the
             softcap.
+        target_indices: (..., K) integer classes of each token, K from 1 to 256, with `target_probs`
+            in the place of target: soft targets.
+        target_probs: (..., K) floating-point probabilities q >= 0 of these classes; others have 0.
+            The loss is Σ_k q_k (lse - u_k): they need not add up to 1, and those of a class that
+            occurs twice add up.  A class with probability 0 may be any integer, and a token whose
+            probabilities are all 0 is ignored.
         weight: (V,) factor of each class's losses.
         reduction: "mean" over the targets that are not ignored (0 if all are), each counting as
-            its weight; "sum" or "none".
+            its weight, soft ones as their token's; "sum" or "none".
         ignore_index: tokens with this target have loss 0 and gradient 0; None is -100.
         label_smoothing: ε from 0 to 1, part of the target's probability that all classes share.
         options: torch's chunking options; not served, use `workspace`.
@@ -127,8 +138,9 @@ def linear_cross_entropy(  # type: ignore[misc]
         TypeError, ValueError: naming the argument, what was got and what is expected.  What one
             rank of the group raises before the ranks meet, all raise.
         RuntimeError: if another rank of the group failed, or made no such call in time.
-        IndexError: on a CPU, for a target outside [0, V).  On a GPU, which is not synchronized,
-            such a token's loss and the gradients that it takes part in are NaN.
+        IndexError: on a CPU, for a target outside [0, V); ValueError for a bad probability.  On a
+            GPU, which is not synchronized, such a token's loss and the gradients that it takes
+            part in are NaN.
 
     The formulas are in `cutefce.ops.primitives.interface`; the streaming form of the loss is that
     of "From Projection to Prediction: Beyond Logits for Scalable Language Models",
@@ -159,6 +171,10 @@ def linear_cross_entropy(  # type: ignore[misc]
         given["logit_scale"] = logit_scale
     if type(temperature) is not float or temperature != 1:
         given["temperature"] = temperature
+    if target_indices is not None:
+        given["target_indices"] = target_indices
+    if target_probs is not None:
+        given["target_probs"] = target_probs
     run: Callable[..., tuple[Tensor, Tensor | None]] = _loss
     if isinstance(linear_weight, Tensor) and linear_weight.ndim > 2:
         run = functools.partial(loss_of_positions, _loss)
@@ -179,7 +195,7 @@ class LossOutput(NamedTuple):
 def _loss(
     input: Tensor,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | None,
     given: dict[str, Any],
     workspace: int | str | None,
     options: Any,
@@ -199,7 +215,8 @@ def _loss(
             checks.refuse_unserved(options=options)
         if workspace is not None:
             checks.workspace_bytes(workspace)
-        part = localize(input, linear_weight, target, group, shards, sequence_parallel)
+        some = target if target is not None else one_class(given)
+        part = localize(input, linear_weight, some, group, shards, sequence_parallel)
         local = given
         if given:
             for name in given:
@@ -216,14 +233,17 @@ def _loss(
         run: Any = call.loss_and_lse if return_lse else call.loss
         if _needs_operator(part, is_plain=not local):
             run = torch.ops.cutefce.loss_and_lse if return_lse else torch.ops.cutefce.loss
-        result = run(part.h, part.w, part.y, workspace=workspace, **local)
+        y = None if target is None else part.y
+        result = run(part.h, part.w, y, workspace=workspace, **local)
         value, lse = result if return_lse else (result, None)
         if value.ndim:
             value = value.movedim(0, part.dim)
         return value, None if lse is None else lse.movedim(0, part.dim)
     except Exception as error:
-        named = {"input": input, "linear_weight": linear_weight, "target": target, **given}
+        named = {"input": input, "linear_weight": linear_weight, **given}
         named |= {"workspace": workspace, "shards": shards}
+        if target is not None:
+            named["target"] = target
         raise_named(error, report, **named, sequence_parallel=sequence_parallel)
 
 

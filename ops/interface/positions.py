@@ -14,7 +14,7 @@ def loss_of_positions(
     loss: Callable[..., Any],
     input: Tensor,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | None,
     given: dict[str, Any],
     *arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -30,6 +30,11 @@ def loss_of_positions(
             `temperature` (N, d_1, ..., d_K) have a value for every position.
         arguments: the others, the same at every position.
     """
+    if target is None or "target_indices" in given or "target_probs" in given:
+        raise NotImplementedError(
+            f"target_indices: got soft targets, or no target, with linear_weight of shape "
+            f"{tuple(linear_weight.shape)}, expected target with losses of K dimensions"
+        )
     wrong = checks.type_error(input=input, target=target, **given)
     if wrong is not None:
         raise wrong

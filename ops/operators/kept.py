@@ -44,6 +44,8 @@ class Kept:
     """Sums of the gradients, with gradients in forward."""
     class_row: Tensor | None = None
     """(D,) that of `LossInputs`."""
+    soft_logits: Tensor | None = None
+    """(N, K) those of `SoftTargets`."""
     selection: RowSelection | None = None
     """Which tokens were computed; None for all."""
     stats: RowStats | None = None

@@ -86,6 +86,11 @@ def tile_bytes(p: Problem, config: WindowConfig, tokens: int, window: int, *, st
     return logits + max(rows * columns, upcast)
 
 
+def soft_block_rows(elements: int, sum_bytes: int, device: str) -> int:
+    """Return how many tokens are taken at a time that gather `elements` of the weight each."""
+    return max(1, row_block_bytes(device) // max(elements * sum_bytes, 1))
+
+
 def added_rows(hidden: int, sum_bytes: int, device: str) -> int:
     """Return how many rows of dW are computed at a time that a buffer cannot add in place."""
     block = row_block_bytes(device) // max(hidden * sum_bytes, 1)

@@ -28,6 +28,7 @@ from cutefce.ops.primitives.elementwise import (
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.soft_targets import TargetEntries, target_entries
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, sum_dtype
 
@@ -121,8 +122,13 @@ class PortableGradients:
             self.finish_dx(kept[rows], sums, w, *own, term)
             del sums  # freed before the next ones are allocated
 
-    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> "TargetRows":
-        return TargetRows(h, coefficient, targets)
+    def target_grad(
+        self, h: Tensor, coefficient: Tensor, targets: Targets, others: Tensor | None = None
+    ) -> "TargetRows":
+        entries = target_entries(targets.safe_index, coefficient, targets.soft, others, None)
+        if others is not None:  # those of no class have no coefficient
+            entries = entries._replace(target=entries.target.clamp_(min=0))
+        return TargetRows(h, entries, targets.vocab)
 
     def finish_dw(
         self,
@@ -178,7 +184,7 @@ class PortableGradients:
         first: int,
         rank_one: RankOne | None = None,
     ) -> None:
-        target_grad.add_to(sums, target_grad.targets.safe_index - first)
+        target_grad.add_to(sums, target_grad.entries.target - first)
         if rank_one is not None:
             sums.addr_(rank_one.factor, rank_one.row)
 
@@ -186,8 +192,8 @@ class PortableGradients:
 class TargetRows:
     """The targets' part of dW: c_i h_i, summed by target when it is needed."""
 
-    def __init__(self, h: Tensor, coefficient: Tensor, targets: Targets) -> None:
-        self.h, self.coefficient, self.targets = h, coefficient, targets
+    def __init__(self, h: Tensor, entries: TargetEntries, vocab: int) -> None:
+        self.h, self.entries, self.vocab = h, entries, vocab
 
     @cached_property
     def slots(self) -> tuple[Tensor, Tensor]:
@@ -195,24 +201,25 @@ class TargetRows:
 
         All other vocabulary entries share a slot of zeros.
         """
-        (tokens, hidden), vocab = self.h.shape, self.targets.vocab
-        if tokens < vocab:
-            # a target's slot is the number of its first token
-            order = torch.arange(tokens, device=self.h.device)
-            slot = torch.full((vocab,), tokens, device=self.h.device)
-            slot.scatter_reduce_(0, self.targets.safe_index, order, "amin")
+        index, count, vocab = self.entries.target, len(self.entries.target), self.vocab
+        if count < vocab:
+            # a target's slot is the number of its first entry
+            order = torch.arange(count, device=self.h.device)
+            slot = torch.full((vocab,), count, device=self.h.device)
+            slot.scatter_reduce_(0, index, order, "amin")
         else:
             slot = torch.arange(vocab, device=self.h.device)
-        sums = self.coefficient.new_zeros(min(tokens + 1, vocab), hidden)
-        self.add_to(sums, slot[self.targets.safe_index])
+        sums = self.entries.coefficient.new_zeros(min(count + 1, vocab), self.h.shape[1])
+        self.add_to(sums, slot[index])
         return sums, slot
 
     def add_to(self, out: Tensor, slot: Tensor) -> None:
-        """Add c_i h_i to row slot_i (N,) of `out`, where it has that row, in a fixed order."""
+        """Add c_e h_{i_e} to row slot_e (E,) of `out`, where it has that row, in a fixed order."""
+        _, coefficient, tokens = self.entries
         inside = (slot >= 0) & (slot < len(out))
         slot = torch.where(inside, slot, 0)
-        for rows in row_blocks(self.h):
-            part = self.h[rows] * self.coefficient[rows, None]
+        for rows in blocks(len(slot), row_block_size(self.h)):
+            part = self.h[rows if tokens is None else tokens[rows]] * coefficient[rows, None]
             part.masked_fill_(~inside[rows, None], 0)
             if out.is_cuda:  # deterministic on CUDA, unlike index_add_
                 out.index_put_((slot[rows],), part, accumulate=True)
@@ -282,5 +289,10 @@ def blocks(count: int, size: int) -> Iterator[slice]:
 
 def row_blocks(x: Tensor) -> Iterator[slice]:
     """Cut the rows of `x` into blocks of `row_block_bytes`."""
+    return blocks(x.shape[0], row_block_size(x))
+
+
+def row_block_size(x: Tensor) -> int:
+    """Return how many rows of `x` are in a block."""
     row_bytes = x.shape[1] * sum_dtype(x.dtype).itemsize
-    return blocks(x.shape[0], max(1, row_block_bytes(x.device.type) // row_bytes))
+    return max(1, row_block_bytes(x.device.type) // row_bytes)

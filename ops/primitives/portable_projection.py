@@ -30,6 +30,7 @@ from cutefce.ops.primitives.portable_gradients import (
     matmul_into,
     scale_rows,
 )
+from cutefce.ops.primitives.soft_targets import SoftTargetSteps
 from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
@@ -52,7 +53,7 @@ class PartialSums:
         return PartialSums(self.sums[:, parts], self.references[:, parts], more)
 
 
-class PortableProjection:
+class PortableProjection(SoftTargetSteps):
     """`cutefce.ops.primitives.interface.Projection` for any device."""
 
     def __init__(self, tiles: PortableTiles) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.primitives.gradient_interface import TargetGradT
-from cutefce.ops.primitives.interface import PartialT, Primitives
+from cutefce.ops.primitives.interface import PartialT, Primitives, target_logits
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import row_range
+from cutefce.ops.primitives.soft_targets import add_soft_targets
 from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.loss_terms import class_weights
@@ -104,7 +105,7 @@ def forward(
         stats, loss = projection.forward(h, w, targets)
     else:
         if target_logit is None:
-            target_logit = projection.target_logit(h, w, targets)
+            target_logit = target_logits(projection, h, w, targets)
         h = inputs.selected()
         parts: Sequence[tuple[int, Tensor | None]] = stored or [(0, None)]
         firsts, buffers = zip(*parts, strict=True)
@@ -175,7 +176,7 @@ def backward(
     if dw is not None:
         if scales:
             scaled = inputs.selected(scaling.row_scale)
-        target_grad = gradients.target_grad(h, scaling.target, targets)
+        target_grad = gradients.target_grad(h, scaling.target, targets, scaling.others)
         operands = scaled, target_grad, scaling.grad_scale, every, selection
         weight = WeightGradient(gradients, dw, *operands, as_sums, adds)
         del operands, target_grad
@@ -197,7 +198,7 @@ def backward(
         if weight is not None:
             weight.finish(first, last, exps)
     if dbias is not None:
-        finish_dbias(dbias, targets, scaling.target, scaling.every)
+        finish_dbias(dbias, targets, scaling.target, scaling.every, scaling.others)
         dbias.mul_(scaling.grad_scale)
     if dx_sums is None:
         return None
@@ -220,7 +221,10 @@ def finish_dx(
     """Write dX (N, D) of its `sums` to `out`, which may be `sums`.
 
     With `order` (N,), row i of `sums` becomes row order_i of `out`, which is not `sums` then.
+    `sums` are overwritten.
     """
+    if coefficients.others is not None:
+        coefficients = add_soft_targets(sums, inputs.w, inputs.targets, coefficients)
     gradients, every = inputs.primitives.gradients, class_term(inputs, coefficients)
     gradients.finish_dx(out, sums, inputs.w, inputs.targets, coefficients, every, order)
 
@@ -242,9 +246,20 @@ def every_row(inputs: LossInputs[PartialT, TargetGradT], every: Tensor | None) -
     return RankOne(factor, weighted_sum(inputs.selected(), every))
 
 
-def finish_dbias(dbias: Tensor, targets: Targets, target: Tensor, every: Tensor | None) -> None:
-    """Add the terms of targets (N,) and of every class to the sums of the bias' gradient (V,)."""
+def finish_dbias(
+    dbias: Tensor,
+    targets: Targets,
+    target: Tensor,
+    every: Tensor | None,
+    others: Tensor | None,
+) -> None:
+    """Add the terms of targets (N,) and of every class to the sums of the bias' gradient (V,).
+
+    Those of soft targets are `others` (N, K).
+    """
     dbias.index_put_((targets.safe_index,), target, accumulate=True)  # deterministic
+    if others is not None and targets.soft is not None:
+        dbias.index_put_((targets.soft.index,), others, accumulate=True)
     if every is not None and targets.terms is not None:
         weight = targets.terms.class_weight
         dbias.add_(every.sum() if weight is None else every.sum() * weight)
