@@ -56,8 +56,10 @@ def prepare(
     targets = shard.make_targets(y.long(), w.shape[0], options, tensors, sum_dtype(h.dtype))
     if selection is not None and selection.is_on_device:
         targets.selection = selection
-    if targets.soft is not None and known is not None:
-        targets.soft.logits = known.soft_logits
+    if targets.soft is not None:
+        targets.soft.logits = None if known is None else known.soft_logits
+        if gathers and grads != NO_GRADIENTS and h.dtype != sum_dtype(h.dtype):
+            targets.soft.exclude()
     own = primitives_for(h, w, problem, targets)
     h, w = own.projection.prepare(h, w)
     class_row = None if known is None else known.class_row

@@ -21,7 +21,7 @@ class SoftTargetSteps:
     """The step of `cutefce.ops.primitives.interface.Projection` that soft targets add."""
 
     def soft_excess(self, h: Tensor, w: Tensor, targets: Targets, target_logit: Tensor) -> Tensor:
-        """Return Σ_k b (u - r) (N,) of this rank's soft targets; keep u with a softcap."""
+        """Return Σ_k b (u - r) (N,) of this rank's soft targets, and keep u."""
         soft, logits = targets.soft, targets.logits
         assert soft is not None
         u = soft.coefficient.new_empty(soft.index.shape)
@@ -32,8 +32,7 @@ class SoftTargetSteps:
         _apply_by_token(gathered_dots_, u, soft.index, order, whole=(h, w))
         if logits is not None:
             u = logits.apply_at(u, soft.index)
-            if logits.slope is not None:
-                soft.logits = u  # the gradients depend on them
+        soft.logits = u
         return soft.excess_of(u, target_logit)
 
 

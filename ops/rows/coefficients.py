@@ -35,7 +35,7 @@ class RowCoefficients:
     by_log_exp: Tensor | None = None
     """(N,) what log e_iv, times this, adds to `scale`, for the gradient of entropy."""
     others: Tensor | None = None
-    """(N, K) dL/dt at the soft targets beside y_i, beyond their exponentials' part."""
+    """(N, K) dL/dt at the soft targets beside y_i."""
 
     @staticmethod
     def of(stats: RowStats, targets: Targets, upstream: Tensor) -> "RowCoefficients":
@@ -60,7 +60,7 @@ class RowCoefficients:
             if terms.has_class_row:
                 every = torch.where(active, -upstream * terms.class_row, 0)
         if targets.soft is not None:
-            others = -by_rows(upstream, targets.soft.coefficient) * targets.soft.coefficient
+            others = targets.soft.gradients(scale, upstream, stats.reference)
         return RowCoefficients(scale, target, every, None, others).by_raw_logits(stats, targets)
 
     @staticmethod
@@ -113,10 +113,8 @@ class RowCoefficients:
         derivative = logits.derivative(stats.lse - stats.loss)
         result, others = self if logits.factor is None else self.times(logits.factor), self.others
         if others is not None and targets.soft is not None:
-            # of a softcap, the derivative is that at each logit
-            at = targets.soft.logits if logits.slope is not None else others
-            assert at is not None
-            others = torch.where(others == 0, 0, others * logits.derivative(at))
+            assert targets.soft.logits is not None
+            others = torch.where(others == 0, 0, others * logits.derivative(targets.soft.logits))
         target = torch.where(targets.owned, self.target * derivative, 0)
         return replace(result, target=target, others=others)
 

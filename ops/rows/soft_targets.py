@@ -1,15 +1,16 @@
 """Soft targets: K classes of every token, with probabilities that need not add up to 1.
 
 The *lead* of a token, its class of the largest probability, is what the target is for a hard loss:
-its exponential is left out, and logits are relative to its own.  The terms of the other classes
-are added in the dtype of sums.  With q_ik the probabilities, c_ik the classes, y_i the lead, and
-the symbols of `loss_terms`,
+its exponential is left out of the sums, and logits are relative to its own.  Of all K classes,
+exponentials of 16 bits are stored as 0: their part of the gradients, where p and q may be nearly
+equal, is computed of their logits in the dtype of sums.  With q_ik the probabilities, c_ik the
+classes, y_i the lead, and the symbols of `loss_terms`,
 
     loss_i = A_i lse_i - B_i u_iy - Σ_k b_ik u_{i, c_ik} - Γ_i U_i + Z_i lse_i²
     b_ik = (1 - ε) t_i κ_{c_ik} q_ik, 0 where c_ik = y_i       B_i = the same Σ_k where c_ik = y_i
     A_i = B_i + Σ_k b_ik + ε t_i Σκ / V       Z_i = λ t_i       m_i = t_i, for "mean"
 
-so that dL/du_iv has -g_i b_ik more at c_ik than a hard loss.  This is the formula of
+so that dL/du_iv = α_i p_iv - g_i Σ_k b_ik [v = c_ik] - γ_i κ_v at v ≠ y_i.  This is the loss of
 `torch.nn.functional.cross_entropy` for probabilities that are 0 elsewhere.
 """
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.rows.logit_map import by_rows
 from cutefce.ops.rows.loss_terms import LossTerms
 
 NO_CLASS = -1
@@ -34,8 +36,11 @@ class SoftTargets:
     """(N, K) int64 rows of this rank's weight; 0 where `coefficient` is."""
     coefficient: Tensor
     """(N, K) b, in the dtype of sums; 0 for leads, ignored tokens and classes of other ranks."""
+    distinct: Tensor | None = None
+    """(N, K) bool: which have one, but for repetitions of a class; None if exponentials are stored
+    of these classes too, because they are not rounded."""
     logits: Tensor | None = None
-    """(N, K) the model's logits of these classes, if gradients depend on them."""
+    """(N, K) the model's logits of these classes, once they are computed."""
     excess: Tensor | None = None
     """(N,) Σ_k b (u - u_y) over the classes of all ranks, set when logits of leads are known."""
 
@@ -47,10 +52,10 @@ class SoftTargets:
         vocab: int,
         own: slice,
         dtype: torch.dtype,
-    ) -> tuple["SoftTargets", LossTerms]:
+    ) -> tuple["SoftTargets | None", LossTerms]:
         """Return those of leads y (N,) among the `vocab` classes of all ranks, and their terms.
 
-        This rank has the classes `own`; `dtype` is that of sums.
+        This rank has the classes `own`; `dtype` is that of sums.  None where the lead is all.
         """
         index, q = tensors.target_indices, tensors.target_probs
         assert index is not None and q is not None
@@ -79,19 +84,46 @@ class SoftTargets:
             class_weight=None if kappa is None else kappa[own],
             others=others,
         )
+        if index.shape[1] == 1:
+            return None, terms
         index = index - own.start if own.start else index
         here = (b != 0) & (index >= 0) & (index < own.stop - own.start)
         return SoftTargets(torch.where(here, index, 0), torch.where(here, b, 0)), terms
 
+    def exclude(self) -> None:
+        """Have exponentials of these classes stored as 0."""
+        here = self.coefficient != 0
+        self.distinct = here & ~_repeats(torch.where(here, self.index, NO_CLASS))
+
     def rows(self, rows: slice) -> "SoftTargets":
         """Return those of a slice of the tokens."""
-        logits, excess = self.logits, self.excess
-        return SoftTargets(
-            self.index[rows],
-            self.coefficient[rows],
-            None if logits is None else logits[rows],
-            None if excess is None else excess[rows],
-        )
+        more = (self.distinct, self.logits, self.excess)
+        parts = (None if x is None else x[rows] for x in more)
+        return SoftTargets(self.index[rows], self.coefficient[rows], *parts)
+
+    def gradients(self, scale: Tensor, upstream: Tensor, reference: Tensor) -> Tensor:
+        """Return dL/du (N, K) of these classes, beyond that of stored exponentials.
+
+        `upstream` are the gradients of the losses, () or (N,).
+        `scale` (N,) are the factors of exponentials relative to `reference` (N,).  That of a class
+        that occurs twice is the sum of both.
+        """
+        target = -by_rows(upstream, self.coefficient) * self.coefficient
+        if self.distinct is None:
+            return target
+        assert self.logits is not None
+        exps = torch.where(self.distinct, (self.logits - reference[:, None]).exp(), 0)
+        return target.addcmul_(scale[:, None], exps)
+
+    def clear(self, exps: Tensor, first: int) -> None:
+        """Make exponentials `exps` (N, W) of the classes from `first` on 0 at these classes."""
+        if self.distinct is None:
+            return
+        column = self.index - first
+        inside = self.distinct & (column >= 0) & (column < exps.shape[1])
+        # several may write to one place, which gets the least value in any order
+        least = torch.where(inside, 0.0, torch.inf).to(exps.dtype)
+        exps.scatter_reduce_(1, torch.where(inside, column, 0), least, "amin")
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
         """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,)."""
@@ -142,6 +174,14 @@ def leads(indices: Tensor, probs: Tensor, vocab: int, ignored: int) -> Tensor:
     lead = indices.gather(-1, best)[..., 0].long()
     lead = torch.where(_is_wrong(indices, probs, vocab).any(-1), NO_CLASS, lead)
     return torch.where((probs == 0).all(-1), ignored, lead)
+
+
+def _repeats(index: Tensor) -> Tensor:
+    """Return where (N, K) another element of the row has the same value, but at one of them."""
+    values, order = index.sort(1)
+    equal = torch.zeros_like(index, dtype=torch.bool)
+    equal[:, 1:] = values[:, 1:] == values[:, :-1]
+    return torch.empty_like(equal).scatter_(1, order, equal)
 
 
 def check_values(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab: int) -> None:

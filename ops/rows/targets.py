@@ -125,6 +125,11 @@ class Targets:
             products = products * self.logits.row_scale
         self.class_logits = products
 
+    def clear_soft(self, exps: Tensor, first: int) -> None:
+        """Make exponentials `exps` (N, W) of classes from `first` on 0 at soft targets."""
+        if self.soft is not None:
+            self.soft.clear(exps, first)
+
     @property
     def owned(self) -> Tensor:
         """(N,) bool: the token is active, and its target is a row of this weight."""

@@ -119,6 +119,7 @@ def forward(
         stats, loss = projection.reduce_partials(partial, target_logit, targets)
         for first, exps in stored:
             projection.repair_stored_exps(exps, h, w, first, targets, partial, stats)
+            targets.clear_soft(exps, first)
     outputs, more = targets.options.output_names, None
     if stat_rows(outputs):
         part = None
@@ -293,4 +294,6 @@ def _iter_exps(
         to = buffer if tail is None else tail
         for part in split_windows(last, first, to.shape[1]):
             projection.recompute_exp(h, w, part, reference, inputs.targets, to)
-            yield *part, to[:, : part[1] - part[0]]
+            exps = to[:, : part[1] - part[0]]
+            inputs.targets.clear_soft(exps, part[0])
+            yield *part, exps

@@ -5,17 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.planning.planner import Plan
 from tests.support.options import (
     OptionsCase,
     assert_results_as_accurate,
     exact,
     soft_case,
 )
+from tests.support.reference import PLANS, fixed_plan
 
 EACH: dict[str, list[str]] = {
     "nothing": [],
@@ -45,7 +46,10 @@ SIZES = 150, 16, 333
 
 
 def loss_of(x: OptionsCase, leaves: tuple[Tensor, ...], **more: Any) -> Tensor:
-    return cutefce.linear_cross_entropy(leaves[0], leaves[1], **x.with_leaves(leaves), **more)
+    loss: Tensor = cutefce.linear_cross_entropy(
+        leaves[0], leaves[1], **x.with_leaves(leaves), **more
+    )
+    return loss
 
 
 def results(x: OptionsCase, **more: Any) -> tuple[Tensor, ...]:
@@ -70,3 +74,42 @@ def test_equals_float64(
     options: dict[str, Any] = {"reduction": reduction}
     for got, want in zip(x.ours(**options, workspace=workspace), exact(x, **options), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("names", [EACH["nothing"], EACH["softcap and all factors"]], ids=str)
+def test_every_plan_is_as_accurate_as_the_unfused_loss(
+    names: list[str],
+    dtype: torch.dtype,
+    plan: tuple[str, int, int, int],
+    small_tiles: PortableTiles,
+    device: str,
+) -> None:
+    strategy, aliased, kept, chunk = plan
+    if dtype == torch.float16 and (aliased or kept):
+        return  # no plan of float16 keeps exponentials
+    x = soft_case(names, 7, 150, 64, 333, dtype=dtype, device=device)
+    bias = "linear_bias" in x.options
+    made = Plan(strategy, 64, aliased, kept, chunk, True, True, bias, 333, tokens=150)
+    in_forward = strategy == "gradients_in_forward"
+    if in_forward:
+        upstream = torch.ones_like(x.case.upstream)
+        x = OptionsCase(dataclasses.replace(x.case, upstream=upstream), x.options)
+    with fixed_plan(made):
+        got = x.ours(reduction="sum" if in_forward else "none")
+    assert_results_as_accurate(got, x, first=in_forward)
+
+
+@pytest.mark.parametrize("logit_std", [0.1, 1, 4, 12])
+@pytest.mark.parametrize("sizes", [(150, 16, 333), (64, 96, 1001), (331, 40, 61)], ids=str)
+@classes
+def test_is_as_accurate_as_the_unfused_loss(
+    classes: int, sizes: tuple[int, int, int], logit_std: float, device: str
+) -> None:
+    for dtype in DTYPES:
+        x = soft_case([], classes, *sizes, dtype=dtype, device=device, logit_std=logit_std)
+        assert_results_as_accurate(x.ours(), x)

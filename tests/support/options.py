@@ -61,8 +61,8 @@ class OptionsCase:
         """Return losses and gradients of cutefce, by default with reduction "none"."""
         leaves, (_, _, y) = self.leaves, (self.case.h, self.case.w, self.case.y)
         options: dict[str, Any] = {"reduction": "none"} | self.with_leaves(leaves) | more
-        y = None if "target_indices" in options else y
-        loss = cutefce.linear_cross_entropy(leaves[0], leaves[1], y, **options)
+        target = None if "target_indices" in options else y
+        loss = cutefce.linear_cross_entropy(leaves[0], leaves[1], target, **options)
         upstream = self.case.upstream.to(loss.dtype) if loss.ndim else None
         return loss.detach(), *torch.autograd.grad(loss, leaves, upstream)
 
