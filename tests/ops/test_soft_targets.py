@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 import cutefce
+from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.planning.planner import Plan
+from tests.support.kernel_models import serve_calls
 from tests.support.options import (
     OptionsCase,
     assert_results_as_accurate,
@@ -113,3 +115,55 @@ def test_is_as_accurate_as_the_unfused_loss(
     for dtype in DTYPES:
         x = soft_case([], classes, *sizes, dtype=dtype, device=device, logit_std=logit_std)
         assert_results_as_accurate(x.ours(), x)
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: str(arch.name))
+@pytest.mark.parametrize("selects", [False, True])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+@pytest.mark.parametrize("names", [EACH["nothing"], EACH["softcap and all factors"]], ids=str)
+def test_every_plan_on_the_kernels(
+    names: list[str],
+    plan: tuple[str, int, int, int],
+    selects: bool,
+    arch: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    small_tiles: PortableTiles,
+) -> None:
+    pytest.importorskip("cutlass")
+    strategy, aliased, kept, chunk = plan
+    in_forward = strategy == "gradients_in_forward"
+    x = soft_case(names, 7, 150, 64, 333, dtype=torch.bfloat16)
+    if in_forward:
+        upstream = torch.ones_like(x.case.upstream)
+        x = OptionsCase(dataclasses.replace(x.case, upstream=upstream), x.options)
+    bias = "linear_bias" in x.options
+    made = Plan(strategy, 64, aliased, kept, chunk, True, True, bias, 333, tokens=150)
+    serve_calls(monkeypatch, arch, small_tiles, selects=selects)
+    reduction = "sum" if in_forward else "none"
+    with fixed_plan(made):
+        got = x.ours(reduction=reduction)
+    assert_results_as_accurate(got, x, first=in_forward)
+    if selects:
+        ignored = (x.options["target_probs"] == 0).all(1)
+        x.case.h[ignored] = torch.nan
+        with fixed_plan(made):
+            again = x.ours(reduction=reduction)
+        for a, b in zip(again, got, strict=True):
+            assert torch.equal(a, b), "what ignored rows hold does not matter"
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: str(arch.name))
+@pytest.mark.parametrize("kept", [128, 336])
+def test_a_frozen_head_on_the_kernels(
+    kept: int, arch: Any, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
+) -> None:
+    """dX's sums are kept in 24 bits, and formed in windows inside a chunk."""
+    pytest.importorskip("cutlass")
+    x = soft_case(["label_smoothing", "z_loss"], 7, 150, 64, 333, dtype=torch.bfloat16)
+    serve_calls(monkeypatch, arch, small_tiles, selects=True)
+    plan = Plan("gradients_in_forward", 64, 0, kept, 40, True, False, False, 333, tokens=150)
+    h = x.case.h.clone().requires_grad_()
+    with fixed_plan(plan):
+        loss = loss_of(x, (h, x.case.w), reduction="none")
+        (dx,) = torch.autograd.grad(loss, h, x.case.upstream)
+    assert_results_as_accurate((loss.detach(), dx, exact(x)[2]), x)
