@@ -44,6 +44,9 @@ def plan_for(
     if tensors.weight_cast is not None or copies:
         wide = tensors.weight_cast is not None
         problem = dataclasses.replace(problem, wide_grad_weight=wide, tile_copies=copies)
+    if tensors.target_indices is not None:
+        soft = tensors.target_indices.shape[-1]
+        problem = CallProblem(**{**vars(problem), "soft_targets": soft})
     if buffer is not None:
         in_place = can_add_in_place(buffer, h.dtype, sum_dtype(h.dtype))
         added = {"wide_grad_weight": True, "accumulates": True, "adds_in_place": in_place}

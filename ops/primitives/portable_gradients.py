@@ -4,14 +4,13 @@ These GEMMs run over all rows that they are given, whatever the selection.
 GEMMs accumulate in the dtype of sums; the targets' part of dW is added in a fixed order.
 """
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
-from cutefce.ops.planning.step_memory import UPCAST_BLOCK, row_block_bytes
+from cutefce.ops.planning.step_memory import UPCAST_BLOCK
 from cutefce.ops.primitives.elementwise import (
     add_to_kept_dw_,
     can_fuse,
@@ -25,10 +24,11 @@ from cutefce.ops.primitives.elementwise import (
     scale_rows_to_,
     split_sums_,
 )
+from cutefce.ops.primitives.row_blocks import blocks, row_blocks
+from cutefce.ops.primitives.target_rows import TargetRows
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection
-from cutefce.ops.rows.soft_targets import TargetEntries, target_entries
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, sum_dtype
 
@@ -124,32 +124,28 @@ class PortableGradients:
 
     def target_grad(
         self, h: Tensor, coefficient: Tensor, targets: Targets, others: Tensor | None = None
-    ) -> "TargetRows":
-        entries = target_entries(targets.safe_index, coefficient, targets.soft, others, None)
-        if others is not None:  # those of no class have no coefficient
-            entries = entries._replace(target=entries.target.clamp_(min=0))
-        return TargetRows(h, entries, targets.vocab)
+    ) -> TargetRows:
+        return TargetRows.of(h, coefficient, targets, others)
 
     def finish_dw(
         self,
         out: Tensor,
         exps: Tensor,
         scaled: Tensor,
-        target_grad: "TargetRows",
+        target_grad: TargetRows,
         first: int,
         grad_scale: Tensor,
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
     ) -> None:
-        totals, slots = target_grad.slots
         factor, row = _operands(rank_one)
-        in_place = out.dtype == totals.dtype
-        buffer = totals.new_empty(0 if in_place else min(self.window, len(out)), out.shape[1])
+        in_place = out.dtype == grad_scale.dtype
+        buffer = grad_scale.new_empty(0 if in_place else min(self.window, len(out)), out.shape[1])
         for rows in blocks(out.shape[0], self.window):
             to = out[rows]
             sums = to if in_place else buffer[: len(to)]
             matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
-            slot = slots[first + rows.start : first + rows.stop]
+            totals, slot = target_grad.totals(first + rows.start, first + rows.stop)
             operands = to, sums, slot, None if factor is None else factor[rows]
             apply_rowwise(finish_dw_, *operands, whole=(totals, grad_scale, row))
 
@@ -159,19 +155,21 @@ class PortableGradients:
         low: Tensor,
         exps: Tensor,
         scaled: Tensor,
-        target_grad: "TargetRows",
+        target_grad: TargetRows,
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
         *,
         accumulate: bool,
     ) -> None:
-        (totals, slots), (factor, row) = target_grad.slots, _operands(rank_one)
-        buffer, halves = totals.new_empty(min(self.window, len(kept)), kept.shape[1]), _halves(kept)
+        (factor, row), halves = _operands(rank_one), _halves(kept)
+        dtype, size = sum_dtype(kept.dtype), min(self.window, len(kept))
+        buffer = kept.new_empty(size, kept.shape[1], dtype=dtype)
         keep = add_to_kept_dw_ if accumulate else keep_dw_
         for rows in blocks(len(kept), self.window):
             sums = buffer[: rows.stop - rows.start]
             matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
-            operands = sums, slots[rows], None if factor is None else factor[rows]
+            totals, slot = target_grad.totals(rows.start, rows.stop)
+            operands = sums, slot, None if factor is None else factor[rows]
             apply_rowwise(keep, halves[rows], low[rows], *operands, whole=(totals, row))
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
@@ -180,52 +178,13 @@ class PortableGradients:
     def add_target_grad(
         self,
         sums: Tensor,
-        target_grad: "TargetRows",
+        target_grad: TargetRows,
         first: int,
         rank_one: RankOne | None = None,
     ) -> None:
-        target_grad.add_to(sums, target_grad.entries.target - first)
+        target_grad.add_to(sums, first)
         if rank_one is not None:
             sums.addr_(rank_one.factor, rank_one.row)
-
-
-class TargetRows:
-    """The targets' part of dW: c_i h_i, summed by target when it is needed."""
-
-    def __init__(self, h: Tensor, entries: TargetEntries, vocab: int) -> None:
-        self.h, self.entries, self.vocab = h, entries, vocab
-
-    @cached_property
-    def slots(self) -> tuple[Tensor, Tensor]:
-        """Sums (L, D) in the dtype of sums, a slot for each target that occurs, and slot (V,).
-
-        All other vocabulary entries share a slot of zeros.
-        """
-        index, count, vocab = self.entries.target, len(self.entries.target), self.vocab
-        if count < vocab:
-            # a target's slot is the number of its first entry
-            order = torch.arange(count, device=self.h.device)
-            slot = torch.full((vocab,), count, device=self.h.device)
-            slot.scatter_reduce_(0, index, order, "amin")
-        else:
-            slot = torch.arange(vocab, device=self.h.device)
-        sums = self.entries.coefficient.new_zeros(min(count + 1, vocab), self.h.shape[1])
-        self.add_to(sums, slot[index])
-        return sums, slot
-
-    def add_to(self, out: Tensor, slot: Tensor) -> None:
-        """Add c_e h_{i_e} to row slot_e (E,) of `out`, where it has that row, in a fixed order."""
-        _, coefficient, tokens = self.entries
-        inside = (slot >= 0) & (slot < len(out))
-        slot = torch.where(inside, slot, 0)
-        for rows in blocks(len(slot), row_block_size(self.h)):
-            part = self.h[rows if tokens is None else tokens[rows]] * coefficient[rows, None]
-            part.masked_fill_(~inside[rows, None], 0)
-            if out.is_cuda:  # deterministic on CUDA, unlike index_add_
-                out.index_put_((slot[rows],), part, accumulate=True)
-            else:
-                out.index_add_(0, slot[rows], part)
-            del part  # freed before the next one is allocated
 
 
 def _halves(kept: Tensor) -> Tensor:
@@ -280,19 +239,3 @@ def apply_rowwise(
     operands = out, *rowwise
     for rows in row_blocks(next(x for x in operands if x is not None and x.ndim == 2)):
         function(*(None if x is None else x[rows] for x in operands), *whole)
-
-
-def blocks(count: int, size: int) -> Iterator[slice]:
-    """Cut range(count) into slices of `size`, the last one shorter."""
-    return (slice(start, min(start + size, count)) for start in range(0, count, size))
-
-
-def row_blocks(x: Tensor) -> Iterator[slice]:
-    """Cut the rows of `x` into blocks of `row_block_bytes`."""
-    return blocks(x.shape[0], row_block_size(x))
-
-
-def row_block_size(x: Tensor) -> int:
-    """Return how many rows of `x` are in a block."""
-    row_bytes = x.shape[1] * sum_dtype(x.dtype).itemsize
-    return max(1, row_block_bytes(x.device.type) // row_bytes)

@@ -26,10 +26,10 @@ from cutefce.ops.primitives.elementwise import (
 from cutefce.ops.primitives.interface import forward_unfused
 from cutefce.ops.primitives.portable_gradients import (
     apply_rowwise,
-    blocks,
     matmul_into,
     scale_rows,
 )
+from cutefce.ops.primitives.row_blocks import blocks
 from cutefce.ops.primitives.soft_targets import SoftTargetSteps
 from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.rows.outputs import PartialOutputs

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cutefce.ops.planning.step_memory import soft_block_rows
 from cutefce.ops.primitives.elementwise import add_soft_rows_, can_fuse, fused, gathered_dots_
-from cutefce.ops.primitives.portable_gradients import blocks
+from cutefce.ops.primitives.row_blocks import blocks
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.targets import Targets
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
-from cutefce.ops.primitives.portable_gradients import matmul_into, row_blocks
+from cutefce.ops.primitives.portable_gradients import matmul_into
+from cutefce.ops.primitives.row_blocks import row_blocks
 from cutefce.ops.rows.targets import sum_dtype
 
 TERMS = 3

@@ -121,9 +121,11 @@ class SoftTargets:
             return
         column = self.index - first
         inside = self.distinct & (column >= 0) & (column < exps.shape[1])
-        # several may write to one place, which gets the least value in any order
-        least = torch.where(inside, 0.0, torch.inf).to(exps.dtype)
-        exps.scatter_reduce_(1, torch.where(inside, column, 0), least, "amin")
+        # several may write to one place, which gets the least value in any order; the bits of
+        # numbers from 0 on are integers in the same order, and of those no float32 copy is made
+        least = torch.where(inside, 0, torch.iinfo(torch.int16).max).to(torch.int16)
+        bits, column = exps.view(torch.int16), column.masked_fill_(~inside, 0)
+        bits.scatter_reduce_(1, column, least, "amin")
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
         """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,)."""

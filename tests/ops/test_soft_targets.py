@@ -157,7 +157,7 @@ def test_every_plan_on_the_kernels(
 def test_a_frozen_head_on_the_kernels(
     kept: int, arch: Any, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
 ) -> None:
-    """dX's sums are kept in 24 bits, and formed in windows inside a chunk."""
+    """Sums of dX are kept in 24 bits, and formed in windows inside a chunk."""
     pytest.importorskip("cutlass")
     x = soft_case(["label_smoothing", "z_loss"], 7, 150, 64, 333, dtype=torch.bfloat16)
     serve_calls(monkeypatch, arch, small_tiles, selects=True)
