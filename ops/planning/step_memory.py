@@ -1,6 +1,5 @@
 """Bytes that single steps take: a tile of logits, a block of rows, converted operands."""
 
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem, can_keep
@@ -60,13 +59,6 @@ def rows_bytes(p: Problem, rows: int, halves: int) -> int:
     row_bytes = p.hidden * p.accumulator_bytes
     block = min(rows * row_bytes, max(row_block_bytes(p.device), row_bytes))
     return block // 2 * halves if accumulates_wider(p) else block
-
-
-def target_rows_bytes(p: Problem) -> int:
-    """Bytes of the step that adds a block of tokens to the targets' part of dW, in plain torch."""
-    if not p.grad_weight or (p.arch is not None and arch_named(p.arch).forms_weight_gradient):
-        return 0
-    return min(p.tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
 
 
 def tile_bytes(p: Problem, config: WindowConfig, tokens: int, window: int, *, stored: bool) -> int:
