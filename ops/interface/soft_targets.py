@@ -33,6 +33,11 @@ def check_soft_targets(
     whose h (..., D), one after another, have the tokens.
     """
     indices, probs = tensors.target_indices, tensors.target_probs
+    if options.reduction == OUTPUTS:
+        raise NotImplementedError(
+            "target_indices: got soft targets, of which cutefce has no log-probabilities; "
+            "expected target"
+        )
     if target is not None:
         raise ValueError(
             "target: got one beside target_indices and target_probs, expected None beside them"
@@ -75,10 +80,5 @@ def check_soft_targets(
         raise ValueError(
             f"ignore_index: got {options.ignore_index} with target_indices, expected None: a "
             "token whose probabilities are all 0 is ignored"
-        )
-    if options.reduction == OUTPUTS:
-        raise NotImplementedError(
-            "target_indices: got soft targets, of which cutefce has no log-probabilities; "
-            "expected target"
         )
     return indices.select(-1, 0)

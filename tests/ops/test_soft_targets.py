@@ -1,10 +1,12 @@
 """Soft targets: a few classes of each token with probabilities."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
@@ -18,7 +20,7 @@ from tests.support.options import (
     exact,
     soft_case,
 )
-from tests.support.reference import PLANS, fixed_plan
+from tests.support.reference import PLANS, fixed_plan, random_case
 
 EACH: dict[str, list[str]] = {
     "nothing": [],
@@ -42,6 +44,7 @@ EACH: dict[str, list[str]] = {
     ],
 }
 each = pytest.mark.parametrize("names", EACH.values(), ids=list(EACH))
+most = pytest.mark.parametrize("names", list(EACH.values())[1:], ids=list(EACH)[1:])
 classes = pytest.mark.parametrize("classes", [1, 7, 64])
 workspaces = pytest.mark.parametrize("workspace", ["min", 100_000, "max", None])
 SIZES = 150, 16, 333
@@ -167,3 +170,211 @@ def test_a_frozen_head_on_the_kernels(
         loss = loss_of(x, (h, x.case.w), reduction="none")
         (dx,) = torch.autograd.grad(loss, h, x.case.upstream)
     assert_results_as_accurate((loss.detach(), dx, exact(x)[2]), x)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_one_class_is_the_plain_loss(reduction: str, device: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        case = random_case(150, 64, 333, dtype=dtype, device=device)
+        probs = (case.y != -100).float()[:, None]
+        results = []
+        for target in (
+            {"target": case.y},
+            {"target_indices": case.y[:, None], "target_probs": probs},
+        ):
+            h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
+            loss = cutefce.linear_cross_entropy(
+                h, w, reduction=reduction, workspace="max", **target
+            )
+            upstream = case.upstream if loss.ndim else None
+            results.append([loss, *torch.autograd.grad(loss, (h, w), upstream)])
+        for hard, soft in zip(*results, strict=True):
+            if reduction == "none" and device == "cpu":
+                assert torch.equal(hard, soft)
+            torch.testing.assert_close(
+                hard, soft, rtol=2**-7 if dtype.itemsize == 2 else 1e-5, atol=1e-6
+            )
+
+
+def test_equals_the_loss_of_torch(device: str) -> None:
+    """Smoothing and class weights are those of torch for probabilities."""
+    x = soft_case(["weight", "label_smoothing"], 5, 40, 16, 50, dtype=torch.float64, device=device)
+    index, probs = x.options["target_indices"], x.options["target_probs"]
+    dense = probs.new_zeros(40, 50).scatter_add_(1, index.clamp(min=0), probs)
+    counts = (probs != 0).any(1)
+    logits = x.case.h @ x.case.w.t()
+    want = F.cross_entropy(
+        logits,
+        dense,
+        weight=x.options["weight"].double(),
+        label_smoothing=x.options["label_smoothing"],
+        reduction="none",
+    )
+    torch.testing.assert_close(x.ours()[0], torch.where(counts, want, 0))
+
+
+def test_a_common_offset_of_logits_changes_nothing(device: str) -> None:
+    """Probabilities that add up to anything are relative to the lead's logit."""
+    logits = torch.randn(30, 20).mul(64).round().div(64)
+    index = torch.randint(20, (30, 4), device=device)
+    probs = torch.rand(30, 4, device=device)
+    losses = []
+    for offset in (0.0, 1024.0):
+        w = torch.cat([torch.eye(20), torch.ones(20, 1)], 1).to(device)
+        h = torch.cat([logits, torch.full((30, 1), offset)], 1).to(device)
+        losses.append(
+            cutefce.linear_cross_entropy(
+                h, w, target_indices=index, target_probs=probs, reduction="none"
+            )
+        )
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+
+
+@most
+def test_compiled_equals_eager(names: list[str], small_tiles: PortableTiles, device: str) -> None:
+    def step(h: Tensor, w: Tensor, options: dict[str, Any]) -> Tensor:
+        return cutefce.linear_cross_entropy(h * 2, w, **options) + 1
+
+    torch.compiler.reset()
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
+    for tokens in (40, 70, 33):
+        x = soft_case(names, 5, tokens, 16, 333, device=device)
+        results = []
+        for function in (step, compiled):
+            leaves = x.leaves
+            loss = function(leaves[0], leaves[1], x.with_leaves(leaves))
+            results.append([loss, *torch.autograd.grad(loss, leaves)])
+        for eager, fast in zip(*results, strict=True):
+            torch.testing.assert_close(fast, eager)
+
+
+@most
+def test_opcheck(names: list[str], device: str) -> None:
+    x = soft_case(names, 5, 20, 8, 50, device=device)
+    leaves = x.leaves
+    options = x.with_leaves(leaves)
+    if "temperature" in options:
+        options["temperature"] = torch.as_tensor(options["temperature"])
+    torch.library.opcheck(torch.ops.cutefce.loss.default, (leaves[0], leaves[1]), options)
+
+
+@pytest.mark.parametrize("workspace", ["min", "max"])
+def test_uses(workspace: str, small_tiles: PortableTiles, device: str) -> None:
+    """Frozen operands, a second backward, no gradients, a buffer, and log-sum-exps."""
+    x = soft_case(["z_loss"], 7, 150, 64, 333, dtype=torch.bfloat16, device=device)
+    h, w = x.leaves
+    options = {"workspace": workspace}
+    out = loss_of(x, (h, w), return_lse=True, **options)
+    want = torch.autograd.grad(out.loss, (h, w), retain_graph=True)
+    for a, b in zip(torch.autograd.grad(out.loss, (h, w)), want, strict=True):
+        assert torch.equal(a, b)
+    counts = (x.options["target_probs"] != 0).any(1)
+    lse = (x.case.h.float() @ x.case.w.float().t()).logsumexp(1)
+    torch.testing.assert_close(out.lse, torch.where(counts, lse, 0), rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(loss_of(x, (h, w), **options), out.loss)
+    for i in (0, 1):
+        leaf = (h, w)[i].detach().requires_grad_()
+        both = (leaf, w.detach()) if i == 0 else (h.detach(), leaf)
+        (alone,) = torch.autograd.grad(loss_of(x, both, **options), leaf)
+        torch.testing.assert_close(alone, want[i], rtol=2**-6, atol=1e-5)
+    buffer = torch.zeros(w.shape, device=device)
+    loss_of(x, (h, w), accumulate_into=buffer, **options).backward()
+    torch.testing.assert_close(buffer, want[1].float(), rtol=2**-6, atol=1e-5)
+
+
+def test_shapes_and_dtypes(device: str) -> None:
+    """Tokens of several dimensions, any integers and floating-point probabilities, a module."""
+    index = torch.randint(50, (3, 4, 5), device=device)
+    probs = torch.rand(3, 4, 5, device=device).bfloat16()
+    head = cutefce.LinearCrossEntropyLoss(16, 50, reduction="none").to(device)
+    h = torch.randn(3, 4, 16, device=device)
+    want = head(h, target_indices=index, target_probs=probs)
+    assert want.shape == (3, 4)
+    for dtype in (torch.int32, torch.uint8):
+        got = head(h, target_indices=index.to(dtype), target_probs=probs.double())
+        torch.testing.assert_close(got, want)
+    none = head(h, target_indices=index, target_probs=torch.zeros_like(probs))
+    assert not none.any()
+    empty = cutefce.linear_cross_entropy(
+        h[:0], head.linear.weight, target_indices=index[:0], target_probs=probs[:0]
+    )
+    assert empty.item() == 0
+    predicted = cutefce.plan(h, head.linear.weight, target_indices=index, target_probs=probs)
+    plain = cutefce.plan(h, head.linear.weight)
+    assert predicted.workspace_bytes > plain.workspace_bytes
+
+
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
+    "target:": ({"target_indices": None, "target_probs": None}, TypeError),
+    "target: got one": ({"target": torch.zeros(6, dtype=torch.long)}, ValueError),
+    "target_probs: got None": ({"target_probs": None}, ValueError),
+    "target_indices: got None": ({"target_indices": None}, ValueError),
+    "target_indices: got 7 (int)": ({"target_indices": 7}, TypeError),
+    "target_indices: got dtype": ({"target_indices": torch.zeros(6, 3)}, TypeError),
+    "target_probs: got dtype": ({"target_probs": torch.ones(6, 3, dtype=torch.int)}, TypeError),
+    "target_probs: got one that requires": (
+        {"target_probs": torch.ones(6, 3, requires_grad=True)},
+        ValueError,
+    ),
+    "target_indices: got shape (5, 3)": (
+        {"target_indices": torch.zeros(5, 3, dtype=torch.long)},
+        ValueError,
+    ),
+    "target_probs: got shape (6, 2)": ({"target_probs": torch.ones(6, 2)}, ValueError),
+    "target_indices: got 257 classes": (
+        {
+            "target_indices": torch.zeros(6, 257, dtype=torch.long),
+            "target_probs": torch.ones(6, 257),
+        },
+        ValueError,
+    ),
+    "target_indices: got 0 classes": (
+        {"target_indices": torch.zeros(6, 0, dtype=torch.long), "target_probs": torch.ones(6, 0)},
+        ValueError,
+    ),
+    "ignore_index:": ({"ignore_index": 3}, ValueError),
+    "target_probs: got -1.0": ({"target_probs": torch.full((6, 3), -1.0)}, ValueError),
+    "target_probs: got nan": ({"target_probs": torch.full((6, 3), torch.nan)}, ValueError),
+    "target_probs: got inf": ({"target_probs": torch.full((6, 3), torch.inf)}, ValueError),
+    "target_indices: got 20": ({"target_indices": torch.full((6, 3), 20)}, IndexError),
+    "target_indices: got -100": ({"target_indices": torch.full((6, 3), -100)}, IndexError),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors_name_the_argument(message: str) -> None:
+    change, kind = ERRORS[message]
+    options = {"target_indices": torch.zeros(6, 3, dtype=torch.long)}
+    options = {**options, "target_probs": torch.ones(6, 3), **change}
+    h, w = torch.randn(6, 8), torch.randn(20, 8)
+    with pytest.raises(kind, match=re.escape(message)):
+        cutefce.linear_cross_entropy(h, w, **options)
+
+
+def test_what_is_refused() -> None:
+    index, probs = torch.zeros(6, 3, dtype=torch.long), torch.ones(6, 3)
+    h, w = torch.randn(6, 8), torch.randn(20, 8)
+    soft = {"target_indices": index, "target_probs": probs}
+    with pytest.raises(NotImplementedError, match=r"^target_indices: "):
+        cutefce.linear_cross_entropy(h, torch.randn(20, 2, 8), **soft)
+    with pytest.raises(ValueError, match=r"^target_indices: "):
+        torch.ops.cutefce.loss(h, w, target_probs=probs)
+    with pytest.raises(NotImplementedError, match=r"^target_indices: "):
+        torch.ops.cutefce.log_probs(h, w, index[:, 0], **soft)
+
+
+@pytest.mark.gpu
+def test_bad_values_are_nan_rows_on_a_gpu() -> None:
+    x = soft_case([], 5, 40, 16, 50, device="cuda")
+    index, probs = x.options["target_indices"], x.options["target_probs"]
+    good = x.ours()[0]
+    probs[3, 1], probs[5, 2], probs[7, 0] = -0.5, torch.nan, torch.inf
+    index[9, 4], probs[9, 4] = 50, 0.1
+    losses, dx, _ = x.ours()
+    bad = torch.zeros(40, dtype=torch.bool, device="cuda")
+    bad[[3, 5, 7, 9]] = True
+    assert losses[bad].isnan().all()
+    assert dx[bad].isnan().all()
+    assert torch.equal(losses[~bad], good[~bad])
