@@ -152,7 +152,10 @@ def _check_dtypes(h: Tensor, w: Tensor, y: Tensor) -> None:
             "cast one of them, or call under torch.autocast"
         )
     if y.dtype == torch.bool or y.is_floating_point() or y.is_complex():
-        raise TypeError(f"target: got dtype {y.dtype}, expected integers (class indices)")
+        raise TypeError(
+            f"target: got dtype {y.dtype}, expected integers (class indices); probabilities are "
+            "target_indices and target_probs"
+        )
 
 
 def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:

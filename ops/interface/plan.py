@@ -32,7 +32,8 @@ def plan(
 ) -> Plan:
     """Return how `linear_cross_entropy` would run with these arguments; print it to read it.
 
-    The plan is that of a call in which every token counts.
+    The plan is that of a call in which every token counts.  More than eight parameters: they are
+    arguments of the call.
 
     Args:
         input: (..., D) hidden states.  Set requires_grad on input, linear_weight or both, as for

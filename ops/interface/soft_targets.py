@@ -16,7 +16,9 @@ MAX_CLASSES = 256
 def one_class(given: dict[str, Any]) -> Tensor:
     """Return one class of each token (...), of the arguments by name of a call without target."""
     if "target_indices" not in given and "target_probs" not in given:
-        raise TypeError("target: got None, expected a tensor, or target_indices and target_probs")
+        raise TypeError(
+            "target: got None (NoneType), expected a tensor, or target_indices and target_probs"
+        )
     indices = given.get("target_indices")
     if not isinstance(indices, Tensor) or not indices.ndim:
         shape = None if indices is None else tuple(indices.shape)

@@ -5,6 +5,7 @@ call_problem.py         what a call adds to its problem: copies of operands, a b
 time_model.py           where time is predicted
 memory_model.py         where memory is predicted
 step_memory.py          what single steps take of it
+soft_memory.py          that of soft targets and of dW's lists
 dw_aliasing.py          how many exponentials fit into dW's memory
 divergence_planner.py   plans of divergences of two heads
 """

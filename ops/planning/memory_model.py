@@ -13,6 +13,7 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
                                        allocated after buffer and s_i h_i are freed
     dW      N·D·e                      s_i h_i, unless K = L = 0 and every token's loss has the same
                                        upstream gradient
+            soft targets: see `soft_memory`
             + 12·N + 12·V              kernels: the tokens of each target and their coefficients
             + (N + 1)·D·a + 8·V        portable: the targets' sums and their slots,
             + w·D·a                    one window's sums, unless they are the gradient

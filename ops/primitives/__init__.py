@@ -9,10 +9,7 @@ cute_rowwise.py            launches of the kernels: row-wise steps of both
 fused_step.py              launches of a plain step that keeps all exponentials: few calls
 portable_projection.py     the same in torch
 portable_gradients.py
-target_rows.py             the targets' part of dW, in torch
-soft_targets.py            gathers of K rows of the weight for each token
-row_blocks.py              blocks of rows
 row_selection.py           which tokens are computed
 elementwise.py             arithmetic between the GEMMs, fused on a GPU
-weighted_sum.py            Σ factor_i x_i over the rows of 16-bit operands
+weighted_sum.py            Σ factor_i x_i over the rows of 16-bit operands; gathers of soft targets
 """

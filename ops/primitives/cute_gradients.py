@@ -22,10 +22,10 @@ from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, with_rank_one
 from cutefce.ops.primitives.portable_gradients import PortableGradients, matmul_into
 from cutefce.ops.primitives.row_selection import gather_rows, row_count, row_range
-from cutefce.ops.primitives.target_rows import TargetRows
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.soft_targets import TargetEntries, target_entries
+from cutefce.ops.rows.target_rows import TargetRows
 from cutefce.ops.rows.targets import Targets
 
 

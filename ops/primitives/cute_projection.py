@@ -32,7 +32,7 @@ from cutefce.cute_kernels.workspace import forward_semaphore_count
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.interface import forward_unfused
 from cutefce.ops.primitives.row_selection import far_rows, gather_rows, row_count, row_range
-from cutefce.ops.primitives.soft_targets import SoftTargetSteps
+from cutefce.ops.primitives.weighted_sum import SoftTargetSteps
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses

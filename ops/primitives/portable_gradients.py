@@ -24,12 +24,12 @@ from cutefce.ops.primitives.elementwise import (
     scale_rows_to_,
     split_sums_,
 )
-from cutefce.ops.primitives.row_blocks import blocks, row_blocks
-from cutefce.ops.primitives.target_rows import TargetRows
+from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.target_rows import TargetRows
 from cutefce.ops.rows.targets import Targets, sum_dtype
 
 
@@ -148,6 +148,7 @@ class PortableGradients:
             totals, slot = target_grad.totals(first + rows.start, first + rows.stop)
             operands = to, sums, slot, None if factor is None else factor[rows]
             apply_rowwise(finish_dw_, *operands, whole=(totals, grad_scale, row))
+            del totals, slot, operands  # freed before the next product
 
     def keep_dw(
         self,
@@ -171,6 +172,7 @@ class PortableGradients:
             totals, slot = target_grad.totals(rows.start, rows.stop)
             operands = sums, slot, None if factor is None else factor[rows]
             apply_rowwise(keep, halves[rows], low[rows], *operands, whole=(totals, row))
+            del totals, slot, operands
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
         apply_rowwise(scale_kept_, _halves(kept), low, factor.expand(len(kept)))

@@ -29,9 +29,8 @@ from cutefce.ops.primitives.portable_gradients import (
     matmul_into,
     scale_rows,
 )
-from cutefce.ops.primitives.row_blocks import blocks
-from cutefce.ops.primitives.soft_targets import SoftTargetSteps
-from cutefce.ops.primitives.weighted_sum import weighted_sum
+from cutefce.ops.primitives.weighted_sum import SoftTargetSteps, weighted_sum
+from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses

@@ -16,7 +16,7 @@ from torch import Tensor
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT
 from cutefce.ops.primitives.row_selection import restore_rows
-from cutefce.ops.primitives.soft_targets import add_soft_targets
+from cutefce.ops.primitives.weighted_sum import add_soft_targets
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats

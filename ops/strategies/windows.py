@@ -15,8 +15,7 @@ from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT, Primitives, target_logits
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import row_range
-from cutefce.ops.primitives.soft_targets import add_soft_targets
-from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
+from cutefce.ops.primitives.weighted_sum import RowFactors, add_soft_targets, weighted_sum
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.loss_terms import class_weights
 from cutefce.ops.rows.outputs import reduce_outputs, stat_rows

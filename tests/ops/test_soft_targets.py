@@ -178,10 +178,11 @@ def test_one_class_is_the_plain_loss(reduction: str, device: str) -> None:
         case = random_case(150, 64, 333, dtype=dtype, device=device)
         probs = (case.y != -100).float()[:, None]
         results = []
-        for target in (
+        kinds: list[dict[str, Any]] = [
             {"target": case.y},
             {"target_indices": case.y[:, None], "target_probs": probs},
-        ):
+        ]
+        for target in kinds:
             h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
             loss = cutefce.linear_cross_entropy(
                 h, w, reduction=reduction, workspace="max", **target
@@ -233,7 +234,8 @@ def test_a_common_offset_of_logits_changes_nothing(device: str) -> None:
 @most
 def test_compiled_equals_eager(names: list[str], small_tiles: PortableTiles, device: str) -> None:
     def step(h: Tensor, w: Tensor, options: dict[str, Any]) -> Tensor:
-        return cutefce.linear_cross_entropy(h * 2, w, **options) + 1
+        loss: Tensor = cutefce.linear_cross_entropy(h * 2, w, **options)
+        return loss + 1
 
     torch.compiler.reset()
     backend = "aot_eager" if device == "cpu" else "inductor"
@@ -264,8 +266,8 @@ def test_uses(workspace: str, small_tiles: PortableTiles, device: str) -> None:
     """Frozen operands, a second backward, no gradients, a buffer, and log-sum-exps."""
     x = soft_case(["z_loss"], 7, 150, 64, 333, dtype=torch.bfloat16, device=device)
     h, w = x.leaves
-    options = {"workspace": workspace}
-    out = loss_of(x, (h, w), return_lse=True, **options)
+    options: dict[str, Any] = {"workspace": workspace} | x.options
+    out = cutefce.linear_cross_entropy(h, w, return_lse=True, **options)
     want = torch.autograd.grad(out.loss, (h, w), retain_graph=True)
     for a, b in zip(torch.autograd.grad(out.loss, (h, w)), want, strict=True):
         assert torch.equal(a, b)
@@ -273,14 +275,14 @@ def test_uses(workspace: str, small_tiles: PortableTiles, device: str) -> None:
     lse = (x.case.h.float() @ x.case.w.float().t()).logsumexp(1)
     torch.testing.assert_close(out.lse, torch.where(counts, lse, 0), rtol=1e-3, atol=1e-3)
     with torch.no_grad():
-        torch.testing.assert_close(loss_of(x, (h, w), **options), out.loss)
+        torch.testing.assert_close(loss_of(x, (h, w), workspace=workspace), out.loss)
     for i in (0, 1):
         leaf = (h, w)[i].detach().requires_grad_()
         both = (leaf, w.detach()) if i == 0 else (h.detach(), leaf)
-        (alone,) = torch.autograd.grad(loss_of(x, both, **options), leaf)
+        (alone,) = torch.autograd.grad(loss_of(x, both, workspace=workspace), leaf)
         torch.testing.assert_close(alone, want[i], rtol=2**-6, atol=1e-5)
     buffer = torch.zeros(w.shape, device=device)
-    loss_of(x, (h, w), accumulate_into=buffer, **options).backward()
+    loss_of(x, (h, w), accumulate_into=buffer, workspace=workspace).backward()
     torch.testing.assert_close(buffer, want[1].float(), rtol=2**-6, atol=1e-5)
 
 
@@ -346,8 +348,9 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
 @pytest.mark.parametrize("message", ERRORS)
 def test_errors_name_the_argument(message: str) -> None:
     change, kind = ERRORS[message]
-    options = {"target_indices": torch.zeros(6, 3, dtype=torch.long)}
-    options = {**options, "target_probs": torch.ones(6, 3), **change}
+    index = torch.zeros(6, 3, dtype=torch.long)
+    options: dict[str, Any] = {"target_indices": index, "target_probs": torch.ones(6, 3)}
+    options |= change
     h, w = torch.randn(6, 8), torch.randn(20, 8)
     with pytest.raises(kind, match=re.escape(message)):
         cutefce.linear_cross_entropy(h, w, **options)
@@ -356,7 +359,7 @@ def test_errors_name_the_argument(message: str) -> None:
 def test_what_is_refused() -> None:
     index, probs = torch.zeros(6, 3, dtype=torch.long), torch.ones(6, 3)
     h, w = torch.randn(6, 8), torch.randn(20, 8)
-    soft = {"target_indices": index, "target_probs": probs}
+    soft: dict[str, Any] = {"target_indices": index, "target_probs": probs}
     with pytest.raises(NotImplementedError, match=r"^target_indices: "):
         cutefce.linear_cross_entropy(h, torch.randn(20, 2, 8), **soft)
     with pytest.raises(ValueError, match=r"^target_indices: "):

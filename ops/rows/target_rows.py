@@ -5,7 +5,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.row_blocks import blocks, row_block_size
+from cutefce.ops.rows.blocks import blocks, row_block_size
 from cutefce.ops.rows.soft_targets import TargetEntries, target_entries
 from cutefce.ops.rows.targets import Targets
 
