@@ -4,7 +4,7 @@ With K classes of each of N tokens, a bytes a sum and e bytes a hidden state:
 
     held      N·K·(8 + 2·a + 1)    classes, coefficients, logits, which are distinct
     others    N·K·a                gradients by logits, in a backward
-    entries   N·(K + 1)·(16 + a)   dW's list: class, token, coefficient; kernels sort a second one
+    entries   N·(K + 1)·(16 + a)   dW's list: class, token, coefficient, which is sorted
     gathered  K·D·(a + e)          rows of the weight for a token, on a CPU for a block of tokens
 """
 
@@ -44,9 +44,10 @@ def targets_bytes(p: Problem, tokens: int) -> tuple[int, int]:
     count, soft = tokens * (1 + soft_targets(p)), soft_targets(p) > 0
     entries = count * (16 + p.accumulator_bytes) * soft
     if sorts_by_kernel(p):
-        return 12 * count + 12 * p.vocab, entries
+        return 12 * count + 12 * p.vocab, 40 * count * soft
     if sorts_entries(p):
-        return entries, count * (16 + 8 + p.accumulator_bytes)
+        # a sort holds its keys and indices twice
+        return count * (12 + p.accumulator_bytes), 40 * count
     sums = min(count + 1, p.vocab) * p.hidden * p.accumulator_bytes
     return entries + 8 * p.vocab + sums, 17 * count * soft
 

@@ -50,6 +50,13 @@ class TargetCsr:
 
         If tokens were selected, `h` has the rows of all.
         """
+        if targets.soft is not None:
+            # the kernel's blocks read all entries, which are too many
+            entries = entries.sorted(targets.vocab)
+            assert entries.rows is not None
+            classes = torch.arange(targets.vocab + 1, dtype=torch.int32, device=h.device)
+            offsets = torch.searchsorted(entries.target, classes, out_int32=True)
+            return TargetCsr(entries.rows, offsets, entries.coefficient, h)
         index, coefficient, rows = entries
         order, in_order = torch.empty_like(index), torch.empty_like(coefficient)
         offsets = index.new_empty(targets.vocab + 1, dtype=torch.int32)

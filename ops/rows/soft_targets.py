@@ -143,6 +143,15 @@ class TargetEntries(NamedTuple):
     rows: Tensor | None
     """(E,) int64 i; None for e."""
 
+    def sorted(self, vocab: int) -> "TargetEntries":
+        """Return the same in the order of targets, int32: those below 0 as -1, others up to V.
+
+        Entries of a target keep their order.
+        """
+        assert self.rows is not None
+        target, order = self.target.clamp(-1, vocab).int().sort(stable=True)
+        return TargetEntries(target, self.coefficient[order], self.rows[order])
+
 
 def target_entries(
     index: Tensor,

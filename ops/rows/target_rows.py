@@ -24,11 +24,10 @@ class TargetRows:
     def of(h: Tensor, coefficient: Tensor, targets: Targets, others: Tensor | None) -> "TargetRows":
         """Return those of h (N, D) with the coefficients (N,), and `others` (N, K)."""
         entries = target_entries(targets.safe_index, coefficient, targets.soft, others, None)
-        if entries.rows is not None:  # those of no class have no coefficient
+        if entries.rows is not None and h.is_cuda:  # those of no class have no coefficient
             entries = entries._replace(target=entries.target.clamp_(min=0))
-            if not h.is_cuda:
-                target, order = entries.target.sort(stable=True)
-                entries = TargetEntries(target, *(x[order] for x in entries[1:] if x is not None))
+        elif entries.rows is not None:
+            entries = entries.sorted(targets.vocab)
         return TargetRows(h, entries, targets.vocab)
 
     def totals(self, first: int, last: int) -> tuple[Tensor, Tensor]:
@@ -44,7 +43,7 @@ class TargetRows:
         """Add the sums of the rows from `first` on to `out` (K, D), in a fixed order."""
         entries = self.entries
         if self._is_sorted:
-            ends = torch.tensor([first, first + len(out)])
+            ends = torch.tensor([first, first + len(out)], dtype=torch.int32)
             part = slice(*torch.searchsorted(entries.target, ends).tolist())
             entries = TargetEntries(*(x[part] for x in entries if x is not None))
         self._add(out, entries.target - first, entries)
