@@ -46,7 +46,7 @@ EACH: dict[str, list[str]] = {
 each = pytest.mark.parametrize("names", EACH.values(), ids=list(EACH))
 most = pytest.mark.parametrize("names", list(EACH.values())[1:], ids=list(EACH)[1:])
 classes = pytest.mark.parametrize("classes", [1, 7, 64])
-workspaces = pytest.mark.parametrize("workspace", ["min", 100_000, "max", None])
+workspaces = pytest.mark.parametrize("workspace", ["min", 100_000, "max"])
 SIZES = 150, 16, 333
 
 
@@ -57,15 +57,9 @@ def loss_of(x: OptionsCase, leaves: tuple[Tensor, ...], **more: Any) -> Tensor:
     return loss
 
 
-def results(x: OptionsCase, **more: Any) -> tuple[Tensor, ...]:
-    leaves = x.leaves
-    loss = loss_of(x, leaves, **more)
-    return loss.detach(), *torch.autograd.grad(loss, leaves)
-
-
 @workspaces
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@classes
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("classes", [1, 7])
 @each
 def test_equals_float64(
     names: list[str],
@@ -120,12 +114,25 @@ def test_is_as_accurate_as_the_unfused_loss(
         assert_results_as_accurate(x.ours(), x)
 
 
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: str(arch.name))
+@pytest.mark.parametrize("logit_std", [0.1, 2, 8])
+@pytest.mark.parametrize("sizes", [(200, 40, 61), (150, 40, 333)], ids=str)
+def test_a_teacher_close_to_the_student(
+    sizes: tuple[int, int, int], logit_std: float, device: str
+) -> None:
+    """Probabilities nearly cancel: a rounding of p would be larger than that of p - q."""
+    for dtype in (torch.bfloat16, torch.float16):
+        case = random_case(*sizes, dtype=dtype, device=device, logit_std=logit_std, ignored=0)
+        logits = case.h.float() @ case.w.float().t()
+        teacher = (logits + 0.1 * torch.randn_like(logits)).softmax(1).topk(61, 1)
+        soft = {"target_indices": teacher.indices, "target_probs": teacher.values}
+        x = OptionsCase(case, soft)
+        assert_results_as_accurate(x.ours(), x)
+
+
+@pytest.mark.parametrize("arch", ARCHS[:2], ids=lambda arch: str(arch.name))
 @pytest.mark.parametrize("selects", [False, True])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
-@pytest.mark.parametrize("names", [EACH["nothing"], EACH["softcap and all factors"]], ids=str)
 def test_every_plan_on_the_kernels(
-    names: list[str],
     plan: tuple[str, int, int, int],
     selects: bool,
     arch: Any,
@@ -135,6 +142,7 @@ def test_every_plan_on_the_kernels(
     pytest.importorskip("cutlass")
     strategy, aliased, kept, chunk = plan
     in_forward = strategy == "gradients_in_forward"
+    names = EACH["softcap and all factors"] if selects else []
     x = soft_case(names, 7, 150, 64, 333, dtype=torch.bfloat16)
     if in_forward:
         upstream = torch.ones_like(x.case.upstream)
