@@ -5,13 +5,14 @@ This module does not import the DSL.
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar, NamedTuple
 
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.cute_kernels.problem import can_keep
+from cutefce.cute_kernels.problem import LOW_BITS, can_keep
 from cutefce.cute_kernels.spec import (
     AddTargetsSpec,
     ClearRowsSpec,
@@ -92,10 +93,14 @@ class KernelSet:
     """dW in one pass; None if cuBLAS and elementwise passes compute it."""
     grad_weight_accumulate: GradGemmSpec | None
     """Adds to the sums of dW."""
-    grad_weight_keep: GradGemmSpec | None
-    """Adds to the kept sums of dW."""
-    finish_kept_weight: ScaleKeptSpec | None
-    """dW of these."""
+    grad_weight_keep_20: GradGemmSpec | None
+    """Adds to the sums of dW that are kept in 20 bits."""
+    grad_weight_keep_24: GradGemmSpec | None
+    """Adds to those in 24 bits."""
+    finish_kept_weight_20: ScaleKeptSpec | None
+    """dW of sums in 20 bits."""
+    finish_kept_weight_24: ScaleKeptSpec | None
+    """dW of those in 24 bits."""
     add_targets: AddTargetsSpec | None
     """Adds the targets' terms to the sums of dW."""
     sort_targets: SortTargetsSpec | None
@@ -105,10 +110,13 @@ class KernelSet:
     def grad_weight_kernels(self) -> "GradWeightKernels | None":
         """The kernels of dW, None on architectures without them."""
         final, accumulate = self.grad_weight, self.grad_weight_accumulate
-        keep, finish_kept = self.grad_weight_keep, self.finish_kept_weight
+        keeps = self.grad_weight_keep_20, self.grad_weight_keep_24
+        finishes = self.finish_kept_weight_20, self.finish_kept_weight_24
         add, sort = self.add_targets, self.sort_targets
-        if not (final and accumulate and keep and finish_kept and add and sort):
+        if not (final and accumulate and add and sort):
             return None
+        keep = {kernel.low_bits: kernel for kernel in keeps if kernel}
+        finish_kept = {kernel.low_bits: kernel for kernel in finishes if kernel}
         return GradWeightKernels(final, accumulate, keep, finish_kept, add, sort)
 
     STORED_EXPS_ONLY: ClassVar = (
@@ -122,8 +130,10 @@ class KernelSet:
         "finish_kept",
         "grad_hidden_again",
         "grad_weight_accumulate",
-        "grad_weight_keep",
-        "finish_kept_weight",
+        "grad_weight_keep_20",
+        "grad_weight_keep_24",
+        "finish_kept_weight_20",
+        "finish_kept_weight_24",
         "add_targets",
     )
     """Kernels that only plans with stored exponentials launch."""
@@ -141,8 +151,10 @@ class GradWeightKernels(NamedTuple):
 
     final: GradGemmSpec
     accumulate: GradGemmSpec
-    keep: GradGemmSpec
-    finish_kept: ScaleKeptSpec
+    keep: Mapping[int, GradGemmSpec]
+    """By the low bits of sums."""
+    finish_kept: Mapping[int, ScaleKeptSpec]
+    """By the low bits of sums."""
     add_targets: AddTargetsSpec
     sort_targets: SortTargetsSpec
 
@@ -162,7 +174,9 @@ def kernel_set(
         for config in (configs.grad_hidden, configs.grad_hidden_short)
     )
     forward = FusedForwardSpec(*project_exp, transform)
-    weight = accumulate = keep = finish_kept = add_targets = sort_targets = None
+    weight = accumulate = add_targets = sort_targets = None
+    keep: Sequence[GradGemmSpec | None] = [None] * len(LOW_BITS)
+    finish_kept: Sequence[ScaleKeptSpec | None] = [None] * len(LOW_BITS)
     storing = backward = None
     again = hidden
     if configs.grad_weight is not None and arch.kept_sums_config is not None:
@@ -170,8 +184,9 @@ def kernel_set(
         again = hidden or GradGemmSpec(arch.name, dtype, first, "hidden", final=False)
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
         accumulate = dataclasses.replace(weight, final=False)
-        keep = dataclasses.replace(accumulate, config=arch.kept_sums_config, kept=True)
-        finish_kept = ScaleKeptSpec(arch.name, dtype)
+        config = arch.kept_sums_config
+        keep = [dataclasses.replace(accumulate, config=config, low_bits=n) for n in LOW_BITS]
+        finish_kept = [ScaleKeptSpec(arch.name, dtype, n) for n in LOW_BITS]
         add_targets, sort_targets = AddTargetsSpec(arch.name, dtype), SortTargetsSpec(arch.name)
         if variant == PLAIN:
             storing = dataclasses.replace(forward, stores=True)
@@ -208,8 +223,10 @@ def kernel_set(
         grad_hidden_again=again,
         grad_weight=weight,
         grad_weight_accumulate=accumulate,
-        grad_weight_keep=keep,
-        finish_kept_weight=finish_kept,
+        grad_weight_keep_20=keep[0],
+        grad_weight_keep_24=keep[1],
+        finish_kept_weight_20=finish_kept[0],
+        finish_kept_weight_24=finish_kept[1],
         add_targets=add_targets,
         sort_targets=sort_targets,
     )

@@ -22,6 +22,10 @@ FLOAT16_TOTAL = 2.0**15
 """T of float16 rows: their exponentials are probabilities times this, within float16's range."""
 
 
+LOW_BITS = 4, 8
+"""Bits beside the upper 16 that a kept sum of dW may have."""
+
+
 def can_keep(dtype: str) -> bool:
     """Return whether `dtype` can store exponentials before T is known: float16 lacks the range."""
     return dtype != "float16"

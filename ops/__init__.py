@@ -4,8 +4,10 @@
     operators/    the operators that autograd and compilers see, and their derivatives
     planning/     2. where the plan is made: `planner.py`, and where memory is predicted:
                      `memory_model.py`
-    strategies/   3. the order of the steps: vocabulary windows, or gradients in the forward
+    strategies/   3. the order of the steps: vocabulary windows, gradients in the forward, or
+                     sampled ones
     primitives/   4. the steps, on the CuTe DSL kernels or in plain torch
+    sampling/     sampled gradients: how entries of the softmax are chosen, and their products
     rows/         per-token data of all steps: targets, options, statistics, coefficients
     divergence/   the call of two heads, linear_divergence, from its arguments to its tiles
     parallel/     across ranks: vocabulary and tokens sharded over a process group

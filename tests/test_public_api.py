@@ -10,13 +10,15 @@ import cutefce
 SCHEMA = (
     "cutefce::loss{name}(Tensor input, Tensor linear_weight, Tensor target, *, "
     "str reduction='mean', int ignore_index=-100, float label_smoothing=0., float z_loss=0., "
-    "float logit_scale=1., float? softcap=None, {workspace}, Tensor? linear_bias=None, "
-    "Tensor? weight=None, Tensor? token_weights=None, Tensor? temperature=None, "
+    "float logit_scale=1., float? softcap=None, str gradient='exact', int samples=256, "
+    "{workspace}, Tensor? linear_bias=None, Tensor? weight=None, "
+    "Tensor? token_weights=None, Tensor? temperature=None, "
     "Tensor? denominator=None, Tensor? accumulate_into=None, str? group=None, int[]? shards=None, "
     "bool sequence_parallel=False) -> Tensor"
 )
 SIGNATURES = {
-    "defer": "(model: torch.nn.modules.module.Module, *, evaluation: bool = False) -> None",
+    "defer": "(model: torch.nn.modules.module.Module, *, evaluation: bool = False, "
+    "gradient: str = 'exact', samples: int = 256) -> None",
     "undefer": "(model: torch.nn.modules.module.Module) -> None",
     "deferral_report": "model",
     "DeferralReport": "fused fallbacks",
@@ -24,18 +26,20 @@ SIGNATURES = {
     "set_strict": "(enabled: bool) -> None",
     "linear_cross_entropy": "input linear_weight target linear_bias weight reduction ignore_index "
     "label_smoothing options token_weights z_loss logit_scale softcap temperature return_lse "
-    "workspace denominator accumulate_into group shards sequence_parallel",
+    "gradient samples workspace denominator accumulate_into group shards sequence_parallel",
     "linear_divergence": "student_input student_weight teacher_input teacher_weight target "
     "divergence beta student_bias teacher_bias logit_scale softcap temperature reduction "
     "ignore_index denominator workspace group shards",
     "linear_log_probs": "input linear_weight target outputs linear_bias logit_scale softcap "
-    "temperature ignore_index workspace accumulate_into group shards sequence_parallel",
+    "temperature ignore_index gradient samples workspace accumulate_into group shards "
+    "sequence_parallel",
     "LossOutput": "loss lse",
     "LogProbs": "log_probs lse entropy sum_p_squared mean_logit is_top1 argmax",
-    "plan": "input linear_weight reduction workspace accumulate_into group shards "
-    "sequence_parallel",
+    "plan": "input linear_weight reduction gradient samples workspace accumulate_into group "
+    "shards sequence_parallel",
     "LinearCrossEntropyLoss": "in_features num_classes out_features bias device dtype reduction "
-    "weight ignore_index label_smoothing options z_loss logit_scale softcap workspace",
+    "weight ignore_index label_smoothing options z_loss logit_scale softcap gradient samples "
+    "workspace",
 }
 """Whole signatures, or the names of the arguments."""
 

@@ -13,7 +13,7 @@ from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
-from cutefce.cute_kernels.problem import Problem, can_keep
+from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning import planner
 from cutefce.ops.primitives.cute_gradients import CuteGradients
@@ -26,11 +26,11 @@ from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets, sum_dtype
 from cutefce.ops.strategies import windows
-from cutefce.ops.strategies.dw_views import aliased_views
+from cutefce.ops.strategies.dw_views import aliased_views, memory_of
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.weight_sums import WeightSums
-from cutefce.ops.strategies.windows import LossInputs
+from cutefce.ops.strategies.loss_inputs import LossInputs
 
 IGNORED = -100
 FLOOR = torch.finfo(torch.float16).smallest_normal
@@ -79,11 +79,12 @@ def smallest_step(
     config, window = primitives.config, primitives.config.window
     plan, inputs = smallest_plan(case.problem, (config,)), loss_inputs(case, primitives)
     h, dw = inputs.h, torch.empty_like(inputs.w)
-    stored = aliased_views(dw, len(h), window, plan.aliased)
+    memory = memory_of(dw, len(h), config.reference_block)
+    stored = aliased_views(dw, memory, plan.aliased)
     loss, stats = windows.forward(inputs, stored)
     upstream = make_targets(case, "mean").loss_scale(sum_dtype(h.dtype))
     step = stats, stored, upstream, window, True
-    return loss, windows.backward(inputs, *step, dw, None, plan.aliased > 0), dw
+    return loss, windows.backward(inputs, *step, dw, None, plan.aliased), dw
 
 
 def smallest_step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
@@ -219,10 +220,13 @@ def _gradients_in_forward_outputs(
     stored, chunk = round_up(w.shape[0], block), ceil_div(h.shape[0], 2)
     loss_scale = targets.loss_scale(sum_dtype(h.dtype))
     results: dict[str, CheckedOutput] = {}
-    # sums that are kept in dW's memory, and those that are dW
-    for suffix, dtype in (("", w.dtype), (", in the dtype of sums", loss_scale.dtype)):
+    # sums that are kept in dW's memory and beside it, and those that are dW
+    kinds = [
+        (f", with {16 + low_bits} bits of dW's sums", w.dtype, low_bits) for low_bits in LOW_BITS
+    ]
+    for suffix, dtype, low_bits in (*kinds, (", in the dtype of sums", loss_scale.dtype, 8)):
         dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
-        dw = WeightSums.empty(torch.empty_like(w, dtype=dtype), loss_scale.dtype)
+        dw = WeightSums.empty(torch.empty_like(w, dtype=dtype), loss_scale.dtype, low_bits)
         stats = gradients_in_forward(inputs, loss_scale, stored, chunk, dx, dw, None)
         finished_dx = dx.finish(inputs, stats, RowCoefficients.of(stats, targets, loss_scale))
         finished_dw = dw.finish(inputs.primitives.gradients, loss_scale).to(w.dtype)
@@ -248,7 +252,7 @@ def _windows_in_chunks_outputs(
         inputs = replace(inputs, targets=targets)
     loss_scale = targets.loss_scale(sum_dtype(h.dtype))
     dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
-    dw = WeightSums.empty(inputs.w[:0], loss_scale.dtype)
+    dw = WeightSums.empty(inputs.w[:0], loss_scale.dtype, LOW_BITS[0])
     stats = gradients_in_forward(inputs, loss_scale, window, chunk, dx, dw, None)
     coefficients = RowCoefficients.of(stats, targets, loss_scale)
     finished = dx.finish(inputs, stats, coefficients, selection)

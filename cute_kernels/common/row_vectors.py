@@ -16,9 +16,9 @@ WARPS = spec.TargetLogitSpec.WARPS
 
 
 @cute.jit
-def row_vectors(x: cute.Tensor, row: Any) -> cute.Tensor:
-    """Return row `row` of x (N, D) as vectors (8, D / 8)."""
-    return cute.zipped_divide(x[row, None], (8,))
+def row_vectors(x: cute.Tensor, row: Any, size: int = 8) -> cute.Tensor:
+    """Return row `row` of x (N, D) as vectors (size, D / size)."""
+    return cute.zipped_divide(x[row, None], (size,))
 
 
 @cute.jit

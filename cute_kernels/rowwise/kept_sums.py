@@ -90,9 +90,9 @@ def keep_sums_kernel(
             addend = load_fp32(addends, i)
             for j in cutlass.range_constexpr(8):
                 values[j] = values[j] + rounded_product(factor, addend[j])
-        halves, bytes_ = split_eight(values)
+        halves, bytes_ = split_eight(values, 8)
         cute.autovec_copy(cute.recast_tensor(halves, kept.element_type), upper_half[None, i])
-        cute.autovec_copy(cute.recast_tensor(bytes_, Uint8), byte[None, i])
+        cute.autovec_copy(bytes_, byte[None, i])
 
 
 @cute.jit
@@ -145,10 +145,10 @@ def finish_kept_kernel(
         values = cute.make_rmem_tensor((8,), Float32)
         values.fill(0.0)
         if counts:
-            halves, bytes_ = cute.make_rmem_tensor((4,), Int32), cute.make_rmem_tensor((2,), Int32)
+            halves, bytes_ = cute.make_rmem_tensor((4,), Int32), cute.make_rmem_tensor((8,), Uint8)
             cute.autovec_copy(upper_half[None, i], cute.recast_tensor(halves, kept.element_type))
-            cute.autovec_copy(byte[None, i], cute.recast_tensor(bytes_, Uint8))
-            values.store(join_eight(halves, bytes_).load())
+            cute.autovec_copy(byte[None, i], bytes_)
+            values.store(join_eight(halves, bytes_, 8).load())
             addends = load_fp32(gathered, i)
             for j in cutlass.range_constexpr(8):
                 addend = rounded_product(factor, addends[j])

@@ -22,31 +22,46 @@ from cutefce.cute_kernels.common.row_vectors import WARPS, row_vectors
 
 def compile_signature(kernel: spec.ScaleKeptSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and the arguments to compile it for."""
-    rows, hidden = cute.sym_int(), cute.sym_int(divisibility=8)
-    pitch = cute.sym_int64(divisibility=8)
-    low = make_fake_tensor(Uint8, (rows, hidden), (pitch, 1), assumed_align=8)
+    rows, hidden, low_bits = cute.sym_int(), cute.sym_int(divisibility=8), kernel.low_bits
+    bytes_ = hidden if low_bits == 8 else cute.sym_int(divisibility=4)
+    pitch = cute.sym_int64(divisibility=low_bits)
+    low = make_fake_tensor(Uint8, (rows, bytes_), (pitch, 1), assumed_align=low_bits)
     kept = matrix(DTYPES[kernel.dtype], rows, hidden)
-    return scale_kept, (kept, low, vector(Float32, 1), current_stream())
+    return ScaleKept(low_bits), (kept, low, vector(Float32, 1), current_stream())
 
 
-@cute.jit
-def scale_kept(kept: cute.Tensor, low: cute.Tensor, factor: cute.Tensor, stream: Any) -> None:
-    """Write factor (1,) times the sums in kept and low (V, D) to `kept`, rounded once."""
-    scale_kept_kernel(kept, low, factor).launch(
-        grid=[kept.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
-    )
+class ScaleKept:
+    """The kernel and its launch."""
 
+    def __init__(self, low_bits: int) -> None:
+        self.low_bits = low_bits
 
-@cute.kernel
-def scale_kept_kernel(kept: cute.Tensor, low: cute.Tensor, factor: cute.Tensor) -> None:
-    """Scale one row a block."""
-    pdl_wait()
-    row = cute.arch.block_idx()[0]
-    upper_half, byte, scale = row_vectors(kept, row), row_vectors(low, row), factor[0]
-    for i in cutlass.range(cute.arch.thread_idx()[0], kept.shape[1] // 8, 32 * WARPS, unroll=2):
-        halves, bytes_ = cute.make_rmem_tensor((4,), Int32), cute.make_rmem_tensor((2,), Int32)
-        cute.autovec_copy(upper_half[None, i], cute.recast_tensor(halves, kept.element_type))
-        cute.autovec_copy(byte[None, i], cute.recast_tensor(bytes_, Uint8))
-        rounded = cute.make_rmem_tensor((8,), kept.element_type)
-        rounded.store((join_eight(halves, bytes_).load() * scale).to(kept.element_type))
-        cute.autovec_copy(rounded, upper_half[None, i])
+    @cute.jit
+    def __call__(
+        self, kept: cute.Tensor, low: cute.Tensor, factor: cute.Tensor, stream: Any
+    ) -> None:
+        """Write factor (1,) times the sums in kept and low (V, D) to `kept`, rounded once.
+
+        Of four low bits, low is (V, D / 2).
+        """
+        self.kernel(kept, low, factor).launch(
+            grid=[kept.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
+        )
+
+    @cute.kernel
+    def kernel(self, kept: cute.Tensor, low: cute.Tensor, factor: cute.Tensor) -> None:
+        """Scale one row a block."""
+        pdl_wait()
+        row = cute.arch.block_idx()[0]
+        upper_half, scale = row_vectors(kept, row), factor[0]
+        lower = row_vectors(low, row, self.low_bits)
+        vectors = kept.shape[1] // 8
+        for i in cutlass.range(cute.arch.thread_idx()[0], vectors, 32 * WARPS, unroll=2):
+            halves = cute.make_rmem_tensor((4,), Int32)
+            bytes_ = cute.make_rmem_tensor((self.low_bits,), Uint8)
+            cute.autovec_copy(upper_half[None, i], cute.recast_tensor(halves, kept.element_type))
+            cute.autovec_copy(lower[None, i], bytes_)
+            sums = join_eight(halves, bytes_, self.low_bits)
+            rounded = cute.make_rmem_tensor((8,), kept.element_type)
+            rounded.store((sums.load() * scale).to(kept.element_type))
+            cute.autovec_copy(rounded, upper_half[None, i])

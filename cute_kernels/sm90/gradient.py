@@ -3,7 +3,7 @@
     hidden          sums (N, D) = or += e w         float32
     weight          sums (V, D) = or += eᵀ s        float32
     weight, final   out (V, D) = (eᵀ s + Σ_{i: y_i = v} c_i h_i) · grad_scale, rounded once
-    weight, kept    sums (V, D) = or += that        24 bits, see `sm90.kept_store`
+    weight, kept    sums (V, D) = or += that        24 or 20 bits, see `sm90.kept_store`
 
 with s_i = scale_i h_i.  The targets' terms of the last two are added to the float32 accumulators,
 in the order of `TargetCsr`; before them, if the spec has it, a matrix of rank one.
@@ -55,8 +55,8 @@ def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
     rows, inner, hidden = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
     a = transposed(dtype, rows, inner) if kernel.wrt == "weight" else matrix(dtype, rows, inner)
     targets, out = None, matrix(dtype if kernel.final else Float32, rows, hidden)
-    if kernel.kept:
-        out = kept_signature(rows, hidden)
+    if kernel.low_bits:
+        out = kept_signature(rows, hidden, kernel.low_bits)
     if kernel.final or kernel.kept:
         entries = cute.sym_int()
         csr = vector(Int64, entries), vector(Int32, cute.sym_int()), vector(Float32, entries)
@@ -105,9 +105,9 @@ class GradGemmSm90(MainloopSm90):
         out_dtype = self.dtype if self.final else Float32
         self.epilogue = EpilogueStoreSm90(out_dtype, kernel.config.tile_n)
         self.kept = kernel.kept
-        if kernel.kept:
+        if kernel.low_bits:
             assert not kernel.final and self.tokens_inside and kernel.dtype == "bfloat16"
-            self.kept_store = KeptStoreSm90(arch_named(kernel.arch), kernel.config)
+            self.kept_store = KeptStoreSm90(arch_named(kernel.arch), kernel.config, kernel.low_bits)
 
     @cute.jit
     def __call__(

@@ -1,10 +1,11 @@
-"""The Hopper epilogue that adds to sums of 24 bits, through shared memory and by TMA.
+"""The Hopper epilogue that adds to sums of 24 or 20 bits, through shared memory and by TMA.
 
-A tile is added in blocks of 64 rows, each in a buffer: panels of 128-byte rows, of upper halves and
-of the bytes beside them.  The warpgroups take the buffers in the order of their tiles.  While MMAs
-run, another warp loads the next sums; a warpgroup adds to them in place, and each of its warps
-stores its rows; see `common.kept_bits`.  A thread's accesses to the swizzled rows have no bank
-conflicts.  No two thread blocks touch the same sums.
+A tile is added in blocks of 64 rows, each in a buffer: panels of upper halves, whose rows are 128
+bytes, and panels of 128 columns of the low bits beside them, whose rows are 128 or 64 bytes.  The
+warpgroups take the buffers in the order of their tiles.  While MMAs run, another warp loads the
+next sums; a warpgroup adds to them in place, and each of its warps stores its rows; see
+`common.kept_bits`.  A thread's accesses to the swizzled rows have no bank conflicts.  No two thread
+blocks touch the same sums.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +27,9 @@ from cutefce.cute_kernels.schedule.scheduler import TileScheduler
 from cutefce.cute_kernels.sm90.mainloop import MMA_WARP_GROUPS, Consumer
 
 LINE = 128
-"""Bytes of a panel's row: the widest swizzle."""
+"""Bytes of a panel's row of upper halves: the widest swizzle."""
+LOW_COLUMNS = 128
+"""Columns of a panel of low bits."""
 ROWS = 64
 """Rows of a buffer."""
 FULL, EMPTY = 0, MMA_WARP_GROUPS
@@ -35,18 +38,19 @@ which wait until it is empty."""
 
 
 class KeptSums(NamedTuple):
-    """Sums (M, N) of 24 bits."""
+    """Sums (M, N) of 24 or 20 bits."""
 
     upper: cute.Tensor
     """(M, N) bfloat16: the upper halves."""
     low: cute.Tensor
-    """(M, N) uint8: the next bytes."""
+    """(M, N) or (M, N / 2) uint8: the low bits, see `common.kept_bits`."""
 
 
-def kept_signature(rows: Any, columns: Any) -> KeptSums:
+def kept_signature(rows: Any, columns: Any, low_bits: int) -> KeptSums:
     """Return fake tensors to compile for."""
     pitch = cute.sym_int64(divisibility=16)
-    low = make_fake_tensor(Uint8, (rows, columns), (pitch, 1), assumed_align=16)
+    bytes_ = columns if low_bits == 8 else cute.sym_int(divisibility=4)
+    low = make_fake_tensor(Uint8, (rows, bytes_), (pitch, 1), assumed_align=16)
     return KeptSums(matrix(BFloat16, rows, columns), low)
 
 
@@ -65,11 +69,14 @@ class Staging(NamedTuple):
 class KeptStoreSm90:
     """Additions of tiles of accumulators to kept sums."""
 
-    def __init__(self, arch: Arch, config: GemmConfig) -> None:
-        assert config.pingpong and config.tile_n % LINE == 0, "warpgroups add to whole panels"
-        self.config = config
+    def __init__(self, arch: Arch, config: GemmConfig, low_bits: int) -> None:
+        whole_panels = config.tile_n % LOW_COLUMNS == 0
+        assert config.pingpong and whole_panels, "warpgroups add to whole panels"
+        self.config, self.low_bits = config, low_bits
+        self.lines = LINE, LOW_COLUMNS * low_bits // 8
+        """Bytes of a row of a panel of upper halves, and of low bits."""
         self.blocks = config.tile_m // ROWS
-        self.block_bytes = ROWS * config.tile_n * 3
+        self.block_bytes = ROWS * config.tile_n * (16 + low_bits) // 8
         free = arch.smem_bytes - BARRIER_BYTES - config.stages * arch.stage_bytes(config)
         counts = 1, self.blocks, self.blocks * MMA_WARP_GROUPS
         self.buffers = max(count for count in counts if count * self.block_bytes <= free)
@@ -78,9 +85,9 @@ class KeptStoreSm90:
     def tma(self, sums: KeptSums) -> Any:
         """Return (TMA load, coordinates, TMA store, coordinates, smem layout) of each matrix."""
         found = []
-        for part in sums:
-            columns = LINE * 8 // part.element_type.width
-            panels = self.buffers * self.config.tile_n // columns
+        for i, part in enumerate(sums):
+            columns = self.lines[i] * 8 // part.element_type.width
+            panels = self.buffers * self._panels(i)
             layout = self._layout(part.element_type, ROWS, columns, panels)
             load = cpasync.make_tiled_tma_atom(
                 cpasync.CopyBulkTensorTileG2SOp(),
@@ -96,6 +103,10 @@ class KeptStoreSm90:
             )
             found.append((*load, *store, layout))
         return tuple(found)
+
+    def _panels(self, part: int) -> int:
+        """Return the panels of a block's upper halves, or of its low bits."""
+        return self.config.tile_n // (LINE // 2, LOW_COLUMNS)[part]
 
     def _layout(self, dtype: Any, rows: int, columns: int, count: int) -> Any:
         return sm90.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, (rows, columns), count)
@@ -138,10 +149,10 @@ class KeptStoreSm90:
                 if staging.is_read:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(full, self.block_bytes)
-                    for part in (staging.upper, staging.low):
+                    for i, part in enumerate((staging.upper, staging.low)):
                         atom, coordinates, _, _, smem = part
                         shape = ROWS, cute.size(smem, mode=[1])
-                        panels = config.tile_n // shape[1]
+                        panels = self._panels(i)
                         _, source, to = partition((atom, coordinates, smem), shape, Int32(0), 1)
                         for panel in cutlass.range_constexpr(panels):
                             cute.copy(
@@ -178,17 +189,18 @@ class KeptStoreSm90:
                     self._add_eight(consumer, staging, buffer, block, group, half)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            for part in (staging.upper, staging.low):
+            for i, part in enumerate((staging.upper, staging.low)):
                 _, _, atom, coordinates, smem = part
                 columns = cute.size(smem, mode=[1])
-                panels = self.config.tile_n // columns
+                panels = self._panels(i)
+                first = n_start // self.config.tile_n * panels
                 for panel in cutlass.range_constexpr(panels):
                     s_panel = smem[None, None, buffer * panels + panel]
                     s_warp = cute.local_tile(s_panel, (16, columns), (warp, 0))
                     operand = atom, coordinates, s_warp
                     _, to, source = partition(operand, (16, columns), Int32(0), 1)
                     row = m_start // 16 + 4 * block + warp
-                    cute.copy(atom, source, to[None, row, n_start // columns + panel])
+                    cute.copy(atom, source, to[None, row, first + panel])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
@@ -211,13 +223,14 @@ class KeptStoreSm90:
             values[i] = consumer.acc[(i % 2, half, 4 * group + i // 2), block, 0]
         upper, low = self._places(consumer, staging, buffer, group, half)
         if staging.is_read:
-            halves, bytes_ = cute.make_rmem_tensor((4,), Int32), cute.make_rmem_tensor((2,), Int32)
-            pairs = cute.recast_tensor(bytes_, Int16)
+            halves = cute.make_rmem_tensor((4,), Int32)
+            bytes_ = cute.make_rmem_tensor((self.low_bits,), Uint8)
+            pairs = cute.recast_tensor(bytes_, low[0].element_type)
             for i in cutlass.range_constexpr(4):
                 halves[i], pairs[i] = upper[i][0], low[i][0]
-            values.store(join_eight(halves, bytes_).load() + values.load())
-        halves, bytes_ = split_eight(values)
-        pairs = cute.recast_tensor(bytes_, Int16)
+            values.store(join_eight(halves, bytes_, self.low_bits).load() + values.load())
+        halves, bytes_ = split_eight(values, self.low_bits)
+        pairs = cute.recast_tensor(bytes_, low[0].element_type)
         for i in cutlass.range_constexpr(4):
             upper[i][0] = halves[i]
             low[i][0] = pairs[i]
@@ -225,24 +238,25 @@ class KeptStoreSm90:
     def _places(
         self, consumer: Consumer, staging: Staging, buffer: Int32, group: int, half: int
     ) -> Any:
-        """Return the words of upper halves and the pairs of bytes of four pairs of columns.
+        """Return the words of upper halves and the low bits of four pairs of columns.
 
-        The 16-byte chunks of a line are swizzled: chunk c of row r is in place c ^ (r % 8).
+        The 16-byte chunks of a line are swizzled: chunk c of row r is in place c ^ (r % 8) of eight
+        or, where two lines are 128 bytes, in place c ^ (r / 2 % 4) of four.
         """
         row, lane = consumer.tCcC[0][0], consumer.thread % 4
         found: tuple[list[Any], list[Any]] = ([], [])
         for j in range(4 * group, 4 * group + 4):
-            for part, item in enumerate((2, 1)):
-                smem = (staging.upper, staging.low)[part][-1]
-                dtype = (Int32, Int16)[part]
-                panel, byte = divmod(8 * j * item, LINE)
+            for part, bits in enumerate((16, self.low_bits)):
+                smem, line = (staging.upper, staging.low)[part][-1], self.lines[part]
+                dtype, pair = {16: (Int32, 4), 8: (Int16, 2), 4: (Uint8, 1)}[bits]
+                panel, byte = divmod(4 * j * pair, line)
                 chunk, start = divmod(byte, 16)
+                rows = LINE // line
                 # the start of a row and of its quad's chunk have no bits in common
-                first = row * LINE + ((row % 8) ^ chunk) * 16 + lane * 2 * item
-                before = buffer * (ROWS * self.config.tile_n * item)
-                offset = (before + first) // (2 * item)
-                line = panel * ROWS + half * 8
+                first = row * line + ((row // rows % (8 // rows)) ^ chunk) * 16 + lane * pair
+                before = buffer * (ROWS * self.config.tile_n * pair // 2)
+                offset = (before + first) // pair
                 base = cute.recast_ptr(smem.iterator, dtype=dtype) + offset
-                place = base + (line * LINE + start) // (2 * item)
+                place = base + ((panel * ROWS + half * 8) * line + start) // pair
                 found[part].append(cute.make_tensor(place, cute.make_layout((1,))))
         return found

@@ -40,11 +40,17 @@ class GradGemmSpec:
     """Whether to add the targets' terms and round; otherwise it accumulates in float32."""
     rank_one: bool = False
     """Whether to add a matrix of rank one before rounding; needs `final` or `kept`."""
-    kept: bool = False
-    """Whether it adds to sums of dW of 24 bits, with the targets' terms; needs bfloat16."""
+    low_bits: int = 0
+    """Bits beside the upper 16 of the sums of dW that it adds to, with the targets' terms, in
+    bfloat16; 0 if it does not."""
 
     WARPS: ClassVar[int] = 8
     """Warps of a thread block that run MMAs."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether it adds to kept sums of dW."""
+        return self.low_bits > 0
 
     def semaphore_count(self, clusters: int) -> int:
         """Return the size of its int32 semaphores on `clusters` clusters."""

@@ -110,6 +110,8 @@ class ScaleKeptSpec:
 
     arch: str
     dtype: str
+    low_bits: int
+    """Bits of a sum beside the upper 16."""
 
 
 @dataclass(frozen=True)

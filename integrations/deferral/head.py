@@ -1,6 +1,7 @@
 """The head, whose forward returns deferred logits where a loss may follow."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ class DeferringLinear(nn.Linear):
     counts: Counts
     in_evaluation: bool
     """Whether logits are deferred in evaluation too."""
+    loss_options: dict[str, Any]
+    """Arguments of `linear_cross_entropy` beside those of the model's loss."""
 
     @property
     def is_deferring(self) -> bool:
@@ -102,6 +105,7 @@ class HeadCall:
     def __init__(self, head: DeferringLinear, hidden: Tensor) -> None:
         self.head = head
         self.counts = head.counts
+        self.loss_options = head.loss_options
         self.dtype = hidden.dtype
         self.grad = torch.is_grad_enabled()
         self.inference = is_inference_mode()

@@ -83,7 +83,7 @@ def cross_entropy(
         w, b = input.of_classes(head_weight), input.of_classes(bias)
         if w.dtype != hidden.dtype and not is_mixed(hidden, w):
             w = w.to(hidden.dtype)
-        return linear_cross_entropy(
+        loss: Tensor = linear_cross_entropy(
             hidden,
             w,
             target,
@@ -94,7 +94,9 @@ def cross_entropy(
             label_smoothing=label_smoothing,
             logit_scale=scale,
             softcap=cap,
+            **input.call.loss_options,
         )
+        return loss
 
     loss = input.call.evaluate(fused, input.hidden.movedim(input.class_dim, -1))
     input.call.counts.add()

@@ -9,11 +9,14 @@ from torch.distributed.tensor import DTensor
 
 from cutefce.integrations.deferral.head import DeferringLinear
 from cutefce.integrations.deferral.report import Counts, DeferralReport
-from cutefce.ops.interface.checks import DTYPES
+from cutefce.ops.interface.checks import DTYPES, check_type
+from cutefce.ops.interface.option_checks import check_sampling
 from cutefce.ops.operators.context import PLAIN_TYPES
 
 
-def defer(model: nn.Module, *, evaluation: bool = False) -> None:
+def defer(
+    model: nn.Module, *, evaluation: bool = False, gradient: str = "exact", samples: int = 256
+) -> None:
     """Have the head of a model answer with deferred logits, so that its own loss is fused.
 
     In training, the head returns an object that stands for its logits.  It records what the model
@@ -29,17 +32,24 @@ def defer(model: nn.Module, *, evaluation: bool = False) -> None:
             an `nn.Linear` with a floating-point weight (V, D), with or without bias.
         evaluation: whether logits are deferred in evaluation and without gradients too, for
             callers that use the loss alone, as `Trainer` without `compute_metrics`.
+        gradient: "exact" or "sampled", as of `linear_cross_entropy`.
+        samples: entries of a token that sampled gradients expect to keep, at most.
 
     Raises:
+        ValueError: for another `gradient`, or `samples` out of their range.
         TypeError: if the head is not a plain `nn.Linear`, as where it is quantized.
         RuntimeError: if it is deferred already.
     """
+    loss_options = {"gradient": gradient, "samples": samples}
+    for name, value in loss_options.items():
+        check_type(name, value)
+    check_sampling(gradient, samples)
     heads = [*_heads(model)]
     for head in heads:
         _check_head(head)
     for head in heads:
         head.__class__ = DeferringLinear
-        head.counts, head.in_evaluation = Counts(), evaluation
+        head.counts, head.in_evaluation, head.loss_options = Counts(), evaluation, loss_options
 
 
 def undefer(model: nn.Module) -> None:
@@ -49,7 +59,7 @@ def undefer(model: nn.Module) -> None:
         RuntimeError: if the model has none.
     """
     for head in _deferred(model):
-        del head.counts, head.in_evaluation
+        del head.counts, head.in_evaluation, head.loss_options
         if type(head) is DeferringLinear:
             head.__class__ = nn.Linear  # type: ignore[assignment]
 

@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cutefce.ops import torch_compat
-from cutefce.ops.interface import call, checks, option_checks
+from cutefce.ops.interface import call, checks
 from cutefce.ops.interface.positions import loss_of_positions
+from cutefce.ops.interface.scalars import with_tensors
 from cutefce.ops.interface.soft_targets import one_class
 from cutefce.ops.operators.context import can_bypass_dispatcher
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.parallel.dtensor import LocalCall, localize, localize_options, replicated
+from cutefce.ops.parallel.dtensor import LocalCall, localize, localize_options
 
 
 @overload
@@ -37,6 +38,8 @@ def linear_cross_entropy(
     softcap: float | None = None,
     temperature: Tensor | float = 1.0,
     return_lse: Literal[False] = False,
+    gradient: str = "exact",
+    samples: int = 256,
     workspace: int | str | None = None,
     denominator: Tensor | float | None = None,
     accumulate_into: Tensor | None = None,
@@ -69,6 +72,8 @@ def linear_cross_entropy(  # type: ignore[misc]
     softcap: float | None = None,
     temperature: Tensor | float = 1.0,
     return_lse: bool = False,
+    gradient: str = "exact",
+    samples: int = 256,
     workspace: int | str | None = None,
     denominator: Tensor | float | None = None,
     accumulate_into: Tensor | None = None,
@@ -111,6 +116,10 @@ def linear_cross_entropy(  # type: ignore[misc]
         logit_scale: factor of the products of input and linear_weight; not 0.
         softcap: bound c > 0 of the logits, c tanh(x / c); not with label_smoothing.
         temperature: divisor of the logits after the softcap, > 0; a number, or () or (...).
+        gradient: "exact", or "sampled": unbiased estimates of the gradients, from few entries of
+            the softmax of each token, drawn with torch's generator of the device.  The loss, and
+            all that is returned, is that of "exact", bit for bit.
+        samples: entries that a token expects to keep at most, from 16 to 4096, with "sampled".
         return_lse: whether to return a `LossOutput` of the loss and the log-sum-exps.
         workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for
             speed; "min", "max", or None for 2.5 GiB.
@@ -163,6 +172,10 @@ def linear_cross_entropy(  # type: ignore[misc]
         given["token_weights"] = token_weights
     if softcap is not None:
         given["softcap"] = softcap
+    if gradient != "exact":
+        given["gradient"] = gradient
+    if type(samples) is not int or samples != 256:
+        given["samples"] = samples
     if type(label_smoothing) is not float or label_smoothing:
         given["label_smoothing"] = label_smoothing
     if type(z_loss) is not float or z_loss:
@@ -175,6 +188,12 @@ def linear_cross_entropy(  # type: ignore[misc]
         given["target_indices"] = target_indices
     if target_probs is not None:
         given["target_probs"] = target_probs
+    is_local = group is None and shards is None and sequence_parallel is False
+    plain = is_local and not given and options is None and return_lse is False
+    if plain and target is not None:
+        repeated = call.repeated(input, linear_weight, target, workspace)
+        if repeated is not None:
+            return repeated
     run: Callable[..., tuple[Tensor, Tensor | None]] = _loss
     if isinstance(linear_weight, Tensor) and linear_weight.ndim > 2:
         run = functools.partial(loss_of_positions, _loss)
@@ -270,29 +289,3 @@ def raise_named(error: Exception, report: report_errors | None, **arguments: Any
         raise error
     finally:
         del error, wrong  # in this frame they would be reference cycles, which hold the group
-
-
-def with_tensors(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return options by name, a temperature or denominator that is a number as a tensor."""
-    result = dict(given)
-    if "denominator" in given:
-        result["denominator"] = as_tensor("denominator", given["denominator"], device)
-    temperature: Any = given.get("temperature")
-    if "temperature" in given and not isinstance(temperature, Tensor):
-        checks.check_type("temperature", temperature)
-        option_checks.check_temperature(temperature)
-        result["temperature"] = as_tensor("temperature", temperature, device)
-    return result
-
-
-def as_tensor(name: str, value: Tensor | float, device: torch.device) -> Tensor:
-    """Return the argument `name` as a tensor, a number's on `device`."""
-    checks.check_type(name, value)
-    if isinstance(value, Tensor):
-        return replicated(name, value)
-    if torch.compiler.is_compiling():  # a constant would be compiled for each value
-        return torch.ones((), dtype=torch.float64, device=device) * value
-    try:
-        return torch.full((), float(value), dtype=torch.float64, device=device)
-    except OverflowError:
-        raise ValueError(f"{name}: got an integer beyond the range of a float") from None

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels import process_cache
+from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import LossOptions, StepOptions
+from cutefce.ops.operators.context import PLAIN_TYPES, can_bypass_dispatcher, is_autocasting
 from cutefce.ops.operators.plain_step import PlainStep, resolve
 from cutefce.ops.primitives.cute_projection import CuteProjection, has_aligned_rows
 from cutefce.ops.primitives.dispatch import primitives_for, problem_of
@@ -45,12 +47,24 @@ def call_key(
     except RuntimeError:  # nested tensors, and those that a transform has left behind
         return None
     kinds = h.dtype, w.dtype, y.dtype, h.get_device(), w.get_device(), y.get_device()
-    return *aligned, workspace, step, *sizes, *kinds, *options.key()
+    return *aligned, type(workspace), workspace, step, *sizes, *kinds, *options.key()
 
 
 def is_on_current_gpu(x: Tensor) -> bool:
     """Whether streams and launches go to the device of x without switching devices."""
     return x.is_cuda and x.get_device() == torch.cuda.current_device()
+
+
+def is_eager(h: Tensor, w: Tensor, y: Tensor) -> bool:
+    """Whether these are plain tensors, and nothing watches or casts what is done to them.
+
+    That is no mode, tracer, transform or autocast region.
+    """
+    for x in (h, w, y):
+        if type(x) not in PLAIN_TYPES:
+            return False
+    watched = torch_compat.has_function_mode() or is_autocasting(h.device.type)
+    return not watched and can_bypass_dispatcher(h, w, y)
 
 
 def cached(key: CallKey | None) -> Any:

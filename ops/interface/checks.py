@@ -43,6 +43,8 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "z_loss": (NUMBERS, "a number"),
     "logit_scale": (NUMBERS, "a number"),
     "softcap": ((*NUMBERS, type(None)), "a number or None"),
+    "gradient": ((str,), "a string"),
+    "samples": (INTEGERS, "an integer"),
     "out_features": ((Sequence,), "a tuple of integers"),
     "outputs": ((Sequence,), "a sequence of strings"),
     "shards": ((Sequence, type(None)), "a sequence of integers or None"),

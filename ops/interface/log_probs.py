@@ -9,8 +9,9 @@ from torch.distributed import ProcessGroup
 
 from cutefce.ops import torch_compat
 from cutefce.ops.interface import checks, option_checks
-from cutefce.ops.interface.api import raise_named, with_tensors
+from cutefce.ops.interface.api import raise_named
 from cutefce.ops.interface.call import log_probs
+from cutefce.ops.interface.scalars import with_tensors
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.dtensor import localize, localize_options
 from cutefce.ops.rows.outputs import stat_rows
@@ -46,6 +47,8 @@ def linear_log_probs(
     softcap: float | None = None,
     temperature: Tensor | float = 1.0,
     ignore_index: int | None = None,
+    gradient: str = "exact",
+    samples: int = 256,
     workspace: int | str | None = None,
     accumulate_into: Tensor | None = None,
     group: ProcessGroup | None = None,
@@ -67,6 +70,8 @@ def linear_log_probs(
         softcap: bound of the logits; not with "mean_logit".
         temperature: divisor of the logits, a number, or () or (...).
         ignore_index: tokens with this target have values 0 and gradients 0; None is -100.
+        gradient: "exact" or "sampled", which entropy has no gradient with.
+        samples: entries of a token that sampled gradients expect to keep, at most.
         workspace: peak memory in bytes, "min", "max" or None.
         accumulate_into: (V, D) buffer to which the backward adds the gradient of linear_weight.
         group: process group over which the vocabulary is sharded.
@@ -77,8 +82,8 @@ def linear_log_probs(
 
     Returns:
         The log-probabilities and the outputs.  Log-probabilities, lse and entropy have gradients
-        by input, linear_weight and linear_bias; entropy has none with softcap, for which the
-        backward raises NotImplementedError.
+        by input, linear_weight and linear_bias; entropy has none with softcap or with sampled
+        gradients, for which the backward raises NotImplementedError.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
@@ -105,6 +110,8 @@ def linear_log_probs(
             ignore_index=-100 if ignore_index is None else ignore_index,
             logit_scale=logit_scale,
             softcap=softcap,
+            gradient=gradient,
+            samples=samples,
             workspace=workspace,
             group=call.group,
             shards=call.shards,
@@ -118,6 +125,8 @@ def linear_log_probs(
             "accumulate_into": accumulate_into,
             "logit_scale": logit_scale,
             "softcap": softcap,
+            "gradient": gradient,
+            "samples": samples,
         }
         named |= {"temperature": temperature, "workspace": workspace, "shards": shards}
         raise_named(error, report, **operands, **named, sequence_parallel=sequence_parallel)

@@ -41,6 +41,8 @@ class LinearCrossEntropyLoss(nn.Module):
         z_loss: float = 0.0,
         logit_scale: float = 1.0,
         softcap: float | None = None,
+        gradient: str = "exact",
+        samples: int = 256,
         workspace: int | str | None = None,
     ) -> None:
         """Make the head; the parameters are those of torch's module and of the function."""
@@ -55,6 +57,8 @@ class LinearCrossEntropyLoss(nn.Module):
             "reduction": reduction,
             "weight": weight,
             "out_features": out_features,
+            "gradient": gradient,
+            "samples": samples,
             **numbers,
         }.items():
             checks.check_type(name, value)
@@ -64,6 +68,7 @@ class LinearCrossEntropyLoss(nn.Module):
         checks.workspace_bytes(workspace)
         checks.refuse_unserved(options=options)
         option_checks.check_numbers(**numbers)
+        option_checks.check_sampling(gradient, samples)
         self.out_features = tuple(out_features)
         rows = math.prod(self.out_features, start=num_classes)
         self.linear = nn.Linear(in_features, rows, bias=bias, device=device, dtype=dtype)
@@ -75,6 +80,8 @@ class LinearCrossEntropyLoss(nn.Module):
         self.z_loss = z_loss
         self.logit_scale = logit_scale
         self.softcap = softcap
+        self.gradient = gradient
+        self.samples = samples
         self.workspace = workspace
 
     def forward(
@@ -112,6 +119,8 @@ class LinearCrossEntropyLoss(nn.Module):
             logit_scale=self.logit_scale,
             softcap=self.softcap,
             temperature=temperature,
+            gradient=self.gradient,
+            samples=self.samples,
             workspace=self.workspace,
             denominator=denominator,
             accumulate_into=accumulate_into,
@@ -127,6 +136,8 @@ class LinearCrossEntropyLoss(nn.Module):
                 ("z_loss", 0.0),
                 ("logit_scale", 1.0),
                 ("softcap", None),
+                ("gradient", "exact"),
+                ("samples", 256),
             )
             if getattr(self, name) != default
         }

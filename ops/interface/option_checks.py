@@ -8,6 +8,9 @@ from torch import Tensor
 
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.checks import OUTPUTS, check_layout
+from cutefce.ops.planning.sample_sizes import MAX_SAMPLES, MIN_SAMPLES
+
+GRADIENTS = "exact", "sampled"
 
 
 def check_numbers(
@@ -27,6 +30,29 @@ def check_numbers(
             f"label_smoothing: got {label_smoothing} with softcap={softcap}, which cutefce does "
             "not serve together; expected one of them"
         )
+
+
+def check_sampling(gradient: str, samples: int) -> None:
+    """Raise TypeError or ValueError unless `gradient` has a name, and `samples` is in its range."""
+    if gradient not in GRADIENTS:
+        raise ValueError(f"gradient: got {gradient!r}, expected one of {GRADIENTS}")
+    if not MIN_SAMPLES <= samples <= MAX_SAMPLES:
+        raise ValueError(
+            f"samples: got {samples}, expected an integer from {MIN_SAMPLES} to {MAX_SAMPLES}"
+        )
+
+
+def check_entropy_gradient(softcap: float | None, gradient: str) -> None:
+    """Raise NotImplementedError for options with which entropy has no gradient."""
+    for name, got, expected in (
+        ("softcap", "one" if softcap is not None else None, None),
+        ("gradient", gradient, "exact"),
+    ):
+        if got != expected:
+            raise NotImplementedError(
+                f"{name}: got {got} with 'entropy' in outputs, which has no gradient then; "
+                f"expected {name}={expected!r}, or entropy.detach()"
+            )
 
 
 def check_temperature(temperature: Tensor | float) -> None:

@@ -36,6 +36,10 @@ class LossOptions(OperatorRecord):
     """a: factor of the products of hidden states and weight."""
     softcap: float | None = argument("float?", default=None)
     """c: bound of the logits, c tanh(x / c); None for no bound."""
+    gradient: str = argument("str", default="exact")
+    """"exact", or "sampled": unbiased estimates of the gradients."""
+    samples: int = argument("int", default=256)
+    """1/θ: entries of the softmax that a token's sampled gradients expect to keep, at most."""
     outputs: str = argument("str", is_public=False, default="")
     """What a call with reduction "outputs" returns, separated by commas."""
 
@@ -63,7 +67,13 @@ class LossOptions(OperatorRecord):
     @property
     def is_plain(self) -> bool:
         """Whether losses are plain cross entropies of the products of hidden states and weight."""
-        return not (self.label_smoothing or self.z_loss or self.transforms_logits)
+        exact = not (self.label_smoothing or self.z_loss or self.transforms_logits)
+        return exact and not self.is_sampled
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether gradients are unbiased estimates."""
+        return self.gradient == "sampled"
 
     @property
     def scales_rows(self) -> bool:
@@ -79,11 +89,16 @@ class LossOptions(OperatorRecord):
         """Return the same with a loss for each token."""
         return dataclasses.replace(self, reduction="none")
 
+    def check_entropy_gradient(self) -> None:
+        """Raise NotImplementedError unless entropy, as an output, has a gradient."""
+        option_checks.check_entropy_gradient(self.softcap, self.gradient)
+
     def check(self) -> None:
         """Raise ValueError for an argument out of its range."""
         if not self.outputs:
             checks.check_reduction(self.reduction)
         option_checks.check_outputs(self.output_names, self.softcap)
+        option_checks.check_sampling(self.gradient, self.samples)
         option_checks.check_numbers(
             self.label_smoothing, self.z_loss, self.logit_scale, self.softcap
         )
@@ -112,6 +127,8 @@ class TensorOptions(OperatorRecord):
     """(N, K) classes of each token's soft targets."""
     target_probs: Tensor | None = argument("Tensor?", default=None)
     """(N, K) their probabilities, 0 of a class that does not count."""
+    seed: Tensor | None = argument("Tensor?", is_public=False, default=None)
+    """(2,) int32 seed of sampled gradients, drawn from torch's generator; None for exact ones."""
     weight_cast: Tensor | None = argument("Tensor?", is_public=False, default=None)
     """(V, D) a float32 weight in the dtype of 16-bit hidden states; its gradient is float32."""
 

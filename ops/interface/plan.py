@@ -22,6 +22,8 @@ def plan(
     linear_weight: Tensor,
     *,
     reduction: str = "mean",
+    gradient: str = "exact",
+    samples: int = 256,
     workspace: int | str | None = None,
     accumulate_into: Tensor | None = None,
     target_indices: Tensor | None = None,
@@ -40,6 +42,8 @@ def plan(
             the call; under `torch.no_grad` the plan is that of a forward alone.
         linear_weight: (V, D).
         reduction: as for the call, and so are the other arguments.
+        gradient: "exact" or "sampled".
+        samples: entries of a token that sampled gradients expect to keep, at most.
         workspace: peak memory, as for the call.
         accumulate_into: buffer of the weight's gradient, as for the call.
         target_indices: (..., K) those of the call, of which only the shape matters.
@@ -48,6 +52,8 @@ def plan(
         shards: rows of every rank's weight.
         sequence_parallel: whether input holds this rank's share of the tokens.
 
+    More than eight parameters: they are options of the call.
+
     Returns:
         Strategy, window, columns aliased and kept, and predicted memory (bytes) and time (seconds).
     """
@@ -55,6 +61,8 @@ def plan(
         input=input,
         linear_weight=linear_weight,
         reduction=reduction,
+        gradient=gradient,
+        samples=samples,
         accumulate_into=accumulate_into,
         target_indices=target_indices,
         target_probs=target_probs,
@@ -65,7 +73,7 @@ def plan(
         raise wrong
     target = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
     call = localize(input, linear_weight, target, group, shards, sequence_parallel)
-    options, tensors = LossOptions(reduction), TensorOptions()
+    options, tensors = LossOptions(reduction, gradient=gradient, samples=samples), TensorOptions()
     sharding = Sharding(call.group, call.shards, call.sequence_parallel)
     options.check()
     sharding.ranks()

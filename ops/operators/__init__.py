@@ -8,6 +8,7 @@ operands.py        the operands of strategies: tokens, targets, primitives
 agreement.py       what ranks of a call must agree on
 class_row.py       what label smoothing and the mean logit need of all classes
 kept.py            what a forward keeps for its backward
+seed.py            draws the seed of sampled gradients
 plans.py           the plan of a call, made when its operator runs
 flops.py           FLOP formulas for torch's counter
 context.py         autocast, the current device, dispatch modes

@@ -20,6 +20,7 @@ def agreed_forward(
     """Return what all ranks must agree on in a forward."""
     given = dict(zip(TensorOptions.names(), tensors.pack(), strict=True))
     own = {name: given.pop(name) for name in TensorOptions.OF_CLASSES}
+    del given["seed"]  # all ranks take that of the first one
     return {
         "operator": "forward",
         "requires_grad of (input, linear_weight, linear_bias)": list(grads),

@@ -129,12 +129,9 @@ class RowOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients for the upstream gradients of the outputs."""
-        if ctx.has_softcap and upstream[2] is not None:
+        if upstream[2] is not None:
             with report_errors(ctx.group):
-                raise NotImplementedError(
-                    "softcap: got one with 'entropy' in outputs, which has no gradient then; "
-                    "expected softcap=None, or entropy.detach()"
-                )
+                unpack(ctx.before, *STEP[:2])[1].check_entropy_gradient()
         zeros = ctx.saved_tensors[3].new_zeros(ctx.saved_tensors[3].shape[1])
         rows = [zeros if gradient is None else gradient for gradient in upstream[:3]]
         before = ctx.before
@@ -200,7 +197,6 @@ def _save(
     """Save what `_backward` needs; `arguments` are those of `STEP`."""
     step, options, tensors, sharding = unpack(arguments, *STEP)
     ctx.inputs, ctx.group, ctx.is_scalar = len(inputs), sharding.group, options.is_scalar
-    ctx.has_softcap = options.softcap is not None
     returns_dw = step.grad_weight and tensors.accumulate_into is None
     ctx.trained = step.grad_hidden, returns_dw, step.grad_bias
     first = ctx.inputs - Sharding.width() - TensorOptions.width()

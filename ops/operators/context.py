@@ -50,6 +50,12 @@ def autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return cast(h), cast(w)
 
 
+def refuse_tangents() -> None:
+    """Raise NotImplementedError in a compiled graph, which would lose the inputs' tangents."""
+    if torch_compat.computes_tangents():
+        raise NotImplementedError("cutefce: compiled calls have no forward-mode derivatives")
+
+
 def outside_autocast(device_type: str) -> contextlib.AbstractContextManager[None]:
     """Return a region where operators on devices of this type do not cast their inputs."""
     if not is_autocasting(device_type):

@@ -2,7 +2,8 @@
 
 A product of (N, D) and (D, V) counts 2·N·D·V.  Counted are the products that any method needs: one
 in the forward and one for each gradient.  What a plan computes again is not counted, so that the
-utilization of a model does not depend on its memory budget.
+utilization of a model does not depend on its memory budget.  Sampled gradients count the entries
+that tokens expect to keep at most.
 """
 
 from collections.abc import Sequence
@@ -39,5 +40,7 @@ def _backward_flop(
 
     More than eight parameters: they are the operator's.
     """
-    step: StepOptions = unpack(arguments, *STEP)[0]
-    return (step.grad_hidden + step.grad_weight) * _product(w_shape, y_shape)
+    step: StepOptions
+    step, options, *_ = unpack(arguments, *STEP)
+    rows = min(options.samples, w_shape[0]) if options.is_sampled else w_shape[0]
+    return (step.grad_hidden + step.grad_weight) * _product((rows, w_shape[1]), y_shape)

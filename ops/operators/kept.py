@@ -17,6 +17,7 @@ from torch import Tensor
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.sampling.samples import Samples
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.weight_sums import WeightSums
 from cutefce.ops.torch_compat import capture_id
@@ -42,6 +43,8 @@ class Kept:
     """(V, D) memory of dW, which holds the exponentials of aliased columns."""
     sums: GradSums | None = None
     """Sums of the gradients, with gradients in forward."""
+    samples: Samples | None = None
+    """Entries of the exponentials, with sampled gradients."""
     class_row: Tensor | None = None
     """(D,) that of `LossInputs`."""
     soft_logits: Tensor | None = None
@@ -73,7 +76,7 @@ class Kept:
         dx, dw = sums.dx, sums.dw
         return GradSums(
             HiddenSums(self.own(dx.gradient), self.own(dx.low)),
-            WeightSums(self.own(dw.gradient), self.own(dw.low)),
+            dw.map(self.own),
             sums.dbias,
         )
 

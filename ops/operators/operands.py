@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.problem import Problem
@@ -16,7 +17,8 @@ from cutefce.ops.primitives.dispatch import primitives_for, problem_of
 from cutefce.ops.primitives.row_selection import select_rows
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import sum_dtype, without_weightless
-from cutefce.ops.strategies.windows import LossInputs
+from cutefce.ops.sampling.samples import Sampling
+from cutefce.ops.strategies.loss_inputs import LossInputs
 
 NO_GRADIENTS = False, False, False
 
@@ -42,6 +44,8 @@ def prepare(
     if plan is not None:
         grads = plan.gradients
     problem, selection = problem_of(h, w, *grads), None
+    if plan is not None and plan.is_sampled:
+        problem = replace(problem, arch=None)  # kernels do not sample
     if len(h) != len(y):
         problem = replace(problem, tokens=len(y))
     if known is not None:
@@ -52,13 +56,14 @@ def prepare(
         y, tensors = selection.targets, selection.take_options(tensors)
         if not selection.is_on_device and gathers:
             h = h.index_select(0, selection.order)
-            problem = problem_of(h, w, *grads)
+            problem = replace(problem, tokens=len(h))
     targets = shard.make_targets(y.long(), w.shape[0], options, tensors, sum_dtype(h.dtype))
     if selection is not None and selection.is_on_device:
         targets.selection = selection
     if targets.soft is not None:
         targets.soft.logits = None if known is None else known.soft_logits
-        if gathers and grads != NO_GRADIENTS and h.dtype != sum_dtype(h.dtype):
+        keeps = plan is not None and not plan.is_sampled
+        if gathers and keeps and grads != NO_GRADIENTS and h.dtype != sum_dtype(h.dtype):
             targets.soft.exclude()
     own = primitives_for(h, w, problem, targets)
     h, w = own.projection.prepare(h, w)
@@ -69,7 +74,26 @@ def prepare(
     dw_dtype = sum_dtype(w.dtype) if own_sums else w.dtype
     dtypes = shard.dx_dtype(h.dtype), dw_dtype
     buffer = tensors.accumulate_into if grads[1] else None
-    return LossInputs(shard.primitives(own), h, w, targets, *dtypes, buffer, class_row), selection
+    operands = shard.primitives(own), h, w, targets, *dtypes, buffer, class_row
+    sampling = None
+    if plan is not None and plan.is_sampled and known is None:
+        sampling = _sampling(shard, w, y, options, tensors, selection)
+    return LossInputs(*operands, sampling), selection
+
+
+def _sampling(
+    shard: Unsharded,
+    w: Tensor,
+    y: Tensor,
+    options: LossOptions,
+    tensors: TensorOptions,
+    selection: RowSelection | None,
+) -> Sampling:
+    """Return how entries of the tokens with targets y (N,) are chosen."""
+    assert tensors.seed is not None
+    rows = torch.arange(len(y), device=y.device) if selection is None else selection.order
+    seed = shard.of_first_rank(tensors.seed)
+    return Sampling(seed, options.samples, rows, shard.total_vocab(w))
 
 
 def _select(

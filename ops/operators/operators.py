@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossOptions,
@@ -27,7 +26,7 @@ from cutefce.ops.interface.options import (
 )
 from cutefce.ops.operators import kept, meta
 from cutefce.ops.operators.agreement import agreed_backward, agreed_forward
-from cutefce.ops.operators.context import isolated_context
+from cutefce.ops.operators.context import isolated_context, refuse_tangents
 from cutefce.ops.operators.kept import GradSums, Kept
 from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare
 from cutefce.ops.parallel.shard import Unsharded, shard_of
@@ -37,13 +36,14 @@ from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
 from cutefce.ops.schema import unpack
-from cutefce.ops.strategies import windows
-from cutefce.ops.strategies.dw_views import aliased_views
+from cutefce.ops.strategies import sampled, windows
+from cutefce.ops.strategies.dw_views import aliased_views, memory_of
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
 from cutefce.ops.strategies.hidden_sums import HiddenSums
+from cutefce.ops.strategies.loss_inputs import LossInputs
 from cutefce.ops.strategies.weight_gradient import add_rows
 from cutefce.ops.strategies.weight_sums import WeightSums
-from cutefce.ops.strategies.windows import LossInputs, StoredExps
+from cutefce.ops.strategies.windows import StoredExps
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
 STEP = (StepOptions, *OPTIONS)
@@ -75,7 +75,7 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     """Return the reduced loss; `arguments` are those of `OPTIONS`."""
     options, tensors, sharding = unpack(arguments, *OPTIONS)
     w = _computed(w, tensors)
-    _refuse_tangents()
+    refuse_tangents()
     same = {} if sharding.group is None else agreed_forward(y, options, tensors)
     shard = shard_of(sharding, h, w, **same)
     plan = None
@@ -99,7 +99,7 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
 
     What else the backward needs is kept with the statistics.
     """
-    _refuse_tangents()
+    refuse_tangents()
     step, options, tensors, sharding = unpack(arguments, *STEP)
     w = _computed(w, tensors)
     plan = plan_of(h, w, y, step, options, tensors, sharding)
@@ -128,10 +128,16 @@ def restored(loss: Tensor, selection: RowSelection | None, options: LossOptions)
 def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowStats, Kept]:
     """Return the reduced loss, the statistics, and what is kept with them."""
     h, w, targets, row = inputs.h, inputs.w, inputs.targets, inputs.class_row
+    if inputs.sampling is not None:
+        loss, stats, samples = sampled.forward(inputs, inputs.sampling)
+        results = Kept(plan, h.new_empty(0, 0), samples=samples, class_row=row)
+        results.soft_logits = None if targets.soft is None else targets.soft.logits
+        return loss, stats, results
     if not plan.in_forward:
         results = Kept(plan, h.new_empty(inputs.tokens, plan.kept), class_row=row)
         results.dw = w.new_empty(w.shape) if plan.aliased else None
-        loss, stats = windows.forward(inputs, _stored(results.exps, results.dw, plan))
+        stored = _stored(inputs, results.exps, results.dw, plan)
+        loss, stats = windows.forward(inputs, stored)
         results.soft_logits = None if targets.soft is None else targets.soft.logits
         return loss, stats, results
     dtype, hidden = sum_dtype(h.dtype), h.shape[1]
@@ -139,7 +145,8 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     dx = h.new_empty(inputs.tokens if plan.grad_hidden else 0, hidden, dtype=inputs.dx_dtype)
     dw = w.new_empty(len(w) if plan.grad_weight else 0, hidden, dtype=inputs.dw_dtype)
     dbias = loss_scale.new_empty(len(w)) if plan.grad_bias else None
-    sums = GradSums(HiddenSums.empty(dx, dtype), WeightSums.empty(dw, dtype), dbias)
+    dw_sums = WeightSums.empty(dw, dtype, plan.low_bits)
+    sums = GradSums(HiddenSums.empty(dx, dtype), dw_sums, dbias)
     stats = gradients_in_forward(inputs, loss_scale, plan.kept, plan.chunk, *sums)
     results = Kept(plan, h.new_empty(0, 0), sums=sums, class_row=row)
     returned = returned_rows if targets.options.reduction == OUTPUTS else reduce_losses
@@ -205,14 +212,14 @@ def run_windows_backward(
     dw, exps = results.take_dw(), results.exps
     if inputs.targets.options.consumes_exps:
         exps = results.own(exps)
-    stored, discarded = _stored(exps, dw, plan), plan.aliased > 0
+    stored = results.samples or _stored(inputs, exps, dw, plan)
     if dw is None and plan.grad_weight:
         dw = inputs.accumulate_into
         if dw is None:
             dw = w.new_empty(w.shape, dtype=inputs.dw_dtype)
     dbias = stats.rows.new_empty(w.shape[0]) if plan.grad_bias else None
     more = stats, stored, upstream, plan.window, plan.grad_hidden
-    dx = windows.backward(inputs, *more, dw, dbias, discarded)
+    dx = windows.backward(inputs, *more, dw, dbias, plan.aliased)
     return dx, dw if inputs.accumulate_into is None else None, dbias
 
 
@@ -251,15 +258,14 @@ def _finish(
     return dx.to(dtype), dw, _rounded(dbias, inputs.w, tensors)
 
 
-def _refuse_tangents() -> None:
-    """Raise NotImplementedError in a compiled graph, which would lose the inputs' tangents."""
-    if torch_compat.computes_tangents():
-        raise NotImplementedError("cutefce: compiled calls have no forward-mode derivatives")
-
-
-def _stored(exps: Tensor, dw: Tensor | None, plan: Plan) -> StoredExps:
+def _stored(
+    inputs: LossInputs[Any, Any], exps: Tensor, dw: Tensor | None, plan: Plan
+) -> StoredExps:
     """Return where exponentials are stored: aliased columns in dW, then `exps` (N, K)."""
-    aliased = [] if dw is None else aliased_views(dw, exps.shape[0], plan.window, plan.aliased)
+    aliased = []
+    if dw is not None:
+        memory = memory_of(dw, exps.shape[0], inputs.primitives.config.reference_block)
+        aliased = aliased_views(dw, memory, plan.aliased)
     return [*aliased, (plan.aliased, exps)] if exps.shape[1] else aliased
 
 

@@ -13,7 +13,7 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.planning import planner
-from cutefce.ops.planning.call_problem import CallProblem
+from cutefce.ops.planning.call_problem import CallProblem, forms_gradients
 from cutefce.ops.primitives.dispatch import problem_of, window_configs_for, with_copies
 from cutefce.ops.rows.targets import sum_dtype
 from cutefce.ops.strategies.weight_gradient import can_add_in_place
@@ -51,6 +51,9 @@ def plan_for(
         in_place = can_add_in_place(buffer, h.dtype, sum_dtype(h.dtype))
         added = {"wide_grad_weight": True, "accumulates": True, "adds_in_place": in_place}
         problem = CallProblem(**{**vars(problem), **added})
+    if options.is_sampled and forms_gradients(problem):
+        sampled = {"samples": options.samples, "arch": None}  # kernels do not sample
+        problem = CallProblem(**{**vars(problem), **sampled})
     if sharding.group is not None:
         ranks, parallel = sharding.ranks(), sharding.sequence_parallel
         problem = dataclasses.replace(

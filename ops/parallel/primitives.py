@@ -1,7 +1,7 @@
 """`Projection` of one vocabulary shard: a rank's own results, combined with the other ranks'."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.interface import SamplingProjection
+from cutefce.ops.sampling.samples import Samples, Sampling
 
 if TYPE_CHECKING:
     from cutefce.ops.parallel.shard import VocabShard
@@ -66,6 +68,30 @@ class ShardProjection(Generic[PartialT]):
         exps: Tensor | None = None,
     ) -> PartialT:
         return self.own.project_exp(h, w, window, reference, targets, exps)
+
+    def sample(
+        self,
+        h: Tensor,
+        w: Tensor,
+        reference: Tensor,
+        estimate: Tensor,
+        targets: Targets,
+        sampling: Sampling,
+    ) -> tuple[PartialT, Samples]:
+        own = cast(SamplingProjection[PartialT], self.own)
+        return own.sample(h, w, reference, estimate, targets, sampling)
+
+    def sampled_exps(
+        self,
+        h: Tensor,
+        w: Tensor,
+        samples: Samples,
+        reference: Tensor,
+        targets: Targets,
+        window: int,
+    ) -> Iterator[tuple[int, int, Any]]:
+        own = cast(SamplingProjection[PartialT], self.own)
+        return own.sampled_exps(h, w, samples, reference, targets, window)
 
     def concat_partials(self, partials: Sequence[PartialT]) -> PartialT:
         return self.own.concat_partials(partials)

@@ -72,6 +72,10 @@ class Unsharded:
         """Return the sum of all ranks' x."""
         return x
 
+    def of_first_rank(self, x: Tensor) -> Tensor:
+        """Return the x of the group's first rank."""
+        return x
+
     def primitives(self, own: AnyPrimitives) -> AnyPrimitives:
         """Return primitives that combine the results of `own` on all ranks."""
         return own
@@ -142,6 +146,10 @@ class VocabShard(Unsharded):
     def sum_of_ranks(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x, the same bits on every rank."""
         return self.all_reduce_(x.clone())
+
+    def of_first_rank(self, x: Tensor) -> Tensor:
+        """Return the x of the group's first rank."""
+        return self.all_reduce_(x.clone() if self.rank == 0 else torch.zeros_like(x))
 
     def primitives(self, own: AnyPrimitives) -> AnyPrimitives:
         """Return primitives that combine the results of `own` on all ranks."""

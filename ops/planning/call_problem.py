@@ -22,6 +22,8 @@ class CallProblem(Problem):
     """Classes of each token's soft targets; 0 without any."""
     adds_in_place: bool = True
     """Whether GEMMs can add to that buffer; else dW is computed beside it, some rows at a time."""
+    samples: int = 0
+    """Entries of a token that sampled gradients expect to keep; 0 for exact gradients."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -38,6 +40,11 @@ def accumulates(p: Problem) -> bool:
 def soft_targets(p: Problem) -> int:
     """Return the classes of each token beside its target that are handled one by one."""
     return p.soft_targets if isinstance(p, CallProblem) and p.soft_targets > 1 else 0
+
+
+def is_sampled(p: Problem) -> bool:
+    """Whether gradients are formed of sampled exponentials."""
+    return isinstance(p, CallProblem) and p.samples > 0 and forms_gradients(p)
 
 
 def forms_gradients(p: Problem) -> bool:

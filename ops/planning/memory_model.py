@@ -6,7 +6,7 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
     kept    N·K·e                      exponentials from the forward to the backward; those of the
                                        L aliased columns use dW, allocated in the forward
     tile    R·C·a                      one tile of logits
-    buffer  N·w·e / 2                  exponentials of half a window, where the tail of dW is too
+    buffer  N·w·e / 2 at most          exponentials of half a window, where the tail of dW is too
                                        small to recompute them there; of a whole one without dW;
                                        none if K + L = V
     dX      N·D·a                      its sums, unless they are the gradient (e = a); dX itself is
@@ -22,8 +22,9 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
     windows                            kept + buffer + dX + dW
     rows selected                      N·D·e, or c·D·e in chunks: h, where logits are computed
     gradients in forward               c·V·e for chunks of c tokens, c·K·e for dX alone; unless
-                                       sums are the gradients (e = a), V·D and N·D for a byte of
-                                       each of dW's and dX's sums, and c·D·a for a chunk's
+                                       sums are the gradients (e = a), V·D / 2 for 4 bits of each
+                                       of dW's sums, or V·D over more than 32 chunks, N·D for a
+                                       byte of each of dX's, and c·D·a for a chunk's
 
 Copies of h and w that a call works on are added, less what its gradients lack of wider ones.  A
 rank with a share of the tokens gathers them, N·D·e; ranks hold all of dX's sums, N·D·a, until the
@@ -42,7 +43,7 @@ from cutefce.ops.planning.call_problem import (
     forms_gradients,
     soft_targets,
 )
-from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS, fits_in_tail
+from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS, DwMemory
 from cutefce.ops.planning.soft_memory import (
     others_bytes,
     soft_bytes,
@@ -62,6 +63,8 @@ from cutefce.ops.planning.step_memory import (
     added_rows,
     forward_step_bytes,
     keeps_weight_sums,
+    kept_low_bits,
+    low_bytes,
     partial_bytes,
     rows_bytes,
     tile_bytes,
@@ -81,36 +84,32 @@ def windows_bytes(
     partial = p.tokens * partial_bytes(p, config, p.tokens)
     step = max(forward_step_bytes(p, config, p.tokens, stored), soft_step_bytes(p, p.tokens))
     copy, soft = _selected_bytes(p, p.tokens), soft_bytes(p, p.tokens)
-    forward = saved + soft + partial + _gathered_bytes(p) + copy + _selection_bytes(p)
+    forward = saved + soft + partial + gathered_bytes(p) + copy + _selection_bytes(p)
     if aliased:
         # partial sums of windows exist beside those of all columns, but not beside a tile
         forward += p.vocab * p.hidden * p.item_bytes
         step = max(step, partial)
     forward += step
     if not forms_gradients(p):
-        return _with_copies(p, forward)
+        return with_copies(p, forward)
     recomputed = buffer_columns = config.window
-    if p.grad_weight:
-        if not p.wide_grad_weight:
-            buffer_columns = min(config.half(config.window), config.window)
-        # as if no column was kept: a plan that keeps more never takes less
-        end = aliased + config.window
-        fits = fits_in_tail(end, p.tokens, p.hidden, p.vocab, config.window)
-        if p.wide_grad_weight or not fits:
-            recomputed = buffer_columns
-    window = min(config.window if stored else recomputed, p.vocab)
+    if p.grad_weight and not p.wide_grad_weight:
+        memory = DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
+        buffer_columns = memory.buffer_columns(stored, config.half(config.window))
+        recomputed = max(buffer_columns, memory.widest(stored))
+    window = min(config.window if stored else recomputed, config.window, p.vocab)
     # coefficients; losses and upstream gradients; float16's coefficients are scaled
     vectors = (2 if scalar_upstream else 4) + (0 if can_keep(p.dtype) else 2)
     after = saved + soft + p.tokens * (TARGET_BYTES + vectors * p.accumulator_bytes)
     after += _selection_bytes(p) + others_bytes(p, p.tokens)
-    backward = after + _gathered_bytes(p)
+    backward = after + gathered_bytes(p)
     end = backward + rows_bytes(p, p.tokens, GATHERED)
     longest = max(window, min(kept, p.vocab))
     step = upcast_bytes(p, p.tokens, longest, p.hidden) if p.grad_hidden else 0
     made = soft_step_bytes(p, p.tokens)
     end, step = end + made, max(step, made)
     if p.grad_hidden and p.ranks > 1:
-        shared, reduced = _shared_sums_bytes(p)
+        shared, reduced = shared_sums_bytes(p)
         backward += shared
         # ranks add dX in the order of the call
         ordered = p.tokens * p.hidden * p.accumulator_bytes * p.selects_rows
@@ -125,13 +124,13 @@ def windows_bytes(
         targets, made = targets_bytes(p, p.tokens)
         backward, step = backward + targets, max(step, made)
     if p.grad_weight and sorts_by_kernel(p):
-        step = max(step, _added_bytes(p))
+        step = max(step, added_bytes(p))
     elif p.grad_weight:
         backward += copy
         step = max(step, rows_bytes(p, p.tokens, CONVERTED))
         sums = totals = 0
         if accumulates(p):
-            sums = _added_bytes(p)
+            sums = added_bytes(p)
         elif accumulates_wider(p):
             sums = window * p.hidden * p.accumulator_bytes
         if sorts_entries(p) and not accumulates(p):
@@ -144,7 +143,7 @@ def windows_bytes(
     if stored < p.vocab:
         backward += p.tokens * buffer_columns * p.item_bytes + copy
         step = max(step, tile_bytes(p, config, p.tokens, min(recomputed, p.vocab), stored=True))
-    return _with_copies(p, max(forward - p.gradient_bytes, backward + step, end))
+    return with_copies(p, max(forward - p.gradient_bytes, backward + step, end))
 
 
 def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> int:
@@ -156,16 +155,16 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     kept, copy = NUM_STATS * p.tokens * p.accumulator_bytes, _selected_bytes(p, p.tokens)
     kept += _selection_bytes(p)
     if keeps_weight_sums(p):
-        kept += p.vocab * p.hidden
+        kept += p.vocab * low_bytes(p.hidden, kept_low_bits(p, chunk))
     if accumulates(p):
         kept += p.vocab * p.hidden * p.accumulator_bytes
     kept += soft_bytes(p, p.tokens)
     vectors = p.tokens * (TARGET_BYTES + 4 * p.accumulator_bytes)
-    forward, reduced = vectors + _gathered_bytes(p), 0
+    forward, reduced = vectors + gathered_bytes(p), 0
     sums = marks = finish = 0  # of dX in a chunk, and which of their low bytes are not 0
     restored = 0  # dX in the order of the call
     if p.grad_hidden and p.ranks > 1:
-        shared, reduced = _shared_sums_bytes(p)
+        shared, reduced = shared_sums_bytes(p)
         kept += shared
         restored = copy * p.accumulator_bytes // p.item_bytes  # ranks add theirs in that order
     elif p.grad_hidden and wider:
@@ -189,7 +188,7 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     beside = max(rows_bytes(p, p.tokens, CONVERTED), soft_step_bytes(p, p.tokens))
     finished = max(rows_bytes(p, p.tokens, CONVERTED), rows_bytes(p, p.vocab * p.grad_weight, KEPT))
     backward = vectors + max(reduced, finished + max(finish, restored))
-    return _with_copies(p, kept + max(forward + max(in_chunk, beside), backward))
+    return with_copies(p, kept + max(forward + max(in_chunk, beside), backward))
 
 
 def _chunk_dw_bytes(p: Problem, config: WindowConfig, chunk: int) -> int:
@@ -214,7 +213,7 @@ def _chunk_dw_bytes(p: Problem, config: WindowConfig, chunk: int) -> int:
     return scaled + max(rows_bytes(p, chunk, CONVERTED), targets, products, made)
 
 
-def _added_bytes(p: Problem) -> int:
+def added_bytes(p: Problem) -> int:
     """Bytes of rows of dW that are computed beside the caller's buffer."""
     if not isinstance(p, CallProblem) or not accumulates(p) or p.adds_in_place:
         return 0
@@ -222,7 +221,7 @@ def _added_bytes(p: Problem) -> int:
     return min(rows, p.vocab) * p.hidden * p.accumulator_bytes
 
 
-def _shared_sums_bytes(p: Problem) -> tuple[int, int]:
+def shared_sums_bytes(p: Problem) -> tuple[int, int]:
     """Return the bytes of dX's sums on a rank, and of adding them to the other ranks'.
 
     They are less those of dX itself, which is allocated at the end.  The exchange on a CPU copies
@@ -241,7 +240,7 @@ def _shared_sums_bytes(p: Problem) -> tuple[int, int]:
     return sums * p.hidden, max(reduced, rounded, gathered) * p.hidden
 
 
-def _with_copies(p: Problem, workspace: int) -> int:
+def with_copies(p: Problem, workspace: int) -> int:
     """Return the workspace of a call that takes `workspace` without copies of h and w.
 
     Copies made before the forward live until the backward has its gradients, which then are
@@ -274,6 +273,6 @@ def _selected_bytes(p: Problem, rows: int) -> int:
     return rows * p.hidden * p.item_bytes * p.selects_rows
 
 
-def _gathered_bytes(p: Problem) -> int:
+def gathered_bytes(p: Problem) -> int:
     """Bytes of the hidden states of all tokens, where a rank has a share of them."""
     return p.tokens * p.hidden * p.item_bytes if p.sequence_parallel else 0

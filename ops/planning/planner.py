@@ -13,14 +13,16 @@ from math import ceil
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
-from cutefce.cute_kernels.problem import Problem, can_keep
-from cutefce.ops.planning.call_problem import forms_gradients
-from cutefce.ops.planning.dw_aliasing import max_aliased_windows
+from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
+from cutefce.ops.planning.call_problem import forms_gradients, is_sampled
+from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
-from cutefce.ops.planning.time_model import chunked_seconds, windows_seconds
+from cutefce.ops.planning.sampled_memory import sampled_bytes
+from cutefce.ops.planning.step_memory import kept_low_bits
+from cutefce.ops.planning.time_model import chunked_seconds, sampled_seconds, windows_seconds
 
-MINIMUM = 0
-"""The budget "min": the smallest plan that any budget chooses."""
+MINIMUM = -1
+"""The budget "min", which is no number of bytes: a small plan that is worth its time."""
 MAXIMUM = 1 << 62
 """The budget "max": the fastest plan."""
 DEFAULT = 5 << 29
@@ -46,12 +48,12 @@ class Plan:
     """How one call runs."""
 
     strategy: str
-    """"windows" or "gradients_in_forward"."""
+    """"windows", "gradients_in_forward" or "sampled"."""
     window: int
-    """Vocabulary columns of a window."""
+    """Vocabulary columns of a window; windows that use dW's memory have half as many or more."""
     aliased: int
     """Columns whose exponentials use dW's memory until the backward: the first ones, whole
-    windows."""
+    reference blocks."""
     kept: int
     """Columns after these whose exponentials have memory until the backward, or while a chunk is
     processed: whole reference blocks."""
@@ -71,11 +73,18 @@ class Plan:
     """Predicted time of forward and backward; for comparing plans of one problem."""
     tokens: int = 0
     """Tokens that are computed."""
+    low_bits: int = LOW_BITS[-1]
+    """Bits of each of dW's sums over chunks beside the 16 in its memory."""
 
     @property
     def gradients(self) -> tuple[bool, bool, bool]:
         """Which of dX, dW and the bias' gradient are computed."""
         return self.grad_hidden, self.grad_weight, self.grad_bias
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether gradients are formed of sampled exponentials."""
+        return self.strategy == "sampled"
 
     @property
     def in_forward(self) -> bool:
@@ -96,16 +105,16 @@ class Plan:
 
     def __str__(self) -> str:
         name = self.strategy.replace("_", " ")
+        cost = f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
+        if self.is_sampled:
+            return f"{name} gradients: {cost}"
         vocab = max(self.vocab, 1)
         kept, aliased = min(self.kept / vocab, 1), self.aliased / vocab
         size = f"{kept:.0%} kept" + f", {aliased:.0%} in the memory of dW" * (aliased > 0)
         columns = self.window
         if self.in_forward:
             size, columns = f"chunks of {self.chunk} tokens", min(self.kept, vocab)
-        return (
-            f"{name}, {size}, {columns} columns at a time: "
-            f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
-        )
+        return f"{name}, {size}, {columns} columns at a time: {cost}"
 
 
 @dataclass(frozen=True)
@@ -131,13 +140,15 @@ def make_plan(
     scales_rows: bool = False,
     scales_exps: bool = False,
 ) -> Plan:
-    """Return the fastest plan within `budget` bytes, or that of "min" if that takes more.
+    """Return the fastest plan within `budget` bytes, or the smallest one if all take more.
 
-    A larger budget never gives a slower plan, nor one that takes less memory.  `configs` are for
-    windows of several widths, the widest first.  `scalar_upstream` says that every token's loss
+    More bytes never give a slower plan, nor one that takes less memory.  `configs` are for windows
+    of several widths, the widest first.  `scalar_upstream` says that every token's loss
     gets the same upstream gradient, `scales_rows` that the loss itself has factors of tokens, and
     `scales_exps` that each exponential may have a factor that the backward alone knows.
     """
+    if is_sampled(problem):
+        return _sampled_plan(problem, configs[0])
     families = _windows(problem, configs, scalar_upstream and not scales_rows)
     # factors of tokens are those of dX's rows, which the backward applies; others sum over tokens
     later = not (problem.grad_weight or problem.grad_bias or scales_exps)
@@ -156,25 +167,33 @@ def replan_for_shard(
     scales_exps: bool = False,
 ) -> Plan:
     """Return `plan`, which was made for all ranks, for one rank's `p`, with the same chunks."""
+    if plan.is_sampled:
+        return _sampled_plan(p, configs[0])
     if plan.in_forward:
         return _chunked_plan(p, configs[0], plan.chunk, plan.kept if plan.has_windows else None)
     return _choose(_windows(p, configs, scalar_upstream and not scales_rows), budget)
 
 
+def _sampled_plan(p: Problem, config: WindowConfig) -> Plan:
+    """Return the plan of sampled gradients, which no budget changes."""
+    gradients, sizes = (p.grad_hidden, p.grad_weight, p.grad_bias), (config.window, 0, 0, p.tokens)
+    predicted, seconds = sampled_bytes(p, config), sampled_seconds(p, config.window)
+    return Plan("sampled", *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
+
+
 def _choose(families: Sequence[_Family], budget: int) -> Plan:
-    """Return the fastest plan within `budget` bytes, or that of "min" if that takes more.
+    """Return the plan of "min", or the fastest within `budget` bytes, or else the smallest one.
 
     The families do not depend on the budget: a larger one only adds plans to choose from.
     """
-    smallest = _smallest(families)
-    if budget <= smallest.workspace_bytes:
-        return smallest
-    return _fastest(families, budget)
+    least = min(family.fastest(0).workspace_bytes for family in families)
+    if budget == MINIMUM:
+        return _small(families, least)
+    return _fastest(families, max(budget, least))
 
 
-def _smallest(families: Sequence[_Family]) -> Plan:
+def _small(families: Sequence[_Family], least: int) -> Plan:
     """Return the plan of "min": the fastest within `FLOOR`, or what is worth more memory."""
-    least = min(family.fastest(MINIMUM).workspace_bytes for family in families)
     plan = _fastest(families, int(least * FLOOR))
     while True:
         # the most that another plan takes of which this one takes more than WORTH_MEMORY
@@ -196,14 +215,14 @@ def _windows(p: Problem, configs: Sequence[WindowConfig], scalar_upstream: bool)
     """Return the plans of windows, without those that another one beats in time and memory.
 
     Columns neither aliased nor kept are recomputed.  Aliased columns cost s_i h_i, however many
-    they are: a plan that recomputes columns aliases as many as it can, or none.
+    they are: a plan that recomputes columns aliases as many as it can, or none; narrow first
+    windows allow for more.
     """
     return [family for config in configs for family in _windows_of(p, config, scalar_upstream)]
 
 
 def _windows_of(p: Problem, config: WindowConfig, scalar_upstream: bool) -> Iterator[_Family]:
-    def plan(windows: int, kept: int | None = None) -> Plan:
-        aliased = windows * config.window
+    def plan(aliased: int, kept: int | None = None) -> Plan:
         if kept is None:
             kept = round_up(p.vocab - aliased, config.reference_block)
         predicted = windows_bytes(p, config, aliased, kept, scalar_upstream)
@@ -212,19 +231,27 @@ def _windows_of(p: Problem, config: WindowConfig, scalar_upstream: bool) -> Iter
         sizes = config.window, aliased, kept, p.tokens
         return Plan("windows", *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
 
-    def recompute_some(windows: int) -> _Family:
-        kept = (p.vocab - 1) // config.window - windows
-        return _Family(kept + 1, lambda i: plan(windows, (kept - i) * config.window))
+    def recompute_some(aliased: int) -> _Family:
+        kept = (p.vocab - aliased - 1) // config.window
+        return _Family(kept + 1, lambda i: plan(aliased, (kept - i) * config.window))
+
+    def alias_some(most: int) -> _Family:
+        steps = ceil_div(most, config.window)
+        return _Family(steps, lambda i: plan(min((i + 1) * config.window, most)))
 
     if not (forms_gradients(p) and can_keep(p.dtype)):
         yield _Family(1, lambda _: plan(0, 0))
         return
     yield _Family(1, lambda _: plan(0))
     yield recompute_some(0)
-    most = max_aliased_windows(p.tokens, p.hidden, p.vocab, config.window)
-    if most and p.grad_weight and not p.wide_grad_weight:
-        yield _Family(most, lambda i: plan(i + 1))
-        yield recompute_some(most)
+    if not p.grad_weight or p.wide_grad_weight:
+        return
+    memory = DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
+    for least in (config.window, config.half(config.window)):
+        most = memory.most_aliased(least)
+        if most:
+            yield alias_some(most)
+            yield recompute_some(most)
 
 
 def _gradients_in_forward(p: Problem, config: WindowConfig) -> Iterator[_Family]:
@@ -263,7 +290,7 @@ def _chunked_plan(p: Problem, config: WindowConfig, chunk: int, columns: int | N
     every = round_up(p.vocab, config.reference_block)
     stored = every if columns is None else min(columns, every)
     sizes = config.window if columns is None else stored, 0, stored, chunk
-    gradients = p.grad_hidden, p.grad_weight, p.grad_bias
     seconds = chunked_seconds(p, chunk, stored)
     predicted, strategy = chunked_bytes(p, config, stored, chunk), "gradients_in_forward"
-    return Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
+    gradients, low_bits = (p.grad_hidden, p.grad_weight, p.grad_bias), kept_low_bits(p, chunk)
+    return Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens, low_bits)

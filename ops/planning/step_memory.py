@@ -1,16 +1,27 @@
 """Bytes that single steps take: a tile of logits, a block of rows, converted operands."""
 
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
-from cutefce.cute_kernels.integers import ceil_div
-from cutefce.cute_kernels.problem import Problem, can_keep
+from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
 
 UPCAST_BLOCK = 2048
 """Rows and columns of a 16-bit operand that a CPU's GEMM converts to float32 at a time."""
 TARGET_BYTES = 17
 """Bytes of a token's target: index and safe index as int64, and whether it is active."""
+GATHERED_COLUMNS = 256
+"""Columns of an operand that a CPU's sparse product converts to the dtype of sums at a time."""
+SAMPLED_BLOCK = {"cpu": 1 << 18}
+"""Logits of which entries are chosen at a time, by device type; `LARGE_SAMPLED_BLOCK` of others."""
+LARGE_SAMPLED_BLOCK = 1 << 22
 MIN_ADDED_ROWS = 1024
 """Rows of dW below which each product of them converts its operands for too little work."""
+MAX_SHORT_SUMS = 32
+"""Chunks up to which dW's sums are kept in the least bits.  Each addition errs by 1/16 of the final
+rounding's error, which together adds 4 % to the latter where sums grow evenly, and 6 % where one
+chunk has most of them."""
+LOW_ALIGNMENT = 16
+"""Rows of low bits are multiples of these bytes, which kernels read at a time."""
 NARROWEST_TILE = 128
 """Columns of the narrowest tile of a kernel, each of which gives one partial sum at most."""
 
@@ -18,6 +29,11 @@ NARROWEST_TILE = 128
 def row_block_bytes(device: str) -> int:
     """Return the bytes of rows, in the dtype of sums, that an unfused step takes at a time."""
     return (1 if device == "cpu" else 128) << 20
+
+
+def sampled_rows(columns: int, device: str) -> int:
+    """Return the rows of tiles of `columns` of which entries are chosen at a time."""
+    return max(1, SAMPLED_BLOCK.get(device, LARGE_SAMPLED_BLOCK) // columns)
 
 
 def partial_bytes(p: Problem, config: WindowConfig, tokens: int) -> int:
@@ -49,7 +65,7 @@ def forward_step_bytes(p: Problem, config: WindowConfig, tokens: int, stored: in
 
 PLAIN, GATHERED, CONVERTED, KEPT = 2, 3, 4, 9
 """Half row blocks of a row-wise step with operands in the dtype of sums; with one that is gathered
-and converted; with one that is converted beside the result; with sums kept in 24 bits."""
+and converted; with one that is converted beside the result; with kept sums."""
 
 
 def rows_bytes(p: Problem, rows: int, halves: int) -> int:
@@ -98,8 +114,20 @@ def upcast_bytes(p: Problem, rows: int, inner: int, columns: int) -> int:
 
 
 def keeps_weight_sums(p: Problem) -> bool:
-    """Whether dW's sums over chunks of tokens are kept in 24 bits: dW has 16, a byte is beside."""
+    """Whether dW's sums over chunks of tokens are kept in 16 bits of dW and low bits beside."""
     return p.grad_weight and accumulates_wider(p) and not p.wide_grad_weight
+
+
+def kept_low_bits(p: Problem, chunk: int) -> int:
+    """Return the low bits of each of dW's sums over chunks of `chunk` tokens."""
+    short, long = LOW_BITS
+    # two columns share a byte of the fewer ones
+    return short if ceil_div(p.tokens, chunk) <= MAX_SHORT_SUMS and p.hidden % 2 == 0 else long
+
+
+def low_bytes(hidden: int, low_bits: int) -> int:
+    """Return the bytes of the low bits of a row of `hidden` sums."""
+    return round_up(ceil_div(hidden * low_bits, 8), LOW_ALIGNMENT)
 
 
 def accumulates_wider(p: Problem) -> bool:

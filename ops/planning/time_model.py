@@ -4,13 +4,15 @@ With N tokens, D hidden, V vocab, K columns kept, L aliased (`dw_aliasing`) and 
 2), it is
 
     windows                2·N·D·((1 + G)·V + (V - K - L)) FLOP; dX's sums are read and written
-                           once a window, recomputed logits once; narrow windows alias more
-                           columns, but there are more of them
+                           once a window, recomputed logits once; the more columns are aliased,
+                           the more windows there are
     gradients in forward   2·N·D·(1 + G)·V FLOP, a chunk's at the rate of memory where reading w
                            takes longer; dW's sums are read and written once a chunk, in part
                            while MMAs run, and the gradients once more in the backward; a
                            chunk has its own cost, and windows inside it read and write dX's
                            sums once each
+    sampled                2·N·D·(V + S) FLOP with S drawn columns, and rows of w and h for each
+                           entry; on a GPU, that of windows that keep nothing
 
 On a GPU, the tiles of dX may leave SMs idle in their last wave.
 """
@@ -24,20 +26,27 @@ from cutefce.cute_kernels.schedule.order import (
     choose_k_splits,
     num_waves,
 )
-from cutefce.ops.planning.call_problem import accumulates
-from cutefce.ops.planning.step_memory import keeps_weight_sums
+from cutefce.ops.planning.call_problem import CallProblem, accumulates
+from cutefce.ops.planning.dw_aliasing import DwMemory
+from cutefce.ops.planning.sample_sizes import drawn_count
+from cutefce.ops.planning.step_memory import keeps_weight_sums, kept_low_bits
 
 DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4)}
 """(FLOP/s, bytes/s, seconds a window, seconds a chunk) by device type; a GPU's are an H200's, where
 GEMMs of few columns or rows leave SMs idle at their start and end.  The tuned GEMMs of 256 and 512
 tokens take 35 to 50 µs longer than their share of those of 8192, last waves included; a chunk has
 two, and launches."""
-CHUNK_WINDOW_SECONDS = 3e-5
-"""Of one window more inside a chunk: two launches, and two more that exit at once."""
-EXPOSED_SUM_BYTES = 1.5
-"""Of the 3 bytes of a kept sum, those whose time Hopper's MMAs do not hide.  Fitted to whole steps
-with chunks of 768 to 6656 tokens; at 131072 x 4096 they take 0.4 ms, where the kernel alone takes
-0.16 to 0.35 ms more with sums, and 3 bytes would take 0.8."""
+DX_CHUNK_SECONDS, DX_WINDOW_SECONDS, SPLIT_SECONDS = 4e-5, 2.5e-5, 2e-5
+"""Of a chunk where kernels form dX alone; of a window in it: two launches, and two more that exit
+at once; and of splitting the last tiles of its dX.  Fitted to whole steps of 12 plans at two
+heads."""
+FREE_IDLE = 0.04
+"""Part of the SMs that may wait at no cost while dX alone is computed: an H200 that runs at its
+power limit then computes the others faster."""
+EXPOSED_SUMS = 0.5
+"""Part of the bytes of kept sums whose time Hopper's MMAs do not hide.  Fitted to whole steps with
+sums of 3 bytes and chunks of 768 to 6656 tokens; at 131072 x 4096 they take 0.4 ms, where the
+kernel alone takes 0.16 to 0.35 ms more with sums, and all bytes would take 0.8."""
 CLUSTERS, TILE = 66, 256
 """Clusters of two SMs of an H200, and rows and columns of their tiles of dX."""
 
@@ -47,7 +56,10 @@ def windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:
     gradients = p.grad_hidden + p.grad_weight
     recomputed = max(p.vocab - aliased - kept, 0) if gradients else 0
     columns = (1 + gradients) * p.vocab + recomputed
-    windows = ceil_div(recomputed + aliased, window)
+    windows = recomputed / window
+    if p.grad_weight and not p.wide_grad_weight:
+        memory, least = DwMemory(p.tokens, p.hidden, p.vocab, 1), ceil_div(window, 2)
+        windows = memory.window_count(aliased, recomputed, least)
     passes = windows + 1 if p.grad_hidden else 0
     moved = p.tokens * (2 * passes * p.hidden + recomputed) * p.accumulator_bytes
     moved += 2 * _buffer_bytes(p)
@@ -56,27 +68,39 @@ def windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:
 
 def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     """Return that of gradients in forward: `chunk` tokens' `stored` columns at a time."""
-    columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
-    chunks = ceil_div(p.tokens, chunk)
-    moved = 2 * chunks * p.vocab * p.hidden * _sum_bytes(p) + 2 * p.gradient_bytes
+    chunks, windows = ceil_div(p.tokens, chunk), ceil_div(p.vocab, stored)
+    moved = 2 * chunks * p.vocab * p.hidden * _sum_bytes(p, chunk) + 2 * p.gradient_bytes
     moved += 3 * _buffer_bytes(p)
-    more_windows = ceil_div(p.vocab, stored) - 1
-    moved += 2 * more_windows * p.tokens * p.hidden * p.accumulator_bytes
+    moved += 2 * (windows - 1) * p.tokens * p.hidden * p.accumulator_bytes
     reads = (1 + p.grad_hidden) * chunks * p.vocab * p.hidden * p.item_bytes
-    flop_rate, byte_rate, _, chunk_seconds = _rates(p)
+    flop_rate, byte_rate, _, each = _rates(p)
     products = 2 * (1 + p.grad_hidden) * p.tokens * p.hidden * p.vocab / flop_rate
-    waits = max(reads / byte_rate - products, 0)
-    each = chunk_seconds + more_windows * CHUNK_WINDOW_SECONDS
-    return _seconds(p, columns, moved) + chunks * each + waits + _idle_seconds(p, chunk)
+    waits, idle = max(reads / byte_rate - products, 0), _idle_seconds(p, chunk)
+    if p.arch is not None and not p.grad_weight:
+        splits = _busy_part(p, chunk)[1]
+        each = DX_CHUNK_SECONDS + windows * (DX_WINDOW_SECONDS + SPLIT_SECONDS * (splits > 1))
+    columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
+    return _seconds(p, columns, moved) + chunks * each + waits + idle
 
 
-def _sum_bytes(p: Problem) -> float:
+def sampled_seconds(p: Problem, window: int) -> float:
+    """Return that of sampled gradients; without kernels, a GPU multiplies windows as a whole."""
+    if p.device != "cpu" or not isinstance(p, CallProblem):
+        return windows_seconds(p, window, 0, 0)
+    gathered = p.tokens * p.samples * p.hidden * p.accumulator_bytes
+    gradients = p.grad_hidden + p.grad_weight
+    columns = p.vocab + drawn_count(p.vocab * p.ranks) // p.ranks
+    return _seconds(p, columns, gradients * gathered)
+
+
+def _sum_bytes(p: Problem, chunk: int) -> float:
     """Return the bytes of each of dW's sums that take time of their own to read, and to write."""
     if not keeps_weight_sums(p):
         return p.accumulator_bytes * p.grad_weight
+    sum_bytes = 2 + kept_low_bits(p, chunk) / 8
     has_kernel = p.arch is not None and arch_named(p.arch).forms_weight_gradient
     # without a kernel that adds to them, products are written and read beside them
-    return EXPOSED_SUM_BYTES if has_kernel else 3 + p.accumulator_bytes
+    return EXPOSED_SUMS * sum_bytes if has_kernel else sum_bytes + p.accumulator_bytes
 
 
 def _buffer_bytes(p: Problem) -> int:
@@ -88,10 +112,15 @@ def _idle_seconds(p: Problem, rows: int) -> float:
     """Return the time for which SMs wait in the last waves of dX, of `rows` tokens at a time."""
     if p.device == "cpu" or not p.grad_hidden or not rows * p.hidden:
         return 0
+    free = FREE_IDLE if p.arch is not None and not p.grad_weight else 0
+    return _seconds(p, p.vocab, 0) * max(1 / _busy_part(p, rows)[0] - 1 - free, 0)
+
+
+def _busy_part(p: Problem, rows: int) -> tuple[float, int]:
+    """Return the part of dX's waves that SMs compute, and the splits of the last wave's K."""
     tiles = ceil_div(rows, TILE) * ceil_div(p.hidden, TILE)
     splits = choose_k_splits(tiles, CLUSTERS, MAX_K_SPLITS * MIN_K_TILES_PER_SPLIT)
-    busy = rows * p.hidden / (CLUSTERS * TILE**2 * num_waves(tiles, CLUSTERS, splits))
-    return _seconds(p, p.vocab, 0) * (1 / busy - 1)
+    return rows * p.hidden / (CLUSTERS * TILE**2 * num_waves(tiles, CLUSTERS, splits)), splits
 
 
 def _seconds(p: Problem, columns: int, moved_bytes: float) -> float:

@@ -166,7 +166,7 @@ class CuteGradients(RowwiseSteps):
         *,
         accumulate: bool,
     ) -> None:
-        spec, term = with_rank_one(self.grad_weight.keep, rank_one)
+        spec, term = with_rank_one(self.grad_weight.keep[_low_bits(kept, low)], rank_one)
         clusters, semaphores = self._launch_shape(spec, kept.device)
         one = scaled.new_ones(1, dtype=torch.float32)
         targets = *target_grad.pack(0, len(kept)), one
@@ -175,7 +175,8 @@ class CuteGradients(RowwiseSteps):
         compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        compiled(self.grad_weight.finish_kept)(kept, low, factor.view(1))
+        spec = self.grad_weight.finish_kept[_low_bits(kept, low)]
+        compiled(spec)(kept, low, factor.view(1))
 
     def add_target_grad(
         self,
@@ -210,6 +211,11 @@ class CuteGradients(RowwiseSteps):
         """Return the clusters of a launch, and its semaphores."""
         clusters = self.num_sms // spec.config.cluster
         return clusters, self.semaphores.take(spec.semaphore_count(clusters), device)
+
+
+def _low_bits(kept: Tensor, low: Tensor) -> int:
+    """Return the low bits of each sum whose upper half is in `kept` (V, D)."""
+    return 8 * low.shape[1] // kept.shape[1]
 
 
 def grad_hidden_kernel(kernels: KernelSet, columns: int) -> GradGemmSpec | None:

@@ -141,6 +141,8 @@ def primitives_for(
         kernels = kernels_for(h.device, problem, variant_of(targets))
         return kernel_primitives(*kernels, grad_bias=problem.grad_bias)
     reason = _unsupported_reason(h, w)
+    if reason is None and targets is not None and targets.options.is_sampled:
+        reason = "gradient: got 'sampled', which the kernels do not serve"
     if problem.tokens and reason is not None:
         _report(reason, h.is_cuda)
     return portable_primitives(defaults.widest_window(problem))

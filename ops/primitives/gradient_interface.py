@@ -16,7 +16,11 @@ TargetGradT = TypeVar("TargetGradT")
 
 
 class Gradients(Protocol[TargetGradT]):
-    """From exponentials to dX and dW: the two GEMMs and what is done to their results."""
+    """From exponentials to dX and dW: the two GEMMs and what is done to their results.
+
+    Where a `SamplingProjection` yields other objects than tensors, `add_grad_hidden`,
+    `add_grad_weight` and `finish_dw` take them as `exps`.
+    """
 
     def add_grad_hidden(
         self,
@@ -94,7 +98,7 @@ class Gradients(Protocol[TargetGradT]):
     ) -> None:
         """Keep sums_i - S_i W_y in `kept` (N, D) and `low` (N, D) uint8; may overwrite `sums`.
 
-        It is 0 for ignored tokens.  See `primitives.elementwise.split_sums` for what is kept.  With
+        It is 0 for ignored tokens.  See `primitives.elementwise.split_` for what is kept.  With
         `order`, that of row i is row order_i.
         """
         ...
@@ -152,10 +156,10 @@ class Gradients(Protocol[TargetGradT]):
         *,
         accumulate: bool,
     ) -> None:
-        """Keep what `finish_dw` rounds, of a `grad_scale` of 1, in `kept` and `low` (V, D) uint8.
+        """Keep what `finish_dw` rounds, of a `grad_scale` of 1, in `kept` (V, D) and `low`.
 
-        It is added to what they hold if `accumulate`.  See `primitives.elementwise.split_sums` for
-        what is kept.
+        It is added to what they hold if `accumulate`.  `low` is (V, D) or (V, D / 2) uint8, see
+        `primitives.elementwise.split_` for what is kept.
         """
         ...
 

@@ -5,6 +5,7 @@ GEMMs accumulate in the dtype of sums; the targets' part of dW is added in a fix
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from cutefce.ops.primitives.elementwise import (
     scale_by_log_,
     scale_kept_,
     scale_rows_to_,
-    split_sums_,
+    split_,
+    words_of,
 )
 from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
@@ -31,6 +33,9 @@ from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.target_rows import TargetRows
 from cutefce.ops.rows.targets import Targets, sum_dtype
+
+if TYPE_CHECKING:
+    from cutefce.ops.sampling.portable import SampledExps
 
 
 class PortableGradients:
@@ -103,7 +108,7 @@ class PortableGradients:
     ) -> None:
         assert order is None, "these steps run over all rows that they are given"
         self.finish_dx(sums, sums, w, targets, RowCoefficients.of_sums(stats, targets))
-        apply_rowwise(split_sums_, _halves(kept), low, sums)
+        apply_rowwise(split_, words_of(kept, low), low, sums)
 
     def finish_kept(
         self,
@@ -138,6 +143,7 @@ class PortableGradients:
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
     ) -> None:
+        target_grad.prepare()
         factor, row = _operands(rank_one)
         in_place = out.dtype == grad_scale.dtype
         buffer = grad_scale.new_empty(0 if in_place else min(self.window, len(out)), out.shape[1])
@@ -162,7 +168,8 @@ class PortableGradients:
         *,
         accumulate: bool,
     ) -> None:
-        (factor, row), halves = _operands(rank_one), _halves(kept)
+        target_grad.prepare()
+        (factor, row), words = _operands(rank_one), words_of(kept, low)
         dtype, size = sum_dtype(kept.dtype), min(self.window, len(kept))
         buffer = kept.new_empty(size, kept.shape[1], dtype=dtype)
         keep = add_to_kept_dw_ if accumulate else keep_dw_
@@ -171,11 +178,11 @@ class PortableGradients:
             matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
             totals, slot = target_grad.totals(rows.start, rows.stop)
             operands = sums, slot, None if factor is None else factor[rows]
-            apply_rowwise(keep, halves[rows], low[rows], *operands, whole=(totals, row))
+            apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
             del totals, slot, operands
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        apply_rowwise(scale_kept_, _halves(kept), low, factor.expand(len(kept)))
+        apply_rowwise(scale_kept_, words_of(kept, low), low, factor.expand(len(kept)))
 
     def add_target_grad(
         self,
@@ -187,11 +194,6 @@ class PortableGradients:
         target_grad.add_to(sums, first)
         if rank_one is not None:
             sums.addr_(rank_one.factor, rank_one.row)
-
-
-def _halves(kept: Tensor) -> Tensor:
-    """Return 16-bit sums as int16: shifts of bits."""
-    return kept.view(torch.int16)
 
 
 def _operands(rank_one: RankOne | None) -> tuple[Tensor | None, Tensor | None]:
@@ -209,9 +211,11 @@ def scale_by_log(exps: Tensor, a: Tensor, b: Tensor) -> None:
     apply_rowwise(scale_by_log_, exps, a, b)
 
 
-def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
+def matmul_into(out: Tensor, a: "Tensor | SampledExps", b: Tensor, *, accumulate: bool) -> None:
     """`out = a @ b`, or `out += a @ b` if `accumulate`; sums have the dtype of `out`."""
-    if a.dtype == out.dtype:
+    if not isinstance(a, Tensor):
+        a.multiply_into(out if accumulate else out.zero_(), b)
+    elif a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=int(accumulate), out=out)
     elif not a.is_cuda:
         _matmul_upcast(out if accumulate else out.zero_(), a, b)

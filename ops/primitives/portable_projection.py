@@ -6,8 +6,9 @@ and the blocks are reduced afterwards: no step synchronizes a GPU.  Every GEMM a
 float32, or float64 for float64 inputs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets, sum_dtype
+from cutefce.ops.sampling.portable import TileSampler, dense_windows, sparse_windows
+from cutefce.ops.sampling.samples import Samples, Sampling
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,15 @@ class PartialSums:
     references: Tensor
     more: Tensor | None = None
     """(4, N, P) Σ e (u - reference), Σ e², the largest u and its class, if asked for."""
+
+    @staticmethod
+    def empty(like: Tensor, count: int, targets: Targets) -> "PartialSums":
+        """Return uninitialized sums of `count` parts, with the dtype and rows of `like` (N,)."""
+        more = None
+        if targets.options.reduces_rows:
+            more = like.new_empty((4, len(like), count))
+        sums, references = like.new_empty((2, len(like), count))
+        return PartialSums(sums, references, more)
 
     def columns(self, parts: slice) -> "PartialSums":
         """Return the sums of a slice of the parts."""
@@ -89,11 +101,7 @@ class PortableProjection(SoftTargetSteps):
         (first, last), block = window, self.tiles.reference_block
         middle = first if exps is None else min(first + exps.shape[1], last)
         count = ceil_div(last - first, block)
-        more = None
-        if targets.options.reduces_rows:
-            more = reference.new_empty((4, h.shape[0], count))
-        sums, references = reference.new_empty((2, h.shape[0], count))
-        partial = PartialSums(sums, references, more)
+        partial = PartialSums.empty(reference, count, targets)
         if first < middle:
             self._project_tiles(h, w, (first, middle), reference, targets, exps, partial)
         if middle < last:
@@ -101,6 +109,37 @@ class PortableProjection(SoftTargetSteps):
             rest = partial.columns(slice(done, count))
             self._project_tiles(h, w, (middle, last), reference, targets, None, rest)
         return partial
+
+    def sample(
+        self,
+        h: Tensor,
+        w: Tensor,
+        reference: Tensor,
+        estimate: Tensor,
+        targets: Targets,
+        sampling: Sampling,
+    ) -> tuple[PartialSums, Samples]:
+        vocab, width = w.shape[0], self.tiles.columns(h.shape[0])
+        sampler = TileSampler(sampling, estimate, targets, vocab)
+        partial = PartialSums.empty(reference, ceil_div(vocab, self.tiles.reference_block), targets)
+        exps = reference.new_empty(min(h.shape[0], self.tiles.tile_rows), width)
+        self._project_tiles(h, w, (0, vocab), reference, targets, exps, partial, sampler)
+        return partial, sampler.samples()
+
+    def sampled_exps(
+        self,
+        h: Tensor,
+        w: Tensor,
+        samples: Samples,
+        reference: Tensor,
+        targets: Targets,
+        window: int,
+    ) -> Iterator[tuple[int, int, Any]]:
+        def recompute(own_h: Tensor, columns: tuple[int, int], *rest: Any) -> None:
+            self.recompute_exp(own_h, w, columns, *rest)
+
+        windows = dense_windows if h.is_cuda else sparse_windows
+        return windows(h, w.shape[0], window, samples, reference, targets, recompute)
 
     def concat_partials(self, partials: Sequence[PartialSums]) -> PartialSums:
         if len(partials) == 1:
@@ -187,7 +226,9 @@ class PortableProjection(SoftTargetSteps):
         targets: Targets,
         exps: Tensor | None,
         out: PartialSums | None,
+        sampler: TileSampler | None = None,
     ) -> None:
+        """Compute tiles; with a `sampler`, each takes the place of the one before in `exps`."""
         (first, last), tokens, block = window, h.shape[0], self.tiles.reference_block
         width = self.tiles.columns(tokens)
         run = fused(exponentials) if can_fuse(h) else exponentials_
@@ -201,8 +242,9 @@ class PortableProjection(SoftTargetSteps):
                 valid = tile.stop - tile.start
                 parts = slice(tile.start // block, ceil_div(tile.stop, block))
                 columns = slice(parts.start * block, parts.stop * block)
-                copy = None if exps is None else exps[rows, columns]
-                logits = scratch[: rows.stop - rows.start, : columns.stop - columns.start]
+                here = slice(rows.stop - rows.start), slice(columns.stop - columns.start)
+                copy = None if exps is None else exps[here if sampler else (rows, columns)]
+                tile_exps, logits = copy, scratch[here]
                 if in_place and copy is not None:
                     logits, copy = copy, None
                 entries = w[first + tile.start : first + tile.stop]
@@ -222,6 +264,10 @@ class PortableProjection(SoftTargetSteps):
                     None if cap is None or exps is None else cap[rows],
                     None if out is None or out.more is None else out.more[:, rows, parts],
                 )
+                if sampler is not None and out is not None and tile_exps is not None:
+                    references = out.references[rows, parts]
+                    own = rows, first + tile.start, tile_exps.unflatten(1, (-1, block))
+                    sampler.take(*own, references)
 
 
 def dense(x: Tensor) -> Tensor:

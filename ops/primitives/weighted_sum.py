@@ -8,6 +8,7 @@ dtype, which hold the 24 bits of a float32, and one GEMM with float32 sums multi
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.targets import Targets, sum_dtype
+
+if TYPE_CHECKING:
+    from cutefce.ops.sampling.portable import SampledExps
 
 TERMS = 3
 """Numbers that a factor is split into."""
@@ -66,13 +70,15 @@ class RowFactors:
         """Return those of the plain sum of the rows of x (M, K)."""
         return RowFactors(x.new_ones(1, len(x)), None)
 
-    def sum(self, x: Tensor) -> Tensor:
+    def sum(self, x: "Tensor | SampledExps") -> Tensor:
         """Return Σ_i factor_i x_i (K,) in the dtype of sums, of x (M, K) with rows of any pitch.
 
         The result is deterministic.  Errors are relative to the largest factor.  A row that is not
         finite spreads, even if its factor is 0; a factor that is not finite makes the sum NaN or
         infinite.
         """
+        if not isinstance(x, Tensor):
+            return x.weighted_sum(self.terms[0])
         dtype = sum_dtype(x.dtype)
         if not x.numel():
             return x.new_zeros(x.shape[1], dtype=dtype)

@@ -55,8 +55,8 @@ class LogitMap:
         """(N,) the bound of the logits, κ; None without a softcap."""
         return None if self.slope is None else self.row_scale
 
-    def rows(self, rows: slice) -> "LogitMap":
-        """Return the map of a slice of the tokens."""
+    def rows(self, rows: slice | Tensor) -> "LogitMap":
+        """Return the map of some of the tokens."""
         scale, factor = self.row_scale, self.factor
         return replace(
             self,

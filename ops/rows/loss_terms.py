@@ -96,8 +96,8 @@ class LossTerms:
         """Whether losses depend on the class row."""
         return isinstance(self.class_row, Tensor) or self.class_row != 0
 
-    def rows(self, rows: slice) -> "LossTerms":
-        """Return the terms of a slice of the tokens."""
+    def rows(self, rows: slice | Tensor) -> "LossTerms":
+        """Return the terms of some of the tokens."""
 
         def part(x: Any) -> Any:
             return x[rows] if isinstance(x, Tensor) else x

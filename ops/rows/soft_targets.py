@@ -95,8 +95,8 @@ class SoftTargets:
         here = self.coefficient != 0
         self.distinct = here & ~_repeats(torch.where(here, self.index, NO_CLASS))
 
-    def rows(self, rows: slice) -> "SoftTargets":
-        """Return those of a slice of the tokens."""
+    def rows(self, rows: slice | Tensor) -> "SoftTargets":
+        """Return those of some of the tokens."""
         more = (self.distinct, self.logits, self.excess)
         parts = (None if x is None else x[rows] for x in more)
         return SoftTargets(self.index[rows], self.coefficient[rows], *parts)

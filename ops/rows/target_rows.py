@@ -30,6 +30,11 @@ class TargetRows:
             entries = entries.sorted(targets.vocab)
         return TargetRows(h, entries, targets.vocab)
 
+    def prepare(self) -> None:
+        """Sum the entries of all targets, if they are not summed for some rows at a time."""
+        if not self._is_sorted:
+            _ = self._slots
+
     def totals(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Return sums (L, D) in the dtype of sums, and for each row [first, last) its slot."""
         if not self._is_sorted:

@@ -135,8 +135,11 @@ class Targets:
         """(N,) bool: the token is active, and its target is a row of this weight."""
         return self.active & (self.safe_index == self.index)
 
-    def per_token(self, rows: slice) -> "Targets":
-        """Return the targets of a slice of the tokens, whose losses are not reduced."""
+    def per_token(self, rows: slice | Tensor) -> "Targets":
+        """Return the targets of some tokens, whose losses are not reduced.
+
+        They are a slice, or given by their numbers (M,) where nothing has selected rows.
+        """
         part = Targets(
             self.index[rows],
             self.vocab,
@@ -148,7 +151,9 @@ class Targets:
             None if self.soft is None else self.soft.rows(rows),
         )
         part.class_logits = None if self.class_logits is None else self.class_logits[rows]
-        part.selection = None if self.selection is None else self.selection.rows(rows)
+        if self.selection is not None:
+            assert isinstance(rows, slice)
+            part.selection = self.selection.rows(rows)
         return part
 
 

@@ -16,7 +16,8 @@ from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
 from cutefce.ops.primitives.interface import PartialT, Projection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.strategies.windows import LossInputs, StoredExps
+from cutefce.ops.strategies.loss_inputs import LossInputs
+from cutefce.ops.strategies.windows import StoredExps
 
 
 @dataclass(frozen=True)

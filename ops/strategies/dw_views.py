@@ -2,21 +2,28 @@
 
 from torch import Tensor
 
-from cutefce.ops.planning.dw_aliasing import fits_in_tail
+from cutefce.ops.planning.dw_aliasing import DwMemory
 
 
-def aliased_views(dw: Tensor, tokens: int, window: int, columns: int) -> list[tuple[int, Tensor]]:
+def memory_of(dw: Tensor, tokens: int, block: int) -> DwMemory:
+    """Return dW (V, D) as room for exponentials of `tokens`, in windows of whole blocks."""
+    vocab, hidden = dw.shape
+    return DwMemory(tokens, hidden, vocab, block)
+
+
+def aliased_views(dw: Tensor, memory: DwMemory, columns: int) -> list[tuple[int, Tensor]]:
     """Return first column and buffer (N, W) of each window of the first `columns`, in dW (V, D)."""
-    size, flat = tokens * window, dw.view(-1)
-    firsts = range(0, columns, window)
-    start = flat.numel() - len(firsts) * size
-    views = flat[start:].view(len(firsts), tokens, window)
-    return list(zip(firsts, views, strict=True))
+    flat, first, views = dw.view(-1), 0, []
+    end = flat.numel() - memory.tokens * columns
+    for width in memory.aliased_widths(columns):
+        start, end = end, end + memory.tokens * width
+        views.append((first, flat[start:end].view(memory.tokens, width)))
+        first += width
+    return views
 
 
 def free_tail(dw: Tensor, rows: int, tokens: int, columns: int) -> Tensor | None:
     """Return a buffer (N, K) of `columns` after the first `rows` of dW, None if it does not fit."""
-    vocab, hidden = dw.shape
-    if not fits_in_tail(rows, tokens, hidden, vocab, columns):
+    if not memory_of(dw, tokens, 1).fits(rows, columns):
         return None
-    return dw.view(-1)[vocab * hidden - tokens * columns :].view(tokens, columns)
+    return dw.view(-1)[dw.numel() - tokens * columns :].view(tokens, columns)

@@ -16,8 +16,8 @@ from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.chunk_windows import summing
 from cutefce.ops.strategies.hidden_sums import HiddenSums
+from cutefce.ops.strategies.loss_inputs import LossInputs
 from cutefce.ops.strategies.weight_sums import WeightSums
-from cutefce.ops.strategies.windows import LossInputs
 
 
 def gradients_in_forward(

@@ -3,9 +3,8 @@
 A token's sums are final after its chunk, but the upstream gradient multiplies them, and dX is to be
 rounded once.  float32 sums would take as much memory again as a 16-bit dX.  So a sum is kept with
 16 significant bits: the sign, the exponent and the first 8 of these bits in the memory of its
-element of dX, as a bfloat16, and the other 8 in a byte beside it.  Its last bit is set if any bit
-that is dropped was (rounding to odd), which keeps NaN and infinities.  The relative error is below
-2⁻¹⁵, 128 times smaller than the one that the rounding of dX may make.
+element of dX, as a bfloat16, and the other 8 in a byte beside it, rounded to nearest.  The relative
+error is at most 2⁻¹⁶, 256 times smaller than the one that the rounding of dX may make.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.strategies import windows
-from cutefce.ops.strategies.windows import LossInputs
+from cutefce.ops.strategies.loss_inputs import LossInputs
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,23 @@
 """dW's sums over chunks of tokens, kept by gradients in forward until their factor is known.
 
 float32 sums would take twice the memory of a 16-bit dW, and 8 bytes an element would move in every
-chunk.  So a sum is kept in 24 bits as those of dX are (`hidden_sums`): 16 in the memory of its
-element of dW, 8 in a byte beside it.  Each chunk adds its products and targets' terms in float32
-and rounds to odd; dW is rounded once more, at the end.
+chunk.  So a sum is kept in 20 bits: 16 in the memory of its element of dW, and four beside it, two
+columns in a byte.  Sums over many chunks are kept in 24 bits, as those of dX are (`hidden_sums`).
+Each chunk adds its products and targets' terms in float32 and rounds to nearest; dW is rounded once
+more, at the end.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.integers import round_up
+from cutefce.ops.planning.step_memory import low_bytes
 from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.selection import RowSelection
-
-LOW_COLUMNS = 16
-"""Rows of bytes are multiples of this: kernels read 16 bytes at a time."""
 
 
 @dataclass(frozen=True)
@@ -28,20 +27,26 @@ class WeightSums:
     gradient: Tensor
     """(V, D): the sums, or their upper halves if it has 16 bits."""
     low: Tensor
-    """(V, D) uint8, the third byte of each sum, and columns up to a multiple of `LOW_COLUMNS`; no
-    rows if `gradient` has the dtype of sums."""
+    """(V, `low_bytes`) uint8: the low bits of each sum; no rows if `gradient` has the dtype of
+    sums."""
+    low_bits: int
+    """How many these are: 4 or 8."""
 
     @classmethod
-    def empty(cls, gradient: Tensor, dtype: torch.dtype) -> "WeightSums":
+    def empty(cls, gradient: Tensor, dtype: torch.dtype, low_bits: int) -> "WeightSums":
         """Return uninitialized sums of `dtype` in the memory of `gradient` (V, D)."""
         rows = len(gradient) if gradient.dtype != dtype else 0
-        columns = round_up(gradient.shape[1], LOW_COLUMNS)
-        return cls(gradient, gradient.new_empty(rows, columns, dtype=torch.uint8))
+        columns = low_bytes(gradient.shape[1], low_bits)
+        return cls(gradient, gradient.new_empty(rows, columns, dtype=torch.uint8), low_bits)
 
     @property
     def kept(self) -> tuple[Tensor, Tensor]:
-        """The sums' upper halves and their third bytes (V, D)."""
-        return self.gradient, self.low[:, : self.gradient.shape[1]]
+        """The sums' upper halves (V, D) and their low bits, (V, D) bytes or (V, D / 2)."""
+        return self.gradient, self.low[:, : self.gradient.shape[1] * self.low_bits // 8]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "WeightSums":
+        """Return the sums with `function` of each tensor."""
+        return replace(self, gradient=function(self.gradient), low=function(self.low))
 
     def add(
         self,

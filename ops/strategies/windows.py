@@ -5,14 +5,14 @@ recomputed, window by window.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.primitives.gradient_interface import TargetGradT
-from cutefce.ops.primitives.interface import PartialT, Primitives, target_logits
+from cutefce.ops.primitives.interface import PartialT, target_logits
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.primitives.weighted_sum import RowFactors, add_soft_targets, weighted_sum
@@ -22,51 +22,14 @@ from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
 from cutefce.ops.rows.scaling import as_probabilities
 from cutefce.ops.rows.statistics import RowStats, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, Targets
-from cutefce.ops.strategies.dw_views import free_tail
+from cutefce.ops.sampling.interface import SamplingProjection
+from cutefce.ops.sampling.samples import Samples
+from cutefce.ops.strategies.dw_views import free_tail, memory_of
+from cutefce.ops.strategies.loss_inputs import LossInputs
 from cutefce.ops.strategies.weight_gradient import WeightGradient
 
 StoredExps = Sequence[tuple[int, Tensor]]
 """First columns, ascending, and the exponentials (N, K) of the K columns from there on."""
-
-
-@dataclass(frozen=True)
-class LossInputs(Generic[PartialT, TargetGradT]):
-    """The operands of a forward or backward, and the primitives that compute it.
-
-    If kernels have selected rows, `targets` are in the order of the selection, and h in that of the
-    call; N counts those that do not count, too.
-    """
-
-    primitives: Primitives[PartialT, TargetGradT]
-    h: Tensor
-    """(N, D)"""
-    w: Tensor
-    """(V, D)"""
-    targets: Targets
-    dx_dtype: torch.dtype
-    """Dtype of dX as it is returned: that of sums if ranks add theirs before it is rounded."""
-    dw_dtype: torch.dtype
-    """Dtype of dW: that of w, or of sums."""
-    accumulate_into: Tensor | None = None
-    """(V, D) buffer of the caller's to which dW is added, which is not returned then."""
-    class_row: Tensor | None = None
-    """(D,) Σ_v κ_v W_v over this rank's classes, for losses that depend on it."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of targets, N."""
-        return self.targets.index.shape[0]
-
-    def selected(self, scale: Tensor | None = None) -> Tensor:
-        """Return h in the order of `targets`, rows times `scale` (N,) if given."""
-        selection, h = self.targets.selection, self.h
-        if selection is not None:
-            return self.primitives.projection.select(h, selection, scale)
-        if scale is None:
-            return h
-        scaled = h.new_empty(h.shape)
-        self.primitives.gradients.scale_rows(scaled, h, scale)
-        return scaled
 
 
 def split_windows(vocab: int, first: int, window: int) -> Iterator[tuple[int, int]]:
@@ -76,16 +39,34 @@ def split_windows(vocab: int, first: int, window: int) -> Iterator[tuple[int, in
 
 
 def iter_windows(
-    vocab: int, stored: StoredExps, window: int
+    inputs: LossInputs[PartialT, TargetGradT],
+    stored: StoredExps,
+    aliased: int,
+    window: int,
+    *,
+    in_dw: bool,
 ) -> Iterator[tuple[int, int, Tensor | None]]:
-    """Cut [0, vocab) into stored windows, with their exponentials, and windows to recompute."""
-    done = 0
+    """Cut [0, V) into stored windows, with their exponentials, and windows to recompute.
+
+    These depend on the plan alone: the first `aliased` columns are cut in the same way where
+    an earlier backward consumed their exponentials.  `in_dw` says that recomputed ones use dW.
+    """
+    vocab, config, done = len(inputs.w), inputs.primitives.config, 0
+    memory = memory_of(inputs.w, inputs.tokens, config.reference_block)
+    if aliased and not (stored and stored[0][0] == 0):
+        for width in memory.aliased_widths(aliased):
+            yield done, done + width, None
+            done += width
     for first, exps in stored:
-        yield from ((*columns, None) for columns in split_windows(first, done, window))
         done = min(first + exps.shape[1], vocab)
         columns = done - first  # slicing takes CPU time
         yield first, done, exps if columns == exps.shape[1] else exps[:, :columns]
-    yield from ((*columns, None) for columns in split_windows(vocab, done, window))
+    if not in_dw:
+        yield from ((*columns, None) for columns in split_windows(vocab, done, window))
+    elif done < vocab:
+        for width in memory.recomputed_widths(done, config.half(window)):
+            yield done, done + width, None
+            done += width
 
 
 def forward(
@@ -138,37 +119,42 @@ def forward(
 def backward(
     inputs: LossInputs[PartialT, TargetGradT],
     stats: RowStats,
-    stored: StoredExps,
+    stored: StoredExps | Samples,
     upstream: Tensor,
     window: int,
     grad_hidden: bool,
     dw: Tensor | None,
     dbias: Tensor | None = None,
-    stored_discarded: bool = False,
+    aliased: int = 0,
 ) -> Tensor | None:
     """Return dX (N, D) for the upstream gradient of the loss, (N,) or (); write `dw` (V, D).
+
+    The exponentials are `stored` and recomputed ones, or sampled.
 
     Where kernels select rows, `upstream` is in the order of the targets, dX in that of the call.
     With `inputs.accumulate_into`, that is `dw`, to which dW is added.
 
     `dbias` (V,) receives the gradient of the bias, in the dtype of sums.
 
-    `stored_discarded` says that an earlier backward consumed aliased exponentials: factors are then
-    applied as if these were stored, for equal bits.  `dw` is written from its first row on, so that
-    some of `stored` may alias it, see `planning.dw_aliasing`.  More than eight parameters: results,
-    and what an earlier forward has left.
+    The exponentials of the first `aliased` columns are in the memory of `dw`, which is written from
+    its first row on, see `planning.dw_aliasing`.  If an earlier backward consumed them, factors are
+    applied as if they were stored, for equal bits.  More than eight parameters: results, and what
+    an earlier forward has left.
     """
     gradients, h, w, targets = inputs.primitives.gradients, inputs.h, inputs.w, inputs.targets
-    nothing_stored = not stored and not stored_discarded
+    nothing_stored = not stored and not aliased
     adds = inputs.accumulate_into is not None
     as_sums = adds or inputs.dw_dtype != w.dtype
     uniform = upstream.ndim == 0 and not targets.scales_rows and not (as_sums and dw is not None)
     in_reference = nothing_stored and uniform
     scaling = gradients.scaling(h.dtype, targets, stats, upstream, in_reference=in_reference)
-    columns, selection = list(iter_windows(w.shape[0], stored, window)), targets.selection
+    free, selection = None if as_sums else dw, targets.selection
+    sampled, columns = stored if isinstance(stored, Samples) else None, []
+    if not isinstance(stored, Samples):
+        columns = list(iter_windows(inputs, stored, aliased, window, in_dw=free is not None))
     every = None if dw is None else every_row(inputs, scaling.every)
     dx_sums = scaling.target.new_empty(inputs.tokens, h.shape[1]) if grad_hidden else None
-    recomputes = any(exps is None for *_, exps in columns)
+    recomputes = sampled is not None or any(exps is None for *_, exps in columns)
     scales = dw is not None and scaling.row_scale is not None
     rows_h, scaled, weight = h, h, None
     if recomputes or (dw is not None and not scales):
@@ -185,8 +171,14 @@ def backward(
         factors = RowFactors.ones(h)
         if scaling.row_scale is not None:
             factors = RowFactors.of(scaling.row_scale, h.dtype)
-    free = None if as_sums else dw
-    parts = _iter_exps(inputs, rows_h, scaling.reference, columns, window, free)
+    parts: Iterator[tuple[int, int, Any]]
+    if sampled is not None:
+        projection = cast(SamplingProjection[PartialT], inputs.primitives.projection)
+        given = rows_h, w, sampled, scaling.reference, targets, window
+        parts = projection.sampled_exps(*given)
+        del given
+    else:
+        parts = _iter_exps(inputs, rows_h, scaling.reference, columns, free)
     for first, last, exps in parts:
         if scaling.factor is not None:
             scale_by_log(exps, *scaling.factor)
@@ -272,27 +264,27 @@ def _iter_exps(
     h: Tensor,
     reference: Tensor,
     columns: Sequence[tuple[int, int, Tensor | None]],
-    window: int,
     dw: Tensor | None,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield column ranges with their exponentials, recomputing those that are not stored.
 
-    `h` (N, D) are the hidden states in the order of the targets.
-    Recomputed ones use the unwritten tail of dW or, where it is too small, a buffer of half a
-    window.
+    `h` (N, D) are the hidden states in the order of the targets.  Recomputed ones use the unwritten
+    tail of dW or, where it is too small, a buffer.
     """
-    projection, w = inputs.primitives.projection, inputs.w
-    half = inputs.primitives.config.half(window)
-    tokens, width = h.shape[0], window if dw is None else min(window, half)
-    buffer = h.new_empty(tokens, width if any(exps is None for _, _, exps in columns) else 0)
+    projection, w, tokens = inputs.primitives.projection, inputs.w, h.shape[0]
+    missing = [(first, last) for first, last, exps in columns if exps is None]
+    tails = {
+        first: None if dw is None else free_tail(dw, last, tokens, last - first)
+        for first, last in missing
+    }
+    width = max((last - first for first, last in missing if tails[first] is None), default=0)
+    width = round_up(width, inputs.primitives.config.reference_block)
+    buffer = h.new_empty(tokens, width)
     for first, last, exps in columns:
-        if exps is not None:
-            yield first, last, exps
-            continue
-        tail = None if dw is None else free_tail(dw, last, tokens, window)
-        to = buffer if tail is None else tail
-        for part in split_windows(last, first, to.shape[1]):
-            projection.recompute_exp(h, w, part, reference, inputs.targets, to)
-            exps = to[:, : part[1] - part[0]]
-            inputs.targets.clear_soft(exps, part[0])
-            yield *part, exps
+        if exps is None:
+            tail = tails[first]
+            to = buffer if tail is None else tail
+            projection.recompute_exp(h, w, (first, last), reference, inputs.targets, to)
+            exps = to if to.shape[1] == last - first else to[:, : last - first]
+            inputs.targets.clear_soft(exps, first)
+        yield first, last, exps

@@ -727,17 +727,19 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
         gradients.finish_dw(out, exps[:, :1500], scaled, target_grad, 0, logit[0], term)
     gradients.add_grad_weight(sums, exps[:, :1500], scaled, accumulate=True)
     gradients.add_target_grad(sums, target_grad, 0)
-    kept, low = torch.empty_like(case.w), torch.empty(case.w.shape, dtype=torch.uint8)
-    for term in (None, RankOne(torch.ones(()).expand(1500), torch.ones(64))):
-        operands = exps[:, :1500], scaled, target_grad, term
-        gradients.keep_dw(kept, low, *operands, accumulate=True)
-    gradients.finish_kept_dw(kept, low, logit[0])
+    kept = torch.empty_like(case.w)
+    for columns in (64, 32):  # of low bits
+        low = torch.empty(1500, columns, dtype=torch.uint8)
+        for term in (None, RankOne(torch.ones(()).expand(1500), torch.ones(64))):
+            operands = exps[:, :1500], scaled, target_grad, term
+            gradients.keep_dw(kept, low, *operands, accumulate=True)
+        gradients.finish_kept_dw(kept, low, logit[0])
     names = ["TargetLogit", *["ProjectExp"] * 2, "ReducePartials", *["ProjectExp"] * 2]
     names += [*["RowCoefficients"] * 2, *["ScaleAddRows"] * 4]
     names += [*["KeptSums"] * 3, "ScaleAddRows"]
     if default.grad_weight:
         names += ["GradGemm", "SortTargets", *["GradGemm"] * 3, "AddTargets"]
-        names += [*["GradGemm"] * 2, "ScaleKept"]
+        names += [*["GradGemm"] * 2, "ScaleKept"] * 2
     if default.grad_weight:
         kernels = kernel_set.kernel_set(arch, "bfloat16", default)
         problem = Problem(300, 64, 1500, "bfloat16", "cuda", arch=arch.name)

@@ -577,3 +577,24 @@ def test_wrong_order_is_named() -> None:
     cutefce.defer(model)
     with pytest.raises(RuntimeError, match="model: got a head that is deferred already"):
         cutefce.defer(model)
+
+
+def test_gradients_are_sampled_if_asked_for() -> None:
+    torch.manual_seed(0)
+    head, h, y = nn.Linear(8, 600, bias=False), torch.randn(50, 8), torch.randint(600, (50,))
+    found: list[Any] = []
+    for loss in ("sampled", "call", "exact"):
+        head.weight.grad = None
+        torch.manual_seed(1)
+        if loss == "call":
+            more: dict[str, Any] = {"gradient": "sampled", "samples": 32}
+            cutefce.linear_cross_entropy(h, head.weight, y, **more).backward()
+        else:
+            cutefce.defer(head, gradient=loss, samples=32)
+            F.cross_entropy(head(h), y).backward()
+            cutefce.undefer(head)
+        found.append(head.weight.grad)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    with pytest.raises(ValueError, match="samples: got 2"):
+        cutefce.defer(head, gradient="sampled", samples=2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import cutefce
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.gpu import Gpu
@@ -15,6 +16,7 @@ from cutefce.ops.interface.checks import check_tensors
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives import dispatch
 from tests.support.kernel_models import use_models
+from tests.support.modes import Seen
 from tests.support.reference import random_case
 
 FORWARD = torch.ops.cutefce.forward.default
@@ -182,3 +184,41 @@ def test_a_device_that_is_not_current_is_no_repeat(device: str, checked: list[An
             tensors = inputs(device)
             assert torch.equal(loss(*tensors), FORWARD(*tensors, "mean", -100))
     assert len(checked) == 2
+
+
+def function(*tensors: Tensor, **options: Any) -> Tensor:
+    with torch.no_grad():
+        result: Tensor = cutefce.linear_cross_entropy(*tensors, **options)
+    return result
+
+
+def test_the_function_repeats_a_call_of_the_operator(device: str, checked: list[Any]) -> None:
+    h, w, y = inputs(device)
+    expected = loss(h, w, y)
+    for _ in range(2):
+        assert torch.equal(function(h, w, y), expected)
+        assert torch.equal(function(h.view(4, 5, 16), w, y.view(4, 5)), expected)
+    assert len(checked) == 2, "one for each shape"
+
+
+def test_modes_see_the_operator_of_a_repeat(device: str) -> None:
+    h, w, y = inputs(device)
+    expected = function(h, w, y)
+    with Seen() as seen:
+        assert torch.equal(function(h, w, y), expected)
+    assert FORWARD in seen.operators
+
+
+def test_a_repeat_in_an_autocast_region_is_cast(device: str) -> None:
+    h, w, y = inputs(device)
+    function(h, w, y)
+    with torch.autocast(h.device.type, torch.float16):
+        cast = function(h, w, y)
+    assert torch.equal(cast, loss(h.half(), w.half(), y))
+
+
+def test_numbers_that_are_equal_are_not_the_same_workspace(device: str) -> None:
+    h, w, y = inputs(device)
+    function(h, w, y, workspace=1)
+    with pytest.raises(TypeError, match="workspace: got True"):
+        function(h, w, y, workspace=True)

@@ -8,53 +8,79 @@ from hypothesis import strategies as st
 import cutefce
 from bench.harness.timing import peak_bytes
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.planning.dw_aliasing import max_aliased_windows
+from cutefce.cute_kernels.integers import round_up
+from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.strategies.dw_views import aliased_views, free_tail
 from tests.support.reference import random_case
 
-SIZES = st.integers(1, 40), st.integers(1, 40), st.integers(1, 200), st.integers(1, 30)
+SIZES = st.integers(1, 40), st.integers(1, 40), st.integers(1, 200), st.integers(1, 12)
+BLOCKS = st.integers(1, 4)
+"""Tokens, hidden, vocab, and blocks of a window; columns of a block."""
 
 
-@given(*SIZES)
+@given(*SIZES, BLOCKS, st.integers(0, 200))
 def test_nothing_is_overwritten_before_it_was_used(
-    tokens: int, hidden: int, vocab: int, window: int
+    tokens: int, hidden: int, vocab: int, blocks: int, block: int, fewer: int
 ) -> None:
-    count = max_aliased_windows(tokens, hidden, vocab, window)
-    assume(count > 0)
-    dw = torch.zeros(vocab, hidden)
-    rooms = aliased_views(dw, tokens, window, count * window)
-    assert [first for first, _ in rooms] == list(range(0, count * window, window))
-    for first, room in rooms:
-        assert room.shape == (tokens, window) and not room.any(), "they do not overlap"
-        room.fill_(1 + first)
-    for first, room in rooms:
-        dw[first : first + window] = -1
-        assert (room == 1 + first).all()
+    least, memory = blocks * block, DwMemory(tokens, hidden, vocab, block)
+    columns = memory.most_aliased(least) - fewer // block * block
+    assume(columns > 0)
+    widths, dw = memory.aliased_widths(columns), torch.zeros(vocab, hidden)
+    assert sum(widths) == columns and min(widths[:-1], default=least) >= least
+    views = aliased_views(dw, memory, columns)
+    assert [first for first, _ in views] == [sum(widths[:i]) for i in range(len(widths))]
+    for (first, exps), width in zip(views, widths, strict=True):
+        assert exps.shape == (tokens, width) and not exps.any(), "they do not overlap"
+        exps.fill_(1 + first)
+    for (first, exps), width in zip(views, widths, strict=True):
+        dw[first : first + width] = -1
+        assert (exps == 1 + first).all()
 
 
-@given(*SIZES)
-def test_one_more_would_be(tokens: int, hidden: int, vocab: int, window: int) -> None:
-    count = 1 + max_aliased_windows(tokens, hidden, vocab, window)
-    assume(vocab > window)
-    start = vocab * hidden - count * tokens * window
-    firsts = [start + j * tokens * window for j in range(count)]
-    assert any(at < (j + 1) * window * hidden for j, at in enumerate(firsts))
-
-
-@given(*SIZES)
-def test_the_rest_of_dw_is_room_while_it_lasts(
-    tokens: int, hidden: int, vocab: int, window: int
+@given(*SIZES, BLOCKS)
+def test_one_block_more_would_be(
+    tokens: int, hidden: int, vocab: int, blocks: int, block: int
 ) -> None:
-    dw = torch.zeros(vocab, hidden)
-    for rows in range(0, vocab + 1, window):
-        room = free_tail(dw, rows, tokens, window)
-        assert (room is None) == ((vocab - rows) * hidden < tokens * window)
-        if room is not None:
-            assert room.shape == (tokens, window)
-            room.fill_(1)
-            assert not dw[:rows].any()
+    """Either the first or the last window would have to be narrower."""
+    least = blocks * block
+    assume(vocab > least)
+    columns = DwMemory(tokens, hidden, vocab, block).most_aliased(least) + block
+    start = vocab * hidden - columns * tokens
+    last = vocab * hidden - least * tokens
+    assert start < least * hidden or last < columns * hidden
+
+
+@given(*SIZES, BLOCKS, st.integers(0, 200))
+def test_recomputed_windows_use_what_remains(
+    tokens: int, hidden: int, vocab: int, blocks: int, block: int, done: int
+) -> None:
+    least, memory = blocks * block, DwMemory(tokens, hidden, vocab, block)
+    first, buffer = done // block * block, memory.buffer_columns(done // block * block, least)
+    widths, dw = memory.recomputed_widths(first, least), torch.zeros(vocab, hidden)
+    assert sum(widths) == max(vocab - first, 0) and all(width > 0 for width in widths)
+    in_dw = True
+    for width in widths:
+        tail = free_tail(dw, first + width, tokens, width)
+        assert tail is not None or width <= buffer <= round_up(least, block)
+        in_dw = in_dw and memory.widest(first) >= least
+        assert (width <= least) if not in_dw else (width % block == 0 and tail is not None)
+        if in_dw and tail is not None:
+            tail.fill_(1)
+            assert not dw[: first + width].any()
+            assert free_tail(dw, first + width + block, tokens, width + block) is None
             dw.zero_()
+        first += width
+
+
+@given(st.integers(1, 1 << 16), st.integers(8, 1 << 13), st.integers(1 << 12, 1 << 18))
+def test_the_number_of_windows_is_predicted(tokens: int, hidden: int, vocab: int) -> None:
+    least, memory = 1024, DwMemory(tokens, hidden, vocab, 8)
+    aliased = memory.most_aliased(least)
+    first = len(memory.aliased_widths(aliased))
+    assert abs(memory.window_count(aliased, 0, least) - first) <= 2 + first / 4
+    rest = len(memory.recomputed_widths(aliased, least))
+    assert abs(memory.window_count(0, vocab - aliased, least) - rest) <= 2 + rest / 4
 
 
 def least_aliasing(h: torch.Tensor, w: torch.Tensor) -> Plan:
@@ -86,7 +112,7 @@ def test_memory_that_is_saved(small_tiles: PortableTiles) -> None:
     case = random_case(256, 256, 4000)
     h, w = case.h.requires_grad_(), case.w.requires_grad_()
     plan = least_aliasing(h, w)
-    assert 0.9 * 4000 < plan.aliased < 4000 - small_tiles.window, "some are computed again"
+    assert 0.9 * 4000 < plan.aliased < 4000, "some are computed again"
 
     def step() -> None:
         loss = cutefce.linear_cross_entropy(h, w, case.y, workspace=plan.workspace_bytes)

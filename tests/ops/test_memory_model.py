@@ -18,6 +18,7 @@ from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.planner import Plan, make_plan
+from cutefce.ops.planning.step_memory import kept_low_bits
 from cutefce.ops.primitives.dispatch import arch_of
 from tests.support.memory import peaks
 from tests.support.reference import loss_of_plan, random_case
@@ -114,10 +115,11 @@ def test_the_peak_of_chunks_is_predicted(
     stored = -(-shape[2] // config.reference_block) * config.reference_block
     if windowed:
         stored = config.reference_block * (stored // config.reference_block // 3)
-    plan = "gradients_in_forward", config.window, 0, stored, chunk
+    sizes, low_bits = (config.window, 0, stored, chunk), kept_low_bits(problem, chunk)
+    plan = Plan("gradients_in_forward", *sizes, *trained, low_bits=low_bits)
 
     def step() -> None:
-        loss = loss_of_plan(h, w, case.y, Plan(*plan, *trained), LossOptions())
+        loss = loss_of_plan(h, w, case.y, plan, LossOptions())
         torch.autograd.grad(loss, leaves)
 
     step()
@@ -329,4 +331,4 @@ def test_the_peak_of_soft_targets_is_predicted(
     step()
     predicted = cutefce.plan(h, w, **soft, workspace=workspace).workspace_bytes
     measured = peak_bytes(step, device) - (h.nbytes + w.nbytes)
-    assert abs(predicted - measured) <= 0.05 * measured
+    assert abs(predicted - measured) <= 0.1 * measured

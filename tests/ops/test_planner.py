@@ -20,7 +20,7 @@ from cutefce.cute_kernels.problem import ITEM_BYTES, Problem, can_keep
 from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.planning import planner, time_model
 from cutefce.ops.planning.call_problem import CallProblem
-from cutefce.ops.planning.dw_aliasing import max_aliased_windows
+from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.planner import (
     FLOOR,
@@ -116,7 +116,7 @@ def test_more_memory_is_never_slower_and_less_is_never_larger(seed: int) -> None
         problem, configs = random_problem(r)
         upstream = r.choice([True, False]), r.choice([True, False])
         largest = make_plan(problem, configs, MAXIMUM, *upstream).workspace_bytes
-        budgets = [MINIMUM, *sorted(int(largest * r.uniform(0, 1.2)) for _ in range(8)), MAXIMUM]
+        budgets = [0, *sorted(int(largest * r.uniform(0, 1.2)) for _ in range(8)), MAXIMUM]
         plans = [make_plan(problem, configs, budget, *upstream) for budget in budgets]
         for budget, chosen in zip(budgets, plans, strict=True):
             assert chosen.workspace_bytes <= budget or chosen == plans[0], problem
@@ -149,10 +149,9 @@ def test_no_plan_is_better_than_the_chosen_one(seed: int) -> None:
         if smallest.workspace_bytes > FLOOR * least:  # it is worth that
             assert smallest.seconds < within / WORTH_TIME, problem
         for workspace, _ in r.sample(every, min(8, len(every))):
-            budget = max(workspace, smallest.workspace_bytes)
-            chosen = make_plan(problem, configs, budget, scalar_upstream)
-            fastest = min(seconds for took, seconds in every if took <= budget)
-            assert chosen.workspace_bytes <= budget and chosen.seconds <= fastest, problem
+            chosen = make_plan(problem, configs, workspace, scalar_upstream)
+            fastest = min(seconds for took, seconds in every if took <= workspace)
+            assert chosen.workspace_bytes <= workspace and chosen.seconds <= fastest, problem
 
 
 def all_chunks(p: Problem, config: PortableTiles) -> Iterator[tuple[int, float]]:
@@ -176,14 +175,19 @@ def all_chunks(p: Problem, config: PortableTiles) -> Iterator[tuple[int, float]]
 def all_windows(
     p: Problem, configs: Sequence[PortableTiles], scalar_upstream: bool
 ) -> Iterator[tuple[int, float]]:
-    """Yield memory and time of plans that alias and keep any number of windows, at most 16."""
+    """Yield memory and time of plans that keep any number of windows, at most 16.
+
+    They alias none or all that there is room for; any number where the others are kept.
+    """
     for config in configs:
         width, block = config.window, config.reference_block
-        most = max_aliased_windows(p.tokens, p.hidden, p.vocab, width) * p.grad_weight
-        for windows in {most * i // 15 for i in range(16)}:
-            aliased = windows * width
+        memory = DwMemory(p.tokens, p.hidden, p.vocab, block)
+        ends = {memory.most_aliased(n) * p.grad_weight for n in (width, config.half(width))}
+        for aliased in (
+            {0} | ends | {end // width * i // 15 * width for end in ends for i in range(16)}
+        ):
             rest = (p.vocab - aliased - 1) // width
-            stored = {rest * i // 15 * width for i in range(16)}
+            stored = {rest * i // 15 * width for i in range(16)} if aliased in {0} | ends else set()
             for kept in stored | {round_up(p.vocab - aliased, block)}:
                 workspace = windows_bytes(p, config, aliased, kept, scalar_upstream)
                 yield workspace, windows_seconds(p, width, aliased, kept)
@@ -198,18 +202,20 @@ def test_a_budget_that_nearly_keeps_everything_aliases_no_negative_number() -> N
 
 @pytest.mark.parametrize("grads", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_no_budget_takes_less_than_the_smallest_plan_of_a_model(
+def test_bytes_are_a_limit_down_to_the_smallest_plan_of_a_model(
     dtype: str, grads: tuple[bool, bool]
 ) -> None:
     for sizes in {sizes for named in NAMED.values() for sizes in named}:
         problem = Problem(*sizes, dtype, "cuda", *grads, arch="sm_90a")
         for scalar_upstream in (True, False):
-            floor = plan(problem, MINIMUM, scalar_upstream)
-            for part in (0.1, 0.5, 0.9, 1, 1.1, 1.5, 2, 4):
-                chosen = plan(problem, int(part * floor.workspace_bytes), scalar_upstream)
-                assert chosen.workspace_bytes >= floor.workspace_bytes
-                assert chosen.seconds <= floor.seconds
-                assert part >= 1 or chosen == floor
+            small, least = (plan(problem, n, scalar_upstream) for n in (MINIMUM, 0))
+            assert least.workspace_bytes <= small.workspace_bytes
+            for part in (0.1, 0.5, 0.7, 0.9, 1, 1.1, 1.5, 2, 4):
+                budget = int(part * small.workspace_bytes)
+                chosen = plan(problem, budget, scalar_upstream)
+                assert chosen == least or chosen.workspace_bytes <= budget
+                assert least.workspace_bytes <= chosen.workspace_bytes
+                assert chosen.seconds <= (small if part >= 1 else least).seconds
 
 
 def test_the_plan_of_a_call_can_be_read() -> None:
@@ -262,7 +268,7 @@ def test_windows_inside_chunks_are_printed() -> None:
     chosen = plan(FROZEN_HEADS["Llama"], 280 << 20)
     assert chosen.has_windows
     assert f"chunks of {chosen.chunk} tokens, {chosen.kept} columns at a time" in str(chosen)
-    everything = plan(FROZEN_HEADS["Llama"], 1 << 30)
+    everything = plan(FROZEN_HEADS["Llama"], 3 << 29)
     assert not everything.has_windows and "131072 columns at a time" in str(everything)
 
 
@@ -295,8 +301,11 @@ def test_the_least_for_frozen_hidden_states_is_half_of_a_window(
     least = plan(p, MINIMUM)
     assert (least.strategy, least.kept, least.aliased) == ("windows", 0, 0)
     config = next(config for config in window_configs(p) if config.window == least.window)
-    half = p.tokens * (config.half(config.window) + p.hidden) * p.item_bytes
-    assert half <= least.workspace_bytes <= half + (4 << 20)
+    half, memory = config.half(config.window), DwMemory(p.tokens, p.hidden, p.vocab, 256)
+    buffer = memory.buffer_columns(0, half)
+    assert half / 2 < buffer <= half
+    taken = p.tokens * (buffer + p.hidden) * p.item_bytes
+    assert taken <= least.workspace_bytes <= taken + (4 << 20)
 
 
 def test_float16_keeps_nothing() -> None:
@@ -317,7 +326,7 @@ def test_kept_columns_are_whole_windows_or_all() -> None:
         chosen = plan(LLAMA, budget, scalar_upstream=False)
         aliased, kept = chosen.aliased, chosen.kept
         assert aliased + kept >= LLAMA.vocab or kept % config.window == 0
-        assert aliased % config.window == 0 and kept % config.reference_block == 0
+        assert aliased % config.reference_block == kept % config.reference_block == 0
 
 
 def test_the_memory_of_dw_is_used_before_exponentials_are_recomputed() -> None:
@@ -353,15 +362,11 @@ def test_narrower_windows_save_time_and_memory(tokens: int, vocab: int) -> None:
     configs = window_configs(problem)
     smallest = make_plan(problem, configs[:1], MINIMUM, scalar_upstream=True)
     assert plan(problem, MINIMUM).workspace_bytes <= FLOOR * smallest.workspace_bytes
-    savings = []
     for budget in range(smallest.workspace_bytes, 3 * smallest.workspace_bytes, 4 << 20):
         widest = make_plan(problem, configs[:1], budget, scalar_upstream=True)
         chosen = plan(problem, budget)
         floor = plan(problem, MINIMUM).workspace_bytes
         assert chosen.seconds <= widest.seconds and chosen.workspace_bytes <= max(budget, floor)
-        savings.append(1 - chosen.seconds / widest.seconds)
-    if 1024 <= tokens <= 2048 and vocab <= 65536:  # more of them have room where dW will be
-        assert max(savings) > 0.05
 
 
 def test_a_narrower_window_serves_where_a_wider_one_is_too_large() -> None:
@@ -380,7 +385,7 @@ def test_nothing_is_aliased_where_that_alone_takes_too_much(
     monkeypatch.setattr(planner, "FLOOR", 1)
     problem = dataclasses.replace(LLAMA, arch="sm_90a")
     smallest, larger = (plan(problem, budget) for budget in (MINIMUM, 256 << 20))
-    assert smallest.aliased == smallest.kept == larger.kept == 0 < larger.aliased
+    assert smallest.aliased == smallest.kept == 0 < larger.aliased
     assert smallest.workspace_bytes < larger.workspace_bytes
     assert larger.seconds < smallest.seconds
 
@@ -413,7 +418,7 @@ def test_planner_needs_no_torch() -> None:
     )
     root = Path(cutefce.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert (done.stdout.strip(), done.returncode) == ("0", 0), done.stderr
+    assert (done.stdout.strip(), done.returncode) == ("-1", 0), done.stderr
 
 
 def test_a_plan_in_chunks_prints_them() -> None:

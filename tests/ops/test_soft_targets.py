@@ -294,6 +294,14 @@ def test_uses(workspace: str, small_tiles: PortableTiles, device: str) -> None:
     torch.testing.assert_close(buffer, want[1].float(), rtol=2**-6, atol=1e-5)
 
 
+def test_sampled_gradients_are_near(device: str) -> None:
+    """Of so many samples, nearly all entries are kept; those of soft targets are exact."""
+    x = soft_case(["softcap", "z_loss"], 6, 100, 32, 333, device=device)
+    exact_ones = x.ours()
+    for got, want in zip(x.ours(gradient="sampled", samples=4096), exact_ones, strict=True):
+        assert float((got - want).norm()) <= 0.01 * float(want.norm())
+
+
 def test_shapes_and_dtypes(device: str) -> None:
     """Tokens of several dimensions, any integers and floating-point probabilities, a module."""
     index = torch.randint(50, (3, 4, 5), device=device)

@@ -10,7 +10,7 @@ from torch import Tensor
 import cutefce
 from bench.harness.accuracy import relative_error
 from cutefce.ops.interface.options import LossOptions, Sharding
-from cutefce.ops.planning.dw_aliasing import max_aliased_windows
+from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.planner import Plan
 from tests.conftest import SMALL_TILES
 from tests.support.ranks import Ranks, group
@@ -83,8 +83,8 @@ def planned_share(
     """Run a given plan; aliased and kept columns are at most what there is room for, and all."""
     h, w = leaves(case, sizes, sequence_parallel)
     piece = min(SMALL_TILES.reference_block, -(-len(w) // 8) * 8)
-    room = max_aliased_windows(len(case.h), w.shape[1], len(w), SMALL_TILES.window)
-    aliased = min(aliased, room * SMALL_TILES.window)
+    memory = DwMemory(len(case.h), w.shape[1], len(w), SMALL_TILES.reference_block)
+    aliased = min(aliased, memory.most_aliased(SMALL_TILES.reference_block))
     kept = min(kept, -(-(len(w) - aliased) // piece) * piece)
     reduction = "none" if strategy == "windows" else "sum"
     plan = strategy, SMALL_TILES.window, aliased, kept, chunk

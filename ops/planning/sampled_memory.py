@@ -1,0 +1,119 @@
+"""The workspace of sampled gradients, in the symbols of `memory_model`.
+
+With K slots a token, S drawn columns, R rows and C columns of a tile, and M entries in a window of
+w columns, N·samples·w/V of them where the softmax is flat:
+
+    kept      N·(K + 1)·(4 + a)          entries, from the forward to the backward
+    forward   R·C·a + 25·B               a tile, and the bits of B of its logits
+              or S·D·e                   drawn rows of the weight
+    backward  dX and dW of `memory_model`, N·K for where entries are, 28·M of a window, as much
+              again by column, and sums of 256 columns; on a GPU, a window of exponentials N·w·e
+"""
+
+from math import sqrt
+
+from cutefce.cute_kernels.config import PortableTiles, WindowConfig
+from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.problem import Problem, can_keep
+from cutefce.cute_kernels.workspace import NUM_STATS
+from cutefce.ops.planning.call_problem import CallProblem, accumulates
+from cutefce.ops.planning.memory_model import (
+    added_bytes,
+    gathered_bytes,
+    shared_sums_bytes,
+    with_copies,
+)
+from cutefce.ops.planning.sample_sizes import drawn_count, slots
+from cutefce.ops.planning.soft_memory import target_rows_bytes
+from cutefce.ops.planning.step_memory import (
+    CONVERTED,
+    GATHERED,
+    GATHERED_COLUMNS,
+    PLAIN,
+    TARGET_BYTES,
+    accumulates_wider,
+    forward_step_bytes,
+    partial_bytes,
+    rows_bytes,
+    sampled_rows,
+    upcast_bytes,
+)
+
+INDEX_BYTES = 8
+CHOICE_BYTES = 21
+"""Bytes of a logit while it is chosen, beside its probability: bits, in 32 and in 64, a threshold
+in 64, and the choice."""
+
+
+def sampled_bytes(p: Problem, config: WindowConfig) -> int:
+    """Return the workspace of sampled gradients, which the portable path forms."""
+    assert isinstance(p, CallProblem) and isinstance(config, PortableTiles)
+    entry_bytes = 4 + p.accumulator_bytes
+    samples = p.tokens * (slots(p.samples, p.vocab) + 1) * entry_bytes
+    saved = p.tokens * NUM_STATS * p.accumulator_bytes
+    forward = saved + _forward_bytes(p, config, samples) + gathered_bytes(p)
+    after = saved + samples + p.tokens * TARGET_BYTES
+    after += (4 if can_keep(p.dtype) else 6) * p.tokens * p.accumulator_bytes
+    backward = after + gathered_bytes(p)
+    end = backward + rows_bytes(p, p.tokens, GATHERED)
+    sums = p.tokens * p.hidden * p.accumulator_bytes
+    if p.grad_hidden and p.ranks > 1:
+        shared, reduced = shared_sums_bytes(p)
+        backward += shared
+        end = max(end + shared, after + shared + reduced)
+    elif p.grad_hidden and accumulates_wider(p):
+        backward += sums - p.tokens * p.hidden * p.item_bytes
+        end += sums
+    step = 0
+    if p.grad_weight:
+        backward += p.tokens * p.hidden * p.item_bytes + INDEX_BYTES * p.vocab
+        backward += min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
+        step = max(target_rows_bytes(p, p.tokens), rows_bytes(p, p.tokens, CONVERTED))
+    step = max(step, _window_bytes(p, min(config.window, p.vocab)))
+    return with_copies(p, max(forward - p.gradient_bytes, backward + step, end))
+
+
+def _forward_bytes(p: CallProblem, config: PortableTiles, samples: int) -> int:
+    """Bytes of the forward beside its statistics."""
+    drawn = drawn_count(p.vocab * p.ranks)
+    partial = p.tokens * partial_bytes(p, config, p.tokens)
+    estimate = forward_step_bytes(p, config, p.tokens, 0)
+    if drawn < p.vocab * p.ranks:
+        blocks = ceil_div(ceil_div(drawn, p.ranks), config.reference_block)
+        estimate += drawn // p.ranks * p.hidden * p.item_bytes
+        estimate += 2 * p.tokens * blocks * p.accumulator_bytes
+    rows, columns = min(p.tokens, config.tile_rows), config.columns(p.tokens)
+    tiles = 1 if p.device == "cpu" else 2
+    chosen = min(rows, sampled_rows(columns, p.device)) * columns
+    choice = chosen * (p.accumulator_bytes + CHOICE_BYTES)
+    upcast = upcast_bytes(p, rows, p.hidden, min(columns, p.vocab))
+    vectors = p.tokens * (TARGET_BYTES + 2 * p.accumulator_bytes)
+    sampling = samples + vectors + tiles * rows * columns * p.accumulator_bytes
+    return partial + max(estimate, sampling + max(choice, upcast))
+
+
+def _window_bytes(p: CallProblem, window: int) -> int:
+    """Bytes of a window's entries and of their products."""
+    used = min(slots(p.samples, p.vocab), int(p.samples + 3 * sqrt(p.samples)))
+    places = p.tokens * used
+    rows_sums = window * p.hidden * p.accumulator_bytes if accumulates_wider(p) else 0
+    if accumulates(p):
+        rows_sums = added_bytes(p)
+    if p.device != "cpu":
+        scattered = p.tokens * slots(p.samples, p.vocab) * (14 + p.accumulator_bytes)
+        return places + p.tokens * window * p.item_bytes + max(scattered, rows_sums)
+    entries = min(p.tokens * p.samples * window // p.vocab, places)
+    own = entries * (3 * INDEX_BYTES + p.accumulator_bytes)
+    # torch's product of float64 numbers the sum of every entry
+    bags = entries * INDEX_BYTES * (p.accumulator_bytes == INDEX_BYTES)
+    width = min(p.hidden, GATHERED_COLUMNS) * p.accumulator_bytes
+    copies = accumulates_wider(p) or p.hidden > GATHERED_COLUMNS
+    found = 0
+    if p.grad_hidden:
+        found = (p.tokens + window * copies) * width + bags
+    if p.grad_weight:
+        by_column = entries * (2 * INDEX_BYTES + p.accumulator_bytes)
+        product = bags + (window + p.tokens * copies) * width
+        product = by_column + max(entries * INDEX_BYTES, product)
+        found = max(found, rows_sums + max(product, rows_bytes(p, window, PLAIN)))
+    return places + max(2 * places + entries * 2 * INDEX_BYTES, own + found)

@@ -1,0 +1,7 @@
+"""Sampled gradients: few entries of the softmax, chosen at random, in the place of all.
+
+samples.py         how entries are chosen, and those that were
+random_bits.py     the random bits of entries
+interface.py       the steps that strategies take
+portable.py        these steps in plain torch
+"""

@@ -1,0 +1,49 @@
+"""The steps of sampled gradients, as an interface, in the symbols of `interface`."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from cutefce.ops.primitives.interface import PartialT, Projection
+from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.samples import Samples, Sampling
+
+
+class SamplingProjection(Projection[PartialT], Protocol):
+    """A `Projection` that chooses entries of the exponentials."""
+
+    def sample(
+        self,
+        h: Tensor,
+        w: Tensor,
+        reference: Tensor,
+        estimate: Tensor,
+        targets: Targets,
+        sampling: Sampling,
+    ) -> tuple[PartialT, Samples]:
+        """Return the row sums of e over all columns, and the entries that are kept.
+
+        The sums have the bits of those of `project_exp`.  Entry (i, v) is kept with probability
+        q = min(1, p̂ / θ), p̂ the stored exponential relative to `estimate` (N,) of lse, by the bits
+        of `sampling.random_bits`; a stored exponential has the factor du/dt of a softcap.  The
+        `exps` of the result are p̂ / (q θ), which is 1 unless q is: they are relative to the
+        estimate, and their unit is θ.
+        """
+        ...
+
+    def sampled_exps(
+        self,
+        h: Tensor,
+        w: Tensor,
+        samples: Samples,
+        reference: Tensor,
+        targets: Targets,
+        window: int,
+    ) -> Iterator[tuple[int, int, Any]]:
+        """Yield [first, last) of the columns in order, and what products take for exponentials.
+
+        These are the entries of the columns, and all exponentials of tokens that are done exactly,
+        relative to `reference` (N,).  The steps of `Gradients` take them as `exps`.
+        """
+        ...

@@ -1,0 +1,64 @@
+"""Random bits of sampled gradients: a hash of (seed, token, class), the same on every device.
+
+With all arithmetic modulo 2^32, and a seed of two words,
+
+    fmix(x)   x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16
+    state     fmix(seed_0 ^ (row * 0x9E3779B1))                    once a row
+    bits      fmix(state ^ (column * 0x85EBCA77) ^ seed_1)         once a logit
+
+Entry (row, column) is kept if bits < ⌊q 2^32⌋, and always if q ≥ 1.  So probabilities are multiples
+of 2^-32, and a class with q < 2^-32 is never kept: what is lost of a token's softmax is less than
+V 2^-32 / samples.
+"""
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.planning.sample_sizes import drawn_count, strata
+
+ROW, COLUMN = 0x9E3779B1, 0x85EBCA77
+FIRST, SECOND = 0x7FEB352D, 0x846CA68B
+STRATUM_ROW = -1
+"""The row of the hash that places drawn columns in their strata; no token has it."""
+STRATUM_BITS = 24
+"""Bits of this hash that are used: products with numbers of classes stay below 2^63."""
+
+
+def row_states(seed: Tensor, rows: Tensor) -> Tensor:
+    """Return the hash states (N,) int32 of token numbers `rows` (N,)."""
+    return _mix_((rows.to(torch.int32) * _signed(ROW)).bitwise_xor_(seed[0]))
+
+
+def random_bits(states: Tensor, columns: Tensor, seed: Tensor) -> Tensor:
+    """Return the bits (R, C) int32 of rows' `states` (R,) and of global ids `columns` (C,)."""
+    keys = (columns.to(torch.int32) * _signed(COLUMN)).bitwise_xor_(seed[1])
+    return _mix_(states[:, None] ^ keys)
+
+
+def drawn_columns(seed: Tensor, first: int, last: int, total: int) -> Tensor:
+    """Return the drawn ones of the classes [first, last), (S,) int64 ascending, less `first`.
+
+    All `total` classes are cut into strata of equal size, one class is drawn of each.  A stratum
+    that other ranks share gives a class to each of them.
+    """
+    numbers = torch.arange(*strata(first, last, total), device=seed.device)
+    states = row_states(seed, torch.full((1,), STRATUM_ROW, device=seed.device))
+    bits = random_bits(states, numbers, seed)[0].to(torch.int64) & 0xFFFFFFFF
+    places = (numbers << STRATUM_BITS) + (bits >> (32 - STRATUM_BITS))
+    size = drawn_count(total) << STRATUM_BITS
+    return (places * total // size).clamp_(first, last - 1) - first
+
+
+def _mix_(x: Tensor) -> Tensor:
+    """Return fmix of x, int32, in its memory."""
+    x ^= (x >> 16) & 0xFFFF  # a shift of int32 copies its sign
+    x *= FIRST
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _signed(SECOND)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def _signed(word: int) -> int:
+    """Return the int32 that has the bits of `word`."""
+    return word - (1 << 32) if word >> 31 else word

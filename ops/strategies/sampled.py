@@ -1,0 +1,117 @@
+"""The strategy of sampled gradients: the loss is exact, few entries of the softmax are multiplied.
+
+With p̂_iv = exp(u_iv - l̂_i), l̂ an estimate of lse, and θ = 1 / samples, an entry (i, v) beside the
+target's is kept with probability q = min(1, p̂ / θ), and e_iv / q then takes the place of e_iv in
+the gradients.  Its expectation is e_iv, whatever the estimate; where l̂ is lse, a token expects to
+keep 1/θ entries or fewer.  The target's part is exact.
+
+Tokens whose estimate is far too low are done exactly, see `planning.sample_sizes`: this depends on
+the estimate, not on what was kept, so that expectations stay as they are.
+"""
+
+import dataclasses
+from dataclasses import dataclass, replace
+from typing import Any, Generic, cast
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.planning.sample_sizes import drawn_count
+from cutefce.ops.primitives.gradient_interface import TargetGradT
+from cutefce.ops.primitives.interface import PartialT, Projection, forward_unfused
+from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.interface import SamplingProjection
+from cutefce.ops.sampling.random_bits import drawn_columns
+from cutefce.ops.sampling.samples import Samples, Sampling
+from cutefce.ops.strategies import windows
+from cutefce.ops.strategies.loss_inputs import LossInputs
+
+ABSENT, IGNORED = -1, -2
+"""Indices among drawn columns of targets that are none of them, and of ignored ones."""
+
+
+@dataclass
+class SamplingForward(Generic[PartialT]):
+    """A `Projection` whose pass over all columns chooses entries too."""
+
+    own: SamplingProjection[PartialT]
+    sampling: Sampling
+    estimate: Tensor | None = None
+    """(N,) l̂"""
+    samples: Samples | None = None
+    """As `own` returns them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
+        """Do the steps of a forward one by one."""
+        return forward_unfused(cast(Projection[PartialT], self), h, w, targets)
+
+    def project_exp(
+        self,
+        h: Tensor,
+        w: Tensor,
+        window: tuple[int, int],
+        reference: Tensor,
+        targets: Targets,
+        exps: Tensor | None = None,
+    ) -> PartialT:
+        """Estimate the log-sum-exps first, and choose the entries of all columns."""
+        assert window == (0, w.shape[0]) and exps is None
+        self.estimate = estimate_lse(self.own, h, w, reference, targets, self.sampling)
+        more = reference, self.estimate, targets, self.sampling
+        partial, self.samples = self.own.sample(h, w, *more)
+        return partial
+
+
+def forward(
+    inputs: LossInputs[PartialT, TargetGradT], sampling: Sampling
+) -> tuple[Tensor, RowStats, Samples]:
+    """Return the reduced loss, () or (N,), the statistics of every token, and the entries."""
+    own = cast(SamplingProjection[PartialT], inputs.primitives.projection)
+    projection = SamplingForward(own, sampling)
+    primitives = replace(inputs.primitives, projection=cast(Projection[PartialT], projection))
+    loss, stats = windows.forward(replace(inputs, primitives=primitives))
+    samples, estimate = projection.samples, projection.estimate
+    assert samples is not None and estimate is not None
+    factor = (estimate - stats.reference).exp().div_(sampling.samples)
+    samples.exps.mul_(factor[:, None])
+    return loss, stats, samples
+
+
+def estimate_lse(
+    projection: Projection[PartialT],
+    h: Tensor,
+    w: Tensor,
+    target_logit: Tensor,
+    targets: Targets,
+    sampling: Sampling,
+) -> Tensor:
+    """Return l̂ (N,), the log-sum-exps as drawn columns and `target_logit` (N,) tell them.
+
+    Every rank returns the same.
+    """
+    drawn, part = drawn_classes(w, targets, sampling)
+    partial = projection.project_exp(h, drawn, (0, len(drawn)), target_logit, part)
+    stats, _ = projection.reduce_partials(partial, target_logit, part)
+    classes = sampling.vocab / drawn_count(sampling.vocab)
+    own = (target_logit - stats.reference).exp()
+    return stats.reference + (classes * stats.sum_exp - (classes - 1) * own).log()
+
+
+def drawn_classes(w: Tensor, targets: Targets, sampling: Sampling) -> tuple[Tensor, Targets]:
+    """Return the drawn rows (S, D) of w (V, D), and the targets as numbers of these rows."""
+    last = targets.first + len(w)
+    columns = drawn_columns(sampling.seed, targets.first, last, sampling.vocab)
+    place = torch.searchsorted(columns, targets.safe_index).clamp_(max=len(columns) - 1)
+    is_drawn = targets.owned & (columns[place] == targets.index)
+    index = torch.where(targets.active, torch.where(is_drawn, place, ABSENT), IGNORED)
+    none: Any = {"reduction": "none", "outputs": "", "ignore_index": IGNORED}
+    logits, options = targets.logits, dataclasses.replace(targets.options, **none)
+    if drawn_count(sampling.vocab) == sampling.vocab:  # all of them, in their order
+        return w, Targets(index, len(w), options, logits=logits)
+    if logits is not None and logits.bias is not None:
+        logits = replace(logits, bias=logits.bias[columns])
+    return w[columns], Targets(index, len(columns), options, logits=logits)

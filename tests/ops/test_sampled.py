@@ -1,0 +1,598 @@
+"""Sampled gradients: those of the entries that the seed keeps, and unbiased."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import cutefce
+from cutefce.ops.interface import call
+from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.operators import kept
+from cutefce.ops.planning import sample_sizes
+from cutefce.ops.primitives import portable_projection
+from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.sampling.portable import dense_windows
+from cutefce.ops.sampling.random_bits import drawn_columns, random_bits, row_states
+from cutefce.ops.sampling.samples import Samples
+from cutefce.ops.strategies import sampled as strategy
+from tests.support import sampled as model
+from tests.support.memory import peaks
+from tests.support.options import OPTIONS, OptionsCase, options_case
+from tests.support.reference import are_same, random_case
+
+SHAPE = (60, 24, 333)
+SAMPLED: dict[str, Any] = {"gradient": "sampled", "samples": 16}
+TOGETHER = {name: [name] for name in OPTIONS} | {
+    "none": [],
+    "smoothing and factors": [
+        "linear_bias",
+        "weight",
+        "label_smoothing",
+        "token_weights",
+        "z_loss",
+        "logit_scale",
+        "temperature (N,)",
+    ],
+    "softcap and factors": ["linear_bias", "weight", "z_loss", "softcap", "temperature (N,)"],
+}
+GREAT = 1 << 20
+
+
+def drawn(x: OptionsCase, seed: int = 0, **more: Any) -> tuple[Tensor, ...]:
+    """Return loss and sampled gradients, drawn after `manual_seed`."""
+    torch.manual_seed(seed)
+    return x.ours(**SAMPLED | more)
+
+
+def eager(*arguments: Any, **options: Any) -> Tensor:
+    result: Tensor = cutefce.linear_cross_entropy(*arguments, **options)
+    return result
+
+
+def assert_close(got: tuple[Tensor, ...], want: tuple[Tensor, ...], rtol: float = 1e-9) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=rtol, atol=rtol * float(b.norm()))
+
+
+def test_the_bits_are_those_of_their_definition() -> None:
+    seed = torch.tensor([-5, 1 << 30], dtype=torch.int32)
+    rows, columns = torch.tensor([0, 1, 77, 1 << 20]), torch.arange(70_000, 70_300)
+    got = random_bits(row_states(seed, rows), columns, seed)
+    np.testing.assert_array_equal(model.words(got), model.bits(seed, rows, columns))
+
+
+@pytest.mark.parametrize("seed", [(0, 0), (0, 1), (1, 0), (-7, 12345)])
+def test_bits_are_uniform_and_independent(seed: tuple[int, int]) -> None:
+    """Of each entry; and together with the next column, the next row and the next seed."""
+    words = torch.tensor(seed, dtype=torch.int32)
+    rows, columns = torch.arange(256), torch.arange(8192)
+    x, y = (
+        random_bits(row_states(s, rows), columns, s).double() / 2**32 + 0.5
+        for s in (words, words + torch.tensor([0, 1], dtype=torch.int32))
+    )
+    count = x.numel()
+    cells = torch.histc(x, 1024, 0, 1)
+    chi_squared = float(((cells - count / 1024) ** 2 / (count / 1024)).sum())
+    assert abs(chi_squared - 1023) < 5 * (2 * 1023) ** 0.5
+    few = x < 1 / 64
+    for a, b in ((x[:, 1:], x[:, :-1]), (x[1:], x[:-1]), (x, y)):
+        correlation = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]
+        assert abs(float(correlation)) < 4.5 * count**-0.5
+        both = ((a < 1 / 64) & (b < 1 / 64)).double().mean()
+        assert abs(float(both) - 64.0**-2) < 4.5 * (64.0**-2 / a.numel()) ** 0.5
+    for dim, size in ((1, 8192), (0, 256)):
+        spread = few.sum(dim).double().var() / (size * 63 / 64**2)
+        assert abs(float(spread) - 1) < 5 * (2 / few.shape[1 - dim]) ** 0.5
+
+
+def test_drawn_columns_are_one_of_each_stratum() -> None:
+    seed = torch.tensor([3, 4], dtype=torch.int32)
+    assert torch.equal(drawn_columns(seed, 0, 333, 333), torch.arange(333))
+    total = 4096 * 24 + 1000
+    columns = drawn_columns(seed, 0, total, total)
+    assert len(columns) == 4096
+    assert torch.equal(columns * 4096 // total, torch.arange(4096)) or bool(
+        ((columns + 1) * 4096 // total >= torch.arange(4096)).all()
+    )
+    total = 4096 * 24
+    halves = (drawn_columns(seed, f, f + total // 2, total) + f for f in (0, total // 2))
+    assert torch.equal(torch.cat([*halves]), drawn_columns(seed, 0, total, total))
+    places = (drawn_columns(seed + i, 0, total, total) % 24 for i in range(20))
+    counts = torch.cat([*places]).bincount(minlength=24)
+    assert abs(float(((counts - counts.sum() / 24) ** 2 / (counts.sum() / 24)).sum()) - 23) < 30
+    few = drawn_columns(seed, 5, 7, 100_000)
+    assert bool((few < 2).all()) and len(few) == 1
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("names", TOGETHER.values(), ids=TOGETHER)
+def test_gradients_are_those_of_the_kept_entries(
+    names: list[str], reduction: str, small_tiles: None
+) -> None:
+    x = options_case(names, *SHAPE, dtype=torch.float64, logit_std=2.0)
+    torch.manual_seed(1)
+    seed = model.next_seed()
+    got = x.ours(**SAMPLED, reduction=reduction)
+    assert_close(got, model.sampled(x, seed, 16, reduction=reduction))
+    # bits of losses depend on whether the plan leaves out ignored tokens
+    exact, other = (x.ours(reduction=reduction, workspace=size) for size in ("min", "max"))
+    assert torch.equal(got[0], exact[0]) or torch.equal(got[0], other[0])
+    assert float((got[1] - exact[1]).norm()) > 0.01 * float(exact[1].norm())
+
+
+@pytest.mark.parametrize("workspace", ["min", "max", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_errors_beside_the_noise_are_those_of_exact_gradients(
+    dtype: torch.dtype, workspace: str | None, small_tiles: None
+) -> None:
+    x = options_case(["z_loss"], *SHAPE, dtype=dtype, logit_std=2.0)
+    torch.manual_seed(2)
+    seed = model.next_seed()
+    got = x.ours(**SAMPLED, workspace=workspace)
+    noisy, exact, ours = model.sampled(x, seed, 16), model.sampled(x, seed, GREAT), x.ours()
+    assert torch.equal(got[0], ours[0])
+    for name, a, b, c, d in zip(("dx", "dw"), got[1:], noisy[1:], ours[1:], exact[1:], strict=True):
+        error, allowed = float((a.double() - b).norm()), 2 * float((c.double() - d).norm())
+        assert error <= allowed, name
+
+
+def repeated(x: OptionsCase, count: int) -> OptionsCase:
+    """Return a case of each token `count` times: its rows are independent draws."""
+    case = x.case
+    tokens = (each.repeat_interleave(count, 0) for each in (case.h, case.y, case.upstream))
+    h, y, upstream = tokens
+    return OptionsCase(type(case)(h, case.w, y, upstream), x.options)
+
+
+@pytest.mark.parametrize("columns", [4096, 20], ids=["exact lse", "estimated lse"])
+def test_gradients_are_unbiased(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means of 4096 draws, 512 of each of 8 seeds, are within 4 standard errors."""
+    monkeypatch.setattr(sample_sizes, "ESTIMATE_COLUMNS", columns)
+    seeds, each, samples = 8, 512, 16
+    x = options_case(["linear_bias"], 3, 6, 70, dtype=torch.float64, logit_std=2.0, ignored=0)
+    x.case.upstream.fill_(1)
+    draws = repeated(x, each)
+    results = [drawn(draws, seed) for seed in range(seeds)]
+    dx = torch.cat([dx.view(3, each, -1) for _, dx, _, _ in results], 1)
+    dw, db = (
+        torch.stack(parts).sum(0) / (seeds * each) for parts in [*zip(*results, strict=True)][2:]
+    )
+    (_, *want), (p, _) = x.ours(), model.relative(x)
+    p = p.scatter(1, x.case.y[:, None], 0)
+    q = torch.ones_like(p)
+    if columns > 70:
+        q = (p * samples).clamp(max=1)
+        assert float(q.sum(1).amax()) < samples
+    error = dx.std(1) / (seeds * each) ** 0.5
+    assert float(((dx.mean(1) - want[0]).abs() / error).amax()) < 4
+    if columns < 70:  # every seed has its own estimates, and variances
+        assert float((dw - want[1]).norm()) < 0.05 * float(want[1].norm())
+        return
+    variance = torch.where(p > 0, p.square() * (1 / q - 1), 0) / (seeds * each)
+    for got, true, factor in ((dw, want[1], x.case.h), (db, want[2], torch.ones(3, 1))):
+        allowed = 4 * (variance.t() @ factor.double().square()).sqrt() + 1e-12
+        assert bool(((got.view_as(allowed) - true.view_as(allowed)).abs() <= allowed).all())
+    # Σ p (θ - p) |w|² over the entries below θ
+    theta = 1 / samples
+    spread = torch.where(p < theta, p * (theta - p), 0) @ x.case.w.square().sum(1)
+    measured = dx.var(1).sum(1)
+    assert bool(((measured / spread - 1).abs() < 0.1).all())
+
+
+@pytest.mark.parametrize("names", [[], ["softcap"]], ids=["plain", "softcap"])
+def test_entries_are_kept_as_often_as_q_says(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And they have the value e / q, of exponentials relative to the reference."""
+    found: list[tuple[Tensor, Samples]] = []
+    keep = kept.keep
+
+    def noting(stats: Tensor, results: Any) -> None:
+        found.append((stats, results.samples))
+        keep(stats, results)
+
+    monkeypatch.setattr(kept, "keep", noting)
+    tokens, vocab = 2, 70
+    x = options_case(names, tokens, 6, vocab, dtype=torch.float64, logit_std=2.0, ignored=0)
+    drawn(repeated(x, 4096))
+    ((stats, samples),) = found
+    stored = model.relative(x)[1].scatter(1, x.case.y[:, None], 0)
+    q = (stored * 16).clamp(max=1)
+    is_entry = torch.arange(samples.columns.shape[1]) < samples.counts[:, None]
+    place = torch.where(is_entry, samples.columns.long(), vocab)
+    empty = torch.zeros(tokens * 4096, vocab + 1, dtype=torch.float64)
+    values = empty.scatter(1, place, samples.exps)[:, :vocab].view(tokens, 4096, vocab)
+    allowed = 4 * (q * (1 - q) / 4096).sqrt() + 1e-12
+    assert bool((((values > 0).double().mean(1) - q).abs() <= allowed).all())
+    values = values / RowStats(stats).sum_exp.view(tokens, 4096, 1)
+    want = torch.where(values > 0, (stored / q)[:, None], 0)
+    torch.testing.assert_close(values, want, rtol=1e-10, atol=0)
+    ascending = samples.columns[:, 1:] > samples.columns[:, :-1]
+    assert bool((ascending | ~is_entry[:, 1:]).all())
+
+
+CASES: dict[str, Callable[[], Tensor]] = {
+    "uniform": lambda: torch.zeros(40, 200, dtype=torch.float64),
+    "one column": lambda: torch.zeros(40, 200, dtype=torch.float64).index_fill_(
+        1, torch.tensor([7]), 300.0
+    ),
+    "far above targets": lambda: 100 * torch.randn(40, 200, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("columns", [4096, 20])
+@pytest.mark.parametrize("logits", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_worst_cases(
+    logits: Callable[[], Tensor],
+    columns: int,
+    dtype: torch.dtype,
+    small_tiles: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All is finite, the loss is exact, and gradients are near: of few entries, exact."""
+    monkeypatch.setattr(sample_sizes, "ESTIMATE_COLUMNS", columns)
+    torch.manual_seed(0)
+    z, w = logits().to(dtype), torch.eye(200, dtype=dtype)
+    case = type(random_case(1, 1, 1))(z, w, torch.randint(200, (40,)), torch.ones(40))
+    x = OptionsCase(case, {})
+    got, want = drawn(x), x.ours()
+    assert torch.equal(got[0], want[0])
+    assert all(bool(each.isfinite().all()) for each in got)
+    assert float((got[1] - want[1]).norm()) < 0.5 * float(want[1].norm())
+    if logits is not CASES["uniform"]:
+        assert float((got[1] - want[1]).norm()) < 1e-2 * float(want[1].norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_every_token_overflows(
+    dtype: torch.dtype, small_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With estimates of lse that are off by a factor of 2^20, gradients are exact."""
+    estimate = strategy.estimate_lse
+
+    monkeypatch.setattr(strategy, "estimate_lse", lambda *args: estimate(*args) - np.log(GREAT))
+    x = options_case(["linear_bias"], *SHAPE, dtype=dtype)
+    got, want = drawn(x), x.ours()
+    assert torch.equal(got[0], want[0])
+    if dtype == torch.float64:
+        assert_close(got, want)
+    for a, b, c in zip(got[1:], want[1:], model.sampled(x, torch.zeros(2), GREAT)[1:], strict=True):
+        allowed = float((b.double() - c).norm()) * 1.5 + 1e-12 * float(c.norm())
+        assert float((a.double() - c).norm()) <= allowed
+
+
+def test_estimates_far_too_high(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    estimate = strategy.estimate_lse
+    monkeypatch.setattr(strategy, "estimate_lse", lambda *args: estimate(*args) + np.log(GREAT))
+    x = options_case([], *SHAPE)
+    got = drawn(x)
+    assert torch.equal(got[0], x.ours()[0])
+    assert all(bool(each.isfinite().all()) for each in got)
+
+
+@pytest.mark.parametrize("samples", [16, 4096])
+@pytest.mark.parametrize("shape", [(0, 8, 7), (1, 8, 7), (5, 8, 1), (5, 3, 7), (1, 1, 1)], ids=str)
+def test_small_sizes(shape: tuple[int, int, int], samples: int) -> None:
+    x = options_case([], *shape, dtype=torch.float64, ignored=0)
+    got, want = drawn(x, samples=samples), x.ours()
+    assert torch.equal(got[0], want[0])
+    if samples == 4096 or shape[2] == 1:  # every entry is kept
+        assert_close(got, want)
+
+
+def test_all_tokens_ignored() -> None:
+    x = options_case([], *SHAPE, ignored=1.1)
+    for reduction in ("none", "mean"):
+        got = drawn(x, reduction=reduction)
+        assert all(not each.any() for each in got)
+
+
+def test_what_a_nan_reaches_is_nan(small_tiles: None) -> None:
+    """As with exact gradients; what ignored tokens hold reaches nothing."""
+    x = options_case([], *SHAPE, ignored=0.3)
+    x.case.h[x.case.y == -100] = torch.nan
+    got, want = drawn(x), x.ours()
+    assert torch.equal(got[0], want[0])
+    assert all(bool(each.isfinite().all()) for each in got)
+    x.case.h[int((x.case.y >= 0).nonzero()[0])] = torch.nan
+    for a, b in zip(drawn(x), x.ours(), strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["sampled", "exact"])
+def test_whole_matrices_give_the_same(
+    wrong: bool, small_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU computes, which does not look at entries; of some tokens done exactly."""
+    estimate = strategy.estimate_lse
+
+    def some_wrong(*arguments: Any) -> Tensor:
+        lse = estimate(*arguments)
+        lse[::3] -= np.log(GREAT) * wrong
+        return lse
+
+    monkeypatch.setattr(strategy, "estimate_lse", some_wrong)
+    x = options_case(["linear_bias", "softcap", "z_loss"], *SHAPE, dtype=torch.float64)
+    buffer = torch.zeros_like(x.case.w)
+    want = drawn(x)
+    monkeypatch.setattr(portable_projection, "sparse_windows", dense_windows)
+    assert_close(drawn(x), want)
+    x.options["accumulate_into"] = buffer
+    torch.manual_seed(0)
+    leaves = x.leaves
+    options = x.with_leaves(leaves) | SAMPLED
+    eager(*leaves[:2], x.case.y, reduction="none", **options).backward(x.case.upstream)
+    assert_close((buffer,), want[2:3])
+
+
+@pytest.mark.parametrize("trained", [(True, False), (False, True)], ids=["dX", "dW"])
+def test_a_frozen_operand_changes_nothing(trained: tuple[bool, bool], small_tiles: None) -> None:
+    x = options_case([], *SHAPE)
+    (_, *both), case = drawn(x), x.case
+    pairs = zip((case.h, case.w), trained, strict=True)
+    h, w = (t.clone().requires_grad_(wanted) for t, wanted in pairs)
+    torch.manual_seed(0)
+    loss = cutefce.linear_cross_entropy(h, w, case.y, reduction="none", **SAMPLED)
+    (gradient,) = torch.autograd.grad(loss, h if trained[0] else w, case.upstream)
+    assert torch.equal(gradient, both[0 if trained[0] else 1])
+
+
+@pytest.mark.parametrize("buffer_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_are_added_to_a_buffer(buffer_dtype: torch.dtype, small_tiles: None) -> None:
+    x = options_case([], *SHAPE, dtype=torch.bfloat16)
+    want = drawn(x)
+    buffer = torch.ones(x.case.w.shape, dtype=buffer_dtype)
+    h, w = x.leaves
+    torch.manual_seed(0)
+    loss = cutefce.linear_cross_entropy(
+        h, w, x.case.y, reduction="none", accumulate_into=buffer, **SAMPLED
+    )
+    loss.backward(x.case.upstream)
+    assert w.grad is None
+    torch.testing.assert_close(buffer.float(), 1 + want[2].float(), rtol=2e-2, atol=2e-2)
+
+
+def test_log_probs_have_sampled_gradients(small_tiles: None) -> None:
+    case = random_case(*SHAPE, dtype=torch.float64)
+    results: list[list[Any]] = []
+    kinds: tuple[dict[str, Any], ...] = {}, SAMPLED
+    for more in kinds:
+        h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
+        torch.manual_seed(0)
+        values = cutefce.linear_log_probs(h, w, case.y, outputs=("lse", "entropy"), **more)
+        results.append([*values[:3]])
+        assert values.lse is not None and values.entropy is not None
+        (values.log_probs + values.lse).sum().backward()
+        results[-1] += [h.grad, w.grad]
+    want, got = results
+    assert all(torch.equal(a, b) for a, b in zip(got[:3], want[:3], strict=True))
+    assert_close(tuple(got[3:]), tuple(want[3:]))  # of the targets alone: no softmax is left
+    with pytest.raises(NotImplementedError, match="gradient: got sampled with 'entropy'"):
+        entropy = cutefce.linear_log_probs(h, w, case.y, outputs=("entropy",), **SAMPLED).entropy
+        assert entropy is not None
+        entropy.sum().backward()
+
+
+def test_lse_is_returned() -> None:
+    x = options_case([], *SHAPE)
+    function: Callable[..., Any] = cutefce.linear_cross_entropy
+    loss, lse = function(*x.leaves, x.case.y, return_lse=True, **SAMPLED)
+    want = function(*x.leaves, x.case.y, return_lse=True)
+    assert torch.equal(loss, want[0]) and torch.equal(lse, want[1])
+    with torch.no_grad():
+        assert torch.equal(function(*x.leaves, x.case.y, **SAMPLED), loss)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"gradient": "some"}, ValueError, "gradient: got 'some', expected one of"),
+        ({"gradient": 3}, TypeError, "gradient: got"),
+        ({"samples": 15}, ValueError, "samples: got 15, expected an integer from 16 to 4096"),
+        ({"samples": 4097}, ValueError, "samples: got 4097"),
+        ({"samples": 20.0}, TypeError, "samples: got"),
+        ({"samples": True}, TypeError, "samples: got"),
+    ],
+    ids=str,
+)
+def test_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    case = random_case(4, 8, 9)
+    with pytest.raises(error, match=message):
+        cutefce.linear_cross_entropy(case.h, case.w, case.y, **options)
+    with pytest.raises(error, match=message):
+        cutefce.LinearCrossEntropyLoss(8, 9, **options)
+
+
+def test_the_option_is_in_the_key_of_cached_calls() -> None:
+    assert not LossOptions(gradient="sampled").is_plain
+    assert LossOptions(gradient="sampled").key() != LossOptions().key()
+
+
+def checkpointed(*arguments: Any, **options: Any) -> Tensor:
+    result: Tensor = checkpoint(eager, *arguments, use_reentrant=False, **options)
+    return result
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "compiled": torch.compile(eager, fullgraph=True, dynamic=True),
+    "checkpointed": checkpointed,
+    "compiled and checkpointed": torch.compile(checkpointed, fullgraph=True, dynamic=True),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_the_same_seed_gives_the_same_bits(loss: Callable[..., Tensor]) -> None:
+    torch.compiler.reset()
+    x = options_case(["linear_bias", "temperature (N,)"], *SHAPE)
+    steps = []
+    for function in (eager, loss):
+        torch.manual_seed(5)
+        for _ in range(2):
+            leaves = x.leaves
+            value = function(*leaves[:2], x.case.y, **x.with_leaves(leaves), **SAMPLED)
+            steps.append((value.detach(), *torch.autograd.grad(value, leaves)))
+    first, second, *others = steps
+    assert not torch.equal(first[1], second[1])
+    for got, want in zip(others, (first, second), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("finds", [True, False], ids=["kept", "computed again"])
+def test_later_backwards_give_the_same_bits(finds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = options_case([], *SHAPE)
+    leaves = x.leaves
+    loss = eager(*leaves, x.case.y, **SAMPLED)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    if not finds:
+        monkeypatch.setattr(kept, "kept_with", lambda stats: None)
+    second = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_ignored_tokens_change_no_entries() -> None:
+    """Entries depend on a token's number in the call."""
+    x = options_case([], *SHAPE, dtype=torch.float64, ignored=0)
+    every = drawn(x)
+    x.case.y[::3] = -100
+    some = drawn(x)
+    counts = x.case.y >= 0
+    assert_close((some[1][counts],), (every[1][counts],))
+
+
+def test_operators_pass_opcheck() -> None:
+    case = random_case(5, 8, 9)
+    h, w = case.h.requires_grad_(), case.w.requires_grad_()
+    step = StepOptions(0, True, True, False).pack()
+    tensors = TensorOptions(seed=torch.zeros(2, dtype=torch.int32))
+    more = *LossOptions(**SAMPLED).pack(), *tensors.pack(), *Sharding().pack()
+    torch.library.opcheck(torch.ops.cutefce.loss_forward, (h, w, case.y, *step, *more))
+    utils = "test_schema", "test_faketensor"
+    torch.library.opcheck(torch.ops.cutefce.draw_seed, (case.y,), test_utils=utils)
+
+
+def test_positions_and_modules() -> None:
+    head = cutefce.LinearCrossEntropyLoss(8, 9, out_features=(3,), **SAMPLED)
+    assert "gradient='sampled', samples=16" in repr(head)
+    loss = head(torch.randn(4, 8), torch.randint(9, (4, 3)))
+    loss.backward()
+    assert head.linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("samples", [16, 17, 64, 256, 1000, 4096])
+def test_slots_hold_what_is_expected(samples: int) -> None:
+    """But for a probability below 1e-8, by Bernstein's bound of a sum of independent entries."""
+    limit = sample_sizes.expected_limit(samples)
+    beyond = sample_sizes.slots(samples, 1 << 20) - limit
+    assert np.exp(-(beyond**2) / (2 * (limit + beyond / 3))) < 1e-8
+    assert sample_sizes.slots(samples, 7) == 7
+
+
+MEMORY: dict[str, tuple[tuple[int, int, int], torch.dtype, dict[str, Any]]] = {
+    "both": ((300, 300, 6000), torch.float32, {"reduction": "none"}),
+    "16 bits": ((1024, 64, 2000), torch.bfloat16, {"samples": 64}),
+    "hidden alone": ((512, 64, 4000), torch.bfloat16, {"trained": (True, False)}),
+}
+
+
+def test_peak_memory_is_predicted() -> None:
+    predicted, taken, steps = [], [], []
+    for shape, dtype, more in MEMORY.values():
+        case, given = random_case(*shape, dtype=dtype, ignored=0), dict(more)
+        trained = given.pop("trained", (True, True))
+        h, w = (x.requires_grad_(t) for x, t in zip((case.h, case.w), trained, strict=True))
+        wanted = [x for x in (h, w) if x.requires_grad]
+        options: dict[str, Any] = {"gradient": "sampled", "samples": 256} | given
+
+        def step(
+            operands: tuple[Tensor, ...] = (h, w, case.y),
+            wanted: list[Tensor] = wanted,
+            options: dict[str, Any] = options,
+        ) -> None:
+            torch.autograd.grad(eager(*operands, **options).sum(), wanted)
+
+        steps.append(step)
+        plan = cutefce.plan(h, w, **options)
+        assert plan.strategy == "sampled" and "sampled" in str(plan)
+        predicted.append(plan.workspace_bytes)
+        taken.append(-sum(x.nbytes for x in wanted))
+    for name, want, gradients, peak in zip(MEMORY, predicted, taken, peaks(steps), strict=True):
+        assert abs(want - (peak + gradients)) <= 0.05 * (peak + gradients), name
+
+
+def test_flops_are_those_of_the_kept_entries() -> None:
+    case = random_case(8, 16, 1000)
+    h, w = case.h.requires_grad_(), case.w.requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        eager(h, w, case.y, **SAMPLED).backward()
+    assert counter.get_total_flops() == 2 * 8 * 16 * (1000 + 2 * 16)
+
+
+@pytest.mark.parametrize("samples", [16, 64])
+def test_relative_errors_of_one_draw(samples: int) -> None:
+    """They are those of a flat softmax, of classes of which a part tells lse."""
+    x = options_case([], 128, 64, 5000, logit_std=0.5, ignored=0)
+    got, want = drawn(x, samples=samples, reduction="mean"), x.ours(reduction="mean")
+    for a, b in zip(got[1:], want[1:], strict=True):
+        error = float((a - b).norm() / b.norm())
+        assert 0.8 * samples**-0.5 < error < 1.2 * samples**-0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", [[], ["linear_bias", "softcap"]], ids=str)
+def test_a_gpu_keeps_the_entries_of_a_cpu(
+    names: list[str], small_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = torch.tensor([5, -9], dtype=torch.int32)
+    results = []
+    for device in ("cpu", "cuda"):
+        own = seed.to(device)
+        monkeypatch.setattr(call, "draw_seed", lambda like, own=own: own)
+        x = options_case(names, *SHAPE, dtype=torch.float64, device=device, logit_std=2.0)
+        x.ours(**SAMPLED)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got = x.ours(**SAMPLED)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append(tuple(each.cpu() for each in got))
+    assert_close(results[1], results[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_replays_of_a_graph_draw_new_seeds(dtype: torch.dtype) -> None:
+    case = random_case(256, 64, 3000, dtype=dtype, device="cuda")
+    h, w = case.h.requires_grad_(), case.w.requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        loss = eager(h, w, case.y, **SAMPLED)
+        return loss.detach(), *torch.autograd.grad(loss, (h, w))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    found = []
+    for seed in (1, None, 1):
+        if seed is not None:
+            torch.manual_seed(seed)
+        graph.replay()
+        found.append([x.clone() for x in captured])
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
+    assert torch.equal(found[0][0], found[1][0])
+    assert not torch.equal(found[0][1], found[1][1])
+    torch.manual_seed(1)
+    for a, b in zip(step(), found[0], strict=True):
+        assert are_same(a, b)
