@@ -29,8 +29,8 @@ from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.dw_views import aliased_views, memory_of
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
 from cutefce.ops.strategies.hidden_sums import HiddenSums
+from cutefce.ops.strategies.loss_inputs import LossInputs
 from cutefce.ops.strategies.weight_sums import WeightSums
-from cutefce.ops.strategies.windows import LossInputs
 
 IGNORED = -100
 FLOOR = torch.finfo(torch.float16).smallest_normal

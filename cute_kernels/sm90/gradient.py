@@ -58,7 +58,8 @@ def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
     if kernel.low_bits is not None:
         out = kept_signature(rows, hidden, kernel.low_bits)
     if kernel.final or kernel.kept:
-        csr = vector(Int64, inner), vector(Int32, cute.sym_int()), vector(Float32, inner)
+        entries = cute.sym_int()
+        csr = vector(Int64, entries), vector(Int32, cute.sym_int()), vector(Float32, entries)
         targets = TargetCsr(*csr, matrix(dtype, cute.sym_int(), hidden), vector(Float32, 1))
     return GradGemmSm90(kernel), (
         a,

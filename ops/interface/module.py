@@ -91,13 +91,15 @@ class LinearCrossEntropyLoss(nn.Module):
     def forward(
         self,
         input: Tensor,
-        target: Tensor,
+        target: Tensor | None = None,
         denominator: Tensor | float | None = None,
         token_weights: Tensor | None = None,
         temperature: Tensor | float = 1.0,
         accumulate_into: Tensor | None = None,
+        target_indices: Tensor | None = None,
+        target_probs: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of input (..., in_features) against target (...)."""
+        """Return the loss of input (..., in_features) against target (...), or soft targets."""
         checks.check_linear(self.linear)
         weight: Tensor = self.linear.weight
         bias: Tensor | None = self.linear.bias
@@ -109,6 +111,8 @@ class LinearCrossEntropyLoss(nn.Module):
             input,
             weight,
             target,
+            target_indices=target_indices,
+            target_probs=target_probs,
             linear_bias=bias,
             weight=self.weight,
             reduction=self.reduction,

@@ -9,9 +9,10 @@ from torch.distributed import ProcessGroup
 
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.interface.soft_targets import check_soft_targets
 from cutefce.ops.operators.context import autocast, is_mixed
 from cutefce.ops.operators.plans import plan_for
-from cutefce.ops.parallel.dtensor import localize
+from cutefce.ops.parallel.dtensor import localize, localize_options
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.dispatch import copied_item_bytes
 
@@ -26,13 +27,16 @@ def plan(
     workspace: int | str | None = None,
     accumulate_into: Tensor | None = None,
     accum_dtype: torch.dtype | None = None,
+    target_indices: Tensor | None = None,
+    target_probs: Tensor | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
 ) -> Plan:
     """Return how `linear_cross_entropy` would run with these arguments; print it to read it.
 
-    The plan is that of a call in which every token counts.
+    The plan is that of a call in which every token counts.  More than eight parameters: they are
+    arguments of the call.
 
     Args:
         input: (..., D) hidden states.  Set requires_grad on input, linear_weight or both, as for
@@ -44,6 +48,8 @@ def plan(
         workspace: peak memory, as for the call.
         accumulate_into: buffer of the weight's gradient, as for the call.
         accum_dtype: dtype of the sums of the weight's gradient, as for the call.
+        target_indices: (..., K) those of the call, of which only the shape matters.
+        target_probs: (..., K) the same.
         group: process group over which the vocabulary is sharded.
         shards: rows of every rank's weight.
         sequence_parallel: whether input holds this rank's share of the tokens.
@@ -61,6 +67,8 @@ def plan(
         samples=samples,
         accumulate_into=accumulate_into,
         accum_dtype=accum_dtype,
+        target_indices=target_indices,
+        target_probs=target_probs,
         shards=shards,
         sequence_parallel=sequence_parallel,
     )
@@ -84,6 +92,11 @@ def plan(
         if torch.is_grad_enabled():
             checks.check_accumulates(call.w)
         tensors = dataclasses.replace(tensors, accumulate_into=accumulate_into)
+    soft = {"target_indices": target_indices, "target_probs": target_probs}
+    if any(x is not None for x in soft.values()):
+        tensors = dataclasses.replace(tensors, **localize_options(call, soft))
+        parts = sharding.ranks() if sharding.sequence_parallel else 1
+        check_soft_targets(None, h, options, tensors, parts)
     sharding.check(w)
     rows, budget = h.reshape(-1, h.shape[-1]), checks.workspace_bytes(workspace)
     copied = copied_item_bytes(call.h, rows), copied_item_bytes(call.w, w)

@@ -46,6 +46,9 @@ def plan_for(
         problem = dataclasses.replace(problem, wide_grad_weight=wide, tile_copies=copies)
     if options.accum_dtype is not None:
         problem = dataclasses.replace(problem, random_sums=True)
+    if tensors.target_indices is not None:
+        soft = tensors.target_indices.shape[-1]
+        problem = CallProblem(**{**vars(problem), "soft_targets": soft})
     if buffer is not None:
         in_place = can_add_in_place(buffer, h.dtype, sum_dtype(h.dtype))
         added = {"wide_grad_weight": True, "accumulates": True, "adds_in_place": in_place}

@@ -116,8 +116,13 @@ class Gradients(Protocol[TargetGradT]):
         """Do what `finish_dx` does with the sums of `keep_sums`, in the memory of `kept`."""
         ...
 
-    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGradT:
-        """Return Σ_{i: y_i = v} c_i h_i for all v; `coefficient` is c (N,)."""
+    def target_grad(
+        self, h: Tensor, coefficient: Tensor, targets: Targets, others: Tensor | None = None
+    ) -> TargetGradT:
+        """Return Σ_{i: y_i = v} c_i h_i for all v; `coefficient` is c (N,).
+
+        `others` (N, K) are those of the soft targets beside y.
+        """
         ...
 
     def finish_dw(

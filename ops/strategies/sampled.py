@@ -25,7 +25,7 @@ from cutefce.ops.sampling.interface import SamplingProjection
 from cutefce.ops.sampling.random_bits import drawn_columns
 from cutefce.ops.sampling.samples import Samples, Sampling
 from cutefce.ops.strategies import windows
-from cutefce.ops.strategies.windows import LossInputs
+from cutefce.ops.strategies.loss_inputs import LossInputs
 
 ABSENT, IGNORED = -1, -2
 """Indices among drawn columns of targets that are none of them, and of ignored ones."""

@@ -308,3 +308,27 @@ def test_no_call_takes_more_than_predicted_and_budgeted(seed: int, undisturbed: 
             assert taken <= call.predicted + UNPREDICTED_BYTES, found
             # tokens that do not count may take nothing
             assert call.ignores or call.predicted <= 1.1 * taken + BLOCK_BYTES, found
+
+
+@pytest.mark.parametrize("workspace", ["max", "min", 20 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_peak_of_soft_targets_is_predicted(
+    dtype: torch.dtype, workspace: int | str, device: str
+) -> None:
+    torch.compiler.reset()
+    tokens, hidden, vocab = 512, 128, 16001
+    case = random_case(tokens, hidden, vocab, dtype=dtype, device=device)
+    h, w = case.h.requires_grad_(), case.w.requires_grad_()
+    soft: dict[str, Any] = {
+        "target_indices": torch.randint(vocab, (tokens, 64), device=device),
+        "target_probs": torch.rand(tokens, 64, device=device) + 0.1,
+    }
+
+    def step() -> None:
+        loss = cutefce.linear_cross_entropy(h, w, **soft, workspace=workspace)
+        torch.autograd.grad(loss, (h, w))
+
+    step()
+    predicted = cutefce.plan(h, w, **soft, workspace=workspace).workspace_bytes
+    measured = peak_bytes(step, device) - (h.nbytes + w.nbytes)
+    assert abs(predicted - measured) <= 0.1 * measured
