@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.problem import LOW_BITS, can_keep
+from cutefce.cute_kernels.sampling_set import SORT_SIZES, sampling_kernels
 from cutefce.cute_kernels.spec import (
     AddTargetsSpec,
     ClearRowsSpec,
@@ -22,8 +23,6 @@ from cutefce.cute_kernels.spec import (
     GradGemmSpec,
     KeptSumsSpec,
     KernelSpec,
-    ListSamplesSpec,
-    PrepareSamplesSpec,
     ProjectExpSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
@@ -31,9 +30,7 @@ from cutefce.cute_kernels.spec import (
     ScaleKeptSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
-    SortSamplesSpec,
     SortTargetsSpec,
-    SparseRowsSpec,
     TargetLogitSpec,
 )
 from cutefce.cute_kernels.variant import (
@@ -101,8 +98,10 @@ class KernelSet:
     """dW in one pass; None if cuBLAS and elementwise passes compute it."""
     grad_weight_accumulate: GradGemmSpec | None
     """Adds to the sums of dW."""
+    grad_weight_keep_16: GradGemmSpec | None
+    """Adds to the sums of dW that are rounded to 16 bits at random."""
     grad_weight_keep_20: GradGemmSpec | None
-    """Adds to the sums of dW that are kept in 20 bits."""
+    """Adds to those in 20 bits."""
     grad_weight_keep_24: GradGemmSpec | None
     """Adds to those in 24 bits."""
     finish_kept_weight_20: ScaleKeptSpec | None
@@ -118,12 +117,12 @@ class KernelSet:
     def grad_weight_kernels(self) -> "GradWeightKernels | None":
         """The kernels of dW, None on architectures without them."""
         final, accumulate = self.grad_weight, self.grad_weight_accumulate
-        keeps = self.grad_weight_keep_20, self.grad_weight_keep_24
+        keeps = self.grad_weight_keep_16, self.grad_weight_keep_20, self.grad_weight_keep_24
         finishes = self.finish_kept_weight_20, self.finish_kept_weight_24
         add, sort = self.add_targets, self.sort_targets
         if not (final and accumulate and add and sort):
             return None
-        keep = {kernel.low_bits: kernel for kernel in keeps if kernel}
+        keep = {kernel.low_bits or 0: kernel for kernel in keeps if kernel}
         finish_kept = {kernel.low_bits: kernel for kernel in finishes if kernel}
         return GradWeightKernels(final, accumulate, keep, finish_kept, add, sort)
 
@@ -138,6 +137,7 @@ class KernelSet:
         "finish_kept",
         "grad_hidden_again",
         "grad_weight_accumulate",
+        "grad_weight_keep_16",
         "grad_weight_keep_20",
         "grad_weight_keep_24",
         "finish_kept_weight_20",
@@ -183,7 +183,7 @@ def kernel_set(
     )
     forward = FusedForwardSpec(*project_exp, transform)
     weight = accumulate = add_targets = sort_targets = None
-    keep: Sequence[GradGemmSpec | None] = [None] * len(LOW_BITS)
+    keep: Sequence[GradGemmSpec | None] = [None] * 3
     finish_kept: Sequence[ScaleKeptSpec | None] = [None] * len(LOW_BITS)
     storing = backward = None
     again = hidden
@@ -193,7 +193,7 @@ def kernel_set(
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
         accumulate = dataclasses.replace(weight, final=False)
         config = arch.kept_sums_config
-        keep = [dataclasses.replace(accumulate, config=config, low_bits=n) for n in LOW_BITS]
+        keep = [dataclasses.replace(accumulate, config=config, low_bits=n) for n in (0, *LOW_BITS)]
         finish_kept = [ScaleKeptSpec(arch.name, dtype, n) for n in LOW_BITS]
         add_targets, sort_targets = AddTargetsSpec(arch.name, dtype), SortTargetsSpec(arch.name)
         if variant == PLAIN:
@@ -231,48 +231,13 @@ def kernel_set(
         grad_hidden_again=again,
         grad_weight=weight,
         grad_weight_accumulate=accumulate,
-        grad_weight_keep_20=keep[0],
-        grad_weight_keep_24=keep[1],
+        grad_weight_keep_16=keep[0],
+        grad_weight_keep_20=keep[1],
+        grad_weight_keep_24=keep[2],
         finish_kept_weight_20=finish_kept[0],
         finish_kept_weight_24=finish_kept[1],
         add_targets=add_targets,
         sort_targets=sort_targets,
-    )
-
-
-class SamplingKernels(NamedTuple):
-    """What a call with sampled gradients launches beside the kernels of exact statistics."""
-
-    prepare: PrepareSamplesSpec
-    project_exp: ProjectExpSpec
-    """Row sums, and the entries."""
-    sort: SortSamplesSpec
-    list_classes: ListSamplesSpec
-    """The lists of dW."""
-    grad_hidden: SparseRowsSpec
-    grad_weight: SparseRowsSpec
-
-
-SORT_SIZES = 256, 1024, 4096
-"""Entries of a row that kernels sort at most, in shared memory of up to 32 KiB."""
-MAX_SAMPLE_SLOTS = SORT_SIZES[-1]
-
-
-def sampling_kernels(
-    arch: Arch, row_sums: ProjectExpSpec, tokens: int, slots: int
-) -> SamplingKernels:
-    """Return the kernels of `tokens` rows with `slots` entries, of a call that has `row_sums`."""
-    name, dtype = arch.name, row_sums.dtype
-    config = arch.sampling_config(row_sums.config, tokens)
-    size = next(size for size in SORT_SIZES if slots <= size)
-    return SamplingKernels(
-        prepare=PrepareSamplesSpec(name),
-        project_exp=dataclasses.replace(row_sums, config=config, samples=True),
-        sort=SortSamplesSpec(name, size, row_sums.transform.softcap),
-        list_classes=ListSamplesSpec(name),
-        # the fastest on an H200; 1024 features of 8192 tokens are 16 MiB
-        grad_hidden=SparseRowsSpec(name, dtype, "hidden"),
-        grad_weight=SparseRowsSpec(name, dtype, "weight", vectors=4),
     )
 
 
@@ -292,8 +257,8 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     ]
     gradient, default = gradients[0], arch.default(MANY_TOKENS)
     configs = KernelConfigs(default, gradient, gradient)
-    sets += [kernel_set(arch, arch.dtypes[0], configs, variant) for variant in PREBUILT]
-    kernels = [kernel for kernels in sets for kernel in kernels.all()]
+    variants = [kernel_set(arch, arch.dtypes[0], configs, variant) for variant in PREBUILT]
+    kernels = [kernel for kernels in (*sets, *variants) for kernel in kernels.all()]
     for exact, size in product(sets, SORT_SIZES):
         kernels += sampling_kernels(arch, exact.row_sums, MANY_TOKENS, size)
     return list(dict.fromkeys(kernels))

@@ -23,7 +23,9 @@ FLOAT16_TOTAL = 2.0**15
 
 
 LOW_BITS = 4, 8
-"""Bits beside the upper 16 that a kept sum of dW may have."""
+"""Bits beside the upper 16 that a kept sum of dW may have, unless it is rounded at random."""
+NOISE_STEPS = ((16, -2048144789), (13, -1028477387))
+"""Shifts and odd factors that spread each bit of the place of such a sum over all bits."""
 
 
 def can_keep(dtype: str) -> bool:
@@ -66,6 +68,8 @@ class Problem:
     grad_bias: bool = False
     wide_grad_weight: bool = False
     """Whether dW is in the dtype of sums, as of a float32 weight beside 16-bit hidden states."""
+    random_sums: bool = False
+    """Whether dW's sums over chunks of tokens have 16 bits, rounded at random."""
     tile_copies: int = 0
     """Copies of a tile of logits that options of the loss make in plain torch."""
 

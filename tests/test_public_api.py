@@ -8,12 +8,13 @@ import torch
 import cutefce
 
 SCHEMA = (
-    "cutefce::loss{name}(Tensor input, Tensor linear_weight, Tensor target, *, "
+    "cutefce::loss{name}(Tensor input, Tensor linear_weight, Tensor? target=None, *, "
     "str reduction='mean', int ignore_index=-100, float label_smoothing=0., float z_loss=0., "
     "float logit_scale=1., float? softcap=None, str gradient='exact', int samples=256, "
-    "{workspace}, Tensor? linear_bias=None, Tensor? weight=None, "
+    "ScalarType? accum_dtype=None, {workspace}, Tensor? linear_bias=None, Tensor? weight=None, "
     "Tensor? token_weights=None, Tensor? temperature=None, "
-    "Tensor? denominator=None, Tensor? accumulate_into=None, str? group=None, int[]? shards=None, "
+    "Tensor? denominator=None, Tensor? accumulate_into=None, Tensor? target_indices=None, "
+    "Tensor? target_probs=None, str? group=None, int[]? shards=None, "
     "bool sequence_parallel=False) -> Tensor"
 )
 SIGNATURES = {
@@ -24,9 +25,11 @@ SIGNATURES = {
     "DeferralReport": "fused fallbacks",
     "backend_for": "input linear_weight",
     "set_strict": "(enabled: bool) -> None",
-    "linear_cross_entropy": "input linear_weight target linear_bias weight reduction ignore_index "
+    "linear_cross_entropy": "input linear_weight target target_indices target_probs linear_bias "
+    "weight reduction ignore_index "
     "label_smoothing options token_weights z_loss logit_scale softcap temperature return_lse "
-    "gradient samples workspace denominator accumulate_into group shards sequence_parallel",
+    "gradient samples workspace denominator accumulate_into accum_dtype group shards "
+    "sequence_parallel",
     "linear_divergence": "student_input student_weight teacher_input teacher_weight target "
     "divergence beta student_bias teacher_bias logit_scale softcap temperature reduction "
     "ignore_index denominator workspace group shards",
@@ -35,11 +38,11 @@ SIGNATURES = {
     "sequence_parallel",
     "LossOutput": "loss lse",
     "LogProbs": "log_probs lse entropy sum_p_squared mean_logit is_top1 argmax",
-    "plan": "input linear_weight reduction gradient samples workspace accumulate_into group "
-    "shards sequence_parallel",
+    "plan": "input linear_weight reduction gradient samples workspace accumulate_into accum_dtype "
+    "target_indices target_probs group shards sequence_parallel",
     "LinearCrossEntropyLoss": "in_features num_classes out_features bias device dtype reduction "
     "weight ignore_index label_smoothing options z_loss logit_scale softcap gradient samples "
-    "workspace",
+    "workspace accum_dtype",
 }
 """Whole signatures, or the names of the arguments."""
 

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from cutefce.autotune_cache.tuning.shapes import SMALL_PROBLEMS
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.kernel_set import KernelSet, sampling_kernels
+from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.ops.planning.sample_sizes import slots
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.sampling.kernels import KernelSamples
 from cutefce.ops.sampling.samples import Sampling
 from cutefce.ops.strategies import sampled, windows
-from cutefce.ops.strategies.windows import LossInputs
+from cutefce.ops.strategies.loss_inputs import LossInputs
 
 ALL, FEW = 1 << 24, 64
 """Samples with which all entries are kept, and few."""

@@ -19,7 +19,7 @@ from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.dispatch import primitives_for, problem_of
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.strategies import windows
-from cutefce.ops.strategies.windows import LossInputs
+from cutefce.ops.strategies.loss_inputs import LossInputs
 
 SHAPES = tuple(
     Shape(tokens, hidden, vocab, "bfloat16")

@@ -55,10 +55,11 @@ def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
     rows, inner, hidden = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
     a = transposed(dtype, rows, inner) if kernel.wrt == "weight" else matrix(dtype, rows, inner)
     targets, out = None, matrix(dtype if kernel.final else Float32, rows, hidden)
-    if kernel.low_bits:
+    if kernel.low_bits is not None:
         out = kept_signature(rows, hidden, kernel.low_bits)
     if kernel.final or kernel.kept:
-        csr = vector(Int64, inner), vector(Int32, cute.sym_int()), vector(Float32, inner)
+        entries = cute.sym_int()
+        csr = vector(Int64, entries), vector(Int32, cute.sym_int()), vector(Float32, entries)
         targets = TargetCsr(*csr, matrix(dtype, cute.sym_int(), hidden), vector(Float32, 1))
     return GradGemmSm90(kernel), (
         a,
@@ -104,7 +105,7 @@ class GradGemmSm90(MainloopSm90):
         out_dtype = self.dtype if self.final else Float32
         self.epilogue = EpilogueStoreSm90(out_dtype, kernel.config.tile_n)
         self.kept = kernel.kept
-        if kernel.low_bits:
+        if kernel.low_bits is not None:
             assert not kernel.final and self.tokens_inside and kernel.dtype == "bfloat16"
             self.kept_store = KeptStoreSm90(arch_named(kernel.arch), kernel.config, kernel.low_bits)
 
@@ -231,7 +232,8 @@ class GradGemmSm90(MainloopSm90):
                 self.store(consumer, out, m_start, n_start, scheduler, None)
             elif cutlass.const_expr(self.kept):
                 tile_number = index // (scheduler.clusters * config.partials_per_row)
-                self.kept_store.add(consumer, out, m_start, n_start, tile_number)
+                starts = m_start, n_start, tile_number
+                self.kept_store.add(consumer, out, *starts, scheduler.columns)
             else:
                 counter = semaphores.iterator + self.counter_index(work_tile, scheduler, consumer)
                 if work_tile.splits_before > 0:

@@ -20,8 +20,14 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from cutefce.cute_kernels.arch.base import BARRIER_BYTES, Arch
-from cutefce.cute_kernels.common.dsl import matrix, partition
-from cutefce.cute_kernels.common.kept_bits import join_eight, split_eight
+from cutefce.cute_kernels.common.dsl import matrix, partition, vector
+from cutefce.cute_kernels.common.kept_bits import (
+    join_eight,
+    noise,
+    round_eight,
+    split_eight,
+    widened_eight,
+)
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler
 from cutefce.cute_kernels.sm90.mainloop import MMA_WARP_GROUPS, Consumer
@@ -38,28 +44,34 @@ which wait until it is empty."""
 
 
 class KeptSums(NamedTuple):
-    """Sums (M, N) of 24 or 20 bits."""
+    """Sums (M, N) of 24, 20 or 16 bits."""
 
     upper: cute.Tensor
     """(M, N) bfloat16: the upper halves."""
-    low: cute.Tensor
-    """(M, N) or (M, N / 2) uint8: the low bits, see `common.kept_bits`."""
+    low: cute.Tensor | None
+    """(M, N) or (M, N / 2) uint8: the low bits, see `common.kept_bits`; None without."""
+    seed: cute.Tensor | None
+    """(1,) int32: that of random rounding; None with low bits."""
 
 
 def kept_signature(rows: Any, columns: Any, low_bits: int) -> KeptSums:
     """Return fake tensors to compile for."""
+    if not low_bits:
+        return KeptSums(matrix(BFloat16, rows, columns), None, vector(Int32, 1))
     pitch = cute.sym_int64(divisibility=16)
     bytes_ = columns if low_bits == 8 else cute.sym_int(divisibility=4)
     low = make_fake_tensor(Uint8, (rows, bytes_), (pitch, 1), assumed_align=16)
-    return KeptSums(matrix(BFloat16, rows, columns), low)
+    return KeptSums(matrix(BFloat16, rows, columns), low, None)
 
 
 class Staging(NamedTuple):
     """The buffers of a thread block."""
 
-    upper: Any
-    """(TMA load, its coordinates, TMA store, its coordinates, shared memory) of upper halves."""
-    low: Any
+    parts: Any
+    """(TMA load, its coordinates, TMA store, its coordinates, shared memory) of upper halves, and
+    of low bits if there are any."""
+    seed: Any
+    """That of random rounding; None with low bits."""
     barriers: Any
     """Those of all buffers; see `FULL`."""
     is_read: Any
@@ -75,6 +87,7 @@ class KeptStoreSm90:
         self.config, self.low_bits = config, low_bits
         self.lines = LINE, LOW_COLUMNS * low_bits // 8
         """Bytes of a row of a panel of upper halves, and of low bits."""
+        self.parts = 2 if low_bits else 1
         self.blocks = config.tile_m // ROWS
         self.block_bytes = ROWS * config.tile_n * (16 + low_bits) // 8
         free = arch.smem_bytes - BARRIER_BYTES - config.stages * arch.stage_bytes(config)
@@ -83,9 +96,13 @@ class KeptStoreSm90:
 
     @cute.jit
     def tma(self, sums: KeptSums) -> Any:
-        """Return (TMA load, coordinates, TMA store, coordinates, smem layout) of each matrix."""
+        """Return (TMA load, coordinates, TMA store, coordinates, smem layout) of each matrix.
+
+        The seed comes last.
+        """
         found = []
-        for i, part in enumerate(sums):
+        matrices: Any = sums[: self.parts]
+        for i, part in enumerate(matrices):
             columns = self.lines[i] * 8 // part.element_type.width
             panels = self.buffers * self._panels(i)
             layout = self._layout(part.element_type, ROWS, columns, panels)
@@ -102,7 +119,7 @@ class KeptStoreSm90:
                 (16, columns),
             )
             found.append((*load, *store, layout))
-        return tuple(found)
+        return (*found, sums.seed)
 
     def _panels(self, part: int) -> int:
         """Return the panels of a block's upper halves, or of its low bits."""
@@ -116,7 +133,8 @@ class KeptStoreSm90:
         """Allocate the buffers, and initialize their barriers for all roles to agree on later."""
         barriers = smem.allocate_array(Int64, self.buffers * (EMPTY + 1))
         made = []
-        for dtype, part in zip((BFloat16, Uint8), parts, strict=True):
+        *parts, seeds = parts
+        for dtype, part in zip((BFloat16, Uint8), parts, strict=False):
             layout = part[-1]
             buffers = smem.allocate_tensor(dtype, layout.outer, 1024, layout.inner)
             made.append((*part[:-1], buffers))
@@ -128,7 +146,10 @@ class KeptStoreSm90:
                         cute.arch.mbarrier_init(first + FULL + warp_group_idx, 1)
                     # one arrival of each warp of the warpgroup
                     cute.arch.mbarrier_init(first + EMPTY, 4)
-        return Staging(*made, barriers, is_read)  # type: ignore[call-arg]
+        seed = None
+        if cutlass.const_expr(seeds is not None):
+            seed = seeds[0]
+        return Staging(tuple(made), seed, barriers, is_read)
 
     @cute.jit
     def load(self, scheduler: TileScheduler, staging: Staging) -> None:
@@ -149,7 +170,7 @@ class KeptStoreSm90:
                 if staging.is_read:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(full, self.block_bytes)
-                    for i, part in enumerate((staging.upper, staging.low)):
+                    for i, part in enumerate(staging.parts):
                         atom, coordinates, _, _, smem = part
                         shape = ROWS, cute.size(smem, mode=[1])
                         panels = self._panels(i)
@@ -168,9 +189,15 @@ class KeptStoreSm90:
 
     @cute.jit
     def add(
-        self, consumer: Consumer, staging: Staging, m_start: Int32, n_start: Int32, tile: Int32
+        self,
+        consumer: Consumer,
+        staging: Staging,
+        m_start: Int32,
+        n_start: Int32,
+        tile: Int32,
+        hidden: Int32,
     ) -> None:
-        """Add the accumulators to the sums, or overwrite these.
+        """Add the accumulators to the sums, or overwrite these, which have `hidden` columns.
 
         The tile is number `tile` of the warpgroup, from 0 on.
         """
@@ -186,10 +213,13 @@ class KeptStoreSm90:
             cute.arch.mbarrier_wait(barriers + FULL + consumer.warp_group_idx, turn % 2)
             for group in cutlass.range_constexpr(self.config.tile_n // 32):
                 for half in cutlass.range_constexpr(2):
-                    self._add_eight(consumer, staging, buffer, block, group, half)
+                    # of the thread's first pair of columns
+                    row = m_start + ROWS * block + consumer.tCcC[0][0] + 8 * half
+                    pair = row * (hidden // 2) + n_start // 2 + 16 * group + consumer.thread % 4
+                    self._add_eight(consumer, staging, buffer, (block, group, half), pair)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            for i, part in enumerate((staging.upper, staging.low)):
+            for i, part in enumerate(staging.parts):
                 _, _, atom, coordinates, smem = part
                 columns = cute.size(smem, mode=[1])
                 panels = self._panels(i)
@@ -213,15 +243,36 @@ class KeptStoreSm90:
         consumer: Consumer,
         staging: Staging,
         buffer: Int32,
-        block: int,
-        group: int,
-        half: int,
+        place: tuple[int, int, int],
+        pair: Int32,
     ) -> None:
-        """Add to the thread's eight sums in a row of 32 columns."""
+        """Add to the thread's eight sums in a row of 32 columns, of which `pair` is the first.
+
+        `place` is (block, group of columns, half of the rows).
+        """
+        block, group, half = place
         values = cute.make_rmem_tensor((8,), Float32)
         for i in cutlass.range_constexpr(8):
             values[i] = consumer.acc[(i % 2, half, 4 * group + i // 2), block, 0]
         upper, low = self._places(consumer, staging, buffer, group, half)
+        halves = cute.make_rmem_tensor((4,), Int32)
+        if cutlass.const_expr(not self.low_bits):
+            if staging.is_read:
+                for i in cutlass.range_constexpr(4):
+                    halves[i] = upper[i][0]
+                values.store(widened_eight(halves).load() + values.load())
+            bits = cute.make_rmem_tensor((4,), Int32)
+            for i in cutlass.range_constexpr(4):
+                bits[i] = noise(staging.seed, pair + 4 * i)
+            halves = round_eight(values, bits)
+        else:
+            halves = self._add_in_two_parts(staging, upper, low, values)
+        for i in cutlass.range_constexpr(4):
+            upper[i][0] = halves[i]
+
+    @cute.jit
+    def _add_in_two_parts(self, staging: Staging, upper: Any, low: Any, values: Any) -> Any:
+        """Add to eight sums with low bits; return their upper halves."""
         if staging.is_read:
             halves = cute.make_rmem_tensor((4,), Int32)
             bytes_ = cute.make_rmem_tensor((self.low_bits,), Uint8)
@@ -232,8 +283,8 @@ class KeptStoreSm90:
         halves, bytes_ = split_eight(values, self.low_bits)
         pairs = cute.recast_tensor(bytes_, low[0].element_type)
         for i in cutlass.range_constexpr(4):
-            upper[i][0] = halves[i]
             low[i][0] = pairs[i]
+        return halves
 
     def _places(
         self, consumer: Consumer, staging: Staging, buffer: Int32, group: int, half: int
@@ -246,8 +297,8 @@ class KeptStoreSm90:
         row, lane = consumer.tCcC[0][0], consumer.thread % 4
         found: tuple[list[Any], list[Any]] = ([], [])
         for j in range(4 * group, 4 * group + 4):
-            for part, bits in enumerate((16, self.low_bits)):
-                smem, line = (staging.upper, staging.low)[part][-1], self.lines[part]
+            for part, bits in enumerate((16, self.low_bits)[: self.parts]):
+                smem, line = staging.parts[part][-1], self.lines[part]
                 dtype, pair = {16: (Int32, 4), 8: (Int16, 2), 4: (Uint8, 1)}[bits]
                 panel, byte = divmod(4 * j * pair, line)
                 chunk, start = divmod(byte, 16)

@@ -42,9 +42,9 @@ class GradGemmSpec:
     """Whether to add the targets' terms and round; otherwise it accumulates in float32."""
     rank_one: bool = False
     """Whether to add a matrix of rank one before rounding; needs `final` or `kept`."""
-    low_bits: int = 0
+    low_bits: int | None = None
     """Bits beside the upper 16 of the sums of dW that it adds to, with the targets' terms, in
-    bfloat16; 0 if it does not."""
+    bfloat16; of 0, sums are rounded at random.  None if it adds to no such sums."""
 
     WARPS: ClassVar[int] = 8
     """Warps of a thread block that run MMAs."""
@@ -52,7 +52,7 @@ class GradGemmSpec:
     @property
     def kept(self) -> bool:
         """Whether it adds to kept sums of dW."""
-        return self.low_bits > 0
+        return self.low_bits is not None
 
     def semaphore_count(self, clusters: int) -> int:
         """Return the size of its int32 semaphores on `clusters` clusters."""

@@ -11,7 +11,7 @@ from cutefce.ops import torch_compat
 from cutefce.ops.divergence import checks as own_checks
 from cutefce.ops.divergence import flops  # noqa: F401  (registers, as what it imports does)
 from cutefce.ops.interface import checks, option_checks
-from cutefce.ops.interface.api import as_tensor
+from cutefce.ops.interface.scalars import as_tensor
 from cutefce.ops.operators.context import autocast
 from cutefce.ops.parallel.consistency import report_errors
 

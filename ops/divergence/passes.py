@@ -27,7 +27,8 @@ from cutefce.ops.divergence.options import Divergence
 from cutefce.ops.divergence.sides import Side, SideGradients
 from cutefce.ops.parallel.shard import Unsharded, VocabShard
 from cutefce.ops.planning.divergence_planner import DivergencePlan
-from cutefce.ops.primitives.portable_gradients import apply_rowwise, blocks
+from cutefce.ops.primitives.portable_gradients import apply_rowwise
+from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.targets import sum_dtype
 
 STUDENT, TEACHER = 0, 1

@@ -5,9 +5,11 @@ log_probs.py       linear_log_probs
 module.py          LinearCrossEntropyLoss
 plan.py            plan: how a call would run
 positions.py       losses of K dimensions
+scalars.py         numbers as tensors
 call.py            torch.ops.cutefce.loss: check, run
 options.py         the options as records: schema, checks, cache key
 checks.py          where a user error is raised
 option_checks.py   those of the options of a loss
+soft_targets.py    those of soft targets
 call_cache.py      repeated plain calls: reuse what was resolved
 """

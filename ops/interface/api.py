@@ -9,19 +9,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cutefce.ops import torch_compat
-from cutefce.ops.interface import call, checks, option_checks
+from cutefce.ops.interface import call, checks
 from cutefce.ops.interface.positions import loss_of_positions
+from cutefce.ops.interface.scalars import with_tensors
+from cutefce.ops.interface.soft_targets import one_class
 from cutefce.ops.operators.context import can_bypass_dispatcher
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.parallel.dtensor import LocalCall, localize, localize_options, replicated
+from cutefce.ops.parallel.dtensor import LocalCall, localize, localize_options
 
 
 @overload
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | None = None,
     *,
+    target_indices: Tensor | None = None,
+    target_probs: Tensor | None = None,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     reduction: str = "mean",
@@ -39,6 +43,7 @@ def linear_cross_entropy(
     workspace: int | str | None = None,
     denominator: Tensor | float | None = None,
     accumulate_into: Tensor | None = None,
+    accum_dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
@@ -52,8 +57,10 @@ def linear_cross_entropy(*arguments: Any, return_lse: bool, **options: Any) -> "
 def linear_cross_entropy(  # type: ignore[misc]
     input: Tensor,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | None = None,
     *,
+    target_indices: Tensor | None = None,
+    target_probs: Tensor | None = None,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     reduction: str = "mean",
@@ -71,6 +78,7 @@ def linear_cross_entropy(  # type: ignore[misc]
     workspace: int | str | None = None,
     denominator: Tensor | float | None = None,
     accumulate_into: Tensor | None = None,
+    accum_dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
@@ -90,12 +98,18 @@ def linear_cross_entropy(  # type: ignore[misc]
         input: (..., D) hidden states, bfloat16, float16, float32 or float64.
         linear_weight: (V, D), of input's dtype and device; or (V, d_1, ..., d_K, D) for a loss of
             K dimensions, with input (N, D) and target (N, d_1, ..., d_K).
-        target: (...) integer class indices in [0, V), or `ignore_index`.
+        target: (...) integer class indices in [0, V), or `ignore_index`; None with soft targets.
         linear_bias: (V,) or (V, d_1, ..., d_K) floating-point, added to the logits before the
             softcap.
+        target_indices: (..., K) integer classes of each token, K from 1 to 256, with `target_probs`
+            in the place of target: soft targets.
+        target_probs: (..., K) floating-point probabilities q >= 0 of these classes; others have 0.
+            The loss is Σ_k q_k (lse - u_k): they need not add up to 1, and those of a class that
+            occurs twice add up.  A class with probability 0 may be any integer, and a token whose
+            probabilities are all 0 is ignored.
         weight: (V,) factor of each class's losses.
         reduction: "mean" over the targets that are not ignored (0 if all are), each counting as
-            its weight; "sum" or "none".
+            its weight, soft ones as their token's; "sum" or "none".
         ignore_index: tokens with this target have loss 0 and gradient 0; None is -100.
         label_smoothing: ε from 0 to 1, part of the target's probability that all classes share.
         options: torch's chunking options; not served, use `workspace`.
@@ -117,6 +131,9 @@ def linear_cross_entropy(  # type: ignore[misc]
         accumulate_into: (V, D) contiguous buffer to which the backward adds the gradient of
             linear_weight, in the dtype of sums (float32, or float64) or that of the products; the
             weight itself then gets none.  Of a rank's own rows, with `group`.
+        accum_dtype: torch.bfloat16 keeps the sums of linear_weight's gradient over chunks of tokens
+            in its own memory, rounded at random: unbiased, in less memory and time, with a larger
+            error.  None keeps more bits.  For bfloat16 alone, not with `accumulate_into`.
         group: process group whose ranks hold consecutive parts (V_k, D) of the weight, in rank
             order, and of the bias.  Targets are global ids; they and all other arguments, weight
             (V,) of all classes too, are the same on every rank, and so are the loss and the
@@ -135,8 +152,9 @@ def linear_cross_entropy(  # type: ignore[misc]
         TypeError, ValueError: naming the argument, what was got and what is expected.  What one
             rank of the group raises before the ranks meet, all raise.
         RuntimeError: if another rank of the group failed, or made no such call in time.
-        IndexError: on a CPU, for a target outside [0, V).  On a GPU, which is not synchronized,
-            such a token's loss and the gradients that it takes part in are NaN.
+        IndexError: on a CPU, for a target outside [0, V); ValueError for a bad probability.  On a
+            GPU, which is not synchronized, such a token's loss and the gradients that it takes
+            part in are NaN.
 
     The formulas are in `cutefce.ops.primitives.interface`; the streaming form of the loss is that
     of "From Projection to Prediction: Beyond Logits for Scalable Language Models",
@@ -155,6 +173,8 @@ def linear_cross_entropy(  # type: ignore[misc]
         given["weight"] = weight
     if accumulate_into is not None:
         given["accumulate_into"] = accumulate_into
+    if accum_dtype is not None:
+        given["accum_dtype"] = accum_dtype
     if token_weights is not None:
         given["token_weights"] = token_weights
     if softcap is not None:
@@ -171,8 +191,13 @@ def linear_cross_entropy(  # type: ignore[misc]
         given["logit_scale"] = logit_scale
     if type(temperature) is not float or temperature != 1:
         given["temperature"] = temperature
+    if target_indices is not None:
+        given["target_indices"] = target_indices
+    if target_probs is not None:
+        given["target_probs"] = target_probs
     is_local = group is None and shards is None and sequence_parallel is False
-    if is_local and not given and options is None and return_lse is False:
+    plain = is_local and not given and options is None and return_lse is False
+    if plain and target is not None:
         repeated = call.repeated(input, linear_weight, target, workspace)
         if repeated is not None:
             return repeated
@@ -196,7 +221,7 @@ class LossOutput(NamedTuple):
 def _loss(
     input: Tensor,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | None,
     given: dict[str, Any],
     workspace: int | str | None,
     options: Any,
@@ -216,7 +241,8 @@ def _loss(
             checks.refuse_unserved(options=options)
         if workspace is not None:
             checks.workspace_bytes(workspace)
-        part = localize(input, linear_weight, target, group, shards, sequence_parallel)
+        some = target if target is not None else one_class(given)
+        part = localize(input, linear_weight, some, group, shards, sequence_parallel)
         local = given
         if given:
             for name in given:
@@ -233,14 +259,17 @@ def _loss(
         run: Any = call.loss_and_lse if return_lse else call.loss
         if _needs_operator(part, is_plain=not local):
             run = torch.ops.cutefce.loss_and_lse if return_lse else torch.ops.cutefce.loss
-        result = run(part.h, part.w, part.y, workspace=workspace, **local)
+        y = None if target is None else part.y
+        result = run(part.h, part.w, y, workspace=workspace, **local)
         value, lse = result if return_lse else (result, None)
         if value.ndim:
             value = value.movedim(0, part.dim)
         return value, None if lse is None else lse.movedim(0, part.dim)
     except Exception as error:
-        named = {"input": input, "linear_weight": linear_weight, "target": target, **given}
+        named = {"input": input, "linear_weight": linear_weight, **given}
         named |= {"workspace": workspace, "shards": shards}
+        if target is not None:
+            named["target"] = target
         raise_named(error, report, **named, sequence_parallel=sequence_parallel)
 
 
@@ -267,29 +296,3 @@ def raise_named(error: Exception, report: report_errors | None, **arguments: Any
         raise error
     finally:
         del error, wrong  # in this frame they would be reference cycles, which hold the group
-
-
-def with_tensors(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return options by name, a temperature or denominator that is a number as a tensor."""
-    result = dict(given)
-    if "denominator" in given:
-        result["denominator"] = as_tensor("denominator", given["denominator"], device)
-    temperature: Any = given.get("temperature")
-    if "temperature" in given and not isinstance(temperature, Tensor):
-        checks.check_type("temperature", temperature)
-        option_checks.check_temperature(temperature)
-        result["temperature"] = as_tensor("temperature", temperature, device)
-    return result
-
-
-def as_tensor(name: str, value: Tensor | float, device: torch.device) -> Tensor:
-    """Return the argument `name` as a tensor, a number's on `device`."""
-    checks.check_type(name, value)
-    if isinstance(value, Tensor):
-        return replicated(name, value)
-    if torch.compiler.is_compiling():  # a constant would be compiled for each value
-        return torch.ones((), dtype=torch.float64, device=device) * value
-    try:
-        return torch.full((), float(value), dtype=torch.float64, device=device)
-    except OverflowError:
-        raise ValueError(f"{name}: got an integer beyond the range of a float") from None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
-from cutefce.ops.interface import call_cache, checks
+from cutefce.ops.interface import call_cache, checks, option_checks
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossOptions,
@@ -17,6 +17,7 @@ from cutefce.ops.interface.options import (
     StepOptions,
     TensorOptions,
 )
+from cutefce.ops.interface.soft_targets import check_soft_targets
 from cutefce.ops.operators import flops  # noqa: F401  (registers)
 from cutefce.ops.operators.autograd import loss_and_stats, row_outputs
 from cutefce.ops.operators.context import autocast, can_bypass_dispatcher, is_mixed
@@ -26,17 +27,18 @@ from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.primitives.dispatch import copied_item_bytes
 from cutefce.ops.primitives.interface import AnyPrimitives
+from cutefce.ops.rows.soft_targets import leads
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS, Targets
 
 DEFAULTS = LossOptions(), TensorOptions(), Sharding()
-TENSORS = "Tensor input, Tensor linear_weight, Tensor target"
+TENSORS = "Tensor input, Tensor linear_weight"
 
 
 def loss(
     input: Tensor,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | None = None,
     *,
     workspace: int | str | None = None,
     **arguments: Any,
@@ -46,7 +48,7 @@ def loss(
     Args:
         input: (..., D) hidden states, bfloat16, float16, float32 or float64.
         linear_weight: (V, D), of input's dtype and device.
-        target: (...) integer class indices in [0, V), or `ignore_index`.
+        target: (...) integer class indices in [0, V), or `ignore_index`; None with soft targets.
         workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for
             speed, or the least that any plan takes; "min", "max", or None for `planner.DEFAULT`.
         arguments: the fields of `LossOptions`, `TensorOptions` and `Sharding`, by name.
@@ -66,7 +68,7 @@ def loss(
 def loss_and_lse(
     input: Tensor,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | None = None,
     *,
     workspace: int | str | None = None,
     **arguments: Any,
@@ -74,8 +76,9 @@ def loss_and_lse(
     """Return `loss` and the log-sum-exps (...) of the logits, 0 if ignored, without gradient."""
     result, more = _evaluate(input, linear_weight, target, workspace, arguments, with_stats=True)
     (stats,) = more
+    classes = arguments["target_indices"] if target is None else target.unsqueeze(-1)
     lse = torch.where(_is_active(stats), RowStats(stats).lse, 0).detach()
-    return result, lse.reshape(target.shape)
+    return result, lse.reshape(classes.shape[:-1])
 
 
 def log_probs(
@@ -104,7 +107,7 @@ def log_probs(
 def _evaluate(
     input: Tensor,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | None,
     workspace: int | str | None,
     arguments: dict[str, Any],
     with_stats: bool = False,
@@ -116,6 +119,10 @@ def _evaluate(
         tensors = TensorOptions.from_keywords(arguments)
         sharding = Sharding.from_keywords(arguments)
     h, w = autocast(input, linear_weight)
+    if target is None or tensors.soft_targets:
+        with report_errors(sharding.group):
+            parts = sharding.ranks() if sharding.sequence_parallel else 1
+            target = check_soft_targets(target, h, options, tensors, parts)
     y, grad, bias, own = target, torch.is_grad_enabled(), tensors.linear_bias, w
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     if tensors.accumulate_into is not None and not grad:
@@ -148,12 +155,17 @@ def _evaluate(
         options.check()
         checks.check_tensors(h, w, y, ranks if sharding.sequence_parallel else 1)
         sharding.check(w)
-        if tensors.accumulate_into is not None:
+        adds = tensors.accumulate_into is not None
+        option_checks.check_accumulates_in(options.accum_dtype, h, own, adds)
+        if adds:
             checks.check_accumulates(own)
         if not tensors.is_plain:
             tensors.check(h, w, y, options, sharding.vocab(w))
             tensors = tensors.prepared(h)
         budget = checks.workspace_bytes(workspace)
+    if tensors.target_indices is not None and tensors.target_probs is not None:
+        soft = tensors.target_indices, tensors.target_probs
+        y = leads(*soft, sharding.vocab(w), options.ignore_index).reshape(y.shape)
     if options.is_sampled and needs_grad:
         seed = (draw_seed if direct else torch.ops.cutefce.draw_seed)(y)
         tensors = dataclasses.replace(tensors, seed=seed)
@@ -216,10 +228,10 @@ for overload, budget in (("", "int? workspace=None"), (".preset", "str workspace
     first, *others = (record.schema(public=True) for record in OPTIONS)
     keywords = ", ".join((first, budget, *others))
     for function, own, results in (
-        (loss, "", "Tensor"),
-        (loss_and_lse, "", "(Tensor loss, Tensor lse)"),
-        (log_probs, "str outputs='lse', ", "Tensor[]"),
+        (loss, "Tensor? target=None, *", "Tensor"),
+        (loss_and_lse, "Tensor? target=None, *", "(Tensor loss, Tensor lse)"),
+        (log_probs, "Tensor target, *, str outputs='lse'", "Tensor[]"),
     ):
         name = f"{function.__name__}{overload}"
-        LIBRARY.define(f"{name}({TENSORS}, *, {own}{keywords}) -> {results}")
+        LIBRARY.define(f"{name}({TENSORS}, {own}, {keywords}) -> {results}")
         LIBRARY.impl(name, function, "CompositeImplicitAutograd")

@@ -28,6 +28,8 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "input": ((Tensor,), "a tensor"),
     "linear_weight": ((Tensor,), "a tensor"),
     "target": ((Tensor,), "a tensor"),
+    "target_indices": ((Tensor, type(None)), "a tensor or None"),
+    "target_probs": ((Tensor, type(None)), "a tensor or None"),
     "reduction": ((str,), "a string"),
     "ignore_index": ((*INTEGERS, type(None)), "an integer or None"),
     "workspace": ((*INTEGERS, str, type(None)), 'bytes as an integer, "min", "max" or None'),
@@ -35,6 +37,7 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "weight": ((Tensor, type(None)), "a tensor or None"),
     "token_weights": ((Tensor, type(None)), "a tensor or None"),
     "accumulate_into": ((Tensor, type(None)), "a tensor or None"),
+    "accum_dtype": ((torch.dtype, type(None)), "a dtype or None"),
     "temperature": ((Tensor, *NUMBERS), "a number or a tensor"),
     "denominator": ((Tensor, *NUMBERS, type(None)), "a number, a tensor or None"),
     "label_smoothing": (NUMBERS, "a number"),
@@ -152,7 +155,10 @@ def _check_dtypes(h: Tensor, w: Tensor, y: Tensor) -> None:
             "cast one of them, or call under torch.autocast"
         )
     if y.dtype == torch.bool or y.is_floating_point() or y.is_complex():
-        raise TypeError(f"target: got dtype {y.dtype}, expected integers (class indices)")
+        raise TypeError(
+            f"target: got dtype {y.dtype}, expected integers (class indices); probabilities are "
+            "target_indices and target_probs"
+        )
 
 
 def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
@@ -161,7 +167,7 @@ def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
             f"linear_weight: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "
             "a sharded parameter must be gathered first"
         )
-    if h.ndim == 0 or not _are_equal("input", h.shape[-1:], w.shape[1:]):
+    if h.ndim == 0 or not are_equal("input", h.shape[-1:], w.shape[1:]):
         raise ValueError(
             f"input: got shape {tuple(h.shape)}, expected (..., {w.shape[1]}) "
             f"to match linear_weight of shape {tuple(w.shape)}"
@@ -173,7 +179,7 @@ def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
                 f"input: got shape {tuple(h.shape)}, expected a dimension of tokens first"
             )
         tokens = parts * tokens[0], *tokens[1:]
-    if not _are_equal("target", y.shape, tokens):
+    if not are_equal("target", y.shape, tokens):
         shared = f", of which {parts} ranks hold a part each" if parts > 1 else ""
         raise ValueError(
             f"target: got shape {tuple(y.shape)}, expected {tuple(tokens)} "
@@ -181,7 +187,7 @@ def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
         )
 
 
-def _are_equal(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+def are_equal(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     """Return whether shapes are equal; what only a run of the graph tells is checked there."""
     try:
         return got == expected

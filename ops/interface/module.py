@@ -44,6 +44,7 @@ class LinearCrossEntropyLoss(nn.Module):
         gradient: str = "exact",
         samples: int = 256,
         workspace: int | str | None = None,
+        accum_dtype: torch.dtype | None = None,
     ) -> None:
         """Make the head; the parameters are those of torch's module and of the function."""
         super().__init__()
@@ -59,6 +60,7 @@ class LinearCrossEntropyLoss(nn.Module):
             "out_features": out_features,
             "gradient": gradient,
             "samples": samples,
+            "accum_dtype": accum_dtype,
             **numbers,
         }.items():
             checks.check_type(name, value)
@@ -69,6 +71,7 @@ class LinearCrossEntropyLoss(nn.Module):
         checks.refuse_unserved(options=options)
         option_checks.check_numbers(**numbers)
         option_checks.check_sampling(gradient, samples)
+        option_checks.check_accum_dtype(accum_dtype)
         self.out_features = tuple(out_features)
         rows = math.prod(self.out_features, start=num_classes)
         self.linear = nn.Linear(in_features, rows, bias=bias, device=device, dtype=dtype)
@@ -83,17 +86,20 @@ class LinearCrossEntropyLoss(nn.Module):
         self.gradient = gradient
         self.samples = samples
         self.workspace = workspace
+        self.accum_dtype = accum_dtype
 
     def forward(
         self,
         input: Tensor,
-        target: Tensor,
+        target: Tensor | None = None,
         denominator: Tensor | float | None = None,
         token_weights: Tensor | None = None,
         temperature: Tensor | float = 1.0,
         accumulate_into: Tensor | None = None,
+        target_indices: Tensor | None = None,
+        target_probs: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of input (..., in_features) against target (...)."""
+        """Return the loss of input (..., in_features) against target (...), or soft targets."""
         checks.check_linear(self.linear)
         weight: Tensor = self.linear.weight
         bias: Tensor | None = self.linear.bias
@@ -105,6 +111,8 @@ class LinearCrossEntropyLoss(nn.Module):
             input,
             weight,
             target,
+            target_indices=target_indices,
+            target_probs=target_probs,
             linear_bias=bias,
             weight=self.weight,
             reduction=self.reduction,
@@ -120,6 +128,7 @@ class LinearCrossEntropyLoss(nn.Module):
             workspace=self.workspace,
             denominator=denominator,
             accumulate_into=accumulate_into,
+            accum_dtype=self.accum_dtype,
         )
 
     def extra_repr(self) -> str:
@@ -134,6 +143,7 @@ class LinearCrossEntropyLoss(nn.Module):
                 ("softcap", None),
                 ("gradient", "exact"),
                 ("samples", 256),
+                ("accum_dtype", None),
             )
             if getattr(self, name) != default
         }

@@ -13,6 +13,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from cutefce.ops.interface import checks, option_checks
@@ -40,6 +41,9 @@ class LossOptions(OperatorRecord):
     """"exact", or "sampled": unbiased estimates of the gradients."""
     samples: int = argument("int", default=256)
     """1/θ: entries of the softmax that a token's sampled gradients expect to keep, at most."""
+    accum_dtype: torch.dtype | None = argument("ScalarType?", default=None)
+    """Dtype of dW's sums over chunks of tokens: bfloat16, rounded at random, or None for more
+    bits."""
     outputs: str = argument("str", is_public=False, default="")
     """What a call with reduction "outputs" returns, separated by commas."""
 
@@ -102,6 +106,7 @@ class LossOptions(OperatorRecord):
         option_checks.check_numbers(
             self.label_smoothing, self.z_loss, self.logit_scale, self.softcap
         )
+        option_checks.check_accum_dtype(self.accum_dtype)
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,10 @@ class TensorOptions(OperatorRecord):
     """() divisor of "mean"; None for the sum of the active tokens' weights."""
     accumulate_into: Tensor | None = argument("Tensor?", default=None)
     """(V, D) buffer to which dW is added; dW is not returned then."""
+    target_indices: Tensor | None = argument("Tensor?", default=None)
+    """(N, K) classes of each token's soft targets."""
+    target_probs: Tensor | None = argument("Tensor?", default=None)
+    """(N, K) their probabilities, 0 of a class that does not count."""
     seed: Tensor | None = argument("Tensor?", is_public=False, default=None)
     """(2,) int32 seed of sampled gradients, drawn from torch's generator; None for exact ones."""
     weight_cast: Tensor | None = argument("Tensor?", is_public=False, default=None)
@@ -137,7 +146,14 @@ class TensorOptions(OperatorRecord):
     def scales_rows(self) -> bool:
         """Whether tokens differ in the factors of their losses or logits."""
         per_token = self.temperature is not None and self.temperature.ndim > 0
-        return per_token or self.weight is not None or self.token_weights is not None
+        factors = self.weight, self.token_weights, self.target_probs
+        return per_token or any(x is not None for x in factors)
+
+    @property
+    def soft_targets(self) -> dict[str, Tensor]:
+        """The soft targets, by name; empty without any."""
+        given = {"target_indices": self.target_indices, "target_probs": self.target_probs}
+        return {name: x for name, x in given.items() if x is not None}
 
     def check(self, h: Tensor, w: Tensor, y: Tensor, options: LossOptions, vocab: int) -> None:
         """Raise TypeError or ValueError that names the argument; `vocab` is that of all ranks."""
@@ -165,7 +181,11 @@ class TensorOptions(OperatorRecord):
         if denominator is not None and (denominator.ndim or denominator.device != h.device):
             denominator = denominator.reshape(()).to(h.device)
         return dataclasses.replace(
-            self, token_weights=weights, temperature=temperature, denominator=denominator
+            self,
+            token_weights=weights,
+            temperature=temperature,
+            denominator=denominator,
+            **{name: x.flatten(0, -2) for name, x in self.soft_targets.items()},
         )
 
 

@@ -9,9 +9,10 @@ from torch.distributed import ProcessGroup
 
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.interface.soft_targets import check_soft_targets
 from cutefce.ops.operators.context import autocast, is_mixed
 from cutefce.ops.operators.plans import plan_for
-from cutefce.ops.parallel.dtensor import localize
+from cutefce.ops.parallel.dtensor import localize, localize_options
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.dispatch import copied_item_bytes
 
@@ -25,13 +26,17 @@ def plan(
     samples: int = 256,
     workspace: int | str | None = None,
     accumulate_into: Tensor | None = None,
+    accum_dtype: torch.dtype | None = None,
+    target_indices: Tensor | None = None,
+    target_probs: Tensor | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
 ) -> Plan:
     """Return how `linear_cross_entropy` would run with these arguments; print it to read it.
 
-    The plan is that of a call in which every token counts.
+    The plan is that of a call in which every token counts.  More than eight parameters: they are
+    arguments of the call.
 
     Args:
         input: (..., D) hidden states.  Set requires_grad on input, linear_weight or both, as for
@@ -42,6 +47,9 @@ def plan(
         samples: entries of a token that sampled gradients expect to keep, at most.
         workspace: peak memory, as for the call.
         accumulate_into: buffer of the weight's gradient, as for the call.
+        accum_dtype: dtype of the sums of the weight's gradient, as for the call.
+        target_indices: (..., K) those of the call, of which only the shape matters.
+        target_probs: (..., K) the same.
         group: process group over which the vocabulary is sharded.
         shards: rows of every rank's weight.
         sequence_parallel: whether input holds this rank's share of the tokens.
@@ -58,6 +66,9 @@ def plan(
         gradient=gradient,
         samples=samples,
         accumulate_into=accumulate_into,
+        accum_dtype=accum_dtype,
+        target_indices=target_indices,
+        target_probs=target_probs,
         shards=shards,
         sequence_parallel=sequence_parallel,
     )
@@ -65,11 +76,13 @@ def plan(
         raise wrong
     target = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
     call = localize(input, linear_weight, target, group, shards, sequence_parallel)
-    options, tensors = LossOptions(reduction, gradient=gradient, samples=samples), TensorOptions()
+    options = LossOptions(reduction, gradient=gradient, samples=samples, accum_dtype=accum_dtype)
+    tensors = TensorOptions()
     sharding = Sharding(call.group, call.shards, call.sequence_parallel)
     options.check()
     sharding.ranks()
     h, w = autocast(call.h, call.w)
+    option_checks.check_accumulates_in(accum_dtype, h, w, accumulate_into is not None)
     if is_mixed(h, w):
         w = w.detach().to(h.dtype).requires_grad_(w.requires_grad)
         tensors = TensorOptions(weight_cast=w if w.requires_grad else None)
@@ -79,6 +92,11 @@ def plan(
         if torch.is_grad_enabled():
             checks.check_accumulates(call.w)
         tensors = dataclasses.replace(tensors, accumulate_into=accumulate_into)
+    soft = {"target_indices": target_indices, "target_probs": target_probs}
+    if any(x is not None for x in soft.values()):
+        tensors = dataclasses.replace(tensors, **localize_options(call, soft))
+        parts = sharding.ranks() if sharding.sequence_parallel else 1
+        check_soft_targets(None, h, options, tensors, parts)
     sharding.check(w)
     rows, budget = h.reshape(-1, h.shape[-1]), checks.workspace_bytes(workspace)
     copied = copied_item_bytes(call.h, rows), copied_item_bytes(call.w, w)

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.interface import checks, option_checks
+from cutefce.ops.interface.soft_targets import one_class
 
 
 def loss_of_positions(
     loss: Callable[..., Any],
     input: Tensor,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | None,
     given: dict[str, Any],
     *arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -30,6 +31,13 @@ def loss_of_positions(
             `temperature` (N, d_1, ..., d_K) have a value for every position.
         arguments: the others, the same at every position.
     """
+    if target is None:
+        one_class(given)
+    if target is None or "target_indices" in given or "target_probs" in given:
+        raise NotImplementedError(
+            f"target_indices: got soft targets with linear_weight of shape "
+            f"{tuple(linear_weight.shape)}, expected target with losses of K dimensions"
+        )
     wrong = checks.type_error(input=input, target=target, **given)
     if wrong is not None:
         raise wrong

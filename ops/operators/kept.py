@@ -48,6 +48,8 @@ class Kept:
     """Entries of the exponentials, with sampled gradients."""
     class_row: Tensor | None = None
     """(D,) that of `LossInputs`."""
+    soft_logits: Tensor | None = None
+    """(N, K) those of `SoftTargets`."""
     selection: RowSelection | None = None
     """Which tokens were computed; None for all."""
     stats: RowStats | None = None

@@ -22,7 +22,7 @@ from cutefce.ops.primitives.row_selection import select_rows
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import sum_dtype, without_weightless
 from cutefce.ops.sampling.samples import Sampling
-from cutefce.ops.strategies.windows import LossInputs
+from cutefce.ops.strategies.loss_inputs import LossInputs
 
 NO_GRADIENTS = False, False, False
 
@@ -51,7 +51,8 @@ def prepare(
     if len(h) != len(y):
         problem = replace(problem, tokens=len(y))
     is_sampled = plan is not None and plan.is_sampled
-    if is_sampled and sampling_unsupported_reason(problem, options.samples):
+    given = options.samples, bool(tensors.soft_targets)
+    if is_sampled and sampling_unsupported_reason(problem, *given):
         problem = replace(problem, arch=None)
     if known is not None:
         selection = known.selection
@@ -65,6 +66,11 @@ def prepare(
     targets = shard.make_targets(y.long(), w.shape[0], options, tensors, sum_dtype(h.dtype))
     if selection is not None and selection.is_on_device:
         targets.selection = selection
+    if targets.soft is not None:
+        targets.soft.logits = None if known is None else known.soft_logits
+        keeps = plan is not None and not plan.is_sampled
+        if gathers and keeps and grads != NO_GRADIENTS and h.dtype != sum_dtype(h.dtype):
+            targets.soft.exclude()
     own = primitives_for(h, w, problem, targets)
     h, w = own.projection.prepare(h, w)
     class_row = None if known is None else known.class_row

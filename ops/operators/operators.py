@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.workspace import Stat
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossOptions,
@@ -26,11 +25,13 @@ from cutefce.ops.interface.options import (
     TensorOptions,
 )
 from cutefce.ops.operators import kept, meta
+from cutefce.ops.operators.agreement import agreed_backward, agreed_forward
 from cutefce.ops.operators.context import isolated_context, refuse_tangents
 from cutefce.ops.operators.kept import GradSums, Kept
 from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare
 from cutefce.ops.parallel.shard import Unsharded, shard_of
 from cutefce.ops.planning.planner import MINIMUM, Plan
+from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
@@ -40,13 +41,13 @@ from cutefce.ops.strategies import sampled, windows
 from cutefce.ops.strategies.dw_views import aliased_views, memory_of
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
 from cutefce.ops.strategies.hidden_sums import HiddenSums
+from cutefce.ops.strategies.loss_inputs import LossInputs
 from cutefce.ops.strategies.weight_gradient import add_rows
 from cutefce.ops.strategies.weight_sums import WeightSums
-from cutefce.ops.strategies.windows import LossInputs, StoredExps
+from cutefce.ops.strategies.windows import StoredExps
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
 STEP = (StepOptions, *OPTIONS)
-RUNS_AGAIN = "backward through what an earlier backward freed"
 
 _OPTIONS = ", ".join(record.schema() for record in OPTIONS)
 _STEP = ", ".join(record.schema() for record in STEP)
@@ -76,7 +77,7 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     options, tensors, sharding = unpack(arguments, *OPTIONS)
     w = _computed(w, tensors)
     refuse_tangents()
-    same = {} if sharding.group is None else _agreed(y, options, tensors)
+    same = {} if sharding.group is None else agreed_forward(y, options, tensors)
     shard = shard_of(sharding, h, w, **same)
     plan = None
     if (
@@ -85,6 +86,7 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
         or options.transforms_logits
         or options.label_smoothing
         or (tensors.temperature is not None)
+        or (tensors.target_probs is not None)
     ):  # otherwise the kernels' fused forward selects
         step = StepOptions(MINIMUM, *NO_GRADIENTS)
         plan = plan_of(h, w, y, step, options, tensors, sharding)
@@ -104,7 +106,7 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     plan = plan_of(h, w, y, step, options, tensors, sharding)
     same = {}  # one device has nobody to agree with
     if sharding.group is not None:
-        same = _agreed(y, options, tensors, plan.gradients)
+        same = agreed_forward(y, options, tensors, plan.gradients)
         same["workspace"] = step.budget
         same["workspace, as (strategy, chunk)"] = [plan.strategy, plan.chunk]
     shard = shard_of(sharding, h, w, **same)
@@ -129,20 +131,23 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     h, w, targets, row = inputs.h, inputs.w, inputs.targets, inputs.class_row
     if inputs.sampling is not None:
         loss, stats, samples = sampled.forward(inputs, inputs.sampling)
-        return loss, stats, Kept(plan, h.new_empty(0, 0), samples=samples, class_row=row)
+        results = Kept(plan, h.new_empty(0, 0), samples=samples, class_row=row)
+        results.soft_logits = None if targets.soft is None else targets.soft.logits
+        return loss, stats, results
     if not plan.in_forward:
         results = Kept(plan, h.new_empty(inputs.tokens, plan.kept), class_row=row)
         results.dw = w.new_empty(w.shape) if plan.aliased else None
         stored = _stored(inputs, results.exps, results.dw, plan)
         loss, stats = windows.forward(inputs, stored)
+        results.soft_logits = None if targets.soft is None else targets.soft.logits
         return loss, stats, results
     dtype, hidden = sum_dtype(h.dtype), h.shape[1]
     loss_scale = targets.loss_scale(dtype)
     dx = h.new_empty(inputs.tokens if plan.grad_hidden else 0, hidden, dtype=inputs.dx_dtype)
     dw = w.new_empty(len(w) if plan.grad_weight else 0, hidden, dtype=inputs.dw_dtype)
     dbias = loss_scale.new_empty(len(w)) if plan.grad_bias else None
-    dw_sums = WeightSums.empty(dw, dtype, plan.low_bits)
-    sums = GradSums(HiddenSums.empty(dx, dtype), dw_sums, dbias)
+    many = plan.low_bits, len(range(0, inputs.tokens, plan.chunk))
+    sums = GradSums(HiddenSums.empty(dx, dtype), WeightSums.empty(dw, dtype, *many), dbias)
     stats = gradients_in_forward(inputs, loss_scale, plan.kept, plan.chunk, *sums)
     results = Kept(plan, h.new_empty(0, 0), sums=sums, class_row=row)
     returned = returned_rows if targets.options.reduction == OUTPUTS else reduce_losses
@@ -164,7 +169,7 @@ def loss_backward(
     plan = results.plan if results else plan_of(h, w, y, step, options, tensors, sharding)
     sums = results.take_sums() if results else None
     runs_again = sums is None if plan.in_forward else results is None
-    same = {} if sharding.group is None else _agreed_backward(upstream, stats, runs_again)
+    same = {} if sharding.group is None else agreed_backward(upstream, stats, runs_again)
     shard = shard_of(sharding, h, w, **same)
     known = None if runs_again else results
     inputs, selection = prepare(shard, h, w, y, options, tensors, plan, known)
@@ -244,8 +249,11 @@ def _finish(
     if plan.grad_hidden:  # of no row, where no token counts
         targets.selection = None  # all rows of the sums are defined
         gradients = inputs.primitives.gradients
-        scaling = gradients.scaling(dtype, targets, stats, upstream, in_reference=False)
-        dx = shard.finish_dx(sums.dx.finish(inputs, stats, scaling.dx, selection), dtype)
+        if targets.soft is None:
+            rows = gradients.scaling(dtype, targets, stats, upstream, in_reference=False).dx
+        else:
+            rows = RowCoefficients.of_gradients(targets, upstream.to(stats.rows.dtype))
+        dx = shard.finish_dx(sums.dx.finish(inputs, stats, rows, selection), dtype)
     if len(dw):
         dw = sums.dw.finish(inputs.primitives.gradients, upstream)
         if inputs.accumulate_into is not None:
@@ -253,36 +261,6 @@ def _finish(
             dw = dw.new_empty(0, dw.shape[1])
     dbias = None if sums.dbias is None else sums.dbias * upstream
     return dx.to(dtype), dw, _rounded(dbias, inputs.w, tensors)
-
-
-def _agreed(
-    y: Tensor,
-    options: LossOptions,
-    tensors: TensorOptions,
-    grads: tuple[bool, ...] = NO_GRADIENTS,
-) -> dict[str, Any]:
-    """Return what all ranks must agree on in a forward, by the names that errors use."""
-    given = dict(zip(TensorOptions.names(), tensors.pack(), strict=True))
-    own = {name: given.pop(name) for name in TensorOptions.OF_CLASSES}
-    del given["seed"]  # all ranks take that of the first one
-    return {
-        "operator": "forward",
-        "requires_grad of (input, linear_weight, linear_bias)": list(grads),
-        "target": y,
-        **dict(zip(LossOptions.names(), options.pack(), strict=True)),
-        **given,
-        **{f"{name} given": x is not None for name, x in own.items()},
-    }
-
-
-def _agreed_backward(upstream: Tensor, stats: Tensor, runs_again: bool) -> dict[str, Any]:
-    """Return what all ranks must agree on in a backward, by the names that errors use."""
-    return {
-        "operator": "loss_backward",
-        RUNS_AGAIN: runs_again,
-        "gradient of the loss": upstream,
-        "losses of the forward, of which this is the backward": stats[Stat.LOSS],
-    }
 
 
 def _stored(

@@ -32,7 +32,7 @@ from cutefce.ops.primitives.row_selection import select_on_device
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.strategies.windows import LossInputs
+from cutefce.ops.strategies.loss_inputs import LossInputs
 
 NO_MORE = *TensorOptions().pack(), *Sharding().pack()
 """The arguments of `STEP` behind those of the `LossOptions` of a plain call."""

@@ -49,6 +49,11 @@ def plan_for(
     if tensors.weight_cast is not None or copies:
         wide = tensors.weight_cast is not None
         problem = dataclasses.replace(problem, wide_grad_weight=wide, tile_copies=copies)
+    if options.accum_dtype is not None:
+        problem = dataclasses.replace(problem, random_sums=True)
+    if tensors.target_indices is not None:
+        soft = tensors.target_indices.shape[-1]
+        problem = CallProblem(**{**vars(problem), "soft_targets": soft})
     if buffer is not None:
         in_place = can_add_in_place(buffer, h.dtype, sum_dtype(h.dtype))
         added = {"wide_grad_weight": True, "accumulates": True, "adds_in_place": in_place}
@@ -62,7 +67,8 @@ def plan_for(
             sequence_parallel=parallel,
         )
     if options.is_sampled and forms_gradients(problem):
-        arch = None if sampling_unsupported_reason(problem, options.samples) else problem.arch
+        given = options.samples, bool(tensors.soft_targets)
+        arch = None if sampling_unsupported_reason(problem, *given) else problem.arch
         sampled = {"samples": options.samples, "arch": arch}
         problem = CallProblem(**{**vars(problem), **sampled})
     own = with_copies(problem, h, w, (step.copied_hidden, step.copied_weight))

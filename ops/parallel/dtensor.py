@@ -122,7 +122,7 @@ def replicated(name: str, x: Tensor) -> Tensor:
 def localize_options(call: LocalCall, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the tensor arguments of `TensorOptions`, by name, as this rank's plain tensors."""
     local = dict(arguments)
-    for name in ("weight", "token_weights", "temperature"):
+    for name in ("weight", "token_weights", "temperature", "target_indices", "target_probs"):
         x = local.get(name)
         if isinstance(x, Tensor):
             x = replicated(name, x)

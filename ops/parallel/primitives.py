@@ -54,6 +54,10 @@ class ShardProjection(Generic[PartialT]):
             )
         return torch.where(ignored, torch.inf, torch.where(wrong, torch.nan, logit))
 
+    def soft_excess(self, h: Tensor, w: Tensor, targets: Targets, target_logit: Tensor) -> Tensor:
+        """Return that of the classes of all ranks."""
+        return self.shard.all_reduce_(self.own.soft_excess(h, w, targets, target_logit))
+
     def project_exp(
         self,
         h: Tensor,

@@ -8,7 +8,8 @@ ranks exchange
              backward, so that no rank keeps all of them
     y_i      with kernels, all-reduce of (N,): how many ranks compute a token
     r_i      all-reduce of (2, N): the logit of the rank that owns the target, and the number of
-             owners, which must be 1
+             owners, which must be 1; with soft targets then one of (N,), each rank's part of their
+             excess over r_i
     S_i      all-gather of (2, N): each shard's sum and its reference.  Every rank reduces the same
              R pairs in the same order, so that ρ, S, T and the loss are bitwise equal everywhere
     dX       reduce-scatter in the dtype of sums, then rounding, then all-gather unless tokens are
@@ -35,7 +36,6 @@ from cutefce.ops.primitives.dispatch import backend_for
 from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.logit_map import LogitMap
-from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.targets import Targets, sum_dtype
 
 IGNORED = -(1 << 62)
@@ -132,12 +132,12 @@ class VocabShard(Unsharded):
         """Number the targets y (N,) from this rank's first row; they are checked with r_i."""
         y = rows.without_weightless(y, options, tensors)
         own = slice(self.first, self.first + vocab)
-        terms = LossTerms.of(y, options, tensors, sum(self.vocab), own, dtype)
+        terms, soft = rows.terms_of(y, options, tensors, sum(self.vocab), own, dtype)
         logits = LogitMap.of(options, tensors, y, dtype)
         given = y.clamp(min=IGNORED // 2)  # no target is taken for an ignored one
         index = torch.where(y == options.ignore_index, IGNORED, given - self.first)
         options = dataclasses.replace(options, ignore_index=IGNORED)
-        return Targets(index, vocab, options, tensors, terms, logits, self.first)
+        return Targets(index, vocab, options, tensors, terms, logits, self.first, soft)
 
     def total_vocab(self, w: Tensor) -> int:
         """Return the number of classes of all ranks' weights."""
@@ -206,7 +206,7 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> Unsharded
         "rows of linear_weight, or shards": list(shards or [w.shape[0]]),
         # kernels and the portable path exchange sums of different forms
         "primitives": backend_for(h, w).name,
-        **{name: _known(x) if isinstance(x, Tensor) else x for name, x in same.items()},
+        **{name: _known(x) for name, x in same.items()},
     }
     for other, values in enumerate(exchange(process_group, same, cached=h.is_cuda)):
         for name, value in same.items():
@@ -219,8 +219,10 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> Unsharded
     return VocabShard(sharding.group, rank, vocab, sharding.sequence_parallel)
 
 
-def _known(x: Tensor) -> str:
-    """Return what is known of x without a synchronization: on a CPU also its values."""
+def _known(x: Any) -> Any:
+    """Return what is known of x without a synchronization: of a tensor on a CPU also its values."""
+    if not isinstance(x, Tensor):
+        return str(x) if isinstance(x, torch.dtype) else x
     kind = f"{x.dtype} of shape {tuple(x.shape)}"
     if x.device.type != "cpu":
         return kind

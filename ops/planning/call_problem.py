@@ -18,6 +18,8 @@ class CallProblem(Problem):
     """Bytes of operands that forward and backward each copy to a layout that GEMMs can address."""
     accumulates: bool = False
     """Whether dW is added to a buffer and not returned."""
+    soft_targets: int = 0
+    """Classes of each token's soft targets; 0 without any."""
     adds_in_place: bool = True
     """Whether GEMMs can add to that buffer; else dW is computed beside it, some rows at a time."""
     samples: int = 0
@@ -33,6 +35,11 @@ class CallProblem(Problem):
 def accumulates(p: Problem) -> bool:
     """Whether dW is added to a buffer of the caller's."""
     return isinstance(p, CallProblem) and p.accumulates and p.grad_weight
+
+
+def soft_targets(p: Problem) -> int:
+    """Return the classes of each token beside its target that are handled one by one."""
+    return p.soft_targets if isinstance(p, CallProblem) and p.soft_targets > 1 else 0
 
 
 def is_sampled(p: Problem) -> bool:

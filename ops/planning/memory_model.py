@@ -13,6 +13,7 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
                                        allocated after buffer and s_i h_i are freed
     dW      N·D·e                      s_i h_i, unless K = L = 0 and every token's loss has the same
                                        upstream gradient
+            soft targets: see `soft_memory`
             + 12·N + 12·V              kernels: the tokens of each target and their coefficients
             + (N + 1)·D·a + 8·V        portable: the targets' sums and their slots,
             + w·D·a                    one window's sums, unless they are the gradient
@@ -22,7 +23,8 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
     rows selected                      N·D·e, or c·D·e in chunks: h, where logits are computed
     gradients in forward               c·V·e for chunks of c tokens, c·K·e for dX alone; unless
                                        sums are the gradients (e = a), V·D / 2 for 4 bits of each
-                                       of dW's sums, or V·D over more than 32 chunks, N·D for a
+                                       of dW's sums, V·D over more than 32 chunks and nothing
+                                       if they are rounded at random, N·D for a
                                        byte of each of dX's, and c·D·a for a chunk's
 
 Copies of h and w that a call works on are added, less what its gradients lack of wider ones.  A
@@ -32,13 +34,26 @@ backward, with gradients in forward.
 Kernels need no tile.  A CPU converts 16-bit operands and takes row-wise steps in blocks.
 """
 
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.cute_kernels.workspace import NUM_STATS
-from cutefce.ops.planning.call_problem import CallProblem, accumulates, forms_gradients
+from cutefce.ops.planning.call_problem import (
+    CallProblem,
+    accumulates,
+    forms_gradients,
+    soft_targets,
+)
 from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS, DwMemory
+from cutefce.ops.planning.soft_memory import (
+    others_bytes,
+    soft_bytes,
+    soft_step_bytes,
+    sorts_by_kernel,
+    sorts_entries,
+    target_rows_bytes,
+    targets_bytes,
+)
 from cutefce.ops.planning.step_memory import (
     CONVERTED,
     GATHERED,
@@ -52,9 +67,7 @@ from cutefce.ops.planning.step_memory import (
     kept_low_bits,
     low_bytes,
     partial_bytes,
-    row_block_bytes,
     rows_bytes,
-    target_rows_bytes,
     tile_bytes,
     upcast_bytes,
 )
@@ -70,9 +83,9 @@ def windows_bytes(
     stored = aliased + kept
     saved = p.tokens * (kept * p.item_bytes + NUM_STATS * p.accumulator_bytes)
     partial = p.tokens * partial_bytes(p, config, p.tokens)
-    step = forward_step_bytes(p, config, p.tokens, stored)
-    copy = _selected_bytes(p, p.tokens)
-    forward = saved + partial + gathered_bytes(p) + copy + selection_bytes(p)
+    step = max(forward_step_bytes(p, config, p.tokens, stored), soft_step_bytes(p, p.tokens))
+    copy, soft = _selected_bytes(p, p.tokens), soft_bytes(p, p.tokens)
+    forward = saved + soft + partial + gathered_bytes(p) + copy + selection_bytes(p)
     if aliased:
         # partial sums of windows exist beside those of all columns, but not beside a tile
         forward += p.vocab * p.hidden * p.item_bytes
@@ -88,12 +101,14 @@ def windows_bytes(
     window = min(config.window if stored else recomputed, config.window, p.vocab)
     # coefficients; losses and upstream gradients; float16's coefficients are scaled
     vectors = (2 if scalar_upstream else 4) + (0 if can_keep(p.dtype) else 2)
-    after = saved + p.tokens * (TARGET_BYTES + vectors * p.accumulator_bytes)
-    after += selection_bytes(p)
+    after = saved + soft + p.tokens * (TARGET_BYTES + vectors * p.accumulator_bytes)
+    after += selection_bytes(p) + others_bytes(p, p.tokens)
     backward = after + gathered_bytes(p)
     end = backward + rows_bytes(p, p.tokens, GATHERED)
     longest = max(window, min(kept, p.vocab))
     step = upcast_bytes(p, p.tokens, longest, p.hidden) if p.grad_hidden else 0
+    made = soft_step_bytes(p, p.tokens)
+    end, step = end + made, max(step, made)
     if p.grad_hidden and p.ranks > 1:
         shared, reduced = shared_sums_bytes(p)
         backward += shared
@@ -106,20 +121,26 @@ def windows_bytes(
         end += p.tokens * p.hidden * p.accumulator_bytes
     if p.grad_weight and (stored or not scalar_upstream or p.wide_grad_weight):
         backward += p.tokens * p.hidden * p.item_bytes
-    if p.grad_weight and p.arch is not None and arch_named(p.arch).forms_weight_gradient:
-        backward += 12 * p.tokens + 12 * p.vocab
+    if p.grad_weight:
+        targets, made = targets_bytes(p, p.tokens)
+        backward, step = backward + targets, max(step, made)
+    if p.grad_weight and sorts_by_kernel(p):
         step = max(step, added_bytes(p))
     elif p.grad_weight:
-        backward += 8 * p.vocab + min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
         backward += copy
-        step = max(step, target_rows_bytes(p), rows_bytes(p, p.tokens, CONVERTED))
-        sums = 0
+        step = max(step, rows_bytes(p, p.tokens, CONVERTED))
+        sums = totals = 0
         if accumulates(p):
             sums = added_bytes(p)
         elif accumulates_wider(p):
             sums = window * p.hidden * p.accumulator_bytes
-        finish = rows_bytes(p, window, PLAIN)
-        step = max(step, sums + max(finish, upcast_bytes(p, window, p.tokens, p.hidden)))
+        if sorts_entries(p) and not accumulates(p):
+            # the sums of entries, of the rows of a window
+            totals = sums + window * p.hidden * p.accumulator_bytes
+        finish = max(sums, totals) + rows_bytes(p, window, PLAIN)
+        added = totals + target_rows_bytes(p, p.tokens)
+        upcast = sums + upcast_bytes(p, window, p.tokens, p.hidden)
+        step = max(step, finish, added, upcast)
     if stored < p.vocab:
         backward += p.tokens * buffer_columns * p.item_bytes + copy
         step = max(step, tile_bytes(p, config, p.tokens, min(recomputed, p.vocab), stored=True))
@@ -138,6 +159,7 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
         kept += p.vocab * low_bytes(p.hidden, kept_low_bits(p, chunk))
     if accumulates(p):
         kept += p.vocab * p.hidden * p.accumulator_bytes
+    kept += soft_bytes(p, p.tokens)
     vectors = p.tokens * (TARGET_BYTES + 4 * p.accumulator_bytes)
     forward, reduced = vectors + gathered_bytes(p), 0
     sums = marks = finish = 0  # of dX in a chunk, and which of their low bytes are not 0
@@ -160,8 +182,11 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
         # partial sums of windows exist beside those of all columns, and h beside dX's sums
         in_chunk += sums + partial + max(step, product)
     else:
+        product = max(product, soft_step_bytes(p, chunk))
         in_chunk += max(step, sums + product, _chunk_dw_bytes(p, config, chunk))
-    beside = rows_bytes(p, p.tokens, CONVERTED)  # of all targets' logits, before the chunks
+    in_chunk += others_bytes(p, p.tokens if p.grad_bias else chunk)
+    # of all targets' logits, before the chunks
+    beside = max(rows_bytes(p, p.tokens, CONVERTED), soft_step_bytes(p, p.tokens))
     finished = max(rows_bytes(p, p.tokens, CONVERTED), rows_bytes(p, p.vocab * p.grad_weight, KEPT))
     backward = vectors + max(reduced, finished + max(finish, restored))
     return with_copies(p, kept + max(forward + max(in_chunk, beside), backward))
@@ -172,19 +197,21 @@ def _chunk_dw_bytes(p: Problem, config: WindowConfig, chunk: int) -> int:
     if not p.grad_weight:
         return 0
     scaled = chunk * p.hidden * p.item_bytes
-    if p.arch is not None and arch_named(p.arch).forms_weight_gradient:
-        return scaled + 12 * chunk + 12 * p.vocab
-    rows = p.vocab
-    targets = min(chunk * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
+    held, made = targets_bytes(p, chunk)
+    if sorts_by_kernel(p):
+        return scaled + held + made
+    rows, targets = p.vocab, target_rows_bytes(p, chunk)
     scaled += _selected_bytes(p, chunk)
     if keeps_weight_sums(p):
         # the targets' sums and their slots, and the products of a window
         rows = min(config.window, p.vocab)
-        held = 8 * p.vocab + min(chunk + 1, p.vocab) * p.hidden * p.accumulator_bytes
-        scaled += held + rows * p.hidden * p.accumulator_bytes
+        sums = rows * p.hidden * p.accumulator_bytes
+        scaled += held + sums * (1 + sorts_entries(p))
         targets = max(targets, rows_bytes(p, rows, KEPT))
+    elif soft_targets(p):
+        scaled += held
     products = upcast_bytes(p, rows, chunk, p.hidden)
-    return scaled + max(rows_bytes(p, chunk, CONVERTED), targets, products)
+    return scaled + max(rows_bytes(p, chunk, CONVERTED), targets, products, made)
 
 
 def added_bytes(p: Problem) -> int:

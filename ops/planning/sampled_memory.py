@@ -31,6 +31,7 @@ from cutefce.ops.planning.memory_model import (
     with_copies,
 )
 from cutefce.ops.planning.sample_sizes import drawn_count, slots
+from cutefce.ops.planning.soft_memory import target_rows_bytes
 from cutefce.ops.planning.step_memory import (
     CONVERTED,
     GATHERED,
@@ -43,7 +44,6 @@ from cutefce.ops.planning.step_memory import (
     partial_bytes,
     rows_bytes,
     sampled_rows,
-    target_rows_bytes,
     upcast_bytes,
 )
 
@@ -81,7 +81,7 @@ def sampled_bytes(p: Problem, config: WindowConfig) -> int:
     if p.grad_weight:
         backward += p.tokens * p.hidden * p.item_bytes + INDEX_BYTES * p.vocab
         backward += min(p.tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
-        step = max(target_rows_bytes(p), rows_bytes(p, p.tokens, CONVERTED))
+        step = max(target_rows_bytes(p, p.tokens), rows_bytes(p, p.tokens, CONVERTED))
     step = max(step, _window_bytes(p, min(config.window, p.vocab)))
     return with_copies(p, max(forward - p.gradient_bytes, backward + step, end))
 

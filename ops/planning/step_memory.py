@@ -1,6 +1,5 @@
 """Bytes that single steps take: a tile of logits, a block of rows, converted operands."""
 
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
@@ -78,13 +77,6 @@ def rows_bytes(p: Problem, rows: int, halves: int) -> int:
     return block // 2 * halves if accumulates_wider(p) else block
 
 
-def target_rows_bytes(p: Problem) -> int:
-    """Bytes of the step that adds a block of tokens to the targets' part of dW, in plain torch."""
-    if not p.grad_weight or (p.arch is not None and arch_named(p.arch).forms_weight_gradient):
-        return 0
-    return min(p.tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
-
-
 def tile_bytes(p: Problem, config: WindowConfig, tokens: int, window: int, *, stored: bool) -> int:
     """Bytes of a tile of the logits of `window` columns, and of the step that computes it.
 
@@ -100,6 +92,11 @@ def tile_bytes(p: Problem, config: WindowConfig, tokens: int, window: int, *, st
     logits = (p.tile_copies + (not in_place)) * rows * columns * p.accumulator_bytes
     upcast = upcast_bytes(p, rows, p.hidden, min(columns, window))
     return logits + max(rows * columns, upcast)
+
+
+def soft_block_rows(elements: int, sum_bytes: int, device: str) -> int:
+    """Return how many tokens are taken at a time that gather `elements` of the weight each."""
+    return max(1, row_block_bytes(device) // max(elements * sum_bytes, 1))
 
 
 def added_rows(hidden: int, sum_bytes: int, device: str) -> int:
@@ -123,6 +120,8 @@ def keeps_weight_sums(p: Problem) -> bool:
 
 def kept_low_bits(p: Problem, chunk: int) -> int:
     """Return the low bits of each of dW's sums over chunks of `chunk` tokens."""
+    if p.random_sums:
+        return 0
     short, long = LOW_BITS
     # two columns share a byte of the fewer ones
     return short if ceil_div(p.tokens, chunk) <= MAX_SHORT_SUMS and p.hidden % 2 == 0 else long

@@ -11,5 +11,5 @@ portable_projection.py     the same in torch
 portable_gradients.py
 row_selection.py           which tokens are computed
 elementwise.py             arithmetic between the GEMMs, fused on a GPU
-weighted_sum.py            Σ factor_i x_i over the rows of 16-bit operands
+weighted_sum.py            Σ factor_i x_i over the rows of 16-bit operands; gathers of soft targets
 """

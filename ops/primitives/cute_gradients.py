@@ -20,38 +20,53 @@ from cutefce.cute_kernels.schedule.order import choose_k_splits
 from cutefce.cute_kernels.spec import GradGemmSpec, SortTargetsSpec
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, with_rank_one
-from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetRows, matmul_into
+from cutefce.ops.primitives.portable_gradients import (
+    PortableGradients,
+    matmul_into,
+    scale_at_random,
+)
 from cutefce.ops.primitives.row_selection import gather_rows, row_count, row_range
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.soft_targets import TargetEntries, target_entries
+from cutefce.ops.rows.target_rows import TargetRows
 from cutefce.ops.rows.targets import Targets
 
 
 @dataclass(frozen=True)
 class TargetCsr:
-    """The tokens of each target, in order, and what each contributes to dW."""
+    """The entries of each target, in order, and what each contributes to dW."""
 
     order: Tensor
-    """(N,) int64: tokens sorted by target; undefined behind the last list."""
+    """(E,) int64: rows of `h` sorted by target; undefined behind the last list."""
     offsets: Tensor
-    """(V + 1,) int32: where in `order` the tokens of each target begin."""
+    """(V + 1,) int32: where in `order` the entries of each target begin."""
     coefficient: Tensor
-    """(N,): in that order."""
+    """(E,): in that order."""
     h: Tensor
     """(N, D)"""
 
     @staticmethod
-    def of(spec: SortTargetsSpec, h: Tensor, coefficient: Tensor, targets: Targets) -> "TargetCsr":
-        """Sort tokens with coefficients (N,) by target; those of no target here are in no list.
+    def of(
+        spec: SortTargetsSpec, h: Tensor, entries: TargetEntries, targets: Targets
+    ) -> "TargetCsr":
+        """Sort entries by target; those of no target here are in no list.
 
         If tokens were selected, `h` has the rows of all.
         """
-        index, chosen = targets.index, targets.selection
+        if targets.soft is not None:
+            # the kernel's blocks read all entries, which are too many
+            entries = entries.sorted(targets.vocab)
+            assert entries.rows is not None
+            classes = torch.arange(targets.vocab + 1, dtype=torch.int32, device=h.device)
+            offsets = torch.searchsorted(entries.target, classes, out_int32=True)
+            return TargetCsr(entries.rows, offsets, entries.coefficient, h)
+        index, coefficient, rows = entries
         order, in_order = torch.empty_like(index), torch.empty_like(coefficient)
         offsets = index.new_empty(targets.vocab + 1, dtype=torch.int32)
-        rows, maps = (index, 0) if chosen is None else (chosen.order, 1)
-        operands = index, coefficient.contiguous(), rows, order, offsets, in_order
-        compiled(spec)(*operands, targets.options.ignore_index, maps)
+        places = (index, 0) if rows is None else (rows, 1)
+        operands = index, coefficient.contiguous(), places[0], order, offsets, in_order
+        compiled(spec)(*operands, targets.options.ignore_index, places[1])
         return TargetCsr(order, offsets, in_order, h)
 
     def pack(self, first: int, rows: int) -> tuple[Tensor, ...]:
@@ -67,10 +82,12 @@ class CublasGradients(RowwiseSteps, PortableGradients):
         super().__init__(window)
         self.kernels, self.semaphores = kernels, semaphores
 
-    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetRows:
+    def target_grad(
+        self, h: Tensor, coefficient: Tensor, targets: Targets, others: Tensor | None = None
+    ) -> TargetRows:
         if targets.selection is not None:
             h = gather_rows(self.kernels, h, targets.selection)
-        return super().target_grad(h, coefficient, targets)
+        return super().target_grad(h, coefficient, targets, others)
 
 
 class CuteGradients(RowwiseSteps):
@@ -115,8 +132,13 @@ class CuteGradients(RowwiseSteps):
         spec = self.grad_weight.accumulate
         self._gemm(spec, sums, exps.t(), scaled, accumulate, selection)
 
-    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetCsr:
-        return TargetCsr.of(self.grad_weight.sort_targets, h, coefficient, targets)
+    def target_grad(
+        self, h: Tensor, coefficient: Tensor, targets: Targets, others: Tensor | None = None
+    ) -> TargetCsr:
+        chosen = targets.selection
+        order = None if chosen is None else chosen.order
+        entries = target_entries(targets.index, coefficient, targets.soft, others, order)
+        return TargetCsr.of(self.grad_weight.sort_targets, h, entries, targets)
 
     def finish_dw(
         self,
@@ -152,11 +174,15 @@ class CuteGradients(RowwiseSteps):
         clusters, semaphores = self._launch_shape(spec, kept.device)
         one = scaled.new_ones(1, dtype=torch.float32)
         targets = *target_grad.pack(0, len(kept)), one
-        operands = exps.t(), scaled.t(), (kept, low), targets, term
+        sums = (kept, low, None) if low.ndim == 2 else (kept, None, low)
+        operands = exps.t(), scaled.t(), sums, targets, term
         count = row_count(selection, semaphores)
         compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
+        if low.ndim == 1:
+            scale_at_random(kept, factor, low)
+            return
         spec = self.grad_weight.finish_kept[_low_bits(kept, low)]
         compiled(spec)(kept, low, factor.view(1))
 
@@ -196,8 +222,8 @@ class CuteGradients(RowwiseSteps):
 
 
 def _low_bits(kept: Tensor, low: Tensor) -> int:
-    """Return the low bits of each sum whose upper half is in `kept` (V, D)."""
-    return 8 * low.shape[1] // kept.shape[1]
+    """Return the low bits of each sum that `kept` (V, D) begins; 0 if `low` is a seed."""
+    return 8 * low.shape[1] // kept.shape[1] if low.ndim == 2 else 0
 
 
 def grad_hidden_kernel(kernels: KernelSet, columns: int) -> GradGemmSpec | None:

@@ -32,6 +32,7 @@ from cutefce.ops.primitives.row_selection import (
     row_count,
     row_range,
 )
+from cutefce.ops.primitives.weighted_sum import SoftTargetSteps
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
@@ -87,7 +88,7 @@ class PartialLse:
     """(K, N, P) those of `common.row_reductions`, if asked for."""
 
 
-class CuteProjection(SamplingSteps):
+class CuteProjection(SamplingSteps, SoftTargetSteps):
     """`cutefce.ops.primitives.interface.Projection` for one device, dtype and configuration."""
 
     def __init__(
@@ -191,7 +192,7 @@ class CuteProjection(SamplingSteps):
         return PartialLse(gather(total).t().contiguous(), partial.semaphores)
 
     def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
-        if targets.selection is not None or targets.class_row is not None:
+        if targets.selection is not None or not targets.has_own_logits:
             return forward_unfused(self, h, w, targets)
         (tokens, hidden), splits = h.shape, self._vocab_splits(h, w)
         kernels, most, logits = self.kernels, splits, targets.logits
@@ -200,8 +201,7 @@ class CuteProjection(SamplingSteps):
         kernel = kernels.fused_selecting_forward if selects else kernels.fused_forward
         if selects:
             most = max(splits, self._most_splits(h, w.shape[0]))
-        size = kernel.workspace_size(tokens, hidden, most)
-        workspace = h.new_empty(size, dtype=torch.float32)
+        workspace = h.new_empty(kernel.workspace_size(tokens, hidden, most), dtype=torch.float32)
         stats, reduced = RowStats.empty(workspace, tokens), workspace.new_empty(())
         tensors = h, w, targets.index, workspace, stats.rows, reduced
         numbers = targets.options.ignore_index, splits, most, self.clusters

@@ -21,6 +21,24 @@ def gathered_dot_(out: Tensor, h: Tensor, index: Tensor, w: Tensor) -> None:
     out.copy_(w[index].to(out.dtype).mul_(h).sum(1))
 
 
+def gathered_dots_(out: Tensor, index: Tensor, order: Tensor, h: Tensor, w: Tensor) -> None:
+    """Write h_order_i · w_index_ik to `out` (R, K); index is (R, K), order (R,), w (V, D)."""
+    products = w[index].to(out.dtype).mul_(h[order].to(out.dtype)[:, None])
+    out.copy_(products.sum(2))
+
+
+def add_soft_rows_(
+    sums: Tensor, index: Tensor, coefficient: Tensor, scale: Tensor, w: Tensor
+) -> None:
+    """Make `sums` (R, D) scale_i sums_i + Σ_k coefficient_ik w_index_ik; index is (R, K).
+
+    A row whose scale is 0 counts as 0, whatever it holds.
+    """
+    added = w[index].to(sums.dtype).mul_(coefficient[:, :, None]).sum(1)
+    scaled = sums * scale[:, None]
+    sums.copy_(added + torch.where(scale[:, None] == 0, 0, scaled))
+
+
 def scale_rows_to_(out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Write scale_i x_i to `out` (R, D); `scale` is (R,)."""
     out.copy_(x * scale[:, None])
@@ -193,11 +211,12 @@ def joined_sums(kept: Tensor, low: Tensor) -> Tensor:
 
 
 def words_of(kept: Tensor, low: Tensor) -> Tensor:
-    """Return 16-bit `kept` (N, D) as words, one for each byte of `low`.
+    """Return 16-bit `kept` (N, D) as words, one for each byte of `low`, (N, D) or (N, D / 2).
 
-    It has (N, D) bytes, or (N, D / 2).
+    Without bytes, `low` being a seed, each number is a word.
     """
-    return kept.view(torch.int16 if low.shape[1] == kept.shape[1] else torch.int32)
+    is_shared = low.ndim == 2 and low.shape[1] < kept.shape[1]
+    return kept.view(torch.int32 if is_shared else torch.int16)
 
 
 def split_(words: Tensor, low: Tensor, sums: Tensor) -> None:

@@ -116,8 +116,13 @@ class Gradients(Protocol[TargetGradT]):
         """Do what `finish_dx` does with the sums of `keep_sums`, in the memory of `kept`."""
         ...
 
-    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGradT:
-        """Return Σ_{i: y_i = v} c_i h_i for all v; `coefficient` is c (N,)."""
+    def target_grad(
+        self, h: Tensor, coefficient: Tensor, targets: Targets, others: Tensor | None = None
+    ) -> TargetGradT:
+        """Return Σ_{i: y_i = v} c_i h_i for all v; `coefficient` is c (N,).
+
+        `others` (N, K) are those of the soft targets beside y.
+        """
         ...
 
     def finish_dw(
@@ -154,12 +159,16 @@ class Gradients(Protocol[TargetGradT]):
         """Keep what `finish_dw` rounds, of a `grad_scale` of 1, in `kept` (V, D) and `low`.
 
         It is added to what they hold if `accumulate`.  `low` is (V, D) or (V, D / 2) uint8, see
-        `primitives.elementwise.split_` for what is kept.
+        `primitives.elementwise.split_` for what is kept; or a seed (1,) int32, with which that is
+        rounded to 16 bits at random, see `rows.random_rounding`.
         """
         ...
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        """Write `factor` () times the sums of `keep_dw` to `kept` (V, D), rounded once."""
+        """Write `factor` () times the sums of `keep_dw` to `kept` (V, D), rounded once.
+
+        If `low` is a seed, at random.
+        """
         ...
 
     def add_target_grad(

@@ -54,6 +54,10 @@ class Projection(Protocol[PartialT]):
         """
         ...
 
+    def soft_excess(self, h: Tensor, w: Tensor, targets: Targets, target_logit: Tensor) -> Tensor:
+        """Return Σ_k b (u - r) (N,) of the soft targets; h is as for `target_logit`."""
+        ...
+
     def project_exp(
         self,
         h: Tensor,
@@ -148,11 +152,21 @@ AnyPrimitives = Primitives[Any, Any]
 """The primitives of some implementation, as `dispatch` chooses them at run time."""
 
 
+def target_logits(
+    projection: Projection[PartialT], h: Tensor, w: Tensor, targets: Targets
+) -> Tensor:
+    """Do what `Projection.target_logit` does, and set the excess of soft targets."""
+    logit = projection.target_logit(h, w, targets)
+    if targets.soft is not None:
+        targets.soft.excess = projection.soft_excess(h, w, targets, logit)
+    return logit
+
+
 def forward_unfused(
     projection: Projection[PartialT], h: Tensor, w: Tensor, targets: Targets
 ) -> tuple[RowStats, Tensor]:
     """Do what `Projection.forward` does, step by step."""
-    logit = projection.target_logit(h, w, targets)
+    logit = target_logits(projection, h, w, targets)
     if targets.selection is not None:
         h = projection.select(h, targets.selection)
     partial = projection.project_exp(h, w, (0, w.shape[0]), logit, targets)

@@ -4,15 +4,14 @@ These GEMMs run over all rows that they are given, whatever the selection.
 GEMMs accumulate in the dtype of sums; the targets' part of dW is added in a fixed order.
 """
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
-from cutefce.ops.planning.step_memory import UPCAST_BLOCK, row_block_bytes
+from cutefce.ops.planning.step_memory import UPCAST_BLOCK
 from cutefce.ops.primitives.elementwise import (
     add_to_kept_dw_,
     can_fuse,
@@ -27,10 +26,13 @@ from cutefce.ops.primitives.elementwise import (
     split_,
     words_of,
 )
+from cutefce.ops.rows import random_rounding
+from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.target_rows import TargetRows
 from cutefce.ops.rows.targets import Targets, sum_dtype
 
 if TYPE_CHECKING:
@@ -126,31 +128,34 @@ class PortableGradients:
             self.finish_dx(kept[rows], sums, w, *own, term)
             del sums  # freed before the next ones are allocated
 
-    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> "TargetRows":
-        return TargetRows(h, coefficient, targets)
+    def target_grad(
+        self, h: Tensor, coefficient: Tensor, targets: Targets, others: Tensor | None = None
+    ) -> TargetRows:
+        return TargetRows.of(h, coefficient, targets, others)
 
     def finish_dw(
         self,
         out: Tensor,
         exps: Tensor,
         scaled: Tensor,
-        target_grad: "TargetRows",
+        target_grad: TargetRows,
         first: int,
         grad_scale: Tensor,
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
     ) -> None:
-        totals, slots = target_grad.slots
+        target_grad.prepare()
         factor, row = _operands(rank_one)
-        in_place = out.dtype == totals.dtype
-        buffer = totals.new_empty(0 if in_place else min(self.window, len(out)), out.shape[1])
+        in_place = out.dtype == grad_scale.dtype
+        buffer = grad_scale.new_empty(0 if in_place else min(self.window, len(out)), out.shape[1])
         for rows in blocks(out.shape[0], self.window):
             to = out[rows]
             sums = to if in_place else buffer[: len(to)]
             matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
-            slot = slots[first + rows.start : first + rows.stop]
+            totals, slot = target_grad.totals(first + rows.start, first + rows.stop)
             operands = to, sums, slot, None if factor is None else factor[rows]
             apply_rowwise(finish_dw_, *operands, whole=(totals, grad_scale, row))
+            del totals, slot, operands  # freed before the next product
 
     def keep_dw(
         self,
@@ -158,73 +163,48 @@ class PortableGradients:
         low: Tensor,
         exps: Tensor,
         scaled: Tensor,
-        target_grad: "TargetRows",
+        target_grad: TargetRows,
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
         *,
         accumulate: bool,
     ) -> None:
-        (totals, slots), (factor, row) = target_grad.slots, _operands(rank_one)
-        buffer = totals.new_empty(min(self.window, len(kept)), kept.shape[1])
-        words = words_of(kept, low)
+        target_grad.prepare()
+        (factor, row), words = _operands(rank_one), words_of(kept, low)
+        dtype, size = sum_dtype(kept.dtype), min(self.window, len(kept))
+        buffer = kept.new_empty(size, kept.shape[1], dtype=dtype)
         keep = add_to_kept_dw_ if accumulate else keep_dw_
+        keep_at_random = (
+            random_rounding.add_at_random_ if accumulate else random_rounding.keep_at_random_
+        )
         for rows in blocks(len(kept), self.window):
             sums = buffer[: rows.stop - rows.start]
             matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
-            operands = sums, slots[rows], None if factor is None else factor[rows]
-            apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
+            totals, slot = target_grad.totals(rows.start, rows.stop)
+            operands = sums, slot, None if factor is None else factor[rows]
+            if low.ndim == 2:
+                apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
+            else:
+                own = words[rows], *operands, random_rounding.row_numbers(kept)[rows]
+                apply_rowwise(keep_at_random, *own, whole=(totals, row, low))
+            del totals, slot, operands
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        apply_rowwise(scale_kept_, words_of(kept, low), low, factor.expand(len(kept)))
+        if low.ndim == 2:
+            apply_rowwise(scale_kept_, words_of(kept, low), low, factor.expand(len(kept)))
+        else:
+            scale_at_random(kept, factor, low)
 
     def add_target_grad(
         self,
         sums: Tensor,
-        target_grad: "TargetRows",
+        target_grad: TargetRows,
         first: int,
         rank_one: RankOne | None = None,
     ) -> None:
-        target_grad.add_to(sums, target_grad.targets.safe_index - first)
+        target_grad.add_to(sums, first)
         if rank_one is not None:
             sums.addr_(rank_one.factor, rank_one.row)
-
-
-class TargetRows:
-    """The targets' part of dW: c_i h_i, summed by target when it is needed."""
-
-    def __init__(self, h: Tensor, coefficient: Tensor, targets: Targets) -> None:
-        self.h, self.coefficient, self.targets = h, coefficient, targets
-
-    @cached_property
-    def slots(self) -> tuple[Tensor, Tensor]:
-        """Sums (L, D) in the dtype of sums, a slot for each target that occurs, and slot (V,).
-
-        All other vocabulary entries share a slot of zeros.
-        """
-        (tokens, hidden), vocab = self.h.shape, self.targets.vocab
-        if tokens < vocab:
-            # a target's slot is the number of its first token
-            order = torch.arange(tokens, device=self.h.device)
-            slot = torch.full((vocab,), tokens, device=self.h.device)
-            slot.scatter_reduce_(0, self.targets.safe_index, order, "amin")
-        else:
-            slot = torch.arange(vocab, device=self.h.device)
-        sums = self.coefficient.new_zeros(min(tokens + 1, vocab), hidden)
-        self.add_to(sums, slot[self.targets.safe_index])
-        return sums, slot
-
-    def add_to(self, out: Tensor, slot: Tensor) -> None:
-        """Add c_i h_i to row slot_i (N,) of `out`, where it has that row, in a fixed order."""
-        inside = (slot >= 0) & (slot < len(out))
-        slot = torch.where(inside, slot, 0)
-        for rows in row_blocks(self.h):
-            part = self.h[rows] * self.coefficient[rows, None]
-            part.masked_fill_(~inside[rows, None], 0)
-            if out.is_cuda:  # deterministic on CUDA, unlike index_add_
-                out.index_put_((slot[rows],), part, accumulate=True)
-            else:
-                out.index_add_(0, slot[rows], part)
-            del part  # freed before the next one is allocated
 
 
 def _operands(rank_one: RankOne | None) -> tuple[Tensor | None, Tensor | None]:
@@ -235,6 +215,12 @@ def _operands(rank_one: RankOne | None) -> tuple[Tensor | None, Tensor | None]:
 def scale_rows(out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
     apply_rowwise(scale_rows_to_, out, x, scale)
+
+
+def scale_at_random(kept: Tensor, factor: Tensor, seed: Tensor) -> None:
+    """Multiply the sums `kept` (V, D) in 16 bits by `factor` (), rounded at random."""
+    rows = random_rounding.row_numbers(kept), factor.expand(len(kept))
+    apply_rowwise(random_rounding.scale_at_random_, kept.view(torch.int16), *rows, whole=(seed,))
 
 
 def scale_by_log(exps: Tensor, a: Tensor, b: Tensor) -> None:
@@ -276,14 +262,3 @@ def apply_rowwise(
     operands = out, *rowwise
     for rows in row_blocks(next(x for x in operands if x is not None and x.ndim == 2)):
         function(*(None if x is None else x[rows] for x in operands), *whole)
-
-
-def blocks(count: int, size: int) -> Iterator[slice]:
-    """Cut range(count) into slices of `size`, the last one shorter."""
-    return (slice(start, min(start + size, count)) for start in range(0, count, size))
-
-
-def row_blocks(x: Tensor) -> Iterator[slice]:
-    """Cut the rows of `x` into blocks of `row_block_bytes`."""
-    row_bytes = x.shape[1] * sum_dtype(x.dtype).itemsize
-    return blocks(x.shape[0], max(1, row_block_bytes(x.device.type) // row_bytes))

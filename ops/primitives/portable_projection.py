@@ -27,11 +27,11 @@ from cutefce.ops.primitives.elementwise import (
 from cutefce.ops.primitives.interface import forward_unfused
 from cutefce.ops.primitives.portable_gradients import (
     apply_rowwise,
-    blocks,
     matmul_into,
     scale_rows,
 )
-from cutefce.ops.primitives.weighted_sum import weighted_sum
+from cutefce.ops.primitives.weighted_sum import SoftTargetSteps, weighted_sum
+from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
@@ -64,7 +64,7 @@ class PartialSums:
         return PartialSums(self.sums[:, parts], self.references[:, parts], more)
 
 
-class PortableProjection:
+class PortableProjection(SoftTargetSteps):
     """`cutefce.ops.primitives.interface.Projection` for any device."""
 
     def __init__(self, tiles: PortableTiles) -> None:

@@ -6,6 +6,10 @@ statistics.py      what a forward leaves of every token, and the losses made of 
 coefficients.py    what a backward multiplies exponentials by
 scaling.py         where these factors are applied
 loss_terms.py      what the loss of a token is made of
+soft_targets.py    K classes of a token with probabilities
+target_rows.py     the targets' part of dW, in plain torch
+blocks.py          blocks of rows
 logit_map.py       from raw logits to the model's
+random_rounding.py dW's sums in 16 bits, rounded at random
 outputs.py         entropy and other outputs, from row reductions
 """

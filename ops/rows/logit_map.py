@@ -78,16 +78,21 @@ class LogitMap:
             t.mul_(self.row_scale[rows, None])
 
     def apply_at(self, t: Tensor, index: Tensor) -> Tensor:
-        """Return the model's logits of raw ones t (N,), those of the classes `index` (N,)."""
+        """Return the model's logits of raw ones t, of the classes `index`, both (N,) or (N, K)."""
         if self.bias is not None:
             t = t + self.bias[index]
         if self.slope is not None:
             t = (t * self.slope).tanh()
-        return t if self.row_scale is None else t * self.row_scale
+        return t if self.row_scale is None else t * by_rows(self.row_scale, t)
 
     def derivative(self, u: Tensor) -> Tensor | float:
-        """Return du/dt (N,) or () at the model's logits u (N,)."""
-        factor = 1.0 if self.factor is None else self.factor
+        """Return du/dt at the model's logits u, (N,) or (N, K), in a shape to multiply these."""
+        factor = 1.0 if self.factor is None else by_rows(self.factor, u)
         if self.slope is None or self.row_scale is None:
             return factor
-        return factor * (1 - (u / self.row_scale).square())
+        return factor * (1 - (u / by_rows(self.row_scale, u)).square())
+
+
+def by_rows(factor: Tensor, x: Tensor) -> Tensor:
+    """Return a factor () or (N,) in a shape to multiply x, (N,) or (N, K)."""
+    return factor[:, None] if factor.ndim and x.ndim > 1 else factor

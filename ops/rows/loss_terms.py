@@ -41,6 +41,8 @@ class LossTerms:
     """(N,) m; None for 1."""
     class_weight: Tensor | None
     """(V,) κ of this rank's classes; None for 1."""
+    others: Tensor | float = 0.0
+    """(N,) Σ_k b of `soft_targets`; the number 0 without soft targets."""
 
     @staticmethod
     def of(
@@ -100,20 +102,20 @@ class LossTerms:
         def part(x: Any) -> Any:
             return x[rows] if isinstance(x, Tensor) else x
 
-        more = part(self.class_row), part(self.lse_squared), part(self.weight)
-        return LossTerms(part(self.lse), part(self.target), *more, self.class_weight)
+        own = part(self.lse), part(self.target), part(self.class_row), part(self.lse_squared)
+        return LossTerms(*own, part(self.weight), self.class_weight, part(self.others))
 
     def losses(self, lse: Tensor, nll: Tensor, class_logits: Tensor | None) -> Tensor:
         """Return the losses (N,) of log-sum-exps, lse - u_y and U, all (N,).
 
         Written as A nll + (A - B) u_y - Γ U + Z lse², the first term of which does not cancel.
+        Soft targets beside u_y are left out: they count as if their logits were u_y.
         """
         losses = self.lse * nll
         if class_logits is not None:
             target_logit = lse - nll
-            losses = (
-                losses + (self.lse - self.target) * target_logit - self.class_row * class_logits
-            )
+            every = self.lse - self.target - self.others
+            losses = losses + every * target_logit - self.class_row * class_logits
         if isinstance(self.lse_squared, Tensor) or self.lse_squared:
             losses = losses + self.lse_squared * lse.square()
         return losses

@@ -24,6 +24,8 @@ class Scaling:
     """(N,) c_i / grad_scale, the factor of h_i at its target."""
     every: Tensor | None
     """(N,) the factor of κ_v h_i at every class, / grad_scale; None without label smoothing."""
+    others: Tensor | None
+    """(N, K) the factors of h_i at the soft targets beside y_i, / grad_scale."""
     factor: tuple[Tensor, Tensor] | None
     """a and b (N,) of exponentials' factors a + b log e; None for 1."""
     grad_scale: Tensor
@@ -58,7 +60,7 @@ def scaling_of(
         reference = stats.reference - relative.scale.log()
         scale = torch.where(targets.active, grad_scale, 0)
         dx = replace(relative.times(scale), scale=scale)
-        return Scaling(reference, None, relative.target, relative.every, None, grad_scale, dx)
+        return Scaling(reference, None, relative.target, relative.every, None, None, grad_scale, dx)
     dx = RowCoefficients.of(stats, targets, upstream)
     grad_scale = dx.scale.new_ones(())
     if dx.by_log_exp is not None:
@@ -67,7 +69,8 @@ def scaling_of(
         grad_scale = dx.scale.abs().amax()
         grad_scale = torch.where(grad_scale == 0, 1, grad_scale)
     part = dx.over(grad_scale) if narrow else dx
-    return Scaling(stats.reference, part.scale, part.target, part.every, None, grad_scale, dx)
+    own = part.scale, part.target, part.every, part.others
+    return Scaling(stats.reference, *own, None, grad_scale, dx)
 
 
 def _scaling_by_log(
@@ -84,7 +87,7 @@ def _scaling_by_log(
     assert part.by_log_exp is not None
     factor = part.scale, part.by_log_exp
     uniform = replace(dx, scale=torch.where(targets.active, grad_scale, 0))
-    return Scaling(stats.reference, None, part.target, None, factor, grad_scale, uniform)
+    return Scaling(stats.reference, None, part.target, None, None, factor, grad_scale, uniform)
 
 
 def as_probabilities(stats: RowStats) -> RowStats:

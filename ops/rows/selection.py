@@ -57,6 +57,7 @@ class RowSelection:
             temperature=temperature
             if temperature is None or not temperature.ndim
             else self.take(temperature),
+            **{name: x.index_select(0, self.order) for name, x in tensors.soft_targets.items()},
         )
 
     def restore(self, x: Tensor, dim: int = -1) -> Tensor:

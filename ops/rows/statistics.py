@@ -35,6 +35,12 @@ class RowStats:
             stats.reference[absent], stats.sum_exp[absent] = torch.inf, 1
         return stats
 
+    def with_others(self, sums: Tensor) -> "RowStats":
+        """Return the statistics with other `sum_exp_others` (N,)."""
+        rows = self.rows.clone()
+        rows[Stat.SUM_EXP_OTHERS] = sums
+        return RowStats(rows)
+
     @property
     def reference(self) -> Tensor:
         """(N,) ρ, what stored and recomputed exponentials are relative to; +inf if ignored."""
@@ -73,6 +79,8 @@ def token_losses(stats: RowStats, targets: Targets) -> Tensor:
     if targets.terms is None:
         return stats.loss
     losses = targets.terms.losses(stats.lse, stats.loss, targets.class_logits)
+    if targets.soft is not None and targets.soft.excess is not None:
+        losses = losses - targets.soft.excess
     return torch.where(targets.active, losses, 0)
 
 

@@ -11,6 +11,7 @@ from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.soft_targets import SoftTargets, check_values
 
 NO_TENSORS = TensorOptions()
 OUTPUTS = "outputs"
@@ -43,6 +44,7 @@ class Targets:
         terms: LossTerms | None = None,
         logits: LogitMap | None = None,
         first: int = 0,
+        soft: SoftTargets | None = None,
     ) -> None:
         self.index = index
         """(N,) int64 as given: may hold ignored and out-of-range values."""
@@ -55,6 +57,8 @@ class Targets:
         """The logit transform; None for the identity."""
         self.first = first
         """The class that `index` counts from: the first one of this rank."""
+        self.soft = soft
+        """The other classes of tokens with several targets, of which `index` is the lead."""
         self.class_row: ClassRow | None = None
         """In a forward of losses or outputs that depend on class logits."""
         self.class_logits: Tensor | None = None
@@ -82,6 +86,11 @@ class Targets:
         """Whether losses are cross entropies of raw logits, and nothing else is asked for."""
         plain = self.terms is None and self.logits is None
         return plain and self.options.reduction != OUTPUTS
+
+    @property
+    def has_own_logits(self) -> bool:
+        """Whether losses depend on the target's logit and the log-sum-exp alone."""
+        return self.class_row is None and self.soft is None
 
     @property
     def is_uniform(self) -> bool:
@@ -116,6 +125,11 @@ class Targets:
             products = products * self.logits.row_scale
         self.class_logits = products
 
+    def clear_soft(self, exps: Tensor, first: int) -> None:
+        """Make exponentials `exps` (N, W) of classes from `first` on 0 at soft targets."""
+        if self.soft is not None:
+            self.soft.clear(exps, first)
+
     @property
     def owned(self) -> Tensor:
         """(N,) bool: the token is active, and its target is a row of this weight."""
@@ -134,6 +148,7 @@ class Targets:
             None if self.terms is None else self.terms.rows(rows),
             None if self.logits is None else self.logits.rows(rows),
             self.first,
+            None if self.soft is None else self.soft.rows(rows),
         )
         part.class_logits = None if self.class_logits is None else self.class_logits[rows]
         if self.selection is not None:
@@ -152,12 +167,13 @@ def make_targets(
     """Return the targets y (N,) int64, with sums of `dtype`.
 
     Raises:
-        IndexError: on a CPU, for a target outside [0, V).  A GPU is not synchronized for this.
+        IndexError, ValueError: on a CPU, for a target outside [0, V), or a bad probability.  A GPU
+            is not synchronized for this.
     """
     y = without_weightless(y, options, tensors).contiguous()
-    terms = LossTerms.of(y, options, tensors, vocab, slice(0, vocab), dtype)
+    terms, soft = terms_of(y, options, tensors, vocab, slice(0, vocab), dtype)
     logits = LogitMap.of(options, tensors, y, dtype)
-    targets = Targets(y, vocab, options, tensors, terms, logits)
+    targets = Targets(y, vocab, options, tensors, terms, logits, soft=soft)
     if y.device.type == "cpu":
         wrong = targets.active & (targets.safe_index != y)
         if bool(wrong.any()):
@@ -166,6 +182,25 @@ def make_targets(
                 f"or ignore_index={options.ignore_index}"
             )
     return targets
+
+
+def terms_of(
+    y: Tensor,
+    options: LossOptions,
+    tensors: TensorOptions,
+    vocab: int,
+    own: slice,
+    dtype: torch.dtype,
+) -> tuple[LossTerms | None, SoftTargets | None]:
+    """Return the terms of targets y (N,) of `vocab` classes, of which this rank has `own`.
+
+    Also return the soft targets beside y, whose values are checked on a CPU.
+    """
+    if tensors.target_probs is None:
+        return LossTerms.of(y, options, tensors, vocab, own, dtype), None
+    check_values(y, options, tensors, vocab)
+    soft, terms = SoftTargets.of(y, options, tensors, vocab, own, dtype)
+    return terms, soft
 
 
 def without_weightless(y: Tensor, options: LossOptions, tensors: TensorOptions) -> Tensor:

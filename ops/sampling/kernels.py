@@ -16,16 +16,16 @@ from torch import Tensor
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.kernel_set import SamplingKernels, sampling_kernels
+from cutefce.cute_kernels.sampling_set import SamplingKernels, sampling_kernels
 from cutefce.cute_kernels.spec import SparseRowsSpec
 from cutefce.ops.planning.sample_sizes import expected_limit, slots
 from cutefce.ops.planning.step_memory import added_rows
-from cutefce.ops.primitives.portable_gradients import blocks
 from cutefce.ops.primitives.row_selection import (
     gather_rows,
     has_aligned_rows,
     select_on_device,
 )
+from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from cutefce.ops.planning.sample_sizes import expected_limit, slots
 from cutefce.ops.planning.step_memory import GATHERED_COLUMNS, sampled_rows
-from cutefce.ops.primitives.portable_gradients import blocks, matmul_into, row_blocks
+from cutefce.ops.primitives.portable_gradients import matmul_into
+from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.random_bits import random_bits, row_states
 from cutefce.ops.sampling.samples import Samples, Sampling

@@ -1,5 +1,6 @@
 """3. Strategy: the order of the steps of a forward and a backward.
 
+loss_inputs.py            operands and primitives
 windows.py                iterate over vocabulary windows, store or recompute their exponentials
 gradients_in_forward.py   form gradients in the forward, a chunk of tokens at a time
 chunk_windows.py          windows inside these chunks, where only dX is formed

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
 from cutefce.ops.primitives.interface import PartialT, Projection
-from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.strategies.windows import LossInputs, StoredExps
+from cutefce.ops.strategies.loss_inputs import LossInputs
+from cutefce.ops.strategies.windows import StoredExps
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SummingProjection(Generic[PartialT, TargetGradT]):
     ) -> PartialT:
         """Also add the window's part of the sums."""
         partial = self.own.project_exp(h, w, window, reference, targets, exps)
-        self._add(exps, w, window, targets.selection)
+        self._add(exps, w, window, targets)
         return partial
 
     def repair_stored_exps(
@@ -64,13 +64,12 @@ class SummingProjection(Generic[PartialT, TargetGradT]):
         again.selection = self.own.far_rows(partial, targets)
         window = first, min(first + exps.shape[1], w.shape[0])
         self.own.recompute_exp(h, w, window, stats.reference, again, exps)
-        self._add(exps, w, window, again.selection)
+        self._add(exps, w, window, again)
 
-    def _add(
-        self, exps: Tensor, w: Tensor, window: tuple[int, int], selection: RowSelection | None
-    ) -> None:
+    def _add(self, exps: Tensor, w: Tensor, window: tuple[int, int], targets: Targets) -> None:
         first, last = window
-        more: Any = {"accumulate": first > 0, "selection": selection}
+        targets.clear_soft(exps[:, : last - first], first)
+        more: Any = {"accumulate": first > 0, "selection": targets.selection}
         self.gradients.add_grad_hidden(self.sums, exps[:, : last - first], w[first:last], **more)
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.primitives.gradient_interface import TargetGradT
-from cutefce.ops.primitives.interface import PartialT
+from cutefce.ops.primitives.interface import PartialT, target_logits
 from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.chunk_windows import summing
 from cutefce.ops.strategies.hidden_sums import HiddenSums
+from cutefce.ops.strategies.loss_inputs import LossInputs
 from cutefce.ops.strategies.weight_sums import WeightSums
-from cutefce.ops.strategies.windows import LossInputs
 
 
 def gradients_in_forward(
@@ -39,11 +39,13 @@ def gradients_in_forward(
     gradients, (tokens, vocab) = primitives.gradients, (inputs.tokens, w.shape[0])
     parts, row = [], None
     target_coefficient = loss_scale.new_empty(tokens)
-    every = None
+    every = others = None
     if targets.terms is not None and targets.terms.has_class_row:
         every = loss_scale.new_empty(tokens)
+    if targets.soft is not None and dbias is not None:
+        others = loss_scale.new_empty(targets.soft.index.shape)
     # of all tokens at once: ranks wait for each other once
-    target_logit = primitives.projection.target_logit(h, w, targets)
+    target_logit = target_logits(primitives.projection, h, w, targets)
     exps = buffer = h.new_empty(min(chunk, tokens), stored)
     for start in range(0, max(tokens, 1), chunk):  # one chunk even of no tokens sets the sums
         rows = slice(start, min(start + chunk, tokens))
@@ -70,20 +72,23 @@ def gradients_in_forward(
         target_coefficient[rows] = coefficients.target
         if every is not None and coefficients.every is not None:
             every[rows] = coefficients.every
+        if others is not None and coefficients.others is not None:
+            others[rows] = coefficients.others
         if dbias is not None:
             part_sums = weighted_sum(exps, coefficients.scale)
             dbias.copy_(part_sums if start == 0 else dbias + part_sums)
         if len(dw.gradient):
-            target_grad = gradients.target_grad(own_h, coefficients.target, part.targets)
+            own = coefficients.target, part.targets, coefficients.others
+            target_grad = gradients.target_grad(own_h, *own)
             own_row = windows.every_row(part, coefficients.every)
             if own_row is not None:
                 row = own_row if row is None else replace(own_row, row=row.row + own_row.row)
             scaled, last = part.selected(coefficients.scale), rows.stop == tokens
             operands = exps, scaled, target_grad, row if last else None, selection
-            dw.add(gradients, *operands, accumulate=start > 0)
-            del operands, scaled, target_grad
+            dw.add(gradients, *operands, chunk=start // chunk)
+            del operands, scaled, target_grad, own
     del exps, buffer, target_logit  # freed before the statistics are joined
     stats = RowStats(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
     if dbias is not None:
-        windows.finish_dbias(dbias, targets, target_coefficient, every)
+        windows.finish_dbias(dbias, targets, target_coefficient, every, others)
     return stats

@@ -27,7 +27,7 @@ from cutefce.ops.sampling.kernels import KernelSamples, is_in_place
 from cutefce.ops.sampling.random_bits import drawn_columns
 from cutefce.ops.sampling.samples import Samples, Sampling
 from cutefce.ops.strategies import windows
-from cutefce.ops.strategies.windows import LossInputs
+from cutefce.ops.strategies.loss_inputs import LossInputs
 
 ABSENT, IGNORED = -1, -2
 """Indices among drawn columns of targets that are none of them, and of ignored ones."""
@@ -102,11 +102,14 @@ def backward(
         dx = _grad_hidden(inputs, samples, coefficients, order)
     if dw is not None or dbias is not None:
         every = None if dw is None else windows.every_row(inputs, coefficients.every)
-        lists, adds = samples.by_class(targets, coefficients, stats), inputs.accumulate_into is not None
+        lists, adds = (
+            samples.by_class(targets, coefficients, stats),
+            inputs.accumulate_into is not None,
+        )
         in_place = dw is not None and is_in_place(dw, h.dtype)
         lists.grad_weight(dw, h, dbias, every, adds=adds, in_place=in_place)
     if dbias is not None:
-        windows.finish_dbias(dbias, targets, None, coefficients.every)
+        windows.finish_dbias(dbias, targets, None, coefficients.every, None)
     return dx
 
 

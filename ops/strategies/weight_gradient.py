@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cutefce.ops.planning.step_memory import added_rows
 from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
-from cutefce.ops.primitives.portable_gradients import blocks, row_blocks
 from cutefce.ops.primitives.row_selection import row_range
+from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.selection import RowSelection
 

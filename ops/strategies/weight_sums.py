@@ -5,6 +5,8 @@ chunk.  So a sum is kept in 20 bits: 16 in the memory of its element of dW, and 
 columns in a byte.  Sums over many chunks are kept in 24 bits, as those of dX are (`hidden_sums`).
 Each chunk adds its products and targets' terms in float32 and rounds to nearest; dW is rounded once
 more, at the end.
+
+Who asks for it has sums in the 16 bits of dW alone, which each chunk rounds at random.
 """
 
 from collections.abc import Callable
@@ -30,19 +32,35 @@ class WeightSums:
     """(V, `low_bytes`) uint8: the low bits of each sum; no rows if `gradient` has the dtype of
     sums."""
     low_bits: int
-    """How many these are: 4 or 8."""
+    """How many these are: 0, 4 or 8."""
+    seeds: Tensor | None = None
+    """(chunks + 1,) int32: those of random rounding, also at the end; None with low bits."""
 
     @classmethod
-    def empty(cls, gradient: Tensor, dtype: torch.dtype, low_bits: int) -> "WeightSums":
-        """Return uninitialized sums of `dtype` in the memory of `gradient` (V, D)."""
+    def empty(
+        cls, gradient: Tensor, dtype: torch.dtype, low_bits: int, chunks: int = 1
+    ) -> "WeightSums":
+        """Return uninitialized sums over `chunks`, of `dtype`, in the memory of `gradient` (V, D).
+
+        Seeds are torch's next random numbers.
+        """
         rows = len(gradient) if gradient.dtype != dtype else 0
         columns = low_bytes(gradient.shape[1], low_bits)
-        return cls(gradient, gradient.new_empty(rows, columns, dtype=torch.uint8), low_bits)
+        low, seeds = gradient.new_empty(rows, columns, dtype=torch.uint8), None
+        if rows and not low_bits:
+            seeds = gradient.new_empty(chunks + 1, dtype=torch.int32).random_()
+        return cls(gradient, low, low_bits, seeds)
 
     @property
     def kept(self) -> tuple[Tensor, Tensor]:
         """The sums' upper halves (V, D) and their low bits, (V, D) bytes or (V, D / 2)."""
         return self.gradient, self.low[:, : self.gradient.shape[1] * self.low_bits // 8]
+
+    def _kept(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the upper halves and the low bits, or the seed of this number."""
+        if self.seeds is None:
+            return self.kept
+        return self.gradient, self.seeds.view(-1, 1)[number]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "WeightSums":
         """Return the sums with `function` of each tensor."""
@@ -57,12 +75,13 @@ class WeightSums:
         rank_one: RankOne | None,
         selection: RowSelection | None,
         *,
-        accumulate: bool,
+        chunk: int,
     ) -> None:
-        """Write a chunk's part of dW, or add it if `accumulate`; see `Gradients.keep_dw`."""
+        """Write the part of dW of chunk 0, or add that of `chunk`; see `Gradients.keep_dw`."""
+        accumulate = chunk > 0
         if len(self.low):
             operands: Any = exps, scaled, target_grad, rank_one, selection
-            gradients.keep_dw(*self.kept, *operands, accumulate=accumulate)
+            gradients.keep_dw(*self._kept(chunk), *operands, accumulate=accumulate)
         else:
             more: Any = {"accumulate": accumulate, "selection": selection}
             gradients.add_grad_weight(self.gradient, exps, scaled, **more)
@@ -71,7 +90,7 @@ class WeightSums:
     def finish(self, gradients: Gradients[TargetGradT], factor: Tensor) -> Tensor:
         """Return dW, `factor` () times the sums, which it overwrites."""
         if len(self.low):
-            gradients.finish_kept_dw(*self.kept, factor)
+            gradients.finish_kept_dw(*self._kept(-1), factor)
         else:
             self.gradient.mul_(factor)
         return self.gradient

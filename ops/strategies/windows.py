@@ -5,18 +5,17 @@ recomputed, window by window.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.primitives.gradient_interface import TargetGradT
-from cutefce.ops.primitives.interface import PartialT, Primitives
+from cutefce.ops.primitives.interface import PartialT, target_logits
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import row_range
-from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
+from cutefce.ops.primitives.weighted_sum import RowFactors, add_soft_targets, weighted_sum
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.loss_terms import class_weights
 from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
@@ -24,54 +23,13 @@ from cutefce.ops.rows.scaling import as_probabilities
 from cutefce.ops.rows.statistics import RowStats, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, Targets
 from cutefce.ops.sampling.interface import SamplingProjection
-from cutefce.ops.sampling.samples import Samples, Sampling
+from cutefce.ops.sampling.samples import Samples
 from cutefce.ops.strategies.dw_views import free_tail, memory_of
+from cutefce.ops.strategies.loss_inputs import LossInputs
 from cutefce.ops.strategies.weight_gradient import WeightGradient
 
 StoredExps = Sequence[tuple[int, Tensor]]
 """First columns, ascending, and the exponentials (N, K) of the K columns from there on."""
-
-
-@dataclass(frozen=True)
-class LossInputs(Generic[PartialT, TargetGradT]):
-    """The operands of a forward or backward, and the primitives that compute it.
-
-    If kernels have selected rows, `targets` are in the order of the selection, and h in that of the
-    call; N counts those that do not count, too.
-    """
-
-    primitives: Primitives[PartialT, TargetGradT]
-    h: Tensor
-    """(N, D)"""
-    w: Tensor
-    """(V, D)"""
-    targets: Targets
-    dx_dtype: torch.dtype
-    """Dtype of dX as it is returned: that of sums if ranks add theirs before it is rounded."""
-    dw_dtype: torch.dtype
-    """Dtype of dW: that of w, or of sums."""
-    accumulate_into: Tensor | None = None
-    """(V, D) buffer of the caller's to which dW is added, which is not returned then."""
-    class_row: Tensor | None = None
-    """(D,) Σ_v κ_v W_v over this rank's classes, for losses that depend on it."""
-    sampling: Sampling | None = None
-    """How a forward chooses entries, with sampled gradients."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of targets, N."""
-        return self.targets.index.shape[0]
-
-    def selected(self, scale: Tensor | None = None) -> Tensor:
-        """Return h in the order of `targets`, rows times `scale` (N,) if given."""
-        selection, h = self.targets.selection, self.h
-        if selection is not None:
-            return self.primitives.projection.select(h, selection, scale)
-        if scale is None:
-            return h
-        scaled = h.new_empty(h.shape)
-        self.primitives.gradients.scale_rows(scaled, h, scale)
-        return scaled
 
 
 def split_windows(vocab: int, first: int, window: int) -> Iterator[tuple[int, int]]:
@@ -127,7 +85,7 @@ def forward(
         stats, loss = projection.forward(h, w, targets)
     else:
         if target_logit is None:
-            target_logit = projection.target_logit(h, w, targets)
+            target_logit = target_logits(projection, h, w, targets)
         h = inputs.selected()
         parts: Sequence[tuple[int, Tensor | None]] = stored or [(0, None)]
         firsts, buffers = zip(*parts, strict=True)
@@ -141,6 +99,7 @@ def forward(
         stats, loss = projection.reduce_partials(partial, target_logit, targets)
         for first, exps in stored:
             projection.repair_stored_exps(exps, h, w, first, targets, partial, stats)
+            targets.clear_soft(exps, first)
     outputs, more = targets.options.output_names, None
     if stat_rows(outputs):
         part = None
@@ -203,7 +162,7 @@ def backward(
     if dw is not None:
         if scales:
             scaled = inputs.selected(scaling.row_scale)
-        target_grad = gradients.target_grad(h, scaling.target, targets)
+        target_grad = gradients.target_grad(h, scaling.target, targets, scaling.others)
         operands = scaled, target_grad, scaling.grad_scale, every, selection
         weight = WeightGradient(gradients, dw, *operands, as_sums, adds)
         del operands, target_grad
@@ -231,7 +190,7 @@ def backward(
         if weight is not None:
             weight.finish(first, last, exps)
     if dbias is not None:
-        finish_dbias(dbias, targets, scaling.target, scaling.every)
+        finish_dbias(dbias, targets, scaling.target, scaling.every, scaling.others)
         dbias.mul_(scaling.grad_scale)
     if dx_sums is None:
         return None
@@ -254,7 +213,10 @@ def finish_dx(
     """Write dX (N, D) of its `sums` to `out`, which may be `sums`.
 
     With `order` (N,), row i of `sums` becomes row order_i of `out`, which is not `sums` then.
+    `sums` are overwritten.
     """
+    if coefficients.others is not None:
+        coefficients = add_soft_targets(sums, inputs.w, inputs.targets, coefficients)
     gradients, every = inputs.primitives.gradients, class_term(inputs, coefficients)
     gradients.finish_dx(out, sums, inputs.w, inputs.targets, coefficients, every, order)
 
@@ -277,14 +239,20 @@ def every_row(inputs: LossInputs[PartialT, TargetGradT], every: Tensor | None) -
 
 
 def finish_dbias(
-    dbias: Tensor, targets: Targets, target: Tensor | None, every: Tensor | None
+    dbias: Tensor,
+    targets: Targets,
+    target: Tensor | None,
+    every: Tensor | None,
+    others: Tensor | None,
 ) -> None:
     """Add the terms of targets (N,) and of every class to the sums of the bias' gradient (V,).
 
-    Those of targets may be in the sums.
+    Those of soft targets are `others` (N, K).  Those of targets may be in the sums.
     """
     if target is not None:
         dbias.index_put_((targets.safe_index,), target, accumulate=True)  # deterministic
+    if others is not None and targets.soft is not None:
+        dbias.index_put_((targets.soft.index,), others, accumulate=True)
     if every is not None and targets.terms is not None:
         weight = targets.terms.class_weight
         dbias.add_(every.sum() if weight is None else every.sum() * weight)
@@ -319,4 +287,5 @@ def _iter_exps(
             to = buffer if tail is None else tail
             projection.recompute_exp(h, w, (first, last), reference, inputs.targets, to)
             exps = to if to.shape[1] == last - first else to[:, : last - first]
+            inputs.targets.clear_soft(exps, first)
         yield first, last, exps

@@ -13,7 +13,8 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.kernel_set import kernel_set, sampling_kernels
+from cutefce.cute_kernels.kernel_set import kernel_set
+from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
 from cutefce.cute_kernels.variant import KernelVariant, LogitTransform
 from tests.blackwell.machine_code import artifacts

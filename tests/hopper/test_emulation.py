@@ -166,16 +166,25 @@ class Product:
     """Operands of a gradient GEMM; exponentials (N, V) are columns of a wider matrix."""
 
     def __init__(
-        self, tokens: int, hidden: int, vocab: int, dtype: torch.dtype, count: int | None = None
+        self,
+        tokens: int,
+        hidden: int,
+        vocab: int,
+        dtype: torch.dtype,
+        count: int | None = None,
+        entries: int = 1,
     ) -> None:
-        """Draw operands; those of tokens from `count` on are 0, as far as a GEMM reads them."""
+        """Draw operands; those of tokens from `count` on are 0, as far as a GEMM reads them.
+
+        Each token has some `entries`, whose targets may be the same.
+        """
         generator = torch.Generator().manual_seed(0)
         wide = torch.rand(tokens, vocab + 24 + -vocab % 8, generator=generator).to(dtype)
         self.e = wide[:, 16 : 16 + vocab]
         self.w, self.h = (
             torch.randn(rows, hidden, generator=generator).to(dtype) for rows in (vocab, tokens)
         )
-        self.y = torch.randint(-vocab, vocab, (tokens,), generator=generator).clamp(-1)
+        self.y = torch.randint(-vocab, vocab, (tokens * entries,), generator=generator).clamp(-1)
         self.y[: tokens // 3] = vocab // 2
         if count is not None:
             end = max(1, ceil_div(count, TILE_K)) * TILE_K
@@ -189,7 +198,8 @@ class Product:
         target, order = torch.where(self.y < 0, vocab, self.y).sort(stable=True)
         offsets = torch.searchsorted(target, torch.arange(vocab + 1), out_int32=True)
         generator = torch.Generator().manual_seed(1)
-        return order, offsets, torch.randn(len(self.y), generator=generator), self.h
+        coefficient = torch.randn(len(self.y), generator=generator)
+        return order % len(self.h), offsets, coefficient, self.h
 
     def target_terms(self) -> torch.Tensor:
         """Return Σ c_i h_i of the tokens of each target, in float64."""
@@ -249,10 +259,12 @@ def test_every_order_of_splits(config: GemmConfig, seed: int) -> None:
     check_sums(kernels_of(config).grad_hidden, case, splits=3, overwrite=1, seed=seed)
 
 
-@pytest.mark.parametrize(("dtype", "with_rank_one"), [("bfloat16", False), ("float16", True)])
+@pytest.mark.parametrize(
+    ("dtype", "with_rank_one", "entries"), [("bfloat16", False, 3), ("float16", True, 1)]
+)
 @pytest.mark.parametrize("config", [PINGPONG, SHARED], ids=str)
-def test_final_gradients(config: GemmConfig, dtype: str, with_rank_one: bool) -> None:
-    case = Product(150, 136, 200, getattr(torch, dtype))
+def test_final_gradients(config: GemmConfig, dtype: str, with_rank_one: bool, entries: int) -> None:
+    case = Product(150, 136, 200, getattr(torch, dtype), entries=entries)
     kernel = kernels_of(config, dtype=dtype).grad_weight
     assert kernel is not None
     kernel = dataclasses.replace(kernel, rank_one=with_rank_one)

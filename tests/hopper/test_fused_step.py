@@ -20,7 +20,7 @@ from cutefce.ops.primitives.fused_step import FusedStep
 from cutefce.ops.primitives.row_selection import select_on_device
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.strategies import windows
-from cutefce.ops.strategies.windows import LossInputs
+from cutefce.ops.strategies.loss_inputs import LossInputs
 from tests.emulation.hopper import run
 from tests.support.kernel_models import use_models
 from tests.support.reference import Case, random_case

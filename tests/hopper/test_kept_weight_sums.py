@@ -14,6 +14,7 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.spec import GradGemmSpec
 from cutefce.ops.primitives.elementwise import joined_sums, split_sums
+from cutefce.ops.rows.random_rounding import round_at_random_
 from tests.emulation.core import Stuck
 from tests.emulation.hopper import run
 from tests.emulation.host import host_function
@@ -24,6 +25,8 @@ WIDE = GemmConfig(64, 256, cluster=2, stages=3, pingpong=True)
 DEEP = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
 KERNELS = ((LOW, 8), (TALL, 8), (DEEP, 8), (GRAD_KEPT, 8), (LOW, 4), (WIDE, 4), (GRAD_KEPT, 4))
 """Configurations, and low bits of the sums."""
+RANDOM = (LOW, 0), (GRAD_KEPT, 0)
+"""Those of sums that are rounded at random."""
 SHAPES = {
     "many K tiles": (150, 136, 330),
     "one row": (1, 64, 200),
@@ -32,6 +35,8 @@ SHAPES = {
     "several tiles of each warpgroup": (70, 264, 700),
 }
 CLUSTERS = 2
+SEED = 1234567890
+"""That of random rounding."""
 
 
 def kernel_of(config: GemmConfig, low_bits: int, rank_one: bool = False) -> GradGemmSpec:
@@ -76,11 +81,15 @@ class Sums:
         # rows start at multiples of 16 bytes; what is between them stays as it is
         self.wide = torch.full((vocab, round_up(columns, 16)), 0x5A, dtype=torch.uint8)
         self.low = self.wide[:, :columns]
-        split_sums(self.upper, self.low, values)
+        if low_bits:
+            split_sums(self.upper, self.low, values)
+        else:
+            rows, seed = torch.arange(vocab).int(), torch.tensor([SEED], dtype=torch.int32)
+            round_at_random_(self.upper.view(torch.int16), values, rows, seed)
 
     @property
     def values(self) -> torch.Tensor:
-        return joined_sums(self.upper, self.low)
+        return joined_sums(self.upper, self.low) if self.low_bits else self.upper.float()
 
     def add(
         self,
@@ -97,7 +106,8 @@ class Sums:
         kernel = kernel_of(config, self.low_bits, terms.rank_one is not None)
         semaphores = torch.zeros(kernel.semaphore_count(CLUSTERS), dtype=torch.int32)
         rows = torch.tensor([count or 0], dtype=torch.int32), int(count is not None)
-        operands = e.t(), h.t(), (self.upper, self.low), terms.targets, terms.rank_one
+        more = (self.low, None) if self.low_bits else (None, torch.tensor([SEED]).int())
+        operands = e.t(), h.t(), (self.upper, *more), terms.targets, terms.rank_one
         run(kernel, *operands, semaphores, *rows, CLUSTERS, None, overwrite, **how)
         assert (self.wide[:, self.low.shape[1] :] == 0x5A).all()
 
@@ -143,8 +153,8 @@ def test_integers_are_exact(
     same_bits(sums, e.float().t() @ h.float() + terms.sums + (0 if overwrite else before))
 
 
-@pytest.mark.parametrize(("config", "low_bits"), KERNELS, ids=str)
-def test_any_sums_round_to_nearest(config: GemmConfig, low_bits: int) -> None:
+@pytest.mark.parametrize(("config", "low_bits"), (*KERNELS, *RANDOM), ids=str)
+def test_any_sums_are_rounded(config: GemmConfig, low_bits: int) -> None:
     e, h = operands(70, 200, 330)
     sums = Sums(any_floats(330, 200), low_bits)
     want = sums.values + e.float().t() @ h.float()
@@ -210,7 +220,7 @@ def test_nothing_changes_where_nothing_counts(low_bits: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("config", "low_bits"), KERNELS, ids=str)
+@pytest.mark.parametrize(("config", "low_bits"), (*KERNELS, RANDOM[1]), ids=str)
 def test_every_order_of_events(config: GemmConfig, low_bits: int, seed: int) -> None:
     """Buffers are loaded again, and stored, at any time at which they may be."""
     e, h = operands(70, 264, 1100)

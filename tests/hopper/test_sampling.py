@@ -13,7 +13,7 @@ pytest.importorskip("cutlass")
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.jit.compiler import report
-from cutefce.cute_kernels.kernel_set import MAX_SAMPLE_SLOTS, sampling_kernels
+from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS, sampling_kernels
 from cutefce.cute_kernels.spec import (
     ListSamplesSpec,
     PrepareSamplesSpec,

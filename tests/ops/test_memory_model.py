@@ -163,7 +163,7 @@ def taken_by(
 
 def test_less_budget_takes_no_more_memory() -> None:
     h, w = torch.randn(256, 64, requires_grad=True), torch.randn(50257, 64, requires_grad=True)
-    taken = [taken_by(h, w, workspace)[1] for workspace in ("min", 3_600_000, 4_501_771, "max")]
+    taken = [taken_by(h, w, workspace)[1] for workspace in (0, 3_600_000, 4_501_771, "max")]
     assert taken == sorted(taken) and taken[0] < taken[-1]
 
 
@@ -267,7 +267,9 @@ def random_call(r: random.Random) -> Call:
         torch.autograd.grad(loss, wanted, torch.ones_like(loss))
 
     with region():
-        least = cutefce.plan(h, w, reduction=reduction, workspace="min").workspace_bytes
+        # "min" is no limit of its own
+        floor = "min" if workspace == "min" else 0
+        least = cutefce.plan(h, w, reduction=reduction, workspace=floor).workspace_bytes
         plan = cutefce.plan(h, w, reduction=reduction, workspace=workspace)
     operands = ", ".join(
         f"{x.dtype} {tuple(x.shape)} strides {x.stride()} trained {x.requires_grad}" for x in (h, w)
@@ -308,3 +310,27 @@ def test_no_call_takes_more_than_predicted_and_budgeted(seed: int, undisturbed: 
             assert taken <= call.predicted + UNPREDICTED_BYTES, found
             # tokens that do not count may take nothing
             assert call.ignores or call.predicted <= 1.1 * taken + BLOCK_BYTES, found
+
+
+@pytest.mark.parametrize("workspace", ["max", "min", 20 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_peak_of_soft_targets_is_predicted(
+    dtype: torch.dtype, workspace: int | str, device: str
+) -> None:
+    torch.compiler.reset()
+    tokens, hidden, vocab = 512, 128, 16001
+    case = random_case(tokens, hidden, vocab, dtype=dtype, device=device)
+    h, w = case.h.requires_grad_(), case.w.requires_grad_()
+    soft: dict[str, Any] = {
+        "target_indices": torch.randint(vocab, (tokens, 64), device=device),
+        "target_probs": torch.rand(tokens, 64, device=device) + 0.1,
+    }
+
+    def step() -> None:
+        loss = cutefce.linear_cross_entropy(h, w, **soft, workspace=workspace)
+        torch.autograd.grad(loss, (h, w))
+
+    step()
+    predicted = cutefce.plan(h, w, **soft, workspace=workspace).workspace_bytes
+    measured = peak_bytes(step, device) - (h.nbytes + w.nbytes)
+    assert abs(predicted - measured) <= 0.1 * measured

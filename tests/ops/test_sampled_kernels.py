@@ -254,10 +254,13 @@ def test_peak_memory_is_predicted(
 
 def test_what_kernels_cannot_index_is_named() -> None:
     p = Problem(8192, 4096, 131072, "bfloat16", "cuda", arch=HOPPER.name)
-    assert sampling_unsupported_reason(p, 256) is None
-    reason = sampling_unsupported_reason(p, 4096)
+    assert sampling_unsupported_reason(p, 256, False) is None
+    reason = sampling_unsupported_reason(p, 4096, False)
     assert reason is not None and reason.startswith("samples: got 4096")
-    reason = sampling_unsupported_reason(replace(p, tokens=1 << 20), 256)
+    reason = sampling_unsupported_reason(replace(p, tokens=1 << 20), 256, False)
     assert reason is not None and reason.startswith("input: got 1048576 tokens")
-    most = max(s for s in range(16, 4097) if sampling_unsupported_reason(p, s) is None)
+    reason = sampling_unsupported_reason(p, 256, True)
+    assert reason is not None and reason.startswith("target_probs: got soft targets")
+    served = [s for s in range(16, 4097) if sampling_unsupported_reason(p, s, False) is None]
+    most = max(served)
     assert most > 2000

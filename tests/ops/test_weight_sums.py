@@ -45,7 +45,7 @@ def added(
         if chunk == chunks - 1:
             rank_one = RankOne(torch.randn(vocab).to(wide), torch.randn(hidden).to(wide))
             exact += rank_one.factor.double()[:, None] * rank_one.row.double()
-        sums.add(gradients, exps, scaled, target_grad, rank_one, None, accumulate=chunk > 0)
+        sums.add(gradients, exps, scaled, target_grad, rank_one, None, chunk=chunk)
     return sums, exact
 
 
@@ -118,7 +118,7 @@ def test_non_finite_sums_stay_so(value: float, low_bits: int) -> None:
         exps = torch.ones(3, vocab, dtype=torch.bfloat16)
         if chunk == 1:
             exps[1, 2] = value
-        sums.add(gradients, exps, h, nothing, None, None, accumulate=chunk > 0)
+        sums.add(gradients, exps, h, nothing, None, None, chunk=chunk)
     got = sums.finish(gradients, torch.ones(()))
     want = torch.full((vocab, hidden), 9.0, dtype=torch.bfloat16)
     want[2] = value

@@ -40,6 +40,7 @@ from cutefce.ops.primitives import (
 )
 from cutefce.ops.primitives.elementwise import joined_sums, split_sums
 from cutefce.ops.rows.loss_terms import LossTerms
+from cutefce.ops.rows.random_rounding import round_at_random_
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.rows.variants import variant_of
@@ -492,7 +493,12 @@ def _grad_gemm(
     if kernel.final:
         out[:] = product.to(out.dtype)
     elif kernel.kept:
-        kept, low = out
+        kept, low, seed = out
+        if seed is not None:
+            assert low is None and kernel.low_bits == 0
+            rows, product = torch.arange(len(kept)).int(), product + (0 if overwrite else kept)
+            round_at_random_(kept.view(torch.int16), product, rows, seed)
+            return
         split_sums(kept, low, product if overwrite else joined_sums(kept, low) + product)
     else:
         out[:] = product if overwrite else out + product

@@ -61,7 +61,8 @@ class OptionsCase:
         """Return losses and gradients of cutefce, by default with reduction "none"."""
         leaves, (_, _, y) = self.leaves, (self.case.h, self.case.w, self.case.y)
         options: dict[str, Any] = {"reduction": "none"} | self.with_leaves(leaves) | more
-        loss = cutefce.linear_cross_entropy(leaves[0], leaves[1], y, **options)
+        target = None if "target_indices" in options else y
+        loss = cutefce.linear_cross_entropy(leaves[0], leaves[1], target, **options)
         upstream = self.case.upstream.to(loss.dtype) if loss.ndim else None
         return loss.detach(), *torch.autograd.grad(loss, leaves, upstream)
 
@@ -78,6 +79,23 @@ def options_case(names: list[str], *sizes: int, **more: Any) -> OptionsCase:
             value = value.to(case.h.dtype)
         given[name] = value
     return OptionsCase(case, given)
+
+
+def soft_case(names: list[str], classes: int, *sizes: int, **more: Any) -> OptionsCase:
+    """Draw a case of `options_case` with K `classes` of each token as soft targets.
+
+    A few occur twice; a fifth has probability 0 and the index -100, all of a tenth of the tokens.
+    """
+    x, (tokens, _, vocab) = options_case(names, *sizes, **more), sizes
+    index = torch.randint(vocab, (tokens, classes))
+    index[:, classes // 2] = index[:, 0]
+    probs = torch.randn(tokens, classes).mul(2).softmax(1) * (0.5 + torch.rand(tokens, 1))
+    probs[torch.rand(tokens, classes) < 0.2] = 0
+    probs[torch.rand(tokens) < 0.1] = 0
+    index[probs == 0] = -100
+    device, dtype = x.case.h.device, torch.promote_types(x.case.h.dtype, torch.float32)
+    soft = {"target_indices": index.to(device), "target_probs": probs.to(device, dtype)}
+    return OptionsCase(x.case, x.options | soft)
 
 
 def model_logits(
@@ -108,16 +126,24 @@ def losses_of_logits(
     ignore_index: int = -100,
     reduction: str = "none",
     denominator: Tensor | float | None = None,
+    target_indices: Tensor | None = None,
+    target_probs: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Return the loss of logits u (N, V), in their dtype."""
+    """Return the loss of logits u (N, V), in their dtype; y is not used with soft targets."""
     active, (tokens, vocab) = y != ignore_index, u.shape
     token = u.new_ones(tokens) if token_weights is None else token_weights.to(u.dtype)
-    active = active & (token != 0)
-    index = torch.where(active, y, 0)
-    kappa = u.new_ones(vocab) if weight is None else weight.to(u.dtype)
-    log_p, count = u.log_softmax(1), token * kappa[index]
-    losses = -(1 - label_smoothing) * count * log_p.gather(1, index[:, None])[:, 0]
+    kappa, log_p = u.new_ones(vocab) if weight is None else weight.to(u.dtype), u.log_softmax(1)
+    if target_indices is not None and target_probs is not None:
+        active, count = (target_probs != 0).any(1) & (token != 0), token
+        index = torch.where(target_probs != 0, target_indices, 0)
+        factors = token[:, None] * kappa[index] * target_probs.to(u.dtype)
+        losses = -(1 - label_smoothing) * (factors * log_p.gather(1, index)).sum(1)
+    else:
+        active = active & (token != 0)
+        index = torch.where(active, y, 0)
+        count = token * kappa[index]
+        losses = -(1 - label_smoothing) * count * log_p.gather(1, index[:, None])[:, 0]
     if label_smoothing:
         losses = losses - label_smoothing / vocab * token * (log_p * kappa).sum(1)
     if z_loss:

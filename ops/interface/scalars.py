@@ -1,0 +1,35 @@
+"""Numbers among the arguments, as tensors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.interface import checks, option_checks
+from cutefce.ops.parallel.dtensor import replicated
+
+
+def with_tensors(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return options by name, a temperature or denominator that is a number as a tensor."""
+    result = dict(given)
+    if "denominator" in given:
+        result["denominator"] = as_tensor("denominator", given["denominator"], device)
+    temperature: Any = given.get("temperature")
+    if "temperature" in given and not isinstance(temperature, Tensor):
+        checks.check_type("temperature", temperature)
+        option_checks.check_temperature(temperature)
+        result["temperature"] = as_tensor("temperature", temperature, device)
+    return result
+
+
+def as_tensor(name: str, value: Tensor | float, device: torch.device) -> Tensor:
+    """Return the argument `name` as a tensor, a number's on `device`."""
+    checks.check_type(name, value)
+    if isinstance(value, Tensor):
+        return replicated(name, value)
+    if torch.compiler.is_compiling():  # a constant would be compiled for each value
+        return torch.ones((), dtype=torch.float64, device=device) * value
+    try:
+        return torch.full((), float(value), dtype=torch.float64, device=device)
+    except OverflowError:
+        raise ValueError(f"{name}: got an integer beyond the range of a float") from None

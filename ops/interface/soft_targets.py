@@ -1,0 +1,86 @@
+"""Checks of soft targets, made before anything is allocated."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.interface import checks
+from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.rows.targets import OUTPUTS
+
+MAX_CLASSES = 256
+"""The most classes of a token."""
+
+
+def one_class(given: dict[str, Any]) -> Tensor:
+    """Return one class of each token (...), of the arguments by name of a call without target."""
+    if "target_indices" not in given and "target_probs" not in given:
+        raise TypeError(
+            "target: got None (NoneType), expected a tensor, or target_indices and target_probs"
+        )
+    indices = given.get("target_indices")
+    if not isinstance(indices, Tensor) or not indices.ndim:
+        shape = None if indices is None else tuple(indices.shape)
+        raise ValueError(f"target_indices: got {shape} beside target_probs, expected (..., K)")
+    return indices.select(-1, 0) if indices.shape[-1] else indices.sum(-1)
+
+
+def check_soft_targets(
+    target: Tensor | None, h: Any, options: LossOptions, tensors: TensorOptions, parts: int
+) -> Tensor:
+    """Raise an error that names the argument unless soft targets are given in place of `target`.
+
+    Return one class of each token (...), for checks of shapes.  `parts` is the number of ranks
+    whose h (..., D), one after another, have the tokens.
+    """
+    indices, probs = tensors.target_indices, tensors.target_probs
+    if options.reduction == OUTPUTS:
+        raise NotImplementedError(
+            "target_indices: got soft targets, of which cutefce has no log-probabilities; "
+            "expected target"
+        )
+    if target is not None:
+        raise ValueError(
+            "target: got one beside target_indices and target_probs, expected None beside them"
+        )
+    one_class(tensors.soft_targets)
+    for name, x in (("target_indices", indices), ("target_probs", probs)):
+        if x is None:
+            other = "target_probs" if name == "target_indices" else "target_indices"
+            raise ValueError(f"{name}: got None beside {other}, expected a tensor of its shape")
+        checks.check_layout(name, x)
+        if x.device != h.device:
+            raise ValueError(f"{name}: got device {x.device}, expected that of input, {h.device}")
+    assert indices is not None and probs is not None
+    if indices.dtype == torch.bool or indices.is_floating_point() or indices.is_complex():
+        raise TypeError(f"target_indices: got dtype {indices.dtype}, expected integers")
+    if probs.dtype not in checks.DTYPES:
+        raise TypeError(f"target_probs: got dtype {probs.dtype}, expected a floating-point one")
+    if probs.requires_grad:
+        raise ValueError("target_probs: got one that requires grad, expected target_probs.detach()")
+    tokens = [*h.shape[:-1]]
+    if parts > 1 and tokens:
+        tokens[0] *= parts
+    fits = indices.ndim == len(tokens) + 1
+    if not fits or not checks.are_equal("target_indices", indices.shape[:-1], (*tokens,)):
+        raise ValueError(
+            f"target_indices: got shape {tuple(indices.shape)}, expected "
+            f"({''.join(f'{size}, ' for size in tokens)}K) to match input of shape "
+            f"{tuple(h.shape)}"
+        )
+    if not 1 <= indices.shape[-1] <= MAX_CLASSES:
+        raise ValueError(
+            f"target_indices: got {indices.shape[-1]} classes a token, expected 1 to {MAX_CLASSES}"
+        )
+    if not checks.are_equal("target_probs", probs.shape, indices.shape):
+        raise ValueError(
+            f"target_probs: got shape {tuple(probs.shape)}, expected that of target_indices, "
+            f"{tuple(indices.shape)}"
+        )
+    if options.ignore_index != LossOptions().ignore_index:
+        raise ValueError(
+            f"ignore_index: got {options.ignore_index} with target_indices, expected None: a "
+            "token whose probabilities are all 0 is ignored"
+        )
+    return indices.select(-1, 0)

@@ -1,0 +1,72 @@
+"""Bytes that soft targets add to the steps of a call, and those of the targets' part of dW.
+
+With K classes of each of N tokens, a bytes a sum and e bytes a hidden state:
+
+    held      N·K·(8 + 2·a + 1)    classes, coefficients, logits, which are distinct
+    others    N·K·a                gradients by logits, in a backward
+    entries   N·(K + 1)·(16 + a)   dW's list: class, token, coefficient, which is sorted
+    gathered  K·D·(a + e)          rows of the weight for a token, on a CPU for a block of tokens
+"""
+
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.planning.call_problem import soft_targets
+from cutefce.ops.planning.step_memory import (
+    accumulates_wider,
+    row_block_bytes,
+    soft_block_rows,
+)
+
+
+def soft_bytes(p: Problem, tokens: int) -> int:
+    """Bytes of the soft targets of `tokens`, which exist in a forward and in a backward."""
+    return tokens * soft_targets(p) * (8 + 2 * p.accumulator_bytes + accumulates_wider(p))
+
+
+def soft_step_bytes(p: Problem, tokens: int) -> int:
+    """Bytes of the largest step that makes them, or gathers rows of the weight, beside them."""
+    made = tokens * soft_targets(p) * (28 if accumulates_wider(p) else 4)
+    if p.device != "cpu" or not soft_targets(p):
+        return made
+    elements = soft_targets(p) * p.hidden
+    rows = min(soft_block_rows(elements, p.accumulator_bytes, p.device), tokens)
+    row_bytes = p.accumulator_bytes + p.item_bytes * accumulates_wider(p)
+    return max(made, rows * elements * row_bytes)
+
+
+def others_bytes(p: Problem, tokens: int) -> int:
+    """Bytes of the gradients by logits of soft targets."""
+    return tokens * soft_targets(p) * p.accumulator_bytes
+
+
+def targets_bytes(p: Problem, tokens: int) -> tuple[int, int]:
+    """Return the bytes of the targets' part of dW until it is added, and of what makes it."""
+    count, soft = tokens * (1 + soft_targets(p)), soft_targets(p) > 0
+    entries = count * (16 + p.accumulator_bytes) * soft
+    if sorts_by_kernel(p):
+        return 12 * count + 12 * p.vocab, 40 * count * soft
+    if sorts_entries(p):
+        # a sort holds its keys and indices twice
+        return count * (12 + p.accumulator_bytes), 40 * count
+    sums = min(count + 1, p.vocab) * p.hidden * p.accumulator_bytes
+    return entries + 8 * p.vocab + sums, 17 * count * soft
+
+
+def target_rows_bytes(p: Problem, tokens: int) -> int:
+    """Bytes of the step that adds a block of entries to the targets' part of dW, in plain torch."""
+    if not p.grad_weight or sorts_by_kernel(p):
+        return 0
+    rows = tokens * (1 + soft_targets(p)) * p.hidden
+    block = min(rows * p.accumulator_bytes, row_block_bytes(p.device))
+    gathered = block * p.item_bytes // p.accumulator_bytes * (soft_targets(p) > 0)
+    return block + gathered
+
+
+def sorts_by_kernel(p: Problem) -> bool:
+    """Whether a kernel lists the entries of every class."""
+    return p.arch is not None and arch_named(p.arch).forms_weight_gradient
+
+
+def sorts_entries(p: Problem) -> bool:
+    """Whether dW's entries are sorted, and added for some rows at a time."""
+    return soft_targets(p) > 0 and p.device == "cpu"

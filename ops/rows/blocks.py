@@ -1,0 +1,24 @@
+"""Blocks of rows, for steps that would allocate too much for all rows at once."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from cutefce.ops.planning.step_memory import row_block_bytes
+from cutefce.ops.rows.targets import sum_dtype
+
+
+def blocks(count: int, size: int) -> Iterator[slice]:
+    """Cut range(count) into slices of `size`, the last one shorter."""
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def row_blocks(x: Tensor) -> Iterator[slice]:
+    """Cut the rows of `x` into blocks of `row_block_bytes`."""
+    return blocks(x.shape[0], row_block_size(x))
+
+
+def row_block_size(x: Tensor) -> int:
+    """Return how many rows of `x` are in a block."""
+    row_bytes = x.shape[1] * sum_dtype(x.dtype).itemsize
+    return max(1, row_block_bytes(x.device.type) // row_bytes)

@@ -1,0 +1,54 @@
+"""The operands of a forward or backward."""
+
+from dataclasses import dataclass
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.primitives.gradient_interface import TargetGradT
+from cutefce.ops.primitives.interface import PartialT, Primitives
+from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.samples import Sampling
+
+
+@dataclass(frozen=True)
+class LossInputs(Generic[PartialT, TargetGradT]):
+    """The operands of a forward or backward, and the primitives that compute it.
+
+    If kernels have selected rows, `targets` are in the order of the selection, and h in that of the
+    call; N counts those that do not count, too.
+    """
+
+    primitives: Primitives[PartialT, TargetGradT]
+    h: Tensor
+    """(N, D)"""
+    w: Tensor
+    """(V, D)"""
+    targets: Targets
+    dx_dtype: torch.dtype
+    """Dtype of dX as it is returned: that of sums if ranks add theirs before it is rounded."""
+    dw_dtype: torch.dtype
+    """Dtype of dW: that of w, or of sums."""
+    accumulate_into: Tensor | None = None
+    """(V, D) buffer of the caller's to which dW is added, which is not returned then."""
+    class_row: Tensor | None = None
+    """(D,) Σ_v κ_v W_v over this rank's classes, for losses that depend on it."""
+    sampling: Sampling | None = None
+    """How a forward chooses entries, with sampled gradients."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of targets, N."""
+        return self.targets.index.shape[0]
+
+    def selected(self, scale: Tensor | None = None) -> Tensor:
+        """Return h in the order of `targets`, rows times `scale` (N,) if given."""
+        selection, h = self.targets.selection, self.h
+        if selection is not None:
+            return self.primitives.projection.select(h, selection, scale)
+        if scale is None:
+            return h
+        scaled = h.new_empty(h.shape)
+        self.primitives.gradients.scale_rows(scaled, h, scale)
+        return scaled

@@ -1,0 +1,399 @@
+"""Soft targets: a few classes of each token with probabilities."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import cutefce
+from cutefce.cute_kernels.arch import ARCHS
+from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.planning.planner import Plan
+from tests.support.kernel_models import serve_calls
+from tests.support.options import (
+    OptionsCase,
+    assert_results_as_accurate,
+    exact,
+    soft_case,
+)
+from tests.support.reference import PLANS, fixed_plan, random_case
+
+EACH: dict[str, list[str]] = {
+    "nothing": [],
+    "smoothing and all factors": [
+        "linear_bias",
+        "weight",
+        "label_smoothing",
+        "token_weights",
+        "z_loss",
+        "logit_scale",
+        "temperature (N,)",
+    ],
+    "softcap and all factors": [
+        "linear_bias",
+        "weight",
+        "token_weights",
+        "z_loss",
+        "negative logit_scale",
+        "softcap",
+        "temperature (N,)",
+    ],
+}
+each = pytest.mark.parametrize("names", EACH.values(), ids=list(EACH))
+most = pytest.mark.parametrize("names", list(EACH.values())[1:], ids=list(EACH)[1:])
+classes = pytest.mark.parametrize("classes", [1, 7, 64])
+workspaces = pytest.mark.parametrize("workspace", ["min", 100_000, "max"])
+SIZES = 150, 16, 333
+
+
+def loss_of(x: OptionsCase, leaves: tuple[Tensor, ...], **more: Any) -> Tensor:
+    loss: Tensor = cutefce.linear_cross_entropy(
+        leaves[0], leaves[1], **x.with_leaves(leaves), **more
+    )
+    return loss
+
+
+@workspaces
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("classes", [1, 7])
+@each
+def test_equals_float64(
+    names: list[str],
+    classes: int,
+    reduction: str,
+    workspace: Any,
+    small_tiles: PortableTiles,
+    device: str,
+) -> None:
+    x = soft_case(names, classes, *SIZES, dtype=torch.float64, device=device)
+    options: dict[str, Any] = {"reduction": reduction}
+    for got, want in zip(x.ours(**options, workspace=workspace), exact(x, **options), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("names", [EACH["nothing"], EACH["softcap and all factors"]], ids=str)
+def test_every_plan_is_as_accurate_as_the_unfused_loss(
+    names: list[str],
+    dtype: torch.dtype,
+    plan: tuple[str, int, int, int],
+    small_tiles: PortableTiles,
+    device: str,
+) -> None:
+    strategy, aliased, kept, chunk = plan
+    if dtype == torch.float16 and (aliased or kept):
+        return  # no plan of float16 keeps exponentials
+    x = soft_case(names, 7, 150, 64, 333, dtype=dtype, device=device)
+    bias = "linear_bias" in x.options
+    made = Plan(strategy, 64, aliased, kept, chunk, True, True, bias, 333, tokens=150)
+    in_forward = strategy == "gradients_in_forward"
+    if in_forward:
+        upstream = torch.ones_like(x.case.upstream)
+        x = OptionsCase(dataclasses.replace(x.case, upstream=upstream), x.options)
+    with fixed_plan(made):
+        got = x.ours(reduction="sum" if in_forward else "none")
+    assert_results_as_accurate(got, x, first=in_forward)
+
+
+@pytest.mark.parametrize("logit_std", [0.1, 1, 4, 12])
+@pytest.mark.parametrize("sizes", [(150, 16, 333), (64, 96, 1001), (331, 40, 61)], ids=str)
+@classes
+def test_is_as_accurate_as_the_unfused_loss(
+    classes: int, sizes: tuple[int, int, int], logit_std: float, device: str
+) -> None:
+    for dtype in DTYPES:
+        x = soft_case([], classes, *sizes, dtype=dtype, device=device, logit_std=logit_std)
+        assert_results_as_accurate(x.ours(), x)
+
+
+@pytest.mark.parametrize("logit_std", [0.1, 2, 8])
+@pytest.mark.parametrize("sizes", [(200, 40, 61), (150, 40, 333)], ids=str)
+def test_a_teacher_close_to_the_student(
+    sizes: tuple[int, int, int], logit_std: float, device: str
+) -> None:
+    """Probabilities nearly cancel: a rounding of p would be larger than that of p - q."""
+    for dtype in (torch.bfloat16, torch.float16):
+        case = random_case(*sizes, dtype=dtype, device=device, logit_std=logit_std, ignored=0)
+        logits = case.h.float() @ case.w.float().t()
+        teacher = (logits + 0.1 * torch.randn_like(logits)).softmax(1).topk(61, 1)
+        soft = {"target_indices": teacher.indices, "target_probs": teacher.values}
+        x = OptionsCase(case, soft)
+        assert_results_as_accurate(x.ours(), x)
+
+
+@pytest.mark.parametrize("arch", ARCHS[:2], ids=lambda arch: str(arch.name))
+@pytest.mark.parametrize("selects", [False, True])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+def test_every_plan_on_the_kernels(
+    plan: tuple[str, int, int, int],
+    selects: bool,
+    arch: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    small_tiles: PortableTiles,
+) -> None:
+    pytest.importorskip("cutlass")
+    strategy, aliased, kept, chunk = plan
+    in_forward = strategy == "gradients_in_forward"
+    names = EACH["softcap and all factors"] if selects else []
+    x = soft_case(names, 7, 150, 64, 333, dtype=torch.bfloat16)
+    if in_forward:
+        upstream = torch.ones_like(x.case.upstream)
+        x = OptionsCase(dataclasses.replace(x.case, upstream=upstream), x.options)
+    bias = "linear_bias" in x.options
+    made = Plan(strategy, 64, aliased, kept, chunk, True, True, bias, 333, tokens=150)
+    serve_calls(monkeypatch, arch, small_tiles, selects=selects)
+    reduction = "sum" if in_forward else "none"
+    with fixed_plan(made):
+        got = x.ours(reduction=reduction)
+    assert_results_as_accurate(got, x, first=in_forward)
+    if selects:
+        ignored = (x.options["target_probs"] == 0).all(1)
+        x.case.h[ignored] = torch.nan
+        with fixed_plan(made):
+            again = x.ours(reduction=reduction)
+        for a, b in zip(again, got, strict=True):
+            assert torch.equal(a, b), "what ignored rows hold does not matter"
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: str(arch.name))
+@pytest.mark.parametrize("kept", [128, 336])
+def test_a_frozen_head_on_the_kernels(
+    kept: int, arch: Any, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
+) -> None:
+    """Sums of dX are kept in 24 bits, and formed in windows inside a chunk."""
+    pytest.importorskip("cutlass")
+    x = soft_case(["label_smoothing", "z_loss"], 7, 150, 64, 333, dtype=torch.bfloat16)
+    serve_calls(monkeypatch, arch, small_tiles, selects=True)
+    plan = Plan("gradients_in_forward", 64, 0, kept, 40, True, False, False, 333, tokens=150)
+    h = x.case.h.clone().requires_grad_()
+    with fixed_plan(plan):
+        loss = loss_of(x, (h, x.case.w), reduction="none")
+        (dx,) = torch.autograd.grad(loss, h, x.case.upstream)
+    assert_results_as_accurate((loss.detach(), dx, exact(x)[2]), x)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_one_class_is_the_plain_loss(reduction: str, device: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        case = random_case(150, 64, 333, dtype=dtype, device=device)
+        probs = (case.y != -100).float()[:, None]
+        results = []
+        kinds: list[dict[str, Any]] = [
+            {"target": case.y},
+            {"target_indices": case.y[:, None], "target_probs": probs},
+        ]
+        for target in kinds:
+            h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
+            loss = cutefce.linear_cross_entropy(
+                h, w, reduction=reduction, workspace="max", **target
+            )
+            upstream = case.upstream if loss.ndim else None
+            results.append([loss, *torch.autograd.grad(loss, (h, w), upstream)])
+        for hard, soft in zip(*results, strict=True):
+            if reduction == "none" and device == "cpu":
+                assert torch.equal(hard, soft)
+            torch.testing.assert_close(
+                hard, soft, rtol=2**-7 if dtype.itemsize == 2 else 1e-5, atol=1e-6
+            )
+
+
+def test_equals_the_loss_of_torch(device: str) -> None:
+    """Smoothing and class weights are those of torch for probabilities."""
+    x = soft_case(["weight", "label_smoothing"], 5, 40, 16, 50, dtype=torch.float64, device=device)
+    index, probs = x.options["target_indices"], x.options["target_probs"]
+    dense = probs.new_zeros(40, 50).scatter_add_(1, index.clamp(min=0), probs)
+    counts = (probs != 0).any(1)
+    logits = x.case.h @ x.case.w.t()
+    want = F.cross_entropy(
+        logits,
+        dense,
+        weight=x.options["weight"].double(),
+        label_smoothing=x.options["label_smoothing"],
+        reduction="none",
+    )
+    torch.testing.assert_close(x.ours()[0], torch.where(counts, want, 0))
+
+
+def test_a_common_offset_of_logits_changes_nothing(device: str) -> None:
+    """Probabilities that add up to anything are relative to the lead's logit."""
+    logits = torch.randn(30, 20).mul(64).round().div(64)
+    index = torch.randint(20, (30, 4), device=device)
+    probs = torch.rand(30, 4, device=device)
+    losses = []
+    for offset in (0.0, 1024.0):
+        w = torch.cat([torch.eye(20), torch.ones(20, 1)], 1).to(device)
+        h = torch.cat([logits, torch.full((30, 1), offset)], 1).to(device)
+        losses.append(
+            cutefce.linear_cross_entropy(
+                h, w, target_indices=index, target_probs=probs, reduction="none"
+            )
+        )
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+
+
+@most
+def test_compiled_equals_eager(names: list[str], small_tiles: PortableTiles, device: str) -> None:
+    def step(h: Tensor, w: Tensor, options: dict[str, Any]) -> Tensor:
+        loss: Tensor = cutefce.linear_cross_entropy(h * 2, w, **options)
+        return loss + 1
+
+    torch.compiler.reset()
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
+    for tokens in (40, 70, 33):
+        x = soft_case(names, 5, tokens, 16, 333, device=device)
+        results = []
+        for function in (step, compiled):
+            leaves = x.leaves
+            loss = function(leaves[0], leaves[1], x.with_leaves(leaves))
+            results.append([loss, *torch.autograd.grad(loss, leaves)])
+        for eager, fast in zip(*results, strict=True):
+            torch.testing.assert_close(fast, eager)
+
+
+@most
+def test_opcheck(names: list[str], device: str) -> None:
+    x = soft_case(names, 5, 20, 8, 50, device=device)
+    leaves = x.leaves
+    options = x.with_leaves(leaves)
+    if "temperature" in options:
+        options["temperature"] = torch.as_tensor(options["temperature"])
+    torch.library.opcheck(torch.ops.cutefce.loss.default, (leaves[0], leaves[1]), options)
+
+
+@pytest.mark.parametrize("workspace", ["min", "max"])
+def test_uses(workspace: str, small_tiles: PortableTiles, device: str) -> None:
+    """Frozen operands, a second backward, no gradients, a buffer, and log-sum-exps."""
+    x = soft_case(["z_loss"], 7, 150, 64, 333, dtype=torch.bfloat16, device=device)
+    h, w = x.leaves
+    options: dict[str, Any] = {"workspace": workspace} | x.options
+    out = cutefce.linear_cross_entropy(h, w, return_lse=True, **options)
+    want = torch.autograd.grad(out.loss, (h, w), retain_graph=True)
+    for a, b in zip(torch.autograd.grad(out.loss, (h, w)), want, strict=True):
+        assert torch.equal(a, b)
+    counts = (x.options["target_probs"] != 0).any(1)
+    lse = (x.case.h.float() @ x.case.w.float().t()).logsumexp(1)
+    torch.testing.assert_close(out.lse, torch.where(counts, lse, 0), rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(loss_of(x, (h, w), workspace=workspace), out.loss)
+    for i in (0, 1):
+        leaf = (h, w)[i].detach().requires_grad_()
+        both = (leaf, w.detach()) if i == 0 else (h.detach(), leaf)
+        (alone,) = torch.autograd.grad(loss_of(x, both, workspace=workspace), leaf)
+        torch.testing.assert_close(alone, want[i], rtol=2**-6, atol=1e-5)
+    buffer = torch.zeros(w.shape, device=device)
+    loss_of(x, (h, w), accumulate_into=buffer, workspace=workspace).backward()
+    torch.testing.assert_close(buffer, want[1].float(), rtol=2**-6, atol=1e-5)
+
+
+def test_sampled_gradients_are_near(device: str) -> None:
+    """Of so many samples, nearly all entries are kept; those of soft targets are exact."""
+    x = soft_case(["softcap", "z_loss"], 6, 100, 32, 333, device=device)
+    exact_ones = x.ours()
+    for got, want in zip(x.ours(gradient="sampled", samples=4096), exact_ones, strict=True):
+        assert float((got - want).norm()) <= 0.01 * float(want.norm())
+
+
+def test_shapes_and_dtypes(device: str) -> None:
+    """Tokens of several dimensions, any integers and floating-point probabilities, a module."""
+    index = torch.randint(50, (3, 4, 5), device=device)
+    probs = torch.rand(3, 4, 5, device=device).bfloat16()
+    head = cutefce.LinearCrossEntropyLoss(16, 50, reduction="none").to(device)
+    h = torch.randn(3, 4, 16, device=device)
+    want = head(h, target_indices=index, target_probs=probs)
+    assert want.shape == (3, 4)
+    for dtype in (torch.int32, torch.uint8):
+        got = head(h, target_indices=index.to(dtype), target_probs=probs.double())
+        torch.testing.assert_close(got, want)
+    none = head(h, target_indices=index, target_probs=torch.zeros_like(probs))
+    assert not none.any()
+    empty = cutefce.linear_cross_entropy(
+        h[:0], head.linear.weight, target_indices=index[:0], target_probs=probs[:0]
+    )
+    assert empty.item() == 0
+    predicted = cutefce.plan(h, head.linear.weight, target_indices=index, target_probs=probs)
+    plain = cutefce.plan(h, head.linear.weight)
+    assert predicted.workspace_bytes > plain.workspace_bytes
+
+
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
+    "target:": ({"target_indices": None, "target_probs": None}, TypeError),
+    "target: got one": ({"target": torch.zeros(6, dtype=torch.long)}, ValueError),
+    "target_probs: got None": ({"target_probs": None}, ValueError),
+    "target_indices: got None": ({"target_indices": None}, ValueError),
+    "target_indices: got 7 (int)": ({"target_indices": 7}, TypeError),
+    "target_indices: got dtype": ({"target_indices": torch.zeros(6, 3)}, TypeError),
+    "target_probs: got dtype": ({"target_probs": torch.ones(6, 3, dtype=torch.int)}, TypeError),
+    "target_probs: got one that requires": (
+        {"target_probs": torch.ones(6, 3, requires_grad=True)},
+        ValueError,
+    ),
+    "target_indices: got shape (5, 3)": (
+        {"target_indices": torch.zeros(5, 3, dtype=torch.long)},
+        ValueError,
+    ),
+    "target_probs: got shape (6, 2)": ({"target_probs": torch.ones(6, 2)}, ValueError),
+    "target_indices: got 257 classes": (
+        {
+            "target_indices": torch.zeros(6, 257, dtype=torch.long),
+            "target_probs": torch.ones(6, 257),
+        },
+        ValueError,
+    ),
+    "target_indices: got 0 classes": (
+        {"target_indices": torch.zeros(6, 0, dtype=torch.long), "target_probs": torch.ones(6, 0)},
+        ValueError,
+    ),
+    "ignore_index:": ({"ignore_index": 3}, ValueError),
+    "target_probs: got -1.0": ({"target_probs": torch.full((6, 3), -1.0)}, ValueError),
+    "target_probs: got nan": ({"target_probs": torch.full((6, 3), torch.nan)}, ValueError),
+    "target_probs: got inf": ({"target_probs": torch.full((6, 3), torch.inf)}, ValueError),
+    "target_indices: got 20": ({"target_indices": torch.full((6, 3), 20)}, IndexError),
+    "target_indices: got -100": ({"target_indices": torch.full((6, 3), -100)}, IndexError),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors_name_the_argument(message: str) -> None:
+    change, kind = ERRORS[message]
+    index = torch.zeros(6, 3, dtype=torch.long)
+    options: dict[str, Any] = {"target_indices": index, "target_probs": torch.ones(6, 3)}
+    options |= change
+    h, w = torch.randn(6, 8), torch.randn(20, 8)
+    with pytest.raises(kind, match=re.escape(message)):
+        cutefce.linear_cross_entropy(h, w, **options)
+
+
+def test_what_is_refused() -> None:
+    index, probs = torch.zeros(6, 3, dtype=torch.long), torch.ones(6, 3)
+    h, w = torch.randn(6, 8), torch.randn(20, 8)
+    soft: dict[str, Any] = {"target_indices": index, "target_probs": probs}
+    with pytest.raises(NotImplementedError, match=r"^target_indices: "):
+        cutefce.linear_cross_entropy(h, torch.randn(20, 2, 8), **soft)
+    with pytest.raises(ValueError, match=r"^target_indices: "):
+        torch.ops.cutefce.loss(h, w, target_probs=probs)
+    with pytest.raises(NotImplementedError, match=r"^target_indices: "):
+        torch.ops.cutefce.log_probs(h, w, index[:, 0], **soft)
+
+
+@pytest.mark.gpu
+def test_bad_values_are_nan_rows_on_a_gpu() -> None:
+    x = soft_case([], 5, 40, 16, 50, device="cuda")
+    index, probs = x.options["target_indices"], x.options["target_probs"]
+    good = x.ours()[0]
+    probs[3, 1], probs[5, 2], probs[7, 0] = -0.5, torch.nan, torch.inf
+    index[9, 4], probs[9, 4] = 50, 0.1
+    losses, dx, _ = x.ours()
+    bad = torch.zeros(40, dtype=torch.bool, device="cuda")
+    bad[[3, 5, 7, 9]] = True
+    assert losses[bad].isnan().all()
+    assert dx[bad].isnan().all()
+    assert torch.equal(losses[~bad], good[~bad])
