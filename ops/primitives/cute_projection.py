@@ -36,8 +36,7 @@ from cutefce.ops.primitives.weighted_sum import SoftTargetSteps
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
-from cutefce.ops.rows.targets import Targets
-from cutefce.ops.rows.variants import launch_transform
+from cutefce.ops.rows.targets import Targets, launch_transform
 from cutefce.ops.sampling.kernels import SamplingSteps
 
 

@@ -29,8 +29,7 @@ from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.portable_projection import PortableProjection, is_dense
 from cutefce.ops.primitives.row_selection import has_aligned_rows
-from cutefce.ops.rows.targets import Targets
-from cutefce.ops.rows.variants import variant_of
+from cutefce.ops.rows.targets import Targets, variant_of
 
 VERIFY = "cutefce verify"
 

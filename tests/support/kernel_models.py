@@ -42,8 +42,7 @@ from cutefce.ops.primitives.elementwise import joined_sums, split_sums
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.random_rounding import round_at_random_
 from cutefce.ops.rows.statistics import RowStats
-from cutefce.ops.rows.targets import Targets
-from cutefce.ops.rows.variants import variant_of
+from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling import kernels as sampling
 from tests.support import sampling_models
 from tests.support.row_reductions import reduced
