@@ -114,7 +114,10 @@ class FusedForward:
         self.target_logit(h, w, counted, logit, semaphores, transform, *more)
         if cutlass.const_expr(not self.spec.selects):
             count = semaphores  # any int32
-        row_vectors, of_semaphores = (logit, counted, sums, exps), (semaphores, transform, None)
+        row_vectors, of_semaphores = (
+            (logit, counted, sums, exps),
+            (semaphores, transform, None, None),
+        )
         numbers = Int32(0), vocab_splits, clusters, stream
         self.project_exp(dense, w, *row_vectors, *of_semaphores, count, selects, *numbers)
         results = stats, reduced, semaphores, scatter

@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.problem import LOW_BITS, can_keep
+from cutefce.cute_kernels.sampling_set import SORT_SIZES, sampling_kernels
 from cutefce.cute_kernels.spec import (
     AddTargetsSpec,
     ClearRowsSpec,
@@ -32,7 +33,11 @@ from cutefce.cute_kernels.spec import (
     SortTargetsSpec,
     TargetLogitSpec,
 )
-from cutefce.cute_kernels.variant import PLAIN, PREBUILT, KernelVariant
+from cutefce.cute_kernels.variant import (
+    PLAIN,
+    PREBUILT,
+    KernelVariant,
+)
 
 
 @dataclass(frozen=True)
@@ -252,5 +257,8 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     ]
     gradient, default = gradients[0], arch.default(MANY_TOKENS)
     configs = KernelConfigs(default, gradient, gradient)
-    sets += [kernel_set(arch, arch.dtypes[0], configs, variant) for variant in PREBUILT]
-    return list(dict.fromkeys(kernel for kernels in sets for kernel in kernels.all()))
+    variants = [kernel_set(arch, arch.dtypes[0], configs, variant) for variant in PREBUILT]
+    kernels = [kernel for kernels in (*sets, *variants) for kernel in kernels.all()]
+    for exact, size in product(sets, SORT_SIZES):
+        kernels += sampling_kernels(arch, exact.row_sums, MANY_TOKENS, size)
+    return list(dict.fromkeys(kernels))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES, MAX_DEVICE_LINES, MAX_FILES, MAX_PARAMETERS = 300, 400, 13, 8
-DEVICE = ("cute_kernels/sm90", "cute_kernels/sm100", "cute_kernels/rowwise")
+DEVICE = tuple(f"cute_kernels/{name}" for name in ("sm90", "sm100", "rowwise", "sampling"))
 
 
 def sources() -> list[Path]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache import defaults
+from cutefce.autotune_cache.tuning import sampled_outputs
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
@@ -136,6 +137,10 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
         results |= _counted_rows_outputs(case, _clearing(primitives), ", the others cleared")
         for selects in (False, True):
             results |= _fused_step_outputs(case, primitives, selects)
+        loss, dx, dw = sampled_outputs.gradients_of_all(inputs, case.upstream, window)
+        results |= {"sampled loss": CheckedOutput(loss, 1)} | _gradients(" of samples", dx, dw)
+        entries = sampled_outputs.entries_of_few(inputs)
+        results["sampled entries"] = CheckedOutput(entries, sampled_outputs.FLIPS)
     return results
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cutefce.autotune_cache.table import Candidate
 from cutefce.autotune_cache.tuning import timing
+from cutefce.autotune_cache.tuning.shapes import SMALL_PROBLEMS
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase, TuningTarget
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.jit import cache as jit_cache
@@ -196,16 +197,6 @@ def _chunks(output: CheckedOutput) -> Iterator[Tensor]:
         if output.scale is not None:
             chunk = chunk / output.scale[first : first + rows, None].double()
         yield chunk
-
-
-SMALL_PROBLEMS: dict[str, tuple[int, int, int]] = {
-    "one row": (1, 64, 1000),
-    "fewer columns than a tile": (70, 8, 17),
-    "rows far above their targets": (1100, 72, 3001),
-    "a row of NaN": (257, 64, 1500),
-    "one target for all": (300, 136, 3001),
-}
-"""(tokens, hidden, vocab) by the regime that each covers."""
 
 
 @process_cache.process_cache

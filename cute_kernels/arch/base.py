@@ -52,6 +52,13 @@ class Arch(ABC):
     def default(self, tokens: int) -> GemmConfig:
         """Return the default configuration of `project_exp` for `tokens` rows."""
 
+    def sampling_config(self, config: GemmConfig, tokens: int) -> GemmConfig:
+        """Return the configuration of a `project_exp` that samples entries of `tokens` rows.
+
+        It is `config`, that of the exact loss, if it can be: then losses have the same bits.
+        """
+        return config
+
     @abstractmethod
     def default_configs(self, tokens: int, hidden: int, num_sms: int) -> KernelConfigs:
         """Return the default configurations of all kernels."""

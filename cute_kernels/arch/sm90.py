@@ -68,14 +68,13 @@ class Sm90(Arch):
         return WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL, LOW, COOPERATIVE
 
     def default(self, tokens: int) -> GemmConfig:
-        if tokens <= LOW.rows:
-            return LOW
+        return _fastest_project_exp((WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL), tokens)
 
-        def time(config: GemmConfig) -> float:
-            cluster2 = config.cluster == 2
-            return round_up(tokens, config.rows) * (1.0 if cluster2 else SINGLE_CTA_TIME)
-
-        return min((WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL), key=time)
+    def sampling_config(self, config: GemmConfig, tokens: int) -> GemmConfig:
+        if config.tile_m <= WIDE.tile_m:
+            return config
+        # with the six rows of a thread of a tall tile, sampling spills registers
+        return _fastest_project_exp((WIDE_CLUSTER2, WIDE), tokens)
 
     def default_configs(self, tokens: int, hidden: int, num_sms: int) -> KernelConfigs:
         project_exp = self.default(tokens)
@@ -133,6 +132,17 @@ class Sm90(Arch):
         yield "poly_exp2_per_16", poly, not poly, "0 (Blackwell only)"
         # a stage is released once the MMAs of the next one have been issued
         yield "stages", config.stages, config.stages >= 2, "at least 2"
+
+
+def _fastest_project_exp(configs: tuple[GemmConfig, ...], tokens: int) -> GemmConfig:
+    """Return the configuration with the least time for `tokens` rows, or `LOW` for few."""
+    if tokens <= LOW.rows:
+        return LOW
+
+    def time(config: GemmConfig) -> float:
+        return round_up(tokens, config.rows) * (1.0 if config.cluster == 2 else SINGLE_CTA_TIME)
+
+    return min(configs, key=time)
 
 
 def _utilization(config: GemmConfig, tokens: int, hidden: int, num_sms: int) -> float:

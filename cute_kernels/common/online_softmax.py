@@ -11,9 +11,10 @@ Algorithm 1), so that they are exact for any logits; exps are relative to ρ and
 
 Shapes: h (N, D), w (V, D), reference ρ (N,) float32, target (N,) int64 counted from `first`,
 semaphores int32 as in `workspace.Semaphore`, transform as in `logit_transform.Transform`, whose
-bias (V,) belongs to the rows of w, reductions as in `row_reductions`.  N, V and D are dynamic; rows
-of h, w and exps start at multiples of 16 bytes.  With a `RowCount`, only the first rows of tokens
-count: the others have no sums, and exps are 0 for those of the last row block.
+bias (V,) belongs to the rows of w, reductions as in `row_reductions`, samples as in `sampling`.
+N, V and D are dynamic; rows of h, w and exps start at multiples of 16 bytes.  With a `RowCount`,
+only the first rows of tokens count: the others have neither sums nor samples, and exps are 0 for
+those of the last row block.
 """
 
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from cutefce.cute_kernels.common.dsl import (
 )
 from cutefce.cute_kernels.common.logit_transform import transform_argument
 from cutefce.cute_kernels.common.row_reductions import finite
+from cutefce.cute_kernels.common.sampling import samples_argument
 from cutefce.cute_kernels.variant import SUM_ONLY
 
 
@@ -46,6 +48,7 @@ class Rows(NamedTuple):
     semaphores: cute.Tensor
     transform: Any
     reductions: Any
+    samples: Any
     first: Int32
     """Vocabulary entry of the first column: targets are counted from it."""
 
@@ -65,6 +68,7 @@ def project_exp_arguments(kernel: spec.ProjectExpSpec) -> tuple[Any, ...]:
         vector(Int32, cute.sym_int()),
         transform_argument(kernel.transform, tokens, vocab),
         reductions_argument(kernel, tokens, partials),
+        samples_argument(kernel, tokens),
         vector(Int32, cute.sym_int()),
         Int32(0),
         Int32(0),

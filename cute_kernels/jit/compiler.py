@@ -33,6 +33,10 @@ MODULES: dict[type, str] = {
     spec.RowCoefficientsSpec: "rowwise.row_coefficients",
     spec.SortTargetsSpec: "rowwise.sort_targets",
     spec.AddTargetsSpec: "rowwise.add_targets",
+    spec.PrepareSamplesSpec: "sampling.prepare_samples",
+    spec.SortSamplesSpec: "sampling.sort_samples",
+    spec.ListSamplesSpec: "sampling.list_samples",
+    spec.SparseRowsSpec: "sampling.sparse_rows",
 }
 """The module of each kernel, below `cute_kernels`; `family` is the architecture's."""
 

@@ -32,6 +32,7 @@ from cutefce.cute_kernels.common.online_softmax import (
     uses_poly_exp2,
 )
 from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum
+from cutefce.cute_kernels.common.sampling import Samples, sample_row
 from cutefce.cute_kernels.schedule.scheduler import (
     RowCount,
     TileScheduler,
@@ -75,6 +76,7 @@ class ProjectExpSm100(MainloopSm100):
         semaphores: cute.Tensor,
         transform: Transform | None,
         reductions: cute.Tensor | None,
+        samples: Samples | None,
         count: cute.Tensor,
         selects: Int32,
         first: Int32,
@@ -106,7 +108,7 @@ class ProjectExpSm100(MainloopSm100):
             h_load,
             w_load,
             (store_e, g_e, e_layout),
-            Rows(reference, target, sums, semaphores, transform, reductions, first),
+            Rows(reference, target, sums, semaphores, transform, reductions, samples, first),
             RowCount(count, selects),
             vocab_splits,
         ).launch(
@@ -216,6 +218,13 @@ class ProjectExpSm100(MainloopSm100):
                         row_max, row_sum = accumulate(
                             z, row_max, row_sum, more, config.poly_exp2_per_16
                         )
+                    if cutlass.const_expr(rows.samples is not None):
+                        if row < scheduler.rows:
+                            first = rows.first + n_start
+                            capped, offsets = None, range(self.epi_tile_n)
+                            if cutlass.const_expr(self.softcap):
+                                capped = scale
+                            sample_row(z, rows.samples, row, first, offsets, capped)
                     if cutlass.const_expr(self.store):
                         buffer = self.store_exps(z, (base, scale), e, m_start, n_start, buffer)
                 state.advance()

@@ -28,6 +28,7 @@ from cutefce.cute_kernels.common.online_softmax import (
     project_exp_arguments,
 )
 from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum, finite
+from cutefce.cute_kernels.common.sampling import Samples, sample_row
 from cutefce.cute_kernels.schedule.scheduler import (
     RowCount,
     TileScheduler,
@@ -68,6 +69,7 @@ class ProjectExpSm90(MainloopSm90):
         semaphores: cute.Tensor,
         transform: Transform | None,
         reductions: cute.Tensor | None,
+        samples: Samples | None,
         count: cute.Tensor,
         selects: Int32,
         first: Int32,
@@ -88,7 +90,7 @@ class ProjectExpSm90(MainloopSm90):
             h_loads,
             w_load,
             e_store,
-            Rows(reference, target, sums, semaphores, transform, reductions, first),
+            Rows(reference, target, sums, semaphores, transform, reductions, samples, first),
             RowCount(count, selects),
             vocab_splits,
         ).launch(**self.launch_shape(clusters), stream=stream)
@@ -188,6 +190,8 @@ class ProjectExpSm90(MainloopSm90):
                                 row_sum[half, m_block],
                                 (self.reducer, more, columns),
                             )
+                if cutlass.const_expr(rows.samples is not None):
+                    self.sample(consumer, rows, m_start, n_start, scheduler)
                 if cutlass.const_expr(self.store):
                     self.store_exps(consumer, e, rows, m_start, n_start, scheduler)
             if cutlass.const_expr(config.pingpong):
@@ -279,6 +283,26 @@ class ProjectExpSm90(MainloopSm90):
                             for j in cutlass.range_constexpr(self.tile[1] // 8):
                                 for v in cutlass.range_constexpr(2):
                                     acc[(v, half, j), m_block, 0] = -Float32.inf
+
+    @cute.jit
+    def sample(
+        self,
+        consumer: Consumer,
+        rows: Rows,
+        m_start: Int32,
+        n_start: Int32,
+        scheduler: TileScheduler,
+    ) -> None:
+        """Sample the tile's entries."""
+        column = rows.first + n_start + consumer.tCcC[0][1]
+        for m_block in cutlass.range_constexpr(self.m_blocks):
+            for half in cutlass.range_constexpr(2):
+                row = self.row(consumer.tCcC, m_start, m_block, half)
+                if row < scheduler.rows:
+                    u, scale = consumer.acc[(None, half, None), m_block, 0], None
+                    if cutlass.const_expr(self.softcap):
+                        scale = rows.transform.row_scale[row]
+                    sample_row(u, rows.samples, row, column, self.columns, scale)
 
     @cute.jit
     def write_partials(

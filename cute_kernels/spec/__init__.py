@@ -19,6 +19,12 @@ from cutefce.cute_kernels.spec.rowwise import (
     SortTargetsSpec,
     TargetLogitSpec,
 )
+from cutefce.cute_kernels.spec.sampling import (
+    ListSamplesSpec,
+    PrepareSamplesSpec,
+    SortSamplesSpec,
+    SparseRowsSpec,
+)
 
 __all__ = [
     "AddTargetsSpec",
@@ -29,6 +35,8 @@ __all__ = [
     "GradGemmSpec",
     "KeptSumsSpec",
     "KernelSpec",
+    "ListSamplesSpec",
+    "PrepareSamplesSpec",
     "ProjectExpSpec",
     "ReducePartialsSpec",
     "RowCoefficientsSpec",
@@ -36,7 +44,9 @@ __all__ = [
     "ScaleKeptSpec",
     "ScatterRowsSpec",
     "SelectRowsSpec",
+    "SortSamplesSpec",
     "SortTargetsSpec",
+    "SparseRowsSpec",
     "TargetLogitSpec",
 ]
 
@@ -57,4 +67,8 @@ KernelSpec = (
     | RowCoefficientsSpec
     | SortTargetsSpec
     | AddTargetsSpec
+    | PrepareSamplesSpec
+    | SortSamplesSpec
+    | ListSamplesSpec
+    | SparseRowsSpec
 )

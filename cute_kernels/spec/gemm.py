@@ -25,6 +25,8 @@ class ProjectExpSpec:
     """Whether to skip row blocks without a repair flag."""
     transform: LogitTransform = IDENTITY
     reductions: RowReductions = SUM_ONLY
+    samples: bool = False
+    """Whether to sample entries of the softmax; needs `sums`."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import LossOptions, StepOptions
 from cutefce.ops.operators.context import PLAIN_TYPES, can_bypass_dispatcher, is_autocasting
 from cutefce.ops.operators.plain_step import PlainStep, resolve
-from cutefce.ops.primitives.cute_projection import CuteProjection, has_aligned_rows
+from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.dispatch import primitives_for, problem_of
 from cutefce.ops.primitives.interface import AnyPrimitives
+from cutefce.ops.primitives.row_selection import has_aligned_rows
 
 MAX_ENTRIES = 1024
 """Entries of the cache; it is cleared when it is full."""

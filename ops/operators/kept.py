@@ -17,6 +17,7 @@ from torch import Tensor
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.sampling.kernels import KernelSamples
 from cutefce.ops.sampling.samples import Samples
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.weight_sums import WeightSums
@@ -43,7 +44,7 @@ class Kept:
     """(V, D) memory of dW, which holds the exponentials of aliased columns."""
     sums: GradSums | None = None
     """Sums of the gradients, with gradients in forward."""
-    samples: Samples | None = None
+    samples: Samples | KernelSamples | None = None
     """Entries of the exponentials, with sampled gradients."""
     class_row: Tensor | None = None
     """(D,) that of `LossInputs`."""

@@ -13,7 +13,11 @@ from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.parallel.shard import Unsharded
 from cutefce.ops.planning.planner import Plan
-from cutefce.ops.primitives.dispatch import primitives_for, problem_of
+from cutefce.ops.primitives.dispatch import (
+    primitives_for,
+    problem_of,
+    sampling_unsupported_reason,
+)
 from cutefce.ops.primitives.row_selection import select_rows
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import sum_dtype, without_weightless
@@ -44,10 +48,12 @@ def prepare(
     if plan is not None:
         grads = plan.gradients
     problem, selection = problem_of(h, w, *grads), None
-    if plan is not None and plan.is_sampled:
-        problem = replace(problem, arch=None)  # kernels do not sample
     if len(h) != len(y):
         problem = replace(problem, tokens=len(y))
+    is_sampled = plan is not None and plan.is_sampled
+    given = options.samples, bool(tensors.soft_targets)
+    if is_sampled and sampling_unsupported_reason(problem, *given):
+        problem = replace(problem, arch=None)
     if known is not None:
         selection = known.selection
     elif plan is not None:
@@ -76,7 +82,7 @@ def prepare(
     buffer = tensors.accumulate_into if grads[1] else None
     operands = shard.primitives(own), h, w, targets, *dtypes, buffer, class_row
     sampling = None
-    if plan is not None and plan.is_sampled and known is None:
+    if is_sampled and known is None:
         sampling = _sampling(shard, w, y, options, tensors, selection)
     return LossInputs(*operands, sampling), selection
 

@@ -35,6 +35,7 @@ from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
+from cutefce.ops.sampling.kernels import KernelSamples
 from cutefce.ops.schema import unpack
 from cutefce.ops.strategies import sampled, windows
 from cutefce.ops.strategies.dw_views import aliased_views, memory_of
@@ -218,9 +219,13 @@ def run_windows_backward(
         if dw is None:
             dw = w.new_empty(w.shape, dtype=inputs.dw_dtype)
     dbias = stats.rows.new_empty(w.shape[0]) if plan.grad_bias else None
+    result = dw if inputs.accumulate_into is None else None
+    if isinstance(stored, KernelSamples):
+        dx = sampled.backward(inputs, stats, stored, upstream, plan.grad_hidden, dw, dbias)
+        return dx, result, dbias
     more = stats, stored, upstream, plan.window, plan.grad_hidden
     dx = windows.backward(inputs, *more, dw, dbias, plan.aliased)
-    return dx, dw if inputs.accumulate_into is None else None, dbias
+    return dx, result, dbias
 
 
 def _rounded(dbias: Tensor | None, w: Tensor, tensors: TensorOptions) -> Tensor:

@@ -14,7 +14,12 @@ from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.planning import planner
 from cutefce.ops.planning.call_problem import CallProblem, forms_gradients
-from cutefce.ops.primitives.dispatch import problem_of, window_configs_for, with_copies
+from cutefce.ops.primitives.dispatch import (
+    problem_of,
+    sampling_unsupported_reason,
+    window_configs_for,
+    with_copies,
+)
 from cutefce.ops.rows.targets import sum_dtype
 from cutefce.ops.strategies.weight_gradient import can_add_in_place
 
@@ -53,9 +58,6 @@ def plan_for(
         in_place = can_add_in_place(buffer, h.dtype, sum_dtype(h.dtype))
         added = {"wide_grad_weight": True, "accumulates": True, "adds_in_place": in_place}
         problem = CallProblem(**{**vars(problem), **added})
-    if options.is_sampled and forms_gradients(problem):
-        sampled = {"samples": options.samples, "arch": None}  # kernels do not sample
-        problem = CallProblem(**{**vars(problem), **sampled})
     if sharding.group is not None:
         ranks, parallel = sharding.ranks(), sharding.sequence_parallel
         problem = dataclasses.replace(
@@ -64,6 +66,11 @@ def plan_for(
             ranks=ranks,
             sequence_parallel=parallel,
         )
+    if options.is_sampled and forms_gradients(problem):
+        given = options.samples, bool(tensors.soft_targets)
+        arch = None if sampling_unsupported_reason(problem, *given) else problem.arch
+        sampled = {"samples": options.samples, "arch": arch}
+        problem = CallProblem(**{**vars(problem), **sampled})
     own = with_copies(problem, h, w, (step.copied_hidden, step.copied_weight))
     widest = max(sharding.shards) if sharding.shards else problem.vocab
     leading = own

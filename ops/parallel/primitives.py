@@ -77,9 +77,12 @@ class ShardProjection(Generic[PartialT]):
         estimate: Tensor,
         targets: Targets,
         sampling: Sampling,
-    ) -> tuple[PartialT, Samples]:
+    ) -> tuple[PartialT, Any]:
         own = cast(SamplingProjection[PartialT], self.own)
         return own.sample(h, w, reference, estimate, targets, sampling)
+
+    def finish_samples(self, samples: Any, *operands: Any) -> None:
+        cast(SamplingProjection[PartialT], self.own).finish_samples(samples, *operands)
 
     def sampled_exps(
         self,

@@ -85,7 +85,7 @@ def windows_bytes(
     partial = p.tokens * partial_bytes(p, config, p.tokens)
     step = max(forward_step_bytes(p, config, p.tokens, stored), soft_step_bytes(p, p.tokens))
     copy, soft = _selected_bytes(p, p.tokens), soft_bytes(p, p.tokens)
-    forward = saved + soft + partial + gathered_bytes(p) + copy + _selection_bytes(p)
+    forward = saved + soft + partial + gathered_bytes(p) + copy + selection_bytes(p)
     if aliased:
         # partial sums of windows exist beside those of all columns, but not beside a tile
         forward += p.vocab * p.hidden * p.item_bytes
@@ -102,7 +102,7 @@ def windows_bytes(
     # coefficients; losses and upstream gradients; float16's coefficients are scaled
     vectors = (2 if scalar_upstream else 4) + (0 if can_keep(p.dtype) else 2)
     after = saved + soft + p.tokens * (TARGET_BYTES + vectors * p.accumulator_bytes)
-    after += _selection_bytes(p) + others_bytes(p, p.tokens)
+    after += selection_bytes(p) + others_bytes(p, p.tokens)
     backward = after + gathered_bytes(p)
     end = backward + rows_bytes(p, p.tokens, GATHERED)
     longest = max(window, min(kept, p.vocab))
@@ -154,7 +154,7 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     """
     wider = accumulates_wider(p)
     kept, copy = NUM_STATS * p.tokens * p.accumulator_bytes, _selected_bytes(p, p.tokens)
-    kept += _selection_bytes(p)
+    kept += selection_bytes(p)
     if keeps_weight_sums(p):
         kept += p.vocab * low_bytes(p.hidden, kept_low_bits(p, chunk))
     if accumulates(p):
@@ -264,7 +264,7 @@ def with_copies(p: Problem, workspace: int) -> int:
     return max(workspace + p.dense_bytes, converted)
 
 
-def _selection_bytes(p: Problem) -> int:
+def selection_bytes(p: Problem) -> int:
     """Bytes of the order of tokens and their targets, where kernels select rows."""
     return (16 + NUM_STATS * p.accumulator_bytes) * p.tokens * p.selects_rows
 

@@ -22,10 +22,11 @@ def expected_limit(samples: int) -> int:
     return 3 * samples // 2
 
 
-def slots(samples: int, vocab: int) -> int:
-    """Return the entries of a token that are stored, of `vocab` columns."""
+def slots(samples: int, vocab: int | None = None) -> int:
+    """Return the entries of a token that are stored, of `vocab` columns or of many."""
     limit = expected_limit(samples)
-    return min(round_up(ceil(limit + 6 * sqrt(limit) + 32), SLOT_ALIGNMENT), vocab)
+    most = round_up(ceil(limit + 6 * sqrt(limit) + 32), SLOT_ALIGNMENT)
+    return most if vocab is None else min(most, vocab)
 
 
 def drawn_count(total: int) -> int:

@@ -8,6 +8,12 @@ w columns, N·samples·w/V of them where the softmax is flat:
               or S·D·e                   drawn rows of the weight
     backward  dX and dW of `memory_model`, N·K for where entries are, 28·M of a window, as much
               again by column, and sums of 256 columns; on a GPU, a window of exponentials N·w·e
+
+Kernels keep 8·N·K from the forward to the backward, and need no window:
+
+    forward   S·D·e                      drawn rows, or
+              8·N·K + N·D·e              entries of tokens that are sampled again, and their rows
+    backward  12·N·(K + 1) + 8·V         lists of dW
 """
 
 from math import sqrt
@@ -20,6 +26,7 @@ from cutefce.ops.planning.call_problem import CallProblem, accumulates
 from cutefce.ops.planning.memory_model import (
     added_bytes,
     gathered_bytes,
+    selection_bytes,
     shared_sums_bytes,
     with_copies,
 )
@@ -32,6 +39,7 @@ from cutefce.ops.planning.step_memory import (
     PLAIN,
     TARGET_BYTES,
     accumulates_wider,
+    added_rows,
     forward_step_bytes,
     partial_bytes,
     rows_bytes,
@@ -40,14 +48,19 @@ from cutefce.ops.planning.step_memory import (
 )
 
 INDEX_BYTES = 8
+SAMPLED_AGAIN_BYTES = 64
+"""Bytes of a token's order, target, state and statistics where it may be sampled again."""
 CHOICE_BYTES = 21
 """Bytes of a logit while it is chosen, beside its probability: bits, in 32 and in 64, a threshold
 in 64, and the choice."""
 
 
 def sampled_bytes(p: Problem, config: WindowConfig) -> int:
-    """Return the workspace of sampled gradients, which the portable path forms."""
-    assert isinstance(p, CallProblem) and isinstance(config, PortableTiles)
+    """Return the workspace of sampled gradients."""
+    assert isinstance(p, CallProblem)
+    if p.arch is not None:
+        return _kernel_bytes(p, config)
+    assert isinstance(config, PortableTiles)
     entry_bytes = 4 + p.accumulator_bytes
     samples = p.tokens * (slots(p.samples, p.vocab) + 1) * entry_bytes
     saved = p.tokens * NUM_STATS * p.accumulator_bytes
@@ -71,6 +84,28 @@ def sampled_bytes(p: Problem, config: WindowConfig) -> int:
         step = max(target_rows_bytes(p, p.tokens), rows_bytes(p, p.tokens, CONVERTED))
     step = max(step, _window_bytes(p, min(config.window, p.vocab)))
     return with_copies(p, max(forward - p.gradient_bytes, backward + step, end))
+
+
+def _kernel_bytes(p: CallProblem, config: WindowConfig) -> int:
+    """Return the workspace of sampled gradients on kernels."""
+    most, item = slots(p.samples, p.vocab), p.tokens * p.hidden * p.item_bytes
+    samples, saved = (p.tokens + 1) * (8 * most + 8), p.tokens * NUM_STATS * p.accumulator_bytes
+    saved += selection_bytes(p) + gathered_bytes(p)
+    copy, partial = item * p.selects_rows, p.tokens * partial_bytes(p, config, p.tokens)
+    drawn = drawn_count(p.vocab * p.ranks)
+    gathered = drawn // p.ranks * p.hidden * p.item_bytes * (drawn < p.vocab * p.ranks)
+    again = samples + item + selection_bytes(p) + SAMPLED_AGAIN_BYTES * p.tokens
+    forward = saved + copy + partial + max(gathered, samples + again)
+    backward = saved + samples + p.tokens * (TARGET_BYTES + 6 * p.accumulator_bytes)
+    if p.grad_hidden and p.ranks > 1:
+        shared, reduced = shared_sums_bytes(p)
+        backward += max(shared, reduced)
+    if p.grad_weight or p.grad_bias:
+        backward += 12 * p.tokens * (most + 1) + 8 * p.vocab
+        beside = min(added_rows(p.hidden, p.accumulator_bytes, p.device), p.vocab)
+        is_beside = not p.grad_weight or added_bytes(p) > 0
+        backward += beside * p.hidden * p.accumulator_bytes * is_beside
+    return with_copies(p, max(forward - p.gradient_bytes, backward))
 
 
 def _forward_bytes(p: CallProblem, config: PortableTiles, samples: int) -> int:

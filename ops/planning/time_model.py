@@ -12,7 +12,8 @@ With N tokens, D hidden, V vocab, K columns kept, L aliased (`dw_aliasing`) and 
                            chunk has its own cost, and windows inside it read and write dX's
                            sums once each
     sampled                2·N·D·(V + S) FLOP with S drawn columns, and rows of w and h for each
-                           entry; on a GPU, that of windows that keep nothing
+                           entry, which kernels find in the L2 cache in part; on a GPU without
+                           kernels, that of windows that keep nothing
 
 On a GPU, the tiles of dX may leave SMs idle in their last wave.
 """
@@ -47,6 +48,11 @@ EXPOSED_SUMS = 0.5
 """Part of the bytes of kept sums whose time Hopper's MMAs do not hide.  Fitted to whole steps with
 sums of 3 bytes and chunks of 768 to 6656 tokens; at 131072 x 4096 they take 0.4 ms, where the
 kernel alone takes 0.16 to 0.35 ms more with sums, and all bytes would take 0.8."""
+SAMPLING_TIME = 0.035
+"""Time of sampling, over that of the product; of 8192 x 4096 x 131072 on an H200, as the next."""
+ENTRY_TIME, LIST_BYTES = 0.66, 400
+"""Bytes of rows of w or h that an entry moves, over theirs: some are in the L2 cache; and those
+that sorting and listing it is worth.  dX of 256 entries takes 2.8 ms, dW 2.5, lists 0.2 to 0.7."""
 CLUSTERS, TILE = 66, 256
 """Clusters of two SMs of an H200, and rows and columns of their tiles of dX."""
 
@@ -85,12 +91,15 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
 
 def sampled_seconds(p: Problem, window: int) -> float:
     """Return that of sampled gradients; without kernels, a GPU multiplies windows as a whole."""
-    if p.device != "cpu" or not isinstance(p, CallProblem):
+    if not isinstance(p, CallProblem) or (p.device != "cpu" and p.arch is None):
         return windows_seconds(p, window, 0, 0)
-    gathered = p.tokens * p.samples * p.hidden * p.accumulator_bytes
-    gradients = p.grad_hidden + p.grad_weight
-    columns = p.vocab + drawn_count(p.vocab * p.ranks) // p.ranks
-    return _seconds(p, columns, gradients * gathered)
+    entries = (p.grad_hidden + p.grad_weight) * p.tokens * p.samples
+    drawn = drawn_count(p.vocab * p.ranks) // p.ranks
+    if p.arch is None:
+        return _seconds(p, p.vocab + drawn, entries * p.hidden * p.accumulator_bytes)
+    moved = entries * (p.hidden * p.item_bytes * ENTRY_TIME + LIST_BYTES)
+    moved += p.vocab * p.hidden * p.item_bytes * p.grad_weight
+    return _seconds(p, (1 + SAMPLING_TIME) * p.vocab + drawn, moved)
 
 
 def _sum_bytes(p: Problem, chunk: int) -> float:
@@ -123,7 +132,7 @@ def _busy_part(p: Problem, rows: int) -> tuple[float, int]:
     return rows * p.hidden / (CLUSTERS * TILE**2 * num_waves(tiles, CLUSTERS, splits)), splits
 
 
-def _seconds(p: Problem, columns: int, moved_bytes: float) -> float:
+def _seconds(p: Problem, columns: float, moved_bytes: float) -> float:
     """Return the time of GEMMs over `columns` vocabulary columns in all, and of moving bytes."""
     flop_rate, byte_rate, *_ = _rates(p)
     return 2 * p.tokens * p.hidden * columns / flop_rate + moved_bytes / byte_rate

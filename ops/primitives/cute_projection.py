@@ -21,22 +21,23 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import selects_rows
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
-from cutefce.cute_kernels.variant import (
-    IDENTITY,
-    PLAIN,
-    KernelVariant,
-    LogitTransform,
-    RowReductions,
-)
+from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.workspace import forward_semaphore_count
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.interface import forward_unfused
-from cutefce.ops.primitives.row_selection import far_rows, gather_rows, row_count, row_range
+from cutefce.ops.primitives.row_selection import (
+    far_rows,
+    gather_rows,
+    has_aligned_rows,
+    row_count,
+    row_range,
+)
 from cutefce.ops.primitives.weighted_sum import SoftTargetSteps
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
-from cutefce.ops.rows.targets import Targets
+from cutefce.ops.rows.targets import Targets, launch_transform
+from cutefce.ops.sampling.kernels import SamplingSteps
 
 
 class Semaphores:
@@ -86,7 +87,7 @@ class PartialLse:
     """(K, N, P) those of `common.row_reductions`, if asked for."""
 
 
-class CuteProjection(SoftTargetSteps):
+class CuteProjection(SamplingSteps, SoftTargetSteps):
     """`cutefce.ops.primitives.interface.Projection` for one device, dtype and configuration."""
 
     def __init__(
@@ -96,7 +97,7 @@ class CuteProjection(SoftTargetSteps):
         self.kernels = kernels
         self.semaphores, self.clears = semaphores, clears
         self.config: GemmConfig = kernels.row_sums.config
-        self.clusters = num_sms // self.config.cluster
+        self.num_sms, self.clusters = num_sms, num_sms // self.config.cluster
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return h if has_aligned_rows(h) else h.clone(memory_format=torch.contiguous_format), w
@@ -107,7 +108,7 @@ class CuteProjection(SoftTargetSteps):
         logit = h.new_empty(tokens, dtype=torch.float32)
         count = min(Semaphores.BLOCK, kernel.max_zeros(tokens))
         zeros = h.new_empty(count, dtype=torch.int32)  # faster than torch.empty
-        transform = _transform(targets, (0, w.shape[0]))
+        transform = launch_transform(targets, (0, w.shape[0]))
         order = targets.index if chosen is None else chosen.order
         numbers, class_row = (targets.options.ignore_index, int(chosen is not None)), None
         if targets.class_row is not None:
@@ -131,22 +132,38 @@ class CuteProjection(SoftTargetSteps):
         targets: Targets,
         exps: Tensor | None = None,
     ) -> PartialLse:
-        first, last = window
-        w = row_range(w, first, last)
-        splits, semaphores = self._vocab_splits(h, w), self._take_semaphores(h)
-        most = splits
-        if targets.selection is not None:  # a window's share of what is affordable for all
-            share = self._most_splits(h, targets.vocab) * w.shape[0] // targets.vocab
-            most = max(splits, share)
-        sums = reference.new_empty(h.shape[0], most * self.config.partials_per_row)
-        launch = compiled(self.kernels.row_sums if exps is None else self.kernels.row_sums_and_exps)
-        planes, more = self.kernels.row_sums.reductions.planes, None
-        if planes:
-            more = reference.new_empty(planes, *sums.shape)
-        rows = reference, targets.index, sums, exps, semaphores, _transform(targets, window), more
-        count = row_count(targets.selection, semaphores)
-        launch(h, w, *rows, *count, first, splits, self.clusters)
+        kernel = self.kernels.row_sums if exps is None else self.kernels.row_sums_and_exps
+        partial = self.launch_sums(kernel, h, w, window, reference, targets, exps)
         self._clear(exps, targets)
+        return partial
+
+    def launch_sums(
+        self,
+        kernel: ProjectExpSpec,
+        h: Tensor,
+        w: Tensor,
+        window: tuple[int, int],
+        reference: Tensor,
+        targets: Targets,
+        exps: Tensor | None = None,
+        samples: tuple[Any, ...] | None = None,
+    ) -> PartialLse:
+        """Do what `project_exp` does with a kernel of row sums, and its argument `samples`."""
+        (first, last), config = window, kernel.config
+        w = row_range(w, first, last)
+        clusters = self.num_sms // config.cluster
+        splits = choose_vocab_splits(h.shape[0], w.shape[0], config, clusters)
+        semaphores, most = self._take_semaphores(h, config), splits
+        if targets.selection is not None:  # a window's share of what is affordable for all
+            affordable = most_vocab_splits(h.shape[0], targets.vocab, config)
+            most = max(splits, affordable * w.shape[0] // targets.vocab)
+        sums, more = reference.new_empty(h.shape[0], most * config.partials_per_row), None
+        if kernel.reductions.planes:
+            more = reference.new_empty(kernel.reductions.planes, *sums.shape)
+        rows = reference, targets.index, sums, exps, semaphores, launch_transform(targets, window)
+        count = row_count(targets.selection, semaphores)
+        launch = compiled(kernel)
+        launch(h, w, *rows, more, samples, *count, first, splits, clusters)
         return PartialLse(sums, semaphores, more)
 
     def concat_partials(self, partials: Sequence[PartialLse]) -> PartialLse:
@@ -187,7 +204,7 @@ class CuteProjection(SoftTargetSteps):
         stats, reduced = RowStats.empty(workspace, tokens), workspace.new_empty(())
         tensors = h, w, targets.index, workspace, stats.rows, reduced
         numbers = targets.options.ignore_index, splits, most, self.clusters
-        transform = None if targets.logits is None else _transform(targets, (0, w.shape[0]))
+        transform = None if targets.logits is None else launch_transform(targets, (0, w.shape[0]))
         launch = self._launch_selecting_forward if selects else self._launch_fused_forward
         launch(*tensors, None, None, transform, *numbers, int(targets.divides_by_count))
         return stats, reduce_losses(stats, targets, reduced if targets.terms is None else None)
@@ -206,7 +223,7 @@ class CuteProjection(SoftTargetSteps):
         launch, splits = compiled(self.kernels.exps), ceil_div(last - first, self.config.tile_n)
         semaphores = self._take_semaphores(h)
         rows = reference, targets.index, None, exps, semaphores
-        transform = _transform(targets, window), None
+        transform = launch_transform(targets, window), None, None
         count = row_count(targets.selection, semaphores)
         launch(h, w[first:last], *rows, *transform, *count, first, splits, self.clusters)
         self._clear(exps, targets)
@@ -240,7 +257,7 @@ class CuteProjection(SoftTargetSteps):
         w, semaphores = row_range(w, first, last), partial.semaphores
         launch, splits = compiled(self.kernels.repair_exps), self._vocab_splits(h, w)
         rows = stats.reference, targets.index, None, exps, semaphores
-        transform = _transform(targets, (first, last)), None
+        transform = launch_transform(targets, (first, last)), None, None
         count = row_count(targets.selection, semaphores)
         launch(h, w, *rows, *transform, *count, first, splits, self.clusters)
 
@@ -263,8 +280,9 @@ class CuteProjection(SoftTargetSteps):
         launch: Callable[..., None] = compiled(self.kernels.fused_forward)
         return launch
 
-    def _take_semaphores(self, h: Tensor) -> Tensor:
-        count: int = forward_semaphore_count(h.shape[0], self.config.rows)
+    def _take_semaphores(self, h: Tensor, config: GemmConfig | None = None) -> Tensor:
+        rows = min((config or self.config).rows, self.config.rows)
+        count: int = forward_semaphore_count(h.shape[0], rows)
         return self.semaphores.take(count, h.device)
 
     def _vocab_splits(self, h: Tensor, w: Tensor) -> int:
@@ -273,28 +291,3 @@ class CuteProjection(SoftTargetSteps):
     def _most_splits(self, h: Tensor, vocab: int) -> int:
         splits: int = most_vocab_splits(h.shape[0], vocab, self.config)
         return splits
-
-
-def variant_of(targets: Targets | None) -> KernelVariant:
-    """Return what kernels must be compiled with for the options of a call."""
-    if targets is None or targets.is_plain:
-        return PLAIN
-    logits, names = targets.logits, targets.options.output_names
-    transform = IDENTITY
-    if logits is not None:
-        given = logits.row_scale is not None, logits.bias is not None, logits.slope is not None
-        transform = LogitTransform(*given)
-    argmax = "is_top1" in names or "argmax" in names
-    reductions = RowReductions("entropy" in names, "sum_p_squared" in names, argmax)
-    return KernelVariant(transform, reductions)
-
-
-def _transform(targets: Targets, window: tuple[int, int]) -> tuple[Any, ...] | None:
-    """Return the logit transform of a launch over the columns of `window`."""
-    return None if targets.logits is None else targets.logits.columns(*window)
-
-
-def has_aligned_rows(x: Tensor) -> bool:
-    """Whether rows of x (N, D) are contiguous and begin at multiples of 16 bytes, as TMA needs."""
-    pitch, unit = x.stride()
-    return unit == 1 and pitch >= x.shape[1] and pitch % 8 == 0 and x.data_ptr() % 16 == 0

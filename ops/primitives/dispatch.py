@@ -16,22 +16,20 @@ from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
-from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.problem import MAX_SELECTED, Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
+from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS
 from cutefce.cute_kernels.variant import KernelVariant
 from cutefce.ops import torch_compat
 from cutefce.ops.planning.call_problem import CallProblem
+from cutefce.ops.planning.sample_sizes import slots as sample_slots
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
-from cutefce.ops.primitives.cute_projection import (
-    CuteProjection,
-    Semaphores,
-    has_aligned_rows,
-    variant_of,
-)
+from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.portable_projection import PortableProjection, is_dense
-from cutefce.ops.rows.targets import Targets
+from cutefce.ops.primitives.row_selection import has_aligned_rows
+from cutefce.ops.rows.targets import Targets, variant_of
 
 VERIFY = "cutefce verify"
 
@@ -142,10 +140,26 @@ def primitives_for(
         return kernel_primitives(*kernels, grad_bias=problem.grad_bias)
     reason = _unsupported_reason(h, w)
     if reason is None and targets is not None and targets.options.is_sampled:
-        reason = "gradient: got 'sampled', which the kernels do not serve"
+        is_soft = targets.soft is not None
+        reason = sampling_unsupported_reason(problem, targets.options.samples, is_soft)
     if problem.tokens and reason is not None:
         _report(reason, h.is_cuda)
     return portable_primitives(defaults.widest_window(problem))
+
+
+def sampling_unsupported_reason(problem: Problem, samples: int, is_soft: bool) -> str | None:
+    """Return why kernels that serve `problem` cannot sample its gradients, None if they can.
+
+    `is_soft` says that tokens have soft targets.
+    """
+    tokens, most = problem.tokens, sample_slots(samples)
+    if is_soft:
+        return "target_probs: got soft targets, expected none with gradient='sampled'"
+    if most > MAX_SAMPLE_SLOTS:
+        return f"samples: got {samples}, which take {most} slots, expected {MAX_SAMPLE_SLOTS}"
+    if tokens > MAX_SELECTED or tokens * max(problem.hidden, most + 1) >= 1 << 31:
+        return f"input: got {tokens} tokens, more than gradient='sampled' can index"
+    return None
 
 
 def kernel_primitives(

@@ -126,6 +126,19 @@ class PortableProjection(SoftTargetSteps):
         self._project_tiles(h, w, (0, vocab), reference, targets, exps, partial, sampler)
         return partial, sampler.samples()
 
+    def finish_samples(
+        self,
+        samples: Samples,
+        h: Tensor,
+        w: Tensor,
+        stats: RowStats,
+        estimate: Tensor,
+        targets: Targets,
+        sampling: Sampling,
+    ) -> None:
+        factor = (estimate - stats.reference).exp().div_(sampling.samples)
+        samples.exps.mul_(factor[:, None])
+
     def sampled_exps(
         self,
         h: Tensor,

@@ -88,3 +88,9 @@ def select_rows(
         return None
     order = (counted != ignored).nonzero()[:, 0]
     return RowSelection(order, y.index_select(0, order), None, chunk, tokens)
+
+
+def has_aligned_rows(x: Tensor) -> bool:
+    """Whether rows of x (N, D) are contiguous and begin at multiples of 16 bytes, as TMA needs."""
+    pitch, unit = x.stride()
+    return unit == 1 and pitch >= x.shape[1] and pitch % 8 == 0 and x.data_ptr() % 16 == 0

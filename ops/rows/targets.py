@@ -2,11 +2,18 @@
 
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.variant import (
+    IDENTITY,
+    PLAIN,
+    KernelVariant,
+    LogitTransform,
+    RowReductions,
+)
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import LossTerms
@@ -207,3 +214,22 @@ def without_weightless(y: Tensor, options: LossOptions, tensors: TensorOptions) 
     """Return the targets y (N,), ignored where the token's weight is 0."""
     weights = tensors.token_weights
     return y if weights is None else torch.where(weights == 0, options.ignore_index, y)
+
+
+def variant_of(targets: Targets | None) -> KernelVariant:
+    """Return what kernels must be compiled with for the options of a call."""
+    if targets is None or targets.is_plain:
+        return PLAIN
+    logits, names = targets.logits, targets.options.output_names
+    transform = IDENTITY
+    if logits is not None:
+        given = logits.row_scale is not None, logits.bias is not None, logits.slope is not None
+        transform = LogitTransform(*given)
+    argmax = "is_top1" in names or "argmax" in names
+    reductions = RowReductions("entropy" in names, "sum_p_squared" in names, argmax)
+    return KernelVariant(transform, reductions)
+
+
+def launch_transform(targets: Targets, window: tuple[int, int]) -> tuple[Any, ...] | None:
+    """Return the logit transform of a launch over the columns of `window`."""
+    return None if targets.logits is None else targets.logits.columns(*window)

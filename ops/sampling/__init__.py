@@ -4,4 +4,5 @@ samples.py         how entries are chosen, and those that were
 random_bits.py     the random bits of entries
 interface.py       the steps that strategies take
 portable.py        these steps in plain torch
+kernels.py         these steps on the kernels
 """

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from cutefce.ops.primitives.interface import PartialT, Projection
+from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.samples import Samples, Sampling
 
@@ -21,14 +22,31 @@ class SamplingProjection(Projection[PartialT], Protocol):
         estimate: Tensor,
         targets: Targets,
         sampling: Sampling,
-    ) -> tuple[PartialT, Samples]:
+    ) -> tuple[PartialT, Any]:
         """Return the row sums of e over all columns, and the entries that are kept.
 
-        The sums have the bits of those of `project_exp`.  Entry (i, v) is kept with probability
-        q = min(1, p̂ / θ), p̂ the stored exponential relative to `estimate` (N,) of lse, by the bits
-        of `sampling.random_bits`; a stored exponential has the factor du/dt of a softcap.  The
-        `exps` of the result are p̂ / (q θ), which is 1 unless q is: they are relative to the
-        estimate, and their unit is θ.
+        These are `Samples` or, on kernels, `KernelSamples`.  The sums have the bits of those of
+        `project_exp`.  Entry (i, v) is kept with probability q = min(1, p̂ / θ), p̂ the stored
+        exponential relative to `estimate` (N,) of lse, by the bits of `sampling.random_bits`; a
+        stored exponential has the factor du/dt of a softcap.  The `exps` of the result are
+        p̂ / (q θ), which is 1 unless q is: they are relative to the estimate, and their unit is θ,
+        until `finish_samples`.
+        """
+        ...
+
+    def finish_samples(
+        self,
+        samples: Any,
+        h: Tensor,
+        w: Tensor,
+        stats: RowStats,
+        estimate: Tensor,
+        targets: Targets,
+        sampling: Sampling,
+    ) -> None:
+        """Make what `sample` has returned ready for a backward, once the statistics are known.
+
+        More than eight parameters: those of `sample`, its result, and the statistics.
         """
         ...
 

@@ -19,9 +19,11 @@ from torch import Tensor
 from cutefce.ops.planning.sample_sizes import drawn_count
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT, Projection, forward_unfused
+from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.interface import SamplingProjection
+from cutefce.ops.sampling.kernels import KernelSamples, is_in_place
 from cutefce.ops.sampling.random_bits import drawn_columns
 from cutefce.ops.sampling.samples import Samples, Sampling
 from cutefce.ops.strategies import windows
@@ -39,8 +41,10 @@ class SamplingForward(Generic[PartialT]):
     sampling: Sampling
     estimate: Tensor | None = None
     """(N,) l̂"""
-    samples: Samples | None = None
+    samples: Any = None
     """As `own` returns them."""
+    operands: tuple[Tensor, Tensor] | None = None
+    """h and w of these."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
@@ -62,23 +66,72 @@ class SamplingForward(Generic[PartialT]):
         assert window == (0, w.shape[0]) and exps is None
         self.estimate = estimate_lse(self.own, h, w, reference, targets, self.sampling)
         more = reference, self.estimate, targets, self.sampling
-        partial, self.samples = self.own.sample(h, w, *more)
+        (partial, self.samples), self.operands = self.own.sample(h, w, *more), (h, w)
         return partial
 
 
 def forward(
     inputs: LossInputs[PartialT, TargetGradT], sampling: Sampling
-) -> tuple[Tensor, RowStats, Samples]:
+) -> tuple[Tensor, RowStats, Samples | KernelSamples]:
     """Return the reduced loss, () or (N,), the statistics of every token, and the entries."""
     own = cast(SamplingProjection[PartialT], inputs.primitives.projection)
     projection = SamplingForward(own, sampling)
     primitives = replace(inputs.primitives, projection=cast(Projection[PartialT], projection))
     loss, stats = windows.forward(replace(inputs, primitives=primitives))
     samples, estimate = projection.samples, projection.estimate
-    assert samples is not None and estimate is not None
-    factor = (estimate - stats.reference).exp().div_(sampling.samples)
-    samples.exps.mul_(factor[:, None])
+    assert projection.operands is not None and estimate is not None
+    own.finish_samples(samples, *projection.operands, stats, estimate, inputs.targets, sampling)
     return loss, stats, samples
+
+
+def backward(
+    inputs: LossInputs[PartialT, TargetGradT],
+    stats: RowStats,
+    samples: KernelSamples,
+    upstream: Tensor,
+    grad_hidden: bool,
+    dw: Tensor | None,
+    dbias: Tensor | None,
+) -> Tensor | None:
+    """Do what `windows.backward` does, with the products of kernels: no window is formed."""
+    gradients, h, targets = inputs.primitives.gradients, inputs.h, inputs.targets
+    scaling = gradients.scaling(h.dtype, targets, stats, upstream, in_reference=False)
+    coefficients, selection, dx = scaling.dx, targets.selection, None
+    order = None if selection is None else selection.order
+    if grad_hidden:
+        dx = _grad_hidden(inputs, samples, coefficients, order)
+    if dw is not None or dbias is not None:
+        every = None if dw is None else windows.every_row(inputs, coefficients.every)
+        lists, adds = (
+            samples.by_class(targets, coefficients, stats),
+            inputs.accumulate_into is not None,
+        )
+        in_place = dw is not None and is_in_place(dw, h.dtype)
+        lists.grad_weight(dw, h, dbias, every, adds=adds, in_place=in_place)
+    if dbias is not None:
+        windows.finish_dbias(dbias, targets, None, coefficients.every, None)
+    return dx
+
+
+def _grad_hidden(
+    inputs: LossInputs[PartialT, TargetGradT],
+    samples: KernelSamples,
+    coefficients: RowCoefficients,
+    order: Tensor | None,
+) -> Tensor:
+    """Return dX (N, D) in the order of the call."""
+    h, w, targets = inputs.h, inputs.w, inputs.targets
+    dx = h.new_empty(inputs.tokens, h.shape[1], dtype=inputs.dx_dtype)
+    if windows.class_term(inputs, coefficients) is None:
+        samples.grad_hidden(dx, w, targets, coefficients, order)
+        return dx
+    # the class row's part is added before dX is rounded
+    sums = coefficients.scale.new_empty(dx.shape)
+    samples.grad_hidden(sums, w, targets, coefficients, None)
+    ones, zeros = targets.active.to(sums.dtype), torch.zeros_like(coefficients.target)
+    own = replace(coefficients, scale=ones, target=zeros)
+    windows.finish_dx(inputs, dx, sums, own, order)
+    return dx
 
 
 def estimate_lse(
@@ -110,8 +163,10 @@ def drawn_classes(w: Tensor, targets: Targets, sampling: Sampling) -> tuple[Tens
     index = torch.where(targets.active, torch.where(is_drawn, place, ABSENT), IGNORED)
     none: Any = {"reduction": "none", "outputs": "", "ignore_index": IGNORED}
     logits, options = targets.logits, dataclasses.replace(targets.options, **none)
-    if drawn_count(sampling.vocab) == sampling.vocab:  # all of them, in their order
-        return w, Targets(index, len(w), options, logits=logits)
-    if logits is not None and logits.bias is not None:
-        logits = replace(logits, bias=logits.bias[columns])
-    return w[columns], Targets(index, len(columns), options, logits=logits)
+    if drawn_count(sampling.vocab) < sampling.vocab:  # else all of them, in their order
+        w = w[columns]
+        if logits is not None and logits.bias is not None:
+            logits = replace(logits, bias=logits.bias[columns])
+    part = Targets(index, len(w), options, logits=logits)
+    part.selection = targets.selection
+    return w, part

@@ -241,15 +241,16 @@ def every_row(inputs: LossInputs[PartialT, TargetGradT], every: Tensor | None) -
 def finish_dbias(
     dbias: Tensor,
     targets: Targets,
-    target: Tensor,
+    target: Tensor | None,
     every: Tensor | None,
     others: Tensor | None,
 ) -> None:
     """Add the terms of targets (N,) and of every class to the sums of the bias' gradient (V,).
 
-    Those of soft targets are `others` (N, K).
+    Those of soft targets are `others` (N, K).  Those of targets may be in the sums.
     """
-    dbias.index_put_((targets.safe_index,), target, accumulate=True)  # deterministic
+    if target is not None:
+        dbias.index_put_((targets.safe_index,), target, accumulate=True)  # deterministic
     if others is not None and targets.soft is not None:
         dbias.index_put_((targets.soft.index,), others, accumulate=True)
     if every is not None and targets.terms is not None:

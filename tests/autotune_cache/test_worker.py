@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cutefce.autotune_cache.tuning import targets, timing, worker
+from cutefce.autotune_cache.tuning.shapes import SMALL_PROBLEMS
 from cutefce.autotune_cache.tuning.targets.window import WindowTarget
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import ARCHS
@@ -20,6 +21,7 @@ from cutefce.ops.primitives import (
     fused_step,
     row_selection,
 )
+from cutefce.ops.sampling import kernels as sampling
 from tests.support.fake_tuner import SIZES, TARGET
 from tests.support.faulty_candidates import Kind, config
 from tests.support.kernel_models import model_of, use_models
@@ -92,7 +94,8 @@ def noted(monkeypatch: pytest.MonkeyPatch, launched: set[spec.KernelSpec]) -> No
 
         return launch
 
-    for module in (cute_gradients, cute_projection, cute_rowwise, fused_step, row_selection):
+    modules = cute_gradients, cute_projection, cute_rowwise, fused_step, row_selection, sampling
+    for module in modules:
         monkeypatch.setattr(module, "compiled", note)
 
 
@@ -106,7 +109,7 @@ def test_all_kernels_are_checked(arch: Arch, dtype: str, monkeypatch: pytest.Mon
     for target in targets.all_targets(dataclasses.replace(GPU, arch=arch), "cpu"):
         for candidate in target.defaults():
             known += target.kernels(target.reference_problem(dtype), candidate)
-            for name in worker.SMALL_PROBLEMS:
+            for name in SMALL_PROBLEMS:
                 target.outputs(worker._small_case(target, name, dtype)[0], candidate)
     assert set(known) <= launched
 
@@ -135,7 +138,7 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
         candidate = target.default(problem)
         for some in (
             case,
-            *(worker._small_case(target, x, dtype)[0] for x in worker.SMALL_PROBLEMS),
+            *(worker._small_case(target, x, dtype)[0] for x in SMALL_PROBLEMS),
         ):
             target.outputs(some, candidate)
         target.call(case, candidate)()
@@ -149,7 +152,7 @@ def test_steps_with_windows_of_any_width_are_right(
 ) -> None:
     use_models(monkeypatch)
     target, widths = WindowTarget(dataclasses.replace(GPU, arch=arch), "cpu"), set()
-    for name in worker.SMALL_PROBLEMS:
+    for name in SMALL_PROBLEMS:
         case, expected = worker._small_case(target, name, "bfloat16")
         assert target.default(case.problem) in target.candidates(case.problem)
         for width in target.candidates(case.problem):

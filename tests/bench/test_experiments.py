@@ -24,6 +24,7 @@ from bench.experiments import (
     max_tokens,
     paper_grid,
     peers,
+    sampled,
     stability,
     steady_state,
     step,
@@ -234,6 +235,23 @@ def test_every_command_runs_on_a_cpu_and_its_data_makes_a_report(
     output = run(tmp_path, "--resume", "step", "--repeats", "2").output
     assert output.count(": already recorded") == 2
     assert (folder / "step.jsonl").read_text() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_sampled_gradients_are_measured_beside_exact_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sampled.SHAPES, "cpu", (replace(TINY, vocab=512),))
+    run(tmp_path, "sampled", "--repeats", "2")
+    rows = read(tmp_path / "cpu" / "sampled.jsonl")[1]
+    names = "GEMMs", "exact max", "exact min", "sampled 256", "sampled 64"
+    found = [(row["data"], row["implementation"]) for row in rows]
+    assert found == [(data, name) for data in ("random", "trained") for name in names]
+    for row in rows:
+        if row["implementation"].startswith("sampled"):
+            assert 0 < row["dx_error"] < 0.5 and row["predicted_mib"] > 0
+        elif row["implementation"] != "GEMMs":
+            assert row["dx_error"] < 1e-4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")

@@ -311,8 +311,9 @@ def exponentials(code: Code) -> Iterator[bool]:
     """The configured number of exponentials uses the hardware's unit."""
     fraction = 1 - code.config.poly_exp2_per_16 / 16
     columns = code.arch.EPI_TILE_COLUMNS * (code.kernel.sums + code.kernel.store)
-    # one more an epilogue tile rescales the row's sum
+    # one more an epilogue tile rescales the row's sum, and one a column is its probability
     expected = int(columns * fraction) + code.kernel.sums
+    expected += code.arch.EPI_TILE_COLUMNS * code.kernel.samples
     capped = code.arch.EPI_TILE_COLUMNS if code.kernel.transform.softcap else 0
     yield len(code.at(r"^ex2\.approx\.ftz\.f32")) == expected + capped
     # one reciprocal a tanh, that of κ if derivatives are stored, and that of the sum in a mean

@@ -1,5 +1,6 @@
 """The Blackwell kernels' PTX, emulated on numpy, against float64; injected faults are detected."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.emulation import blackwell
 from tests.emulation.cases import Case, Launch, check, check_counted, launch_of_counted, numbers
 from tests.emulation.core import Stuck
 from tests.emulation.host import host_function
+from tests.emulation.samples import Sampled
 from tests.support.row_reductions import reduced
 
 ARCH = arch_named("sm_100a")
@@ -97,6 +99,17 @@ def test_recomputed_exponentials() -> None:
     launch = case.launch(kernel, vocab_splits=2)
     run(kernel, launch, clusters=2)
     check(launch, case)
+
+
+@pytest.mark.parametrize("config", [TWO_CTA, POLY_EXP2], ids=str)
+def test_samples(config: GemmConfig) -> None:
+    case, plain = Case(140, 72, 203, first=5000), KERNELS[config].row_sums
+    kernel = dataclasses.replace(plain, samples=True)
+    sampled, without = Sampled(case, kernel, samples=16, capacity=60), case.launch(plain, 2)
+    run(kernel, sampled.launch, clusters=2)
+    run(plain, without, clusters=2)
+    sampled.check()
+    assert np.array_equal(without.sums, sampled.launch.sums)
 
 
 TRANSFORMS = {

@@ -1,5 +1,6 @@
 """The compiled code for Blackwell keeps the rules, and each rule detects faults."""
 
+import dataclasses
 import functools
 import re
 import subprocess
@@ -43,12 +44,13 @@ KERNELS = (
     variants("sm_100a", variant=ALL_OPTIONS)[2],
     variants("sm_100a", variant=KernelVariant(LogitTransform(row_scale=True, bias=True)))[0],
     variants("sm_100a", variant=KernelVariant(reductions=RowReductions(argmax=True)))[0],
+    dataclasses.replace(variants("sm_100a")[0], samples=True),
 )
 """All plain kernels of sm_100a; sm_103a differs in the target, float16 in the operands."""
 
 
 def describe(kernel: ProjectExpSpec) -> str:
-    kinds = [name for name in ("sums", "store", "only_flagged") if getattr(kernel, name)]
+    kinds = [name for name in ("sums", "store", "only_flagged", "samples") if getattr(kernel, name)]
     for options in (kernel.transform, kernel.reductions):
         kinds += [name for name, asked in options._asdict().items() if asked]
     return f"{kernel.arch} {kernel.dtype} {kernel.config}: {' '.join(kinds)}"

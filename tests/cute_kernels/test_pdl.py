@@ -14,6 +14,7 @@ pytest.importorskip("cutlass")
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.kernel_set import kernel_set
+from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
 from cutefce.cute_kernels.variant import KernelVariant, LogitTransform
 from tests.blackwell.machine_code import artifacts
@@ -28,6 +29,7 @@ CAPPED = kernel_set(
     Sm90().default_configs(8192, 4096, 132),
     KernelVariant(LogitTransform(row_scale=True, bias=True, softcap=True)),
 )
+SAMPLING = sampling_kernels(Sm90(), KERNELS.row_sums, 8192, 500)
 KINDS: dict[str, KernelSpec | None] = {
     "sums": KERNELS.row_sums,
     "exps": KERNELS.exps,
@@ -39,6 +41,10 @@ KINDS: dict[str, KernelSpec | None] = {
     "clear_rows": KERNELS.clear_rows,
     "capped sums and exps": CAPPED.row_sums_and_exps,
     "capped target_logit": CAPPED.target_logit,
+    "sampled sums": SAMPLING.project_exp,
+    "prepare_samples": SAMPLING.prepare,
+    "sort_samples": SAMPLING.sort,
+    "sparse_rows": SAMPLING.grad_hidden,
 }
 for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
     KINDS |= {
@@ -82,6 +88,15 @@ def test_no_access_before_the_wait(kernel: KernelSpec | None) -> None:
         assert ptx.index(WAIT) < ptx.index(LET), "waits before the next kernel starts"
         without = ptx.replace(WAIT, "")
         assert list(unguarded(without)), "detects a missing wait"
+
+
+def test_each_of_several_kernels_waits() -> None:
+    ptx, _ = artifacts(SAMPLING.list_classes)
+    _, *entries = ptx.split(".entry")
+    assert len(entries) == 5
+    for entry in entries:
+        assert not list(unguarded(entry))
+        assert entry.count(WAIT) == 1 and entry.index(WAIT) < entry.index(LET)
 
 
 def test_each_role_waits() -> None:

@@ -258,9 +258,10 @@ def widen(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     warp.put(operands[0], number.view(np.int32), mask)
 
 
-@handles("cvt.rn.f32.s32")
+@handles("cvt.rn.f32.s32", "cvt.rn.f32.u32")
 def convert_number(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
-    number = warp.value(operands[1]).astype(np.float32)
+    number = warp.value(operands[1])
+    number = (unsigned(number) if line.startswith("cvt.rn.f32.u32") else number).astype(np.float32)
     warp.put(operands[0], number.view(np.int32), mask)
 
 
@@ -308,7 +309,12 @@ def store_global(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
         words[at + i] = warp.value(source)[mask].astype(UNSIGNED[size])
 
 
-@handles("red.relaxed.gpu.global.add", "red.release.gpu.global.add", "atom.global.acq_rel.add")
+@handles(
+    "red.relaxed.gpu.global.add",
+    "red.release.gpu.global.add",
+    "atom.global.acq_rel.add",
+    "atom.global.add.u32",
+)
 def add_atomically(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     place, addend = operands[-2:]
     words, at = warp.grid.memory.at(warp.value(place)[mask], 4)

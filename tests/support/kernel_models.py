@@ -42,7 +42,9 @@ from cutefce.ops.primitives.elementwise import joined_sums, split_sums
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.random_rounding import round_at_random_
 from cutefce.ops.rows.statistics import RowStats
-from cutefce.ops.rows.targets import Targets
+from cutefce.ops.rows.targets import Targets, variant_of
+from cutefce.ops.sampling import kernels as sampling
+from tests.support import sampling_models
 from tests.support.row_reductions import reduced
 
 
@@ -65,6 +67,10 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
         spec.RowCoefficientsSpec: _row_coefficients,
         spec.SortTargetsSpec: _sort_targets,
         spec.AddTargetsSpec: _add_targets,
+        spec.PrepareSamplesSpec: sampling_models.prepare_samples,
+        spec.SortSamplesSpec: sampling_models.sort_samples,
+        spec.ListSamplesSpec: sampling_models.list_samples,
+        spec.SparseRowsSpec: sampling_models.sparse_rows,
     }
     return functools.partial(models[type(kernel)], kernel)
 
@@ -179,6 +185,7 @@ def _project_exp(
     semaphores: Tensor,
     transform: Transform | None,
     reductions: Tensor | None,
+    samples: tuple[Any, ...] | None,
     count: Tensor,
     selects: int,
     first: int,
@@ -205,6 +212,10 @@ def _project_exp(
         reductions[:] = reduced(empty, torch.zeros(1), first, kernel.reductions)[:, :, None]
         reductions[..., 0] = reduced(masked, reference, first, kernel.reductions)
     inside = torch.arange(len(h)) < counted
+    assert (samples is not None) == kernel.samples
+    if samples is not None:
+        scale = None if transform is None or not kernel.transform.softcap else transform[0]
+        sampling_models.sample(masked[:counted], columns, scale, samples)
     if sums is not None:
         sums[~inside] = torch.nan  # undefined
     if reductions is not None:
@@ -313,7 +324,7 @@ def _fused_forward(
     sums, semaphores = sums.view(tokens, partials), rest.view(torch.int32)
     places = transform, order, ignored, int(kernel.selects)
     model_of(kernel.target_logit)(h, w, selected, logit, semaphores, *places)
-    more = semaphores, transform, None, counts, int(kernel.selects), 0, vocab_splits, clusters
+    more = semaphores, transform, None, None, counts, int(kernel.selects), 0, vocab_splits, clusters
     model_of(kernel.project_exp)(dense, w, logit, selected, sums, exps, *more)
     scatter = order if kernel.selects and not kernel.stores else None
     results = stats, reduced, semaphores, scatter
@@ -596,7 +607,7 @@ def serve_calls(
         return dataclasses.replace(own, arch=arch.name if selects else None, dtype=dtype)
 
     def primitives_for(h: Tensor, w: Tensor, problem: Problem, targets: Targets) -> Any:
-        variant = cute_projection.variant_of(targets)
+        variant = variant_of(targets)
         kernels = kernel_set.kernel_set(arch, problem.dtype, configs, variant)
         return dispatch.kernel_primitives(tiles, kernels, num_sms, problem.grad_bias)
 
@@ -618,5 +629,6 @@ def use_models(
     replacement: Replacement = model_of,
 ) -> None:
     """Launch the models, or another replacement, in the place of compiled kernels."""
-    for module in (cute_projection, cute_gradients, cute_rowwise, fused_step, row_selection):
+    modules = cute_projection, cute_gradients, cute_rowwise, fused_step, row_selection, sampling
+    for module in modules:
         monkeypatch.setattr(module, "compiled", replacement)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.table import Candidate
+from cutefce.autotune_cache.tuning import sampled_outputs
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
 from cutefce.cute_kernels.gpu import Gpu
@@ -161,7 +162,8 @@ class TuningTarget(abc.ABC):
 
     def kernels(self, problem: Problem, candidate: Candidate) -> Sequence[KernelSpec]:
         """Return the kernels that verifying and timing a candidate on `problem` launches."""
-        return kernel_set(self.arch, problem.dtype, self.configs(problem, candidate)).all()
+        every = kernel_set(self.arch, problem.dtype, self.configs(problem, candidate))
+        return list(dict.fromkeys([*every.all(), *sampled_outputs.kernels(self.arch, every)]))
 
     def tiles(self, problem: Problem, candidate: Candidate) -> PortableTiles:
         """Return the windows and tiles of the primitives under test."""

@@ -1,0 +1,91 @@
+"""Outputs of sampled gradients for a tuning case, and the kernels that they launch.
+
+Which entries are kept depends on the rounding of logits.  So gradients are those of a call with so
+many samples that all entries are kept, which are the exact ones; with few samples, the number of
+entries is compared, and Σ of their columns.
+"""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from cutefce.autotune_cache.tuning.shapes import SMALL_PROBLEMS
+from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.cute_kernels.sampling_set import sampling_kernels
+from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.ops.planning.sample_sizes import slots
+from cutefce.ops.primitives.cute_projection import CuteProjection
+from cutefce.ops.sampling.kernels import KernelSamples
+from cutefce.ops.sampling.samples import Sampling
+from cutefce.ops.strategies import sampled, windows
+from cutefce.ops.strategies.loss_inputs import LossInputs
+
+ALL, FEW = 1 << 24, 64
+"""Samples with which all entries are kept, and few."""
+LOW = 10.0
+"""Nats by which some estimates are too low, so that their tokens are sampled again."""
+FLIPS = 1 << 11
+"""Float32 roundings of an entry in 32: that many may be kept or not by rounding of logits."""
+
+
+class _LowEstimates:
+    """A projection whose estimates of every third token are too low."""
+
+    def __init__(self, own: CuteProjection) -> None:
+        self.own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def sample(
+        self, h: Tensor, w: Tensor, reference: Tensor, estimate: Tensor, *others: Any
+    ) -> Any:
+        """Do what the projection does."""
+        estimate[::3] -= LOW
+        return self.own.sample(h, w, reference, estimate, *others)
+
+
+def kernels(arch: Arch, exact: KernelSet) -> list[KernelSpec]:
+    """Return what checks on small problems launch beside the kernels of exact gradients."""
+    found: list[KernelSpec] = []
+    for tokens, _, vocab in SMALL_PROBLEMS.values():
+        for samples in (ALL, FEW):
+            found += sampling_kernels(arch, exact.row_sums, tokens, slots(samples, vocab))
+    return found
+
+
+def gradients_of_all(
+    inputs: LossInputs[Any, Any], upstream: Tensor, window: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return losses (N,), dX and dW of a call that keeps all entries."""
+    dw = torch.empty_like(inputs.w)
+    if not isinstance(inputs.primitives.projection, CuteProjection):
+        loss, stats = windows.forward(inputs)
+        return loss, windows.backward(inputs, stats, (), upstream, window, True, dw), dw
+    projection = cast(Any, _LowEstimates(inputs.primitives.projection))
+    inputs = replace(inputs, primitives=replace(inputs.primitives, projection=projection))
+    loss, stats, samples = sampled.forward(inputs, _sampling(inputs, ALL))
+    assert isinstance(samples, KernelSamples)
+    return loss, sampled.backward(inputs, stats, samples, upstream, True, dw, None), dw
+
+
+def entries_of_few(inputs: LossInputs[Any, Any]) -> Tensor:
+    """Return (2,) float64: how many entries are kept, and Σ of their columns over V."""
+    _, _, samples = sampled.forward(inputs, _sampling(inputs, FEW))
+    if isinstance(samples, KernelSamples):
+        columns, counts = samples.entries >> 32, samples.counts
+    else:
+        columns, counts = samples.columns, samples.counts
+    is_entry = torch.arange(columns.shape[1], device=counts.device) < counts[:, None]
+    places = torch.where(is_entry, columns, 0).sum() / len(inputs.w)
+    return torch.stack([is_entry.sum().double(), places.double()])
+
+
+def _sampling(inputs: LossInputs[Any, Any], samples: int) -> Sampling:
+    index = inputs.targets.index
+    seed = torch.tensor([1, 2], dtype=torch.int32, device=index.device)
+    rows = torch.arange(len(index), device=index.device)
+    return Sampling(seed, samples, rows, len(inputs.w))

@@ -1,0 +1,142 @@
+"""Sampled gradients beside exact ones and the plain GEMMs.
+
+random      random hidden states and weights, logits of deviation 1: as flat a softmax as there is,
+            of which a token keeps `samples` entries
+trained     targets by Zipf's law; eight features of the head hold their logarithmic frequencies, as
+            a prior that all tokens share, and the others give logits of deviation 2.5
+
+Times are over those of the three plain GEMMs, of the same inputs in the same run.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+import cutefce
+from bench.harness.accuracy import relative_errors
+from bench.harness.cli import DEVICE, Output, chosen_shapes, repeats_option, shape_options
+from bench.harness.problems import (
+    CPU_SHAPE,
+    Loss,
+    Shape,
+    cutefce_loss,
+    gradients,
+    plain_gemms,
+    random_inputs,
+)
+from bench.harness.records import Measurement
+from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
+
+SHAPES = {
+    "cpu": (CPU_SHAPE,),
+    "cuda": (
+        Shape(8192, 4096, 131072, "bfloat16"),
+        Shape(8192, 2304, 256000, "bfloat16"),
+        Shape(32768, 4096, 131072, "bfloat16"),
+        Shape(4096, 2048, 128256, "bfloat16"),
+    ),
+}
+SAMPLES = 256, 64
+DATA = "random", "trained"
+EXACT = {"exact max": "max", "exact min": "min"}
+"""Workspaces by name."""
+GEMMS = "GEMMs"
+PRIOR_FEATURES, FIRST_RANK, TRAINED_STD = 8, 10, 2.5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation at one shape; times are medians of interleaved runs."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    data: str
+    implementation: str
+    median_ms: float
+    quartiles_ms: tuple[float, float]
+    ratio_to_gemms: float
+    peak_mib: float | None = None
+    """Peak memory in MiB beyond the inputs and the gradients."""
+    predicted_mib: float | None = None
+    """The plan's prediction of `peak_mib`."""
+    dx_error: float | None = None
+    """Of one draw from the exact gradient, relative, in the Euclidean norm; so is the next."""
+    dw_error: float | None = None
+
+
+@click.command("sampled")
+@shape_options
+@repeats_option(9)
+@click.pass_obj
+def command(output: Output, /, repeats: int, **sizes: Any) -> None:
+    """Sampled gradients of random and trained-like inputs, beside exact ones."""
+    name, shapes = chosen_shapes("sampled", SHAPES[DEVICE], sizes)
+    measurements = [
+        Measurement(
+            {"tokens": s.tokens, "hidden": s.hidden, "vocab": s.vocab, "data": data},
+            functools.partial(run, s, DEVICE, repeats, data),
+        )
+        for s in shapes
+        for data in DATA
+    ]
+    output.record(name, measurements)
+
+
+def run(shape: Shape, device: str, repeats: int, data: str) -> list[Row]:
+    """Measure every implementation on inputs of a kind."""
+    h, w, y = inputs(shape, device, data)
+    losses: dict[str, Loss] = {name: cutefce_loss(budget) for name, budget in EXACT.items()}
+    losses |= {f"sampled {samples}": sampled_loss(samples) for samples in SAMPLES}
+    calls: dict[str, Call] = {GEMMS: plain_gemms(h, w, y)}
+    for name, loss in losses.items():
+        calls[name] = functools.partial(gradients, loss, h, w, y)
+    want = gradients(losses["exact max"], h, w, y)
+    errors = {name: relative_errors(gradients(losses[name], h, w, y), want) for name in losses}
+    del want
+    times = interleaved(calls, device, repeats, before=preceding_gemms(device))
+    rows = []
+    for name, time in times.items():
+        ratio = time.median_ms / times[GEMMS].median_ms
+        sizes = shape.tokens, shape.hidden, shape.vocab
+        row = *sizes, data, name, time.median_ms, time.quartiles_ms, ratio
+        if name == GEMMS:
+            rows.append(Row(*row))
+            continue
+        peak = (peak_bytes(calls[name], device) - h.nbytes - w.nbytes) / 2**20
+        predicted = plan_of(name, h, w).workspace_bytes / 2**20
+        rows.append(Row(*row, peak, predicted, *errors[name][1:]))
+    return rows
+
+
+def inputs(shape: Shape, device: str, data: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return h (N, D), w (V, D) and y (N,) of a kind."""
+    if data == "random":
+        return random_inputs(shape, device)
+    h, w, _ = random_inputs(shape, device, TRAINED_STD)
+    frequency = 1.0 / (torch.arange(shape.vocab, device=device) + FIRST_RANK)
+    frequency /= frequency.sum()
+    h[:, :PRIOR_FEATURES] = 1
+    w[:, :PRIOR_FEATURES] = (frequency.log() / PRIOR_FEATURES).to(w.dtype)[:, None]
+    return h, w, torch.multinomial(frequency, shape.tokens, replacement=True)
+
+
+def sampled_loss(samples: int) -> Loss:
+    """Return cutefce's loss with sampled gradients."""
+
+    def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return cutefce.linear_cross_entropy(h, w, y, gradient="sampled", samples=samples)
+
+    return loss
+
+
+def plan_of(name: str, h: Tensor, w: Tensor) -> Any:
+    """Return the plan of an implementation."""
+    leaves = h.detach().requires_grad_(), w.detach().requires_grad_()
+    if name in EXACT:
+        return cutefce.plan(*leaves, workspace=EXACT[name])
+    return cutefce.plan(*leaves, gradient="sampled", samples=int(name.split()[1]))

@@ -1,0 +1,122 @@
+"""Sampling of softmax entries: which columns of a row enter its gradients.
+
+With an estimate l̂ of a row's log-sum-exp, entry (i, v) is kept with probability
+
+    q_iv = min(1, samples · exp(u_iv - l̂_i))          times 1 - (u_iv/κ_i)² with a softcap
+
+where a hash of the seed, the row and the column decides: all arithmetic modulo 2³²,
+
+    x_i  = mix(seed_0 ^ i · ROW_FACTOR) ^ seed_1
+    x_iv = mix(x_i ^ v · COLUMN_FACTOR)          kept where x_iv < q_iv · 2³²
+
+compared as float32.  So the entries depend on no tiling, and target columns have none: their logit
+is masked.  Entries are appended to their row in any order, which `sampling.sort_samples` removes.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, matrix, vector
+from cutefce.cute_kernels.common.logit_transform import softcap_derivative
+
+ROW_FACTOR, COLUMN_FACTOR = 0x9E3779B1, 0x85EBCA77
+MIX_FACTORS = 0x7FEB352D, 0x846CA68B
+HASH_BITS = 32
+GROUP = 8
+"""Columns that are decided on before any is appended, so that their hashes overlap."""
+
+
+class Samples(NamedTuple):
+    """A launch argument of `project_exp`: vectors (N,), which `sampling.prepare_samples` writes."""
+
+    threshold: cute.Tensor
+    """Float32: q · 2³² is 2^(u·log2 e - threshold), but for a softcap; +inf without gradient."""
+    row_hash: cute.Tensor
+    """Int32: x_i."""
+    counts: cute.Tensor
+    """Int32, from 0: entries of the row; beyond K some are missing, and the number is undefined."""
+    entries: cute.Tensor
+    """(N, K) int64: u_iv in the lower 32 bits as float32, and v above, in the weight's rows."""
+    shard_start: Int32
+    """Vocabulary entry of the weight's first row: v of the hash is counted from it."""
+
+
+def samples_argument(kernel: spec.ProjectExpSpec, tokens: Any) -> Samples | None:
+    """Return the argument to compile a kernel for, None if it does not sample."""
+    if not kernel.samples:
+        return None
+    vectors = vector(Float32, tokens), vector(Int32, tokens), vector(Int32, tokens)
+    return Samples(*vectors, matrix(Int64, tokens, cute.sym_int(), aligned=False), Int32(0))
+
+
+@cute.jit
+def mix(x: Uint32) -> Uint32:
+    """Return a bijection of 32 bits whose results look independent."""
+    x = x ^ (x >> 16)
+    x = x * Uint32(MIX_FACTORS[0])
+    x = x ^ (x >> 15)
+    x = x * Uint32(MIX_FACTORS[1])
+    return x ^ (x >> 16)
+
+
+@cute.jit
+def sample_row(
+    u: cute.Tensor, samples: Any, row: Int32, column: Int32, offsets: Any, scale: Any = None
+) -> None:
+    """Append what is kept of logits u of one row, whose columns are `column` + `offsets`.
+
+    `scale` is κ of the row with a softcap, else None.  The entry's place is asked for when it is
+    found and used at the next one: an atomic operation takes as long as many columns.
+    """
+    capacity = samples.entries.shape[1]
+    threshold, row_hash = samples.threshold[row], Uint32(samples.row_hash[row])
+    if samples.counts[row] > capacity:
+        threshold = Float32.inf  # the row is done without samples
+    first = Uint32(column + samples.shard_start) * Uint32(COLUMN_FACTOR)
+    counter, slots = samples.counts.iterator + row, samples.entries[row, None]
+    place, entry = Int32(-1), Int64(0)
+    inverse_scale = None
+    if cutlass.const_expr(scale is not None):
+        inverse_scale = cute.arch.rcp_approx(scale)
+    for start in cutlass.range_constexpr(0, cute.size(u), GROUP):
+        kept = Uint32(0)
+        for i in cutlass.range_constexpr(start, min(start + GROUP, cute.size(u))):
+            x = mix((first + Uint32(offsets[i] * COLUMN_FACTOR % (1 << 32))) ^ row_hash)
+            limit = exp2(u[i] * LOG2_E - threshold)
+            if cutlass.const_expr(inverse_scale is not None):
+                limit *= softcap_derivative(u[i], inverse_scale)
+            if Float32(x) < limit:
+                kept = kept | Uint32(1 << (i - start))
+        if kept != 0:
+            for i in cutlass.range_constexpr(start, min(start + GROUP, cute.size(u))):
+                if kept & Uint32(1 << (i - start)) != 0:
+                    if place >= 0 and place < capacity:
+                        slots[place] = entry
+                    if place >= capacity:
+                        threshold = Float32.inf
+                    place = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+                    entry = pack(column + offsets[i], u[i])
+    if place >= 0 and place < capacity:
+        slots[place] = entry
+
+
+@cute.jit
+def pack(column: Int32, number: Float32) -> Int64:
+    """Return an entry; entries compare as their columns do."""
+    return (Int64(column) << 32) | Int64(Uint32(number.bitcast(Int32)))
+
+
+@cute.jit
+def column_of(entry: Int64) -> Int32:
+    """Return the column of an entry."""
+    return Int32(entry >> 32)
+
+
+@cute.jit
+def number_of(entry: Int64) -> Float32:
+    """Return the number of an entry."""
+    return Int32(entry).bitcast(Float32)

@@ -1,0 +1,49 @@
+"""The kernels of a call with sampled gradients."""
+
+import dataclasses
+from typing import NamedTuple
+
+from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.spec import (
+    ListSamplesSpec,
+    PrepareSamplesSpec,
+    ProjectExpSpec,
+    SortSamplesSpec,
+    SparseRowsSpec,
+)
+
+
+class SamplingKernels(NamedTuple):
+    """What a call with sampled gradients launches beside the kernels of exact statistics."""
+
+    prepare: PrepareSamplesSpec
+    project_exp: ProjectExpSpec
+    """Row sums, and the entries."""
+    sort: SortSamplesSpec
+    list_classes: ListSamplesSpec
+    """The lists of dW."""
+    grad_hidden: SparseRowsSpec
+    grad_weight: SparseRowsSpec
+
+
+SORT_SIZES = 256, 1024, 4096
+"""Entries of a row that kernels sort at most, in shared memory of up to 32 KiB."""
+MAX_SAMPLE_SLOTS = SORT_SIZES[-1]
+
+
+def sampling_kernels(
+    arch: Arch, row_sums: ProjectExpSpec, tokens: int, slots: int
+) -> SamplingKernels:
+    """Return the kernels of `tokens` rows with `slots` entries, of a call that has `row_sums`."""
+    name, dtype = arch.name, row_sums.dtype
+    config = arch.sampling_config(row_sums.config, tokens)
+    size = next(size for size in SORT_SIZES if slots <= size)
+    return SamplingKernels(
+        prepare=PrepareSamplesSpec(name),
+        project_exp=dataclasses.replace(row_sums, config=config, samples=True),
+        sort=SortSamplesSpec(name, size, row_sums.transform.softcap),
+        list_classes=ListSamplesSpec(name),
+        # the fastest on an H200; 1024 features of 8192 tokens are 16 MiB
+        grad_hidden=SparseRowsSpec(name, dtype, "hidden"),
+        grad_weight=SparseRowsSpec(name, dtype, "weight", vectors=4),
+    )

@@ -1,0 +1,64 @@
+"""Specs of the kernels of sampled gradients."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+
+@dataclass(frozen=True)
+class PrepareSamplesSpec:
+    """Thresholds, hashes and counters of the rows whose entries are sampled."""
+
+    arch: str
+
+
+@dataclass(frozen=True)
+class SortSamplesSpec:
+    """Sampled entries in the order of columns, with their values."""
+
+    arch: str
+    size: int
+    """The most entries of a row; a power of 2."""
+    softcap: bool = False
+    """Whether values are times the derivative of tanh."""
+
+
+@dataclass(frozen=True)
+class ListSamplesSpec:
+    """The sampled entries of every class, and its targets, in the order of tokens."""
+
+    arch: str
+    short: int = 256
+    """The longest list that a warp orders: it compares every two entries."""
+    table_rows: int = 8192
+    """Rows of a table in shared memory, which orders longer lists; a multiple of 256."""
+
+
+@dataclass(frozen=True)
+class SparseRowsSpec:
+    """Sums of rows of a matrix, times the values of entries: dX or dW of sampled entries."""
+
+    arch: str
+    dtype: str
+    wrt: Literal["hidden", "weight"]
+    """The operand that the gradient belongs to."""
+    lanes: int = 32
+    """Lanes of a warp that share an entry."""
+    vectors: int = 1
+    """Vectors of 8 elements of a lane; `lanes` times these are computed over all rows at a time."""
+
+    long: int = 512
+    """Entries beyond which all warps of a thread block share a sum."""
+    out: str | None = None
+    """Dtype of the result, None for `dtype`."""
+    adds: bool = False
+    """Whether to add to what is there; then rows without entries are not touched."""
+    bias: bool = False
+    """Whether to sum the values of classes, too: the gradient of a bias."""
+
+    WARPS: ClassVar[int] = 8
+    """Warps of a thread block."""
+
+    @property
+    def lists_per_warp(self) -> int:
+        """Sums that a warp computes one after the other."""
+        return 1 if self.wrt == "hidden" else 8

@@ -1,0 +1,278 @@
+"""Sampled gradients' kernels, emulated on numpy, against the definition and float64."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("cutlass")
+
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.jit.compiler import report
+from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS, sampling_kernels
+from cutefce.cute_kernels.spec import (
+    ListSamplesSpec,
+    PrepareSamplesSpec,
+    ProjectExpSpec,
+    SortSamplesSpec,
+    SparseRowsSpec,
+)
+from cutefce.cute_kernels.variant import LogitTransform
+from tests.emulation.cases import Case
+from tests.emulation.hopper import run
+from tests.emulation.samples import MASK, SEED, Sampled, row_hashes, signed
+
+ARCH = arch_named("sm_90a")
+PINGPONG = GemmConfig(64, 64, cluster=1, stages=2, pingpong=True)
+TALL = GemmConfig(128, 64, cluster=2, stages=3, pingpong=True)
+COOPERATIVE = GemmConfig(128, 80, cluster=1, stages=3, pingpong=False)
+
+
+def project_exp(config: GemmConfig, *, samples: bool) -> ProjectExpSpec:
+    return ProjectExpSpec(ARCH.name, "bfloat16", config, sums=True, store=False, samples=samples)
+
+
+@pytest.mark.parametrize("config", [PINGPONG, TALL, COOPERATIVE], ids=str)
+def test_entries_and_sums(config: GemmConfig) -> None:
+    """Ragged tokens and columns, an ignored row, and sums of the launch without samples."""
+    case, clusters = Case(150, 72, 203, first=5000), 2
+    sampled = Sampled(case, project_exp(config, samples=True), samples=16, capacity=60)
+    sampled.launch.run(run, project_exp(config, samples=True), clusters)
+    sampled.check()
+    assert sampled.counts[len(case.y) // 2] == 0, "ignored"
+    assert 5 < sampled.counts.mean() < 17
+    plain = case.launch(project_exp(config, samples=False), vocab_splits=2)
+    plain.run(run, project_exp(config, samples=False), clusters)
+    assert np.array_equal(plain.sums, sampled.launch.sums)
+
+
+def test_entries_of_transformed_logits() -> None:
+    transform = LogitTransform(row_scale=True, bias=True, softcap=True)
+    case = Case(70, 72, 150, first=5000, scale=1.0, transform=transform)
+    kernel = dataclasses.replace(project_exp(PINGPONG, samples=True), transform=transform)
+    sampled = Sampled(case, kernel, samples=16, capacity=60)
+    sampled.launch.run(run, kernel, 1)
+    sampled.check()
+
+
+def test_rows_that_do_not_count_have_no_entries() -> None:
+    case, count = Case(150, 72, 203), 70
+    sampled = Sampled(case, project_exp(PINGPONG, samples=True), samples=16, capacity=60)
+    sampled.launch.count, sampled.launch.vocab_splits = count, 1
+    sampled.launch.run(run, project_exp(PINGPONG, samples=True), 2)
+    assert not sampled.counts[count:].any() and (sampled.entries[count:] == -1).all()
+    assert 5 < sampled.counts[:count].mean() < 17
+
+
+@pytest.mark.parametrize("slots", [7, 536, MAX_SAMPLE_SLOTS])
+def test_compiled_kernels_are_clean(slots: int) -> None:
+    """No spills, no serialized MMAs; many slots differ from few in `sort` alone."""
+    row_sums = project_exp(ARCH.default(8192), samples=False)
+    kernels = sampling_kernels(ARCH, row_sums, 8192, slots)
+    assert slots <= kernels.sort.size
+    for kernel in kernels if slots == 536 else [kernels.sort]:
+        result, _ = report(kernel)
+        assert result.is_clean, result
+
+
+def test_tall_tiles_do_not_sample() -> None:
+    """They would spill registers."""
+    defaults = {tokens: ARCH.default(tokens) for tokens in range(1, 2000)}
+    for tokens, config in defaults.items():
+        own = ARCH.sampling_config(config, tokens)
+        assert own.tile_m <= 128 and (own == config or config.tile_m > 128)
+    assert {config.tile_m for config in defaults.values()} == {64, 128, 192}
+
+
+def test_overflowing_rows_write_no_more_than_their_slots() -> None:
+    case = Case(70, 8, 300, scale=0.1)
+    sampled = Sampled(case, project_exp(PINGPONG, samples=True), samples=1 << 20, capacity=9)
+    sampled.launch.run(run, project_exp(PINGPONG, samples=True), 2)
+    sampled.check()
+    active = case.y.numpy() >= 0
+    assert (sampled.counts[active] > 9).all()
+    assert (sampled.counts < 50).all(), "threads stop once they know"
+
+
+def test_prepared_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    partials = 30 * torch.randn(150, 5, generator=generator)
+    partials[:, 3] = -torch.inf
+    partials[7] = -torch.inf
+    reference = torch.randn(150, generator=generator)
+    reference[11] = torch.inf
+    order = torch.randperm(150, generator=generator)
+    seed = torch.from_numpy(np.array(SEED, np.uint32).view(np.int32))
+    for selects in (0, 1):
+        results = torch.empty(150), torch.empty(150, dtype=torch.int32)
+        counts = torch.full((150,), 7, dtype=torch.int32)
+        operands = partials, reference, order, seed, *results, counts
+        run(PrepareSamplesSpec(ARCH.name), *operands, 5.0, 8.0, selects)
+        sums = F.pad(partials.double() + 5.0, (1, 0)) * math.log(2)
+        estimate = reference.double() + sums.logsumexp(1)
+        want = estimate / math.log(2) - 8.0 - 32.0
+        want[11] = torch.inf
+        torch.testing.assert_close(results[0].double(), want, rtol=1e-6, atol=1e-5)
+        tokens = order.numpy() if selects else np.arange(150)
+        assert np.array_equal(results[1].numpy(), signed(row_hashes(tokens)))
+        assert not counts.any()
+
+
+def packed(index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return index.long() << 32 | value.view(torch.int32).long() & MASK
+
+
+def unpacked(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return entries >> 32, (entries & MASK).to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize(("size", "softcap"), [(32, False), (128, True)])
+def test_sorted_entries(size: int, softcap: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, capacity = 12, size - 5
+    columns = torch.stack([torch.randperm(1000, generator=generator) for _ in range(rows)])
+    columns, u = columns[:, :capacity], 5 * torch.randn(rows, capacity, generator=generator)
+    counts = torch.randint(capacity + 1, (rows,), generator=generator, dtype=torch.int32)
+    counts[0], counts[1], counts[2], counts[3] = 0, 1, capacity, capacity + 1
+    threshold, reference = torch.randn(rows) - 32, torch.randn(rows)
+    entries, given = packed(columns, u), counts.clone()
+    before = entries.clone()
+    kernel, scale = SortSamplesSpec(ARCH.name, size, softcap), 15 + torch.rand(rows)
+    run(kernel, entries, counts, threshold, reference, scale if softcap else None)
+    least = (threshold.double() + 32) * math.log(2)
+    value = torch.exp(u.double() - reference.double()[:, None])
+    if softcap:
+        value *= (1 - (u / scale[:, None]).double() ** 2).clamp(0)
+    value = torch.maximum(value, (least - reference.double()).exp()[:, None])
+    assert counts[3] == -1
+    for row, count in enumerate(given.tolist()):
+        if count > capacity:
+            continue
+        assert counts[row] == count
+        want, order = columns[row, :count].sort()
+        got, values = unpacked(entries[row, :count])
+        assert torch.equal(got, want)
+        torch.testing.assert_close(values.double(), value[row, order], rtol=1e-5, atol=1e-9)
+        assert torch.equal(entries[row, count:], before[row, count:])
+
+
+class Entries:
+    """Sorted entries of rows, with coefficients; some rows have none, some targets are missing."""
+
+    def __init__(self, tokens: int, vocab: int, capacity: int, hot: int = -1) -> None:
+        """Class `hot` has an entry or the target of nearly every row."""
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.rand(tokens, vocab, generator=generator)
+        self.y = torch.randint(vocab, (tokens,), generator=generator)
+        if hot >= 0:
+            weights[:, hot] = 2.0
+            self.y[::3] = hot
+        weights[torch.arange(tokens), self.y] = -1.0
+        columns = weights.topk(capacity, 1).indices
+        self.counts = torch.randint(
+            capacity // 2, capacity + 1, (tokens,), generator=generator, dtype=torch.int32
+        )
+        self.counts[4::9] = 0
+        self.counts[5::9] = -1
+        value = torch.rand(tokens, capacity, generator=generator) + 0.1
+        self.dense = torch.zeros(tokens, vocab)
+        self.entries = torch.full((tokens, capacity), -1, dtype=torch.int64)
+        for row, count in enumerate(self.counts.clamp(0).tolist()):
+            own = columns[row, :count].sort().values
+            self.entries[row, :count] = packed(own, value[row, :count])
+            self.dense[row, own] = value[row, :count]
+        self.scale = torch.randn(tokens, generator=generator)
+        self.target_scale = torch.randn(tokens, generator=generator)
+        self.scale[6::9], self.target_scale[6::9] = 0, 0
+        self.y[7::9], self.y[8::9] = -100, vocab
+        self.order = torch.randperm(tokens, generator=generator)
+
+    def products(self) -> torch.Tensor:
+        """Return s · value, plus c at the targets, in float64."""
+        result = self.scale.double()[:, None] * self.dense.double()
+        inside = ((self.y >= 0) & (self.y < result.shape[1])).nonzero()[:, 0]
+        result[inside, self.y[inside]] += self.target_scale.double()[inside]
+        return result
+
+
+@pytest.mark.parametrize("maps", [0, 1])
+def test_lists_of_classes(maps: int) -> None:
+    """Short and long lists, several passes over rows, and several blocks of classes."""
+    tokens, vocab, capacity = 300, 4200, 13
+    case = Entries(tokens, vocab, capacity, hot=3000)
+    kernel = ListSamplesSpec(ARCH.name, short=64, table_rows=256)
+    total = tokens * (capacity + 1) + 5
+    lists, ends = torch.full((total,), -1), torch.full((1 + vocab,), -1, dtype=torch.int32)
+    between = torch.full((total,), -1, dtype=torch.int32), torch.full_like(ends[1:], 9)
+    rows = case.entries, case.counts, case.y, case.scale, case.target_scale, case.order, maps
+    run(kernel, rows, (lists, ends, *between))
+    want = case.products()
+    assert ends[0] == 0
+    lengths = ends.diff()
+    assert torch.equal(lengths.long(), (want != 0).sum(0))
+    assert lengths[3000] > 64 and tokens > 256
+    classes = torch.repeat_interleave(torch.arange(vocab), lengths.long())
+    got, values = unpacked(lists[: ends[-1]])
+    of_classes, ranks = want.t().nonzero(as_tuple=True)
+    assert torch.equal(classes, of_classes)
+    assert torch.equal(got, case.order[ranks] if maps else ranks), "in the order of rows"
+    torch.testing.assert_close(values.double(), want[ranks, classes], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "vectors", "long"), [(32, 1, 512), (16, 1, 512), (16, 1, 20), (8, 2, 20)]
+)
+def test_hidden_gradient(lanes: int, vectors: int, long: int) -> None:
+    """Long sums too, which warps share, and rows in another order."""
+    tokens, vocab, hidden = 19, 90, 328
+    case, scatters = Entries(tokens, vocab, 50), int(lanes == 16)
+    kernel = SparseRowsSpec(ARCH.name, "bfloat16", "hidden", lanes, vectors, long)
+    w = torch.randn(vocab, hidden).bfloat16()
+    out = torch.full((tokens, hidden), torch.nan).bfloat16()
+    rows = case.entries, case.counts, case.scale, case.target_scale, case.y, case.order
+    run(kernel, out, w, (*rows, scatters))
+    case.y.clamp_(0, vocab - 1)
+    want = case.products() @ w.double()
+    got = out[case.order] if scatters else out
+    torch.testing.assert_close(got.double(), want, rtol=1.01 * 2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vectors", "long", "hidden"),
+    [(torch.float16, 1, 512, 328), (torch.bfloat16, 4, 16, 1096)],
+    ids=str,
+)
+@pytest.mark.parametrize(("adds", "start"), [(False, 0.0), (True, 0.0), (True, math.nan)])
+def test_weight_gradient(
+    dtype: torch.dtype, vectors: int, long: int, hidden: int, adds: bool, start: float
+) -> None:
+    tokens, vocab, name = 40, 70, str(dtype).removeprefix("torch.")
+    out_type = torch.float32 if adds else dtype
+    out_name = "float32" if adds else None
+    kernel = SparseRowsSpec(ARCH.name, name, "weight", 32, vectors, long, out_name, adds, True)
+    case, h = Entries(tokens, vocab, 20, hot=3), torch.randn(tokens, hidden).to(dtype)
+    products = case.products()
+    products[:, 5:9] = 0
+    of_classes, ranks = products.t().nonzero(as_tuple=True)
+    entries = packed(ranks, products[ranks, of_classes].float())
+    ends = F.pad((products != 0).sum(0).cumsum(0), (1, 0)).int()
+    assert ends[4] - ends[3] > 16
+    want = products.t() @ h.double()
+    out = torch.full((vocab, hidden), torch.nan).to(out_type)
+    if adds:
+        out = torch.randn(vocab, hidden)
+        out[5:9] = torch.nan
+        want += out.double()
+    bias = torch.randn(vocab)
+    total = products.sum(0) + (bias.double() if adds else 0)
+    run(kernel, out, h, (entries, ends, torch.tensor([start]), bias))
+    if math.isnan(start):
+        assert bool(out.isnan().all()) and bool(bias.isnan().all())
+        return
+    torch.testing.assert_close(bias.double(), total, rtol=1e-6, atol=1e-5)
+    rounding = 1e-6 if adds else 1.01 * torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(out.double(), want, rtol=rounding, atol=1e-5, equal_nan=adds)

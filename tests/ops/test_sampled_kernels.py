@@ -1,0 +1,266 @@
+"""Sampled gradients on models of the kernels: the entries and gradients of the portable path."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutefce
+from cutefce.autotune_cache.defaults import PORTABLE_TILES
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.config import PortableTiles
+from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.spec import KernelSpec, SelectRowsSpec
+from cutefce.ops.operators import kept
+from cutefce.ops.planning import sample_sizes
+from cutefce.ops.planning.call_problem import CallProblem
+from cutefce.ops.planning.sampled_memory import sampled_bytes
+from cutefce.ops.primitives.dispatch import sampling_unsupported_reason
+from cutefce.ops.strategies import sampled as strategy
+from tests.ops.test_sampled import CASES, GREAT, SAMPLED, SHAPE, TOGETHER, drawn, eager
+from tests.support import sampled as model
+from tests.support.kernel_models import model_of, serve_calls
+from tests.support.memory import peaks
+from tests.support.options import OptionsCase, options_case
+from tests.support.reference import random_case
+
+HOPPER = arch_named("sm_90a")
+NAMES = "none", "smoothing and factors", "softcap and factors", "temperature", "token_weights"
+
+
+def serve(patch: pytest.MonkeyPatch, tiles: PortableTiles, **how: Any) -> None:
+    serve_calls(patch, how.pop("arch", HOPPER), tiles, selects=how.pop("selects", True), **how)
+
+
+def assert_same_entries(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    """Gradients differ by roundings to 16 bits, in which sums round differently at times."""
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
+    for a, b in zip(got[1:], want[1:], strict=True):
+        half_ulp = torch.finfo(a.dtype).eps / 2
+        assert float((a.double() - b.double()).norm()) <= half_ulp * float(b.double().norm())
+
+
+@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "selected rows"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_the_portable_path(
+    name: str,
+    dtype: torch.dtype,
+    selects: bool,
+    small_tiles: PortableTiles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And losses are those of the exact call, bit for bit."""
+    x = options_case(TOGETHER[name], *SHAPE, dtype=dtype, logit_std=2.0)
+    want, exact = drawn(x), x.ours()
+    serve(monkeypatch, small_tiles, selects=selects)
+    got = drawn(x)
+    assert_same_entries(got, want)
+    assert torch.equal(got[0], x.ours(workspace="min")[0])
+    assert float((got[1] - exact[1]).norm()) > 0.01 * float(exact[1].norm())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_reduced_losses(
+    reduction: str, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = options_case([], *SHAPE, dtype=torch.bfloat16, logit_std=2.0)
+    want = drawn(x, reduction=reduction)
+    serve(monkeypatch, small_tiles, arch=arch_named("sm_100a"))
+    assert_same_entries(drawn(x, reduction=reduction), want)
+
+
+@pytest.mark.parametrize("columns", [4096, 20], ids=["exact lse", "estimated lse"])
+def test_low_estimates_are_sampled_again(
+    columns: int, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With lse as the estimate: the entries are those of calls with exact estimates."""
+    x = options_case(["linear_bias"], *SHAPE, dtype=torch.bfloat16, logit_std=2.0)
+    want = drawn(x)
+    monkeypatch.setattr(sample_sizes, "ESTIMATE_COLUMNS", columns)
+    serve(monkeypatch, small_tiles)
+    estimate, most = strategy.estimate_lse, math.log(1.5)
+
+    def low(*arguments: Any) -> Tensor:
+        lse = estimate(*arguments)
+        lse[::3] -= math.log(GREAT)
+        return lse if columns > 333 else lse - 20 * most
+
+    monkeypatch.setattr(strategy, "estimate_lse", low)
+    assert_same_entries(drawn(x), want)
+
+
+def test_estimates_far_too_high(
+    small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(monkeypatch, small_tiles)
+    estimate = strategy.estimate_lse
+    monkeypatch.setattr(strategy, "estimate_lse", lambda *args: estimate(*args) + 14)
+    x = options_case([], *SHAPE, dtype=torch.bfloat16)
+    assert all(bool(each.isfinite().all()) for each in drawn(x))
+
+
+@pytest.mark.parametrize("logits", CASES.values(), ids=CASES)
+def test_worst_cases(
+    logits: Any, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(monkeypatch, small_tiles)
+    monkeypatch.setattr(sample_sizes, "ESTIMATE_COLUMNS", 20)
+    torch.manual_seed(0)
+    z, w = logits().bfloat16(), torch.eye(200).bfloat16()
+    case = type(random_case(1, 1, 1))(z, w, torch.randint(200, (40,)), torch.ones(40))
+    x = OptionsCase(case, {})
+    got, want = drawn(x), x.ours(workspace="min")
+    with torch.no_grad():
+        assert torch.equal(got[0], eager(z, w, case.y, reduction="none"))
+    assert all(bool(each.isfinite().all()) for each in got)
+    assert float((got[1] - want[1]).norm()) < 0.5 * float(want[1].norm())
+
+
+def test_what_a_nan_reaches_is_nan(
+    small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(monkeypatch, small_tiles)
+    x = options_case(["linear_bias"], *SHAPE, dtype=torch.bfloat16, ignored=0.3)
+    x.case.h[x.case.y == -100] = torch.nan
+    assert all(bool(each.isfinite().all()) for each in drawn(x))
+    x.case.h[int((x.case.y >= 0).nonzero()[0])] = torch.nan
+    for a, b in zip(drawn(x), x.ours(), strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+
+
+def test_all_tokens_ignored(small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve(monkeypatch, small_tiles)
+    x = options_case(["linear_bias"], *SHAPE, dtype=torch.bfloat16, ignored=1.1)
+    for reduction in ("none", "mean"):
+        assert all(not each.any() for each in drawn(x, reduction=reduction))
+
+
+@pytest.mark.parametrize(
+    "trained", [(True, False, True), (False, True, False), (False, False, True)]
+)
+def test_a_frozen_operand_changes_nothing(
+    trained: tuple[bool, ...], small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(monkeypatch, small_tiles)
+    x = options_case(["linear_bias"], *SHAPE, dtype=torch.bfloat16)
+    (_, *every), leaves = drawn(x), x.leaves
+    for leaf, wanted in zip(leaves, trained, strict=True):
+        leaf.requires_grad_(wanted)
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"reduction": "none"} | x.with_leaves(leaves) | SAMPLED
+    loss = eager(*leaves[:2], x.case.y, **options)
+    wanted_leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    got = torch.autograd.grad(loss, wanted_leaves, x.case.upstream)
+    want = [g for g, wanted in zip(every, trained, strict=True) if wanted]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("names", [[], ["linear_bias", "label_smoothing"]], ids=["plain", "both"])
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_are_added_to_a_buffer(
+    dtype: torch.dtype,
+    offset: int,
+    names: list[str],
+    small_tiles: PortableTiles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    serve(monkeypatch, small_tiles)
+    x = options_case(names, *SHAPE, dtype=torch.bfloat16)
+    want = drawn(x)
+    memory = torch.ones(x.case.w.numel() + 8, dtype=dtype)
+    buffer = memory[offset : offset + x.case.w.numel()].view_as(x.case.w)
+    leaves = x.leaves
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"reduction": "none"} | x.with_leaves(leaves) | SAMPLED
+    eager(*leaves[:2], x.case.y, accumulate_into=buffer, **options).backward(x.case.upstream)
+    assert leaves[1].grad is None
+    ulp = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(buffer.double() - 1, want[2].double(), rtol=ulp, atol=4 * ulp)
+    for leaf, gradient in zip(leaves[2:], want[3:], strict=True):
+        assert leaf.grad is not None and torch.equal(leaf.grad, gradient)
+
+
+@pytest.mark.parametrize("finds", [True, False], ids=["kept", "computed again"])
+def test_later_backwards_give_the_same_bits(
+    finds: bool, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(monkeypatch, small_tiles)
+    x = options_case([], *SHAPE, dtype=torch.bfloat16)
+    leaves = x.leaves
+    loss = eager(*leaves, x.case.y, **SAMPLED)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    if not finds:
+        monkeypatch.setattr(kept, "kept_with", lambda stats: None)
+    second = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_outputs_of_log_probs(small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entropy is a row reduction of the launch that samples."""
+    case = random_case(*SHAPE, dtype=torch.bfloat16)
+    torch.manual_seed(3)
+    seed, results = model.next_seed(), []
+    assert seed is not None
+    for serves in (False, True):
+        if serves:
+            serve(monkeypatch, small_tiles)
+        h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
+        torch.manual_seed(3)
+        values = cutefce.linear_log_probs(h, w, case.y, outputs=("entropy",), **SAMPLED)
+        assert values.entropy is not None
+        values.log_probs.sum().backward()
+        assert h.grad is not None and w.grad is not None
+        results.append((values.log_probs, h.grad, w.grad, values.entropy))
+    torch.testing.assert_close(results[1][3], results[0][3], rtol=1e-4, atol=1e-4)
+    assert_same_entries(results[1][:3], results[0][:3])
+
+
+def launches_nothing(kernel: KernelSpec) -> Any:
+    """Return a launch that allocates nothing, and leaves results undefined but for orders."""
+    return model_of(kernel) if isinstance(kernel, SelectRowsSpec) else lambda *_: None
+
+
+@pytest.mark.parametrize("samples", [64, 256])
+@pytest.mark.parametrize(
+    "trained", [(True, True), (True, False), (False, True)], ids=["both", "hidden", "weight"]
+)
+def test_peak_memory_is_predicted(
+    trained: tuple[bool, bool], samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what the host allocates between launches."""
+    tokens, hidden, vocab = 2048, 512, 16384
+    tiles = PORTABLE_TILES["cpu"]
+    serve(monkeypatch, tiles, replacement=launches_nothing)
+    case = random_case(tokens, hidden, vocab, dtype=torch.bfloat16, ignored=0)
+    h, w = (x.requires_grad_(t) for x, t in zip((case.h, case.w), trained, strict=True))
+    wanted = [x for x in (h, w) if x.requires_grad]
+
+    def step() -> None:
+        loss = eager(h, w, case.y, gradient="sampled", samples=samples)
+        torch.autograd.grad(loss, wanted)
+
+    step()
+    (peak,) = peaks([step])
+    peak -= sum(x.nbytes for x in wanted)
+    sizes = tokens, hidden, vocab, "bfloat16", "cuda", *trained, HOPPER.name
+    predicted = sampled_bytes(CallProblem(*sizes, samples=samples), tiles)
+    assert abs(predicted - peak) <= 0.05 * peak, (predicted, peak)
+
+
+def test_what_kernels_cannot_index_is_named() -> None:
+    p = Problem(8192, 4096, 131072, "bfloat16", "cuda", arch=HOPPER.name)
+    assert sampling_unsupported_reason(p, 256, False) is None
+    reason = sampling_unsupported_reason(p, 4096, False)
+    assert reason is not None and reason.startswith("samples: got 4096")
+    reason = sampling_unsupported_reason(replace(p, tokens=1 << 20), 256, False)
+    assert reason is not None and reason.startswith("input: got 1048576 tokens")
+    reason = sampling_unsupported_reason(p, 256, True)
+    assert reason is not None and reason.startswith("target_probs: got soft targets")
+    served = [s for s in range(16, 4097) if sampling_unsupported_reason(p, s, False) is None]
+    most = max(served)
+    assert most > 2000
