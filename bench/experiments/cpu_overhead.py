@@ -27,14 +27,14 @@ SHAPES = (
     Shape(1024, 4096, 32768, "bfloat16"),
     Shape(8192, 4096, 131072, "bfloat16"),
 )
-CALLS, SECONDS = 3000, 12.0
+CALLS, SECONDS = 3000, 6.0
 """Limits of the measured calls of one row, each of which ends it."""
 WARM_UP_SECONDS = 1.0
 """Calls before the measured ones, in which an idle CPU reaches its clock."""
 FORWARD: dict[str, Loss] = {"": cutefce.linear_cross_entropy}
 BUDGETS = FORWARD | {f", {name}": cutefce_loss(name) for name in ("max", "min")}
 """Losses of training steps, by what their budgets add to the name."""
-BATCH = 20
+BATCH = 10
 """Consecutive calls before the GPU is waited for; few enough not to fill its launch queue."""
 
 

@@ -113,12 +113,18 @@ def _first_output_float32(function: Any) -> Loss:
     return lambda h, w, y: function.apply(h, w, y, *defaults, torch.float32)[0]
 
 
+def _bfloat16_sums(function: Any) -> Loss:
+    loss: Loss = functools.partial(function, workspace="min", accum_dtype=torch.bfloat16)
+    return loss
+
+
 LIGER = "liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"
 LIGER_HOPPER = (
     "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90",
     "liger_fused_linear_cross_entropy_sm90",
 )
 PEERS = {
+    "cutefce min, bfloat16 sums": Peer("cutefce", "linear_cross_entropy", _bfloat16_sums),
     "torch without float()": Peer("torch.nn.functional", "cross_entropy", _without_float),
     "torch.compile": Peer("torch", "compile", _compiled),
     "torch linear_cross_entropy": Peer("torch.nn.functional", "linear_cross_entropy", _plain),
