@@ -158,15 +158,16 @@ def drawn_classes(w: Tensor, targets: Targets, sampling: Sampling) -> tuple[Tens
     """Return the drawn rows (S, D) of w (V, D), and the targets as numbers of these rows."""
     last = targets.first + len(w)
     columns = drawn_columns(sampling.seed, targets.first, last, sampling.vocab)
+    logits = targets.logits
+    if drawn_count(sampling.vocab) < sampling.vocab:  # else all of them, in their order
+        w = w[columns]  # before others: kernels take w for older than the launch before theirs
+        if logits is not None and logits.bias is not None:
+            logits = replace(logits, bias=logits.bias[columns])
     place = torch.searchsorted(columns, targets.safe_index).clamp_(max=len(columns) - 1)
     is_drawn = targets.owned & (columns[place] == targets.index)
     index = torch.where(targets.active, torch.where(is_drawn, place, ABSENT), IGNORED)
     none: Any = {"reduction": "none", "outputs": "", "ignore_index": IGNORED}
-    logits, options = targets.logits, dataclasses.replace(targets.options, **none)
-    if drawn_count(sampling.vocab) < sampling.vocab:  # else all of them, in their order
-        w = w[columns]
-        if logits is not None and logits.bias is not None:
-            logits = replace(logits, bias=logits.bias[columns])
+    options = dataclasses.replace(targets.options, **none)
     part = Targets(index, len(w), options, logits=logits)
     part.selection = targets.selection
     return w, part
