@@ -156,7 +156,8 @@ def sampling_unsupported_reason(problem: Problem, samples: int, is_soft: bool) -
     if is_soft:
         return "target_probs: got soft targets, expected none with gradient='sampled'"
     if most > MAX_SAMPLE_SLOTS:
-        return f"samples: got {samples}, which take {most} slots, expected {MAX_SAMPLE_SLOTS}"
+        slots = f"{most} slots, expected at most {MAX_SAMPLE_SLOTS}"
+        return f"samples: got {samples}, which take {slots}"
     if tokens > MAX_SELECTED or tokens * max(problem.hidden, most + 1) >= 1 << 31:
         return f"input: got {tokens} tokens, more than gradient='sampled' can index"
     return None

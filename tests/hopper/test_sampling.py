@@ -59,13 +59,16 @@ def test_entries_of_transformed_logits() -> None:
     sampled.check()
 
 
-def test_rows_that_do_not_count_have_no_entries() -> None:
-    case, count = Case(150, 72, 203), 70
+@pytest.mark.parametrize(("count", "may_skip"), [(70, False), (70, True), (0, True)])
+def test_rows_that_do_not_count_have_no_entries(count: int, may_skip: bool) -> None:
+    case = Case(150, 72, 203)
     sampled = Sampled(case, project_exp(PINGPONG, samples=True), samples=16, capacity=60)
     sampled.launch.count, sampled.launch.vocab_splits = count, 1
+    sampled.launch.may_skip = may_skip
     sampled.launch.run(run, project_exp(PINGPONG, samples=True), 2)
     assert not sampled.counts[count:].any() and (sampled.entries[count:] == -1).all()
-    assert 5 < sampled.counts[:count].mean() < 17
+    if count:
+        assert 5 < sampled.counts[:count].mean() < 17
 
 
 @pytest.mark.parametrize("slots", [7, 536, MAX_SAMPLE_SLOTS])
