@@ -180,12 +180,15 @@ class TensorOptions(OperatorRecord):
             temperature = temperature.reshape(-1)
         if denominator is not None and (denominator.ndim or denominator.device != h.device):
             denominator = denominator.reshape(()).to(h.device)
+        soft = {name: x.reshape(-1, x.shape[-1]) for name, x in self.soft_targets.items()}
+        if "target_indices" in soft:
+            soft["target_indices"] = soft["target_indices"].long()  # of any integers
         return dataclasses.replace(
             self,
             token_weights=weights,
             temperature=temperature,
             denominator=denominator,
-            **{name: x.flatten(0, -2) for name, x in self.soft_targets.items()},
+            **soft,
         )
 
 

@@ -63,7 +63,7 @@ def forward_step_bytes(p: Problem, config: WindowConfig, tokens: int, stored: in
     return max(tile, reduced, repaired, rows)
 
 
-PLAIN, GATHERED, CONVERTED, KEPT = 2, 3, 4, 9
+PLAIN, GATHERED, CONVERTED, KEPT = 2, 3, 4, 12
 """Half row blocks of a row-wise step with operands in the dtype of sums; with one that is gathered
 and converted; with one that is converted beside the result; with kept sums."""
 

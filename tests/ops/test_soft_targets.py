@@ -397,3 +397,20 @@ def test_bad_values_are_nan_rows_on_a_gpu() -> None:
     assert losses[bad].isnan().all()
     assert dx[bad].isnan().all()
     assert torch.equal(losses[~bad], good[~bad])
+
+
+def test_one_token_without_other_dimensions(device: str) -> None:
+    h, w = torch.randn(8, device=device), torch.randn(50, 8, device=device)
+    c, q = torch.tensor([3, 4], device=device), torch.tensor([0.5, 0.25], device=device)
+    got = cutefce.linear_cross_entropy(h, w, target_indices=c, target_probs=q)
+    other = cutefce.linear_cross_entropy(h[None], w, target_indices=c[None], target_probs=q[None])
+    assert torch.equal(got, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint32], ids=str)
+def test_classes_of_any_integer_dtype(dtype: torch.dtype, device: str) -> None:
+    h, w = torch.randn(4, 8, device=device), torch.randn(50, 8, device=device)
+    c, q = torch.randint(50, (4, 3), device=device), torch.rand(4, 3, device=device)
+    want = cutefce.linear_cross_entropy(h, w, target_indices=c, target_probs=q)
+    got = cutefce.linear_cross_entropy(h, w, target_indices=c.to(dtype), target_probs=q)
+    assert torch.equal(got, want)
