@@ -198,11 +198,6 @@ def _keep(
     _write(words, low, added)
 
 
-def split_sums(kept: Tensor, low: Tensor, sums: Tensor) -> None:
-    """Write float32 `sums` (N, D) to `kept` (N, D), of 16 bits, and `low` uint8; see `split_`."""
-    split_(words_of(kept, low), low, sums)
-
-
 def joined_sums(kept: Tensor, low: Tensor) -> Tensor:
     """Return the float32 sums (N, D) of `kept` and `low`."""
     words = words_of(kept, low)

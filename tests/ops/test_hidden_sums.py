@@ -18,8 +18,9 @@ from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.planner import Plan
-from cutefce.ops.primitives.elementwise import joined_sums, split_sums
+from cutefce.ops.primitives.elementwise import joined_sums
 from cutefce.ops.strategies.hidden_sums import HiddenSums
+from tests.support.kept_sums import split_sums
 from tests.support.kernel_models import serve_calls
 from tests.support.options import OPTIONS, PER_TOKEN, options_case
 from tests.support.reference import (
