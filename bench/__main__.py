@@ -19,6 +19,7 @@ from bench.experiments import (
     parallel,
     peers,
     sampled,
+    sampled_curves,
     stability,
     steady_state,
     step,
@@ -27,7 +28,7 @@ from bench.experiments import (
 )
 from bench.harness.cli import Output
 from bench.harness.records import RESULTS
-from bench.report import compare, markdown
+from bench.report import compare, markdown, merge
 
 
 @click.group()
@@ -55,12 +56,14 @@ for module in (
     options,
     divergence,
     sampled,
+    sampled_curves,
     causal_lms,
     first_call,
     tuned,
     parallel,
     markdown,
     compare,
+    merge,
 ):
     main.add_command(module.command)
 

@@ -2,6 +2,7 @@
 
 import os
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +32,10 @@ class Corpus:
     vocab: int
 
 
-def load_corpus(tokenizer_path: Path) -> Corpus:
+def load_corpus(tokenizer_path: Path, more: Iterable[str] = ()) -> Corpus:
     """Tokenize the standard library; the tokenizer is trained if its file does not exist.
+
+    `more` are texts that are added to the tokens of training, and not to the tokenizer's.
 
     Raises:
         RuntimeError: if the file is no tokenizer, or that of another vocabulary; names it.
@@ -54,12 +57,16 @@ def load_corpus(tokenizer_path: Path) -> Corpus:
             f"{tokenizer_path}: got {vocab} entries, expected {VOCAB} or more; "
             f"{len(texts)} sources were found below {sysconfig.get_path('stdlib')}"
         )
-    return Corpus(encode(tokenizer, texts[:held_out]), encode(tokenizer, texts[held_out:]), vocab)
+    train = encode(tokenizer, [*texts[:held_out], *more])
+    return Corpus(train, encode(tokenizer, texts[held_out:]), vocab)
 
 
-def read_sources() -> list[str]:
-    """Return the texts of the standard library's sources that are UTF-8, in order of path."""
-    root = Path(sysconfig.get_path("stdlib"))
+def read_sources(root: Path | None = None) -> list[str]:
+    """Return the texts of the sources below `root` that are UTF-8, in order of path.
+
+    Those of the standard library if `root` is not given.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
     texts = []
     for path in sorted(root.rglob("*.py")):
         if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts):

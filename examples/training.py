@@ -163,9 +163,11 @@ def logits_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def sample_batches(ids: Tensor, sizes: Sizes, count: int, device: torch.device) -> Iterator[Batch]:
+def sample_batches(
+    ids: Tensor, sizes: Sizes, count: int, device: torch.device, seed: int = SEED
+) -> Iterator[Batch]:
     """Yield batches from random places of ids (tokens,); targets are the tokens one later."""
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         starts = torch.randint(len(ids) - sizes.context, (sizes.batch, 1), generator=generator)
         places = starts + torch.arange(sizes.context)

@@ -7,11 +7,16 @@ reason.  There are three tables:
 peers                 both gradients
 peers_frozen_head     dX alone: the weight has no gradient
 peers_ignored_rows    both gradients, a part of the targets ignored at random
+
+Before anything is timed, every peer runs in its own subprocess, all at once: a peer may crash, or
+leave the GPU unusable for its process, and what it compiles is cached on disk.
 """
 
 import functools
 import importlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -40,8 +45,10 @@ FROZEN_WORKSPACES = ("max", "default", "1 GiB", *step.SMALL_WORKSPACES, "min")
 IGNORED_PERCENT = 0, 50, 80, 95
 """Parts of the targets that are ignored, at the first shape."""
 TABLES = "trained", "frozen-head", "ignored-rows"
+FROZEN = step.Task(is_frozen=True)
 SECONDS = 120
-"""Time limit of a peer's first step at a shape, including compilation and tuning."""
+"""Time limit of a peer's first steps at a shape, including compilation and tuning."""
+OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
@@ -161,66 +168,90 @@ class IgnoredRow(step.Row):
 @click.option(
     "--table", "tables", multiple=True, type=click.Choice(TABLES), help="Some of the tables alone."
 )
+@click.option(
+    "--ignored-percent",
+    "percents",
+    multiple=True,
+    type=click.IntRange(0, 99),
+    help="Other parts of the targets that are ignored.",
+)
 @shape_options
 @repeats_option(7)
 @click.pass_obj
-def command(output: Output, /, tables: tuple[str, ...], repeats: int, **sizes: Any) -> None:
+def command(
+    output: Output,
+    /,
+    tables: tuple[str, ...],
+    percents: tuple[int, ...],
+    repeats: int,
+    **sizes: Any,
+) -> None:
     """Forward and backward at models' shapes and every budget, interleaved with peers."""
     name, shapes = chosen_shapes("peers", SHAPES[DEVICE], sizes)
-    with SubprocessWorker() as child:
+    ignored_tasks = tuple(step.Task(ignored_percent=p) for p in percents or IGNORED_PERCENT)
+    losses_of = functools.cache(usable)
 
-        def measure(shape: Shape, task: step.Task = step.PLAIN) -> list[step.Row]:
-            losses = usable(child, shape, DEVICE, task)
-            workspaces = FROZEN_WORKSPACES if task.is_frozen else tuple(step.WORKSPACES)
-            return step.run(shape, DEVICE, repeats, workspaces, losses, task)
+    def measure(tasks: tuple[step.Task, ...], task: step.Task, shape: Shape) -> list[step.Row]:
+        workspaces = FROZEN_WORKSPACES if task.is_frozen else tuple(step.WORKSPACES)
+        losses = losses_of(shape, DEVICE, tasks)
+        return step.run(shape, DEVICE, repeats, workspaces, losses, task)
 
-        def frozen(shape: Shape) -> list[FrozenRow]:
-            return [FrozenRow(**asdict(row)) for row in measure(shape, step.Task(is_frozen=True))]
+    def frozen(shape: Shape) -> list[FrozenRow]:
+        rows = measure((FROZEN,), FROZEN, shape)
+        return [FrozenRow(**asdict(row)) for row in rows]
 
-        def ignored(percent: int) -> Measurement:
-            (plain,) = per_shape(shapes[:1], functools.partial(ignoring, percent))
-            return replace(plain, key={**plain.key, "ignored_percent": percent})
+    def ignoring(task: step.Task, shape: Shape) -> list[IgnoredRow]:
+        rows = measure(ignored_tasks, task, shape)
+        return [IgnoredRow(**asdict(row), ignored_percent=task.ignored_percent) for row in rows]
 
-        def ignoring(percent: int, shape: Shape) -> list[IgnoredRow]:
-            rows = measure(shape, step.Task(ignored_percent=percent))
-            return [IgnoredRow(**asdict(row), ignored_percent=percent) for row in rows]
+    def ignored(task: step.Task) -> Measurement:
+        (plain,) = per_shape(shapes[:1], functools.partial(ignoring, task))
+        return replace(plain, key={**plain.key, "ignored_percent": task.ignored_percent})
 
-        measurements = {
-            "trained": per_shape(shapes, measure),
-            "frozen-head": per_shape(shapes, frozen),
-            "ignored-rows": [ignored(percent) for percent in IGNORED_PERCENT],
-        }
-        for table in tables or TABLES:
-            infix = "" if table == "trained" else "_" + table.replace("-", "_")
-            output.record(name.replace("peers", f"peers{infix}"), measurements[table])
+    plain = functools.partial(measure, (step.PLAIN,), step.PLAIN)
+    measurements = {
+        "trained": per_shape(shapes, plain),
+        "frozen-head": per_shape(shapes, frozen),
+        "ignored-rows": [ignored(task) for task in ignored_tasks],
+    }
+    for table in tables or TABLES:
+        infix = "" if table == "trained" else "_" + table.replace("-", "_")
+        output.record(name.replace("peers", f"peers{infix}"), measurements[table])
 
 
-def usable(
-    child: SubprocessWorker, shape: Shape, device: str, task: step.Task = step.PLAIN
-) -> dict[str, Loss | str]:
-    """Return every peer's loss, or why it is unavailable for `task` at `shape`.
+def usable(shape: Shape, device: str, tasks: Sequence[step.Task]) -> dict[str, Loss | str]:
+    """Return every peer's loss, or why it is unavailable for one of the tasks at `shape`.
 
-    Each runs in the child first: a peer may crash, or leave the GPU unusable for its process.
+    What runs out of memory beside the others runs again alone.
     """
+    attempt = functools.partial(refusal, shape=shape, device=device, tasks=tasks)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        reasons = [*pool.map(attempt, PEERS.values())]
     losses: dict[str, Loss | str] = {}
-    for name, peer in PEERS.items():
-        try:
-            reason = child.ask(functools.partial(attempt, peer, shape, device, task), SECONDS)
-            losses[name] = peer.load() if reason is None else reason
-        except WorkerError as error:
-            losses[name] = "out of memory" if error.is_out_of_memory else str(error)
+    for (name, peer), together in zip(PEERS.items(), reasons, strict=True):
+        reason = attempt(peer) if together == OUT_OF_MEMORY else together
+        losses[name] = peer.load() if reason is None else reason
     return losses
 
 
-def attempt(peer: Peer, shape: Shape, device: str, task: step.Task) -> str | None:
-    """Run a step of `peer` on random inputs; return why it cannot be imported, or None."""
+def refusal(peer: Peer, shape: Shape, device: str, tasks: Sequence[step.Task]) -> str | None:
+    """Run `first_steps` in a subprocess; return why that fails, or None."""
+    with SubprocessWorker() as child:
+        try:
+            return child.ask(functools.partial(first_steps, peer, shape, device, tasks), SECONDS)
+        except WorkerError as error:
+            return OUT_OF_MEMORY if error.is_out_of_memory else str(error)
+
+
+def first_steps(peer: Peer, shape: Shape, device: str, tasks: Sequence[step.Task]) -> str | None:
+    """Run a step of each task on random inputs; return why `peer` cannot be imported, or None."""
     try:
         loss = peer.load()
     except ImportError as error:
         return f"not available: {error}"
     h, w, y = random_inputs(shape, device)
-    task.step(loss, h, w, ignore_some(y, task.ignored_percent))
+    for task in tasks:
+        task.step(loss, h, w, ignore_some(y, task.ignored_percent))
     if device != "cpu":
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # the parent needs the memory
     return None

@@ -1,15 +1,18 @@
-"""Training step of a Llama of 1.2 B parameters, with the library's own loss and with fused ones.
+"""Training steps of whole models, with the library's own loss and with fused ones.
 
-transformers    model(input_ids, labels=input_ids), which computes all logits
-cutefce         the same after cutefce.defer(model)
-Liger           the same after Liger's patch of the loss alone, where it is installed
-CCE             cut_cross_entropy.linear_cross_entropy of the last hidden states and the LM head's
-                weight, where it is installed; its gradients lack what is below a threshold
+transformers        model(input_ids, labels=input_ids), which computes all logits
+cutefce             the same after cutefce.defer(model)
+cutefce, sampled    the same with sampled gradients
+Liger               the same after Liger's patch of the loss alone, where it is installed
+CCE                 cut_cross_entropy.linear_cross_entropy of the last hidden states and the LM
+                    head's weight, where it is installed; its gradients lack what is below a
+                    threshold
 
-The model is `LlamaForCausalLM` of `transformers` with the sizes of Llama 3.2 1B and random weights,
-in bfloat16, with activation checkpointing and SDPA attention.  A step is forward, backward and an
-AdamW update, whose states have the parameters' dtype.  All losses train the same model in
-interleaved steps; their values and gradients are compared before the first update.
+The models are those of `transformers` with the sizes of Llama 3.2 1B and of Qwen 3 0.6B and random
+weights, in bfloat16, with tied embeddings, activation checkpointing and SDPA attention.  A step is
+forward, backward and an AdamW update, whose states have the parameters' dtype.  All losses train
+the same model in interleaved steps; their values and gradients are compared before the first
+update.
 """
 
 import functools
@@ -34,18 +37,26 @@ ModelLoss = Callable[[Any, Tensor], Tensor]
 """Maps a causal language model and tokens (batch, context) to the mean loss ()."""
 LIBRARY = "transformers"
 LEARNING_RATE = 1e-5
+SAMPLED = "cutefce, sampled"
+SAMPLES = 256
 MAX_DIFFERENCE = 2.0**-8
 """Relative difference of the losses, or of the gradients' norms, that bfloat16 logits explain."""
+SAMPLING_NOISE = SAMPLES**-0.5
+"""Norm of the noise of sampled gradients over that of the gradients, at most about."""
+LLAMA, QWEN = "Llama 3.2 1B", "Qwen 3 0.6B"
 
 
 @dataclass(frozen=True)
 class Training:
-    """Sizes of the model and of a batch."""
+    """A model of transformers, its sizes and those of a batch."""
 
+    family: str
+    """As transformers names its classes."""
     hidden: int
     layers: int
     heads: int
     kv_heads: int
+    head_size: int
     intermediate: int
     vocab: int
     batch: int
@@ -54,15 +65,24 @@ class Training:
 
 
 TRAININGS = {
-    "cpu": Training(32, 2, 4, 2, 64, 512, 2, 32, "float32"),
-    "cuda": Training(2048, 16, 32, 8, 8192, 128256, 8, 4096, "bfloat16"),
+    "cpu": {
+        LLAMA: Training("Llama", 32, 2, 4, 2, 8, 64, 512, 2, 32, "float32"),
+        QWEN: Training("Qwen3", 32, 2, 4, 2, 16, 64, 608, 2, 32, "float32"),
+    },
+    "cuda": {
+        LLAMA: Training("Llama", 2048, 16, 32, 8, 64, 8192, 128256, 8, 4096, "bfloat16"),
+        QWEN: Training("Qwen3", 1024, 28, 16, 8, 128, 3072, 151936, 8, 4096, "bfloat16"),
+    },
 }
+MODELS = {"llama": LLAMA, "qwen3": QWEN}
+"""Values of `--model`."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One implementation; times are medians of interleaved steps."""
 
+    model: str
     implementation: str
     parameters: int
     batch: int
@@ -80,35 +100,41 @@ class Row:
 
 
 @click.command("training-step")
+@click.option(
+    "--model", "models", multiple=True, type=click.Choice(tuple(MODELS)), help="One model alone."
+)
 @repeats_option(7)
 @click.pass_obj
-def command(output: Output, /, repeats: int) -> None:
-    """Training step of a Llama of 1.2 B parameters, with the library's own loss and fused ones."""
-    measure = functools.partial(run, TRAININGS[DEVICE], DEVICE, repeats)
-    output.record("training_step", [Measurement({}, measure)])
+def command(output: Output, /, models: tuple[str, ...], repeats: int) -> None:
+    """Training steps of whole models, with the library's own loss and with fused ones."""
+    names = [MODELS[model] for model in models or MODELS]
+    output.record(
+        "training_step",
+        [Measurement({"model": x}, functools.partial(run, x, DEVICE, repeats)) for x in names],
+    )
 
 
-def run(training: Training, device: str, repeats: int) -> list[Row]:
+def run(name: str, device: str, repeats: int) -> list[Row]:
     """Measure all losses on random tokens.
 
     Raises:
         ArithmeticError: if losses or gradients differ by more than `MAX_DIFFERENCE`.
     """
+    training = TRAININGS[device][name]
     torch.manual_seed(0)
     model = build_model(training, device)
     tokens = torch.randint(training.vocab, (training.batch, training.context), device=device)
-    installed = {
-        name: implementation
-        for name, implementation in IMPLEMENTATIONS.items()
-        if find_spec(implementation.package) and (device != "cpu" or not implementation.needs_gpu)
+    losses = {
+        label: functools.partial(_loss, each)
+        for label, each in IMPLEMENTATIONS.items()
+        if find_spec(each.package) and (device != "cpu" or not each.needs_gpu)
     }
-    losses = {name: functools.partial(_loss, each) for name, each in installed.items()}
-    first = {name: _evaluate(loss, model, tokens) for name, loss in losses.items()}
+    first = {label: _evaluate(loss, model, tokens) for label, loss in losses.items()}
     check_agreement(first)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=device != "cpu")
     steps: dict[str, Call] = {
-        name: functools.partial(_step, loss, model, optimizer, tokens)
-        for name, loss in losses.items()
+        label: functools.partial(_step, loss, model, optimizer, tokens)
+        for label, loss in losses.items()
     }
     times = interleaved(steps, device, repeats)
     parameters = list(model.parameters())
@@ -116,19 +142,20 @@ def run(training: Training, device: str, repeats: int) -> list[Row]:
     held_bytes = sum(x.nbytes for x in (*parameters, *states, tokens))
     return [
         Row(
-            implementation=name,
+            model=name,
+            implementation=label,
             parameters=sum(x.numel() for x in parameters),
             batch=training.batch,
             context=training.context,
             vocab=training.vocab,
-            median_ms=times[name].median_ms,
-            quartiles_ms=times[name].quartiles_ms,
-            ratio_to_library=times[name].median_ms / times[LIBRARY].median_ms,
-            peak_mib=_total_peak_bytes(steps[name], device, held_bytes) / 2**20,
+            median_ms=times[label].median_ms,
+            quartiles_ms=times[label].quartiles_ms,
+            ratio_to_library=times[label].median_ms / times[LIBRARY].median_ms,
+            peak_mib=_total_peak_bytes(steps[label], device, held_bytes) / 2**20,
             loss=loss,
             gradient_norm=gradient_norm,
         )
-        for name, (loss, gradient_norm) in first.items()
+        for label, (loss, gradient_norm) in first.items()
     ]
 
 
@@ -144,11 +171,12 @@ def build_model(training: Training, device: str) -> nn.Module:
         raise click.ClickException(
             f"training-step needs transformers (pip install transformers): {error}"
         ) from error
-    config = library.LlamaConfig(
+    config = getattr(library, f"{training.family}Config")(
         hidden_size=training.hidden,
         num_hidden_layers=training.layers,
         num_attention_heads=training.heads,
         num_key_value_heads=training.kv_heads,
+        head_dim=training.head_size,
         intermediate_size=training.intermediate,
         vocab_size=training.vocab,
         max_position_embeddings=training.context,
@@ -160,7 +188,7 @@ def build_model(training: Training, device: str) -> nn.Module:
     torch.set_default_dtype(getattr(torch, training.dtype))
     try:
         with torch.device(device):
-            model = library.LlamaForCausalLM(config)
+            model = getattr(library, f"{training.family}ForCausalLM")(config)
     finally:
         torch.set_default_dtype(default_dtype)
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -190,9 +218,9 @@ def unchanged(_: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def deferred(model: nn.Module) -> Iterator[None]:
+def deferred(model: nn.Module, **options: Any) -> Iterator[None]:
     """Defer the model's logits."""
-    cutefce.defer(model)
+    cutefce.defer(model, **options)
     try:
         yield
     finally:
@@ -203,8 +231,11 @@ def deferred(model: nn.Module) -> Iterator[None]:
 def liger(model: nn.Module) -> Iterator[None]:
     """Use Liger's loss in the model's forward, and none of its other kernels."""
     others = dict.fromkeys(("rope", "cross_entropy", "rms_norm", "swiglu"), False)
-    patch = importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama
-    patch(fused_linear_cross_entropy=True, model=model, **others)
+    patches = importlib.import_module("liger_kernel.transformers")
+    family = model.config.model_type  # type: ignore[union-attr]
+    getattr(patches, f"apply_liger_kernel_to_{family}")(
+        fused_linear_cross_entropy=True, model=model, **others
+    )
     try:
         yield
     finally:
@@ -224,6 +255,11 @@ class Implementation(NamedTuple):
 IMPLEMENTATIONS = {
     LIBRARY: Implementation("transformers", unchanged, library_loss),
     "cutefce": Implementation("cutefce", deferred, library_loss),
+    SAMPLED: Implementation(
+        "cutefce",
+        functools.partial(deferred, gradient="sampled", samples=SAMPLES),
+        library_loss,
+    ),
     "Liger": Implementation("liger_kernel", liger, library_loss, needs_gpu=True),
     "CCE": Implementation("cut_cross_entropy", unchanged, cce_loss, needs_gpu=True),
 }
@@ -253,10 +289,12 @@ def _evaluate(loss_of: ModelLoss, model: nn.Module, tokens: Tensor) -> tuple[flo
 
 
 def check_agreement(results: dict[str, tuple[float, float]]) -> None:
-    """Raise if losses or gradient norms are not those of the library."""
+    """Raise if losses or gradient norms are not those of the library, noise of samples apart."""
     for name, values in results.items():
-        for value, wanted in zip(values, results[LIBRARY], strict=True):
-            if not abs(value - wanted) <= MAX_DIFFERENCE * wanted:
+        noise = SAMPLING_NOISE if name == SAMPLED else 0.0
+        limits = MAX_DIFFERENCE, MAX_DIFFERENCE + noise
+        for value, wanted, limit in zip(values, results[LIBRARY], limits, strict=True):
+            if not abs(value - wanted) <= limit * wanted:
                 raise ArithmeticError(
                     f"{name}: got loss and gradient norm {values}, expected {results[LIBRARY]}"
                 )

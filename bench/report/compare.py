@@ -42,20 +42,20 @@ def regressions(new: Path, committed: Path) -> list[str]:
 
 
 def _grown(new: Path, committed: Path) -> Iterator[str]:
-    committed_rows = {_key(row): row for row in read(committed)[1]}
+    committed_rows = {row_key(row): row for row in read(committed)[1]}
     for row in read(new)[1]:
-        old = committed_rows.get(_key(row), {})
+        old = committed_rows.get(row_key(row), {})
         for name in row.keys() & old.keys():
             slack = SLACK_MIB if name == "peak_mib" else 0.0
             if name != "peak_mib" and not name.startswith("ratio"):
                 continue
             before, now = (math.inf if r[name] is None else r[name] for r in (old, row))
             if now > before + abs(before) * SLACK + slack:
-                key = ", ".join(f"{column} {value}" for column, value in _key(row))
+                key = ", ".join(f"{column} {value}" for column, value in row_key(row))
                 yield f"{key}: {name} was {before:.3f}, is {now:.3f}"
 
 
-def _key(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+def row_key(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Return the columns that identify a measurement: names and sizes, which are not floats."""
     return tuple(
         (name, value)

@@ -1,6 +1,8 @@
 """Plots of recorded results."""
 
 import math
+import statistics
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,12 @@ CROWDED_MIB, LABELS_MIB = 1000, 24_000
 def draw(folder: Path) -> list[Path]:
     """Draw everything that `folder` has results for; return the pictures."""
     pictures = []
-    plots = {"peers": _frontier, "loss_curves": _loss_curves, "paper": _paper}
+    plots = {
+        "peers": _frontier,
+        "loss_curves": _loss_curves,
+        "sampled_curves": _sampled_curves,
+        "paper": _paper,
+    }
     for name, plot in plots.items():
         for path in sorted(folder.glob(f"{name}*.jsonl")):
             header, rows = read(path)
@@ -92,6 +99,34 @@ def _loss_curves(figure: Figure, rows: list[Row]) -> None:
     for axes in (curves, distances):
         axes.set_xlabel("step")
     curves.legend()
+
+
+def _sampled_curves(figure: Figure, rows: list[Row]) -> None:
+    """Draw validation losses, and what they are above the mean of the exact trainings.
+
+    Thin lines are seeds, thick ones their means.
+    """
+    curves, distances = figure.subplots(1, 2)
+    steps = rows[0]["validation_steps"]
+    by_name: dict[str, list[list[float]]] = {}
+    for row in rows:
+        by_name.setdefault(row["gradient"], []).append(row["validation_losses"])
+    reference = _mean(by_name["exact"])
+    for number, (name, seeds) in enumerate(by_name.items()):
+        above = [[a - b for a, b in zip(losses, reference, strict=True)] for losses in seeds]
+        for axes, lines in ((curves, seeds), (distances, above)):
+            for line in lines:
+                axes.plot(steps, line, color=f"C{number}", linewidth=0.6, alpha=0.6)
+            axes.plot(steps, _mean(lines), color=f"C{number}", linewidth=1.8, label=name)
+    curves.set_ylabel("validation loss, nats per token")
+    distances.set_ylabel("above the mean of the exact trainings, nats")
+    for axes in (curves, distances):
+        axes.set_xlabel("step")
+    curves.legend(title="gradient")
+
+
+def _mean(lines: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.fmean(values) for values in zip(*lines, strict=True)]
 
 
 def _paper(figure: Figure, rows: list[Row]) -> None:

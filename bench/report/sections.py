@@ -7,6 +7,7 @@ from itertools import groupby
 from bench.experiments.paper_grid import PUBLISHED
 from bench.harness.problems import title
 from bench.harness.records import Row
+from bench.report import trainings
 from bench.report.tables import Columns, field, number, percent, quartiles, table, text
 
 INEXACT = 2.0
@@ -79,26 +80,6 @@ def _forward(rows: list[Row]) -> Iterator[str]:
 def _steady_state(rows: list[Row]) -> Iterator[str]:
     columns = _columns("implementation", "ms", "quartiles", "time / GEMMs", "TFLOP/s")
     yield from table(SIZES | columns, rows)
-
-
-def _training_step(rows: list[Row]) -> Iterator[str]:
-    yield from table(
-        {
-            **_columns("implementation", "ms", "quartiles"),
-            "time / library": field("ratio_to_library"),
-            "peak, GiB": lambda r: number(r["peak_mib"] / 1024),
-            "first loss": lambda r: f"{r['loss']:.5f}",
-            "first gradient norm": lambda r: f"{r['gradient_norm']:.5f}",
-        },
-        rows,
-    )
-    first = rows[0]
-    yield ""
-    yield (
-        f"Llama of {first['parameters'] / 1e9:.2f} B parameters, vocabulary {first['vocab']}, "
-        f"{first['batch']} × {first['context']} tokens, activation checkpointing, AdamW; peak "
-        "memory includes parameters, gradients and optimizer states."
-    )
 
 
 def _cpu_overhead(rows: list[Row]) -> Iterator[str]:
@@ -244,19 +225,6 @@ def _stability(rows: list[Row]) -> Iterator[str]:
     )
 
 
-def _loss_curves(rows: list[Row]) -> Iterator[str]:
-    yield from table(
-        {
-            "implementation": text("implementation"),
-            "plan": lambda r: r["plan"],
-            "seed": text("seed"),
-            "largest distance from the first curve, nats": field("largest_difference"),
-            "last loss, nats": lambda r: number(r["losses"][-1]),
-        },
-        rows,
-    )
-
-
 def _is_cutefce(row: Row) -> bool:
     return bool(row["implementation"].startswith("cutefce") and row["median_ms"] is not None)
 
@@ -298,7 +266,7 @@ ERRORS: Columns = {
     "dW error": field("dw_error"),
 }
 SECTIONS: dict[str, Callable[[list[Row]], Iterator[str]]] = {
-    "training_step": _training_step,
+    "training_step": trainings.training_step,
     "paper": _paper,
     "forward": _forward,
     "step": _step,
@@ -307,7 +275,8 @@ SECTIONS: dict[str, Callable[[list[Row]], Iterator[str]]] = {
     "max_tokens": _max_tokens,
     "breakdown": _breakdown,
     "stability": _stability,
-    "loss_curves": _loss_curves,
+    "loss_curves": trainings.loss_curves,
+    "sampled_curves": trainings.sampled_curves,
     "cpu_overhead": _cpu_overhead,
     "first_call": _first_call,
     "tuned": _tuned,

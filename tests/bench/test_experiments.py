@@ -34,7 +34,7 @@ from bench.harness import problems, reference
 from bench.harness.problems import Shape
 from bench.harness.records import read
 from bench.report import sections
-from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
+from cutefce.autotune_cache.tuning.subprocess_worker import WorkerError
 from cutefce.cute_kernels.jit import cache as jit_cache
 from examples.corpus import Corpus
 from examples.training import Sizes
@@ -112,8 +112,7 @@ def test_a_peer_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes["absent"] = peers.Peer("no_such_package", "loss", right)
     fakes["older"] = peers.Peer("bench.harness.reference", "no_such_loss", right)
     monkeypatch.setattr(peers, "PEERS", fakes)
-    with SubprocessWorker() as child:
-        usable = peers.usable(child, TINY, "cpu")
+    usable = peers.usable(TINY, "cpu", (step.PLAIN, step.Task(ignored_percent=50)))
     rows = {row.implementation: row for row in step.run(TINY, "cpu", 2, ("max", "min"), usable)}
     for name, text in {
         "crash": "SIGABRT",
