@@ -72,7 +72,7 @@ autotune: .venv/ready
 
 # all results, plots and the report of this machine's GPU; ARGS=--resume as above
 BENCHMARKS := paper step peers steady-state max-tokens breakdown stability loss-curves
-GPU_BENCHMARKS := forward cpu-overhead first-call tuned training-step
+GPU_BENCHMARKS := forward few-tokens cpu-overhead first-call tuned training-step sampled-curves
 BENCHMARKS += $(if $(shell nvidia-smi -L 2>&1 | grep GPU),$(GPU_BENCHMARKS))
 bench: .venv/ready
 	$(BIN)/pip install --quiet $(CONSTRAINTS) --editable '.[bench]'

@@ -8,8 +8,8 @@ peers                 both gradients
 peers_frozen_head     dX alone: the weight has no gradient
 peers_ignored_rows    both gradients, a part of the targets ignored at random
 
-Before anything is timed, every peer runs in its own subprocess, all at once: a peer may crash, or
-leave the GPU unusable for its process, and what it compiles is cached on disk.
+Before anything is timed, every peer runs in its own subprocess, most of them at once: a peer may
+crash, or leave the GPU unusable for its process, and what it compiles is cached on disk.
 """
 
 import functools
@@ -59,6 +59,8 @@ class Peer:
     name: str
     adapt: Callable[[Any], Loss]
     """Makes a loss of h, w and y from the imported object."""
+    tunes: bool = False
+    """Whether it keeps choices on disk that it made by timing, for which it must run alone."""
 
     def load(self) -> Loss:
         """Return the loss.
@@ -125,6 +127,7 @@ def _bfloat16_sums(function: Any) -> Loss:
     return loss
 
 
+QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
 LIGER = "liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"
 LIGER_HOPPER = (
     "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90",
@@ -136,10 +139,8 @@ PEERS = {
     "torch.compile": Peer("torch", "compile", _compiled),
     "torch linear_cross_entropy": Peer("torch.nn.functional", "linear_cross_entropy", _plain),
     "torch linear_cross_entropy, chunks": Peer("torch.nn", "LinearCrossEntropyOptions", _chunked),
-    "quack": Peer("quack.linear_cross_entropy", "chunked_linear_cross_entropy", _plain),
-    "quack, chunks of 2048": Peer(
-        "quack.linear_cross_entropy", "chunked_linear_cross_entropy", _chunks_of_2048
-    ),
+    "quack": Peer(*QUACK, _plain, tunes=True),
+    "quack, chunks of 2048": Peer(*QUACK, _chunks_of_2048, tunes=True),
     "Liger": Peer(*LIGER, _first_output),
     "Liger, float32 accumulation": Peer(*LIGER, _first_output_float32),
     "Liger CuTe DSL": Peer(*LIGER_HOPPER, _plain),
@@ -175,6 +176,9 @@ class IgnoredRow(step.Row):
     type=click.IntRange(0, 99),
     help="Other parts of the targets that are ignored.",
 )
+@click.option(
+    "--peer", "names", multiple=True, type=click.Choice(tuple(PEERS)), help="Some peers alone."
+)
 @shape_options
 @repeats_option(7)
 @click.pass_obj
@@ -183,13 +187,14 @@ def command(
     /,
     tables: tuple[str, ...],
     percents: tuple[int, ...],
+    names: tuple[str, ...],
     repeats: int,
     **sizes: Any,
 ) -> None:
     """Forward and backward at models' shapes and every budget, interleaved with peers."""
     name, shapes = chosen_shapes("peers", SHAPES[DEVICE], sizes)
     ignored_tasks = tuple(step.Task(ignored_percent=p) for p in percents or IGNORED_PERCENT)
-    losses_of = functools.cache(usable)
+    losses_of = functools.cache(functools.partial(usable, names or tuple(PEERS)))
 
     def measure(tasks: tuple[step.Task, ...], task: step.Task, shape: Shape) -> list[step.Row]:
         workspaces = FROZEN_WORKSPACES if task.is_frozen else tuple(step.WORKSPACES)
@@ -219,18 +224,24 @@ def command(
         output.record(name.replace("peers", f"peers{infix}"), measurements[table])
 
 
-def usable(shape: Shape, device: str, tasks: Sequence[step.Task]) -> dict[str, Loss | str]:
-    """Return every peer's loss, or why it is unavailable for one of the tasks at `shape`.
+def usable(
+    names: Sequence[str], shape: Shape, device: str, tasks: Sequence[step.Task]
+) -> dict[str, Loss | str]:
+    """Return the peers' losses, or why one is unavailable for one of the tasks at `shape`.
 
     What runs out of memory beside the others runs again alone.
     """
     attempt = functools.partial(refusal, shape=shape, device=device, tasks=tasks)
+    shared = [name for name in names if not PEERS[name].tunes]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        reasons = [*pool.map(attempt, PEERS.values())]
+        reasons = dict(
+            zip(shared, pool.map(attempt, [PEERS[name] for name in shared]), strict=True)
+        )
     losses: dict[str, Loss | str] = {}
-    for (name, peer), together in zip(PEERS.items(), reasons, strict=True):
-        reason = attempt(peer) if together == OUT_OF_MEMORY else together
-        losses[name] = peer.load() if reason is None else reason
+    for name in names:
+        if reasons.get(name, OUT_OF_MEMORY) == OUT_OF_MEMORY:
+            reasons[name] = attempt(PEERS[name])
+        losses[name] = reasons[name] or PEERS[name].load()
     return losses
 
 

@@ -100,7 +100,7 @@ def command(output: Output, /, seeds: tuple[int, ...], steps: int | None) -> Non
 
 def run(name: str, seed: int, sizes: Sizes) -> list[Row]:
     """Train a model with one kind of gradient, from one seed."""
-    corpus, device = _corpus(), torch.device(DEVICE)
+    corpus, device = load(), torch.device(DEVICE)
     torch.manual_seed(seed)
     model = Transformer(corpus.vocab, sizes).to(device)
     trained = Training(name, _loss(name), model, sizes)
@@ -153,7 +153,8 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[Summary]:
 
 
 @functools.cache
-def _corpus() -> Any:
+def load() -> Any:
+    """Return the corpus, which all trainings share."""
     from examples.corpus import load_corpus, read_sources  # needs tokenizers, of the demo alone
 
     specs = map(importlib.util.find_spec, SOURCES if DEVICE == "cuda" else ())

@@ -77,6 +77,19 @@ def _forward(rows: list[Row]) -> Iterator[str]:
     )
 
 
+def _few_tokens(rows: list[Row]) -> Iterator[str]:
+    yield from table(
+        {
+            **SIZES,
+            "forward, ms": field("forward_ms"),
+            "forward / GEMM": field("forward_to_gemm"),
+            "step, ms": field("step_ms"),
+            "step / GEMMs": field("step_to_gemms"),
+        },
+        rows,
+    )
+
+
 def _steady_state(rows: list[Row]) -> Iterator[str]:
     columns = _columns("implementation", "ms", "quartiles", "time / GEMMs", "TFLOP/s")
     yield from table(SIZES | columns, rows)
@@ -269,6 +282,7 @@ SECTIONS: dict[str, Callable[[list[Row]], Iterator[str]]] = {
     "training_step": trainings.training_step,
     "paper": _paper,
     "forward": _forward,
+    "few_tokens": _few_tokens,
     "step": _step,
     "peers": _peers,
     "steady_state": _steady_state,
@@ -281,5 +295,5 @@ SECTIONS: dict[str, Callable[[list[Row]], Iterator[str]]] = {
     "first_call": _first_call,
     "tuned": _tuned,
 }
-GPU_ONLY = ("forward", "tuned", "cpu_overhead", "first_call")
+GPU_ONLY = ("forward", "few_tokens", "tuned", "cpu_overhead", "first_call")
 """Experiments that a CPU does not run."""

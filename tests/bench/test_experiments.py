@@ -3,6 +3,7 @@
 import csv
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,14 @@ from bench.__main__ import main
 from bench.experiments import (
     breakdown,
     cpu_overhead,
+    few_tokens,
     first_call,
     loss_curves,
     max_tokens,
     paper_grid,
     peers,
     sampled,
+    sampled_curves,
     stability,
     steady_state,
     step,
@@ -49,7 +52,7 @@ def run(output: Path, *arguments: str) -> Result:
     return result
 
 
-@pytest.mark.parametrize("name", ["forward", "cpu-overhead", "first-call", "tuned"])
+@pytest.mark.parametrize("name", ["forward", "few-tokens", "cpu-overhead", "first-call", "tuned"])
 def test_commands_for_a_gpu_say_so_without_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +115,7 @@ def test_a_peer_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes["absent"] = peers.Peer("no_such_package", "loss", right)
     fakes["older"] = peers.Peer("bench.harness.reference", "no_such_loss", right)
     monkeypatch.setattr(peers, "PEERS", fakes)
-    usable = peers.usable(TINY, "cpu", (step.PLAIN, step.Task(ignored_percent=50)))
+    usable = peers.usable(tuple(fakes), TINY, "cpu", (step.PLAIN, step.Task(ignored_percent=50)))
     rows = {row.implementation: row for row in step.run(TINY, "cpu", 2, ("max", "min"), usable)}
     for name, text in {
         "crash": "SIGABRT",
@@ -125,6 +128,33 @@ def test_a_peer_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rows[name].median_ms is None
     assert rows["right"].note == "" and rows["right"].median_ms
     assert rows["right"].dx_error == rows["unfused"].dx_error
+
+
+def test_peers_run_at_once_but_for_those_that_tune_or_need_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right_peer = peers.Peer("bench.harness.reference", "unfused", right)
+    fakes = {"tunes": replace(right_peer, tunes=True), "large": replace(right_peer, name="large")}
+    fakes |= {f"small {number}": right_peer for number in range(2)}
+    running: list[peers.Peer] = []
+    most: dict[peers.Peer, int] = {}
+
+    def refusal(peer: peers.Peer, **_: object) -> str | None:
+        running.append(peer)
+        time.sleep(0.05)
+        most[peer] = max(most.get(peer, 0), len(running))
+        was_beside_others = len(running) > 1
+        time.sleep(0.05)
+        running.remove(peer)
+        return peers.OUT_OF_MEMORY if peer.name == "large" and was_beside_others else None
+
+    monkeypatch.setattr(peers, "PEERS", fakes)
+    monkeypatch.setattr(peers, "refusal", refusal)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    monkeypatch.setattr(peers.Peer, "load", lambda peer: reference.unfused)
+    losses = peers.usable(tuple(fakes), TINY, "cpu", (step.PLAIN,))
+    assert all(loss is reference.unfused for loss in losses.values())
+    assert most[right_peer] == 3 and most[fakes["tunes"]] == 1
 
 
 def test_every_peer_can_be_sent_to_a_child() -> None:
@@ -193,9 +223,12 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(stability.VOCABS, "cpu", (512,))
     tokens = torch.randint(50, (400,))
     monkeypatch.setattr(
-        "examples.corpus.load_corpus", lambda path: Corpus(tokens, tokens[:100], 50)
+        "examples.corpus.load_corpus", lambda path, more=(): Corpus(tokens, tokens[:100], 50)
     )
-    monkeypatch.setattr(loss_curves, "CPU", SIZES)
+    for module in (loss_curves, sampled_curves):
+        monkeypatch.setattr(module, "CPU", SIZES)
+    monkeypatch.setattr(sampled_curves, "SEEDS", (0,))
+    sampled_curves.load.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
@@ -208,6 +241,7 @@ def test_every_command_runs_on_a_cpu_and_its_data_makes_a_report(
     for name in ("max-tokens", "stability"):
         run(tmp_path, name)
     run(tmp_path, "loss-curves", "--steps", "2")
+    run(tmp_path, "sampled-curves", "--steps", "3")
     folder = tmp_path / "cpu"
     files = sorted(folder.glob("*.jsonl"))
     assert {path.stem for path in files} == MEASURED | PEERS
@@ -220,7 +254,7 @@ def test_every_command_runs_on_a_cpu_and_its_data_makes_a_report(
     assert (
         text.count("Not measured") == 1 and "Not measured: `python -m bench training-step`" in text
     )
-    for picture in ("paper", "peers", *PEERS, "loss_curves"):
+    for picture in ("paper", "peers", *PEERS, "loss_curves", "sampled_curves"):
         assert (folder / f"{picture}.png").stat().st_size and f"({picture}.png)" in text
     frozen, ignored = (read(folder / f"{name}.jsonl")[1] for name in sorted(PEERS))
     assert {row["frozen"] for row in frozen} == {"weight"}
@@ -230,6 +264,9 @@ def test_every_command_runs_on_a_cpu_and_its_data_makes_a_report(
     assert "### 48 × 16 × 256, frozen weight" in text
     assert {row["ignored_percent"] for row in ignored} == {0, 50, 80, 95}
     assert "### 48 × 16 × 256, 80% of the targets ignored" in text
+    exact, _, few = (row["losses"] for row in read(folder / "sampled_curves.jsonl")[1])
+    assert exact[0] == pytest.approx(few[0], rel=1e-6), "the same parameters and batch"
+    assert exact[2] != few[2], "another gradient"
     before = (folder / "step.jsonl").read_text()
     output = run(tmp_path, "--resume", "step", "--repeats", "2").output
     assert output.count(": already recorded") == 2
@@ -253,11 +290,34 @@ def test_sampled_gradients_are_measured_beside_exact_ones(
             assert row["dx_error"] < 1e-4
 
 
+def test_the_summary_compares_trainings_of_the_same_seed() -> None:
+    final = {"exact": (4.0, 4.2), "sampled 256": (4.1, 4.2), "sampled 64": (3.9, 4.5)}
+    rows = [
+        {"gradient": name, "seed": seed, "final_loss": loss}
+        for name, losses in final.items()
+        for seed, loss in enumerate(losses)
+    ]
+    exact, fine, coarse = sampled_curves.summarize(rows)
+    assert (exact.mean, exact.std) == pytest.approx((4.1, 0.02**0.5))
+    assert (fine.mean_difference, fine.largest_difference) == pytest.approx((0.05, 0.1))
+    assert (coarse.mean_difference, coarse.largest_difference) == pytest.approx((0.1, 0.3))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_one_table_of_the_peers_can_be_chosen(tmp_path: Path, tiny: None) -> None:
-    run(tmp_path, "peers", "--repeats", "2", "--table", "frozen-head", "--tokens", "32")
-    (path,) = (tmp_path / "cpu").glob("*.jsonl")
-    assert path.stem == "peers_frozen_head_32x16x256_float32"
+    sizes = "--repeats", "2", "--tokens", "32"
+    run(tmp_path, "peers", *sizes, "--table", "frozen-head")
+    run(tmp_path, "peers", *sizes, "--table", "ignored-rows", "--ignored-percent", "60")
+    folder = tmp_path / "cpu"
+    frozen, ignored = (folder / f"{name}_32x16x256_float32.jsonl" for name in sorted(PEERS))
+    assert sorted(folder.glob("*.jsonl")) == [frozen, ignored]
+    assert {row["ignored_percent"] for row in read(ignored)[1]} == {60}
+
+
+def test_few_tokens_are_compared_with_the_gemms() -> None:
+    (row,) = few_tokens.run(TINY, "cpu", 3)
+    assert row.forward_to_gemm == row.forward_ms / row.gemm_ms
+    assert row.step_to_gemms == row.step_ms / row.gemms_ms
 
 
 def test_the_baseline_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,13 +346,20 @@ def test_other_sizes_have_separate_results(tmp_path: Path, tiny: None) -> None:
 def test_a_training_step_has_the_loss_of_the_library(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run(tmp_path, "training-step", "--repeats", "2")
-    rows = {row["implementation"]: row for row in read(tmp_path / "cpu" / "training_step.jsonl")[1]}
-    library, fused = rows["transformers"], rows["cutefce"]
-    for name in ("loss", "gradient_norm"):
-        assert fused[name] == pytest.approx(library[name], rel=1e-5)
-    assert fused["peak_mib"] < library["peak_mib"]
+    every = read(tmp_path / "cpu" / "training_step.jsonl")[1]
+    for model in (training_step.LLAMA, training_step.QWEN):
+        rows = {row["implementation"]: row for row in every if row["model"] == model}
+        library, fused, sampled_row = (
+            rows[name] for name in ("transformers", "cutefce", training_step.SAMPLED)
+        )
+        for name in ("loss", "gradient_norm"):
+            assert fused[name] == pytest.approx(library[name], rel=1e-5)
+        assert sampled_row["loss"] == pytest.approx(library["loss"], rel=1e-5)
+        assert sampled_row["gradient_norm"] != pytest.approx(fused["gradient_norm"], rel=1e-6)
+        assert fused["peak_mib"] < library["peak_mib"]
     run(tmp_path, "report")
-    assert "| transformers |" in (tmp_path / "cpu" / "report.md").read_text()
+    text = (tmp_path / "cpu" / "report.md").read_text()
+    assert text.count("| transformers |") == 2 and "Qwen 3 0.6B of" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
@@ -307,7 +374,11 @@ def test_a_training_step_names_the_missing_package(
 
 def test_losses_that_differ_are_an_error() -> None:
     training_step.check_agreement({"transformers": (10.0, 1.0), "cutefce": (10.01, 1.001)})
-    for wrong in ((10.1, 1.0), (10.0, 1.1), (math.nan, 1.0)):
+    noisy = {"transformers": (10.0, 1.0), training_step.SAMPLED: (10.01, 1.05)}
+    training_step.check_agreement(noisy)
+    with pytest.raises(ArithmeticError):
+        training_step.check_agreement(noisy | {training_step.SAMPLED: (10.1, 1.0)})
+    for wrong in ((10.1, 1.0), (10.0, 1.05), (math.nan, 1.0)):
         with pytest.raises(ArithmeticError, match="cutefce: got loss and gradient norm"):
             training_step.check_agreement({"transformers": (10.0, 1.0), "cutefce": wrong})
 
