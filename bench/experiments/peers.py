@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import click
@@ -247,6 +248,9 @@ def usable(
 
 def refusal(peer: Peer, shape: Shape, device: str, tasks: Sequence[step.Task]) -> str | None:
     """Run `first_steps` in a subprocess; return why that fails, or None."""
+    package = peer.module.partition(".")[0]
+    if find_spec(package) is None:  # which needs no subprocess
+        return f"not available: No module named {package!r}"
     with SubprocessWorker() as child:
         try:
             return child.ask(functools.partial(first_steps, peer, shape, device, tasks), SECONDS)
@@ -255,7 +259,7 @@ def refusal(peer: Peer, shape: Shape, device: str, tasks: Sequence[step.Task]) -
 
 
 def first_steps(peer: Peer, shape: Shape, device: str, tasks: Sequence[step.Task]) -> str | None:
-    """Run a step of each task on random inputs; return why `peer` cannot be imported, or None."""
+    """Run a step of each task on random inputs; return why `peer` has no loss, or None."""
     try:
         loss = peer.load()
     except ImportError as error:

@@ -17,7 +17,7 @@ update.
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -282,7 +282,7 @@ def _step(
 
 
 def _first_steps(
-    losses: dict[str, ModelLoss], model: nn.Module, tokens: Tensor
+    losses: Mapping[str, ModelLoss], model: nn.Module, tokens: Tensor
 ) -> dict[str, tuple[float, float]]:
     """Return losses and gradient norms of all but the peers that fail, which are reported."""
     first = {}

@@ -372,6 +372,21 @@ def test_a_training_step_names_the_missing_package(
     assert "training-step needs transformers (pip install transformers)" in outcome.output
 
 
+def test_a_peer_that_fails_is_left_out_of_a_training_step() -> None:
+    pytest.importorskip("transformers")
+
+    def fail(model: object, tokens: Tensor) -> Tensor:
+        raise TypeError("another version")
+
+    tiny = training_step.TRAININGS["cpu"][training_step.LLAMA]
+    model = training_step.build_model(tiny, "cpu")
+    tokens = torch.randint(tiny.vocab, (1, 8))
+    losses = {"transformers": training_step.library_loss, "Liger": fail}
+    assert list(training_step._first_steps(losses, model, tokens)) == ["transformers"]
+    with pytest.raises(TypeError):
+        training_step._first_steps({"cutefce": fail}, model, tokens)
+
+
 def test_losses_that_differ_are_an_error() -> None:
     training_step.check_agreement({"transformers": (10.0, 1.0), "cutefce": (10.01, 1.001)})
     noisy = {"transformers": (10.0, 1.0), training_step.SAMPLED: (10.01, 1.05)}
