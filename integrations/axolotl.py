@@ -1,4 +1,4 @@
-"""Axolotl: a plugin whose models defer their logits.
+"""Axolotl: a plugin whose models defer their logits, and distill without them.
 
 In the configuration:
 
@@ -9,9 +9,10 @@ In the configuration:
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
+from torch import Tensor
 
 import cutefce
-from cutefce.integrations import hooks
+from cutefce.integrations import axolotl_distillation, hooks
 
 TESTED = "axolotl 0.19.0"
 
@@ -25,16 +26,31 @@ OTHERS = (
 
 
 class CutefcePlugin(BasePlugin):
-    """Calls `cutefce.defer` on the model, before it gets adapters."""
+    """Calls `cutefce.defer` on the model, before it gets adapters; serves `kd_trainer`."""
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        """Defer the logits of `model`.
+        """Defer the logits of `model`; with `kd_trainer`, replace the loss of Axolotl's trainer.
 
         Raises:
             ValueError: if the configuration enables another fused loss.
+            RuntimeError: with `kd_trainer`, if its function has other parameters.
         """
         hooks.check_version(TESTED)
         for key in OTHERS:
             if cfg.get(key):
                 raise ValueError(f"{key}: got {cfg[key]!r}, expected none beside CutefcePlugin")
         cutefce.defer(model)
+        path = f"{axolotl_distillation.FUNCTION}.apply"
+        if not cfg.get("kd_trainer") or hooks.is_replaced(path, TESTED):
+            return
+
+        def apply(*arguments: Any) -> Tensor:
+            return axolotl_distillation.fused_linear_topk_kl(own, *arguments)
+
+        own = hooks.replace(
+            path,
+            apply,
+            parameters=axolotl_distillation.PARAMETERS,
+            tested=TESTED,
+            signature=f"{axolotl_distillation.FUNCTION}.forward",
+        )

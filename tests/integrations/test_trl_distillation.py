@@ -189,7 +189,11 @@ def test_gkds_loss_is_the_same(
     """With gradients, for every reduction, those that are left to TRL included."""
     hidden, others = torch.randn(2, 9, 16), torch.randn(2, 9, 24)
     labels = torch.randint(97, (2, 8)).masked_fill(torch.rand(2, 8) < 0.4, -100)
-    options = {"labels": labels if labelled else None, "beta": 0.4, "temperature": 0.7}
+    options: dict[str, Any] = {
+        "labels": labels if labelled else None,
+        "beta": 0.4,
+        "temperature": 0.7,
+    }
     options |= {"reduction": reduction, "num_items_in_batch": items}
 
     def run(student: Any, teacher: Any) -> list[Tensor]:
@@ -229,7 +233,8 @@ def test_what_is_left_to_logits(change: Any, reason: str | None) -> None:
     with torch.no_grad():
         target = teacher(torch.randn(2, 5, 24))
     given = change(logits, target)
-    assert deferred_divergence.divergence_of(*given, None) is None
+    found = deferred_divergence.divergence_of(given[0], given[1], None)
+    assert found is None
     if reason is not None:
         assert any(name.startswith(reason) for name in cutefce.deferral_report(student).fallbacks)
 
@@ -251,7 +256,7 @@ def test_a_weight_of_zero_3_is_left_to_trl(calls: list[dict[str, Any]]) -> None:
     given = torch.randn(1, 4, 16), torch.randn(1, 4, 24), student.weight, teacher.weight
     expected = OWN(*given, torch.ones(1, 4), 0.5)
     integration.enable()
-    teacher.weight.ds_id = 1
+    teacher.weight.ds_id = 1  # type: ignore[attr-defined]
     found = distillation_trainer._chunked_divergence_loss(*given, torch.ones(1, 4), 0.5)
     assert not calls and all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
@@ -286,7 +291,9 @@ def test_the_loss_is_as_accurate_as_that_of_trl(
     ours = run(distillation_trainer._chunked_divergence_loss)
     for z, x, y in zip(exact, theirs, ours, strict=True):
         errors = [float((found.double() - z).abs().max()) for found in (x, y)]
-        assert errors[1] <= 4 * errors[0] + 2 * torch.finfo(torch.float32).eps * float(z.abs().max())
+        assert errors[1] <= 4 * errors[0] + 2 * torch.finfo(torch.float32).eps * float(
+            z.abs().max()
+        )
 
 
 def reference(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -298,4 +305,8 @@ def reference(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     log_p = u.log_softmax(-1)
     count = mask.sum()
     entropy = -((log_p.exp() * log_p).sum(-1) * mask).sum()
-    return (divergences * mask).sum() / (count.clamp(min=1) if items is None else items), entropy, count
+    return (
+        (divergences * mask).sum() / (count.clamp(min=1) if items is None else items),
+        entropy,
+        count,
+    )
