@@ -1,12 +1,12 @@
 """Axolotl: the loss of its `kd` plugin, from soft targets of the teacher's stored top k."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cutefce.integrations.gradients import loss_options
 from cutefce.ops.interface.api import linear_cross_entropy
 from cutefce.ops.interface.soft_targets import MAX_CLASSES
 
@@ -83,7 +83,7 @@ def fused_linear_topk_kl(
         weights = weight_hard_loss, weight_soft_loss, ignore_index, temperature, beta
         last = compiled, chunk_size, compute_ce_loss, normalize_topk
         return own(*operands, *targets, student_lm_head_bias, *weights, *last)
-    options: dict[str, Any] = {"linear_bias": student_lm_head_bias, "reduction": "sum"}
+    options = {"linear_bias": student_lm_head_bias, "reduction": "sum", **loss_options()}
     loss = student_input.new_zeros((), dtype=torch.float32)
     if weight_soft_loss > 0:
         q = target_logprobs.float().exp().masked_fill(target_mask == 0, 0)

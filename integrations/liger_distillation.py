@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.integrations.gradients import loss_options
 from cutefce.ops.divergence.api import linear_divergence
 from cutefce.ops.interface.api import linear_cross_entropy
 
@@ -92,7 +93,11 @@ def fused_linear_jsd(
     hard = torch.zeros_like(soft)
     if weight_hard_loss or return_soft_hard_loss:
         hard = linear_cross_entropy(
-            *student, true_labels, linear_bias=student_bias, ignore_index=ignore_index
+            *student,
+            true_labels,
+            linear_bias=student_bias,
+            ignore_index=ignore_index,
+            **loss_options(),
         )
         loss = loss + weight_hard_loss * hard
     return (loss, soft.detach(), hard.detach()) if return_soft_hard_loss else loss

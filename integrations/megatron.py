@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from cutefce.integrations import hooks
+from cutefce.integrations.gradients import row_options
 from cutefce.integrations.main_grad import with_main_grad
 from cutefce.ops.interface.api import linear_cross_entropy
 
@@ -222,7 +223,7 @@ def losses(
         logit_scale=scale,
         group=head.tp_group if head.tp_group.size() > 1 else None,
         sequence_parallel=head.sequence_parallel,
-        **{"reduction": "none", **options},
+        **{"reduction": "none", **options, **row_options()},
     )
     return loss.transpose(0, 1).contiguous() if loss.ndim else loss
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from cutefce.integrations import hooks, trl_distillation
 from cutefce.integrations.deferral.model import defer
+from cutefce.integrations.gradients import row_options
 from cutefce.ops.interface.log_probs import linear_log_probs
 
 TESTED = "trl 1.16.0"
@@ -137,6 +138,7 @@ def log_probs(
         logit_scale=logit_scale,
         softcap=final_logit_softcapping,
         temperature=temperature,
+        **row_options(),
     )
     entropy, mean, squares = found.entropy, found.mean_logit, found.sum_p_squared
     if has_own_mean:

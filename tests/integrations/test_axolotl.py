@@ -16,7 +16,7 @@ from axolotl.integrations.base import PluginManager
 from axolotl.utils.dict import DictDefault
 
 import cutefce
-from cutefce.integrations import axolotl
+from cutefce.integrations import axolotl, gradients
 
 NAME = "cutefce.integrations.axolotl.CutefcePlugin"
 
@@ -42,11 +42,18 @@ def tiny_llama() -> Any:
 
 
 def test_the_manager_defers_the_model(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    deferred: list[object] = []
-    monkeypatch.setattr(cutefce, "defer", deferred.append, raising=False)
+    deferred: list[tuple[object, dict[str, Any]]] = []
+    monkeypatch.setattr(cutefce, "defer", lambda *x, **options: deferred.append((x, options)))
+    monkeypatch.setattr(gradients, "_chosen", {})
     model = tiny_llama()
+    assert manager.get_input_args() == ["cutefce.integrations.axolotl.CutefceArgs"]
     manager.post_model_build(DictDefault({}), model)
-    assert len(deferred) == 1 and deferred[0] is model
+    keys = {"cutefce_gradient": "sampled", "cutefce_samples": 64, "cutefce_accum_dtype": "bfloat16"}
+    manager.post_model_build(DictDefault(keys), model)
+    plain = {"gradient": "exact", "samples": 256, "accum_dtype": None}
+    other = {"gradient": "sampled", "samples": 64, "accum_dtype": torch.bfloat16}
+    assert deferred == [((model,), plain), ((model,), other)]
+    assert gradients.loss_options() == other
 
 
 @pytest.mark.parametrize("key", axolotl.OTHERS)

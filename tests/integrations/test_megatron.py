@@ -31,6 +31,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from cutefce.integrations import gradients as setting
 from cutefce.integrations import megatron
 from tests.support.fused_calls import fused_calls
 from tests.support.ranks import Ranks, started
@@ -557,3 +558,16 @@ def test_the_linear_implementation_is_replaced_once(linear: Any) -> None:
 def test_without_a_linear_implementation() -> None:
     with pytest.raises(RuntimeError, match=r"linear_cross_entropy: not found in version .* use en"):
         megatron.enable_linear_impl()
+
+
+def test_gradients_are_sampled_if_the_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setting, "_chosen", {})
+    setting.set_gradients("sampled", samples=32, accum_dtype=torch.bfloat16)
+    group = SimpleNamespace(size=lambda: 1)
+    head = SimpleNamespace(
+        gradient_accumulation_fusion=False, tp_group=group, sequence_parallel=False
+    )
+    with fused_calls(megatron) as calls:
+        megatron.losses(head, torch.randn(5, 2, 8), torch.randn(99, 8), torch.ones(2, 5).long(), 1)
+    assert (calls[0]["gradient"], calls[0]["samples"]) == ("sampled", 32)
+    assert "accum_dtype" not in calls[0]
