@@ -13,8 +13,8 @@ from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from cutefce.integrations import hooks
 from cutefce.integrations.gradients import gradient_options
+from cutefce.integrations.support import hooks
 from cutefce.ops.interface.api import linear_cross_entropy
 
 TESTED = "nemo-automodel 0.7.0"

@@ -13,8 +13,9 @@ from pydantic import BaseModel
 from torch import Tensor
 
 import cutefce
-from cutefce.integrations import axolotl_distillation, hooks
+from cutefce.integrations.distillation import axolotl as axolotl_distillation
 from cutefce.integrations.gradients import gradient_options, set_gradients
+from cutefce.integrations.support import hooks
 
 TESTED = "axolotl 0.19.0"
 

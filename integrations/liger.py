@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.integrations import hooks, liger_distillation
+from cutefce.integrations.distillation import liger as liger_distillation
 from cutefce.integrations.gradients import loss_options, row_options
+from cutefce.integrations.support import hooks
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.api import linear_cross_entropy
 from cutefce.ops.interface.log_probs import linear_log_probs

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from cutefce.integrations import hooks
 from cutefce.integrations.gradients import row_options
-from cutefce.integrations.main_grad import with_main_grad
+from cutefce.integrations.support import hooks
+from cutefce.integrations.support.main_grad import with_main_grad
 from cutefce.ops.interface.api import linear_cross_entropy
 
 TESTED = "megatron-core 0.16.1 0.19.2"

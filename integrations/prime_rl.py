@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from cutefce.integrations import hooks
 from cutefce.integrations.gradients import row_options
+from cutefce.integrations.support import hooks
 from cutefce.ops.interface.log_probs import linear_log_probs
 
 TESTED = "prime-rl 0.8.0"

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cutefce.integrations import hooks, trl_distillation
 from cutefce.integrations.deferral.model import defer
+from cutefce.integrations.distillation import trl as trl_distillation
 from cutefce.integrations.gradients import row_options
+from cutefce.integrations.support import hooks
 from cutefce.ops.interface.log_probs import linear_log_probs
 
 TESTED = "trl 1.16.0"

@@ -17,9 +17,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from cutefce.integrations import hooks
 from cutefce.integrations.gradients import row_options
-from cutefce.integrations.logit_options import logit_options
+from cutefce.integrations.support import hooks
+from cutefce.integrations.support.logit_options import logit_options
 from cutefce.ops.interface.log_probs import linear_log_probs
 
 TESTED = "verl 0.9.1"

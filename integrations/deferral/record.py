@@ -82,8 +82,8 @@ class LogitsRecord:
     @property
     def is_recorded(self) -> bool:
         """Whether an operation can be recorded: then, or on states without a graph."""
-        is_frozen = self.made is None and not self.call.grad and not self.hidden.requires_grad
-        return is_frozen or self.is_deferred
+        is_frozen = not self.call.grad and not self.hidden.requires_grad
+        return self.is_deferred or (self.made is None and is_frozen)
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -105,8 +105,6 @@ class LogitsRecord:
         if x is None or self.classes == self.call.head.out_features:
             return x
         return x[slice(*self.class_range)]
-
-    # how the operations are recorded
 
     def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Return what the method `name` of the logits themselves returns."""

@@ -48,7 +48,7 @@ def of_liger(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
 
 def of_ligers_jsd(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
     given = h, w, h, w, y, None, None, 1.0, 0.0
-    loss: Tensor = module("liger_distillation").fused_linear_jsd(pytest.fail, *given)
+    loss: Tensor = module("distillation.liger").fused_linear_jsd(pytest.fail, *given)
     return loss
 
 
@@ -56,7 +56,7 @@ def of_axolotls_kd(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
     top = torch.zeros(len(h), 1, 1)
     given = h[:, None], w, y[:, None, None], top, top + 1, y[:, None], None, 0.0, 1.0
     options = {"normalize_topk": False}
-    loss: Tensor = module("axolotl_distillation").fused_linear_topk_kl(
+    loss: Tensor = module("distillation.axolotl").fused_linear_topk_kl(
         pytest.fail, *given, **options
     )
     return loss

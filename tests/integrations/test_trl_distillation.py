@@ -17,8 +17,8 @@ from trl.trainer import distillation_trainer
 
 import cutefce
 from cutefce.integrations import trl as integration
-from cutefce.integrations import trl_distillation
 from cutefce.integrations.deferral import divergence as deferred_divergence
+from cutefce.integrations.distillation import trl as trl_distillation
 from tests.integrations.test_trl import CLOCKS, small_model, text, tokenizer
 from tests.support.divergence import token_divergences
 

@@ -18,7 +18,7 @@ from verl.utils.kernel import linear_cross_entropy as kernel
 import cutefce
 from cutefce.integrations import gradients as setting
 from cutefce.integrations import verl as integration
-from cutefce.integrations.logit_options import logit_options
+from cutefce.integrations.support.logit_options import logit_options
 from tests.support.ranks import Ranks, group
 
 SHAPE: dict[str, Any] = {
