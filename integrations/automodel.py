@@ -13,7 +13,8 @@ from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from cutefce.integrations import hooks
+from cutefce.integrations.gradients import gradient_options
+from cutefce.integrations.support import hooks
 from cutefce.ops.interface.api import linear_cross_entropy
 
 TESTED = "nemo-automodel 0.7.0"
@@ -47,12 +48,20 @@ class CutefceLoss(ChunkedCrossEntropy):
     A subclass, because recipes show the head and the model's configuration to that class alone.
     """
 
-    def __init__(self, ignore_index: int = -100, reduction: str = "sum") -> None:
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        reduction: str = "sum",
+        gradient: str = "exact",
+        samples: int = 256,
+        accum_dtype: torch.dtype | str | None = None,
+    ) -> None:
         hooks.check_version(TESTED)
         path = "nemo_automodel.components.loss.chunked_ce:ChunkedCrossEntropy.forward"
         hooks.check_parameters(path, ChunkedCrossEntropy.forward, _FORWARD, TESTED)
         super().__init__(compile=False, ignore_index=ignore_index, reduction=reduction)
         self.softcap: float | None = None
+        self.gradient_options = gradient_options(gradient, samples, accum_dtype)
 
     def validate_lm_head(self, lm_head: nn.Module | None, *, model_config: Any = None) -> nn.Module:
         """Return the head, a linear layer without bias; keep the softcap of the model.
@@ -120,7 +129,7 @@ class CutefceLoss(ChunkedCrossEntropy):
         weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
         if loss_weights is not None:
             loss_weights = loss_weights.to(hidden_states.device, torch.float32)
-        return linear_cross_entropy(
+        loss: Tensor = linear_cross_entropy(
             hidden_states.to(weight.dtype),
             weight,
             labels,
@@ -129,4 +138,6 @@ class CutefceLoss(ChunkedCrossEntropy):
             ignore_index=self.ignore_index,
             token_weights=loss_weights,
             softcap=self.softcap,
+            **self.gradient_options,
         )
+        return loss

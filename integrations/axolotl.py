@@ -1,4 +1,4 @@
-"""Axolotl: a plugin whose models defer their logits.
+"""Axolotl: a plugin whose models defer their logits, and distill without them.
 
 In the configuration:
 
@@ -9,9 +9,13 @@ In the configuration:
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel
+from torch import Tensor
 
 import cutefce
-from cutefce.integrations import hooks
+from cutefce.integrations.distillation import axolotl as axolotl_distillation
+from cutefce.integrations.gradients import gradient_options, set_gradients
+from cutefce.integrations.support import hooks
 
 TESTED = "axolotl 0.19.0"
 
@@ -24,17 +28,51 @@ OTHERS = (
 """Keys with which Axolotl replaces the same loss."""
 
 
+class CutefceArgs(BaseModel):
+    """Keys of Axolotl's configuration, as the arguments of `cutefce.defer`."""
+
+    cutefce_gradient: str = "exact"
+    cutefce_samples: int = 256
+    cutefce_accum_dtype: str | None = None
+
+
 class CutefcePlugin(BasePlugin):
-    """Calls `cutefce.defer` on the model, before it gets adapters."""
+    """Calls `cutefce.defer` on the model, before it gets adapters; serves `kd_trainer`."""
+
+    def get_input_args(self) -> str:
+        """Return where the keys of the configuration are."""
+        return "cutefce.integrations.axolotl.CutefceArgs"
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        """Defer the logits of `model`.
+        """Defer the logits of `model`; with `kd_trainer`, replace the loss of Axolotl's trainer.
 
         Raises:
-            ValueError: if the configuration enables another fused loss.
+            TypeError, ValueError: if the configuration enables another fused loss, or has a key of
+                `CutefceArgs` with another value.
+            RuntimeError: with `kd_trainer`, if its function has other parameters.
         """
         hooks.check_version(TESTED)
         for key in OTHERS:
             if cfg.get(key):
                 raise ValueError(f"{key}: got {cfg[key]!r}, expected none beside CutefcePlugin")
-        cutefce.defer(model)
+        keys = CutefceArgs.model_fields
+        given = CutefceArgs(**{key: cfg[key] for key in keys if cfg.get(key) is not None})
+        options = gradient_options(
+            given.cutefce_gradient, given.cutefce_samples, given.cutefce_accum_dtype
+        )
+        set_gradients(**options)
+        cutefce.defer(model, **options)
+        path = f"{axolotl_distillation.FUNCTION}.apply"
+        if not cfg.get("kd_trainer") or hooks.is_replaced(path, TESTED):
+            return
+
+        def apply(*arguments: Any) -> Tensor:
+            return axolotl_distillation.fused_linear_topk_kl(own, *arguments)
+
+        own = hooks.replace(
+            path,
+            apply,
+            parameters=axolotl_distillation.PARAMETERS,
+            tested=TESTED,
+            signature=f"{axolotl_distillation.FUNCTION}.forward",
+        )

@@ -1,4 +1,6 @@
-"""Liger: the loss of its patched forwards, of transformers, LLaMA-Factory, ms-swift and Axolotl.
+"""Liger: the loss of its patched forwards, and the JSD of ms-swift's and TRL's distillation.
+
+The forwards are those of transformers, LLaMA-Factory, ms-swift and Axolotl.
 
 import cutefce.integrations.liger
 
@@ -10,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.integrations import hooks
+from cutefce.integrations.distillation import liger as liger_distillation
+from cutefce.integrations.gradients import loss_options, row_options
+from cutefce.integrations.support import hooks
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.api import linear_cross_entropy
 from cutefce.ops.interface.log_probs import linear_log_probs
@@ -38,13 +42,24 @@ PARAMETERS = (
 
 
 def enable() -> None:
-    """Replace the function of hidden states and weight that Liger's forwards call.
+    """Replace the function of hidden states and weight that Liger's forwards call, and its JSD.
 
     Raises:
         ImportError: if Liger is not installed.
-        RuntimeError: if it is enabled already, or Liger's function has other parameters.
+        RuntimeError: if it is enabled already, or a function of Liger has other parameters.
     """
+
+    def apply(*arguments: Any) -> Any:
+        return liger_distillation.fused_linear_jsd(own, *arguments)
+
     hooks.replace(PATH, fused_linear_cross_entropy, parameters=PARAMETERS, tested=TESTED)
+    own = hooks.replace(
+        f"{liger_distillation.FUNCTION}.apply",
+        apply,
+        parameters=liger_distillation.PARAMETERS,
+        tested=TESTED,
+        signature=f"{liger_distillation.FUNCTION}.forward",
+    )
 
 
 def fused_linear_cross_entropy(
@@ -95,6 +110,7 @@ def fused_linear_cross_entropy(
             reduction=reduction,
             return_lse=True,
             **both,
+            **loss_options(),
         )
         assert lse is not None
         penalties = lse_square_scale * lse.square()
@@ -105,7 +121,7 @@ def fused_linear_cross_entropy(
                 f"label_smoothing: got {label_smoothing} with token accuracy, predicted tokens, or "
                 "class weights and a z-loss, which cutefce does not serve together; expected 0"
             )
-        rows = linear_log_probs(input, weight, target, outputs=outputs, **both)
+        rows = linear_log_probs(input, weight, target, outputs=outputs, **both, **row_options())
         factors = None if ce_weight is None else ce_weight[target.where(is_active, 0)]
         assert rows.lse is not None
         penalties = lse_square_scale * rows.lse.square()  # not times the class weights

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from cutefce.integrations import hooks
-from cutefce.integrations.main_grad import with_main_grad
+from cutefce.integrations.gradients import row_options
+from cutefce.integrations.support import hooks
+from cutefce.integrations.support.main_grad import with_main_grad
 from cutefce.ops.interface.api import linear_cross_entropy
 
 TESTED = "megatron-core 0.16.1 0.19.2"
@@ -222,7 +223,7 @@ def losses(
         logit_scale=scale,
         group=head.tp_group if head.tp_group.size() > 1 else None,
         sequence_parallel=head.sequence_parallel,
-        **{"reduction": "none", **options},
+        **{"reduction": "none", **options, **row_options()},
     )
     return loss.transpose(0, 1).contiguous() if loss.ndim else loss
 

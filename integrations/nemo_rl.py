@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from cutefce.integrations import hooks
+from cutefce.integrations.gradients import row_options
+from cutefce.integrations.support import hooks
 from cutefce.ops.interface.log_probs import linear_log_probs
 
 TESTED = "nemo-rl 0.6.0"
@@ -87,5 +88,6 @@ def log_probs(
         F.pad(target[:, 1:], (0, 1), value=-100).T,
         group=tp_group,
         sequence_parallel=True,
+        **row_options(),
     )
     return found.log_probs.T[:, :-1]

@@ -1,20 +1,25 @@
-"""TRL: the fused head of SFT, DPO, KTO, GRPO and RLOO takes its values from `linear_log_probs`.
+"""TRL: the losses of its trainers, without logits.
 
     import cutefce.integrations.trl
 
     cutefce.integrations.trl.enable()  # before or after the trainer is made
+    cutefce.integrations.trl.enable_gkd(model, teacher)  # for GKDTrainer, before it is made
 
-TRL's own function still runs for what cutefce does not have: the mean of capped logits, the
-gradient of their entropy, and a weight that ZeRO-3 partitions.
+SFT, DPO, KTO, GRPO and RLOO take their values from `linear_log_probs`, distillation and GKD from
+`linear_divergence`.  TRL's own function still runs for what cutefce does not have: the mean of
+capped logits, the gradient of their entropy, and a weight that ZeRO-3 partitions.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from cutefce.integrations import hooks
+from cutefce.integrations.deferral.model import defer
+from cutefce.integrations.distillation import trl as trl_distillation
+from cutefce.integrations.gradients import row_options
+from cutefce.integrations.support import hooks
 from cutefce.ops.interface.log_probs import linear_log_probs
 
 TESTED = "trl 1.16.0"
@@ -48,11 +53,14 @@ def enable() -> None:
 
     Raises:
         ImportError: if TRL is not installed.
-        RuntimeError: if it is enabled already, or TRL's function has other parameters.
+        RuntimeError: if it is enabled already, or a function of TRL has other parameters.
     """
 
     def apply(*arguments: Any) -> Values:
         return log_probs(own, *arguments)
+
+    def divergence_loss(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return trl_distillation.divergence_loss(own_divergence, *arguments, **options)
 
     own = hooks.replace(
         f"{FUNCTION}.apply",
@@ -60,6 +68,40 @@ def enable() -> None:
         parameters=PARAMETERS,
         tested=TESTED,
         signature=f"{FUNCTION}.forward",
+    )
+    own_divergence = hooks.replace(
+        trl_distillation.LOSS,
+        divergence_loss,
+        parameters=trl_distillation.LOSS_PARAMETERS,
+        tested=TESTED,
+    )
+
+
+def enable_gkd(model: nn.Module, teacher: nn.Module) -> None:
+    """Defer the logits of a student and its teacher, and replace the loss of `GKDTrainer` of them.
+
+    Args:
+        model: the student, as for `cutefce.defer`.
+        teacher: the teacher, the same.
+
+    Raises:
+        ImportError: if TRL is not installed.
+        TypeError: if a head is not a plain `nn.Linear`.
+        RuntimeError: if a head is deferred already, or TRL's function has other parameters.
+    """
+    defer(model)
+    defer(teacher, evaluation=True)
+    if hooks.is_replaced(trl_distillation.GKD_LOSS, TESTED):
+        return
+
+    def generalized_jsd_loss(*arguments: Any, **options: Any) -> Tensor:
+        return trl_distillation.generalized_jsd_loss(own, *arguments, **options)
+
+    own = hooks.replace(
+        trl_distillation.GKD_LOSS,
+        generalized_jsd_loss,
+        parameters=trl_distillation.GKD_PARAMETERS,
+        tested=TESTED,
     )
 
 
@@ -97,6 +139,7 @@ def log_probs(
         logit_scale=logit_scale,
         softcap=final_logit_softcapping,
         temperature=temperature,
+        **row_options(),
     )
     entropy, mean, squares = found.entropy, found.mean_logit, found.sum_p_squared
     if has_own_mean:

@@ -47,3 +47,9 @@ def test_a_tokenizer_appears_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(corpus, "VOCAB", 257)
     corpus.load_corpus(path)
     assert tokenizers.Tokenizer.from_file(str(path)).get_vocab_size() >= 257
+
+
+def test_losses_are_short_enough_to_copy() -> None:
+    files = sorted((Path(__file__).parent.parent / "examples" / "losses").glob("[a-z]*.py"))
+    assert [path.stem for path in files] == ["dpo", "grpo", "orpo"]
+    assert all(path.read_text().count("\n") < 40 for path in files)

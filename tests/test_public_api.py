@@ -19,7 +19,7 @@ SCHEMA = (
 )
 SIGNATURES = {
     "defer": "(model: torch.nn.modules.module.Module, *, evaluation: bool = False, "
-    "gradient: str = 'exact', samples: int = 256) -> None",
+    "gradient: str = 'exact', samples: int = 256, accum_dtype: torch.dtype | None = None) -> None",
     "undefer": "(model: torch.nn.modules.module.Module) -> None",
     "deferral_report": "model",
     "DeferralReport": "fused fallbacks",
@@ -38,8 +38,8 @@ SIGNATURES = {
     "sequence_parallel",
     "LossOutput": "loss lse",
     "LogProbs": "log_probs lse entropy sum_p_squared mean_logit is_top1 argmax",
-    "plan": "input linear_weight reduction gradient samples workspace accumulate_into accum_dtype "
-    "target_indices target_probs group shards sequence_parallel",
+    "plan": "input linear_weight reduction label_smoothing gradient samples workspace "
+    "accumulate_into accum_dtype target_indices target_probs group shards sequence_parallel",
     "LinearCrossEntropyLoss": "in_features num_classes out_features bias device dtype reduction "
     "weight ignore_index label_smoothing options z_loss logit_scale softcap gradient samples "
     "workspace accum_dtype",

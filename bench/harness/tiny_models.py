@@ -73,6 +73,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"num_hidden_layers": 4},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5_moe": {"moe_k": 2},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_chunk_size": 16},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},

@@ -4,18 +4,24 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from cutefce.integrations.deferral.head import DeferringLinear
 from cutefce.integrations.deferral.report import Counts, DeferralReport
-from cutefce.ops.interface.checks import DTYPES, check_type
-from cutefce.ops.interface.option_checks import check_sampling
+from cutefce.integrations.gradients import gradient_options
+from cutefce.ops.interface.checks import DTYPES
 from cutefce.ops.operators.context import PLAIN_TYPES
 
 
 def defer(
-    model: nn.Module, *, evaluation: bool = False, gradient: str = "exact", samples: int = 256
+    model: nn.Module,
+    *,
+    evaluation: bool = False,
+    gradient: str = "exact",
+    samples: int = 256,
+    accum_dtype: torch.dtype | None = None,
 ) -> None:
     """Have the head of a model answer with deferred logits, so that its own loss is fused.
 
@@ -34,16 +40,15 @@ def defer(
             callers that use the loss alone, as `Trainer` without `compute_metrics`.
         gradient: "exact" or "sampled", as of `linear_cross_entropy`.
         samples: entries of a token that sampled gradients expect to keep, at most.
+        accum_dtype: torch.bfloat16 lets sums of the weight's gradient be bfloat16, where hidden
+            states and weight are; None is float32.
 
     Raises:
-        ValueError: for another `gradient`, or `samples` out of their range.
+        ValueError: for another `gradient` or `accum_dtype`, or `samples` out of their range.
         TypeError: if the head is not a plain `nn.Linear`, as where it is quantized.
         RuntimeError: if it is deferred already.
     """
-    loss_options = {"gradient": gradient, "samples": samples}
-    for name, value in loss_options.items():
-        check_type(name, value)
-    check_sampling(gradient, samples)
+    loss_options = gradient_options(gradient, samples, accum_dtype)
     heads = [*_heads(model)]
     for head in heads:
         _check_head(head)

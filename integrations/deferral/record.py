@@ -76,8 +76,14 @@ class LogitsRecord:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether an operation can be recorded, and a loss be fused."""
+        """Whether a loss can be fused: in the mode of gradients that the head was called in."""
         return self.made is None and torch.is_grad_enabled() == self.call.grad
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether an operation can be recorded: then, or on states without a graph."""
+        is_frozen = not self.call.grad and not self.hidden.requires_grad
+        return self.is_deferred or (self.made is None and is_frozen)
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -99,8 +105,6 @@ class LogitsRecord:
         if x is None or self.classes == self.call.head.out_features:
             return x
         return x[slice(*self.class_range)]
-
-    # how the operations are recorded
 
     def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Return what the method `name` of the logits themselves returns."""
@@ -135,12 +139,12 @@ class LogitsRecord:
 
     def _scale(self, name: str, number: Any) -> Any:
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-        if self.is_deferred and is_number and math.isfinite(number) and number != 0:
+        if self.is_recorded and is_number and math.isfinite(number) and number != 0:
             return self._step(name, number)
         return self.ask(name, number)
 
     def _cast(self, dtype: torch.dtype) -> Any:
-        if not self.is_deferred or dtype not in DTYPES:
+        if not self.is_recorded or dtype not in DTYPES:
             return self.ask("to", dtype)
         return self if dtype == self.dtype else self._step("to", dtype, dtype=dtype)
 
@@ -169,7 +173,7 @@ class LogitsRecord:
         return self._scale("div", other)
 
     def tanh(self) -> Any:
-        return self._step("tanh") if self.is_deferred else self.ask("tanh")
+        return self._step("tanh") if self.is_recorded else self.ask("tanh")
 
     def float(self) -> Any:
         return self._cast(torch.float32)
@@ -194,19 +198,19 @@ class LogitsRecord:
         return self._cast(dtypes[0]) if dtypes else self
 
     def contiguous(self) -> Any:
-        if not self.is_deferred:
+        if not self.is_recorded:
             return self.ask("contiguous")
         is_last = self.class_dim == self.ndim - 1
         is_whole = is_last and self.classes == self.call.head.out_features
         return self if is_whole and self.hidden.is_contiguous() else self.derived()
 
     def clone(self) -> Any:
-        return self.derived() if self.is_deferred else self.ask("clone")
+        return self.derived() if self.is_recorded else self.ask("clone")
 
     # rows and classes
 
     def __getitem__(self, index: Any) -> Any:
-        if self.is_deferred and self.class_dim == self.ndim - 1:
+        if self.is_recorded and self.class_dim == self.ndim - 1:
             found = select(index, self.ndim, self.classes)
             if found is not None:
                 hidden, first = self.hidden[found.rows], self.class_range[0]
@@ -225,7 +229,7 @@ class LogitsRecord:
 
     def _reshape(self, name: str, shape: tuple[Any, ...]) -> Any:
         *sizes, last = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
-        if self.is_deferred and sizes and self.class_dim == self.ndim - 1:
+        if self.is_recorded and sizes and self.class_dim == self.ndim - 1:
             rows = self.numel() // self.classes
             if last == self.classes or (last == -1 and math.prod(sizes) == rows):
                 hidden = self.hidden.reshape(*sizes, self.hidden.shape[-1])
@@ -234,7 +238,7 @@ class LogitsRecord:
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         start, end = self._dim(start_dim), self._dim(end_dim)
-        if not self.is_deferred or start is None or end is None or start > end:
+        if not self.is_recorded or start is None or end is None or start > end:
             return self.ask("flatten", start_dim, end_dim)
         if start <= self.class_dim <= end:
             return self.ask("flatten", start_dim, end_dim)
@@ -244,14 +248,14 @@ class LogitsRecord:
 
     def unsqueeze(self, dim: int) -> Any:
         place = self._dim(dim, self.ndim + 1)
-        if not self.is_deferred or place is None:
+        if not self.is_recorded or place is None:
             return self.ask("unsqueeze", dim)
         moved = self.class_dim + (place <= self.class_dim)
         return self.derived(hidden=self.hidden.unsqueeze(place), class_dim=moved)
 
     def squeeze(self, *dims: Any) -> Any:
         place = self._dim(dims[0]) if len(dims) == 1 else None
-        if not self.is_deferred or place is None or place == self.class_dim:
+        if not self.is_recorded or place is None or place == self.class_dim:
             return self.ask("squeeze", *dims)
         hidden = self.hidden.squeeze(place)
         gone = hidden.ndim < self.ndim and place < self.class_dim
@@ -259,7 +263,7 @@ class LogitsRecord:
 
     def transpose(self, dim0: int, dim1: int) -> Any:
         first, second = self._dim(dim0), self._dim(dim1)
-        if not self.is_deferred or first is None or second is None:
+        if not self.is_recorded or first is None or second is None:
             return self.ask("transpose", dim0, dim1)
         order = [*range(self.ndim)]
         order[first], order[second] = second, first
@@ -268,7 +272,7 @@ class LogitsRecord:
     def permute(self, *dims: Any) -> Any:
         given = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
         order = [self._dim(dim) for dim in given]
-        if not self.is_deferred or sorted(map(str, order)) != [*map(str, range(self.ndim))]:
+        if not self.is_recorded or sorted(map(str, order)) != [*map(str, range(self.ndim))]:
             return self.ask("permute", *dims)
         return self._permuted(order)
 
@@ -283,7 +287,7 @@ class LogitsRecord:
         return self._parts("chunk", chunks, dim)
 
     def _parts(self, name: str, count: Any, dim: int) -> Any:
-        if not self.is_deferred or self._dim(dim) in (None, self.class_dim):
+        if not self.is_recorded or self._dim(dim) in (None, self.class_dim):
             return self.ask(name, count, dim)
         return tuple(self.derived(hidden=x) for x in getattr(self.hidden, name)(count, dim))
 

@@ -133,7 +133,8 @@ def linear_cross_entropy(  # type: ignore[misc]
             weight itself then gets none.  Of a rank's own rows, with `group`.
         accum_dtype: torch.bfloat16 keeps the sums of linear_weight's gradient over chunks of tokens
             in its own memory, rounded at random: unbiased, in less memory and time, with a larger
-            error.  None keeps more bits.  For bfloat16 alone, not with `accumulate_into`.
+            error.  None keeps more bits.  Calls without such sums ignore it.  For bfloat16 alone,
+            not with `accumulate_into`.
         group: process group whose ranks hold consecutive parts (V_k, D) of the weight, in rank
             order, and of the bias.  Targets are global ids; they and all other arguments, weight
             (V,) of all classes too, are the same on every rank, and so are the loss and the

@@ -22,6 +22,7 @@ def plan(
     linear_weight: Tensor,
     *,
     reduction: str = "mean",
+    label_smoothing: float = 0.0,
     gradient: str = "exact",
     samples: int = 256,
     workspace: int | str | None = None,
@@ -43,6 +44,7 @@ def plan(
             the call; under `torch.no_grad` the plan is that of a forward alone.
         linear_weight: (V, D).
         reduction: as for the call, and so are the other arguments.
+        label_smoothing: share of the uniform distribution; it changes plans of sampled gradients.
         gradient: "exact" or "sampled".
         samples: entries of a token that sampled gradients expect to keep, at most.
         workspace: peak memory, as for the call.
@@ -63,6 +65,7 @@ def plan(
         input=input,
         linear_weight=linear_weight,
         reduction=reduction,
+        label_smoothing=label_smoothing,
         gradient=gradient,
         samples=samples,
         accumulate_into=accumulate_into,
@@ -76,7 +79,13 @@ def plan(
         raise wrong
     target = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
     call = localize(input, linear_weight, target, group, shards, sequence_parallel)
-    options = LossOptions(reduction, gradient=gradient, samples=samples, accum_dtype=accum_dtype)
+    options = LossOptions(
+        reduction,
+        label_smoothing=label_smoothing,
+        gradient=gradient,
+        samples=samples,
+        accum_dtype=accum_dtype,
+    )
     tensors = TensorOptions()
     sharding = Sharding(call.group, call.shards, call.sequence_parallel)
     options.check()

@@ -69,7 +69,8 @@ def plan_for(
     if options.is_sampled and forms_gradients(problem):
         given = options.samples, bool(tensors.soft_targets)
         arch = None if sampling_unsupported_reason(problem, *given) else problem.arch
-        sampled = {"samples": options.samples, "arch": arch}
+        smooths = options.label_smoothing > 0
+        sampled = {"samples": options.samples, "arch": arch, "smooths": smooths}
         problem = CallProblem(**{**vars(problem), **sampled})
     own = with_copies(problem, h, w, (step.copied_hidden, step.copied_weight))
     widest = max(sharding.shards) if sharding.shards else problem.vocab

@@ -24,6 +24,8 @@ class CallProblem(Problem):
     """Whether GEMMs can add to that buffer; else dW is computed beside it, some rows at a time."""
     samples: int = 0
     """Entries of a token that sampled gradients expect to keep; 0 for exact gradients."""
+    smooths: bool = False
+    """Whether label smoothing adds a part to sampled gradients."""
 
     @property
     def gradient_bytes(self) -> int:

@@ -13,7 +13,9 @@ Kernels keep 8·N·K from the forward to the backward, and need no window:
 
     forward   S·D·e                      drawn rows, or
               8·N·K + N·D·e              entries of tokens that are sampled again, and their rows
-    backward  12·N·(K + 1) + 8·V         lists of dW
+    backward  12·N·(K + 1) + 8·V         lists of dW, or
+              N·D·a                      sums of dX, with label smoothing, which also forms dW
+                                         beside its memory, some rows at a time
 """
 
 from math import sqrt
@@ -100,12 +102,14 @@ def _kernel_bytes(p: CallProblem, config: WindowConfig) -> int:
     if p.grad_hidden and p.ranks > 1:
         shared, reduced = shared_sums_bytes(p)
         backward += max(shared, reduced)
+    smoothed = p.tokens * p.hidden * p.accumulator_bytes * (p.smooths and p.grad_hidden)
+    lists = 0
     if p.grad_weight or p.grad_bias:
-        backward += 12 * p.tokens * (most + 1) + 8 * p.vocab
+        lists = 12 * p.tokens * (most + 1) + 8 * p.vocab
         beside = min(added_rows(p.hidden, p.accumulator_bytes, p.device), p.vocab)
-        is_beside = not p.grad_weight or added_bytes(p) > 0
-        backward += beside * p.hidden * p.accumulator_bytes * is_beside
-    return with_copies(p, max(forward - p.gradient_bytes, backward))
+        is_beside = not p.grad_weight or added_bytes(p) > 0 or p.smooths
+        lists += beside * p.hidden * p.accumulator_bytes * is_beside
+    return with_copies(p, max(forward - p.gradient_bytes, backward + max(smoothed, lists)))
 
 
 def _forward_bytes(p: CallProblem, config: PortableTiles, samples: int) -> int:

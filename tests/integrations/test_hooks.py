@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cutefce.integrations import hooks
+from cutefce.integrations.support import hooks
 
 PATH, PARAMETERS = "click.utils:echo", ("message", "file", "nl", "err", "color")
 

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 pytest.importorskip("liger_kernel")
 import liger_kernel.transformers.functional as theirs
 import transformers
+from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDFunction, LigerFusedLinearJSDLoss
 from liger_kernel.transformers import apply_liger_kernel_to_gemma2, apply_liger_kernel_to_llama
 
 from cutefce.integrations import liger as integration
+from tests.support.divergence import token_divergences
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 128,
@@ -45,6 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.setattr(integration, name, counted(name))
     name = "liger_fused_linear_cross_entropy"
     monkeypatch.setattr(theirs, name, getattr(theirs, name))
+    monkeypatch.setattr(LigerFusedLinearJSDFunction, "apply", LigerFusedLinearJSDFunction.apply)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield found
@@ -279,3 +282,71 @@ def test_other_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theirs, "liger_fused_linear_cross_entropy", lambda input, weight: None)
     with pytest.raises(RuntimeError, match=r"got parameters \(input, weight\)"):
         integration.enable()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("options", "ignored"),
+    [
+        ({}, 0.3),
+        ({"beta": 0.0, "temperature": 0.7, "weight_hard_loss": 0.0, "weight_soft_loss": 1.0}, 0.3),
+        ({"beta": 1.0, "temperature": 2.0, "return_soft_hard_loss": True}, 0.3),
+        ({"beta": 0.3, "ignore_index": 5, "return_soft_hard_loss": True}, 0.3),
+        ({"beta": 0.3}, 1.0),
+    ],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_jsd_is_as_accurate_as_that_of_liger(
+    bias: bool,
+    options: dict[str, Any],
+    ignored: float,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Losses and gradients beside float64, also times an upstream gradient."""
+    torch.manual_seed(0)
+    given = [torch.randn(21, 16), torch.randn(83, 16), torch.randn(21, 24), torch.randn(83, 24)]
+    biases = [torch.randn(83), torch.randn(83)]
+    labels = torch.randint(6, 83, (21,))
+    labels[torch.rand(21) < ignored] = options.get("ignore_index", -100)
+
+    def run(function: Any, kind: torch.dtype = dtype) -> list[Tensor]:
+        tensors = [x.to(dtype).to(kind) for x in given]
+        own = [x.to(dtype).to(kind) if bias else None for x in biases]
+        leaves = [x for x in (*tensors[:2], own[0]) if x is not None]
+        for x in leaves:
+            x.requires_grad_()
+        found = function(*tensors, labels, *own)
+        losses = found if isinstance(found, tuple) else (found,)
+        gradients = torch.autograd.grad(3 * losses[0], leaves)
+        return [*(x.detach() for x in losses), *gradients]
+
+    def exact(h_s: Any, w_s: Any, h_t: Any, w_t: Any, y: Any, b_s: Any, b_t: Any) -> Any:
+        u, t = F.linear(h_s, w_s, b_s), F.linear(h_t, w_t, b_t)
+        ignore, heat = options.get("ignore_index", -100), options.get("temperature", 1.0)
+        counts = y != ignore
+        divisor = counts.sum().clamp(min=1)
+        scaled = u / heat, t / heat
+        form = {"divergence": "jsd", "beta": options.get("beta", 0.5)}
+        soft = (token_divergences(*scaled, **form) * counts).sum() / divisor
+        hard = F.cross_entropy(u, y, ignore_index=ignore, reduction="sum") / divisor
+        factors = options.get("weight_hard_loss", 0.5), options.get("weight_soft_loss", 0.5)
+        loss = factors[0] * hard + factors[1] * soft
+        return (loss, soft, hard) if options.get("return_soft_hard_loss") else loss
+
+    module = LigerFusedLinearJSDLoss(compiled=False, **options)
+    best, own = run(exact, torch.float64), run(module)
+    monkeypatch.setattr(LigerFusedLinearJSDFunction, "apply", lambda *_: pytest.fail("Liger's own"))
+    integration.enable()
+    ours = run(module)
+    for z, x, y in zip(best, own, ours, strict=True):
+        errors = [float((found.double() - z).abs().max()) for found in (x, y)]
+        assert errors[1] <= 2 * errors[0] + 4 * torch.finfo(y.dtype).eps * float(z.abs().max())
+
+
+def test_a_teacher_of_more_classes_is_left_to_liger() -> None:
+    given = torch.randn(4, 16), torch.randn(83, 16), torch.randn(4, 24), torch.randn(90, 24)
+    module = LigerFusedLinearJSDLoss(compiled=False)
+    expected = module(*given, torch.arange(4))
+    integration.enable()
+    assert torch.equal(module(*given, torch.arange(4)), expected)

@@ -31,6 +31,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from cutefce.integrations import gradients as setting
 from cutefce.integrations import megatron
 from tests.support.fused_calls import fused_calls
 from tests.support.ranks import Ranks, started
@@ -259,7 +260,9 @@ def single(model: Any, **options: Any) -> Step:
 def test_megatrons_own_fused_loss() -> None:
     """It rounds gradients to bfloat16: compare those with its unfused loss."""
     options = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
-    theirs, ours = single(model_of(False, **options)), model_of(False, **options)
+    with torch.compiler.set_stance("force_eager"):  # its steps are compiled for 20 seconds
+        theirs = single(model_of(False, **options))
+    ours = model_of(False, **options)
     megatron.enable(ours)
     found = single(ours)
     torch.testing.assert_close(found.losses, theirs.losses, rtol=1e-5, atol=0)
@@ -557,3 +560,16 @@ def test_the_linear_implementation_is_replaced_once(linear: Any) -> None:
 def test_without_a_linear_implementation() -> None:
     with pytest.raises(RuntimeError, match=r"linear_cross_entropy: not found in version .* use en"):
         megatron.enable_linear_impl()
+
+
+def test_gradients_are_sampled_if_the_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setting, "_chosen", {})
+    setting.set_gradients("sampled", samples=32, accum_dtype=torch.bfloat16)
+    group = SimpleNamespace(size=lambda: 1)
+    head = SimpleNamespace(
+        gradient_accumulation_fusion=False, tp_group=group, sequence_parallel=False
+    )
+    with fused_calls(megatron) as calls:
+        megatron.losses(head, torch.randn(5, 2, 8), torch.randn(99, 8), torch.ones(2, 5).long(), 1)
+    assert (calls[0]["gradient"], calls[0]["samples"]) == ("sampled", 32)
+    assert "accum_dtype" not in calls[0]

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cutefce.integrations import gradients as setting
 from cutefce.integrations import nemo_rl as integration
+from tests.support.fused_calls import fused_calls
 from tests.support.ranks import Ranks, group
 
 
@@ -120,3 +122,18 @@ def test_other_parameters_are_refused(framework: ModuleType) -> None:
     vars(framework)["from_parallel_hidden_states_to_logprobs"] = lambda hidden, weight: None
     with pytest.raises(RuntimeError, match=r"got parameters \(hidden, weight\)"):
         integration.enable()
+
+
+def sampled_on_a_rank() -> tuple[str, int]:
+    """Return the options of the call under a setting that samples gradients."""
+    setting.set_gradients("sampled", samples=32)
+    try:
+        with fused_calls(integration, "linear_log_probs") as calls:
+            values_on_a_rank(1)
+    finally:
+        setting.set_gradients()
+    return calls[0]["gradient"], calls[0]["samples"]
+
+
+def test_gradients_are_sampled_if_the_setting_says_so(ranks: Ranks) -> None:
+    assert ranks.run(1, sampled_on_a_rank) == [("sampled", 32)]

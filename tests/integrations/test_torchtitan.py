@@ -23,6 +23,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
+from cutefce.integrations import gradients as setting
 from cutefce.integrations import torchtitan
 from tests.support.fused_calls import fused_calls
 from tests.support.ranks import Ranks, started
@@ -272,3 +273,12 @@ def test_tensor_parallel(
     ours = ranks.run(2, parallel_step, True, parallelism, typechecked)
     for pair in zip(ours, theirs, strict=True):
         assert_same(*pair)
+
+
+def test_gradients_are_sampled_if_the_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setting, "_chosen", {})
+    setting.set_gradients("sampled", samples=32)
+    sampled, exact = single_step(True), single_step(False)
+    torch.testing.assert_close(sampled.loss, exact.loss, rtol=1e-5, atol=0)
+    found, wanted = (x.gradients["lm_head.weight"] for x in (sampled, exact))
+    assert (found - wanted).norm() > 1e-3 * wanted.norm()

@@ -17,6 +17,7 @@ import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl.kernels import ChunkedLogProbFunction
+from trl.trainer import distillation_trainer
 
 import cutefce
 from cutefce.integrations import trl as integration
@@ -68,6 +69,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[Any]]]:
 
     monkeypatch.setattr(integration, "linear_log_probs", counted)
     monkeypatch.setattr(ChunkedLogProbFunction, "apply", counted_own)
+    name = "_chunked_divergence_loss"
+    monkeypatch.setattr(distillation_trainer, name, getattr(distillation_trainer, name))
     torch.set_num_threads(1)
     yield found
     torch.set_num_threads(threads)

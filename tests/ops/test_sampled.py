@@ -497,6 +497,7 @@ def test_slots_hold_what_is_expected(samples: int) -> None:
 MEMORY: dict[str, tuple[tuple[int, int, int], torch.dtype, dict[str, Any]]] = {
     "both": ((300, 300, 6000), torch.float32, {"reduction": "none"}),
     "16 bits": ((1024, 64, 2000), torch.bfloat16, {"samples": 64}),
+    "smoothing": ((1024, 256, 2000), torch.bfloat16, {"samples": 64, "label_smoothing": 0.1}),
     "hidden alone": ((512, 64, 4000), torch.bfloat16, {"trained": (True, False)}),
 }
 

@@ -18,7 +18,9 @@ from cutefce.ops.operators import kept
 from cutefce.ops.planning import sample_sizes
 from cutefce.ops.planning.call_problem import CallProblem
 from cutefce.ops.planning.sampled_memory import sampled_bytes
+from cutefce.ops.planning.step_memory import added_rows
 from cutefce.ops.primitives.dispatch import sampling_unsupported_reason
+from cutefce.ops.sampling import kernels
 from cutefce.ops.strategies import sampled as strategy
 from tests.ops.test_sampled import CASES, GREAT, SAMPLED, SHAPE, TOGETHER, drawn, eager
 from tests.support import sampled as model
@@ -225,30 +227,35 @@ def launches_nothing(kernel: KernelSpec) -> Any:
     return model_of(kernel) if isinstance(kernel, SelectRowsSpec) else lambda *_: None
 
 
-@pytest.mark.parametrize("samples", [64, 256])
+@pytest.mark.parametrize(
+    ("samples", "smoothing"), [(64, 0.0), (256, 0.0), (64, 0.1)], ids=["64", "256", "smoothing"]
+)
 @pytest.mark.parametrize(
     "trained", [(True, True), (True, False), (False, True)], ids=["both", "hidden", "weight"]
 )
 def test_peak_memory_is_predicted(
-    trained: tuple[bool, bool], samples: int, monkeypatch: pytest.MonkeyPatch
+    trained: tuple[bool, bool], samples: int, smoothing: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of what the host allocates between launches."""
     tokens, hidden, vocab = 2048, 512, 16384
     tiles = PORTABLE_TILES["cpu"]
     serve(monkeypatch, tiles, replacement=launches_nothing)
+    monkeypatch.setattr(kernels, "added_rows", lambda d, size, _: added_rows(d, size, "cuda"))
     case = random_case(tokens, hidden, vocab, dtype=torch.bfloat16, ignored=0)
     h, w = (x.requires_grad_(t) for x, t in zip((case.h, case.w), trained, strict=True))
     wanted = [x for x in (h, w) if x.requires_grad]
 
     def step() -> None:
-        loss = eager(h, w, case.y, gradient="sampled", samples=samples)
+        options = {"samples": samples, "label_smoothing": smoothing}
+        loss = eager(h, w, case.y, gradient="sampled", **options)
         torch.autograd.grad(loss, wanted)
 
     step()
     (peak,) = peaks([step])
     peak -= sum(x.nbytes for x in wanted)
     sizes = tokens, hidden, vocab, "bfloat16", "cuda", *trained, HOPPER.name
-    predicted = sampled_bytes(CallProblem(*sizes, samples=samples), tiles)
+    problem = CallProblem(*sizes, samples=samples, smooths=smoothing > 0)
+    predicted = sampled_bytes(problem, tiles)
     assert abs(predicted - peak) <= 0.05 * peak, (predicted, peak)
 
 

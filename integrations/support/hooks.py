@@ -42,8 +42,14 @@ def replace(
     described = current if signature is None else _find(signature, tested)[2]
     check_parameters(signature or path, described, parameters, tested)
     setattr(replacement, _MARK, True)
-    setattr(owner, last, replacement)
+    is_static = isinstance(vars(owner).get(last), staticmethod)
+    setattr(owner, last, staticmethod(replacement) if is_static else replacement)
     return current
+
+
+def is_replaced(path: str, tested: str) -> bool:
+    """Whether `replace` has replaced what is at `path` already."""
+    return getattr(_find(path, tested)[2], _MARK, False)
 
 
 def _find(path: str, tested: str) -> tuple[Any, str, Any]:

@@ -1,0 +1,91 @@
+"""The divergence of a student's and a teacher's deferred logits, without the logits."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutefce.integrations.deferral.head import is_whole
+from cutefce.integrations.deferral.logits import DeferredLogits
+from cutefce.integrations.deferral.loss import Transform, transform_of
+from cutefce.ops.divergence.api import linear_divergence
+
+
+class Side(NamedTuple):
+    """Deferred logits of a model, and what their steps make of the head's products."""
+
+    logits: DeferredLogits
+    transform: Transform
+
+    def operands(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return hidden states, weight and bias, detached if the logits have no gradients."""
+        w, b = self.logits.of_classes(weight), self.logits.of_classes(bias)
+        w, scale = w.to(hidden.dtype), self.transform.scale
+        b = b if b is None or scale == 1 else b * scale
+        if self.logits.call.grad:
+            return hidden, w, b
+        return hidden.detach(), w.detach(), b if b is None else b.detach()
+
+
+def divergence_of(
+    student: Any, teacher: Any, target: Tensor | None, **options: Any
+) -> Tensor | None:
+    """Return `linear_divergence` of the logits (..., V) of both, None if it is not served.
+
+    Args:
+        student: what may be deferred logits.
+        teacher: the same, of the same tokens and classes; without gradients if they were made so.
+        target: (...) as of `linear_divergence`.
+        options: the arguments of `linear_divergence` that are not of a model.
+    """
+    if not isinstance(student, DeferredLogits) or not isinstance(teacher, DeferredLogits):
+        return None
+    transforms = transform_of(student.steps), transform_of(teacher.steps)
+    obstacle = _obstacle(student, teacher)
+    if obstacle or transforms[0] is None or transforms[1] is None:
+        for x in (student, teacher):
+            x.call.counts.add(obstacle or "linear_divergence: steps before it")
+        return None
+    own, other = Side(student, transforms[0]), Side(teacher, transforms[1])
+
+    def fused(*given: Any) -> Tensor:
+        def of_both(*others: Any) -> Tensor:
+            h_s, w_s, b_s = own.operands(*given)
+            h_t, w_t, b_t = other.operands(*others)
+            return linear_divergence(
+                h_s,
+                w_s,
+                h_t,
+                w_t,
+                target,
+                student_bias=b_s,
+                teacher_bias=b_t,
+                logit_scale=(own.transform.scale, other.transform.scale),
+                softcap=(own.transform.cap, other.transform.cap),
+                **options,
+            )
+
+        return teacher.call.evaluate(of_both, teacher.hidden)
+
+    loss = student.call.evaluate(fused, student.hidden)
+    for x in (student, teacher):
+        x.call.counts.add()
+    return loss
+
+
+def _obstacle(student: DeferredLogits, teacher: DeferredLogits) -> str:
+    """Return why the divergence needs logits, "" if it does not."""
+    sides = student, teacher
+    if not student.is_deferred or not teacher.is_recorded:
+        return "linear_divergence: after the logits were made, or in another mode of gradients"
+    if not all(is_whole(x.call.head) for x in sides):
+        return "linear_divergence: a weight that is not a whole, plain tensor"
+    if any(x.class_dim != x.ndim - 1 for x in sides):
+        return "linear_divergence: classes not in the last dimension"
+    if student.shape != teacher.shape or student.device != teacher.device:
+        return "linear_divergence: logits of other shapes or devices"
+    if any(x.dtype == torch.float64 != x.hidden.dtype for x in sides):
+        return "linear_divergence: logits cast to float64"
+    return ""

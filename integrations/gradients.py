@@ -1,0 +1,67 @@
+"""How the losses of all integrations compute gradients: one setting of the process.
+
+    from cutefce.integrations.gradients import set_gradients
+
+    set_gradients("sampled", samples=256)  # before or after an integration is enabled
+
+`cutefce.defer`, Automodel's loss and Axolotl's configuration have options of these names instead.
+"""
+
+from typing import Any
+
+import torch
+
+from cutefce.ops.interface.checks import check_type
+from cutefce.ops.interface.option_checks import check_accum_dtype, check_sampling
+
+_chosen: dict[str, Any] = {}
+
+
+def set_gradients(
+    gradient: str = "exact", *, samples: int = 256, accum_dtype: torch.dtype | None = None
+) -> None:
+    """Choose how the calls of enabled integrations compute their gradients, from now on.
+
+    Args:
+        gradient: "exact" or "sampled", as of `linear_cross_entropy`.
+        samples: entries of a token that sampled gradients expect to keep, at most.
+        accum_dtype: torch.bfloat16 lets reduced losses keep sums of dW in bfloat16, where hidden
+            states and weight are bfloat16; None is float32.
+
+    Raises:
+        TypeError, ValueError: for another `gradient` or `accum_dtype`, or `samples` out of their
+            range.
+    """
+    _chosen.update(gradient_options(gradient, samples, accum_dtype))
+
+
+def gradient_options(
+    gradient: str, samples: int, accum_dtype: torch.dtype | str | None
+) -> dict[str, Any]:
+    """Return the arguments of `linear_cross_entropy` with these names.
+
+    Args:
+        gradient: as of `set_gradients`.
+        samples: the same.
+        accum_dtype: the same, or "bfloat16", as in a file.
+
+    Raises:
+        TypeError, ValueError: as `set_gradients`.
+    """
+    dtype: Any = torch.bfloat16 if accum_dtype == "bfloat16" else accum_dtype
+    options = {"gradient": gradient, "samples": samples, "accum_dtype": dtype}
+    for name, value in options.items():
+        check_type(name, value)
+    check_sampling(gradient, samples)
+    check_accum_dtype(dtype)
+    return options
+
+
+def loss_options() -> dict[str, Any]:
+    """Return the choice as arguments of a `linear_cross_entropy` that is reduced."""
+    return dict(_chosen)
+
+
+def row_options() -> dict[str, Any]:
+    """Return it as arguments of `linear_log_probs`, or of a loss for each token."""
+    return {name: x for name, x in _chosen.items() if name != "accum_dtype"}

@@ -1,0 +1,6 @@
+"""What the integrations share.
+
+hooks.py          replacing a function of a framework, after a check that it is the expected one
+logit_options.py  scale and softcap of a transformers model, read and checked
+main_grad.py      Megatron's protocol of gradient accumulation
+"""

@@ -1,0 +1,103 @@
+"""One setting lets the calls of every integration sample their gradients."""
+
+import importlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cutefce.integrations import gradients
+from cutefce.integrations.gradients import gradient_options, set_gradients
+
+SAMPLED: dict[str, Any] = {"gradient": "sampled", "samples": 32}
+
+
+@pytest.fixture(autouse=True)
+def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(gradients, "_chosen", {})
+    yield
+
+
+def test_the_setting_is_checked_and_kept() -> None:
+    assert gradients.loss_options() == {}
+    set_gradients("sampled", samples=32, accum_dtype=torch.bfloat16)
+    for wrong in ({"gradient": "some"}, {"samples": 2}, {"accum_dtype": torch.float16}):
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: got"):
+            set_gradients(**wrong)
+    with pytest.raises(TypeError, match=r"^samples: got"):
+        set_gradients(samples="many")  # type: ignore[arg-type]
+    assert gradients.loss_options() == {**SAMPLED, "accum_dtype": torch.bfloat16}
+    assert gradients.row_options() == SAMPLED
+    assert gradient_options("exact", 64, "bfloat16")["accum_dtype"] == torch.bfloat16
+    set_gradients()
+    assert gradients.row_options() == {"gradient": "exact", "samples": 256}
+
+
+def of_trl(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    log_probs: Tensor = module("trl").log_probs(pytest.fail, h, w, None, y, 1.0, 64)[0]
+    return log_probs
+
+
+def of_liger(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    loss: Tensor = module("liger").fused_linear_cross_entropy(h, w, y, reduction="none")
+    return loss
+
+
+def of_ligers_jsd(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    given = h, w, h, w, y, None, None, 1.0, 0.0
+    loss: Tensor = module("distillation.liger").fused_linear_jsd(pytest.fail, *given)
+    return loss
+
+
+def of_axolotls_kd(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    top = torch.zeros(len(h), 1, 1)
+    given = h[:, None], w, y[:, None, None], top, top + 1, y[:, None], None, 0.0, 1.0
+    options = {"normalize_topk": False}
+    loss: Tensor = module("distillation.axolotl").fused_linear_topk_kl(
+        pytest.fail, *given, **options
+    )
+    return loss
+
+
+def of_prime_rl(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    head = SimpleNamespace(weight=w)
+    found = module("prime_rl").forward(head, h[None], y[None], torch.ones(1, len(y)))
+    log_probs: Tensor = found["logprobs"]
+    return log_probs
+
+
+def of_automodel(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    pytest.importorskip("nemo_automodel.components.loss.chunked_ce")
+    chosen = gradients.loss_options() or gradient_options("exact", 256, None)
+    loss: Tensor = module("automodel").CutefceLoss(**chosen)(h, y, w)
+    return loss
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(f"cutefce.integrations.{name}")
+
+
+@pytest.mark.parametrize(
+    "integration",
+    [of_trl, of_liger, of_ligers_jsd, of_axolotls_kd, of_prime_rl, of_automodel],
+)
+def test_gradients_are_sampled(integration: Any) -> None:
+    """Twice with one seed the same, with another one or exact ones not; the values are exact."""
+    torch.manual_seed(0)
+    h, y = torch.randn(50, 8), torch.randint(600, (50,))
+    w = torch.randn(600, 8, requires_grad=True)
+
+    def run(seed: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(seed)
+        value = integration(h, w, y).sum()
+        return value.detach(), torch.autograd.grad(value, w)[0]
+
+    exact = run(1)
+    set_gradients(**SAMPLED)
+    sampled, again, other = run(1), run(1), run(2)
+    torch.testing.assert_close(sampled[0], exact[0], rtol=1e-6, atol=0)
+    assert torch.equal(sampled[1], again[1])
+    assert not torch.equal(sampled[1], exact[1]) and not torch.equal(sampled[1], other[1])
