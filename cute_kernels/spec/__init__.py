@@ -8,6 +8,7 @@ from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.rowwise import (
     AddTargetsSpec,
     ClearRowsSpec,
+    DivergenceRowsSpec,
     GatherRowsSpec,
     KeptSumsSpec,
     ReducePartialsSpec,
@@ -29,6 +30,7 @@ from cutefce.cute_kernels.spec.sampling import (
 __all__ = [
     "AddTargetsSpec",
     "ClearRowsSpec",
+    "DivergenceRowsSpec",
     "FusedBackwardSpec",
     "FusedForwardSpec",
     "GatherRowsSpec",
@@ -71,4 +73,5 @@ KernelSpec = (
     | SortSamplesSpec
     | ListSamplesSpec
     | SparseRowsSpec
+    | DivergenceRowsSpec
 )
