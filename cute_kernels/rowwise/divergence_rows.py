@@ -175,7 +175,12 @@ class DivergenceRows:
         parts = merged((top_a, sum_a), (top_b, sum_b))
         for level in cutlass.range_constexpr(2):
             source = self.exchanged(parts, sums, exchange, level)
-            top_a, sum_a, top_b, sum_b = Float32(LOWEST), Float32(0.0), Float32(LOWEST), Float32(0.0)
+            top_a, sum_a, top_b, sum_b = (
+                Float32(LOWEST),
+                Float32(0.0),
+                Float32(LOWEST),
+                Float32(0.0),
+            )
             lane = cute.arch.lane_idx()
             if lane < source.shape[1]:
                 top_a, sum_a = source[0, lane], source[1, lane]

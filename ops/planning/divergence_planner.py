@@ -1,9 +1,10 @@
 """Plans of divergences: tiles of both models' logits, and the tokens whose factors are kept.
 
-A tile is `rows` tokens times `columns` classes, of the student and of the teacher.  The forward
-takes one pass if a tile has all classes, else two: log-sum-exps, then divergences.  The backward
-computes the logits of a tile again, except for the first `kept` tokens, whose factors (what the
-gradients multiply hidden states and weights with) were stored by the forward.
+A tile is some tokens times some classes, of the student and of the teacher.  The forward takes one
+pass if a tile has all classes, else two: log-sum-exps, then divergences.  The backward has windows
+of `columns` classes, and blocks of `rows` tokens: it computes factors, what the gradients multiply
+hidden states and weights with, tile by tile of `tile_columns` classes, then multiplies those of a
+window.  Those of the first `kept` tokens were stored by the forward.
 """
 
 from collections.abc import Iterator
@@ -21,15 +22,18 @@ FORWARD_ROWS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Tokens of the forward's tiles that have all classes."""
 ROWS = (128, 256, 512, 1024, 2048, 4096, 8192)
 COLUMNS = (2048, 4096, 8192, 16384, 32768)
-"""Tokens and classes of other tiles; smaller ones than the problem, and all of it."""
+"""Tokens and classes of other tiles and of windows; smaller ones than the problem, and all of it."""
+TILE_COLUMNS = 2048
+"""Classes of the backward's tiles: GEMMs of many tokens are at full speed."""
 KEPT_PARTS = 16
 """Tokens are kept in multiples of this part of all."""
 FLOP_PER_BYTE = 128
 """Multiply-adds in the time of a byte of memory traffic."""
 STEP_BLOCKS = 11
 """Blocks of rows that an element-wise step holds at a time on a CPU; a GPU fuses the steps."""
-ROW_WORDS = 24
-"""Sums per token beside the tiles: statistics, losses, upstream gradients, selection."""
+ROW_WORDS = 88
+"""Sums per token beside the tiles: statistics, losses, upstream gradients, selection, and what the
+kernel of rows exchanges."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,9 @@ class DivergencePlan:
     """The forward's tiles; all classes for one pass."""
     rows: int
     columns: int
-    """The backward's tiles."""
+    """The backward's blocks of tokens, and windows."""
+    tile_columns: int
+    """Classes of its tiles."""
     kept: int
     """Tokens whose factors are kept."""
     workspace_bytes: int = 0
@@ -156,40 +162,54 @@ def _forwards(problem: DivergenceProblem) -> Iterator[DivergencePlan]:
             read = chunks * vocab * p.hidden * p.item_bytes
             cost += passes * (tokens * vocab * p.hidden + FLOP_PER_BYTE * read)
         taken = _common_bytes(problem) + _tile_bytes(problem, rows, min(columns, vocab))
-        yield DivergencePlan(tokens, vocab, rows, columns, 1, 1, 0, taken, cost)
+        yield DivergencePlan(tokens, vocab, rows, columns, 1, 1, 1, 0, taken, cost)
 
 
 def _backwards(problem: DivergenceProblem, kept: int = 0) -> Iterator[DivergencePlan]:
     """Yield backwards of a forward that keeps `kept` tokens, with the other memory and cost."""
     tokens, vocab = problem.student.tokens, problem.student.vocab
     if not problem.trained:
-        yield DivergencePlan(tokens, vocab, 1, 1, 1, 1, kept)
+        yield DivergencePlan(tokens, vocab, 1, 1, 1, 1, 1, kept)
         return
     common = _common_bytes(problem) + _gradient_bytes(problem)
     for rows in _sizes(ROWS, tokens):
         for columns in _sizes(COLUMNS, vocab):
             windows, chunks = ceil_div(vocab, columns), ceil_div(tokens, rows)
-            cost, taken = 0, common
+            cost, taken, tile_columns = 0, common, min(columns, TILE_COLUMNS)
             if kept < tokens:
                 part = Fraction(tokens - kept, max(tokens, 1))
+                tiles = ceil_div(vocab, tile_columns)
                 for p in problem.sides:
-                    read = (chunks * vocab + windows * tokens) * p.hidden * p.item_bytes
+                    read = (chunks * vocab + tiles * tokens) * p.hidden * p.item_bytes
                     cost += ceil(part * (tokens * vocab * p.hidden + FLOP_PER_BYTE * read))
-                taken += _tile_bytes(problem, rows, columns)
+                taken += _tile_bytes(problem, rows, tile_columns)
                 taken += rows * columns * problem.factor_bytes
+            in_one_block = chunks == 1 and kept in (0, tokens)
             for p in problem.trained:
                 width = p.hidden * p.accumulator_bytes
                 moved = p.grad_hidden * windows * tokens * 2 * width
-                moved += p.grad_weight * chunks * vocab * 2 * width
                 products = (p.grad_hidden + p.grad_weight) * tokens * vocab * p.hidden
+                if p.grad_weight and in_one_block and rounds_scaled(p):
+                    taken += tokens * p.hidden * p.item_bytes
+                else:
+                    moved += p.grad_weight * chunks * vocab * 2 * width
+                    if p.grad_weight and accumulates_wider(p):
+                        taken += columns * width
                 cost += products + FLOP_PER_BYTE * moved
-                if p.grad_weight and accumulates_wider(p):
-                    taken += columns * width
             taken += max(
                 max(upcast_bytes(p, rows, columns, p.hidden) for p in problem.trained),
                 max(upcast_bytes(p, columns, rows, p.hidden) for p in problem.trained),
             )
-            yield DivergencePlan(tokens, vocab, 1, 1, rows, columns, kept, taken, cost)
+            sizes = rows, columns, tile_columns
+            yield DivergencePlan(tokens, vocab, 1, 1, *sizes, kept, taken, cost)
+
+
+def rounds_scaled(p: Problem) -> bool:
+    """Whether dW may be a product of factors and scaled hidden states, rounded once.
+
+    Where that takes no window in the dtype of sums: a CPU's GEMM sums in 16 bits.
+    """
+    return p.device == "cuda" and p.dtype == "bfloat16"
 
 
 def _common_bytes(problem: DivergenceProblem) -> int:

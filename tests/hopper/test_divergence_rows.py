@@ -1,5 +1,7 @@
 """The kernel of rows of two models' logits, emulated, against float64."""
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,8 +11,9 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.spec import DivergenceRowsSpec
+from cutefce.ops.divergence import row_kernel
 from tests.emulation.hopper import run
-from tests.support.divergence import distance, token_divergences
+from tests.support.divergence import distance, heads, ours, planned, token_divergences
 
 BETA = 0.25
 SIZES = {
@@ -138,3 +141,30 @@ def test_rows_of_no_number_stay_alone(form: str) -> None:
         assert a is not None and b is not None
         assert torch.equal(a[[0, 2]], b[[0, 2]])
     assert all(x is not None and x[1].isnan().any() for x in bad.factors)
+
+
+@pytest.mark.parametrize("trained", ["student", "both"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_launches_it(form: str, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients of a call, some of whose factors the kernel writes."""
+    case = heads(24, (16, 24), 304, dtype=torch.bfloat16, trained=trained)
+    options: dict[str, Any] = {"divergence": form, "beta": BETA, "reduction": "sum"}
+    with planned("some kept"):
+        want = ours(case, **options)
+    launched = []
+
+    def emulated(kernel: DivergenceRowsSpec) -> Any:
+        launched.append(kernel)
+        return functools.partial(run, dataclasses.replace(kernel, threads=64, held=1))
+
+    monkeypatch.setattr(row_kernel, "compiled", emulated)
+    monkeypatch.setattr(
+        row_kernel.RowKernel,
+        "of",
+        staticmethod(lambda _, given: row_kernel.RowKernel("sm_90a", given)),
+    )
+    with planned("some kept"):
+        got = ours(case, **options)
+    assert any(kernel.factors_a or kernel.factors_b for kernel in launched)
+    for a, b in zip(got, want, strict=True):
+        assert distance(a, b) <= 2**-9 * float(b.double().norm())

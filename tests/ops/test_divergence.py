@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
+from cutefce.ops.divergence.sides import Side
 from tests.support.divergence import (
     FORMS,
     NAMES,
@@ -162,6 +163,19 @@ def test_each_gradient_alone(workspace: str, wanted: list[int], device: str) -> 
     part = Heads(tuple(tensors), case.target, case.upstream)  # type: ignore[arg-type]
     for got, i in zip(ours(part, divergence="jsd", workspace=workspace)[1:], wanted, strict=True):
         assert distance(got, every[i]) <= 1e-12 * float(every[i].norm())
+
+
+@pytest.mark.parametrize("plan", ["one tile", "one pass", "all kept"])
+def test_dw_of_scaled_hidden_states(
+    plan: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What bfloat16 on a GPU does where a window has the factors of all tokens."""
+    monkeypatch.setattr(Side, "rounds_scaled", True)
+    case = heads(60, (16, 12), 133, dtype=torch.float64, device=device, biases=True)
+    options = {"divergence": "jsd", "temperature": 0.7, "logit_scale": 0.5, "reduction": "sum"}
+    with planned(plan):
+        for got, truth in zip(ours(case, **options), expected(case, **options), strict=True):
+            assert distance(got, truth) <= 1e-12 * float(truth.norm())
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
