@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning import sampled_outputs
+from cutefce.autotune_cache.tuning.divergence_outputs import divergence_outputs
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
@@ -141,6 +142,8 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
         results |= {"sampled loss": CheckedOutput(loss, 1)} | _gradients(" of samples", dx, dw)
         entries = sampled_outputs.entries_of_few(inputs)
         results["sampled entries"] = CheckedOutput(entries, sampled_outputs.FLIPS)
+        on_kernels = isinstance(primitives.projection, CuteProjection)
+        results |= divergence_outputs(case.problem.arch if on_kernels else None, case.h)
     return results
 
 

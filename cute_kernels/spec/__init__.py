@@ -3,12 +3,12 @@
 This package does not import the DSL.
 """
 
+from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.cute_kernels.spec.fused import FusedBackwardSpec, FusedForwardSpec
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.rowwise import (
     AddTargetsSpec,
     ClearRowsSpec,
-    DivergenceRowsSpec,
     GatherRowsSpec,
     KeptSumsSpec,
     ReducePartialsSpec,

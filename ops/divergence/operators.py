@@ -45,7 +45,7 @@ def divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
     order = _order(arguments[4], options)
     passes = _passes(arguments, order, sharding)
     rows, factors = passes.forward()
-    values = passes.values(rows)
+    values = options.values(rows)
     tokens = len(arguments[0])
     stats = _restored(rows, order, tokens)
     kept.keep(stats, factors)

@@ -56,6 +56,13 @@ class Divergence(OperatorRecord):
         """Return the share of a side in the JSD's mixture."""
         return self.beta if index == TEACHER else 1 - self.beta
 
+    def values(self, stats: Tensor) -> Tensor:
+        """Return the divergences (M,) of the statistics (6, M) of a divergence's passes."""
+        of_student, of_teacher = stats[-2:]
+        if self.is_mixture:
+            return (1 - self.beta) * of_student + self.beta * of_teacher
+        return (of_teacher if self.first == TEACHER else of_student).clone()
+
     def boost(self, index: int) -> float:
         """Return the power of 2 that a side's factors in float16 are multiplied by.
 

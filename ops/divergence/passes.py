@@ -160,15 +160,6 @@ class Passes:
         count = max((len(x) for x in kept.sides if x is not None), default=0)
         return len(list(self._row_blocks(self.plan.rows, count))) == 1
 
-    def values(self, stats: Tensor) -> Tensor:
-        """Return the divergences (M,) of statistics (6, M)."""
-        of_student, of_teacher = stats[SUMS], stats[SUMS + 1]
-        if self.options.divergence == "forward_kl":
-            return of_teacher.clone()
-        if self.options.divergence == "reverse_kl":
-            return of_student.clone()
-        return (1 - self.options.beta) * of_student + self.options.beta * of_teacher
-
     def _tiles(self, rows: int, columns: int) -> list[Tensor]:
         """Return the memory of a tile of each side's logits."""
         size = min(rows, self.tokens) * min(columns, self.vocab)

@@ -22,7 +22,7 @@ FORWARD_ROWS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Tokens of the forward's tiles that have all classes."""
 ROWS = (128, 256, 512, 1024, 2048, 4096, 8192)
 COLUMNS = (2048, 4096, 8192, 16384, 32768)
-"""Tokens and classes of other tiles and of windows; smaller ones than the problem, and all of it."""
+"""Tokens and classes of other tiles, and of windows: those below the problem's, and all of it."""
 TILE_COLUMNS = 2048
 """Classes of the backward's tiles: GEMMs of many tokens are at full speed."""
 KEPT_PARTS = 16

@@ -19,6 +19,7 @@ from cutefce.autotune_cache.table import Candidate
 from cutefce.autotune_cache.tuning import sampled_outputs
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
+from cutefce.cute_kernels.divergence_set import divergence_kernels
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.kernel_set import kernel_set
@@ -163,7 +164,9 @@ class TuningTarget(abc.ABC):
     def kernels(self, problem: Problem, candidate: Candidate) -> Sequence[KernelSpec]:
         """Return the kernels that verifying and timing a candidate on `problem` launches."""
         every = kernel_set(self.arch, problem.dtype, self.configs(problem, candidate))
-        return list(dict.fromkeys([*every.all(), *sampled_outputs.kernels(self.arch, every)]))
+        more = sampled_outputs.kernels(self.arch, every)
+        more += divergence_kernels(self.arch, problem.dtype)
+        return list(dict.fromkeys([*every.all(), *more]))
 
     def tiles(self, problem: Problem, candidate: Candidate) -> PortableTiles:
         """Return the windows and tiles of the primitives under test."""

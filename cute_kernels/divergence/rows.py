@@ -13,13 +13,6 @@ from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.divergence_terms import (
-    kl_term,
-    mixture_logs,
-    mixture_terms,
-    probability,
-    weighted,
-)
 from cutefce.cute_kernels.common.dsl import (
     DTYPES,
     LN_2,
@@ -32,6 +25,13 @@ from cutefce.cute_kernels.common.dsl import (
     vector,
 )
 from cutefce.cute_kernels.common.row_vectors import row_vectors
+from cutefce.cute_kernels.divergence.terms import (
+    kl_term,
+    mixture_logs,
+    mixture_terms,
+    probability,
+    weighted,
+)
 
 LOWEST = -3.0e38
 """Below all logits but -inf."""

@@ -6,7 +6,6 @@ divergence from a to b has b - a added, which is 0 over all classes: no term is 
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
