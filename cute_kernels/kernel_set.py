@@ -12,7 +12,6 @@ from typing import ClassVar, NamedTuple
 
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.cute_kernels.divergence_set import divergence_kernels
 from cutefce.cute_kernels.problem import LOW_BITS, can_keep
 from cutefce.cute_kernels.sampling_set import SORT_SIZES, sampling_kernels
 from cutefce.cute_kernels.spec import (
@@ -34,6 +33,7 @@ from cutefce.cute_kernels.spec import (
     SortTargetsSpec,
     TargetLogitSpec,
 )
+from cutefce.cute_kernels.spec.divergence import divergence_kernels
 from cutefce.cute_kernels.variant import (
     PLAIN,
     PREBUILT,
@@ -263,5 +263,5 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     for exact, size in product(sets, SORT_SIZES):
         kernels += sampling_kernels(arch, exact.row_sums, MANY_TOKENS, size)
     for dtype in arch.dtypes:
-        kernels += divergence_kernels(arch, dtype)
+        kernels += divergence_kernels(arch.name, dtype)
     return list(dict.fromkeys(kernels))

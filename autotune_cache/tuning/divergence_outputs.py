@@ -8,9 +8,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from cutefce.autotune_cache.tuning.targets.base import CheckedOutput
+from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.ops.divergence.options import DIVERGENCES, Divergence
 from cutefce.ops.divergence.row_kernel import RowKernel
+from cutefce.ops.primitives.cute_projection import CuteProjection
+from cutefce.ops.primitives.interface import AnyPrimitives
 
 ROWS, CLASSES = 3, 120_008
 """So many classes that blocks hold some, and read the others again."""
@@ -19,11 +21,14 @@ FLOOR = 2.0**-14
 """Of relative errors of factors, which are about 2^-16 to 1 times `SCALE`."""
 
 
-def divergence_outputs(arch: str | None, like: Tensor) -> dict[str, CheckedOutput]:
-    """Return divergences, and factors in the dtype of `like`, on its device.
+def divergence_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
+    """Return divergences, and factors in the dtype of the case's hidden states.
 
-    Those of the kernel for `arch`; None for their definition, in float64.
+    Those of the kernel, if primitives are on kernels, or else of their definition, in float64.
     """
+    like, arch = case.h, case.problem.arch
+    if not isinstance(primitives.projection, CuteProjection):
+        arch = None
     generator = torch.Generator().manual_seed(0)
     shape = 2, ROWS, CLASSES
     logits = list(SPREAD * torch.randn(shape, generator=generator).to(like.device))

@@ -142,8 +142,7 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
         results |= {"sampled loss": CheckedOutput(loss, 1)} | _gradients(" of samples", dx, dw)
         entries = sampled_outputs.entries_of_few(inputs)
         results["sampled entries"] = CheckedOutput(entries, sampled_outputs.FLIPS)
-        on_kernels = isinstance(primitives.projection, CuteProjection)
-        results |= divergence_outputs(case.problem.arch if on_kernels else None, case.h)
+        results |= divergence_outputs(case, primitives)
     return results
 
 

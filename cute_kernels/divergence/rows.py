@@ -79,7 +79,7 @@ class DivergenceRows:
         `side` is 0 where a is the student's, 1 where it is the teacher's.  The divergence is KL(a
         || b), or both sides' from their mixture.  `exchange` is memory of `spec.EXCHANGE` numbers
         for each row; `numbers` are what the factors of a and b have as shares of a JSD, 1 for a KL
-        divergence, and as scales.
+        divergence, and as scales.  Each parameter is one argument that the host passes by position.
         """
         self.kernel(a, b, (out_a, out_b), stats, exchange, numbers, side).launch(
             grid=[self.blocks * a.shape[0], 1, 1],

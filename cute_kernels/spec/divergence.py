@@ -1,6 +1,7 @@
-"""Spec of the kernel of divergences."""
+"""Specs of the kernel of divergences."""
 
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar
 
 
@@ -27,3 +28,9 @@ class DivergenceRowsSpec:
     """Thread blocks of a cluster, which has a row."""
     EXCHANGE: ClassVar[int] = 2 * 4 * BLOCKS
     """Numbers that the blocks of a cluster exchange."""
+
+
+def divergence_kernels(arch: str, dtype: str) -> list[DivergenceRowsSpec]:
+    """Return those of every form, with factors of `dtype` of no side, of one, and of both."""
+    written = (None, dtype)
+    return [DivergenceRowsSpec(arch, *form) for form in product((False, True), written, written)]

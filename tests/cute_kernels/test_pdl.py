@@ -13,10 +13,10 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.divergence_set import divergence_kernels
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.divergence import divergence_kernels
 from cutefce.cute_kernels.variant import KernelVariant, LogitTransform
 from tests.blackwell.machine_code import artifacts
 
@@ -46,7 +46,7 @@ KINDS: dict[str, KernelSpec | None] = {
     "prepare_samples": SAMPLING.prepare,
     "sort_samples": SAMPLING.sort,
     "sparse_rows": SAMPLING.grad_hidden,
-    "divergence of rows": divergence_kernels(Sm90(), "bfloat16")[-1],
+    "divergence of rows": divergence_kernels("sm_90a", "bfloat16")[-1],
 }
 for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
     KINDS |= {

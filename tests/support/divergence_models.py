@@ -33,15 +33,15 @@ def divergence_rows(
         if kernel.mixture:
             loss = token_divergences(*wide, **form)
         gradients = torch.autograd.grad(loss.sum(), wide)
-        logs = [x.log_softmax(1) for x in wide]
+    logs = [x.double().log_softmax(1) for x in (a, b)]
     kls = [loss, torch.zeros_like(loss)]
     if kernel.mixture:
         shares = numbers[:2].double()
         m = (shares[0] * logs[0].exp() + shares[1] * logs[1].exp()).log()
         kls = [(x.exp() * (x - m)).sum(1) for x in logs]
-    for i, x in zip((side, 1 - side), wide, strict=True):
+    for i, x in zip((side, 1 - side), (a, b), strict=True):
         stats[2 * i] = x.amax(1)
-        stats[2 * i + 1] = x.logsumexp(1) - x.amax(1)
+        stats[2 * i + 1] = x.double().logsumexp(1) - x.amax(1)
     stats[4 + side], stats[5 - side] = (kl.detach() for kl in kls)
     for out, gradient, scale in zip((out_a, out_b), gradients, numbers[2:], strict=True):
         if out is not None:

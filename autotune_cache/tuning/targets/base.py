@@ -19,12 +19,12 @@ from cutefce.autotune_cache.table import Candidate
 from cutefce.autotune_cache.tuning import sampled_outputs
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
-from cutefce.cute_kernels.divergence_set import divergence_kernels
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.divergence import divergence_kernels
 from cutefce.ops.primitives.dispatch import kernel_primitives, portable_primitives
 from cutefce.ops.primitives.interface import AnyPrimitives
 
@@ -165,7 +165,7 @@ class TuningTarget(abc.ABC):
         """Return the kernels that verifying and timing a candidate on `problem` launches."""
         every = kernel_set(self.arch, problem.dtype, self.configs(problem, candidate))
         more = sampled_outputs.kernels(self.arch, every)
-        more += divergence_kernels(self.arch, problem.dtype)
+        more += divergence_kernels(self.arch.name, problem.dtype)
         return list(dict.fromkeys([*every.all(), *more]))
 
     def tiles(self, problem: Problem, candidate: Candidate) -> PortableTiles:
