@@ -142,7 +142,8 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
         results |= {"sampled loss": CheckedOutput(loss, 1)} | _gradients(" of samples", dx, dw)
         entries = sampled_outputs.entries_of_few(inputs)
         results["sampled entries"] = CheckedOutput(entries, sampled_outputs.FLIPS)
-        results |= divergence_outputs(case, primitives)
+        for name, x in divergence_outputs(primitives, case.h, case.problem.arch).items():
+            results[name] = CheckedOutput(x, 1, floor=FLOOR, relative_to_row=True)
     return results
 
 
@@ -290,8 +291,7 @@ def _gradients(suffix: str, dx: Tensor | None, dw: Tensor | None) -> dict[str, C
 
     Roundings are those of the exponentials, of the scaled hidden states and of the result.
     """
-    assert dx is not None
-    assert dw is not None
+    assert dx is not None and dw is not None
     return {f"dX{suffix}": _gradient(dx), f"dW{suffix}": _gradient(dw)}
 
 

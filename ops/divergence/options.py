@@ -58,7 +58,7 @@ class Divergence(OperatorRecord):
 
     def values(self, stats: Tensor) -> Tensor:
         """Return the divergences (M,) of the statistics (6, M) of a divergence's passes."""
-        of_student, of_teacher = stats[-2:]
+        of_student, of_teacher = stats[-2], stats[-1]
         if self.is_mixture:
             return (1 - self.beta) * of_student + self.beta * of_teacher
         return (of_teacher if self.first == TEACHER else of_student).clone()
