@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.parallel.shard import Unsharded
+from cutefce.ops.planning.divergence_planner import rounds_scaled
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.primitives.portable_projection import dense
 from cutefce.ops.primitives.weighted_sum import weighted_sum
@@ -75,7 +76,8 @@ class Side:
     @property
     def rounds_scaled(self) -> bool:
         """Whether dW is a single product of factors and scaled hidden states, where it can be."""
-        return self.h.is_cuda and self.h.dtype == torch.bfloat16
+        dtype = str(self.h.dtype).removeprefix("torch.")
+        return rounds_scaled(self.h.device.type, dtype, self.w.numel())
 
 
 class SideGradients:

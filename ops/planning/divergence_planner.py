@@ -27,6 +27,8 @@ TILE_COLUMNS = 2048
 """Classes of the backward's tiles: GEMMs of many tokens are at full speed."""
 KEPT_PARTS = 16
 """Tokens are kept in multiples of this part of all."""
+MIN_SCALED_NUMEL = 1 << 22
+"""Elements of a weight whose gradient has enough tiles for all SMs."""
 FLOP_PER_BYTE = 128
 """Multiply-adds in the time of a byte of memory traffic."""
 STEP_BLOCKS = 11
@@ -189,7 +191,11 @@ def _backwards(problem: DivergenceProblem, kept: int = 0) -> Iterator[Divergence
                 width = p.hidden * p.accumulator_bytes
                 moved = p.grad_hidden * windows * tokens * 2 * width
                 products = (p.grad_hidden + p.grad_weight) * tokens * vocab * p.hidden
-                if p.grad_weight and in_one_block and rounds_scaled(p):
+                if (
+                    p.grad_weight
+                    and in_one_block
+                    and rounds_scaled(p.device, p.dtype, p.vocab * p.hidden)
+                ):
                     taken += tokens * p.hidden * p.item_bytes
                 else:
                     moved += p.grad_weight * chunks * vocab * 2 * width
@@ -204,12 +210,13 @@ def _backwards(problem: DivergenceProblem, kept: int = 0) -> Iterator[Divergence
             yield DivergencePlan(tokens, vocab, 1, 1, *sizes, kept, taken, cost)
 
 
-def rounds_scaled(p: Problem) -> bool:
+def rounds_scaled(device: str, dtype: str, weight_numel: int) -> bool:
     """Whether dW may be a product of factors and scaled hidden states, rounded once.
 
-    Where that takes no window in the dtype of sums: a CPU's GEMM sums in 16 bits.
+    That takes no window in the dtype of sums.  A CPU's GEMM sums in 16 bits, and so may one of few
+    tiles on a GPU, which splits its sums.
     """
-    return p.device == "cuda" and p.dtype == "bfloat16"
+    return device == "cuda" and dtype == "bfloat16" and weight_numel >= MIN_SCALED_NUMEL
 
 
 def _common_bytes(problem: DivergenceProblem) -> int:

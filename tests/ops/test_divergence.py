@@ -31,7 +31,7 @@ SHAPES = {
     "few classes": (33, (16, 24), 7),
     "one token": (1, (32, 8), 300),
     "odd hidden sizes": (40, (13, 7), 257),
-    "ragged tiles": (1100, (24, 16), 1300),
+    "ragged tiles": (1100, (24, 16), 1304),
     "a teacher of one feature": (40, (16, 1), 100),
     "32001: one beyond a multiple of every tile": (24, (16, 24), 32001),
     "151669: Qwen 3, odd": (12, (8, 16), 151669),
