@@ -27,7 +27,11 @@ from cutefce.ops.divergence.options import STUDENT, TEACHER, Divergence
 from cutefce.ops.divergence.row_kernel import RowKernel
 from cutefce.ops.divergence.sides import Side, SideGradients
 from cutefce.ops.parallel.shard import Unsharded, VocabShard
-from cutefce.ops.planning.divergence_planner import DivergencePlan
+from cutefce.ops.planning.divergence_planner import (
+    DivergencePlan,
+    bytes_of_later,
+    forward_blocks,
+)
 from cutefce.ops.primitives.portable_gradients import apply_rowwise
 from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.targets import sum_dtype
@@ -92,8 +96,11 @@ class Passes:
                 stats[SUMS:] = self.shard.all_reduce_(stats[SUMS:].clone())
             return stats, Factors()
         kept = Factors([self._empty_factors(side, plan.kept) for side in sides])
-        for rows, columns in self._places(plan.forward_rows, self.vocab, plan.kept):
-            logits = self._project(tiles, rows, columns)
+        for rows in self._forward_blocks(kept):
+            memory = tiles
+            if rows.stop - rows.start > plan.forward_rows:
+                memory = self._later_memory(kept, rows)
+            logits = self._project(memory, rows, slice(0, self.vocab))
             is_kept = rows.start < plan.kept
             outs = [x[rows] if x is not None and is_kept else None for x in kept.sides]
             if self.row_kernel is not None:
@@ -175,9 +182,24 @@ class Passes:
         for block in blocks(self.tokens - kept, rows):
             yield slice(kept + block.start, kept + block.stop)
 
-    def _places(self, rows: int, columns: int, kept: int = 0) -> Iterator[tuple[slice, slice]]:
+    def _forward_blocks(self, kept: Factors) -> Iterator[slice]:
+        """Cut the tokens into the blocks of a forward of one pass."""
+        plan, buffers = self.plan, [x for x in kept.sides if x is not None]
+        if not buffers or plan.kept < self.tokens:
+            return self._row_blocks(plan.forward_rows, plan.kept)
+        items = [x.element_size() for x in buffers]
+        later = bytes_of_later(items, self.dtype.itemsize, self.vocab)
+        return forward_blocks(self.tokens, plan.forward_rows, later)
+
+    def _later_memory(self, kept: Factors, rows: slice) -> list[Tensor]:
+        """Return the memory of tiles of `rows`, in that of the factors of the tokens after them."""
+        size = (rows.stop - rows.start) * self.vocab
+        buffers = [x[rows.stop :].view(-1).view(self.dtype) for x in kept.sides if x is not None]
+        return buffers if len(buffers) > 1 else [buffers[0][:size], buffers[0][size:]]
+
+    def _places(self, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
         """Yield the tokens and classes of every tile."""
-        for block in self._row_blocks(rows, kept):
+        for block in blocks(self.tokens, rows):
             for window in blocks(self.vocab, columns):
                 yield block, window
 

@@ -7,7 +7,7 @@ hidden states and weights with, tile by tile of `tile_columns` classes, then mul
 window.  Those of the first `kept` tokens were stored by the forward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
@@ -27,6 +27,8 @@ TILE_COLUMNS = 2048
 """Classes of the backward's tiles: GEMMs of many tokens are at full speed."""
 KEPT_PARTS = 16
 """Tokens are kept in multiples of this part of all."""
+LATER_ROWS, ALIGNMENT = 128, 8
+"""Tokens that blocks are multiples of whose tiles take memory of kept factors, and classes."""
 MIN_SCALED_NUMEL = 1 << 22
 """Elements of a weight whose gradient has enough tiles for all SMs."""
 FLOP_PER_BYTE = 128
@@ -118,7 +120,9 @@ def plan_divergence(problem: DivergenceProblem, budget: int) -> DivergencePlan:
     for part in range(KEPT_PARTS + 1 if may_keep else 1):
         kept = tokens * part // KEPT_PARTS
         left = budget - kept * problem.student.vocab * problem.factor_bytes
-        forward = _fastest(forwards, left, kept)
+        forward = _fastest(
+            list(_forwards(problem, kept)) if kept == tokens > 0 else forwards, left, kept
+        )
         backward = _fastest(list(_backwards(problem, kept)) if kept else backwards, left)
         if forward is None or backward is None:
             continue
@@ -150,20 +154,47 @@ def _sizes(ladder: tuple[int, ...], limit: int) -> Iterator[int]:
     yield max(limit, 1)
 
 
-def _forwards(problem: DivergenceProblem) -> Iterator[DivergencePlan]:
-    """Yield forwards with their memory and cost."""
+def forward_blocks(tokens: int, rows: int, later: int | None = None) -> Iterator[slice]:
+    """Cut tokens into the blocks of a forward with tiles of all classes, of `rows` or more.
+
+    Where the factors of all tokens are kept, tiles may take the memory of the factors of later
+    tokens: those of a token take `later` times that of its factors; None if they may not.
+    """
+    start = 0
+    while start < tokens:
+        fits = 0 if later is None else (tokens - start) // (1 + later)
+        stop = min(start + max(rows, fits // LATER_ROWS * LATER_ROWS), tokens)
+        yield slice(start, stop)
+        start = stop
+
+
+def bytes_of_later(factor_items: Sequence[int], sum_bytes: int, vocab: int) -> int | None:
+    """Return the `later` of `forward_blocks`, for kept factors of these bytes each, in buffers.
+
+    With two buffers each has the tile of one side, with one it has both; rows are aligned.
+    """
+    if not factor_items or vocab % ALIGNMENT:
+        return None
+    return max(ceil_div(2 // len(factor_items) * sum_bytes, item) for item in factor_items)
+
+
+def _forwards(problem: DivergenceProblem, kept: int = 0) -> Iterator[DivergencePlan]:
+    """Yield forwards with their memory and cost; `kept` are all tokens, or not counted."""
     tokens, vocab = problem.student.tokens, problem.student.vocab
     tiles = [(rows, vocab) for rows in _sizes(FORWARD_ROWS, tokens)] if not problem.sharded else []
     narrow = [(rows, columns) for rows in _sizes(ROWS, tokens) for columns in COLUMNS]
     tiles += [tile for tile in narrow if tile[1] < vocab or problem.sharded]
+    items = [p.item_bytes for p in problem.trained] if kept else []
+    later = bytes_of_later(items, problem.student.accumulator_bytes, vocab)
     for rows, columns in tiles:
         passes = 1 if columns >= vocab and not problem.sharded else 2
-        cost = 0
+        blocks = list(forward_blocks(tokens, rows, later if passes == 1 else None))
+        cost, chunks = 0, len(blocks)
         for p in problem.sides:
-            chunks = ceil_div(tokens, rows)
             read = chunks * vocab * p.hidden * p.item_bytes
             cost += passes * (tokens * vocab * p.hidden + FLOP_PER_BYTE * read)
-        taken = _common_bytes(problem) + _tile_bytes(problem, rows, min(columns, vocab))
+        largest = max((block.stop - block.start for block in blocks), default=1)
+        taken = _tile_bytes(problem, rows, min(columns, vocab), largest) + _common_bytes(problem)
         yield DivergencePlan(tokens, vocab, rows, columns, 1, 1, 1, 0, taken, cost)
 
 
@@ -227,15 +258,22 @@ def _common_bytes(problem: DivergenceProblem) -> int:
     return copies + problem.tokens * ROW_WORDS * problem.student.accumulator_bytes
 
 
-def _tile_bytes(problem: DivergenceProblem, rows: int, columns: int) -> int:
-    """Bytes of a tile of both sides' logits, and of the step that computes or reads it."""
+def _tile_bytes(
+    problem: DivergenceProblem, rows: int, columns: int, largest: int | None = None
+) -> int:
+    """Bytes of a tile of both sides' logits, and of the step that computes or reads it.
+
+    Steps are of up to `largest` rows; None for those of the tile.
+    """
     p = problem.student
-    tile = rows * columns * p.accumulator_bytes
+    tile, most = rows * columns * p.accumulator_bytes, largest or rows
     steps = 0
     if p.device == "cpu":
         block = max(row_block_bytes("cpu"), columns * p.accumulator_bytes)
-        steps = STEP_BLOCKS * min(tile, block)
-    upcast = max(upcast_bytes(side, rows, side.hidden, columns) for side in problem.sides)
+        steps = STEP_BLOCKS * min(most * columns * p.accumulator_bytes, block)
+    upcast = max(
+        upcast_bytes(side, largest or rows, side.hidden, columns) for side in problem.sides
+    )
     return 2 * tile + max(steps, upcast)
 
 

@@ -165,6 +165,23 @@ def test_each_gradient_alone(workspace: str, wanted: list[int], device: str) -> 
         assert distance(got, every[i]) <= 1e-12 * float(every[i].norm())
 
 
+@pytest.mark.parametrize("trained", ["student", "both"])
+@dtypes
+def test_tiles_in_the_memory_of_later_factors(
+    dtype: torch.dtype, trained: str, device: str
+) -> None:
+    """Blocks of many tokens, then of few: gradients are those of equal blocks."""
+    case = heads(1400, (16, 12), 40, dtype=dtype, device=device, trained=trained, ignored=0.01)
+    options: dict[str, Any] = {"divergence": "jsd", "reduction": "sum"}
+    with planned("all kept"):
+        got = ours(case, **options)
+    with planned("one pass"):
+        want = ours(case, **options)
+    unit = torch.finfo(dtype).eps
+    for a, b in zip(got, want, strict=True):
+        assert distance(a, b) <= max(unit, 1e-6) * float(b.double().norm())
+
+
 @pytest.mark.parametrize("plan", ["one tile", "one pass", "all kept"])
 def test_dw_of_scaled_hidden_states(
     plan: str, device: str, monkeypatch: pytest.MonkeyPatch
