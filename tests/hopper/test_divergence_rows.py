@@ -36,7 +36,7 @@ class Result(NamedTuple):
 
     def divergence(self, form: str) -> Tensor:
         """Return the divergences (R,)."""
-        of_student, of_teacher = self.stats[4:]
+        of_student, of_teacher = self.stats[4], self.stats[5]
         if form == "jsd":
             return (1 - BETA) * of_student + BETA * of_teacher
         return of_teacher if form == "forward_kl" else of_student
@@ -53,8 +53,8 @@ def computed(
         if wanted[side]:
             wide = torch.full((rows, vocab + 8), torch.nan, dtype=torch.bfloat16)
             factors[side] = wide[:, :vocab]
-    names = [x and "bfloat16" for x in (wanted[first], wanted[1 - first])]
-    kernel = DivergenceRowsSpec("sm_90a", form == "jsd", *names, threads=64, held=1)
+    a, b = ("bfloat16" if wanted[side] else None for side in (first, 1 - first))
+    kernel = DivergenceRowsSpec("sm_90a", form == "jsd", a, b, threads=64, held=1)
     shares = [1 - BETA, BETA] if form == "jsd" else [1.0, 1.0]
     run(
         kernel,

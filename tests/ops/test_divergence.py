@@ -189,7 +189,7 @@ def test_dw_of_scaled_hidden_states(
     """What bfloat16 on a GPU does where a window has the factors of all tokens."""
     monkeypatch.setattr(Side, "rounds_scaled", True)
     case = heads(60, (16, 12), 133, dtype=torch.float64, device=device, biases=True)
-    options = {"divergence": "jsd", "temperature": 0.7, "logit_scale": 0.5, "reduction": "sum"}
+    options: dict[str, Any] = {"divergence": "jsd", "temperature": 0.7, "reduction": "sum"}
     with planned(plan):
         for got, truth in zip(ours(case, **options), expected(case, **options), strict=True):
             assert distance(got, truth) <= 1e-12 * float(truth.norm())
