@@ -33,6 +33,7 @@ from cutefce.cute_kernels.spec import (
     SortTargetsSpec,
     TargetLogitSpec,
 )
+from cutefce.cute_kernels.spec.divergence import divergence_kernels
 from cutefce.cute_kernels.variant import (
     PLAIN,
     PREBUILT,
@@ -261,4 +262,6 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     kernels = [kernel for kernels in (*sets, *variants) for kernel in kernels.all()]
     for exact, size in product(sets, SORT_SIZES):
         kernels += sampling_kernels(arch, exact.row_sums, MANY_TOKENS, size)
+    for dtype in arch.dtypes:
+        kernels += divergence_kernels(arch.name, dtype)
     return list(dict.fromkeys(kernels))

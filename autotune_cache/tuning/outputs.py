@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning import sampled_outputs
+from cutefce.autotune_cache.tuning.divergence_outputs import divergence_outputs
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
@@ -141,6 +142,8 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
         results |= {"sampled loss": CheckedOutput(loss, 1)} | _gradients(" of samples", dx, dw)
         entries = sampled_outputs.entries_of_few(inputs)
         results["sampled entries"] = CheckedOutput(entries, sampled_outputs.FLIPS)
+        for name, x in divergence_outputs(primitives, case.h, case.problem.arch).items():
+            results[name] = CheckedOutput(x, 1, floor=FLOOR, relative_to_row=True)
     return results
 
 
@@ -288,8 +291,7 @@ def _gradients(suffix: str, dx: Tensor | None, dw: Tensor | None) -> dict[str, C
 
     Roundings are those of the exponentials, of the scaled hidden states and of the result.
     """
-    assert dx is not None
-    assert dw is not None
+    assert dx is not None and dw is not None
     return {f"dX{suffix}": _gradient(dx), f"dW{suffix}": _gradient(dw)}
 
 

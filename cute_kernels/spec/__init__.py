@@ -3,6 +3,7 @@
 This package does not import the DSL.
 """
 
+from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.cute_kernels.spec.fused import FusedBackwardSpec, FusedForwardSpec
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.rowwise import (
@@ -29,6 +30,7 @@ from cutefce.cute_kernels.spec.sampling import (
 __all__ = [
     "AddTargetsSpec",
     "ClearRowsSpec",
+    "DivergenceRowsSpec",
     "FusedBackwardSpec",
     "FusedForwardSpec",
     "GatherRowsSpec",
@@ -71,4 +73,5 @@ KernelSpec = (
     | SortSamplesSpec
     | ListSamplesSpec
     | SparseRowsSpec
+    | DivergenceRowsSpec
 )

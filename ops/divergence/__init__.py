@@ -7,5 +7,6 @@ operators.py     torch.ops.cutefce.divergence, and its derivative
 flops.py         its formulas for torch's counter
 passes.py        the passes over tiles of both sides' logits
 sides.py         one side's logits, and the sums of its gradients
+row_kernel.py    the kernel that takes whole rows of them
 elementwise.py   the arithmetic of a tile
 """

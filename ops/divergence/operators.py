@@ -45,13 +45,13 @@ def divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
     order = _order(arguments[4], options)
     passes = _passes(arguments, order, sharding)
     rows, factors = passes.forward()
-    values = passes.values(rows)
+    values = options.values(rows)
     tokens = len(arguments[0])
     stats = _restored(rows, order, tokens)
     kept.keep(stats, factors)
     if not options.is_scalar:
         return _restored(values, order, tokens), stats
-    return values.sum() * _loss_scale(passes, tensors, options), stats
+    return values.sum() * _loss_scale(passes.sides[0], tensors, options), stats
 
 
 def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -64,13 +64,17 @@ def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tup
     order = _order(arguments[4], options)
     passes = _passes(arguments, order, sharding, upstream, stats)
     factors: Factors = kept.kept_with(stats) or Factors()
+    loss_scale = None
     if options.is_scalar:
-        upstream = upstream * _loss_scale(passes, tensors, options)
+        loss_scale = _loss_scale(passes.sides[0], tensors, options)
     elif order is not None:
         upstream = upstream.index_select(0, order)
     rows = stats if order is None else stats.index_select(1, order)
+    in_one_block = passes.has_one_row_block(factors)
     sums = {
-        i: SideGradients(side, upstream, passes.boost(i))
+        i: SideGradients(
+            side, upstream, loss_scale, _boost(side, i, options), in_one_block=in_one_block
+        )
         for i, side in enumerate(passes.sides)
         if side.is_trained
     }
@@ -126,7 +130,17 @@ def _passes(
         not options.is_scalar or tensors.differ_by_token,
         sharding.group is not None,
     )
-    return Passes(sides, options, plan_divergence(problem_of_both, options.budget), shard)
+    loss_scale = _loss_scale(sides[0], tensors, options) if options.is_scalar else None
+    scales = [
+        side.factor_scale(loss_scale, _boost(side, i, options)) for i, side in enumerate(sides)
+    ]
+    plan = plan_divergence(problem_of_both, options.budget)
+    return Passes(sides, options, plan, shard, scales)
+
+
+def _boost(side: Side, index: int, options: Divergence) -> float:
+    """Return the power of 2 that a side's factors are multiplied by, for float16's range."""
+    return options.boost(index) if side.h.dtype == torch.float16 else 1.0
 
 
 def _shard(
@@ -170,13 +184,13 @@ def _logit_map(
     return LogitMap.of(options.logit_options(index), given, tokens, dtype)
 
 
-def _loss_scale(passes: Passes, tensors: DivergenceTensors, options: Divergence) -> Tensor:
+def _loss_scale(student: Side, tensors: DivergenceTensors, options: Divergence) -> Tensor:
     """Return () the factor of each token's divergence in the reduced one."""
-    like, denominator = passes.sides[0].h, tensors.denominator
+    like, denominator, dtype = student.h, tensors.denominator, sum_dtype(student.h.dtype)
     if denominator is not None:
-        return torch.where(denominator == 0, 0, denominator.to(passes.dtype).reciprocal())
-    count = max(passes.tokens, 1) if options.reduction == "mean" else 1
-    return like.new_full((), 1 / count, dtype=passes.dtype)
+        return torch.where(denominator == 0, 0, denominator.to(dtype).reciprocal())
+    count = max(len(like), 1) if options.reduction == "mean" else 1
+    return like.new_full((), 1 / count, dtype=dtype)
 
 
 def _restored(x: Tensor, order: Tensor | None, tokens: int) -> Tensor:

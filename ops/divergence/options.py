@@ -1,5 +1,6 @@
 """What a divergence asks for beside its two heads, as records of the operators' arguments."""
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -8,6 +9,8 @@ from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.schema import OperatorRecord, argument
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+STUDENT, TEACHER = 0, 1
+"""Indices of the sides."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,38 @@ class Divergence(OperatorRecord):
     def is_scalar(self) -> bool:
         """Whether the loss is a scalar, so that every token's has one upstream gradient."""
         return self.reduction != "none"
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether it is of both sides from their mixture."""
+        return self.divergence == "jsd"
+
+    @property
+    def first(self) -> int:
+        """The side whose probabilities a KL divergence averages over."""
+        return TEACHER if self.divergence == "forward_kl" else STUDENT
+
+    def share(self, index: int) -> float:
+        """Return the share of a side in the JSD's mixture."""
+        return self.beta if index == TEACHER else 1 - self.beta
+
+    def values(self, stats: Tensor) -> Tensor:
+        """Return the divergences (M,) of the statistics (6, M) of a divergence's passes."""
+        of_student, of_teacher = stats[-2], stats[-1]
+        if self.is_mixture:
+            return (1 - self.beta) * of_student + self.beta * of_teacher
+        return (of_teacher if self.first == TEACHER else of_student).clone()
+
+    def boost(self, index: int) -> float:
+        """Return the power of 2 that a side's factors in float16 are multiplied by.
+
+        Those of a JSD are at most twice the share of the side times the share's logarithm, those
+        that hold a difference of logits are not bounded, and the others are 1 at most.
+        """
+        if self.is_mixture:
+            share = self.share(index)
+            return 2.0 ** (12 - math.ceil(math.log2(max(-share * math.log(share), 2.0**-10))))
+        return 2.0**4 if index == self.first else 2.0**12
 
     def logit_options(self, index: int) -> LossOptions:
         """Return the logit options of the student (0) or the teacher (1)."""

@@ -8,9 +8,9 @@ of the teacher, and KL(student || x) and KL(teacher || x), where x is the other 
 mixture; one that is not needed is 0.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,15 +23,19 @@ from cutefce.ops.divergence.elementwise import (
     kl_factors_of_second_,
     mixture_factors_,
 )
-from cutefce.ops.divergence.options import Divergence
+from cutefce.ops.divergence.options import STUDENT, TEACHER, Divergence
+from cutefce.ops.divergence.row_kernel import RowKernel
 from cutefce.ops.divergence.sides import Side, SideGradients
 from cutefce.ops.parallel.shard import Unsharded, VocabShard
-from cutefce.ops.planning.divergence_planner import DivergencePlan
+from cutefce.ops.planning.divergence_planner import (
+    DivergencePlan,
+    bytes_of_later,
+    forward_blocks,
+)
 from cutefce.ops.primitives.portable_gradients import apply_rowwise
 from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.targets import sum_dtype
 
-STUDENT, TEACHER = 0, 1
 SUMS, STATS = 4, 6
 """Statistics of a token, of which the first ones make the log-sum-exps of both sides."""
 
@@ -52,6 +56,13 @@ class Passes:
     options: Divergence
     plan: DivergencePlan
     shard: Unsharded
+    scales: Sequence[Tensor | None]
+    """() what the factors of each side are multiplied by before they are rounded; None for 1."""
+
+    @cached_property
+    def row_kernel(self) -> RowKernel | None:
+        """What makes whole rows of logits into statistics and factors; None for steps of torch."""
+        return RowKernel.of(self.sides, self.options)
 
     @property
     def tokens(self) -> int:
@@ -85,15 +96,22 @@ class Passes:
                 stats[SUMS:] = self.shard.all_reduce_(stats[SUMS:].clone())
             return stats, Factors()
         kept = Factors([self._empty_factors(side, plan.kept) for side in sides])
-        for rows, columns in self._places(plan.forward_rows, self.vocab, plan.kept):
-            logits = self._project(tiles, rows, columns)
+        for rows in self._forward_blocks(kept):
+            memory = tiles
+            if rows.stop - rows.start > plan.forward_rows:
+                memory = self._later_memory(kept, rows)
+            logits = self._project(memory, rows, slice(0, self.vocab))
+            is_kept = rows.start < plan.kept
+            outs = [x[rows] if x is not None and is_kept else None for x in kept.sides]
+            if self.row_kernel is not None:
+                self.row_kernel.run(stats[:, rows], logits, outs, self.scales)
+                continue
             self._add_exps(stats, logits, rows)
             stats[1:SUMS:2, rows].log_()
             self._add_divergences(stats, logits, rows)
-            if rows.start < plan.kept:
-                for index, factors in enumerate(kept.sides):
-                    if factors is not None:
-                        self._write_factors(factors[rows], index, logits, stats, rows)
+            for index, factors in enumerate(outs):
+                if factors is not None:
+                    self._write_factors(factors, index, logits, stats, rows)
         return stats, kept
 
     def backward(self, stats: Tensor, kept: Factors, gradients: Sequence[SideGradients]) -> None:
@@ -104,34 +122,50 @@ class Passes:
         count = max((len(x) for x in kept.sides if x is not None), default=0)
         size = min(plan.rows, self.tokens) * min(plan.columns, self.vocab)
         computes = count < self.tokens
-        tiles = self._tiles(plan.rows, plan.columns) if computes else []
+        tiles = self._tiles(plan.rows, plan.tile_columns) if computes else []
         outs = {i: self.sides[i].h.new_empty(size if computes else 0) for i in trained}
         for columns in blocks(self.vocab, plan.columns):
             for each in gradients:
                 each.begin(columns)
             for rows in self._row_blocks(plan.rows, count):
-                logits = []
-                if rows.start >= count:
-                    logits = self._project(tiles, rows, columns)
-                for i, each in zip(trained, gradients, strict=True):
-                    found = kept.sides[i]
-                    if rows.start < count and found is not None:
-                        factors = found[rows, columns]
-                    else:
-                        factors = _view(outs[i], rows, columns)
-                        self._write_factors(factors, i, logits, stats, rows, each.relative)
-                    each.add(factors, rows, columns)
+                if rows.start < count:
+                    found = [kept.sides[i] for i in trained]
+                    factors = [x[rows, columns] for x in found if x is not None]
+                else:
+                    factors = [_view(outs[i], rows, columns) for i in trained]
+                    self._fill(
+                        dict(zip(trained, factors, strict=True)),
+                        tiles,
+                        stats,
+                        gradients,
+                        rows,
+                        columns,
+                    )
+                for each, x in zip(gradients, factors, strict=True):
+                    each.add(x, rows, columns)
             for each in gradients:
                 each.end(columns)
 
-    def values(self, stats: Tensor) -> Tensor:
-        """Return the divergences (M,) of statistics (6, M)."""
-        of_student, of_teacher = stats[SUMS], stats[SUMS + 1]
-        if self.options.divergence == "forward_kl":
-            return of_teacher.clone()
-        if self.options.divergence == "reverse_kl":
-            return of_student.clone()
-        return (1 - self.options.beta) * of_student + self.options.beta * of_teacher
+    def _fill(
+        self,
+        outs: dict[int, Tensor],
+        tiles: Sequence[Tensor],
+        stats: Tensor,
+        gradients: Sequence[SideGradients],
+        rows: slice,
+        columns: slice,
+    ) -> None:
+        """Write the factors (R, C) of the sides `outs`, tile by tile of logits."""
+        for tile in blocks(columns.stop - columns.start, self.plan.tile_columns):
+            place = slice(columns.start + tile.start, columns.start + tile.stop)
+            logits = self._project(tiles, rows, place)
+            for (i, out), each in zip(outs.items(), gradients, strict=True):
+                self._write_factors(out[:, tile], i, logits, stats, rows, each.relative)
+
+    def has_one_row_block(self, kept: Factors) -> bool:
+        """Whether a window of the backward has the factors of all tokens at once."""
+        count = max((len(x) for x in kept.sides if x is not None), default=0)
+        return len(list(self._row_blocks(self.plan.rows, count))) == 1
 
     def _tiles(self, rows: int, columns: int) -> list[Tensor]:
         """Return the memory of a tile of each side's logits."""
@@ -148,9 +182,24 @@ class Passes:
         for block in blocks(self.tokens - kept, rows):
             yield slice(kept + block.start, kept + block.stop)
 
-    def _places(self, rows: int, columns: int, kept: int = 0) -> Iterator[tuple[slice, slice]]:
+    def _forward_blocks(self, kept: Factors) -> Iterator[slice]:
+        """Cut the tokens into the blocks of a forward of one pass."""
+        plan, buffers = self.plan, [x for x in kept.sides if x is not None]
+        if not buffers or plan.kept < self.tokens:
+            return self._row_blocks(plan.forward_rows, plan.kept)
+        items = [x.element_size() for x in buffers]
+        later = bytes_of_later(items, self.dtype.itemsize, self.vocab)
+        return forward_blocks(self.tokens, plan.forward_rows, later)
+
+    def _later_memory(self, kept: Factors, rows: slice) -> list[Tensor]:
+        """Return the memory of tiles of `rows`, in that of the factors of the tokens after them."""
+        size = (rows.stop - rows.start) * self.vocab
+        buffers = [x[rows.stop :].view(-1).view(self.dtype) for x in kept.sides if x is not None]
+        return buffers if len(buffers) > 1 else [buffers[0][:size], buffers[0][size:]]
+
+    def _places(self, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
         """Yield the tokens and classes of every tile."""
-        for block in self._row_blocks(rows, kept):
+        for block in blocks(self.tokens, rows):
             for window in blocks(self.vocab, columns):
                 yield block, window
 
@@ -185,7 +234,7 @@ class Passes:
             operands = out, logits[a], logits[b], *sums[0], *sums[1]
             if kind == "jsd":
                 apply_rowwise(add_mixture_kl_, *operands, whole=self._shares(a))
-            elif a == self._first:
+            elif a == self.options.first:
                 apply_rowwise(add_kl_, *operands)
 
     def _write_factors(
@@ -197,11 +246,12 @@ class Passes:
         rows: slice,
         scale: Tensor | None = None,
     ) -> None:
-        """Write the factors (R, C) of the side `a` to `out`, times `scale` (M,) or the boost."""
+        """Write the factors (R, C) of the side `a` to `out`, times `scale` (M,) or the side's."""
         b, cap = 1 - a, self.sides[a].cap
-        first = a if self.options.divergence == "jsd" else self._first
-        if scale is None and self.boost(a) != 1:
-            scale = stats.new_full(stats.shape[1:], self.boost(a))
+        first = a if self.options.divergence == "jsd" else self.options.first
+        own = self.scales[a]
+        if scale is None and own is not None:
+            scale = own.expand(self.tokens)
         more = (x if x is None else x[rows] for x in (stats[SUMS + first], cap, scale))
         sums = *_lse(stats, a, rows), *_lse(stats, b, rows)
         operands = logits[a], logits[b], *sums, *more
@@ -212,33 +262,11 @@ class Passes:
         else:
             apply_rowwise(kl_factors_of_second_, out, *operands)
 
-    def boost(self, index: int) -> float:
-        """Return the power of 2 that a side's factors are multiplied by, for float16's range.
-
-        Those of a JSD are at most twice the share of the side times the share's logarithm, those
-        that hold a difference of logits are not bounded, and the others are 1 at most.
-        """
-        if self.sides[index].h.dtype != torch.float16:
-            return 1.0
-        if self.options.divergence == "jsd":
-            share = self.share(index)
-            return 2.0 ** (12 - math.ceil(math.log2(max(-share * math.log(share), 2.0**-10))))
-        return 2.0**4 if index == self._first else 2.0**12
-
-    @property
-    def _first(self) -> int:
-        """The side whose probabilities a KL divergence averages over."""
-        return TEACHER if self.options.divergence == "forward_kl" else STUDENT
-
-    def share(self, index: int) -> float:
-        """Return the share of a side in the JSD's mixture."""
-        return self.options.beta if index == TEACHER else 1 - self.options.beta
-
     def _shares(self, index: int) -> tuple[Tensor, Tensor]:
         """Return () the shares of a side and of the other one, on the device."""
         like = self.sides[STUDENT].h
         own, other = (
-            like.new_full((), self.share(i), dtype=self.dtype) for i in (index, 1 - index)
+            like.new_full((), self.options.share(i), dtype=self.dtype) for i in (index, 1 - index)
         )
         return own, other
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.parallel.shard import Unsharded
+from cutefce.ops.planning.divergence_planner import rounds_scaled
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.primitives.portable_projection import dense
 from cutefce.ops.primitives.weighted_sum import weighted_sum
@@ -49,49 +50,92 @@ class Side:
         if self.logits is not None:
             self.logits.apply_(out, rows, columns)
 
-    def row_scale(self, upstream: Tensor) -> Tensor:
-        """Return () or (M,) what the factors of each token are multiplied by.
+    def row_scale(self, scale: Tensor) -> Tensor:
+        """Return () or (M,) the derivatives by products, `scale` those by the model's logits.
 
-        `upstream` () or (M,) is the gradient of each token's divergence.
+        The derivative of a softcap is left out.
         """
         if self.logits is None or self.logits.factor is None:
-            return upstream
-        return upstream * self.logits.factor
+            return scale
+        return scale * self.logits.factor
+
+    def factor_scale(self, loss_scale: Tensor | None, boost: float) -> Tensor | None:
+        """Return () what factors are multiplied by before they are rounded.
+
+        None if this depends on the token: there is no `loss_scale`, which a reduced divergence
+        multiplies those of tokens by, or temperatures differ.  In float16, which may not hold
+        their product, it is `boost`, a power of 2.
+        """
+        if loss_scale is None:
+            return None
+        scale = self.row_scale(loss_scale)
+        if scale.ndim:
+            return None
+        return scale.new_full((), boost) if self.h.dtype == torch.float16 else scale
+
+    @property
+    def rounds_scaled(self) -> bool:
+        """Whether dW is a single product of factors and scaled hidden states, where it can be."""
+        dtype = str(self.h.dtype).removeprefix("torch.")
+        return rounds_scaled(self.h.device.type, dtype, self.w.numel())
 
 
 class SideGradients:
     """The gradients of a side, summed window by window from factors (M, C).
 
-    Factors are the derivatives of each token's divergence by its logits, times `boost` and the
-    token's `relative` scale; what they are multiplied by in the end, `common`, is one number.
+    Factors are the derivatives of each token's divergence by its logits, times `Side.factor_scale`
+    or a `relative` scale of each token; what they are multiplied by in the end, `common`, is one
+    number.
     """
 
-    def __init__(self, side: Side, upstream: Tensor, boost: float) -> None:
-        """Allocate sums; `upstream` is as in `Side.row_scale`."""
+    def __init__(
+        self,
+        side: Side,
+        upstream: Tensor,
+        loss_scale: Tensor | None,
+        boost: float,
+        *,
+        in_one_block: bool,
+    ) -> None:
+        """Allocate sums.
+
+        `upstream` is the gradient of the reduced divergence, or (M,) those of each token's; the
+        others are those of `Side.factor_scale`.  `in_one_block` says that each window's factors
+        of all tokens come at once.
+        """
         grad_hidden, grad_weight, grad_bias = side.gradients
         (tokens, hidden), (vocab, _) = side.h.shape, side.w.shape
         dtype = sum_dtype(side.h.dtype)
         self.side, self.relative = side, None
-        common = side.row_scale(upstream.to(dtype))
-        if common.ndim:
-            # relative to the largest, for factors of 16 bits
-            scale, finite = common, torch.where(common.isfinite(), common.abs(), 0)
-            largest = finite.amax() if tokens else finite.sum()
-            common = torch.where(largest == 0, 1, largest)
-            self.relative = scale / common * boost
-        self.common = common / boost
+        upstream = upstream.to(dtype)
+        own = side.factor_scale(loss_scale, boost)
+        if own is not None and side.h.dtype != torch.float16:
+            common = upstream
+        else:
+            common = side.row_scale(upstream if loss_scale is None else upstream * loss_scale)
+            if own is None:
+                # relative to the largest, for factors of 16 bits
+                scale, finite = common, torch.where(common.isfinite(), common.abs(), 0)
+                largest = finite.amax() if tokens else finite.sum()
+                common = torch.where(largest == 0, 1, largest)
+                self.relative = scale / common * boost
+            common = common / boost
+        self.common = common
         self.dx = side.h.new_empty(tokens, hidden, dtype=dtype) if grad_hidden else None
         self.dw = side.w.new_empty(vocab if grad_weight else 0, hidden)
         if not tokens:  # then nothing is added
             self.dw.zero_()
         self.dbias = common.new_zeros(vocab) if grad_bias else None
         self.sums = self.dw
+        self.scaled: Tensor | None = None
+        if grad_weight and in_one_block and side.rounds_scaled:
+            self.scaled = (side.h * common).to(side.h.dtype)
 
     def begin(self, columns: slice) -> None:
         """Begin with the classes `columns`."""
         if len(self.dw):
             self.sums = self.dw[columns]
-            if self.dw.dtype != self.common.dtype:
+            if self.scaled is None and self.dw.dtype != self.common.dtype:
                 self.sums = self.sums.new_empty(self.sums.shape, dtype=self.common.dtype)
 
     def add(self, factors: Tensor, rows: slice, columns: slice) -> None:
@@ -99,14 +143,16 @@ class SideGradients:
         if self.dx is not None:
             matmul_into(self.dx[rows], factors, self.side.w[columns], accumulate=columns.start > 0)
         if len(self.dw):
-            matmul_into(self.sums, factors.t(), self.side.h[rows], accumulate=rows.start > 0)
+            h = self.side.h[rows] if self.scaled is None else self.scaled
+            matmul_into(self.sums, factors.t(), h, accumulate=rows.start > 0)
         if self.dbias is not None:
             self.dbias[columns] += weighted_sum(factors, None)
 
     def end(self, columns: slice) -> None:
         """Finish the rows of dW of the classes `columns`."""
         if len(self.dw):
-            self.sums.mul_(self.common)
+            if self.scaled is None:
+                self.sums.mul_(self.common)
             if self.sums.dtype != self.dw.dtype:
                 self.dw[columns] = self.sums
             self.sums = self.dw

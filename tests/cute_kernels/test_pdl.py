@@ -16,6 +16,7 @@ from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.divergence import divergence_kernels
 from cutefce.cute_kernels.variant import KernelVariant, LogitTransform
 from tests.blackwell.machine_code import artifacts
 
@@ -45,6 +46,7 @@ KINDS: dict[str, KernelSpec | None] = {
     "prepare_samples": SAMPLING.prepare,
     "sort_samples": SAMPLING.sort,
     "sparse_rows": SAMPLING.grad_hidden,
+    "divergence of rows": divergence_kernels("sm_90a", "bfloat16")[-1],
 }
 for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
     KINDS |= {

@@ -103,6 +103,9 @@ INTEGERS: dict[str, Callable[..., Any]] = {
     "setp.gt": operator.gt,
     "setp.ge": operator.ge,
     "setp.leu": lambda a, b: ~(a > b),
+    "setp.geu": lambda a, b: ~(a < b),
+    "setp.gtu": lambda a, b: ~(a <= b),
+    "setp.ltu": lambda a, b: ~(a >= b),
 }
 
 HANDLERS: dict[str, Handler] = {}

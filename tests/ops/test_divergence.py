@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
+from cutefce.ops.divergence.sides import Side
 from tests.support.divergence import (
     FORMS,
     NAMES,
@@ -30,7 +31,7 @@ SHAPES = {
     "few classes": (33, (16, 24), 7),
     "one token": (1, (32, 8), 300),
     "odd hidden sizes": (40, (13, 7), 257),
-    "ragged tiles": (1100, (24, 16), 1300),
+    "ragged tiles": (1100, (24, 16), 1304),
     "a teacher of one feature": (40, (16, 1), 100),
     "32001: one beyond a multiple of every tile": (24, (16, 24), 32001),
     "151669: Qwen 3, odd": (12, (8, 16), 151669),
@@ -162,6 +163,36 @@ def test_each_gradient_alone(workspace: str, wanted: list[int], device: str) -> 
     part = Heads(tuple(tensors), case.target, case.upstream)  # type: ignore[arg-type]
     for got, i in zip(ours(part, divergence="jsd", workspace=workspace)[1:], wanted, strict=True):
         assert distance(got, every[i]) <= 1e-12 * float(every[i].norm())
+
+
+@pytest.mark.parametrize("trained", ["student", "both"])
+@dtypes
+def test_tiles_in_the_memory_of_later_factors(
+    dtype: torch.dtype, trained: str, device: str
+) -> None:
+    """Blocks of many tokens, then of few: gradients are those of equal blocks."""
+    case = heads(1400, (16, 12), 40, dtype=dtype, device=device, trained=trained, ignored=0.01)
+    options: dict[str, Any] = {"divergence": "jsd", "reduction": "sum"}
+    with planned("all kept"):
+        got = ours(case, **options)
+    with planned("one pass"):
+        want = ours(case, **options)
+    unit = torch.finfo(dtype).eps
+    for a, b in zip(got, want, strict=True):
+        assert distance(a, b) <= max(unit, 1e-6) * float(b.double().norm())
+
+
+@pytest.mark.parametrize("plan", ["one tile", "one pass", "all kept"])
+def test_dw_of_scaled_hidden_states(
+    plan: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What bfloat16 on a GPU does where a window has the factors of all tokens."""
+    monkeypatch.setattr(Side, "rounds_scaled", True)
+    case = heads(60, (16, 12), 133, dtype=torch.float64, device=device, biases=True)
+    options: dict[str, Any] = {"divergence": "jsd", "temperature": 0.7, "reduction": "sum"}
+    with planned(plan):
+        for got, truth in zip(ours(case, **options), expected(case, **options), strict=True):
+            assert distance(got, truth) <= 1e-12 * float(truth.norm())
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -242,6 +242,7 @@ def planned(name: str) -> Iterator[None]:
             forward_columns=forward_columns,
             rows=rows,
             columns=columns,
+            tile_columns=max(columns // 2, 1),
             kept=0 if problem.scales_rows else min(kept, made.tokens),
         )
 

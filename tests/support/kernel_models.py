@@ -28,6 +28,7 @@ from cutefce.cute_kernels.problem import (
 )
 from cutefce.cute_kernels.variant import SUM_ONLY
 from cutefce.cute_kernels.workspace import Coefficient, Semaphore, Stat
+from cutefce.ops.divergence import row_kernel
 from cutefce.ops.operators import operands, operators
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives import (
@@ -44,7 +45,7 @@ from cutefce.ops.rows.random_rounding import round_at_random_
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling import kernels as sampling
-from tests.support import sampling_models
+from tests.support import divergence_models, sampling_models
 from tests.support.kept_sums import split_sums
 from tests.support.row_reductions import reduced
 
@@ -68,6 +69,7 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
         spec.RowCoefficientsSpec: _row_coefficients,
         spec.SortTargetsSpec: _sort_targets,
         spec.AddTargetsSpec: _add_targets,
+        spec.DivergenceRowsSpec: divergence_models.divergence_rows,
         spec.PrepareSamplesSpec: sampling_models.prepare_samples,
         spec.SortSamplesSpec: sampling_models.sort_samples,
         spec.ListSamplesSpec: sampling_models.list_samples,
@@ -631,5 +633,5 @@ def use_models(
 ) -> None:
     """Launch the models, or another replacement, in the place of compiled kernels."""
     modules = cute_projection, cute_gradients, cute_rowwise, fused_step, row_selection, sampling
-    for module in modules:
+    for module in (*modules, row_kernel):
         monkeypatch.setattr(module, "compiled", replacement)

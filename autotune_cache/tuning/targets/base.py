@@ -24,6 +24,7 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.divergence import divergence_kernels
 from cutefce.ops.primitives.dispatch import kernel_primitives, portable_primitives
 from cutefce.ops.primitives.interface import AnyPrimitives
 
@@ -163,7 +164,9 @@ class TuningTarget(abc.ABC):
     def kernels(self, problem: Problem, candidate: Candidate) -> Sequence[KernelSpec]:
         """Return the kernels that verifying and timing a candidate on `problem` launches."""
         every = kernel_set(self.arch, problem.dtype, self.configs(problem, candidate))
-        return list(dict.fromkeys([*every.all(), *sampled_outputs.kernels(self.arch, every)]))
+        more = sampled_outputs.kernels(self.arch, every)
+        more += divergence_kernels(self.arch.name, problem.dtype)
+        return list(dict.fromkeys([*every.all(), *more]))
 
     def tiles(self, problem: Problem, candidate: Candidate) -> PortableTiles:
         """Return the windows and tiles of the primitives under test."""

@@ -1,0 +1,290 @@
+"""Rows of two models' logits to their log-sum-exps, divergences and factors, read once.
+
+A cluster of thread blocks has a row.  Each block has a part of the classes, of which it holds as
+many as fit in shared memory; the others are read again, from L2.  Blocks exchange their sums in
+global memory, and all add them in the same order.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
+
+from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.common.dsl import (
+    DTYPES,
+    LN_2,
+    LOG2_E,
+    USE_PDL,
+    current_stream,
+    exp2,
+    matrix,
+    pdl_wait,
+    vector,
+)
+from cutefce.cute_kernels.common.row_vectors import row_vectors
+from cutefce.cute_kernels.divergence.terms import (
+    kl_term,
+    mixture_logs,
+    mixture_terms,
+    probability,
+    weighted,
+)
+
+LOWEST = -3.0e38
+"""Below all logits but -inf."""
+VECTOR = 4
+"""Logits that a thread has at a time."""
+STATS = 6
+"""Top and rest of the log-sum-exps of the student and of the teacher, and both divergences."""
+
+
+def compile_signature(kernel: spec.DivergenceRowsSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function of `kernel` and the arguments to compile it for."""
+    rows, vocab = cute.sym_int(), cute.sym_int(divisibility=8)
+    logits = [matrix(Float32, rows, vocab) for _ in range(2)]
+    outs = [
+        matrix(DTYPES[dtype], rows, vocab) if dtype else None
+        for dtype in (kernel.factors_a, kernel.factors_b)
+    ]
+    exchange = vector(Float32, cute.sym_int(), aligned=True)
+    more = matrix(Float32, STATS, rows, aligned=False), exchange, vector(Float32, 4), Int32(0)
+    return DivergenceRows(kernel), (*logits, *outs, *more, current_stream())
+
+
+class DivergenceRows:
+    """The kernel and its launch."""
+
+    def __init__(self, kernel: spec.DivergenceRowsSpec) -> None:
+        self.mixture, self.held = kernel.mixture, kernel.held
+        self.blocks, self.threads, self.warps = kernel.BLOCKS, kernel.threads, kernel.threads // 32
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        out_a: cute.Tensor | None,
+        out_b: cute.Tensor | None,
+        stats: cute.Tensor,
+        exchange: cute.Tensor,
+        numbers: cute.Tensor,
+        side: Int32,
+        stream: Any,
+    ) -> None:
+        """Write the statistics (6, R) of the logits a and b (R, V), and factors to `out` (R, V).
+
+        `side` is 0 where a is the student's, 1 where it is the teacher's.  The divergence is KL(a
+        || b), or both sides' from their mixture.  `exchange` is memory of `spec.EXCHANGE` numbers
+        for each row; `numbers` are what the factors of a and b have as shares of a JSD, 1 for a KL
+        divergence, and as scales.  Each parameter is one argument that the host passes by position.
+        """
+        self.kernel(a, b, (out_a, out_b), stats, exchange, numbers, side).launch(
+            grid=[self.blocks * a.shape[0], 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[self.blocks, 1, 1],
+            stream=stream,
+            **USE_PDL,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        outs: Any,
+        stats: cute.Tensor,
+        exchange: cute.Tensor,
+        numbers: cute.Tensor,
+        side: Int32,
+    ) -> None:
+        """Compute one row a cluster."""
+        pdl_wait()
+        smem = SmemAllocator()
+        shape = (VECTOR, self.threads, 2, self.held)
+        memory = smem.allocate_tensor(Float32, cute.make_layout(shape), 16)
+        sums = smem.allocate_tensor(Float32, cute.make_layout((4, self.warps)), 16)
+        thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        row, part = block // self.blocks, block % self.blocks
+        words = exchange.iterator + Int64(row) * spec.DivergenceRowsSpec.EXCHANGE
+        exchange = cute.make_tensor(words, cute.make_layout((4, self.blocks, 2)))
+        rows = row_vectors(a, row, VECTOR), row_vectors(b, row, VECTOR)
+        # the vectors of this block, and of this thread
+        vectors = a.shape[1] // VECTOR
+        length = (vectors + self.blocks - 1) // self.blocks
+        begin, end = part * length + thread, cutlass.min(part * length + length, vectors)
+        count = cutlass.max((end - begin + self.threads - 1) // self.threads, Int32(0))
+        lses = self.log_sum_exps((rows, memory), (begin, count), sums, exchange[None, None, 0])
+        reader = (rows, memory), lses, (numbers[0], numbers[1]), (numbers[2], numbers[3])
+        kls = self.divergences(reader, (begin, count), outs[1], row)
+        kls = self.total(kls, sums, exchange[None, None, 1])
+        if part == 0 and thread == 0:
+            (top_a, rest_a), (top_b, rest_b) = lses
+            stats[2 * side, row], stats[2 * side + 1, row] = top_a, rest_a
+            stats[2 - 2 * side, row], stats[3 - 2 * side, row] = top_b, rest_b
+            stats[4 + side, row], stats[5 - side, row] = kls
+        if cutlass.const_expr(outs[0] is not None or (self.mixture and outs[1] is not None)):
+            self.write_factors(reader, (begin, count), kls, outs, row)
+
+    @cute.jit
+    def load(self, operands: Any, begin: Int32, k: Int32) -> Any:
+        """Return the values of vector `k` of this thread, of both sides; hold them."""
+        (row_a, row_b), memory = operands
+        thread, place = cute.arch.thread_idx()[0], begin + k * self.threads
+        x, y = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(2))
+        cute.autovec_copy(row_a[None, place], x)
+        cute.autovec_copy(row_b[None, place], y)
+        if k < self.held:
+            cute.autovec_copy(x, memory[None, thread, 0, k])
+            cute.autovec_copy(y, memory[None, thread, 1, k])
+        return x, y
+
+    @cute.jit
+    def load_again(self, operands: Any, begin: Int32, k: Int32) -> Any:
+        """Return the same once more."""
+        (row_a, row_b), memory = operands
+        thread, place = cute.arch.thread_idx()[0], begin + k * self.threads
+        x, y = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(2))
+        if k < self.held:
+            cute.autovec_copy(memory[None, thread, 0, k], x)
+            cute.autovec_copy(memory[None, thread, 1, k], y)
+        else:
+            cute.autovec_copy(row_a[None, place], x)
+            cute.autovec_copy(row_b[None, place], y)
+        return x, y
+
+    @cute.jit
+    def store(self, out: cute.Tensor, row: Int32, place: Int32, values: cute.Tensor) -> None:
+        """Write a vector of factors, rounded once."""
+        rounded = cute.make_rmem_tensor((VECTOR,), out.element_type)
+        rounded.store(values.load().to(out.element_type))
+        cute.autovec_copy(rounded, row_vectors(out, row, VECTOR)[None, place])
+
+    @cute.jit
+    def log_sum_exps(self, operands: Any, places: Any, sums: cute.Tensor, exchange: Any) -> Any:
+        """Return (top, rest) of the row's log-sum-exps, of both sides."""
+        begin, count = places
+        top_a, top_b = Float32(LOWEST), Float32(LOWEST)
+        sum_a, sum_b = Float32(0.0), Float32(0.0)
+        for k in cutlass.range(count, unroll=1):
+            x, y = self.load(operands, begin, k)
+            top_a, sum_a = add_exps(top_a, sum_a, x)
+            top_b, sum_b = add_exps(top_b, sum_b, y)
+        parts = merged((top_a, sum_a), (top_b, sum_b))
+        for level in cutlass.range_constexpr(2):
+            source = self.exchanged(parts, sums, exchange, level)
+            top_a, sum_a, top_b, sum_b = (
+                Float32(LOWEST),
+                Float32(0.0),
+                Float32(LOWEST),
+                Float32(0.0),
+            )
+            lane = cute.arch.lane_idx()
+            if lane < source.shape[1]:
+                top_a, sum_a = source[0, lane], source[1, lane]
+                top_b, sum_b = source[2, lane], source[3, lane]
+            parts = merged((top_a, sum_a), (top_b, sum_b))
+        top_a, sum_a, top_b, sum_b = parts
+        return (top_a, cute.math.log2(sum_a) * LN_2), (top_b, cute.math.log2(sum_b) * LN_2)
+
+    @cute.jit
+    def total(self, kls: Any, sums: cute.Tensor, exchange: Any) -> Any:
+        """Return the sums of two numbers over all threads of the cluster."""
+        x, y = (cute.arch.warp_reduction_sum(kl) for kl in kls)
+        for level in cutlass.range_constexpr(2):
+            source = self.exchanged((x, y), sums, exchange, level)
+            x, y = Float32(0.0), Float32(0.0)
+            lane = cute.arch.lane_idx()
+            if lane < source.shape[1]:
+                x, y = source[0, lane], source[1, lane]
+            x, y = cute.arch.warp_reduction_sum(x), cute.arch.warp_reduction_sum(y)
+        return x, y
+
+    @cute.jit
+    def exchanged(self, numbers: Any, sums: cute.Tensor, exchange: Any, level: int) -> cute.Tensor:
+        """Return the numbers of all warps of the block (level 0), or blocks of the cluster (1)."""
+        if cutlass.const_expr(level == 0):
+            warp = cute.arch.warp_idx()
+            cute.arch.sync_threads()  # the memory may still be read
+            if cute.arch.lane_idx() == 0:
+                for i in cutlass.range_constexpr(len(numbers)):
+                    sums[i, warp] = numbers[i]
+            cute.arch.sync_threads()
+            return sums
+        if cute.arch.thread_idx()[0] == 0:
+            for i in cutlass.range_constexpr(len(numbers)):
+                exchange[i, cute.arch.block_idx()[0] % self.blocks] = numbers[i]
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        return exchange
+
+    @cute.jit
+    def divergences(self, reader: Any, places: Any, out: Any, row: Int32) -> Any:
+        """Return this thread's terms of both divergences; write the factors of b, if of a KL."""
+        operands, (lse_a, lse_b), shares, scales = reader
+        begin, count = places
+        gap = (lse_a[0] - lse_b[0]) + (lse_a[1] - lse_b[1])
+        kl_a, kl_b = Float32(0.0), Float32(0.0)
+        for k in cutlass.range(count, unroll=1):
+            x, y = self.load_again(operands, begin, k)
+            factors = cute.make_rmem_tensor((VECTOR,), Float32)
+            for i in cutlass.range_constexpr(VECTOR):
+                p, q = probability(x[i], lse_a), probability(y[i], lse_b)
+                distance = (x[i] - y[i]) - gap
+                if cutlass.const_expr(self.mixture):
+                    to_a, to_b = mixture_terms(p, q, distance, shares)
+                    kl_a += to_a
+                    kl_b += to_b
+                else:
+                    term, change = kl_term(p, q, -distance)
+                    kl_a += term
+                    factors[i] = change * scales[1]
+            if cutlass.const_expr(not self.mixture and out is not None):
+                self.store(out, row, begin + k * self.threads, factors)
+        return kl_a, kl_b
+
+    @cute.jit
+    def write_factors(self, reader: Any, places: Any, kls: Any, outs: Any, row: Int32) -> None:
+        """Write the factors that depend on the row's divergences."""
+        operands, (lse_a, lse_b), shares, scales = reader
+        begin, count = places
+        gap = (lse_a[0] - lse_b[0]) + (lse_a[1] - lse_b[1])
+        for k in cutlass.range(count, unroll=1):
+            x, y = self.load_again(operands, begin, k)
+            of_a, of_b = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(2))
+            for i in cutlass.range_constexpr(VECTOR):
+                p, q = probability(x[i], lse_a), probability(y[i], lse_b)
+                log_a = (x[i] - y[i]) - gap
+                if cutlass.const_expr(self.mixture):
+                    log_a, log_b = mixture_logs(log_a, shares)
+                    of_b[i] = weighted(q, log_b - kls[1]) * (shares[1] * scales[1])
+                of_a[i] = weighted(p, log_a - kls[0]) * (shares[0] * scales[0])
+            if cutlass.const_expr(outs[0] is not None):
+                self.store(outs[0], row, begin + k * self.threads, of_a)
+            if cutlass.const_expr(self.mixture and outs[1] is not None):
+                self.store(outs[1], row, begin + k * self.threads, of_b)
+
+
+@cute.jit
+def add_exps(top: Float32, total: Float32, logits: cute.Tensor) -> Any:
+    """Return `top` and Σ exp(logit - top) with more logits."""
+    largest = top
+    for i in cutlass.range_constexpr(cute.size(logits)):
+        largest = cute.arch.fmax(largest, logits[i])
+    total = total * exp2((top - largest) * LOG2_E)
+    for i in cutlass.range_constexpr(cute.size(logits)):
+        total += exp2((logits[i] - largest) * LOG2_E)
+    return largest, total
+
+
+@cute.jit
+def merged(a: Any, b: Any) -> Any:
+    """Return the warp's top and sum of a, and those of b, from those of its threads."""
+    results = []
+    for top, total in (a, b):
+        largest = cute.arch.warp_reduction_max(top)
+        total = cute.arch.warp_reduction_sum(total * exp2((top - largest) * LOG2_E))
+        results += [largest, total]
+    return tuple(results)

@@ -1,0 +1,99 @@
+"""The terms of divergences of two probabilities a and b, and their derivatives by logits.
+
+Each is exact to rounding where both are close, as in `ops.divergence.elementwise`.  A term of a
+divergence from a to b has b - a added, which is 0 over all classes: no term is below 0.
+"""
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cutefce.cute_kernels.common.dsl import LN_2, LOG2_E, exp2
+
+CLOSE = 0.125
+"""Differences of logarithms below this are close: series are used."""
+EXPM1 = (1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0)
+"""Coefficients of expm1(x) / x, from x⁴ on down."""
+LOG1P = (1 / 7, -1 / 6, 1 / 5, -1 / 4, 1 / 3, -1 / 2, 1.0)
+"""Those of log1p(x) / x, from x⁶ on down."""
+
+
+@cute.jit
+def polynomial(x: Float32, coefficients: Any) -> Float32:
+    """Return x times the polynomial of these coefficients, the highest first."""
+    result = Float32(coefficients[0])
+    for coefficient in coefficients[1:]:
+        result = result * x + coefficient
+    return result * x
+
+
+@cute.jit
+def probability(logit: Float32, lse: Any) -> Float32:
+    """Return exp(logit - top - rest) of `lse`, (top, rest)."""
+    top, rest = lse
+    return exp2((logit - top) * LOG2_E - rest * LOG2_E)
+
+
+@cute.jit
+def size(x: Float32) -> Float32:
+    """Return the absolute value; of NaN, NaN."""
+    return cute.arch.fmax(x, -x, nan=True)
+
+
+@cute.jit
+def difference(a: Float32, b: Float32, distance: Float32) -> Float32:
+    """Return b - a of probabilities, with `distance` = log b - log a."""
+    result = polynomial(distance, EXPM1) * a
+    if not size(distance) < CLOSE:
+        result = b - a
+    return result
+
+
+@cute.jit
+def kl_term(a: Float32, b: Float32, distance: Float32) -> Any:
+    """Return the term of KL(a || b) and b - a, with `distance` = log b - log a."""
+    change = difference(a, b, distance)
+    term = change - distance * a
+    if a == 0.0:  # a class that both exclude has distance NaN
+        term = b
+    return term, change
+
+
+@cute.jit
+def mixture_logs(distance: Float32, shares: Any) -> Any:
+    """Return log a - log m and log b - log m, with `distance` = log a - log b.
+
+    m = s a + t b, with s, t = `shares`.
+    """
+    s, t = shares
+    log_a = -polynomial(t * polynomial(-distance, EXPM1), LOG1P)
+    log_b = -polynomial(s * polynomial(distance, EXPM1), LOG1P)
+    if not size(distance) < CLOSE:
+        # relative to the larger one
+        ratio = exp2(size(distance) * -LOG2_E)
+        larger, smaller = s, t
+        if distance < 0.0:
+            larger, smaller = t, s
+        log_m = LN_2 * cute.math.log2(larger + smaller * ratio, fastmath=True)
+        log_a = cute.arch.fmin(distance, Float32(0.0), nan=True) - log_m
+        log_b = cute.arch.fmin(-distance, Float32(0.0), nan=True) - log_m
+    return log_a, log_b
+
+
+@cute.jit
+def mixture_terms(a: Float32, b: Float32, distance: Float32, shares: Any) -> Any:
+    """Return the terms of KL(a || m) and KL(b || m); see `mixture_logs`."""
+    log_a, log_b = mixture_logs(distance, shares)
+    s, t = shares
+    change = difference(a, b, -distance)
+    return weighted(a, log_a) + t * change, weighted(b, log_b) - s * change
+
+
+@cute.jit
+def weighted(a: Float32, x: Float32) -> Float32:
+    """Return a x, 0 where a is 0."""
+    result = a * x
+    if a == 0.0:
+        result = Float32(0.0)
+    return result

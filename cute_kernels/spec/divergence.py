@@ -1,0 +1,36 @@
+"""Specs of the kernel of divergences."""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class DivergenceRowsSpec:
+    """Rows of two models' logits to their log-sum-exps, divergences and factors.
+
+    Of a JSD the sides a and b are student and teacher; of a KL divergence, a is the side whose
+    probabilities it averages over.
+    """
+
+    arch: str
+    mixture: bool
+    """Whether the divergences are those from the mixture of both."""
+    factors_a: str | None = None
+    factors_b: str | None = None
+    """Dtypes of the factors of a and b; None if they are not written."""
+    threads: int = 512
+    """Threads of a block; two blocks have the registers of an SM."""
+    held: int = 6
+    """Vectors of each thread and side that are held in shared memory: 96 KiB of a block."""
+
+    BLOCKS: ClassVar[int] = 8
+    """Thread blocks of a cluster, which has a row."""
+    EXCHANGE: ClassVar[int] = 2 * 4 * BLOCKS
+    """Numbers that the blocks of a cluster exchange."""
+
+
+def divergence_kernels(arch: str, dtype: str) -> list[DivergenceRowsSpec]:
+    """Return those of every form, with factors of `dtype` of no side, of one, and of both."""
+    written = (None, dtype)
+    return [DivergenceRowsSpec(arch, *form) for form in product((False, True), written, written)]

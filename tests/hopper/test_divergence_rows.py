@@ -1,0 +1,170 @@
+"""The kernel of rows of two models' logits, emulated, against float64."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass")
+
+from cutefce.cute_kernels.spec import DivergenceRowsSpec
+from cutefce.ops.divergence import row_kernel
+from tests.emulation.hopper import run
+from tests.support.divergence import distance, heads, ours, planned, token_divergences
+
+BETA = 0.25
+SIZES = {
+    "one vector of each thread": (3, 2000),
+    "some blocks have no class": (2, 40),
+    "held and read again": (2, 5 * 2048 + 264),
+}
+STUDENT, TEACHER = 0, 1
+FORMS = {"forward_kl": TEACHER, "reverse_kl": STUDENT, "jsd": STUDENT}
+"""The side that the kernel has first."""
+
+
+class Result(NamedTuple):
+    """What the kernel writes."""
+
+    stats: Tensor
+    """(6, R)"""
+    factors: list[Tensor | None]
+    """(R, V) of the student and of the teacher."""
+
+    def divergence(self, form: str) -> Tensor:
+        """Return the divergences (R,)."""
+        of_student, of_teacher = self.stats[4], self.stats[5]
+        if form == "jsd":
+            return (1 - BETA) * of_student + BETA * of_teacher
+        return of_teacher if form == "forward_kl" else of_student
+
+
+def computed(
+    logits: list[Tensor], form: str, wanted: tuple[bool, bool] = (True, True), **options: Any
+) -> Result:
+    """Return the result of the emulated kernel, for logits (R, V) of student and teacher."""
+    (rows, vocab), first = logits[0].shape, FORMS[form]
+    stats = torch.full((6, rows + 1), torch.nan)[:, :rows]
+    factors: list[Tensor | None] = [None, None]
+    for side in (STUDENT, TEACHER):
+        if wanted[side]:
+            wide = torch.full((rows, vocab + 8), torch.nan, dtype=torch.bfloat16)
+            factors[side] = wide[:, :vocab]
+    a, b = ("bfloat16" if wanted[side] else None for side in (first, 1 - first))
+    kernel = DivergenceRowsSpec("sm_90a", form == "jsd", a, b, threads=64, held=1)
+    shares = [1 - BETA, BETA] if form == "jsd" else [1.0, 1.0]
+    run(
+        kernel,
+        logits[first],
+        logits[1 - first],
+        factors[first],
+        factors[1 - first],
+        stats,
+        torch.full((rows * kernel.EXCHANGE,), torch.nan),
+        torch.tensor([*shares, 2.0, 4.0]),
+        first,
+        **options,
+    )
+    for side in (STUDENT, TEACHER):
+        given = factors[side]
+        if given is not None:
+            factors[side] = given.float() / (2.0 if side == first else 4.0)
+    return Result(stats, factors)
+
+
+def random_logits(rows: int, vocab: int, spread: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    student = 3 * torch.randn(rows, vocab, generator=generator)
+    return [student, student + spread * torch.randn(rows, vocab, generator=generator)]
+
+
+def check(logits: list[Tensor], form: str, bound: float = 2e-5, **options: Any) -> None:
+    """Compare with float64: statistics, and factors that are rounded once."""
+    got = computed(logits, form, **options)
+    wide = [x.double().requires_grad_() for x in logits]
+    want = token_divergences(*wide, divergence=form, beta=BETA)
+    gradients = torch.autograd.grad(want.sum(), wide)
+    for side, x in enumerate(wide):
+        assert torch.equal(got.stats[2 * side], logits[side].amax(1))
+        lse = got.stats[2 * side] + got.stats[2 * side + 1]
+        torch.testing.assert_close(lse.double(), x.logsumexp(1).detach(), rtol=1e-6, atol=3e-6)
+    error = (got.divergence(form).double() - want).abs()
+    assert (error <= bound * want).all()
+    for factors, gradient in zip(got.factors, gradients, strict=True):
+        if factors is not None:
+            rounding = distance(gradient.bfloat16(), gradient)
+            assert distance(factors, gradient) <= 1.05 * rounding + 1e-7 * float(gradient.norm())
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("form", FORMS)
+def test_random_logits(form: str, size: tuple[int, int]) -> None:
+    check(random_logits(*size), form)
+
+
+@pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_each_output_alone(form: str, wanted: tuple[bool, bool]) -> None:
+    check(random_logits(2, 304), form, wanted=wanted, seed=1)
+
+
+@pytest.mark.parametrize("spread", [1e-3, 0.1, 0.3])
+@pytest.mark.parametrize("form", FORMS)
+def test_close_and_far_sides(form: str, spread: float) -> None:
+    check(random_logits(2, 304, spread), form, bound=1e-3 if spread < 0.01 else 5e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_classes_that_both_exclude(form: str) -> None:
+    logits = random_logits(2, 304)
+    for x in logits:
+        x[:, 200:] = -torch.inf
+    got, want = computed(logits, form), computed([x[:, :200].clone() for x in logits], form)
+    torch.testing.assert_close(got.divergence(form), want.divergence(form))
+    for a, b in zip(got.factors, want.factors, strict=True):
+        assert a is not None and b is not None
+        torch.testing.assert_close(a[:, :200], b, rtol=2**-7, atol=1e-7)
+        assert not a[:, 200:].any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_no_number_stay_alone(form: str) -> None:
+    logits = random_logits(3, 304)
+    good = computed(logits, form)
+    logits[1][1, 7] = torch.nan
+    bad = computed(logits, form)
+    assert bad.divergence(form)[1].isnan()
+    for a, b in zip((bad.stats.t(), *bad.factors), (good.stats.t(), *good.factors), strict=True):
+        assert a is not None and b is not None
+        assert torch.equal(a[[0, 2]], b[[0, 2]])
+    assert all(x is not None and x[1].isnan().any() for x in bad.factors)
+
+
+@pytest.mark.parametrize("trained", ["student", "both"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_launches_it(form: str, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients of a call, some of whose factors the kernel writes."""
+    case = heads(24, (16, 24), 304, dtype=torch.bfloat16, trained=trained)
+    options: dict[str, Any] = {"divergence": form, "beta": BETA, "reduction": "sum"}
+    with planned("some kept"):
+        want = ours(case, **options)
+    launched = []
+
+    def emulated(kernel: DivergenceRowsSpec) -> Any:
+        launched.append(kernel)
+        return functools.partial(run, dataclasses.replace(kernel, threads=64, held=1))
+
+    monkeypatch.setattr(row_kernel, "compiled", emulated)
+    monkeypatch.setattr(
+        row_kernel.RowKernel,
+        "of",
+        staticmethod(lambda _, given: row_kernel.RowKernel("sm_90a", given)),
+    )
+    with planned("some kept"):
+        got = ours(case, **options)
+    assert any(kernel.factors_a or kernel.factors_b for kernel in launched)
+    for a, b in zip(got, want, strict=True):
+        assert distance(a, b) <= 2**-9 * float(b.double().norm())

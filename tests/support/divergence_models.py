@@ -1,0 +1,48 @@
+"""What the kernel of divergences computes, in plain torch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.cute_kernels import spec
+from tests.support.divergence import token_divergences
+
+
+def divergence_rows(
+    kernel: spec.DivergenceRowsSpec,
+    a: Tensor,
+    b: Tensor,
+    out_a: Tensor | None,
+    out_b: Tensor | None,
+    stats: Tensor,
+    exchange: Tensor,
+    numbers: Tensor,
+    side: int,
+) -> None:
+    """Write statistics and factors, in float64 before they are rounded."""
+    assert len(exchange) == kernel.EXCHANGE * len(a)
+    for dtype, out in ((kernel.factors_a, out_a), (kernel.factors_b, out_b)):
+        assert dtype == (None if out is None else str(out.dtype).removeprefix("torch."))
+    form: dict[str, Any] = {"divergence": "forward_kl"}
+    if kernel.mixture:
+        form = {"divergence": "jsd", "beta": float(numbers[1])}
+    with torch.enable_grad():
+        wide = [x.double().requires_grad_() for x in (a, b)]
+        loss = token_divergences(wide[1], wide[0], **form)
+        if kernel.mixture:
+            loss = token_divergences(*wide, **form)
+        gradients = torch.autograd.grad(loss.sum(), wide)
+    logs = [x.double().log_softmax(1) for x in (a, b)]
+    kls = [loss, torch.zeros_like(loss)]
+    if kernel.mixture:
+        shares = numbers[:2].double()
+        m = (shares[0] * logs[0].exp() + shares[1] * logs[1].exp()).log()
+        kls = [(x.exp() * (x - m)).sum(1) for x in logs]
+    for i, x in zip((side, 1 - side), (a, b), strict=True):
+        stats[2 * i] = x.amax(1)
+        stats[2 * i + 1] = x.double().logsumexp(1) - x.amax(1)
+    stats[4 + side], stats[5 - side] = (kl.detach() for kl in kls)
+    for out, gradient, scale in zip((out_a, out_b), gradients, numbers[2:], strict=True):
+        if out is not None:
+            out.copy_(gradient * scale)
