@@ -54,7 +54,7 @@ class TargetCsr:
 
         If tokens were selected, `h` has the rows of all.
         """
-        if targets.soft is not None:
+        if len(entries.target) > len(targets.index):
             # the kernel's blocks read all entries, which are too many
             entries = entries.sorted(targets.vocab)
             assert entries.rows is not None

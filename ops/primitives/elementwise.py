@@ -27,16 +27,9 @@ def gathered_dots_(out: Tensor, index: Tensor, order: Tensor, h: Tensor, w: Tens
     out.copy_(products.sum(2))
 
 
-def add_soft_rows_(
-    sums: Tensor, index: Tensor, coefficient: Tensor, scale: Tensor, w: Tensor
-) -> None:
-    """Make `sums` (R, D) scale_i sums_i + Σ_k coefficient_ik w_index_ik; index is (R, K).
-
-    A row whose scale is 0 counts as 0, whatever it holds.
-    """
-    added = w[index].to(sums.dtype).mul_(coefficient[:, :, None]).sum(1)
-    scaled = sums * scale[:, None]
-    sums.copy_(added + torch.where(scale[:, None] == 0, 0, scaled))
+def add_soft_rows_(sums: Tensor, index: Tensor, coefficient: Tensor, w: Tensor) -> None:
+    """Add Σ_k coefficient_ik w_index_ik to `sums` (R, D); index is (R, K)."""
+    sums.add_(w[index].to(sums.dtype).mul_(coefficient[:, :, None]).sum(1))
 
 
 def scale_rows_to_(out: Tensor, x: Tensor, scale: Tensor) -> None:

@@ -58,6 +58,10 @@ class Projection(Protocol[PartialT]):
         """Return Σ_k b (u - r) (N,) of the soft targets; h is as for `target_logit`."""
         ...
 
+    def put_soft(self, entries: Tensor, exps: Tensor, first: int, targets: Targets) -> None:
+        """Write the `SoftTargets.entries` (N, K) to `exps` (N, W), of columns from `first` on."""
+        ...
+
     def project_exp(
         self,
         h: Tensor,

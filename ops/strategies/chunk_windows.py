@@ -10,6 +10,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import Any, Generic, cast
 
+import torch
 from torch import Tensor
 
 from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
@@ -24,7 +25,7 @@ from cutefce.ops.strategies.windows import StoredExps
 class SummingProjection(Generic[PartialT, TargetGradT]):
     """A `Projection` whose stored exponentials are multiplied by w at once, and then overwritten.
 
-    A repair computes them again.
+    A repair computes them again.  Those of soft targets are left out: `add_soft_rows` adds them.
     """
 
     own: Projection[PartialT]
@@ -68,7 +69,9 @@ class SummingProjection(Generic[PartialT, TargetGradT]):
 
     def _add(self, exps: Tensor, w: Tensor, window: tuple[int, int], targets: Targets) -> None:
         first, last = window
-        targets.clear_soft(exps[:, : last - first], first)
+        if targets.soft is not None:  # entries are known with the sums of all columns
+            none = torch.zeros_like(targets.soft.coefficient)
+            self.own.put_soft(none, exps[:, : last - first], first, targets)
         more: Any = {"accumulate": first > 0, "selection": targets.selection}
         self.gradients.add_grad_hidden(self.sums, exps[:, : last - first], w[first:last], **more)
 
