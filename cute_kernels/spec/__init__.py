@@ -10,12 +10,14 @@ from cutefce.cute_kernels.spec.rowwise import (
     ClearRowsSpec,
     GatherRowsSpec,
     KeptSumsSpec,
+    PutSoftSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
     ScaleKeptSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
+    SoftLogitsSpec,
     SortTargetsSpec,
     TargetLogitSpec,
 )
@@ -38,12 +40,14 @@ __all__ = [
     "ListSamplesSpec",
     "PrepareSamplesSpec",
     "ProjectExpSpec",
+    "PutSoftSpec",
     "ReducePartialsSpec",
     "RowCoefficientsSpec",
     "ScaleAddRowsSpec",
     "ScaleKeptSpec",
     "ScatterRowsSpec",
     "SelectRowsSpec",
+    "SoftLogitsSpec",
     "SortSamplesSpec",
     "SortTargetsSpec",
     "SparseRowsSpec",
@@ -58,6 +62,8 @@ KernelSpec = (
     | ProjectExpSpec
     | GradGemmSpec
     | TargetLogitSpec
+    | SoftLogitsSpec
+    | PutSoftSpec
     | ReducePartialsSpec
     | FusedForwardSpec
     | FusedBackwardSpec

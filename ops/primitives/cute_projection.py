@@ -120,6 +120,20 @@ class CuteProjection(SamplingSteps, SoftTargetSteps):
             targets.set_class_logits(class_row[1])
         return logit
 
+    def soft_logits(self, out: Tensor, h: Tensor, w: Tensor, targets: Targets) -> None:
+        soft, chosen = targets.soft, targets.selection
+        assert soft is not None
+        order = (targets.index, 0) if chosen is None else (chosen.order, 1)
+        launch = compiled(self.kernels.soft_logits)
+        launch(out, h, w, soft.index, soft.coefficient, *order)
+
+    def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
+        soft = targets.soft
+        assert soft is not None
+        values, clears = (soft.coefficient, 1) if entries is None else (entries, 0)
+        launch = compiled(self.kernels.put_soft)
+        launch(exps, soft.index, soft.coefficient, values, first, clears)
+
     def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None = None) -> Tensor:
         return gather_rows(self.kernels, h, selection, scale)
 

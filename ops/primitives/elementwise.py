@@ -21,9 +21,9 @@ def gathered_dot_(out: Tensor, h: Tensor, index: Tensor, w: Tensor) -> None:
     out.copy_(w[index].to(out.dtype).mul_(h).sum(1))
 
 
-def gathered_dots_(out: Tensor, index: Tensor, order: Tensor, h: Tensor, w: Tensor) -> None:
-    """Write h_order_i · w_index_ik to `out` (R, K); index is (R, K), order (R,), w (V, D)."""
-    products = w[index].to(out.dtype).mul_(h[order].to(out.dtype)[:, None])
+def gathered_dots_(out: Tensor, index: Tensor, h: Tensor, w: Tensor) -> None:
+    """Write h_i · w_index_ik to `out` (R, K); h is (R, D), index (R, K), w (V, D)."""
+    products = w[index].to(out.dtype).mul_(h.to(out.dtype)[:, None])
     out.copy_(products.sum(2))
 
 

@@ -130,14 +130,10 @@ class SoftTargetSteps:
     def soft_logits(self, out: Tensor, h: Tensor, w: Tensor, targets: Targets) -> None:
         """Write the raw logits of soft targets to `out` (N, K)."""
         assert targets.soft is not None
-        if targets.selection is None:
-            order = torch.arange(len(out), device=out.device)
-        else:
-            order = targets.selection.order
-        _apply_by_token(gathered_dots_, out, targets.soft.index, order, whole=(h, w))
+        _apply_by_token(gathered_dots_, out, targets.soft.index, h, whole=(w,))
 
-    def put_soft(self, entries: Tensor, exps: Tensor, first: int, targets: Targets) -> None:
-        """Write `entries` (N, K) to the exponentials `exps` (N, W) of columns from `first` on."""
+    def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
+        """Do what `cutefce.ops.primitives.interface.Projection.put_soft` does."""
         assert targets.soft is not None
         targets.soft.put(entries, exps, first)
 

@@ -133,11 +133,13 @@ class SoftTargets:
             terms *= logits.cap_derivative(self.logits)
         return terms.masked_fill_(self.coefficient == 0, 0)
 
-    def put(self, entries: Tensor, exps: Tensor, first: int) -> None:
+    def put(self, entries: Tensor | None, exps: Tensor, first: int) -> None:
         """Write `entries` (N, K) to exponentials `exps` (N, W) of the columns from `first` on.
 
-        They are added to exponentials of their dtype.
+        They are added to exponentials of their dtype.  None is for 0.
         """
+        if entries is None:
+            entries = self.coefficient.new_zeros(()).expand(self.index.shape)
         column = self.index - first
         inside = (self.coefficient != 0) & (column >= 0) & (column < exps.shape[1])
         if exps.dtype == entries.dtype:
@@ -148,7 +150,7 @@ class SoftTargets:
         one = inside.to(torch.uint8).argmax(1, keepdim=True)
         any_inside = inside.gather(1, one)
         column = torch.where(inside, column, column.gather(1, one).masked_fill_(~any_inside, 0))
-        entries = entries.to(exps.dtype).expand(column.shape)
+        entries = entries.to(exps.dtype)
         other = torch.where(any_inside, entries.gather(1, one), exps[:, :1])
         exps.scatter_(1, column, torch.where(inside, entries, other))
 

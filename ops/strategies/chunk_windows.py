@@ -10,7 +10,6 @@ import copy
 from dataclasses import dataclass, replace
 from typing import Any, Generic, cast
 
-import torch
 from torch import Tensor
 
 from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
@@ -70,8 +69,7 @@ class SummingProjection(Generic[PartialT, TargetGradT]):
     def _add(self, exps: Tensor, w: Tensor, window: tuple[int, int], targets: Targets) -> None:
         first, last = window
         if targets.soft is not None:  # entries are known with the sums of all columns
-            none = torch.zeros_like(targets.soft.coefficient)
-            self.own.put_soft(none, exps[:, : last - first], first, targets)
+            self.own.put_soft(None, exps[:, : last - first], first, targets)
         more: Any = {"accumulate": first > 0, "selection": targets.selection}
         self.gradients.add_grad_hidden(self.sums, exps[:, : last - first], w[first:last], **more)
 

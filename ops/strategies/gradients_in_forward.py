@@ -86,9 +86,7 @@ def gradients_in_forward(
             if soft is not None:
                 soft.clear(exps, 0)
                 others = soft.terms(coefficients.scale)
-            target_grad = gradients.target_grad(
-                own_h, coefficients.target, part.targets, others
-            )
+            target_grad = gradients.target_grad(own_h, coefficients.target, part.targets, others)
             own_row = windows.every_row(part, coefficients.every)
             if own_row is not None:
                 row = own_row if row is None else replace(own_row, row=row.row + own_row.row)

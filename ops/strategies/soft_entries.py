@@ -49,8 +49,7 @@ class SoftEntries(Generic[PartialT]):
     def clear(self, exps: Tensor, first: int) -> None:
         """Make them 0 if dW's sums take the terms."""
         if self.in_sums:
-            none = self.values.new_zeros(()).expand(self.values.shape)
-            self.projection.put_soft(none, exps, first, self.targets)
+            self.projection.put_soft(None, exps, first, self.targets)
 
     def terms(self, row_scale: Tensor | None) -> Tensor | None:
         """Return what dW's sums take, (N, K), of entries with factors (N,); None if nothing."""
