@@ -152,7 +152,8 @@ class SoftTargets:
         column = torch.where(inside, column, column.gather(1, one).masked_fill_(~any_inside, 0))
         entries = entries.to(exps.dtype)
         other = torch.where(any_inside, entries.gather(1, one), exps[:, :1])
-        exps.scatter_(1, column, torch.where(inside, entries, other))
+        put = torch.where(inside, entries, other).view(torch.int16)
+        exps.view(torch.int16).scatter_(1, column, put)  # a CPU makes float32 copies of the others
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
         """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,)."""
