@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 NO_CLASS = -1
 """The lead of a token with a bad probability or class, which is taken for a target out of range."""
+LARGEST = torch.finfo(torch.float32).max
+"""The largest probability of a class."""
 LEAST_DERIVATIVE = 2.0**-24
 """The least |a|, in units of Σ|b|: z-loss can make it 0, by which entries are divided."""
 
@@ -156,8 +158,12 @@ class SoftTargets:
         exps.view(torch.int16).scatter_(1, column, put)  # a CPU makes float32 copies of the others
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
-        """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,)."""
-        distance = torch.where(self.coefficient == 0, 0, logits - lead[:, None])
+        """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,).
+
+        It is 0 where a lead's logit is -inf: so is the loss infinite without it.
+        """
+        none = (self.coefficient == 0) | (lead == -torch.inf)[:, None]
+        distance = torch.where(none, 0, logits - lead[:, None])
         return (self.coefficient * distance).sum(1)
 
 
@@ -239,10 +245,10 @@ def check_values(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab:
     if y.device.type != "cpu" or indices is None or probs is None:
         return
     rows = y != options.ignore_index
-    bad = rows[:, None] & ~((probs >= 0) & probs.isfinite())
+    bad = rows[:, None] & ~((probs >= 0) & (probs <= LARGEST))
     if bool(bad.any()):
         raise ValueError(
-            f"target_probs: got {float(probs[bad][0])}, expected finite numbers, 0 or more"
+            f"target_probs: got {float(probs[bad][0])}, expected numbers from 0 to {LARGEST:.3g}"
         )
     bad = rows[:, None] & _is_wrong(indices, probs, vocab)
     if bool(bad.any()):
@@ -255,4 +261,4 @@ def check_values(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab:
 def _is_wrong(indices: Tensor, probs: Tensor, vocab: int) -> Tensor:
     """Return where (..., K) a probability, or its index, is out of range."""
     outside = (probs != 0) & ((indices < 0) | (indices >= vocab))
-    return outside | ~(probs >= 0) | (probs == torch.inf)
+    return outside | ~((probs >= 0) & (probs <= LARGEST))
