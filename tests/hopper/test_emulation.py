@@ -274,6 +274,11 @@ def test_final_gradients(config: GemmConfig, dtype: str, with_rank_one: bool, en
     semaphores = torch.zeros(1, dtype=torch.int32)
     operands = case.e.t(), case.h.t(), out, targets, rank_one, semaphores
     run(kernel, *operands, semaphores, 0, 2, None, None)
+    if entries > 1:
+        long = dataclasses.replace(kernel, long_lists=True)
+        again = torch.empty_like(out), *operands[3:]
+        run(long, *operands[:2], *again, semaphores, 0, 2, None, None)
+        assert torch.equal(again[0], out)
     want = case.e.double().t() @ case.h.double() + case.target_terms()
     if with_rank_one:
         want += factor.double()[:, None] * row.double()
