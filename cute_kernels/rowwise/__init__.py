@@ -5,8 +5,6 @@
     scatter_rows      out_{order_i} = x_i of these, 0 of the others, a block a row
     clear_rows        zeros in the rows of a matrix that do not count
     target_logit      r_i = h_i · w_y, a warp a row; zeroes the semaphores of later kernels
-    soft_logits       h_i · w_v of the soft targets v of a token, a block a token
-    put_soft          their entries in the place of exponentials, a warp a row
     reduce_partials   partial sums to ρ, S, T and the loss, a warp a row; the last block reduces
     row_coefficients  s_i and c_i of a backward, a thread a token; zeroes semaphores
     scale_add_rows    out_i = row_scale_i x_i + gather_scale_i table_{index_i}, a block a row:

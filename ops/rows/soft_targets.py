@@ -108,6 +108,11 @@ class SoftTargets:
         index, b = index.masked_fill_(absent, 0), b.masked_fill_(absent, 0)
         return SoftTargets(index, b, least), terms
 
+    @property
+    def classes(self) -> tuple[Tensor, Tensor]:
+        """The kernels' arguments, `index` and `coefficient`."""
+        return self.index, self.coefficient
+
     def rows(self, rows: slice | Tensor) -> "SoftTargets":
         """Return those of some of the tokens."""
         more = (self.logits, self.excess)
