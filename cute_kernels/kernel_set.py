@@ -24,12 +24,14 @@ from cutefce.cute_kernels.spec import (
     KeptSumsSpec,
     KernelSpec,
     ProjectExpSpec,
+    PutSoftSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
     ScaleKeptSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
+    SoftLogitsSpec,
     SortTargetsSpec,
     TargetLogitSpec,
 )
@@ -66,6 +68,10 @@ class KernelSet:
     fused_selecting_backward: FusedBackwardSpec | None
     """The same over the rows that count alone."""
     target_logit: TargetLogitSpec
+    soft_logits: SoftLogitsSpec
+    """Logits of soft targets."""
+    put_soft: PutSoftSpec
+    """Their entries among exponentials."""
     row_sums: ProjectExpSpec
     """Row sums without stored exponentials, where ranks split the vocabulary."""
     row_sums_and_exps: ProjectExpSpec
@@ -215,6 +221,8 @@ def kernel_set(
         fused_backward=backward,
         fused_selecting_backward=backward and dataclasses.replace(backward, selects=True),
         target_logit=forward.target_logit,
+        soft_logits=SoftLogitsSpec(arch.name, dtype),
+        put_soft=PutSoftSpec(arch.name, dtype),
         row_sums=project(sums=True, store=False, reductions=reductions),
         row_sums_and_exps=project(sums=True, store=True, reductions=reductions),
         exps=project(sums=False, store=True),

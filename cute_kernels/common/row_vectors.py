@@ -6,8 +6,9 @@ A row of D elements is read and written as D / 8 vectors of 8 elements, which ar
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64
 
 from cutefce.cute_kernels import spec
 
@@ -40,3 +41,15 @@ def clamped(index: Int64, table: cute.Tensor) -> Int64:
     if index < 0:
         index = Int64(0)
     return index
+
+
+@cute.jit
+def widened(vector: cute.Tensor) -> Any:
+    """Return a vector of 8 elements in float32: one instruction an element of bfloat16."""
+    if cutlass.const_expr(vector.element_type is not BFloat16):
+        return vector.load().to(Float32)
+    values, words = cute.make_rmem_tensor((8,), Float32), cute.recast_tensor(vector, Int32)
+    for i in cutlass.range_constexpr(4):
+        values[2 * i] = (words[i] << 16).bitcast(Float32)
+        values[2 * i + 1] = (words[i] & -65536).bitcast(Float32)
+    return values

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
@@ -26,7 +26,7 @@ from cutefce.cute_kernels.common.dsl import (
     pdl_wait,
     vector,
 )
-from cutefce.cute_kernels.common.row_vectors import clamped, load_fp32, row_vectors
+from cutefce.cute_kernels.common.row_vectors import clamped, load_fp32, row_vectors, widened
 from cutefce.cute_kernels.common.sampling import column_of, number_of
 
 LOADS = 4
@@ -338,15 +338,3 @@ class SparseRows:
             addends = load_fp32(of_target, index)
             for j in cutlass.range_constexpr(8):
                 values[j] = values[j] + target_scale * addends[j]
-
-
-@cute.jit
-def widened(vector: cute.Tensor) -> Any:
-    """Return a vector of 8 elements in float32: one instruction an element of bfloat16."""
-    if cutlass.const_expr(vector.element_type is not BFloat16):
-        return vector.load().to(Float32)
-    values, words = cute.make_rmem_tensor((8,), Float32), cute.recast_tensor(vector, Int32)
-    for i in cutlass.range_constexpr(4):
-        values[2 * i] = (words[i] << 16).bitcast(Float32)
-        values[2 * i + 1] = (words[i] & -65536).bitcast(Float32)
-    return values

@@ -11,12 +11,14 @@ from cutefce.cute_kernels.spec.rowwise import (
     ClearRowsSpec,
     GatherRowsSpec,
     KeptSumsSpec,
+    PutSoftSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
     ScaleKeptSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
+    SoftLogitsSpec,
     SortTargetsSpec,
     TargetLogitSpec,
 )
@@ -40,12 +42,14 @@ __all__ = [
     "ListSamplesSpec",
     "PrepareSamplesSpec",
     "ProjectExpSpec",
+    "PutSoftSpec",
     "ReducePartialsSpec",
     "RowCoefficientsSpec",
     "ScaleAddRowsSpec",
     "ScaleKeptSpec",
     "ScatterRowsSpec",
     "SelectRowsSpec",
+    "SoftLogitsSpec",
     "SortSamplesSpec",
     "SortTargetsSpec",
     "SparseRowsSpec",
@@ -60,6 +64,8 @@ KernelSpec = (
     | ProjectExpSpec
     | GradGemmSpec
     | TargetLogitSpec
+    | SoftLogitsSpec
+    | PutSoftSpec
     | ReducePartialsSpec
     | FusedForwardSpec
     | FusedBackwardSpec

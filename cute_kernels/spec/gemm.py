@@ -46,6 +46,9 @@ class GradGemmSpec:
     """Bits beside the upper 16 of the sums of dW that it adds to, with the targets' terms, in
     bfloat16; of 0, sums are rounded at random.  None if it adds to no such sums."""
 
+    long_lists: bool = False
+    """Whether classes have many terms of targets each, as with soft targets."""
+
     WARPS: ClassVar[int] = 8
     """Warps of a thread block that run MMAs."""
 

@@ -60,6 +60,22 @@ class TargetLogitSpec:
 
 
 @dataclass(frozen=True)
+class SoftLogitsSpec:
+    """The logits of the soft targets of each token."""
+
+    arch: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class PutSoftSpec:
+    """Entries of soft targets in the place of stored exponentials."""
+
+    arch: str
+    dtype: str
+
+
+@dataclass(frozen=True)
 class ReducePartialsSpec:
     """Partial sums to row statistics and the loss; flags row blocks that need repair."""
 

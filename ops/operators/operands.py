@@ -68,9 +68,6 @@ def prepare(
         targets.selection = selection
     if targets.soft is not None:
         targets.soft.logits = None if known is None else known.soft_logits
-        keeps = plan is not None and not plan.is_sampled
-        if gathers and keeps and grads != NO_GRADIENTS and h.dtype != sum_dtype(h.dtype):
-            targets.soft.exclude()
     own = primitives_for(h, w, problem, targets)
     h, w = own.projection.prepare(h, w)
     class_row = None if known is None else known.class_row

@@ -31,7 +31,6 @@ from cutefce.ops.operators.kept import GradSums, Kept
 from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare
 from cutefce.ops.parallel.shard import Unsharded, shard_of
 from cutefce.ops.planning.planner import MINIMUM, Plan
-from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
@@ -249,10 +248,7 @@ def _finish(
     if plan.grad_hidden:  # of no row, where no token counts
         targets.selection = None  # all rows of the sums are defined
         gradients = inputs.primitives.gradients
-        if targets.soft is None:
-            rows = gradients.scaling(dtype, targets, stats, upstream, in_reference=False).dx
-        else:
-            rows = RowCoefficients.of_gradients(targets, upstream.to(stats.rows.dtype))
+        rows = gradients.scaling(dtype, targets, stats, upstream, in_reference=False).dx
         dx = shard.finish_dx(sums.dx.finish(inputs, stats, rows, selection), dtype)
     if len(dw):
         dw = sums.dw.finish(inputs.primitives.gradients, upstream)

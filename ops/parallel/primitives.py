@@ -58,6 +58,9 @@ class ShardProjection(Generic[PartialT]):
         """Return that of the classes of all ranks."""
         return self.shard.all_reduce_(self.own.soft_excess(h, w, targets, target_logit))
 
+    def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
+        self.own.put_soft(entries, exps, first, targets)
+
     def project_exp(
         self,
         h: Tensor,

@@ -42,11 +42,11 @@ from cutefce.ops.planning.call_problem import (
     CallProblem,
     accumulates,
     forms_gradients,
-    soft_targets,
 )
 from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS, DwMemory
 from cutefce.ops.planning.soft_memory import (
-    others_bytes,
+    entries_bytes,
+    listed,
     soft_bytes,
     soft_step_bytes,
     sorts_by_kernel,
@@ -102,7 +102,7 @@ def windows_bytes(
     # coefficients; losses and upstream gradients; float16's coefficients are scaled
     vectors = (2 if scalar_upstream else 4) + (0 if can_keep(p.dtype) else 2)
     after = saved + soft + p.tokens * (TARGET_BYTES + vectors * p.accumulator_bytes)
-    after += selection_bytes(p) + others_bytes(p, p.tokens)
+    after += selection_bytes(p) + entries_bytes(p, p.tokens)
     backward = after + gathered_bytes(p)
     end = backward + rows_bytes(p, p.tokens, GATHERED)
     longest = max(window, min(kept, p.vocab))
@@ -122,7 +122,8 @@ def windows_bytes(
     if p.grad_weight and (stored or not scalar_upstream or p.wide_grad_weight):
         backward += p.tokens * p.hidden * p.item_bytes
     if p.grad_weight:
-        targets, made = targets_bytes(p, p.tokens)
+        soft = listed(p, stored=stored > 0)
+        targets, made = targets_bytes(p, p.tokens, soft)
         backward, step = backward + targets, max(step, made)
     if p.grad_weight and sorts_by_kernel(p):
         step = max(step, added_bytes(p))
@@ -134,11 +135,11 @@ def windows_bytes(
             sums = added_bytes(p)
         elif accumulates_wider(p):
             sums = window * p.hidden * p.accumulator_bytes
-        if sorts_entries(p) and not accumulates(p):
+        if sorts_entries(p, soft) and not accumulates(p):
             # the sums of entries, of the rows of a window
             totals = sums + window * p.hidden * p.accumulator_bytes
         finish = max(sums, totals) + rows_bytes(p, window, PLAIN)
-        added = totals + target_rows_bytes(p, p.tokens)
+        added = totals + target_rows_bytes(p, p.tokens, soft)
         upcast = sums + upcast_bytes(p, window, p.tokens, p.hidden)
         step = max(step, finish, added, upcast)
     if stored < p.vocab:
@@ -184,7 +185,7 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
     else:
         product = max(product, soft_step_bytes(p, chunk))
         in_chunk += max(step, sums + product, _chunk_dw_bytes(p, config, chunk))
-    in_chunk += others_bytes(p, p.tokens if p.grad_bias else chunk)
+    in_chunk += entries_bytes(p, chunk)
     # of all targets' logits, before the chunks
     beside = max(rows_bytes(p, p.tokens, CONVERTED), soft_step_bytes(p, p.tokens))
     finished = max(rows_bytes(p, p.tokens, CONVERTED), rows_bytes(p, p.vocab * p.grad_weight, KEPT))
@@ -197,18 +198,19 @@ def _chunk_dw_bytes(p: Problem, config: WindowConfig, chunk: int) -> int:
     if not p.grad_weight:
         return 0
     scaled = chunk * p.hidden * p.item_bytes
-    held, made = targets_bytes(p, chunk)
+    soft = listed(p, stored=True)
+    held, made = targets_bytes(p, chunk, soft)
     if sorts_by_kernel(p):
         return scaled + held + made
-    rows, targets = p.vocab, target_rows_bytes(p, chunk)
+    rows, targets = p.vocab, target_rows_bytes(p, chunk, soft)
     scaled += _selected_bytes(p, chunk)
     if keeps_weight_sums(p):
         # the targets' sums and their slots, and the products of a window
         rows = min(config.window, p.vocab)
         sums = rows * p.hidden * p.accumulator_bytes
-        scaled += held + sums * (1 + sorts_entries(p))
+        scaled += held + sums * (1 + sorts_entries(p, soft))
         targets = max(targets, rows_bytes(p, rows, KEPT))
-    elif soft_targets(p):
+    elif soft:
         scaled += held
     products = upcast_bytes(p, rows, chunk, p.hidden)
     return scaled + max(rows_bytes(p, chunk, CONVERTED), targets, products, made)

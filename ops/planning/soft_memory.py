@@ -2,9 +2,10 @@
 
 With K classes of each of N tokens, a bytes a sum and e bytes a hidden state:
 
-    held      N·K·(8 + 2·a + 1)    classes, coefficients, logits, which are distinct
-    others    N·K·a                gradients by logits, in a backward
-    entries   N·(K + 1)·(16 + a)   dW's list: class, token, coefficient, which is sorted
+    held      N·K·(8 + 2·a)        classes, coefficients, logits
+    entries   N·K·a                among exponentials, in a backward
+    lists     N·(K + 1)·(16 + a)   of dW, of 16-bit exponentials that were stored: class, token,
+              + N·K·a              coefficient, which are sorted
     gathered  K·D·(a + e)          rows of the weight for a token, on a CPU for a block of tokens
 """
 
@@ -17,15 +18,18 @@ from cutefce.ops.planning.step_memory import (
     soft_block_rows,
 )
 
+MADE_BYTES = 33
+"""Bytes of a class while it is sorted, or put."""
+
 
 def soft_bytes(p: Problem, tokens: int) -> int:
     """Bytes of the soft targets of `tokens`, which exist in a forward and in a backward."""
-    return tokens * soft_targets(p) * (8 + 2 * p.accumulator_bytes + accumulates_wider(p))
+    return tokens * soft_targets(p) * (8 + 2 * p.accumulator_bytes)
 
 
 def soft_step_bytes(p: Problem, tokens: int) -> int:
     """Bytes of the largest step that makes them, or gathers rows of the weight, beside them."""
-    made = tokens * soft_targets(p) * (28 if accumulates_wider(p) else 4)
+    made = tokens * soft_targets(p) * MADE_BYTES
     if p.device != "cpu" or not soft_targets(p):
         return made
     elements = soft_targets(p) * p.hidden
@@ -34,31 +38,40 @@ def soft_step_bytes(p: Problem, tokens: int) -> int:
     return max(made, rows * elements * row_bytes)
 
 
-def others_bytes(p: Problem, tokens: int) -> int:
-    """Bytes of the gradients by logits of soft targets."""
+def entries_bytes(p: Problem, tokens: int) -> int:
+    """Bytes of the entries among exponentials."""
     return tokens * soft_targets(p) * p.accumulator_bytes
 
 
-def targets_bytes(p: Problem, tokens: int) -> tuple[int, int]:
-    """Return the bytes of the targets' part of dW until it is added, and of what makes it."""
-    count, soft = tokens * (1 + soft_targets(p)), soft_targets(p) > 0
-    entries = count * (16 + p.accumulator_bytes) * soft
+def listed(p: Problem, *, stored: bool) -> int:
+    """Return the soft targets of each token that are in dW's lists; `stored` exponentials."""
+    return soft_targets(p) * (accumulates_wider(p) and stored)
+
+
+def targets_bytes(p: Problem, tokens: int, soft: int) -> tuple[int, int]:
+    """Return the bytes of the targets' part of dW until it is added, and of what makes it.
+
+    Its lists have `soft` targets of each token beside its lead.
+    """
+    count, is_soft = tokens * (1 + soft), soft > 0
+    entries = count * (16 + p.accumulator_bytes) * is_soft
+    others = tokens * soft * p.accumulator_bytes
     if sorts_by_kernel(p):
-        return 12 * count + 12 * p.vocab, 40 * count * soft
-    if sorts_entries(p):
+        return 12 * count + 12 * p.vocab, 40 * count * is_soft + others
+    if sorts_entries(p, soft):
         # a sort holds its keys and indices twice
-        return count * (12 + p.accumulator_bytes), 40 * count
+        return count * (12 + p.accumulator_bytes), 40 * count + others
     sums = min(count + 1, p.vocab) * p.hidden * p.accumulator_bytes
-    return entries + 8 * p.vocab + sums, 17 * count * soft
+    return entries + 8 * p.vocab + sums, 17 * count * is_soft + others
 
 
-def target_rows_bytes(p: Problem, tokens: int) -> int:
+def target_rows_bytes(p: Problem, tokens: int, soft: int = 0) -> int:
     """Bytes of the step that adds a block of entries to the targets' part of dW, in plain torch."""
     if not p.grad_weight or sorts_by_kernel(p):
         return 0
-    rows = tokens * (1 + soft_targets(p)) * p.hidden
+    rows = tokens * (1 + soft) * p.hidden
     block = min(rows * p.accumulator_bytes, row_block_bytes(p.device))
-    gathered = block * p.item_bytes // p.accumulator_bytes * (soft_targets(p) > 0)
+    gathered = block * p.item_bytes // p.accumulator_bytes * (soft > 0)
     return block + gathered
 
 
@@ -67,6 +80,6 @@ def sorts_by_kernel(p: Problem) -> bool:
     return p.arch is not None and arch_named(p.arch).forms_weight_gradient
 
 
-def sorts_entries(p: Problem) -> bool:
+def sorts_entries(p: Problem, soft: int) -> bool:
     """Whether dW's entries are sorted, and added for some rows at a time."""
-    return soft_targets(p) > 0 and p.device == "cpu"
+    return soft > 0 and p.device == "cpu"

@@ -6,7 +6,7 @@ cuBLAS.  Both have the row-wise steps of `cute_rowwise`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ class TargetCsr:
     """(E,): in that order."""
     h: Tensor
     """(N, D)"""
+    is_long: bool = False
+    """Whether targets have many entries each: those of soft targets."""
 
     @staticmethod
     def of(
@@ -54,13 +56,13 @@ class TargetCsr:
 
         If tokens were selected, `h` has the rows of all.
         """
-        if targets.soft is not None:
+        if len(entries.target) > len(targets.index):
             # the kernel's blocks read all entries, which are too many
             entries = entries.sorted(targets.vocab)
             assert entries.rows is not None
             classes = torch.arange(targets.vocab + 1, dtype=torch.int32, device=h.device)
             offsets = torch.searchsorted(entries.target, classes, out_int32=True)
-            return TargetCsr(entries.rows, offsets, entries.coefficient, h)
+            return TargetCsr(entries.rows, offsets, entries.coefficient, h, is_long=True)
         index, coefficient, rows = entries
         order, in_order = torch.empty_like(index), torch.empty_like(coefficient)
         offsets = index.new_empty(targets.vocab + 1, dtype=torch.int32)
@@ -68,6 +70,10 @@ class TargetCsr:
         operands = index, coefficient.contiguous(), places[0], order, offsets, in_order
         compiled(spec)(*operands, targets.options.ignore_index, places[1])
         return TargetCsr(order, offsets, in_order, h)
+
+    def kernel(self, spec: GradGemmSpec) -> GradGemmSpec:
+        """Return the kernel that adds these terms, like `spec`."""
+        return replace(spec, long_lists=True) if self.is_long else spec
 
     def pack(self, first: int, rows: int) -> tuple[Tensor, ...]:
         """Return the kernels' arguments for `rows` rows of dW from `first` on."""
@@ -151,7 +157,7 @@ class CuteGradients(RowwiseSteps):
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
     ) -> None:
-        spec, term = with_rank_one(self.grad_weight.final, rank_one)
+        spec, term = with_rank_one(target_grad.kernel(self.grad_weight.final), rank_one)
         clusters, semaphores = self._launch_shape(spec, out.device)
         targets = *target_grad.pack(first, out.shape[0]), grad_scale.view(1)
         operands = exps.t(), scaled.t(), out, targets, term
@@ -170,7 +176,8 @@ class CuteGradients(RowwiseSteps):
         *,
         accumulate: bool,
     ) -> None:
-        spec, term = with_rank_one(self.grad_weight.keep[_low_bits(kept, low)], rank_one)
+        spec = target_grad.kernel(self.grad_weight.keep[_low_bits(kept, low)])
+        spec, term = with_rank_one(spec, rank_one)
         clusters, semaphores = self._launch_shape(spec, kept.device)
         one = scaled.new_ones(1, dtype=torch.float32)
         targets = *target_grad.pack(0, len(kept)), one

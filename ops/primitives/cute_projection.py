@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -120,6 +120,17 @@ class CuteProjection(SamplingSteps, SoftTargetSteps):
             targets.set_class_logits(class_row[1])
         return logit
 
+    def soft_logits(self, out: Tensor, h: Tensor, w: Tensor, targets: Targets) -> None:
+        assert targets.soft is not None
+        own, chosen = targets.soft.classes, targets.selection
+        order = (targets.index, 0) if chosen is None else (chosen.order, 1)
+        compiled(self.kernels.soft_logits)(out, h, w, *own, *order)
+
+    def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
+        assert targets.soft is not None
+        own = *targets.soft.classes, targets.soft.coefficient if entries is None else entries
+        compiled(self.kernels.put_soft)(exps, *own, first, int(entries is None))
+
     def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None = None) -> Tensor:
         return gather_rows(self.kernels, h, selection, scale)
 
@@ -162,8 +173,7 @@ class CuteProjection(SamplingSteps, SoftTargetSteps):
             more = reference.new_empty(kernel.reductions.planes, *sums.shape)
         rows = reference, targets.index, sums, exps, semaphores, launch_transform(targets, window)
         count = row_count(targets.selection, semaphores)
-        launch = compiled(kernel)
-        launch(h, w, *rows, more, samples, *count, first, splits, clusters)
+        compiled(kernel)(h, w, *rows, more, samples, *count, first, splits, clusters)
         return PartialLse(sums, semaphores, more)
 
     def concat_partials(self, partials: Sequence[PartialLse]) -> PartialLse:
@@ -269,16 +279,14 @@ class CuteProjection(SamplingSteps, SoftTargetSteps):
         if self.clears and exps is not None and targets.selection is not None:
             compiled(self.kernels.clear_rows)(exps, targets.selection.count)
 
+    # looked up once: the call cache reuses this object, and hashing a spec takes CPU time
     @cached_property
     def _launch_selecting_forward(self) -> Callable[..., None]:
-        launch: Callable[..., None] = compiled(self.kernels.fused_selecting_forward)
-        return launch
+        return cast(Callable[..., None], compiled(self.kernels.fused_selecting_forward))
 
     @cached_property
     def _launch_fused_forward(self) -> Callable[..., None]:
-        # looked up once: the call cache reuses this object, and hashing a spec takes CPU time
-        launch: Callable[..., None] = compiled(self.kernels.fused_forward)
-        return launch
+        return cast(Callable[..., None], compiled(self.kernels.fused_forward))
 
     def _take_semaphores(self, h: Tensor, config: GemmConfig | None = None) -> Tensor:
         rows = min((config or self.config).rows, self.config.rows)
@@ -289,5 +297,4 @@ class CuteProjection(SamplingSteps, SoftTargetSteps):
         return choose_vocab_splits(h.shape[0], w.shape[0], self.config, self.clusters)
 
     def _most_splits(self, h: Tensor, vocab: int) -> int:
-        splits: int = most_vocab_splits(h.shape[0], vocab, self.config)
-        return splits
+        return int(most_vocab_splits(h.shape[0], vocab, self.config))

@@ -67,7 +67,6 @@ class RowwiseSteps:
             row_scale=None if in_reference else scale,
             target=target,
             every=every,
-            others=None,
             factor=None,
             grad_scale=grad_scale,
             dx=dx,

@@ -21,22 +21,15 @@ def gathered_dot_(out: Tensor, h: Tensor, index: Tensor, w: Tensor) -> None:
     out.copy_(w[index].to(out.dtype).mul_(h).sum(1))
 
 
-def gathered_dots_(out: Tensor, index: Tensor, order: Tensor, h: Tensor, w: Tensor) -> None:
-    """Write h_order_i · w_index_ik to `out` (R, K); index is (R, K), order (R,), w (V, D)."""
-    products = w[index].to(out.dtype).mul_(h[order].to(out.dtype)[:, None])
+def gathered_dots_(out: Tensor, index: Tensor, h: Tensor, w: Tensor) -> None:
+    """Write h_i · w_index_ik to `out` (R, K); h is (R, D), index (R, K), w (V, D)."""
+    products = w[index].to(out.dtype).mul_(h.to(out.dtype)[:, None])
     out.copy_(products.sum(2))
 
 
-def add_soft_rows_(
-    sums: Tensor, index: Tensor, coefficient: Tensor, scale: Tensor, w: Tensor
-) -> None:
-    """Make `sums` (R, D) scale_i sums_i + Σ_k coefficient_ik w_index_ik; index is (R, K).
-
-    A row whose scale is 0 counts as 0, whatever it holds.
-    """
-    added = w[index].to(sums.dtype).mul_(coefficient[:, :, None]).sum(1)
-    scaled = sums * scale[:, None]
-    sums.copy_(added + torch.where(scale[:, None] == 0, 0, scaled))
+def add_soft_rows_(sums: Tensor, index: Tensor, coefficient: Tensor, w: Tensor) -> None:
+    """Add Σ_k coefficient_ik w_index_ik to `sums` (R, D); index is (R, K)."""
+    sums.add_(w[index].to(sums.dtype).mul_(coefficient[:, :, None]).sum(1))
 
 
 def scale_rows_to_(out: Tensor, x: Tensor, scale: Tensor) -> None:

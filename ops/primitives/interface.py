@@ -58,6 +58,13 @@ class Projection(Protocol[PartialT]):
         """Return Σ_k b (u - r) (N,) of the soft targets; h is as for `target_logit`."""
         ...
 
+    def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
+        """Write the `SoftTargets.entries` (N, K) to `exps` (N, W), of columns from `first` on.
+
+        None is for entries of 0.
+        """
+        ...
+
     def project_exp(
         self,
         h: Tensor,

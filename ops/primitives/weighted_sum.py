@@ -7,7 +7,7 @@ dtype, which hold the 24 bits of a float32, and one GEMM with float32 sums multi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,6 @@ from cutefce.ops.planning.step_memory import soft_block_rows
 from cutefce.ops.primitives.elementwise import add_soft_rows_, can_fuse, fused, gathered_dots_
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.rows.blocks import blocks, row_blocks
-from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.targets import Targets, sum_dtype
 
 if TYPE_CHECKING:
@@ -115,35 +114,34 @@ def weighted_sum(x: Tensor, factor: Tensor | None) -> Tensor:
 
 
 class SoftTargetSteps:
-    """The step of `cutefce.ops.primitives.interface.Projection` that soft targets add."""
+    """The steps of `cutefce.ops.primitives.interface.Projection` that soft targets add."""
 
     def soft_excess(self, h: Tensor, w: Tensor, targets: Targets, target_logit: Tensor) -> Tensor:
         """Return Σ_k b (u - r) (N,) of this rank's soft targets, and keep u."""
         soft, logits = targets.soft, targets.logits
         assert soft is not None
         u = soft.coefficient.new_empty(soft.index.shape)
-        if targets.selection is None:
-            order = torch.arange(len(u), device=u.device)
-        else:
-            order = targets.selection.order
-        _apply_by_token(gathered_dots_, u, soft.index, order, whole=(h, w))
+        self.soft_logits(u, h, w, targets)
         if logits is not None:
             u = logits.apply_at(u, soft.index)
         soft.logits = u
         return soft.excess_of(u, target_logit)
 
+    def soft_logits(self, out: Tensor, h: Tensor, w: Tensor, targets: Targets) -> None:
+        """Write the raw logits of soft targets to `out` (N, K)."""
+        assert targets.soft is not None
+        _apply_by_token(gathered_dots_, out, targets.soft.index, h, whole=(w,))
 
-def add_soft_targets(
-    sums: Tensor, w: Tensor, targets: Targets, coefficients: RowCoefficients
-) -> RowCoefficients:
-    """Make `sums` (N, D) scale_i sums_i + Σ_k others_ik w_{c_ik}; return what is left to do."""
-    soft, others, scale = targets.soft, coefficients.others, coefficients.scale
-    assert soft is not None and others is not None
-    _apply_by_token(add_soft_rows_, sums, soft.index, others, scale, whole=(w,))
-    is_zero = (scale == 0) & (coefficients.target == 0) & (others == 0).all(1)
-    if coefficients.every is not None:
-        is_zero &= coefficients.every == 0
-    return replace(coefficients, scale=torch.where(is_zero, 0, torch.ones_like(scale)), others=None)
+    def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
+        """Do what `cutefce.ops.primitives.interface.Projection.put_soft` does."""
+        assert targets.soft is not None
+        targets.soft.put(entries, exps, first)
+
+
+def add_soft_rows(sums: Tensor, entries: Tensor, targets: Targets, w: Tensor) -> None:
+    """Add Σ_k entries_ik w_{c_ik} to `sums` (N, D); `entries` are (N, K)."""
+    assert targets.soft is not None
+    _apply_by_token(add_soft_rows_, sums, targets.soft.index, entries, whole=(w,))
 
 
 def _apply_by_token(

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.rows.logit_map import by_rows
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS, Targets
 
@@ -34,8 +33,6 @@ class RowCoefficients:
     """(N,) factor of the class weights κ, with label smoothing; 0 for ignored tokens."""
     by_log_exp: Tensor | None = None
     """(N,) what log e_iv, times this, adds to `scale`, for the gradient of entropy."""
-    others: Tensor | None = None
-    """(N, K) dL/dt at the soft targets beside y_i."""
 
     @staticmethod
     def of(stats: RowStats, targets: Targets, upstream: Tensor) -> "RowCoefficients":
@@ -50,8 +47,7 @@ class RowCoefficients:
             return RowCoefficients(scale, -scale * stats.sum_exp_others)
         if targets.options.reduction == OUTPUTS:
             return RowCoefficients._of_outputs(stats, targets, upstream)
-        lse, every, others = stats.lse, None, None
-        by_lse = 1.0 if terms is None else terms.by_lse(lse)
+        every, by_lse = None, targets.by_lse(stats.lse)
         scale = torch.where(active, upstream * by_lse / stats.sum_exp, 0)
         target = -scale * stats.sum_exp_others
         if terms is not None:
@@ -59,30 +55,13 @@ class RowCoefficients:
             target = target + torch.where(targets.owned, beyond, 0)
             if terms.has_class_row:
                 every = torch.where(active, -upstream * terms.class_row, 0)
-        if targets.soft is not None:
-            others = targets.soft.gradients(scale, upstream, stats.reference)
-        return RowCoefficients(scale, target, every, None, others).by_raw_logits(stats, targets)
+        return RowCoefficients(scale, target, every).by_raw_logits(stats, targets)
 
     @staticmethod
     def of_sums(stats: RowStats, targets: Targets) -> "RowCoefficients":
         """Return the coefficients of dX's sums Σ_v e_iv w_v - S_i w_y; 0 for ignored tokens."""
         others = torch.where(targets.active, stats.sum_exp_others, 0)
         return RowCoefficients(targets.active.to(others.dtype), -others)
-
-    @staticmethod
-    def of_gradients(targets: Targets, upstream: Tensor) -> "RowCoefficients":
-        """Return the coefficients of sums that are dX of losses, but for the class row's part.
-
-        `upstream` is the gradient, () or (N,), of the reduced loss.
-        """
-        if targets.options.is_scalar:
-            upstream = upstream * targets.loss_scale(upstream.dtype)
-        scale, every = torch.where(targets.active, upstream, 0), None
-        if targets.terms is not None and targets.terms.has_class_row:
-            every = -scale * targets.terms.class_row
-            if targets.logits is not None and targets.logits.factor is not None:
-                every = every * targets.logits.factor
-        return RowCoefficients(scale, torch.zeros_like(scale), every)
 
     @staticmethod
     def _of_outputs(stats: RowStats, targets: Targets, upstream: Tensor) -> "RowCoefficients":
@@ -111,27 +90,24 @@ class RowCoefficients:
         if logits is None:
             return self
         derivative = logits.derivative(stats.lse - stats.loss)
-        result, others = self if logits.factor is None else self.times(logits.factor), self.others
-        if others is not None and targets.soft is not None:
-            assert targets.soft.logits is not None
-            others = torch.where(others == 0, 0, others * logits.derivative(targets.soft.logits))
+        result = self if logits.factor is None else self.times(logits.factor)
         target = torch.where(targets.owned, self.target * derivative, 0)
-        return replace(result, target=target, others=others)
+        return replace(result, target=target)
 
     def times(self, factor: Tensor) -> "RowCoefficients":
         """Return the coefficients times `factor` () or (N,)."""
-        return self._map(lambda x: x * by_rows(factor, x))
+        return self._map(lambda x: x * factor)
 
     def over(self, divisor: Tensor) -> "RowCoefficients":
         """Return the coefficients over `divisor` () or (N,)."""
-        return self._map(lambda x: x / by_rows(divisor, x))
+        return self._map(lambda x: x / divisor)
 
     def rows(self, rows: slice) -> "RowCoefficients":
         """Return the coefficients of a slice of the tokens."""
         return self._map(lambda x: x[rows])
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "RowCoefficients":
-        fields = self.scale, self.target, self.every, self.by_log_exp, self.others
+        fields = self.scale, self.target, self.every, self.by_log_exp
         results: Any = (None if x is None else function(x) for x in fields)
         return RowCoefficients(*results)
 

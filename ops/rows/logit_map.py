@@ -88,9 +88,13 @@ class LogitMap:
     def derivative(self, u: Tensor) -> Tensor | float:
         """Return du/dt at the model's logits u, (N,) or (N, K), in a shape to multiply these."""
         factor = 1.0 if self.factor is None else by_rows(self.factor, u)
+        return factor * self.cap_derivative(u)
+
+    def cap_derivative(self, u: Tensor) -> Tensor | float:
+        """Return the softcap's part of `derivative`, which stored exponentials contain."""
         if self.slope is None or self.row_scale is None:
-            return factor
-        return factor * (1 - (u / by_rows(self.row_scale, u)).square())
+            return 1.0
+        return 1 - (u / by_rows(self.row_scale, u)).square()
 
 
 def by_rows(factor: Tensor, x: Tensor) -> Tensor:

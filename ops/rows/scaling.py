@@ -24,14 +24,14 @@ class Scaling:
     """(N,) c_i / grad_scale, the factor of h_i at its target."""
     every: Tensor | None
     """(N,) the factor of κ_v h_i at every class, / grad_scale; None without label smoothing."""
-    others: Tensor | None
-    """(N, K) the factors of h_i at the soft targets beside y_i, / grad_scale."""
     factor: tuple[Tensor, Tensor] | None
     """a and b (N,) of exponentials' factors a + b log e; None for 1."""
     grad_scale: Tensor
     """() factor of dW."""
     dx: RowCoefficients
     """Factors of dX's sums, of W_y and of the class row."""
+    entries: Tensor | None = None
+    """(N, K) the `SoftTargets.entries` of exponentials; None without soft targets."""
 
 
 def scaling_of(
@@ -45,13 +45,14 @@ def scaling_of(
     """Choose where the tokens' factors are applied for `upstream`, () or (N,), of the reduced loss.
 
     With `in_reference`, recomputed exponentials are probabilities, and dW needs no scaled copy of
-    h.  Otherwise h is scaled; float16 lacks the range of these factors, so that the largest of
-    them becomes `grad_scale`.
+    h; with soft targets they contain the sizes of all factors, and h gets their signs.  Otherwise h
+    is scaled; float16 lacks the range of these factors, so that the largest of them becomes
+    `grad_scale`.
     """
     narrow = dtype == torch.float16
     if targets.options.is_scalar:
         upstream = upstream * targets.loss_scale(stats.rows.dtype)
-    if in_reference:
+    if in_reference and targets.soft is None:
         total = torch.full_like(upstream, FLOAT16_TOTAL if narrow else 1)
         relative, grad_scale = RowCoefficients.of(stats, targets, total), upstream / total
         if targets.logits is not None and targets.logits.factor is not None:
@@ -60,17 +61,34 @@ def scaling_of(
         reference = stats.reference - relative.scale.log()
         scale = torch.where(targets.active, grad_scale, 0)
         dx = replace(relative.times(scale), scale=scale)
-        return Scaling(reference, None, relative.target, relative.every, None, None, grad_scale, dx)
+        return Scaling(reference, None, relative.target, relative.every, None, grad_scale, dx)
     dx = RowCoefficients.of(stats, targets, upstream)
-    grad_scale = dx.scale.new_ones(())
+    grad_scale, entries = dx.scale.new_ones(()), targets.soft_entries(stats, dtype)
     if dx.by_log_exp is not None:
         return _scaling_by_log(stats, targets, dx, narrow)
+    if in_reference and entries is not None:
+        return _scaling_in_reference(stats, dx, entries, narrow)
     if narrow and len(dx.scale):
         grad_scale = dx.scale.abs().amax()
         grad_scale = torch.where(grad_scale == 0, 1, grad_scale)
     part = dx.over(grad_scale) if narrow else dx
-    own = part.scale, part.target, part.every, part.others
-    return Scaling(stats.reference, *own, None, grad_scale, dx)
+    own = part.scale, part.target, part.every
+    return Scaling(stats.reference, *own, None, grad_scale, dx, entries)
+
+
+def _scaling_in_reference(
+    stats: RowStats, dx: RowCoefficients, entries: Tensor, narrow: bool
+) -> Scaling:
+    """Apply the sizes of all factors to recomputed exponentials, their signs to h and dX."""
+    size, sign = dx.scale.abs(), dx.scale.sign()
+    grad_scale, entries = size.new_ones(()), entries * size[:, None]
+    if narrow and len(size):
+        grad_scale = torch.maximum(size.amax(), entries.abs().amax() / FLOAT16_TOTAL)
+        grad_scale = torch.where(grad_scale == 0, 1, grad_scale)
+    part, reference = dx.over(grad_scale), stats.reference - (size / grad_scale).log()
+    dx = replace(dx, scale=sign * grad_scale)
+    own = part.target, part.every, None, grad_scale, dx, entries / grad_scale
+    return Scaling(reference, sign, *own)
 
 
 def _scaling_by_log(
@@ -87,7 +105,7 @@ def _scaling_by_log(
     assert part.by_log_exp is not None
     factor = part.scale, part.by_log_exp
     uniform = replace(dx, scale=torch.where(targets.active, grad_scale, 0))
-    return Scaling(stats.reference, None, part.target, None, None, factor, grad_scale, uniform)
+    return Scaling(stats.reference, None, part.target, None, factor, grad_scale, uniform)
 
 
 def as_probabilities(stats: RowStats) -> RowStats:

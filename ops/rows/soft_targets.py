@@ -1,10 +1,8 @@
 """Soft targets: K classes of every token, with probabilities that need not add up to 1.
 
 The *lead* of a token, its class of the largest probability, is what the target is for a hard loss:
-its exponential is left out of the sums, and logits are relative to its own.  Of all K classes,
-exponentials of 16 bits are stored as 0: their part of the gradients, where p and q may be nearly
-equal, is computed of their logits in the dtype of sums.  With q_ik the probabilities, c_ik the
-classes, y_i the lead, and the symbols of `loss_terms`,
+its exponential is left out of the sums, and logits are relative to its own.  With q_ik the
+probabilities, c_ik the classes, y_i the lead, and the symbols of `loss_terms`,
 
     loss_i = A_i lse_i - B_i u_iy - Σ_k b_ik u_{i, c_ik} - Γ_i U_i + Z_i lse_i²
     b_ik = (1 - ε) t_i κ_{c_ik} q_ik, 0 where c_ik = y_i       B_i = the same Σ_k where c_ik = y_i
@@ -12,33 +10,51 @@ classes, y_i the lead, and the symbols of `loss_terms`,
 
 so that dL/du_iv = α_i p_iv - g_i Σ_k b_ik [v = c_ik] - γ_i κ_v at v ≠ y_i.  This is the loss of
 `torch.nn.functional.cross_entropy` for probabilities that are 0 elsewhere.
+
+The terms of the K classes are entries of the exponentials: with α_i = g_i a_i, in the place of e_iv
+
+    e_iv - b_ik T_i / a_i        at v = c_ik, times the softcap's derivative
+
+is put, computed of the class's own logit in the dtype of sums and rounded once, as the gradient of
+a logit is: p and q cancel before they are rounded.  So dX's GEMM adds these terms.  So does dW's
+where the factors of tokens are in the references of exponentials.  Where they are applied to the
+hidden states, whose products are rounded too, the entries are 0 for dW's GEMM, and the terms are
+added to its sums.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.rows.logit_map import by_rows
+from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import LossTerms
+
+if TYPE_CHECKING:
+    from cutefce.ops.rows.statistics import RowStats
 
 NO_CLASS = -1
 """The lead of a token with a bad probability or class, which is taken for a target out of range."""
+LARGEST = torch.finfo(torch.float32).max
+"""The largest probability of a class."""
+LEAST_DERIVATIVE = 2.0**-24
+"""The least |a|, in units of Σ|b|: z-loss can make it 0, by which entries are divided."""
 
 
 @dataclass
 class SoftTargets:
-    """The classes of N tokens but their leads."""
+    """The classes of N tokens but their leads, ascending."""
 
     index: Tensor
     """(N, K) int64 rows of this rank's weight; 0 where `coefficient` is."""
     coefficient: Tensor
-    """(N, K) b, in the dtype of sums; 0 for leads, ignored tokens and classes of other ranks."""
-    distinct: Tensor | None = None
-    """(N, K) bool: which have one, but for repetitions of a class; None if exponentials are stored
-    of these classes too, because they are not rounded."""
+    """(N, K) b, in the dtype of sums; 0 for leads, ignored tokens and classes of other ranks.
+
+    The last of several equal classes has their sum, the others 0."""
+    least: Tensor
+    """(N,) the least |a|."""
     logits: Tensor | None = None
     """(N, K) the model's logits of these classes, once they are computed."""
     excess: Tensor | None = None
@@ -63,14 +79,13 @@ class SoftTargets:
         token = torch.ones(y.shape, dtype=dtype, device=y.device)
         if tensors.token_weights is not None:
             token = tensors.token_weights.to(dtype)
-        counts = (y != options.ignore_index)[:, None] & (q != 0)
-        b = q.to(dtype) * ((1 - epsilon) * token)[:, None]
+        factor = torch.where(y == options.ignore_index, 0, (1 - epsilon) * token)
+        b = torch.where(factor[:, None] == 0, 0, q.to(dtype) * factor[:, None])
         if kappa is not None:
             kappa = kappa.to(dtype)
             b = b * kappa[index.clamp(0, vocab - 1)]
         is_lead = index == y[:, None]
-        lead = torch.where(counts & is_lead, b, 0).sum(1)
-        b = torch.where(counts & ~is_lead, b, 0)
+        lead, b = torch.where(is_lead, b, 0).sum(1), b.masked_fill(is_lead, 0)
         others, smoothed, every = b.sum(1), lead.new_zeros(()), 0.0 * token
         if epsilon:
             every = epsilon / vocab * token
@@ -86,50 +101,74 @@ class SoftTargets:
         )
         if index.shape[1] == 1:
             return None, terms
+        least = LEAST_DERIVATIVE * b.abs().sum(1)
+        index, b = _joined(index, b)
         index = index - own.start if own.start else index
-        here = (b != 0) & (index >= 0) & (index < own.stop - own.start)
-        return SoftTargets(torch.where(here, index, 0), torch.where(here, b, 0)), terms
+        absent = (b == 0) | (index < 0) | (index >= own.stop - own.start)
+        index, b = index.masked_fill_(absent, 0), b.masked_fill_(absent, 0)
+        return SoftTargets(index, b, least), terms
 
-    def exclude(self) -> None:
-        """Have exponentials of these classes stored as 0."""
-        here = self.coefficient != 0
-        self.distinct = here & ~_repeats(torch.where(here, self.index, NO_CLASS))
+    @property
+    def classes(self) -> tuple[Tensor, Tensor]:
+        """The kernels' arguments, `index` and `coefficient`."""
+        return self.index, self.coefficient
 
     def rows(self, rows: slice | Tensor) -> "SoftTargets":
         """Return those of some of the tokens."""
-        more = (self.distinct, self.logits, self.excess)
+        more = (self.logits, self.excess)
         parts = (None if x is None else x[rows] for x in more)
-        return SoftTargets(self.index[rows], self.coefficient[rows], *parts)
+        return SoftTargets(self.index[rows], self.coefficient[rows], self.least[rows], *parts)
 
-    def gradients(self, scale: Tensor, upstream: Tensor, reference: Tensor) -> Tensor:
-        """Return dL/du (N, K) of these classes, beyond that of stored exponentials.
+    def bounded(self, a: Tensor | float) -> Tensor:
+        """Return derivatives a (N,) by the log-sum-exps, moved away from 0."""
+        a = torch.as_tensor(a, dtype=self.least.dtype, device=self.least.device)
+        return torch.where(a.abs() < self.least, self.least.copysign(a), a)
 
-        `upstream` are the gradients of the losses, () or (N,).
-        `scale` (N,) are the factors of exponentials relative to `reference` (N,).  That of a class
-        that occurs twice is the sum of both.
+    def entries(
+        self, stats: "RowStats", a: Tensor, logits: LogitMap | None, *, of_exps: bool
+    ) -> Tensor:
+        """Return what takes the place of the exponentials of these classes, (N, K).
+
+        These are relative to the references of `stats`; a (N,) are the derivatives by their lse.
+        Without `of_exps`, return what is added to them: those in the dtype of sums are not rounded.
         """
-        target = -by_rows(upstream, self.coefficient) * self.coefficient
-        if self.distinct is None:
-            return target
         assert self.logits is not None
-        exps = torch.where(self.distinct, (self.logits - reference[:, None]).exp(), 0)
-        return target.addcmul_(scale[:, None], exps)
+        terms = self.coefficient * (-stats.sum_exp / a)[:, None]
+        if of_exps:
+            terms += (self.logits - stats.reference[:, None]).exp_()
+        if logits is not None:
+            terms *= logits.cap_derivative(self.logits)
+        return terms.masked_fill_(self.coefficient == 0, 0)
 
-    def clear(self, exps: Tensor, first: int) -> None:
-        """Make exponentials `exps` (N, W) of the classes from `first` on 0 at these classes."""
-        if self.distinct is None:
-            return
+    def put(self, entries: Tensor | None, exps: Tensor, first: int) -> None:
+        """Write `entries` (N, K) to exponentials `exps` (N, W) of the columns from `first` on.
+
+        They are added to exponentials of their dtype.  None is for 0.
+        """
+        if entries is None:
+            entries = self.coefficient.new_zeros(()).expand(self.index.shape)
         column = self.index - first
-        inside = self.distinct & (column >= 0) & (column < exps.shape[1])
-        # several may write to one place, which gets the least value in any order; the bits of
-        # numbers from 0 on are integers in the same order, and of those no float32 copy is made
-        least = torch.where(inside, 0, torch.iinfo(torch.int16).max).to(torch.int16)
-        bits, column = exps.view(torch.int16), column.masked_fill_(~inside, 0)
-        bits.scatter_reduce_(1, column, least, "amin")
+        inside = (self.coefficient != 0) & (column >= 0) & (column < exps.shape[1])
+        if exps.dtype == entries.dtype:
+            added = torch.where(inside, entries, 0)
+            exps.scatter_add_(1, column.masked_fill_(~inside, 0), added)
+            return
+        # an entry of another window repeats one of this window, or what there is in column 0
+        one = inside.to(torch.uint8).argmax(1, keepdim=True)
+        any_inside = inside.gather(1, one)
+        column = torch.where(inside, column, column.gather(1, one).masked_fill_(~any_inside, 0))
+        entries = entries.to(exps.dtype)
+        other = torch.where(any_inside, entries.gather(1, one), exps[:, :1])
+        put = torch.where(inside, entries, other).view(torch.int16)
+        exps.view(torch.int16).scatter_(1, column, put)  # a CPU makes float32 copies of the others
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
-        """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,)."""
-        distance = torch.where(self.coefficient == 0, 0, logits - lead[:, None])
+        """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,).
+
+        It is 0 where a lead's logit is -inf: so is the loss infinite without it.
+        """
+        none = (self.coefficient == 0) | (lead == -torch.inf)[:, None]
+        distance = torch.where(none, 0, logits - lead[:, None])
         return (self.coefficient * distance).sum(1)
 
 
@@ -187,12 +226,19 @@ def leads(indices: Tensor, probs: Tensor, vocab: int, ignored: int) -> Tensor:
     return torch.where((probs == 0).all(-1), ignored, lead)
 
 
-def _repeats(index: Tensor) -> Tensor:
-    """Return where (N, K) another element of the row has the same value, but at one of them."""
-    values, order = index.sort(1)
-    equal = torch.zeros_like(index, dtype=torch.bool)
-    equal[:, 1:] = values[:, 1:] == values[:, :-1]
-    return torch.empty_like(equal).scatter_(1, order, equal)
+def _joined(index: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's classes (N, K), ascending, and b (N, K): the last of equal ones has all.
+
+    Their sums have a fixed order.
+    """
+    index, order = index.sort(dim=1, stable=True)
+    b, step = b.gather(1, order), 1
+    while step < index.shape[1]:  # of sorted classes, the last `step` of a run are summed
+        equal = index[:, step:] == index[:, :-step]
+        b[:, step:] += torch.where(equal, b[:, :-step], 0)
+        step *= 2
+    b[:, :-1].masked_fill_(index[:, 1:] == index[:, :-1], 0)
+    return index, b
 
 
 def check_values(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab: int) -> None:
@@ -204,10 +250,10 @@ def check_values(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab:
     if y.device.type != "cpu" or indices is None or probs is None:
         return
     rows = y != options.ignore_index
-    bad = rows[:, None] & ~((probs >= 0) & probs.isfinite())
+    bad = rows[:, None] & ~((probs >= 0) & (probs <= LARGEST))
     if bool(bad.any()):
         raise ValueError(
-            f"target_probs: got {float(probs[bad][0])}, expected finite numbers, 0 or more"
+            f"target_probs: got {float(probs[bad][0])}, expected numbers from 0 to {LARGEST:.3g}"
         )
     bad = rows[:, None] & _is_wrong(indices, probs, vocab)
     if bool(bad.any()):
@@ -220,4 +266,4 @@ def check_values(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab:
 def _is_wrong(indices: Tensor, probs: Tensor, vocab: int) -> Tensor:
     """Return where (..., K) a probability, or its index, is out of range."""
     outside = (probs != 0) & ((indices < 0) | (indices >= vocab))
-    return outside | ~(probs >= 0) | (probs == torch.inf)
+    return outside | ~((probs >= 0) & (probs <= LARGEST))

@@ -35,12 +35,6 @@ class RowStats:
             stats.reference[absent], stats.sum_exp[absent] = torch.inf, 1
         return stats
 
-    def with_others(self, sums: Tensor) -> "RowStats":
-        """Return the statistics with other `sum_exp_others` (N,)."""
-        rows = self.rows.clone()
-        rows[Stat.SUM_EXP_OTHERS] = sums
-        return RowStats(rows)
-
     @property
     def reference(self) -> Tensor:
         """(N,) ρ, what stored and recomputed exponentials are relative to; +inf if ignored."""

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.soft_targets import SoftTargets, check_values
+
+if TYPE_CHECKING:
+    from cutefce.ops.rows.statistics import RowStats
 
 NO_TENSORS = TensorOptions()
 OUTPUTS = "outputs"
@@ -132,10 +135,25 @@ class Targets:
             products = products * self.logits.row_scale
         self.class_logits = products
 
-    def clear_soft(self, exps: Tensor, first: int) -> None:
-        """Make exponentials `exps` (N, W) of classes from `first` on 0 at soft targets."""
-        if self.soft is not None:
-            self.soft.clear(exps, first)
+    def by_lse(self, lse: Tensor) -> Tensor | float:
+        """Return the derivatives α of the losses by the log-sum-exps lse (N,)."""
+        derivative = 1.0 if self.terms is None else self.terms.by_lse(lse)
+        return derivative if self.soft is None else self.soft.bounded(derivative)
+
+    def soft_entries(self, stats: "RowStats", dtype: torch.dtype) -> Tensor | None:
+        """Return the `SoftTargets.entries` (N, K) of exponentials of `dtype`.
+
+        None without soft targets, and before their logits are known.
+        """
+        if self.soft is None or self.soft.logits is None:
+            return None
+        of_exps = self.has_narrow_entries(dtype) and not self.options.is_sampled
+        a = torch.as_tensor(self.by_lse(stats.lse))
+        return self.soft.entries(stats, a, self.logits, of_exps=of_exps)
+
+    def has_narrow_entries(self, dtype: torch.dtype) -> bool:
+        """Whether exponentials of `dtype` have entries of soft targets, which are rounded."""
+        return self.soft is not None and dtype != sum_dtype(dtype)
 
     @property
     def owned(self) -> Tensor:

@@ -195,6 +195,6 @@ def dense_windows(
         place = samples.columns - first
         inside = is_entry & (place >= 0) & (place < last - first)
         values = samples.exps.masked_fill(~inside, 0).to(h.dtype)
-        # at most one term of a place is not 0: their order does not matter
+        # at most two terms of a place are not 0: their order does not matter
         buffer.scatter_add_(1, place.masked_fill_(~inside, 0).to(torch.int64), values)
         yield first, last, buffer[:, : last - first]

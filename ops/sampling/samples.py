@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -30,4 +31,10 @@ class Samples:
     counts: Tensor
     """(N,) int32: entries of each token, the first ones of its row; what is beyond is undefined."""
     exact: Tensor
-    """(N,) bool: the token is done exactly, of all columns, and has no entries."""
+    """(N,) bool: the token is done exactly, of all columns, and no entries were chosen of it."""
+
+    def with_terms(self, columns: Tensor, terms: Tensor) -> "Samples":
+        """Return these and, before them, `terms` (N, K) of `columns` (N, K); not in their order."""
+        counts = self.counts + terms.shape[1] * (terms != 0).any(1).to(self.counts.dtype)
+        columns = torch.cat([columns.to(self.columns.dtype), self.columns], 1)
+        return Samples(columns, torch.cat([terms, self.exps], 1), counts, self.exact)

@@ -24,7 +24,7 @@ from cutefce.ops.strategies.windows import StoredExps
 class SummingProjection(Generic[PartialT, TargetGradT]):
     """A `Projection` whose stored exponentials are multiplied by w at once, and then overwritten.
 
-    A repair computes them again.
+    A repair computes them again.  Those of soft targets are left out: `add_soft_rows` adds them.
     """
 
     own: Projection[PartialT]
@@ -68,7 +68,8 @@ class SummingProjection(Generic[PartialT, TargetGradT]):
 
     def _add(self, exps: Tensor, w: Tensor, window: tuple[int, int], targets: Targets) -> None:
         first, last = window
-        targets.clear_soft(exps[:, : last - first], first)
+        if targets.soft is not None:  # entries are known with the sums of all columns
+            self.own.put_soft(None, exps[:, : last - first], first, targets)
         more: Any = {"accumulate": first > 0, "selection": targets.selection}
         self.gradients.add_grad_hidden(self.sums, exps[:, : last - first], w[first:last], **more)
 

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT, target_logits
-from cutefce.ops.primitives.weighted_sum import weighted_sum
+from cutefce.ops.primitives.weighted_sum import add_soft_rows, weighted_sum
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.chunk_windows import summing
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.loss_inputs import LossInputs
+from cutefce.ops.strategies.soft_entries import SoftEntries
 from cutefce.ops.strategies.weight_sums import WeightSums
 
 
@@ -39,11 +40,9 @@ def gradients_in_forward(
     gradients, (tokens, vocab) = primitives.gradients, (inputs.tokens, w.shape[0])
     parts, row = [], None
     target_coefficient = loss_scale.new_empty(tokens)
-    every = others = None
+    every = None
     if targets.terms is not None and targets.terms.has_class_row:
         every = loss_scale.new_empty(tokens)
-    if targets.soft is not None and dbias is not None:
-        others = loss_scale.new_empty(targets.soft.index.shape)
     # of all tokens at once: ranks wait for each other once
     target_logit = target_logits(primitives.projection, h, w, targets)
     exps = buffer = h.new_empty(min(chunk, tokens), stored)
@@ -59,6 +58,13 @@ def gradients_in_forward(
             _, part_stats = windows.forward(part, [(0, exps)], target_logit[rows])
         parts.append(part_stats.rows)
         exps = exps[:, :vocab]
+        values, soft = part.targets.soft_entries(part_stats, h.dtype), None
+        if values is not None and stored < vocab:
+            add_soft_rows(sums, values, part.targets, w)
+        else:
+            soft = SoftEntries.of(part, values)
+        if soft is not None and not soft.is_wide:
+            soft.put(exps, 0)
         if len(dx.gradient):
             if stored >= vocab:
                 sums = dx.room(rows, loss_scale.dtype)
@@ -72,23 +78,24 @@ def gradients_in_forward(
         target_coefficient[rows] = coefficients.target
         if every is not None and coefficients.every is not None:
             every[rows] = coefficients.every
-        if others is not None and coefficients.others is not None:
-            others[rows] = coefficients.others
         if dbias is not None:
             part_sums = weighted_sum(exps, coefficients.scale)
             dbias.copy_(part_sums if start == 0 else dbias + part_sums)
         if len(dw.gradient):
-            own = coefficients.target, part.targets, coefficients.others
-            target_grad = gradients.target_grad(own_h, *own)
+            others = None
+            if soft is not None:
+                soft.clear(exps, 0)
+                others = soft.terms(coefficients.scale)
+            target_grad = gradients.target_grad(own_h, coefficients.target, part.targets, others)
             own_row = windows.every_row(part, coefficients.every)
             if own_row is not None:
                 row = own_row if row is None else replace(own_row, row=row.row + own_row.row)
             scaled, last = part.selected(coefficients.scale), rows.stop == tokens
             operands = exps, scaled, target_grad, row if last else None, selection
             dw.add(gradients, *operands, chunk=start // chunk)
-            del operands, scaled, target_grad, own
+            del operands, scaled, target_grad, others
     del exps, buffer, target_logit  # freed before the statistics are joined
     stats = RowStats(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
     if dbias is not None:
-        windows.finish_dbias(dbias, targets, target_coefficient, every, others)
+        windows.finish_dbias(dbias, targets, target_coefficient, every)
     return stats

@@ -15,7 +15,6 @@ from torch import Tensor
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT
 from cutefce.ops.primitives.row_selection import restore_rows
-from cutefce.ops.primitives.weighted_sum import add_soft_targets
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -55,16 +54,8 @@ class HiddenSums:
     ) -> None:
         """Keep the sums of `rows`, whose targets are those of `part`.
 
-        `products` are Σ_v e_iv w_v, computed in `room`.  Of soft targets, whose factors differ by
-        upstream gradients alone, the sums kept are dX for upstream gradients of 1.
+        `products` are Σ_v e_iv w_v, computed in `room`.
         """
-        coefficients = RowCoefficients.of_sums(stats, part.targets)
-        if part.targets.soft is not None:
-            one = stats.rows.new_ones(())
-            coefficients = replace(RowCoefficients.of(stats, part.targets, one), every=None)
-        if len(self.low) and coefficients.others is not None:
-            coefficients = add_soft_targets(products, part.w, part.targets, coefficients)
-            stats = stats.with_others(-coefficients.target)
         if len(self.low):
             selection, kept, low = part.targets.selection, self.gradient, self.low
             order = None if selection is None else selection.order
@@ -73,6 +64,7 @@ class HiddenSums:
             keep_sums = part.primitives.gradients.keep_sums
             keep_sums(kept, low, products, part.w, part.targets, stats, order)
         else:
+            coefficients = RowCoefficients.of_sums(stats, part.targets)
             windows.finish_dx(part, products, products, coefficients)
 
     def finish(
@@ -86,10 +78,9 @@ class HiddenSums:
 
         It overwrites the sums.
         """
-        if inputs.targets.soft is None:
-            # what the target has beyond the part that the sums contain
-            beyond = coefficients.target + coefficients.scale * stats.sum_exp_others
-            coefficients = replace(coefficients, target=beyond)
+        # what the target has beyond the part that the sums contain
+        beyond = coefficients.target + coefficients.scale * stats.sum_exp_others
+        coefficients = replace(coefficients, target=beyond)
         if len(self.low):
             operands = inputs.w, inputs.targets, coefficients
             every, gradients = windows.class_term(inputs, coefficients), inputs.primitives.gradients

@@ -109,7 +109,7 @@ def backward(
         in_place = dw is not None and is_in_place(dw, h.dtype)
         lists.grad_weight(dw, h, dbias, every, adds=adds, in_place=in_place)
     if dbias is not None:
-        windows.finish_dbias(dbias, targets, None, coefficients.every, None)
+        windows.finish_dbias(dbias, targets, None, coefficients.every)
     return dx
 
 

@@ -15,7 +15,7 @@ from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT, target_logits
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import row_range
-from cutefce.ops.primitives.weighted_sum import RowFactors, add_soft_targets, weighted_sum
+from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.loss_terms import class_weights
 from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
@@ -26,6 +26,7 @@ from cutefce.ops.sampling.interface import SamplingProjection
 from cutefce.ops.sampling.samples import Samples
 from cutefce.ops.strategies.dw_views import free_tail, memory_of
 from cutefce.ops.strategies.loss_inputs import LossInputs
+from cutefce.ops.strategies.soft_entries import SoftEntries
 from cutefce.ops.strategies.weight_gradient import WeightGradient
 
 StoredExps = Sequence[tuple[int, Tensor]]
@@ -97,9 +98,11 @@ def forward(
             ]
         )
         stats, loss = projection.reduce_partials(partial, target_logit, targets)
+        soft = SoftEntries.of(inputs, targets.soft_entries(stats, h.dtype)) if stored else None
         for first, exps in stored:
             projection.repair_stored_exps(exps, h, w, first, targets, partial, stats)
-            targets.clear_soft(exps, first)
+            if soft is not None and soft.is_wide:
+                soft.put(exps, first)
     outputs, more = targets.options.output_names, None
     if stat_rows(outputs):
         part = None
@@ -146,7 +149,7 @@ def backward(
     adds = inputs.accumulate_into is not None
     as_sums = adds or inputs.dw_dtype != w.dtype
     uniform = upstream.ndim == 0 and not targets.scales_rows and not (as_sums and dw is not None)
-    in_reference = nothing_stored and uniform
+    in_reference = nothing_stored and (uniform or targets.has_narrow_entries(h.dtype))
     scaling = gradients.scaling(h.dtype, targets, stats, upstream, in_reference=in_reference)
     free, selection = None if as_sums else dw, targets.selection
     sampled, columns = stored if isinstance(stored, Samples) else None, []
@@ -157,15 +160,17 @@ def backward(
     recomputes = sampled is not None or any(exps is None for *_, exps in columns)
     scales = dw is not None and scaling.row_scale is not None
     rows_h, scaled, weight = h, h, None
+    soft = SoftEntries.of(inputs, scaling.entries, in_reference=in_reference or sampled is not None)
     if recomputes or (dw is not None and not scales):
         rows_h = scaled = inputs.selected()
     if dw is not None:
         if scales:
             scaled = inputs.selected(scaling.row_scale)
-        target_grad = gradients.target_grad(h, scaling.target, targets, scaling.others)
+        others = None if soft is None else soft.terms(scaling.row_scale)
+        target_grad = gradients.target_grad(h, scaling.target, targets, others)
         operands = scaled, target_grad, scaling.grad_scale, every, selection
         weight = WeightGradient(gradients, dw, *operands, as_sums, adds)
-        del operands, target_grad
+        del operands, target_grad, others
     factors = None
     if dbias is not None:
         factors = RowFactors.ones(h)
@@ -174,11 +179,13 @@ def backward(
     parts: Iterator[tuple[int, int, Any]]
     if sampled is not None:
         projection = cast(SamplingProjection[PartialT], inputs.primitives.projection)
+        if targets.soft is not None and scaling.entries is not None:
+            sampled = sampled.with_terms(targets.soft.index, scaling.entries)
         given = rows_h, w, sampled, scaling.reference, targets, window
         parts = projection.sampled_exps(*given)
         del given
     else:
-        parts = _iter_exps(inputs, rows_h, scaling.reference, columns, free)
+        parts = _iter_exps(inputs, rows_h, scaling.reference, columns, free, soft)
     for first, last, exps in parts:
         if scaling.factor is not None:
             scale_by_log(exps, *scaling.factor)
@@ -188,9 +195,11 @@ def backward(
         if dbias is not None and factors is not None:
             dbias[first:last] = factors.sum(exps)
         if weight is not None:
+            if soft is not None:
+                soft.clear(exps, first)
             weight.finish(first, last, exps)
     if dbias is not None:
-        finish_dbias(dbias, targets, scaling.target, scaling.every, scaling.others)
+        finish_dbias(dbias, targets, scaling.target, scaling.every)
         dbias.mul_(scaling.grad_scale)
     if dx_sums is None:
         return None
@@ -213,10 +222,7 @@ def finish_dx(
     """Write dX (N, D) of its `sums` to `out`, which may be `sums`.
 
     With `order` (N,), row i of `sums` becomes row order_i of `out`, which is not `sums` then.
-    `sums` are overwritten.
     """
-    if coefficients.others is not None:
-        coefficients = add_soft_targets(sums, inputs.w, inputs.targets, coefficients)
     gradients, every = inputs.primitives.gradients, class_term(inputs, coefficients)
     gradients.finish_dx(out, sums, inputs.w, inputs.targets, coefficients, every, order)
 
@@ -239,20 +245,14 @@ def every_row(inputs: LossInputs[PartialT, TargetGradT], every: Tensor | None) -
 
 
 def finish_dbias(
-    dbias: Tensor,
-    targets: Targets,
-    target: Tensor | None,
-    every: Tensor | None,
-    others: Tensor | None,
+    dbias: Tensor, targets: Targets, target: Tensor | None, every: Tensor | None
 ) -> None:
     """Add the terms of targets (N,) and of every class to the sums of the bias' gradient (V,).
 
-    Those of soft targets are `others` (N, K).  Those of targets may be in the sums.
+    Those of targets may be in the sums.
     """
     if target is not None:
         dbias.index_put_((targets.safe_index,), target, accumulate=True)  # deterministic
-    if others is not None and targets.soft is not None:
-        dbias.index_put_((targets.soft.index,), others, accumulate=True)
     if every is not None and targets.terms is not None:
         weight = targets.terms.class_weight
         dbias.add_(every.sum() if weight is None else every.sum() * weight)
@@ -266,6 +266,7 @@ def _iter_exps(
     reference: Tensor,
     columns: Sequence[tuple[int, int, Tensor | None]],
     dw: Tensor | None,
+    soft: SoftEntries[PartialT] | None,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield column ranges with their exponentials, recomputing those that are not stored.
 
@@ -282,10 +283,14 @@ def _iter_exps(
     width = round_up(width, inputs.primitives.config.reference_block)
     buffer = h.new_empty(tokens, width)
     for first, last, exps in columns:
-        if exps is None:
+        if exps is not None:
+            if soft is not None and not soft.is_wide:
+                soft.put(exps, first)
+        else:
             tail = tails[first]
             to = buffer if tail is None else tail
             projection.recompute_exp(h, w, (first, last), reference, inputs.targets, to)
             exps = to if to.shape[1] == last - first else to[:, : last - first]
-            inputs.targets.clear_soft(exps, first)
+            if soft is not None:
+                soft.put(exps, first)
         yield first, last, exps

@@ -174,7 +174,7 @@ class Warp:
             number = PARAMETERS + int(operand.rsplit("_", 1)[1])
         else:
             assert operand[0] != "%", f"{operand} is read before it is written"
-            number = int(operand)
+            number = int(operand, 0)
         narrow = operand[0] != "%" and -(1 << 31) <= number < 1 << 31
         constant = np.broadcast_to(np.asarray(number, np.int32 if narrow else np.int64), LANES)
         self.registers[operand] = constant

@@ -255,6 +255,12 @@ def round_two(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     warp.put(operands[0], high << 16 | low, mask)
 
 
+@handles("cvt.rn.bf16.f32", "cvt.rn.f16.f32")
+def round_one(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
+    rounded = bfloat16 if "bf16" in line else float16
+    warp.put(operands[0], rounded(as_float(warp.value(operands[1]))), mask)
+
+
 @handles("cvt.f32.bf16", "cvt.f32.f16")
 def widen(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     number = (floats_of if "bf16" in line else halves_of)(warp.value(operands[1]))

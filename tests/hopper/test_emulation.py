@@ -274,6 +274,11 @@ def test_final_gradients(config: GemmConfig, dtype: str, with_rank_one: bool, en
     semaphores = torch.zeros(1, dtype=torch.int32)
     operands = case.e.t(), case.h.t(), out, targets, rank_one, semaphores
     run(kernel, *operands, semaphores, 0, 2, None, None)
+    if entries > 1:
+        long = dataclasses.replace(kernel, long_lists=True)
+        again = torch.empty_like(out), *operands[3:]
+        run(long, *operands[:2], *again, semaphores, 0, 2, None, None)
+        assert torch.equal(again[0], out)
     want = case.e.double().t() @ case.h.double() + case.target_terms()
     if with_rank_one:
         want += factor.double()[:, None] * row.double()
@@ -644,6 +649,40 @@ def test_target_logits_of_selected_rows() -> None:
     assert (logit[15:] == torch.inf).all()
     torch.testing.assert_close(products[:15], h[order[:15]].float() @ row, rtol=1e-5, atol=1e-5)
     assert not products[15:].any()
+
+
+@pytest.mark.parametrize(("classes", "hidden"), [(1, 8), (7, 264), (70, 600)])
+def test_logits_of_soft_targets(classes: int, hidden: int) -> None:
+    h, w = torch.randn(9, hidden).bfloat16(), torch.randn(30, hidden).bfloat16()
+    index, b = torch.randint(30, (5, classes)), torch.rand(5, classes)
+    order, index[1, 0], b[1, 0] = torch.randperm(9)[:5], 99, 0.0
+    b[2, classes // 2 :], b[4] = 0, 0
+    h[order[4]] = torch.nan
+    for selects in (0, 1):
+        logits = torch.full((5, classes), 7.0)
+        run(kernels_of(PINGPONG).soft_logits, logits, h, w, index, b, order, selects)
+        rows = h[order] if selects else h[:5]
+        want = (rows.double()[:, None] * w[index.clamp(max=29)].double()).sum(2)
+        counts = b != 0
+        limits: Any = {"rtol": 1e-5, "atol": 1e-4, "equal_nan": True}
+        torch.testing.assert_close(logits[counts].double(), want[counts], **limits)
+
+
+@pytest.mark.parametrize("first", [0, 40])
+def test_entries_of_soft_targets(first: int) -> None:
+    """Those of other windows, and those without a coefficient, are not written."""
+    index = torch.rand(19, 100).topk(70, 1).indices
+    b, entries = torch.rand(19, 70), torch.randn(19, 70)
+    b[torch.rand(19, 70) < 0.3] = 0
+    kernel, memory = kernels_of(PINGPONG).put_soft, torch.full((19, 64), 7.0).bfloat16()
+    all_columns = torch.full((19, 100), 7.0)
+    for clears in (0, 1):
+        run(kernel, memory[:, :50], index, b, entries, first, clears)
+        written = all_columns.scatter(
+            1, index, torch.where(b == 0, 7, 0 * b if clears else entries)
+        )
+        assert torch.equal(memory[:, :50], written[:, first : first + 50].bfloat16())
+        assert (memory[:, 50:] == 7).all()
 
 
 # Whole calls

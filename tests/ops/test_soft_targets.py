@@ -20,7 +20,7 @@ from tests.support.options import (
     exact,
     soft_case,
 )
-from tests.support.reference import PLANS, fixed_plan, random_case
+from tests.support.reference import PLANS, Case, fixed_plan, random_case
 
 EACH: dict[str, list[str]] = {
     "nothing": [],
@@ -127,6 +127,66 @@ def test_a_teacher_close_to_the_student(
         soft = {"target_indices": teacher.indices, "target_probs": teacher.values}
         x = OptionsCase(case, soft)
         assert_results_as_accurate(x.ours(), x)
+
+
+@pytest.mark.parametrize("plan", ["nothing kept", "everything kept"])
+@pytest.mark.parametrize("kind", ["close to the student", "uniform"])
+def test_small_logits_whether_stored_or_not(
+    kind: str, plan: str, small_tiles: PortableTiles, device: str
+) -> None:
+    """The target's part of the gradients is nearly all: roundings of it add up."""
+    strategy, aliased, kept, chunk = PLANS[plan]
+    for dtype in (torch.bfloat16, torch.float16):
+        if dtype == torch.float16 and kept + aliased:
+            continue
+        case = random_case(400, 40, 333, dtype=dtype, device=device, logit_std=0.1, ignored=0)
+        if kind == "uniform":
+            index = torch.rand(400, 333, device=device).topk(48, 1).indices
+            probs = torch.full((400, 48), 1 / 48, device=device)
+        else:
+            logits = case.h.float() @ case.w.float().t()
+            teacher = (logits + 0.1 * torch.randn_like(logits)).softmax(1).topk(48, 1)
+            index, probs = teacher.indices, teacher.values
+        x = OptionsCase(case, {"target_indices": index, "target_probs": probs})
+        made = Plan(strategy, 64, aliased, kept, chunk, True, True, False, 333, tokens=400)
+        with fixed_plan(made):
+            assert_results_as_accurate(x.ours(), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("workspace", ["min", "max"])
+def test_a_derivative_by_the_log_sum_exp_of_0(
+    workspace: str, dtype: torch.dtype, small_tiles: PortableTiles, device: str
+) -> None:
+    """With λ = 1/2 it is Σ b + lse: nothing is left to divide the targets' terms by."""
+    h, w = torch.zeros(3, 8, dtype=dtype, device=device), torch.zeros(4, 8, dtype=dtype)
+    w = w.to(device)
+    h[:, 0], w[0, 1] = 1, 1
+    index, probs = torch.tensor([[0, 1]] * 3), torch.tensor([[0.6, 0.4], [0.5, 0.25], [0.3, 0.2]])
+    bias = torch.full((4,), -1 - torch.log(torch.tensor(4.0)).item(), dtype=dtype)
+    soft = {"target_indices": index.to(device), "target_probs": probs.to(device)}
+    options = soft | {"linear_bias": bias.to(device), "z_loss": 0.5}
+    x = OptionsCase(Case(h, w, torch.zeros(3, dtype=torch.long), torch.ones(3)), options)
+    got, want = x.ours(workspace=workspace), exact(x)
+    for a, b in zip(got, want, strict=True):
+        limit = torch.finfo(dtype).eps * (1 + float(b.norm()))
+        assert float((a.double() - b).norm()) <= limit
+
+
+def test_a_class_that_cannot_be(device: str) -> None:
+    """A logit of -inf has an infinite loss, be it of the lead or not."""
+    for lead in (0, 1):
+        bias = torch.zeros(5, device=device)
+        bias[0] = -torch.inf
+        losses = cutefce.linear_cross_entropy(
+            torch.randn(2, 8, device=device),
+            torch.randn(5, 8, device=device),
+            target_indices=torch.tensor([[lead, 1 - lead]] * 2, device=device),
+            target_probs=torch.tensor([[0.7, 0.2]] * 2, device=device),
+            linear_bias=bias,
+            reduction="none",
+        )
+        assert bool((losses == torch.inf).all())
 
 
 @pytest.mark.parametrize("arch", ARCHS[:2], ids=lambda arch: str(arch.name))
@@ -356,6 +416,10 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "target_probs: got -1.0": ({"target_probs": torch.full((6, 3), -1.0)}, ValueError),
     "target_probs: got nan": ({"target_probs": torch.full((6, 3), torch.nan)}, ValueError),
     "target_probs: got inf": ({"target_probs": torch.full((6, 3), torch.inf)}, ValueError),
+    "target_probs: got 1e+300": (
+        {"target_probs": torch.full((6, 3), 1e300, dtype=torch.float64)},
+        ValueError,
+    ),
     "target_indices: got 20": ({"target_indices": torch.full((6, 3), 20)}, IndexError),
     "target_indices: got -100": ({"target_indices": torch.full((6, 3), -100)}, IndexError),
 }

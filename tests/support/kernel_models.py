@@ -58,6 +58,8 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
         spec.ScatterRowsSpec: _scatter_rows,
         spec.ClearRowsSpec: _clear_rows,
         spec.TargetLogitSpec: _target_logit,
+        spec.SoftLogitsSpec: _soft_logits,
+        spec.PutSoftSpec: _put_soft,
         spec.ProjectExpSpec: _project_exp,
         spec.ReducePartialsSpec: _reduce_partials,
         spec.FusedForwardSpec: _fused_forward,
@@ -138,6 +140,36 @@ def _scatter_rows(
 
 def _clear_rows(_: spec.ClearRowsSpec, x: Tensor, count: Tensor) -> None:
     x[int(count[0]) :] = 0
+
+
+def _soft_logits(
+    _: spec.SoftLogitsSpec,
+    logits: Tensor,
+    h: Tensor,
+    w: Tensor,
+    index: Tensor,
+    coefficient: Tensor,
+    order: Tensor,
+    selects: int,
+) -> None:
+    rows = h[order] if selects else h
+    products = (rows.float()[:, None] * w[index.clamp(0, len(w) - 1)].float()).sum(2)
+    logits[:] = torch.where(coefficient == 0, torch.nan, products)
+
+
+def _put_soft(
+    _: spec.PutSoftSpec,
+    exps: Tensor,
+    index: Tensor,
+    coefficient: Tensor,
+    entries: Tensor,
+    first: int,
+    clears: int,
+) -> None:
+    inside = (coefficient != 0) & (index >= first) & (index < first + exps.shape[1])
+    row, place = inside.nonzero(as_tuple=True)
+    values = torch.zeros_like(entries) if clears else entries
+    exps[row, index[row, place] - first] = values[row, place].to(exps.dtype)
 
 
 def _counted(count: Tensor, selects: int, rows: int) -> int:
