@@ -16,9 +16,12 @@ from cutefce.cute_kernels.spec import (
 class SamplingKernels(NamedTuple):
     """What a call with sampled gradients launches beside the kernels of exact statistics."""
 
+    estimate: PrepareSamplesSpec
+    """The estimates of lse."""
     prepare: PrepareSamplesSpec
     project_exp: ProjectExpSpec
     """Row sums, and the entries."""
+    prepare_again: PrepareSamplesSpec
     sort: SortSamplesSpec
     list_classes: ListSamplesSpec
     """The lists of dW."""
@@ -39,8 +42,10 @@ def sampling_kernels(
     config = arch.sampling_config(row_sums.config, tokens)
     size = next(size for size in SORT_SIZES if slots <= size)
     return SamplingKernels(
-        prepare=PrepareSamplesSpec(name),
+        estimate=PrepareSamplesSpec(name, "estimate"),
+        prepare=PrepareSamplesSpec(name, "first"),
         project_exp=dataclasses.replace(row_sums, config=config, samples=True),
+        prepare_again=PrepareSamplesSpec(name, "again"),
         sort=SortSamplesSpec(name, size, row_sums.transform.softcap),
         list_classes=ListSamplesSpec(name),
         # the fastest on an H200; 1024 features of 8192 tokens are 16 MiB

@@ -11,6 +11,9 @@ where a hash of the seed, the row and the column decides: all arithmetic modulo 
 
 compared as float32.  So the entries depend on no tiling, and target columns have none: their logit
 is masked.  Entries are appended to their row in any order, which `sampling.sort_samples` removes.
+
+Where l̂ is found to be far too low, lse takes its place.  Fewer entries are kept then, all of them
+among those that were: a column's x_iv is the same, and only its q_iv is less.
 """
 
 from typing import Any, NamedTuple
@@ -43,6 +46,10 @@ class Samples(NamedTuple):
     """(N, K) int64: u_iv in the lower 32 bits as float32, and v above, in the weight's rows."""
     shard_start: Int32
     """Vocabulary entry of the weight's first row: v of the hash is counted from it."""
+    order: cute.Tensor
+    """(N,) int64"""
+    maps: Int32
+    """Whether row i of the launch is row `order`_i of the fields above."""
 
 
 def samples_argument(kernel: spec.ProjectExpSpec, tokens: Any) -> Samples | None:
@@ -50,7 +57,8 @@ def samples_argument(kernel: spec.ProjectExpSpec, tokens: Any) -> Samples | None
     if not kernel.samples:
         return None
     vectors = vector(Float32, tokens), vector(Int32, tokens), vector(Int32, tokens)
-    return Samples(*vectors, matrix(Int64, tokens, cute.sym_int(), aligned=False), Int32(0))
+    entries = matrix(Int64, tokens, cute.sym_int(), aligned=False)
+    return Samples(*vectors, entries, Int32(0), vector(Int64, tokens), Int32(0))
 
 
 @cute.jit
@@ -73,6 +81,8 @@ def sample_row(
     found and used at the next one: an atomic operation takes as long as many columns.
     """
     capacity = samples.entries.shape[1]
+    if samples.maps != 0:
+        row = Int32(samples.order[row])
     threshold, row_hash = samples.threshold[row], Uint32(samples.row_hash[row])
     if samples.counts[row] > capacity:
         threshold = Float32.inf  # the row is done without samples
@@ -86,10 +96,7 @@ def sample_row(
         kept = Uint32(0)
         for i in cutlass.range_constexpr(start, min(start + GROUP, cute.size(u))):
             x = mix((first + Uint32(offsets[i] * COLUMN_FACTOR % (1 << 32))) ^ row_hash)
-            limit = exp2(u[i] * LOG2_E - threshold)
-            if cutlass.const_expr(inverse_scale is not None):
-                limit *= softcap_derivative(u[i], inverse_scale)
-            if Float32(x) < limit:
+            if is_kept(x, u[i], threshold, inverse_scale):
                 kept = kept | Uint32(1 << (i - start))
         if kept != 0:
             for i in cutlass.range_constexpr(start, min(start + GROUP, cute.size(u))):
@@ -102,6 +109,30 @@ def sample_row(
                     entry = pack(column + offsets[i], u[i])
     if place >= 0 and place < capacity:
         slots[place] = entry
+
+
+@cute.jit
+def final_threshold(threshold: Float32, lse: Float32, numbers: Any) -> Float32:
+    """Return the threshold that decides in the end, of lse in units of ln 2.
+
+    It is `threshold` unless lse is above its estimate by more than `numbers`_1; `numbers`_0 is
+    log2 samples.
+    """
+    log2_samples, most = numbers
+    exact = lse - log2_samples - HASH_BITS
+    result = threshold
+    if exact > threshold + most:
+        result = exact
+    return result
+
+
+@cute.jit
+def is_kept(x: Uint32, u: Float32, threshold: Float32, inverse_scale: Any) -> Any:
+    """Return whether the column with hash x and logit u is kept; with a softcap, of 1/κ."""
+    limit = exp2(u * LOG2_E - threshold)
+    if cutlass.const_expr(inverse_scale is not None):
+        limit *= softcap_derivative(u, inverse_scale)
+    return Float32(x) < limit
 
 
 @cute.jit

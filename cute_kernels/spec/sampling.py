@@ -9,6 +9,8 @@ class PrepareSamplesSpec:
     """Thresholds, hashes and counters of the rows whose entries are sampled."""
 
     arch: str
+    step: Literal["estimate", "first", "again"]
+    """Estimates of lse; what they give; or that of rows which are sampled again, with their lse."""
 
 
 @dataclass(frozen=True)

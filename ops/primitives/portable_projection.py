@@ -36,6 +36,7 @@ from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets, sum_dtype
+from cutefce.ops.sampling.estimate_classes import EstimateClasses, estimate_classes
 from cutefce.ops.sampling.portable import TileSampler, dense_windows, sparse_windows
 from cutefce.ops.sampling.samples import Samples, Sampling
 
@@ -110,6 +111,27 @@ class PortableProjection(SoftTargetSteps):
             self._project_tiles(h, w, (middle, last), reference, targets, None, rest)
         return partial
 
+    def choose_classes(self, targets: Targets, sampling: Sampling) -> EstimateClasses:
+        return estimate_classes(targets, sampling)
+
+    def class_rows(self, x: Tensor, classes: Tensor) -> Tensor:
+        return x.index_select(0, classes)
+
+    def share(self, count: int) -> slice:
+        return slice(0, count)
+
+    def estimate_lse(
+        self,
+        frequent: PartialSums | None,
+        drawn: PartialSums,
+        log_ratio: float,
+        target_logit: Tensor,
+    ) -> Tensor:
+        terms = [target_logit[:, None], drawn.sums.log() + (drawn.references + log_ratio)]
+        if frequent is not None:
+            terms.append(frequent.sums.log() + frequent.references)
+        return torch.cat(terms, 1).logsumexp(1)
+
     def sample(
         self,
         h: Tensor,
@@ -132,11 +154,10 @@ class PortableProjection(SoftTargetSteps):
         h: Tensor,
         w: Tensor,
         stats: RowStats,
-        estimate: Tensor,
         targets: Targets,
         sampling: Sampling,
     ) -> None:
-        factor = (estimate - stats.reference).exp().div_(sampling.samples)
+        factor = (samples.estimate - stats.reference).exp().div_(sampling.samples)
         samples.exps.mul_(factor[:, None])
 
     def sampled_exps(

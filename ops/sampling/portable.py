@@ -71,7 +71,7 @@ class TileSampler:
         exact = self.targets.active & ~(within & (self.counts <= self.slots))
         counts = self.counts.masked_fill_(exact, 0)
         columns, exps = self.columns[:, : self.slots], self.exps[:, : self.slots]
-        return Samples(columns, exps, counts, exact)
+        return Samples(columns, exps, counts, self.estimate, exact)
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ def test_peak_memory_is_predicted(
     trained: tuple[bool, bool], samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of what the host allocates between launches."""
-    tokens, hidden, vocab = 2048, 512, 16384
+    tokens, hidden, vocab = 2048, 1024, 16384
     tiles = PORTABLE_TILES["cpu"]
     serve(monkeypatch, tiles, replacement=launches_nothing)
     case = random_case(tokens, hidden, vocab, dtype=torch.bfloat16, ignored=0)
