@@ -40,8 +40,8 @@ def compile_signature(kernel: spec.PrepareSamplesSpec) -> tuple[Any, tuple[Any, 
         own = *results, Float32(0.0), Int32(0), current_stream()
         return prepare_samples, (reference, order, vector(Int32, 2), *own)
     given = order, vector(Int32, 1), reference, vector(Float32, rows)
-    numbers = Float32(0.0), Float32(0.0), current_stream()
-    return prepare_again, (*given, threshold, counts, vector(Float32, rows), *numbers)
+    results = threshold, counts, vector(Float32, rows)
+    return prepare_again, (*given, *results, Float32(0.0), Float32(0.0), current_stream())
 
 
 @cute.jit
