@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.spec import (
+    ChooseClassesSpec,
     ListSamplesSpec,
     PrepareSamplesSpec,
     ProjectExpSpec,
@@ -16,6 +17,9 @@ from cutefce.cute_kernels.spec import (
 class SamplingKernels(NamedTuple):
     """What a call with sampled gradients launches beside the kernels of exact statistics."""
 
+    choose_classes: ChooseClassesSpec
+    """The classes of the estimates of lse."""
+    place_targets: ChooseClassesSpec
     estimate: PrepareSamplesSpec
     """The estimates of lse."""
     prepare: PrepareSamplesSpec
@@ -42,6 +46,8 @@ def sampling_kernels(
     config = arch.sampling_config(row_sums.config, tokens)
     size = next(size for size in SORT_SIZES if slots <= size)
     return SamplingKernels(
+        choose_classes=ChooseClassesSpec(name, "choose"),
+        place_targets=ChooseClassesSpec(name, "place"),
         estimate=PrepareSamplesSpec(name, "estimate"),
         prepare=PrepareSamplesSpec(name, "first"),
         project_exp=dataclasses.replace(row_sums, config=config, samples=True),

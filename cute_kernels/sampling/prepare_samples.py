@@ -33,8 +33,8 @@ def compile_signature(kernel: spec.PrepareSamplesSpec) -> tuple[Any, tuple[Any, 
     threshold, counts = vector(Float32, rows), vector(Int32, rows)
     if kernel.step == "estimate":
         partials = (matrix(Float32, rows, cute.sym_int(), aligned=False) for _ in range(2))
-        own = reference, vector(Float32, rows), Float32(0.0), Int32(0), current_stream()
-        return estimate_lse, (*partials, *own)
+        vectors = reference, vector(Float32, rows)
+        return estimate_lse, (*partials, *vectors, Float32(0.0), Int32(0), current_stream())
     if kernel.step == "first":
         results = threshold, vector(Int32, rows), counts
         own = *results, Float32(0.0), Int32(0), current_stream()

@@ -20,6 +20,7 @@ from cutefce.cute_kernels.spec.rowwise import (
     TargetLogitSpec,
 )
 from cutefce.cute_kernels.spec.sampling import (
+    ChooseClassesSpec,
     ListSamplesSpec,
     PrepareSamplesSpec,
     SortSamplesSpec,
@@ -28,6 +29,7 @@ from cutefce.cute_kernels.spec.sampling import (
 
 __all__ = [
     "AddTargetsSpec",
+    "ChooseClassesSpec",
     "ClearRowsSpec",
     "FusedBackwardSpec",
     "FusedForwardSpec",
@@ -67,6 +69,7 @@ KernelSpec = (
     | RowCoefficientsSpec
     | SortTargetsSpec
     | AddTargetsSpec
+    | ChooseClassesSpec
     | PrepareSamplesSpec
     | SortSamplesSpec
     | ListSamplesSpec

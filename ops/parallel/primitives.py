@@ -73,6 +73,9 @@ class ShardProjection(Generic[PartialT]):
     def choose_classes(self, targets: Targets, sampling: Sampling) -> EstimateClasses:
         return cast(SamplingProjection[PartialT], self.own).choose_classes(targets, sampling)
 
+    def target_places(self, chosen: EstimateClasses, targets: Targets) -> tuple[Tensor, Tensor]:
+        return cast(SamplingProjection[PartialT], self.own).target_places(chosen, targets)
+
     def class_rows(self, x: Tensor, classes: Tensor) -> Tensor:
         """Return the rows that ranks have: of each, one rank has another one than 0."""
         place = classes - self.shard.first

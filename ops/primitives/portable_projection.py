@@ -36,7 +36,11 @@ from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets, sum_dtype
-from cutefce.ops.sampling.estimate_classes import EstimateClasses, estimate_classes
+from cutefce.ops.sampling.estimate_classes import (
+    EstimateClasses,
+    estimate_classes,
+    target_places,
+)
 from cutefce.ops.sampling.portable import TileSampler, dense_windows, sparse_windows
 from cutefce.ops.sampling.samples import Samples, Sampling
 
@@ -113,6 +117,9 @@ class PortableProjection(SoftTargetSteps):
 
     def choose_classes(self, targets: Targets, sampling: Sampling) -> EstimateClasses:
         return estimate_classes(targets, sampling)
+
+    def target_places(self, chosen: EstimateClasses, targets: Targets) -> tuple[Tensor, Tensor]:
+        return target_places(chosen, targets)
 
     def class_rows(self, x: Tensor, classes: Tensor) -> Tensor:
         return x.index_select(0, classes)

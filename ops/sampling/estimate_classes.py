@@ -31,12 +31,6 @@ class EstimateClasses(NamedTuple):
     frequent: int
     """M"""
 
-    def places(self, targets: Targets) -> tuple[Tensor, Tensor]:
-        """Return where the targets are among frequent and among drawn classes, (N,) int64 each."""
-        ids = targets.index + targets.first
-        frequent, drawn = self.classes[: self.frequent], self.classes[self.frequent :]
-        return _places(frequent, ids), _places(drawn, ids)
-
 
 def estimate_classes(targets: Targets, sampling: Sampling) -> EstimateClasses:
     """Return the classes for a batch of targets; there are more than `estimate_count`."""
@@ -53,6 +47,15 @@ def estimate_classes(targets: Targets, sampling: Sampling) -> EstimateClasses:
     return EstimateClasses(
         torch.cat([chosen, draws + torch.searchsorted(before, draws, right=True)]), frequent
     )
+
+
+def target_places(chosen: EstimateClasses, targets: Targets) -> tuple[Tensor, Tensor]:
+    """Return where the targets are among frequent and among drawn classes, (N,) int64 each.
+
+    `ABSENT` where they are not.
+    """
+    ids, frequent = targets.index + targets.first, chosen.frequent
+    return _places(chosen.classes[:frequent], ids), _places(chosen.classes[frequent:], ids)
 
 
 def _places(classes: Tensor, ids: Tensor) -> Tensor:

@@ -19,6 +19,10 @@ class SamplingProjection(Projection[PartialT], Protocol):
         """Return what `estimate_classes` does."""
         ...
 
+    def target_places(self, chosen: EstimateClasses, targets: Targets) -> tuple[Tensor, Tensor]:
+        """Return what `estimate_classes.target_places` does."""
+        ...
+
     def class_rows(self, x: Tensor, classes: Tensor) -> Tensor:
         """Return the rows (C, ...) of x (V, ...), the weight or the bias, of global `classes`."""
         ...

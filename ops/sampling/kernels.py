@@ -18,8 +18,13 @@ from torch import Tensor
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.sampling_set import SamplingKernels, sampling_kernels
-from cutefce.cute_kernels.spec import PrepareSamplesSpec, SparseRowsSpec
-from cutefce.ops.planning.sample_sizes import expected_limit, slots
+from cutefce.cute_kernels.spec import ChooseClassesSpec, PrepareSamplesSpec, SparseRowsSpec
+from cutefce.ops.planning.sample_sizes import (
+    estimate_count,
+    expected_limit,
+    frequent_count,
+    slots,
+)
 from cutefce.ops.planning.step_memory import added_rows
 from cutefce.ops.primitives.row_selection import (
     gather_rows,
@@ -31,7 +36,7 @@ from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.estimate_classes import EstimateClasses, estimate_classes
+from cutefce.ops.sampling.estimate_classes import EstimateClasses
 from cutefce.ops.sampling.samples import Sampling
 
 if TYPE_CHECKING:
@@ -43,7 +48,22 @@ class SamplingSteps:
 
     def choose_classes(self, targets: Targets, sampling: Sampling) -> EstimateClasses:
         """See `SamplingProjection`."""
-        return estimate_classes(targets, sampling)
+        own, total, index = cast("CuteProjection", self), sampling.vocab, targets.index
+        frequent = frequent_count(total)
+        classes = index.new_empty(estimate_count(total))
+        counts = index.new_empty(total, dtype=torch.int32)
+        numbers = frequent, targets.first, targets.options.ignore_index
+        kernel = ChooseClassesSpec(own.kernels.row_sums.arch, "choose")
+        compiled(kernel)(index, sampling.seed, classes, counts, *numbers)
+        return EstimateClasses(classes, frequent)
+
+    def target_places(self, chosen: EstimateClasses, targets: Targets) -> tuple[Tensor, Tensor]:
+        """See `SamplingProjection`."""
+        own, index = cast("CuteProjection", self), targets.index
+        places = torch.empty_like(index), torch.empty_like(index)
+        kernel = ChooseClassesSpec(own.kernels.row_sums.arch, "place")
+        compiled(kernel)(index, chosen.classes, *places, chosen.frequent, targets.first)
+        return places
 
     def class_rows(self, x: Tensor, classes: Tensor) -> Tensor:
         """See `SamplingProjection`."""

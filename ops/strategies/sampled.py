@@ -153,7 +153,7 @@ def estimate_lse(
     bias = None if logits is None else logits.bias
     bias = None if bias is None else projection.class_rows(bias, chosen.classes)
     partials, parts = [], ((0, chosen.frequent), (chosen.frequent, count))
-    for places, (first, last) in zip(chosen.places(targets), parts, strict=True):
+    for places, (first, last) in zip(projection.target_places(chosen, targets), parts, strict=True):
         share = projection.share(last - first)
         own = slice(first + share.start, first + share.stop)
         if logits is not None:

@@ -18,7 +18,7 @@ from cutefce.ops.planning import sample_sizes
 from cutefce.ops.primitives import portable_projection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.estimate_classes import estimate_classes
+from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
 from cutefce.ops.sampling.portable import dense_windows
 from cutefce.ops.sampling.random_bits import random_bits, row_states, strata_draws
 from cutefce.ops.sampling.samples import Samples, Sampling
@@ -119,7 +119,7 @@ def test_estimates_are_of_frequent_targets_and_of_drawn_classes(
         assert chosen.classes[:4].tolist() == [2, 3, 20, 39]
         drawn_classes.append(chosen.classes[4:])
         assert bool((drawn_classes[-1].diff() > 0).all())
-        frequent, drawn = chosen.places(Targets(y, total, options))
+        frequent, drawn = target_places(chosen, Targets(y, total, options))
         assert frequent.tolist() == [3, 2, 2, 3, 3, 0, -1, -1, 1, 1]
         assert all(at < 0 or drawn_classes[-1][at] == c for at, c in zip(drawn, y, strict=True))
         ignored = LossOptions(ignore_index=-1000)

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels import spec
+from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.estimate_classes import (
+    EstimateClasses,
+    estimate_classes,
+    target_places,
+)
 from cutefce.ops.sampling.random_bits import COLUMN, _mix_, _signed, row_states
+from cutefce.ops.sampling.samples import Sampling
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]
 MASK = 0xFFFFFFFF
@@ -22,6 +30,22 @@ def packed(index: Tensor, value: Tensor) -> Tensor:
 def unpacked(entries: Tensor) -> tuple[Tensor, Tensor]:
     """Return indices and values of entries."""
     return entries >> 32, (entries & MASK).to(torch.int32).view(torch.float32)
+
+
+def choose_classes(kernel: spec.ChooseClassesSpec, index: Tensor, *arguments: Any) -> None:
+    """Do what the portable path does; `ignored` is the last argument of the choice."""
+    if kernel.step == "choose":
+        seed, classes, counts, frequent, first, ignored = arguments
+        options = LossOptions(ignore_index=ignored)
+        targets = Targets(index, len(counts), options, first=first)
+        chosen = estimate_classes(targets, Sampling(seed, 16, index, len(counts)))
+        assert chosen.frequent == frequent
+        classes[:] = chosen.classes
+        return
+    classes, of_frequent, of_drawn, frequent, first = arguments
+    targets = Targets(index, 1, LossOptions(), first=first)
+    places = target_places(EstimateClasses(classes, frequent), targets)
+    of_frequent[:], of_drawn[:] = places
 
 
 def prepare_samples(kernel: spec.PrepareSamplesSpec, *arguments: Any) -> None:
