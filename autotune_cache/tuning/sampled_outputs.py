@@ -103,7 +103,8 @@ def estimates(inputs: LossInputs[Any, Any]) -> tuple[Tensor, Tensor]:
     for rows in (w[:half], w[len(w) - half :]):
         part = Targets(none, half, targets.options)
         partials.append(projection.project_exp(h, rows, (0, half), logit, part))
-    return classes.double(), projection.estimate_lse(*partials, 2.0, logit)
+    frequent, drawn = partials
+    return classes.double(), projection.estimate_lse(frequent, drawn, 2.0, logit)
 
 
 def _with_low_estimates(inputs: LossInputs[Any, Any]) -> LossInputs[Any, Any]:
