@@ -141,9 +141,8 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
         results |= {"sampled loss": CheckedOutput(loss, 1)} | _gradients(" of samples", dx, dw)
         entries = sampled_outputs.entries_of_few(inputs)
         results["sampled entries"] = CheckedOutput(entries, sampled_outputs.FLIPS)
-        classes, estimate = sampled_outputs.estimates(inputs)
-        results["classes of the estimate"] = CheckedOutput(classes, 1)
-        results["estimated log-sum-exps"] = CheckedOutput(estimate, 1, floor=1.0)
+        for name, values in sampled_outputs.estimates(inputs).items():
+            results[name] = CheckedOutput(values, 1, floor=1.0)
     return results
 
 

@@ -88,7 +88,7 @@ def entries_of_few(inputs: LossInputs[Any, Any]) -> Tensor:
     return torch.stack([is_entry.sum().double(), places.double()])
 
 
-def estimates(inputs: LossInputs[Any, Any]) -> tuple[Tensor, Tensor]:
+def estimates(inputs: LossInputs[Any, Any]) -> dict[str, Tensor]:
     """Return the classes of an estimate and the places of targets, and an estimate of lse (N,).
 
     The classes are of a large vocabulary; the estimate is of all classes, of which half count more.
@@ -104,7 +104,8 @@ def estimates(inputs: LossInputs[Any, Any]) -> tuple[Tensor, Tensor]:
         part = Targets(none, half, targets.options)
         partials.append(projection.project_exp(h, rows, (0, half), logit, part))
     frequent, drawn = partials
-    return classes.double(), projection.estimate_lse(frequent, drawn, 2.0, logit)
+    estimate = projection.estimate_lse(frequent, drawn, 2.0, logit)
+    return {"classes of the estimate": classes.double(), "estimated log-sum-exps": estimate}
 
 
 def _with_low_estimates(inputs: LossInputs[Any, Any]) -> LossInputs[Any, Any]:

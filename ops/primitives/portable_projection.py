@@ -36,12 +36,12 @@ from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets, sum_dtype
-from cutefce.ops.sampling.estimate_classes import (
-    EstimateClasses,
-    estimate_classes,
-    target_places,
+from cutefce.ops.sampling.portable import (
+    PortableSamplingSteps,
+    TileSampler,
+    dense_windows,
+    sparse_windows,
 )
-from cutefce.ops.sampling.portable import TileSampler, dense_windows, sparse_windows
 from cutefce.ops.sampling.samples import Samples, Sampling
 
 
@@ -69,7 +69,7 @@ class PartialSums:
         return PartialSums(self.sums[:, parts], self.references[:, parts], more)
 
 
-class PortableProjection(SoftTargetSteps):
+class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
     """`cutefce.ops.primitives.interface.Projection` for any device."""
 
     def __init__(self, tiles: PortableTiles) -> None:
@@ -115,30 +115,6 @@ class PortableProjection(SoftTargetSteps):
             self._project_tiles(h, w, (middle, last), reference, targets, None, rest)
         return partial
 
-    def choose_classes(self, targets: Targets, sampling: Sampling) -> EstimateClasses:
-        return estimate_classes(targets, sampling)
-
-    def target_places(self, chosen: EstimateClasses, targets: Targets) -> tuple[Tensor, Tensor]:
-        return target_places(chosen, targets)
-
-    def class_rows(self, x: Tensor, classes: Tensor) -> Tensor:
-        return x.index_select(0, classes)
-
-    def share(self, count: int) -> slice:
-        return slice(0, count)
-
-    def estimate_lse(
-        self,
-        frequent: PartialSums | None,
-        drawn: PartialSums,
-        log_ratio: float,
-        target_logit: Tensor,
-    ) -> Tensor:
-        terms = [target_logit[:, None], drawn.sums.log() + (drawn.references + log_ratio)]
-        if frequent is not None:
-            terms.append(frequent.sums.log() + frequent.references)
-        return torch.cat(terms, 1).logsumexp(1)
-
     def sample(
         self,
         h: Tensor,
@@ -154,18 +130,6 @@ class PortableProjection(SoftTargetSteps):
         exps = reference.new_empty(min(h.shape[0], self.tiles.tile_rows), width)
         self._project_tiles(h, w, (0, vocab), reference, targets, exps, partial, sampler)
         return partial, sampler.samples()
-
-    def finish_samples(
-        self,
-        samples: Samples,
-        h: Tensor,
-        w: Tensor,
-        stats: RowStats,
-        targets: Targets,
-        sampling: Sampling,
-    ) -> None:
-        factor = (samples.estimate - stats.reference).exp().div_(sampling.samples)
-        samples.exps.mul_(factor[:, None])
 
     def sampled_exps(
         self,
