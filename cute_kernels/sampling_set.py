@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.spec import (
+    ChooseClassesSpec,
     ListSamplesSpec,
     PrepareSamplesSpec,
     ProjectExpSpec,
@@ -16,9 +17,15 @@ from cutefce.cute_kernels.spec import (
 class SamplingKernels(NamedTuple):
     """What a call with sampled gradients launches beside the kernels of exact statistics."""
 
+    choose_classes: ChooseClassesSpec
+    """The classes of the estimates of lse."""
+    place_targets: ChooseClassesSpec
+    estimate: PrepareSamplesSpec
+    """The estimates of lse."""
     prepare: PrepareSamplesSpec
     project_exp: ProjectExpSpec
     """Row sums, and the entries."""
+    prepare_again: PrepareSamplesSpec
     sort: SortSamplesSpec
     list_classes: ListSamplesSpec
     """The lists of dW."""
@@ -39,8 +46,12 @@ def sampling_kernels(
     config = arch.sampling_config(row_sums.config, tokens)
     size = next(size for size in SORT_SIZES if slots <= size)
     return SamplingKernels(
-        prepare=PrepareSamplesSpec(name),
+        choose_classes=ChooseClassesSpec(name, "choose"),
+        place_targets=ChooseClassesSpec(name, "place"),
+        estimate=PrepareSamplesSpec(name, "estimate"),
+        prepare=PrepareSamplesSpec(name, "first"),
         project_exp=dataclasses.replace(row_sums, config=config, samples=True),
+        prepare_again=PrepareSamplesSpec(name, "again"),
         sort=SortSamplesSpec(name, size, row_sums.transform.softcap),
         list_classes=ListSamplesSpec(name),
         # the fastest on an H200; 1024 features of 8192 tokens are 16 MiB

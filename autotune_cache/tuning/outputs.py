@@ -144,6 +144,8 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
         results["sampled entries"] = CheckedOutput(entries, sampled_outputs.FLIPS)
         for name, x in divergence_outputs(primitives, case.h, case.problem.arch).items():
             results[name] = CheckedOutput(x, 1, floor=FLOOR, relative_to_row=True)
+        for name, values in sampled_outputs.estimates(inputs).items():
+            results[name] = CheckedOutput(values, 1, floor=1.0)
     return results
 
 

@@ -18,6 +18,8 @@ from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.ops.planning.sample_sizes import slots
 from cutefce.ops.primitives.cute_projection import CuteProjection
+from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.interface import SamplingProjection
 from cutefce.ops.sampling.kernels import KernelSamples
 from cutefce.ops.sampling.samples import Sampling
 from cutefce.ops.strategies import sampled, windows
@@ -26,7 +28,8 @@ from cutefce.ops.strategies.loss_inputs import LossInputs
 ALL, FEW = 1 << 24, 64
 """Samples with which all entries are kept, and few."""
 LOW = 10.0
-"""Nats by which some estimates are too low, so that their tokens are sampled again."""
+"""Nats by which some estimates are too low: lse decides, and tokens overflow of few samples."""
+MANY_CLASSES = 20_000
 FLIPS = 1 << 11
 """Float32 roundings of an entry in 32: that many may be kept or not by rounding of logits."""
 
@@ -65,8 +68,7 @@ def gradients_of_all(
     if not isinstance(inputs.primitives.projection, CuteProjection):
         loss, stats = windows.forward(inputs)
         return loss, windows.backward(inputs, stats, (), upstream, window, True, dw), dw
-    projection = cast(Any, _LowEstimates(inputs.primitives.projection))
-    inputs = replace(inputs, primitives=replace(inputs.primitives, projection=projection))
+    inputs = _with_low_estimates(inputs)
     loss, stats, samples = sampled.forward(inputs, _sampling(inputs, ALL))
     assert isinstance(samples, KernelSamples)
     return loss, sampled.backward(inputs, stats, samples, upstream, True, dw, None), dw
@@ -74,6 +76,8 @@ def gradients_of_all(
 
 def entries_of_few(inputs: LossInputs[Any, Any]) -> Tensor:
     """Return (2,) float64: how many entries are kept, and Σ of their columns over V."""
+    if isinstance(inputs.primitives.projection, CuteProjection):
+        inputs = _with_low_estimates(inputs)
     _, _, samples = sampled.forward(inputs, _sampling(inputs, FEW))
     if isinstance(samples, KernelSamples):
         columns, counts = samples.entries >> 32, samples.counts
@@ -82,6 +86,32 @@ def entries_of_few(inputs: LossInputs[Any, Any]) -> Tensor:
     is_entry = torch.arange(columns.shape[1], device=counts.device) < counts[:, None]
     places = torch.where(is_entry, columns, 0).sum() / len(inputs.w)
     return torch.stack([is_entry.sum().double(), places.double()])
+
+
+def estimates(inputs: LossInputs[Any, Any]) -> dict[str, Tensor]:
+    """Return the classes of an estimate and the places of targets, and an estimate of lse (N,).
+
+    The classes are of a large vocabulary; the estimate is of all classes, of which half count more.
+    """
+    h, w, targets = inputs.h, inputs.w, inputs.targets
+    projection = cast(SamplingProjection[Any], inputs.primitives.projection)
+    sampling, half = replace(_sampling(inputs, FEW), vocab=MANY_CLASSES), (len(w) + 1) // 2
+    chosen = projection.choose_classes(targets, sampling)
+    classes = torch.cat([chosen.classes, *projection.target_places(chosen, targets)])
+    logit, none = projection.target_logit(h, w, targets), torch.full_like(targets.index, -1)
+    partials = []
+    for rows in (w[:half], w[len(w) - half :]):
+        part = Targets(none, half, targets.options)
+        partials.append(projection.project_exp(h, rows, (0, half), logit, part))
+    frequent, drawn = partials
+    estimate = projection.estimate_lse(frequent, drawn, 2.0, logit)
+    return {"classes of the estimate": classes.double(), "estimated log-sum-exps": estimate}
+
+
+def _with_low_estimates(inputs: LossInputs[Any, Any]) -> LossInputs[Any, Any]:
+    own = cast(CuteProjection, inputs.primitives.projection)
+    projection = cast(Any, _LowEstimates(own))
+    return replace(inputs, primitives=replace(inputs.primitives, projection=projection))
 
 
 def _sampling(inputs: LossInputs[Any, Any], samples: int) -> Sampling:

@@ -11,6 +11,9 @@ where a hash of the seed, the row and the column decides: all arithmetic modulo 
 
 compared as float32.  So the entries depend on no tiling, and target columns have none: their logit
 is masked.  Entries are appended to their row in any order, which `sampling.sort_samples` removes.
+
+Where l̂ is found to be far too low, lse takes its place.  Fewer entries are kept then, all of them
+among those that were: a column's x_iv is the same, and only its q_iv is less.
 """
 
 from typing import Any, NamedTuple
@@ -26,8 +29,8 @@ from cutefce.cute_kernels.common.logit_transform import softcap_derivative
 ROW_FACTOR, COLUMN_FACTOR = 0x9E3779B1, 0x85EBCA77
 MIX_FACTORS = 0x7FEB352D, 0x846CA68B
 HASH_BITS = 32
-GROUP = 8
-"""Columns that are decided on before any is appended, so that their hashes overlap."""
+WORD, GROUP = 32, 8
+"""Columns of a word of decisions, and of those that are looked at together for entries."""
 
 
 class Samples(NamedTuple):
@@ -43,6 +46,10 @@ class Samples(NamedTuple):
     """(N, K) int64: u_iv in the lower 32 bits as float32, and v above, in the weight's rows."""
     shard_start: Int32
     """Vocabulary entry of the weight's first row: v of the hash is counted from it."""
+    order: cute.Tensor
+    """(N,) int64"""
+    maps: Int32
+    """Whether row i of the launch is row `order`_i of the fields above."""
 
 
 def samples_argument(kernel: spec.ProjectExpSpec, tokens: Any) -> Samples | None:
@@ -50,7 +57,8 @@ def samples_argument(kernel: spec.ProjectExpSpec, tokens: Any) -> Samples | None
     if not kernel.samples:
         return None
     vectors = vector(Float32, tokens), vector(Int32, tokens), vector(Int32, tokens)
-    return Samples(*vectors, matrix(Int64, tokens, cute.sym_int(), aligned=False), Int32(0))
+    entries = matrix(Int64, tokens, cute.sym_int(), aligned=False)
+    return Samples(*vectors, entries, Int32(0), vector(Int64, tokens), Int32(0))
 
 
 @cute.jit
@@ -63,45 +71,98 @@ def mix(x: Uint32) -> Uint32:
     return x ^ (x >> 16)
 
 
-@cute.jit
-def sample_row(
-    u: cute.Tensor, samples: Any, row: Int32, column: Int32, offsets: Any, scale: Any = None
-) -> None:
-    """Append what is kept of logits u of one row, whose columns are `column` + `offsets`.
+class RowEntries(NamedTuple):
+    """The entries of a row among a thread's columns, of which `place_entries` knows the places."""
 
-    `scale` is κ of the row with a softcap, else None.  The entry's place is asked for when it is
-    found and used at the next one: an atomic operation takes as long as many columns.
+    kept: cute.Tensor
+    """(columns / 32,) Uint32 in registers: a bit a column."""
+    row: Int32
+    column: Int32
+    """The first column's."""
+    place: Int32
+    """The first entry's."""
+
+
+@cute.jit
+def place_entries(
+    u: cute.Tensor,
+    samples: Samples,
+    launch_row: Any,
+    column: Int32,
+    offsets: Any,
+    scale: Any = None,
+) -> RowEntries:
+    """Find what is kept of logits u of one row, whose columns are `column` + `offsets`.
+
+    `launch_row` is the row, and whether it counts; `scale` its κ with a softcap, else None.  The
+    places come from one atomic operation, which takes as long as many columns: the entries of
+    another row may be found before `append_entries`.
     """
-    capacity = samples.entries.shape[1]
-    threshold, row_hash = samples.threshold[row], Uint32(samples.row_hash[row])
-    if samples.counts[row] > capacity:
-        threshold = Float32.inf  # the row is done without samples
-    first = Uint32(column + samples.shard_start) * Uint32(COLUMN_FACTOR)
-    counter, slots = samples.counts.iterator + row, samples.entries[row, None]
-    place, entry = Int32(-1), Int64(0)
-    inverse_scale = None
+    row, counts = launch_row
+    columns = cute.size(u)
+    kept = cute.make_rmem_tensor(((columns + WORD - 1) // WORD,), Uint32)
+    kept.fill(Uint32(0))
+    place, inverse_scale = Int32(0), None
     if cutlass.const_expr(scale is not None):
         inverse_scale = cute.arch.rcp_approx(scale)
-    for start in cutlass.range_constexpr(0, cute.size(u), GROUP):
-        kept = Uint32(0)
-        for i in cutlass.range_constexpr(start, min(start + GROUP, cute.size(u))):
-            x = mix((first + Uint32(offsets[i] * COLUMN_FACTOR % (1 << 32))) ^ row_hash)
-            limit = exp2(u[i] * LOG2_E - threshold)
-            if cutlass.const_expr(inverse_scale is not None):
-                limit *= softcap_derivative(u[i], inverse_scale)
-            if Float32(x) < limit:
-                kept = kept | Uint32(1 << (i - start))
-        if kept != 0:
-            for i in cutlass.range_constexpr(start, min(start + GROUP, cute.size(u))):
-                if kept & Uint32(1 << (i - start)) != 0:
-                    if place >= 0 and place < capacity:
-                        slots[place] = entry
-                    if place >= capacity:
-                        threshold = Float32.inf
-                    place = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
-                    entry = pack(column + offsets[i], u[i])
-    if place >= 0 and place < capacity:
-        slots[place] = entry
+    if counts:
+        if samples.maps != 0:
+            row = Int32(samples.order[row])
+        threshold, row_hash = samples.threshold[row], Uint32(samples.row_hash[row])
+        if samples.counts[row] > samples.entries.shape[1]:
+            threshold = Float32.inf  # the row is done without samples
+        first, number = Uint32(column + samples.shard_start) * Uint32(COLUMN_FACTOR), Int32(0)
+        for start in cutlass.range_constexpr(0, columns, WORD):
+            word = Uint32(0)
+            for i in cutlass.range_constexpr(start, min(start + WORD, columns)):
+                x = mix((first + Uint32(offsets[i] * COLUMN_FACTOR % (1 << 32))) ^ row_hash)
+                if is_kept(x, u[i], threshold, inverse_scale):
+                    word = word | Uint32(1 << (i - start))
+            kept[start // WORD] = word
+            number += Int32(cute.arch.popc(word))
+        if number > 0:
+            counter = samples.counts.iterator + row
+            place = Int32(cute.arch.atomic_add(counter, number, sem="relaxed", scope="gpu"))
+    return RowEntries(kept, row, column, place)
+
+
+@cute.jit
+def append_entries(u: cute.Tensor, samples: Samples, entries: RowEntries, offsets: Any) -> None:
+    """Write the entries of a row to their places, as far as there are such."""
+    slots, place = samples.entries[entries.row, None], entries.place
+    columns, capacity = cute.size(u), samples.entries.shape[1]
+    for start in cutlass.range_constexpr(0, columns, GROUP):
+        word = entries.kept[start // WORD] >> (start % WORD)
+        if word & Uint32((1 << GROUP) - 1) != 0:
+            for i in cutlass.range_constexpr(start, min(start + GROUP, columns)):
+                if word & Uint32(1 << (i - start)) != 0:
+                    if place < capacity:
+                        slots[place] = pack(entries.column + offsets[i], u[i])
+                    place += 1
+
+
+@cute.jit
+def final_threshold(threshold: Float32, lse: Float32, numbers: Any) -> Float32:
+    """Return the threshold that decides in the end, of lse in units of ln 2.
+
+    It is `threshold` unless lse is above its estimate by more than `numbers`_1; `numbers`_0 is
+    log2 samples.
+    """
+    log2_samples, most = numbers
+    exact = lse - log2_samples - HASH_BITS
+    result = threshold
+    if exact > threshold + most:
+        result = exact
+    return result
+
+
+@cute.jit
+def is_kept(x: Uint32, u: Float32, threshold: Float32, inverse_scale: Any) -> Any:
+    """Return whether the column with hash x and logit u is kept; with a softcap, of 1/κ."""
+    limit = exp2(u * LOG2_E - threshold)
+    if cutlass.const_expr(inverse_scale is not None):
+        limit *= softcap_derivative(u, inverse_scale)
+    return Float32(x) < limit
 
 
 @cute.jit

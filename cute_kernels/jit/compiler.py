@@ -36,6 +36,7 @@ MODULES: dict[type, str] = {
     spec.SortTargetsSpec: "rowwise.sort_targets",
     spec.AddTargetsSpec: "rowwise.add_targets",
     spec.DivergenceRowsSpec: "divergence.rows",
+    spec.ChooseClassesSpec: "sampling.choose_classes",
     spec.PrepareSamplesSpec: "sampling.prepare_samples",
     spec.SortSamplesSpec: "sampling.sort_samples",
     spec.ListSamplesSpec: "sampling.list_samples",

@@ -1,4 +1,8 @@
-"""Thresholds, hashes and counters of the rows to sample, from an estimate of their log-sum-exp."""
+"""Thresholds, hashes and counters of the rows to sample.
+
+Those of all rows come from an estimate of their log-sum-exp, which is made of sums over some
+columns; those of rows that are sampled again from the log-sum-exp itself.
+"""
 
 from typing import Any
 
@@ -17,78 +21,165 @@ from cutefce.cute_kernels.common.dsl import (
     vector,
 )
 from cutefce.cute_kernels.common.row_reductions import finite
-from cutefce.cute_kernels.common.sampling import HASH_BITS, ROW_FACTOR, mix
+from cutefce.cute_kernels.common.sampling import HASH_BITS, ROW_FACTOR, final_threshold, mix
 
 THREADS = 128
 
 
-def compile_signature(_: spec.PrepareSamplesSpec) -> tuple[Any, tuple[Any, ...]]:
-    """Return the host function and the arguments to compile it for."""
+def compile_signature(kernel: spec.PrepareSamplesSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function of a step and the arguments to compile it for."""
     rows = cute.sym_int()
-    partials = matrix(Float32, rows, cute.sym_int(), aligned=False)
-    given = partials, vector(Float32, rows), vector(Int64, rows), vector(Int32, 2)
-    results = vector(Float32, rows), vector(Int32, rows), vector(Int32, rows)
-    numbers = Float32(0.0), Float32(0.0), Int32(0)
-    return prepare_samples, (*given, *results, *numbers, current_stream())
+    reference, order = vector(Float32, rows), vector(Int64, rows)
+    threshold, counts = vector(Float32, rows), vector(Int32, rows)
+    if kernel.step == "estimate":
+        partials = (matrix(Float32, rows, cute.sym_int(), aligned=False) for _ in range(2))
+        vectors = reference, vector(Float32, rows)
+        return estimate_lse, (*partials, *vectors, Float32(0.0), Int32(0), current_stream())
+    if kernel.step == "first":
+        results = threshold, vector(Int32, rows), counts
+        own = *results, Float32(0.0), Int32(0), current_stream()
+        return prepare_samples, (reference, order, vector(Int32, 2), *own)
+    given = order, vector(Int32, 1), reference, vector(Float32, rows)
+    results = threshold, counts, vector(Float32, rows)
+    return prepare_again, (*given, *results, Float32(0.0), Float32(0.0), current_stream())
+
+
+@cute.jit
+def estimate_lse(
+    partials: cute.Tensor,
+    drawn: cute.Tensor,
+    reference: cute.Tensor,
+    estimate: cute.Tensor,
+    log2_ratio: Float32,
+    only_drawn: Int32,
+    stream: Any,
+) -> None:
+    """Write the estimates of lse (N,): +inf for ignored rows.
+
+    `partials` (N, P) and `drawn` (N, Q) are log2 sums of exponentials relative to the target's
+    logit `reference` (N,), over columns that count once and over those that count 2^log2_ratio
+    times; `only_drawn` leaves out the first.
+    """
+    blocks = (reference.shape[0] + THREADS - 1) // THREADS
+    numbers = log2_ratio, only_drawn
+    estimate_kernel(partials, drawn, reference, estimate, numbers).launch(
+        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
+    )
+
+
+@cute.kernel
+def estimate_kernel(
+    partials: cute.Tensor,
+    drawn: cute.Tensor,
+    reference: cute.Tensor,
+    estimate: cute.Tensor,
+    numbers: Any,
+) -> None:
+    """Estimate the lse of one row a thread."""
+    log2_ratio, only_drawn = numbers
+    pdl_wait()
+    row = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+    if row < reference.shape[0]:
+        count = partials.shape[1]
+        if only_drawn != 0:
+            count = Int32(0)
+        largest = Float32(0.0)  # the target's own exponential
+        for i in cutlass.range(count, unroll=4):
+            largest = cute.arch.fmax(largest, partials[row, i])
+        for i in cutlass.range(drawn.shape[1], unroll=4):
+            largest = cute.arch.fmax(largest, drawn[row, i] + log2_ratio)
+        total = exp2(-largest)
+        for i in cutlass.range(count, unroll=4):
+            total += exp2(partials[row, i] - finite(largest))
+        for i in cutlass.range(drawn.shape[1], unroll=4):
+            total += exp2(drawn[row, i] + log2_ratio - finite(largest))
+        result = largest + cute.math.log2(total, fastmath=True)
+        result = reference[row] + result * Float32(1.0 / LOG2_E)
+        if reference[row] == Float32.inf:
+            result = Float32.inf  # ignored
+        estimate[row] = result
 
 
 @cute.jit
 def prepare_samples(
-    partials: cute.Tensor,
-    reference: cute.Tensor,
+    estimate: cute.Tensor,
     order: cute.Tensor,
     seed: cute.Tensor,
     threshold: cute.Tensor,
     row_hash: cute.Tensor,
     counts: cute.Tensor,
-    log2_ratio: Float32,
     log2_samples: Float32,
     selects: Int32,
     stream: Any,
 ) -> None:
     """Write threshold, row_hash and zero counts (N,), see `common.sampling.Samples`.
 
-    `partials` (N, P) are log2 sums of exponentials over drawn columns, relative to the target's
-    logit `reference` (N,); 2^log2_ratio is the number of columns over that of drawn ones.  With
-    `selects`, row i is token `order`_i of the call.  More than eight parameters: each is one
-    argument that the host passes by position.
+    `estimate` (N,) is of lse, +inf for no entries.  With `selects`, row i is token `order`_i of the
+    call.  Each parameter is one argument that the host passes by position.
     """
-    blocks = (reference.shape[0] + THREADS - 1) // THREADS
-    results, numbers = (threshold, row_hash, counts), (log2_ratio, log2_samples, selects)
-    prepare_samples_kernel(partials, reference, order, seed, results, numbers).launch(
+    blocks = (estimate.shape[0] + THREADS - 1) // THREADS
+    rows = estimate, order, threshold, row_hash, counts
+    prepare_samples_kernel(rows, seed, log2_samples, selects).launch(
         grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
     )
 
 
 @cute.kernel
 def prepare_samples_kernel(
-    partials: cute.Tensor,
-    reference: cute.Tensor,
-    order: cute.Tensor,
-    seed: cute.Tensor,
-    results: Any,
-    numbers: Any,
+    rows: Any, seed: cute.Tensor, log2_samples: Float32, selects: Int32
 ) -> None:
     """Prepare one row a thread."""
-    (threshold, row_hash, counts), (log2_ratio, log2_samples, selects) = results, numbers
+    estimate, order, threshold, row_hash, counts = rows
     pdl_wait()
     row = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
-    if row < reference.shape[0]:
+    if row < estimate.shape[0]:
         token = Int64(row)
         if selects != 0:
             token = order[row]
-        largest = Float32(0.0)  # the target's own exponential
-        for i in cutlass.range(partials.shape[1], unroll=4):
-            largest = cute.arch.fmax(largest, partials[row, i] + log2_ratio)
-        total = exp2(-largest)
-        for i in cutlass.range(partials.shape[1], unroll=4):
-            total += exp2(partials[row, i] + log2_ratio - finite(largest))
-        target_logit = reference[row]
-        estimate = target_logit * LOG2_E + largest + cute.math.log2(total, fastmath=True)
-        result = estimate - log2_samples - HASH_BITS
-        if target_logit == Float32.inf:
-            result = Float32.inf  # ignored
-        threshold[row] = result
+        threshold[row] = estimate[row] * LOG2_E - log2_samples - HASH_BITS
         x = mix(Uint32(seed[0]) ^ (Uint32(Int32(token)) * Uint32(ROW_FACTOR)))
         row_hash[row] = Int32(x ^ Uint32(seed[1]))
         counts[row] = Int32(0)
+
+
+@cute.jit
+def prepare_again(
+    order: cute.Tensor,
+    count: cute.Tensor,
+    reference: cute.Tensor,
+    sum_exp: cute.Tensor,
+    threshold: cute.Tensor,
+    counts: cute.Tensor,
+    own_reference: cute.Tensor,
+    log2_samples: Float32,
+    most: Float32,
+    stream: Any,
+) -> None:
+    """Write what the rows `order`_i (N,), i < `count` (1,), are sampled with again.
+
+    Their `threshold` (N,) becomes the final one of lse = ρ + log `sum_exp`, their `counts` (N,) 0.
+    `own_reference` (N,) receives their `reference` ρ in this order, +inf beyond `count`.  Each
+    parameter is one argument that the host passes by position.
+    """
+    blocks = (order.shape[0] + THREADS - 1) // THREADS
+    rows = reference, sum_exp, threshold, counts, own_reference
+    prepare_again_kernel(order, count, rows, (log2_samples, most)).launch(
+        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
+    )
+
+
+@cute.kernel
+def prepare_again_kernel(order: cute.Tensor, count: cute.Tensor, rows: Any, numbers: Any) -> None:
+    """Prepare one row a thread."""
+    reference, sum_exp, threshold, counts, own_reference = rows
+    pdl_wait()
+    index = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+    if index < order.shape[0]:
+        own = Float32.inf
+        if index < count[0]:
+            row = order[index]
+            own = reference[row]
+            lse = own * LOG2_E + cute.math.log2(sum_exp[row], fastmath=True)
+            threshold[row] = final_threshold(threshold[row], lse, numbers)
+            counts[row] = Int32(0)
+        own_reference[index] = own

@@ -1,10 +1,13 @@
-"""The entries that `project_exp` has sampled, in the order of columns, with their values."""
+"""The entries that `project_exp` has sampled, in the order of columns, with their values.
+
+Those of rows whose estimate of lse was far too low are decided on again, with lse.
+"""
 
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
@@ -18,16 +21,29 @@ from cutefce.cute_kernels.common.dsl import (
     vector,
 )
 from cutefce.cute_kernels.common.logit_transform import softcap_derivative
-from cutefce.cute_kernels.common.sampling import HASH_BITS, column_of, number_of, pack
+from cutefce.cute_kernels.common.sampling import (
+    COLUMN_FACTOR,
+    HASH_BITS,
+    column_of,
+    final_threshold,
+    is_kept,
+    mix,
+    number_of,
+    pack,
+)
+
+LAST = (1 << 63) - 1
+"""What is no entry is sorted to the end."""
 
 
 def compile_signature(kernel: spec.SortSamplesSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and the arguments to compile it for."""
     rows = cute.sym_int()
-    entries = matrix(Int64, rows, cute.sym_int(), aligned=False)
-    vectors = vector(Int32, rows), vector(Float32, rows), vector(Float32, rows)
+    entries, counts = matrix(Int64, rows, cute.sym_int(), aligned=False), vector(Int32, rows)
+    vectors = (vector(dtype, rows) for dtype in (Float32, Int32, Float32, Float32))
     row_scale = vector(Float32, rows) if kernel.softcap else None
-    return SortSamples(kernel), (entries, *vectors, row_scale, current_stream())
+    numbers = Float32(0.0), Float32(0.0), Int32(0), current_stream()
+    return SortSamples(kernel), (entries, counts, *vectors, row_scale, *numbers)
 
 
 class SortSamples:
@@ -43,59 +59,73 @@ class SortSamples:
         entries: cute.Tensor,
         counts: cute.Tensor,
         threshold: cute.Tensor,
+        row_hash: cute.Tensor,
         reference: cute.Tensor,
+        sum_exp: cute.Tensor,
         row_scale: cute.Tensor | None,
+        log2_samples: Float32,
+        most: Float32,
+        shard_start: Int32,
         stream: Any,
     ) -> None:
         """Sort entries (N, K) by column, and put e/q in the place of u.
 
         e = exp(u - ρ) with `reference` ρ (N,), with softcap times 1 - (u/κ)², with `row_scale`
-        κ (N,); q is 1 or e over what `threshold` (N,) says.  Of a row with more than K entries,
-        `counts` (N,) becomes -1; K is at most the spec's size.
+        κ (N,); q is 1 or e over what the final threshold says, see `common.sampling`, for the
+        estimates `threshold` (N,) and lse = ρ + log `sum_exp`.  Of a row with more than K entries,
+        `counts` (N,) becomes -1; K is at most the spec's size.  Each parameter is one argument that
+        the host passes by position.
         """
-        self.kernel(entries, counts, threshold, reference, row_scale).launch(
+        rows = entries, counts, threshold, row_hash, reference, sum_exp, row_scale
+        self.kernel(rows, (log2_samples, most), shard_start).launch(
             grid=[counts.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, **USE_PDL
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        entries: cute.Tensor,
-        counts: cute.Tensor,
-        threshold: cute.Tensor,
-        reference: cute.Tensor,
-        row_scale: Any,
-    ) -> None:
+    def kernel(self, rows: Any, numbers: Any, shard_start: Int32) -> None:
         """Sort one row a block."""
+        entries, counts, threshold, row_hash, reference, sum_exp, row_scale = rows
         smem = SmemAllocator()
         sorted_entries = smem.allocate_tensor(Int64, cute.make_layout(self.size), 16)
+        kept_count = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
         thread = cute.arch.thread_idx()[0]
+        if thread == 0:
+            kept_count[0] = Int32(0)
         pdl_wait()
         row = cute.arch.block_idx()[0]
         slots, count = entries[row, None], counts[row]
+        cute.arch.sync_threads()  # all have read the count
         if count > entries.shape[1]:
-            cute.arch.sync_threads()  # all have read the count
             if thread == 0:
                 counts[row] = Int32(-1)
         elif count > 0:
-            least, base = threshold[row] + HASH_BITS, reference[row] * LOG2_E
-            inverse_scale = Float32(0.0)
+            base = reference[row] * LOG2_E
+            lse = base + cute.math.log2(sum_exp[row], fastmath=True)
+            final = final_threshold(threshold[row], lse, numbers)
+            least, inverse_scale = exp2(final + HASH_BITS - base), None
             if cutlass.const_expr(row_scale is not None):
                 inverse_scale = cute.arch.rcp_approx(row_scale[row])
+            own_kept = Int32(0)
             for i in cutlass.range(thread, self.size, self.threads, unroll=1):
-                entry = Int64((1 << 63) - 1)
+                entry = Int64(LAST)
                 if i < count:
-                    entry = slots[i]
-                    u = number_of(entry)
-                    value = exp2(u * LOG2_E - base)
-                    if cutlass.const_expr(row_scale is not None):
-                        value *= softcap_derivative(u, inverse_scale)
-                    value = cute.arch.fmax(value, exp2(least - base))
-                    entry = pack(column_of(entry), value)
+                    column, u = column_of(slots[i]), number_of(slots[i])
+                    key = Uint32(column + shard_start) * Uint32(COLUMN_FACTOR)
+                    if is_kept(mix(key ^ Uint32(row_hash[row])), u, final, inverse_scale):
+                        value = exp2(u * LOG2_E - base)
+                        if cutlass.const_expr(row_scale is not None):
+                            value *= softcap_derivative(u, inverse_scale)
+                        entry = pack(column, cute.arch.fmax(value, least))
+                        own_kept += 1
                 sorted_entries[i] = entry
+            if own_kept > 0:
+                cute.arch.atomic_add(kept_count.iterator, own_kept, sem="relaxed", scope="cta")
             self.sort(sorted_entries, thread, count)
-            for i in cutlass.range(thread, count, self.threads, unroll=1):
+            kept = kept_count[0]
+            for i in cutlass.range(thread, kept, self.threads, unroll=1):
                 slots[i] = sorted_entries[i]
+            if thread == 0:
+                counts[row] = kept
 
     @cute.jit
     def sort(self, entries: cute.Tensor, thread: Int32, count: Int32) -> None:

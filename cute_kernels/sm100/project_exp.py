@@ -32,7 +32,7 @@ from cutefce.cute_kernels.common.online_softmax import (
     uses_poly_exp2,
 )
 from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum
-from cutefce.cute_kernels.common.sampling import Samples, sample_row
+from cutefce.cute_kernels.common.sampling import Samples, append_entries, place_entries
 from cutefce.cute_kernels.schedule.scheduler import (
     RowCount,
     TileScheduler,
@@ -219,12 +219,12 @@ class ProjectExpSm100(MainloopSm100):
                             z, row_max, row_sum, more, config.poly_exp2_per_16
                         )
                     if cutlass.const_expr(rows.samples is not None):
-                        if row < scheduler.rows:
-                            first = rows.first + n_start
-                            capped, offsets = None, range(self.epi_tile_n)
-                            if cutlass.const_expr(self.softcap):
-                                capped = scale
-                            sample_row(z, rows.samples, row, first, offsets, capped)
+                        capped, offsets = None, range(self.epi_tile_n)
+                        if cutlass.const_expr(self.softcap):
+                            capped = scale
+                        launch_row, first = (row, row < scheduler.rows), rows.first + n_start
+                        found = place_entries(z, rows.samples, launch_row, first, offsets, capped)
+                        append_entries(z, rows.samples, found, offsets)
                     if cutlass.const_expr(self.store):
                         buffer = self.store_exps(z, (base, scale), e, m_start, n_start, buffer)
                 state.advance()

@@ -28,7 +28,7 @@ from cutefce.cute_kernels.common.online_softmax import (
     project_exp_arguments,
 )
 from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum, finite
-from cutefce.cute_kernels.common.sampling import Samples, sample_row
+from cutefce.cute_kernels.common.sampling import Samples, append_entries, place_entries
 from cutefce.cute_kernels.schedule.scheduler import (
     RowCount,
     TileScheduler,
@@ -295,14 +295,19 @@ class ProjectExpSm90(MainloopSm90):
     ) -> None:
         """Sample the tile's entries."""
         column = rows.first + n_start + consumer.tCcC[0][1]
+        before: Any = None
         for m_block in cutlass.range_constexpr(self.m_blocks):
             for half in cutlass.range_constexpr(2):
                 row = self.row(consumer.tCcC, m_start, m_block, half)
-                if row < scheduler.rows:
-                    u, scale = consumer.acc[(None, half, None), m_block, 0], None
-                    if cutlass.const_expr(self.softcap):
-                        scale = rows.transform.row_scale[row]
-                    sample_row(u, rows.samples, row, column, self.columns, scale)
+                u, scale = consumer.acc[(None, half, None), m_block, 0], None
+                if cutlass.const_expr(self.softcap):
+                    scale = row_scale(rows.transform, row, scheduler.rows)
+                launch_row = row, row < scheduler.rows
+                found = place_entries(u, rows.samples, launch_row, column, self.columns, scale)
+                if cutlass.const_expr(before is not None):
+                    append_entries(before[0], rows.samples, before[1], self.columns)
+                before = u, found
+        append_entries(before[0], rows.samples, before[1], self.columns)
 
     @cute.jit
     def write_partials(

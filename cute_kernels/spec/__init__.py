@@ -23,6 +23,7 @@ from cutefce.cute_kernels.spec.rowwise import (
     TargetLogitSpec,
 )
 from cutefce.cute_kernels.spec.sampling import (
+    ChooseClassesSpec,
     ListSamplesSpec,
     PrepareSamplesSpec,
     SortSamplesSpec,
@@ -31,6 +32,7 @@ from cutefce.cute_kernels.spec.sampling import (
 
 __all__ = [
     "AddTargetsSpec",
+    "ChooseClassesSpec",
     "ClearRowsSpec",
     "DivergenceRowsSpec",
     "FusedBackwardSpec",
@@ -75,6 +77,7 @@ KernelSpec = (
     | RowCoefficientsSpec
     | SortTargetsSpec
     | AddTargetsSpec
+    | ChooseClassesSpec
     | PrepareSamplesSpec
     | SortSamplesSpec
     | ListSamplesSpec

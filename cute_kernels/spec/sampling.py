@@ -5,10 +5,24 @@ from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True)
+class ChooseClassesSpec:
+    """The classes that log-sum-exps are estimated of."""
+
+    arch: str
+    step: Literal["choose", "place"]
+    """The classes; or where each row's target is among them."""
+
+    MAX_FREQUENT: ClassVar[int] = 4096
+    """Frequent classes, and drawn ones, that there may be."""
+
+
+@dataclass(frozen=True)
 class PrepareSamplesSpec:
     """Thresholds, hashes and counters of the rows whose entries are sampled."""
 
     arch: str
+    step: Literal["estimate", "first", "again"]
+    """Estimates of lse; what they give; or that of rows which are sampled again, with their lse."""
 
 
 @dataclass(frozen=True)

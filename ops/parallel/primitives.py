@@ -12,6 +12,7 @@ from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.estimate_classes import EstimateClasses
 from cutefce.ops.sampling.interface import SamplingProjection
 from cutefce.ops.sampling.samples import Samples, Sampling
 
@@ -71,6 +72,37 @@ class ShardProjection(Generic[PartialT]):
         exps: Tensor | None = None,
     ) -> PartialT:
         return self.own.project_exp(h, w, window, reference, targets, exps)
+
+    def choose_classes(self, targets: Targets, sampling: Sampling) -> EstimateClasses:
+        return cast(SamplingProjection[PartialT], self.own).choose_classes(targets, sampling)
+
+    def target_places(self, chosen: EstimateClasses, targets: Targets) -> tuple[Tensor, Tensor]:
+        return cast(SamplingProjection[PartialT], self.own).target_places(chosen, targets)
+
+    def class_rows(self, x: Tensor, classes: Tensor) -> Tensor:
+        """Return the rows that ranks have: of each, one rank has another one than 0."""
+        place = classes - self.shard.first
+        here = (place >= 0) & (place < len(x))
+        rows = x[place.clamp_(0, len(x) - 1)]
+        rows.masked_fill_(~here.view(-1, *[1] * (x.ndim - 1)), 0)
+        return self.shard.all_reduce_(rows)
+
+    def share(self, count: int) -> slice:
+        rank, ranks = self.shard.rank, len(self.shard.vocab)
+        return slice(count * rank // ranks, count * (rank + 1) // ranks)
+
+    def estimate_lse(
+        self,
+        frequent: PartialT | None,
+        drawn: PartialT,
+        log_ratio: float,
+        target_logit: Tensor,
+    ) -> Tensor:
+        own, gather = cast(SamplingProjection[PartialT], self.own), self.shard.all_gather
+        if frequent is not None:
+            frequent = own.gather_partials(frequent, gather)
+        drawn = own.gather_partials(drawn, gather)
+        return own.estimate_lse(frequent, drawn, log_ratio, target_logit)
 
     def sample(
         self,

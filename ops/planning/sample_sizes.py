@@ -8,7 +8,7 @@ its mean (Bernstein's bound).
 
 from math import ceil, sqrt
 
-from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.integers import round_up
 
 MIN_SAMPLES, MAX_SAMPLES = 16, 4096
 ESTIMATE_COLUMNS = 4096
@@ -29,12 +29,11 @@ def slots(samples: int, vocab: int | None = None) -> int:
     return most if vocab is None else min(most, vocab)
 
 
-def drawn_count(total: int) -> int:
+def estimate_count(total: int) -> int:
     """Return how many of `total` classes log-sum-exps are estimated of."""
     return min(ESTIMATE_COLUMNS, total)
 
 
-def strata(first: int, last: int, total: int) -> tuple[int, int]:
-    """Return which of the strata of `total` classes meet the classes [first, last): [j0, j1)."""
-    count = drawn_count(total)
-    return first * count // total, ceil_div(last * count, total)
+def frequent_count(total: int) -> int:
+    """Return how many of these are the batch's most frequent targets; the others are drawn."""
+    return 0 if estimate_count(total) == total else estimate_count(total) // 2

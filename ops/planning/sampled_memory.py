@@ -1,23 +1,24 @@
 """The workspace of sampled gradients, in the symbols of `memory_model`.
 
-With K slots a token, S drawn columns, R rows and C columns of a tile, and M entries in a window of
-w columns, N·samples·w/V of them where the softmax is flat:
+With K slots a token, S classes of the estimate, R rows and C columns of a tile, and M entries in a
+window of w columns, N·samples·w/V of them where the softmax is flat:
 
     kept      N·(K + 1)·(4 + a)          entries, from the forward to the backward
     forward   R·C·a + 25·B               a tile, and the bits of B of its logits
-              or S·D·e                   drawn rows of the weight
+              or S·D·e                   their rows of the weight
     backward  dX and dW of `memory_model`, N·K for where entries are, 28·M of a window, as much
               again by column, and sums of 256 columns; on a GPU, a window of exponentials N·w·e
 
 Kernels keep 8·N·K from the forward to the backward, and need no window:
 
-    forward   S·D·e                      drawn rows, or
-              8·N·K + N·D·e              entries of tokens that are sampled again, and their rows
+    forward   S·D·e                      rows of the estimate, or
+              N·D·e                      hidden states of tokens that are sampled again
     backward  12·N·(K + 1) + 8·V         lists of dW, or
               N·D·a                      sums of dX, with label smoothing, which also forms dW
                                          beside its memory, some rows at a time
 """
 
+from dataclasses import replace
 from math import sqrt
 
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
@@ -32,7 +33,7 @@ from cutefce.ops.planning.memory_model import (
     shared_sums_bytes,
     with_copies,
 )
-from cutefce.ops.planning.sample_sizes import drawn_count, slots
+from cutefce.ops.planning.sample_sizes import estimate_count, slots
 from cutefce.ops.planning.soft_memory import target_rows_bytes
 from cutefce.ops.planning.step_memory import (
     CONVERTED,
@@ -50,8 +51,8 @@ from cutefce.ops.planning.step_memory import (
 )
 
 INDEX_BYTES = 8
-SAMPLED_AGAIN_BYTES = 64
-"""Bytes of a token's order, target, state and statistics where it may be sampled again."""
+SAMPLED_AGAIN_BYTES = 24
+"""Bytes of a token's target, order and reference where it may be sampled again."""
 CHOICE_BYTES = 21
 """Bytes of a logit while it is chosen, beside its probability: bits, in 32 and in 64, a threshold
 in 64, and the choice."""
@@ -91,13 +92,14 @@ def sampled_bytes(p: Problem, config: WindowConfig) -> int:
 def _kernel_bytes(p: CallProblem, config: WindowConfig) -> int:
     """Return the workspace of sampled gradients on kernels."""
     most, item = slots(p.samples, p.vocab), p.tokens * p.hidden * p.item_bytes
-    samples, saved = (p.tokens + 1) * (8 * most + 8), p.tokens * NUM_STATS * p.accumulator_bytes
+    samples, saved = p.tokens * (8 * most + 12), p.tokens * NUM_STATS * p.accumulator_bytes
     saved += selection_bytes(p) + gathered_bytes(p)
     copy, partial = item * p.selects_rows, p.tokens * partial_bytes(p, config, p.tokens)
-    drawn = drawn_count(p.vocab * p.ranks)
-    gathered = drawn // p.ranks * p.hidden * p.item_bytes * (drawn < p.vocab * p.ranks)
-    again = samples + item + selection_bytes(p) + SAMPLED_AGAIN_BYTES * p.tokens
-    forward = saved + copy + partial + max(gathered, samples + again)
+    drawn = estimate_count(p.vocab * p.ranks)
+    gathered = drawn * p.hidden * p.item_bytes * (drawn < p.vocab * p.ranks)
+    again = item + SAMPLED_AGAIN_BYTES * p.tokens
+    estimate = gathered + p.tokens * partial_bytes(replace(p, vocab=drawn), config, p.tokens)
+    forward = saved + copy + max(estimate, partial + samples + again)
     backward = saved + samples + p.tokens * (TARGET_BYTES + 6 * p.accumulator_bytes)
     if p.grad_hidden and p.ranks > 1:
         shared, reduced = shared_sums_bytes(p)
@@ -114,12 +116,12 @@ def _kernel_bytes(p: CallProblem, config: WindowConfig) -> int:
 
 def _forward_bytes(p: CallProblem, config: PortableTiles, samples: int) -> int:
     """Bytes of the forward beside its statistics."""
-    drawn = drawn_count(p.vocab * p.ranks)
+    drawn = estimate_count(p.vocab * p.ranks)
     partial = p.tokens * partial_bytes(p, config, p.tokens)
     estimate = forward_step_bytes(p, config, p.tokens, 0)
     if drawn < p.vocab * p.ranks:
         blocks = ceil_div(ceil_div(drawn, p.ranks), config.reference_block)
-        estimate += drawn // p.ranks * p.hidden * p.item_bytes
+        estimate += drawn * p.hidden * p.item_bytes
         estimate += 2 * p.tokens * blocks * p.accumulator_bytes
     rows, columns = min(p.tokens, config.tile_rows), config.columns(p.tokens)
     tiles = 1 if p.device == "cpu" else 2

@@ -29,7 +29,7 @@ from cutefce.cute_kernels.schedule.order import (
 )
 from cutefce.ops.planning.call_problem import CallProblem, accumulates
 from cutefce.ops.planning.dw_aliasing import DwMemory
-from cutefce.ops.planning.sample_sizes import drawn_count
+from cutefce.ops.planning.sample_sizes import estimate_count
 from cutefce.ops.planning.step_memory import keeps_weight_sums, kept_low_bits
 
 DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4)}
@@ -94,7 +94,7 @@ def sampled_seconds(p: Problem, window: int) -> float:
     if not isinstance(p, CallProblem) or (p.device != "cpu" and p.arch is None):
         return windows_seconds(p, window, 0, 0)
     entries = (p.grad_hidden + p.grad_weight) * p.tokens * p.samples
-    drawn = drawn_count(p.vocab * p.ranks) // p.ranks
+    drawn = estimate_count(p.vocab * p.ranks) // p.ranks
     if p.arch is None:
         return _seconds(p, p.vocab + drawn, entries * p.hidden * p.accumulator_bytes)
     moved = entries * (p.hidden * p.item_bytes * ENTRY_TIME + LIST_BYTES)

@@ -36,7 +36,12 @@ from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets, sum_dtype
-from cutefce.ops.sampling.portable import TileSampler, dense_windows, sparse_windows
+from cutefce.ops.sampling.portable import (
+    PortableSamplingSteps,
+    TileSampler,
+    dense_windows,
+    sparse_windows,
+)
 from cutefce.ops.sampling.samples import Samples, Sampling
 
 
@@ -64,7 +69,7 @@ class PartialSums:
         return PartialSums(self.sums[:, parts], self.references[:, parts], more)
 
 
-class PortableProjection(SoftTargetSteps):
+class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
     """`cutefce.ops.primitives.interface.Projection` for any device."""
 
     def __init__(self, tiles: PortableTiles) -> None:
@@ -125,19 +130,6 @@ class PortableProjection(SoftTargetSteps):
         exps = reference.new_empty(min(h.shape[0], self.tiles.tile_rows), width)
         self._project_tiles(h, w, (0, vocab), reference, targets, exps, partial, sampler)
         return partial, sampler.samples()
-
-    def finish_samples(
-        self,
-        samples: Samples,
-        h: Tensor,
-        w: Tensor,
-        stats: RowStats,
-        estimate: Tensor,
-        targets: Targets,
-        sampling: Sampling,
-    ) -> None:
-        factor = (estimate - stats.reference).exp().div_(sampling.samples)
-        samples.exps.mul_(factor[:, None])
 
     def sampled_exps(
         self,

@@ -8,11 +8,41 @@ from torch import Tensor
 from cutefce.ops.primitives.interface import PartialT, Projection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.estimate_classes import EstimateClasses
 from cutefce.ops.sampling.samples import Samples, Sampling
 
 
 class SamplingProjection(Projection[PartialT], Protocol):
     """A `Projection` that chooses entries of the exponentials."""
+
+    def choose_classes(self, targets: Targets, sampling: Sampling) -> EstimateClasses:
+        """Return what `estimate_classes` does."""
+        ...
+
+    def target_places(self, chosen: EstimateClasses, targets: Targets) -> tuple[Tensor, Tensor]:
+        """Return what `estimate_classes.target_places` does."""
+        ...
+
+    def class_rows(self, x: Tensor, classes: Tensor) -> Tensor:
+        """Return the rows (C, ...) of x (V, ...), the weight or the bias, of global `classes`."""
+        ...
+
+    def share(self, count: int) -> slice:
+        """Return which of `count` classes this rank computes."""
+        ...
+
+    def estimate_lse(
+        self,
+        frequent: PartialT | None,
+        drawn: PartialT,
+        log_ratio: float,
+        target_logit: Tensor,
+    ) -> Tensor:
+        """Return l̂ (N,) of row sums over frequent and over drawn classes; +inf if ignored.
+
+        A drawn class stands for exp(`log_ratio`) classes.  The target is not in these sums.
+        """
+        ...
 
     def sample(
         self,
@@ -40,14 +70,10 @@ class SamplingProjection(Projection[PartialT], Protocol):
         h: Tensor,
         w: Tensor,
         stats: RowStats,
-        estimate: Tensor,
         targets: Targets,
         sampling: Sampling,
     ) -> None:
-        """Make what `sample` has returned ready for a backward, once the statistics are known.
-
-        More than eight parameters: those of `sample`, its result, and the statistics.
-        """
+        """Make what `sample` has returned ready for a backward, once the statistics are known."""
         ...
 
     def sampled_exps(

@@ -1,11 +1,12 @@
 """Sampled gradients on the CuTe DSL kernels: what their launches are given.
 
-A token whose estimate of lse is too low to have room for its entries is sampled once more, with its
-lse as the estimate: a launch that exits at once where there is no such token.  Which ones these are
-depends on the estimate and on lse, not on what was kept, so that expectations stay as they are.
+Where a token's estimate of lse is far too low, its lse decides in the end: of the entries that were
+kept, `sort_samples` leaves out those that lse does not keep.  If there was no room for them, the
+token is sampled once more, with its lse; this finds the same entries, so that what decides on it,
+the number of those before, has no part in the result.  The launches exit at once where there is no
+such token.
 """
 
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,8 +18,13 @@ from torch import Tensor
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.sampling_set import SamplingKernels, sampling_kernels
-from cutefce.cute_kernels.spec import SparseRowsSpec
-from cutefce.ops.planning.sample_sizes import expected_limit, slots
+from cutefce.cute_kernels.spec import ChooseClassesSpec, PrepareSamplesSpec, SparseRowsSpec
+from cutefce.ops.planning.sample_sizes import (
+    estimate_count,
+    expected_limit,
+    frequent_count,
+    slots,
+)
 from cutefce.ops.planning.step_memory import added_rows
 from cutefce.ops.primitives.row_selection import (
     gather_rows,
@@ -30,6 +36,7 @@ from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.estimate_classes import EstimateClasses
 from cutefce.ops.sampling.samples import Sampling
 
 if TYPE_CHECKING:
@@ -38,6 +45,48 @@ if TYPE_CHECKING:
 
 class SamplingSteps:
     """The steps of `SamplingProjection` on the kernels, for a `CuteProjection`."""
+
+    def choose_classes(self, targets: Targets, sampling: Sampling) -> EstimateClasses:
+        """See `SamplingProjection`."""
+        own, total, index = cast("CuteProjection", self), sampling.vocab, targets.index
+        frequent = frequent_count(total)
+        classes = index.new_empty(estimate_count(total))
+        counts = index.new_empty(total, dtype=torch.int32)
+        numbers = frequent, targets.first, targets.options.ignore_index
+        kernel = ChooseClassesSpec(own.kernels.row_sums.arch, "choose")
+        compiled(kernel)(index, sampling.seed, classes, counts, *numbers)
+        return EstimateClasses(classes, frequent)
+
+    def target_places(self, chosen: EstimateClasses, targets: Targets) -> tuple[Tensor, Tensor]:
+        """See `SamplingProjection`."""
+        own, index = cast("CuteProjection", self), targets.index
+        places = torch.empty_like(index), torch.empty_like(index)
+        kernel = ChooseClassesSpec(own.kernels.row_sums.arch, "place")
+        compiled(kernel)(index, chosen.classes, *places, chosen.frequent, targets.first)
+        return places
+
+    def class_rows(self, x: Tensor, classes: Tensor) -> Tensor:
+        """See `SamplingProjection`."""
+        return x.index_select(0, classes)
+
+    def share(self, count: int) -> slice:
+        """See `SamplingProjection`."""
+        return slice(0, count)
+
+    def estimate_lse(
+        self,
+        frequent: "PartialLse | None",
+        drawn: "PartialLse",
+        log_ratio: float,
+        target_logit: Tensor,
+    ) -> Tensor:
+        """See `SamplingProjection`."""
+        own, estimate = cast("CuteProjection", self), torch.empty_like(target_logit)
+        kernel = PrepareSamplesSpec(own.kernels.row_sums.arch, "estimate")
+        sums = drawn.sums if frequent is None else frequent.sums
+        numbers = log_ratio / math.log(2), int(frequent is None)
+        compiled(kernel)(sums, drawn.sums, target_logit, estimate, *numbers)
+        return estimate
 
     def sample(
         self,
@@ -51,8 +100,11 @@ class SamplingSteps:
         """See `SamplingProjection`; the entries are those of `fill`."""
         own = cast("CuteProjection", self)
         samples = KernelSamples.empty(own, w, reference, sampling.samples)
-        estimate = torch.where(targets.active, estimate, torch.inf)
-        return samples.fill(own, h, w, reference, estimate, targets, sampling), samples
+        rows = estimate, sampling.rows, sampling.seed
+        results = samples.threshold, samples.row_hash, samples.counts
+        prepare = compiled(samples.kernels.prepare)
+        prepare(*rows, *results, math.log2(sampling.samples), 1)
+        return samples.fill(own, h, w, reference, targets), samples
 
     def finish_samples(
         self,
@@ -60,13 +112,12 @@ class SamplingSteps:
         h: Tensor,
         w: Tensor,
         stats: RowStats,
-        estimate: Tensor,
         targets: Targets,
         sampling: Sampling,
     ) -> None:
         """See `SamplingProjection`."""
         own = cast("CuteProjection", self)
-        samples.finish(own, h, w, stats, estimate, targets, sampling)
+        samples.finish(own, h, w, stats, targets, sampling)
 
 
 @dataclass(frozen=True)
@@ -74,8 +125,14 @@ class KernelSamples:
     """The entries that were chosen of N tokens, K at most of each, as kernels have them."""
 
     kernels: SamplingKernels
-    memory: tuple[Tensor, ...]
-    """(N + 1, K), (N + 1,) and (N + 1,): what the fields below have, and a row of no token."""
+    entries: Tensor
+    """(N, K) int64: v above e / q in 32 bits, ascending; u in its place until `finish`."""
+    counts: Tensor
+    """(N,) int32: entries of each token; -1 for none, where more were kept than fit."""
+    threshold: Tensor
+    """(N,) that of `common.sampling`."""
+    row_hash: Tensor
+    """(N,) int32"""
 
     @staticmethod
     def empty(
@@ -84,24 +141,9 @@ class KernelSamples:
         """Return undefined ones of tokens and with the device of `like` (N,)."""
         row_sums, tokens, most = projection.kernels.row_sums, len(like), slots(samples, len(w))
         kernels = sampling_kernels(arch_named(row_sums.arch), row_sums, tokens, most)
-        entries = like.new_empty(tokens + 1, most, dtype=torch.int64)
-        counts = like.new_empty(tokens + 1, dtype=torch.int32)
-        return KernelSamples(kernels, (entries, counts, like.new_empty(tokens + 1)))
-
-    @property
-    def entries(self) -> Tensor:
-        """(N, K) int64: v above e / q in 32 bits, ascending; u in its place until `finish`."""
-        return self.memory[0][:-1]
-
-    @property
-    def counts(self) -> Tensor:
-        """(N,) int32: entries of each token; -1 for none, where more were kept than fit."""
-        return self.memory[1][:-1]
-
-    @property
-    def threshold(self) -> Tensor:
-        """(N,) that of `common.sampling`."""
-        return self.memory[2][:-1]
+        entries = like.new_empty(tokens, most, dtype=torch.int64)
+        counts, row_hash = like.new_empty(2, tokens, dtype=torch.int32)
+        return KernelSamples(kernels, entries, counts, torch.empty_like(like), row_hash)
 
     def fill(
         self,
@@ -109,17 +151,12 @@ class KernelSamples:
         h: Tensor,
         w: Tensor,
         reference: Tensor,
-        estimate: Tensor,
         targets: Targets,
-        sampling: Sampling,
+        order: Tensor | None = None,
     ) -> "PartialLse":
-        """Choose entries by the estimate (N,) of lse, +inf for no entries; return row sums."""
-        row_hash = torch.empty_like(self.counts)
-        none = estimate.new_full((len(estimate), 1), -math.inf)
-        given = none, estimate.contiguous(), sampling.rows, sampling.seed
-        results = self.threshold, row_hash, self.counts
-        compiled(self.kernels.prepare)(*given, *results, 0.0, math.log2(sampling.samples), 1)
-        chosen = self.threshold, row_hash, self.counts, self.entries, targets.first
+        """Choose the entries of rows, or of rows `order` (N,); return row sums."""
+        maps = targets.index if order is None else order, int(order is not None)
+        chosen = self.threshold, self.row_hash, self.counts, self.entries, targets.first, *maps
         operands = h, w, (0, len(w)), reference, targets
         return projection.launch_sums(self.kernels.project_exp, *operands, samples=chosen)
 
@@ -129,30 +166,27 @@ class KernelSamples:
         h: Tensor,
         w: Tensor,
         stats: RowStats,
-        estimate: Tensor,
         targets: Targets,
         sampling: Sampling,
     ) -> None:
-        """Sample tokens with a low estimate again, and put entries in their final form."""
-        lse, most = stats.lse, math.log(expected_limit(sampling.samples) / sampling.samples)
-        again = targets.active & (lse - estimate > most)
-        y = torch.where(again, targets.index, targets.options.ignore_index)
+        """Sample tokens without room for their entries again, and put all in their final form."""
+        ignored, most = targets.options.ignore_index, self.entries.shape[1]
+        again = torch.where(self.counts > most, targets.index, ignored)
         arch = projection.kernels.row_sums.arch
-        selection = select_on_device(arch, y, targets.options.ignore_index, len(y))
+        selection = select_on_device(arch, again, ignored, len(again))
         selection = replace(selection, may_skip=True)
-        order = selection.order
-        inside = torch.arange(len(y), device=y.device) < selection.count
-        part, own = _of_rows(targets, selection), replace(sampling, rows=sampling.rows[order])
-        refilled = KernelSamples.empty(projection, w, estimate, sampling.samples)
+        order, own_reference = selection.order, torch.empty_like(self.threshold)
+        of_rows = stats.reference, stats.sum_exp
+        limit = math.log2(expected_limit(sampling.samples) / sampling.samples)
+        numbers = math.log2(sampling.samples), limit
+        given, results = (order, selection.count, *of_rows), (self.threshold, self.counts)
+        compiled(self.kernels.prepare_again)(*given, *results, own_reference, *numbers)
         rows = gather_rows(projection.kernels, h, selection)
-        of_rows = stats.reference[order], torch.where(inside, lse[order], math.inf)
-        refilled.fill(projection, rows, w, *of_rows, part, own)
-        place = torch.where(inside, order, len(y))  # others go to the row of no token
-        for all_rows, some in zip(self.memory, refilled.memory, strict=True):
-            all_rows.index_copy_(0, place, some[:-1])
+        self.fill(projection, rows, w, own_reference, _of_rows(targets, selection), order)
         scale = None if targets.logits is None else targets.logits.row_scale
-        given = self.entries, self.counts, self.threshold, stats.reference
-        compiled(self.kernels.sort)(*given, scale if self.kernels.sort.softcap else None)
+        scale = scale if self.kernels.sort.softcap else None
+        vectors = self.counts, self.threshold, self.row_hash, *of_rows, scale
+        compiled(self.kernels.sort)(self.entries, *vectors, *numbers, targets.first)
 
     def grad_hidden(
         self,
@@ -243,10 +277,10 @@ class ClassLists:
 
 
 def _of_rows(targets: Targets, selection: RowSelection) -> Targets:
-    """Return `targets` of the rows of a selection of them."""
-    every = copy.copy(targets)
-    every.selection = None
-    part = every.per_token(selection.order)
+    """Return `targets` of the rows of a selection of them, as far as row sums need them."""
+    logits, options = targets.logits, targets.options.per_token()
+    logits = None if logits is None else logits.rows(selection.order)
+    part = Targets(selection.targets, targets.vocab, options, logits=logits, first=targets.first)
     part.selection = selection
     return part
 

@@ -6,6 +6,7 @@ gets them as a matrix that is zero elsewhere, one window at a time.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +16,67 @@ from cutefce.ops.planning.sample_sizes import expected_limit, slots
 from cutefce.ops.planning.step_memory import GATHERED_COLUMNS, sampled_rows
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.rows.blocks import blocks, row_blocks
+from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.estimate_classes import (
+    EstimateClasses,
+    estimate_classes,
+    target_places,
+)
 from cutefce.ops.sampling.random_bits import random_bits, row_states
 from cutefce.ops.sampling.samples import Samples, Sampling
 
+if TYPE_CHECKING:
+    from cutefce.ops.primitives.portable_projection import PartialSums
+
 FAR = 64.0
 """Nats that a reference may exceed the estimate of lse by; a token beyond is done exactly."""
+
+
+class PortableSamplingSteps:
+    """The steps of `SamplingProjection` for a `PortableProjection` that form no logits."""
+
+    def choose_classes(self, targets: Targets, sampling: Sampling) -> EstimateClasses:
+        """See `SamplingProjection`."""
+        return estimate_classes(targets, sampling)
+
+    def target_places(self, chosen: EstimateClasses, targets: Targets) -> tuple[Tensor, Tensor]:
+        """See `SamplingProjection`."""
+        return target_places(chosen, targets)
+
+    def class_rows(self, x: Tensor, classes: Tensor) -> Tensor:
+        """See `SamplingProjection`."""
+        return x.index_select(0, classes)
+
+    def share(self, count: int) -> slice:
+        """See `SamplingProjection`."""
+        return slice(0, count)
+
+    def estimate_lse(
+        self,
+        frequent: "PartialSums | None",
+        drawn: "PartialSums",
+        log_ratio: float,
+        target_logit: Tensor,
+    ) -> Tensor:
+        """See `SamplingProjection`."""
+        terms = [target_logit[:, None], drawn.sums.log() + (drawn.references + log_ratio)]
+        if frequent is not None:
+            terms.append(frequent.sums.log() + frequent.references)
+        return torch.cat(terms, 1).logsumexp(1)
+
+    def finish_samples(
+        self,
+        samples: Samples,
+        h: Tensor,
+        w: Tensor,
+        stats: RowStats,
+        targets: Targets,
+        sampling: Sampling,
+    ) -> None:
+        """See `SamplingProjection`."""
+        factor = (samples.estimate - stats.reference).exp().div_(sampling.samples)
+        samples.exps.mul_(factor[:, None])
 
 
 class TileSampler:
@@ -71,7 +127,7 @@ class TileSampler:
         exact = self.targets.active & ~(within & (self.counts <= self.slots))
         counts = self.counts.masked_fill_(exact, 0)
         columns, exps = self.columns[:, : self.slots], self.exps[:, : self.slots]
-        return Samples(columns, exps, counts, exact)
+        return Samples(columns, exps, counts, self.estimate, exact)
 
 
 @dataclass(frozen=True)

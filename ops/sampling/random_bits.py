@@ -14,12 +14,10 @@ V 2^-32 / samples.
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.sample_sizes import drawn_count, strata
-
 ROW, COLUMN = 0x9E3779B1, 0x85EBCA77
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B
 STRATUM_ROW = -1
-"""The row of the hash that places drawn columns in their strata; no token has it."""
+"""The row of the hash that draws numbers of strata; no token has it."""
 STRATUM_BITS = 24
 """Bits of this hash that are used: products with numbers of classes stay below 2^63."""
 
@@ -35,18 +33,16 @@ def random_bits(states: Tensor, columns: Tensor, seed: Tensor) -> Tensor:
     return _mix_(states[:, None] ^ keys)
 
 
-def drawn_columns(seed: Tensor, first: int, last: int, total: int) -> Tensor:
-    """Return the drawn ones of the classes [first, last), (S,) int64 ascending, less `first`.
+def strata_draws(seed: Tensor, count: int, total: int) -> Tensor:
+    """Return (count,) int64, ascending: one number of each of `count` strata of [0, total).
 
-    All `total` classes are cut into strata of equal size, one class is drawn of each.  A stratum
-    that other ranks share gives a class to each of them.
+    These are of equal size, and not empty: `count` is at most `total`.
     """
-    numbers = torch.arange(*strata(first, last, total), device=seed.device)
+    numbers = torch.arange(count, device=seed.device)
     states = row_states(seed, torch.full((1,), STRATUM_ROW, device=seed.device))
     bits = random_bits(states, numbers, seed)[0].to(torch.int64) & 0xFFFFFFFF
     places = (numbers << STRATUM_BITS) + (bits >> (32 - STRATUM_BITS))
-    size = drawn_count(total) << STRATUM_BITS
-    return (places * total // size).clamp_(first, last - 1) - first
+    return places * total // (count << STRATUM_BITS)
 
 
 def _mix_(x: Tensor) -> Tensor:

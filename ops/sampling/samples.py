@@ -30,6 +30,8 @@ class Samples:
     """(N, K) e / q in the dtype of sums, relative to the reference ρ_i."""
     counts: Tensor
     """(N,) int32: entries of each token, the first ones of its row; what is beyond is undefined."""
+    estimate: Tensor
+    """(N,) of lse."""
     exact: Tensor
     """(N,) bool: the token is done exactly, of all columns, and no entries were chosen of it."""
 

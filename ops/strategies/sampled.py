@@ -5,32 +5,31 @@ target's is kept with probability q = min(1, p̂ / θ), and e_iv / q then takes 
 the gradients.  Its expectation is e_iv, whatever the estimate; where l̂ is lse, a token expects to
 keep 1/θ entries or fewer.  The target's part is exact.
 
-Tokens whose estimate is far too low are done exactly, see `planning.sample_sizes`: this depends on
-the estimate, not on what was kept, so that expectations stay as they are.
+Tokens whose estimate is far too low are done exactly, see `planning.sample_sizes`, or kernels put
+lse in its place: this depends on the estimate and lse, not on what was kept, so that expectations
+stay as they are.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Generic, cast
 
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.sample_sizes import drawn_count
+from cutefce.ops.planning.sample_sizes import estimate_count
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT, Projection, forward_unfused
 from cutefce.ops.rows.coefficients import RowCoefficients
+from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.interface import SamplingProjection
 from cutefce.ops.sampling.kernels import KernelSamples, is_in_place
-from cutefce.ops.sampling.random_bits import drawn_columns
 from cutefce.ops.sampling.samples import Samples, Sampling
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.loss_inputs import LossInputs
-
-ABSENT, IGNORED = -1, -2
-"""Indices among drawn columns of targets that are none of them, and of ignored ones."""
 
 
 @dataclass
@@ -39,8 +38,6 @@ class SamplingForward(Generic[PartialT]):
 
     own: SamplingProjection[PartialT]
     sampling: Sampling
-    estimate: Tensor | None = None
-    """(N,) l̂"""
     samples: Any = None
     """As `own` returns them."""
     operands: tuple[Tensor, Tensor] | None = None
@@ -64,8 +61,8 @@ class SamplingForward(Generic[PartialT]):
     ) -> PartialT:
         """Estimate the log-sum-exps first, and choose the entries of all columns."""
         assert window == (0, w.shape[0]) and exps is None
-        self.estimate = estimate_lse(self.own, h, w, reference, targets, self.sampling)
-        more = reference, self.estimate, targets, self.sampling
+        estimate = estimate_lse(self.own, h, w, reference, targets, self.sampling)
+        more = reference, estimate, targets, self.sampling
         (partial, self.samples), self.operands = self.own.sample(h, w, *more), (h, w)
         return partial
 
@@ -78,10 +75,10 @@ def forward(
     projection = SamplingForward(own, sampling)
     primitives = replace(inputs.primitives, projection=cast(Projection[PartialT], projection))
     loss, stats = windows.forward(replace(inputs, primitives=primitives))
-    samples, estimate = projection.samples, projection.estimate
-    assert projection.operands is not None and estimate is not None
-    own.finish_samples(samples, *projection.operands, stats, estimate, inputs.targets, sampling)
-    return loss, stats, samples
+    assert projection.operands is not None
+    operands = *projection.operands, stats, inputs.targets, sampling
+    own.finish_samples(projection.samples, *operands)
+    return loss, stats, projection.samples
 
 
 def backward(
@@ -135,39 +132,47 @@ def _grad_hidden(
 
 
 def estimate_lse(
-    projection: Projection[PartialT],
+    projection: SamplingProjection[PartialT],
     h: Tensor,
     w: Tensor,
     target_logit: Tensor,
     targets: Targets,
     sampling: Sampling,
 ) -> Tensor:
-    """Return l̂ (N,), the log-sum-exps as drawn columns and `target_logit` (N,) tell them.
+    """Return l̂ (N,), the log-sum-exps as some classes and `target_logit` (N,) tell them.
 
     Every rank returns the same.
     """
-    drawn, part = drawn_classes(w, targets, sampling)
-    partial = projection.project_exp(h, drawn, (0, len(drawn)), target_logit, part)
-    stats, _ = projection.reduce_partials(partial, target_logit, part)
-    classes = sampling.vocab / drawn_count(sampling.vocab)
-    own = (target_logit - stats.reference).exp()
-    return stats.reference + (classes * stats.sum_exp - (classes - 1) * own).log()
+    total, count = sampling.vocab, estimate_count(sampling.vocab)
+    if count == total:
+        part = _row_sums_targets(targets, targets.index, len(w), targets.logits)
+        every = projection.project_exp(h, w, (0, len(w)), target_logit, part)
+        return projection.estimate_lse(None, every, 0.0, target_logit)
+    chosen, logits = projection.choose_classes(targets, sampling), targets.logits
+    # before other launches: kernels take w for older than the launch before theirs
+    rows = projection.class_rows(w, chosen.classes)
+    bias = None if logits is None else logits.bias
+    bias = None if bias is None else projection.class_rows(bias, chosen.classes)
+    partials, parts = [], ((0, chosen.frequent), (chosen.frequent, count))
+    for places, (first, last) in zip(projection.target_places(chosen, targets), parts, strict=True):
+        share = projection.share(last - first)
+        own = slice(first + share.start, first + share.stop)
+        if logits is not None:
+            logits = replace(logits, bias=None if bias is None else bias[own])
+        index = places - share.start if share.start else places
+        part = _row_sums_targets(targets, index, own.stop - own.start, logits)
+        operands = h, rows[own], (0, part.vocab), target_logit, part
+        partials.append(projection.project_exp(*operands))
+    log_ratio = math.log((total - chosen.frequent) / (count - chosen.frequent))
+    frequent, drawn = partials
+    return projection.estimate_lse(frequent, drawn, log_ratio, target_logit)
 
 
-def drawn_classes(w: Tensor, targets: Targets, sampling: Sampling) -> tuple[Tensor, Targets]:
-    """Return the drawn rows (S, D) of w (V, D), and the targets as numbers of these rows."""
-    last = targets.first + len(w)
-    columns = drawn_columns(sampling.seed, targets.first, last, sampling.vocab)
-    logits = targets.logits
-    if drawn_count(sampling.vocab) < sampling.vocab:  # else all of them, in their order
-        w = w[columns]  # before others: kernels take w for older than the launch before theirs
-        if logits is not None and logits.bias is not None:
-            logits = replace(logits, bias=logits.bias[columns])
-    place = torch.searchsorted(columns, targets.safe_index).clamp_(max=len(columns) - 1)
-    is_drawn = targets.owned & (columns[place] == targets.index)
-    index = torch.where(targets.active, torch.where(is_drawn, place, ABSENT), IGNORED)
-    none: Any = {"reduction": "none", "outputs": "", "ignore_index": IGNORED}
-    options = dataclasses.replace(targets.options, **none)
-    part = Targets(index, len(w), options, logits=logits)
+def _row_sums_targets(
+    targets: Targets, index: Tensor, vocab: int, logits: LogitMap | None
+) -> Targets:
+    """Return `targets` as the numbers `index` (N,) of `vocab` classes, for row sums alone."""
+    options = dataclasses.replace(targets.options, reduction="none", outputs="")
+    part = Targets(index, vocab, options, logits=logits)
     part.selection = targets.selection
-    return w, part
+    return part

@@ -90,6 +90,7 @@ INTEGERS: dict[str, Callable[..., Any]] = {
     "abs": np.abs,
     "neg": operator.neg,
     "not": operator.invert,
+    "popc": lambda a: np.bitwise_count(unsigned(a)).astype(np.int32),
     "mov": lambda a: a,
     "cvt": lambda a: a,
     "cvta": lambda a: a,

@@ -59,7 +59,8 @@ class Sampled:
         self.memory = np.full((tokens, capacity + 1), -1, np.int64)
         vectors = self.threshold, signed(row_hashes(np.arange(tokens))), self.counts
         self.entries = self.memory[:, :capacity]
-        self.launch.samples = *vectors, self.entries, shard_start
+        order = np.arange(tokens)
+        self.launch.samples = *vectors, self.entries, shard_start, order, 0
 
     def check(self) -> None:
         """Compare the entries with the definition; rounding decides near the threshold."""

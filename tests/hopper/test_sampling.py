@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.jit.compiler import report
 from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS, sampling_kernels
 from cutefce.cute_kernels.spec import (
+    ChooseClassesSpec,
     ListSamplesSpec,
     PrepareSamplesSpec,
     ProjectExpSpec,
@@ -22,14 +24,16 @@ from cutefce.cute_kernels.spec import (
     SparseRowsSpec,
 )
 from cutefce.cute_kernels.variant import LogitTransform
+from cutefce.ops.sampling.random_bits import strata_draws
 from tests.emulation.cases import Case
 from tests.emulation.hopper import run
-from tests.emulation.samples import MASK, SEED, Sampled, row_hashes, signed
+from tests.emulation.samples import MASK, SEED, Sampled, hashes, row_hashes, signed
 
 ARCH = arch_named("sm_90a")
 PINGPONG = GemmConfig(64, 64, cluster=1, stages=2, pingpong=True)
 TALL = GemmConfig(128, 64, cluster=2, stages=3, pingpong=True)
 COOPERATIVE = GemmConfig(128, 80, cluster=1, stages=3, pingpong=False)
+FIRST = PrepareSamplesSpec(ARCH.name, "first")
 
 
 def project_exp(config: GemmConfig, *, samples: bool) -> ProjectExpSpec:
@@ -98,31 +102,92 @@ def test_overflowing_rows_write_no_more_than_their_slots() -> None:
     sampled.check()
     active = case.y.numpy() >= 0
     assert (sampled.counts[active] > 9).all()
-    assert (sampled.counts < 50).all(), "threads stop once they know"
+    assert (sampled.counts <= 2 * 64).all(), "warpgroups stop after their tiles, of 64 columns"
+
+
+@pytest.mark.parametrize(
+    ("vocab", "frequent", "drawn"), [(20000, 40, 70), (300, 150, 150), (50, 20, 1)]
+)
+def test_classes_of_the_estimate(vocab: int, frequent: int, drawn: int) -> None:
+    """Those of the definition: many equally frequent ones, one with very many targets, shards."""
+    generator, first = torch.Generator().manual_seed(0), 11
+    few, some = torch.arange(17).repeat_interleave(3), torch.randperm(vocab, generator=generator)
+    y = torch.cat([few * (vocab // 17), some[:33], torch.full((1100,), vocab - 1)])
+    y = y[torch.randperm(len(y), generator=generator)] - first
+    y[3], y[5], y[7] = -100, -first - 1, vocab - first
+    seed = torch.from_numpy(np.array(SEED, np.uint32).view(np.int32))
+    classes, counts = torch.full((frequent + drawn,), -1), torch.full((vocab,), 9).int()
+    run(ChooseClassesSpec(ARCH.name, "choose"), y, seed, classes, counts, frequent, first, -100)
+    counts, own = torch.zeros(vocab, dtype=torch.int64), (y + first)[(y != -100).nonzero()[:, 0]]
+    counts.index_add_(0, own[(own >= 0) & (own < vocab)], torch.ones_like(own)[2:])
+    want = (counts * vocab - torch.arange(vocab)).topk(frequent).indices.sort().values
+    others = torch.ones(vocab, dtype=torch.bool).index_fill_(0, want, False).nonzero()[:, 0]
+    draws = strata_draws(seed, drawn, vocab - frequent)
+    assert torch.equal(classes, torch.cat([want, others[draws]]))
+    places = torch.empty_like(y), torch.empty_like(y)
+    run(ChooseClassesSpec(ARCH.name, "place"), y, classes, *places, frequent, first)
+    for got, part in zip(places, (classes[:frequent], classes[frequent:]), strict=True):
+        is_there = got >= 0
+        assert torch.equal(part[got[is_there]], (y + first)[is_there])
+        assert not torch.isin((y + first)[~is_there], part).any() and bool((got >= -1).all())
+
+
+@pytest.mark.parametrize("only_drawn", [0, 1])
+def test_estimates(only_drawn: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    partials, drawn = 30 * torch.randn(2, 150, 5, generator=generator)
+    drawn = drawn[:, :3].contiguous()
+    partials[:, 3] = -torch.inf
+    partials[7], drawn[7] = -torch.inf, -torch.inf
+    reference = torch.randn(150, generator=generator)
+    reference[11] = torch.inf
+    estimate = torch.empty(150)
+    kernel = PrepareSamplesSpec(ARCH.name, "estimate")
+    run(kernel, partials, drawn, reference, estimate, 5.0, only_drawn)
+    terms = [drawn + 5.0] if only_drawn else [drawn + 5.0, partials]
+    sums = F.pad(torch.cat(terms, 1).double(), (1, 0)) * math.log(2)
+    want = reference.double() + sums.logsumexp(1)
+    torch.testing.assert_close(estimate.double(), want, rtol=1e-6, atol=1e-5)
 
 
 def test_prepared_rows() -> None:
     generator = torch.Generator().manual_seed(0)
-    partials = 30 * torch.randn(150, 5, generator=generator)
-    partials[:, 3] = -torch.inf
-    partials[7] = -torch.inf
-    reference = torch.randn(150, generator=generator)
-    reference[11] = torch.inf
+    estimate = 30 * torch.randn(150, generator=generator)
+    estimate[11] = torch.inf
     order = torch.randperm(150, generator=generator)
     seed = torch.from_numpy(np.array(SEED, np.uint32).view(np.int32))
     for selects in (0, 1):
         results = torch.empty(150), torch.empty(150, dtype=torch.int32)
         counts = torch.full((150,), 7, dtype=torch.int32)
-        operands = partials, reference, order, seed, *results, counts
-        run(PrepareSamplesSpec(ARCH.name), *operands, 5.0, 8.0, selects)
-        sums = F.pad(partials.double() + 5.0, (1, 0)) * math.log(2)
-        estimate = reference.double() + sums.logsumexp(1)
-        want = estimate / math.log(2) - 8.0 - 32.0
-        want[11] = torch.inf
+        run(FIRST, estimate, order, seed, *results, counts, 8.0, selects)
+        want = estimate.double() / math.log(2) - 8.0 - 32.0
         torch.testing.assert_close(results[0].double(), want, rtol=1e-6, atol=1e-5)
         tokens = order.numpy() if selects else np.arange(150)
         assert np.array_equal(results[1].numpy(), signed(row_hashes(tokens)))
         assert not counts.any()
+
+
+def test_rows_are_prepared_again() -> None:
+    """Thresholds are those of lse, but where that is little above the estimate."""
+    generator = torch.Generator().manual_seed(0)
+    order, count = torch.randperm(150, generator=generator), torch.tensor([40], dtype=torch.int32)
+    reference = torch.randn(150, generator=generator)
+    sum_exp = 2 + torch.rand(150, generator=generator)
+    lse = (reference.double() + sum_exp.double().log()) / math.log(2)
+    distance = torch.tensor([-3.0, 0.57, 0.6, 9.0]).repeat(38)[:150]
+    threshold = (lse - 8.0 - 32.0 - distance).float()
+    before, counts = threshold.clone(), torch.full((150,), 7, dtype=torch.int32)
+    own_reference = torch.empty(150)
+    rows = order, count, reference, sum_exp, threshold, counts, own_reference
+    run(PrepareSamplesSpec(ARCH.name, "again"), *rows, 8.0, math.log2(1.5))
+    again = torch.zeros(150, dtype=torch.bool).index_fill_(0, order[:40], True)
+    moves = again & (distance > math.log2(1.5))
+    want = torch.where(moves, lse - 8.0 - 32.0, before.double())
+    torch.testing.assert_close(threshold.double(), want, rtol=1e-6, atol=1e-5)
+    assert moves.any() and (again & ~moves).any()
+    assert torch.equal(counts, torch.where(again, 0, 7).int())
+    assert torch.equal(own_reference[:40], reference[order[:40]])
+    assert bool((own_reference[40:] == torch.inf).all())
 
 
 def packed(index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -135,32 +200,61 @@ def unpacked(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(("size", "softcap"), [(32, False), (128, True)])
 def test_sorted_entries(size: int, softcap: bool) -> None:
+    """Of every other row, lse is far above the estimate, and decides."""
     generator = torch.Generator().manual_seed(0)
-    rows, capacity = 12, size - 5
+    rows, capacity, shard_start, limit = 12, size - 5, 7, math.log2(1.5)
     columns = torch.stack([torch.randperm(1000, generator=generator) for _ in range(rows)])
-    columns, u = columns[:, :capacity], 5 * torch.randn(rows, capacity, generator=generator)
+    columns, u = columns[:, :capacity], 2 * torch.randn(rows, capacity, generator=generator)
     counts = torch.randint(capacity + 1, (rows,), generator=generator, dtype=torch.int32)
     counts[0], counts[1], counts[2], counts[3] = 0, 1, capacity, capacity + 1
-    threshold, reference = torch.randn(rows) - 32, torch.randn(rows)
+    reference, sum_exp = torch.randn(rows), 2 + torch.rand(rows)
+    lse = (reference.double() + sum_exp.double().log()) / math.log(2)
+    final = lse.float() - 2.0 - 32.0
+    final[::2] -= 4 * torch.rand(rows // 2)
+    threshold, scale = final.clone(), 15 + torch.rand(rows)
+    threshold[1::2] -= 20.0  # every column is kept at first
+    final[::2] = torch.where(lse[::2] - 34 > threshold[::2] + limit, lse[::2] - 34, threshold[::2])
+    hashes_of_rows = row_hashes(np.arange(rows))
     entries, given = packed(columns, u), counts.clone()
     before = entries.clone()
-    kernel, scale = SortSamplesSpec(ARCH.name, size, softcap), 15 + torch.rand(rows)
-    run(kernel, entries, counts, threshold, reference, scale if softcap else None)
-    least = (threshold.double() + 32) * math.log(2)
-    value = torch.exp(u.double() - reference.double()[:, None])
-    if softcap:
-        value *= (1 - (u / scale[:, None]).double() ** 2).clamp(0)
-    value = torch.maximum(value, (least - reference.double()).exp()[:, None])
+    kernel, row_hash = SortSamplesSpec(ARCH.name, size, softcap), signed(hashes_of_rows)
+    vectors = threshold, torch.from_numpy(row_hash), reference, sum_exp, scale if softcap else None
+    run(kernel, entries, counts, *vectors, 2.0, limit, shard_start)
+    derivative = (1 - (u / scale[:, None]).double() ** 2).clamp(0) if softcap else 1.0
+    q = torch.exp2(u.double() / math.log(2) - final.double()[:, None] - 32) * derivative
+    value = torch.exp(u.double() - reference.double()[:, None]) * derivative
+    value /= q.clamp(max=1)
     assert counts[3] == -1
+    removed = 0
     for row, count in enumerate(given.tolist()):
         if count > capacity:
             continue
-        assert counts[row] == count
-        want, order = columns[row, :count].sort()
-        got, values = unpacked(entries[row, :count])
+        own = columns[row, :count]
+        x = hashes(hashes_of_rows[row : row + 1], own.numpy() + shard_start)[0] / 2.0**32
+        kept = torch.from_numpy(x) < q[row, :count]
+        assert counts[row] == kept.sum()
+        removed += count - int(counts[row])
+        want, order = own[kept].sort()
+        got, values = unpacked(entries[row, : counts[row]])
         assert torch.equal(got, want)
-        torch.testing.assert_close(values.double(), value[row, order], rtol=1e-5, atol=1e-9)
+        expected = value[row, :count][kept][order]
+        torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-9)
         assert torch.equal(entries[row, count:], before[row, count:])
+    assert removed > 20
+
+
+def test_rows_sampled_again_are_those_of_their_order() -> None:
+    case = Case(150, 72, 203)
+    kernel = project_exp(PINGPONG, samples=True)
+    sampled = Sampled(case, kernel, samples=16, capacity=60)
+    order, launch = np.random.default_rng(0).permutation(150), sampled.launch
+    sampled.counts[:] = 0
+    given: Any = launch.samples
+    launch.samples = *given[:5], order, 1
+    for name in ("h", "reference", "target"):
+        setattr(launch, name, np.ascontiguousarray(getattr(launch, name)[order]))
+    launch.run(run, kernel, 2)
+    sampled.check()
 
 
 class Entries:

@@ -17,9 +17,11 @@ from cutefce.ops.operators import kept
 from cutefce.ops.planning import sample_sizes
 from cutefce.ops.primitives import portable_projection
 from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
 from cutefce.ops.sampling.portable import dense_windows
-from cutefce.ops.sampling.random_bits import drawn_columns, random_bits, row_states
-from cutefce.ops.sampling.samples import Samples
+from cutefce.ops.sampling.random_bits import random_bits, row_states, strata_draws
+from cutefce.ops.sampling.samples import Samples, Sampling
 from cutefce.ops.strategies import sampled as strategy
 from tests.support import sampled as model
 from tests.support.memory import peaks
@@ -91,23 +93,43 @@ def test_bits_are_uniform_and_independent(seed: tuple[int, int]) -> None:
         assert abs(float(spread) - 1) < 5 * (2 / few.shape[1 - dim]) ** 0.5
 
 
-def test_drawn_columns_are_one_of_each_stratum() -> None:
-    seed = torch.tensor([3, 4], dtype=torch.int32)
-    assert torch.equal(drawn_columns(seed, 0, 333, 333), torch.arange(333))
-    total = 4096 * 24 + 1000
-    columns = drawn_columns(seed, 0, total, total)
-    assert len(columns) == 4096
-    assert torch.equal(columns * 4096 // total, torch.arange(4096)) or bool(
-        ((columns + 1) * 4096 // total >= torch.arange(4096)).all()
-    )
-    total = 4096 * 24
-    halves = (drawn_columns(seed, f, f + total // 2, total) + f for f in (0, total // 2))
-    assert torch.equal(torch.cat([*halves]), drawn_columns(seed, 0, total, total))
-    places = (drawn_columns(seed + i, 0, total, total) % 24 for i in range(20))
+def test_draws_are_one_of_each_stratum() -> None:
+    seed, total = torch.tensor([3, 4], dtype=torch.int32), 4096 * 24 + 1000
+    draws = strata_draws(seed, 4096, total)
+    numbers = torch.arange(4096)
+    assert bool((draws * 4096 < (numbers + 1) * total).all())
+    assert bool(((draws + 1) * 4096 > numbers * total).all())
+    assert torch.equal(strata_draws(seed, 333, 333), torch.arange(333))
+    places = (strata_draws(seed + i, 4096, 4096 * 24) % 24 for i in range(20))
     counts = torch.cat([*places]).bincount(minlength=24)
     assert abs(float(((counts - counts.sum() / 24) ** 2 / (counts.sum() / 24)).sum()) - 23) < 30
-    few = drawn_columns(seed, 5, 7, 100_000)
-    assert bool((few < 2).all()) and len(few) == 1
+
+
+def test_estimates_are_of_frequent_targets_and_of_drawn_classes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every other class is drawn equally often; shifted numbers, as ranks have, change nothing."""
+    monkeypatch.setattr(sample_sizes, "ESTIMATE_COLUMNS", 8)
+    seed, total, first = torch.tensor([3, 4], dtype=torch.int32), 40, 7
+    y = torch.tensor([39, 20, 20, 39, 39, 2, -100, 11, 3, 3])
+    options, drawn_classes = LossOptions(), []
+    for i in range(400):
+        sampling = Sampling(seed + i, 16, torch.arange(len(y)), total)
+        chosen = estimate_classes(Targets(y, total, options), sampling)
+        assert chosen.classes[:4].tolist() == [2, 3, 20, 39]
+        drawn_classes.append(chosen.classes[4:])
+        assert bool((drawn_classes[-1].diff() > 0).all())
+        frequent, drawn = target_places(chosen, Targets(y, total, options))
+        assert frequent.tolist() == [3, 2, 2, 3, 3, 0, -1, -1, 1, 1]
+        assert all(at < 0 or drawn_classes[-1][at] == c for at, c in zip(drawn, y, strict=True))
+        ignored = LossOptions(ignore_index=-1000)
+        own = Targets(torch.where(y < 0, -1000, y - first), 9, ignored, first=first)
+        assert torch.equal(estimate_classes(own, sampling).classes, chosen.classes)
+    counts = torch.cat(drawn_classes).bincount(minlength=total)
+    others = torch.ones(total, dtype=torch.bool).index_fill_(0, chosen.classes[:4], False)
+    assert not counts[~others].any()
+    expected = 400 * 4 / 36
+    assert bool(((counts[others] - expected).abs() < 5 * expected**0.5).all())
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
@@ -226,7 +248,7 @@ CASES: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("columns", [4096, 20])
+@pytest.mark.parametrize("columns", [4096, 60])
 @pytest.mark.parametrize("logits", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_worst_cases(
@@ -247,7 +269,12 @@ def test_worst_cases(
     assert all(bool(each.isfinite().all()) for each in got)
     assert float((got[1] - want[1]).norm()) < 0.5 * float(want[1].norm())
     if logits is not CASES["uniform"]:
-        assert float((got[1] - want[1]).norm()) < 1e-2 * float(want[1].norm())
+        allowed = 1e-2 * float(want[1].norm())
+        if columns < 200:  # a class may be drawn for 170 of 30, so that l̂ is log(17 / 3) too high
+            p = z.double().softmax(1).scatter(1, case.y[:, None], 0)
+            variance = (p * (170 / columns * 2 / 16 - p).clamp(min=0)).sum()
+            allowed += 3 * float(variance) ** 0.5
+        assert float((got[1] - want[1]).norm()) < allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

@@ -1,13 +1,22 @@
 """Torch models of the kernels of sampled gradients, see `kernel_models`."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutefce.cute_kernels import spec
+from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.estimate_classes import (
+    EstimateClasses,
+    estimate_classes,
+    target_places,
+)
 from cutefce.ops.sampling.random_bits import COLUMN, _mix_, _signed, row_states
+from cutefce.ops.sampling.samples import Sampling
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]
 MASK = 0xFFFFFFFF
@@ -23,42 +32,108 @@ def unpacked(entries: Tensor) -> tuple[Tensor, Tensor]:
     return entries >> 32, (entries & MASK).to(torch.int32).view(torch.float32)
 
 
-def prepare_samples(
-    _: spec.PrepareSamplesSpec,
+def choose_classes(kernel: spec.ChooseClassesSpec, index: Tensor, *arguments: Any) -> None:
+    """Do what the portable path does; `ignored` is the last argument of the choice."""
+    if kernel.step == "choose":
+        seed, classes, counts, frequent, first, ignored = arguments
+        options = LossOptions(ignore_index=ignored)
+        targets = Targets(index, len(counts), options, first=first)
+        chosen = estimate_classes(targets, Sampling(seed, 16, index, len(counts)))
+        assert chosen.frequent == frequent
+        classes[:] = chosen.classes
+        return
+    classes, of_frequent, of_drawn, frequent, first = arguments
+    targets = Targets(index, 1, LossOptions(), first=first)
+    places = target_places(EstimateClasses(classes, frequent), targets)
+    of_frequent[:], of_drawn[:] = places
+
+
+def prepare_samples(kernel: spec.PrepareSamplesSpec, *arguments: Any) -> None:
+    steps: dict[str, Callable[..., None]] = {
+        "estimate": estimate_lse,
+        "first": _prepare_first,
+        "again": _prepare_again,
+    }
+    steps[kernel.step](*arguments)
+
+
+def estimate_lse(
     partials: Tensor,
+    drawn: Tensor,
     reference: Tensor,
+    estimate: Tensor,
+    log2_ratio: float,
+    only_drawn: int,
+) -> None:
+    sums = [torch.zeros(len(reference), 1), drawn + log2_ratio]
+    sums += [] if only_drawn else [partials]
+    lse = reference + (torch.cat(sums, 1) * math.log(2)).logsumexp(1)
+    estimate[:] = torch.where(reference == torch.inf, torch.inf, lse)
+
+
+def _prepare_first(
+    estimate: Tensor,
     order: Tensor,
     seed: Tensor,
     threshold: Tensor,
     row_hash: Tensor,
     counts: Tensor,
-    log2_ratio: float,
     log2_samples: float,
     selects: int,
 ) -> None:
-    sums = torch.nn.functional.pad(partials + log2_ratio, (1, 0)) * math.log(2)
-    estimate = (reference + sums.logsumexp(1)) / math.log(2)
-    threshold[:] = torch.where(reference == torch.inf, torch.inf, estimate - log2_samples - 32)
-    tokens = order if selects else torch.arange(len(reference))
+    threshold[:] = estimate / math.log(2) - log2_samples - 32
+    tokens = order if selects else torch.arange(len(estimate))
     row_hash[:] = row_states(seed, tokens) ^ seed[1]
     counts.zero_()
 
 
+def final_threshold(
+    threshold: Tensor, reference: Tensor, sum_exp: Tensor, numbers: tuple[float, float]
+) -> Tensor:
+    log2_samples, most = numbers
+    exact = (reference + sum_exp.log()) / math.log(2) - log2_samples - 32
+    return torch.where(exact > threshold + most, exact, threshold)
+
+
+def _prepare_again(
+    order: Tensor,
+    count: Tensor,
+    reference: Tensor,
+    sum_exp: Tensor,
+    threshold: Tensor,
+    counts: Tensor,
+    own_reference: Tensor,
+    *numbers: float,
+) -> None:
+    rows = order[: int(count[0])]
+    final = final_threshold(threshold, reference, sum_exp, (numbers[0], numbers[1]))
+    threshold[rows], counts[rows] = final[rows], 0
+    own_reference.fill_(torch.inf)
+    own_reference[: len(rows)] = reference[rows]
+
+
+def _is_kept(u: Tensor, columns: Tensor, threshold: Tensor, row_hash: Tensor, scale: Any) -> Tensor:
+    """Return whether logits u (R, C) of global `columns`, (C,) or (R, C), are kept."""
+    bits = _mix_(row_hash[:, None] ^ columns.to(torch.int32) * _signed(COLUMN))
+    limit = torch.exp2(u / math.log(2) - threshold[:, None])
+    if scale is not None:
+        limit = limit * (1 - (u / scale[:, None]) ** 2).clamp(min=0)
+    return (bits.to(torch.int64) & MASK).float() < limit
+
+
 def sample(u: Tensor, columns: Tensor, scale: Tensor | None, samples: tuple[Any, ...]) -> None:
     """Append what is kept of u (R, C), in an order of its own."""
-    threshold, row_hash, counts, entries, shard_start = samples
+    threshold, row_hash, counts, entries, shard_start, order, maps = samples
     rows, capacity = len(u), entries.shape[1]
-    keys = (columns + shard_start).to(torch.int32) * _signed(COLUMN)
-    bits = _mix_(row_hash[:rows, None] ^ keys).to(torch.int64) & MASK
-    limit = torch.exp2(u / math.log(2) - threshold[:rows, None])
-    if scale is not None:
-        limit = limit * (1 - (u / scale[:rows, None]) ** 2).clamp(min=0)
-    kept = bits.float() < limit
-    for row in range(rows):
+    places = order[:rows] if maps else torch.arange(rows)
+    own_scale = None if scale is None else scale[:rows]
+    ids = columns + shard_start
+    kept = _is_kept(u, ids, threshold[places], row_hash[places], own_scale)
+    for row, place in enumerate(places.tolist()):
         found = kept[row].nonzero()[:, 0].flip(0)
-        counts[row] += len(found)
+        counts[place] += len(found)
         own = found[:capacity]
-        entries[row, : len(own)] = packed(columns[own], u[row, own])
+        entries[place, : len(own)] = packed(columns[own], u[row, own])
 
 
 def sort_samples(
@@ -66,20 +141,31 @@ def sort_samples(
     entries: Tensor,
     counts: Tensor,
     threshold: Tensor,
+    row_hash: Tensor,
     reference: Tensor,
+    sum_exp: Tensor,
     row_scale: Tensor | None,
+    log2_samples: float,
+    most: float,
+    shard_start: int,
 ) -> None:
     assert (row_scale is not None) == kernel.softcap and entries.shape[1] <= kernel.size
     counts[counts > entries.shape[1]] = -1
+    final = final_threshold(threshold, reference, sum_exp, (log2_samples, most))
     for row, count in enumerate(counts.tolist()):
         if count <= 0:
             continue
+        own = slice(row, row + 1)
         columns, u = unpacked(entries[row, :count].sort().values)
+        scale = None if row_scale is None else row_scale[own]
+        kept = _is_kept(u[None], columns + shard_start, final[own], row_hash[own], scale)[0]
+        columns, u = columns[kept], u[kept]
         value = (u - reference[row]).exp()
         if row_scale is not None:
             value = value * (1 - (u / row_scale[row]) ** 2).clamp(min=0)
-        least = ((threshold[row] + 32) * math.log(2) - reference[row]).exp()
-        entries[row, :count] = packed(columns, torch.maximum(value, least))
+        least = ((final[row] + 32) * math.log(2) - reference[row]).exp()
+        entries[row, : len(u)] = packed(columns, torch.maximum(value, least))
+        counts[row] = len(u)
 
 
 def list_samples(_: spec.ListSamplesSpec, rows: Rows, lists: tuple[Tensor, ...]) -> None:

@@ -1,0 +1,244 @@
+"""The classes that log-sum-exps are estimated of: frequent targets, and some drawn of the others.
+
+Four kernels: zeros, the number of targets of each class, the choice by one block, and where each
+row's target is among the chosen ones.  Counters are integers that atomic operations change, so the
+result depends on no order of events.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+from cutlass.memory import SmemAllocator
+
+from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, pdl_wait, vector
+from cutefce.cute_kernels.common.sampling import COLUMN_FACTOR, ROW_FACTOR, mix
+from cutefce.cute_kernels.common.scan import inclusive_sum, sums_of_warps
+
+THREADS = 256
+CHOICE_THREADS, CHOICE_WARPS = 1024, 32
+"""Of the block that chooses."""
+LEVELS = CHOICE_THREADS
+"""Numbers of targets that are told apart; fewer classes have more than can be chosen."""
+CLASSES = 16
+"""Classes of a thread at a time."""
+SEARCH_STEPS = spec.ChooseClassesSpec.MAX_FREQUENT.bit_length()
+STRATUM_ROW_KEY = -ROW_FACTOR % (1 << 32)
+"""Of row -1, whose hash draws numbers of strata."""
+STRATUM_BITS = 24
+
+
+def compile_signature(kernel: spec.ChooseClassesSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function of a step and the arguments to compile it for."""
+    rows = cute.sym_int()
+    index, classes = vector(Int64, rows), vector(Int64, cute.sym_int())
+    if kernel.step == "choose":
+        own = vector(Int32, 2), classes, vector(Int32, cute.sym_int())
+        return choose_classes, (index, *own, Int32(0), Int64(0), Int64(0), current_stream())
+    places = vector(Int64, rows), vector(Int64, rows)
+    return place_targets, (index, classes, *places, Int32(0), Int64(0), current_stream())
+
+
+@cute.jit
+def choose_classes(
+    index: cute.Tensor,
+    seed: cute.Tensor,
+    classes: cute.Tensor,
+    counts: cute.Tensor,
+    frequent: Int32,
+    first: Int64,
+    ignored: Int64,
+    stream: Any,
+) -> None:
+    """Write the `frequent` most frequent targets and drawn others to classes (M + S,).
+
+    Both ascend; of equally frequent ones, the first.  Targets are `index` (N,) + `first`, those
+    that are `ignored` or outside of `counts` (V,), which is between the kernels, do not count.
+    """
+    launch = {"stream": stream, **USE_PDL}
+    blocks = (counts.shape[0] + THREADS - 1) // THREADS
+    row_blocks = (index.shape[0] + THREADS - 1) // THREADS
+    clear_kernel(counts).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], **launch)
+    count_kernel(index, counts, first, ignored).launch(
+        grid=[row_blocks, 1, 1], block=[THREADS, 1, 1], **launch
+    )
+    choose_kernel(seed, classes, counts, frequent).launch(
+        grid=[1, 1, 1], block=[CHOICE_THREADS, 1, 1], **launch
+    )
+
+
+@cute.kernel
+def clear_kernel(counts: cute.Tensor) -> None:
+    """Write a zero a thread."""
+    pdl_wait()
+    i = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+    if i < counts.shape[0]:
+        counts[i] = Int32(0)
+
+
+@cute.kernel
+def count_kernel(index: cute.Tensor, counts: cute.Tensor, first: Int64, ignored: Int64) -> None:
+    """Count the target of a row a thread."""
+    pdl_wait()
+    row = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+    if row < index.shape[0]:
+        target = index[row] + first
+        if index[row] != ignored and target >= 0 and target < counts.shape[0]:
+            counter = counts.iterator + Int32(target)
+            add = {"op": "add", "dtype": "s32", "sem": "relaxed", "scope": "gpu"}
+            cute.arch.red(counter, Int32(1), **add)
+
+
+@cute.kernel
+def choose_kernel(
+    seed: cute.Tensor, classes: cute.Tensor, counts: cute.Tensor, frequent: Int32
+) -> None:
+    """Choose by one block."""
+    smem = SmemAllocator()
+    levels = smem.allocate_tensor(Int32, cute.make_layout(LEVELS), 16)
+    parts = smem.allocate_tensor(Int32, cute.make_layout(CHOICE_WARPS), 16)
+    limits = smem.allocate_tensor(Int32, cute.make_layout(2), 8)
+    most = spec.ChooseClassesSpec.MAX_FREQUENT
+    chosen = smem.allocate_tensor(Int32, cute.make_layout(most), 16)
+    thread, vocab = cute.arch.thread_idx()[0], counts.shape[0]
+    levels[thread] = Int32(0)
+    pdl_wait()
+    cute.arch.sync_threads()
+    for i in cutlass.range(thread, vocab, CHOICE_THREADS, unroll=8):
+        level = level_of(counts[i])
+        if level > 0:
+            place = levels.iterator + level
+            cute.arch.atomic_add(place, Int32(1), sem="relaxed", scope="cta")
+    cute.arch.sync_threads()
+    find_limits(levels, parts, limits, vocab, frequent)
+    choose_frequent(counts, parts, chosen, (limits[0], limits[1]))
+    for i in cutlass.range(thread, frequent, CHOICE_THREADS, unroll=1):
+        classes[i] = Int64(chosen[i])
+    draws = classes.shape[0] - frequent
+    state = mix(Uint32(seed[0]) ^ Uint32(STRATUM_ROW_KEY)) ^ Uint32(seed[1])
+    for i in cutlass.range(thread, draws, CHOICE_THREADS, unroll=1):
+        bits = mix(state ^ (Uint32(i) * Uint32(COLUMN_FACTOR)))
+        place = (Int64(i) << STRATUM_BITS) + Int64(bits >> (32 - STRATUM_BITS))
+        draw = Int32(place * (vocab - frequent) // (Int64(draws) << STRATUM_BITS))
+        low, high = Int32(0), frequent  # frequent classes before the drawn one
+        for _ in cutlass.range(SEARCH_STEPS, unroll=1):
+            if low < high:
+                middle = (low + high) >> 1
+                if chosen[middle] - middle <= draw:
+                    low = middle + 1
+                else:
+                    high = middle
+        classes[frequent + i] = Int64(draw + low)
+
+
+@cute.jit
+def level_of(count: Int32) -> Int32:
+    """Return the number of targets as far as it is told apart."""
+    return cutlass.min(count, LEVELS - 1)
+
+
+@cute.jit
+def find_limits(
+    levels: cute.Tensor, parts: cute.Tensor, limits: cute.Tensor, vocab: Int32, frequent: Int32
+) -> None:
+    """Write the level of the last class to choose, and how many of this level are chosen."""
+    thread, warp, lane = cute.arch.thread_idx()[0], cute.arch.warp_idx(), cute.arch.lane_idx()
+    level = LEVELS - 1 - thread
+    own = levels[level]
+    if level == 0:
+        own = vocab  # those of no target are not counted; there are enough
+    up_to = inclusive_sum(own, lane)
+    if lane == 31:
+        parts[warp] = up_to
+    cute.arch.sync_threads()
+    before, _ = sums_of_warps(parts, warp, lane)
+    up_to += before
+    if up_to >= frequent and up_to - own < frequent:
+        limits[0], limits[1] = level, frequent - (up_to - own)
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def choose_frequent(
+    counts: cute.Tensor, parts: cute.Tensor, chosen: cute.Tensor, limits: Any
+) -> None:
+    """Write the classes above the last level and the first `limits`_1 of this level, in order."""
+    thread, warp, lane = cute.arch.thread_idx()[0], cute.arch.warp_idx(), cute.arch.lane_idx()
+    (last_level, room), vocab = limits, counts.shape[0]
+    own = cute.make_rmem_tensor((CLASSES,), Int32)
+    above_before, last_before = Int32(0), Int32(0)
+    for start in cutlass.range(0, vocab, CHOICE_THREADS * CLASSES, unroll=1):
+        first = start + thread * CLASSES
+        numbers = Int32(0)  # of those above, and in the upper half of those of the last level
+        for j in cutlass.range_constexpr(CLASSES):
+            own[j] = Int32(-1)
+            if first + j < vocab:
+                own[j] = level_of(counts[first + j])
+            numbers += Int32(own[j] > last_level) + (Int32(own[j] == last_level) << 16)
+        up_to = inclusive_sum(numbers, lane)
+        if lane == 31:
+            parts[warp] = up_to
+        cute.arch.sync_threads()
+        before, total = sums_of_warps(parts, warp, lane)
+        before += up_to - numbers
+        above, last = above_before + (before & 0xFFFF), last_before + (before >> 16)
+        for j in cutlass.range_constexpr(CLASSES):
+            is_above, is_last = own[j] > last_level, own[j] == last_level
+            if is_above or (is_last and last < room):
+                chosen[above + cutlass.min(last, room)] = first + j
+            above, last = above + Int32(is_above), last + Int32(is_last)
+        above_before += total & 0xFFFF
+        last_before += total >> 16
+        cute.arch.sync_threads()
+
+
+@cute.jit
+def place_targets(
+    index: cute.Tensor,
+    classes: cute.Tensor,
+    of_frequent: cute.Tensor,
+    of_drawn: cute.Tensor,
+    frequent: Int32,
+    first: Int64,
+    stream: Any,
+) -> None:
+    """Write where `index` (N,) + `first` is among the frequent and among the drawn classes.
+
+    Places are from 0 in each; -1 if it is not there.
+    """
+    blocks = (index.shape[0] + THREADS - 1) // THREADS
+    place_kernel(index, classes, (of_frequent, of_drawn), frequent, first).launch(
+        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
+    )
+
+
+@cute.kernel
+def place_kernel(
+    index: cute.Tensor, classes: cute.Tensor, places: Any, frequent: Int32, first: Int64
+) -> None:
+    """Place the target of a row a thread."""
+    pdl_wait()
+    row = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+    if row < index.shape[0]:
+        target, count = index[row] + first, Int32(classes.shape[0])
+        places[0][row] = Int64(place_of(classes, target, Int32(0), frequent))
+        places[1][row] = Int64(place_of(classes, target, frequent, count))
+
+
+@cute.jit
+def place_of(classes: cute.Tensor, target: Int64, begin: Int32, end: Int32) -> Int32:
+    """Return the place of `target` among the ascending classes from `begin` to `end`, or -1."""
+    low, high = begin, end
+    for _ in cutlass.range(SEARCH_STEPS, unroll=1):
+        if low < high:
+            middle = (low + high) >> 1
+            if classes[middle] < target:
+                low = middle + 1
+            else:
+                high = middle
+    result = Int32(-1)
+    if low < end and classes[cutlass.min(low, end - 1)] == target:
+        result = low - begin
+    return result

@@ -1,0 +1,64 @@
+"""The classes that log-sum-exps are estimated of: frequent targets, and some drawn at random.
+
+Few classes have most of a language model's probability, and many the rest.  So the estimate takes
+the M most frequent targets of the batch as they are, and one class of each of S strata of the
+others for all of its stratum:
+
+    l̂_i = log( e_iy + Σ_{v frequent} e_iv + (V - M) / S Σ_{v drawn} e_iv )        v ≠ y
+
+All classes if they are no more than M + S.  Every rank chooses the same.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.planning.sample_sizes import estimate_count, frequent_count
+from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.random_bits import strata_draws
+from cutefce.ops.sampling.samples import Sampling
+
+ABSENT = -1
+"""The place of a target that is not among the classes."""
+
+
+class EstimateClasses(NamedTuple):
+    """The chosen classes."""
+
+    classes: Tensor
+    """(M + S,) int64: the frequent ones, ascending, then the drawn ones, ascending."""
+    frequent: int
+    """M"""
+
+
+def estimate_classes(targets: Targets, sampling: Sampling) -> EstimateClasses:
+    """Return the classes for a batch of targets; there are more than `estimate_count`."""
+    total = sampling.vocab
+    count, frequent = estimate_count(total), frequent_count(total)
+    ids = targets.index + targets.first
+    ids = torch.where(targets.active & (ids >= 0) & (ids < total), ids, total)
+    counts = ids.new_zeros(total + 1).index_add_(0, ids, torch.ones_like(ids))[:total]
+    # of equally frequent ones, the first; no two keys are equal, so that all devices agree
+    keys = counts * total - torch.arange(total, device=ids.device)
+    chosen = keys.topk(frequent).indices.sort().values
+    draws = strata_draws(sampling.seed, count - frequent, total - frequent)
+    before = chosen - torch.arange(frequent, device=ids.device)  # others before each of them
+    return EstimateClasses(
+        torch.cat([chosen, draws + torch.searchsorted(before, draws, right=True)]), frequent
+    )
+
+
+def target_places(chosen: EstimateClasses, targets: Targets) -> tuple[Tensor, Tensor]:
+    """Return where the targets are among frequent and among drawn classes, (N,) int64 each.
+
+    `ABSENT` where they are not.
+    """
+    ids, frequent = targets.index + targets.first, chosen.frequent
+    return _places(chosen.classes[:frequent], ids), _places(chosen.classes[frequent:], ids)
+
+
+def _places(classes: Tensor, ids: Tensor) -> Tensor:
+    """Return the places (N,) of `ids` (N,) among ascending `classes`."""
+    place = torch.searchsorted(classes, ids).clamp_(max=len(classes) - 1)
+    return torch.where(classes[place] == ids, place, ABSENT)
