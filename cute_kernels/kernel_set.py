@@ -57,11 +57,11 @@ class KernelSet:
     fused_selecting_forward: FusedForwardSpec
     """The same over the rows that count alone."""
     fused_storing_forward: FusedForwardSpec | None
-    """The forward of a plain loss that stores all exponentials; None without kernels of dW."""
+    """The forward of a plain loss that stores exponentials; None without kernels of dW."""
     fused_selecting_storing_forward: FusedForwardSpec | None
     """The same over the rows that count alone."""
     fused_backward: FusedBackwardSpec | None
-    """Its backward, but for the sums of dX."""
+    """Its backward, but for sums of dX that cuBLAS computes."""
     fused_selecting_backward: FusedBackwardSpec | None
     """The same over the rows that count alone."""
     target_logit: TargetLogitSpec
@@ -89,11 +89,11 @@ class KernelSet:
     finish_kept: KeptSumsSpec
     """dX of these."""
     grad_hidden: GradGemmSpec | None
-    """Adds to the sums of dX; None if cuBLAS does."""
+    """Adds to the sums of dX; None if cuBLAS computes those of all columns."""
     grad_hidden_short: GradGemmSpec | None
     """The same for few columns."""
     grad_hidden_again: GradGemmSpec | None
-    """The same where the device says whether there is anything to compute: no cuBLAS."""
+    """The same without cuBLAS: of windows, or where the device says whether there are any rows."""
     grad_weight: GradGemmSpec | None
     """dW in one pass; None if cuBLAS and elementwise passes compute it."""
     grad_weight_accumulate: GradGemmSpec | None
@@ -198,7 +198,8 @@ def kernel_set(
         add_targets, sort_targets = AddTargetsSpec(arch.name, dtype), SortTargetsSpec(arch.name)
         if variant == PLAIN:
             storing = dataclasses.replace(forward, stores=True)
-            backward = FusedBackwardSpec(arch.name, dtype, configs.grad_weight)
+            gemms = configs.grad_weight, again.config, (short or again).config
+            backward = FusedBackwardSpec(arch.name, dtype, *gemms, configs.project_exp)
     narrow = not can_keep(dtype)
     return KernelSet(
         select_rows=forward.select_rows,

@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.tuning import sampled_outputs
+from cutefce.autotune_cache.tuning import fused_outputs, sampled_outputs
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning import planner
-from cutefce.ops.primitives.cute_gradients import CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection
-from cutefce.ops.primitives.fused_step import FusedStep
 from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
 from cutefce.ops.primitives.row_selection import restore_rows, select_on_device
 from cutefce.ops.rows import targets as rows
@@ -135,8 +133,8 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
         results |= _single_call_outputs(inputs, case.upstream)
         results |= _counted_rows_outputs(case, primitives, "")
         results |= _counted_rows_outputs(case, _clearing(primitives), ", the others cleared")
-        for selects in (False, True):
-            results |= _fused_step_outputs(case, primitives, selects)
+        for suffix, loss, *gradients in fused_outputs.fused_steps(inputs, case):
+            results |= {f"loss{suffix}": CheckedOutput(loss, 1)} | _gradients(suffix, *gradients)
         loss, dx, dw = sampled_outputs.gradients_of_all(inputs, case.upstream, window)
         results |= {"sampled loss": CheckedOutput(loss, 1)} | _gradients(" of samples", dx, dw)
         entries = sampled_outputs.entries_of_few(inputs)
@@ -180,37 +178,6 @@ def _counted_rows_outputs(
         moved = CheckedOutput(rows, 3, floor=FLOOR, relative_to_row=True)
         results[f"{name}{suffix}"] = moved
     return results
-
-
-def _fused_step_outputs(
-    case: TuningCase, primitives: AnyPrimitives, selects: bool
-) -> dict[str, CheckedOutput]:
-    """Return losses and gradients of a step with ignored tokens, as `FusedStep` launches it."""
-    assert case.upstream is not None
-    problem, window, gradients = case.problem, default_plan(case).window, primitives.gradients
-    options, inputs = LossOptions("none", IGNORED), loss_inputs(case, primitives)
-    y = torch.where(torch.arange(problem.tokens, device=case.y.device) % 3 == 0, IGNORED, case.y)
-    operands, upstream = (inputs.h, inputs.w, y), case.upstream
-    suffix = " of a fused step" + " of counted rows" * selects
-    if isinstance(gradients, CuteGradients):
-        if not can_keep(problem.dtype):
-            return {}
-        columns = round_up(problem.vocab, defaults.widest_window(problem).reference_block)
-        step = FusedStep(problem, gradients.kernels, gradients.num_sms, columns, selects)
-        loss, stats, exps, selection = step.forward(*operands, options)
-        loss = _restored(loss, selection)
-        upstream = upstream if selection is None else selection.take(upstream)
-        kept = stats.rows, exps, selection
-        results = _gradients(suffix, *step.backward(upstream, *operands, *kept, options))
-    elif inputs.h.dtype != torch.float64:  # what is not exact is compared with nothing here
-        return {}
-    else:
-        inputs = replace(inputs, targets=Targets(y, problem.vocab, options))
-        loss, stats = windows.forward(inputs)
-        dw = torch.empty_like(inputs.w)
-        dx = windows.backward(inputs, stats, (), upstream, window, True, dw)
-        results = _gradients(suffix, dx, dw)
-    return {f"loss{suffix}": CheckedOutput(loss, 1)} | results
 
 
 def _restored(loss: Tensor, selection: RowSelection | None) -> Tensor:

@@ -92,11 +92,11 @@ class Plan:
         return self.strategy == "gradients_in_forward"
 
     @property
-    def keeps_everything(self) -> bool:
-        """Whether dX and dW are formed of exponentials that all have memory of their own."""
-        if self.in_forward or self.has_windows:
+    def stores_windows(self) -> bool:
+        """Whether dX and dW are formed over windows, and the exponentials of some are stored."""
+        if self.strategy != "windows" or self.grad_bias:
             return False
-        return self.grad_hidden and self.grad_weight and not self.grad_bias
+        return self.grad_hidden and self.grad_weight and self.aliased + self.kept > 0
 
     @property
     def has_windows(self) -> bool:

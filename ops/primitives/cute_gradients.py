@@ -110,9 +110,10 @@ class CuteGradients(RowwiseSteps):
         w: Tensor,
         *,
         accumulate: bool,
+        in_windows: bool = False,
         selection: RowSelection | None = None,
     ) -> None:
-        spec = grad_hidden_kernel(self.kernels, exps.shape[1])
+        spec = grad_hidden_kernel(self.kernels, exps.shape[1], in_windows)
         if spec is None and selection is not None and selection.may_skip:
             spec = self.kernels.grad_hidden_again
         if spec is None:
@@ -226,9 +227,16 @@ def _low_bits(kept: Tensor, low: Tensor) -> int:
     return 8 * low.shape[1] // kept.shape[1] if low.ndim == 2 else 0
 
 
-def grad_hidden_kernel(kernels: KernelSet, columns: int) -> GradGemmSpec | None:
-    """Return the kernel of dX's sums over `columns` of exponentials; None if cuBLAS has them."""
-    return kernels.grad_hidden_short if columns < KernelConfigs.SHORT else kernels.grad_hidden
+def grad_hidden_kernel(
+    kernels: KernelSet, columns: int, in_windows: bool, short: int | None = None
+) -> GradGemmSpec | None:
+    """Return the kernel of dX's sums over `columns` of exponentials; None if cuBLAS has them.
+
+    Those of fewer columns than `short`, or by default `KernelConfigs.SHORT`, have another kernel.
+    """
+    is_short = columns < (KernelConfigs.SHORT if short is None else short)
+    spec = kernels.grad_hidden_short if is_short else kernels.grad_hidden
+    return spec or (kernels.grad_hidden_again if in_windows else None)
 
 
 def k_splits(spec: GradGemmSpec, shape: Sequence[int], inner: int, clusters: int) -> int:

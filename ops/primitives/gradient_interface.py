@@ -29,11 +29,14 @@ class Gradients(Protocol[TargetGradT]):
         w: Tensor,
         *,
         accumulate: bool,
+        in_windows: bool = False,
         selection: RowSelection | None = None,
     ) -> None:
         """Write `exps` (N, K) @ w (K, D) to `sums` (N, D), or add it if `accumulate`.
 
-        With `selection`, rows of tokens that do not count are undefined.
+        `in_windows` says that these are some columns of a step, all of whose windows one host
+        function may compute, without cuBLAS, with the same bits.  With `selection`, rows of tokens
+        that do not count are undefined.
         """
         ...
 

@@ -64,6 +64,7 @@ class PortableGradients:
         w: Tensor,
         *,
         accumulate: bool,
+        in_windows: bool = False,
         selection: RowSelection | None = None,
     ) -> None:
         matmul_into(sums, exps, w, accumulate=accumulate)

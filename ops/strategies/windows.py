@@ -184,6 +184,7 @@ def backward(
             scale_by_log(exps, *scaling.factor)
         if dx_sums is not None:
             more: Any = {"accumulate": first > 0, "selection": selection}
+            more["in_windows"] = last - first < len(w)
             gradients.add_grad_hidden(dx_sums, exps, row_range(w, first, last), **more)
         if dbias is not None and factors is not None:
             dbias[first:last] = factors.sum(exps)

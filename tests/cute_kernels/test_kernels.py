@@ -28,6 +28,8 @@ from cutefce.cute_kernels.variant import (
 )
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat, forward_semaphore_count
 from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.planning.dw_aliasing import DwMemory
+from cutefce.ops.planning.window_layout import WindowLayout
 from cutefce.ops.primitives import (
     cute_gradients,
     cute_projection,
@@ -748,11 +750,11 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
         kernels = kernel_set.kernel_set(arch, "bfloat16", default)
         problem = Problem(300, 64, 1500, "bfloat16", "cuda", arch=arch.name)
         for selects in (False, True):
-            step = FusedStep(problem, kernels, 132, 1504, selects)
-            _, stats, exps, order = step.forward(case.h, case.w, case.y, LossOptions())
-            given = case.h, case.w, case.y, stats.rows, exps, order, LossOptions()
-            step.backward(logit[0], *given)
-        names += ["FusedForward", "GradGemm", "FusedBackward"] * 2
+            layout = WindowLayout.of(DwMemory(300, 64, 1500, 16), 64, 512, 256)
+            step = FusedStep(problem, kernels, 132, layout, selects)
+            _, saved = step.forward(case.h, case.w, case.y, LossOptions())
+            step.backward(logit[0], case.h, case.w, case.y, saved, LossOptions())
+        names += ["FusedForward", "FusedBackward"] * 2
     assert [kernel.__name__ for kernel in launched] == [f"{name}Spec" for name in names]
 
 
@@ -793,7 +795,8 @@ def test_fused_steps_launch_the_kernels_of_separate_ones(arch: Arch) -> None:
         names = ("target_logit", "reduce_partials", "repair_exps", "select_rows", "gather_rows")
         assert all(getattr(forward, name) == getattr(kernels, name) for name in names)
         assert forward.project_exp == kernels.row_sums_and_exps
-        of_both = ("row_coefficients", "sort_targets", "grad_weight", "finish_dx")
+        of_both = ["row_coefficients", "sort_targets", "grad_weight", "finish_dx", "exps"]
+        of_both += ["grad_hidden", "grad_hidden_short", "gather_rows"]
         assert all(getattr(backward, name) == getattr(kernels, name) for name in of_both)
         scales = kernels.gather_scaled_rows if selects else kernels.scale_rows
         assert backward.scale_rows == scales
