@@ -231,7 +231,7 @@ def _gradients_in_forward_outputs(
         dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
         dw = WeightSums.empty(torch.empty_like(w, dtype=dtype), loss_scale.dtype, bits, chunks=2)
         stats = gradients_in_forward(inputs, loss_scale, stored, chunk, dx, dw, None)
-        finished_dx = dx.finish(inputs, stats, RowCoefficients.of(stats, targets, loss_scale))
+        finished_dx = dx.finish(inputs, stats, loss_scale)
         finished_dw = dw.finish(inputs.primitives.gradients, loss_scale).to(w.dtype)
         name = f" of gradients in the forward{suffix}"
         results |= _gradients(name, finished_dx, finished_dw)
@@ -260,8 +260,7 @@ def _windows_in_chunks_outputs(
     dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
     dw = WeightSums.empty(inputs.w[:0], loss_scale.dtype, LOW_BITS[0])
     stats = gradients_in_forward(inputs, loss_scale, window, chunk, dx, dw, None)
-    coefficients = RowCoefficients.of(stats, targets, loss_scale)
-    finished = dx.finish(inputs, stats, coefficients, selection)
+    finished = dx.finish(inputs, stats, loss_scale, selection)
     return {"dX of windows in chunks": _gradient(finished)}
 
 

@@ -75,6 +75,9 @@ class Plan:
     """Tokens that are computed."""
     low_bits: int = LOW_BITS[-1]
     """Bits of each of dW's sums over chunks beside the 16 in its memory."""
+    hidden_bits: int | None = None
+    """Bits of each of dX's sums over windows beside 16; None for float32.  0 of gradients in
+    forward: dX for an upstream gradient of 1 is kept."""
 
     @property
     def gradients(self) -> tuple[bool, bool, bool]:

@@ -122,9 +122,17 @@ def kept_low_bits(p: Problem, chunk: int) -> int:
     """Return the low bits of each of dW's sums over chunks of `chunk` tokens."""
     if p.random_sums:
         return 0
-    short, long = LOW_BITS
-    # two columns share a byte of the fewer ones
-    return short if ceil_div(p.tokens, chunk) <= MAX_SHORT_SUMS and p.hidden % 2 == 0 else long
+    return low_bits_of(p.hidden, ceil_div(p.tokens, chunk))
+
+
+def low_bits_of(hidden: int, additions: int) -> int:
+    """Return the low bits of sums of `hidden` columns that are rounded `additions` times."""
+    return LOW_BITS[-1] if additions > MAX_SHORT_SUMS else few_low_bits(hidden)
+
+
+def few_low_bits(hidden: int) -> int:
+    """Return the least low bits of kept sums: two columns share a byte."""
+    return LOW_BITS[hidden % 2]
 
 
 def low_bytes(hidden: int, low_bits: int) -> int:

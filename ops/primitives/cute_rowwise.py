@@ -71,6 +71,7 @@ class RowwiseSteps:
             factor=None,
             grad_scale=grad_scale,
             dx=dx,
+            relative=scale if in_reference else None,
         )
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
@@ -103,7 +104,8 @@ class RowwiseSteps:
         order: Tensor | None = None,
     ) -> None:
         rows = targets.index, stats.sum_exp_others, targets.options.ignore_index
-        compiled(self.kernels.keep_sums)(kept, low, sums, w, *rows, *_places(targets, order))
+        spec = replace(self.kernels.keep_sums, low_bits=low_bits(kept, low))
+        compiled(spec)(kept, low, sums, w, *rows, *_places(targets, order))
 
     def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
         spec = self.kernels.kept_hidden_kernels[low_bits(kept, low)].scale_rows

@@ -16,6 +16,7 @@ from bench.harness.reference import unfused
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.elementwise import joined_sums
@@ -33,10 +34,10 @@ from tests.support.reference import (
 )
 
 
-def kept(values: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def kept(values: Tensor, low_bits: int) -> Tensor:
     """Return what is kept of float32 sums (N, D)."""
-    upper = torch.empty(values.shape, dtype=dtype)
-    low = torch.empty(values.shape, dtype=torch.uint8)
+    upper = torch.empty(values.shape, dtype=torch.bfloat16)
+    low = torch.empty(len(values), values.shape[1] * low_bits // 8, dtype=torch.uint8)
     split_sums(upper, low, values)
     return joined_sums(upper, low)
 
@@ -55,12 +56,13 @@ HALF_WAY = st.builds(
 """Those of numbers near the middle between two bfloat16."""
 
 
+@pytest.mark.parametrize("low_bits", LOW_BITS)
 @given(bits=st.lists(FLOATS | HALF_WAY, min_size=1, max_size=64))
 @example(bits=[0x17F80, 0x3F807F80, 0x7F7FFFFF, 0x3F808080])
-def test_any_sum_keeps_16_bits(bits: list[int]) -> None:
+def test_what_is_kept_of_any_sum(low_bits: int, bits: list[int]) -> None:
     """Rounding what is kept gives the rounded sum, unless that is nearly half-way to another."""
-    values = as_float(bits)
-    got = kept(values)
+    values, half_unit = as_float(bits + bits[: len(bits) % 2]), 1 << 15 - low_bits
+    got = kept(values, low_bits)
     assert torch.equal(got.isnan(), values.isnan())
     assert torch.equal(got.to(torch.bfloat16).isnan(), values.isnan())
     numbers = ~values.isnan()
@@ -70,15 +72,16 @@ def test_any_sum_keeps_16_bits(bits: list[int]) -> None:
     assert torch.equal(got.signbit(), values.signbit())
     beyond_half = (values.view(torch.int32) & 0xFFFF) - 0x8000
     apart = (halves.view(torch.int16).int() - rounded.view(torch.int16).int()).abs()
-    assert (apart <= (beyond_half.abs() <= 0x80)).all()
+    assert (apart <= (beyond_half.abs() <= half_unit)).all()
     normal = got.isfinite() & (values.abs() >= torch.finfo(torch.float32).tiny)
     got, values = got[normal].double(), values[normal].double()
-    assert ((got - values).abs() <= values.abs() * 2.0**-16).all()
+    assert ((got - values).abs() <= values.abs() * 2.0 ** -(8 + low_bits)).all()
 
 
-def test_no_bias_is_in_what_is_kept() -> None:
+@pytest.mark.parametrize("low_bits", LOW_BITS)
+def test_no_bias_is_in_what_is_kept(low_bits: int) -> None:
     values = torch.rand(1000, 100) + 1
-    errors = (kept(values).double() - values.double()) / values.double()
+    errors = (kept(values, low_bits).double() - values.double()) / values.double()
     spread = float(errors.std()) / math.sqrt(errors.numel())
     assert abs(float(errors.mean())) < 5 * spread
 
