@@ -11,8 +11,11 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
                                        none if K + L = V
     dX      N·D·a                      its sums, unless they are the gradient (e = a); dX itself is
                                        allocated after buffer and s_i h_i are freed
+            or N·D / 2                 4 bits of each of them, beside 16 in dX's memory, or where
+                                       rows are selected in other memory until the end; N·D over
+                                       more than 32 windows
     dW      N·D·e                      s_i h_i, unless K = L = 0 and every token's loss has the same
-                                       upstream gradient
+                                       upstream gradient; then freed before logits are recomputed
             soft targets: see `soft_memory`
             + 12·N + 12·V              kernels: the tokens of each target and their coefficients
             + (N + 1)·D·a + 8·V        portable: the targets' sums and their slots,
@@ -24,8 +27,8 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
     gradients in forward               c·V·e for chunks of c tokens, c·K·e for dX alone; unless
                                        sums are the gradients (e = a), V·D / 2 for 4 bits of each
                                        of dW's sums, V·D over more than 32 chunks and nothing
-                                       if they are rounded at random, N·D for a
-                                       byte of each of dX's, and c·D·a for a chunk's
+                                       if they are rounded at random, as N·D / 2 of dX's; and
+                                       c·D·a for a chunk's
 
 Copies of h and w that a call works on are added, less what its gradients lack of wider ones.  A
 rank with a share of the tokens gathers them, N·D·e; ranks hold all of dX's sums, N·D·a, until the
@@ -44,7 +47,7 @@ from cutefce.ops.planning.call_problem import (
     forms_gradients,
     soft_targets,
 )
-from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS, DwMemory
+from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.soft_memory import (
     others_bytes,
     soft_bytes,
@@ -62,23 +65,32 @@ from cutefce.ops.planning.step_memory import (
     TARGET_BYTES,
     accumulates_wider,
     added_rows,
+    few_low_bits,
     forward_step_bytes,
     keeps_weight_sums,
+    kept_hidden_bytes,
     kept_low_bits,
     low_bytes,
     partial_bytes,
+    rounds_hidden,
     rows_bytes,
+    rows_of_sums,
     tile_bytes,
     upcast_bytes,
 )
 
 
 def windows_bytes(
-    p: Problem, config: WindowConfig, aliased: int, kept: int, scalar_upstream: bool
+    p: Problem,
+    config: WindowConfig,
+    aliased: int,
+    kept: int,
+    scalar_upstream: bool,
+    hidden_bits: int | None = None,
 ) -> int:
     """Return the workspace of a "windows" plan with `aliased` and `kept` columns.
 
-    The latter may be padded.
+    The latter may be padded.  With `hidden_bits`, these are kept of dX's sums beside 16.
     """
     stored = aliased + kept
     saved = p.tokens * (kept * p.item_bytes + NUM_STATS * p.accumulator_bytes)
@@ -115,12 +127,19 @@ def windows_bytes(
         # ranks add dX in the order of the call
         ordered = p.tokens * p.hidden * p.accumulator_bytes * p.selects_rows
         end = shared + max(end + ordered, after + reduced)
+    elif p.grad_hidden and hidden_bits is not None:
+        low = p.tokens * low_bytes(p.hidden, hidden_bits)
+        # rows get their places in dX itself, which is allocated at the end
+        backward, end = backward + low, end + low + copy
+        kept_step, finish = kept_hidden_bytes(p, longest)
+        step, end = max(made, kept_step), end + finish
     elif p.grad_hidden and accumulates_wider(p):
         # dX itself is allocated at the end
         backward += p.tokens * p.hidden * (p.accumulator_bytes - p.item_bytes)
         end += p.tokens * p.hidden * p.accumulator_bytes
+    scaled = recomputed_from = 0
     if p.grad_weight and (stored or not scalar_upstream or p.wide_grad_weight):
-        backward += p.tokens * p.hidden * p.item_bytes
+        scaled = p.tokens * p.hidden * p.item_bytes
     if p.grad_weight:
         targets, made = targets_bytes(p, p.tokens)
         backward, step = backward + targets, max(step, made)
@@ -142,8 +161,13 @@ def windows_bytes(
         upcast = sums + upcast_bytes(p, window, p.tokens, p.hidden)
         step = max(step, finish, added, upcast)
     if stored < p.vocab:
-        backward += p.tokens * buffer_columns * p.item_bytes + copy
+        recomputed_from = p.tokens * buffer_columns * p.item_bytes + copy
         step = max(step, tile_bytes(p, config, p.tokens, min(recomputed, p.vocab), stored=True))
+    if scalar_upstream and not p.wide_grad_weight:
+        # those of stored exponentials are freed first
+        backward += max(scaled, recomputed_from)
+    else:
+        backward += scaled + recomputed_from
     return with_copies(p, max(forward - p.gradient_bytes, backward + step, end))
 
 
@@ -169,11 +193,12 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
         kept += shared
         restored = copy * p.accumulator_bytes // p.item_bytes  # ranks add theirs in that order
     elif p.grad_hidden and wider:
-        kept += p.tokens * p.hidden
+        if not rounds_hidden(p):
+            kept += p.tokens * low_bytes(p.hidden, few_low_bits(p.hidden))
         sums = chunk * p.hidden * p.accumulator_bytes
         if p.arch is None:  # kernels join the bytes of a sum in registers
             marks = rows_bytes(p, chunk, KEPT)
-            finish = min(FINISHED_ROWS, p.tokens) * p.hidden * p.accumulator_bytes
+            finish = 0 if rounds_hidden(p) else rows_of_sums(p)
     partial = chunk * partial_bytes(p, config, chunk)
     step = forward_step_bytes(p, config, chunk, p.vocab) + _selected_bytes(p, chunk)
     product = max(upcast_bytes(p, chunk, stored, p.hidden), marks) * p.grad_hidden

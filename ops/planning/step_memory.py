@@ -1,9 +1,11 @@
 """Bytes that single steps take: a tile of logits, a block of rows, converted operands."""
 
+from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
+from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
 
 UPCAST_BLOCK = 2048
 """Rows and columns of a 16-bit operand that a CPU's GEMM converts to float32 at a time."""
@@ -113,6 +115,21 @@ def upcast_bytes(p: Problem, rows: int, inner: int, columns: int) -> int:
     return (min(rows, UPCAST_BLOCK) + columns) * block * p.accumulator_bytes
 
 
+def kept_hidden_bytes(p: Problem, inner: int) -> tuple[int, int]:
+    """Return the bytes of adding a product over `inner` columns to kept sums of dX.
+
+    The others are those of making dX of them, beside dX.
+    """
+    rows, sums = min(FINISHED_ROWS, p.tokens), rows_of_sums(p)
+    product = max(upcast_bytes(p, rows, inner, p.hidden), rows_bytes(p, rows, KEPT))
+    return 0 if adds_by_kernel(p) else sums + product, sums if p.arch is None else 0
+
+
+def rows_of_sums(p: Problem) -> int:
+    """Bytes of the rows of dX whose sums are in float32 at a time, where kernels do not add."""
+    return min(FINISHED_ROWS, p.tokens) * p.hidden * p.accumulator_bytes
+
+
 def keeps_weight_sums(p: Problem) -> bool:
     """Whether dW's sums over chunks of tokens are kept in 16 bits of dW and low bits beside."""
     return p.grad_weight and accumulates_wider(p) and not p.wide_grad_weight
@@ -138,6 +155,24 @@ def few_low_bits(hidden: int) -> int:
 def low_bytes(hidden: int, low_bits: int) -> int:
     """Return the bytes of the low bits of a row of `hidden` sums."""
     return round_up(ceil_div(hidden * low_bits, 8), LOW_ALIGNMENT)
+
+
+def can_keep_hidden(p: Problem) -> bool:
+    """Whether dX's sums over windows may be kept in 16 bits and low bits beside.
+
+    Ranks add theirs in float32.
+    """
+    return p.grad_hidden and p.dtype == "bfloat16" and p.ranks == 1
+
+
+def rounds_hidden(p: Problem) -> bool:
+    """Whether gradients in forward keep dX in 16 bits, for an upstream gradient of 1."""
+    return p.random_sums and p.grad_weight and p.grad_hidden and p.ranks == 1
+
+
+def adds_by_kernel(p: Problem) -> bool:
+    """Whether kernels add to kept sums; else products are made beside them."""
+    return p.arch is not None and arch_named(p.arch).forms_weight_gradient
 
 
 def accumulates_wider(p: Problem) -> bool:

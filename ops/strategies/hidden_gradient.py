@@ -38,9 +38,9 @@ class HiddenGradient:
     def empty(
         cls, inputs: LossInputs[PartialT, TargetGradT], dtype: torch.dtype, low_bits: int | None
     ) -> "HiddenGradient":
-        """Return uninitialized sums of `dtype`, or kept ones with `low_bits`."""
+        """Return uninitialized sums of `dtype`, or kept ones with `low_bits`, unless dX is wider."""
         h, selection, shape = inputs.h, inputs.targets.selection, (inputs.tokens, inputs.h.shape[1])
-        if low_bits is None:
+        if low_bits is None or inputs.dx_dtype != h.dtype:
             return cls(h.new_empty(shape, dtype=dtype), None, selection)
         return cls(h.new_empty(shape), empty_low(h, *shape, low_bits), selection)
 
