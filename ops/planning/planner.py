@@ -140,25 +140,22 @@ def _windows(p: Problem, configs: Sequence[WindowConfig], scalar_upstream: bool)
     they are: a plan that recomputes columns aliases as many as it can, or none; narrow first
     windows allow for more.  dX's sums over windows are float32, or kept.
     """
-    given = [(config, False) for config in configs[:FLOAT32_WIDTHS]]
-    if can_keep_hidden(p) and not soft_targets(p):
-        given += [(config, True) for config in configs]
+    given: list[tuple[WindowConfig, int | None]]
+    given = [(config, None) for config in configs[:FLOAT32_WIDTHS]]
+    if forms_gradients(p) and can_keep_hidden(p) and not soft_targets(p):
+        given += [(config, kept_hidden_bits(p, config)) for config in configs]
     return [family for kind in given for family in _windows_of(p, *kind, scalar_upstream)]
 
 
 def _windows_of(
-    p: Problem, config: WindowConfig, keeps: bool, scalar_upstream: bool
+    p: Problem, config: WindowConfig, hidden_bits: int | None, scalar_upstream: bool
 ) -> Iterator[Family]:
-    """Yield the plans of one width of windows; `keeps` says that dX's sums are kept."""
-    memory = DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
+    """Yield the plans of one width of windows; with `hidden_bits`, dX's sums are kept."""
 
     def family(count: int, columns: Callable[[int], tuple[int, int]]) -> Family:
-        """Return plans of (aliased, kept) columns; the last has the most windows."""
-        bits = None
-        if keeps:
-            bits = low_bits_of(p.hidden, _num_windows(p, memory, config, *columns(count - 1)))
-        given = p, config, scalar_upstream
-        return Family(count, cache(lambda i: _windows_plan(*given, *columns(i), bits)))
+        """Return plans of (aliased, kept) columns."""
+        given = p, config, scalar_upstream, hidden_bits
+        return Family(count, cache(lambda i: _windows_plan(*given, *columns(i))))
 
     def recompute_some(aliased: int) -> Family:
         kept = (p.vocab - aliased - 1) // config.window
@@ -174,25 +171,21 @@ def _windows_of(
     if not (forms_gradients(p) and can_keep(p.dtype)):
         yield family(1, lambda _: (0, 0))
         return
-    if not keeps:  # one product needs no sums
+    if hidden_bits is None:  # one product needs no sums
         yield family(1, lambda _: keep_rest(0))
     yield recompute_some(0)
-    if not p.grad_weight or p.wide_grad_weight:
-        return
-    for least in (config.window, config.half(config.window)):
-        most = memory.most_aliased(least)
-        if most:
-            yield alias_some(most)
-            yield recompute_some(most)
+    for most in _most_aliased(p, config):
+        yield alias_some(most)
+        yield recompute_some(most)
 
 
 def _windows_plan(
     p: Problem,
     config: WindowConfig,
     scalar_upstream: bool,
+    hidden_bits: int | None,
     aliased: int,
     kept: int,
-    hidden_bits: int | None,
 ) -> Plan:
     predicted = windows_bytes(p, config, aliased, kept, scalar_upstream, hidden_bits)
     seconds = windows_seconds(p, config.window, aliased, kept, hidden_bits)
@@ -202,15 +195,28 @@ def _windows_plan(
     return Plan("windows", *columns, p.tokens, *given, hidden_bits=hidden_bits)
 
 
-def _num_windows(
-    p: Problem, memory: DwMemory, config: WindowConfig, aliased: int, kept: int
-) -> int:
-    """Return the number of windows of a backward, over which dX is summed."""
-    stored = aliased + kept
+def _most_aliased(p: Problem, config: WindowConfig) -> list[int]:
+    """Return how many columns can be aliased, with wide first windows and with narrow ones."""
     if not p.grad_weight or p.wide_grad_weight:
-        return (kept > 0) + ceil_div(max(p.vocab - stored, 0), config.window)
-    recomputed = memory.recomputed_widths(stored, config.half(config.window))
-    return len(memory.aliased_widths(aliased)) + (kept > 0) + len(recomputed)
+        return []
+    memory = DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
+    found = (memory.most_aliased(n) for n in (config.window, config.half(config.window)))
+    return [most for most in found if most]
+
+
+def kept_hidden_bits(p: Problem, config: WindowConfig) -> int:
+    """Return the bits beside 16 of dX's sums over as many windows as any plan of `config` has."""
+    windows = ceil_div(p.vocab, config.window)
+    if p.grad_weight and not p.wide_grad_weight:
+        memory = DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
+        counts = (
+            len(memory.aliased_widths(most))
+            + len(memory.recomputed_widths(most, config.half(config.window)))
+            for most in (0, *_most_aliased(p, config))
+        )
+        # those that are kept are one more
+        windows = 1 + max(counts)
+    return low_bits_of(p.hidden, windows)
 
 
 def _gradients_in_forward(p: Problem, config: WindowConfig) -> Iterator[Family]:

@@ -21,6 +21,7 @@ from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.planning import planner, time_model
 from cutefce.ops.planning.call_problem import CallProblem
 from cutefce.ops.planning.dw_aliasing import DwMemory
+from cutefce.ops.planning.step_memory import can_keep_hidden
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.planner import (
     FLOOR,
@@ -179,7 +180,10 @@ def all_windows(
 
     They alias none or all that there is room for; any number where the others are kept.
     """
-    for config in configs:
+    kinds = [(config, None) for config in configs[: planner.FLOAT32_WIDTHS]]
+    if can_keep_hidden(p):
+        kinds += [(config, planner.kept_hidden_bits(p, config)) for config in configs]
+    for config, bits in kinds:
         width, block = config.window, config.reference_block
         memory = DwMemory(p.tokens, p.hidden, p.vocab, block)
         ends = {memory.most_aliased(n) * p.grad_weight for n in (width, config.half(width))}
@@ -188,9 +192,10 @@ def all_windows(
         ):
             rest = (p.vocab - aliased - 1) // width
             stored = {rest * i // 15 * width for i in range(16)} if aliased in {0} | ends else set()
-            for kept in stored | {round_up(p.vocab - aliased, block)}:
-                workspace = windows_bytes(p, config, aliased, kept, scalar_upstream)
-                yield workspace, windows_seconds(p, width, aliased, kept)
+            rest_kept = {round_up(p.vocab - aliased, block)} if aliased or bits is None else set()
+            for kept in stored | rest_kept:
+                workspace = windows_bytes(p, config, aliased, kept, scalar_upstream, bits)
+                yield workspace, windows_seconds(p, width, aliased, kept, bits)
 
 
 def test_a_budget_that_nearly_keeps_everything_aliases_no_negative_number() -> None:
