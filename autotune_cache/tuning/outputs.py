@@ -275,7 +275,8 @@ def _kept_hidden_outputs(
     """
     assert case.upstream is not None
     inputs, vocab = loss_inputs(case, primitives), case.problem.vocab
-    h, results, one = inputs.h, {}, case.upstream.new_ones(())
+    h, one = inputs.h, case.upstream.new_ones(())
+    results: dict[str, CheckedOutput] = {}
     first = min(round_up(ceil_div(vocab, 3), block), vocab)
     window = round_up(ceil_div(vocab - first, 2), block)
     if isinstance(primitives.projection, CuteProjection):

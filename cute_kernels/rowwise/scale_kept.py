@@ -26,7 +26,8 @@ from cutefce.cute_kernels.rowwise.kept_sums import load_kept, low_signature, sto
 def compile_signature(kernel: spec.ScaleKeptSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and the arguments to compile it for."""
     rows, hidden = cute.sym_int(), cute.sym_int(divisibility=8)
-    low, kept = low_signature(rows, hidden, kernel.low_bits), matrix(DTYPES[kernel.dtype], rows, hidden)
+    low = low_signature(rows, hidden, kernel.low_bits)
+    kept = matrix(DTYPES[kernel.dtype], rows, hidden)
     factor = vector(Float32, rows if kernel.by_rows else 1)
     return ScaleKept(kernel), (kept, low, factor, current_stream())
 

@@ -43,8 +43,9 @@ class GradGemmSpec:
     rank_one: bool = False
     """Whether to add a matrix of rank one before rounding; needs `final`, or `kept` of dW."""
     low_bits: int | None = None
-    """Bits beside the upper 16 of the sums that it adds to, in bfloat16: those of dX, or those of dW
-    with the targets' terms, which of 0 bits are rounded at random.  None if it adds to no such sums."""
+    """Bits beside the upper 16 of the sums that it adds to, in bfloat16: those of dX, or those of
+    dW with the targets' terms, which of 0 bits are rounded at random.  None if it adds to no such
+    sums."""
 
     WARPS: ClassVar[int] = 8
     """Warps of a thread block that run MMAs."""

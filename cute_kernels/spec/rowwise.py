@@ -7,7 +7,6 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.variant import IDENTITY, LogitTransform
 from cutefce.cute_kernels.workspace import Coefficient
 
-
 OUT_AND_SUMS = 2
 """Says that kept sums are in the places of the rows of dX that are made of them."""
 

@@ -5,8 +5,9 @@ Pure Python.  The plans of a problem come in families, each of which trades time
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from math import ceil
 
 from cutefce.cute_kernels.arch import arch_named
@@ -189,10 +190,9 @@ def _windows_plan(
 ) -> Plan:
     predicted = windows_bytes(p, config, aliased, kept, scalar_upstream, hidden_bits)
     seconds = windows_seconds(p, config.window, aliased, kept, hidden_bits)
-    gradients = p.grad_hidden, p.grad_weight, p.grad_bias
-    given = *gradients, p.vocab, predicted, seconds, p.tokens
-    columns = config.window, aliased, kept
-    return Plan("windows", *columns, p.tokens, *given, hidden_bits=hidden_bits)
+    gradients, sizes = (p.grad_hidden, p.grad_weight, p.grad_bias), (config.window, aliased, kept)
+    plan = Plan("windows", *sizes, p.tokens, *gradients, p.vocab, predicted, seconds, p.tokens)
+    return replace(plan, hidden_bits=hidden_bits)
 
 
 def _most_aliased(p: Problem, config: WindowConfig) -> list[int]:
@@ -258,6 +258,6 @@ def _chunked_plan(p: Problem, config: WindowConfig, chunk: int, columns: int | N
     seconds = chunked_seconds(p, chunk, stored)
     predicted, strategy = chunked_bytes(p, config, stored, chunk), "gradients_in_forward"
     gradients = p.grad_hidden, p.grad_weight, p.grad_bias
-    given = *gradients, p.vocab, predicted, seconds, p.tokens
-    hidden_bits = 0 if rounds_hidden(p) else None
-    return Plan(strategy, *sizes, *given, kept_low_bits(p, chunk), hidden_bits)
+    plan = Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
+    bits = kept_low_bits(p, chunk), 0 if rounds_hidden(p) else None
+    return replace(plan, low_bits=bits[0], hidden_bits=bits[1])

@@ -18,7 +18,6 @@ With N tokens, D hidden, V vocab, K columns kept, L aliased (`dw_aliasing`) and 
 On a GPU, the tiles of dX may leave SMs idle in their last wave.
 """
 
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.schedule.order import (

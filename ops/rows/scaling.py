@@ -63,8 +63,8 @@ def scaling_of(
         reference = stats.reference - relative.scale.log()
         scale = torch.where(targets.active, grad_scale, 0)
         dx = replace(relative.times(scale), scale=scale)
-        own = None, relative.target, relative.every, None, None
-        return Scaling(reference, *own, grad_scale, dx, relative.scale)
+        factors = relative.target, relative.every
+        return Scaling(reference, None, *factors, None, None, grad_scale, dx, relative.scale)
     dx = RowCoefficients.of(stats, targets, upstream)
     grad_scale = dx.scale.new_ones(())
     if dx.by_log_exp is not None:

@@ -1,8 +1,8 @@
 """dX's sums over windows of the vocabulary, in a backward, and dX of them.
 
-They are float32, twice a 16-bit dX; or kept in 20 bits, of many windows in 24: 16 in memory as large
-as dX, and the others beside it.  Each window adds its products in float32 and rounds to nearest; dX
-is rounded once more, at the end.
+They are float32, twice a 16-bit dX; or kept in 20 bits, of many windows in 24: 16 in memory as
+large as dX, and the others beside it.  Each window adds its products in float32 and rounds to
+nearest; dX is rounded once more, at the end.
 
 Where kernels select rows, sums are in the order of the selection.  dX itself is then allocated at
 the end, when the selected hidden states are freed.
@@ -38,7 +38,7 @@ class HiddenGradient:
     def empty(
         cls, inputs: LossInputs[PartialT, TargetGradT], dtype: torch.dtype, low_bits: int | None
     ) -> "HiddenGradient":
-        """Return uninitialized sums of `dtype`, or kept ones with `low_bits`, unless dX is wider."""
+        """Return uninitialized sums of `dtype`; with `low_bits` kept ones, unless dX is wider."""
         h, selection, shape = inputs.h, inputs.targets.selection, (inputs.tokens, inputs.h.shape[1])
         if low_bits is None or inputs.dx_dtype != h.dtype:
             return cls(h.new_empty(shape, dtype=dtype), None, selection)

@@ -5,8 +5,8 @@ rounded once.  float32 sums would take as much memory again as a 16-bit dX.  So 
 bits: 16 in the memory of its element of dX, as a bfloat16, and four beside it, rounded to nearest.
 The relative error is at most 2⁻¹³, 16 times smaller than that of the rounding of dX.
 
-Who asks for sums of dW in 16 bits has nothing beside dX: what is kept is dX for an upstream gradient
-of 1, rounded, which the backward multiplies.
+Who asks for sums of dW in 16 bits has nothing beside dX: what is kept is dX for an upstream
+gradient of 1, rounded, which the backward multiplies.
 """
 
 from collections.abc import Callable

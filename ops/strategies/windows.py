@@ -159,11 +159,12 @@ def backward(
     as_sums = adds or inputs.dw_dtype != w.dtype
     free, sampled = None if as_sums else dw, stored if isinstance(stored, Samples) else None
     columns: list[tuple[int, int, Tensor | None]] = []
+    end = aliased
     if not isinstance(stored, Samples):
         columns = list(iter_windows(inputs, stored, aliased, window, in_dw=free is not None))
+        end = max((first + exps.shape[1] for first, exps in stored), default=aliased)
     uniform = upstream.ndim == 0 and not targets.scales_rows and not (as_sums and dw is not None)
     # the columns behind those that are stored, or were, whose factors are those of h in dW
-    end = aliased + sum(exps.shape[1] for first, exps in stored if first >= aliased) if columns else 0
     later = [part for part in columns if part[0] >= end]
     in_reference = uniform and bool(later) and (dw is not None or not end)
     scaling = gradients.scaling(h.dtype, targets, stats, upstream, in_reference=in_reference)

@@ -432,8 +432,8 @@ def test_kept_sums(hidden: int, low_bits: int, rank_one: bool, scatters: int) ->
     PortableGradients(16).keep_sums(want, want_low, sums, table, targets, stats)
     is_nan = joined_sums(want, want_low).isnan()
     assert torch.equal(joined_sums(kept, low)[places].isnan(), is_nan)
-    got = joined_sums(kept, low)[places][~is_nan]
-    assert torch.equal(got.view(torch.int32), joined_sums(want, want_low)[~is_nan].view(torch.int32))
+    pair = joined_sums(kept, low)[places], joined_sums(want, want_low)
+    assert torch.equal(*(sums[~is_nan].view(torch.int32) for sums in pair))
     scale, target_scale, factor, row = *torch.randn(3, 7), torch.randn(hidden)
     scale[5] = target_scale[5] = factor[5] = 0.0
     term = RankOne(factor, row) if rank_one else None

@@ -21,7 +21,6 @@ from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.planning import planner, time_model
 from cutefce.ops.planning.call_problem import CallProblem
 from cutefce.ops.planning.dw_aliasing import DwMemory
-from cutefce.ops.planning.step_memory import can_keep_hidden
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.planner import (
     FLOOR,
@@ -33,6 +32,7 @@ from cutefce.ops.planning.planner import (
     Plan,
     make_plan,
 )
+from cutefce.ops.planning.step_memory import can_keep_hidden
 from cutefce.ops.planning.time_model import chunked_seconds, windows_seconds
 
 GIB = 1 << 30
@@ -180,6 +180,7 @@ def all_windows(
 
     They alias none or all that there is room for; any number where the others are kept.
     """
+    kinds: list[tuple[PortableTiles, int | None]]
     kinds = [(config, None) for config in configs[: planner.FLOAT32_WIDTHS]]
     if can_keep_hidden(p):
         kinds += [(config, planner.kept_hidden_bits(p, config)) for config in configs]
