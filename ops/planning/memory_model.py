@@ -38,7 +38,6 @@ Kernels need no tile.  A CPU converts 16-bit operands and takes row-wise steps i
 """
 
 from cutefce.cute_kernels.config import WindowConfig
-from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops.planning.call_problem import (
@@ -75,6 +74,7 @@ from cutefce.ops.planning.step_memory import (
     rounds_hidden,
     rows_bytes,
     rows_of_sums,
+    shared_sums_bytes,
     tile_bytes,
     upcast_bytes,
 )
@@ -110,17 +110,13 @@ def windows_bytes(
         memory = DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
         buffer_columns = memory.buffer_columns(stored, config.half(config.window))
         recomputed = max(buffer_columns, memory.widest(stored))
-    window = min(config.window if stored else recomputed, config.window, p.vocab)
     # coefficients; losses and upstream gradients; float16's coefficients are scaled
     vectors = (2 if scalar_upstream else 4) + (0 if can_keep(p.dtype) else 2)
     after = saved + soft + p.tokens * (TARGET_BYTES + vectors * p.accumulator_bytes)
     after += selection_bytes(p) + others_bytes(p, p.tokens)
     backward = after + gathered_bytes(p)
-    end = backward + rows_bytes(p, p.tokens, GATHERED)
-    longest = max(window, min(kept, p.vocab))
-    step = upcast_bytes(p, p.tokens, longest, p.hidden) if p.grad_hidden else 0
     made = soft_step_bytes(p, p.tokens)
-    end, step = end + made, max(step, made)
+    end = backward + rows_bytes(p, p.tokens, GATHERED) + made
     if p.grad_hidden and p.ranks > 1:
         shared, reduced = shared_sums_bytes(p)
         backward += shared
@@ -131,44 +127,56 @@ def windows_bytes(
         low = p.tokens * low_bytes(p.hidden, hidden_bits)
         # rows get their places in dX itself, which is allocated at the end
         backward, end = backward + low, end + low + copy
-        kept_step, finish = kept_hidden_bytes(p, longest)
-        step, end = max(made, kept_step), end + finish
+        end += rows_of_sums(p) if p.arch is None else 0
     elif p.grad_hidden and accumulates_wider(p):
         # dX itself is allocated at the end
         backward += p.tokens * p.hidden * (p.accumulator_bytes - p.item_bytes)
         end += p.tokens * p.hidden * p.accumulator_bytes
-    scaled = recomputed_from = 0
-    if p.grad_weight and (stored or not scalar_upstream or p.wide_grad_weight):
-        scaled = p.tokens * p.hidden * p.item_bytes
     if p.grad_weight:
-        targets, made = targets_bytes(p, p.tokens)
-        backward, step = backward + targets, max(step, made)
-    if p.grad_weight and sorts_by_kernel(p):
-        step = max(step, added_bytes(p))
-    elif p.grad_weight:
-        backward += copy
-        step = max(step, rows_bytes(p, p.tokens, CONVERTED))
-        sums = totals = 0
-        if accumulates(p):
-            sums = added_bytes(p)
-        elif accumulates_wider(p):
-            sums = window * p.hidden * p.accumulator_bytes
-        if sorts_entries(p) and not accumulates(p):
-            # the sums of entries, of the rows of a window
-            totals = sums + window * p.hidden * p.accumulator_bytes
-        finish = max(sums, totals) + rows_bytes(p, window, PLAIN)
-        added = totals + target_rows_bytes(p, p.tokens)
-        upcast = sums + upcast_bytes(p, window, p.tokens, p.hidden)
-        step = max(step, finish, added, upcast)
+        backward += targets_bytes(p, p.tokens)[0] + copy * (not sorts_by_kernel(p))
+    scaled = step = 0
+    uniform = scalar_upstream and not p.wide_grad_weight
+    if p.grad_weight and (stored or not uniform):
+        scaled = p.tokens * p.hidden * p.item_bytes
+    if stored:
+        window = min(config.window, p.vocab)
+        step = _window_bytes(p, window, max(window, min(kept, p.vocab)), hidden_bits)
+    peak = scaled + step
     if stored < p.vocab:
-        recomputed_from = p.tokens * buffer_columns * p.item_bytes + copy
-        step = max(step, tile_bytes(p, config, p.tokens, min(recomputed, p.vocab), stored=True))
-    if scalar_upstream and not p.wide_grad_weight:
-        # those of stored exponentials are freed first
-        backward += max(scaled, recomputed_from)
-    else:
-        backward += scaled + recomputed_from
-    return with_copies(p, max(forward - p.gradient_bytes, backward + step, end))
+        rest = p.tokens * buffer_columns * p.item_bytes + copy
+        window = min(recomputed, config.window, p.vocab)
+        tile = tile_bytes(p, config, p.tokens, min(recomputed, p.vocab), stored=True)
+        own_step = max(_window_bytes(p, window, window, hidden_bits), tile)
+        # scaled hidden states of stored columns are freed before the others are selected
+        apart = p.grad_weight and uniform
+        peak = max(peak, rest + own_step) if apart else scaled + rest + max(step, own_step)
+    return with_copies(p, max(forward - p.gradient_bytes, backward + peak, end))
+
+
+def _window_bytes(p: Problem, window: int, longest: int, hidden_bits: int | None) -> int:
+    """Bytes of the products of a window: `longest` columns of dX, `window` rows of dW at once."""
+    step = soft_step_bytes(p, p.tokens)
+    if hidden_bits is not None:
+        step = max(step, kept_hidden_bytes(p, longest))
+    elif p.grad_hidden:
+        step = max(step, upcast_bytes(p, p.tokens, longest, p.hidden))
+    if not p.grad_weight:
+        return step
+    step = max(step, targets_bytes(p, p.tokens)[1])
+    if sorts_by_kernel(p):
+        return max(step, added_bytes(p))
+    sums = totals = 0
+    if accumulates(p):
+        sums = added_bytes(p)
+    elif accumulates_wider(p):
+        sums = window * p.hidden * p.accumulator_bytes
+    if sorts_entries(p) and not accumulates(p):
+        # the sums of entries, of the rows of a window
+        totals = sums + window * p.hidden * p.accumulator_bytes
+    finish = max(sums, totals) + rows_bytes(p, window, PLAIN)
+    added = totals + target_rows_bytes(p, p.tokens)
+    upcast = sums + upcast_bytes(p, window, p.tokens, p.hidden)
+    return max(step, rows_bytes(p, p.tokens, CONVERTED), finish, added, upcast)
 
 
 def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> int:
@@ -245,25 +253,6 @@ def added_bytes(p: Problem) -> int:
         return 0
     rows = added_rows(p.hidden, p.accumulator_bytes, p.device)
     return min(rows, p.vocab) * p.hidden * p.accumulator_bytes
-
-
-def shared_sums_bytes(p: Problem) -> tuple[int, int]:
-    """Return the bytes of dX's sums on a rank, and of adding them to the other ranks'.
-
-    They are less those of dX itself, which is allocated at the end.  The exchange on a CPU copies
-    the rows of all ranks.
-    """
-    own_rows = ceil_div(p.tokens, p.ranks)
-    dx_rows = own_rows if p.sequence_parallel else p.tokens
-    copied_rows = p.tokens if p.device == "cpu" else 0
-    sums = p.tokens * p.accumulator_bytes - dx_rows * p.item_bytes
-    padded = p.tokens if p.tokens % p.ranks else 0
-    reduced = (own_rows + copied_rows + padded) * p.accumulator_bytes
-    rounded = own_rows * (p.accumulator_bytes + p.item_bytes * accumulates_wider(p))
-    gathered = own_rows * p.item_bytes
-    if not p.sequence_parallel:
-        gathered += (p.tokens + copied_rows) * p.item_bytes
-    return sums * p.hidden, max(reduced, rounded, gathered) * p.hidden
 
 
 def with_copies(p: Problem, workspace: int) -> int:

@@ -115,19 +115,37 @@ def upcast_bytes(p: Problem, rows: int, inner: int, columns: int) -> int:
     return (min(rows, UPCAST_BLOCK) + columns) * block * p.accumulator_bytes
 
 
-def kept_hidden_bytes(p: Problem, inner: int) -> tuple[int, int]:
-    """Return the bytes of adding a product over `inner` columns to kept sums of dX.
-
-    The others are those of making dX of them, beside dX.
-    """
-    rows, sums = min(FINISHED_ROWS, p.tokens), rows_of_sums(p)
+def kept_hidden_bytes(p: Problem, inner: int) -> int:
+    """Bytes of adding a product over `inner` columns to kept sums of dX."""
+    if adds_by_kernel(p):
+        return 0
+    rows = min(FINISHED_ROWS, p.tokens)
     product = max(upcast_bytes(p, rows, inner, p.hidden), rows_bytes(p, rows, KEPT))
-    return 0 if adds_by_kernel(p) else sums + product, sums if p.arch is None else 0
+    return rows_of_sums(p) + product
 
 
 def rows_of_sums(p: Problem) -> int:
     """Bytes of the rows of dX whose sums are in float32 at a time, where kernels do not add."""
     return min(FINISHED_ROWS, p.tokens) * p.hidden * p.accumulator_bytes
+
+
+def shared_sums_bytes(p: Problem) -> tuple[int, int]:
+    """Return the bytes of dX's sums on a rank, and of adding them to the other ranks'.
+
+    They are less those of dX itself, which is allocated at the end.  The exchange on a CPU copies
+    the rows of all ranks.
+    """
+    own_rows = ceil_div(p.tokens, p.ranks)
+    dx_rows = own_rows if p.sequence_parallel else p.tokens
+    copied_rows = p.tokens if p.device == "cpu" else 0
+    sums = p.tokens * p.accumulator_bytes - dx_rows * p.item_bytes
+    padded = p.tokens if p.tokens % p.ranks else 0
+    reduced = (own_rows + copied_rows + padded) * p.accumulator_bytes
+    rounded = own_rows * (p.accumulator_bytes + p.item_bytes * accumulates_wider(p))
+    gathered = own_rows * p.item_bytes
+    if not p.sequence_parallel:
+        gathered += (p.tokens + copied_rows) * p.item_bytes
+    return sums * p.hidden, max(reduced, rounded, gathered) * p.hidden
 
 
 def keeps_weight_sums(p: Problem) -> bool:
