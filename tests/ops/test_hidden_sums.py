@@ -1,5 +1,6 @@
 """HiddenSums, and what they serve: two products for a frozen head in chunks of tokens."""
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -13,12 +14,13 @@ from torch import Tensor
 import cutefce
 from bench.harness.accuracy import relative_error
 from bench.harness.reference import unfused
+from cutefce.autotune_cache.defaults import window_configs
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.problem import LOW_BITS
+from cutefce.cute_kernels.problem import LOW_BITS, Problem
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.planning.planner import Plan
+from cutefce.ops.planning.planner import Plan, make_plan
 from cutefce.ops.primitives.elementwise import joined_sums
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from tests.support.kept_sums import split_sums
@@ -313,3 +315,53 @@ def test_outputs_of_windows_inside_chunks(on_kernels: None) -> None:
     for a, b in zip(*(result[:-1] for result in results), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert relative_error(results[0][-1], results[1][-1]) < 2.0**-9
+
+
+# dX rounded for an upstream gradient of 1
+
+
+def rounded_step(
+    x: Any, plan: Plan, upstream: float, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    h, w = (t.detach().clone().requires_grad_() for t in (x.h, x.w))
+    with fixed_plan(plan):
+        loss = cutefce.linear_cross_entropy(h, w, x.y, **options)
+    dx, dw = torch.autograd.grad(loss, (h, w), torch.tensor(upstream, dtype=loss.dtype))
+    return dx, dw
+
+
+def rounding_plan(bits: int | None) -> Plan:
+    return Plan("gradients_in_forward", 64, 0, 336, 64, True, True, hidden_bits=bits)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in PER_TOKEN])
+def test_a_rounded_dx_is_dx(name: str, on_kernels: None) -> None:
+    """For a power of 2; another upstream gradient rounds it once more."""
+    x = options_case([name], 150, 48, 333, dtype=torch.bfloat16, ignored=0.3)
+    x.case.h[x.case.y == -100] = torch.nan
+    for upstream, allowed in ((1.0, 2.0**-10), (-4.0, 2.0**-10), (0.37, 2.0**-8)):
+        dx, dw = rounded_step(x.case, rounding_plan(None), upstream, **x.options)
+        got, same = rounded_step(x.case, rounding_plan(0), upstream, **x.options)
+        assert torch.equal(dw, same) and not got[x.case.y == -100].any()
+        assert relative_error(got, dx) <= allowed
+
+
+@pytest.mark.parametrize("upstream", [torch.inf, torch.nan, 0.0])
+def test_ignored_rows_of_a_rounded_dx_are_0(upstream: float, on_kernels: None) -> None:
+    case = random_case(150, 48, 333, dtype=torch.bfloat16)
+    got, _ = rounded_step(case, rounding_plan(0), upstream)
+    ignored = case.y == -100
+    assert ignored.any() and not got[ignored].any()
+    assert got[~ignored].isfinite().all() == (upstream == 0)
+
+
+def test_a_rounded_dx_takes_no_memory_beside() -> None:
+    problem = Problem(32768, 4096, 131072, "bfloat16", "cuda", arch="sm_90a")
+    exact, rounds = (
+        make_plan(
+            dataclasses.replace(problem, random_sums=random), window_configs(problem), n, True
+        )
+        for random, n in ((False, 4 << 30), (True, 256 << 20))
+    )
+    assert (exact.in_forward, exact.hidden_bits) == (True, None)
+    assert (rounds.in_forward, rounds.hidden_bits, rounds.chunk >= 768) == (True, 0, True)
