@@ -85,15 +85,25 @@ class KernelSet:
     finish_dx_fp32: ScaleAddRowsSpec
     """The same without rounding: one rank's addend."""
     keep_sums: KeptSumsSpec
-    """The sums of dX in a chunk, as gradients in forward keep them."""
-    finish_kept: KeptSumsSpec
-    """dX of these."""
+    """The sums of dX in a chunk, as gradients in forward keep them, in 20 bits."""
+    finish_kept_20: KeptSumsSpec
+    """dX of sums in 20 bits."""
+    finish_kept_24: KeptSumsSpec
+    """dX of those in 24 bits."""
+    scale_kept_rows_20: ScaleKeptSpec
+    """Multiplies rows of sums in 20 bits, which remain kept."""
+    scale_kept_rows_24: ScaleKeptSpec
+    """The same of those in 24 bits."""
     grad_hidden: GradGemmSpec | None
     """Adds to the sums of dX; None if cuBLAS computes those of all columns."""
     grad_hidden_short: GradGemmSpec | None
     """The same for few columns."""
     grad_hidden_again: GradGemmSpec | None
     """The same without cuBLAS: of windows, or where the device says whether there are any rows."""
+    grad_hidden_keep_20: GradGemmSpec | None
+    """Adds to sums of dX in 20 bits; None if cuBLAS and elementwise passes do."""
+    grad_hidden_keep_24: GradGemmSpec | None
+    """Adds to those in 24 bits."""
     grad_weight: GradGemmSpec | None
     """dW in one pass; None if cuBLAS and elementwise passes compute it."""
     grad_weight_accumulate: GradGemmSpec | None
@@ -112,6 +122,18 @@ class KernelSet:
     """Adds the targets' terms to the sums of dW."""
     sort_targets: SortTargetsSpec | None
     """Lists the tokens whose terms these are."""
+
+    @property
+    def kept_hidden_kernels(self) -> "dict[int, KeptHiddenKernels]":
+        """The kernels of dX's kept sums, by their low bits."""
+        return {
+            4: KeptHiddenKernels(
+                self.grad_hidden_keep_20, self.scale_kept_rows_20, self.finish_kept_20
+            ),
+            8: KeptHiddenKernels(
+                self.grad_hidden_keep_24, self.scale_kept_rows_24, self.finish_kept_24
+            ),
+        }
 
     @property
     def grad_weight_kernels(self) -> "GradWeightKernels | None":
@@ -134,8 +156,13 @@ class KernelSet:
         "row_sums_and_exps",
         "repair_exps",
         "keep_sums",
-        "finish_kept",
+        "finish_kept_20",
+        "finish_kept_24",
+        "scale_kept_rows_20",
+        "scale_kept_rows_24",
         "grad_hidden_again",
+        "grad_hidden_keep_20",
+        "grad_hidden_keep_24",
         "grad_weight_accumulate",
         "grad_weight_keep_16",
         "grad_weight_keep_20",
@@ -152,6 +179,15 @@ class KernelSet:
         names = (field.name for field in dataclasses.fields(self) if field.name not in unused)
         kernels = (getattr(self, name) for name in names)
         return [kernel for kernel in kernels if kernel is not None]
+
+
+class KeptHiddenKernels(NamedTuple):
+    """The kernels of dX's sums that are kept in some bits."""
+
+    add: GradGemmSpec | None
+    """None if cuBLAS and elementwise passes add to them."""
+    scale_rows: ScaleKeptSpec
+    finish: KeptSumsSpec
 
 
 class GradWeightKernels(NamedTuple):
@@ -184,6 +220,7 @@ def kernel_set(
     forward = FusedForwardSpec(*project_exp, transform)
     weight = accumulate = add_targets = sort_targets = None
     keep: Sequence[GradGemmSpec | None] = [None] * 3
+    keep_hidden: Sequence[GradGemmSpec | None] = [None] * len(LOW_BITS)
     finish_kept: Sequence[ScaleKeptSpec | None] = [None] * len(LOW_BITS)
     storing = backward = None
     again = hidden
@@ -194,6 +231,8 @@ def kernel_set(
         accumulate = dataclasses.replace(weight, final=False)
         config = arch.kept_sums_config
         keep = [dataclasses.replace(accumulate, config=config, low_bits=n) for n in (0, *LOW_BITS)]
+        of_hidden = GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
+        keep_hidden = [dataclasses.replace(of_hidden, low_bits=n) for n in LOW_BITS]
         finish_kept = [ScaleKeptSpec(arch.name, dtype, n) for n in LOW_BITS]
         add_targets, sort_targets = AddTargetsSpec(arch.name, dtype), SortTargetsSpec(arch.name)
         if variant == PLAIN:
@@ -225,11 +264,16 @@ def kernel_set(
         scale_rows=ScaleAddRowsSpec(arch.name, dtype, dtype),
         finish_dx=ScaleAddRowsSpec(arch.name, dtype, "float32", dtype),
         finish_dx_fp32=ScaleAddRowsSpec(arch.name, "float32", "float32", dtype),
-        keep_sums=KeptSumsSpec(arch.name, dtype),
-        finish_kept=KeptSumsSpec(arch.name, dtype, finishes=True),
+        keep_sums=KeptSumsSpec(arch.name, dtype, LOW_BITS[0]),
+        finish_kept_20=KeptSumsSpec(arch.name, dtype, 4, finishes=True),
+        finish_kept_24=KeptSumsSpec(arch.name, dtype, 8, finishes=True),
+        scale_kept_rows_20=ScaleKeptSpec(arch.name, dtype, 4, by_rows=True),
+        scale_kept_rows_24=ScaleKeptSpec(arch.name, dtype, 8, by_rows=True),
         grad_hidden=hidden,
         grad_hidden_short=short,
         grad_hidden_again=again,
+        grad_hidden_keep_20=keep_hidden[0],
+        grad_hidden_keep_24=keep_hidden[1],
         grad_weight=weight,
         grad_weight_accumulate=accumulate,
         grad_weight_keep_16=keep[0],

@@ -83,7 +83,7 @@ def smallest_step(
     loss, stats = windows.forward(inputs, stored)
     upstream = make_targets(case, "mean").loss_scale(sum_dtype(h.dtype))
     step = stats, stored, upstream, window, True
-    return loss, windows.backward(inputs, *step, dw, None, plan.aliased), dw
+    return loss, windows.backward(inputs, *step, dw, None, plan.aliased, plan.hidden_bits), dw
 
 
 def smallest_step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
@@ -130,6 +130,7 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
             block = defaults.widest_window(case.problem).reference_block
             results |= _gradients_in_forward_outputs(inputs, block)
             results |= _windows_in_chunks_outputs(case, primitives, block)
+            results |= _kept_hidden_outputs(case, primitives, block)
         results |= _single_call_outputs(inputs, case.upstream)
         results |= _counted_rows_outputs(case, primitives, "")
         results |= _counted_rows_outputs(case, _clearing(primitives), ", the others cleared")
@@ -198,7 +199,7 @@ def _gradients_in_forward_outputs(
         dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
         dw = WeightSums.empty(torch.empty_like(w, dtype=dtype), loss_scale.dtype, bits, chunks=2)
         stats = gradients_in_forward(inputs, loss_scale, stored, chunk, dx, dw, None)
-        finished_dx = dx.finish(inputs, stats, RowCoefficients.of(stats, targets, loss_scale))
+        finished_dx = dx.finish(inputs, stats, loss_scale)
         finished_dw = dw.finish(inputs.primitives.gradients, loss_scale).to(w.dtype)
         name = f" of gradients in the forward{suffix}"
         results |= _gradients(name, finished_dx, finished_dw)
@@ -227,9 +228,38 @@ def _windows_in_chunks_outputs(
     dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
     dw = WeightSums.empty(inputs.w[:0], loss_scale.dtype, LOW_BITS[0])
     stats = gradients_in_forward(inputs, loss_scale, window, chunk, dx, dw, None)
-    coefficients = RowCoefficients.of(stats, targets, loss_scale)
-    finished = dx.finish(inputs, stats, coefficients, selection)
+    finished = dx.finish(inputs, stats, loss_scale, selection)
     return {"dX of windows in chunks": _gradient(finished)}
+
+
+def _kept_hidden_outputs(
+    case: TuningCase, primitives: AnyPrimitives, block: int
+) -> dict[str, CheckedOutput]:
+    """Return dX and dW of the summed losses, of windows over which sums of dX are kept.
+
+    A third of the columns, in whole blocks, is stored; the others are computed again, as
+    probabilities.
+    """
+    assert case.upstream is not None
+    inputs, vocab = loss_inputs(case, primitives), case.problem.vocab
+    h, one = inputs.h, case.upstream.new_ones(())
+    results: dict[str, CheckedOutput] = {}
+    first = min(round_up(ceil_div(vocab, 3), block), vocab)
+    window = round_up(ceil_div(vocab - first, 2), block)
+    if isinstance(primitives.projection, CuteProjection):
+        selection = select_on_device(case.problem.arch or "", case.y, IGNORED, len(h))
+        targets = Targets(selection.targets, vocab, inputs.targets.options)
+        targets.selection = selection
+        inputs = replace(inputs, targets=targets)
+    stored = [(0, h.new_empty(len(h), first))]
+    _, stats = windows.forward(inputs, stored)
+    for bits in LOW_BITS:
+        dw = torch.empty_like(inputs.w)
+        step = stats, stored, one, window, True, dw
+        hidden_bits = bits if h.dtype == torch.bfloat16 else None
+        dx = windows.backward(inputs, *step, hidden_bits=hidden_bits)
+        results |= _gradients(f" of windows, with {16 + bits} bits of dX's sums", dx, dw)
+    return results
 
 
 def _single_call_outputs(

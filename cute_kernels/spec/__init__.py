@@ -6,6 +6,7 @@ This package does not import the DSL.
 from cutefce.cute_kernels.spec.fused import FusedBackwardSpec, FusedForwardSpec
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.rowwise import (
+    OUT_AND_SUMS,
     AddTargetsSpec,
     ClearRowsSpec,
     GatherRowsSpec,
@@ -27,6 +28,7 @@ from cutefce.cute_kernels.spec.sampling import (
 )
 
 __all__ = [
+    "OUT_AND_SUMS",
     "AddTargetsSpec",
     "ClearRowsSpec",
     "FusedBackwardSpec",

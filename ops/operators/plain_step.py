@@ -85,7 +85,8 @@ def resolve(h: Tensor, w: Tensor, step: StepOptions, options: LossOptions) -> Pl
     plan = plan_for(h, w, step, options, TensorOptions(), Sharding())
     selects = problem.selects_rows
     kernels, fused = kernels_for(h.device, problem, PLAIN), None
-    if plan.stores_windows and kernels[1].fused_backward is not None:
+    in_float32 = plan.hidden_bits is None
+    if plan.stores_windows and in_float32 and kernels[1].fused_backward is not None:
         config = kernels[0]
         memory = memory_of(w, problem.tokens, config.reference_block)
         layout = WindowLayout.of(memory, plan.aliased, plan.kept, config.half(plan.window))

@@ -19,7 +19,7 @@ from cutefce.cute_kernels.kernel_set import GradWeightKernels, KernelSet
 from cutefce.cute_kernels.schedule.order import choose_k_splits
 from cutefce.cute_kernels.spec import GradGemmSpec, SortTargetsSpec
 from cutefce.ops.primitives.cute_projection import Semaphores
-from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, with_rank_one
+from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, low_bits, with_rank_one
 from cutefce.ops.primitives.portable_gradients import (
     PortableGradients,
     matmul_into,
@@ -121,6 +121,23 @@ class CuteGradients(RowwiseSteps):
         else:
             self._gemm(spec, sums, exps, w, accumulate, selection)
 
+    def keep_dx(
+        self,
+        kept: Tensor,
+        low: Tensor,
+        exps: Tensor,
+        w: Tensor,
+        *,
+        accumulate: bool,
+        selection: RowSelection | None = None,
+    ) -> None:
+        spec = self.kernels.kept_hidden_kernels[low_bits(kept, low)].add
+        assert spec is not None
+        clusters, semaphores = self._launch_shape(spec, kept.device)
+        operands = exps, w.t(), (kept, low, None), None, None
+        count = row_count(selection, semaphores)
+        compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
+
     def add_grad_weight(
         self,
         sums: Tensor,
@@ -171,7 +188,7 @@ class CuteGradients(RowwiseSteps):
         *,
         accumulate: bool,
     ) -> None:
-        spec, term = with_rank_one(self.grad_weight.keep[_low_bits(kept, low)], rank_one)
+        spec, term = with_rank_one(self.grad_weight.keep[low_bits(kept, low)], rank_one)
         clusters, semaphores = self._launch_shape(spec, kept.device)
         one = scaled.new_ones(1, dtype=torch.float32)
         targets = *target_grad.pack(0, len(kept)), one
@@ -184,7 +201,7 @@ class CuteGradients(RowwiseSteps):
         if low.ndim == 1:
             scale_at_random(kept, factor, low)
             return
-        spec = self.grad_weight.finish_kept[_low_bits(kept, low)]
+        spec = self.grad_weight.finish_kept[low_bits(kept, low)]
         compiled(spec)(kept, low, factor.view(1))
 
     def add_target_grad(
@@ -220,11 +237,6 @@ class CuteGradients(RowwiseSteps):
         """Return the clusters of a launch, and its semaphores."""
         clusters = self.num_sms // spec.config.cluster
         return clusters, self.semaphores.take(spec.semaphore_count(clusters), device)
-
-
-def _low_bits(kept: Tensor, low: Tensor) -> int:
-    """Return the low bits of each sum that `kept` (V, D) begins; 0 if `low` is a seed."""
-    return 8 * low.shape[1] // kept.shape[1] if low.ndim == 2 else 0
 
 
 def grad_hidden_kernel(

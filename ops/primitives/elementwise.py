@@ -224,6 +224,18 @@ def split_(words: Tensor, low: Tensor, sums: Tensor) -> None:
     _write(words, low, _parts(sums, words))
 
 
+def add_to_kept_(words: Tensor, low: Tensor, sums: Tensor) -> None:
+    """Add float32 `sums` (N, D) to what `words` and `low` keep; see `split_`."""
+    parts = [_joined(words, low, i).add_(x) for i, x in enumerate(_parts(sums, words))]
+    _write(words, low, parts)
+
+
+def scale_kept_rows_(words: Tensor, low: Tensor, scale: Tensor) -> None:
+    """Multiply the kept sums (R, D) by `scale` (R,); see `split_`."""
+    count = words.element_size() // 2
+    _write(words, low, [_joined(words, low, i).mul_(scale[:, None]) for i in range(count)])
+
+
 def _parts(sums: Tensor, words: Tensor) -> list[Tensor]:
     """Return the columns of `sums` (N, D) by their place in a word: all, or even and odd ones."""
     count = words.element_size() // 2

@@ -13,6 +13,7 @@ from torch import Tensor
 from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
 from cutefce.ops.planning.step_memory import UPCAST_BLOCK
 from cutefce.ops.primitives.elementwise import (
+    add_to_kept_,
     add_to_kept_dw_,
     can_fuse,
     finish_dw_,
@@ -22,6 +23,7 @@ from cutefce.ops.primitives.elementwise import (
     keep_dw_,
     scale_by_log_,
     scale_kept_,
+    scale_kept_rows_,
     scale_rows_to_,
     split_,
     words_of,
@@ -80,6 +82,28 @@ class PortableGradients:
     ) -> None:
         matmul_into(sums, exps.t(), scaled, accumulate=accumulate)
 
+    def keep_dx(
+        self,
+        kept: Tensor,
+        low: Tensor,
+        exps: Tensor,
+        w: Tensor,
+        *,
+        accumulate: bool,
+        selection: RowSelection | None = None,
+    ) -> None:
+        words, keep = words_of(kept, low), add_to_kept_ if accumulate else split_
+        buffer = kept.new_empty(
+            min(FINISHED_ROWS, len(kept)), kept.shape[1], dtype=sum_dtype(kept.dtype)
+        )
+        for rows in blocks(len(kept), FINISHED_ROWS):
+            sums = buffer[: rows.stop - rows.start]
+            matmul_into(sums, exps[rows], w, accumulate=False)
+            apply_rowwise(keep, words[rows], low[rows], sums)
+
+    def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
+        apply_rowwise(scale_kept_rows_, words_of(kept, low), low, scale)
+
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
         scale_rows(out, x, scale)
 
@@ -114,6 +138,7 @@ class PortableGradients:
 
     def finish_kept(
         self,
+        out: Tensor,
         kept: Tensor,
         low: Tensor,
         w: Tensor,
@@ -126,7 +151,7 @@ class PortableGradients:
         for rows in blocks(len(kept), FINISHED_ROWS):
             sums, term = joined_sums(kept[rows], low[rows]), rank_one and rank_one.rows(rows)
             own = targets.per_token(rows), coefficients.rows(rows)
-            self.finish_dx(kept[rows], sums, w, *own, term)
+            self.finish_dx(out[rows], sums, w, *own, term)
             del sums  # freed before the next ones are allocated
 
     def target_grad(

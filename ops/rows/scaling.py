@@ -32,6 +32,9 @@ class Scaling:
     """() factor of dW."""
     dx: RowCoefficients
     """Factors of dX's sums, of W_y and of the class row."""
+    relative: Tensor | None = None
+    """(N,) what makes exponentials relative to the statistics' reference those of `reference`; None
+    if these are the same."""
 
 
 def scaling_of(
@@ -60,7 +63,8 @@ def scaling_of(
         reference = stats.reference - relative.scale.log()
         scale = torch.where(targets.active, grad_scale, 0)
         dx = replace(relative.times(scale), scale=scale)
-        return Scaling(reference, None, relative.target, relative.every, None, None, grad_scale, dx)
+        factors = relative.target, relative.every
+        return Scaling(reference, None, *factors, None, None, grad_scale, dx, relative.scale)
     dx = RowCoefficients.of(stats, targets, upstream)
     grad_scale = dx.scale.new_ones(())
     if dx.by_log_exp is not None:

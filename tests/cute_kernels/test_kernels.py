@@ -715,11 +715,15 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX
         for term in (None, matrix):
             gradients.finish_dx(out, case.h.float(), case.w, targets, coefficients, term)
-    low = torch.empty(case.h.shape, dtype=torch.uint8)
     kept, rows = torch.empty_like(case.h), (case.w, targets)
+    for columns in (64, 32):  # of low bits
+        low = torch.empty(300, columns, dtype=torch.uint8)
+        for term in (None, matrix):
+            gradients.finish_kept(case.h.clone(), kept, low, *rows, coefficients, term)
+        gradients.scale_kept_rows(kept, low, logit)
+        if default.grad_weight:
+            gradients.keep_dx(kept, low, exps[:, :1500], case.w, accumulate=True)
     gradients.keep_sums(kept, low, case.h.float(), *rows, stats)
-    for term in (None, matrix):
-        gradients.finish_kept(kept, low, *rows, coefficients, term)
     scaled = torch.empty_like(case.h)
     gradients.scale_rows(scaled, case.h, logit)
     gradients.add_grad_hidden(case.h.float(), exps[:, :1500], case.w, accumulate=True)
@@ -742,7 +746,8 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
         gradients.keep_dw(kept, seed, *operands, accumulate=True)
     names = ["TargetLogit", *["ProjectExp"] * 2, "ReducePartials", *["ProjectExp"] * 2]
     names += [*["RowCoefficients"] * 2, *["ScaleAddRows"] * 4]
-    names += [*["KeptSums"] * 3, "ScaleAddRows"]
+    steps_of_kept = ["KeptSums", "KeptSums", "ScaleKept", *["GradGemm"] * bool(default.grad_weight)]
+    names += [*steps_of_kept, *steps_of_kept, "KeptSums", "ScaleAddRows"]
     if default.grad_weight:
         names += ["GradGemm", "SortTargets", *["GradGemm"] * 3, "AddTargets"]
         names += [*["GradGemm"] * 2, "ScaleKept"] * 2 + ["GradGemm"] * 2

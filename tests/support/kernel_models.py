@@ -476,12 +476,12 @@ def _scale_add_rows(
         out[:] = total.to(out.dtype)
 
 
-def _kept_sums(kernel: spec.KeptSumsSpec, kept: Tensor, low: Tensor, *operands: Any) -> None:
-    (_finish_kept if kernel.finishes else _keep_sums)(kernel, kept, low, *operands)
+def _kept_sums(kernel: spec.KeptSumsSpec, *operands: Any) -> None:
+    (_finish_kept if kernel.finishes else _keep_sums)(kernel, *operands)
 
 
 def _keep_sums(
-    _: spec.KeptSumsSpec,
+    kernel: spec.KeptSumsSpec,
     kept: Tensor,
     low: Tensor,
     sums: Tensor,
@@ -494,7 +494,8 @@ def _keep_sums(
 ) -> None:
     index = target.clamp(0, len(table) - 1)
     total = sums - others[:, None] * table[index].float()
-    upper, byte = torch.empty_like(sums, dtype=kept.dtype), torch.empty_like(sums, dtype=low.dtype)
+    assert low.shape[1] == kept.shape[1] * kernel.low_bits // 8
+    upper, byte = kept.new_empty(sums.shape), low.new_empty(len(sums), low.shape[1])
     split_sums(upper, byte, total.masked_fill(target[:, None] == ignored, 0))
     places = order if scatters else torch.arange(len(sums))
     assert scatters or len(kept) == len(sums)
@@ -503,6 +504,7 @@ def _keep_sums(
 
 def _finish_kept(
     kernel: spec.KeptSumsSpec,
+    out: Tensor,
     kept: Tensor,
     low: Tensor,
     table: Tensor,
@@ -516,13 +518,18 @@ def _finish_kept(
     assert (rank_one is not None) == kernel.rank_one
     names = kernel.arch, kernel.dtype, "float32", kernel.dtype, kernel.rank_one
     sums, index = joined_sums(kept, low), target.clamp(0, len(table) - 1)
-    sums = sums[order] if scatters else sums
+    assert low.shape[1] == kept.shape[1] * kernel.low_bits // 8
+    sums = sums[order] if scatters == spec.OUT_AND_SUMS else sums
     rows = table, scale, target_scale, index, rank_one, order, scatters
-    _scale_add_rows(spec.ScaleAddRowsSpec(*names), kept, sums, *rows)
+    _scale_add_rows(spec.ScaleAddRowsSpec(*names), out, sums, *rows)
 
 
-def _scale_kept(_: spec.ScaleKeptSpec, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-    kept[:] = (joined_sums(kept, low) * factor).to(kept.dtype)
+def _scale_kept(kernel: spec.ScaleKeptSpec, kept: Tensor, low: Tensor, factor: Tensor) -> None:
+    assert low.shape[1] == kept.shape[1] * kernel.low_bits // 8
+    if kernel.by_rows:
+        split_sums(kept, low, joined_sums(kept, low) * factor[:, None])
+    else:
+        kept[:] = (joined_sums(kept, low) * factor).to(kept.dtype)
 
 
 def _grad_gemm(
@@ -559,7 +566,7 @@ def _grad_gemm(
         product[counted:] = torch.nan  # undefined
     if rank_one is not None:
         product += rank_one[0][:, None] * rank_one[1]
-    if kernel.final or kernel.kept:
+    if kernel.has_targets:
         *csr, grad_scale = targets
         _add_targets(None, product, *csr)
         product *= grad_scale
@@ -617,6 +624,7 @@ def _row_coefficients(
         coefficients[Coefficient.DW_SCALE] = scale / factor
     grad_scale.copy_(factor)
     if kernel.in_reference:
+        coefficients[Coefficient.DW_SCALE] = scale
         coefficients[Coefficient.DW_TARGET], coefficients[Coefficient.DW_EVERY] = gradient, every
         scale = torch.where(active, factor, 0)
         gradient, every = gradient * scale, every * scale
