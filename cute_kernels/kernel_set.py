@@ -62,8 +62,16 @@ class KernelSet:
     """The same over the rows that count alone."""
     fused_backward: FusedBackwardSpec | None
     """Its backward, but for sums of dX that cuBLAS computes."""
+    fused_backward_20: FusedBackwardSpec | None
+    """The same with sums of dX in 20 bits."""
+    fused_backward_24: FusedBackwardSpec | None
+    """The same with these in 24 bits."""
     fused_selecting_backward: FusedBackwardSpec | None
-    """The same over the rows that count alone."""
+    """The backward over the rows that count alone."""
+    fused_selecting_backward_20: FusedBackwardSpec | None
+    """The same with sums of dX in 20 bits."""
+    fused_selecting_backward_24: FusedBackwardSpec | None
+    """The same with these in 24 bits."""
     target_logit: TargetLogitSpec
     row_sums: ProjectExpSpec
     """Row sums without stored exponentials, where ranks split the vocabulary."""
@@ -135,6 +143,18 @@ class KernelSet:
             ),
         }
 
+    def fused_backward_of(self, selects: bool, hidden_bits: int | None) -> FusedBackwardSpec | None:
+        """Return the backward of a plain loss with `hidden_bits` of dX's sums beside 16."""
+        if selects:
+            return {
+                None: self.fused_selecting_backward,
+                4: self.fused_selecting_backward_20,
+                8: self.fused_selecting_backward_24,
+            }[hidden_bits]
+        return {None: self.fused_backward, 4: self.fused_backward_20, 8: self.fused_backward_24}[
+            hidden_bits
+        ]
+
     @property
     def grad_weight_kernels(self) -> "GradWeightKernels | None":
         """The kernels of dW, None on architectures without them."""
@@ -152,7 +172,11 @@ class KernelSet:
         "fused_storing_forward",
         "fused_selecting_storing_forward",
         "fused_backward",
+        "fused_backward_20",
+        "fused_backward_24",
         "fused_selecting_backward",
+        "fused_selecting_backward_20",
+        "fused_selecting_backward_24",
         "row_sums_and_exps",
         "repair_exps",
         "keep_sums",
@@ -223,6 +247,7 @@ def kernel_set(
     keep_hidden: Sequence[GradGemmSpec | None] = [None] * len(LOW_BITS)
     finish_kept: Sequence[ScaleKeptSpec | None] = [None] * len(LOW_BITS)
     storing = backward = None
+    keeping: Sequence[FusedBackwardSpec | None] = [None] * len(LOW_BITS)
     again = hidden
     if configs.grad_weight is not None and arch.kept_sums_config is not None:
         first = arch.grad_gemm_configs()[0]
@@ -239,6 +264,8 @@ def kernel_set(
             storing = dataclasses.replace(forward, stores=True)
             gemms = configs.grad_weight, again.config, (short or again).config
             backward = FusedBackwardSpec(arch.name, dtype, *gemms, configs.project_exp)
+            kept = dataclasses.replace(backward, hidden_config=config, short_config=config)
+            keeping = [dataclasses.replace(kept, hidden_bits=n) for n in LOW_BITS]
     narrow = not can_keep(dtype)
     return KernelSet(
         select_rows=forward.select_rows,
@@ -252,7 +279,11 @@ def kernel_set(
         fused_storing_forward=storing,
         fused_selecting_storing_forward=storing and dataclasses.replace(storing, selects=True),
         fused_backward=backward,
-        fused_selecting_backward=backward and dataclasses.replace(backward, selects=True),
+        fused_backward_20=keeping[0],
+        fused_backward_24=keeping[1],
+        fused_selecting_backward=selecting(backward),
+        fused_selecting_backward_20=selecting(keeping[0]),
+        fused_selecting_backward_24=selecting(keeping[1]),
         target_logit=forward.target_logit,
         row_sums=project(sums=True, store=False, reductions=reductions),
         row_sums_and_exps=project(sums=True, store=True, reductions=reductions),
@@ -284,6 +315,11 @@ def kernel_set(
         add_targets=add_targets,
         sort_targets=sort_targets,
     )
+
+
+def selecting(backward: FusedBackwardSpec | None) -> FusedBackwardSpec | None:
+    """Return the same over the rows that count alone."""
+    return backward and dataclasses.replace(backward, selects=True)
 
 
 MANY_TOKENS = 8192

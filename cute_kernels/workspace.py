@@ -69,6 +69,19 @@ def forward_semaphore_count(tokens: Any, block_rows: int) -> Any:
     return FIRST_FLAG + (tokens + block_rows - 1) // block_rows
 
 
+LOW_ALIGNMENT = 16
+"""Rows of the low bits of kept sums are multiples of these bytes, which kernels read at a time."""
+
+
+def low_bytes(hidden: Any, low_bits: int) -> Any:
+    """Return the bytes of the low bits of a row of `hidden` sums.
+
+    Takes Python or device integers.
+    """
+    used = (hidden * low_bits + 7) // 8
+    return (used + LOW_ALIGNMENT - 1) // LOW_ALIGNMENT * LOW_ALIGNMENT
+
+
 class ExpsMemory(IntEnum):
     """Where the exponentials of a window are during a step."""
 

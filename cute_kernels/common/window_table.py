@@ -3,9 +3,9 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint8
 
-from cutefce.cute_kernels.workspace import ExpsMemory, Window
+from cutefce.cute_kernels.workspace import LOW_ALIGNMENT, ExpsMemory, Window, low_bytes
 
 
 def window_table(address: Int64, windows: Int32, fields: int) -> cute.Tensor:
@@ -33,6 +33,15 @@ def exps_of(
     return cute.make_tensor(pointer, layout), Int32(table[window, Window.FIRST])
 
 
+def low_of(memory: cute.Pointer, rows: Int32, hidden: Int32, low_bits: int) -> cute.Tensor:
+    """Return the low bits of (`rows`, `hidden`) kept sums in memory that starts at 16 bytes."""
+    address = memory.toint()
+    pointer = cute.make_ptr(Uint8, address, cute.AddressSpace.gmem, assumed_align=LOW_ALIGNMENT)
+    pitch = cute.assume(Int64(low_bytes(hidden, low_bits)), divby=LOW_ALIGNMENT)
+    layout = cute.make_layout((rows, hidden * low_bits // 8), stride=(pitch, 1))
+    return cute.make_tensor(pointer, layout)
+
+
 def columns_of(x: cute.Tensor, columns: Int32) -> cute.Tensor:
     """Return the first `columns` of x (M, N)."""
     return cute.make_tensor(x.iterator, cute.make_layout((x.shape[0], columns), stride=x.stride))
@@ -47,6 +56,17 @@ def rows_of(x: cute.Tensor, first: Int32, rows: Int32) -> cute.Tensor:
 def vector_part(x: cute.Tensor, first: Int32, size: Int32) -> cute.Tensor:
     """Return `size` elements of the vector x, from `first` on."""
     return cute.make_tensor(x.iterator + first, cute.make_layout((size,)))
+
+
+def either(first: cute.Tensor, second: cute.Tensor, is_second: Int32) -> cute.Tensor:
+    """Return one of two tensors of the same layout, whose memory starts at 16 bytes or a vector."""
+    address = first.iterator.toint()
+    address += Int64(is_second) * (second.iterator.toint() - address)
+    align = first.iterator.alignment
+    pointer = cute.make_ptr(
+        first.element_type, address, cute.AddressSpace.gmem, assumed_align=align
+    )
+    return cute.make_tensor(pointer, first.layout)
 
 
 def transpose(x: cute.Tensor) -> Any:

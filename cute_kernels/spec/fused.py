@@ -7,15 +7,21 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.rowwise import (
     GatherRowsSpec,
+    KeptSumsSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
+    ScaleKeptSpec,
     SelectRowsSpec,
     SortTargetsSpec,
     TargetLogitSpec,
 )
 from cutefce.cute_kernels.variant import IDENTITY, LogitTransform
-from cutefce.cute_kernels.workspace import SPLIT_K_COUNTERS, forward_semaphore_count
+from cutefce.cute_kernels.workspace import (
+    SPLIT_K_COUNTERS,
+    forward_semaphore_count,
+    low_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -108,11 +114,18 @@ class FusedBackwardSpec:
     """That of exponentials computed again."""
     selects: bool = False
     """Whether the rows that count come first, in an order that the forward has stored."""
+    hidden_bits: int | None = None
+    """Bits of each of dX's sums beside 16; None for float32."""
 
     @property
     def row_coefficients(self) -> RowCoefficientsSpec:
-        """The first kernel."""
+        """The first kernel, if exponentials that are computed again are those of the forward."""
         return RowCoefficientsSpec(self.arch)
+
+    @property
+    def probability_coefficients(self) -> RowCoefficientsSpec:
+        """The first kernel, if they are probabilities."""
+        return RowCoefficientsSpec(self.arch, in_reference=True)
 
     @property
     def scale_rows(self) -> GatherRowsSpec | ScaleAddRowsSpec:
@@ -123,7 +136,10 @@ class FusedBackwardSpec:
 
     @property
     def gather_rows(self) -> GatherRowsSpec:
-        """The third, if it selects and computes exponentials again."""
+        """The rows that count, if it selects and computes exponentials again.
+
+        It runs third, or before the first window of probabilities.
+        """
         return GatherRowsSpec(self.arch, self.dtype)
 
     @property
@@ -138,8 +154,9 @@ class FusedBackwardSpec:
 
     @property
     def grad_hidden(self) -> GradGemmSpec:
-        """The second of a window of many columns: dX's sums."""
-        return GradGemmSpec(self.arch, self.dtype, self.hidden_config, "hidden", final=False)
+        """The second of a window of many columns, or of any if sums are kept: dX's sums."""
+        kind = self.arch, self.dtype, self.hidden_config
+        return GradGemmSpec(*kind, "hidden", final=False, low_bits=self.hidden_bits)
 
     @property
     def grad_hidden_short(self) -> GradGemmSpec:
@@ -147,14 +164,23 @@ class FusedBackwardSpec:
         return replace(self.grad_hidden, config=self.short_config)
 
     @property
+    def scale_sums(self) -> ScaleAddRowsSpec | ScaleKeptSpec:
+        """What multiplies dX's sums before the first window of probabilities."""
+        if self.hidden_bits is None:
+            return ScaleAddRowsSpec(self.arch, "float32", "float32")
+        return ScaleKeptSpec(self.arch, self.dtype, self.hidden_bits, by_rows=True)
+
+    @property
     def grad_weight(self) -> GradGemmSpec:
         """The last of a window: its rows of dW."""
         return GradGemmSpec(self.arch, self.dtype, self.config, "weight", final=True)
 
     @property
-    def finish_dx(self) -> ScaleAddRowsSpec:
+    def finish_dx(self) -> ScaleAddRowsSpec | KeptSumsSpec:
         """The last: dX."""
-        return ScaleAddRowsSpec(self.arch, self.dtype, "float32", self.dtype)
+        if self.hidden_bits is None:
+            return ScaleAddRowsSpec(self.arch, self.dtype, "float32", self.dtype)
+        return KeptSumsSpec(self.arch, self.dtype, self.hidden_bits, finishes=True)
 
     def workspace_size(
         self,
@@ -162,24 +188,34 @@ class FusedBackwardSpec:
         windows: int,
         num_sms: int,
         buffer_columns: int,
-        recomputes: bool,
+        gathers: bool,
     ) -> int:
         """Return the size of the workspace between its kernels, in elements of 4 bytes.
 
-        It holds dX's sums; the rows that count, if exponentials are computed again; a buffer for
-        `buffer_columns` of 16-bit exponentials; the semaphores of `windows`; the tokens by target,
-        three coefficients of each and one in that order; where the tokens of each target begin; and
-        the factor of dW.  `sizes` are (N, D, V).
+        It holds dX's sums; the rows that count, if it selects and `gathers` them beside scaled
+        ones; a buffer for `buffer_columns` of 16-bit exponentials; the semaphores of `windows`; the
+        tokens by target, the coefficients of each and one in that order; where the tokens of each
+        target begin; and the factor of dW.  `sizes` are (N, D, V).
         """
         tokens, hidden, vocab = sizes
-        size = tokens * hidden + int(self.gathered_size(tokens, hidden, int(recomputes)))
+        size = int(self.sums_size(tokens, hidden))
+        size += int(self.gathered_size(tokens, hidden, int(gathers)))
         *_, semaphores = self.semaphore_places(tokens, num_sms)
         size += tokens * buffer_columns // 2 + windows * int(semaphores)
-        return size + 6 * tokens + vocab + 2
+        return size + (3 + self.probability_coefficients.planes) * tokens + vocab + 2
 
-    def gathered_size(self, tokens: Any, hidden: Any, recomputes: Any) -> Any:
+    def sums_size(self, tokens: Any, hidden: Any) -> Any:
+        """Return the part that dX's sums take: takes Python or device integers.
+
+        Of kept ones, the upper halves come before the low bits.
+        """
+        if self.hidden_bits is None:
+            return tokens * hidden
+        return tokens * hidden // 2 + tokens * low_bytes(hidden, self.hidden_bits) // 4
+
+    def gathered_size(self, tokens: Any, hidden: Any, gathers: Any) -> Any:
         """Return the part that the rows that count take: takes Python or device integers."""
-        return tokens * hidden // 2 * recomputes if self.selects else 0
+        return tokens * hidden // 2 * gathers if self.selects else 0
 
     def semaphore_places(self, tokens: Any, num_sms: Any) -> tuple[Any, Any, Any]:
         """Return where a window's semaphores for dX and dW begin, behind those for exponentials.

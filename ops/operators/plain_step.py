@@ -85,15 +85,15 @@ def resolve(h: Tensor, w: Tensor, step: StepOptions, options: LossOptions) -> Pl
     plan = plan_for(h, w, step, options, TensorOptions(), Sharding())
     selects = problem.selects_rows
     kernels, fused = kernels_for(h.device, problem, PLAIN), None
-    in_float32 = plan.hidden_bits is None
-    if plan.stores_windows and in_float32 and kernels[1].fused_backward is not None:
+    if plan.stores_windows and kernels[1].fused_backward is not None:
         config = kernels[0]
         memory = memory_of(w, problem.tokens, config.reference_block)
         layout = WindowLayout.of(memory, plan.aliased, plan.kept, config.half(plan.window))
-        if can_fuse(problem, *kernels[1:], layout, selects):
-            fused = FusedStep(problem, *kernels[1:], layout, selects)
+        kind = selects, plan.hidden_bits
+        if can_fuse(problem, *kernels[1:], layout, *kind):
+            fused = FusedStep(problem, *kernels[1:], layout, *kind)
             if torch_compat.capture_id() is None:
-                load(*kernels[1:], selects, h.device)
+                load(*kernels[1:], *kind, h.device)
     arch = problem.arch if selects else None
     return PlainStep(step, plan, kernels, arch, fused, step.pack())
 

@@ -39,7 +39,7 @@ Kernels need no tile.  A CPU converts 16-bit operands and takes row-wise steps i
 
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.problem import Problem, can_keep
-from cutefce.cute_kernels.workspace import NUM_STATS
+from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
 from cutefce.ops.planning.call_problem import (
     CallProblem,
     accumulates,
@@ -69,7 +69,6 @@ from cutefce.ops.planning.step_memory import (
     keeps_weight_sums,
     kept_hidden_bytes,
     kept_low_bits,
-    low_bytes,
     partial_bytes,
     rounds_hidden,
     rows_bytes,

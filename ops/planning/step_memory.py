@@ -2,7 +2,7 @@
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
-from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
 from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
@@ -22,8 +22,6 @@ MAX_SHORT_SUMS = 32
 """Chunks up to which dW's sums are kept in the least bits.  Each addition errs by 1/16 of the final
 rounding's error, which together adds 4 % to the latter where sums grow evenly, and 6 % where one
 chunk has most of them."""
-LOW_ALIGNMENT = 16
-"""Rows of low bits are multiples of these bytes, which kernels read at a time."""
 NARROWEST_TILE = 128
 """Columns of the narrowest tile of a kernel, each of which gives one partial sum at most."""
 
@@ -168,11 +166,6 @@ def low_bits_of(hidden: int, additions: int) -> int:
 def few_low_bits(hidden: int) -> int:
     """Return the least low bits of kept sums: two columns share a byte."""
     return LOW_BITS[hidden % 2]
-
-
-def low_bytes(hidden: int, low_bits: int) -> int:
-    """Return the bytes of the low bits of a row of `hidden` sums."""
-    return round_up(ceil_div(hidden * low_bits, 8), LOW_ALIGNMENT)
 
 
 def can_keep_hidden(p: Problem) -> bool:

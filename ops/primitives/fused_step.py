@@ -55,14 +55,15 @@ class FusedStep:
         num_sms: int,
         layout: WindowLayout,
         selects: bool,
+        hidden_bits: int | None,
         short: int | None = None,
     ) -> None:
         """Compile or load what runs the windows of `layout`.
 
-        `kernels` have those of dW.  The rows that count are computed alone if `selects`.  `short`
-        is that of `grad_hidden_kernel`.
+        `kernels` have those of dW.  The rows that count are computed alone if `selects`.  dX's sums
+        are kept in 16 bits and `hidden_bits`, or float32.  `short` is that of `grad_hidden_kernel`.
         """
-        forward, backward = fused_kernels(kernels, selects)
+        forward, backward = fused_kernels(kernels, selects, hidden_bits)
         sizes = problem.tokens, problem.hidden, problem.vocab
         self.arch = problem.arch if selects else None
         self.kept, self.aliases = (sizes[0], layout.kept), layout.aliased > 0
@@ -72,13 +73,17 @@ class FusedStep:
         self.forward_size = forward.workspace_size(*sizes[:2], most, len(layout.stored))
         self.forward_numbers = most, most, clusters
         rows = [
-            _backward_row(problem, kernels, num_sms, window, short) for window in layout.windows
+            _backward_row(problem, kernels, num_sms, window, hidden_bits, short)
+            for window in layout.windows
         ]
         self._backward_table, self._num_sms = _Table(rows), num_sms
-        self.backward_numbers = layout.buffer, int(layout.recomputes)
-        self.backward_size = backward.workspace_size(
-            sizes, len(rows), num_sms, layout.buffer, layout.recomputes
-        )
+        self._backward_numbers, self._backward_sizes = [], []
+        for uniform in (False, True):
+            probabilities = len(layout.stored if uniform else layout.windows)
+            gathers = layout.recomputes and not uniform
+            self._backward_numbers.append((probabilities, layout.buffer, int(gathers)))
+            more = len(rows), num_sms, layout.buffer, gathers
+            self._backward_sizes.append(backward.workspace_size(sizes, *more))
         self.dx_is_given = rows[0][6] == GradHidden.GIVEN
         self.launch_forward, self.launch_backward = compiled(forward), compiled(backward)
 
@@ -120,7 +125,8 @@ class FusedStep:
         (stats, exps, dw, selection), order = saved, None
         if selection is not None:
             order = selection.order, selection.targets, selection.counts
-        workspace = stats.new_empty(self.backward_size)
+        uniform = upstream.ndim == 0
+        workspace = stats.new_empty(self._backward_sizes[uniform])
         if self.dx_is_given:
             sums = workspace[: h.numel()].view(h.shape)
             kept = exps if exps.shape[1] == w.shape[0] else exps[:, : w.shape[0]]
@@ -130,7 +136,7 @@ class FusedStep:
             dw = w.new_empty(w.shape)
         upstream = upstream.to(stats.dtype).reshape(-1).contiguous()
         operands = h, w, y, order, stats, upstream, exps if self.kept[1] else dw
-        numbers = *self._backward_table.arguments, *self.backward_numbers
+        numbers = *self._backward_table.arguments, *self._backward_numbers[uniform]
         of_options = options.ignore_index, int(options.reduction == "mean")
         results = dx, dw, workspace
         self.launch_backward(*operands, *results, *numbers, *of_options, self._num_sms)
@@ -147,12 +153,14 @@ class _Table:
         """Address and number of rows."""
 
 
-def fused_kernels(kernels: KernelSet, selects: bool) -> tuple[FusedForwardSpec, FusedBackwardSpec]:
+def fused_kernels(
+    kernels: KernelSet, selects: bool, hidden_bits: int | None
+) -> tuple[FusedForwardSpec, FusedBackwardSpec]:
     """Return the kernels of a fused step, which `kernels` have with those of dW."""
-    forward, backward = kernels.fused_storing_forward, kernels.fused_backward
+    forward = kernels.fused_storing_forward
     if selects:
         forward = kernels.fused_selecting_storing_forward
-        backward = kernels.fused_selecting_backward
+    backward = kernels.fused_backward_of(selects, hidden_bits)
     assert forward is not None and backward is not None
     return forward, backward
 
@@ -180,12 +188,19 @@ def _forward_rows(
 
 
 def _backward_row(
-    problem: Problem, kernels: KernelSet, num_sms: int, window: PlacedWindow, short: int | None
+    problem: Problem,
+    kernels: KernelSet,
+    num_sms: int,
+    window: PlacedWindow,
+    hidden_bits: int | None,
+    short: int | None,
 ) -> tuple[int, ...]:
     """Return the row of a window in a backward's table, see `BackwardWindow`."""
     columns, splits, kind = window.last - window.first, 1, GradHidden.GIVEN
     spec = grad_hidden_kernel(kernels, columns, columns < problem.vocab, short)
-    if spec is not None:
+    if hidden_bits is not None:
+        kind = GradHidden.LONG
+    elif spec is not None:
         is_short = columns < (KernelConfigs.SHORT if short is None else short)
         kind = GradHidden.SHORT if is_short else GradHidden.LONG
         clusters = num_sms // spec.config.cluster
@@ -195,7 +210,12 @@ def _backward_row(
 
 
 def can_fuse(
-    problem: Problem, kernels: KernelSet, num_sms: int, layout: WindowLayout, selects: bool
+    problem: Problem,
+    kernels: KernelSet,
+    num_sms: int,
+    layout: WindowLayout,
+    selects: bool,
+    hidden_bits: int | None,
 ) -> bool:
     """Whether one host function can run the windows of `layout`.
 
@@ -203,7 +223,7 @@ def can_fuse(
     """
     if len(layout.windows) > MAX_WINDOWS:
         return False
-    forward, backward = fused_kernels(kernels, selects)
+    forward, backward = fused_kernels(kernels, selects, hidden_bits)
     sizes = problem.tokens, problem.hidden, problem.vocab
     zeros = forward.zeros(problem.tokens, len(layout.stored))
     more = len(layout.windows), num_sms, layout.buffer, layout.recomputes
@@ -212,7 +232,9 @@ def can_fuse(
 
 
 @process_cache
-def load(kernels: KernelSet, num_sms: int, selects: bool, device: torch.device) -> None:
+def load(
+    kernels: KernelSet, num_sms: int, selects: bool, hidden_bits: int | None, device: torch.device
+) -> None:
     """Run a small step: the first launch of a library loads it, which a graph capture may refuse.
 
     Its sizes are those of a problem that verification covers; it launches all kernels.
@@ -220,8 +242,10 @@ def load(kernels: KernelSet, num_sms: int, selects: bool, device: torch.device) 
     tokens, hidden, vocab = 1, 64, 1000
     problem = Problem(tokens, hidden, vocab, "bfloat16", device.type, arch=kernels.row_sums.arch)
     layout = WindowLayout.of(DwMemory(tokens, hidden, vocab, 256), 256, 256, 512)
-    step, options = FusedStep(problem, kernels, num_sms, layout, selects, 300), LossOptions()
+    kind = selects, hidden_bits, 300
+    step, options = FusedStep(problem, kernels, num_sms, layout, *kind), LossOptions("none")
     h = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
     w, y = h.new_zeros(vocab, hidden), torch.zeros(tokens, dtype=torch.int64, device=device)
-    _, saved = step.forward(h, w, y, options)
-    step.backward(saved.stats.new_ones(()), h, w, y, saved, options)
+    for shape in ((), (tokens,)):
+        _, saved = step.forward(h, w, y, options)
+        step.backward(saved.stats.new_ones(shape), h, w, y, saved, options)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.step_memory import low_bytes
+from cutefce.cute_kernels.workspace import low_bytes
 from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
 from cutefce.ops.primitives.interface import PartialT
 from cutefce.ops.primitives.weighted_sum import add_soft_targets

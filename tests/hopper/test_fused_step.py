@@ -64,11 +64,16 @@ def random_problem(far: bool) -> Case:
 
 
 def fused(
-    case: Case, kernels: KernelSet, selects: bool, options: LossOptions, layout: WindowLayout
+    case: Case,
+    kernels: KernelSet,
+    selects: bool,
+    options: LossOptions,
+    layout: WindowLayout,
+    bits: int | None,
 ) -> Results:
     problem = Problem(TOKENS, HIDDEN, VOCAB, "bfloat16", "cuda", arch="sm_90a")
-    assert can_fuse(problem, kernels, NUM_SMS, layout, selects)
-    step = FusedStep(problem, kernels, NUM_SMS, layout, selects)
+    assert can_fuse(problem, kernels, NUM_SMS, layout, selects, bits)
+    step = FusedStep(problem, kernels, NUM_SMS, layout, selects, bits)
     loss, saved = step.forward(case.h, case.w, case.y, options)
     upstream = upstream_of(case, options, saved.selection)
     dx, dw = step.backward(upstream, case.h, case.w, case.y, saved, options)
@@ -76,7 +81,12 @@ def fused(
 
 
 def separate(
-    case: Case, kernels: KernelSet, selects: bool, options: LossOptions, layout: WindowLayout
+    case: Case,
+    kernels: KernelSet,
+    selects: bool,
+    options: LossOptions,
+    layout: WindowLayout,
+    bits: int | None,
 ) -> Results:
     """Return what `fused` does, by one host function a kernel."""
     primitives = kernel_primitives(PortableTiles(2 * LEAST, BLOCK, BLOCK, 64), kernels, NUM_SMS)
@@ -94,7 +104,7 @@ def separate(
     loss, stats = windows.forward(inputs, stored)
     upstream = upstream_of(case, options, selection)
     step = stats, stored, upstream, 2 * LEAST, True
-    dx = windows.backward(inputs, *step, dw, None, aliased)
+    dx = windows.backward(inputs, *step, dw, None, aliased, bits)
     assert dx is not None
     return loss, stats.rows, dx, dw
 
@@ -113,26 +123,31 @@ def test_windows_are_of_all_kinds() -> None:
     assert min(widths) < SHORT <= max(widths)
 
 
-@pytest.mark.parametrize("layout", [KEPT, WINDOWS], ids=["kept", "windows"])
+@pytest.mark.parametrize(
+    ("layout", "bits"),
+    [(KEPT, None), (WINDOWS, None), (WINDOWS, 4), (WINDOWS, 8)],
+    ids=["kept", "windows", "20 bits", "24 bits"],
+)
 @pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
 @pytest.mark.parametrize(
     ("reduction", "far"), [("mean", False), ("none", True)], ids=["mean-near", "none-far rows"]
 )
 def test_it_equals_its_kernels(
-    reduction: str, selects: bool, far: bool, layout: WindowLayout
+    reduction: str, selects: bool, far: bool, layout: WindowLayout, bits: int | None
 ) -> None:
     case, options = random_problem(far), LossOptions(reduction)
     kernels = kernels_of(COOPERATIVE, own_dx=far)
-    got = fused(case, kernels, selects, options, layout)
-    want = separate(case, kernels, selects, options, layout)
+    got = fused(case, kernels, selects, options, layout, bits)
+    want = separate(case, kernels, selects, options, layout, bits)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
-def test_it_is_right(selects: bool) -> None:
-    case = random_problem(far=False)
-    loss, _, dx, dw = fused(case, kernels_of(TALL, own_dx=True), selects, LossOptions(), WINDOWS)
+@pytest.mark.parametrize("bits", [None, 4], ids=["float32", "20 bits"])
+def test_it_is_right(selects: bool, bits: int | None) -> None:
+    case, kernels = random_problem(far=False), kernels_of(TALL, own_dx=True)
+    loss, _, dx, dw = fused(case, kernels, selects, LossOptions(), WINDOWS, bits)
     h, w = (x.double().requires_grad_() for x in (case.h, case.w))
     want = F.cross_entropy(h @ w.t(), case.y)
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)

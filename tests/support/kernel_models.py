@@ -390,44 +390,62 @@ def _fused_backward(
     workspace: Tensor,
     address: int,
     windows: int,
+    probabilities: int,
     buffer_columns: int,
-    recomputes: int,
+    gathers: int,
     ignored: int,
     mean: int,
     num_sms: int,
 ) -> None:
     (tokens, hidden), vocab, selects = h.shape, len(w), int(kernel.selects)
-    more = windows, num_sms, buffer_columns, bool(recomputes)
+    more = windows, num_sms, buffer_columns, bool(gathers)
     assert len(workspace) == kernel.workspace_size((tokens, hidden, vocab), *more)
     assert (stored_order is not None) == kernel.selects
-    sums = workspace[: tokens * hidden].view(tokens, hidden)
-    coefficients, grad_scale = torch.empty(3, tokens), torch.empty(1)
+    sums: Any = _sums_of(kernel, workspace, tokens, hidden)
+    in_reference = probabilities < windows
+    assert not (in_reference and gathers) and (upstream.shape[0] == 1 or not in_reference)
+    first_kernel = kernel.probability_coefficients if in_reference else kernel.row_coefficients
+    coefficients, grad_scale = torch.empty(first_kernel.planes, tokens), torch.empty(1)
     of_dx, of_dw, pitch = kernel.semaphore_places(tokens, num_sms)
     semaphores = torch.empty(windows * pitch, dtype=torch.int32)
     order, index, count = stored_order or (target, target, semaphores)
     results = coefficients, grad_scale, semaphores
     numbers = count, selects, ignored, mean, vocab, None
-    model_of(kernel.row_coefficients)(stats, index, upstream, *results, *numbers)
+    model_of(first_kernel)(stats, index, upstream, *results, *numbers)
     scale, at_target = coefficients[Coefficient.DX_SCALE], coefficients[Coefficient.DX_TARGET]
-    dense = h
+    row_scale, of_target, reference = scale, at_target, stats[Stat.REFERENCE]
+    if in_reference:
+        row_scale, of_target = coefficients[Coefficient.DW_SCALE : Coefficient.DW_TARGET + 1]
+        reference = coefficients[Coefficient.REFERENCE]
+    dense, states = h, dx
     if kernel.selects:
-        model_of(kernel.scale_rows)(dx, h, order, scale, count)
-        if recomputes:
-            dense = torch.empty_like(h)
+        model_of(kernel.scale_rows)(dx, h, order, row_scale, count)
+        dense = dx if in_reference else torch.full_like(h, torch.nan)
+        if gathers:
             model_of(kernel.gather_rows)(dense, h, order, None, count)
     else:
-        model_of(kernel.scale_rows)(dx, h, None, scale, None, None, None, None, 0)
+        model_of(kernel.scale_rows)(dx, h, None, row_scale, None, None, None, None, 0)
     csr = target.clone(), torch.empty(vocab + 1, dtype=torch.int32), torch.empty(tokens)
-    model_of(kernel.sort_targets)(index, at_target, order, *csr, ignored, selects)
+    model_of(kernel.sort_targets)(index, of_target, order, *csr, ignored, selects)
     buffer = h.new_empty(tokens, buffer_columns)
     for i, row in enumerate(window_rows(address, windows, BackwardWindow)):
+        if i == probabilities:
+            if kernel.hidden_bits is None:
+                none = (None,) * 4
+                model_of(kernel.scale_sums)(sums, sums, None, row_scale, *none, 0)
+            else:
+                model_of(kernel.scale_sums)(*sums[:2], row_scale)
+            if kernel.selects:
+                model_of(kernel.gather_rows)(dx, h, order, None, count)
+            else:
+                states = h
         first, columns = row[Window.FIRST], row[Window.COLUMNS]
         part = w[first : first + columns]
         exps = _exps_of(row, (dw, kept, buffer), tokens)[:, :columns]
         own = semaphores[i * pitch : (i + 1) * pitch].split([of_dx, of_dw - of_dx, pitch - of_dw])
         if row[BackwardWindow.RECOMPUTED]:
-            assert row[Window.MEMORY] != ExpsMemory.KEPT
-            rows = stats[Stat.REFERENCE], index, None, exps, own[0], None, None, None
+            assert row[Window.MEMORY] != ExpsMemory.KEPT and i >= probabilities * in_reference
+            rows = reference, index, None, exps, own[0], None, None, None
             splits = ceil_div(columns, kernel.exps_config.tile_n)
             clusters = num_sms // kernel.exps_config.cluster
             model_of(kernel.exps)(dense, part, *rows, count, selects, first, splits, clusters)
@@ -436,14 +454,29 @@ def _fused_backward(
         if kind != GradHidden.GIVEN:
             gemm = kernel.grad_hidden if kind == GradHidden.LONG else kernel.grad_hidden_short
             clusters = num_sms // gemm.config.cluster
-            launch = count, selects, clusters, row[BackwardWindow.K_SPLITS], int(i == 0)
+            splits = row[BackwardWindow.K_SPLITS] if kernel.hidden_bits is None else None
+            launch = count, selects, clusters, splits, int(i == 0)
             model_of(gemm)(exps, part.t(), sums, None, None, own[1], *launch)
         targets = csr[0], csr[1][first : first + columns + 1], csr[2], h, grad_scale
         clusters = num_sms // kernel.config.cluster
-        operands = exps.t(), dx.t(), dw[first : first + columns]
+        operands = exps.t(), states.t(), dw[first : first + columns]
         last = targets, None, own[2], count, selects, clusters, None, None
         model_of(kernel.grad_weight)(*operands, *last)
-    model_of(kernel.finish_dx)(dx, sums, w, scale, at_target, index, None, order, selects)
+    if kernel.hidden_bits is None:
+        model_of(kernel.finish_dx)(dx, sums, w, scale, at_target, index, None, order, selects)
+    else:
+        rows = w, index, scale, at_target, None, order, selects
+        model_of(kernel.finish_dx)(dx, *sums[:2], *rows)
+
+
+def _sums_of(kernel: spec.FusedBackwardSpec, workspace: Tensor, tokens: int, hidden: int) -> Any:
+    """Return dX's sums (N, D) in a workspace: float32, or what a GEMM of kept ones gets."""
+    if kernel.hidden_bits is None:
+        return workspace[: tokens * hidden].view(tokens, hidden)
+    size, columns = tokens * hidden // 2, hidden * kernel.hidden_bits // 8
+    upper = workspace[:size].view(torch.bfloat16).view(tokens, hidden)
+    low = workspace[size : kernel.sums_size(tokens, hidden)].view(torch.uint8).view(tokens, -1)
+    return upper, low[:, :columns], None
 
 
 def _scale_add_rows(
