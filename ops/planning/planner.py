@@ -251,6 +251,9 @@ def _windows_of(p: Problem, config: WindowConfig, scalar_upstream: bool) -> Iter
         most = memory.most_aliased(least)
         if most:
             yield alias_some(most)
+            last = memory.aliased_widths(most)[-1]
+            if last < least:  # its launches may take more time than its memory is worth
+                yield _Family(1, [plan(most - last)].__getitem__)
             yield recompute_some(most)
 
 
