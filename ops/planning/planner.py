@@ -175,8 +175,11 @@ def _windows_of(
     if hidden_bits is None:  # one product needs no sums
         yield family(1, lambda _: keep_rest(0))
     yield recompute_some(0)
-    for most in _most_aliased(p, config):
+    for least, most in _most_aliased(p, config):
         yield alias_some(most)
+        last = _memory_of_dw(p, config).aliased_widths(most)[-1]
+        if last < least:  # its launches may take more time than its memory is worth
+            yield family(1, lambda _, aliased=most - last: keep_rest(aliased))
         yield recompute_some(most)
 
 
@@ -195,24 +198,29 @@ def _windows_plan(
     return replace(plan, hidden_bits=hidden_bits)
 
 
-def _most_aliased(p: Problem, config: WindowConfig) -> list[int]:
-    """Return how many columns can be aliased, with wide first windows and with narrow ones."""
+def _memory_of_dw(p: Problem, config: WindowConfig) -> DwMemory:
+    return DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
+
+
+def _most_aliased(p: Problem, config: WindowConfig) -> list[tuple[int, int]]:
+    """Return the least width of windows, and how many columns can be aliased: wide and narrow."""
     if not p.grad_weight or p.wide_grad_weight:
         return []
-    memory = DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
-    found = (memory.most_aliased(n) for n in (config.window, config.half(config.window)))
-    return [most for most in found if most]
+    memory = _memory_of_dw(p, config)
+    widths = config.window, config.half(config.window)
+    found = ((least, memory.most_aliased(least)) for least in widths)
+    return [(least, most) for least, most in found if most]
 
 
 def kept_hidden_bits(p: Problem, config: WindowConfig) -> int:
     """Return the bits beside 16 of dX's sums over as many windows as any plan of `config` has."""
     windows = ceil_div(p.vocab, config.window)
     if p.grad_weight and not p.wide_grad_weight:
-        memory = DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
+        memory = _memory_of_dw(p, config)
         counts = (
             len(memory.aliased_widths(most))
             + len(memory.recomputed_widths(most, config.half(config.window)))
-            for most in (0, *_most_aliased(p, config))
+            for most in (0, *(most for _, most in _most_aliased(p, config)))
         )
         # those that are kept are one more
         windows = 1 + max(counts)

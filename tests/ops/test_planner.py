@@ -52,6 +52,15 @@ def test_the_ends_of_the_budget() -> None:
     assert nothing.workspace_bytes < everything.workspace_bytes / 4
 
 
+def test_min_leaves_out_a_short_last_window() -> None:
+    few = Problem(256, 1024, 32000, "bfloat16", "cuda", arch="sm_90a")
+    small, memory = plan(few, MINIMUM), DwMemory(256, 1024, 32000, 256)
+    most = memory.most_aliased(small.window // 2)
+    *widths, last = memory.aliased_widths(most)
+    assert last < min(widths) and memory.aliased_widths(small.aliased) == widths
+    assert small.workspace_bytes <= FLOOR * plan(few, 0).workspace_bytes
+
+
 def test_default_budget_keeps_everything_of_a_usual_step() -> None:
     assert plan(LLAMA, workspace_bytes(None)).kept >= LLAMA.vocab
 
