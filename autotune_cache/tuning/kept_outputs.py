@@ -47,10 +47,10 @@ def of_windows(
     """
     h, w, vocab = inputs.h, inputs.w, len(inputs.w)
     inputs, _ = _selecting(inputs, arch, inputs.tokens)
-    first = min(round_up(ceil_div(vocab, 3), block), vocab)
-    stored = [(0, h.new_empty(len(h), first))]
+    window = round_up(ceil_div(vocab, 3), block)
+    stored = [(0, h.new_empty(len(h), window))]
     _, stats = windows.forward(inputs, stored)
-    one, window = stats.rows.new_ones(()), round_up(ceil_div(vocab, 3), block)
+    one = stats.rows.new_ones(())
     for bits in LOW_BITS:
         dw, kept = torch.empty_like(w), bits if h.dtype == torch.bfloat16 else None
         step = stats, stored, one, window, True, dw
