@@ -33,11 +33,7 @@ from cutefce.cute_kernels.spec import (
     SortTargetsSpec,
     TargetLogitSpec,
 )
-from cutefce.cute_kernels.variant import (
-    PLAIN,
-    PREBUILT,
-    KernelVariant,
-)
+from cutefce.cute_kernels.variant import PLAIN, PREBUILT, KernelVariant
 
 
 @dataclass(frozen=True)
@@ -134,14 +130,9 @@ class KernelSet:
     @property
     def kept_hidden_kernels(self) -> "dict[int, KeptHiddenKernels]":
         """The kernels of dX's kept sums, by their low bits."""
-        return {
-            4: KeptHiddenKernels(
-                self.grad_hidden_keep_20, self.scale_kept_rows_20, self.finish_kept_20
-            ),
-            8: KeptHiddenKernels(
-                self.grad_hidden_keep_24, self.scale_kept_rows_24, self.finish_kept_24
-            ),
-        }
+        few = self.grad_hidden_keep_20, self.scale_kept_rows_20, self.finish_kept_20
+        many = self.grad_hidden_keep_24, self.scale_kept_rows_24, self.finish_kept_24
+        return {4: KeptHiddenKernels(*few), 8: KeptHiddenKernels(*many)}
 
     def fused_backward_of(self, selects: bool, hidden_bits: int | None) -> FusedBackwardSpec | None:
         """Return the backward of a plain loss with `hidden_bits` of dX's sums beside 16."""

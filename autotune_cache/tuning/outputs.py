@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.tuning import fused_outputs, sampled_outputs
+from cutefce.autotune_cache.tuning import fused_outputs, kept_outputs, sampled_outputs
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
@@ -129,8 +129,10 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
         if can_keep(case.problem.dtype):
             block = defaults.widest_window(case.problem).reference_block
             results |= _gradients_in_forward_outputs(inputs, block)
-            results |= _windows_in_chunks_outputs(case, primitives, block)
-            results |= _kept_hidden_outputs(case, primitives, block)
+            kept = kept_outputs.hidden_of_windows_in_chunks(inputs, case.problem.arch, block)
+            results["dX of windows in chunks"] = _gradient(kept)
+            for suffix, dx, kept_dw in kept_outputs.of_windows(inputs, case.problem.arch, block):
+                results |= _gradients(suffix, dx, kept_dw)
         results |= _single_call_outputs(inputs, case.upstream)
         results |= _counted_rows_outputs(case, primitives, "")
         results |= _counted_rows_outputs(case, _clearing(primitives), ", the others cleared")
@@ -206,59 +208,6 @@ def _gradients_in_forward_outputs(
         if not bits:  # rounding at random errs by up to twice as much, in each chunk
             at_random = results[f"dW{name}"]
             results[f"dW{name}"] = replace(at_random, roundings=at_random.roundings + 4)
-    return results
-
-
-def _windows_in_chunks_outputs(
-    case: TuningCase, primitives: AnyPrimitives, block: int
-) -> dict[str, CheckedOutput]:
-    """Return dX alone, computed in the forward of two chunks of tokens, in about three windows.
-
-    These are whole blocks of `block` columns.
-    """
-    inputs, selection = loss_inputs(case, primitives), None
-    h, targets, chunk = inputs.h, inputs.targets, ceil_div(case.problem.tokens, 2)
-    window = round_up(ceil_div(case.problem.vocab, 3), block)
-    if isinstance(primitives.projection, CuteProjection):
-        selection = select_on_device(case.problem.arch or "", case.y, IGNORED, chunk)
-        targets = Targets(selection.targets, case.problem.vocab, targets.options)
-        targets.selection = selection
-        inputs = replace(inputs, targets=targets)
-    loss_scale = targets.loss_scale(sum_dtype(h.dtype))
-    dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
-    dw = WeightSums.empty(inputs.w[:0], loss_scale.dtype, LOW_BITS[0])
-    stats = gradients_in_forward(inputs, loss_scale, window, chunk, dx, dw, None)
-    finished = dx.finish(inputs, stats, loss_scale, selection)
-    return {"dX of windows in chunks": _gradient(finished)}
-
-
-def _kept_hidden_outputs(
-    case: TuningCase, primitives: AnyPrimitives, block: int
-) -> dict[str, CheckedOutput]:
-    """Return dX and dW of the summed losses, of windows over which sums of dX are kept.
-
-    A third of the columns, in whole blocks, is stored; the others are computed again, as
-    probabilities.
-    """
-    assert case.upstream is not None
-    inputs, vocab = loss_inputs(case, primitives), case.problem.vocab
-    h, one = inputs.h, case.upstream.new_ones(())
-    results: dict[str, CheckedOutput] = {}
-    first = min(round_up(ceil_div(vocab, 3), block), vocab)
-    window = round_up(ceil_div(vocab - first, 2), block)
-    if isinstance(primitives.projection, CuteProjection):
-        selection = select_on_device(case.problem.arch or "", case.y, IGNORED, len(h))
-        targets = Targets(selection.targets, vocab, inputs.targets.options)
-        targets.selection = selection
-        inputs = replace(inputs, targets=targets)
-    stored = [(0, h.new_empty(len(h), first))]
-    _, stats = windows.forward(inputs, stored)
-    for bits in LOW_BITS:
-        dw = torch.empty_like(inputs.w)
-        step = stats, stored, one, window, True, dw
-        hidden_bits = bits if h.dtype == torch.bfloat16 else None
-        dx = windows.backward(inputs, *step, hidden_bits=hidden_bits)
-        results |= _gradients(f" of windows, with {16 + bits} bits of dX's sums", dx, dw)
     return results
 
 

@@ -27,7 +27,6 @@ from cutefce.ops.planning.memory_model import (
     added_bytes,
     gathered_bytes,
     selection_bytes,
-    shared_sums_bytes,
     with_copies,
 )
 from cutefce.ops.planning.sample_sizes import drawn_count, slots
@@ -44,6 +43,7 @@ from cutefce.ops.planning.step_memory import (
     partial_bytes,
     rows_bytes,
     sampled_rows,
+    shared_sums_bytes,
     upcast_bytes,
 )
 

@@ -62,7 +62,7 @@ def windows_seconds(
 ) -> float:
     """Return the time of a "windows" plan with `aliased` and `kept` columns.
 
-    With `hidden_bits`, these are kept of dX's sums beside 16.
+    With `hidden_bits`, these are kept of dX's sums beside 16.  That takes no less time.
     """
     gradients = p.grad_hidden + p.grad_weight
     recomputed = max(p.vocab - aliased - kept, 0) if gradients else 0
@@ -73,7 +73,7 @@ def windows_seconds(
         windows = memory.window_count(aliased, recomputed, least)
     passes = windows + 1 if p.grad_hidden else 0
     sum_bytes: float = p.accumulator_bytes
-    if hidden_bits is not None:
+    if hidden_bits is not None and not adds_by_kernel(p):
         sum_bytes = _kept_sum_bytes(p, hidden_bits)
     moved = 2 * passes * p.tokens * p.hidden * sum_bytes
     moved += p.tokens * recomputed * p.accumulator_bytes

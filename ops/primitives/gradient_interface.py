@@ -102,7 +102,7 @@ class Gradients(Protocol[TargetGradT]):
         """Keep sums_i - S_i W_y in `kept` (N, D) and `low`; may overwrite `sums`.
 
         It is 0 for ignored tokens.  `low` is (N, D) or (N, D / 2) uint8, see
-        `primitives.elementwise.split_` for what is kept.  With `order`, that of row i is row
+        `rows.kept_sums.split_` for what is kept.  With `order`, that of row i is row
         order_i.
         """
         ...
@@ -188,8 +188,8 @@ class Gradients(Protocol[TargetGradT]):
         """Keep what `finish_dw` rounds, of a `grad_scale` of 1, in `kept` (V, D) and `low`.
 
         It is added to what they hold if `accumulate`.  `low` is (V, D) or (V, D / 2) uint8, see
-        `primitives.elementwise.split_` for what is kept; or a seed (1,) int32, with which that is
-        rounded to 16 bits at random, see `rows.random_rounding`.
+        `rows.kept_sums.split_` for what is kept; or a seed (1,) int32, with which that is
+        rounded to 16 bits at random, see `rows.kept_sums`.
         """
         ...
 

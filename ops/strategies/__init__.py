@@ -7,6 +7,7 @@ chunk_windows.py          windows inside these chunks, where only dX is formed
 sampled.py                sample the exponentials that gradients are formed of
 weight_gradient.py        rows of dW, written or added to a buffer of the caller's
 weight_sums.py            sums of dW over chunks of tokens
+hidden_gradient.py        sums of dX over windows
 hidden_sums.py            sums of dX from the forward to the backward
 dw_views.py               exponentials in the memory of dW
 """

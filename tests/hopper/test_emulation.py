@@ -31,9 +31,9 @@ from cutefce.cute_kernels.variant import PLAIN, KernelVariant, LogitTransform, R
 from cutefce.cute_kernels.workspace import FIRST_FLAG, Coefficient, Semaphore, Stat
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning.planner import Plan
-from cutefce.ops.primitives.elementwise import joined_sums
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.kept_sums import joined_sums
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.scaling import scaling_of
 from cutefce.ops.rows.statistics import RowStats, token_losses
@@ -48,6 +48,7 @@ from tests.support.options import exact, options_case
 from tests.support.reference import (
     PLANS,
     assert_as_accurate,
+    evaluate,
     loss_of_plan,
     planned,
     random_case,
@@ -708,6 +709,25 @@ def test_every_strategy(
     case.upstream.fill_(1.0)
     names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
     assert_as_accurate(planned(case, small_tiles.window, *plan), case, names)
+
+
+@pytest.mark.parametrize(("columns", "bits"), [((0, 0), 8), ((64, 128), 4)], ids=str)
+def test_windows_with_kept_sums(
+    columns: tuple[int, int],
+    bits: int,
+    small_tiles: PortableTiles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stored exponentials, then probabilities, of rows that count."""
+    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE)
+    emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
+    serve_calls(monkeypatch, ARCH, small_tiles, selects=True, configs=configs, **emulated)
+    case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0.5)
+    case.upstream.fill_(-0.37)
+    scalar = dataclasses.replace(case, upstream=torch.tensor(-0.37))
+    plan = Plan("windows", small_tiles.window, *columns, 70, True, True, hidden_bits=bits)
+    got = evaluate(scalar, lambda h, w: loss_of_plan(h, w, case.y, plan, LossOptions("sum")))
+    assert_as_accurate(got, case, ("dx", "dw"))
 
 
 @pytest.mark.parametrize("grad_hidden", [COOPERATIVE, None], ids=["a kernel", "cuBLAS"])

@@ -15,8 +15,8 @@ from cutefce.cute_kernels.problem import LOW_BITS, Problem
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.memory_model import windows_bytes
 from cutefce.ops.planning.planner import Plan
-from cutefce.ops.primitives.elementwise import joined_sums
 from cutefce.ops.primitives.portable_gradients import PortableGradients
+from cutefce.ops.rows.kept_sums import joined_sums
 from tests.support.kept_sums import split_sums
 from tests.support.kernel_models import serve_calls
 from tests.support.options import OPTIONS, PER_TOKEN, options_case

@@ -21,7 +21,7 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import LOW_BITS, Problem
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.planner import Plan, make_plan
-from cutefce.ops.primitives.elementwise import joined_sums
+from cutefce.ops.rows.kept_sums import joined_sums
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from tests.support.kept_sums import split_sums
 from tests.support.kernel_models import serve_calls

@@ -49,9 +49,8 @@ from cutefce.ops.primitives import (
     fused_step,
     row_selection,
 )
-from cutefce.ops.primitives.elementwise import joined_sums
+from cutefce.ops.rows.kept_sums import joined_sums, round_at_random_
 from cutefce.ops.rows.loss_terms import LossTerms
-from cutefce.ops.rows.random_rounding import round_at_random_
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling import kernels as sampling
