@@ -5,10 +5,10 @@ This module does not import the DSL.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
@@ -33,6 +33,7 @@ from cutefce.cute_kernels.spec import (
     SortTargetsSpec,
     TargetLogitSpec,
 )
+from cutefce.cute_kernels.spec.groups import GradWeightKernels, KeptHiddenKernels
 from cutefce.cute_kernels.variant import PLAIN, PREBUILT, KernelVariant
 
 
@@ -58,16 +59,8 @@ class KernelSet:
     """The same over the rows that count alone."""
     fused_backward: FusedBackwardSpec | None
     """Its backward, but for sums of dX that cuBLAS computes."""
-    fused_backward_20: FusedBackwardSpec | None
-    """The same with sums of dX in 20 bits."""
-    fused_backward_24: FusedBackwardSpec | None
-    """The same with these in 24 bits."""
     fused_selecting_backward: FusedBackwardSpec | None
-    """The backward over the rows that count alone."""
-    fused_selecting_backward_20: FusedBackwardSpec | None
-    """The same with sums of dX in 20 bits."""
-    fused_selecting_backward_24: FusedBackwardSpec | None
-    """The same with these in 24 bits."""
+    """The same over the rows that count alone."""
     target_logit: TargetLogitSpec
     row_sums: ProjectExpSpec
     """Row sums without stored exponentials, where ranks split the vocabulary."""
@@ -128,7 +121,7 @@ class KernelSet:
     """Lists the tokens whose terms these are."""
 
     @property
-    def kept_hidden_kernels(self) -> "dict[int, KeptHiddenKernels]":
+    def kept_hidden_kernels(self) -> dict[int, KeptHiddenKernels]:
         """The kernels of dX's kept sums, by their low bits."""
         few = self.grad_hidden_keep_20, self.scale_kept_rows_20, self.finish_kept_20
         many = self.grad_hidden_keep_24, self.scale_kept_rows_24, self.finish_kept_24
@@ -136,18 +129,16 @@ class KernelSet:
 
     def fused_backward_of(self, selects: bool, hidden_bits: int | None) -> FusedBackwardSpec | None:
         """Return the backward of a plain loss with `hidden_bits` of dX's sums beside 16."""
-        if selects:
-            return {
-                None: self.fused_selecting_backward,
-                4: self.fused_selecting_backward_20,
-                8: self.fused_selecting_backward_24,
-            }[hidden_bits]
-        return {None: self.fused_backward, 4: self.fused_backward_20, 8: self.fused_backward_24}[
-            hidden_bits
-        ]
+        kernel = self.fused_selecting_backward if selects else self.fused_backward
+        if kernel is None or hidden_bits is None:
+            return kernel
+        add = self.kept_hidden_kernels[hidden_bits].add
+        assert add is not None
+        configs = {"hidden_config": add.config, "short_config": add.config}
+        return dataclasses.replace(kernel, hidden_bits=hidden_bits, **configs)
 
     @property
-    def grad_weight_kernels(self) -> "GradWeightKernels | None":
+    def grad_weight_kernels(self) -> GradWeightKernels | None:
         """The kernels of dW, None on architectures without them."""
         final, accumulate = self.grad_weight, self.grad_weight_accumulate
         keeps = self.grad_weight_keep_16, self.grad_weight_keep_20, self.grad_weight_keep_24
@@ -163,11 +154,7 @@ class KernelSet:
         "fused_storing_forward",
         "fused_selecting_storing_forward",
         "fused_backward",
-        "fused_backward_20",
-        "fused_backward_24",
         "fused_selecting_backward",
-        "fused_selecting_backward_20",
-        "fused_selecting_backward_24",
         "row_sums_and_exps",
         "repair_exps",
         "keep_sums",
@@ -192,30 +179,10 @@ class KernelSet:
         """Return every kernel of the set that a call may launch."""
         unused = () if can_keep(self.row_sums.dtype) else self.STORED_EXPS_ONLY
         names = (field.name for field in dataclasses.fields(self) if field.name not in unused)
-        kernels = (getattr(self, name) for name in names)
+        kernels = [getattr(self, name) for name in names]
+        if not unused:
+            kernels += [self.fused_backward_of(*kind) for kind in product((False, True), LOW_BITS)]
         return [kernel for kernel in kernels if kernel is not None]
-
-
-class KeptHiddenKernels(NamedTuple):
-    """The kernels of dX's sums that are kept in some bits."""
-
-    add: GradGemmSpec | None
-    """None if cuBLAS and elementwise passes add to them."""
-    scale_rows: ScaleKeptSpec
-    finish: KeptSumsSpec
-
-
-class GradWeightKernels(NamedTuple):
-    """The kernels of dW."""
-
-    final: GradGemmSpec
-    accumulate: GradGemmSpec
-    keep: Mapping[int, GradGemmSpec]
-    """By the low bits of sums."""
-    finish_kept: Mapping[int, ScaleKeptSpec]
-    """By the low bits of sums."""
-    add_targets: AddTargetsSpec
-    sort_targets: SortTargetsSpec
 
 
 def kernel_set(
@@ -238,7 +205,6 @@ def kernel_set(
     keep_hidden: Sequence[GradGemmSpec | None] = [None] * len(LOW_BITS)
     finish_kept: Sequence[ScaleKeptSpec | None] = [None] * len(LOW_BITS)
     storing = backward = None
-    keeping: Sequence[FusedBackwardSpec | None] = [None] * len(LOW_BITS)
     again = hidden
     if configs.grad_weight is not None and arch.kept_sums_config is not None:
         first = arch.grad_gemm_configs()[0]
@@ -255,8 +221,6 @@ def kernel_set(
             storing = dataclasses.replace(forward, stores=True)
             gemms = configs.grad_weight, again.config, (short or again).config
             backward = FusedBackwardSpec(arch.name, dtype, *gemms, configs.project_exp)
-            kept = dataclasses.replace(backward, hidden_config=config, short_config=config)
-            keeping = [dataclasses.replace(kept, hidden_bits=n) for n in LOW_BITS]
     narrow = not can_keep(dtype)
     return KernelSet(
         select_rows=forward.select_rows,
@@ -270,11 +234,7 @@ def kernel_set(
         fused_storing_forward=storing,
         fused_selecting_storing_forward=storing and dataclasses.replace(storing, selects=True),
         fused_backward=backward,
-        fused_backward_20=keeping[0],
-        fused_backward_24=keeping[1],
-        fused_selecting_backward=selecting(backward),
-        fused_selecting_backward_20=selecting(keeping[0]),
-        fused_selecting_backward_24=selecting(keeping[1]),
+        fused_selecting_backward=backward and dataclasses.replace(backward, selects=True),
         target_logit=forward.target_logit,
         row_sums=project(sums=True, store=False, reductions=reductions),
         row_sums_and_exps=project(sums=True, store=True, reductions=reductions),
@@ -306,11 +266,6 @@ def kernel_set(
         add_targets=add_targets,
         sort_targets=sort_targets,
     )
-
-
-def selecting(backward: FusedBackwardSpec | None) -> FusedBackwardSpec | None:
-    """Return the same over the rows that count alone."""
-    return backward and dataclasses.replace(backward, selects=True)
 
 
 MANY_TOKENS = 8192

@@ -179,7 +179,7 @@ def _windows_of(
         yield alias_some(most)
         last = _memory_of_dw(p, config).aliased_widths(most)[-1]
         if last < least:  # its launches may take more time than its memory is worth
-            yield family(1, lambda _, aliased=most - last: keep_rest(aliased))
+            yield family(1, [keep_rest(most - last)].__getitem__)
         yield recompute_some(most)
 
 

@@ -15,9 +15,10 @@ from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.kernel_set import GradWeightKernels, KernelSet
+from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.schedule.order import choose_k_splits
 from cutefce.cute_kernels.spec import GradGemmSpec, SortTargetsSpec
+from cutefce.cute_kernels.spec.groups import GradWeightKernels
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, low_bits, with_rank_one
 from cutefce.ops.primitives.portable_gradients import (

@@ -1,6 +1,7 @@
 """The kernels: every configuration, sizes past 2³¹, repair, and the choice of implementation."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -18,7 +19,7 @@ from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import report
-from cutefce.cute_kernels.problem import GRADIENT_LOSS, MIN_SELECTED, Problem
+from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOW_BITS, MIN_SELECTED, Problem
 from cutefce.cute_kernels.variant import (
     IDENTITY,
     SUM_ONLY,
@@ -754,12 +755,12 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     if default.grad_weight:
         kernels = kernel_set.kernel_set(arch, "bfloat16", default)
         problem = Problem(300, 64, 1500, "bfloat16", "cuda", arch=arch.name)
-        for selects in (False, True):
+        for kind in itertools.product((False, True), (None, *LOW_BITS)):
             layout = WindowLayout.of(DwMemory(300, 64, 1500, 16), 64, 512, 256)
-            step = FusedStep(problem, kernels, 132, layout, selects)
+            step = FusedStep(problem, kernels, 132, layout, *kind)
             _, saved = step.forward(case.h, case.w, case.y, LossOptions())
             step.backward(logit[0], case.h, case.w, case.y, saved, LossOptions())
-        names += ["FusedForward", "FusedBackward"] * 2
+        names += ["FusedForward", "FusedBackward"] * 6
     assert [kernel.__name__ for kernel in launched] == [f"{name}Spec" for name in names]
 
 
