@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.tuning import fused_outputs, kept_outputs, sampled_outputs
+from cutefce.autotune_cache.tuning import sampled_outputs, window_outputs
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
@@ -129,14 +129,14 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
         if can_keep(case.problem.dtype):
             block = defaults.widest_window(case.problem).reference_block
             results |= _gradients_in_forward_outputs(inputs, block)
-            kept = kept_outputs.hidden_of_windows_in_chunks(inputs, case.problem.arch, block)
+            kept = window_outputs.hidden_of_windows_in_chunks(inputs, case.problem.arch, block)
             results["dX of windows in chunks"] = _gradient(kept)
-            for suffix, dx, kept_dw in kept_outputs.of_windows(inputs, case.problem.arch, block):
+            for suffix, dx, kept_dw in window_outputs.of_windows(inputs, case.problem.arch, block):
                 results |= _gradients(suffix, dx, kept_dw)
         results |= _single_call_outputs(inputs, case.upstream)
         results |= _counted_rows_outputs(case, primitives, "")
         results |= _counted_rows_outputs(case, _clearing(primitives), ", the others cleared")
-        for suffix, loss, *gradients in fused_outputs.fused_steps(inputs, case):
+        for suffix, loss, *gradients in window_outputs.fused_steps(inputs, case):
             results |= {f"loss{suffix}": CheckedOutput(loss, 1)} | _gradients(suffix, *gradients)
         loss, dx, dw = sampled_outputs.gradients_of_all(inputs, case.upstream, window)
         results |= {"sampled loss": CheckedOutput(loss, 1)} | _gradients(" of samples", dx, dw)
