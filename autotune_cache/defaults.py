@@ -16,12 +16,12 @@ PORTABLE_TILES = {
 }
 """Tiles of the portable path by device type; other device types are tiled like "cuda"."""
 
-KERNEL_WINDOWS = (67584, 33792, 16896, 8448, 4096, 2048, 1024)
+KERNEL_WINDOWS = (67584, 33792, 16896, 8448, 4096, 2048, 1024, 512)
 """Windows that the kernels can recompute.  From 8448 = 33·256 on, the 256-row tiles of a window's
 dW spread evenly over 132 SMs."""
 KERNEL_WINDOW_EXPS = 8192 * 8448
 """Exponentials of one recomputed window: 132 MiB in 16 bits."""
-MAX_NARROWER_WINDOWS = 2
+MAX_NARROWER_WINDOWS = 4
 """Narrower windows that a plan may choose from; still narrower ones cost more than they save."""
 KERNEL_REFERENCE_BLOCK = 256
 """Stored columns are a multiple of this; the kernels' references are per row."""

@@ -12,10 +12,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import DTYPES, matrix, scalar, vector
+from cutefce.cute_kernels.common.dsl import matrix, scalar, vector
 from cutefce.cute_kernels.common.logit_transform import Transform
+from cutefce.cute_kernels.common.window_table import exps_of, rows_of, vector_part, window_table
 from cutefce.cute_kernels.jit import compiler
-from cutefce.cute_kernels.workspace import NUM_STATS, Stat, forward_semaphore_count
+from cutefce.cute_kernels.workspace import (
+    NUM_STATS,
+    ExpsMemory,
+    ForwardWindow,
+    Stat,
+    Window,
+)
 
 
 class Order(NamedTuple):
@@ -27,6 +34,29 @@ class Order(NamedTuple):
     """(N,) int64: their targets."""
     count: cute.Tensor
     """(1,) int32: how many count."""
+
+
+class Stored(NamedTuple):
+    """Where exponentials are stored for a backward."""
+
+    dw: cute.Tensor
+    """(V, D) memory of dW, or any other if no window is there."""
+    kept: cute.Tensor
+    """(N, K) memory of kept columns, likewise."""
+    table: Int64
+    """The windows as `workspace.ForwardWindow` describes them, at this address of host memory."""
+    windows: Int32
+    """Their number."""
+
+
+def table_of(stored: Stored) -> cute.Tensor:
+    """Return the table of its windows."""
+    return window_table(stored.table, stored.windows, len(Window) + len(ForwardWindow))
+
+
+def memories_of(stored: Stored) -> dict[ExpsMemory, cute.Pointer]:
+    """Return the memories that its windows may be in."""
+    return {ExpsMemory.DW: stored.dw.iterator, ExpsMemory.KEPT: stored.kept.iterator}
 
 
 def order_argument(tokens: Any) -> Order:
@@ -41,11 +71,12 @@ def compile_signature(kernel: spec.FusedForwardSpec) -> tuple[Any, tuple[Any, ..
     tokens = target.shape[0]
     workspace = vector(Float32, cute.sym_int(), aligned=True)
     stats, reduced = matrix(Float32, NUM_STATS, tokens, aligned=False), scalar(Float32)
-    exps = order = None
+    stored = order = None
     if kernel.stores:
-        exps = matrix(DTYPES[kernel.dtype], tokens, cute.sym_int(divisibility=8))
+        dw, kept = (matrix(w.element_type, cute.sym_int(), cute.sym_int()) for _ in range(2))
+        stored = Stored(dw, kept, Int64(0), Int32(1))
         order = order_argument(tokens) if kernel.selects else None
-    results = stats, reduced, exps, order
+    results = stats, reduced, stored, order
     numbers = ignored, Int32(1), Int32(1), Int32(1), Int32(0)
     function = FusedForward(kernel, target_logit)
     return function, (h, w, target, workspace, *results, transform, *numbers, stream)
@@ -73,7 +104,7 @@ class FusedForward:
         workspace: cute.Tensor,
         stats: cute.Tensor,
         reduced: cute.Tensor,
-        exps: cute.Tensor | None,
+        stored: Any,
         stored_order: Order | None,
         transform: Transform | None,
         ignored: Int64,
@@ -86,10 +117,11 @@ class FusedForward:
         """Run `target_logit`, `project_exp` over all columns and `reduce_partials`.
 
         Before them, if the spec selects, `select_rows` and `gather_rows`; then these three run over
-        the rows that count, in at most `most_splits` vocabulary splits.  If it stores, `exps`
-        (N, K) receives the exponentials, `repair_exps` runs last, and the statistics are in the
-        order of rows, which `stored_order` receives.  Each parameter is one argument that the host
-        passes by position.
+        the rows that count, in at most `most_splits` vocabulary splits.  If it stores,
+        `project_exp` runs over the windows of `stored`, a `Stored`, whose splits are in the table,
+        `most_splits` in all; `repair_exps` runs last, over each of them; and the statistics are in
+        the order of rows, which `stored_order` receives.  Each parameter is one argument that the
+        host passes by position.
         """
         rows, partials = target.shape[0], most_splits * self.config.partials_per_row
         memory, hidden = workspace.iterator, h.shape[1]
@@ -103,29 +135,80 @@ class FusedForward:
             selects = Int32(1)
             if cutlass.const_expr(not self.spec.stores):
                 scatter = order
-        flags = forward_semaphore_count(rows, self.config.rows)
         logit = cute.make_tensor(memory, cute.make_layout((rows,)))
-        after_logit = memory + rows
         sums_layout = cute.make_layout((rows, partials), stride=(partials, 1))
-        sums = cute.make_tensor(after_logit, sums_layout)
-        after_sums = cute.recast_ptr(after_logit + rows * partials, dtype=Int32)
-        semaphores = cute.make_tensor(after_sums, cute.make_layout((flags,)))
+        sums = cute.make_tensor(memory + rows, sums_layout)
+        after_sums = cute.recast_ptr(memory + rows + rows * partials, dtype=Int32)
+        pitch, windows = self.spec.semaphore_pitch(rows), Int32(1)
+        if cutlass.const_expr(stored is not None):
+            windows = stored.windows
+        semaphores = cute.make_tensor(after_sums, cute.make_layout((windows * pitch,)))
         more = order, ignored, selects, None, stream
         self.target_logit(h, w, counted, logit, semaphores, transform, *more)
         if cutlass.const_expr(not self.spec.selects):
             count = semaphores  # any int32
-        row_vectors, of_semaphores = (
-            (logit, counted, sums, exps),
-            (semaphores, transform, None, None),
-        )
-        numbers = Int32(0), vocab_splits, clusters, stream
-        self.project_exp(dense, w, *row_vectors, *of_semaphores, count, selects, *numbers)
+        row_vectors, launch = (logit, counted), (count, selects, clusters, stream)
+        if cutlass.const_expr(self.spec.stores):
+            self.sum_windows(dense, w, row_vectors, sums, semaphores, stored, launch)
+        else:
+            of_semaphores, numbers = (semaphores, transform, None, None), (Int32(0), vocab_splits)
+            given = *row_vectors, sums, None, *of_semaphores, *launch[:2], *numbers, *launch[2:]
+            self.project_exp(dense, w, *given)
         results = stats, reduced, semaphores, scatter
         self.reduce(sums, logit, counted, *results, ignored, mean, None, None, stream)
         if cutlass.const_expr(self.spec.stores):
             reference = cute.slice_(stats, (int(Stat.REFERENCE), None))
-            row_vectors = reference, counted, None, exps
-            self.repair_exps(dense, w, *row_vectors, *of_semaphores, count, selects, *numbers)
+            self.repair_windows(dense, w, (reference, counted), semaphores, stored, launch)
+
+    @cute.jit
+    def sum_windows(
+        self,
+        h: cute.Tensor,
+        w: cute.Tensor,
+        row_vectors: Any,
+        sums: cute.Tensor,
+        semaphores: cute.Tensor,
+        stored: Stored,
+        launch: Any,
+    ) -> None:
+        """Run `project_exp` over each window; all write partial sums to `sums` (N, P).
+
+        `row_vectors` are (logit, target), `launch` (count, selects, clusters, stream).
+        """
+        (count, selects, clusters, stream), table = launch, table_of(stored)
+        rows, partials, per_split = sums.shape[0], sums.shape[1], self.config.partials_per_row
+        pitch, done = self.spec.semaphore_pitch(rows), Int32(0)
+        for i in cutlass.range(stored.windows, unroll=1):
+            exps, first = exps_of(table, i, memories_of(stored), rows)
+            part = rows_of(w, first, Int32(table[i, Window.COLUMNS]))
+            most = Int32(table[i, ForwardWindow.MOST_SPLITS]) * per_split
+            layout = cute.make_layout((rows, most), stride=(partials, 1))
+            own = cute.make_tensor(sums.iterator + done, layout)
+            counters = vector_part(semaphores, i * pitch, pitch)
+            splits = Int32(table[i, ForwardWindow.SPLITS])
+            more = counters, None, None, None, count, selects, first, splits, clusters, stream
+            self.project_exp(h, part, *row_vectors, own, exps, *more)
+            done += most
+
+    @cute.jit
+    def repair_windows(
+        self,
+        h: cute.Tensor,
+        w: cute.Tensor,
+        row_vectors: Any,
+        semaphores: cute.Tensor,
+        stored: Stored,
+        launch: Any,
+    ) -> None:
+        """Run `repair_exps` over the stored columns of each window; see `sum_windows`."""
+        (count, selects, clusters, stream), table = launch, table_of(stored)
+        rows = row_vectors[1].shape[0]
+        for i in cutlass.range(stored.windows, unroll=1):
+            exps, first = exps_of(table, i, memories_of(stored), rows)
+            part = rows_of(w, first, Int32(table[i, ForwardWindow.STORED]))
+            splits = Int32(table[i, ForwardWindow.REPAIR_SPLITS])
+            more = semaphores, None, None, None, count, selects, first, splits, clusters, stream
+            self.repair_exps(h, part, *row_vectors, None, exps, *more)
 
     @cute.jit
     def selection(self, h: cute.Tensor, memory: Any, rows: Int32, stored: Any) -> Any:

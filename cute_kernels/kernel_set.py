@@ -5,10 +5,10 @@ This module does not import the DSL.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
@@ -36,11 +36,8 @@ from cutefce.cute_kernels.spec import (
     TargetLogitSpec,
 )
 from cutefce.cute_kernels.spec.divergence import divergence_kernels
-from cutefce.cute_kernels.variant import (
-    PLAIN,
-    PREBUILT,
-    KernelVariant,
-)
+from cutefce.cute_kernels.spec.groups import GradWeightKernels, KeptHiddenKernels
+from cutefce.cute_kernels.variant import PLAIN, PREBUILT, KernelVariant
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,11 @@ class KernelSet:
     fused_selecting_forward: FusedForwardSpec
     """The same over the rows that count alone."""
     fused_storing_forward: FusedForwardSpec | None
-    """The forward of a plain loss that stores all exponentials; None without kernels of dW."""
+    """The forward of a plain loss that stores exponentials; None without kernels of dW."""
     fused_selecting_storing_forward: FusedForwardSpec | None
     """The same over the rows that count alone."""
     fused_backward: FusedBackwardSpec | None
-    """Its backward, but for the sums of dX."""
+    """Its backward, but for sums of dX that cuBLAS computes."""
     fused_selecting_backward: FusedBackwardSpec | None
     """The same over the rows that count alone."""
     target_logit: TargetLogitSpec
@@ -92,15 +89,25 @@ class KernelSet:
     finish_dx_fp32: ScaleAddRowsSpec
     """The same without rounding: one rank's addend."""
     keep_sums: KeptSumsSpec
-    """The sums of dX in a chunk, as gradients in forward keep them."""
-    finish_kept: KeptSumsSpec
-    """dX of these."""
+    """The sums of dX in a chunk, as gradients in forward keep them, in 20 bits."""
+    finish_kept_20: KeptSumsSpec
+    """dX of sums in 20 bits."""
+    finish_kept_24: KeptSumsSpec
+    """dX of those in 24 bits."""
+    scale_kept_rows_20: ScaleKeptSpec
+    """Multiplies rows of sums in 20 bits, which remain kept."""
+    scale_kept_rows_24: ScaleKeptSpec
+    """The same of those in 24 bits."""
     grad_hidden: GradGemmSpec | None
-    """Adds to the sums of dX; None if cuBLAS does."""
+    """Adds to the sums of dX; None if cuBLAS computes those of all columns."""
     grad_hidden_short: GradGemmSpec | None
     """The same for few columns."""
     grad_hidden_again: GradGemmSpec | None
-    """The same where the device says whether there is anything to compute: no cuBLAS."""
+    """The same without cuBLAS: of windows, or where the device says whether there are any rows."""
+    grad_hidden_keep_20: GradGemmSpec | None
+    """Adds to sums of dX in 20 bits; None if cuBLAS and elementwise passes do."""
+    grad_hidden_keep_24: GradGemmSpec | None
+    """Adds to those in 24 bits."""
     grad_weight: GradGemmSpec | None
     """dW in one pass; None if cuBLAS and elementwise passes compute it."""
     grad_weight_accumulate: GradGemmSpec | None
@@ -121,7 +128,24 @@ class KernelSet:
     """Lists the tokens whose terms these are."""
 
     @property
-    def grad_weight_kernels(self) -> "GradWeightKernels | None":
+    def kept_hidden_kernels(self) -> dict[int, KeptHiddenKernels]:
+        """The kernels of dX's kept sums, by their low bits."""
+        few = self.grad_hidden_keep_20, self.scale_kept_rows_20, self.finish_kept_20
+        many = self.grad_hidden_keep_24, self.scale_kept_rows_24, self.finish_kept_24
+        return {4: KeptHiddenKernels(*few), 8: KeptHiddenKernels(*many)}
+
+    def fused_backward_of(self, selects: bool, hidden_bits: int | None) -> FusedBackwardSpec | None:
+        """Return the backward of a plain loss with `hidden_bits` of dX's sums beside 16."""
+        kernel = self.fused_selecting_backward if selects else self.fused_backward
+        if kernel is None or hidden_bits is None:
+            return kernel
+        add = self.kept_hidden_kernels[hidden_bits].add
+        assert add is not None
+        configs = {"hidden_config": add.config, "short_config": add.config}
+        return dataclasses.replace(kernel, hidden_bits=hidden_bits, **configs)
+
+    @property
+    def grad_weight_kernels(self) -> GradWeightKernels | None:
         """The kernels of dW, None on architectures without them."""
         final, accumulate = self.grad_weight, self.grad_weight_accumulate
         keeps = self.grad_weight_keep_16, self.grad_weight_keep_20, self.grad_weight_keep_24
@@ -141,8 +165,13 @@ class KernelSet:
         "row_sums_and_exps",
         "repair_exps",
         "keep_sums",
-        "finish_kept",
+        "finish_kept_20",
+        "finish_kept_24",
+        "scale_kept_rows_20",
+        "scale_kept_rows_24",
         "grad_hidden_again",
+        "grad_hidden_keep_20",
+        "grad_hidden_keep_24",
         "grad_weight_accumulate",
         "grad_weight_keep_16",
         "grad_weight_keep_20",
@@ -157,21 +186,10 @@ class KernelSet:
         """Return every kernel of the set that a call may launch."""
         unused = () if can_keep(self.row_sums.dtype) else self.STORED_EXPS_ONLY
         names = (field.name for field in dataclasses.fields(self) if field.name not in unused)
-        kernels = (getattr(self, name) for name in names)
+        kernels = [getattr(self, name) for name in names]
+        if not unused:
+            kernels += [self.fused_backward_of(*kind) for kind in product((False, True), LOW_BITS)]
         return [kernel for kernel in kernels if kernel is not None]
-
-
-class GradWeightKernels(NamedTuple):
-    """The kernels of dW."""
-
-    final: GradGemmSpec
-    accumulate: GradGemmSpec
-    keep: Mapping[int, GradGemmSpec]
-    """By the low bits of sums."""
-    finish_kept: Mapping[int, ScaleKeptSpec]
-    """By the low bits of sums."""
-    add_targets: AddTargetsSpec
-    sort_targets: SortTargetsSpec
 
 
 def kernel_set(
@@ -191,6 +209,7 @@ def kernel_set(
     forward = FusedForwardSpec(*project_exp, transform)
     weight = accumulate = add_targets = sort_targets = None
     keep: Sequence[GradGemmSpec | None] = [None] * 3
+    keep_hidden: Sequence[GradGemmSpec | None] = [None] * len(LOW_BITS)
     finish_kept: Sequence[ScaleKeptSpec | None] = [None] * len(LOW_BITS)
     storing = backward = None
     again = hidden
@@ -201,11 +220,14 @@ def kernel_set(
         accumulate = dataclasses.replace(weight, final=False)
         config = arch.kept_sums_config
         keep = [dataclasses.replace(accumulate, config=config, low_bits=n) for n in (0, *LOW_BITS)]
+        of_hidden = GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
+        keep_hidden = [dataclasses.replace(of_hidden, low_bits=n) for n in LOW_BITS]
         finish_kept = [ScaleKeptSpec(arch.name, dtype, n) for n in LOW_BITS]
         add_targets, sort_targets = AddTargetsSpec(arch.name, dtype), SortTargetsSpec(arch.name)
         if variant == PLAIN:
             storing = dataclasses.replace(forward, stores=True)
-            backward = FusedBackwardSpec(arch.name, dtype, configs.grad_weight)
+            gemms = configs.grad_weight, again.config, (short or again).config
+            backward = FusedBackwardSpec(arch.name, dtype, *gemms, configs.project_exp)
     narrow = not can_keep(dtype)
     return KernelSet(
         select_rows=forward.select_rows,
@@ -233,11 +255,16 @@ def kernel_set(
         scale_rows=ScaleAddRowsSpec(arch.name, dtype, dtype),
         finish_dx=ScaleAddRowsSpec(arch.name, dtype, "float32", dtype),
         finish_dx_fp32=ScaleAddRowsSpec(arch.name, "float32", "float32", dtype),
-        keep_sums=KeptSumsSpec(arch.name, dtype),
-        finish_kept=KeptSumsSpec(arch.name, dtype, finishes=True),
+        keep_sums=KeptSumsSpec(arch.name, dtype, LOW_BITS[0]),
+        finish_kept_20=KeptSumsSpec(arch.name, dtype, 4, finishes=True),
+        finish_kept_24=KeptSumsSpec(arch.name, dtype, 8, finishes=True),
+        scale_kept_rows_20=ScaleKeptSpec(arch.name, dtype, 4, by_rows=True),
+        scale_kept_rows_24=ScaleKeptSpec(arch.name, dtype, 8, by_rows=True),
         grad_hidden=hidden,
         grad_hidden_short=short,
         grad_hidden_again=again,
+        grad_hidden_keep_20=keep_hidden[0],
+        grad_hidden_keep_24=keep_hidden[1],
         grad_weight=weight,
         grad_weight_accumulate=accumulate,
         grad_weight_keep_16=keep[0],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.tuning import sampled_outputs
+from cutefce.autotune_cache.tuning import sampled_outputs, window_outputs
 from cutefce.autotune_cache.tuning.divergence_outputs import divergence_outputs
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.cute_kernels.config import WindowConfig
@@ -18,9 +18,7 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning import planner
-from cutefce.ops.primitives.cute_gradients import CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection
-from cutefce.ops.primitives.fused_step import FusedStep
 from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
 from cutefce.ops.primitives.row_selection import restore_rows, select_on_device
 from cutefce.ops.rows import targets as rows
@@ -86,7 +84,7 @@ def smallest_step(
     loss, stats = windows.forward(inputs, stored)
     upstream = make_targets(case, "mean").loss_scale(sum_dtype(h.dtype))
     step = stats, stored, upstream, window, True
-    return loss, windows.backward(inputs, *step, dw, None, plan.aliased), dw
+    return loss, windows.backward(inputs, *step, dw, None, plan.aliased, plan.hidden_bits), dw
 
 
 def smallest_step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
@@ -132,12 +130,15 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
         if can_keep(case.problem.dtype):
             block = defaults.widest_window(case.problem).reference_block
             results |= _gradients_in_forward_outputs(inputs, block)
-            results |= _windows_in_chunks_outputs(case, primitives, block)
+            kept = window_outputs.hidden_of_windows_in_chunks(inputs, case.problem.arch, block)
+            results["dX of windows in chunks"] = _gradient(kept)
+            for suffix, dx, kept_dw in window_outputs.of_windows(inputs, case.problem.arch, block):
+                results |= _gradients(suffix, dx, kept_dw)
         results |= _single_call_outputs(inputs, case.upstream)
         results |= _counted_rows_outputs(case, primitives, "")
         results |= _counted_rows_outputs(case, _clearing(primitives), ", the others cleared")
-        for selects in (False, True):
-            results |= _fused_step_outputs(case, primitives, selects)
+        for suffix, loss, *gradients in window_outputs.fused_steps(inputs, case):
+            results |= {f"loss{suffix}": CheckedOutput(loss, 1)} | _gradients(suffix, *gradients)
         loss, dx, dw = sampled_outputs.gradients_of_all(inputs, case.upstream, window)
         results |= {"sampled loss": CheckedOutput(loss, 1)} | _gradients(" of samples", dx, dw)
         entries = sampled_outputs.entries_of_few(inputs)
@@ -187,37 +188,6 @@ def _counted_rows_outputs(
     return results
 
 
-def _fused_step_outputs(
-    case: TuningCase, primitives: AnyPrimitives, selects: bool
-) -> dict[str, CheckedOutput]:
-    """Return losses and gradients of a step with ignored tokens, as `FusedStep` launches it."""
-    assert case.upstream is not None
-    problem, window, gradients = case.problem, default_plan(case).window, primitives.gradients
-    options, inputs = LossOptions("none", IGNORED), loss_inputs(case, primitives)
-    y = torch.where(torch.arange(problem.tokens, device=case.y.device) % 3 == 0, IGNORED, case.y)
-    operands, upstream = (inputs.h, inputs.w, y), case.upstream
-    suffix = " of a fused step" + " of counted rows" * selects
-    if isinstance(gradients, CuteGradients):
-        if not can_keep(problem.dtype):
-            return {}
-        columns = round_up(problem.vocab, defaults.widest_window(problem).reference_block)
-        step = FusedStep(problem, gradients.kernels, gradients.num_sms, columns, selects)
-        loss, stats, exps, selection = step.forward(*operands, options)
-        loss = _restored(loss, selection)
-        upstream = upstream if selection is None else selection.take(upstream)
-        kept = stats.rows, exps, selection
-        results = _gradients(suffix, *step.backward(upstream, *operands, *kept, options))
-    elif inputs.h.dtype != torch.float64:  # what is not exact is compared with nothing here
-        return {}
-    else:
-        inputs = replace(inputs, targets=Targets(y, problem.vocab, options))
-        loss, stats = windows.forward(inputs)
-        dw = torch.empty_like(inputs.w)
-        dx = windows.backward(inputs, stats, (), upstream, window, True, dw)
-        results = _gradients(suffix, dx, dw)
-    return {f"loss{suffix}": CheckedOutput(loss, 1)} | results
-
-
 def _restored(loss: Tensor, selection: RowSelection | None) -> Tensor:
     return loss if selection is None else selection.restore(loss)
 
@@ -236,7 +206,7 @@ def _gradients_in_forward_outputs(
         dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
         dw = WeightSums.empty(torch.empty_like(w, dtype=dtype), loss_scale.dtype, bits, chunks=2)
         stats = gradients_in_forward(inputs, loss_scale, stored, chunk, dx, dw, None)
-        finished_dx = dx.finish(inputs, stats, RowCoefficients.of(stats, targets, loss_scale))
+        finished_dx = dx.finish(inputs, stats, loss_scale)
         finished_dw = dw.finish(inputs.primitives.gradients, loss_scale).to(w.dtype)
         name = f" of gradients in the forward{suffix}"
         results |= _gradients(name, finished_dx, finished_dw)
@@ -244,30 +214,6 @@ def _gradients_in_forward_outputs(
             at_random = results[f"dW{name}"]
             results[f"dW{name}"] = replace(at_random, roundings=at_random.roundings + 4)
     return results
-
-
-def _windows_in_chunks_outputs(
-    case: TuningCase, primitives: AnyPrimitives, block: int
-) -> dict[str, CheckedOutput]:
-    """Return dX alone, computed in the forward of two chunks of tokens, in about three windows.
-
-    These are whole blocks of `block` columns.
-    """
-    inputs, selection = loss_inputs(case, primitives), None
-    h, targets, chunk = inputs.h, inputs.targets, ceil_div(case.problem.tokens, 2)
-    window = round_up(ceil_div(case.problem.vocab, 3), block)
-    if isinstance(primitives.projection, CuteProjection):
-        selection = select_on_device(case.problem.arch or "", case.y, IGNORED, chunk)
-        targets = Targets(selection.targets, case.problem.vocab, targets.options)
-        targets.selection = selection
-        inputs = replace(inputs, targets=targets)
-    loss_scale = targets.loss_scale(sum_dtype(h.dtype))
-    dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
-    dw = WeightSums.empty(inputs.w[:0], loss_scale.dtype, LOW_BITS[0])
-    stats = gradients_in_forward(inputs, loss_scale, window, chunk, dx, dw, None)
-    coefficients = RowCoefficients.of(stats, targets, loss_scale)
-    finished = dx.finish(inputs, stats, coefficients, selection)
-    return {"dX of windows in chunks": _gradient(finished)}
 
 
 def _single_call_outputs(

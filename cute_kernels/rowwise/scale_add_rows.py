@@ -26,15 +26,16 @@ def compile_signature(kernel: spec.ScaleAddRowsSpec) -> tuple[Any, tuple[Any, ..
     """Return the host function of `kernel` and the arguments to compile it for."""
     assert kernel.table is not None or not kernel.rank_one
     rows, hidden = cute.sym_int(), cute.sym_int(divisibility=8)
-    x, out = (matrix(DTYPES[name], rows, hidden) for name in (kernel.x, kernel.out))
+    x, out_rows = matrix(DTYPES[kernel.x], rows, hidden), rows
     table = gather_scale = index = order = None
     if kernel.table is not None:
         table = matrix(DTYPES[kernel.table], cute.sym_int(), hidden)
         gather_scale, index = vector(Float32, rows), vector(Int64, rows)
-        order = vector(Int64, rows)
+        order, out_rows = vector(Int64, rows), cute.sym_int()
     scales = vector(Float32, rows), gather_scale, index
     rank_one = rank_one_signature(rows, hidden, kernel.rank_one)
     places = order, Int32(0), current_stream()
+    out = matrix(DTYPES[kernel.out], out_rows, hidden)
     return scale_add_rows, (out, x, table, *scales, rank_one, *places)
 
 
@@ -53,7 +54,8 @@ def scale_add_rows(
 ) -> None:
     """Write out (N, D) from x (N, D), vectors (N,), and table (V, D) or None.
 
-    With a table and if `scatters`, row i of x becomes row `order`_i of `out`, which is not x then.
+    With a table and if `scatters`, row i of x becomes row `order`_i of `out`, which is not x then,
+    and may have more rows.
 
     With a table, a row whose scales and factor are all 0 is 0, whatever x and table hold: an
     ignored row.  An index is clamped to the table.  More than eight parameters: each is one

@@ -1,9 +1,10 @@
 """The gradient GEMMs for Hopper, of exponentials e (N, V) in memory.
 
     hidden          sums (N, D) = or += e w         float32
+    hidden, kept    the same                        24 or 20 bits, see `sm90.kept_store`
     weight          sums (V, D) = or += eᵀ s        float32
     weight, final   out (V, D) = (eᵀ s + Σ_{i: y_i = v} c_i h_i) · grad_scale, rounded once
-    weight, kept    sums (V, D) = or += that        24 or 20 bits, see `sm90.kept_store`
+    weight, kept    sums (V, D) = or += that        24, 20 or 16 bits
 
 with s_i = scale_i h_i.  The targets' terms of the last two are added to the float32 accumulators,
 in the order of `TargetCsr`; before them, if the spec has it, a matrix of rank one.
@@ -58,7 +59,7 @@ def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
     targets, out = None, matrix(dtype if kernel.final else Float32, rows, hidden)
     if kernel.low_bits is not None:
         out = kept_signature(rows, hidden, kernel.low_bits)
-    if kernel.final or kernel.kept:
+    if kernel.has_targets:
         entries = cute.sym_int()
         csr = vector(Int64, entries), vector(Int32, cute.sym_int()), vector(Float32, entries)
         targets = TargetCsr(*csr, matrix(dtype, cute.sym_int(), hidden), vector(Float32, 1))
@@ -100,7 +101,7 @@ class GradGemmSm90(MainloopSm90):
         a, b = Operand(k_major=kernel.wrt == "hidden"), Operand(k_major=False)
         operands = kernel.arch, kernel.dtype, kernel.config, a, b
         super().__init__(*operands, only_flagged=False, skip_missing_rows=False)
-        assert kernel.final or kernel.kept or not kernel.rank_one
+        assert kernel.has_targets or not kernel.rank_one
         assert kernel.WARPS * 32 == MMA_WARP_GROUPS * WARP_GROUP_THREADS
         self.final, self.tokens_inside = kernel.final, kernel.wrt == "weight"
         out_dtype = self.dtype if self.final else Float32
@@ -110,7 +111,8 @@ class GradGemmSm90(MainloopSm90):
         if kernel.long_lists and LongLists.can_add(kernel.config.tile_n):
             self.long_lists = LongLists(self.dtype, kernel.config.tile_n)
         if kernel.low_bits is not None:
-            assert not kernel.final and self.tokens_inside and kernel.dtype == "bfloat16"
+            assert not kernel.final and kernel.dtype == "bfloat16"
+            assert kernel.low_bits or self.tokens_inside, "sums of dX are not rounded at random"
             self.kept_store = KeptStoreSm90(arch_named(kernel.arch), kernel.config, kernel.low_bits)
 
     @cute.jit

@@ -7,6 +7,7 @@ from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.cute_kernels.spec.fused import FusedBackwardSpec, FusedForwardSpec
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.rowwise import (
+    OUT_AND_SUMS,
     AddTargetsSpec,
     ClearRowsSpec,
     GatherRowsSpec,
@@ -31,6 +32,7 @@ from cutefce.cute_kernels.spec.sampling import (
 )
 
 __all__ = [
+    "OUT_AND_SUMS",
     "AddTargetsSpec",
     "ChooseClassesSpec",
     "ClearRowsSpec",

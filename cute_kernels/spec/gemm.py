@@ -41,10 +41,11 @@ class GradGemmSpec:
     final: bool
     """Whether to add the targets' terms and round; otherwise it accumulates in float32."""
     rank_one: bool = False
-    """Whether to add a matrix of rank one before rounding; needs `final` or `kept`."""
+    """Whether to add a matrix of rank one before rounding; needs `final`, or `kept` of dW."""
     low_bits: int | None = None
-    """Bits beside the upper 16 of the sums of dW that it adds to, with the targets' terms, in
-    bfloat16; of 0, sums are rounded at random.  None if it adds to no such sums."""
+    """Bits beside the upper 16 of the sums that it adds to, in bfloat16: those of dX, or those of
+    dW with the targets' terms, which of 0 bits are rounded at random.  None if it adds to no such
+    sums."""
 
     long_lists: bool = False
     """Whether classes have many terms of targets each, as with soft targets."""
@@ -54,8 +55,13 @@ class GradGemmSpec:
 
     @property
     def kept(self) -> bool:
-        """Whether it adds to kept sums of dW."""
+        """Whether it adds to kept sums."""
         return self.low_bits is not None
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether it adds the targets' terms."""
+        return self.wrt == "weight" and (self.final or self.kept)
 
     def semaphore_count(self, clusters: int) -> int:
         """Return the size of its int32 semaphores on `clusters` clusters."""

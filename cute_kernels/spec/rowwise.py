@@ -7,6 +7,9 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.variant import IDENTITY, LogitTransform
 from cutefce.cute_kernels.workspace import Coefficient
 
+OUT_AND_SUMS = 2
+"""Says that kept sums are in the places of the rows of dX that are made of them."""
+
 
 @dataclass(frozen=True)
 class SelectRowsSpec:
@@ -110,10 +113,12 @@ class ScaleAddRowsSpec:
 
 @dataclass(frozen=True)
 class KeptSumsSpec:
-    """A chunk's sums of dX, kept as 16 bits and a byte; or dX, made of these in their memory."""
+    """A chunk's sums of dX, kept in 24 or 20 bits; or dX, made of such sums."""
 
     arch: str
     dtype: str
+    low_bits: int
+    """Bits of a sum beside the upper 16."""
     finishes: bool = False
     """Whether it makes dX."""
     rank_one: bool = False
@@ -122,12 +127,14 @@ class KeptSumsSpec:
 
 @dataclass(frozen=True)
 class ScaleKeptSpec:
-    """dW, a factor times its kept sums, in their memory."""
+    """Kept sums times a factor, in their memory: dW, rounded; or sums of dX, which remain kept."""
 
     arch: str
     dtype: str
     low_bits: int
     """Bits of a sum beside the upper 16."""
+    by_rows: bool = False
+    """Whether each row has a factor of its own, and what it gives is kept in as many bits."""
 
 
 @dataclass(frozen=True)

@@ -74,12 +74,7 @@ class Kept:
         sums: GradSums | None = vars(self).pop("sums", None)
         if sums is None:
             return None
-        dx, dw = sums.dx, sums.dw
-        return GradSums(
-            HiddenSums(self.own(dx.gradient), self.own(dx.low)),
-            dw.map(self.own),
-            sums.dbias,
-        )
+        return GradSums(sums.dx.map(self.own), sums.dw.map(self.own), sums.dbias)
 
 
 _kept: dict[int, tuple["weakref.ref[torch.UntypedStorage]", Any]] = {}

@@ -146,7 +146,8 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     dw = w.new_empty(len(w) if plan.grad_weight else 0, hidden, dtype=inputs.dw_dtype)
     dbias = loss_scale.new_empty(len(w)) if plan.grad_bias else None
     many = plan.low_bits, len(range(0, inputs.tokens, plan.chunk))
-    sums = GradSums(HiddenSums.empty(dx, dtype), WeightSums.empty(dw, dtype, *many), dbias)
+    kept_dx = HiddenSums.empty(dx, dtype, plan.hidden_bits)
+    sums = GradSums(kept_dx, WeightSums.empty(dw, dtype, *many), dbias)
     stats = gradients_in_forward(inputs, loss_scale, plan.kept, plan.chunk, *sums)
     results = Kept(plan, h.new_empty(0, 0), sums=sums, class_row=row)
     returned = returned_rows if targets.options.reduction == OUTPUTS else reduce_losses
@@ -223,7 +224,7 @@ def run_windows_backward(
         dx = sampled.backward(inputs, stats, stored, upstream, plan.grad_hidden, dw, dbias)
         return dx, result, dbias
     more = stats, stored, upstream, plan.window, plan.grad_hidden
-    dx = windows.backward(inputs, *more, dw, dbias, plan.aliased)
+    dx = windows.backward(inputs, *more, dw, dbias, plan.aliased, plan.hidden_bits)
     return dx, result, dbias
 
 
@@ -247,9 +248,7 @@ def _finish(
     targets, dx, dw, dtype = inputs.targets, sums.dx.gradient, sums.dw.gradient, inputs.h.dtype
     if plan.grad_hidden:  # of no row, where no token counts
         targets.selection = None  # all rows of the sums are defined
-        gradients = inputs.primitives.gradients
-        rows = gradients.scaling(dtype, targets, stats, upstream, in_reference=False).dx
-        dx = shard.finish_dx(sums.dx.finish(inputs, stats, rows, selection), dtype)
+        dx = shard.finish_dx(sums.dx.finish(inputs, stats, upstream, selection), dtype)
     if len(dw):
         dw = sums.dw.finish(inputs.primitives.gradients, upstream)
         if inputs.accumulate_into is not None:

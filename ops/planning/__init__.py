@@ -1,6 +1,7 @@
 """2. Plan: how a problem is computed within a memory budget.  Pure Python, without torch.
 
 planner.py              where the plan is made: strategy, window, columns kept, chunk
+plan.py                 a plan, and families of plans
 call_problem.py         what a call adds to its problem: copies of operands, a buffer for dW
 time_model.py           where time is predicted
 memory_model.py         where memory is predicted
@@ -9,5 +10,6 @@ step_memory.py          what single steps take of it
 soft_memory.py          that of soft targets and of dW's lists
 sample_sizes.py         entries that a token may keep, columns that its lse is estimated of
 dw_aliasing.py          how many exponentials fit into dW's memory
+window_layout.py        the windows of a plain step, and where the exponentials of each are
 divergence_planner.py   plans of divergences of two heads
 """

@@ -11,8 +11,11 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
                                        none if K + L = V
     dX      N·D·a                      its sums, unless they are the gradient (e = a); dX itself is
                                        allocated after buffer and s_i h_i are freed
+            or N·D / 2                 4 bits of each of them, beside 16 in dX's memory, or where
+                                       rows are selected in other memory until the end; N·D over
+                                       more than 32 windows
     dW      N·D·e                      s_i h_i, unless K = L = 0 and every token's loss has the same
-                                       upstream gradient
+                                       upstream gradient; then freed before logits are recomputed
             soft targets: see `soft_memory`
             + 12·N + 12·V              kernels: the tokens of each target and their coefficients
             + (N + 1)·D·a + 8·V        portable: the targets' sums and their slots,
@@ -24,8 +27,8 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
     gradients in forward               c·V·e for chunks of c tokens, c·K·e for dX alone; unless
                                        sums are the gradients (e = a), V·D / 2 for 4 bits of each
                                        of dW's sums, V·D over more than 32 chunks and nothing
-                                       if they are rounded at random, N·D for a
-                                       byte of each of dX's, and c·D·a for a chunk's
+                                       if they are rounded at random, as N·D / 2 of dX's; and
+                                       c·D·a for a chunk's
 
 Copies of h and w that a call works on are added, less what its gradients lack of wider ones.  A
 rank with a share of the tokens gathers them, N·D·e; ranks hold all of dX's sums, N·D·a, until the
@@ -35,15 +38,15 @@ Kernels need no tile.  A CPU converts 16-bit operands and takes row-wise steps i
 """
 
 from cutefce.cute_kernels.config import WindowConfig
-from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem, can_keep
-from cutefce.cute_kernels.workspace import NUM_STATS
+from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
 from cutefce.ops.planning.call_problem import (
     CallProblem,
     accumulates,
     forms_gradients,
+    soft_targets,
 )
-from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS, DwMemory
+from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.soft_memory import (
     entries_bytes,
     listed,
@@ -62,23 +65,32 @@ from cutefce.ops.planning.step_memory import (
     TARGET_BYTES,
     accumulates_wider,
     added_rows,
+    few_low_bits,
     forward_step_bytes,
     keeps_weight_sums,
+    kept_hidden_bytes,
     kept_low_bits,
-    low_bytes,
     partial_bytes,
+    rounds_hidden,
     rows_bytes,
+    rows_of_sums,
+    shared_sums_bytes,
     tile_bytes,
     upcast_bytes,
 )
 
 
 def windows_bytes(
-    p: Problem, config: WindowConfig, aliased: int, kept: int, scalar_upstream: bool
+    p: Problem,
+    config: WindowConfig,
+    aliased: int,
+    kept: int,
+    scalar_upstream: bool,
+    hidden_bits: int | None = None,
 ) -> int:
     """Return the workspace of a "windows" plan with `aliased` and `kept` columns.
 
-    The latter may be padded.
+    The latter may be padded.  With `hidden_bits`, these are kept of dX's sums beside 16.
     """
     stored = aliased + kept
     saved = p.tokens * (kept * p.item_bytes + NUM_STATS * p.accumulator_bytes)
@@ -98,54 +110,78 @@ def windows_bytes(
         memory = DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
         buffer_columns = memory.buffer_columns(stored, config.half(config.window))
         recomputed = max(buffer_columns, memory.widest(stored))
-    window = min(config.window if stored else recomputed, config.window, p.vocab)
     # coefficients; losses and upstream gradients; float16's coefficients are scaled
     vectors = (2 if scalar_upstream else 4) + (0 if can_keep(p.dtype) else 2)
     after = saved + soft + p.tokens * (TARGET_BYTES + vectors * p.accumulator_bytes)
     after += selection_bytes(p) + entries_bytes(p, p.tokens)
     backward = after + gathered_bytes(p)
-    end = backward + rows_bytes(p, p.tokens, GATHERED)
-    longest = max(window, min(kept, p.vocab))
-    step = upcast_bytes(p, p.tokens, longest, p.hidden) if p.grad_hidden else 0
     made = soft_step_bytes(p, p.tokens)
-    end, step = end + made, max(step, made)
+    end = backward + rows_bytes(p, p.tokens, GATHERED) + made
     if p.grad_hidden and p.ranks > 1:
         shared, reduced = shared_sums_bytes(p)
         backward += shared
         # ranks add dX in the order of the call
         ordered = p.tokens * p.hidden * p.accumulator_bytes * p.selects_rows
         end = shared + max(end + ordered, after + reduced)
+    elif p.grad_hidden and hidden_bits is not None:
+        low = p.tokens * low_bytes(p.hidden, hidden_bits)
+        # rows get their places in dX itself, which is allocated at the end
+        backward, end = backward + low, end + low + copy
+        end += rows_of_sums(p) if p.arch is None else 0
     elif p.grad_hidden and accumulates_wider(p):
         # dX itself is allocated at the end
         backward += p.tokens * p.hidden * (p.accumulator_bytes - p.item_bytes)
         end += p.tokens * p.hidden * p.accumulator_bytes
-    if p.grad_weight and (stored or not scalar_upstream or p.wide_grad_weight):
-        backward += p.tokens * p.hidden * p.item_bytes
+    soft = listed(p, stored=stored > 0)
     if p.grad_weight:
-        soft = listed(p, stored=stored > 0)
-        targets, made = targets_bytes(p, p.tokens, soft)
-        backward, step = backward + targets, max(step, made)
-    if p.grad_weight and sorts_by_kernel(p):
-        step = max(step, added_bytes(p))
-    elif p.grad_weight:
-        backward += copy
-        step = max(step, rows_bytes(p, p.tokens, CONVERTED))
-        sums = totals = 0
-        if accumulates(p):
-            sums = added_bytes(p)
-        elif accumulates_wider(p):
-            sums = window * p.hidden * p.accumulator_bytes
-        if sorts_entries(p, soft) and not accumulates(p):
-            # the sums of entries, of the rows of a window
-            totals = sums + window * p.hidden * p.accumulator_bytes
-        finish = max(sums, totals) + rows_bytes(p, window, PLAIN)
-        added = totals + target_rows_bytes(p, p.tokens, soft)
-        upcast = sums + upcast_bytes(p, window, p.tokens, p.hidden)
-        step = max(step, finish, added, upcast)
+        backward += targets_bytes(p, p.tokens, soft)[0] + copy * (not sorts_by_kernel(p))
+    scaled = step = 0
+    uniform = scalar_upstream and not p.wide_grad_weight and not soft_targets(p)
+    if p.grad_weight and (stored or not uniform):
+        scaled = p.tokens * p.hidden * p.item_bytes
+    if stored:
+        window = min(config.window, p.vocab)
+        longest = max(window, min(kept, p.vocab))
+        step = _window_bytes(p, window, longest, hidden_bits, soft)
+    peak = scaled + step
     if stored < p.vocab:
-        backward += p.tokens * buffer_columns * p.item_bytes + copy
-        step = max(step, tile_bytes(p, config, p.tokens, min(recomputed, p.vocab), stored=True))
-    return with_copies(p, max(forward - p.gradient_bytes, backward + step, end))
+        rest = p.tokens * buffer_columns * p.item_bytes + copy
+        window = min(recomputed, config.window, p.vocab)
+        tile = tile_bytes(p, config, p.tokens, min(recomputed, p.vocab), stored=True)
+        own_step = max(_window_bytes(p, window, window, hidden_bits, soft), tile)
+        # scaled hidden states of stored columns are freed before the others are selected
+        apart = p.grad_weight and uniform
+        peak = max(peak, rest + own_step) if apart else scaled + rest + max(step, own_step)
+    return with_copies(p, max(forward - p.gradient_bytes, backward + peak, end))
+
+
+def _window_bytes(p: Problem, window: int, longest: int, hidden_bits: int | None, soft: int) -> int:
+    """Bytes of the products of a window: `longest` columns of dX, `window` rows of dW at once.
+
+    dW's lists have `soft` targets of each token beside its lead.
+    """
+    step = soft_step_bytes(p, p.tokens)
+    if hidden_bits is not None:
+        step = max(step, kept_hidden_bytes(p, longest))
+    elif p.grad_hidden:
+        step = max(step, upcast_bytes(p, p.tokens, longest, p.hidden))
+    if not p.grad_weight:
+        return step
+    step = max(step, targets_bytes(p, p.tokens, soft)[1])
+    if sorts_by_kernel(p):
+        return max(step, added_bytes(p))
+    sums = totals = 0
+    if accumulates(p):
+        sums = added_bytes(p)
+    elif accumulates_wider(p):
+        sums = window * p.hidden * p.accumulator_bytes
+    if sorts_entries(p, soft) and not accumulates(p):
+        # the sums of entries, of the rows of a window
+        totals = sums + window * p.hidden * p.accumulator_bytes
+    finish = max(sums, totals) + rows_bytes(p, window, PLAIN)
+    added = totals + target_rows_bytes(p, p.tokens, soft)
+    upcast = sums + upcast_bytes(p, window, p.tokens, p.hidden)
+    return max(step, rows_bytes(p, p.tokens, CONVERTED), finish, added, upcast)
 
 
 def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> int:
@@ -170,11 +206,12 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> 
         kept += shared
         restored = copy * p.accumulator_bytes // p.item_bytes  # ranks add theirs in that order
     elif p.grad_hidden and wider:
-        kept += p.tokens * p.hidden
+        if not rounds_hidden(p):
+            kept += p.tokens * low_bytes(p.hidden, few_low_bits(p.hidden))
         sums = chunk * p.hidden * p.accumulator_bytes
         if p.arch is None:  # kernels join the bytes of a sum in registers
             marks = rows_bytes(p, chunk, KEPT)
-            finish = min(FINISHED_ROWS, p.tokens) * p.hidden * p.accumulator_bytes
+            finish = 0 if rounds_hidden(p) else rows_of_sums(p)
     partial = chunk * partial_bytes(p, config, chunk)
     step = forward_step_bytes(p, config, chunk, p.vocab) + _selected_bytes(p, chunk)
     product = max(upcast_bytes(p, chunk, stored, p.hidden), marks) * p.grad_hidden
@@ -222,25 +259,6 @@ def added_bytes(p: Problem) -> int:
         return 0
     rows = added_rows(p.hidden, p.accumulator_bytes, p.device)
     return min(rows, p.vocab) * p.hidden * p.accumulator_bytes
-
-
-def shared_sums_bytes(p: Problem) -> tuple[int, int]:
-    """Return the bytes of dX's sums on a rank, and of adding them to the other ranks'.
-
-    They are less those of dX itself, which is allocated at the end.  The exchange on a CPU copies
-    the rows of all ranks.
-    """
-    own_rows = ceil_div(p.tokens, p.ranks)
-    dx_rows = own_rows if p.sequence_parallel else p.tokens
-    copied_rows = p.tokens if p.device == "cpu" else 0
-    sums = p.tokens * p.accumulator_bytes - dx_rows * p.item_bytes
-    padded = p.tokens if p.tokens % p.ranks else 0
-    reduced = (own_rows + copied_rows + padded) * p.accumulator_bytes
-    rounded = own_rows * (p.accumulator_bytes + p.item_bytes * accumulates_wider(p))
-    gathered = own_rows * p.item_bytes
-    if not p.sequence_parallel:
-        gathered += (p.tokens + copied_rows) * p.item_bytes
-    return sums * p.hidden, max(reduced, rounded, gathered) * p.hidden
 
 
 def with_copies(p: Problem, workspace: int) -> int:

@@ -4,22 +4,30 @@ Pure Python.  The plans of a problem come in families, each of which trades time
 `memory_model` and `time_model` predict both.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from math import ceil
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
-from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
-from cutefce.ops.planning.call_problem import forms_gradients, is_sampled
+from cutefce.cute_kernels.problem import Problem, can_keep
+from cutefce.ops.planning.call_problem import forms_gradients, is_sampled, soft_targets
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
+from cutefce.ops.planning.plan import Family, Plan
 from cutefce.ops.planning.sampled_memory import sampled_bytes
-from cutefce.ops.planning.step_memory import kept_low_bits
+from cutefce.ops.planning.step_memory import (
+    can_keep_hidden,
+    kept_low_bits,
+    low_bits_of,
+    rounds_hidden,
+)
 from cutefce.ops.planning.time_model import chunked_seconds, sampled_seconds, windows_seconds
+
+__all__ = ["DEFAULT", "MAXIMUM", "MINIMUM", "Plan", "make_plan", "replan_for_shard"]
 
 MINIMUM = -1
 """The budget "min", which is no number of bytes: a small plan that is worth its time."""
@@ -35,101 +43,16 @@ WORTH_TIME, WORTH_MEMORY = Fraction(4, 3), Fraction(9, 10)
 """"min" takes no plan that needs more than 4/3 of the time of one that needs less than 10/9 of its
 memory: a third more time is no price for a tenth of the memory."""
 
+FLOAT32_WIDTHS = 3
+"""Widths of windows, the widest ones, that are tried with float32 sums of dX: beside these,
+narrower windows save little."""
+
 MIN_CHUNK = 512
 """Tokens of a chunk below which reading the weight and dW's sums, and launches, take too long."""
 MIN_CHUNK_WINDOW = 8192
 """Columns of a window inside a chunk below which launches and dX's sums take too much time."""
 CHUNK_ALIGNMENT = 256
 """Chunks are multiples of this many tokens, a row block of the kernels."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How one call runs."""
-
-    strategy: str
-    """"windows", "gradients_in_forward" or "sampled"."""
-    window: int
-    """Vocabulary columns of a window; windows that use dW's memory have half as many or more."""
-    aliased: int
-    """Columns whose exponentials use dW's memory until the backward: the first ones, whole
-    reference blocks."""
-    kept: int
-    """Columns after these whose exponentials have memory until the backward, or while a chunk is
-    processed: whole reference blocks."""
-    chunk: int
-    """Tokens of a chunk; all of them with "windows"."""
-    grad_hidden: bool
-    """Whether dX is computed."""
-    grad_weight: bool
-    """Whether dW is computed."""
-    grad_bias: bool = False
-    """Whether the gradient of the bias is computed."""
-    vocab: int = 0
-    """Vocabulary columns of this rank."""
-    workspace_bytes: int = 0
-    """Predicted peak memory beyond the inputs and the gradients."""
-    seconds: float = 0.0
-    """Predicted time of forward and backward; for comparing plans of one problem."""
-    tokens: int = 0
-    """Tokens that are computed."""
-    low_bits: int = LOW_BITS[-1]
-    """Bits of each of dW's sums over chunks beside the 16 in its memory."""
-
-    @property
-    def gradients(self) -> tuple[bool, bool, bool]:
-        """Which of dX, dW and the bias' gradient are computed."""
-        return self.grad_hidden, self.grad_weight, self.grad_bias
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether gradients are formed of sampled exponentials."""
-        return self.strategy == "sampled"
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether gradients are formed in the forward."""
-        return self.strategy == "gradients_in_forward"
-
-    @property
-    def keeps_everything(self) -> bool:
-        """Whether dX and dW are formed of exponentials that all have memory of their own."""
-        if self.in_forward or self.has_windows:
-            return False
-        return self.grad_hidden and self.grad_weight and not self.grad_bias
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether fewer than all columns have memory of their own for exponentials."""
-        return self.kept < self.vocab
-
-    def __str__(self) -> str:
-        name = self.strategy.replace("_", " ")
-        cost = f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
-        if self.is_sampled:
-            return f"{name} gradients: {cost}"
-        vocab = max(self.vocab, 1)
-        kept, aliased = min(self.kept / vocab, 1), self.aliased / vocab
-        size = f"{kept:.0%} kept" + f", {aliased:.0%} in the memory of dW" * (aliased > 0)
-        columns = self.window
-        if self.in_forward:
-            size, columns = f"chunks of {self.chunk} tokens", min(self.kept, vocab)
-        return f"{name}, {size}, {columns} columns at a time: {cost}"
-
-
-@dataclass(frozen=True)
-class _Family:
-    """Plans of a problem, each one slower and smaller than the one before."""
-
-    count: int
-    plan: Callable[[int], Plan]
-
-    def fastest(self, budget: int) -> Plan:
-        """Return the fastest plan within `budget` bytes, or else the smallest one."""
-        last = self.count - 1
-        return self.plan(
-            bisect_left(range(last), True, key=lambda i: self.plan(i).workspace_bytes <= budget)
-        )
 
 
 def make_plan(
@@ -181,7 +104,7 @@ def _sampled_plan(p: Problem, config: WindowConfig) -> Plan:
     return Plan("sampled", *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
 
 
-def _choose(families: Sequence[_Family], budget: int) -> Plan:
+def _choose(families: Sequence[Family], budget: int) -> Plan:
     """Return the plan of "min", or the fastest within `budget` bytes, or else the smallest one.
 
     The families do not depend on the budget: a larger one only adds plans to choose from.
@@ -192,7 +115,7 @@ def _choose(families: Sequence[_Family], budget: int) -> Plan:
     return _fastest(families, max(budget, least))
 
 
-def _small(families: Sequence[_Family], least: int) -> Plan:
+def _small(families: Sequence[Family], least: int) -> Plan:
     """Return the plan of "min": the fastest within `FLOOR`, or what is worth more memory."""
     plan = _fastest(families, int(least * FLOOR))
     while True:
@@ -204,57 +127,107 @@ def _small(families: Sequence[_Family], least: int) -> Plan:
         plan = other
 
 
-def _fastest(families: Sequence[_Family], budget: int) -> Plan:
+def _fastest(families: Sequence[Family], budget: int) -> Plan:
     """Return the fastest plan within `budget` bytes, which some family has."""
     plans = [family.fastest(budget) for family in families]
     within = [plan for plan in plans if plan.workspace_bytes <= budget]
     return min(within, key=lambda plan: (plan.seconds, plan.workspace_bytes))
 
 
-def _windows(p: Problem, configs: Sequence[WindowConfig], scalar_upstream: bool) -> list[_Family]:
+def _windows(p: Problem, configs: Sequence[WindowConfig], scalar_upstream: bool) -> list[Family]:
     """Return the plans of windows, without those that another one beats in time and memory.
 
     Columns neither aliased nor kept are recomputed.  Aliased columns cost s_i h_i, however many
     they are: a plan that recomputes columns aliases as many as it can, or none; narrow first
-    windows allow for more.
+    windows allow for more.  dX's sums over windows are float32, or kept.
     """
-    return [family for config in configs for family in _windows_of(p, config, scalar_upstream)]
+    given: list[tuple[WindowConfig, int | None]]
+    given = [(config, None) for config in configs[:FLOAT32_WIDTHS]]
+    if forms_gradients(p) and can_keep_hidden(p) and not soft_targets(p):
+        given += [(config, kept_hidden_bits(p, config)) for config in configs]
+    return [family for kind in given for family in _windows_of(p, *kind, scalar_upstream)]
 
 
-def _windows_of(p: Problem, config: WindowConfig, scalar_upstream: bool) -> Iterator[_Family]:
-    def plan(aliased: int, kept: int | None = None) -> Plan:
-        if kept is None:
-            kept = round_up(p.vocab - aliased, config.reference_block)
-        predicted = windows_bytes(p, config, aliased, kept, scalar_upstream)
-        seconds = windows_seconds(p, config.window, aliased, kept)
-        gradients = p.grad_hidden, p.grad_weight, p.grad_bias
-        sizes = config.window, aliased, kept, p.tokens
-        return Plan("windows", *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
+def _windows_of(
+    p: Problem, config: WindowConfig, hidden_bits: int | None, scalar_upstream: bool
+) -> Iterator[Family]:
+    """Yield the plans of one width of windows; with `hidden_bits`, dX's sums are kept."""
 
-    def recompute_some(aliased: int) -> _Family:
+    def family(count: int, columns: Callable[[int], tuple[int, int]]) -> Family:
+        """Return plans of (aliased, kept) columns."""
+        given = p, config, scalar_upstream, hidden_bits
+        return Family(count, cache(lambda i: _windows_plan(*given, *columns(i))))
+
+    def recompute_some(aliased: int) -> Family:
         kept = (p.vocab - aliased - 1) // config.window
-        return _Family(kept + 1, lambda i: plan(aliased, (kept - i) * config.window))
+        return family(kept + 1, lambda i: (aliased, (kept - i) * config.window))
 
-    def alias_some(most: int) -> _Family:
+    def keep_rest(aliased: int) -> tuple[int, int]:
+        return aliased, round_up(p.vocab - aliased, config.reference_block)
+
+    def alias_some(most: int) -> Family:
         steps = ceil_div(most, config.window)
-        return _Family(steps, lambda i: plan(min((i + 1) * config.window, most)))
+        return family(steps, lambda i: keep_rest(min((i + 1) * config.window, most)))
 
     if not (forms_gradients(p) and can_keep(p.dtype)):
-        yield _Family(1, lambda _: plan(0, 0))
+        yield family(1, lambda _: (0, 0))
         return
-    yield _Family(1, lambda _: plan(0))
+    if hidden_bits is None:  # one product needs no sums
+        yield family(1, lambda _: keep_rest(0))
     yield recompute_some(0)
+    for least, most in _most_aliased(p, config):
+        yield alias_some(most)
+        last = _memory_of_dw(p, config).aliased_widths(most)[-1]
+        if last < least:  # its launches may take more time than its memory is worth
+            yield family(1, [keep_rest(most - last)].__getitem__)
+        yield recompute_some(most)
+
+
+def _windows_plan(
+    p: Problem,
+    config: WindowConfig,
+    scalar_upstream: bool,
+    hidden_bits: int | None,
+    aliased: int,
+    kept: int,
+) -> Plan:
+    predicted = windows_bytes(p, config, aliased, kept, scalar_upstream, hidden_bits)
+    seconds = windows_seconds(p, config.window, aliased, kept, hidden_bits)
+    gradients, sizes = (p.grad_hidden, p.grad_weight, p.grad_bias), (config.window, aliased, kept)
+    plan = Plan("windows", *sizes, p.tokens, *gradients, p.vocab, predicted, seconds, p.tokens)
+    return replace(plan, hidden_bits=hidden_bits)
+
+
+def _memory_of_dw(p: Problem, config: WindowConfig) -> DwMemory:
+    return DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
+
+
+def _most_aliased(p: Problem, config: WindowConfig) -> list[tuple[int, int]]:
+    """Return the least width of windows, and how many columns can be aliased: wide and narrow."""
     if not p.grad_weight or p.wide_grad_weight:
-        return
-    memory = DwMemory(p.tokens, p.hidden, p.vocab, config.reference_block)
-    for least in (config.window, config.half(config.window)):
-        most = memory.most_aliased(least)
-        if most:
-            yield alias_some(most)
-            yield recompute_some(most)
+        return []
+    memory = _memory_of_dw(p, config)
+    widths = config.window, config.half(config.window)
+    found = ((least, memory.most_aliased(least)) for least in widths)
+    return [(least, most) for least, most in found if most]
 
 
-def _gradients_in_forward(p: Problem, config: WindowConfig) -> Iterator[_Family]:
+def kept_hidden_bits(p: Problem, config: WindowConfig) -> int:
+    """Return the bits beside 16 of dX's sums over as many windows as any plan of `config` has."""
+    windows = ceil_div(p.vocab, config.window)
+    if p.grad_weight and not p.wide_grad_weight:
+        memory = _memory_of_dw(p, config)
+        counts = (
+            len(memory.aliased_widths(most))
+            + len(memory.recomputed_widths(most, config.half(config.window)))
+            for most in (0, *(most for _, most in _most_aliased(p, config)))
+        )
+        # those that are kept are one more
+        windows = 1 + max(counts)
+    return low_bits_of(p.hidden, windows)
+
+
+def _gradients_in_forward(p: Problem, config: WindowConfig) -> Iterator[Family]:
     """Yield plans of chunks of about equal size, each one alone: a short chunk may have wide tiles.
 
     Beyond eight chunks, some numbers of chunks are left out.
@@ -263,7 +236,7 @@ def _gradients_in_forward(p: Problem, config: WindowConfig) -> Iterator[_Family]
     while count <= max(most, 1):
         even = round_up(ceil_div(p.tokens, count), CHUNK_ALIGNMENT)
         chunk = max(1, min(even, p.tokens))
-        yield _Family(1, [_chunked_plan(p, config, chunk)].__getitem__)
+        yield Family(1, [_chunked_plan(p, config, chunk)].__getitem__)
         if forms_dx_alone(p) and p.vocab >= 2 * MIN_CHUNK_WINDOW:
             yield _windows_in_chunks(p, config, chunk)
         count = min(count + ceil_div(count, 8), max(most, count + 1))
@@ -275,14 +248,14 @@ def forms_dx_alone(p: Problem) -> bool:
     return alone and p.selects_rows and arch_named(p.arch or "").forms_weight_gradient
 
 
-def _windows_in_chunks(p: Problem, config: WindowConfig, chunk: int) -> _Family:
+def _windows_in_chunks(p: Problem, config: WindowConfig, chunk: int) -> Family:
     """Return plans of 2 windows of about equal width and more in each chunk."""
 
     def plan(i: int) -> Plan:
         even = ceil_div(p.vocab, 2 + i)
         return _chunked_plan(p, config, chunk, round_up(even, config.reference_block))
 
-    return _Family(p.vocab // MIN_CHUNK_WINDOW - 1, plan)
+    return Family(p.vocab // MIN_CHUNK_WINDOW - 1, plan)
 
 
 def _chunked_plan(p: Problem, config: WindowConfig, chunk: int, columns: int | None = None) -> Plan:
@@ -292,5 +265,7 @@ def _chunked_plan(p: Problem, config: WindowConfig, chunk: int, columns: int | N
     sizes = config.window if columns is None else stored, 0, stored, chunk
     seconds = chunked_seconds(p, chunk, stored)
     predicted, strategy = chunked_bytes(p, config, stored, chunk), "gradients_in_forward"
-    gradients, low_bits = (p.grad_hidden, p.grad_weight, p.grad_bias), kept_low_bits(p, chunk)
-    return Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens, low_bits)
+    gradients = p.grad_hidden, p.grad_weight, p.grad_bias
+    plan = Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
+    bits = kept_low_bits(p, chunk), 0 if rounds_hidden(p) else None
+    return replace(plan, low_bits=bits[0], hidden_bits=bits[1])

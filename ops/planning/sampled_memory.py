@@ -30,7 +30,6 @@ from cutefce.ops.planning.memory_model import (
     added_bytes,
     gathered_bytes,
     selection_bytes,
-    shared_sums_bytes,
     with_copies,
 )
 from cutefce.ops.planning.sample_sizes import estimate_count, slots
@@ -47,6 +46,7 @@ from cutefce.ops.planning.step_memory import (
     partial_bytes,
     rows_bytes,
     sampled_rows,
+    shared_sums_bytes,
     upcast_bytes,
 )
 

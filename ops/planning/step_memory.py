@@ -1,9 +1,11 @@
 """Bytes that single steps take: a tile of logits, a block of rows, converted operands."""
 
+from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
-from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
+from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
 
 UPCAST_BLOCK = 2048
 """Rows and columns of a 16-bit operand that a CPU's GEMM converts to float32 at a time."""
@@ -20,8 +22,6 @@ MAX_SHORT_SUMS = 32
 """Chunks up to which dW's sums are kept in the least bits.  Each addition errs by 1/16 of the final
 rounding's error, which together adds 4 % to the latter where sums grow evenly, and 6 % where one
 chunk has most of them."""
-LOW_ALIGNMENT = 16
-"""Rows of low bits are multiples of these bytes, which kernels read at a time."""
 NARROWEST_TILE = 128
 """Columns of the narrowest tile of a kernel, each of which gives one partial sum at most."""
 
@@ -113,6 +113,39 @@ def upcast_bytes(p: Problem, rows: int, inner: int, columns: int) -> int:
     return (min(rows, UPCAST_BLOCK) + columns) * block * p.accumulator_bytes
 
 
+def kept_hidden_bytes(p: Problem, inner: int) -> int:
+    """Bytes of adding a product over `inner` columns to kept sums of dX."""
+    if adds_by_kernel(p):
+        return 0
+    rows = min(FINISHED_ROWS, p.tokens)
+    product = max(upcast_bytes(p, rows, inner, p.hidden), rows_bytes(p, rows, KEPT))
+    return rows_of_sums(p) + product
+
+
+def rows_of_sums(p: Problem) -> int:
+    """Bytes of the rows of dX whose sums are in float32 at a time, where kernels do not add."""
+    return min(FINISHED_ROWS, p.tokens) * p.hidden * p.accumulator_bytes
+
+
+def shared_sums_bytes(p: Problem) -> tuple[int, int]:
+    """Return the bytes of dX's sums on a rank, and of adding them to the other ranks'.
+
+    They are less those of dX itself, which is allocated at the end.  The exchange on a CPU copies
+    the rows of all ranks.
+    """
+    own_rows = ceil_div(p.tokens, p.ranks)
+    dx_rows = own_rows if p.sequence_parallel else p.tokens
+    copied_rows = p.tokens if p.device == "cpu" else 0
+    sums = p.tokens * p.accumulator_bytes - dx_rows * p.item_bytes
+    padded = p.tokens if p.tokens % p.ranks else 0
+    reduced = (own_rows + copied_rows + padded) * p.accumulator_bytes
+    rounded = own_rows * (p.accumulator_bytes + p.item_bytes * accumulates_wider(p))
+    gathered = own_rows * p.item_bytes
+    if not p.sequence_parallel:
+        gathered += (p.tokens + copied_rows) * p.item_bytes
+    return sums * p.hidden, max(reduced, rounded, gathered) * p.hidden
+
+
 def keeps_weight_sums(p: Problem) -> bool:
     """Whether dW's sums over chunks of tokens are kept in 16 bits of dW and low bits beside."""
     return p.grad_weight and accumulates_wider(p) and not p.wide_grad_weight
@@ -122,14 +155,35 @@ def kept_low_bits(p: Problem, chunk: int) -> int:
     """Return the low bits of each of dW's sums over chunks of `chunk` tokens."""
     if p.random_sums:
         return 0
-    short, long = LOW_BITS
-    # two columns share a byte of the fewer ones
-    return short if ceil_div(p.tokens, chunk) <= MAX_SHORT_SUMS and p.hidden % 2 == 0 else long
+    return low_bits_of(p.hidden, ceil_div(p.tokens, chunk))
 
 
-def low_bytes(hidden: int, low_bits: int) -> int:
-    """Return the bytes of the low bits of a row of `hidden` sums."""
-    return round_up(ceil_div(hidden * low_bits, 8), LOW_ALIGNMENT)
+def low_bits_of(hidden: int, additions: int) -> int:
+    """Return the low bits of sums of `hidden` columns that are rounded `additions` times."""
+    return LOW_BITS[-1] if additions > MAX_SHORT_SUMS else few_low_bits(hidden)
+
+
+def few_low_bits(hidden: int) -> int:
+    """Return the least low bits of kept sums: two columns share a byte."""
+    return LOW_BITS[hidden % 2]
+
+
+def can_keep_hidden(p: Problem) -> bool:
+    """Whether dX's sums over windows may be kept in 16 bits and low bits beside.
+
+    Ranks add theirs in float32.
+    """
+    return p.grad_hidden and p.dtype == "bfloat16" and p.ranks == 1
+
+
+def rounds_hidden(p: Problem) -> bool:
+    """Whether gradients in forward keep dX in 16 bits, for an upstream gradient of 1."""
+    return p.random_sums and p.grad_weight and p.grad_hidden and p.ranks == 1
+
+
+def adds_by_kernel(p: Problem) -> bool:
+    """Whether kernels add to kept sums; else products are made beside them."""
+    return p.arch is not None and arch_named(p.arch).forms_weight_gradient
 
 
 def accumulates_wider(p: Problem) -> bool:

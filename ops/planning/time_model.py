@@ -18,7 +18,6 @@ With N tokens, D hidden, V vocab, K columns kept, L aliased (`dw_aliasing`) and 
 On a GPU, the tiles of dX may leave SMs idle in their last wave.
 """
 
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.schedule.order import (
@@ -30,7 +29,7 @@ from cutefce.cute_kernels.schedule.order import (
 from cutefce.ops.planning.call_problem import CallProblem, accumulates
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.sample_sizes import estimate_count
-from cutefce.ops.planning.step_memory import keeps_weight_sums, kept_low_bits
+from cutefce.ops.planning.step_memory import adds_by_kernel, keeps_weight_sums, kept_low_bits
 
 DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4)}
 """(FLOP/s, bytes/s, seconds a window, seconds a chunk) by device type; a GPU's are an H200's, where
@@ -53,12 +52,18 @@ SAMPLING_TIME = 0.035
 ENTRY_TIME, LIST_BYTES = 0.66, 400
 """Bytes of rows of w or h that an entry moves, over theirs: some are in the L2 cache; and those
 that sorting and listing it is worth.  dX of 256 entries takes 2.8 ms, dW 2.5, lists 0.2 to 0.7."""
-CLUSTERS, TILE = 66, 256
-"""Clusters of two SMs of an H200, and rows and columns of their tiles of dX."""
+CLUSTERS, TILE, KEPT_TILE = 66, 256, 128
+"""Clusters of two SMs of an H200, rows and columns of their tiles of dX, and columns of those that
+are added to kept sums, whose K is not split."""
 
 
-def windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:
-    """Return the time of a "windows" plan with `aliased` and `kept` columns."""
+def windows_seconds(
+    p: Problem, window: int, aliased: int, kept: int, hidden_bits: int | None = None
+) -> float:
+    """Return the time of a "windows" plan with `aliased` and `kept` columns.
+
+    With `hidden_bits`, these are kept of dX's sums beside 16.  That takes no less time.
+    """
     gradients = p.grad_hidden + p.grad_weight
     recomputed = max(p.vocab - aliased - kept, 0) if gradients else 0
     columns = (1 + gradients) * p.vocab + recomputed
@@ -67,9 +72,15 @@ def windows_seconds(p: Problem, window: int, aliased: int, kept: int) -> float:
         memory, least = DwMemory(p.tokens, p.hidden, p.vocab, 1), ceil_div(window, 2)
         windows = memory.window_count(aliased, recomputed, least)
     passes = windows + 1 if p.grad_hidden else 0
-    moved = p.tokens * (2 * passes * p.hidden + recomputed) * p.accumulator_bytes
+    sum_bytes: float = p.accumulator_bytes
+    if hidden_bits is not None and not adds_by_kernel(p):
+        sum_bytes = _kept_sum_bytes(p, hidden_bits)
+    moved = 2 * passes * p.tokens * p.hidden * sum_bytes
+    moved += p.tokens * recomputed * p.accumulator_bytes
     moved += 2 * _buffer_bytes(p)
-    return _seconds(p, columns, moved) + windows * _rates(p)[2] + _idle_seconds(p, p.tokens)
+    tile = TILE if hidden_bits is None else KEPT_TILE
+    idle = _idle_seconds(p, p.tokens, tile)
+    return _seconds(p, columns, moved) + windows * _rates(p)[2] + idle
 
 
 def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
@@ -106,10 +117,14 @@ def _sum_bytes(p: Problem, chunk: int) -> float:
     """Return the bytes of each of dW's sums that take time of their own to read, and to write."""
     if not keeps_weight_sums(p):
         return p.accumulator_bytes * p.grad_weight
-    sum_bytes = 2 + kept_low_bits(p, chunk) / 8
-    has_kernel = p.arch is not None and arch_named(p.arch).forms_weight_gradient
+    return _kept_sum_bytes(p, kept_low_bits(p, chunk))
+
+
+def _kept_sum_bytes(p: Problem, low_bits: int) -> float:
+    """Return the bytes of a sum in 16 bits and `low_bits`, as `_sum_bytes` does."""
+    sum_bytes = 2 + low_bits / 8
     # without a kernel that adds to them, products are written and read beside them
-    return EXPOSED_SUMS * sum_bytes if has_kernel else sum_bytes + p.accumulator_bytes
+    return EXPOSED_SUMS * sum_bytes if adds_by_kernel(p) else sum_bytes + p.accumulator_bytes
 
 
 def _buffer_bytes(p: Problem) -> int:
@@ -117,19 +132,24 @@ def _buffer_bytes(p: Problem) -> int:
     return p.vocab * p.hidden * p.accumulator_bytes * accumulates(p)
 
 
-def _idle_seconds(p: Problem, rows: int) -> float:
-    """Return the time for which SMs wait in the last waves of dX, of `rows` tokens at a time."""
+def _idle_seconds(p: Problem, rows: int, tile: int = TILE) -> float:
+    """Return the time for which SMs wait in the last waves of dX, of `rows` tokens at a time.
+
+    Its tiles have `tile` columns.
+    """
     if p.device == "cpu" or not p.grad_hidden or not rows * p.hidden:
         return 0
     free = FREE_IDLE if p.arch is not None and not p.grad_weight else 0
-    return _seconds(p, p.vocab, 0) * max(1 / _busy_part(p, rows)[0] - 1 - free, 0)
+    return _seconds(p, p.vocab, 0) * max(1 / _busy_part(p, rows, tile)[0] - 1 - free, 0)
 
 
-def _busy_part(p: Problem, rows: int) -> tuple[float, int]:
+def _busy_part(p: Problem, rows: int, tile: int = TILE) -> tuple[float, int]:
     """Return the part of dX's waves that SMs compute, and the splits of the last wave's K."""
-    tiles = ceil_div(rows, TILE) * ceil_div(p.hidden, TILE)
-    splits = choose_k_splits(tiles, CLUSTERS, MAX_K_SPLITS * MIN_K_TILES_PER_SPLIT)
-    return rows * p.hidden / (CLUSTERS * TILE**2 * num_waves(tiles, CLUSTERS, splits)), splits
+    tiles, splits = ceil_div(rows, TILE) * ceil_div(p.hidden, tile), 1
+    if tile == TILE:
+        splits = choose_k_splits(tiles, CLUSTERS, MAX_K_SPLITS * MIN_K_TILES_PER_SPLIT)
+    waves = num_waves(tiles, CLUSTERS, splits)
+    return rows * p.hidden / (CLUSTERS * TILE * tile * waves), splits
 
 
 def _seconds(p: Problem, columns: float, moved_bytes: float) -> float:

@@ -15,11 +15,12 @@ from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.kernel_set import GradWeightKernels, KernelSet
+from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.schedule.order import choose_k_splits
 from cutefce.cute_kernels.spec import GradGemmSpec, SortTargetsSpec
+from cutefce.cute_kernels.spec.groups import GradWeightKernels
 from cutefce.ops.primitives.cute_projection import Semaphores
-from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, with_rank_one
+from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, low_bits, with_rank_one
 from cutefce.ops.primitives.portable_gradients import (
     PortableGradients,
     matmul_into,
@@ -116,15 +117,33 @@ class CuteGradients(RowwiseSteps):
         w: Tensor,
         *,
         accumulate: bool,
+        in_windows: bool = False,
         selection: RowSelection | None = None,
     ) -> None:
-        spec = grad_hidden_kernel(self.kernels, exps.shape[1])
+        spec = grad_hidden_kernel(self.kernels, exps.shape[1], in_windows)
         if spec is None and selection is not None and selection.may_skip:
             spec = self.kernels.grad_hidden_again
         if spec is None:
             matmul_into(sums, exps, w, accumulate=accumulate)
         else:
             self._gemm(spec, sums, exps, w, accumulate, selection)
+
+    def keep_dx(
+        self,
+        kept: Tensor,
+        low: Tensor,
+        exps: Tensor,
+        w: Tensor,
+        *,
+        accumulate: bool,
+        selection: RowSelection | None = None,
+    ) -> None:
+        spec = self.kernels.kept_hidden_kernels[low_bits(kept, low)].add
+        assert spec is not None
+        clusters, semaphores = self._launch_shape(spec, kept.device)
+        operands = exps, w.t(), (kept, low, None), None, None
+        count = row_count(selection, semaphores)
+        compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
 
     def add_grad_weight(
         self,
@@ -176,7 +195,7 @@ class CuteGradients(RowwiseSteps):
         *,
         accumulate: bool,
     ) -> None:
-        spec = target_grad.kernel(self.grad_weight.keep[_low_bits(kept, low)])
+        spec = target_grad.kernel(self.grad_weight.keep[low_bits(kept, low)])
         spec, term = with_rank_one(spec, rank_one)
         clusters, semaphores = self._launch_shape(spec, kept.device)
         one = scaled.new_ones(1, dtype=torch.float32)
@@ -190,7 +209,7 @@ class CuteGradients(RowwiseSteps):
         if low.ndim == 1:
             scale_at_random(kept, factor, low)
             return
-        spec = self.grad_weight.finish_kept[_low_bits(kept, low)]
+        spec = self.grad_weight.finish_kept[low_bits(kept, low)]
         compiled(spec)(kept, low, factor.view(1))
 
     def add_target_grad(
@@ -228,14 +247,16 @@ class CuteGradients(RowwiseSteps):
         return clusters, self.semaphores.take(spec.semaphore_count(clusters), device)
 
 
-def _low_bits(kept: Tensor, low: Tensor) -> int:
-    """Return the low bits of each sum that `kept` (V, D) begins; 0 if `low` is a seed."""
-    return 8 * low.shape[1] // kept.shape[1] if low.ndim == 2 else 0
+def grad_hidden_kernel(
+    kernels: KernelSet, columns: int, in_windows: bool, short: int | None = None
+) -> GradGemmSpec | None:
+    """Return the kernel of dX's sums over `columns` of exponentials; None if cuBLAS has them.
 
-
-def grad_hidden_kernel(kernels: KernelSet, columns: int) -> GradGemmSpec | None:
-    """Return the kernel of dX's sums over `columns` of exponentials; None if cuBLAS has them."""
-    return kernels.grad_hidden_short if columns < KernelConfigs.SHORT else kernels.grad_hidden
+    Those of fewer columns than `short`, or by default `KernelConfigs.SHORT`, have another kernel.
+    """
+    is_short = columns < (KernelConfigs.SHORT if short is None else short)
+    spec = kernels.grad_hidden_short if is_short else kernels.grad_hidden
+    return spec or (kernels.grad_hidden_again if in_windows else None)
 
 
 def k_splits(spec: GradGemmSpec, shape: Sequence[int], inner: int, clusters: int) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
-from cutefce.cute_kernels.spec import GradGemmSpec, KeptSumsSpec, ScaleAddRowsSpec
+from cutefce.cute_kernels.spec import OUT_AND_SUMS, GradGemmSpec, KeptSumsSpec, ScaleAddRowsSpec
 from cutefce.cute_kernels.workspace import Coefficient
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.row_selection import row_count
@@ -70,6 +70,7 @@ class RowwiseSteps:
             factor=None,
             grad_scale=grad_scale,
             dx=dx,
+            relative=scale if in_reference else None,
         )
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
@@ -102,10 +103,16 @@ class RowwiseSteps:
         order: Tensor | None = None,
     ) -> None:
         rows = targets.index, stats.sum_exp_others, targets.options.ignore_index
-        compiled(self.kernels.keep_sums)(kept, low, sums, w, *rows, *_places(targets, order))
+        spec = replace(self.kernels.keep_sums, low_bits=low_bits(kept, low))
+        compiled(spec)(kept, low, sums, w, *rows, *_places(targets, order))
+
+    def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
+        spec = self.kernels.kept_hidden_kernels[low_bits(kept, low)].scale_rows
+        compiled(spec)(kept, low, scale.contiguous())
 
     def finish_kept(
         self,
+        out: Tensor,
         kept: Tensor,
         low: Tensor,
         w: Tensor,
@@ -114,9 +121,18 @@ class RowwiseSteps:
         rank_one: RankOne | None = None,
         order: Tensor | None = None,
     ) -> None:
-        spec, term = with_rank_one(self.kernels.finish_kept, rank_one)
+        kernel = self.kernels.kept_hidden_kernels[low_bits(kept, low)].finish
+        spec, term = with_rank_one(kernel, rank_one)
         rows = targets.index, coefficients.scale.contiguous(), coefficients.target
-        compiled(spec)(kept, low, w, *rows, term, *_places(targets, order))
+        order, scatters = _places(targets, order)
+        if scatters and out is kept:
+            scatters = OUT_AND_SUMS
+        compiled(spec)(out, kept, low, w, *rows, term, order, scatters)
+
+
+def low_bits(kept: Tensor, low: Tensor) -> int:
+    """Return the low bits of each sum that `kept` (M, D) begins; 0 if `low` is a seed."""
+    return 8 * low.shape[1] // kept.shape[1] if low.ndim == 2 else 0
 
 
 def with_rank_one(spec: SpecT, rank_one: RankOne | None) -> tuple[SpecT, RankOneArgument]:

@@ -1,77 +1,113 @@
-"""A plain training step on the kernels that keeps all exponentials, with few launch calls.
+"""A plain training step on the kernels of windows whose exponentials are stored, in two host calls.
 
 What depends on sizes alone is computed once, for all steps with the same metadata.
 """
 
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
+from cutefce.cute_kernels.spec import FusedBackwardSpec, FusedForwardSpec
+from cutefce.cute_kernels.workspace import GradHidden
 from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.planning.dw_aliasing import DwMemory
+from cutefce.ops.planning.window_layout import PlacedWindow, WindowLayout
 from cutefce.ops.primitives.cute_gradients import grad_hidden_kernel, k_splits
 from cutefce.ops.primitives.portable_gradients import matmul_into
-from cutefce.ops.primitives.row_selection import row_count
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
+
+MAX_WORKSPACE = 1 << 31
+"""Elements of 4 bytes that an int32 can count."""
+MAX_WINDOWS = 256
+"""Windows of a step: each takes a few KiB of the stack of its host function."""
+
+
+class ForBackward(NamedTuple):
+    """What a forward leaves for the backward."""
+
+    stats: Tensor
+    """(NUM_STATS, N) the statistics."""
+    exps: Tensor
+    """(N, K) exponentials of kept columns."""
+    dw: Tensor | None
+    """(V, D) memory of dW, which holds others; None if it holds none."""
+    selection: RowSelection | None
+    """Which tokens were computed, and come first; None for all."""
 
 
 class FusedStep:
     """The launches of forwards and backwards with the same problem."""
 
     def __init__(
-        self, problem: Problem, kernels: KernelSet, num_sms: int, columns: int, selects: bool
+        self,
+        problem: Problem,
+        kernels: KernelSet,
+        num_sms: int,
+        layout: WindowLayout,
+        selects: bool,
+        hidden_bits: int | None,
+        short: int | None = None,
     ) -> None:
-        """Compile or load what has `columns` (K) of memory for the exponentials of a token.
+        """Compile or load what runs the windows of `layout`.
 
-        `kernels` have those of dW.  The rows that count are computed alone if `selects`.
+        `kernels` have those of dW.  The rows that count are computed alone if `selects`.  dX's sums
+        are kept in 16 bits and `hidden_bits`, or float32.  `short` is that of `grad_hidden_kernel`.
         """
-        forward, backward = kernels.fused_storing_forward, kernels.fused_backward
-        if selects:
-            forward = kernels.fused_selecting_storing_forward
-            backward = kernels.fused_selecting_backward
-        assert forward is not None and backward is not None
-        tokens, hidden, vocab = problem.tokens, problem.hidden, problem.vocab
-        config, clusters = forward.config, num_sms // forward.config.cluster
-        splits = most = choose_vocab_splits(tokens, vocab, config, clusters)
-        if selects:
-            most = max(splits, most_vocab_splits(tokens, vocab, config))
+        forward, backward = fused_kernels(kernels, selects, hidden_bits)
+        sizes = problem.tokens, problem.hidden, problem.vocab
         self.arch = problem.arch if selects else None
-        self.exps_shape, self.vocab = (tokens, columns), vocab
-        self.forward_size = forward.workspace_size(tokens, hidden, most)
-        self.backward_size = backward.workspace_size(tokens, vocab)
-        self.forward_numbers = splits, most, clusters
-        self.backward_clusters = num_sms // backward.config.cluster
+        self.kept, self.aliases = (sizes[0], layout.kept), layout.aliased > 0
+        clusters = num_sms // forward.config.cluster
+        self._forward_table = _Table(_forward_rows(problem, forward, clusters, layout, selects))
+        most = sum(row[6] for row in self._forward_table.rows)
+        self.forward_size = forward.workspace_size(*sizes[:2], most, len(layout.stored))
+        self.forward_numbers = most, most, clusters
+        rows = [
+            _backward_row(problem, kernels, num_sms, window, hidden_bits, short)
+            for window in layout.windows
+        ]
+        self._backward_table, self._num_sms = _Table(rows), num_sms
+        self._backward_numbers, self._backward_sizes = [], []
+        for uniform in (False, True):
+            probabilities = len(layout.stored if uniform else layout.windows)
+            gathers = layout.recomputes and not uniform
+            self._backward_numbers.append((probabilities, layout.buffer, int(gathers)))
+            more = len(rows), num_sms, layout.buffer, gathers
+            self._backward_sizes.append(backward.workspace_size(sizes, *more))
+        self.dx_is_given = rows[0][6] == GradHidden.GIVEN
         self.launch_forward, self.launch_backward = compiled(forward), compiled(backward)
-        grad_hidden, self.launch_grad_hidden = grad_hidden_kernel(kernels, vocab), None
-        if grad_hidden is not None:
-            self.launch_grad_hidden = compiled(grad_hidden)
-            clusters = num_sms // grad_hidden.config.cluster
-            self.counters = grad_hidden.semaphore_count(clusters)
-            splits = k_splits(grad_hidden, (tokens, hidden), vocab, clusters)
-            self.grad_hidden_numbers = clusters, splits, 1
 
     def forward(
         self, h: Tensor, w: Tensor, y: Tensor, options: LossOptions
-    ) -> tuple[Tensor, RowStats, Tensor, RowSelection | None]:
-        """Return the loss, () or (N,), statistics, exponentials (N, K), and the selection.
+    ) -> tuple[Tensor, ForBackward]:
+        """Return the loss, () or (N,), and what the backward needs of it.
 
-        If there is one, all but a reduced loss are in its order.
+        If there is a selection, all but a reduced loss are in its order.
         """
-        exps, tokens = h.new_empty(self.exps_shape), h.shape[0]
+        exps, tokens = h.new_empty(self.kept), h.shape[0]
+        dw = w.new_empty(w.shape) if self.aliases else None
         workspace = h.new_empty(self.forward_size, dtype=torch.float32)
         stats, loss = RowStats.empty(workspace, tokens), workspace.new_empty(())
         selection = order = None
         if self.arch is not None:
             order = torch.empty_like(y), torch.empty_like(y), y.new_empty(1, dtype=torch.int32)
             selection = RowSelection(*order, tokens, tokens, self.arch)
-        results = stats.rows, loss, exps, order
+        memories = (exps if dw is None else dw), (exps if self.kept[1] else dw)
+        results = stats.rows, loss, (*memories, *self._forward_table.arguments), order
         numbers = options.ignore_index, *self.forward_numbers, int(options.reduction == "mean")
         self.launch_forward(h, w, y, workspace, *results, None, *numbers)
-        return loss if options.is_scalar else stats.loss, stats, exps, selection
+        loss = loss if options.is_scalar else stats.loss
+        return loss, ForBackward(stats.rows, exps, dw, selection)
 
     def backward(
         self,
@@ -79,53 +115,137 @@ class FusedStep:
         h: Tensor,
         w: Tensor,
         y: Tensor,
-        stats: Tensor,
-        exps: Tensor,
-        selection: RowSelection | None,
+        saved: ForBackward,
         options: LossOptions,
     ) -> tuple[Tensor, Tensor]:
         """Return dX (N, D) and dW (V, D) for the upstream gradient of the loss, () or (N,).
 
-        That is in the order of the selection, as are the results of the forward.  More than eight
-        parameters: inputs, and results of the forward.
+        That is in the order of the selection.  The memory of dW in `saved` is overwritten.
         """
-        order, sums = None, h.new_empty(h.shape, dtype=torch.float32)
+        (stats, exps, dw, selection), order = saved, None
         if selection is not None:
             order = selection.order, selection.targets, selection.counts
-        kept = exps if exps.shape[1] == self.vocab else exps[:, : self.vocab]
-        self._sum_grad_hidden(sums, kept, w, selection)
-        dx, dw = h.new_empty(h.shape), w.new_empty(w.shape)
-        workspace = sums.new_empty(self.backward_size)
-        upstream = upstream.to(sums.dtype).reshape(-1).contiguous()
-        operands = h, w, y, order, stats, upstream, kept, sums, dx, dw, workspace
-        numbers = options.ignore_index, int(options.reduction == "mean"), self.backward_clusters
-        self.launch_backward(*operands, *numbers)
+        uniform = upstream.ndim == 0
+        workspace = stats.new_empty(self._backward_sizes[uniform])
+        if self.dx_is_given:
+            sums = workspace[: h.numel()].view(h.shape)
+            kept = exps if exps.shape[1] == w.shape[0] else exps[:, : w.shape[0]]
+            matmul_into(sums, kept, w, accumulate=False)
+        dx = h.new_empty(h.shape)
+        if dw is None:
+            dw = w.new_empty(w.shape)
+        upstream = upstream.to(stats.dtype).reshape(-1).contiguous()
+        operands = h, w, y, order, stats, upstream, exps if self.kept[1] else dw
+        numbers = *self._backward_table.arguments, *self._backward_numbers[uniform]
+        of_options = options.ignore_index, int(options.reduction == "mean")
+        results = dx, dw, workspace
+        self.launch_backward(*operands, *results, *numbers, *of_options, self._num_sms)
         return dx, dw
 
-    def _sum_grad_hidden(
-        self, sums: Tensor, exps: Tensor, w: Tensor, selection: RowSelection | None
-    ) -> None:
-        """Write exps (N, V) @ w (V, D) to `sums` (N, D)."""
-        if self.launch_grad_hidden is None:
-            matmul_into(sums, exps, w, accumulate=False)
-            return
-        semaphores = torch.zeros(self.counters, dtype=torch.int32, device=sums.device)
-        rows = row_count(selection, semaphores)
-        operands = exps, w.t(), sums, None, None, semaphores
-        self.launch_grad_hidden(*operands, *rows, *self.grad_hidden_numbers)
+
+class _Table:
+    """Rows of numbers in memory of the host, where host functions read them."""
+
+    def __init__(self, rows: Sequence[tuple[int, ...]]) -> None:
+        self.rows = rows
+        self._memory = array("q", [number for row in rows for number in row])
+        self.arguments = self._memory.buffer_info()[0], len(rows)
+        """Address and number of rows."""
+
+
+def fused_kernels(
+    kernels: KernelSet, selects: bool, hidden_bits: int | None
+) -> tuple[FusedForwardSpec, FusedBackwardSpec]:
+    """Return the kernels of a fused step, which `kernels` have with those of dW."""
+    forward = kernels.fused_storing_forward
+    if selects:
+        forward = kernels.fused_selecting_storing_forward
+    backward = kernels.fused_backward_of(selects, hidden_bits)
+    assert forward is not None and backward is not None
+    return forward, backward
+
+
+def _forward_rows(
+    problem: Problem,
+    kernel: FusedForwardSpec,
+    clusters: int,
+    layout: WindowLayout,
+    selects: bool,
+) -> list[tuple[int, ...]]:
+    """Return the table of the windows that a forward stores, see `ForwardWindow`."""
+    tokens, vocab, config = problem.tokens, problem.vocab, kernel.config
+    affordable, rows = most_vocab_splits(tokens, vocab, config), list[tuple[int, ...]]()
+    ends = [*[window.first for window in layout.stored[1:]], vocab]
+    for window, end in zip(layout.stored, ends, strict=True):
+        columns, stored = end - window.first, window.last - window.first
+        splits = most = choose_vocab_splits(tokens, columns, config, clusters)
+        if selects:  # a window's share of what is affordable for all
+            most = max(splits, affordable * columns // vocab)
+        repaired = choose_vocab_splits(tokens, stored, config, clusters)
+        place = window.memory, window.offset, window.width
+        rows.append((window.first, columns, *place, splits, most, stored, repaired))
+    return rows
+
+
+def _backward_row(
+    problem: Problem,
+    kernels: KernelSet,
+    num_sms: int,
+    window: PlacedWindow,
+    hidden_bits: int | None,
+    short: int | None,
+) -> tuple[int, ...]:
+    """Return the row of a window in a backward's table, see `BackwardWindow`."""
+    columns, splits, kind = window.last - window.first, 1, GradHidden.GIVEN
+    spec = grad_hidden_kernel(kernels, columns, columns < problem.vocab, short)
+    if hidden_bits is not None:
+        kind = GradHidden.LONG
+    elif spec is not None:
+        is_short = columns < (KernelConfigs.SHORT if short is None else short)
+        kind = GradHidden.SHORT if is_short else GradHidden.LONG
+        clusters = num_sms // spec.config.cluster
+        splits = k_splits(spec, (problem.tokens, problem.hidden), columns, clusters)
+    place = window.memory, window.offset, window.width
+    return window.first, columns, *place, int(window.recomputed), kind, splits
+
+
+def can_fuse(
+    problem: Problem,
+    kernels: KernelSet,
+    num_sms: int,
+    layout: WindowLayout,
+    selects: bool,
+    hidden_bits: int | None,
+) -> bool:
+    """Whether one host function can run the windows of `layout`.
+
+    A launch clears their semaphores, and int32 count the elements of the workspace.
+    """
+    if len(layout.windows) > MAX_WINDOWS:
+        return False
+    forward, backward = fused_kernels(kernels, selects, hidden_bits)
+    sizes = problem.tokens, problem.hidden, problem.vocab
+    zeros = forward.zeros(problem.tokens, len(layout.stored))
+    more = len(layout.windows), num_sms, layout.buffer, layout.recomputes
+    fits = backward.workspace_size(sizes, *more) < MAX_WORKSPACE
+    return fits and zeros <= kernels.target_logit.max_zeros(problem.tokens)
 
 
 @process_cache
-def load(kernels: KernelSet, num_sms: int, selects: bool, device: torch.device) -> None:
+def load(
+    kernels: KernelSet, num_sms: int, selects: bool, hidden_bits: int | None, device: torch.device
+) -> None:
     """Run a small step: the first launch of a library loads it, which a graph capture may refuse.
 
-    Its sizes are those of a problem that verification covers.
+    Its sizes are those of a problem that verification covers; it launches all kernels.
     """
-    tokens, hidden, vocab, columns = 1, 64, 1000, 1024
+    tokens, hidden, vocab = 1, 64, 1000
     problem = Problem(tokens, hidden, vocab, "bfloat16", device.type, arch=kernels.row_sums.arch)
-    step, options = FusedStep(problem, kernels, num_sms, columns, selects), LossOptions()
+    layout = WindowLayout.of(DwMemory(tokens, hidden, vocab, 256), 256, 256, 512)
+    kind = selects, hidden_bits, 300
+    step, options = FusedStep(problem, kernels, num_sms, layout, *kind), LossOptions("none")
     h = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
     w, y = h.new_zeros(vocab, hidden), torch.zeros(tokens, dtype=torch.int64, device=device)
-    _, stats, exps, selection = step.forward(h, w, y, options)
-    upstream = stats.rows.new_ones(())
-    step.backward(upstream, h, w, y, stats.rows, exps, selection, options)
+    for shape in ((), (tokens,)):
+        _, saved = step.forward(h, w, y, options)
+        step.backward(saved.stats.new_ones(shape), h, w, y, saved, options)

@@ -29,11 +29,14 @@ class Gradients(Protocol[TargetGradT]):
         w: Tensor,
         *,
         accumulate: bool,
+        in_windows: bool = False,
         selection: RowSelection | None = None,
     ) -> None:
         """Write `exps` (N, K) @ w (K, D) to `sums` (N, D), or add it if `accumulate`.
 
-        With `selection`, rows of tokens that do not count are undefined.
+        `in_windows` says that these are some columns of a step, all of whose windows one host
+        function may compute, without cuBLAS, with the same bits.  With `selection`, rows of tokens
+        that do not count are undefined.
         """
         ...
 
@@ -96,15 +99,38 @@ class Gradients(Protocol[TargetGradT]):
         stats: RowStats,
         order: Tensor | None = None,
     ) -> None:
-        """Keep sums_i - S_i W_y in `kept` (N, D) and `low` (N, D) uint8; may overwrite `sums`.
+        """Keep sums_i - S_i W_y in `kept` (N, D) and `low`; may overwrite `sums`.
 
-        It is 0 for ignored tokens.  See `primitives.elementwise.split_` for what is kept.  With
-        `order`, that of row i is row order_i.
+        It is 0 for ignored tokens.  `low` is (N, D) or (N, D / 2) uint8, see
+        `rows.kept_sums.split_` for what is kept.  With `order`, that of row i is row
+        order_i.
         """
+        ...
+
+    def keep_dx(
+        self,
+        kept: Tensor,
+        low: Tensor,
+        exps: Tensor,
+        w: Tensor,
+        *,
+        accumulate: bool,
+        selection: RowSelection | None = None,
+    ) -> None:
+        """Keep `exps` (N, K) @ w (K, D) in `kept` (N, D) and `low`, or add it if `accumulate`.
+
+        These are as in `keep_sums`.  With `selection`, rows of tokens that do not count are
+        undefined.
+        """
+        ...
+
+    def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
+        """Multiply the sums of `keep_dx` by `scale` (N,)."""
         ...
 
     def finish_kept(
         self,
+        out: Tensor,
         kept: Tensor,
         low: Tensor,
         w: Tensor,
@@ -113,7 +139,10 @@ class Gradients(Protocol[TargetGradT]):
         rank_one: RankOne | None = None,
         order: Tensor | None = None,
     ) -> None:
-        """Do what `finish_dx` does with the sums of `keep_sums`, in the memory of `kept`."""
+        """Do what `finish_dx` does with the sums of `keep_sums` or `keep_dx`.
+
+        `out` (N, D) may be `kept`: then the sums, too, are in the places that `order` says.
+        """
         ...
 
     def target_grad(
@@ -159,8 +188,8 @@ class Gradients(Protocol[TargetGradT]):
         """Keep what `finish_dw` rounds, of a `grad_scale` of 1, in `kept` (V, D) and `low`.
 
         It is added to what they hold if `accumulate`.  `low` is (V, D) or (V, D / 2) uint8, see
-        `primitives.elementwise.split_` for what is kept; or a seed (1,) int32, with which that is
-        rounded to 16 bits at random, see `rows.random_rounding`.
+        `rows.kept_sums.split_` for what is kept; or a seed (1,) int32, with which that is
+        rounded to 16 bits at random, see `rows.kept_sums`.
         """
         ...
 

@@ -13,22 +13,29 @@ from torch import Tensor
 from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
 from cutefce.ops.planning.step_memory import UPCAST_BLOCK
 from cutefce.ops.primitives.elementwise import (
-    add_to_kept_dw_,
     can_fuse,
     finish_dw_,
     finish_dx_,
     fused,
-    joined_sums,
-    keep_dw_,
     scale_by_log_,
-    scale_kept_,
     scale_rows_to_,
+)
+from cutefce.ops.rows.blocks import blocks, row_blocks
+from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.kept_sums import (
+    add_at_random_,
+    add_to_kept_,
+    add_to_kept_dw_,
+    joined_sums,
+    keep_at_random_,
+    keep_dw_,
+    row_numbers,
+    scale_at_random_,
+    scale_kept_,
+    scale_kept_rows_,
     split_,
     words_of,
 )
-from cutefce.ops.rows import random_rounding
-from cutefce.ops.rows.blocks import blocks, row_blocks
-from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -64,6 +71,7 @@ class PortableGradients:
         w: Tensor,
         *,
         accumulate: bool,
+        in_windows: bool = False,
         selection: RowSelection | None = None,
     ) -> None:
         matmul_into(sums, exps, w, accumulate=accumulate)
@@ -78,6 +86,28 @@ class PortableGradients:
         selection: RowSelection | None = None,
     ) -> None:
         matmul_into(sums, exps.t(), scaled, accumulate=accumulate)
+
+    def keep_dx(
+        self,
+        kept: Tensor,
+        low: Tensor,
+        exps: Tensor,
+        w: Tensor,
+        *,
+        accumulate: bool,
+        selection: RowSelection | None = None,
+    ) -> None:
+        words, keep = words_of(kept, low), add_to_kept_ if accumulate else split_
+        buffer = kept.new_empty(
+            min(FINISHED_ROWS, len(kept)), kept.shape[1], dtype=sum_dtype(kept.dtype)
+        )
+        for rows in blocks(len(kept), FINISHED_ROWS):
+            sums = buffer[: rows.stop - rows.start]
+            matmul_into(sums, exps[rows], w, accumulate=False)
+            apply_rowwise(keep, words[rows], low[rows], sums)
+
+    def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
+        apply_rowwise(scale_kept_rows_, words_of(kept, low), low, scale)
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
         scale_rows(out, x, scale)
@@ -113,6 +143,7 @@ class PortableGradients:
 
     def finish_kept(
         self,
+        out: Tensor,
         kept: Tensor,
         low: Tensor,
         w: Tensor,
@@ -125,7 +156,7 @@ class PortableGradients:
         for rows in blocks(len(kept), FINISHED_ROWS):
             sums, term = joined_sums(kept[rows], low[rows]), rank_one and rank_one.rows(rows)
             own = targets.per_token(rows), coefficients.rows(rows)
-            self.finish_dx(kept[rows], sums, w, *own, term)
+            self.finish_dx(out[rows], sums, w, *own, term)
             del sums  # freed before the next ones are allocated
 
     def target_grad(
@@ -174,9 +205,7 @@ class PortableGradients:
         dtype, size = sum_dtype(kept.dtype), min(self.window, len(kept))
         buffer = kept.new_empty(size, kept.shape[1], dtype=dtype)
         keep = add_to_kept_dw_ if accumulate else keep_dw_
-        keep_at_random = (
-            random_rounding.add_at_random_ if accumulate else random_rounding.keep_at_random_
-        )
+        keep_at_random = add_at_random_ if accumulate else keep_at_random_
         for rows in blocks(len(kept), self.window):
             sums = buffer[: rows.stop - rows.start]
             matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
@@ -185,7 +214,7 @@ class PortableGradients:
             if low.ndim == 2:
                 apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
             else:
-                own = words[rows], *operands, random_rounding.row_numbers(kept)[rows]
+                own = words[rows], *operands, row_numbers(kept)[rows]
                 apply_rowwise(keep_at_random, *own, whole=(totals, row, low))
             del totals, slot, operands
 
@@ -219,8 +248,8 @@ def scale_rows(out: Tensor, x: Tensor, scale: Tensor) -> None:
 
 def scale_at_random(kept: Tensor, factor: Tensor, seed: Tensor) -> None:
     """Multiply the sums `kept` (V, D) in 16 bits by `factor` (), rounded at random."""
-    rows = random_rounding.row_numbers(kept), factor.expand(len(kept))
-    apply_rowwise(random_rounding.scale_at_random_, kept.view(torch.int16), *rows, whole=(seed,))
+    rows = row_numbers(kept), factor.expand(len(kept))
+    apply_rowwise(scale_at_random_, kept.view(torch.int16), *rows, whole=(seed,))
 
 
 def scale_by_log(exps: Tensor, a: Tensor, b: Tensor) -> None:

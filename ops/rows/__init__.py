@@ -10,6 +10,6 @@ soft_targets.py    K classes of a token with probabilities
 target_rows.py     the targets' part of dW, in plain torch
 blocks.py          blocks of rows
 logit_map.py       from raw logits to the model's
-random_rounding.py dW's sums in 16 bits, rounded at random
+kept_sums.py       sums in 24, 20 or 16 bits
 outputs.py         entropy and other outputs, from row reductions
 """

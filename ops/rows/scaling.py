@@ -32,6 +32,9 @@ class Scaling:
     """Factors of dX's sums, of W_y and of the class row."""
     entries: Tensor | None = None
     """(N, K) the `SoftTargets.entries` of exponentials; None without soft targets."""
+    relative: Tensor | None = None
+    """(N,) what makes exponentials relative to the statistics' reference those of `reference`; None
+    if these are the same."""
 
 
 def scaling_of(
@@ -61,7 +64,8 @@ def scaling_of(
         reference = stats.reference - relative.scale.log()
         scale = torch.where(targets.active, grad_scale, 0)
         dx = replace(relative.times(scale), scale=scale)
-        return Scaling(reference, None, relative.target, relative.every, None, grad_scale, dx)
+        factors = relative.target, relative.every, None
+        return Scaling(reference, None, *factors, grad_scale, dx, relative=relative.scale)
     dx = RowCoefficients.of(stats, targets, upstream)
     grad_scale, entries = dx.scale.new_ones(()), targets.soft_entries(stats, dtype)
     if dx.by_log_exp is not None:

@@ -8,6 +8,7 @@ soft_entries.py           terms of soft targets among exponentials
 sampled.py                sample the exponentials that gradients are formed of
 weight_gradient.py        rows of dW, written or added to a buffer of the caller's
 weight_sums.py            sums of dW over chunks of tokens
+hidden_gradient.py        sums of dX over windows
 hidden_sums.py            sums of dX from the forward to the backward
 dw_views.py               exponentials in the memory of dW
 """

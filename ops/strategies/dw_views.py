@@ -13,17 +13,14 @@ def memory_of(dw: Tensor, tokens: int, block: int) -> DwMemory:
 
 def aliased_views(dw: Tensor, memory: DwMemory, columns: int) -> list[tuple[int, Tensor]]:
     """Return first column and buffer (N, W) of each window of the first `columns`, in dW (V, D)."""
-    flat, first, views = dw.view(-1), 0, []
-    end = flat.numel() - memory.tokens * columns
-    for width in memory.aliased_widths(columns):
-        start, end = end, end + memory.tokens * width
-        views.append((first, flat[start:end].view(memory.tokens, width)))
-        first += width
-    return views
+    flat, tokens = dw.view(-1), memory.tokens
+    return [
+        (first, flat[start : start + tokens * width].view(tokens, width))
+        for first, start, width in memory.aliased_windows(columns)
+    ]
 
 
 def free_tail(dw: Tensor, rows: int, tokens: int, columns: int) -> Tensor | None:
     """Return a buffer (N, K) of `columns` after the first `rows` of dW, None if it does not fit."""
-    if not memory_of(dw, tokens, 1).fits(rows, columns):
-        return None
-    return dw.view(-1)[dw.numel() - tokens * columns :].view(tokens, columns)
+    start = memory_of(dw, tokens, 1).tail(rows, columns)
+    return None if start is None else dw.view(-1)[start:].view(tokens, columns)

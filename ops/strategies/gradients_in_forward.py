@@ -57,7 +57,7 @@ def gradients_in_forward(
         else:
             _, part_stats = windows.forward(part, [(0, exps)], target_logit[rows])
         parts.append(part_stats.rows)
-        exps = exps[:, :vocab]
+        exps, coefficients = exps[:, :vocab], None
         values, soft = part.targets.soft_entries(part_stats, h.dtype), None
         if values is not None and stored < vocab:
             add_soft_rows(sums, values, part.targets, w)
@@ -65,16 +65,17 @@ def gradients_in_forward(
             soft = SoftEntries.of(part, values)
         if soft is not None and not soft.is_wide:
             soft.put(exps, 0)
+        if dbias is not None or len(dw.gradient):
+            given = h.dtype, part.targets, part_stats, loss_scale
+            coefficients = gradients.scaling(*given, in_reference=False).dx
         if len(dx.gradient):
             if stored >= vocab:
                 sums = dx.room(rows, loss_scale.dtype)
                 gradients.add_grad_hidden(sums, exps, w, accumulate=False, selection=selection)
-            dx.keep(rows, sums, part, part_stats)
+            dx.keep(rows, sums, part, part_stats, coefficients)
             del sums
-        if dbias is None and not len(dw.gradient):
+        if coefficients is None:
             continue
-        given = h.dtype, part.targets, part_stats, loss_scale
-        coefficients = gradients.scaling(*given, in_reference=False).dx
         target_coefficient[rows] = coefficients.target
         if every is not None and coefficients.every is not None:
             every[rows] = coefficients.every

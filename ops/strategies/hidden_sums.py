@@ -1,24 +1,28 @@
 """dX's sums Σ_v e_iv w_v - S_i w_y, kept by gradients in forward until their factors are known.
 
 A token's sums are final after its chunk, but the upstream gradient multiplies them, and dX is to be
-rounded once.  float32 sums would take as much memory again as a 16-bit dX.  So a sum is kept with
-16 significant bits: the sign, the exponent and the first 8 of these bits in the memory of its
-element of dX, as a bfloat16, and the other 8 in a byte beside it, rounded to nearest.  The relative
-error is at most 2⁻¹⁶, 256 times smaller than the one that the rounding of dX may make.
+rounded once.  float32 sums would take as much memory again as a 16-bit dX.  So a sum is kept in 20
+bits: 16 in the memory of its element of dX, as a bfloat16, and four beside it, rounded to nearest.
+The relative error is at most 2⁻¹³, 16 times smaller than that of the rounding of dX.
+
+Who asks for sums of dW in 16 bits has nothing beside dX: what is kept is dX for an upstream
+gradient of 1, rounded, which the backward multiplies.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from cutefce.ops.planning.step_memory import few_low_bits
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT
 from cutefce.ops.primitives.row_selection import restore_rows
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
-from cutefce.ops.strategies import windows
+from cutefce.ops.strategies.hidden_gradient import class_term, empty_low, finish_dx
 from cutefce.ops.strategies.loss_inputs import LossInputs
 
 
@@ -32,13 +36,26 @@ class HiddenSums:
     Where kernels select rows, sums are in the order of the selection, their halves in the call's.
     """
     low: Tensor
-    """(N, D) uint8, the third byte of each sum; no rows if `gradient` has the dtype of sums."""
+    """(N, D / 2) uint8, the low bits of each sum, or (N, D) of an odd D; no rows if `gradient` has
+    the dtype of sums, or is rounded."""
+    rounded: bool = False
+    """Whether `gradient` is dX for an upstream gradient of 1."""
 
     @classmethod
-    def empty(cls, gradient: Tensor, dtype: torch.dtype) -> "HiddenSums":
-        """Return uninitialized sums of `dtype` in the memory of `gradient` (N, D)."""
-        rows = len(gradient) if gradient.dtype != dtype else 0
-        return cls(gradient, gradient.new_empty(rows, gradient.shape[1], dtype=torch.uint8))
+    def empty(
+        cls, gradient: Tensor, dtype: torch.dtype, low_bits: int | None = None
+    ) -> "HiddenSums":
+        """Return uninitialized sums of `dtype` in the memory of `gradient` (N, D).
+
+        If that is narrower and `low_bits` is 0, dX is rounded; else sums are kept.
+        """
+        (rows, hidden), rounded = gradient.shape, gradient.dtype != dtype and low_bits == 0
+        rows = 0 if rounded or gradient.dtype == dtype else rows
+        return cls(gradient, empty_low(gradient, rows, hidden, few_low_bits(hidden)), rounded)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "HiddenSums":
+        """Return the sums with `function` of each tensor."""
+        return replace(self, gradient=function(self.gradient), low=function(self.low))
 
     def room(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Return where the products of `rows` are to be added, in `dtype`, before they are kept."""
@@ -51,43 +68,53 @@ class HiddenSums:
         products: Tensor,
         part: LossInputs[PartialT, TargetGradT],
         stats: RowStats,
+        coefficients: RowCoefficients | None,
     ) -> None:
         """Keep the sums of `rows`, whose targets are those of `part`.
 
-        `products` are Σ_v e_iv w_v, computed in `room`.
+        `products` are Σ_v e_iv w_v, computed in `room`.  If dX is rounded, `coefficients` are those
+        for an upstream gradient of 1.
         """
-        if len(self.low):
-            selection, kept, low = part.targets.selection, self.gradient, self.low
-            order = None if selection is None else selection.order
-            if order is None:
-                kept, low = kept[rows], low[rows]
+        selection = part.targets.selection
+        order = None if selection is None else selection.order
+        kept = self.gradient if order is not None else self.gradient[rows]
+        if self.rounded:
+            assert coefficients is not None
+            finish_dx(part, kept, products, coefficients, order)
+        elif len(self.low):
+            low = self.low if order is not None else self.low[rows]
             keep_sums = part.primitives.gradients.keep_sums
             keep_sums(kept, low, products, part.w, part.targets, stats, order)
         else:
-            coefficients = RowCoefficients.of_sums(stats, part.targets)
-            windows.finish_dx(part, products, products, coefficients)
+            sums = RowCoefficients.of_sums(stats, part.targets)
+            finish_dx(part, products, products, sums)
 
     def finish(
         self,
         inputs: LossInputs[PartialT, TargetGradT],
         stats: RowStats,
-        coefficients: RowCoefficients,
+        upstream: Tensor,
         selection: RowSelection | None = None,
     ) -> Tensor:
-        """Return dX in the order of the call, of which `selection` was computed.
+        """Return dX for the upstream gradient of the loss, () or (N,), in the order of the call.
 
-        It overwrites the sums.
+        `selection` was computed of it.  It overwrites the sums.
         """
+        gradients, targets = inputs.primitives.gradients, inputs.targets
+        is_placed = selection is not None and selection.is_on_device  # rows are in their places
+        if self.rounded:
+            factor = torch.where(targets.active, upstream.to(stats.rows.dtype), 0)
+            if selection is not None and is_placed:
+                factor = selection.restore(factor)
+            gradients.scale_rows(self.gradient, self.gradient, factor)
+            return restore_rows(None if is_placed else selection, self.gradient)
+        rows = gradients.scaling(inputs.h.dtype, targets, stats, upstream, in_reference=False).dx
         # what the target has beyond the part that the sums contain
-        beyond = coefficients.target + coefficients.scale * stats.sum_exp_others
-        coefficients = replace(coefficients, target=beyond)
-        if len(self.low):
-            operands = inputs.w, inputs.targets, coefficients
-            every, gradients = windows.class_term(inputs, coefficients), inputs.primitives.gradients
-            order = None
-            if selection is not None and selection.is_on_device:
-                order, selection = selection.order, None  # rows are in their places
-            gradients.finish_kept(self.gradient, self.low, *operands, every, order)
-        else:
-            windows.finish_dx(inputs, self.gradient, self.gradient, coefficients)
-        return restore_rows(selection, self.gradient)
+        rows = replace(rows, target=rows.target + rows.scale * stats.sum_exp_others)
+        if not len(self.low):
+            finish_dx(inputs, self.gradient, self.gradient, rows)
+            return restore_rows(selection, self.gradient)
+        operands = self.gradient, self.gradient, self.low, inputs.w, targets, rows
+        order = selection.order if selection is not None and is_placed else None
+        gradients.finish_kept(*operands, class_term(inputs, rows), order)
+        return restore_rows(None if is_placed else selection, self.gradient)

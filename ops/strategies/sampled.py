@@ -29,6 +29,7 @@ from cutefce.ops.sampling.interface import SamplingProjection
 from cutefce.ops.sampling.kernels import KernelSamples, is_in_place
 from cutefce.ops.sampling.samples import Samples, Sampling
 from cutefce.ops.strategies import windows
+from cutefce.ops.strategies.hidden_gradient import class_term, finish_dx
 from cutefce.ops.strategies.loss_inputs import LossInputs
 
 
@@ -119,7 +120,7 @@ def _grad_hidden(
     """Return dX (N, D) in the order of the call."""
     h, w, targets = inputs.h, inputs.w, inputs.targets
     dx = h.new_empty(inputs.tokens, h.shape[1], dtype=inputs.dx_dtype)
-    if windows.class_term(inputs, coefficients) is None:
+    if class_term(inputs, coefficients) is None:
         samples.grad_hidden(dx, w, targets, coefficients, order)
         return dx
     # the class row's part is added before dX is rounded
@@ -127,7 +128,7 @@ def _grad_hidden(
     samples.grad_hidden(sums, w, targets, coefficients, None)
     ones, zeros = targets.active.to(sums.dtype), torch.zeros_like(coefficients.target)
     own = replace(coefficients, scale=ones, target=zeros)
-    windows.finish_dx(inputs, dx, sums, own, order)
+    finish_dx(inputs, dx, sums, own, order)
     return dx
 
 

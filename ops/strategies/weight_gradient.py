@@ -20,13 +20,11 @@ from cutefce.ops.rows.selection import RowSelection
 
 @dataclass(frozen=True)
 class WeightGradient(Generic[TargetGradT]):
-    """What rows of dW are made of, beside exponentials."""
+    """What rows of dW are made of, beside exponentials and hidden states."""
 
     gradients: Gradients[TargetGradT]
     out: Tensor
     """(V, D)"""
-    scaled: Tensor
-    """(N, D) hidden states with the factors of tokens."""
     target_grad: TargetGradT
     grad_scale: Tensor
     """() factor of dW."""
@@ -38,27 +36,32 @@ class WeightGradient(Generic[TargetGradT]):
     adds: bool
     """Whether dW is added to what `out` holds."""
 
-    def finish(self, first: int, last: int, exps: Tensor) -> None:
-        """Write, or add, rows [first, last); `exps` (N, last - first) are their exponentials."""
+    def finish(self, first: int, last: int, exps: Tensor, scaled: Tensor) -> None:
+        """Write, or add, rows [first, last); `exps` (N, last - first) are their exponentials.
+
+        `scaled` (N, D) are the hidden states with the factors of tokens.
+        """
         rows = row_range(self.out, first, last)
         if not self.as_sums:
             term = self._term(first, last)
             last_step = first, self.grad_scale, term, self.selection
-            self.gradients.finish_dw(rows, exps, self.scaled, self.target_grad, *last_step)
+            self.gradients.finish_dw(rows, exps, scaled, self.target_grad, *last_step)
         elif not self.adds or can_add_in_place(self.out, exps.dtype, self.grad_scale.dtype):
-            self._sum(rows, exps, first, accumulate=self.adds)
+            self._sum(rows, exps, scaled, first, accumulate=self.adds)
         else:
             add = added_rows(rows.shape[1], self.grad_scale.itemsize, rows.device.type)
             room = self.grad_scale.new_empty(min(add, len(rows)), rows.shape[1])
             for part in blocks(len(rows), add):
                 sums = room[: part.stop - part.start]
-                self._sum(sums, exps[:, part], first + part.start, accumulate=False)
+                self._sum(sums, exps[:, part], scaled, first + part.start, accumulate=False)
                 add_rows(rows[part], sums)
 
-    def _sum(self, out: Tensor, exps: Tensor, first: int, *, accumulate: bool) -> None:
+    def _sum(
+        self, out: Tensor, exps: Tensor, scaled: Tensor, first: int, *, accumulate: bool
+    ) -> None:
         """Write the rows of dW from `first` on to `out` (K, D), in the dtype of sums, or add."""
         more: Any = {"accumulate": accumulate, "selection": self.selection}
-        self.gradients.add_grad_weight(out, exps, self.scaled, **more)
+        self.gradients.add_grad_weight(out, exps, scaled, **more)
         term = self._term(first, first + len(out))
         self.gradients.add_target_grad(out, self.target_grad, first, term)
         if exps.dtype == torch.float16:

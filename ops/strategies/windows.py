@@ -5,7 +5,7 @@ recomputed, window by window.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from cutefce.ops.primitives.interface import PartialT, target_logits
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
-from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.loss_terms import class_weights
 from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
 from cutefce.ops.rows.scaling import as_probabilities
@@ -25,6 +25,7 @@ from cutefce.ops.rows.targets import OUTPUTS, Targets
 from cutefce.ops.sampling.interface import SamplingProjection
 from cutefce.ops.sampling.samples import Samples
 from cutefce.ops.strategies.dw_views import free_tail, memory_of
+from cutefce.ops.strategies.hidden_gradient import HiddenGradient
 from cutefce.ops.strategies.loss_inputs import LossInputs
 from cutefce.ops.strategies.soft_entries import SoftEntries
 from cutefce.ops.strategies.weight_gradient import WeightGradient
@@ -119,6 +120,17 @@ def forward(
     return loss, stats
 
 
+class _Phase(NamedTuple):
+    """Columns of a backward whose exponentials have the same reference."""
+
+    columns: list[tuple[int, int, Tensor | None]]
+    """First and last of each window, and its exponentials if they are stored."""
+    reference: Tensor
+    """(N,) that recomputed ones are relative to."""
+    row_scale: Tensor | None
+    """(N,) factor of h in dW; None if `reference` contains it."""
+
+
 def backward(
     inputs: LossInputs[PartialT, TargetGradT],
     stats: RowStats,
@@ -129,6 +141,7 @@ def backward(
     dw: Tensor | None,
     dbias: Tensor | None = None,
     aliased: int = 0,
+    hidden_bits: int | None = None,
 ) -> Tensor | None:
     """Return dX (N, D) for the upstream gradient of the loss, (N,) or (); write `dw` (V, D).
 
@@ -141,99 +154,99 @@ def backward(
 
     The exponentials of the first `aliased` columns are in the memory of `dw`, which is written from
     its first row on, see `planning.dw_aliasing`.  If an earlier backward consumed them, factors are
-    applied as if they were stored, for equal bits.  More than eight parameters: results, and what
-    an earlier forward has left.
+    applied as if they were stored, for equal bits.  With `hidden_bits`, these are kept of dX's sums
+    beside 16.  More than eight parameters: results, and what an earlier forward has left.
     """
     gradients, h, w, targets = inputs.primitives.gradients, inputs.h, inputs.w, inputs.targets
-    nothing_stored = not stored and not aliased
     adds = inputs.accumulate_into is not None
     as_sums = adds or inputs.dw_dtype != w.dtype
-    uniform = upstream.ndim == 0 and not targets.scales_rows and not (as_sums and dw is not None)
-    in_reference = nothing_stored and (uniform or targets.has_narrow_entries(h.dtype))
-    scaling = gradients.scaling(h.dtype, targets, stats, upstream, in_reference=in_reference)
-    free, selection = None if as_sums else dw, targets.selection
-    sampled, columns = stored if isinstance(stored, Samples) else None, []
+    free, sampled = None if as_sums else dw, stored if isinstance(stored, Samples) else None
+    columns: list[tuple[int, int, Tensor | None]] = []
+    end = aliased
     if not isinstance(stored, Samples):
         columns = list(iter_windows(inputs, stored, aliased, window, in_dw=free is not None))
+        end = max((first + exps.shape[1] for first, exps in stored), default=aliased)
+    uniform = upstream.ndim == 0 and not targets.scales_rows and not (as_sums and dw is not None)
+    # the columns behind those that are stored, or were, whose factors are those of h in dW
+    later = [part for part in columns if part[0] >= end]
+    in_reference = uniform and bool(later) and (dw is not None or not end)
+    if targets.soft is not None:
+        nothing_stored = not stored and not aliased
+        in_reference = nothing_stored and (uniform or targets.has_narrow_entries(h.dtype))
+    scaling = gradients.scaling(h.dtype, targets, stats, upstream, in_reference=in_reference)
+    phases = [_Phase(columns, scaling.reference, scaling.row_scale)]
+    if in_reference and end:
+        before = columns[: len(columns) - len(later)]
+        own = _Phase(before, stats.reference, scaling.relative)
+        phases = [own, _Phase(later, scaling.reference, None)]
     every = None if dw is None else every_row(inputs, scaling.every)
-    dx_sums = scaling.target.new_empty(inputs.tokens, h.shape[1]) if grad_hidden else None
-    recomputes = sampled is not None or any(exps is None for *_, exps in columns)
-    scales = dw is not None and scaling.row_scale is not None
-    rows_h, scaled, weight = h, h, None
     soft = SoftEntries.of(inputs, scaling.entries, in_reference=in_reference or sampled is not None)
-    if recomputes or (dw is not None and not scales):
-        rows_h = scaled = inputs.selected()
+    if sampled is not None and targets.soft is not None and scaling.entries is not None:
+        sampled = sampled.with_terms(targets.soft.index, scaling.entries)
+    dx = None
+    if grad_hidden:
+        dx = HiddenGradient.empty(inputs, scaling.target.dtype, hidden_bits)
+    weight = None
     if dw is not None:
-        if scales:
-            scaled = inputs.selected(scaling.row_scale)
         others = None if soft is None else soft.terms(scaling.row_scale)
         target_grad = gradients.target_grad(h, scaling.target, targets, others)
-        operands = scaled, target_grad, scaling.grad_scale, every, selection
+        operands = target_grad, scaling.grad_scale, every, targets.selection
         weight = WeightGradient(gradients, dw, *operands, as_sums, adds)
         del operands, target_grad, others
-    factors = None
-    if dbias is not None:
-        factors = RowFactors.ones(h)
-        if scaling.row_scale is not None:
-            factors = RowFactors.of(scaling.row_scale, h.dtype)
-    parts: Iterator[tuple[int, int, Any]]
-    if sampled is not None:
-        projection = cast(SamplingProjection[PartialT], inputs.primitives.projection)
-        if targets.soft is not None and scaling.entries is not None:
-            sampled = sampled.with_terms(targets.soft.index, scaling.entries)
-        given = rows_h, w, sampled, scaling.reference, targets, window
-        parts = projection.sampled_exps(*given)
-        del given
-    else:
-        parts = _iter_exps(inputs, rows_h, scaling.reference, columns, free, soft)
-    for first, last, exps in parts:
-        if scaling.factor is not None:
-            scale_by_log(exps, *scaling.factor)
-        if dx_sums is not None:
-            more: Any = {"accumulate": first > 0, "selection": selection}
-            gradients.add_grad_hidden(dx_sums, exps, row_range(w, first, last), **more)
-        if dbias is not None and factors is not None:
-            dbias[first:last] = factors.sum(exps)
-        if weight is not None:
-            if soft is not None:
-                soft.clear(exps, first)
-            weight.finish(first, last, exps)
+    for phase in phases:
+        if phase is not phases[0] and dx is not None and scaling.relative is not None:
+            dx.scale_rows(gradients, scaling.relative)
+        scaled, parts = _operands(inputs, phase, weight, sampled, window, free, soft)
+        factors = None
+        if dbias is not None:
+            factors = RowFactors.ones(h)
+            if phase.row_scale is not None:
+                factors = RowFactors.of(phase.row_scale, h.dtype)
+        exps = None
+        for first, last, exps in parts:
+            if scaling.factor is not None:
+                scale_by_log(exps, *scaling.factor)
+            if dx is not None:
+                dx.add(gradients, exps, row_range(w, first, last), accumulate=first > 0)
+            if dbias is not None and factors is not None:
+                dbias[first:last] = factors.sum(exps)
+            if weight is not None:
+                if soft is not None:
+                    soft.clear(exps, first)
+                weight.finish(first, last, exps, scaled)
+        del scaled, parts, exps  # freed before other hidden states, or dX, are allocated
     if dbias is not None:
         finish_dbias(dbias, targets, scaling.target, scaling.every)
         dbias.mul_(scaling.grad_scale)
-    if dx_sums is None:
-        return None
-    del parts, exps, rows_h, scaled, weight  # freed before dX is allocated
-    if selection is None and dx_sums.dtype == inputs.dx_dtype:
-        finish_dx(inputs, dx_sums, dx_sums, scaling.dx)
-        return dx_sums
-    dx = dx_sums.new_empty(dx_sums.shape, dtype=inputs.dx_dtype)
-    finish_dx(inputs, dx, dx_sums, scaling.dx, None if selection is None else selection.order)
-    return dx
+    del weight
+    return None if dx is None else dx.finish(inputs, scaling.dx)
 
 
-def finish_dx(
+def _operands(
     inputs: LossInputs[PartialT, TargetGradT],
-    out: Tensor,
-    sums: Tensor,
-    coefficients: RowCoefficients,
-    order: Tensor | None = None,
-) -> None:
-    """Write dX (N, D) of its `sums` to `out`, which may be `sums`.
+    phase: _Phase,
+    weight: WeightGradient[TargetGradT] | None,
+    sampled: Samples | None,
+    window: int,
+    dw: Tensor | None,
+    soft: SoftEntries[PartialT] | None,
+) -> tuple[Tensor, Iterator[tuple[int, int, Any]]]:
+    """Return the hidden states that make dW in a phase, and its windows with exponentials.
 
-    With `order` (N,), row i of `sums` becomes row order_i of `out`, which is not `sums` then.
+    Recomputed ones may use the memory of `dw`.
     """
-    gradients, every = inputs.primitives.gradients, class_term(inputs, coefficients)
-    gradients.finish_dx(out, sums, inputs.w, inputs.targets, coefficients, every, order)
-
-
-def class_term(
-    inputs: LossInputs[PartialT, TargetGradT], coefficients: RowCoefficients
-) -> RankOne | None:
-    """Return the class row's part of dX (N, D), None without label smoothing."""
-    if coefficients.every is None or inputs.class_row is None:
-        return None
-    return RankOne(coefficients.every, inputs.class_row)
+    scaled = rows_h = inputs.h
+    scales = weight is not None and phase.row_scale is not None
+    recomputes = sampled is not None or any(exps is None for *_, exps in phase.columns)
+    if recomputes or (weight is not None and not scales):
+        rows_h = scaled = inputs.selected()
+    if scales:
+        scaled = inputs.selected(phase.row_scale)
+    if sampled is None:
+        return scaled, _iter_exps(inputs, rows_h, phase.reference, phase.columns, dw, soft)
+    projection = cast(SamplingProjection[PartialT], inputs.primitives.projection)
+    given = rows_h, inputs.w, sampled, phase.reference, inputs.targets, window
+    return scaled, projection.sampled_exps(*given)
 
 
 def every_row(inputs: LossInputs[PartialT, TargetGradT], every: Tensor | None) -> RankOne | None:

@@ -1,6 +1,7 @@
 """The kernels: every configuration, sizes past 2³¹, repair, and the choice of implementation."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -18,7 +19,7 @@ from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import report
-from cutefce.cute_kernels.problem import GRADIENT_LOSS, MIN_SELECTED, Problem
+from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOW_BITS, MIN_SELECTED, Problem
 from cutefce.cute_kernels.variant import (
     IDENTITY,
     SUM_ONLY,
@@ -28,6 +29,8 @@ from cutefce.cute_kernels.variant import (
 )
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat, forward_semaphore_count
 from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.planning.dw_aliasing import DwMemory
+from cutefce.ops.planning.window_layout import WindowLayout
 from cutefce.ops.primitives import (
     cute_gradients,
     cute_projection,
@@ -713,11 +716,15 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX
         for term in (None, matrix):
             gradients.finish_dx(out, case.h.float(), case.w, targets, coefficients, term)
-    low = torch.empty(case.h.shape, dtype=torch.uint8)
     kept, rows = torch.empty_like(case.h), (case.w, targets)
+    for columns in (64, 32):  # of low bits
+        low = torch.empty(300, columns, dtype=torch.uint8)
+        for term in (None, matrix):
+            gradients.finish_kept(case.h.clone(), kept, low, *rows, coefficients, term)
+        gradients.scale_kept_rows(kept, low, logit)
+        if default.grad_weight:
+            gradients.keep_dx(kept, low, exps[:, :1500], case.w, accumulate=True)
     gradients.keep_sums(kept, low, case.h.float(), *rows, stats)
-    for term in (None, matrix):
-        gradients.finish_kept(kept, low, *rows, coefficients, term)
     scaled = torch.empty_like(case.h)
     gradients.scale_rows(scaled, case.h, logit)
     gradients.add_grad_hidden(case.h.float(), exps[:, :1500], case.w, accumulate=True)
@@ -740,19 +747,20 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
         gradients.keep_dw(kept, seed, *operands, accumulate=True)
     names = ["TargetLogit", *["ProjectExp"] * 2, "ReducePartials", *["ProjectExp"] * 2]
     names += [*["RowCoefficients"] * 2, *["ScaleAddRows"] * 4]
-    names += [*["KeptSums"] * 3, "ScaleAddRows"]
+    steps_of_kept = ["KeptSums", "KeptSums", "ScaleKept", *["GradGemm"] * bool(default.grad_weight)]
+    names += [*steps_of_kept, *steps_of_kept, "KeptSums", "ScaleAddRows"]
     if default.grad_weight:
         names += ["GradGemm", "SortTargets", *["GradGemm"] * 3, "AddTargets"]
         names += [*["GradGemm"] * 2, "ScaleKept"] * 2 + ["GradGemm"] * 2
     if default.grad_weight:
         kernels = kernel_set.kernel_set(arch, "bfloat16", default)
         problem = Problem(300, 64, 1500, "bfloat16", "cuda", arch=arch.name)
-        for selects in (False, True):
-            step = FusedStep(problem, kernels, 132, 1504, selects)
-            _, stats, exps, order = step.forward(case.h, case.w, case.y, LossOptions())
-            given = case.h, case.w, case.y, stats.rows, exps, order, LossOptions()
-            step.backward(logit[0], *given)
-        names += ["FusedForward", "GradGemm", "FusedBackward"] * 2
+        for kind in itertools.product((False, True), (None, *LOW_BITS)):
+            layout = WindowLayout.of(DwMemory(300, 64, 1500, 16), 64, 512, 256)
+            step = FusedStep(problem, kernels, 132, layout, *kind)
+            _, saved = step.forward(case.h, case.w, case.y, LossOptions())
+            step.backward(logit[0], case.h, case.w, case.y, saved, LossOptions())
+        names += ["FusedForward", "FusedBackward"] * 6
     assert [kernel.__name__ for kernel in launched] == [f"{name}Spec" for name in names]
 
 
@@ -793,7 +801,8 @@ def test_fused_steps_launch_the_kernels_of_separate_ones(arch: Arch) -> None:
         names = ("target_logit", "reduce_partials", "repair_exps", "select_rows", "gather_rows")
         assert all(getattr(forward, name) == getattr(kernels, name) for name in names)
         assert forward.project_exp == kernels.row_sums_and_exps
-        of_both = ("row_coefficients", "sort_targets", "grad_weight", "finish_dx")
+        of_both = ["row_coefficients", "sort_targets", "grad_weight", "finish_dx", "exps"]
+        of_both += ["grad_hidden", "grad_hidden_short", "gather_rows"]
         assert all(getattr(backward, name) == getattr(kernels, name) for name in of_both)
         scales = kernels.gather_scaled_rows if selects else kernels.scale_rows
         assert backward.scale_rows == scales

@@ -18,17 +18,22 @@ from bench.harness.accuracy import relative_error
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
-from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.kernel_set import KernelSet, kernel_set
-from cutefce.cute_kernels.problem import LOWEST_LOGIT
-from cutefce.cute_kernels.spec import GradGemmSpec, KernelSpec, ScaleAddRowsSpec
+from cutefce.cute_kernels.problem import LOW_BITS, LOWEST_LOGIT
+from cutefce.cute_kernels.spec import (
+    OUT_AND_SUMS,
+    GradGemmSpec,
+    KernelSpec,
+    ScaleAddRowsSpec,
+)
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant, LogitTransform, RowReductions
 from cutefce.cute_kernels.workspace import FIRST_FLAG, Coefficient, Semaphore, Stat
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning.planner import Plan
-from cutefce.ops.primitives.elementwise import joined_sums
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.kept_sums import joined_sums
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.scaling import scaling_of
 from cutefce.ops.rows.statistics import RowStats, token_losses
@@ -37,11 +42,13 @@ from tests.emulation.cases import Case, check, check_counted, launch_of_counted,
 from tests.emulation.core import Stuck
 from tests.emulation.hopper import run
 from tests.emulation.host import host_function
+from tests.support.kept_sums import split_sums
 from tests.support.kernel_models import serve_calls
 from tests.support.options import exact, options_case
 from tests.support.reference import (
     PLANS,
     assert_as_accurate,
+    evaluate,
     loss_of_plan,
     planned,
     random_case,
@@ -410,8 +417,8 @@ def test_scaled_rows(kernel: ScaleAddRowsSpec, hidden: int, scatters: int) -> No
 
 @pytest.mark.parametrize("scatters", [0, 1], ids=["in place", "scattered"])
 @pytest.mark.parametrize("rank_one", [False, True], ids=["plain", "with a matrix of rank one"])
-@pytest.mark.parametrize("hidden", [8, 2064])
-def test_kept_sums(hidden: int, rank_one: bool, scatters: int) -> None:
+@pytest.mark.parametrize(("hidden", "low_bits"), [(8, 4), (2064, 4), (2064, 8)])
+def test_kept_sums(hidden: int, low_bits: int, rank_one: bool, scatters: int) -> None:
     """Ignored rows, targets beyond the vocabulary, and sums of all sizes."""
     kernels, generator = kernels_of(PINGPONG), torch.Generator().manual_seed(0)
     bits = torch.randint(-(1 << 31), 1 << 31, (7, hidden), generator=generator)
@@ -421,25 +428,46 @@ def test_kept_sums(hidden: int, rank_one: bool, scatters: int) -> None:
     target, others = torch.tensor([3, -100, 0, 7, -1, 2, 1]), 100 * torch.rand(7)
     stats = RowStats(torch.stack([torch.zeros(7), others, others + 1, torch.zeros(7)]))
     targets = Targets(target, 4, LossOptions())
-    kept, low = torch.empty(7, hidden).bfloat16(), torch.empty(7, hidden, dtype=torch.uint8)
-    want, want_low = torch.empty_like(kept), torch.empty_like(low)
-    places = torch.tensor([5, 3, 6, 0, 2, 1, 4]), scatters
-    order = places[0] if scatters else torch.arange(7)
-    run(kernels.keep_sums, kept, low, sums, table, target, others, -100, *places)
+    kept, columns = torch.empty(7, hidden).bfloat16(), hidden * low_bits // 8
+    low = torch.empty(7, round_up(columns, 16), dtype=torch.uint8)[:, :columns]
+    want, want_low = torch.empty_like(kept), torch.empty(7, columns, dtype=torch.uint8)
+    order = torch.tensor([5, 3, 6, 0, 2, 1, 4])
+    places = order if scatters else torch.arange(7)
+    keep = dataclasses.replace(kernels.keep_sums, low_bits=low_bits)
+    run(keep, kept, low, sums, table, target, others, -100, order, scatters)
     PortableGradients(16).keep_sums(want, want_low, sums, table, targets, stats)
     is_nan = joined_sums(want, want_low).isnan()
-    assert torch.equal(joined_sums(kept, low)[order].isnan(), is_nan)
-    pairs = (kept.view(torch.int16), want.view(torch.int16)), (low, want_low)
-    assert all(torch.equal(a[order][~is_nan], b[~is_nan]) for a, b in pairs)
+    assert torch.equal(joined_sums(kept, low)[places].isnan(), is_nan)
+    pair = joined_sums(kept, low)[places], joined_sums(want, want_low)
+    assert torch.equal(*(sums[~is_nan].view(torch.int32) for sums in pair))
     scale, target_scale, factor, row = *torch.randn(3, 7), torch.randn(hidden)
     scale[5] = target_scale[5] = factor[5] = 0.0
     term = RankOne(factor, row) if rank_one else None
-    kernel = dataclasses.replace(kernels.finish_kept, rank_one=rank_one)
-    operand = (factor, row) if term else None
-    run(kernel, kept, low, table, target, scale, target_scale, operand, *places)
+    kernel = kernels.kept_hidden_kernels[low_bits].finish
+    kernel = dataclasses.replace(kernel, rank_one=rank_one)
+    more = table, target, scale, target_scale, (factor, row) if term else None, order
+    # of sums in the order of the targets
+    out = torch.full_like(kept, torch.nan)
+    run(kernel, out, want.clone(), want_low, *more, scatters)
+    run(kernel, kept, kept, low, *more, OUT_AND_SUMS if scatters else 0)
     coefficients = RowCoefficients(scale, target_scale)
-    PortableGradients(16).finish_kept(want, want_low, table, targets, coefficients, term)
-    torch.testing.assert_close(kept[order], want, rtol=0.0, atol=0.0, equal_nan=True)
+    PortableGradients(16).finish_kept(want, want, want_low, table, targets, coefficients, term)
+    for dx in (out, kept):
+        torch.testing.assert_close(dx[places], want, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("low_bits", LOW_BITS)
+def test_rows_of_kept_sums_are_scaled(low_bits: int) -> None:
+    kernels, sums, scale = kernels_of(PINGPONG), torch.randn(5, 72), torch.randn(5)
+    scale[2] = torch.nan
+    kept, columns = torch.empty(5, 72).bfloat16(), 72 * low_bits // 8
+    low = torch.empty(5, round_up(columns, 16), dtype=torch.uint8)[:, :columns]
+    split_sums(kept, low, sums)
+    want, want_low = kept.clone(), low.contiguous()
+    run(kernels.kept_hidden_kernels[low_bits].scale_rows, kept, low, scale)
+    PortableGradients(16).scale_kept_rows(want, want_low, scale)
+    got, expected = joined_sums(kept, low), joined_sums(want, want_low)
+    torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def test_added_targets() -> None:
@@ -720,6 +748,25 @@ def test_every_strategy(
     case.upstream.fill_(1.0)
     names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
     assert_as_accurate(planned(case, small_tiles.window, *plan), case, names)
+
+
+@pytest.mark.parametrize(("columns", "bits"), [((0, 0), 8), ((64, 128), 4)], ids=str)
+def test_windows_with_kept_sums(
+    columns: tuple[int, int],
+    bits: int,
+    small_tiles: PortableTiles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stored exponentials, then probabilities, of rows that count."""
+    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE)
+    emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
+    serve_calls(monkeypatch, ARCH, small_tiles, selects=True, configs=configs, **emulated)
+    case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0.5)
+    case.upstream.fill_(-0.37)
+    scalar = dataclasses.replace(case, upstream=torch.tensor(-0.37))
+    plan = Plan("windows", small_tiles.window, *columns, 70, True, True, hidden_bits=bits)
+    got = evaluate(scalar, lambda h, w: loss_of_plan(h, w, case.y, plan, LossOptions("sum")))
+    assert_as_accurate(got, case, ("dx", "dw"))
 
 
 @pytest.mark.parametrize("grad_hidden", [COOPERATIVE, None], ids=["a kernel", "cuBLAS"])

@@ -14,12 +14,16 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
 from cutefce.cute_kernels.kernel_set import KernelSet, kernel_set
 from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.workspace import ExpsMemory
 from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.planning.dw_aliasing import DwMemory
+from cutefce.ops.planning.window_layout import WindowLayout
 from cutefce.ops.primitives.dispatch import kernel_primitives
-from cutefce.ops.primitives.fused_step import FusedStep
+from cutefce.ops.primitives.fused_step import FusedStep, can_fuse
 from cutefce.ops.primitives.row_selection import select_on_device
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.strategies import windows
+from cutefce.ops.strategies.dw_views import aliased_views
 from cutefce.ops.strategies.loss_inputs import LossInputs
 from tests.emulation.hopper import run
 from tests.support.kernel_models import use_models
@@ -27,20 +31,28 @@ from tests.support.reference import Case, random_case
 
 TALL = GemmConfig(128, 64, cluster=2, stages=3, pingpong=True)
 COOPERATIVE = GemmConfig(128, 64, cluster=1, stages=3, pingpong=False)
-TOKENS, HIDDEN, VOCAB, COLUMNS = 150, 72, 333, 336
+TOKENS, HIDDEN, VOCAB, BLOCK, LEAST = 150, 72, 333, 16, 32
 NUM_SMS = 2
+MEMORY = DwMemory(TOKENS, HIDDEN, VOCAB, BLOCK)
+KEPT = WindowLayout.of(MEMORY, 0, 336, LEAST)
+"""All exponentials."""
+WINDOWS = WindowLayout.of(MEMORY, 144, 48, LEAST)
+"""Some in the memory of dW, some kept, and some computed again, in dW and in a buffer."""
+SHORT = 48
+"""Columns from which windows have the kernel of dX of many."""
 Results = tuple[Tensor, ...]
 
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     use_models(monkeypatch, lambda kernel: functools.partial(run, kernel))
+    monkeypatch.setattr(KernelConfigs, "SHORT", SHORT)
 
 
 @functools.cache
 def kernels_of(config: GemmConfig, own_dx: bool) -> KernelSet:
-    grad_hidden = config if own_dx else None
-    configs = KernelConfigs(config, grad_hidden, config, grad_hidden)
+    grad_hidden, short = (config, TALL) if own_dx else (None, None)
+    configs = KernelConfigs(config, grad_hidden, config, short)
     return kernel_set(arch_named("sm_90a"), "bfloat16", configs)
 
 
@@ -51,18 +63,33 @@ def random_problem(far: bool) -> Case:
     return case
 
 
-def fused(case: Case, kernels: KernelSet, selects: bool, options: LossOptions) -> Results:
+def fused(
+    case: Case,
+    kernels: KernelSet,
+    selects: bool,
+    options: LossOptions,
+    layout: WindowLayout,
+    bits: int | None,
+) -> Results:
     problem = Problem(TOKENS, HIDDEN, VOCAB, "bfloat16", "cuda", arch="sm_90a")
-    step = FusedStep(problem, kernels, NUM_SMS, COLUMNS, selects)
-    loss, stats, exps, selection = step.forward(case.h, case.w, case.y, options)
-    upstream = upstream_of(case, options, selection)
-    given = case.h, case.w, case.y, stats.rows, exps, selection, options
-    return loss, stats.rows, *step.backward(upstream, *given)
+    assert can_fuse(problem, kernels, NUM_SMS, layout, selects, bits)
+    step = FusedStep(problem, kernels, NUM_SMS, layout, selects, bits)
+    loss, saved = step.forward(case.h, case.w, case.y, options)
+    upstream = upstream_of(case, options, saved.selection)
+    dx, dw = step.backward(upstream, case.h, case.w, case.y, saved, options)
+    return loss, saved.stats, dx, dw
 
 
-def separate(case: Case, kernels: KernelSet, selects: bool, options: LossOptions) -> Results:
+def separate(
+    case: Case,
+    kernels: KernelSet,
+    selects: bool,
+    options: LossOptions,
+    layout: WindowLayout,
+    bits: int | None,
+) -> Results:
     """Return what `fused` does, by one host function a kernel."""
-    primitives = kernel_primitives(PortableTiles(512, 128, 128, 64), kernels, NUM_SMS)
+    primitives = kernel_primitives(PortableTiles(2 * LEAST, BLOCK, BLOCK, 64), kernels, NUM_SMS)
     selection, y = None, case.y
     if selects:
         selection = select_on_device("sm_90a", y, -100, TOKENS)
@@ -70,10 +97,14 @@ def separate(case: Case, kernels: KernelSet, selects: bool, options: LossOptions
     targets = Targets(y, VOCAB, options)
     targets.selection = selection
     inputs: Any = LossInputs(primitives, case.h, case.w, targets, case.h.dtype, case.w.dtype)
-    stored = [(0, case.h.new_empty(TOKENS, COLUMNS))]
+    dw, aliased = torch.empty_like(case.w), layout.aliased
+    stored = aliased_views(dw, MEMORY, aliased)
+    if layout.kept:
+        stored.append((aliased, case.h.new_empty(TOKENS, layout.kept)))
     loss, stats = windows.forward(inputs, stored)
-    dw, upstream = torch.empty_like(case.w), upstream_of(case, options, selection)
-    dx = windows.backward(inputs, stats, stored, upstream, 512, True, dw)
+    upstream = upstream_of(case, options, selection)
+    step = stats, stored, upstream, 2 * LEAST, True
+    dx = windows.backward(inputs, *step, dw, None, aliased, bits)
     assert dx is not None
     return loss, stats.rows, dx, dw
 
@@ -84,24 +115,39 @@ def upstream_of(case: Case, options: LossOptions, selection: Any) -> Tensor:
     return case.upstream if selection is None else selection.take(case.upstream)
 
 
+def test_windows_are_of_all_kinds() -> None:
+    kinds = {(window.memory, window.recomputed) for window in WINDOWS.windows}
+    stored = (ExpsMemory.DW, False), (ExpsMemory.KEPT, False)
+    assert kinds == {*stored, (ExpsMemory.DW, True), (ExpsMemory.BUFFER, True)}
+    widths = [window.last - window.first for window in WINDOWS.windows]
+    assert min(widths) < SHORT <= max(widths)
+
+
+@pytest.mark.parametrize(
+    ("layout", "bits"),
+    [(KEPT, None), (WINDOWS, None), (WINDOWS, 4), (WINDOWS, 8)],
+    ids=["kept", "windows", "20 bits", "24 bits"],
+)
 @pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
 @pytest.mark.parametrize(
     ("reduction", "far"), [("mean", False), ("none", True)], ids=["mean-near", "none-far rows"]
 )
-def test_it_equals_its_kernels(reduction: str, selects: bool, far: bool) -> None:
+def test_it_equals_its_kernels(
+    reduction: str, selects: bool, far: bool, layout: WindowLayout, bits: int | None
+) -> None:
     case, options = random_problem(far), LossOptions(reduction)
     kernels = kernels_of(COOPERATIVE, own_dx=far)
-    got = fused(case, kernels, selects, options)
-    want = separate(case, kernels, selects, options)
+    got = fused(case, kernels, selects, options, layout, bits)
+    want = separate(case, kernels, selects, options, layout, bits)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("config", [TALL, COOPERATIVE], ids=str)
 @pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
-def test_it_is_right(selects: bool, config: GemmConfig) -> None:
-    case = random_problem(far=False)
-    loss, _, dx, dw = fused(case, kernels_of(config, own_dx=True), selects, LossOptions())
+@pytest.mark.parametrize("bits", [None, 4], ids=["float32", "20 bits"])
+def test_it_is_right(selects: bool, bits: int | None) -> None:
+    case, kernels = random_problem(far=False), kernels_of(TALL, own_dx=True)
+    loss, _, dx, dw = fused(case, kernels, selects, LossOptions(), WINDOWS, bits)
     h, w = (x.double().requires_grad_() for x in (case.h, case.w))
     want = F.cross_entropy(h @ w.t(), case.y)
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)

@@ -13,8 +13,7 @@ from cutefce.cute_kernels.arch.sm90 import GRAD_KEPT
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.spec import GradGemmSpec
-from cutefce.ops.primitives.elementwise import joined_sums
-from cutefce.ops.rows.random_rounding import round_at_random_
+from cutefce.ops.rows.kept_sums import joined_sums, round_at_random_
 from tests.emulation.core import Stuck
 from tests.emulation.hopper import run
 from tests.emulation.host import host_function

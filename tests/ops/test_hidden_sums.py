@@ -1,5 +1,6 @@
 """HiddenSums, and what they serve: two products for a frozen head in chunks of tokens."""
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -13,12 +14,14 @@ from torch import Tensor
 import cutefce
 from bench.harness.accuracy import relative_error
 from bench.harness.reference import unfused
+from cutefce.autotune_cache.defaults import window_configs
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.cute_kernels.problem import LOW_BITS, Problem
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.planning.planner import Plan
-from cutefce.ops.primitives.elementwise import joined_sums
+from cutefce.ops.planning.planner import Plan, make_plan
+from cutefce.ops.rows.kept_sums import joined_sums
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from tests.support.kept_sums import split_sums
 from tests.support.kernel_models import serve_calls
@@ -33,10 +36,10 @@ from tests.support.reference import (
 )
 
 
-def kept(values: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def kept(values: Tensor, low_bits: int) -> Tensor:
     """Return what is kept of float32 sums (N, D)."""
-    upper = torch.empty(values.shape, dtype=dtype)
-    low = torch.empty(values.shape, dtype=torch.uint8)
+    upper = torch.empty(values.shape, dtype=torch.bfloat16)
+    low = torch.empty(len(values), values.shape[1] * low_bits // 8, dtype=torch.uint8)
     split_sums(upper, low, values)
     return joined_sums(upper, low)
 
@@ -55,12 +58,13 @@ HALF_WAY = st.builds(
 """Those of numbers near the middle between two bfloat16."""
 
 
+@pytest.mark.parametrize("low_bits", LOW_BITS)
 @given(bits=st.lists(FLOATS | HALF_WAY, min_size=1, max_size=64))
 @example(bits=[0x17F80, 0x3F807F80, 0x7F7FFFFF, 0x3F808080])
-def test_any_sum_keeps_16_bits(bits: list[int]) -> None:
+def test_what_is_kept_of_any_sum(low_bits: int, bits: list[int]) -> None:
     """Rounding what is kept gives the rounded sum, unless that is nearly half-way to another."""
-    values = as_float(bits)
-    got = kept(values)
+    values, half_unit = as_float(bits + bits[: len(bits) % 2]), 1 << 15 - low_bits
+    got = kept(values, low_bits)
     assert torch.equal(got.isnan(), values.isnan())
     assert torch.equal(got.to(torch.bfloat16).isnan(), values.isnan())
     numbers = ~values.isnan()
@@ -70,15 +74,16 @@ def test_any_sum_keeps_16_bits(bits: list[int]) -> None:
     assert torch.equal(got.signbit(), values.signbit())
     beyond_half = (values.view(torch.int32) & 0xFFFF) - 0x8000
     apart = (halves.view(torch.int16).int() - rounded.view(torch.int16).int()).abs()
-    assert (apart <= (beyond_half.abs() <= 0x80)).all()
+    assert (apart <= (beyond_half.abs() <= half_unit)).all()
     normal = got.isfinite() & (values.abs() >= torch.finfo(torch.float32).tiny)
     got, values = got[normal].double(), values[normal].double()
-    assert ((got - values).abs() <= values.abs() * 2.0**-16).all()
+    assert ((got - values).abs() <= values.abs() * 2.0 ** -(8 + low_bits)).all()
 
 
-def test_no_bias_is_in_what_is_kept() -> None:
+@pytest.mark.parametrize("low_bits", LOW_BITS)
+def test_no_bias_is_in_what_is_kept(low_bits: int) -> None:
     values = torch.rand(1000, 100) + 1
-    errors = (kept(values).double() - values.double()) / values.double()
+    errors = (kept(values, low_bits).double() - values.double()) / values.double()
     spread = float(errors.std()) / math.sqrt(errors.numel())
     assert abs(float(errors.mean())) < 5 * spread
 
@@ -310,3 +315,53 @@ def test_outputs_of_windows_inside_chunks(on_kernels: None) -> None:
     for a, b in zip(*(result[:-1] for result in results), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert relative_error(results[0][-1], results[1][-1]) < 2.0**-9
+
+
+# dX rounded for an upstream gradient of 1
+
+
+def rounded_step(
+    x: Any, plan: Plan, upstream: float, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    h, w = (t.detach().clone().requires_grad_() for t in (x.h, x.w))
+    with fixed_plan(plan):
+        loss = cutefce.linear_cross_entropy(h, w, x.y, **options)
+    dx, dw = torch.autograd.grad(loss, (h, w), torch.tensor(upstream, dtype=loss.dtype))
+    return dx, dw
+
+
+def rounding_plan(bits: int | None) -> Plan:
+    return Plan("gradients_in_forward", 64, 0, 336, 64, True, True, hidden_bits=bits)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in PER_TOKEN])
+def test_a_rounded_dx_is_dx(name: str, on_kernels: None) -> None:
+    """For a power of 2; another upstream gradient rounds it once more."""
+    x = options_case([name], 150, 48, 333, dtype=torch.bfloat16, ignored=0.3)
+    x.case.h[x.case.y == -100] = torch.nan
+    for upstream, allowed in ((1.0, 2.0**-10), (-4.0, 2.0**-10), (0.37, 2.0**-8)):
+        dx, dw = rounded_step(x.case, rounding_plan(None), upstream, **x.options)
+        got, same = rounded_step(x.case, rounding_plan(0), upstream, **x.options)
+        assert torch.equal(dw, same) and not got[x.case.y == -100].any()
+        assert relative_error(got, dx) <= allowed
+
+
+@pytest.mark.parametrize("upstream", [torch.inf, torch.nan, 0.0])
+def test_ignored_rows_of_a_rounded_dx_are_0(upstream: float, on_kernels: None) -> None:
+    case = random_case(150, 48, 333, dtype=torch.bfloat16)
+    got, _ = rounded_step(case, rounding_plan(0), upstream)
+    ignored = case.y == -100
+    assert ignored.any() and not got[ignored].any()
+    assert got[~ignored].isfinite().all() == (upstream == 0)
+
+
+def test_a_rounded_dx_takes_no_memory_beside() -> None:
+    problem = Problem(32768, 4096, 131072, "bfloat16", "cuda", arch="sm_90a")
+    exact, rounds = (
+        make_plan(
+            dataclasses.replace(problem, random_sums=random), window_configs(problem), n, True
+        )
+        for random, n in ((False, 4 << 30), (True, 256 << 20))
+    )
+    assert (exact.in_forward, exact.hidden_bits) == (True, None)
+    assert (rounds.in_forward, rounds.hidden_bits, rounds.chunk >= 768) == (True, 0, True)

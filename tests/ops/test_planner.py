@@ -32,6 +32,7 @@ from cutefce.ops.planning.planner import (
     Plan,
     make_plan,
 )
+from cutefce.ops.planning.step_memory import can_keep_hidden
 from cutefce.ops.planning.time_model import chunked_seconds, windows_seconds
 
 GIB = 1 << 30
@@ -49,6 +50,15 @@ def test_the_ends_of_the_budget() -> None:
     assert (everything.strategy, nothing.strategy) == ("windows", "windows")
     assert everything.kept >= LLAMA.vocab and nothing.kept <= nothing.window
     assert nothing.workspace_bytes < everything.workspace_bytes / 4
+
+
+def test_min_leaves_out_a_short_last_window() -> None:
+    few = Problem(256, 1024, 32000, "bfloat16", "cuda", arch="sm_90a")
+    small, memory = plan(few, MINIMUM), DwMemory(256, 1024, 32000, 256)
+    most = memory.most_aliased(small.window // 2)
+    *widths, last = memory.aliased_widths(most)
+    assert last < min(widths) and memory.aliased_widths(small.aliased) == widths
+    assert small.workspace_bytes <= FLOOR * plan(few, 0).workspace_bytes
 
 
 def test_default_budget_keeps_everything_of_a_usual_step() -> None:
@@ -179,7 +189,11 @@ def all_windows(
 
     They alias none or all that there is room for; any number where the others are kept.
     """
-    for config in configs:
+    kinds: list[tuple[PortableTiles, int | None]]
+    kinds = [(config, None) for config in configs[: planner.FLOAT32_WIDTHS]]
+    if can_keep_hidden(p):
+        kinds += [(config, planner.kept_hidden_bits(p, config)) for config in configs]
+    for config, bits in kinds:
         width, block = config.window, config.reference_block
         memory = DwMemory(p.tokens, p.hidden, p.vocab, block)
         ends = {memory.most_aliased(n) * p.grad_weight for n in (width, config.half(width))}
@@ -188,9 +202,10 @@ def all_windows(
         ):
             rest = (p.vocab - aliased - 1) // width
             stored = {rest * i // 15 * width for i in range(16)} if aliased in {0} | ends else set()
-            for kept in stored | {round_up(p.vocab - aliased, block)}:
-                workspace = windows_bytes(p, config, aliased, kept, scalar_upstream)
-                yield workspace, windows_seconds(p, width, aliased, kept)
+            rest_kept = {round_up(p.vocab - aliased, block)} if aliased or bits is None else set()
+            for kept in stored | rest_kept:
+                workspace = windows_bytes(p, config, aliased, kept, scalar_upstream, bits)
+                yield workspace, windows_seconds(p, width, aliased, kept, bits)
 
 
 def test_a_budget_that_nearly_keeps_everything_aliases_no_negative_number() -> None:
@@ -298,11 +313,11 @@ def test_the_least_for_frozen_hidden_states_is_half_of_a_window(
     Kernels that select rows also hold a copy of the hidden states.
     """
     p = dataclasses.replace(problem, grad_hidden=False, grad_weight=True)
-    least = plan(p, MINIMUM)
-    assert (least.strategy, least.kept, least.aliased) == ("windows", 0, 0)
+    least = plan(p, 0)
+    assert (least.strategy, least.kept, least.aliased > 0) == ("windows", 0, True)
     config = next(config for config in window_configs(p) if config.window == least.window)
     half, memory = config.half(config.window), DwMemory(p.tokens, p.hidden, p.vocab, 256)
-    buffer = memory.buffer_columns(0, half)
+    buffer = memory.buffer_columns(least.aliased, half)
     assert half / 2 < buffer <= half
     taken = p.tokens * (buffer + p.hidden) * p.item_bytes
     assert taken <= least.workspace_bytes <= taken + (4 << 20)
@@ -378,16 +393,29 @@ def test_a_narrower_window_serves_where_a_wider_one_is_too_large() -> None:
     assert chosen.window < configs[0].window
 
 
-def test_nothing_is_aliased_where_that_alone_takes_too_much(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What dW's place keeps needs s_i h_i, another N·D."""
-    monkeypatch.setattr(planner, "FLOOR", 1)
+def test_aliasing_takes_no_memory_of_its_own() -> None:
+    """The scaled hidden states are in the place of those that are selected later."""
     problem = dataclasses.replace(LLAMA, arch="sm_90a")
-    smallest, larger = (plan(problem, budget) for budget in (MINIMUM, 256 << 20))
-    assert smallest.aliased == smallest.kept == 0 < larger.aliased
-    assert smallest.workspace_bytes < larger.workspace_bytes
-    assert larger.seconds < smallest.seconds
+    for scalar_upstream in (True, False):
+        assert plan(problem, 0, scalar_upstream).aliased > 0
+
+
+@pytest.mark.parametrize(("mib", "most"), [(90, 1.27), (120, 1.25)])
+def test_little_memory_keeps_sums_of_dx(mib: int, most: float) -> None:
+    """Beside selected hidden states, four bits of each sum, and exponentials of few columns."""
+    problem = dataclasses.replace(LLAMA, arch="sm_90a", vocab=131072)
+    chosen = plan(problem, mib << 20)
+    assert chosen.workspace_bytes <= mib << 20 and products(problem, chosen) <= most
+    assert chosen.hidden_bits == 4
+    for other in ({"dtype": "float16"}, {"ranks": 2}):
+        assert plan(dataclasses.replace(problem, **other), mib << 20).hidden_bits is None
+
+
+def test_many_windows_keep_more_bits() -> None:
+    config = window_configs(dataclasses.replace(LLAMA, arch="sm_90a"))[-1]
+    few, many = (dataclasses.replace(LLAMA, tokens=n) for n in (8192, 65536))
+    assert (planner.kept_hidden_bits(few, config), planner.kept_hidden_bits(many, config)) == (4, 8)
+    assert planner.kept_hidden_bits(dataclasses.replace(few, hidden=4095), config) == 8
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 8, 1000, 1025, 32001, 50257, 151669])

@@ -11,7 +11,7 @@ from bench.harness.accuracy import relative_error
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.portable_gradients import scale_at_random
-from cutefce.ops.rows.random_rounding import round_at_random_
+from cutefce.ops.rows.kept_sums import round_at_random_
 from tests.support.reference import Case, fixed_plan, loss_of_plan, random_case
 
 

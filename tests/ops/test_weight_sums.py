@@ -14,9 +14,9 @@ from cutefce.cute_kernels.problem import LOW_BITS, Problem
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.planning.step_memory import kept_low_bits
-from cutefce.ops.primitives.elementwise import joined_sums
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.rows.coefficients import RankOne
+from cutefce.ops.rows.kept_sums import joined_sums
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.strategies.weight_sums import WeightSums
 from tests.support.kept_sums import split_sums

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from cutefce.ops.primitives.elementwise import split_, words_of
+from cutefce.ops.rows.kept_sums import split_, words_of
 
 
 def split_sums(kept: Tensor, low: Tensor, sums: Tensor) -> None:

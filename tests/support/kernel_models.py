@@ -4,10 +4,12 @@ They round where the kernels round, and read and write the same memory; all sums
 first partial, the other partials are empty.
 """
 
+import ctypes
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any
 
 import pytest
@@ -27,7 +29,16 @@ from cutefce.cute_kernels.problem import (
     Problem,
 )
 from cutefce.cute_kernels.variant import SUM_ONLY
-from cutefce.cute_kernels.workspace import Coefficient, Semaphore, Stat
+from cutefce.cute_kernels.workspace import (
+    BackwardWindow,
+    Coefficient,
+    ExpsMemory,
+    ForwardWindow,
+    GradHidden,
+    Semaphore,
+    Stat,
+    Window,
+)
 from cutefce.ops.divergence import row_kernel
 from cutefce.ops.operators import operands, operators
 from cutefce.ops.planning.planner import Plan
@@ -39,9 +50,8 @@ from cutefce.ops.primitives import (
     fused_step,
     row_selection,
 )
-from cutefce.ops.primitives.elementwise import joined_sums
+from cutefce.ops.rows.kept_sums import joined_sums, round_at_random_
 from cutefce.ops.rows.loss_terms import LossTerms
-from cutefce.ops.rows.random_rounding import round_at_random_
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling import kernels as sampling
@@ -333,7 +343,7 @@ def _fused_forward(
     workspace: Tensor,
     stats: Tensor,
     reduced: Tensor,
-    exps: Tensor | None,
+    stored: tuple[Tensor, Tensor, int, int] | None,
     stored_order: tuple[Tensor, Tensor, Tensor] | None,
     transform: Transform | None,
     ignored: int,
@@ -343,15 +353,18 @@ def _fused_forward(
     mean: int,
 ) -> None:
     (tokens, hidden), partials = h.shape, most_splits * kernel.config.partials_per_row
-    assert len(workspace) == kernel.workspace_size(tokens, hidden, most_splits)
+    memories = () if stored is None else stored[:2]
+    table = [] if stored is None else window_rows(*stored[2:], ForwardWindow)
+    size = kernel.workspace_size(tokens, hidden, most_splits, max(len(table), 1))
+    assert len(workspace) == size
     assert kernel.selects or vocab_splits == most_splits
-    assert kernel.stores == (exps is not None)
+    assert kernel.stores == (stored is not None)
     assert (stored_order is not None) == (kernel.stores and kernel.selects)
     order, selected, dense, counts = target, target, h, torch.zeros(1, dtype=torch.int32)
     if kernel.selects:
         workspace = workspace[kernel.selection_size(tokens, hidden) :]
-        dense, stored = h.clone(), (target.clone(), target.clone(), counts)
-        order, selected, counts = stored_order or stored
+        dense, unstored = h.clone(), (target.clone(), target.clone(), counts)
+        order, selected, counts = stored_order or unstored
         operands = target, order, selected, counts, tokens, ignored
         model_of(kernel.select_rows)(*operands)
         model_of(kernel.gather_rows)(dense, h, order, None, counts)
@@ -360,14 +373,41 @@ def _fused_forward(
     sums, semaphores = sums.view(tokens, partials), rest.view(torch.int32)
     places = transform, order, ignored, int(kernel.selects)
     model_of(kernel.target_logit)(h, w, selected, logit, semaphores, *places)
-    more = semaphores, transform, None, None, counts, int(kernel.selects), 0, vocab_splits, clusters
-    model_of(kernel.project_exp)(dense, w, logit, selected, sums, exps, *more)
+    more = transform, None, None, counts, int(kernel.selects)
+    if stored is None:
+        into = sums, None, semaphores, *more, 0, vocab_splits, clusters
+        model_of(kernel.project_exp)(dense, w, logit, selected, *into)
+    pitch, done = kernel.semaphore_pitch(tokens), 0
+    for i, row in enumerate(table):
+        first, columns = row[Window.FIRST], row[Window.COLUMNS]
+        part, exps = w[first : first + columns], _exps_of(row, memories, tokens)
+        begin, done = done, done + row[ForwardWindow.MOST_SPLITS] * kernel.config.partials_per_row
+        own = sums[:, begin:done], exps, semaphores[i * pitch : (i + 1) * pitch]
+        numbers = first, row[ForwardWindow.SPLITS], clusters
+        model_of(kernel.project_exp)(dense, part, logit, selected, *own, *more, *numbers)
+    assert not table or done == partials
     scatter = order if kernel.selects and not kernel.stores else None
     results = stats, reduced, semaphores, scatter
     model_of(kernel.reduce_partials)(sums, logit, selected, *results, ignored, mean)
-    if kernel.stores:
-        reference = stats[Stat.REFERENCE]
-        model_of(kernel.repair_exps)(dense, w, reference, selected, None, exps, *more)
+    for row in table:
+        first, columns = row[Window.FIRST], row[ForwardWindow.STORED]
+        part, exps = w[first : first + columns], _exps_of(row, memories, tokens)
+        reference, splits = stats[Stat.REFERENCE], row[ForwardWindow.REPAIR_SPLITS]
+        of_all = None, exps, semaphores, *more, first, splits, clusters
+        model_of(kernel.repair_exps)(dense, part, reference, selected, *of_all)
+
+
+def window_rows(address: int, windows: int, fields: type[IntEnum]) -> list[list[int]]:
+    """Return the rows of a table that a host function gets."""
+    count = len(Window) + len(fields)
+    numbers = list((ctypes.c_int64 * (count * windows)).from_address(address))
+    return [numbers[i * count : (i + 1) * count] for i in range(windows)]
+
+
+def _exps_of(row: Sequence[int], memories: Sequence[Tensor], tokens: int) -> Tensor:
+    """Return the exponentials (N, K) of a row of a table."""
+    memory, width = memories[row[Window.MEMORY]], row[Window.PITCH]
+    return memory.view(-1)[row[Window.OFFSET] :][: tokens * width].view(tokens, width)
 
 
 def _fused_backward(
@@ -378,34 +418,99 @@ def _fused_backward(
     stored_order: tuple[Tensor, Tensor, Tensor] | None,
     stats: Tensor,
     upstream: Tensor,
-    exps: Tensor,
-    sums: Tensor,
+    kept: Tensor,
     dx: Tensor,
     dw: Tensor,
     workspace: Tensor,
+    address: int,
+    windows: int,
+    probabilities: int,
+    buffer_columns: int,
+    gathers: int,
     ignored: int,
     mean: int,
-    clusters: int,
+    num_sms: int,
 ) -> None:
-    (tokens, _), vocab, selects = h.shape, len(w), int(kernel.selects)
-    assert len(workspace) == kernel.workspace_size(tokens, vocab)
+    (tokens, hidden), vocab, selects = h.shape, len(w), int(kernel.selects)
+    more = windows, num_sms, buffer_columns, bool(gathers)
+    assert len(workspace) == kernel.workspace_size((tokens, hidden, vocab), *more)
     assert (stored_order is not None) == kernel.selects
-    coefficients, grad_scale = torch.empty(3, tokens), torch.empty(1)
-    semaphores = torch.empty(kernel.LINE, dtype=torch.int32)
+    sums: Any = _sums_of(kernel, workspace, tokens, hidden)
+    in_reference = probabilities < windows
+    assert not (in_reference and gathers) and (upstream.shape[0] == 1 or not in_reference)
+    first_kernel = kernel.probability_coefficients if in_reference else kernel.row_coefficients
+    coefficients, grad_scale = torch.empty(first_kernel.planes, tokens), torch.empty(1)
+    of_dx, of_dw, pitch = kernel.semaphore_places(tokens, num_sms)
+    semaphores = torch.empty(windows * pitch, dtype=torch.int32)
     order, index, count = stored_order or (target, target, semaphores)
     results = coefficients, grad_scale, semaphores
     numbers = count, selects, ignored, mean, vocab, None
-    model_of(kernel.row_coefficients)(stats, index, upstream, *results, *numbers)
+    model_of(first_kernel)(stats, index, upstream, *results, *numbers)
     scale, at_target = coefficients[Coefficient.DX_SCALE], coefficients[Coefficient.DX_TARGET]
+    row_scale, of_target, reference = scale, at_target, stats[Stat.REFERENCE]
+    if in_reference:
+        row_scale, of_target = coefficients[Coefficient.DW_SCALE : Coefficient.DW_TARGET + 1]
+        reference = coefficients[Coefficient.REFERENCE]
+    dense, states = h, dx
     if kernel.selects:
-        model_of(kernel.scale_rows)(dx, h, order, scale, count)
+        model_of(kernel.scale_rows)(dx, h, order, row_scale, count)
+        dense = dx if in_reference else torch.full_like(h, torch.nan)
+        if gathers:
+            model_of(kernel.gather_rows)(dense, h, order, None, count)
     else:
-        model_of(kernel.scale_rows)(dx, h, None, scale, None, None, None, None, 0)
+        model_of(kernel.scale_rows)(dx, h, None, row_scale, None, None, None, None, 0)
     csr = target.clone(), torch.empty(vocab + 1, dtype=torch.int32), torch.empty(tokens)
-    model_of(kernel.sort_targets)(index, at_target, order, *csr, ignored, selects)
-    targets, of_launch = (*csr, h, grad_scale), (count, selects, clusters, None, None)
-    model_of(kernel.grad_weight)(exps.t(), dx.t(), dw, targets, None, semaphores, *of_launch)
-    model_of(kernel.finish_dx)(dx, sums, w, scale, at_target, index, None, order, selects)
+    model_of(kernel.sort_targets)(index, of_target, order, *csr, ignored, selects)
+    buffer = h.new_empty(tokens, buffer_columns)
+    for i, row in enumerate(window_rows(address, windows, BackwardWindow)):
+        if i == probabilities:
+            if kernel.hidden_bits is None:
+                none = (None,) * 4
+                model_of(kernel.scale_sums)(sums, sums, None, row_scale, *none, 0)
+            else:
+                model_of(kernel.scale_sums)(*sums[:2], row_scale)
+            if kernel.selects:
+                model_of(kernel.gather_rows)(dx, h, order, None, count)
+            else:
+                states = h
+        first, columns = row[Window.FIRST], row[Window.COLUMNS]
+        part = w[first : first + columns]
+        exps = _exps_of(row, (dw, kept, buffer), tokens)[:, :columns]
+        own = semaphores[i * pitch : (i + 1) * pitch].split([of_dx, of_dw - of_dx, pitch - of_dw])
+        if row[BackwardWindow.RECOMPUTED]:
+            assert row[Window.MEMORY] != ExpsMemory.KEPT and i >= probabilities * in_reference
+            rows = reference, index, None, exps, own[0], None, None, None
+            splits = ceil_div(columns, kernel.exps_config.tile_n)
+            clusters = num_sms // kernel.exps_config.cluster
+            model_of(kernel.exps)(dense, part, *rows, count, selects, first, splits, clusters)
+        kind = row[BackwardWindow.GRAD_HIDDEN]
+        assert kind != GradHidden.GIVEN or windows == 1
+        if kind != GradHidden.GIVEN:
+            gemm = kernel.grad_hidden if kind == GradHidden.LONG else kernel.grad_hidden_short
+            clusters = num_sms // gemm.config.cluster
+            splits = row[BackwardWindow.K_SPLITS] if kernel.hidden_bits is None else None
+            launch = count, selects, clusters, splits, int(i == 0)
+            model_of(gemm)(exps, part.t(), sums, None, None, own[1], *launch)
+        targets = csr[0], csr[1][first : first + columns + 1], csr[2], h, grad_scale
+        clusters = num_sms // kernel.config.cluster
+        operands = exps.t(), states.t(), dw[first : first + columns]
+        last = targets, None, own[2], count, selects, clusters, None, None
+        model_of(kernel.grad_weight)(*operands, *last)
+    if kernel.hidden_bits is None:
+        model_of(kernel.finish_dx)(dx, sums, w, scale, at_target, index, None, order, selects)
+    else:
+        rows = w, index, scale, at_target, None, order, selects
+        model_of(kernel.finish_dx)(dx, *sums[:2], *rows)
+
+
+def _sums_of(kernel: spec.FusedBackwardSpec, workspace: Tensor, tokens: int, hidden: int) -> Any:
+    """Return dX's sums (N, D) in a workspace: float32, or what a GEMM of kept ones gets."""
+    if kernel.hidden_bits is None:
+        return workspace[: tokens * hidden].view(tokens, hidden)
+    size, columns = tokens * hidden // 2, hidden * kernel.hidden_bits // 8
+    upper = workspace[:size].view(torch.bfloat16).view(tokens, hidden)
+    low = workspace[size : kernel.sums_size(tokens, hidden)].view(torch.uint8).view(tokens, -1)
+    return upper, low[:, :columns], None
 
 
 def _scale_add_rows(
@@ -438,12 +543,12 @@ def _scale_add_rows(
         out[:] = total.to(out.dtype)
 
 
-def _kept_sums(kernel: spec.KeptSumsSpec, kept: Tensor, low: Tensor, *operands: Any) -> None:
-    (_finish_kept if kernel.finishes else _keep_sums)(kernel, kept, low, *operands)
+def _kept_sums(kernel: spec.KeptSumsSpec, *operands: Any) -> None:
+    (_finish_kept if kernel.finishes else _keep_sums)(kernel, *operands)
 
 
 def _keep_sums(
-    _: spec.KeptSumsSpec,
+    kernel: spec.KeptSumsSpec,
     kept: Tensor,
     low: Tensor,
     sums: Tensor,
@@ -456,7 +561,8 @@ def _keep_sums(
 ) -> None:
     index = target.clamp(0, len(table) - 1)
     total = sums - others[:, None] * table[index].float()
-    upper, byte = torch.empty_like(sums, dtype=kept.dtype), torch.empty_like(sums, dtype=low.dtype)
+    assert low.shape[1] == kept.shape[1] * kernel.low_bits // 8
+    upper, byte = kept.new_empty(sums.shape), low.new_empty(len(sums), low.shape[1])
     split_sums(upper, byte, total.masked_fill(target[:, None] == ignored, 0))
     places = order if scatters else torch.arange(len(sums))
     assert scatters or len(kept) == len(sums)
@@ -465,6 +571,7 @@ def _keep_sums(
 
 def _finish_kept(
     kernel: spec.KeptSumsSpec,
+    out: Tensor,
     kept: Tensor,
     low: Tensor,
     table: Tensor,
@@ -478,13 +585,18 @@ def _finish_kept(
     assert (rank_one is not None) == kernel.rank_one
     names = kernel.arch, kernel.dtype, "float32", kernel.dtype, kernel.rank_one
     sums, index = joined_sums(kept, low), target.clamp(0, len(table) - 1)
-    sums = sums[order] if scatters else sums
+    assert low.shape[1] == kept.shape[1] * kernel.low_bits // 8
+    sums = sums[order] if scatters == spec.OUT_AND_SUMS else sums
     rows = table, scale, target_scale, index, rank_one, order, scatters
-    _scale_add_rows(spec.ScaleAddRowsSpec(*names), kept, sums, *rows)
+    _scale_add_rows(spec.ScaleAddRowsSpec(*names), out, sums, *rows)
 
 
-def _scale_kept(_: spec.ScaleKeptSpec, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-    kept[:] = (joined_sums(kept, low) * factor).to(kept.dtype)
+def _scale_kept(kernel: spec.ScaleKeptSpec, kept: Tensor, low: Tensor, factor: Tensor) -> None:
+    assert low.shape[1] == kept.shape[1] * kernel.low_bits // 8
+    if kernel.by_rows:
+        split_sums(kept, low, joined_sums(kept, low) * factor[:, None])
+    else:
+        kept[:] = (joined_sums(kept, low) * factor).to(kept.dtype)
 
 
 def _grad_gemm(
@@ -521,7 +633,7 @@ def _grad_gemm(
         product[counted:] = torch.nan  # undefined
     if rank_one is not None:
         product += rank_one[0][:, None] * rank_one[1]
-    if kernel.final or kernel.kept:
+    if kernel.has_targets:
         *csr, grad_scale = targets
         _add_targets(None, product, *csr)
         product *= grad_scale
@@ -579,6 +691,7 @@ def _row_coefficients(
         coefficients[Coefficient.DW_SCALE] = scale / factor
     grad_scale.copy_(factor)
     if kernel.in_reference:
+        coefficients[Coefficient.DW_SCALE] = scale
         coefficients[Coefficient.DW_TARGET], coefficients[Coefficient.DW_EVERY] = gradient, every
         scale = torch.where(active, factor, 0)
         gradient, every = gradient * scale, every * scale

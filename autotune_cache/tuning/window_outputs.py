@@ -1,0 +1,149 @@
+"""Gradients of a tuning case over windows: of fused steps, and of sums of dX in few bits."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.autotune_cache.tuning.targets.base import TuningCase
+from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
+from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.planning.dw_aliasing import DwMemory
+from cutefce.ops.planning.window_layout import WindowLayout
+from cutefce.ops.primitives.cute_gradients import CuteGradients
+from cutefce.ops.primitives.cute_projection import CuteProjection
+from cutefce.ops.primitives.fused_step import FusedStep
+from cutefce.ops.primitives.row_selection import select_on_device
+from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.targets import Targets, sum_dtype
+from cutefce.ops.strategies import windows
+from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
+from cutefce.ops.strategies.hidden_sums import HiddenSums
+from cutefce.ops.strategies.loss_inputs import LossInputs
+from cutefce.ops.strategies.weight_sums import WeightSums
+
+Inputs = LossInputs[Any, Any]
+IGNORED = -100
+BLOCK, LEAST = 64, 128
+"""Columns that stored ones are a multiple of, and of a window in the memory of dW at least."""
+
+Step = tuple[str, Tensor, Tensor, Tensor]
+"""Name, losses (N,), dX and dW."""
+
+
+def layouts(problem: Problem) -> dict[str, tuple[WindowLayout, int | None]]:
+    """Return layouts by name: all columns kept; some aliased, kept and computed again.
+
+    Each has the bits of dX's sums beside 16, None for float32.
+    """
+    tokens, hidden, vocab = problem.tokens, problem.hidden, problem.vocab
+    memory, third = DwMemory(tokens, hidden, vocab, BLOCK), vocab // 3 // BLOCK * BLOCK
+    found = dict[str, tuple[WindowLayout, int | None]]()
+    found[""] = WindowLayout.of(memory, 0, round_up(vocab, BLOCK), LEAST), None
+    if third:
+        aliased = min(memory.most_aliased(LEAST), third)
+        layout = WindowLayout.of(memory, aliased, third, LEAST)
+        found[" over windows"] = layout, None
+        for bits in LOW_BITS:
+            found[f" over windows, with {16 + bits} bits of dX's sums,"] = layout, bits
+    return found
+
+
+def fused_steps(inputs: Inputs, case: TuningCase) -> Iterator[Step]:
+    """Yield steps with ignored tokens, as `FusedStep` launches them, or exact ones.
+
+    The portable path yields none that are not exact: nothing is compared with them.
+    """
+    assert case.upstream is not None
+    problem, gradients = case.problem, inputs.primitives.gradients
+    options, h, w = LossOptions("none", IGNORED), inputs.h, inputs.w
+    y = torch.where(torch.arange(problem.tokens, device=case.y.device) % 3 == 0, IGNORED, case.y)
+    if isinstance(gradients, CuteGradients) and can_keep(problem.dtype):
+        for name, (layout, bits) in layouts(problem).items():
+            # both kernels of dX
+            short = 1 + min(window.last - window.first for window in layout.windows)
+            for selects in (False, True):
+                kind = layout, selects, bits, short
+                step = FusedStep(problem, gradients.kernels, gradients.num_sms, *kind)
+                for of_sum in upstreams(layout):
+                    loss, saved = step.forward(h, w, y, options)
+                    upstream = case.upstream.new_ones(()) if of_sum else case.upstream
+                    if saved.selection is not None:
+                        loss = saved.selection.restore(loss)
+                        upstream = upstream if of_sum else saved.selection.take(upstream)
+                    result = step.backward(upstream, h, w, y, saved, options)
+                    yield _name(name, selects, of_sum), loss, *result
+    elif h.dtype == torch.float64:
+        exact = replace(inputs, targets=Targets(y, problem.vocab, options))
+        loss, stats = windows.forward(exact)
+        results = []
+        for upstream in (case.upstream, case.upstream.new_ones(())):
+            dw = torch.empty_like(w)
+            dx = windows.backward(exact, stats, (), upstream, problem.vocab, True, dw)
+            assert dx is not None
+            results.append((dx, dw))
+        for name, (layout, _) in layouts(problem).items():
+            for selects in (False, True):
+                for of_sum in upstreams(layout):
+                    yield _name(name, selects, of_sum), loss, *results[of_sum]
+
+
+def upstreams(layout: WindowLayout) -> tuple[bool, ...]:
+    """Return whether tokens have the same upstream gradient, which matters to probabilities."""
+    return (False, True) if layout.recomputes else (False,)
+
+
+def _name(layout: str, selects: bool, of_sum: bool) -> str:
+    rows = " of counted rows" * selects + " of the sum" * of_sum
+    return f" of a fused step{layout}{rows}"
+
+
+def hidden_of_windows_in_chunks(inputs: Inputs, arch: str | None, block: int) -> Tensor:
+    """Return dX alone, computed in the forward of two chunks of tokens, in about three windows.
+
+    These are whole blocks of `block` columns.
+    """
+    h, vocab, chunk = inputs.h, len(inputs.w), ceil_div(inputs.tokens, 2)
+    inputs, selection = _selecting(inputs, arch, chunk)
+    loss_scale = inputs.targets.loss_scale(sum_dtype(h.dtype))
+    dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
+    dw = WeightSums.empty(inputs.w[:0], loss_scale.dtype, LOW_BITS[0])
+    window = round_up(ceil_div(vocab, 3), block)
+    stats = gradients_in_forward(inputs, loss_scale, window, chunk, dx, dw, None)
+    return dx.finish(inputs, stats, loss_scale, selection)
+
+
+def of_windows(
+    inputs: Inputs, arch: str | None, block: int
+) -> Iterator[tuple[str, Tensor | None, Tensor]]:
+    """Yield a name, dX and dW of the summed losses, of windows over which sums of dX are kept.
+
+    A third of the columns, in whole blocks, is stored; the others are computed again, as
+    probabilities.
+    """
+    h, w, vocab = inputs.h, inputs.w, len(inputs.w)
+    inputs, _ = _selecting(inputs, arch, inputs.tokens)
+    window = round_up(ceil_div(vocab, 3), block)
+    stored = [(0, h.new_empty(len(h), window))]
+    _, stats = windows.forward(inputs, stored)
+    one = stats.rows.new_ones(())
+    for bits in LOW_BITS:
+        dw, kept = torch.empty_like(w), bits if h.dtype == torch.bfloat16 else None
+        step = stats, stored, one, window, True, dw
+        dx = windows.backward(inputs, *step, hidden_bits=kept)
+        yield f" of windows, with {16 + bits} bits of dX's sums", dx, dw
+
+
+def _selecting(inputs: Inputs, arch: str | None, chunk: int) -> tuple[Inputs, RowSelection | None]:
+    """Return operands of which kernels select the rows that count, in chunks of tokens."""
+    targets = inputs.targets
+    if not isinstance(inputs.primitives.projection, CuteProjection):
+        return inputs, None
+    ignored = targets.options.ignore_index
+    selection = select_on_device(arch or "", targets.index, ignored, chunk)
+    targets = Targets(selection.targets, len(inputs.w), targets.options)
+    targets.selection = selection
+    return replace(inputs, targets=targets), selection

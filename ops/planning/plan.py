@@ -1,0 +1,99 @@
+"""The plan of a call, and families of plans."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cutefce.cute_kernels.problem import LOW_BITS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call runs."""
+
+    strategy: str
+    """"windows", "gradients_in_forward" or "sampled"."""
+    window: int
+    """Vocabulary columns of a window; windows that use dW's memory have half as many or more."""
+    aliased: int
+    """Columns whose exponentials use dW's memory until the backward: the first ones, whole
+    reference blocks."""
+    kept: int
+    """Columns after these whose exponentials have memory until the backward, or while a chunk is
+    processed: whole reference blocks."""
+    chunk: int
+    """Tokens of a chunk; all of them with "windows"."""
+    grad_hidden: bool
+    """Whether dX is computed."""
+    grad_weight: bool
+    """Whether dW is computed."""
+    grad_bias: bool = False
+    """Whether the gradient of the bias is computed."""
+    vocab: int = 0
+    """Vocabulary columns of this rank."""
+    workspace_bytes: int = 0
+    """Predicted peak memory beyond the inputs and the gradients."""
+    seconds: float = 0.0
+    """Predicted time of forward and backward; for comparing plans of one problem."""
+    tokens: int = 0
+    """Tokens that are computed."""
+    low_bits: int = LOW_BITS[-1]
+    """Bits of each of dW's sums over chunks beside the 16 in its memory."""
+    hidden_bits: int | None = None
+    """Bits of each of dX's sums over windows beside 16; None for float32.  0 of gradients in
+    forward: dX for an upstream gradient of 1 is kept."""
+
+    @property
+    def gradients(self) -> tuple[bool, bool, bool]:
+        """Which of dX, dW and the bias' gradient are computed."""
+        return self.grad_hidden, self.grad_weight, self.grad_bias
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether gradients are formed of sampled exponentials."""
+        return self.strategy == "sampled"
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether gradients are formed in the forward."""
+        return self.strategy == "gradients_in_forward"
+
+    @property
+    def stores_windows(self) -> bool:
+        """Whether dX and dW are formed over windows, and the exponentials of some are stored."""
+        if self.strategy != "windows" or self.grad_bias:
+            return False
+        return self.grad_hidden and self.grad_weight and self.aliased + self.kept > 0
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether fewer than all columns have memory of their own for exponentials."""
+        return self.kept < self.vocab
+
+    def __str__(self) -> str:
+        name = self.strategy.replace("_", " ")
+        cost = f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
+        if self.is_sampled:
+            return f"{name} gradients: {cost}"
+        vocab = max(self.vocab, 1)
+        kept, aliased = min(self.kept / vocab, 1), self.aliased / vocab
+        size = f"{kept:.0%} kept" + f", {aliased:.0%} in the memory of dW" * (aliased > 0)
+        columns = self.window
+        if self.in_forward:
+            size, columns = f"chunks of {self.chunk} tokens", min(self.kept, vocab)
+        return f"{name}, {size}, {columns} columns at a time: {cost}"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Plans of a problem, each one slower and smaller than the one before."""
+
+    count: int
+    plan: Callable[[int], Plan]
+
+    def fastest(self, budget: int) -> Plan:
+        """Return the fastest plan within `budget` bytes, or else the smallest one."""
+        last = self.count - 1
+        return self.plan(
+            bisect_left(range(last), True, key=lambda i: self.plan(i).workspace_bytes <= budget)
+        )
