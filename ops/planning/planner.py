@@ -47,6 +47,10 @@ FLOAT32_WIDTHS = 3
 """Widths of windows, the widest ones, that are tried with float32 sums of dX: beside these,
 narrower windows save little."""
 
+MIN_HIDDEN_SUMS = 3 << 20
+"""Bytes of dX below which kernels keep its sums in float32: fewer bits would save less than these,
+and "min" would be a plan that stores no exponentials, of more launches."""
+
 MIN_CHUNK = 512
 """Tokens of a chunk below which reading the weight and dW's sums, and launches, take too long."""
 MIN_CHUNK_WINDOW = 8192
@@ -143,7 +147,8 @@ def _windows(p: Problem, configs: Sequence[WindowConfig], scalar_upstream: bool)
     """
     given: list[tuple[WindowConfig, int | None]]
     given = [(config, None) for config in configs[:FLOAT32_WIDTHS]]
-    if forms_gradients(p) and can_keep_hidden(p) and not soft_targets(p):
+    is_small = p.arch is not None and p.tokens * p.hidden * p.item_bytes < MIN_HIDDEN_SUMS
+    if forms_gradients(p) and can_keep_hidden(p) and not soft_targets(p) and not is_small:
         given += [(config, kept_hidden_bits(p, config)) for config in configs]
     return [family for kind in given for family in _windows_of(p, *kind, scalar_upstream)]
 

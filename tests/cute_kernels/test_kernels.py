@@ -779,7 +779,8 @@ def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
     assert {kernel.transform for kernel in with_logits} == {variant.transform}
     others_ = {kernel for kernel in kernels.all() if not hasattr(kernel, "transform")}
     # a variant has no fused step
-    steps = {plain.fused_backward, plain.fused_selecting_backward}
+    kinds = itertools.product((False, True), (None, *LOW_BITS))
+    steps = {plain.fused_backward_of(*kind) for kind in kinds if plain.fused_backward}
     without = {kernel for kernel in plain.all() if not hasattr(kernel, "transform")}
     assert others_ == without - steps
 
