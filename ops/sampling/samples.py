@@ -1,6 +1,6 @@
 """Sampled gradients: how a token's entries are chosen, and those that were."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,4 +39,5 @@ class Samples:
         """Return these and, before them, `terms` (N, K) of `columns` (N, K); not in their order."""
         counts = self.counts + terms.shape[1] * (terms != 0).any(1).to(self.counts.dtype)
         columns = torch.cat([columns.to(self.columns.dtype), self.columns], 1)
-        return Samples(columns, torch.cat([terms, self.exps], 1), counts, self.exact)
+        exps = torch.cat([terms, self.exps], 1)
+        return replace(self, columns=columns, exps=exps, counts=counts)

@@ -17,7 +17,6 @@ from torch import Tensor
 from cutefce.cute_kernels.workspace import low_bytes
 from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
 from cutefce.ops.primitives.interface import PartialT
-from cutefce.ops.primitives.weighted_sum import add_soft_targets
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.strategies.loss_inputs import LossInputs
@@ -100,10 +99,7 @@ def finish_dx(
     """Write dX (N, D) of its `sums` to `out`, which may be `sums`.
 
     With `order` (N,), row i of `sums` becomes row order_i of `out`, which is not `sums` then.
-    `sums` are overwritten.
     """
-    if coefficients.others is not None:
-        coefficients = add_soft_targets(sums, inputs.w, inputs.targets, coefficients)
     gradients, every = inputs.primitives.gradients, class_term(inputs, coefficients)
     gradients.finish_dx(out, sums, inputs.w, inputs.targets, coefficients, every, order)
 
