@@ -22,7 +22,8 @@ from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.cute_kernels.kernel_set import all_kernels, kernel_set
+from cutefce.cute_kernels.kernel_set import kernel_set
+from cutefce.cute_kernels.prebuilt_kernels import all_kernels, without_tuned_backwards
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache, reset, warn_once
 from cutefce.cute_kernels.spec import KernelSpec
@@ -136,7 +137,7 @@ def shipped_kernels(arch: Arch) -> list[KernelSpec]:
                 KernelConfigs(arch.prebuilt_configs()[0], gradient, gradient), **winner
             )
             kernels += kernel_set(arch, key.dtype, configs).all()
-    return list(dict.fromkeys(kernels))
+    return without_tuned_backwards(arch, kernels)
 
 
 def tunes_on_first_use() -> bool:

@@ -13,7 +13,6 @@ from typing import ClassVar
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.problem import LOW_BITS, can_keep
-from cutefce.cute_kernels.sampling_set import SORT_SIZES, sampling_kernels
 from cutefce.cute_kernels.spec import (
     AddTargetsSpec,
     ClearRowsSpec,
@@ -35,9 +34,8 @@ from cutefce.cute_kernels.spec import (
     SortTargetsSpec,
     TargetLogitSpec,
 )
-from cutefce.cute_kernels.spec.divergence import divergence_kernels
 from cutefce.cute_kernels.spec.groups import GradWeightKernels, KeptHiddenKernels
-from cutefce.cute_kernels.variant import PLAIN, PREBUILT, KernelVariant
+from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 
 
 @dataclass(frozen=True)
@@ -276,28 +274,3 @@ def kernel_set(
         add_targets=add_targets,
         sort_targets=sort_targets,
     )
-
-
-MANY_TOKENS = 8192
-"""Tokens whose default configuration the prebuilt variants have."""
-
-
-def all_kernels(arch: Arch) -> list[KernelSpec]:
-    """Return the kernels of every prebuilt and verified configuration on `arch`, each once.
-
-    These configurations are the defaults and common winners; those of variants are fewer.
-    """
-    gradients = arch.grad_gemm_configs() or (None,)
-    sets = [
-        kernel_set(arch, dtype, KernelConfigs(config, gradient, gradient))
-        for dtype, config, gradient in product(arch.dtypes, arch.prebuilt_configs(), gradients)
-    ]
-    gradient, default = gradients[0], arch.default(MANY_TOKENS)
-    configs = KernelConfigs(default, gradient, gradient)
-    variants = [kernel_set(arch, arch.dtypes[0], configs, variant) for variant in PREBUILT]
-    kernels = [kernel for kernels in (*sets, *variants) for kernel in kernels.all()]
-    for exact, size in product(sets, SORT_SIZES):
-        kernels += sampling_kernels(arch, exact.row_sums, MANY_TOKENS, size)
-    for dtype in arch.dtypes:
-        kernels += divergence_kernels(arch.name, dtype)
-    return list(dict.fromkeys(kernels))

@@ -1,0 +1,54 @@
+"""The kernels that are built ahead and verified: of prebuilt configurations.
+
+This module does not import the DSL.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+
+from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.config import KernelConfigs
+from cutefce.cute_kernels.kernel_set import kernel_set
+from cutefce.cute_kernels.sampling_set import SORT_SIZES, sampling_kernels
+from cutefce.cute_kernels.spec import FusedBackwardSpec, KernelSpec
+from cutefce.cute_kernels.spec.divergence import divergence_kernels
+from cutefce.cute_kernels.variant import PREBUILT
+
+MANY_TOKENS = 8192
+"""Tokens whose default configuration the prebuilt variants have."""
+
+
+def all_kernels(arch: Arch) -> list[KernelSpec]:
+    """Return the kernels of every prebuilt and verified configuration on `arch`, each once.
+
+    These configurations are the defaults and common winners; those of variants are fewer.
+    """
+    gradients = arch.grad_gemm_configs() or (None,)
+    sets = [
+        kernel_set(arch, dtype, KernelConfigs(config, gradient, gradient))
+        for dtype, config, gradient in product(arch.dtypes, arch.prebuilt_configs(), gradients)
+    ]
+    gradient, default = gradients[0], arch.default(MANY_TOKENS)
+    configs = KernelConfigs(default, gradient, gradient)
+    variants = [kernel_set(arch, arch.dtypes[0], configs, variant) for variant in PREBUILT]
+    kernels = [kernel for kernels in (*sets, *variants) for kernel in kernels.all()]
+    for exact, size in product(sets, SORT_SIZES):
+        kernels += sampling_kernels(arch, exact.row_sums, MANY_TOKENS, size)
+    for dtype in arch.dtypes:
+        kernels += divergence_kernels(arch.name, dtype)
+    return without_tuned_backwards(arch, kernels)
+
+
+def without_tuned_backwards(arch: Arch, kernels: Sequence[KernelSpec]) -> list[KernelSpec]:
+    """Return `kernels`, each once, without fused backwards of other than default configurations.
+
+    These combine the configurations of several kernels; a call compiles its own at its first step.
+    """
+    gradient = next(iter(arch.grad_gemm_configs()), None)
+    configs = KernelConfigs(arch.default(MANY_TOKENS), gradient, gradient)
+    kept = {kernel for dtype in arch.dtypes for kernel in kernel_set(arch, dtype, configs).all()}
+    return [
+        kernel
+        for kernel in dict.fromkeys(kernels)
+        if kernel in kept or not isinstance(kernel, FusedBackwardSpec)
+    ]
