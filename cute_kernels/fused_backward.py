@@ -195,11 +195,12 @@ class FusedBackward:
     def sums_of(self, memory: cute.Pointer, rows: Int32, hidden: Int32) -> Any:
         """Return dX's sums (N, D) in `memory`: float32, or `KeptSums`."""
         layout = cute.make_layout((rows, hidden), stride=(hidden, 1))
-        if cutlass.const_expr(self.spec.hidden_bits is None):
+        low_bits = self.spec.hidden_bits
+        if cutlass.const_expr(low_bits is None):
             return cute.make_tensor(memory, layout)
         upper = cute.make_tensor(cute.recast_ptr(memory, dtype=BFloat16), layout)
         after = memory + Int64(rows) * hidden // 2
-        return KeptSums(upper, low_of(after, rows, hidden, self.spec.hidden_bits), None)
+        return KeptSums(upper, low_of(after, rows, hidden, low_bits or 0), None)
 
     @cute.jit
     def run_windows(

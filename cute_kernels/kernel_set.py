@@ -134,8 +134,8 @@ class KernelSet:
             return kernel
         add = self.kept_hidden_kernels[hidden_bits].add
         assert add is not None
-        configs = {"hidden_config": add.config, "short_config": add.config}
-        return dataclasses.replace(kernel, hidden_bits=hidden_bits, **configs)
+        own = dataclasses.replace(kernel, hidden_config=add.config, short_config=add.config)
+        return dataclasses.replace(own, hidden_bits=hidden_bits)
 
     @property
     def grad_weight_kernels(self) -> GradWeightKernels | None:

@@ -453,8 +453,8 @@ def _fused_backward(
         if kind != GradHidden.GIVEN:
             gemm = kernel.grad_hidden if kind == GradHidden.LONG else kernel.grad_hidden_short
             clusters = num_sms // gemm.config.cluster
-            splits = row[BackwardWindow.K_SPLITS] if kernel.hidden_bits is None else None
-            launch = count, selects, clusters, splits, int(i == 0)
+            k_splits = row[BackwardWindow.K_SPLITS] if kernel.hidden_bits is None else None
+            launch = count, selects, clusters, k_splits, int(i == 0)
             model_of(gemm)(exps, part.t(), sums, None, None, own[1], *launch)
         targets = csr[0], csr[1][first : first + columns + 1], csr[2], h, grad_scale
         clusters = num_sms // kernel.config.cluster
@@ -464,8 +464,8 @@ def _fused_backward(
     if kernel.hidden_bits is None:
         model_of(kernel.finish_dx)(dx, sums, w, scale, at_target, index, None, order, selects)
     else:
-        rows = w, index, scale, at_target, None, order, selects
-        model_of(kernel.finish_dx)(dx, *sums[:2], *rows)
+        last_rows = w, index, scale, at_target, None, order, selects
+        model_of(kernel.finish_dx)(dx, *sums[:2], *last_rows)
 
 
 def _sums_of(kernel: spec.FusedBackwardSpec, workspace: Tensor, tokens: int, hidden: int) -> Any:
