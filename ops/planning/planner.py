@@ -147,8 +147,7 @@ def _windows(p: Problem, configs: Sequence[WindowConfig], scalar_upstream: bool)
     """
     given: list[tuple[WindowConfig, int | None]]
     given = [(config, None) for config in configs[:FLOAT32_WIDTHS]]
-    is_small = p.arch is not None and p.tokens * p.hidden * p.item_bytes < MIN_HIDDEN_SUMS
-    if forms_gradients(p) and can_keep_hidden(p) and not soft_targets(p) and not is_small:
+    if forms_gradients(p) and keeps_hidden(p):
         given += [(config, kept_hidden_bits(p, config)) for config in configs]
     return [family for kind in given for family in _windows_of(p, *kind, scalar_upstream)]
 
@@ -215,6 +214,12 @@ def _most_aliased(p: Problem, config: WindowConfig) -> list[tuple[int, int]]:
     widths = config.window, config.half(config.window)
     found = ((least, memory.most_aliased(least)) for least in widths)
     return [(least, most) for least, most in found if most]
+
+
+def keeps_hidden(p: Problem) -> bool:
+    """Whether plans with kept sums of dX are worth a try."""
+    is_small = p.arch is not None and p.tokens * p.hidden * p.item_bytes < MIN_HIDDEN_SUMS
+    return can_keep_hidden(p) and not soft_targets(p) and not is_small
 
 
 def kept_hidden_bits(p: Problem, config: WindowConfig) -> int:

@@ -807,6 +807,11 @@ def test_fused_steps_launch_the_kernels_of_separate_ones(arch: Arch) -> None:
         assert all(getattr(backward, name) == getattr(kernels, name) for name in of_both)
         scales = kernels.gather_scaled_rows if selects else kernels.scale_rows
         assert backward.scale_rows == scales
+        assert backward.probability_coefficients == kernels.probability_coefficients
+        for bits, of_kept in kernels.kept_hidden_kernels.items():
+            keeping = kernels.fused_backward_of(selects, bits)
+            assert keeping is not None and keeping in kernels.all()
+            assert (keeping.grad_hidden, keeping.scale_sums, keeping.finish_dx) == of_kept
 
 
 def test_partials_of_all_ranks_are_gathered() -> None:

@@ -32,7 +32,6 @@ from cutefce.ops.planning.planner import (
     Plan,
     make_plan,
 )
-from cutefce.ops.planning.step_memory import can_keep_hidden
 from cutefce.ops.planning.time_model import chunked_seconds, windows_seconds
 
 GIB = 1 << 30
@@ -191,7 +190,7 @@ def all_windows(
     """
     kinds: list[tuple[PortableTiles, int | None]]
     kinds = [(config, None) for config in configs[: planner.FLOAT32_WIDTHS]]
-    if can_keep_hidden(p):
+    if planner.keeps_hidden(p):
         kinds += [(config, planner.kept_hidden_bits(p, config)) for config in configs]
     for config, bits in kinds:
         width, block = config.window, config.reference_block
@@ -387,7 +386,7 @@ def test_narrower_windows_save_time_and_memory(tokens: int, vocab: int) -> None:
 def test_a_narrower_window_serves_where_a_wider_one_is_too_large() -> None:
     problem = dataclasses.replace(LLAMA, tokens=2048, arch="sm_90a")
     configs = window_configs(problem)
-    budget = make_plan(problem, configs[:1], MINIMUM, scalar_upstream=True).workspace_bytes - 1
+    budget = make_plan(problem, configs[:1], 0, scalar_upstream=True).workspace_bytes - 1
     chosen = plan(problem, budget)
     assert chosen.workspace_bytes <= budget
     assert chosen.window < configs[0].window
