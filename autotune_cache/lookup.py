@@ -37,7 +37,7 @@ MAX_WASTED_ROWS = 1 / 16
 
 
 def window_configs(problem: Problem, gpu: Gpu) -> tuple[PortableTiles, ...]:
-    """Return the windows that plans of `problem` choose from: the tuned one or the defaults.
+    """Return the windows that plans of `problem` choose from: the defaults, up to a tuned one.
 
     Widths are tuned with dX, whose sums are read and written once a window; without dX a narrower
     window saves most of the memory.
@@ -45,8 +45,9 @@ def window_configs(problem: Problem, gpu: Gpu) -> tuple[PortableTiles, ...]:
     if not problem.grad_hidden:
         return defaults.window_configs(problem)
     configs, entry = defaults.window_configs(problem), entry_for(WINDOW, problem, gpu)
-    tuned = tuple(config for config in configs if entry and config.window == entry.config)
-    return tuned or configs
+    if entry is None or entry.config not in [config.window for config in configs]:
+        return configs
+    return tuple(config for config in configs if config.window <= entry.config)
 
 
 @process_cache

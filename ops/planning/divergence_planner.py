@@ -108,7 +108,7 @@ class DivergenceProblem:
 
 @process_cache
 def plan_divergence(problem: DivergenceProblem, budget: int) -> DivergencePlan:
-    """Return the fastest plan that takes `budget` bytes or 3/2 of the least, whichever is more."""
+    """Return the fastest plan that takes `budget` bytes or 8/5 of the least, whichever is more."""
     forwards, backwards = list(_forwards(problem)), list(_backwards(problem))
     least = max(
         min(plan.workspace_bytes for plan in forwards),

@@ -37,7 +37,7 @@ DEFAULT = 5 << 29
 """2.5 GiB: all exponentials of 8192 tokens and 128k classes in bfloat16, about what a compiled
 unfused loss takes for the same; larger problems keep a part and recompute the rest."""
 
-FLOOR = Fraction(3, 2)
+FLOOR = Fraction(8, 5)
 """Memory that "min" may take, relative to the least that any plan takes."""
 WORTH_TIME, WORTH_MEMORY = Fraction(4, 3), Fraction(9, 10)
 """"min" takes no plan that needs more than 4/3 of the time of one that needs less than 10/9 of its

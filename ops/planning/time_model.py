@@ -26,7 +26,7 @@ from cutefce.cute_kernels.schedule.order import (
     choose_k_splits,
     num_waves,
 )
-from cutefce.ops.planning.call_problem import CallProblem, accumulates
+from cutefce.ops.planning.call_problem import CallProblem, accumulates, soft_targets
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.sample_sizes import estimate_count
 from cutefce.ops.planning.step_memory import adds_by_kernel, keeps_weight_sums, kept_low_bits
@@ -40,6 +40,8 @@ DX_CHUNK_SECONDS, DX_WINDOW_SECONDS, SPLIT_SECONDS = 4e-5, 2.5e-5, 2e-5
 """Of a chunk where kernels form dX alone; of a window in it: two launches, and two more that exit
 at once; and of splitting the last tiles of its dX.  Fitted to whole steps of 12 plans at two
 heads."""
+SOFT_CHUNK_SECONDS = 1e-3
+"""Of a chunk with soft targets, whose lists it sorts: of 64 classes a token, on an H200."""
 FREE_IDLE = 0.04
 """Part of the SMs that may wait at no cost while dX alone is computed: an H200 that runs at its
 power limit then computes the others faster."""
@@ -96,6 +98,8 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     if p.arch is not None and not p.grad_weight:
         splits = _busy_part(p, chunk)[1]
         each = DX_CHUNK_SECONDS + windows * (DX_WINDOW_SECONDS + SPLIT_SECONDS * (splits > 1))
+    if p.device != "cpu" and soft_targets(p):
+        each += SOFT_CHUNK_SECONDS
     columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
     return _seconds(p, columns, moved) + chunks * each + waits + idle
 

@@ -14,6 +14,7 @@ from cutefce.ops.primitives.interface import PartialT, target_logits
 from cutefce.ops.primitives.weighted_sum import add_soft_rows, weighted_sum
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.strategies import windows
+from cutefce.ops.strategies.bias_gradient import finish_dbias
 from cutefce.ops.strategies.chunk_windows import summing
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.loss_inputs import LossInputs
@@ -98,5 +99,5 @@ def gradients_in_forward(
     del exps, buffer, target_logit  # freed before the statistics are joined
     stats = RowStats(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
     if dbias is not None:
-        windows.finish_dbias(dbias, targets, target_coefficient, every)
+        finish_dbias(dbias, targets, target_coefficient, every)
     return stats

@@ -29,6 +29,7 @@ from cutefce.ops.sampling.interface import SamplingProjection
 from cutefce.ops.sampling.kernels import KernelSamples, is_in_place
 from cutefce.ops.sampling.samples import Samples, Sampling
 from cutefce.ops.strategies import windows
+from cutefce.ops.strategies.bias_gradient import finish_dbias
 from cutefce.ops.strategies.hidden_gradient import class_term, finish_dx
 from cutefce.ops.strategies.loss_inputs import LossInputs
 
@@ -107,7 +108,7 @@ def backward(
         in_place = dw is not None and is_in_place(dw, h.dtype)
         lists.grad_weight(dw, h, dbias, every, adds=adds, in_place=in_place)
     if dbias is not None:
-        windows.finish_dbias(dbias, targets, None, coefficients.every)
+        finish_dbias(dbias, targets, None, coefficients.every)
     return dx
 
 

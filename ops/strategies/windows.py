@@ -21,9 +21,10 @@ from cutefce.ops.rows.loss_terms import class_weights
 from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
 from cutefce.ops.rows.scaling import as_probabilities
 from cutefce.ops.rows.statistics import RowStats, returned_rows
-from cutefce.ops.rows.targets import OUTPUTS, Targets
+from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.sampling.interface import SamplingProjection
 from cutefce.ops.sampling.samples import Samples
+from cutefce.ops.strategies.bias_gradient import finish_dbias
 from cutefce.ops.strategies.dw_views import free_tail, memory_of
 from cutefce.ops.strategies.hidden_gradient import HiddenGradient
 from cutefce.ops.strategies.loss_inputs import LossInputs
@@ -255,22 +256,6 @@ def every_row(inputs: LossInputs[PartialT, TargetGradT], every: Tensor | None) -
         return None
     factor = class_weights(inputs.targets.terms, inputs.w).contiguous()
     return RankOne(factor, weighted_sum(inputs.selected(), every))
-
-
-def finish_dbias(
-    dbias: Tensor, targets: Targets, target: Tensor | None, every: Tensor | None
-) -> None:
-    """Add the terms of targets (N,) and of every class to the sums of the bias' gradient (V,).
-
-    Those of targets may be in the sums.
-    """
-    if target is not None:
-        dbias.index_put_((targets.safe_index,), target, accumulate=True)  # deterministic
-    if every is not None and targets.terms is not None:
-        weight = targets.terms.class_weight
-        dbias.add_(every.sum() if weight is None else every.sum() * weight)
-    if targets.logits is not None and targets.logits.scale != 1:
-        dbias.div_(targets.logits.scale)
 
 
 def _iter_exps(
