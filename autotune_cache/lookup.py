@@ -16,17 +16,13 @@ from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.table import DSL_PACKAGE, WINDOW, Entry, Key, Table, key_of
 from cutefce.autotune_cache.table_io import file_name, read
 from cutefce.cute_kernels import cache_files
-from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.cache_files import CacheError
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.cute_kernels.kernel_set import kernel_set
-from cutefce.cute_kernels.prebuilt_kernels import all_kernels, without_tuned_backwards
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache, reset, warn_once
-from cutefce.cute_kernels.spec import KernelSpec
 
 AUTOTUNE_VARIABLE = "CUTEFCE_AUTOTUNE"
 """Environment variable that, set to 1, tunes each new problem at its first call."""
@@ -121,24 +117,6 @@ def reload(gpu: Gpu) -> None:
 def shipped_table(gpu: Gpu) -> Table | None:
     """Return the table shipped for this kind of GPU, None if there is none."""
     return _table(SHIPPED_FOLDER, gpu)
-
-
-def shipped_kernels(arch: Arch) -> list[KernelSpec]:
-    """Return every kernel that lookups choose on `arch` without a user's table, each once."""
-    kernels, gradient = all_kernels(arch), (*arch.grad_gemm_configs(), None)[0]
-    for path in sorted(SHIPPED_FOLDER.glob("*.json")):
-        table = read(path)
-        if table.gpu.arch.name != arch.name:
-            continue
-        for key, entry in table.entries.items():
-            if key.kernel == WINDOW or not entry.verified:
-                continue
-            winner: dict[str, Any] = {key.kernel: entry.config}
-            configs = dataclasses.replace(
-                KernelConfigs(arch.prebuilt_configs()[0], gradient, gradient), **winner
-            )
-            kernels += kernel_set(arch, key.dtype, configs).all()
-    return without_tuned_backwards(arch, kernels)
 
 
 def tunes_on_first_use() -> bool:

@@ -99,11 +99,11 @@ def test_a_wheel_for_a_platform_compiles_nothing(tmp_path: Path) -> None:
         pytest.skip("has no kernels: `make wheel` builds and checks the wheel that has")
     code = (
         "import sys\n"
-        "from cutefce.autotune_cache import lookup\n"
+        "from cutefce.autotune_cache import ahead\n"
         "from cutefce.cute_kernels import arch\n"
         "from cutefce.cute_kernels.jit import cache\n"
         "for a in arch.ARCHS:\n"
-        "    assert all(map(cache.compiled, lookup.shipped_kernels(a)))\n"
+        "    assert all(map(cache.compiled, ahead.shipped_kernels(a)))\n"
         "assert cache.compile_count == 0\n"
         "assert 'cutlass' not in sys.modules"
     )

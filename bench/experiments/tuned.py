@@ -17,7 +17,7 @@ from bench.harness.cli import Output, gpu_only, per_shape, repeats_option
 from bench.harness.problems import MODELS, Shape, plain_gemms, random_inputs
 from bench.harness.timing import Call, interleaved, preceding_gemms
 from cutefce.autotune_cache import defaults, lookup
-from cutefce.autotune_cache.tuning import outputs
+from cutefce.autotune_cache.tuning.outputs import step as outputs
 from cutefce.autotune_cache.tuning.targets.base import TuningCase
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.integers import round_up

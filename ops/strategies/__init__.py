@@ -7,6 +7,7 @@ chunk_windows.py          windows inside these chunks, where only dX is formed
 soft_entries.py           terms of soft targets among exponentials
 sampled.py                sample the exponentials that gradients are formed of
 weight_gradient.py        rows of dW, written or added to a buffer of the caller's
+bias_gradient.py          the end of the bias' gradient
 weight_sums.py            sums of dW over chunks of tokens
 hidden_gradient.py        sums of dX over windows
 hidden_sums.py            sums of dX from the forward to the backward

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from cutefce.autotune_cache import defaults, lookup, table, table_io, verdicts
+from cutefce.autotune_cache import ahead, defaults, lookup, table, table_io, verdicts
 from cutefce.cute_kernels import cache_files, kernel_set, process_cache, spec
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
@@ -87,12 +87,16 @@ def test_everything_that_lookups_choose_as_shipped_is_compiled_ahead(file: Path)
     gpus |= {dataclasses.replace(GPU, arch=arch) for arch in ARCHS}
     for gpu in gpus:
         arch = gpu.arch
-        ahead = set(lookup.shipped_kernels(arch))
+        built = set(ahead.shipped_kernels(arch))
         sizes = [1, 100, 1024, 8192, 32768], [1024, 2304, 4096, 7168], [32768, 131072, 256000]
         for tokens, hidden, vocab, dtype in itertools.product(*sizes, arch.dtypes):
             problem = Problem(tokens, hidden, vocab, dtype, "cuda", arch=arch.name)
             configs = lookup.kernel_configs(problem, gpu)
-            assert ahead.issuperset(kernel_set.kernel_set(arch, dtype, configs).all())
+            kernels = kernel_set.kernel_set(arch, dtype, configs).all()
+            # a call compiles a backward of several tuned configurations at its first step
+            assert built.issuperset(k for k in kernels if not isinstance(k, spec.FusedBackwardSpec))
+        backwards = [k for k in built if isinstance(k, spec.FusedBackwardSpec)]
+        assert bool(backwards) == arch.forms_weight_gradient
 
 
 def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,11 +141,13 @@ def test_an_edited_window_is_planned(file: Path, monkeypatch: pytest.MonkeyPatch
         assert table_io.read(file).entries == windows
         process_cache.reset()
         plan = plans._make_plan(*arguments)
-        assert plan.window == (width if width in every else planned)
+        offered = [config.window for config in lookup.window_configs(problem, GPU)]
+        assert offered == (every[every.index(width) :] if width in every else every)
+        assert plan.window in offered and (width in every or plan.window == planned)
         only_dw = dataclasses.replace(problem, grad_hidden=False)
         found = [config.window for config in lookup.window_configs(only_dw, GPU)]
         assert found == every, "tuned with dX"
-    assert len(every) > 1 and lookup.shipped_kernels(Sm90())
+    assert len(every) > 1 and ahead.shipped_kernels(Sm90())
 
 
 def edited(**changes: object) -> str:
@@ -264,7 +270,7 @@ def test_entries_of_other_kernel_sources_or_compilers_are_used(
     shipped = dataclasses.replace(own, config=odd)
     table_io.write(tmp_path / file.name, dataclasses.replace(TABLE, entries={KEY: shipped}))
     assert look() == odd
-    assert odd in {getattr(kernel, "config", None) for kernel in lookup.shipped_kernels(Sm90())}
+    assert odd in {getattr(kernel, "config", None) for kernel in ahead.shipped_kernels(Sm90())}
     table_io.write(file, dataclasses.replace(TABLE, entries={KEY: own}))
     process_cache.reset()
     assert look() == TUNED
@@ -278,5 +284,5 @@ def test_shipped_entries_that_were_not_verified_are_not_compiled_ahead(
     entry = dataclasses.replace(ENTRY, config=odd, verified=False)
     table_io.write(tmp_path / file.name, dataclasses.replace(TABLE, entries={KEY: entry}))
     assert look() == Sm90().default(8192)
-    compiled = {getattr(kernel, "config", None) for kernel in lookup.shipped_kernels(Sm90())}
+    compiled = {getattr(kernel, "config", None) for kernel in ahead.shipped_kernels(Sm90())}
     assert odd not in compiled

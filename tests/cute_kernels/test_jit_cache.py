@@ -231,10 +231,10 @@ def test_loading_does_not_need_the_compiler(folder: Path) -> None:
 
 
 def test_every_kernel_has_its_own_key(folder: Path) -> None:
-    from cutefce.cute_kernels import prebuilt_kernels
+    from cutefce.autotune_cache import ahead
     from cutefce.cute_kernels.arch import ARCHS
 
-    every = [kernel for arch in ARCHS for kernel in prebuilt_kernels.all_kernels(arch)]
+    every = [kernel for arch in ARCHS for kernel in ahead.all_kernels(arch)]
     assert len({jit_cache.library_path(kernel) for kernel in every}) == len(every)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.table import Candidate
-from cutefce.autotune_cache.tuning import sampled_outputs
+from cutefce.autotune_cache.tuning.outputs import samples as sampled_outputs
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
 from cutefce.cute_kernels.gpu import Gpu

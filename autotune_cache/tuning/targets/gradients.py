@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache.table import Candidate
-from cutefce.autotune_cache.tuning import outputs
 from cutefce.autotune_cache.tuning.cost_model import gemm_cycles
+from cutefce.autotune_cache.tuning.outputs import step as outputs
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase, TuningTarget
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import Problem

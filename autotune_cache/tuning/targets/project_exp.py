@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cutefce.autotune_cache.table import Candidate
-from cutefce.autotune_cache.tuning import outputs
 from cutefce.autotune_cache.tuning.cost_model import project_exp_cycles
+from cutefce.autotune_cache.tuning.outputs import step as outputs
 from cutefce.autotune_cache.tuning.targets.base import (
     MAX_LOGITS_BYTES,
     CheckedOutput,

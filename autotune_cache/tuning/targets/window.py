@@ -10,7 +10,7 @@ import torch
 
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.table import WINDOW, Candidate
-from cutefce.autotune_cache.tuning import outputs
+from cutefce.autotune_cache.tuning.outputs import step as outputs
 from cutefce.autotune_cache.tuning.targets.base import (
     MAX_LOGITS_BYTES,
     CheckedOutput,

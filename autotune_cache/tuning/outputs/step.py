@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.tuning import sampled_outputs, window_outputs
-from cutefce.autotune_cache.tuning.divergence_outputs import divergence_outputs
+from cutefce.autotune_cache.tuning.outputs import samples as sampled_outputs
+from cutefce.autotune_cache.tuning.outputs import windows as window_outputs
+from cutefce.autotune_cache.tuning.outputs.divergences import divergence_outputs
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up

@@ -1,11 +1,16 @@
-"""The kernels that are built ahead and verified: of prebuilt configurations.
+"""The kernels that are built ahead and verified, and those of shipped tables.
 
 This module does not import the DSL.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
+from cutefce.autotune_cache import lookup
+from cutefce.autotune_cache.table import WINDOW
+from cutefce.autotune_cache.table_io import read
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.kernel_set import kernel_set
@@ -52,3 +57,21 @@ def without_tuned_backwards(arch: Arch, kernels: Sequence[KernelSpec]) -> list[K
         for kernel in dict.fromkeys(kernels)
         if kernel in kept or not isinstance(kernel, FusedBackwardSpec)
     ]
+
+
+def shipped_kernels(arch: Arch) -> list[KernelSpec]:
+    """Return every kernel that lookups choose on `arch` without a user's table, each once."""
+    kernels, gradient = all_kernels(arch), (*arch.grad_gemm_configs(), None)[0]
+    for path in sorted(lookup.SHIPPED_FOLDER.glob("*.json")):
+        table = read(path)
+        if table.gpu.arch.name != arch.name:
+            continue
+        for key, entry in table.entries.items():
+            if key.kernel == WINDOW or not entry.verified:
+                continue
+            winner: dict[str, Any] = {key.kernel: entry.config}
+            configs = dataclasses.replace(
+                KernelConfigs(arch.prebuilt_configs()[0], gradient, gradient), **winner
+            )
+            kernels += kernel_set(arch, key.dtype, configs).all()
+    return without_tuned_backwards(arch, kernels)
