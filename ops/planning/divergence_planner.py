@@ -15,7 +15,6 @@ from math import ceil
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
-from cutefce.ops.planning.planner import FLOOR
 from cutefce.ops.planning.step_memory import accumulates_wider, row_block_bytes, upcast_bytes
 
 FORWARD_ROWS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -31,6 +30,8 @@ LATER_ROWS, ALIGNMENT = 128, 8
 """Tokens that blocks are multiples of whose tiles take memory of kept factors, and classes."""
 MIN_SCALED_NUMEL = 1 << 22
 """Elements of a weight whose gradient has enough tiles for all SMs."""
+FLOOR = Fraction(3, 2)
+"""Memory that every plan may take, relative to the least that any takes."""
 FLOP_PER_BYTE = 128
 """Multiply-adds in the time of a byte of memory traffic."""
 STEP_BLOCKS = 11
@@ -108,7 +109,7 @@ class DivergenceProblem:
 
 @process_cache
 def plan_divergence(problem: DivergenceProblem, budget: int) -> DivergencePlan:
-    """Return the fastest plan that takes `budget` bytes or 8/5 of the least, whichever is more."""
+    """Return the fastest plan that takes `budget` bytes or 3/2 of the least, whichever is more."""
     forwards, backwards = list(_forwards(problem)), list(_backwards(problem))
     least = max(
         min(plan.workspace_bytes for plan in forwards),

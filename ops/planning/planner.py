@@ -7,7 +7,6 @@ Pure Python.  The plans of a problem come in families, each of which trades time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache
 from math import ceil
 
 from cutefce.cute_kernels.arch import arch_named
@@ -160,7 +159,7 @@ def _windows_of(
     def family(count: int, columns: Callable[[int], tuple[int, int]]) -> Family:
         """Return plans of (aliased, kept) columns."""
         given = p, config, scalar_upstream, hidden_bits
-        return Family(count, cache(lambda i: _windows_plan(*given, *columns(i))))
+        return Family(count, _once(lambda i: _windows_plan(*given, *columns(i))))
 
     def recompute_some(aliased: int) -> Family:
         kept = (p.vocab - aliased - 1) // config.window
@@ -279,3 +278,15 @@ def _chunked_plan(p: Problem, config: WindowConfig, chunk: int, columns: int | N
     plan = Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
     bits = kept_low_bits(p, chunk), 0 if rounds_hidden(p) else None
     return replace(plan, low_bits=bits[0], hidden_bits=bits[1])
+
+
+def _once(plan: Callable[[int], Plan]) -> Callable[[int], Plan]:
+    """Return `plan`, which makes each plan once: searches of a family share them."""
+    made: dict[int, Plan] = {}
+
+    def of(i: int) -> Plan:
+        if i not in made:
+            made[i] = plan(i)
+        return made[i]
+
+    return of

@@ -16,6 +16,7 @@ from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.schedule.order import choose_k_splits
 from cutefce.cute_kernels.spec import GradGemmSpec, SortTargetsSpec
 from cutefce.cute_kernels.spec.groups import GradWeightKernels
@@ -256,7 +257,9 @@ def grad_hidden_kernel(
     """
     is_short = columns < (KernelConfigs.SHORT if short is None else short)
     spec = kernels.grad_hidden_short if is_short else kernels.grad_hidden
-    return spec or (kernels.grad_hidden_again if in_windows else None)
+    return spec or (
+        kernels.grad_hidden_again if in_windows and can_keep(kernels.row_sums.dtype) else None
+    )
 
 
 def k_splits(spec: GradGemmSpec, shape: Sequence[int], inner: int, clusters: int) -> int:

@@ -3,5 +3,6 @@
 step.py          those of a step and its parts
 windows.py       of fused steps, and of sums of dX in few bits
 samples.py       of sampled gradients
+soft_targets.py  of the kernels of soft targets
 divergences.py   of the kernel of divergences
 """

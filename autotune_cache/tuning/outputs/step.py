@@ -13,6 +13,7 @@ from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning.outputs import samples as sampled_outputs
 from cutefce.autotune_cache.tuning.outputs import windows as window_outputs
 from cutefce.autotune_cache.tuning.outputs.divergences import divergence_outputs
+from cutefce.autotune_cache.tuning.outputs.soft_targets import LOGIT_ROUNDINGS, soft_outputs
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
@@ -148,6 +149,10 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
             results[name] = CheckedOutput(x, 1, floor=FLOOR, relative_to_row=True)
         for name, values in sampled_outputs.estimates(inputs).items():
             results[name] = CheckedOutput(values, 1, floor=1.0)
+        for name, values in soft_outputs(inputs, case.y).items():
+            roundings = 1 if values.dtype == dtype else LOGIT_ROUNDINGS
+            in_row = values.ndim > 1
+            results[name] = CheckedOutput(values, roundings, floor=1.0, relative_to_row=in_row)
     return results
 
 
