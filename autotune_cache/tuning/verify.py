@@ -23,7 +23,7 @@ from cutefce.cute_kernels.spec import KernelSpec
 
 LOCK_SECONDS = 1200
 """How long to wait for another process that verifies the same kernels."""
-CHECK_SECONDS = 30
+CHECK_SECONDS = 60
 """Time limit of checking one configuration."""
 
 Targets = Sequence[TuningTarget]
