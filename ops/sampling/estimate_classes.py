@@ -23,6 +23,18 @@ ABSENT = -1
 """The place of a target that is not among the classes."""
 
 
+class AllClasses:
+    """The steps of `SamplingProjection` on a device that has every class."""
+
+    def class_rows(self, x: Tensor, classes: Tensor) -> Tensor:
+        """See `SamplingProjection`."""
+        return x.index_select(0, classes)
+
+    def share(self, count: int) -> slice:
+        """See `SamplingProjection`."""
+        return slice(0, count)
+
+
 class EstimateClasses(NamedTuple):
     """The chosen classes."""
 

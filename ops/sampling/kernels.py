@@ -36,14 +36,14 @@ from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.estimate_classes import EstimateClasses
+from cutefce.ops.sampling.estimate_classes import AllClasses, EstimateClasses
 from cutefce.ops.sampling.samples import Sampling
 
 if TYPE_CHECKING:
     from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
 
 
-class SamplingSteps:
+class SamplingSteps(AllClasses):
     """The steps of `SamplingProjection` on the kernels, for a `CuteProjection`."""
 
     def choose_classes(self, targets: Targets, sampling: Sampling) -> EstimateClasses:
@@ -64,14 +64,6 @@ class SamplingSteps:
         kernel = ChooseClassesSpec(own.kernels.row_sums.arch, "place")
         compiled(kernel)(index, chosen.classes, *places, chosen.frequent, targets.first)
         return places
-
-    def class_rows(self, x: Tensor, classes: Tensor) -> Tensor:
-        """See `SamplingProjection`."""
-        return x.index_select(0, classes)
-
-    def share(self, count: int) -> slice:
-        """See `SamplingProjection`."""
-        return slice(0, count)
 
     def estimate_lse(
         self,

@@ -19,6 +19,7 @@ from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.estimate_classes import (
+    AllClasses,
     EstimateClasses,
     estimate_classes,
     target_places,
@@ -33,7 +34,7 @@ FAR = 64.0
 """Nats that a reference may exceed the estimate of lse by; a token beyond is done exactly."""
 
 
-class PortableSamplingSteps:
+class PortableSamplingSteps(AllClasses):
     """The steps of `SamplingProjection` for a `PortableProjection` that form no logits."""
 
     def choose_classes(self, targets: Targets, sampling: Sampling) -> EstimateClasses:
@@ -43,14 +44,6 @@ class PortableSamplingSteps:
     def target_places(self, chosen: EstimateClasses, targets: Targets) -> tuple[Tensor, Tensor]:
         """See `SamplingProjection`."""
         return target_places(chosen, targets)
-
-    def class_rows(self, x: Tensor, classes: Tensor) -> Tensor:
-        """See `SamplingProjection`."""
-        return x.index_select(0, classes)
-
-    def share(self, count: int) -> slice:
-        """See `SamplingProjection`."""
-        return slice(0, count)
 
     def estimate_lse(
         self,

@@ -95,6 +95,24 @@ def text(start: int, count: int, step: int = 7) -> str:
     return " ".join(WORDS[(start + step * i) % len(WORDS)] for i in range(count))
 
 
+def trainer_arguments(folder: Path, steps: int, learning_rate: float) -> dict[str, Any]:
+    """Return what the configurations of all trainers have in common."""
+    return {
+        "output_dir": str(folder / "out"),
+        "max_steps": steps,
+        "per_device_train_batch_size": 4,
+        "learning_rate": learning_rate,
+        "optim": "sgd",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+    }
+
+
 def small_model(name: str, folder: Path) -> Any:
     """Return a model with drawn weights, loaded from a folder: a reference model is loaded too."""
     path = folder / name
@@ -186,20 +204,7 @@ def train(
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Return what two steps log, and the parameters after them."""
     transformers.set_seed(3)
-    both: dict[str, Any] = {
-        "output_dir": str(folder / "out"),
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-    }
+    both = trainer_arguments(folder, steps=2, learning_rate=1e-2)
     if make in (dpo, kto):
         both |= {"reference": name, "folder": folder}
     trainer = make(small_model(name, folder), both | settings)

@@ -19,7 +19,7 @@ import cutefce
 from cutefce.integrations import trl as integration
 from cutefce.integrations.deferral import divergence as deferred_divergence
 from cutefce.integrations.distillation import trl as trl_distillation
-from tests.integrations.test_trl import CLOCKS, small_model, text, tokenizer
+from tests.integrations.test_trl import CLOCKS, small_model, text, tokenizer, trainer_arguments
 from tests.support.divergence import token_divergences
 
 OWN = distillation_trainer._chunked_divergence_loss
@@ -98,20 +98,7 @@ def train(
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Return what three steps log, and the student's parameters after them."""
     transformers.set_seed(3)
-    both: dict[str, Any] = {
-        "output_dir": str(folder / "out"),
-        "max_steps": 3,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1.0,
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-    }
+    both = trainer_arguments(folder, steps=3, learning_rate=1.0)
     student, teacher = small_model(names[0], folder), teacher_of(names[1], folder)
     prepare(student, teacher)
     trainer = make(student, teacher, both | settings)
