@@ -16,8 +16,8 @@ VOCAB = 32768
 END_OF_FILE = "<|endoffile|>"
 """The token after each file."""
 
-VALIDATION_SHARE = 0.05
-"""Share of the files that is held out: the last ones by path."""
+HELD_OUT = 20
+"""One of so many files is held out, by path."""
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 """Folders left out: other packages, and tests, which not every distribution installs."""
@@ -35,17 +35,16 @@ class Corpus:
 def load_corpus(tokenizer_path: Path, more: Iterable[str] = ()) -> Corpus:
     """Tokenize the standard library; the tokenizer is trained if its file does not exist.
 
-    `more` are texts that are added to the tokens of training, and not to the tokenizer's.
+    `more` are texts that are added to the tokens, and not to what trains the tokenizer.
 
     Raises:
         RuntimeError: if the file is no tokenizer, or that of another vocabulary; names it.
     """
-    texts = read_sources()
-    held_out = round(len(texts) * (1 - VALIDATION_SHARE))
+    texts, held_out = split(read_sources())
     if not tokenizer_path.exists():
         # an interrupted run, or another rank, must not find half of the file
         temporary = tokenizer_path.with_suffix(f".{os.getpid()}.tmp")
-        train_tokenizer(texts[:held_out]).save(str(temporary))
+        train_tokenizer(texts).save(str(temporary))
         os.replace(temporary, tokenizer_path)
     try:
         tokenizer = Tokenizer.from_file(str(tokenizer_path))
@@ -55,10 +54,11 @@ def load_corpus(tokenizer_path: Path, more: Iterable[str] = ()) -> Corpus:
     if vocab < VOCAB:
         raise RuntimeError(
             f"{tokenizer_path}: got {vocab} entries, expected {VOCAB} or more; "
-            f"{len(texts)} sources were found below {sysconfig.get_path('stdlib')}"
+            f"{len(texts)} sources for training were found below {sysconfig.get_path('stdlib')}"
         )
-    train = encode(tokenizer, [*texts[:held_out], *more])
-    return Corpus(train, encode(tokenizer, texts[held_out:]), vocab)
+    more_texts, more_held_out = split([*more])
+    train = encode(tokenizer, texts + more_texts)
+    return Corpus(train, encode(tokenizer, held_out + more_held_out), vocab)
 
 
 def read_sources(root: Path | None = None) -> list[str]:
@@ -75,6 +75,12 @@ def read_sources(root: Path | None = None) -> list[str]:
             except UnicodeDecodeError:
                 continue
     return texts
+
+
+def split(texts: list[str]) -> tuple[list[str], list[str]]:
+    """Return the texts for training, and those that are held out."""
+    training = [text for index, text in enumerate(texts) if index % HELD_OUT]
+    return training, texts[::HELD_OUT]
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
