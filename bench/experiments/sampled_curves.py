@@ -34,7 +34,7 @@ GRADIENTS: dict[str, dict[str, Any]] = {
 }
 """Arguments of the loss by name."""
 SEEDS = 0, 1, 2
-GPU = Sizes(hidden=512, layers=4, heads=8, context=1024, batch=32, steps=1000, learning_rate=1e-3)
+GPU = Sizes(hidden=512, layers=4, heads=8, context=1024, batch=32, steps=1000, learning_rate=6e-4)
 """13 M parameters beside the head, and 32768 tokens a step."""
 SOURCES = "torch", "transformers"
 """Packages whose sources are added to the demo's corpus."""
