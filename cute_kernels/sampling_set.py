@@ -54,7 +54,16 @@ def sampling_kernels(
         prepare_again=PrepareSamplesSpec(name, "again"),
         sort=SortSamplesSpec(name, size, row_sums.transform.softcap),
         list_classes=ListSamplesSpec(name),
-        # the fastest on an H200; 1024 features of 8192 tokens are 16 MiB
+        # the fastest on an H200
         grad_hidden=SparseRowsSpec(name, dtype, "hidden"),
-        grad_weight=SparseRowsSpec(name, dtype, "weight", vectors=4),
+        grad_weight=SparseRowsSpec(name, dtype, "weight", vectors=weight_vectors(tokens)),
     )
+
+
+TABLE_TOKENS = 8192
+"""Tokens of which 1024 features, 16 MiB, stay in the L2 cache while lists are summed."""
+
+
+def weight_vectors(tokens: int) -> int:
+    """Return the vectors of a lane of dW's sums: fewer where fewer features stay in the cache."""
+    return 4 if tokens <= TABLE_TOKENS else 2 if tokens <= 2 * TABLE_TOKENS else 1

@@ -116,19 +116,24 @@ class ListSamples:
             long_count[0] = Int32(0)
         pdl_wait()
         cute.arch.sync_threads()
-        stride = cute.arch.grid_dim()[0] * WARPS
+        # neighbors, of which many may be long, are in different blocks
+        blocks, classes = cute.arch.grid_dim()[0], lists.class_counts.shape[0]
+        first, stride = cute.arch.block_idx()[0] + warp * blocks, blocks * WARPS
+        own_begin, own_end = Int32(0), Int32(0)
+        if lane < LISTS_PER_WARP and first + lane * stride < classes:
+            own = first + lane * stride
+            own_begin, own_end = lists.ends[own], lists.ends[own + 1]
         for i in cutlass.range(LISTS_PER_WARP, unroll=1):
-            index = cute.arch.block_idx()[0] * WARPS + warp + i * stride
-            if index < lists.class_counts.shape[0]:
-                begin, end = lists.ends[index], lists.ends[index + 1]
-                if end - begin > self.short:
-                    if lane == 0:
-                        place = cute.arch.atomic_add(
-                            long_count.iterator, Int32(1), sem="relaxed", scope="cta"
-                        )
-                        long_lists[place] = index
-                else:
-                    self.order_short(rows, lists, short[None, warp], (begin, end - begin))
+            begin = cute.arch.shuffle_sync(own_begin, i)
+            length = cute.arch.shuffle_sync(own_end, i) - begin
+            if length > self.short:
+                if lane == 0:
+                    place = cute.arch.atomic_add(
+                        long_count.iterator, Int32(1), sem="relaxed", scope="cta"
+                    )
+                    long_lists[place] = first + i * stride
+            else:
+                self.order_short(rows, lists, short[None, warp], (begin, length))
         cute.arch.sync_threads()
         for i in cutlass.range(long_count[0], unroll=1):
             index = long_lists[i]
@@ -178,11 +183,15 @@ class ListSamples:
                 next_place += parts[i]
                 if i < warp:
                     own_place += parts[i]
-            for i in cutlass.range(own_rows, unroll=1):
+            # all threads write entries, which takes many loads, whoever found them
+            for i in cutlass.range(own_rows, unroll=8):
                 slot = table[thread * own_rows + i]
                 if slot >= 0:
-                    write(rows, lists, own_place, slot)
+                    lists.entries[own_place] = Int64(slot)
                     own_place += 1
+            cute.arch.sync_threads()
+            for i in cutlass.range(place + thread, next_place, 32 * WARPS, unroll=4):
+                write(rows, lists, i, Int32(lists.entries[i]))
             place = next_place
             cute.arch.sync_threads()
 
