@@ -296,17 +296,26 @@ class Entries:
         return result
 
 
-@pytest.mark.parametrize("maps", [0, 1])
-def test_lists_of_classes(maps: int) -> None:
+@pytest.mark.parametrize("undefined", [None, "scale", "reference"])
+def test_lists_of_classes(undefined: str | None) -> None:
     """Short and long lists, several passes over rows, and several blocks of classes."""
-    tokens, vocab, capacity = 300, 4200, 13
+    tokens, vocab, capacity, maps = 300, 4200, 13, int(undefined is None)
     case = Entries(tokens, vocab, capacity, hot=3000)
     kernel = ListSamplesSpec(ARCH.name, short=64, table_rows=256)
     total = tokens * (capacity + 1) + 5
     lists, ends = torch.full((total,), -1), torch.full((1 + vocab,), -1, dtype=torch.int32)
     between = torch.full((total,), -1, dtype=torch.int32), torch.full_like(ends[1:], 9)
+    reference, start = torch.full((tokens,), -3.0), torch.full((1,), 7.0)
+    reference[case.y == -100] = torch.inf
+    row = int((case.y == vocab).nonzero()[0])  # it counts, on another rank
+    if undefined == "scale":
+        case.scale[row], case.counts[row] = -torch.inf, 0
+    elif undefined == "reference":
+        reference[row] = torch.nan
     rows = case.entries, case.counts, case.y, case.scale, case.target_scale, case.order, maps
-    run(kernel, rows, (lists, ends, *between))
+    run(kernel, (*rows, reference, -100), (lists, ends, *between, start))
+    assert bool(start.isnan()) == (undefined is not None) and (undefined or float(start) == 0.0)
+    case.scale[row] = 0 if undefined == "scale" else case.scale[row]
     want = case.products()
     assert ends[0] == 0
     lengths = ends.diff()
