@@ -130,8 +130,10 @@ class SparseRows:
             initial = lists.start[0]
         block = cute.arch.block_idx()[0]
         slab, rows = block // blocks * self.width, out.shape[0]
-        # neighbors, of which many may be long, are in different blocks
-        first, stride = block % blocks + warp * blocks, blocks * self.warps
+        first, stride = block % blocks * self.warps + warp, blocks * self.warps
+        if cutlass.const_expr(not self.is_hidden):
+            # neighbors, of which many may be long, are in different blocks
+            first = block % blocks + warp * blocks
         own_begin, own_count = Int32(0), Int32(0)
         if lane < self.lists_per_warp and first + lane * stride < rows:
             own_begin, own_count = self.bounds(lists, first + lane * stride)
