@@ -106,7 +106,9 @@ class ListSamples:
         scan_blocks = (classes + scan_classes - 1) // scan_classes
         lists_per_block = WARPS * LISTS_PER_WARP
         order_blocks = (classes + lists_per_block - 1) // lists_per_block
-        clear_kernel(lists.class_counts, lists.start).launch(grid=[class_blocks, 1, 1], block=block, **launch)
+        clear_kernel(lists.class_counts, lists.start).launch(
+            grid=[class_blocks, 1, 1], block=block, **launch
+        )
         visit_kernel(rows, lists, False).launch(grid=[row_blocks, 1, 1], block=block, **launch)
         scan_kernel(lists.class_counts, lists.ends).launch(
             grid=[scan_blocks, 1, 1], block=[32 * SCAN_WARPS, 1, 1], **launch
