@@ -54,8 +54,7 @@ def sampling_kernels(
         prepare_again=PrepareSamplesSpec(name, "again"),
         sort=SortSamplesSpec(name, size, row_sums.transform.softcap),
         list_classes=ListSamplesSpec(name),
-        # the fastest on an H200
-        grad_hidden=SparseRowsSpec(name, dtype, "hidden"),
+        grad_hidden=SparseRowsSpec(name, dtype, "hidden", blocks=3),
         grad_weight=SparseRowsSpec(name, dtype, "weight", vectors=weight_vectors(tokens)),
     )
 

@@ -336,7 +336,7 @@ def test_hidden_gradient(lanes: int, vectors: int, long: int) -> None:
     """Long sums too, which warps share, and rows in another order."""
     tokens, vocab, hidden = 19, 90, 328
     case, scatters = Entries(tokens, vocab, 50), int(lanes == 16)
-    kernel = SparseRowsSpec(ARCH.name, "bfloat16", "hidden", lanes, vectors, long)
+    kernel = SparseRowsSpec(ARCH.name, "bfloat16", "hidden", lanes, vectors, long=long)
     w = torch.randn(vocab, hidden).bfloat16()
     out = torch.full((tokens, hidden), torch.nan).bfloat16()
     rows = case.entries, case.counts, case.scale, case.target_scale, case.y, case.order
@@ -359,7 +359,8 @@ def test_weight_gradient(
     tokens, vocab, name = 40, 70, str(dtype).removeprefix("torch.")
     out_type = torch.float32 if adds else dtype
     out_name = "float32" if adds else None
-    kernel = SparseRowsSpec(ARCH.name, name, "weight", 32, vectors, long, out_name, adds, True)
+    more: Any = {"long": long, "out": out_name, "adds": adds, "bias": True}
+    kernel = SparseRowsSpec(ARCH.name, name, "weight", 32, vectors, **more)
     case, h = Entries(tokens, vocab, 20, hot=3), torch.randn(tokens, hidden).to(dtype)
     products = case.products()
     products[:, 5:9] = 0
