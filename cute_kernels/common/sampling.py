@@ -29,7 +29,7 @@ from cutefce.cute_kernels.common.logit_transform import softcap_derivative
 ROW_FACTOR, COLUMN_FACTOR = 0x9E3779B1, 0x85EBCA77
 MIX_FACTORS = 0x7FEB352D, 0x846CA68B
 HASH_BITS = 32
-WORD, GROUP = 32, 8
+WORD, GROUP = 32, 4
 """Columns of a word of decisions, and of those that are looked at together for entries."""
 
 
