@@ -29,7 +29,7 @@ from cutefce.cute_kernels.common.logit_transform import softcap_derivative
 ROW_FACTOR, COLUMN_FACTOR = 0x9E3779B1, 0x85EBCA77
 MIX_FACTORS = 0x7FEB352D, 0x846CA68B
 HASH_BITS = 32
-WORD, GROUP = 32, 8
+WORD, GROUP = 32, 4
 """Columns of a word of decisions, and of those that are looked at together for entries."""
 
 
@@ -129,14 +129,17 @@ def place_entries(
 @cute.jit
 def append_entries(u: cute.Tensor, samples: Samples, entries: RowEntries, offsets: Any) -> None:
     """Write the entries of a row to their places, as far as there are such."""
-    slots, place = samples.entries[entries.row, None], entries.place
-    columns, capacity = cute.size(u), samples.entries.shape[1]
-    for start in cutlass.range_constexpr(0, columns, GROUP):
+    (tokens, capacity), pitch = samples.entries.shape, Int32(samples.entries.stride[0])
+    # one index, of 32 bits: there would be as much code again to find the row for every column
+    slots = cute.make_tensor(samples.entries.iterator, cute.make_layout(tokens * pitch))
+    first = entries.row * pitch
+    place, end = first + entries.place, first + capacity
+    for start in cutlass.range_constexpr(0, cute.size(u), GROUP):
         word = entries.kept[start // WORD] >> (start % WORD)
         if word & Uint32((1 << GROUP) - 1) != 0:
-            for i in cutlass.range_constexpr(start, min(start + GROUP, columns)):
+            for i in cutlass.range_constexpr(start, min(start + GROUP, cute.size(u))):
                 if word & Uint32(1 << (i - start)) != 0:
-                    if place < capacity:
+                    if place < end:
                         slots[place] = pack(entries.column + offsets[i], u[i])
                     place += 1
 

@@ -22,8 +22,8 @@ CHOICE_THREADS, CHOICE_WARPS = 1024, 32
 """Of the block that chooses."""
 LEVELS = CHOICE_THREADS
 """Numbers of targets that are told apart; fewer classes have more than can be chosen."""
-CLASSES = 16
-"""Classes of a thread at a time."""
+CLASSES = 4
+"""Classes that are loaded at a time."""
 SEARCH_STEPS = spec.ChooseClassesSpec.MAX_FREQUENT.bit_length()
 STRATUM_ROW_KEY = -ROW_FACTOR % (1 << 32)
 """Of row -1, whose hash draws numbers of strata."""
@@ -35,7 +35,7 @@ def compile_signature(kernel: spec.ChooseClassesSpec) -> tuple[Any, tuple[Any, .
     rows = cute.sym_int()
     index, classes = vector(Int64, rows), vector(Int64, cute.sym_int())
     if kernel.step == "choose":
-        own = vector(Int32, 2), classes, vector(Int32, cute.sym_int())
+        own = vector(Int32, 2), classes, vector(Int32, cute.sym_int(), aligned=True)
         return choose_classes, (index, *own, Int32(0), Int64(0), Int64(0), current_stream())
     places = vector(Int64, rows), vector(Int64, rows)
     return place_targets, (index, classes, *places, Int32(0), Int64(0), current_stream())
@@ -106,11 +106,13 @@ def choose_kernel(
     levels[thread] = Int32(0)
     pdl_wait()
     cute.arch.sync_threads()
-    for i in cutlass.range(thread, vocab, CHOICE_THREADS, unroll=8):
-        level = level_of(counts[i])
-        if level > 0:
-            place = levels.iterator + level
-            cute.arch.atomic_add(place, Int32(1), sem="relaxed", scope="cta")
+    own = cute.make_rmem_tensor((CLASSES,), Int32)
+    for i in cutlass.range(thread * CLASSES, vocab, CHOICE_THREADS * CLASSES, unroll=8):
+        load_levels(counts, i, own)
+        for j in cutlass.range_constexpr(CLASSES):
+            if own[j] > 0:
+                place = levels.iterator + own[j]
+                cute.arch.atomic_add(place, Int32(1), sem="relaxed", scope="cta")
     cute.arch.sync_threads()
     find_limits(levels, parts, limits, vocab, frequent)
     choose_frequent(counts, parts, chosen, (limits[0], limits[1]))
@@ -134,9 +136,21 @@ def choose_kernel(
 
 
 @cute.jit
-def level_of(count: Int32) -> Int32:
-    """Return the number of targets as far as it is told apart."""
-    return cutlass.min(count, LEVELS - 1)
+def load_levels(counts: cute.Tensor, first: Int32, levels: cute.Tensor) -> None:
+    """Load the numbers of targets of classes from `first` on, as far as they are told apart.
+
+    Those of no class are -1; `first` is a multiple of their number.
+    """
+    if first + CLASSES <= counts.shape[0]:
+        vectors = cute.zipped_divide(counts, (CLASSES,))
+        cute.autovec_copy(vectors[None, first // CLASSES], levels)
+    else:
+        for j in cutlass.range_constexpr(CLASSES):
+            levels[j] = Int32(-1)
+            if first + j < counts.shape[0]:
+                levels[j] = counts[first + j]
+    for j in cutlass.range_constexpr(CLASSES):
+        levels[j] = cutlass.min(levels[j], LEVELS - 1)
 
 
 @cute.jit
@@ -144,17 +158,11 @@ def find_limits(
     levels: cute.Tensor, parts: cute.Tensor, limits: cute.Tensor, vocab: Int32, frequent: Int32
 ) -> None:
     """Write the level of the last class to choose, and how many of this level are chosen."""
-    thread, warp, lane = cute.arch.thread_idx()[0], cute.arch.warp_idx(), cute.arch.lane_idx()
-    level = LEVELS - 1 - thread
+    level = LEVELS - 1 - cute.arch.thread_idx()[0]
     own = levels[level]
     if level == 0:
         own = vocab  # those of no target are not counted; there are enough
-    up_to = inclusive_sum(own, lane)
-    if lane == 31:
-        parts[warp] = up_to
-    cute.arch.sync_threads()
-    before, _ = sums_of_warps(parts, warp, lane)
-    up_to += before
+    up_to = sum_before(own, parts) + own
     if up_to >= frequent and up_to - own < frequent:
         limits[0], limits[1] = level, frequent - (up_to - own)
     cute.arch.sync_threads()
@@ -165,33 +173,40 @@ def choose_frequent(
     counts: cute.Tensor, parts: cute.Tensor, chosen: cute.Tensor, limits: Any
 ) -> None:
     """Write the classes above the last level and the first `limits`_1 of this level, in order."""
-    thread, warp, lane = cute.arch.thread_idx()[0], cute.arch.warp_idx(), cute.arch.lane_idx()
-    (last_level, room), vocab = limits, counts.shape[0]
+    thread, (last_level, room), vocab = cute.arch.thread_idx()[0], limits, counts.shape[0]
+    share = (vocab + CHOICE_THREADS * CLASSES - 1) // (CHOICE_THREADS * CLASSES) * CLASSES
+    first = thread * share
+    end = cutlass.min(first + share, vocab)
     own = cute.make_rmem_tensor((CLASSES,), Int32)
-    above_before, last_before = Int32(0), Int32(0)
-    for start in cutlass.range(0, vocab, CHOICE_THREADS * CLASSES, unroll=1):
-        first = start + thread * CLASSES
-        numbers = Int32(0)  # of those above, and in the upper half of those of the last level
+    own_above, own_last = Int32(0), Int32(0)
+    for i in cutlass.range(first, end, CLASSES, unroll=8):
+        load_levels(counts, i, own)
         for j in cutlass.range_constexpr(CLASSES):
-            own[j] = Int32(-1)
-            if first + j < vocab:
-                own[j] = level_of(counts[first + j])
-            numbers += Int32(own[j] > last_level) + (Int32(own[j] == last_level) << 16)
-        up_to = inclusive_sum(numbers, lane)
-        if lane == 31:
-            parts[warp] = up_to
-        cute.arch.sync_threads()
-        before, total = sums_of_warps(parts, warp, lane)
-        before += up_to - numbers
-        above, last = above_before + (before & 0xFFFF), last_before + (before >> 16)
-        for j in cutlass.range_constexpr(CLASSES):
-            is_above, is_last = own[j] > last_level, own[j] == last_level
-            if is_above or (is_last and last < room):
-                chosen[above + cutlass.min(last, room)] = first + j
-            above, last = above + Int32(is_above), last + Int32(is_last)
-        above_before += total & 0xFFFF
-        last_before += total >> 16
-        cute.arch.sync_threads()
+            own_above += Int32(own[j] > last_level)
+            own_last += Int32(own[j] == last_level)
+    above, last = sum_before(own_above, parts), sum_before(own_last, parts)
+    if own_above > 0 or (own_last > 0 and last < room):
+        for i in cutlass.range(first, end, CLASSES, unroll=4):
+            load_levels(counts, i, own)
+            for j in cutlass.range_constexpr(CLASSES):
+                is_above, is_last = own[j] > last_level, own[j] == last_level
+                if is_above or (is_last and last < room):
+                    chosen[above + cutlass.min(last, room)] = i + j
+                above, last = above + Int32(is_above), last + Int32(is_last)
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def sum_before(value: Int32, parts: cute.Tensor) -> Int32:
+    """Return the sum of `value` over the threads before this one; all call this."""
+    warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+    up_to = inclusive_sum(value, lane)
+    if lane == 31:
+        parts[warp] = up_to
+    cute.arch.sync_threads()
+    before, _ = sums_of_warps(parts, warp, lane)
+    cute.arch.sync_threads()
+    return before + up_to - value
 
 
 @cute.jit

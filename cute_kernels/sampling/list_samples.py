@@ -20,6 +20,7 @@ from cutefce.cute_kernels.common.dsl import (
     pdl_wait,
     vector,
 )
+from cutefce.cute_kernels.common.kept_bits import QUIET_NAN
 from cutefce.cute_kernels.common.sampling import column_of, number_of, pack
 from cutefce.cute_kernels.common.scan import inclusive_sum, sums_of_warps
 
@@ -29,6 +30,8 @@ SCAN_WARPS, SCAN_COLUMNS = 32, 4
 """Of a block, and classes of a thread."""
 LISTS_PER_WARP = 8
 """Lists that a warp orders one after the other."""
+INFINITE = 0x7F800000
+"""The exponent of what is not finite, and the bits of infinity."""
 
 
 class Rows(NamedTuple):
@@ -48,6 +51,10 @@ class Rows(NamedTuple):
     """(N,) int64"""
     maps: Int32
     """Whether row i is token `order`_i."""
+    reference: cute.Tensor
+    """ρ (N,), not finite where a row's gradient is not defined, as s is."""
+    ignored: Int64
+    """The target of rows that do not count."""
 
 
 class Lists(NamedTuple):
@@ -61,6 +68,8 @@ class Lists(NamedTuple):
     """(M,) int32: row · (K + 1) + entry of the row, K for its target."""
     class_counts: cute.Tensor
     """(V,) int32"""
+    start: cute.Tensor
+    """(1,) float32: 0, or NaN where the gradient of a row that counts is not defined."""
 
 
 def compile_signature(kernel: spec.ListSamplesSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -69,9 +78,12 @@ def compile_signature(kernel: spec.ListSamplesSpec) -> tuple[Any, tuple[Any, ...
     entries = matrix(Int64, rows, cute.sym_int(), aligned=False)
     scales = vector(Float32, rows), vector(Float32, rows)
     places = vector(Int64, rows), Int32(0)
-    of_rows = Rows(entries, vector(Int32, rows), vector(Int64, rows), *scales, *places)
+    of_targets = vector(Float32, rows), Int64(0)
+    target = vector(Int64, rows)
+    of_rows = Rows(entries, vector(Int32, rows), target, *scales, *places, *of_targets)
     offsets = vector(Int32, cute.sym_int()), vector(Int32, total), vector(Int32, cute.sym_int())
-    return ListSamples(kernel), (of_rows, Lists(vector(Int64, total), *offsets), current_stream())
+    lists = Lists(vector(Int64, total), *offsets, vector(Float32, 1))
+    return ListSamples(kernel), (of_rows, lists, current_stream())
 
 
 class ListSamples:
@@ -94,7 +106,9 @@ class ListSamples:
         scan_blocks = (classes + scan_classes - 1) // scan_classes
         lists_per_block = WARPS * LISTS_PER_WARP
         order_blocks = (classes + lists_per_block - 1) // lists_per_block
-        clear_kernel(lists.class_counts).launch(grid=[class_blocks, 1, 1], block=block, **launch)
+        clear_kernel(lists.class_counts, lists.start).launch(
+            grid=[class_blocks, 1, 1], block=block, **launch
+        )
         visit_kernel(rows, lists, False).launch(grid=[row_blocks, 1, 1], block=block, **launch)
         scan_kernel(lists.class_counts, lists.ends).launch(
             grid=[scan_blocks, 1, 1], block=[32 * SCAN_WARPS, 1, 1], **launch
@@ -116,19 +130,24 @@ class ListSamples:
             long_count[0] = Int32(0)
         pdl_wait()
         cute.arch.sync_threads()
-        stride = cute.arch.grid_dim()[0] * WARPS
+        # neighbors, of which many may be long, are in different blocks
+        blocks, classes = cute.arch.grid_dim()[0], lists.class_counts.shape[0]
+        first, stride = cute.arch.block_idx()[0] + warp * blocks, blocks * WARPS
+        own_begin, own_end = Int32(0), Int32(0)
+        if lane < LISTS_PER_WARP and first + lane * stride < classes:
+            own = first + lane * stride
+            own_begin, own_end = lists.ends[own], lists.ends[own + 1]
         for i in cutlass.range(LISTS_PER_WARP, unroll=1):
-            index = cute.arch.block_idx()[0] * WARPS + warp + i * stride
-            if index < lists.class_counts.shape[0]:
-                begin, end = lists.ends[index], lists.ends[index + 1]
-                if end - begin > self.short:
-                    if lane == 0:
-                        place = cute.arch.atomic_add(
-                            long_count.iterator, Int32(1), sem="relaxed", scope="cta"
-                        )
-                        long_lists[place] = index
-                else:
-                    self.order_short(rows, lists, short[None, warp], (begin, end - begin))
+            begin = cute.arch.shuffle_sync(own_begin, i)
+            length = cute.arch.shuffle_sync(own_end, i) - begin
+            if length > self.short:
+                if lane == 0:
+                    place = cute.arch.atomic_add(
+                        long_count.iterator, Int32(1), sem="relaxed", scope="cta"
+                    )
+                    long_lists[place] = first + i * stride
+            else:
+                self.order_short(rows, lists, short[None, warp], (begin, length))
         cute.arch.sync_threads()
         for i in cutlass.range(long_count[0], unroll=1):
             index = long_lists[i]
@@ -178,22 +197,28 @@ class ListSamples:
                 next_place += parts[i]
                 if i < warp:
                     own_place += parts[i]
-            for i in cutlass.range(own_rows, unroll=1):
+            # all threads write entries, which takes many loads, whoever found them
+            for i in cutlass.range(own_rows, unroll=8):
                 slot = table[thread * own_rows + i]
                 if slot >= 0:
-                    write(rows, lists, own_place, slot)
+                    lists.entries[own_place] = Int64(slot)
                     own_place += 1
+            cute.arch.sync_threads()
+            for i in cutlass.range(place + thread, next_place, 32 * WARPS, unroll=4):
+                write(rows, lists, i, Int32(lists.entries[i]))
             place = next_place
             cute.arch.sync_threads()
 
 
 @cute.kernel
-def clear_kernel(class_counts: cute.Tensor) -> None:
+def clear_kernel(class_counts: cute.Tensor, start: cute.Tensor) -> None:
     """Write a zero a thread."""
     pdl_wait()
     index = cute.arch.block_idx()[0] * 32 * WARPS + cute.arch.thread_idx()[0]
     if index < class_counts.shape[0]:
         class_counts[index] = Int32(0)
+    if index == 0:
+        start[0] = Float32(0.0)
 
 
 @cute.kernel
@@ -211,6 +236,18 @@ def visit_kernel(rows: Rows, lists: Lists, places: cutlass.Constexpr[bool]) -> N
         is_class = index >= 0 and index < lists.class_counts.shape[0]
         if lane == 0 and is_class and rows.target_scale[row] != 0.0:
             visit(lists, Int32(index), first + width - 1, places)
+        if cutlass.const_expr(not places):
+            counts = index != rows.ignored
+            if lane == 0 and counts and not_finite(rows.scale[row], rows.reference[row]):
+                lists.start[0] = Int32(QUIET_NAN).bitcast(Float32)
+
+
+@cute.jit
+def not_finite(a: Float32, b: Float32) -> Any:
+    """Return whether a or b is infinite or NaN."""
+    exponents = Int32(INFINITE)
+    is_a = a.bitcast(Int32) & exponents == exponents
+    return is_a or b.bitcast(Int32) & exponents == exponents
 
 
 @cute.jit

@@ -51,7 +51,7 @@ class SortSamples:
 
     def __init__(self, kernel: spec.SortSamplesSpec) -> None:
         self.size = kernel.size
-        self.threads = min(max(kernel.size // 2, 32), 512)
+        self.threads = min(max(kernel.size // 4, 32), 256)
 
     @cute.jit
     def __call__(
@@ -105,8 +105,11 @@ class SortSamples:
             least, inverse_scale = exp2(final + HASH_BITS - base), None
             if cutlass.const_expr(row_scale is not None):
                 inverse_scale = cute.arch.rcp_approx(row_scale[row])
-            own_kept = Int32(0)
-            for i in cutlass.range(thread, self.size, self.threads, unroll=1):
+            own_kept, half = Int32(0), Int32(1)
+            for level in cutlass.range_constexpr(1, self.size.bit_length() - 1):
+                if 1 << level < count:
+                    half = Int32(1 << level)
+            for i in cutlass.range(thread, 2 * half, self.threads, unroll=1):
                 entry = Int64(LAST)
                 if i < count:
                     column, u = column_of(slots[i]), number_of(slots[i])
@@ -120,7 +123,7 @@ class SortSamples:
                 sorted_entries[i] = entry
             if own_kept > 0:
                 cute.arch.atomic_add(kept_count.iterator, own_kept, sem="relaxed", scope="cta")
-            self.sort(sorted_entries, thread, count)
+            self.sort(sorted_entries, thread, half)
             kept = kept_count[0]
             for i in cutlass.range(thread, kept, self.threads, unroll=1):
                 slots[i] = sorted_entries[i]
@@ -128,20 +131,25 @@ class SortSamples:
                 counts[row] = kept
 
     @cute.jit
-    def sort(self, entries: cute.Tensor, thread: Int32, count: Int32) -> None:
-        """Sort by a bitonic network over the smallest power of 2 that holds `count`."""
+    def sort(self, entries: cute.Tensor, thread: Int32, half: Int32) -> None:
+        """Sort the first 2 · `half` entries, a power of 2, by a bitonic network."""
         for level in cutlass.range_constexpr(self.size.bit_length() - 1):
-            if 1 << level < count:
-                self.merge(entries, thread, level)
+            if 1 << level <= half:
+                self.merge(entries, thread, level, half)
         cute.arch.sync_threads()
 
     @cute.jit
-    def merge(self, entries: cute.Tensor, thread: Int32, level: int) -> None:
+    def merge(self, entries: cute.Tensor, thread: Int32, level: int, half: Int32) -> None:
         """Merge pairs of sorted runs of 2^level entries."""
         for step in cutlass.range_constexpr(level, -1, -1):
             distance = 1 << step
-            cute.arch.sync_threads()
-            for pair in cutlass.range(thread, self.size // 2, self.threads, unroll=1):
+            before = 1 if step == level else 2 * distance
+            # up to this distance the 32 pairs of a warp are those of the same 64 entries
+            if cutlass.const_expr(level == 0 or max(distance, before) > 32):
+                cute.arch.sync_threads()
+            else:
+                cute.arch.sync_warp()
+            for pair in cutlass.range(thread, half, self.threads, unroll=1):
                 low = pair // distance * 2 * distance + pair % distance
                 high = low + distance
                 if cutlass.const_expr(step == level):  # the second run is read backwards

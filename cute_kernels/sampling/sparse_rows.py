@@ -28,9 +28,7 @@ from cutefce.cute_kernels.common.dsl import (
 )
 from cutefce.cute_kernels.common.row_vectors import clamped, load_fp32, row_vectors, widened
 from cutefce.cute_kernels.common.sampling import column_of, number_of
-
-LOADS = 4
-"""Vectors of a thread's batch."""
+from cutefce.cute_kernels.integers import ceil_div
 
 
 class RowLists(NamedTuple):
@@ -93,9 +91,18 @@ class SparseRows:
         self.lists_per_warp = kernel.lists_per_warp
         self.lists_per_block = self.warps * self.lists_per_warp
         self.entries_at_once = 32 // kernel.lanes
-        self.unroll = LOADS // kernel.vectors
+        self.unroll = kernel.loads // kernel.vectors
         self.batch = self.unroll * self.entries_at_once
         self.width = kernel.lanes * kernel.vectors  # in vectors of 8 features
+        self.occupancy: dict[str, int] = {}
+        if kernel.blocks > 1:
+            # of 228 KiB, for the sums of blocks' warps, in percent
+            used = kernel.blocks * (kernel.WARPS * self.width * 32 + 1024) * 100
+            carveout = min(100, ceil_div(used, 228 << 10))
+            self.occupancy = {
+                "min_blocks_per_mp": kernel.blocks,
+                "preferred_smem_carveout": carveout,
+            }
 
     @cute.jit
     def __call__(
@@ -107,6 +114,7 @@ class SparseRows:
         self.kernel(out, table, lists, blocks).launch(
             grid=[slabs * blocks, 1, 1],
             block=[32 * self.warps, 1, 1],
+            **self.occupancy,
             stream=stream,
             **USE_PDL,
         )
@@ -130,8 +138,10 @@ class SparseRows:
             initial = lists.start[0]
         block = cute.arch.block_idx()[0]
         slab, rows = block // blocks * self.width, out.shape[0]
-        # neighbors, of which many may be long, are in different blocks
         first, stride = block % blocks * self.warps + warp, blocks * self.warps
+        if cutlass.const_expr(not self.is_hidden):
+            # neighbors, of which many may be long, are in different blocks
+            first = block % blocks + warp * blocks
         own_begin, own_count = Int32(0), Int32(0)
         if lane < self.lists_per_warp and first + lane * stride < rows:
             own_begin, own_count = self.bounds(lists, first + lane * stride)

@@ -59,6 +59,10 @@ class SparseRowsSpec:
     """Lanes of a warp that share an entry."""
     vectors: int = 1
     """Vectors of 8 elements of a lane; `lanes` times these are computed over all rows at a time."""
+    loads: int = 4
+    """Vectors of a lane that are loaded while as many are added; a multiple of `vectors`."""
+    blocks: int = 1
+    """Thread blocks of a multiprocessor that registers are limited for, if more than one."""
 
     long: int = 512
     """Entries beyond which all warps of a thread block share a sum."""

@@ -207,7 +207,8 @@ def _repeat(
     """Return the loss of a call like one before, of which `found` was kept."""
     rows, y_rows = _flat(h, w, y)
     if isinstance(found, PlainStep):
-        result = plain_loss(rows, w, y_rows, options, found)
+        seed = draw_seed(y) if options.is_sampled else None
+        result = plain_loss(rows, w, y_rows, seed, options, found)
         return result if options.is_scalar else result.reshape(y.shape)
     _, result = found.projection.forward(rows, w, Targets(y_rows, w.shape[0], options))
     # not a view of the statistics

@@ -71,8 +71,7 @@ class LossOptions(OperatorRecord):
     @property
     def is_plain(self) -> bool:
         """Whether losses are plain cross entropies of the products of hidden states and weight."""
-        exact = not (self.label_smoothing or self.z_loss or self.transforms_logits)
-        return exact and not self.is_sampled
+        return not (self.label_smoothing or self.z_loss or self.transforms_logits)
 
     @property
     def is_sampled(self) -> bool:

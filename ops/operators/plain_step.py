@@ -27,17 +27,25 @@ from cutefce.ops.operators.operators import (
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.planning.window_layout import WindowLayout
-from cutefce.ops.primitives.dispatch import kernel_primitives, kernels_for, problem_of
+from cutefce.ops.primitives.dispatch import (
+    kernel_primitives,
+    kernels_for,
+    problem_of,
+    sampling_unsupported_reason,
+)
 from cutefce.ops.primitives.fused_step import ForBackward, FusedStep, can_fuse, load
 from cutefce.ops.primitives.row_selection import select_on_device
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.samples import Sampling
 from cutefce.ops.strategies.dw_views import memory_of
 from cutefce.ops.strategies.loss_inputs import LossInputs
 
 NO_MORE = *TensorOptions().pack(), *Sharding().pack()
 """The arguments of `STEP` behind those of the `LossOptions` of a plain call."""
+SEED = TensorOptions.names().index("seed")
+"""The place of the seed of sampled gradients among these."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +77,26 @@ class PlainStep:
         y: Tensor,
         options: LossOptions,
         selection: RowSelection | None,
+        seed: Tensor | None = None,
     ) -> LossInputs[Any, Any]:
-        """Return the operands of strategies."""
+        """Return the operands of strategies; a `seed` is that of a forward with samples."""
         index = y if selection is None else selection.targets
         targets = Targets(index, w.shape[0], options)
         targets.selection = selection
-        return LossInputs(kernel_primitives(*self.kernels), h, w, targets, h.dtype, w.dtype)
+        operands = kernel_primitives(*self.kernels), h, w, targets, h.dtype, w.dtype
+        if seed is None:
+            return LossInputs(*operands)
+        rows = torch.arange(len(y), device=y.device) if selection is None else selection.order
+        sampling = Sampling(seed, options.samples, rows, w.shape[0])
+        return LossInputs(*operands, sampling=sampling)
 
 
 def resolve(h: Tensor, w: Tensor, step: StepOptions, options: LossOptions) -> PlainStep | None:
     """Return the step for h (N, D) and w (V, D), None if no kernels serve it."""
     problem = problem_of(h, w, step.grad_hidden, step.grad_weight)
     if problem.arch is None:
+        return None
+    if options.is_sampled and sampling_unsupported_reason(problem, options.samples, False):
         return None
     plan = plan_for(h, w, step, options, TensorOptions(), Sharding())
     selects = problem.selects_rows
@@ -98,10 +114,15 @@ def resolve(h: Tensor, w: Tensor, step: StepOptions, options: LossOptions) -> Pl
     return PlainStep(step, plan, kernels, arch, fused, step.pack())
 
 
-def plain_loss(h: Tensor, w: Tensor, y: Tensor, options: LossOptions, step: PlainStep) -> Tensor:
-    """Return the reduced loss of targets y (N,), which can be differentiated."""
+def plain_loss(
+    h: Tensor, w: Tensor, y: Tensor, seed: Tensor | None, options: LossOptions, step: PlainStep
+) -> Tensor:
+    """Return the reduced loss of targets y (N,), which can be differentiated.
+
+    `seed` (2,) is that of sampled gradients, None for exact ones.
+    """
     # the call cache has no entry for tensors that a transform has left behind
-    (loss,) = torch_compat.apply_to_live(PlainLoss, h, w, y, options, step)
+    (loss,) = torch_compat.apply_to_live(PlainLoss, h, w, y, seed, options, step)
     result: Tensor = loss
     return result
 
@@ -111,24 +132,30 @@ class PlainLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, w: Tensor, y: Tensor, options: LossOptions, step: PlainStep
+        ctx: Any,
+        h: Tensor,
+        w: Tensor,
+        y: Tensor,
+        seed: Tensor | None,
+        options: LossOptions,
+        step: PlainStep,
     ) -> tuple[Tensor]:
         """Return the reduced loss."""
-        loss, stats = _forward(h, w, y, options, step)
+        loss, stats = _forward(h, w, y, seed, options, step)
         ctx.options, ctx.step = options, step
         ctx.trained = step.step.grad_hidden, step.step.grad_weight
         # a graph compiler that traces the backward cannot read the records
-        ctx.arguments = *step.packed, *options.pack(), *NO_MORE
+        ctx.arguments = *step.packed, *options.pack()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(h, w, y, stats)
+        ctx.save_for_backward(h, w, y, stats, seed)
         return (loss,)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return dX and dW for the upstream gradient of the loss."""
         if upstream is None:
-            return None, None, None, None, None
-        saved, results = ctx.saved_tensors, None
+            return None, None, None, None, None, None
+        (*saved, seed), results = ctx.saved_tensors, None
         if (
             not torch.compiler.is_compiling()
             and not torch.is_grad_enabled()
@@ -137,16 +164,17 @@ class PlainLoss(torch.autograd.Function):
         ):
             results = kept.kept_with(saved[3])
         if results is None:
-            dx, dw, _ = differentiate(loss_backward, upstream, *saved, *ctx.arguments)
+            more = *NO_MORE[:SEED], seed, *NO_MORE[SEED + 1 :]
+            dx, dw, _ = differentiate(loss_backward, upstream, *saved, *ctx.arguments, *more)
         else:
             dx, dw = _backward(upstream, *saved, ctx.options, ctx.step, results)
         grad_hidden, grad_weight = ctx.trained
-        return dx if grad_hidden else None, dw if grad_weight else None, None, None, None
+        return dx if grad_hidden else None, dw if grad_weight else None, None, None, None, None
 
 
 @isolated_context
 def _forward(
-    h: Tensor, w: Tensor, y: Tensor, options: LossOptions, step: PlainStep
+    h: Tensor, w: Tensor, y: Tensor, seed: Tensor | None, options: LossOptions, step: PlainStep
 ) -> tuple[Tensor, Tensor]:
     """Return the reduced loss and the statistics of the tokens that were computed."""
     if step.fused is not None:
@@ -157,7 +185,7 @@ def _forward(
         results = kept.Kept(step.plan, exps, dw, capture=capture)
     else:
         selection = step.select(y, options)
-        inputs = step.inputs(h, w, y, options, selection)
+        inputs = step.inputs(h, w, y, options, selection, seed)
         loss, stats, results = run_forward(inputs, step.plan)
         rows = stats.rows
     results.selection = selection

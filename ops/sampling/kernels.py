@@ -201,14 +201,13 @@ class KernelSamples:
         total, vocab = len(self.counts) * (self.entries.shape[1] + 1), targets.vocab
         lists, ends = self.entries.new_empty(total), self.counts.new_empty(1 + vocab)
         between = self.counts.new_empty(total), self.counts.new_empty(vocab)
-        factors = coefficients.scale.contiguous(), coefficients.target.contiguous()
+        start, factors = self.threshold.new_empty(1), (coefficients.scale, coefficients.target)
         selection = targets.selection
         order, maps = (targets.index, 0) if selection is None else (selection.order, 1)
-        rows = self.entries, self.counts, targets.index, *factors, order, maps
-        compiled(self.kernels.list_classes)(rows, (lists, ends, *between))
-        # NaN if a token has no gradient, which is in the references of float16
-        zeros = coefficients.scale * 0 + torch.where(targets.active, stats.reference, 0) * 0
-        start = zeros.sum(0, keepdim=True)
+        rows = self.entries, self.counts, targets.index, *(x.contiguous() for x in factors)
+        # of float16, the reference tells which rows have no gradient
+        more = order, maps, stats.reference, targets.options.ignore_index
+        compiled(self.kernels.list_classes)((*rows, *more), (lists, ends, *between, start))
         return ClassLists(self.kernels, lists, ends, start)
 
 

@@ -198,7 +198,7 @@ def unpacked(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return entries >> 32, (entries & MASK).to(torch.int32).view(torch.float32)
 
 
-@pytest.mark.parametrize(("size", "softcap"), [(32, False), (128, True)])
+@pytest.mark.parametrize(("size", "softcap"), [(32, False), (512, True)])
 def test_sorted_entries(size: int, softcap: bool) -> None:
     """Of every other row, lse is far above the estimate, and decides."""
     generator = torch.Generator().manual_seed(0)
@@ -296,17 +296,26 @@ class Entries:
         return result
 
 
-@pytest.mark.parametrize("maps", [0, 1])
-def test_lists_of_classes(maps: int) -> None:
+@pytest.mark.parametrize("undefined", [None, "scale", "reference"])
+def test_lists_of_classes(undefined: str | None) -> None:
     """Short and long lists, several passes over rows, and several blocks of classes."""
-    tokens, vocab, capacity = 300, 4200, 13
+    tokens, vocab, capacity, maps = 300, 4200, 13, int(undefined is None)
     case = Entries(tokens, vocab, capacity, hot=3000)
     kernel = ListSamplesSpec(ARCH.name, short=64, table_rows=256)
     total = tokens * (capacity + 1) + 5
     lists, ends = torch.full((total,), -1), torch.full((1 + vocab,), -1, dtype=torch.int32)
     between = torch.full((total,), -1, dtype=torch.int32), torch.full_like(ends[1:], 9)
+    reference, start = torch.full((tokens,), -3.0), torch.full((1,), 7.0)
+    reference[case.y == -100] = torch.inf
+    row = int((case.y == vocab).nonzero()[0])  # it counts, on another rank
+    if undefined == "scale":
+        case.scale[row], case.counts[row] = -torch.inf, 0
+    elif undefined == "reference":
+        reference[row] = torch.nan
     rows = case.entries, case.counts, case.y, case.scale, case.target_scale, case.order, maps
-    run(kernel, rows, (lists, ends, *between))
+    run(kernel, (*rows, reference, -100), (lists, ends, *between, start))
+    assert bool(start.isnan()) == (undefined is not None) and (undefined or float(start) == 0.0)
+    case.scale[row] = 0 if undefined == "scale" else case.scale[row]
     want = case.products()
     assert ends[0] == 0
     lengths = ends.diff()
@@ -327,7 +336,7 @@ def test_hidden_gradient(lanes: int, vectors: int, long: int) -> None:
     """Long sums too, which warps share, and rows in another order."""
     tokens, vocab, hidden = 19, 90, 328
     case, scatters = Entries(tokens, vocab, 50), int(lanes == 16)
-    kernel = SparseRowsSpec(ARCH.name, "bfloat16", "hidden", lanes, vectors, long)
+    kernel = SparseRowsSpec(ARCH.name, "bfloat16", "hidden", lanes, vectors, long=long)
     w = torch.randn(vocab, hidden).bfloat16()
     out = torch.full((tokens, hidden), torch.nan).bfloat16()
     rows = case.entries, case.counts, case.scale, case.target_scale, case.y, case.order
@@ -350,7 +359,8 @@ def test_weight_gradient(
     tokens, vocab, name = 40, 70, str(dtype).removeprefix("torch.")
     out_type = torch.float32 if adds else dtype
     out_name = "float32" if adds else None
-    kernel = SparseRowsSpec(ARCH.name, name, "weight", 32, vectors, long, out_name, adds, True)
+    more: Any = {"long": long, "out": out_name, "adds": adds, "bias": True}
+    kernel = SparseRowsSpec(ARCH.name, name, "weight", 32, vectors, **more)
     case, h = Entries(tokens, vocab, 20, hot=3), torch.randn(tokens, hidden).to(dtype)
     products = case.products()
     products[:, 5:9] = 0

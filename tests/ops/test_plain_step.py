@@ -154,6 +154,36 @@ def test_later_backwards_have_the_same_bits(
     assert are_same([want, *results, gradients(result, h, w)])
 
 
+@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "selected rows"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_sampled_steps(
+    reduction: str,
+    selects: bool,
+    device: str,
+    steps: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A repeat, a second backward and one that finds nothing kept give the bits of the seed."""
+    monkeypatch.setattr(problem_module, "MIN_SELECTED", 1 if selects else 1 << 30)
+    h, w, y = leaves(device)
+
+    def sampled(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return loss(h, w, y, reduction=reduction, gradient="sampled", samples=16)
+
+    results, exact = [], loss(h, w, y, reduction=reduction)
+    for seed in (0, 1, 0, 0):
+        result = sampled(seed)
+        results.append((result, *gradients(result, h, w, retain_graph=True)))
+    again = result, *gradients(result, h, w)
+    with save_on_cpu():
+        result = sampled(0)
+    alone = result, *gradients(result, h, w)
+    other = results.pop(1)
+    assert are_same([*results, again, alone]) and len(steps) == 4
+    assert torch.equal(other[0], exact) and not torch.equal(other[1], alone[1])
+
+
 @pytest.mark.parametrize("workspace", ["min", "max"])
 def test_transforms_of_a_repeat_are_served_or_refused(workspace: str, device: str) -> None:
     h, w, y = leaves(device)

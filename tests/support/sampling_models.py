@@ -18,7 +18,7 @@ from cutefce.ops.sampling.estimate_classes import (
 from cutefce.ops.sampling.random_bits import COLUMN, _mix_, _signed, row_states
 from cutefce.ops.sampling.samples import Sampling
 
-Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]
+Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, int]
 MASK = 0xFFFFFFFF
 
 
@@ -169,8 +169,10 @@ def sort_samples(
 
 
 def list_samples(_: spec.ListSamplesSpec, rows: Rows, lists: tuple[Tensor, ...]) -> None:
-    entries, counts, target, scale, target_scale, order, maps = rows
-    out, ends, slots, class_counts = lists
+    entries, counts, target, scale, target_scale, order, maps, reference, ignored = rows
+    out, ends, slots, class_counts, start = lists
+    undefined = ~(scale.isfinite() & reference.isfinite()) & (target != ignored)
+    start[:] = torch.where(undefined.any(), torch.nan, 0)
     vocab = len(class_counts)
     assert len(out) >= len(counts) * (entries.shape[1] + 1) and len(out) == len(slots)
     inside = torch.arange(entries.shape[1]) < counts[:, None]
