@@ -2,7 +2,7 @@
 
 Those of the first windows are stored in the forward, in the memory of dW and then in their own; the
 others are computed again in the backward, at the end of dW's memory or, where that is too small, in
-a buffer.
+a buffer.  `row_layouts` has the layouts of one plan.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class PlacedWindow:
 
 @dataclass(frozen=True)
 class WindowLayout:
-    """The windows of a step, in their order."""
+    """The windows of a step, in their order, for a number of rows that count."""
 
     windows: tuple[PlacedWindow, ...]
     aliased: int
@@ -37,6 +37,10 @@ class WindowLayout:
     """Columns stored in memory of their own, at least one of both; they may end beyond V."""
     buffer: int
     """Columns of the buffer."""
+    rows: int
+    """The most rows that count; the memory of a window has as many."""
+    fewest: int = 0
+    """The fewest: of less, another layout is used."""
 
     @classmethod
     def of(cls, memory: DwMemory, aliased: int, kept: int, least: int) -> "WindowLayout":
@@ -61,7 +65,7 @@ class WindowLayout:
             if tail is not None:
                 place = ExpsMemory.DW, tail, last - first
             windows.append(PlacedWindow(first, last, *place, recomputed=True))
-        return cls(tuple(windows), aliased, kept, buffer)
+        return cls(tuple(windows), aliased, kept, buffer, memory.tokens)
 
     @property
     def stored(self) -> tuple[PlacedWindow, ...]:
