@@ -239,11 +239,11 @@ class FusedBackward:
                 # one split a tile: there are no sums to keep in registers across tiles
                 tile, clusters = kernel.exps_config.tile_n, num_sms // kernel.exps_config.cluster
                 numbers = first, (columns + tile - 1) // tile, clusters, stream
-                more = counters, None, None, None, *counted, *numbers
-                self.exps(rows_of(h, 0, exps.shape[0]), part, *row_vectors, None, exps, *more)
+                of_exps = counters, None, None, None, *counted, *numbers
+                self.exps(rows_of(h, 0, exps.shape[0]), part, *row_vectors, None, exps, *of_exps)
             own = vector_part(counters, of_hidden, of_weight - of_hidden)
-            more = counted, num_sms, stream
-            self.add_grad_hidden(sums, (exps, transpose(part)), own, (table, i), more)
+            of_dx = counted, num_sms, stream
+            self.add_grad_hidden(sums, (exps, transpose(part)), own, (table, i), of_dx)
             listed = order, vector_part(offsets, first, columns + 1), *of_entries
             own = vector_part(counters, of_weight, pitch - of_weight)
             states = scaled

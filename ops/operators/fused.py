@@ -29,10 +29,10 @@ def fused_step(problem: Problem, plan: Plan, device: torch.device) -> FusedStep 
     """Return what runs the plan of a plain step; None if it is no plan of windows, or too large."""
     if not plan.stores_windows:
         return None
-    config, *kernels = kernels_for(device, problem, PLAIN)
-    if kernels[0].fused_backward is None:
+    config, own, num_sms = kernels_for(device, problem, PLAIN)
+    if own.fused_backward is None:
         return None
-    block = config.reference_block
+    kernels, block = (own, num_sms), config.reference_block
     memory = DwMemory(problem.tokens, problem.hidden, problem.vocab, block)
     whole = WindowLayout.of(memory, plan.aliased, plan.kept, config.half(plan.window))
     kind = problem.selects_rows, plan.hidden_bits

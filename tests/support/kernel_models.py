@@ -485,10 +485,10 @@ def _fused_backward(
         if row[BackwardWindow.RECOMPUTED]:
             assert row[Window.MEMORY] != ExpsMemory.KEPT and i >= probabilities * in_reference
             of_rows = dense[:rows], part, reference[:rows], index[:rows]
-            more = None, exps, own[0], None, None, None, *counted
+            of_all = None, exps, own[0], None, None, None, *counted, first
             splits = ceil_div(columns, kernel.exps_config.tile_n)
             clusters = num_sms // kernel.exps_config.cluster
-            model_of(kernel.exps)(*of_rows, *more, first, splits, clusters)
+            model_of(kernel.exps)(*of_rows, *of_all, splits, clusters)
         kind = row[BackwardWindow.GRAD_HIDDEN]
         assert kind != GradHidden.GIVEN or windows == 1
         if kind != GradHidden.GIVEN:
@@ -496,8 +496,8 @@ def _fused_backward(
             clusters = num_sms // gemm.config.cluster
             k_splits = row[BackwardWindow.K_SPLITS] if kernel.hidden_bits is None else None
             launch = *counted, clusters, k_splits, int(first == 0)
-            of_rows = sums[:rows] if kernel.hidden_bits is None else _first(sums, rows)
-            model_of(gemm)(exps, part.t(), of_rows, None, None, own[1], *launch)
+            to = sums[:rows] if kernel.hidden_bits is None else _first(sums, rows)
+            model_of(gemm)(exps, part.t(), to, None, None, own[1], *launch)
         targets = csr[0], csr[1][first : first + columns + 1], csr[2], h, grad_scale
         clusters = num_sms // kernel.config.cluster
         operands = exps.t(), states[:rows].t(), dw[first : first + columns]
