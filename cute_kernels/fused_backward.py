@@ -241,9 +241,8 @@ class FusedBackward:
                 numbers = first, (columns + tile - 1) // tile, clusters, stream
                 of_exps = counters, None, None, None, *counted, *numbers
                 self.exps(rows_of(h, 0, exps.shape[0]), part, *row_vectors, None, exps, *of_exps)
-            own = vector_part(counters, of_hidden, of_weight - of_hidden)
-            of_dx = counted, num_sms, stream
-            self.add_grad_hidden(sums, (exps, transpose(part)), own, (table, i), of_dx)
+            own, of_dx = vector_part(counters, of_hidden, of_weight - of_hidden), (counted, num_sms)
+            self.add_grad_hidden(sums, (exps, transpose(part)), own, (table, i), (*of_dx, stream))
             listed = order, vector_part(offsets, first, columns + 1), *of_entries
             own = vector_part(counters, of_weight, pitch - of_weight)
             states = scaled

@@ -15,8 +15,7 @@ from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.operators.kept import Kept
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.plan import Plan
-from cutefce.ops.planning.row_layouts import row_layouts
-from cutefce.ops.planning.window_layout import WindowLayout
+from cutefce.ops.planning.window_layout import WindowLayout, row_layouts
 from cutefce.ops.primitives.dispatch import kernels_for, problem_of
 from cutefce.ops.primitives.fused_step import ForBackward, FusedStep, can_fuse, load
 from cutefce.ops.primitives.row_selection import has_aligned_rows

@@ -1,7 +1,7 @@
 """A plain training step on the kernels of windows whose exponentials are stored, in two host calls.
 
 What depends on sizes alone is computed once, for all steps with the same metadata.  Where rows are
-selected, the memory of a step may have several layouts, see `planning.row_layouts`.
+selected, the memory of a step may have several layouts, see `planning.window_layout`.
 """
 
 from array import array

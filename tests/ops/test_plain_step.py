@@ -19,7 +19,7 @@ from cutefce.cute_kernels.gpu import Gpu
 from cutefce.ops.interface import call_cache
 from cutefce.ops.operators import kept, operators, plain_step
 from cutefce.ops.operators.plans import plan_for
-from cutefce.ops.planning import row_layouts
+from cutefce.ops.planning import window_layout
 from cutefce.ops.primitives import dispatch, fused_step
 from tests.support.kernel_models import use_models
 from tests.support.modes import Seen
@@ -106,14 +106,14 @@ def test_layouts_for_fewer_rows_are_those_of_all_paths(
     reduction: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(problem_module, "MIN_SELECTED", 1)
-    monkeypatch.setattr(row_layouts, "EMPTY", 0)
+    monkeypatch.setattr(window_layout, "EMPTY", 0)
     h, w, y = leaves(device, ignored=0)
     order = torch.randperm(len(y), device=device)
     more: Any = {"workspace": 1 << 20, "reduction": reduction}
     targets = [y.index_fill(0, order[count:], -100) for count in (25, 24, 2, 0)]
     want = [gradients(loss(h, w, each, **more), h, w) for each in targets]
-    monkeypatch.setattr(row_layouts, "EMPTY", 1000)
-    monkeypatch.setattr(row_layouts, "ROW_BLOCK", 4)
+    monkeypatch.setattr(window_layout, "EMPTY", 1000)
+    monkeypatch.setattr(window_layout, "ROW_BLOCK", 4)
     process_cache.reset()
     for each, exact in zip(targets, want, strict=True):
         call_cache.clear()
