@@ -182,7 +182,7 @@ class FusedBackward:
         memories = {ExpsMemory.DW: dw.iterator, ExpsMemory.KEPT: kept.iterator}
         memories[ExpsMemory.BUFFER] = buffer
         of_windows = window_table(table, windows, len(Window) + len(BackwardWindow)), memories
-        launch = semaphores, counted, num_sms, stream
+        launch = semaphores, count, num_sms, stream
         later = probabilities, row_scale, places
         self.run_windows(operands, windows, of_windows, sums, dw, later, launch)
         last = None, places, selects, stream
@@ -219,18 +219,19 @@ class FusedBackward:
         `operands` are the hidden states in the order of rows, the weight, (reference, target), the
         fields of `TargetCsr`, and scaled hidden states; `of_windows` are the table and the memories
         of exponentials; `later` are the windows before those of probabilities, the factors of rows
-        that become parts of these, and the order of rows; `launch` are semaphores, the fields of
-        `RowCount`, multiprocessors and stream.  More than eight parameters: they are grouped.
+        that become parts of these, and the order of rows; `launch` are semaphores, the number of
+        rows that count, multiprocessors and stream.  More than eight parameters: they are grouped.
         """
         h, w, row_vectors, (order, offsets, *of_entries), scaled = operands
-        (table, memories), (semaphores, counted, num_sms, stream) = of_windows, launch
+        (table, memories), (semaphores, count, num_sms, stream) = of_windows, launch
         kernel, rows = self.spec, row_vectors[1].shape[0]
         of_hidden, of_weight, pitch = kernel.semaphore_places(rows, num_sms)
         probabilities = later[0]
         for i in cutlass.range(windows, unroll=1):
             if i == probabilities:
-                self.begin_probabilities(sums, scaled, operands[3][3], later, counted, stream)
-            whole, first = exps_of(table, i, memories, rows)
+                self.begin_probabilities(sums, scaled, operands[3][3], later, count, stream)
+            whole, first = exps_of(table, i, memories)
+            counted = count, Int32(table[i, Window.SELECTS])
             columns = Int32(table[i, Window.COLUMNS])
             exps, part = columns_of(whole, columns), rows_of(w, first, columns)
             counters = vector_part(semaphores, i * pitch, pitch)
@@ -238,10 +239,10 @@ class FusedBackward:
                 # one split a tile: there are no sums to keep in registers across tiles
                 tile, clusters = kernel.exps_config.tile_n, num_sms // kernel.exps_config.cluster
                 numbers = first, (columns + tile - 1) // tile, clusters, stream
-                more = counters, None, None, None, *counted, *numbers
-                self.exps(h, part, *row_vectors, None, exps, *more)
-            own = vector_part(counters, of_hidden, of_weight - of_hidden)
-            self.add_grad_hidden(sums, (exps, transpose(part)), own, (table, i), launch)
+                of_exps = counters, None, None, None, *counted, *numbers
+                self.exps(rows_of(h, 0, exps.shape[0]), part, *row_vectors, None, exps, *of_exps)
+            own, of_dx = vector_part(counters, of_hidden, of_weight - of_hidden), (counted, num_sms)
+            self.add_grad_hidden(sums, (exps, transpose(part)), own, (table, i), (*of_dx, stream))
             listed = order, vector_part(offsets, first, columns + 1), *of_entries
             own = vector_part(counters, of_weight, pitch - of_weight)
             states = scaled
@@ -259,7 +260,7 @@ class FusedBackward:
         states: cute.Tensor,
         h: cute.Tensor,
         later: Any,
-        counted: Any,
+        count: cute.Tensor,
         stream: Any,
     ) -> None:
         """Multiply dX's sums by the factors of rows, and bring h into their order, to `states`.
@@ -272,21 +273,25 @@ class FusedBackward:
         else:
             self.scale_sums(sums.upper, sums.low, row_scale, stream)
         if cutlass.const_expr(self.spec.selects):
-            self.gather_rows(states, h, places, None, counted[0], stream)
+            self.gather_rows(states, h, places, None, count, stream)
 
     @cute.jit
     def add_grad_hidden(
         self, sums: Any, operands: Any, semaphores: cute.Tensor, window: Any, launch: Any
     ) -> None:
-        """Add the product of `operands` to dX's sums; `window` are the table and its row."""
-        (table, i), (_, counted, num_sms, stream) = window, launch
+        """Add the product of `operands` to dX's sums; `window` are the table and its row.
+
+        `launch` are the fields of `RowCount`, multiprocessors and stream.
+        """
+        (table, i), (counted, num_sms, stream) = window, launch
         given = *operands, sums, None, None, semaphores, *counted
         kernel, kind = self.spec, table[i, BackwardWindow.GRAD_HIDDEN]
+        overwrite = Int32(table[i, Window.FIRST] == 0)
         if cutlass.const_expr(kernel.hidden_bits is not None):
             clusters = num_sms // kernel.hidden_config.cluster
-            self.grad_hidden(*given, clusters, None, Int32(i == 0), stream)
+            self.grad_hidden(*given, clusters, None, overwrite, stream)
         else:
-            more = Int32(table[i, BackwardWindow.K_SPLITS]), Int32(i == 0), stream
+            more = Int32(table[i, BackwardWindow.K_SPLITS]), overwrite, stream
             if kind == GradHidden.LONG:
                 clusters = num_sms // kernel.hidden_config.cluster
                 self.grad_hidden(*given, clusters, *more)

@@ -46,7 +46,7 @@ class Stored(NamedTuple):
     table: Int64
     """The windows as `workspace.ForwardWindow` describes them, at this address of host memory."""
     windows: Int32
-    """Their number."""
+    """Their number; those of a layout are consecutive, and the first has column 0."""
 
 
 def table_of(stored: Stored) -> cute.Tensor:
@@ -119,9 +119,9 @@ class FusedForward:
         Before them, if the spec selects, `select_rows` and `gather_rows`; then these three run over
         the rows that count, in at most `most_splits` vocabulary splits.  If it stores,
         `project_exp` runs over the windows of `stored`, a `Stored`, whose splits are in the table,
-        `most_splits` in all; `repair_exps` runs last, over each of them; and the statistics are in
-        the order of rows, which `stored_order` receives.  Each parameter is one argument that the
-        host passes by position.
+        `most_splits` in all of a layout; `repair_exps` runs last, over each of them; and the
+        statistics are in the order of rows, which `stored_order` receives.  Each parameter is one
+        argument that the host passes by position.
         """
         rows, partials = target.shape[0], most_splits * self.config.partials_per_row
         memory, hidden = workspace.iterator, h.shape[1]
@@ -147,13 +147,13 @@ class FusedForward:
         self.target_logit(h, w, counted, logit, semaphores, transform, *more)
         if cutlass.const_expr(not self.spec.selects):
             count = semaphores  # any int32
-        row_vectors, launch = (logit, counted), (count, selects, clusters, stream)
+        row_vectors, launch = (logit, counted), (count, clusters, stream)
         if cutlass.const_expr(self.spec.stores):
             self.sum_windows(dense, w, row_vectors, sums, semaphores, stored, launch)
         else:
             of_semaphores, numbers = (semaphores, transform, None, None), (Int32(0), vocab_splits)
-            given = *row_vectors, sums, None, *of_semaphores, *launch[:2], *numbers, *launch[2:]
-            self.project_exp(dense, w, *given)
+            given = *row_vectors, sums, None, *of_semaphores, count, selects, *numbers
+            self.project_exp(dense, w, *given, *launch[1:])
         results = stats, reduced, semaphores, scatter
         self.reduce(sums, logit, counted, *results, ignored, mean, None, None, stream)
         if cutlass.const_expr(self.spec.stores):
@@ -171,23 +171,26 @@ class FusedForward:
         stored: Stored,
         launch: Any,
     ) -> None:
-        """Run `project_exp` over each window; all write partial sums to `sums` (N, P).
+        """Run `project_exp` over each window; those of a step write partial sums to `sums` (N, P).
 
-        `row_vectors` are (logit, target), `launch` (count, selects, clusters, stream).
+        `row_vectors` are (logit, target), `launch` (count, clusters, stream).
         """
-        (count, selects, clusters, stream), table = launch, table_of(stored)
-        rows, partials, per_split = sums.shape[0], sums.shape[1], self.config.partials_per_row
-        pitch, done = self.spec.semaphore_pitch(rows), Int32(0)
+        (count, clusters, stream), table = launch, table_of(stored)
+        partials, per_split = sums.shape[1], self.config.partials_per_row
+        pitch, done = self.spec.semaphore_pitch(sums.shape[0]), Int32(0)
         for i in cutlass.range(stored.windows, unroll=1):
-            exps, first = exps_of(table, i, memories_of(stored), rows)
-            part = rows_of(w, first, Int32(table[i, Window.COLUMNS]))
+            exps, first = exps_of(table, i, memories_of(stored))
+            if first == 0:
+                done = Int32(0)
+            rows, part = exps.shape[0], rows_of(w, first, Int32(table[i, Window.COLUMNS]))
             most = Int32(table[i, ForwardWindow.MOST_SPLITS]) * per_split
             layout = cute.make_layout((rows, most), stride=(partials, 1))
             own = cute.make_tensor(sums.iterator + done, layout)
             counters = vector_part(semaphores, i * pitch, pitch)
+            counted = count, Int32(table[i, Window.SELECTS])
             splits = Int32(table[i, ForwardWindow.SPLITS])
-            more = counters, None, None, None, count, selects, first, splits, clusters, stream
-            self.project_exp(h, part, *row_vectors, own, exps, *more)
+            more = counters, None, None, None, *counted, first, splits, clusters, stream
+            self.project_exp(rows_of(h, 0, rows), part, *row_vectors, own, exps, *more)
             done += most
 
     @cute.jit
@@ -201,14 +204,15 @@ class FusedForward:
         launch: Any,
     ) -> None:
         """Run `repair_exps` over the stored columns of each window; see `sum_windows`."""
-        (count, selects, clusters, stream), table = launch, table_of(stored)
-        rows = row_vectors[1].shape[0]
+        (count, clusters, stream), table = launch, table_of(stored)
         for i in cutlass.range(stored.windows, unroll=1):
-            exps, first = exps_of(table, i, memories_of(stored), rows)
+            exps, first = exps_of(table, i, memories_of(stored))
             part = rows_of(w, first, Int32(table[i, ForwardWindow.STORED]))
+            counted = count, Int32(table[i, Window.SELECTS])
             splits = Int32(table[i, ForwardWindow.REPAIR_SPLITS])
-            more = semaphores, None, None, None, count, selects, first, splits, clusters, stream
-            self.repair_exps(h, part, *row_vectors, None, exps, *more)
+            more = semaphores, None, None, None, *counted, first, splits, clusters, stream
+            states = rows_of(h, 0, exps.shape[0])
+            self.repair_exps(states, part, *row_vectors, None, exps, *more)
 
     @cute.jit
     def selection(self, h: cute.Tensor, memory: Any, rows: Int32, stored: Any) -> Any:

@@ -117,6 +117,10 @@ class Window(IntEnum):
     """Elements of that memory before its exponentials."""
     PITCH = 4
     """Elements of a row of them; of stored ones, the columns that have memory."""
+    ROWS = 5
+    """Rows of that memory: N, or the most that count in steps with this window."""
+    SELECTS = 6
+    """That of a `RowCount`: 0, or one more than the fewest rows in steps with this window."""
 
 
 class ForwardWindow(IntEnum):

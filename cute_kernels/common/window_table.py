@@ -15,11 +15,11 @@ def window_table(address: Int64, windows: Int32, fields: int) -> cute.Tensor:
 
 
 def exps_of(
-    table: cute.Tensor, window: Int32, memories: dict[ExpsMemory, cute.Pointer], rows: Int32
+    table: cute.Tensor, window: Int32, memories: dict[ExpsMemory, cute.Pointer]
 ) -> tuple[cute.Tensor, Int32]:
-    """Return the exponentials (N, K) in the memory of a window, and its first column.
+    """Return the exponentials (M, K) in the memory of a window, and its first column.
 
-    `memories` are those that windows of the table may be in; K is the width of that memory.
+    `memories` are those that windows of the table may be in; that has M rows of K columns.
     """
     any_memory = next(iter(memories.values()))
     address = Int64(0)
@@ -29,6 +29,7 @@ def exps_of(
     address += table[window, Window.OFFSET] * (dtype.width // 8)
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
     pitch = cute.assume(table[window, Window.PITCH], divby=8)
+    rows = Int32(table[window, Window.ROWS])
     layout = cute.make_layout((rows, Int32(pitch)), stride=(pitch, 1))
     return cute.make_tensor(pointer, layout), Int32(table[window, Window.FIRST])
 

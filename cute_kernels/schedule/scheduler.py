@@ -18,7 +18,8 @@ class RowCount(NamedTuple):
     count: cute.Tensor
     """(1,) int32, written by an earlier kernel."""
     selects: Int32
-    """0 if all rows count, and `count` means nothing; else 1, or 2 to compute nothing of none."""
+    """0 if all rows count, and `count` means nothing; else one more than the fewest of which a
+    launch computes anything.  Of more rows than its operands have, it computes nothing either."""
 
 
 class WorkTile(NamedTuple):
@@ -114,7 +115,7 @@ def make_tile_scheduler(
 
     `vocab_splits` are those for all tokens; for fewer there are more, at most `most_splits`.  One
     row block is computed even of no tokens, so that what a GEMM over them reads is 0, unless
-    `row_count` says otherwise.
+    `row_count` says that nothing is.
     """
     (size, inner), columns = a.shape, b.shape[0]
     n_tiles = (columns + config.tile_n - 1) // config.tile_n
@@ -123,9 +124,9 @@ def make_tile_scheduler(
     splits = vocab_splits
     if row_count.selects != 0:
         cute.arch.griddepcontrol_wait()
-        rows = cutlass.min(row_count.count[0], rows)
-        planned, least = row_blocks, Int32(row_count.selects == 1)
-        row_blocks = cutlass.max((rows + config.rows - 1) // config.rows, least)
+        rows, computes = counted_rows(row_count, rows)
+        planned = row_blocks
+        row_blocks = cutlass.max((rows + config.rows - 1) // config.rows, computes)
         more = planned, cutlass.max(row_blocks, 1), most_splits, cutlass.min
         splits = order.rescale_vocab_splits(vocab_splits, *more)
     cluster, clusters, rank = place(config)
@@ -158,7 +159,8 @@ def make_gemm_scheduler(
     """Return the scheduler of a gradient GEMM of a (M, K) and b (N, K).
 
     Tokens are the K of these, if `tokens_inside`, or their M.  With `k_splits`, those for all
-    tokens, K is split.  Nothing is computed where no token counts and `overwrite` is 0.
+    tokens, K is split.  Nothing is computed where `row_count` says so, or where no token counts
+    and `overwrite` is 0.
     """
     (size, inner), columns = a.shape, b.shape[0]
     n_tiles = (columns + config.tile_n - 1) // config.tile_n
@@ -167,16 +169,16 @@ def make_gemm_scheduler(
     k_tiles, splits = (inner + tile_k - 1) // tile_k, k_splits
     cluster, clusters, rank = place(config)
     if row_count.selects != 0:
-        count = row_count.count[0]
         if cutlass.const_expr(tokens_inside):
+            count, computes = counted_rows(row_count, Int32(inner))
             k_tiles = cutlass.max((count + tile_k - 1) // tile_k, 1)
             if cutlass.const_expr(overwrite is not None):
                 if count == 0 and overwrite == 0:
-                    row_blocks = Int32(0)
+                    computes = Int32(0)
+            row_blocks *= computes
         else:
-            rows = cutlass.min(count, rows)
-            least = Int32(row_count.selects == 1)
-            row_blocks = cutlass.max((rows + config.rows - 1) // config.rows, least)
+            rows, computes = counted_rows(row_count, rows)
+            row_blocks = cutlass.max((rows + config.rows - 1) // config.rows, computes)
         if cutlass.const_expr(k_splits is not None):
             splits = order.fewest_waves(row_blocks * n_tiles, clusters, k_tiles, Int32)
     return TileScheduler(
@@ -192,6 +194,14 @@ def make_gemm_scheduler(
         columns=columns,
         selects=row_count.selects,
     )
+
+
+@cute.jit
+def counted_rows(row_count: RowCount, rows: Int32) -> Any:
+    """Return how many of `rows` rows are computed, and whether anything is: 1 or 0."""
+    count = row_count.count[0]
+    computes = Int32(count <= rows) * Int32(count >= row_count.selects - 1)
+    return count * computes, computes
 
 
 @cute.jit

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
-from cutefce.ops.operators.class_row import needs_class_row, set_class_row
 from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.parallel.class_row import needs_class_row, set_class_row
 from cutefce.ops.parallel.shard import Unsharded
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.dispatch import (

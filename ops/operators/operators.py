@@ -27,6 +27,7 @@ from cutefce.ops.interface.options import (
 from cutefce.ops.operators import kept, meta
 from cutefce.ops.operators.agreement import agreed_backward, agreed_forward
 from cutefce.ops.operators.context import isolated_context, refuse_tangents
+from cutefce.ops.operators.fused import run_fused_backward, run_fused_forward, step_with_layouts
 from cutefce.ops.operators.kept import GradSums, Kept
 from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare
 from cutefce.ops.parallel.shard import Unsharded, shard_of
@@ -109,8 +110,13 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
         same["workspace"] = step.budget
         same["workspace, as (strategy, chunk)"] = [plan.strategy, plan.chunk]
     shard = shard_of(sharding, h, w, **same)
-    inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
-    loss, stats, results = run_forward(inputs, plan)
+    fused = step_with_layouts(h, w, plan, options, tensors, sharding)
+    if fused is not None:
+        loss, stats, results = run_fused_forward(fused, plan, h, w, y, options)
+        selection = results.selection
+    else:
+        inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
+        loss, stats, results = run_forward(inputs, plan)
     if selection is not None:
         results.selection, results.stats = selection, stats
         stats = stats.restore(selection)
@@ -167,6 +173,15 @@ def loss_backward(
     if options.consumes_exps:
         kept.forget(stats)
     plan = results.plan if results else plan_of(h, w, y, step, options, tensors, sharding)
+    fused = step_with_layouts(h, w, plan, options, tensors, sharding)
+    if fused is not None:
+        if results is None:
+            _, rows, results = run_fused_forward(fused, plan, h, w, y, options)
+        else:
+            rows = RowStats(stats) if results.stats is None else results.stats
+        gradients = run_fused_backward(fused, upstream, h, w, y, rows.rows, options, results)
+        assert gradients is not None
+        return *gradients, h.new_empty(0)
     sums = results.take_sums() if results else None
     runs_again = sums is None if plan.in_forward else results is None
     same = {} if sharding.group is None else agreed_backward(upstream, stats, runs_again)

@@ -18,6 +18,7 @@ from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, Te
 from cutefce.ops.operators import kept
 from cutefce.ops.operators.autograd import differentiate
 from cutefce.ops.operators.context import can_bypass_dispatcher, isolated_context
+from cutefce.ops.operators.fused import fused_step, run_fused_backward, run_fused_forward
 from cutefce.ops.operators.operators import (
     loss_backward,
     restored,
@@ -26,20 +27,18 @@ from cutefce.ops.operators.operators import (
 )
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.planning.planner import Plan
-from cutefce.ops.planning.window_layout import WindowLayout
 from cutefce.ops.primitives.dispatch import (
     kernel_primitives,
     kernels_for,
     problem_of,
     sampling_unsupported_reason,
 )
-from cutefce.ops.primitives.fused_step import ForBackward, FusedStep, can_fuse, load
+from cutefce.ops.primitives.fused_step import FusedStep
 from cutefce.ops.primitives.row_selection import select_on_device
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.samples import Sampling
-from cutefce.ops.strategies.dw_views import memory_of
 from cutefce.ops.strategies.loss_inputs import LossInputs
 
 NO_MORE = *TensorOptions().pack(), *Sharding().pack()
@@ -99,18 +98,8 @@ def resolve(h: Tensor, w: Tensor, step: StepOptions, options: LossOptions) -> Pl
     if options.is_sampled and sampling_unsupported_reason(problem, options.samples, False):
         return None
     plan = plan_for(h, w, step, options, TensorOptions(), Sharding())
-    selects = problem.selects_rows
-    kernels, fused = kernels_for(h.device, problem, PLAIN), None
-    if plan.stores_windows and kernels[1].fused_backward is not None:
-        config = kernels[0]
-        memory = memory_of(w, problem.tokens, config.reference_block)
-        layout = WindowLayout.of(memory, plan.aliased, plan.kept, config.half(plan.window))
-        kind = selects, plan.hidden_bits
-        if can_fuse(problem, *kernels[1:], layout, *kind):
-            fused = FusedStep(problem, *kernels[1:], layout, *kind)
-            if torch_compat.capture_id() is None:
-                load(*kernels[1:], *kind, h.device)
-    arch = problem.arch if selects else None
+    kernels, fused = kernels_for(h.device, problem, PLAIN), fused_step(problem, plan, h.device)
+    arch = problem.arch if problem.selects_rows else None
     return PlainStep(step, plan, kernels, arch, fused, step.pack())
 
 
@@ -178,19 +167,14 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the reduced loss and the statistics of the tokens that were computed."""
     if step.fused is not None:
-        loss, saved = step.fused.forward(h, w, y, options)
-        rows, exps, dw, selection = saved
-        # where no backward overwrites what is kept, it does not matter which graph captures it
-        capture = None if dw is None else torch_compat.capture_id()
-        results = kept.Kept(step.plan, exps, dw, capture=capture)
+        loss, stats, results = run_fused_forward(step.fused, step.plan, h, w, y, options)
     else:
         selection = step.select(y, options)
         inputs = step.inputs(h, w, y, options, selection, seed)
         loss, stats, results = run_forward(inputs, step.plan)
-        rows = stats.rows
-    results.selection = selection
-    kept.keep(rows, results)
-    return restored(loss, selection, options), rows
+        results.selection = selection
+    kept.keep(stats.rows, results)
+    return restored(loss, results.selection, options), stats.rows
 
 
 @isolated_context
@@ -206,12 +190,13 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return dX and dW from what the forward has kept."""
     selection = results.selection
+    if step.fused is not None:
+        given = upstream, h, w, y, stats, options, results
+        gradients = run_fused_backward(step.fused, *given)
+        if gradients is not None:
+            return gradients
     if selection is not None and upstream.ndim:
         upstream = selection.take(upstream)
-    dw = None if step.fused is None else results.take_dw()
-    if step.fused is not None and (dw is not None or not step.plan.aliased):
-        saved = ForBackward(stats, results.exps, dw, selection)
-        return step.fused.backward(upstream, h, w, y, saved, options)
     inputs = step.inputs(h, w, y, options, selection)
     dx, dw, _ = run_windows_backward(upstream, inputs, RowStats(stats), results)
     return dx, dw

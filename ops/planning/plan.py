@@ -93,7 +93,12 @@ class Family:
 
     def fastest(self, budget: int) -> Plan:
         """Return the fastest plan within `budget` bytes, or else the smallest one."""
-        last = self.count - 1
-        return self.plan(
-            bisect_left(range(last), True, key=lambda i: self.plan(i).workspace_bytes <= budget)
-        )
+        return self.plan(self._first_within(budget))
+
+    def within(self, budget: int) -> list[Plan]:
+        """Return the plans within `budget` bytes, and at least the smallest one."""
+        return [self.plan(i) for i in range(self._first_within(budget), self.count)]
+
+    def _first_within(self, budget: int) -> int:
+        places = range(self.count - 1)
+        return bisect_left(places, True, key=lambda i: self.plan(i).workspace_bytes <= budget)

@@ -38,6 +38,8 @@ unfused loss takes for the same; larger problems keep a part and recompute the r
 
 FLOOR = Fraction(8, 5)
 """Memory that "min" may take, relative to the least that any plan takes."""
+MEMORY_WEIGHT = 6
+"""Per cent of memory that weigh as much as a per cent of time, for "min"."""
 WORTH_TIME, WORTH_MEMORY = Fraction(4, 3), Fraction(9, 10)
 """"min" takes no plan that needs more than 4/3 of the time of one that needs less than 10/9 of its
 memory: a third more time is no price for a tenth of the memory."""
@@ -119,8 +121,11 @@ def _choose(families: Sequence[Family], budget: int) -> Plan:
 
 
 def _small(families: Sequence[Family], least: int) -> Plan:
-    """Return the plan of "min": the fastest within `FLOOR`, or what is worth more memory."""
-    plan = _fastest(families, int(least * FLOOR))
+    """Return the plan of "min": the best one within `FLOOR`, or what is worth more memory."""
+    budget = int(least * FLOOR)
+    plans = (plan for family in families for plan in family.within(budget))
+    within = [plan for plan in plans if plan.workspace_bytes <= budget]
+    plan = min(within, key=lambda x: x.seconds**MEMORY_WEIGHT * x.workspace_bytes)
     while True:
         # the most that another plan takes of which this one takes more than WORTH_MEMORY
         limit = ceil(plan.workspace_bytes / WORTH_MEMORY) - 1

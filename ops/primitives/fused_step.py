@@ -1,6 +1,7 @@
 """A plain training step on the kernels of windows whose exponentials are stored, in two host calls.
 
-What depends on sizes alone is computed once, for all steps with the same metadata.
+What depends on sizes alone is computed once, for all steps with the same metadata.  Where rows are
+selected, the memory of a step may have several layouts, see `planning.window_layout`.
 """
 
 from array import array
@@ -17,7 +18,7 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
 from cutefce.cute_kernels.spec import FusedBackwardSpec, FusedForwardSpec
-from cutefce.cute_kernels.workspace import GradHidden
+from cutefce.cute_kernels.workspace import BackwardWindow, ForwardWindow, GradHidden
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.window_layout import PlacedWindow, WindowLayout
@@ -26,6 +27,7 @@ from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 
+GRAD_HIDDEN, MOST_SPLITS = int(BackwardWindow.GRAD_HIDDEN), int(ForwardWindow.MOST_SPLITS)
 MAX_WORKSPACE = 1 << 31
 """Elements of 4 bytes that an int32 can count."""
 MAX_WINDOWS = 256
@@ -53,38 +55,43 @@ class FusedStep:
         problem: Problem,
         kernels: KernelSet,
         num_sms: int,
-        layout: WindowLayout,
+        layouts: Sequence[WindowLayout],
         selects: bool,
         hidden_bits: int | None,
         short: int | None = None,
     ) -> None:
-        """Compile or load what runs the windows of `layout`.
+        """Compile or load what runs the windows of the `layouts`, the first of which is for N rows.
 
         `kernels` have those of dW.  The rows that count are computed alone if `selects`.  dX's sums
         are kept in 16 bits and `hidden_bits`, or float32.  `short` is that of `grad_hidden_kernel`.
         """
         forward, backward = fused_kernels(kernels, selects, hidden_bits)
-        sizes = problem.tokens, problem.hidden, problem.vocab
+        sizes, whole = (problem.tokens, problem.hidden, problem.vocab), layouts[0]
         self.arch = problem.arch if selects else None
-        self.kept, self.aliases = (sizes[0], layout.kept), layout.aliased > 0
+        self.kept, self.aliases = (sizes[0], whole.kept), whole.aliased > 0
+        self.has_layouts = len(layouts) > 1
         clusters = num_sms // forward.config.cluster
-        self._forward_table = _Table(_forward_rows(problem, forward, clusters, layout, selects))
-        most = sum(row[6] for row in self._forward_table.rows)
-        self.forward_size = forward.workspace_size(*sizes[:2], most, len(layout.stored))
+        tables = [_forward_rows(problem, forward, clusters, x, selects) for x in layouts]
+        most = _equalize_splits(tables)
+        self._forward_table = _Table([row for table in tables for row in table])
+        stored = [(x, window) for x in layouts for window in x.stored]
+        windows = stored + [(x, w) for x in layouts for w in x.windows if w.recomputed]
+        self.forward_size = forward.workspace_size(*sizes[:2], most, len(stored))
         self.forward_numbers = most, most, clusters
+        of_dx = self.has_layouts, hidden_bits, short
         rows = [
-            _backward_row(problem, kernels, num_sms, window, hidden_bits, short)
-            for window in layout.windows
+            _backward_row(problem, kernels, num_sms, (layout, window), selects, *of_dx)
+            for layout, window in windows
         ]
         self._backward_table, self._num_sms = _Table(rows), num_sms
         self._backward_numbers, self._backward_sizes = [], []
         for uniform in (False, True):
-            probabilities = len(layout.stored if uniform else layout.windows)
-            gathers = layout.recomputes and not uniform
-            self._backward_numbers.append((probabilities, layout.buffer, int(gathers)))
-            more = len(rows), num_sms, layout.buffer, gathers
+            probabilities = len(stored if uniform else windows)
+            gathers = len(stored) < len(windows) and not uniform
+            self._backward_numbers.append((probabilities, whole.buffer, int(gathers)))
+            more = len(rows), num_sms, whole.buffer, gathers
             self._backward_sizes.append(backward.workspace_size(sizes, *more))
-        self.dx_is_given = rows[0][6] == GradHidden.GIVEN
+        self.dx_is_given = rows[0][GRAD_HIDDEN] == GradHidden.GIVEN
         self.launch_forward, self.launch_backward = compiled(forward), compiled(backward)
 
     def forward(
@@ -146,8 +153,7 @@ class FusedStep:
 class _Table:
     """Rows of numbers in memory of the host, where host functions read them."""
 
-    def __init__(self, rows: Sequence[tuple[int, ...]]) -> None:
-        self.rows = rows
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
         self._memory = array("q", [number for row in rows for number in row])
         self.arguments = self._memory.buffer_info()[0], len(rows)
         """Address and number of rows."""
@@ -171,62 +177,90 @@ def _forward_rows(
     clusters: int,
     layout: WindowLayout,
     selects: bool,
-) -> list[tuple[int, ...]]:
-    """Return the table of the windows that a forward stores, see `ForwardWindow`."""
-    tokens, vocab, config = problem.tokens, problem.vocab, kernel.config
-    affordable, rows = most_vocab_splits(tokens, vocab, config), list[tuple[int, ...]]()
+) -> list[list[int]]:
+    """Return the table of the windows of a layout that a forward stores, see `ForwardWindow`."""
+    vocab, config, rows = problem.vocab, kernel.config, list[list[int]]()
+    affordable = most_vocab_splits(problem.tokens, vocab, config)
     ends = [*[window.first for window in layout.stored[1:]], vocab]
     for window, end in zip(layout.stored, ends, strict=True):
         columns, stored = end - window.first, window.last - window.first
-        splits = most = choose_vocab_splits(tokens, columns, config, clusters)
+        splits = most = choose_vocab_splits(layout.rows, columns, config, clusters)
         if selects:  # a window's share of what is affordable for all
-            most = max(splits, affordable * columns // vocab)
-        repaired = choose_vocab_splits(tokens, stored, config, clusters)
-        place = window.memory, window.offset, window.width
-        rows.append((window.first, columns, *place, splits, most, stored, repaired))
+            most = max(1, affordable * columns // vocab)
+            if layout.rows == problem.tokens:
+                most = max(splits, most)
+            splits = min(splits, most)
+        repaired = choose_vocab_splits(layout.rows, stored, config, clusters)
+        place = _window_fields(window, columns, layout, selects)
+        rows.append([*place, splits, most, stored, repaired])
     return rows
+
+
+def _equalize_splits(tables: Sequence[list[list[int]]]) -> int:
+    """Return the most splits of any layout; the last windows of the others get what they lack."""
+    totals = [sum(row[MOST_SPLITS] for row in table) for table in tables]
+    for table, total in zip(tables, totals, strict=True):
+        table[-1][MOST_SPLITS] += max(totals) - total
+    return max(totals)
+
+
+def _window_fields(
+    window: PlacedWindow, columns: int, layout: WindowLayout, selects: bool
+) -> tuple[int, ...]:
+    """Return the fields of a `Window` of `columns`, in a layout."""
+    place = window.memory, window.offset, window.width
+    return window.first, columns, *place, layout.rows, int(selects) + layout.fewest
 
 
 def _backward_row(
     problem: Problem,
     kernels: KernelSet,
     num_sms: int,
-    window: PlacedWindow,
+    placed: tuple[WindowLayout, PlacedWindow],
+    selects: bool,
+    has_layouts: bool,
     hidden_bits: int | None,
     short: int | None,
 ) -> tuple[int, ...]:
-    """Return the row of a window in a backward's table, see `BackwardWindow`."""
+    """Return the row of a window of a layout in a backward's table, see `BackwardWindow`.
+
+    cuBLAS has no part in dX if the step `has_layouts`.  More than eight parameters: the sizes, and
+    how dX is added.
+    """
+    layout, window = placed
     columns, splits, kind = window.last - window.first, 1, GradHidden.GIVEN
-    spec = grad_hidden_kernel(kernels, columns, columns < problem.vocab, short)
+    spec = grad_hidden_kernel(kernels, columns, has_layouts or columns < problem.vocab, short)
     if hidden_bits is not None:
         kind = GradHidden.LONG
     elif spec is not None:
         is_short = columns < (KernelConfigs.SHORT if short is None else short)
         kind = GradHidden.SHORT if is_short else GradHidden.LONG
         clusters = num_sms // spec.config.cluster
-        splits = k_splits(spec, (problem.tokens, problem.hidden), columns, clusters)
-    place = window.memory, window.offset, window.width
-    return window.first, columns, *place, int(window.recomputed), kind, splits
+        splits = k_splits(spec, (layout.rows, problem.hidden), columns, clusters)
+    place = _window_fields(window, columns, layout, selects)
+    return *place, int(window.recomputed), kind, splits
 
 
 def can_fuse(
     problem: Problem,
     kernels: KernelSet,
     num_sms: int,
-    layout: WindowLayout,
+    layouts: Sequence[WindowLayout],
     selects: bool,
     hidden_bits: int | None,
 ) -> bool:
-    """Whether one host function can run the windows of `layout`.
+    """Whether one host function can run the windows of the `layouts`.
 
     A launch clears their semaphores, and int32 count the elements of the workspace.
     """
-    if len(layout.windows) > MAX_WINDOWS:
+    windows = sum(len(layout.windows) for layout in layouts)
+    if windows > MAX_WINDOWS:
         return False
     forward, backward = fused_kernels(kernels, selects, hidden_bits)
     sizes = problem.tokens, problem.hidden, problem.vocab
-    zeros = forward.zeros(problem.tokens, len(layout.stored))
-    more = len(layout.windows), num_sms, layout.buffer, layout.recomputes
+    zeros = forward.zeros(problem.tokens, sum(len(layout.stored) for layout in layouts))
+    recomputes = any(layout.recomputes for layout in layouts)
+    more = windows, num_sms, layouts[0].buffer, recomputes
     fits = backward.workspace_size(sizes, *more) < MAX_WORKSPACE
     return fits and zeros <= kernels.target_logit.max_zeros(problem.tokens)
 
@@ -243,7 +277,7 @@ def load(
     problem = Problem(tokens, hidden, vocab, "bfloat16", device.type, arch=kernels.row_sums.arch)
     layout = WindowLayout.of(DwMemory(tokens, hidden, vocab, 256), 256, 256, 512)
     kind = selects, hidden_bits, 300
-    step, options = FusedStep(problem, kernels, num_sms, layout, *kind), LossOptions("none")
+    step, options = FusedStep(problem, kernels, num_sms, [layout], *kind), LossOptions("none")
     h = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
     w, y = h.new_zeros(vocab, hidden), torch.zeros(tokens, dtype=torch.int64, device=device)
     for shape in ((), (tokens,)):

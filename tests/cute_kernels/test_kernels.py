@@ -757,7 +757,7 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
         problem = Problem(300, 64, 1500, "bfloat16", "cuda", arch=arch.name)
         for kind in itertools.product((False, True), (None, *LOW_BITS)):
             layout = WindowLayout.of(DwMemory(300, 64, 1500, 16), 64, 512, 256)
-            step = FusedStep(problem, kernels, 132, layout, *kind)
+            step = FusedStep(problem, kernels, 132, [layout], *kind)
             _, saved = step.forward(case.h, case.w, case.y, LossOptions())
             step.backward(logit[0], case.h, case.w, case.y, saved, LossOptions())
         names += ["FusedForward", "FusedBackward"] * 6

@@ -1,6 +1,8 @@
 """The host functions of a training step, with emulated kernels: right, and those kernels' bits."""
 
 import functools
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +40,12 @@ KEPT = WindowLayout.of(MEMORY, 0, 336, LEAST)
 """All exponentials."""
 WINDOWS = WindowLayout.of(MEMORY, 144, 48, LEAST)
 """Some in the memory of dW, some kept, and some computed again, in dW and in a buffer."""
+LAYOUTS = [
+    replace(WINDOWS, fewest=91),
+    replace(WindowLayout.of(replace(MEMORY, tokens=90), 224, 80, 48), fewest=41),
+    WindowLayout.of(replace(MEMORY, tokens=40), 160, 176, 48),
+]
+"""That for all tokens, and others in the same memory; the last one computes no column again."""
 SHORT = 48
 """Columns from which windows have the kernel of dX of many."""
 Results = tuple[Tensor, ...]
@@ -68,12 +76,12 @@ def fused(
     kernels: KernelSet,
     selects: bool,
     options: LossOptions,
-    layout: WindowLayout,
+    layouts: Sequence[WindowLayout],
     bits: int | None,
 ) -> Results:
     problem = Problem(TOKENS, HIDDEN, VOCAB, "bfloat16", "cuda", arch="sm_90a")
-    assert can_fuse(problem, kernels, NUM_SMS, layout, selects, bits)
-    step = FusedStep(problem, kernels, NUM_SMS, layout, selects, bits)
+    assert can_fuse(problem, kernels, NUM_SMS, layouts, selects, bits)
+    step = FusedStep(problem, kernels, NUM_SMS, layouts, selects, bits)
     loss, saved = step.forward(case.h, case.w, case.y, options)
     upstream = upstream_of(case, options, saved.selection)
     dx, dw = step.backward(upstream, case.h, case.w, case.y, saved, options)
@@ -137,19 +145,26 @@ def test_it_equals_its_kernels(
 ) -> None:
     case, options = random_problem(far), LossOptions(reduction)
     kernels = kernels_of(COOPERATIVE, own_dx=far)
-    got = fused(case, kernels, selects, options, layout, bits)
+    got = fused(case, kernels, selects, options, [layout], bits)
     want = separate(case, kernels, selects, options, layout, bits)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
-@pytest.mark.parametrize("bits", [None, 4], ids=["float32", "20 bits"])
-def test_it_is_right(selects: bool, bits: int | None) -> None:
+@pytest.mark.parametrize(
+    ("count", "bits"), [(None, None), (None, 4), (91, None), (90, 4), (41, None), (40, 4), (0, 4)]
+)
+def test_it_is_right(count: int | None, bits: int | None) -> None:
+    """Also where the number of rows that count chooses the layout: others write nothing to it."""
     case, kernels = random_problem(far=False), kernels_of(TALL, own_dx=True)
-    loss, _, dx, dw = fused(case, kernels, selects, LossOptions(), WINDOWS, bits)
+    layouts = [WINDOWS]
+    if count is not None:
+        order = torch.randperm(TOKENS)
+        case.y.clamp_(min=0)[order[count:]] = -100
+        layouts = LAYOUTS
+    loss, _, dx, dw = fused(case, kernels, count is not None, LossOptions(), layouts, bits)
     h, w = (x.double().requires_grad_() for x in (case.h, case.w))
-    want = F.cross_entropy(h @ w.t(), case.y)
+    want = F.cross_entropy(h @ w.t(), case.y) if count != 0 else 0 * (h.sum() + w.sum())
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
     for got, exact in zip((dx, dw), torch.autograd.grad(0.7 * want, (h, w)), strict=True):
         assert float((got.double() - exact).norm()) <= 2**-7 * float(exact.norm())

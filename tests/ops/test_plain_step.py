@@ -19,6 +19,7 @@ from cutefce.cute_kernels.gpu import Gpu
 from cutefce.ops.interface import call_cache
 from cutefce.ops.operators import kept, operators, plain_step
 from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.planning import window_layout
 from cutefce.ops.primitives import dispatch, fused_step
 from tests.support.kernel_models import use_models
 from tests.support.modes import Seen
@@ -98,6 +99,36 @@ def test_a_repeat_has_the_bits_of_the_first_step(
         result = loss(h, w, y, reduction=reduction, workspace=workspace)
         results.append((result, *gradients(result, h, w)))
     assert are_same(results) and len(steps) == 2
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_layouts_for_fewer_rows_are_those_of_all_paths(
+    reduction: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(problem_module, "MIN_SELECTED", 1)
+    monkeypatch.setattr(window_layout, "EMPTY", 0)
+    h, w, y = leaves(device, ignored=0)
+    order = torch.randperm(len(y), device=device)
+    more: Any = {"workspace": 1 << 20, "reduction": reduction}
+    targets = [y.index_fill(0, order[count:], -100) for count in (25, 24, 2, 0)]
+    want = [gradients(loss(h, w, each, **more), h, w) for each in targets]
+    monkeypatch.setattr(window_layout, "EMPTY", 1000)
+    monkeypatch.setattr(window_layout, "ROW_BLOCK", 4)
+    process_cache.reset()
+    for each, exact in zip(targets, want, strict=True):
+        call_cache.clear()
+        first, again = loss(h, w, each, **more), loss(h, w, each, **more)
+        (entry,) = call_cache._entries.values()
+        assert isinstance(entry, plain_step.PlainStep)
+        assert entry.fused is not None and entry.fused.has_layouts
+        results = [(x, *gradients(x, h, w, retain_graph=True)) for x in (first, again)]
+        results += [(x, *gradients(x, h, w)) for x in (first, again)]
+        with save_on_cpu():  # what the forward keeps is not found by a copy of the statistics
+            last = loss(h, w, each, **more)
+        results.append((last, *gradients(last, h, w)))
+        assert are_same(results)
+        for got, a in zip(results[0][1:], exact, strict=True):
+            assert float((got - a).float().norm()) <= 2**-7 * float(a.float().norm())
 
 
 @pytest.mark.parametrize("trained", ["h", "w"])

@@ -25,6 +25,7 @@ from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.planner import (
     FLOOR,
     MAXIMUM,
+    MEMORY_WEIGHT,
     MIN_CHUNK,
     MINIMUM,
     WORTH_MEMORY,
@@ -153,14 +154,21 @@ def test_no_plan_is_better_than_the_chosen_one(seed: int) -> None:
         for workspace, seconds in every:
             is_cheap = smallest.workspace_bytes <= WORTH_MEMORY * workspace
             assert is_cheap or smallest.seconds <= WORTH_TIME * seconds, problem
-        within = min(seconds for took, seconds in every if took <= FLOOR * least)
-        assert smallest.seconds <= within, problem
+        within = [each for each in every if each[0] <= FLOOR * least]
+        best = min(within, key=cost)
         if smallest.workspace_bytes > FLOOR * least:  # it is worth that
-            assert smallest.seconds < within / WORTH_TIME, problem
+            assert smallest.seconds < best[1] / WORTH_TIME, problem
+        else:
+            assert cost((smallest.workspace_bytes, smallest.seconds)) <= cost(best), problem
         for workspace, _ in r.sample(every, min(8, len(every))):
             chosen = make_plan(problem, configs, workspace, scalar_upstream)
             fastest = min(seconds for took, seconds in every if took <= workspace)
             assert chosen.workspace_bytes <= workspace and chosen.seconds <= fastest, problem
+
+
+def cost(plan: tuple[int, float]) -> float:
+    """Return what "min" weighs of memory and time."""
+    return plan[0] * plan[1] ** MEMORY_WEIGHT
 
 
 def all_chunks(p: Problem, config: PortableTiles) -> Iterator[tuple[int, float]]:

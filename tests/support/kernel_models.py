@@ -91,8 +91,6 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
     return functools.partial(models[type(kernel)], kernel)
 
 
-SKIPS = 2
-"""The `selects` of launches that write nothing where no row counts."""
 Replacement = Callable[[spec.KernelSpec], Callable[..., None]]
 """From a kernel to what is launched instead."""
 Transform = tuple[Tensor | None, Tensor | None, float | None]
@@ -184,7 +182,10 @@ def _put_soft(
 
 
 def _counted(count: Tensor, selects: int, rows: int) -> int:
-    return min(int(count[0]), rows) if selects else rows
+    """Return how many of `rows` rows count; -1 if nothing is computed."""
+    if not selects:
+        return rows
+    return int(count[0]) if selects - 1 <= int(count[0]) <= rows else -1
 
 
 def _target_logit(
@@ -243,7 +244,7 @@ def _project_exp(
     if sums is not None:
         splits = sums.shape[1] // kernel.config.partials_per_row
         assert splits >= vocab_splits if selects else splits == vocab_splits
-    if selects == SKIPS and counted == 0:
+    if counted < 0:
         return
     u = transformed(h.float() @ w.float().t(), transform)
     columns = torch.arange(first, first + len(w))
@@ -380,21 +381,24 @@ def _fused_forward(
     pitch, done = kernel.semaphore_pitch(tokens), 0
     for i, row in enumerate(table):
         first, columns = row[Window.FIRST], row[Window.COLUMNS]
-        part, exps = w[first : first + columns], _exps_of(row, memories, tokens)
-        begin, done = done, done + row[ForwardWindow.MOST_SPLITS] * kernel.config.partials_per_row
-        own = sums[:, begin:done], exps, semaphores[i * pitch : (i + 1) * pitch]
-        numbers = first, row[ForwardWindow.SPLITS], clusters
-        model_of(kernel.project_exp)(dense, part, logit, selected, *own, *more, *numbers)
+        part, exps, rows = w[first : first + columns], _exps_of(row, memories), row[Window.ROWS]
+        assert first or done in (0, partials)
+        begin = done if first else 0
+        done = begin + row[ForwardWindow.MOST_SPLITS] * kernel.config.partials_per_row
+        own = sums[:rows, begin:done], exps, semaphores[i * pitch : (i + 1) * pitch]
+        numbers = row[Window.SELECTS], first, row[ForwardWindow.SPLITS], clusters
+        of_rows = dense[:rows], part, logit[:rows], selected[:rows]
+        model_of(kernel.project_exp)(*of_rows, *own, *more[:-1], *numbers)
     assert not table or done == partials
     scatter = order if kernel.selects and not kernel.stores else None
     results = stats, reduced, semaphores, scatter
     model_of(kernel.reduce_partials)(sums, logit, selected, *results, ignored, mean)
     for row in table:
         first, columns = row[Window.FIRST], row[ForwardWindow.STORED]
-        part, exps = w[first : first + columns], _exps_of(row, memories, tokens)
-        reference, splits = stats[Stat.REFERENCE], row[ForwardWindow.REPAIR_SPLITS]
-        of_all = None, exps, semaphores, *more, first, splits, clusters
-        model_of(kernel.repair_exps)(dense, part, reference, selected, *of_all)
+        part, exps, rows = w[first : first + columns], _exps_of(row, memories), row[Window.ROWS]
+        of_rows = dense[:rows], part, stats[Stat.REFERENCE, :rows], selected[:rows]
+        numbers = row[Window.SELECTS], first, row[ForwardWindow.REPAIR_SPLITS], clusters
+        model_of(kernel.repair_exps)(*of_rows, None, exps, semaphores, *more[:-1], *numbers)
 
 
 def window_rows(address: int, windows: int, fields: type[IntEnum]) -> list[list[int]]:
@@ -404,10 +408,10 @@ def window_rows(address: int, windows: int, fields: type[IntEnum]) -> list[list[
     return [numbers[i * count : (i + 1) * count] for i in range(windows)]
 
 
-def _exps_of(row: Sequence[int], memories: Sequence[Tensor], tokens: int) -> Tensor:
-    """Return the exponentials (N, K) of a row of a table."""
-    memory, width = memories[row[Window.MEMORY]], row[Window.PITCH]
-    return memory.view(-1)[row[Window.OFFSET] :][: tokens * width].view(tokens, width)
+def _exps_of(row: Sequence[int], memories: Sequence[Tensor]) -> Tensor:
+    """Return the exponentials (M, K) of a row of a table."""
+    memory, rows, width = memories[row[Window.MEMORY]], row[Window.ROWS], row[Window.PITCH]
+    return memory.view(-1)[row[Window.OFFSET] :][: rows * width].view(rows, width)
 
 
 def _fused_backward(
@@ -475,26 +479,29 @@ def _fused_backward(
                 states = h
         first, columns = row[Window.FIRST], row[Window.COLUMNS]
         part = w[first : first + columns]
-        exps = _exps_of(row, (dw, kept, buffer), tokens)[:, :columns]
+        exps, rows = _exps_of(row, (dw, kept, buffer))[:, :columns], row[Window.ROWS]
+        counted = count, row[Window.SELECTS]
         own = semaphores[i * pitch : (i + 1) * pitch].split([of_dx, of_dw - of_dx, pitch - of_dw])
         if row[BackwardWindow.RECOMPUTED]:
             assert row[Window.MEMORY] != ExpsMemory.KEPT and i >= probabilities * in_reference
-            rows = reference, index, None, exps, own[0], None, None, None
+            of_rows = dense[:rows], part, reference[:rows], index[:rows]
+            of_all = None, exps, own[0], None, None, None, *counted, first
             splits = ceil_div(columns, kernel.exps_config.tile_n)
             clusters = num_sms // kernel.exps_config.cluster
-            model_of(kernel.exps)(dense, part, *rows, count, selects, first, splits, clusters)
+            model_of(kernel.exps)(*of_rows, *of_all, splits, clusters)
         kind = row[BackwardWindow.GRAD_HIDDEN]
         assert kind != GradHidden.GIVEN or windows == 1
         if kind != GradHidden.GIVEN:
             gemm = kernel.grad_hidden if kind == GradHidden.LONG else kernel.grad_hidden_short
             clusters = num_sms // gemm.config.cluster
             k_splits = row[BackwardWindow.K_SPLITS] if kernel.hidden_bits is None else None
-            launch = count, selects, clusters, k_splits, int(i == 0)
-            model_of(gemm)(exps, part.t(), sums, None, None, own[1], *launch)
+            launch = *counted, clusters, k_splits, int(first == 0)
+            to = sums[:rows] if kernel.hidden_bits is None else _first(sums, rows)
+            model_of(gemm)(exps, part.t(), to, None, None, own[1], *launch)
         targets = csr[0], csr[1][first : first + columns + 1], csr[2], h, grad_scale
         clusters = num_sms // kernel.config.cluster
-        operands = exps.t(), states.t(), dw[first : first + columns]
-        last = targets, None, own[2], count, selects, clusters, None, None
+        operands = exps.t(), states[:rows].t(), dw[first : first + columns]
+        last = targets, None, own[2], *counted, clusters, None, None
         model_of(kernel.grad_weight)(*operands, *last)
     if kernel.hidden_bits is None:
         model_of(kernel.finish_dx)(dx, sums, w, scale, at_target, index, None, order, selects)
@@ -511,6 +518,11 @@ def _sums_of(kernel: spec.FusedBackwardSpec, workspace: Tensor, tokens: int, hid
     upper = workspace[:size].view(torch.bfloat16).view(tokens, hidden)
     low = workspace[size : kernel.sums_size(tokens, hidden)].view(torch.uint8).view(tokens, -1)
     return upper, low[:, :columns], None
+
+
+def _first(sums: tuple[Tensor, Tensor, None], rows: int) -> tuple[Tensor, Tensor, None]:
+    """Return the first `rows` of kept sums."""
+    return sums[0][:rows], sums[1][:rows], None
 
 
 def _scale_add_rows(
@@ -618,8 +630,7 @@ def _grad_gemm(
     counters = semaphores[: kernel.semaphore_count(clusters)]
     assert counters.tolist() == [0] * kernel.semaphore_count(clusters)
     counters.fill_(1)
-    if selects == SKIPS and counted == 0:
-        assert kernel.wrt == "hidden"
+    if counted < 0:
         return
     assert (k_splits is None) == (kernel.final or kernel.kept)
     assert (overwrite is None) == kernel.final

@@ -34,21 +34,27 @@ Step = tuple[str, Tensor, Tensor, Tensor]
 """Name, losses (N,), dX and dW."""
 
 
-def layouts(problem: Problem) -> dict[str, tuple[WindowLayout, int | None]]:
+def layouts(problem: Problem) -> dict[str, tuple[list[WindowLayout], int | None]]:
     """Return layouts by name: all columns kept; some aliased, kept and computed again.
 
-    Each has the bits of dX's sums beside 16, None for float32.
+    Each has the bits of dX's sums beside 16, None for float32.  The last ones have another layout
+    beside that for all tokens, for as many as are not ignored.
     """
     tokens, hidden, vocab = problem.tokens, problem.hidden, problem.vocab
     memory, third = DwMemory(tokens, hidden, vocab, BLOCK), vocab // 3 // BLOCK * BLOCK
-    found = dict[str, tuple[WindowLayout, int | None]]()
-    found[""] = WindowLayout.of(memory, 0, round_up(vocab, BLOCK), LEAST), None
+    found = dict[str, tuple[list[WindowLayout], int | None]]()
+    found[""] = [WindowLayout.of(memory, 0, round_up(vocab, BLOCK), LEAST)], None
     if third:
         aliased = min(memory.most_aliased(LEAST), third)
         layout = WindowLayout.of(memory, aliased, third, LEAST)
-        found[" over windows"] = layout, None
+        found[" over windows"] = [layout], None
         for bits in LOW_BITS:
-            found[f" over windows, with {16 + bits} bits of dX's sums,"] = layout, bits
+            found[f" over windows, with {16 + bits} bits of dX's sums,"] = [layout], bits
+        if tokens > 2:
+            few = replace(memory, tokens=tokens - ceil_div(tokens, 3))
+            of_few = WindowLayout.of(few, min(few.most_aliased(LEAST), third), third, LEAST)
+            both = [replace(layout, fewest=few.tokens + 1), of_few]
+            found[" over windows of fewer rows"] = both, None
     return found
 
 
@@ -62,13 +68,13 @@ def fused_steps(inputs: Inputs, case: TuningCase) -> Iterator[Step]:
     options, h, w = LossOptions("none", IGNORED), inputs.h, inputs.w
     y = torch.where(torch.arange(problem.tokens, device=case.y.device) % 3 == 0, IGNORED, case.y)
     if isinstance(gradients, CuteGradients) and can_keep(problem.dtype):
-        for name, (layout, bits) in layouts(problem).items():
+        for name, (given, bits) in layouts(problem).items():
             # both kernels of dX
-            short = 1 + min(window.last - window.first for window in layout.windows)
-            for selects in (False, True):
-                kind = layout, selects, bits, short
+            short = 1 + min(window.last - window.first for window in given[-1].windows)
+            for selects in selections(given):
+                kind = given, selects, bits, short
                 step = FusedStep(problem, gradients.kernels, gradients.num_sms, *kind)
-                for of_sum in upstreams(layout):
+                for of_sum in upstreams(given):
                     loss, saved = step.forward(h, w, y, options)
                     upstream = case.upstream.new_ones(()) if of_sum else case.upstream
                     if saved.selection is not None:
@@ -85,15 +91,20 @@ def fused_steps(inputs: Inputs, case: TuningCase) -> Iterator[Step]:
             dx = windows.backward(exact, stats, (), upstream, problem.vocab, True, dw)
             assert dx is not None
             results.append((dx, dw))
-        for name, (layout, _) in layouts(problem).items():
-            for selects in (False, True):
-                for of_sum in upstreams(layout):
+        for name, (given, _) in layouts(problem).items():
+            for selects in selections(given):
+                for of_sum in upstreams(given):
                     yield _name(name, selects, of_sum), loss, *results[of_sum]
 
 
-def upstreams(layout: WindowLayout) -> tuple[bool, ...]:
+def selections(given: list[WindowLayout]) -> tuple[bool, ...]:
+    """Return whether the rows that count are selected, as several layouts need."""
+    return (False, True) if len(given) == 1 else (True,)
+
+
+def upstreams(given: list[WindowLayout]) -> tuple[bool, ...]:
     """Return whether tokens have the same upstream gradient, which matters to probabilities."""
-    return (False, True) if layout.recomputes else (False,)
+    return (False, True) if given[0].recomputes else (False,)
 
 
 def _name(layout: str, selects: bool, of_sum: bool) -> str:

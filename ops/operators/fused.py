@@ -1,0 +1,110 @@
+"""Steps of plain losses whose forward and backward are one host call each.
+
+Operators run those whose memory has several layouts: no other path has them, so that equal calls
+have equal bits.  `plain_step` runs all.
+"""
+
+import torch
+from torch import Tensor
+
+from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.process_cache import process_cache
+from cutefce.cute_kernels.variant import PLAIN
+from cutefce.ops import torch_compat
+from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
+from cutefce.ops.operators.kept import Kept
+from cutefce.ops.planning.dw_aliasing import DwMemory
+from cutefce.ops.planning.plan import Plan
+from cutefce.ops.planning.window_layout import WindowLayout, row_layouts
+from cutefce.ops.primitives.dispatch import kernels_for, problem_of
+from cutefce.ops.primitives.fused_step import ForBackward, FusedStep, can_fuse, load
+from cutefce.ops.primitives.row_selection import has_aligned_rows
+from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import OUTPUTS
+
+
+@process_cache
+def fused_step(problem: Problem, plan: Plan, device: torch.device) -> FusedStep | None:
+    """Return what runs the plan of a plain step; None if it is no plan of windows, or too large."""
+    if not plan.stores_windows:
+        return None
+    config, own, num_sms = kernels_for(device, problem, PLAIN)
+    if own.fused_backward is None:
+        return None
+    kernels, block = (own, num_sms), config.reference_block
+    memory = DwMemory(problem.tokens, problem.hidden, problem.vocab, block)
+    whole = WindowLayout.of(memory, plan.aliased, plan.kept, config.half(plan.window))
+    kind = problem.selects_rows, plan.hidden_bits
+    for layouts in (row_layouts(problem, plan, whole, block), [whole]):
+        if can_fuse(problem, *kernels, layouts, *kind):
+            step = FusedStep(problem, *kernels, layouts, *kind)
+            if torch_compat.capture_id() is None:
+                load(*kernels, *kind, device)
+            return step
+    return None
+
+
+def step_with_layouts(
+    h: Tensor,
+    w: Tensor,
+    plan: Plan,
+    options: LossOptions,
+    tensors: TensorOptions,
+    sharding: Sharding,
+) -> FusedStep | None:
+    """Return what runs a step whose memory has several layouts, None for any other."""
+    is_plain = options.is_plain and options.reduction != OUTPUTS and tensors.is_plain
+    if not (is_plain and plan.stores_windows) or sharding.group is not None:
+        return None
+    problem = problem_of(h, w, *plan.gradients)
+    step = None if problem.arch is None else fused_step(problem, plan, h.device)
+    return step if step is not None and step.has_layouts else None
+
+
+def run_fused_forward(
+    step: FusedStep, plan: Plan, h: Tensor, w: Tensor, y: Tensor, options: LossOptions
+) -> tuple[Tensor, RowStats, Kept]:
+    """Return the loss and the statistics of targets y (N,), and what is kept with these.
+
+    If there is a selection, all but a reduced loss are in its order.
+    """
+    loss, (rows, exps, dw, selection) = step.forward(*_operands(h, w, y), options)
+    # where no backward overwrites what is kept, it does not matter which graph captures it
+    capture = None if dw is None else torch_compat.capture_id()
+    return loss, RowStats(rows), Kept(plan, exps, dw, selection=selection, capture=capture)
+
+
+def run_fused_backward(
+    step: FusedStep,
+    upstream: Tensor,
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    stats: Tensor,
+    options: LossOptions,
+    results: Kept,
+) -> tuple[Tensor, Tensor] | None:
+    """Return dX (N, D) and dW (V, D) from `stats` and `results` of the forward.
+
+    `upstream` is the gradient of the loss, () or (N,).  Where an earlier backward has overwritten
+    what was stored in dW, the forward of several layouts runs again; with one layout this returns
+    None, as recomputing these columns takes less time.  More than eight parameters: those of the
+    forward, and what it has left.
+    """
+    operands, selection = _operands(h, w, y), results.selection
+    saved = ForBackward(stats, results.exps, results.take_dw(), selection)
+    if saved.dw is None and step.aliases:
+        if not step.has_layouts:
+            return None
+        del saved
+        results.exps = results.exps.new_empty(0, 0)  # freed before they are stored again
+        _, saved = step.forward(*operands, options)
+    if selection is not None and upstream.ndim:
+        upstream = selection.take(upstream)
+    return step.backward(upstream, *operands, saved, options)
+
+
+def _operands(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return these as kernels take them."""
+    h = h if has_aligned_rows(h) else h.clone(memory_format=torch.contiguous_format)
+    return h, w, y.long().contiguous()
