@@ -5,7 +5,7 @@ many as fit in shared memory; the others are read again, from L2.  Blocks exchan
 global memory, and all add them in the same order.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -46,12 +46,27 @@ def compile_signature(kernel: spec.DivergenceRowsSpec) -> tuple[Any, tuple[Any, 
     rows, vocab = cute.sym_int(), cute.sym_int(divisibility=8)
     logits = [matrix(Float32, rows, vocab) for _ in range(2)]
     outs = [
-        matrix(DTYPES[dtype], rows, vocab) if dtype else None
+        vector(DTYPES[dtype], cute.sym_int64(), aligned=True) if dtype else None
         for dtype in (kernel.factors_a, kernel.factors_b)
     ]
     exchange = vector(Float32, cute.sym_int(), aligned=True)
     more = matrix(Float32, STATS, rows, aligned=False), exchange, vector(Float32, 4), Int32(0)
-    return DivergenceRows(kernel), (*logits, *outs, *more, current_stream())
+    places = (Int32(0),) * 5
+    return DivergenceRows(kernel), (*logits, *outs, *more, *places, current_stream())
+
+
+class Places(NamedTuple):
+    """Where factors are in memory: in row-major matrices of windows of classes."""
+
+    first: Int32
+    """Row of the matrices that the first row of logits belongs to."""
+    vocab: Int32
+    columns: Int32
+    """Classes of a window; the last one may have fewer."""
+    shift: Int32
+    """Their binary logarithm; 31 if all classes are one window."""
+    pitches: Any
+    """Elements from the beginning of a matrix of a, of b, to that of the next one."""
 
 
 class DivergenceRows:
@@ -72,16 +87,23 @@ class DivergenceRows:
         exchange: cute.Tensor,
         numbers: cute.Tensor,
         side: Int32,
+        first: Int32,
+        columns: Int32,
+        shift: Int32,
+        pitch_a: Int32,
+        pitch_b: Int32,
         stream: Any,
     ) -> None:
-        """Write the statistics (6, R) of the logits a and b (R, V), and factors to `out` (R, V).
+        """Write the statistics (6, R) of the logits a and b (R, V), and factors to `out`.
 
         `side` is 0 where a is the student's, 1 where it is the teacher's.  The divergence is KL(a
         || b), or both sides' from their mixture.  `exchange` is memory of `spec.EXCHANGE` numbers
         for each row; `numbers` are what the factors of a and b have as shares of a JSD, 1 for a KL
-        divergence, and as scales.  Each parameter is one argument that the host passes by position.
+        divergence, and as scales.  The places of the factors are those of `Places`.  Each parameter
+        is one argument that the host passes by position.
         """
-        self.kernel(a, b, (out_a, out_b), stats, exchange, numbers, side).launch(
+        places = Places(first, a.shape[1], columns, shift, (pitch_a, pitch_b))
+        self.kernel(a, b, (out_a, out_b, places), stats, exchange, numbers, side).launch(
             grid=[self.blocks * a.shape[0], 1, 1],
             block=[self.threads, 1, 1],
             cluster=[self.blocks, 1, 1],
@@ -118,7 +140,7 @@ class DivergenceRows:
         count = cutlass.max((end - begin + self.threads - 1) // self.threads, Int32(0))
         lses = self.log_sum_exps((rows, memory), (begin, count), sums, exchange[None, None, 0])
         reader = (rows, memory), lses, (numbers[0], numbers[1]), (numbers[2], numbers[3])
-        kls = self.divergences(reader, (begin, count), outs[1], row)
+        kls = self.divergences(reader, (begin, count), outs, row)
         kls = self.total(kls, sums, exchange[None, None, 1])
         if part == 0 and thread == 0:
             (top_a, rest_a), (top_b, rest_b) = lses
@@ -156,11 +178,18 @@ class DivergenceRows:
         return x, y
 
     @cute.jit
-    def store(self, out: cute.Tensor, row: Int32, place: Int32, values: cute.Tensor) -> None:
-        """Write a vector of factors, rounded once."""
+    def store(self, outs: Any, index: int, row: Int32, place: Int32, values: Any) -> None:
+        """Write a vector of factors of a (0) or b (1), rounded once."""
+        out, places = outs[index], outs[2]
+        window = (place * VECTOR) >> places.shift
+        start = window * places.columns
+        width = cutlass.min(places.columns, places.vocab - start)
+        begin = Int64(window) * places.pitches[index] + Int64(places.first + row) * width
+        begin = cute.assume(begin + (place * VECTOR - start), divby=VECTOR)
         rounded = cute.make_rmem_tensor((VECTOR,), out.element_type)
         rounded.store(values.load().to(out.element_type))
-        cute.autovec_copy(rounded, row_vectors(out, row, VECTOR)[None, place])
+        destination = cute.make_tensor(out.iterator + begin, cute.make_layout(VECTOR))
+        cute.autovec_copy(rounded, destination)
 
     @cute.jit
     def log_sum_exps(self, operands: Any, places: Any, sums: cute.Tensor, exchange: Any) -> Any:
@@ -221,7 +250,7 @@ class DivergenceRows:
         return exchange
 
     @cute.jit
-    def divergences(self, reader: Any, places: Any, out: Any, row: Int32) -> Any:
+    def divergences(self, reader: Any, places: Any, outs: Any, row: Int32) -> Any:
         """Return this thread's terms of both divergences; write the factors of b, if of a KL."""
         operands, (lse_a, lse_b), shares, scales = reader
         begin, count = places
@@ -241,8 +270,8 @@ class DivergenceRows:
                     term, change = kl_term(p, q, -distance)
                     kl_a += term
                     factors[i] = change * scales[1]
-            if cutlass.const_expr(not self.mixture and out is not None):
-                self.store(out, row, begin + k * self.threads, factors)
+            if cutlass.const_expr(not self.mixture and outs[1] is not None):
+                self.store(outs, 1, row, begin + k * self.threads, factors)
         return kl_a, kl_b
 
     @cute.jit
@@ -262,9 +291,9 @@ class DivergenceRows:
                     of_b[i] = weighted(q, log_b - kls[1]) * (shares[1] * scales[1])
                 of_a[i] = weighted(p, log_a - kls[0]) * (shares[0] * scales[0])
             if cutlass.const_expr(outs[0] is not None):
-                self.store(outs[0], row, begin + k * self.threads, of_a)
+                self.store(outs, 0, row, begin + k * self.threads, of_a)
             if cutlass.const_expr(self.mixture and outs[1] is not None):
-                self.store(outs[1], row, begin + k * self.threads, of_b)
+                self.store(outs, 1, row, begin + k * self.threads, of_b)
 
 
 @cute.jit
