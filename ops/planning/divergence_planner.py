@@ -80,9 +80,10 @@ def _kept_choices(problem: DivergenceProblem) -> Iterator[tuple[int, int]]:
         return
     tokens, most = problem.student.tokens, problem.most_aliased
     parts = {tokens * part // KEPT_PARTS for part in range(1, KEPT_PARTS + 1)} - {0}
-    yield from ((kept, 0) for kept in sorted(parts))
     if most:
         yield from ((kept, min(kept, most)) for kept in sorted(parts | {most}))
+        parts &= {tokens}
+    yield from ((kept, 0) for kept in sorted(parts))
 
 
 def _least(plans: list[DivergencePlan]) -> int:
