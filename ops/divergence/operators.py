@@ -23,8 +23,8 @@ from cutefce.ops.operators.context import isolated_context
 from cutefce.ops.operators.operators import LIBRARY
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.shard import Unsharded, shard_of
-from cutefce.ops.planning.divergence_planner import plan_divergence
-from cutefce.ops.planning.divergence_problem import DivergenceProblem
+from cutefce.ops.planning.divergence.planner import plan_divergence
+from cutefce.ops.planning.divergence.problem import DivergenceProblem
 from cutefce.ops.primitives.portable_projection import is_dense
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import sum_dtype

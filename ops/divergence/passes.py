@@ -28,12 +28,12 @@ from cutefce.ops.divergence.options import STUDENT, TEACHER, Divergence
 from cutefce.ops.divergence.row_kernel import RowKernel
 from cutefce.ops.divergence.sides import Side, SideGradients
 from cutefce.ops.parallel.shard import Unsharded, VocabShard
-from cutefce.ops.planning.divergence_planner import (
+from cutefce.ops.planning.divergence.planner import (
     bytes_of_later,
     forward_blocks,
     kept_blocks,
 )
-from cutefce.ops.planning.divergence_problem import DivergencePlan
+from cutefce.ops.planning.divergence.problem import DivergencePlan
 from cutefce.ops.primitives.portable_gradients import apply_rowwise
 from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.targets import sum_dtype

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.parallel.shard import Unsharded
-from cutefce.ops.planning.divergence_planner import rounds_scaled
+from cutefce.ops.planning.divergence.planner import rounds_scaled
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.primitives.portable_projection import dense
 from cutefce.ops.primitives.weighted_sum import weighted_sum
@@ -166,7 +166,7 @@ class SideGradients:
 
         `order` (M,) are the places of the computed tokens, None for all; the others get 0.
         """
-        h, dbias = self.side.h, self.dbias
+        h, dbias, self.scaled = self.side.h, self.dbias, None
         dx = h.new_empty(0, h.shape[1])
         if self.dx is not None:
             dx = shard.finish_dx(self.dx.mul_(self.common), h.dtype)

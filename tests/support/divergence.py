@@ -13,8 +13,8 @@ from torch import Tensor
 import cutefce
 from cutefce.ops import torch_compat
 from cutefce.ops.divergence import operators
-from cutefce.ops.planning.divergence_planner import plan_divergence
-from cutefce.ops.planning.divergence_problem import DivergencePlan, DivergenceProblem
+from cutefce.ops.planning.divergence.planner import plan_divergence
+from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
 
 FORMS: dict[str, dict[str, Any]] = {
     "forward KL": {"divergence": "forward_kl"},

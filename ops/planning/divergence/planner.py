@@ -15,7 +15,7 @@ from math import ceil
 
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.process_cache import process_cache
-from cutefce.ops.planning.divergence_problem import DivergencePlan, DivergenceProblem
+from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
 from cutefce.ops.planning.step_memory import accumulates_wider, row_block_bytes, upcast_bytes
 
 FORWARD_ROWS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -174,14 +174,15 @@ def _backwards(problem: DivergenceProblem, kept: int, aliased: int) -> Iterator[
     if not problem.trained:
         yield DivergencePlan(tokens, vocab, 1, 1, 1, 1, 1, kept)
         return
-    common = _common_bytes(problem) + _gradient_bytes(problem)
+    common = _common_bytes(problem)
+    sums, in_the_end = _gradient_bytes(problem)
     for rows in [max(tokens, 1)] if aliased else _sizes(ROWS, tokens):
         for columns in _sizes(COLUMNS, vocab):
             windows, chunks = ceil_div(vocab, columns), ceil_div(tokens, rows)
             filled = tokens - kept if aliased else rows
             most = 1 << max((TILE_NUMEL // max(filled, 1)).bit_length() - 1, 0)
             tile_columns = min(columns, max(TILE_COLUMNS, most))
-            cost, taken = 0, common
+            cost, taken = 0, sums
             if kept < tokens:
                 tiles = ceil_div(vocab, tile_columns)
                 for p in problem.sides:
@@ -215,6 +216,7 @@ def _backwards(problem: DivergenceProblem, kept: int, aliased: int) -> Iterator[
                 max(upcast_bytes(p, rows, columns, p.hidden) for p in problem.trained),
                 max(upcast_bytes(p, columns, rows, p.hidden) for p in problem.trained),
             )
+            taken = common + max(taken, in_the_end)
             sizes = tokens, vocab, 1, 1, rows, columns, tile_columns, kept, aliased
             yield DivergencePlan(*sizes, workspace_bytes=taken, cost=cost)
 
@@ -255,17 +257,21 @@ def _tile_bytes(
     return 2 * tile + max(steps, upcast)
 
 
-def _gradient_bytes(problem: DivergenceProblem) -> int:
-    """Bytes of sums of the gradients, beside the gradients."""
-    taken = 0
+def _gradient_bytes(problem: DivergenceProblem) -> tuple[int, int]:
+    """Bytes of sums of the gradients, beside the gradients: during the windows, and in the end.
+
+    dX that is not the sums themselves is not there before the end.
+    """
+    sums = in_the_end = 0
     for p in problem.trained:
-        rows = p.tokens * p.hidden
-        if p.grad_hidden:
-            if accumulates_wider(p) or problem.selects or problem.sharded:
-                taken += rows * p.accumulator_bytes
-            if accumulates_wider(p) and (problem.selects or problem.sharded):
-                taken += rows * p.item_bytes  # rounded, before they are put in their places
+        rows, gathers = p.tokens * p.hidden, problem.selects or problem.sharded
+        if p.grad_hidden and (accumulates_wider(p) or gathers):
+            sums += rows * p.accumulator_bytes - problem.tokens * p.hidden * p.item_bytes
+            in_the_end += rows * p.accumulator_bytes
+            if accumulates_wider(p) and gathers:
+                in_the_end += rows * p.item_bytes  # rounded, before they are put in their places
             if problem.sharded:
-                taken += rows * p.accumulator_bytes
-        taken += 2 * p.grad_bias * p.vocab * p.accumulator_bytes
-    return taken
+                in_the_end += rows * p.accumulator_bytes
+        sums += p.grad_bias * p.vocab * p.accumulator_bytes
+        in_the_end += 2 * p.grad_bias * p.vocab * p.accumulator_bytes
+    return sums, in_the_end
