@@ -5,7 +5,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES, MAX_DEVICE_LINES, MAX_FILES, MAX_PARAMETERS = 300, 400, 13, 8
-DEVICE = tuple(f"cute_kernels/{name}" for name in ("sm90", "sm100", "rowwise", "sampling"))
+DEVICE = tuple(
+    f"cute_kernels/{name}" for name in ("sm90", "sm100", "rowwise", "sampling", "divergence")
+)
 
 
 def sources() -> list[Path]:

@@ -1,11 +1,11 @@
 """Rows of two models' logits to their log-sum-exps, divergences and factors, read once.
 
 A cluster of thread blocks has a row.  Each block has a part of the classes, of which it holds as
-many as fit in shared memory; the others are read again, from L2.  Blocks exchange their sums in
-global memory, and all add them in the same order.
+many as fit in registers and shared memory; the others are read again, from L2.  Blocks exchange
+their sums in global memory, and all add them in the same order.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -36,7 +36,10 @@ from cutefce.cute_kernels.divergence.terms import (
 LOWEST = -3.0e38
 """Below all logits but -inf."""
 VECTOR = 4
-"""Logits that a thread has at a time."""
+"""Logits that a thread loads at once."""
+GROUP = 2
+"""Vectors of each side that a thread loads at a time, behind the first one, which stays in
+registers."""
 STATS = 6
 """Top and rest of the log-sum-exps of the student and of the teacher, and both divergences."""
 
@@ -46,12 +49,27 @@ def compile_signature(kernel: spec.DivergenceRowsSpec) -> tuple[Any, tuple[Any, 
     rows, vocab = cute.sym_int(), cute.sym_int(divisibility=8)
     logits = [matrix(Float32, rows, vocab) for _ in range(2)]
     outs = [
-        matrix(DTYPES[dtype], rows, vocab) if dtype else None
+        vector(DTYPES[dtype], cute.sym_int64(), aligned=True) if dtype else None
         for dtype in (kernel.factors_a, kernel.factors_b)
     ]
     exchange = vector(Float32, cute.sym_int(), aligned=True)
     more = matrix(Float32, STATS, rows, aligned=False), exchange, vector(Float32, 4), Int32(0)
-    return DivergenceRows(kernel), (*logits, *outs, *more, current_stream())
+    places = (Int32(0),) * 5
+    return DivergenceRows(kernel), (*logits, *outs, *more, *places, current_stream())
+
+
+class Places(NamedTuple):
+    """Where factors are in memory: in row-major matrices of windows of classes."""
+
+    first: Int32
+    """Row of the matrices that the first row of logits belongs to."""
+    vocab: Int32
+    columns: Int32
+    """Classes of a window; the last one may have fewer."""
+    shift: Int32
+    """Their binary logarithm; 31 if all classes are one window."""
+    pitches: Any
+    """Elements from the beginning of a matrix of a, of b, to that of the next one."""
 
 
 class DivergenceRows:
@@ -72,16 +90,23 @@ class DivergenceRows:
         exchange: cute.Tensor,
         numbers: cute.Tensor,
         side: Int32,
+        first: Int32,
+        columns: Int32,
+        shift: Int32,
+        pitch_a: Int32,
+        pitch_b: Int32,
         stream: Any,
     ) -> None:
-        """Write the statistics (6, R) of the logits a and b (R, V), and factors to `out` (R, V).
+        """Write the statistics (6, R) of the logits a and b (R, V), and factors to `out`.
 
         `side` is 0 where a is the student's, 1 where it is the teacher's.  The divergence is KL(a
         || b), or both sides' from their mixture.  `exchange` is memory of `spec.EXCHANGE` numbers
         for each row; `numbers` are what the factors of a and b have as shares of a JSD, 1 for a KL
-        divergence, and as scales.  Each parameter is one argument that the host passes by position.
+        divergence, and as scales.  The places of the factors are those of `Places`.  Each parameter
+        is one argument that the host passes by position.
         """
-        self.kernel(a, b, (out_a, out_b), stats, exchange, numbers, side).launch(
+        places = Places(first, a.shape[1], columns, shift, (pitch_a, pitch_b))
+        self.kernel(a, b, (out_a, out_b, places), stats, exchange, numbers, side).launch(
             grid=[self.blocks * a.shape[0], 1, 1],
             block=[self.threads, 1, 1],
             cluster=[self.blocks, 1, 1],
@@ -110,15 +135,17 @@ class DivergenceRows:
         row, part = block // self.blocks, block % self.blocks
         words = exchange.iterator + Int64(row) * spec.DivergenceRowsSpec.EXCHANGE
         exchange = cute.make_tensor(words, cute.make_layout((4, self.blocks, 2)))
-        rows = row_vectors(a, row, VECTOR), row_vectors(b, row, VECTOR)
+        operands = (row_vectors(a, row, VECTOR), row_vectors(b, row, VECTOR)), memory
         # the vectors of this block, and of this thread
         vectors = a.shape[1] // VECTOR
         length = (vectors + self.blocks - 1) // self.blocks
         begin, end = part * length + thread, cutlass.min(part * length + length, vectors)
         count = cutlass.max((end - begin + self.threads - 1) // self.threads, Int32(0))
-        lses = self.log_sum_exps((rows, memory), (begin, count), sums, exchange[None, None, 0])
-        reader = (rows, memory), lses, (numbers[0], numbers[1]), (numbers[2], numbers[3])
-        kls = self.divergences(reader, (begin, count), outs[1], row)
+        first = self.load(operands, (begin, count), Int32(0))
+        lses = self.log_sum_exps(operands, first, (begin, count), (sums, exchange[None, None, 0]))
+        shares, scales = (numbers[0], numbers[1]), (numbers[2], numbers[3])
+        reader = operands, first, lses, shares, scales
+        kls = self.divergences(reader, (begin, count), outs, row)
         kls = self.total(kls, sums, exchange[None, None, 1])
         if part == 0 and thread == 0:
             (top_a, rest_a), (top_b, rest_b) = lses
@@ -129,52 +156,73 @@ class DivergenceRows:
             self.write_factors(reader, (begin, count), kls, outs, row)
 
     @cute.jit
-    def load(self, operands: Any, begin: Int32, k: Int32) -> Any:
-        """Return the values of vector `k` of this thread, of both sides; hold them."""
-        (row_a, row_b), memory = operands
-        thread, place = cute.arch.thread_idx()[0], begin + k * self.threads
+    def load(self, operands: Any, places: Any, k: Int32) -> Any:
+        """Return vector `k` of this thread, of both sides, if there is one."""
+        ((row_a, row_b), _), (begin, count) = operands, places
         x, y = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(2))
-        cute.autovec_copy(row_a[None, place], x)
-        cute.autovec_copy(row_b[None, place], y)
-        if k < self.held:
-            cute.autovec_copy(x, memory[None, thread, 0, k])
-            cute.autovec_copy(y, memory[None, thread, 1, k])
+        if k < count:
+            cute.autovec_copy(row_a[None, begin + k * self.threads], x)
+            cute.autovec_copy(row_b[None, begin + k * self.threads], y)
         return x, y
 
     @cute.jit
-    def load_again(self, operands: Any, begin: Int32, k: Int32) -> Any:
-        """Return the same once more."""
-        (row_a, row_b), memory = operands
+    def hold(self, operands: Any, vectors: Any, k: Int32) -> None:
+        """Write vector `k` to shared memory, if it has room."""
+        memory, thread = operands[1], cute.arch.thread_idx()[0]
+        if k <= self.held:
+            cute.autovec_copy(vectors[0], memory[None, thread, 0, k - 1])
+            cute.autovec_copy(vectors[1], memory[None, thread, 1, k - 1])
+
+    @cute.jit
+    def load_again(self, operands: Any, places: Any, k: Int32) -> Any:
+        """Return vector `k` once more."""
+        ((row_a, row_b), memory), begin = operands, places[0]
         thread, place = cute.arch.thread_idx()[0], begin + k * self.threads
         x, y = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(2))
-        if k < self.held:
-            cute.autovec_copy(memory[None, thread, 0, k], x)
-            cute.autovec_copy(memory[None, thread, 1, k], y)
+        if k <= self.held:
+            cute.autovec_copy(memory[None, thread, 0, k - 1], x)
+            cute.autovec_copy(memory[None, thread, 1, k - 1], y)
         else:
             cute.autovec_copy(row_a[None, place], x)
             cute.autovec_copy(row_b[None, place], y)
         return x, y
 
     @cute.jit
-    def store(self, out: cute.Tensor, row: Int32, place: Int32, values: cute.Tensor) -> None:
-        """Write a vector of factors, rounded once."""
+    def store(self, outs: Any, index: int, row: Int32, place: Int32, values: Any) -> None:
+        """Write a vector of factors of a (0) or b (1), rounded once."""
+        out, places = outs[index], outs[2]
+        window = (place * VECTOR) >> places.shift
+        start = window * places.columns
+        width = cutlass.min(places.columns, places.vocab - start)
+        begin = Int64(window) * places.pitches[index] + Int64(places.first + row) * width
+        begin = cute.assume(begin + (place * VECTOR - start), divby=VECTOR)
         rounded = cute.make_rmem_tensor((VECTOR,), out.element_type)
         rounded.store(values.load().to(out.element_type))
-        cute.autovec_copy(rounded, row_vectors(out, row, VECTOR)[None, place])
+        destination = cute.make_tensor(out.iterator + begin, cute.make_layout(VECTOR))
+        cute.autovec_copy(rounded, destination)
 
     @cute.jit
-    def log_sum_exps(self, operands: Any, places: Any, sums: cute.Tensor, exchange: Any) -> Any:
-        """Return (top, rest) of the row's log-sum-exps, of both sides."""
-        begin, count = places
+    def log_sum_exps(self, operands: Any, first: Any, places: Any, sums: Any) -> Any:
+        """Return (top, rest) of the row's log-sum-exps, of both sides.
+
+        `first` is the first vector; `sums` are memory for those of warps, and of blocks.
+        """
+        count = places[1]
         top_a, top_b = Float32(LOWEST), Float32(LOWEST)
         sum_a, sum_b = Float32(0.0), Float32(0.0)
-        for k in cutlass.range(count, unroll=1):
-            x, y = self.load(operands, begin, k)
-            top_a, sum_a = add_exps(top_a, sum_a, x)
-            top_b, sum_b = add_exps(top_b, sum_b, y)
+        for k in cutlass.range(1, count, GROUP, unroll=1):
+            group = [self.load(operands, places, k + i) for i in range(GROUP)]
+            for i in cutlass.range_constexpr(GROUP):
+                if k + i < count:
+                    self.hold(operands, group[i], k + i)
+                    top_a, sum_a = add_exps(top_a, sum_a, group[i][0])
+                    top_b, sum_b = add_exps(top_b, sum_b, group[i][1])
+        if count > 0:
+            top_a, sum_a = add_exps(top_a, sum_a, first[0])
+            top_b, sum_b = add_exps(top_b, sum_b, first[1])
         parts = merged((top_a, sum_a), (top_b, sum_b))
         for level in cutlass.range_constexpr(2):
-            source = self.exchanged(parts, sums, exchange, level)
+            source = self.exchanged(parts, *sums, level)
             top_a, sum_a, top_b, sum_b = (
                 Float32(LOWEST),
                 Float32(0.0),
@@ -221,50 +269,68 @@ class DivergenceRows:
         return exchange
 
     @cute.jit
-    def divergences(self, reader: Any, places: Any, out: Any, row: Int32) -> Any:
+    def divergences(self, reader: Any, places: Any, outs: Any, row: Int32) -> Any:
         """Return this thread's terms of both divergences; write the factors of b, if of a KL."""
-        operands, (lse_a, lse_b), shares, scales = reader
-        begin, count = places
+        kl_a, kl_b = Float32(0.0), Float32(0.0)
+        if places[1] > 0:
+            kl_a, kl_b = self.terms(reader, reader[1], places[0], outs, row)
+        for k in cutlass.range(1, places[1], unroll=1):
+            vectors = self.load_again(reader[0], places, k)
+            more = self.terms(reader, vectors, places[0] + k * self.threads, outs, row)
+            kl_a += more[0]
+            kl_b += more[1]
+        return kl_a, kl_b
+
+    @cute.jit
+    def terms(self, reader: Any, vectors: Any, place: Int32, outs: Any, row: Int32) -> Any:
+        """Do what `divergences` does for one vector of each side."""
+        (x, y), (_, _, (lse_a, lse_b), shares, scales) = vectors, reader
         gap = (lse_a[0] - lse_b[0]) + (lse_a[1] - lse_b[1])
         kl_a, kl_b = Float32(0.0), Float32(0.0)
-        for k in cutlass.range(count, unroll=1):
-            x, y = self.load_again(operands, begin, k)
-            factors = cute.make_rmem_tensor((VECTOR,), Float32)
-            for i in cutlass.range_constexpr(VECTOR):
-                p, q = probability(x[i], lse_a), probability(y[i], lse_b)
-                distance = (x[i] - y[i]) - gap
-                if cutlass.const_expr(self.mixture):
-                    to_a, to_b = mixture_terms(p, q, distance, shares)
-                    kl_a += to_a
-                    kl_b += to_b
-                else:
-                    term, change = kl_term(p, q, -distance)
-                    kl_a += term
-                    factors[i] = change * scales[1]
-            if cutlass.const_expr(not self.mixture and out is not None):
-                self.store(out, row, begin + k * self.threads, factors)
+        factors = cute.make_rmem_tensor((VECTOR,), Float32)
+        for i in cutlass.range_constexpr(VECTOR):
+            p, q = probability(x[i], lse_a), probability(y[i], lse_b)
+            distance = (x[i] - y[i]) - gap
+            if cutlass.const_expr(self.mixture):
+                to_a, to_b = mixture_terms(p, q, distance, shares)
+                kl_a += to_a
+                kl_b += to_b
+            else:
+                term, change = kl_term(p, q, -distance)
+                kl_a += term
+                factors[i] = change * scales[1]
+        if cutlass.const_expr(not self.mixture and outs[1] is not None):
+            self.store(outs, 1, row, place, factors)
         return kl_a, kl_b
 
     @cute.jit
     def write_factors(self, reader: Any, places: Any, kls: Any, outs: Any, row: Int32) -> None:
         """Write the factors that depend on the row's divergences."""
-        operands, (lse_a, lse_b), shares, scales = reader
-        begin, count = places
+        if places[1] > 0:
+            self.write(reader, reader[1], places[0], kls, outs, row)
+        for k in cutlass.range(1, places[1], unroll=1):
+            vectors = self.load_again(reader[0], places, k)
+            self.write(reader, vectors, places[0] + k * self.threads, kls, outs, row)
+
+    @cute.jit
+    def write(
+        self, reader: Any, vectors: Any, place: Int32, kls: Any, outs: Any, row: Int32
+    ) -> None:
+        """Do what `write_factors` does for one vector of each side."""
+        (x, y), (_, _, (lse_a, lse_b), shares, scales) = vectors, reader
         gap = (lse_a[0] - lse_b[0]) + (lse_a[1] - lse_b[1])
-        for k in cutlass.range(count, unroll=1):
-            x, y = self.load_again(operands, begin, k)
-            of_a, of_b = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(2))
-            for i in cutlass.range_constexpr(VECTOR):
-                p, q = probability(x[i], lse_a), probability(y[i], lse_b)
-                log_a = (x[i] - y[i]) - gap
-                if cutlass.const_expr(self.mixture):
-                    log_a, log_b = mixture_logs(log_a, shares)
-                    of_b[i] = weighted(q, log_b - kls[1]) * (shares[1] * scales[1])
-                of_a[i] = weighted(p, log_a - kls[0]) * (shares[0] * scales[0])
-            if cutlass.const_expr(outs[0] is not None):
-                self.store(outs[0], row, begin + k * self.threads, of_a)
-            if cutlass.const_expr(self.mixture and outs[1] is not None):
-                self.store(outs[1], row, begin + k * self.threads, of_b)
+        of_a, of_b = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(2))
+        for i in cutlass.range_constexpr(VECTOR):
+            p, q = probability(x[i], lse_a), probability(y[i], lse_b)
+            log_a = (x[i] - y[i]) - gap
+            if cutlass.const_expr(self.mixture):
+                log_a, log_b = mixture_logs(log_a, shares)
+                of_b[i] = weighted(q, log_b - kls[1]) * (shares[1] * scales[1])
+            of_a[i] = weighted(p, log_a - kls[0]) * (shares[0] * scales[0])
+        if cutlass.const_expr(outs[0] is not None):
+            self.store(outs, 0, row, place, of_a)
+        if cutlass.const_expr(self.mixture and outs[1] is not None):
+            self.store(outs, 1, row, place, of_b)
 
 
 @cute.jit

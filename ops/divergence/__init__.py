@@ -6,6 +6,7 @@ options.py       its options as records, which are the operators' arguments
 operators.py     torch.ops.cutefce.divergence, and its derivative
 flops.py         its formulas for torch's counter
 passes.py        the passes over tiles of both sides' logits
+factors.py       the factors that the forward keeps
 sides.py         one side's logits, and the sums of its gradients
 row_kernel.py    the kernel that takes whole rows of them
 elementwise.py   the arithmetic of a tile

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import torch_compat
+from cutefce.ops.divergence.factors import Factors
 from cutefce.ops.divergence.options import RECORDS, Divergence, DivergenceTensors
-from cutefce.ops.divergence.passes import STATS, Factors, Passes
+from cutefce.ops.divergence.passes import STATS, Passes
 from cutefce.ops.divergence.sides import Side, SideGradients
 from cutefce.ops.interface.options import Sharding
 from cutefce.ops.operators import kept
@@ -22,7 +23,8 @@ from cutefce.ops.operators.context import isolated_context
 from cutefce.ops.operators.operators import LIBRARY
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.shard import Unsharded, shard_of
-from cutefce.ops.planning.divergence_planner import DivergenceProblem, plan_divergence
+from cutefce.ops.planning.divergence.planner import plan_divergence
+from cutefce.ops.planning.divergence.problem import DivergenceProblem
 from cutefce.ops.primitives.portable_projection import is_dense
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import sum_dtype
@@ -63,7 +65,8 @@ def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tup
     tensors, options, sharding = unpack(arguments[OPERANDS:], *RECORDS)
     order = _order(arguments[4], options)
     passes = _passes(arguments, order, sharding, upstream, stats)
-    factors: Factors = kept.kept_with(stats) or Factors()
+    found: Factors | None = kept.kept_with(stats)
+    factors = Factors() if found is None else found.taken()
     loss_scale = None
     if options.is_scalar:
         loss_scale = _loss_scale(passes.sides[0], tensors, options)
@@ -73,7 +76,12 @@ def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tup
     in_one_block = passes.has_one_row_block(factors)
     sums = {
         i: SideGradients(
-            side, upstream, loss_scale, _boost(side, i, options), in_one_block=in_one_block
+            side,
+            upstream,
+            loss_scale,
+            _boost(side, i, options),
+            in_one_block=in_one_block,
+            dw=factors.dw(i),
         )
         for i, side in enumerate(passes.sides)
         if side.is_trained

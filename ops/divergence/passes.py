@@ -9,7 +9,7 @@ mixture; one that is not needed is 0.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -23,28 +23,23 @@ from cutefce.ops.divergence.elementwise import (
     kl_factors_of_second_,
     mixture_factors_,
 )
+from cutefce.ops.divergence.factors import Factors, SideFactors
 from cutefce.ops.divergence.options import STUDENT, TEACHER, Divergence
 from cutefce.ops.divergence.row_kernel import RowKernel
 from cutefce.ops.divergence.sides import Side, SideGradients
 from cutefce.ops.parallel.shard import Unsharded, VocabShard
-from cutefce.ops.planning.divergence_planner import (
-    DivergencePlan,
+from cutefce.ops.planning.divergence.planner import (
     bytes_of_later,
     forward_blocks,
+    kept_blocks,
 )
+from cutefce.ops.planning.divergence.problem import DivergencePlan
 from cutefce.ops.primitives.portable_gradients import apply_rowwise
 from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.targets import sum_dtype
 
 SUMS, STATS = 4, 6
 """Statistics of a token, of which the first ones make the log-sum-exps of both sides."""
-
-
-@dataclass
-class Factors:
-    """The factors of the first tokens, kept from the forward: (K, V) for each side or None."""
-
-    sides: list[Tensor | None] = field(default_factory=lambda: [None, None])
 
 
 @dataclass(frozen=True)
@@ -95,14 +90,12 @@ class Passes:
             if isinstance(self.shard, VocabShard):
                 stats[SUMS:] = self.shard.all_reduce_(stats[SUMS:].clone())
             return stats, Factors()
-        kept = Factors([self._empty_factors(side, plan.kept) for side in sides])
-        for rows in self._forward_blocks(kept):
-            memory = tiles
-            if rows.stop - rows.start > plan.forward_rows:
-                memory = self._later_memory(kept, rows)
+        kept = Factors(
+            [self._empty_factors(side) for side in sides], plan.kept, plan.aliased, plan.columns
+        )
+        for rows, memory in self._forward_blocks(kept, tiles):
             logits = self._project(memory, rows, slice(0, self.vocab))
-            is_kept = rows.start < plan.kept
-            outs = [x[rows] if x is not None and is_kept else None for x in kept.sides]
+            outs = [kept.of(index, rows) for index in (STUDENT, TEACHER)]
             if self.row_kernel is not None:
                 self.row_kernel.run(stats[:, rows], logits, outs, self.scales)
                 continue
@@ -110,8 +103,9 @@ class Passes:
             stats[1:SUMS:2, rows].log_()
             self._add_divergences(stats, logits, rows)
             for index, factors in enumerate(outs):
-                if factors is not None:
-                    self._write_factors(factors, index, logits, stats, rows)
+                for columns, out in factors.windows() if factors is not None else ():
+                    tile = [x[:, columns] for x in logits]
+                    self._write_factors(out, index, tile, stats, rows)
         return stats, kept
 
     def backward(self, stats: Tensor, kept: Factors, gradients: Sequence[SideGradients]) -> None:
@@ -119,28 +113,28 @@ class Passes:
         if not self.tokens:
             return
         plan, trained = self.plan, [i for i in (STUDENT, TEACHER) if self.sides[i].is_trained]
-        count = max((len(x) for x in kept.sides if x is not None), default=0)
         size = min(plan.rows, self.tokens) * min(plan.columns, self.vocab)
-        computes = count < self.tokens
-        tiles = self._tiles(plan.rows, plan.tile_columns) if computes else []
-        outs = {i: self.sides[i].h.new_empty(size if computes else 0) for i in trained}
+        rows_of_tile = self.tokens - kept.kept if kept.aliased else plan.rows
+        tiles = self._tiles(rows_of_tile, plan.tile_columns) if kept.kept < self.tokens else []
+        has_outs = kept.kept < self.tokens or kept.aliased
+        outs = {i: self.sides[i].h.new_empty(size if has_outs else 0) for i in trained}
         for columns in blocks(self.vocab, plan.columns):
             for each in gradients:
                 each.begin(columns)
-            for rows in self._row_blocks(plan.rows, count):
-                if rows.start < count:
+            for rows in self._backward_blocks(kept):
+                if rows.start < kept.kept and not kept.aliased:
                     found = [kept.sides[i] for i in trained]
-                    factors = [x[rows, columns] for x in found if x is not None]
+                    factors = [x.rest[rows, columns] for x in found if x is not None]
                 else:
                     factors = [_view(outs[i], rows, columns) for i in trained]
-                    self._fill(
-                        dict(zip(trained, factors, strict=True)),
-                        tiles,
-                        stats,
-                        gradients,
-                        rows,
-                        columns,
-                    )
+                    copied = kept.kept if kept.aliased else 0
+                    for i, x in zip(trained, factors, strict=True):
+                        if copied:
+                            kept.copy_window(i, x, columns)
+                    if rows.start + copied < rows.stop:
+                        to_fill = {i: x[copied:] for i, x in zip(trained, factors, strict=True)}
+                        left = slice(rows.start + copied, rows.stop)
+                        self._fill(to_fill, tiles, stats, gradients, left, columns)
                 for each, x in zip(gradients, factors, strict=True):
                     each.add(x, rows, columns)
             for each in gradients:
@@ -164,38 +158,59 @@ class Passes:
 
     def has_one_row_block(self, kept: Factors) -> bool:
         """Whether a window of the backward has the factors of all tokens at once."""
-        count = max((len(x) for x in kept.sides if x is not None), default=0)
-        return len(list(self._row_blocks(self.plan.rows, count))) == 1
+        return len(list(self._backward_blocks(kept))) == 1
 
     def _tiles(self, rows: int, columns: int) -> list[Tensor]:
         """Return the memory of a tile of each side's logits."""
         size = min(rows, self.tokens) * min(columns, self.vocab)
         return [side.h.new_empty(size, dtype=self.dtype) for side in self.sides]
 
-    def _empty_factors(self, side: Side, kept: int) -> Tensor | None:
-        """Return memory for the factors of the first `kept` tokens, None if there are none."""
-        return side.h.new_empty(kept, self.vocab) if side.is_trained and kept else None
+    def _empty_factors(self, side: Side) -> SideFactors | None:
+        """Return memory for the kept factors of a side; None if there are none."""
+        kept, aliased = self.plan.kept, self.plan.aliased
+        if not side.is_trained or not kept:
+            return None
+        dw = side.w.new_empty(side.w.shape) if aliased else None
+        return SideFactors(dw, side.h.new_empty(kept - aliased, self.vocab))
 
-    def _row_blocks(self, rows: int, kept: int) -> Iterator[slice]:
-        """Cut the tokens into blocks, none of which is kept in part."""
-        yield from blocks(kept, rows)
-        for block in blocks(self.tokens - kept, rows):
-            yield slice(kept + block.start, kept + block.stop)
+    def _backward_blocks(self, kept: Factors) -> Iterator[slice]:
+        """Cut the tokens into the blocks of a backward, none of which is kept in part.
 
-    def _forward_blocks(self, kept: Factors) -> Iterator[slice]:
-        """Cut the tokens into the blocks of a forward of one pass."""
-        plan, buffers = self.plan, [x for x in kept.sides if x is not None]
-        if not buffers or plan.kept < self.tokens:
-            return self._row_blocks(plan.forward_rows, plan.kept)
-        items = [x.element_size() for x in buffers]
-        later = bytes_of_later(items, self.dtype.itemsize, self.vocab)
-        return forward_blocks(self.tokens, plan.forward_rows, later)
+        One has all tokens if some of their factors are in the memory of dW.
+        """
+        if kept.aliased:
+            yield slice(0, self.tokens)
+            return
+        yield from blocks(kept.kept, self.plan.rows)
+        for block in blocks(self.tokens - kept.kept, self.plan.rows):
+            yield slice(kept.kept + block.start, kept.kept + block.stop)
 
-    def _later_memory(self, kept: Factors, rows: slice) -> list[Tensor]:
+    def _forward_blocks(
+        self, kept: Factors, tiles: list[Tensor]
+    ) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Cut the tokens into the blocks of a forward of one pass; yield memory of tiles too.
+
+        It is `tiles`, that of factors of later tokens, or that of dW.
+        """
+        plan, buffers = self.plan, [x.rest for x in kept.sides if x is not None]
+        rows = plan.forward_rows
+        if buffers and plan.kept == self.tokens and not plan.aliased:
+            items = [x.element_size() for x in buffers]
+            later = bytes_of_later(items, self.dtype.itemsize, self.vocab)
+            for block in forward_blocks(self.tokens, rows, later):
+                is_wide = block.stop - block.start > rows
+                yield block, self._later_memory(buffers, block) if is_wide else tiles
+            return
+        in_dw = kept.tile_memory(self.dtype)
+        most = min((len(x) // self.vocab for x in in_dw), default=0)
+        for block, is_in_dw in kept_blocks(self.tokens, rows, plan.kept, plan.aliased, most):
+            yield block, in_dw if is_in_dw else tiles
+
+    def _later_memory(self, buffers: Sequence[Tensor], rows: slice) -> list[Tensor]:
         """Return the memory of tiles of `rows`, in that of the factors of the tokens after them."""
         size = (rows.stop - rows.start) * self.vocab
-        buffers = [x[rows.stop :].view(-1).view(self.dtype) for x in kept.sides if x is not None]
-        return buffers if len(buffers) > 1 else [buffers[0][:size], buffers[0][size:]]
+        later = [x[rows.stop :].view(-1).view(self.dtype) for x in buffers]
+        return later if len(later) > 1 else [later[0][:size], later[0][size:]]
 
     def _places(self, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
         """Yield the tokens and classes of every tile."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.spec import DivergenceRowsSpec
+from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.options import STUDENT, TEACHER, Divergence
 from cutefce.ops.divergence.sides import Side
 from cutefce.ops.primitives.dispatch import device_unsupported_reason, gpu_of
@@ -37,21 +38,28 @@ class RowKernel:
         self,
         stats: Tensor,
         logits: Sequence[Tensor],
-        outs: Sequence[Tensor | None],
+        outs: Sequence[FactorRows | None],
         scales: Sequence[Tensor | None],
     ) -> None:
-        """Write the statistics (6, R) of logits (R, V) of both sides, and factors to `outs` (R, V).
+        """Write the statistics (6, R) of logits (R, V) of both sides, and their factors to `outs`.
 
-        Factors are multiplied by `scales` (), None for 1.
+        Factors are multiplied by `scales` (), None for 1.  Both `outs` have the same rows, and
+        windows of a power of 2 of classes, or one of all.
         """
         a = STUDENT if self.options.is_mixture else self.options.first
         b = STUDENT + TEACHER - a
-        names = [None if x is None else str(x.dtype).removeprefix("torch.") for x in outs]
+        memory = [None if x is None else x.memory for x in outs]
+        names = [None if x is None else str(x.dtype).removeprefix("torch.") for x in memory]
         spec = DivergenceRowsSpec(self.arch, self.options.is_mixture, names[a], names[b])
         one = stats.new_ones(())
         shares = (self.options.share(i) if self.options.is_mixture else 1.0 for i in (a, b))
         numbers = [stats.new_full((), share) for share in shares]
         numbers += [one if (scale := scales[i]) is None else scale for i in (a, b)]
         exchange = stats.new_empty(stats.shape[1] * spec.EXCHANGE)
-        operands = logits[a], logits[b], outs[a], outs[b], stats, exchange
-        compiled(spec)(*operands, torch.stack(numbers), a)
+        operands = logits[a], logits[b], memory[a], memory[b], stats, exchange
+        vocab, pitches = logits[0].shape[1], [0 if x is None else x.pitch for x in outs]
+        given = next((x for x in outs if x is not None), None)
+        first, columns = (0, vocab) if given is None else (given.first, given.columns)
+        shift = 31 if columns >= vocab else columns.bit_length() - 1
+        places = first, columns, shift, pitches[a], pitches[b]
+        compiled(spec)(*operands, torch.stack(numbers), a, *places)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.parallel.shard import Unsharded
-from cutefce.ops.planning.divergence_planner import rounds_scaled
+from cutefce.ops.planning.divergence.planner import rounds_scaled
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.primitives.portable_projection import dense
 from cutefce.ops.primitives.weighted_sum import weighted_sum
@@ -96,12 +96,14 @@ class SideGradients:
         boost: float,
         *,
         in_one_block: bool,
+        dw: Tensor | None = None,
     ) -> None:
         """Allocate sums.
 
         `upstream` is the gradient of the reduced divergence, or (M,) those of each token's; the
         others are those of `Side.factor_scale`.  `in_one_block` says that each window's factors
-        of all tokens come at once.
+        of all tokens come at once.  `dw` (V, D) is memory for dW, whose rows are written from
+        `begin` on; None for new memory.
         """
         grad_hidden, grad_weight, grad_bias = side.gradients
         (tokens, hidden), (vocab, _) = side.h.shape, side.w.shape
@@ -122,7 +124,7 @@ class SideGradients:
             common = common / boost
         self.common = common
         self.dx = side.h.new_empty(tokens, hidden, dtype=dtype) if grad_hidden else None
-        self.dw = side.w.new_empty(vocab if grad_weight else 0, hidden)
+        self.dw = side.w.new_empty(vocab if grad_weight else 0, hidden) if dw is None else dw
         if not tokens:  # then nothing is added
             self.dw.zero_()
         self.dbias = common.new_zeros(vocab) if grad_bias else None
@@ -164,7 +166,7 @@ class SideGradients:
 
         `order` (M,) are the places of the computed tokens, None for all; the others get 0.
         """
-        h, dbias = self.side.h, self.dbias
+        h, dbias, self.scaled = self.side.h, self.dbias, None
         dx = h.new_empty(0, h.shape[1])
         if self.dx is not None:
             dx = shard.finish_dx(self.dx.mul_(self.common), h.dtype)

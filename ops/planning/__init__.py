@@ -11,5 +11,5 @@ soft_memory.py          that of soft targets and of dW's lists
 sample_sizes.py         entries that a token may keep, columns that its lse is estimated of
 dw_aliasing.py          how many exponentials fit into dW's memory
 window_layout.py        the windows of a plain step, and where the exponentials of each are
-divergence_planner.py   plans of divergences of two heads
+divergence/             plans of divergences of two heads
 """

@@ -12,6 +12,7 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.spec import DivergenceRowsSpec
 from cutefce.ops.divergence import row_kernel
+from cutefce.ops.divergence.factors import FactorRows
 from tests.emulation.hopper import run
 from tests.support.divergence import distance, heads, ours, planned, token_divergences
 
@@ -43,16 +44,28 @@ class Result(NamedTuple):
 
 
 def computed(
-    logits: list[Tensor], form: str, wanted: tuple[bool, bool] = (True, True), **options: Any
+    logits: list[Tensor],
+    form: str,
+    wanted: tuple[bool, bool] = (True, True),
+    columns: int | None = None,
+    **options: Any,
 ) -> Result:
-    """Return the result of the emulated kernel, for logits (R, V) of student and teacher."""
+    """Return the result of the emulated kernel, for logits (R, V) of student and teacher.
+
+    Factors are in windows of `columns` classes, None for one of all; other memory is not written.
+    """
     (rows, vocab), first = logits[0].shape, FORMS[form]
     stats = torch.full((6, rows + 1), torch.nan)[:, :rows]
-    factors: list[Tensor | None] = [None, None]
+    columns, before, shift = columns or vocab, 0 if columns is None else 3, 31
+    if columns < vocab:
+        shift = columns.bit_length() - 1
+    places: list[FactorRows | None] = [None, None]
     for side in (STUDENT, TEACHER):
         if wanted[side]:
-            wide = torch.full((rows, vocab + 8), torch.nan, dtype=torch.bfloat16)
-            factors[side] = wide[:, :vocab]
+            pitch = 8 + 16 * side + (rows + before) * columns
+            memory = torch.full((-(-vocab // columns) * pitch,), torch.nan, dtype=torch.bfloat16)
+            places[side] = FactorRows(memory, before, rows, vocab, columns, pitch)
+    memories = [None if place is None else place.memory for place in places]
     a, b = ("bfloat16" if wanted[side] else None for side in (first, 1 - first))
     kernel = DivergenceRowsSpec("sm_90a", form == "jsd", a, b, threads=64, held=1)
     shares = [1 - BETA, BETA] if form == "jsd" else [1.0, 1.0]
@@ -60,18 +73,24 @@ def computed(
         kernel,
         logits[first],
         logits[1 - first],
-        factors[first],
-        factors[1 - first],
+        memories[first],
+        memories[1 - first],
         stats,
         torch.full((rows * kernel.EXCHANGE,), torch.nan),
         torch.tensor([*shares, 2.0, 4.0]),
         first,
+        before,
+        columns,
+        shift,
+        *(0 if place is None else place.pitch for place in (places[first], places[1 - first])),
         **options,
     )
-    for side in (STUDENT, TEACHER):
-        given = factors[side]
-        if given is not None:
-            factors[side] = given.float() / (2.0 if side == first else 4.0)
+    factors: list[Tensor | None] = [None, None]
+    for side, place in enumerate(places):
+        if place is not None:
+            written = torch.cat([x for _, x in place.windows()], 1)
+            assert place.memory.isfinite().sum() <= written.numel()
+            factors[side] = written.float() / (2.0 if side == first else 4.0)
     return Result(stats, factors)
 
 
@@ -111,6 +130,12 @@ def test_each_output_alone(form: str, wanted: tuple[bool, bool]) -> None:
     check(random_logits(2, 304), form, wanted=wanted, seed=1)
 
 
+@pytest.mark.parametrize("columns", [64, 256])
+@pytest.mark.parametrize("form", FORMS)
+def test_factors_in_windows(form: str, columns: int) -> None:
+    check(random_logits(2, 304), form, columns=columns)
+
+
 @pytest.mark.parametrize("spread", [1e-3, 0.1, 0.3])
 @pytest.mark.parametrize("form", FORMS)
 def test_close_and_far_sides(form: str, spread: float) -> None:
@@ -143,13 +168,16 @@ def test_rows_of_no_number_stay_alone(form: str) -> None:
     assert all(x is not None and x[1].isnan().any() for x in bad.factors)
 
 
+@pytest.mark.parametrize("plan", ["some kept", "more kept than dW has room for"])
 @pytest.mark.parametrize("trained", ["student", "both"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_step_launches_it(form: str, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_launches_it(
+    form: str, trained: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values and gradients of a call, some of whose factors the kernel writes."""
     case = heads(24, (16, 24), 304, dtype=torch.bfloat16, trained=trained)
     options: dict[str, Any] = {"divergence": form, "beta": BETA, "reduction": "sum"}
-    with planned("some kept"):
+    with planned(plan):
         want = ours(case, **options)
     launched = []
 
@@ -163,7 +191,7 @@ def test_a_step_launches_it(form: str, trained: str, monkeypatch: pytest.MonkeyP
         "of",
         staticmethod(lambda _, given: row_kernel.RowKernel("sm_90a", given)),
     )
-    with planned("some kept"):
+    with planned(plan):
         got = ours(case, **options)
     assert any(kernel.factors_a or kernel.factors_b for kernel in launched)
     for a, b in zip(got, want, strict=True):

@@ -14,11 +14,8 @@ from bench.harness.timing import peak_bytes
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.divergence import operators
 from cutefce.ops.operators import kept
-from cutefce.ops.planning.divergence_planner import (
-    DivergencePlan,
-    DivergenceProblem,
-    plan_divergence,
-)
+from cutefce.ops.planning.divergence.planner import plan_divergence
+from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
 from cutefce.ops.planning.planner import MAXIMUM
 from tests.support.divergence import FORMS, PLANS, Heads, distance, expected, heads, ours, planned
 
@@ -239,27 +236,26 @@ def test_a_mask_of_booleans_is_a_target(device: str) -> None:
     assert torch.equal(cutefce.linear_divergence(*case.tensors, other, ignore_index=7), want)
 
 
-@pytest.mark.parametrize("workspace", ["max", "min"])
-def test_later_backwards_give_the_same(workspace: str, device: str) -> None:
+@pytest.mark.parametrize("plan", PLANS)
+def test_later_backwards_give_the_same(plan: str, device: str) -> None:
     case = heads(60, (16, 12), 133, device=device)
-    loss = cutefce.linear_divergence(
-        *case.tensors, case.target, divergence="jsd", workspace=workspace
-    )
-    first = torch.autograd.grad(loss, case.leaves, retain_graph=True)
-    second = torch.autograd.grad(2 * loss, case.leaves)
+    with planned(plan):
+        loss = cutefce.linear_divergence(*case.tensors, case.target, divergence="jsd")
+        first = torch.autograd.grad(loss, case.leaves, retain_graph=True)
+        second = torch.autograd.grad(2 * loss, case.leaves)
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(2 * a, b)
 
 
-def test_a_backward_without_what_was_kept_computes_it_again(device: str) -> None:
+@pytest.mark.parametrize("plan", ["all kept", "kept in dW"])
+def test_a_backward_without_what_was_kept_computes_it_again(plan: str, device: str) -> None:
     case = heads(60, (16, 12), 133, device=device)
     given = *case.tensors, case.target
-    kept_factors = torch.autograd.grad(
-        cutefce.linear_divergence(*given, workspace="max"), case.leaves
-    )
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
-        loss = cutefce.linear_divergence(*given, workspace="max")
-        again = torch.autograd.grad(loss, case.leaves)
+    with planned(plan):
+        kept_factors = torch.autograd.grad(cutefce.linear_divergence(*given), case.leaves)
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+            loss = cutefce.linear_divergence(*given)
+            again = torch.autograd.grad(loss, case.leaves)
     for a, b in zip(kept_factors, again, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -403,5 +399,6 @@ def test_more_memory_is_never_slower() -> None:
         assert more.cost <= few.cost
     for plan, budget in zip(plans, range(0, 12000, 100), strict=False):
         assert plan.workspace_bytes <= max(budget << 20, plans[0].workspace_bytes)
-    assert plans[0].kept == 0 and plans[-1].kept == 8192 and plans[-1].is_one_pass
+    assert plans[0].kept == plans[0].aliased and plans[-1].is_one_pass
+    assert plans[-1].kept == 8192 and plans[-1].aliased == 0
     assert plans[0].workspace_bytes < 8192 * 128256 * 2 / 4

@@ -13,11 +13,8 @@ from torch import Tensor
 import cutefce
 from cutefce.ops import torch_compat
 from cutefce.ops.divergence import operators
-from cutefce.ops.planning.divergence_planner import (
-    DivergencePlan,
-    DivergenceProblem,
-    plan_divergence,
-)
+from cutefce.ops.planning.divergence.planner import plan_divergence
+from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
 
 FORMS: dict[str, dict[str, Any]] = {
     "forward KL": {"divergence": "forward_kl"},
@@ -32,8 +29,13 @@ PLANS: dict[str, tuple[tuple[int, int], tuple[int, int], int]] = {
     "some kept": ((32, 1 << 20), (48, 96), 40),
     "all kept": ((32, 1 << 20), (64, 64), 1 << 20),
     "one tile": ((1 << 20, 1 << 20), (1 << 20, 1 << 20), 0),
+    "kept in dW": ((4, 1 << 20), (1 << 20, 64), -1),
+    "more kept than dW has room for": ((4, 1 << 20), (1 << 20, 32), 40),
 }
-"""Rows and columns of the forward's and the backward's tiles, and kept tokens; cut to the sizes."""
+"""Rows and columns of the forward's and the backward's tiles, and kept tokens; cut to the sizes.
+
+Blocks of all tokens keep factors in the memory of dW, -1 tokens those alone.
+"""
 NAMES = "student_input", "student_weight", "teacher_input", "teacher_weight"
 
 
@@ -236,6 +238,8 @@ def planned(name: str) -> Iterator[None]:
 
     def plan(problem: DivergenceProblem, budget: int) -> DivergencePlan:
         made = plan_divergence(problem, budget)
+        most = problem.most_aliased if rows == 1 << 20 else 0
+        count = 0 if problem.scales_rows else min(most if kept < 0 else kept, made.tokens)
         return replace(
             made,
             forward_rows=forward_rows,
@@ -243,7 +247,8 @@ def planned(name: str) -> Iterator[None]:
             rows=rows,
             columns=columns,
             tile_columns=max(columns // 2, 1),
-            kept=0 if problem.scales_rows else min(kept, made.tokens),
+            kept=count,
+            aliased=min(most, count),
         )
 
     with mock.patch.object(operators, "plan_divergence", plan):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels import spec
+from cutefce.ops.divergence.factors import FactorRows
 from tests.support.divergence import token_divergences
 
 
@@ -19,6 +20,10 @@ def divergence_rows(
     exchange: Tensor,
     numbers: Tensor,
     side: int,
+    first: int,
+    columns: int,
+    shift: int,
+    *pitches: int,
 ) -> None:
     """Write statistics and factors, in float64 before they are rounded."""
     assert len(exchange) == kernel.EXCHANGE * len(a)
@@ -43,6 +48,10 @@ def divergence_rows(
         stats[2 * i] = x.amax(1)
         stats[2 * i + 1] = x.double().logsumexp(1) - x.amax(1)
     stats[4 + side], stats[5 - side] = (kl.detach() for kl in kls)
-    for out, gradient, scale in zip((out_a, out_b), gradients, numbers[2:], strict=True):
+    (rows, vocab), given = a.shape, zip((out_a, out_b), gradients, numbers[2:], strict=True)
+    assert shift == (31 if columns >= vocab else columns.bit_length() - 1)
+    for pitch, (out, gradient, scale) in zip(pitches, given, strict=True):
         if out is not None:
-            out.copy_(gradient * scale)
+            place = FactorRows(out, first, rows, vocab, columns, pitch)
+            for window, factors in place.windows():
+                factors.copy_((gradient * scale)[:, window])

@@ -8,6 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.options import DIVERGENCES, Divergence
 from cutefce.ops.divergence.row_kernel import RowKernel
 from cutefce.ops.primitives.cute_projection import CuteProjection
@@ -43,7 +44,8 @@ def divergence_outputs(
             values = _write_defined(logits, options, factors)
         else:
             stats, scale = logits[0].new_empty(6, ROWS), logits[0].new_full((), SCALE)
-            RowKernel(arch, options).run(stats, logits, factors, [scale, scale])
+            outs = [None if x is None else FactorRows.of(x) for x in factors]
+            RowKernel(arch, options).run(stats, logits, outs, [scale, scale])
             values = options.values(stats)
         name = f" of the {form} of rows, {wanted}"
         results[f"divergence{name}"] = values

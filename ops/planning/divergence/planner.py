@@ -4,17 +4,18 @@ A tile is some tokens times some classes, of the student and of the teacher.  Th
 pass if a tile has all classes, else two: log-sum-exps, then divergences.  The backward has windows
 of `columns` classes, and blocks of `rows` tokens: it computes factors, what the gradients multiply
 hidden states and weights with, tile by tile of `tile_columns` classes, then multiplies those of a
-window.  Those of the first `kept` tokens were stored by the forward.
+window.  Those of the first `kept` tokens were stored by the forward, of which those of the first
+`aliased` lie in the memory of the gradients dW, which nothing else needs till then.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
 from cutefce.cute_kernels.integers import ceil_div
-from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
+from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
 from cutefce.ops.planning.step_memory import accumulates_wider, row_block_bytes, upcast_bytes
 
 FORWARD_ROWS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -22,8 +23,8 @@ FORWARD_ROWS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 ROWS = (128, 256, 512, 1024, 2048, 4096, 8192)
 COLUMNS = (2048, 4096, 8192, 16384, 32768)
 """Tokens and classes of other tiles, and of windows: those below the problem's, and all of it."""
-TILE_COLUMNS = 2048
-"""Classes of the backward's tiles: GEMMs of many tokens are at full speed."""
+TILE_COLUMNS, TILE_NUMEL = 2048, 1 << 24
+"""Classes of the backward's tiles, and elements of those of few tokens: GEMMs are at full speed."""
 KEPT_PARTS = 16
 """Tokens are kept in multiples of this part of all."""
 LATER_ROWS, ALIGNMENT = 128, 8
@@ -32,8 +33,11 @@ MIN_SCALED_NUMEL = 1 << 22
 """Elements of a weight whose gradient has enough tiles for all SMs."""
 FLOOR = Fraction(3, 2)
 """Memory that every plan may take, relative to the least that any takes."""
-FLOP_PER_BYTE = 128
-"""Multiply-adds in the time of a byte of memory traffic."""
+FLOP_PER_BYTE, FLOP_PER_READ = 128, 24
+"""Multiply-adds in the time of a byte of memory traffic, and of one that a GEMM's operand is read
+by: most of it is hidden."""
+FACTOR_READS = 8
+"""Bytes of the logits that the factors, and the divergence, of a token and class are made of."""
 STEP_BLOCKS = 11
 """Blocks of rows that an element-wise step holds at a time on a CPU; a GPU fuses the steps."""
 ROW_WORDS = 88
@@ -41,98 +45,26 @@ ROW_WORDS = 88
 kernel of rows exchanges."""
 
 
-@dataclass(frozen=True)
-class DivergencePlan:
-    """How one divergence runs."""
-
-    tokens: int
-    """Tokens that are computed."""
-    vocab: int
-    """Classes, of one rank."""
-    forward_rows: int
-    forward_columns: int
-    """The forward's tiles; all classes for one pass."""
-    rows: int
-    columns: int
-    """The backward's blocks of tokens, and windows."""
-    tile_columns: int
-    """Classes of its tiles."""
-    kept: int
-    """Tokens whose factors are kept."""
-    workspace_bytes: int = 0
-    """Predicted peak memory beyond inputs and gradients."""
-    cost: int = 0
-    """Predicted time, in multiply-adds."""
-
-    @property
-    def is_one_pass(self) -> bool:
-        """Whether the forward computes each logit once."""
-        return self.forward_columns >= self.vocab
-
-
-@dataclass(frozen=True)
-class DivergenceProblem:
-    """Two models' heads, with the same tokens and classes, and the gradients that are wanted."""
-
-    student: Problem
-    teacher: Problem
-    """Their `tokens` are those that are computed."""
-    tokens: int
-    """Tokens of the call, computed or not."""
-    copied_bytes: int = 0
-    """Bytes of the copies of operands that the call makes."""
-    scales_rows: bool = False
-    """Whether tokens differ in the factors of their gradients."""
-    sharded: bool = False
-    """Whether the classes are those of one rank of a group."""
-
-    @property
-    def sides(self) -> tuple[Problem, Problem]:
-        """Student and teacher."""
-        return self.student, self.teacher
-
-    @property
-    def trained(self) -> list[Problem]:
-        """The sides that have gradients."""
-        return [p for p in self.sides if p.grad_hidden or p.grad_weight or p.grad_bias]
-
-    @property
-    def selects(self) -> bool:
-        """Whether some tokens are left out."""
-        return self.student.tokens < self.tokens
-
-    @property
-    def factor_bytes(self) -> int:
-        """Bytes of the factors of one logit."""
-        return sum(p.item_bytes for p in self.trained)
-
-
 @process_cache
 def plan_divergence(problem: DivergenceProblem, budget: int) -> DivergencePlan:
     """Return the fastest plan that takes `budget` bytes or 3/2 of the least, whichever is more."""
-    forwards, backwards = list(_forwards(problem)), list(_backwards(problem))
-    least = max(
-        min(plan.workspace_bytes for plan in forwards),
-        min(plan.workspace_bytes for plan in backwards),
-    )
-    budget = max(budget, ceil(least * FLOOR))
-    tokens, best = problem.student.tokens, None
-    may_keep = bool(problem.trained) and not (problem.sharded or problem.scales_rows)
-    for part in range(KEPT_PARTS + 1 if may_keep else 1):
-        kept = tokens * part // KEPT_PARTS
-        left = budget - kept * problem.student.vocab * problem.factor_bytes
-        forward = _fastest(
-            list(_forwards(problem, kept)) if kept == tokens > 0 else forwards, left, kept
-        )
-        backward = _fastest(list(_backwards(problem, kept)) if kept else backwards, left)
+    choices = []
+    for kept, aliased in _kept_choices(problem):
+        beside = (kept - aliased) * problem.student.vocab * problem.factor_bytes
+        forwards = list(_forwards(problem, kept, aliased))
+        choices.append((beside, forwards, list(_backwards(problem, kept, aliased))))
+    least = min(beside + max(_least(f), _least(b)) for beside, f, b in choices)
+    budget, best = max(budget, ceil(least * FLOOR)), None
+    for beside, forwards, backwards in choices:
+        forward = _fastest(forwards, budget - beside)
+        backward = _fastest(backwards, budget - beside)
         if forward is None or backward is None:
             continue
-        taken = max(forward.workspace_bytes, backward.workspace_bytes) + budget - left
         plan = replace(
             backward,
             forward_rows=forward.forward_rows,
             forward_columns=forward.forward_columns,
-            workspace_bytes=taken,
+            workspace_bytes=beside + max(forward.workspace_bytes, backward.workspace_bytes),
             cost=forward.cost + backward.cost,
         )
         if best is None or (plan.cost, plan.workspace_bytes) < (best.cost, best.workspace_bytes):
@@ -141,11 +73,26 @@ def plan_divergence(problem: DivergenceProblem, budget: int) -> DivergencePlan:
     return best
 
 
-def _fastest(plans: list[DivergencePlan], budget: int, kept: int = 0) -> DivergencePlan | None:
-    """Return the fastest of the plans that fit, with one pass if factors are kept."""
-    fitting = [
-        plan for plan in plans if plan.workspace_bytes <= budget and (plan.is_one_pass or not kept)
-    ]
+def _kept_choices(problem: DivergenceProblem) -> Iterator[tuple[int, int]]:
+    """Yield how many tokens may be kept, and how many of them in the memory of dW."""
+    yield 0, 0
+    if problem.sharded or problem.scales_rows or not problem.trained:
+        return
+    tokens, most = problem.student.tokens, problem.most_aliased
+    parts = {tokens * part // KEPT_PARTS for part in range(1, KEPT_PARTS + 1)} - {0}
+    if most:
+        yield from ((kept, min(kept, most)) for kept in sorted(parts | {most}))
+        parts &= {tokens}
+    yield from ((kept, 0) for kept in sorted(parts))
+
+
+def _least(plans: list[DivergencePlan]) -> int:
+    return min(plan.workspace_bytes for plan in plans)
+
+
+def _fastest(plans: list[DivergencePlan], budget: int) -> DivergencePlan | None:
+    """Return the fastest of the plans that fit."""
+    fitting = [plan for plan in plans if plan.workspace_bytes <= budget]
     return min(fitting, key=lambda plan: (plan.cost, plan.workspace_bytes), default=None)
 
 
@@ -179,46 +126,77 @@ def bytes_of_later(factor_items: Sequence[int], sum_bytes: int, vocab: int) -> i
     return max(ceil_div(2 // len(factor_items) * sum_bytes, item) for item in factor_items)
 
 
-def _forwards(problem: DivergenceProblem, kept: int = 0) -> Iterator[DivergencePlan]:
-    """Yield forwards with their memory and cost; `kept` are all tokens, or not counted."""
+def kept_blocks(
+    tokens: int, rows: int, kept: int, aliased: int, dw_rows: int
+) -> Iterator[tuple[slice, bool]]:
+    """Cut tokens into the blocks of a forward with tiles of all classes, none kept in part.
+
+    Each comes with whether its tiles are in the memory of dW, which has `dw_rows`, and has none of
+    the aliased factors before the last blocks.
+    """
+    in_dw = aliased > 0 and dw_rows > rows
+    for begin, end in ((kept, tokens), (aliased, kept)):
+        for block in forward_blocks(end - begin, dw_rows if in_dw else rows):
+            yield slice(begin + block.start, begin + block.stop), in_dw
+    yield from ((block, False) for block in forward_blocks(aliased, rows))
+
+
+def _forwards(problem: DivergenceProblem, kept: int, aliased: int) -> Iterator[DivergencePlan]:
+    """Yield forwards that keep factors, with the other memory and cost."""
     tokens, vocab = problem.student.tokens, problem.student.vocab
     tiles = [(rows, vocab) for rows in _sizes(FORWARD_ROWS, tokens)] if not problem.sharded else []
     narrow = [(rows, columns) for rows in _sizes(ROWS, tokens) for columns in COLUMNS]
-    tiles += [tile for tile in narrow if tile[1] < vocab or problem.sharded]
-    items = [p.item_bytes for p in problem.trained] if kept else []
+    if not kept:
+        tiles += [tile for tile in narrow if tile[1] < vocab or problem.sharded]
+    items = [p.item_bytes for p in problem.trained]
     later = bytes_of_later(items, problem.student.accumulator_bytes, vocab)
     for rows, columns in tiles:
         passes = 1 if columns >= vocab and not problem.sharded else 2
-        blocks = list(forward_blocks(tokens, rows, later if passes == 1 else None))
-        cost, chunks = 0, len(blocks)
+        if kept == tokens and not aliased:
+            sizes = [x.stop - x.start for x in forward_blocks(tokens, rows, later)]
+        else:
+            found = kept_blocks(tokens, rows, kept, aliased, problem.dw_rows)
+            sizes = [x.stop - x.start for x, _ in found]
+        moved = tokens * FACTOR_READS + kept * problem.factor_bytes
+        cost = passes * FLOP_PER_BYTE * vocab * moved
         for p in problem.sides:
-            read = chunks * vocab * p.hidden * p.item_bytes
-            cost += passes * (tokens * vocab * p.hidden + FLOP_PER_BYTE * read)
-        largest = max((block.stop - block.start for block in blocks), default=1)
-        taken = _tile_bytes(problem, rows, min(columns, vocab), largest) + _common_bytes(problem)
-        yield DivergencePlan(tokens, vocab, rows, columns, 1, 1, 1, 0, taken, cost)
+            read = len(sizes) * vocab * p.hidden * p.item_bytes
+            cost += passes * (tokens * vocab * p.hidden + FLOP_PER_READ * read)
+        taken = _tile_bytes(problem, rows, min(columns, vocab), max(sizes, default=1))
+        taken += _common_bytes(problem)
+        sizes_of_plan = tokens, vocab, rows, columns, 1, 1, 1, kept, aliased
+        yield DivergencePlan(*sizes_of_plan, workspace_bytes=taken, cost=cost)
 
 
-def _backwards(problem: DivergenceProblem, kept: int = 0) -> Iterator[DivergencePlan]:
+def _backwards(problem: DivergenceProblem, kept: int, aliased: int) -> Iterator[DivergencePlan]:
     """Yield backwards of a forward that keeps `kept` tokens, with the other memory and cost."""
     tokens, vocab = problem.student.tokens, problem.student.vocab
     if not problem.trained:
         yield DivergencePlan(tokens, vocab, 1, 1, 1, 1, 1, kept)
         return
-    common = _common_bytes(problem) + _gradient_bytes(problem)
-    for rows in _sizes(ROWS, tokens):
+    common = _common_bytes(problem)
+    sums, in_the_end = _gradient_bytes(problem)
+    for rows in [max(tokens, 1)] if aliased else _sizes(ROWS, tokens):
         for columns in _sizes(COLUMNS, vocab):
             windows, chunks = ceil_div(vocab, columns), ceil_div(tokens, rows)
-            cost, taken, tile_columns = 0, common, min(columns, TILE_COLUMNS)
+            filled = tokens - kept if aliased else rows
+            most = 1 << max((TILE_NUMEL // max(filled, 1)).bit_length() - 1, 0)
+            tile_columns = min(columns, max(TILE_COLUMNS, most))
+            cost, taken = 0, sums
             if kept < tokens:
-                part = Fraction(tokens - kept, max(tokens, 1))
                 tiles = ceil_div(vocab, tile_columns)
                 for p in problem.sides:
-                    read = (chunks * vocab + tiles * tokens) * p.hidden * p.item_bytes
-                    cost += ceil(part * (tokens * vocab * p.hidden + FLOP_PER_BYTE * read))
-                taken += _tile_bytes(problem, rows, tile_columns)
+                    read = ceil_div(tokens - kept, rows) * vocab + tiles * (tokens - kept)
+                    cost += (tokens - kept) * vocab * p.hidden
+                    cost += FLOP_PER_READ * read * p.hidden * p.item_bytes
+                moved = FACTOR_READS + problem.factor_bytes
+                cost += FLOP_PER_BYTE * (tokens - kept) * vocab * moved
+                taken += _tile_bytes(problem, filled, tile_columns)
+            if kept < tokens or aliased:
                 taken += rows * columns * problem.factor_bytes
-            in_one_block = chunks == 1 and kept in (0, tokens)
+            if aliased:
+                cost += FLOP_PER_BYTE * 2 * kept * vocab * problem.factor_bytes
+            in_one_block = chunks == 1 and (kept in (0, tokens) or aliased > 0)
             for p in problem.trained:
                 width = p.hidden * p.accumulator_bytes
                 moved = p.grad_hidden * windows * tokens * 2 * width
@@ -238,8 +216,9 @@ def _backwards(problem: DivergenceProblem, kept: int = 0) -> Iterator[Divergence
                 max(upcast_bytes(p, rows, columns, p.hidden) for p in problem.trained),
                 max(upcast_bytes(p, columns, rows, p.hidden) for p in problem.trained),
             )
-            sizes = rows, columns, tile_columns
-            yield DivergencePlan(tokens, vocab, 1, 1, *sizes, kept, taken, cost)
+            taken = common + max(taken, in_the_end)
+            sizes = tokens, vocab, 1, 1, rows, columns, tile_columns, kept, aliased
+            yield DivergencePlan(*sizes, workspace_bytes=taken, cost=cost)
 
 
 def rounds_scaled(device: str, dtype: str, weight_numel: int) -> bool:
@@ -278,17 +257,21 @@ def _tile_bytes(
     return 2 * tile + max(steps, upcast)
 
 
-def _gradient_bytes(problem: DivergenceProblem) -> int:
-    """Bytes of sums of the gradients, beside the gradients."""
-    taken = 0
+def _gradient_bytes(problem: DivergenceProblem) -> tuple[int, int]:
+    """Bytes of sums of the gradients, beside the gradients: during the windows, and in the end.
+
+    dX that is not the sums themselves is not there before the end.
+    """
+    sums = in_the_end = 0
     for p in problem.trained:
-        rows = p.tokens * p.hidden
-        if p.grad_hidden:
-            if accumulates_wider(p) or problem.selects or problem.sharded:
-                taken += rows * p.accumulator_bytes
-            if accumulates_wider(p) and (problem.selects or problem.sharded):
-                taken += rows * p.item_bytes  # rounded, before they are put in their places
+        rows, gathers = p.tokens * p.hidden, problem.selects or problem.sharded
+        if p.grad_hidden and (accumulates_wider(p) or gathers):
+            sums += rows * p.accumulator_bytes - problem.tokens * p.hidden * p.item_bytes
+            in_the_end += rows * p.accumulator_bytes
+            if accumulates_wider(p) and gathers:
+                in_the_end += rows * p.item_bytes  # rounded, before they are put in their places
             if problem.sharded:
-                taken += rows * p.accumulator_bytes
-        taken += 2 * p.grad_bias * p.vocab * p.accumulator_bytes
-    return taken
+                in_the_end += rows * p.accumulator_bytes
+        sums += p.grad_bias * p.vocab * p.accumulator_bytes
+        in_the_end += 2 * p.grad_bias * p.vocab * p.accumulator_bytes
+    return sums, in_the_end
