@@ -145,10 +145,11 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     dx = h.new_empty(inputs.tokens if plan.grad_hidden else 0, hidden, dtype=inputs.dx_dtype)
     dw = w.new_empty(len(w) if plan.grad_weight else 0, hidden, dtype=inputs.dw_dtype)
     dbias = loss_scale.new_empty(len(w)) if plan.grad_bias else None
-    many = plan.low_bits, len(range(0, inputs.tokens, plan.chunk))
-    kept_dx = HiddenSums.empty(dx, dtype, plan.hidden_bits)
+    chunks = plan.chunks(inputs.tokens)
+    many = plan.low_bits, len(chunks.sizes)
+    kept_dx = HiddenSums.empty(dx, dtype, plan.hidden_bits, in_order=plan.shrinking is not None)
     sums = GradSums(kept_dx, WeightSums.empty(dw, dtype, *many), dbias)
-    stats = gradients_in_forward(inputs, loss_scale, plan.kept, plan.chunk, *sums)
+    stats = gradients_in_forward(inputs, loss_scale, plan.kept, chunks, *sums)
     results = Kept(plan, h.new_empty(0, 0), sums=sums, class_row=row)
     returned = returned_rows if targets.options.reduction == OUTPUTS else reduce_losses
     return returned(stats, targets), stats, results

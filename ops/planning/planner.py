@@ -14,6 +14,7 @@ from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.planning.call_problem import forms_gradients, is_sampled, soft_targets
+from cutefce.ops.planning.chunks import Chunks, shrinking
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.plan import Family, Plan
@@ -80,6 +81,7 @@ def make_plan(
     later = not (problem.grad_weight or problem.grad_bias or scales_exps)
     if (scalar_upstream or later) and forms_gradients(problem) and can_keep(problem.dtype):
         families += _gradients_in_forward(problem, configs[0])
+        families += _shrinking_chunks(problem, configs[0])
     return _choose(families, budget)
 
 
@@ -96,7 +98,8 @@ def replan_for_shard(
     if plan.is_sampled:
         return _sampled_plan(p, configs[0])
     if plan.in_forward:
-        return _chunked_plan(p, configs[0], plan.chunk, plan.kept if plan.has_windows else None)
+        columns = plan.kept if plan.has_windows else None
+        return _chunked_plan(p, configs[0], plan.chunks(p.tokens), columns)
     return _choose(_windows(p, configs, scalar_upstream and not scales_rows), budget)
 
 
@@ -244,11 +247,25 @@ def _gradients_in_forward(p: Problem, config: WindowConfig) -> Iterator[Family]:
     count, most = 1, ceil_div(p.tokens, MIN_CHUNK)
     while count <= max(most, 1):
         even = round_up(ceil_div(p.tokens, count), CHUNK_ALIGNMENT)
-        chunk = max(1, min(even, p.tokens))
-        yield Family(1, [_chunked_plan(p, config, chunk)].__getitem__)
+        chunks = Chunks.even(p.tokens, max(1, min(even, p.tokens)))
+        yield Family(1, [_chunked_plan(p, config, chunks)].__getitem__)
         if forms_dx_alone(p) and p.vocab >= 2 * MIN_CHUNK_WINDOW:
-            yield _windows_in_chunks(p, config, chunk)
+            yield _windows_in_chunks(p, config, chunks)
         count = min(count + ceil_div(count, 8), max(most, count + 1))
+
+
+def _shrinking_chunks(p: Problem, config: WindowConfig) -> Iterator[Family]:
+    """Yield plans of chunks that use the memory of dX.
+
+    Beyond 16 chunks, some numbers of chunks are left out.
+    """
+    block, count, most = config.reference_block, 2, ceil_div(p.tokens, MIN_CHUNK)
+    sizes = p.tokens, p.hidden, round_up(p.vocab, block), block, CHUNK_ALIGNMENT
+    while count <= most and p.grad_weight and p.grad_hidden and p.ranks == 1:
+        chunks = shrinking(*sizes, count)
+        if chunks.shrink:
+            yield Family(1, [_chunked_plan(p, config, chunks)].__getitem__)
+        count += ceil_div(count, 16)
 
 
 def forms_dx_alone(p: Problem) -> bool:
@@ -257,27 +274,30 @@ def forms_dx_alone(p: Problem) -> bool:
     return alone and p.selects_rows and arch_named(p.arch or "").forms_weight_gradient
 
 
-def _windows_in_chunks(p: Problem, config: WindowConfig, chunk: int) -> Family:
+def _windows_in_chunks(p: Problem, config: WindowConfig, chunks: Chunks) -> Family:
     """Return plans of 2 windows of about equal width and more in each chunk."""
 
     def plan(i: int) -> Plan:
         even = ceil_div(p.vocab, 2 + i)
-        return _chunked_plan(p, config, chunk, round_up(even, config.reference_block))
+        return _chunked_plan(p, config, chunks, round_up(even, config.reference_block))
 
     return Family(p.vocab // MIN_CHUNK_WINDOW - 1, plan)
 
 
-def _chunked_plan(p: Problem, config: WindowConfig, chunk: int, columns: int | None = None) -> Plan:
+def _chunked_plan(
+    p: Problem, config: WindowConfig, chunks: Chunks, columns: int | None = None
+) -> Plan:
     """Return the plan of chunks with windows of `columns`, or of all columns at once."""
     every = round_up(p.vocab, config.reference_block)
     stored = every if columns is None else min(columns, every)
-    sizes = config.window if columns is None else stored, 0, stored, chunk
-    seconds = chunked_seconds(p, chunk, stored)
-    predicted, strategy = chunked_bytes(p, config, stored, chunk), "gradients_in_forward"
+    sizes = config.window if columns is None else stored, 0, stored, chunks.largest
+    seconds = chunked_seconds(p, chunks, stored)
+    predicted, strategy = chunked_bytes(p, config, stored, chunks), "gradients_in_forward"
     gradients = p.grad_hidden, p.grad_weight, p.grad_bias
     plan = Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
-    bits = kept_low_bits(p, chunk), 0 if rounds_hidden(p) else None
-    return replace(plan, low_bits=bits[0], hidden_bits=bits[1])
+    bits = kept_low_bits(p, len(chunks.sizes)), 0 if rounds_hidden(p) else None
+    shrinks = chunks if chunks.shrink else None
+    return replace(plan, low_bits=bits[0], hidden_bits=bits[1], shrinking=shrinks)
 
 
 def _once(plan: Callable[[int], Plan]) -> Callable[[int], Plan]:

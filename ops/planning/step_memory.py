@@ -151,11 +151,9 @@ def keeps_weight_sums(p: Problem) -> bool:
     return p.grad_weight and accumulates_wider(p) and not p.wide_grad_weight
 
 
-def kept_low_bits(p: Problem, chunk: int) -> int:
-    """Return the low bits of each of dW's sums over chunks of `chunk` tokens."""
-    if p.random_sums:
-        return 0
-    return low_bits_of(p.hidden, ceil_div(p.tokens, chunk))
+def kept_low_bits(p: Problem, chunks: int) -> int:
+    """Return the low bits of each of dW's sums over `chunks` chunks of tokens."""
+    return 0 if p.random_sums else low_bits_of(p.hidden, chunks)
 
 
 def low_bits_of(hidden: int, additions: int) -> int:

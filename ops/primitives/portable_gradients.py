@@ -195,6 +195,7 @@ class PortableGradients:
         exps: Tensor,
         scaled: Tensor,
         target_grad: TargetRows,
+        first: int,
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
         *,
@@ -209,7 +210,7 @@ class PortableGradients:
         for rows in blocks(len(kept), self.window):
             sums = buffer[: rows.stop - rows.start]
             matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
-            totals, slot = target_grad.totals(rows.start, rows.stop)
+            totals, slot = target_grad.totals(first + rows.start, first + rows.stop)
             operands = sums, slot, None if factor is None else factor[rows]
             if low.ndim == 2:
                 apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))

@@ -20,6 +20,7 @@ from cutefce.cute_kernels.problem import ITEM_BYTES, Problem, can_keep
 from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.planning import planner, time_model
 from cutefce.ops.planning.call_problem import CallProblem
+from cutefce.ops.planning.chunks import Chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.planner import (
@@ -170,6 +171,8 @@ def all_chunks(p: Problem, config: PortableTiles) -> Iterator[tuple[int, float]]
     """
     every, most = round_up(p.vocab, config.reference_block), ceil_div(max(p.tokens, 1), MIN_CHUNK)
     chunks = {family.plan(0).chunk for family in planner._gradients_in_forward(p, config)}
+    shrinking = [family.plan(0) for family in planner._shrinking_chunks(p, config)]
+    yield from ((plan.workspace_bytes, plan.seconds) for plan in shrinking)
     for count in {*range(1, min(most, 8) + 1), most}:
         even = round_up(ceil_div(p.tokens, count), planner.CHUNK_ALIGNMENT)
         chunks.add(max(min(even, p.tokens), 1))
@@ -178,7 +181,8 @@ def all_chunks(p: Problem, config: PortableTiles) -> Iterator[tuple[int, float]]
         parts = range(2, p.vocab // planner.MIN_CHUNK_WINDOW + 1)
         widths |= {round_up(ceil_div(p.vocab, n), config.reference_block) for n in parts}
     for chunk, stored in itertools.product(chunks, widths):
-        yield chunked_bytes(p, config, stored, chunk), chunked_seconds(p, chunk, stored)
+        given = Chunks.even(p.tokens, chunk)
+        yield chunked_bytes(p, config, stored, given), chunked_seconds(p, given, stored)
 
 
 def all_windows(
