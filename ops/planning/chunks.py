@@ -49,6 +49,11 @@ class Chunks:
         """Tokens in multiples of which chunks begin."""
         return gcd(*self.sizes[:-1]) or max(self.sizes[0], 1)
 
+    @property
+    def spread(self) -> int:
+        """Rows of dX that are copied at a time to put them in their places."""
+        return ceil_div(sum(self.sizes), SPREAD_BLOCKS) * self.shrink
+
     def slices(self) -> Iterator[slice]:
         """Yield the tokens of each chunk."""
         start = 0

@@ -24,8 +24,7 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
     forward without gradients          tile
     windows                            kept + buffer + dX + dW
     rows selected                      N·D·e, or c·D·e in chunks: h, where logits are computed
-    gradients in forward               c·V·e for chunks of c tokens, or of more in dX's memory
-                                       too, c·K·e for dX alone; unless
+    gradients in forward               c·V·e for chunks of c tokens, c·K·e for dX alone; unless
                                        sums are the gradients (e = a), V·D / 2 for 4 bits of each
                                        of dW's sums, V·D over more than 32 chunks and nothing
                                        if they are rounded at random, as N·D / 2 of dX's; and
@@ -39,7 +38,6 @@ Kernels need no tile.  A CPU converts 16-bit operands and takes row-wise steps i
 """
 
 from cutefce.cute_kernels.config import WindowConfig
-from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
 from cutefce.ops.planning.call_problem import (
@@ -48,7 +46,7 @@ from cutefce.ops.planning.call_problem import (
     forms_gradients,
     soft_targets,
 )
-from cutefce.ops.planning.chunks import SPREAD_BLOCKS, Chunks
+from cutefce.ops.planning.chunks import Chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.soft_memory import (
     entries_bytes,
@@ -188,10 +186,7 @@ def _window_bytes(p: Problem, window: int, longest: int, hidden_bits: int | None
 
 
 def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunks: Chunks) -> int:
-    """Return the workspace of gradients in forward: a chunk's `stored` columns at a time.
-
-    With fewer than V columns, dX alone is formed.
-    """
+    """Return the workspace of gradients in forward: of dX alone with `stored` < V columns."""
     wider, chunk = accumulates_wider(p), chunks.largest
     kept, copy = NUM_STATS * p.tokens * p.accumulator_bytes, _selected_bytes(p, p.tokens)
     kept += selection_bytes(p)
@@ -224,15 +219,13 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunks: Chunks)
         in_chunk += sums + partial + max(step, product)
     else:
         product = max(product, soft_step_bytes(p, chunk))
-        if chunks.shrink:  # partial sums of two launches exist beside those of all columns
-            step += partial
+        step += partial * chunks.shrink  # of two launches, beside those of all columns
         in_chunk += max(step, sums + product, _chunk_dw_bytes(p, config, chunk))
     in_chunk += entries_bytes(p, chunk)
     # of all targets' logits, before the chunks
     beside = max(rows_bytes(p, p.tokens, CONVERTED), soft_step_bytes(p, p.tokens))
     finished = max(rows_bytes(p, p.tokens, CONVERTED), rows_bytes(p, p.vocab * p.grad_weight, KEPT))
-    if chunks.shrink and p.selects_rows:  # a block of rows on their way to their places
-        finish = max(finish, ceil_div(p.tokens, SPREAD_BLOCKS) * p.hidden * p.item_bytes)
+    finish = max(finish, _selected_bytes(p, chunks.spread))
     backward = vectors + max(reduced, finished + max(finish, restored))
     return with_copies(p, kept + max(forward + max(in_chunk, beside), backward))
 
