@@ -88,7 +88,7 @@ def gradients(x: Any, plan: Plan, upstream: float = 1.0) -> tuple[Tensor, ...]:
         leaves.append(options["linear_bias"])
         plan = dataclasses.replace(plan, grad_bias=True)
     with fixed_plan(dataclasses.replace(plan, tokens=len(x.case.y))):
-        loss = cutefce.linear_cross_entropy(*leaves[:2], x.case.y, reduction="sum", **options)
+        loss: Any = cutefce.linear_cross_entropy(*leaves[:2], x.case.y, reduction="sum", **options)
     return torch.autograd.grad(loss * upstream, leaves)
 
 
