@@ -46,7 +46,7 @@ from cutefce.ops.planning.call_problem import (
     forms_gradients,
     soft_targets,
 )
-from cutefce.ops.planning.chunks import Chunks
+from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.soft_memory import (
     entries_bytes,

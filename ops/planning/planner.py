@@ -13,7 +13,7 @@ from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.planning.call_problem import forms_gradients, is_sampled, soft_targets
-from cutefce.ops.planning.chunked_plans import chunked_plan, even_chunks, shrinking_chunks
+from cutefce.ops.planning.chunks.plans import chunked_plan, even_chunks, shrinking_chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import windows_bytes
 from cutefce.ops.planning.plan import Family, Plan

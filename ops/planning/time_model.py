@@ -29,7 +29,7 @@ from cutefce.cute_kernels.schedule.order import (
     num_waves,
 )
 from cutefce.ops.planning.call_problem import CallProblem, accumulates, soft_targets
-from cutefce.ops.planning.chunks import Chunks
+from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.sample_sizes import estimate_count
 from cutefce.ops.planning.step_memory import adds_by_kernel, keeps_weight_sums, kept_low_bits

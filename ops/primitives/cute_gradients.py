@@ -197,6 +197,7 @@ class CuteGradients(RowwiseSteps):
         *,
         accumulate: bool,
     ) -> None:
+        """More than eight parameters: operands, and what the last step adds."""
         spec = target_grad.kernel(self.grad_weight.keep[low_bits(kept, low)])
         spec, term = with_rank_one(spec, rank_one)
         clusters, semaphores = self._launch_shape(spec, kept.device)

@@ -190,7 +190,8 @@ class Gradients(Protocol[TargetGradT]):
 
         It is added to what they hold if `accumulate`.  `low` is (K, D) or (K, D / 2) uint8, see
         `rows.kept_sums.split_` for what is kept; or a seed (1,) int32, with which that is
-        rounded to 16 bits at random, see `rows.kept_sums`.
+        rounded to 16 bits at random, see `rows.kept_sums`.  More than
+        eight parameters: operands, and what the last step adds.
         """
         ...
 

@@ -201,6 +201,7 @@ class PortableGradients:
         *,
         accumulate: bool,
     ) -> None:
+        """More than eight parameters: operands, and what the last step adds."""
         target_grad.prepare()
         (factor, row), words = _operands(rank_one), words_of(kept, low)
         dtype, size = sum_dtype(kept.dtype), min(self.window, len(kept))

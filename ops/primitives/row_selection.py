@@ -12,7 +12,7 @@ from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import COUNTED, OTHERS, ScatterRowsSpec, SelectRowsSpec
 from cutefce.cute_kernels.workspace import Semaphore
-from cutefce.ops.planning.chunks import SPREAD_BLOCKS
+from cutefce.ops.planning.chunks.sizes import SPREAD_BLOCKS
 from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.selection import RowSelection
 

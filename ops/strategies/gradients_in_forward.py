@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.chunks import Chunks, own_columns
+from cutefce.ops.planning.chunks.sizes import Chunks, own_columns
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT, target_logits
 from cutefce.ops.primitives.row_selection import row_range

@@ -18,7 +18,7 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.planning.chunks import Chunks, own_columns, shrinking
+from cutefce.ops.planning.chunks.sizes import Chunks, own_columns, shrinking
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.planner import Plan
 from tests.support.kernel_models import serve_calls

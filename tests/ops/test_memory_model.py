@@ -16,7 +16,7 @@ from cutefce.autotune_cache.defaults import widest_window, window_configs
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.planning.chunks import Chunks
+from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.planner import Plan, make_plan
 from cutefce.ops.planning.step_memory import kept_low_bits

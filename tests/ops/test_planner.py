@@ -18,9 +18,10 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import ITEM_BYTES, Problem, can_keep
 from cutefce.ops.interface.checks import workspace_bytes
-from cutefce.ops.planning import chunked_plans, planner, time_model
+from cutefce.ops.planning import planner, time_model
 from cutefce.ops.planning.call_problem import CallProblem
-from cutefce.ops.planning.chunks import Chunks
+from cutefce.ops.planning.chunks import plans as chunked_plans
+from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.planner import (

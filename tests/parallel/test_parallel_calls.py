@@ -31,7 +31,7 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.interface.options import LossOptions, Sharding
 from cutefce.ops.parallel import shard
-from cutefce.ops.planning.chunks import Chunks
+from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives import dispatch

@@ -20,7 +20,7 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning import planner
-from cutefce.ops.planning.chunks import Chunks
+from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
 from cutefce.ops.primitives.row_selection import restore_rows, select_on_device

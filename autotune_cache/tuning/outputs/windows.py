@@ -11,7 +11,7 @@ from cutefce.autotune_cache.tuning.targets.base import TuningCase
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.planning.chunks import Chunks
+from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.window_layout import WindowLayout
 from cutefce.ops.primitives.cute_gradients import CuteGradients

@@ -7,7 +7,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.planning.chunks import Chunks, shrinking
+from cutefce.ops.planning.chunks.sizes import Chunks, shrinking
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.plan import Family, Plan
 from cutefce.ops.planning.step_memory import kept_low_bits, rounds_hidden
