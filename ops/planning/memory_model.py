@@ -193,7 +193,7 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunks: Chunks)
     if keeps_weight_sums(p):
         kept += p.vocab * low_bytes(p.hidden, kept_low_bits(p, len(chunks.sizes)))
     if accumulates(p):
-        kept += p.vocab * p.hidden * p.accumulator_bytes
+        kept += p.vocab * p.hidden * p.item_bytes
     kept += soft_bytes(p, p.tokens)
     vectors = p.tokens * (TARGET_BYTES + 4 * p.accumulator_bytes)
     forward, reduced = vectors + gathered_bytes(p), 0

@@ -4,7 +4,7 @@ float32 sums would take twice the memory of a 16-bit dW, and 8 bytes an element 
 chunk.  So a sum is kept in 20 bits: 16 in the memory of its element of dW, and four beside it, two
 columns in a byte.  Sums over many chunks are kept in 24 bits, as those of dX are (`hidden_sums`).
 Each chunk adds its products and targets' terms in float32 and rounds to nearest; dW is rounded once
-more, at the end.
+more, at the end.  Those that are added to a buffer of the caller's are kept in 24 bits.
 
 Who asks for it has sums in the 16 bits of dW alone, which each chunk rounds at random.
 """
@@ -18,9 +18,12 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import low_bytes
 from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
+from cutefce.ops.primitives.portable_gradients import apply_rowwise
 from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.rows.coefficients import RankOne
+from cutefce.ops.rows.kept_sums import add_kept_to_, words_of
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.strategies.weight_gradient import add_rows
 
 
 @dataclass(frozen=True)
@@ -104,3 +107,11 @@ class WeightSums:
         else:
             self.gradient.mul_(factor)
         return self.gradient
+
+    def add_to(self, buffer: Tensor, factor: Tensor) -> None:
+        """Add dW, `factor` () times the sums, to `buffer` (V, D), rounded once."""
+        if len(self.low):
+            kept, low = self.kept
+            apply_rowwise(add_kept_to_, buffer, words_of(kept, low), low, whole=(factor,))
+        else:
+            add_rows(buffer, self.gradient.mul_(factor))
