@@ -213,13 +213,13 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunks: Chunks)
     partial = chunk * partial_bytes(p, config, chunk)
     step = forward_step_bytes(p, config, chunk, p.vocab) + _selected_bytes(p, chunk)
     product = max(upcast_bytes(p, chunk, stored, p.hidden), marks) * p.grad_hidden
-    in_chunk = chunks.own * stored * p.item_bytes + partial
+    in_chunk = chunks.own * stored * p.item_bytes
     if stored < p.vocab:
         # partial sums of windows exist beside those of all columns, and h beside dX's sums
-        in_chunk += sums + partial + max(step, product)
+        in_chunk += sums + 2 * partial + max(step, product)
     else:
         product = max(product, soft_step_bytes(p, chunk))
-        step += partial * chunks.shrink  # of two launches, beside those of all columns
+        step += partial * (1 + chunks.shrink)  # of two launches, beside those of all columns
         in_chunk += max(step, sums + product, _chunk_dw_bytes(p, config, chunk))
     in_chunk += entries_bytes(p, chunk)
     # of all targets' logits, before the chunks

@@ -39,7 +39,7 @@ def even_chunks(p: Problem, config: WindowConfig) -> Iterator[Family]:
 def shrinking_chunks(p: Problem, config: WindowConfig) -> Iterator[Family]:
     """Yield plans of chunks that use the memory of dX.
 
-    Beyond 16 chunks, some numbers of chunks are left out.
+    Beyond 32 chunks, some numbers of chunks are left out.
     """
     block, count, most = config.reference_block, 2, ceil_div(p.tokens, MIN_CHUNK)
     sizes = p.tokens, p.hidden, round_up(p.vocab, block), block, CHUNK_ALIGNMENT
@@ -47,7 +47,7 @@ def shrinking_chunks(p: Problem, config: WindowConfig) -> Iterator[Family]:
         chunks = shrinking(*sizes, count)
         if chunks.shrink:
             yield Family(1, [chunked_plan(p, config, chunks)].__getitem__)
-        count += ceil_div(count, 16)
+        count += ceil_div(count, 32)
 
 
 def forms_dx_alone(p: Problem) -> bool:
