@@ -7,6 +7,8 @@ from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.cute_kernels.spec.fused import FusedBackwardSpec, FusedForwardSpec
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.rowwise import (
+    COUNTED,
+    OTHERS,
     OUT_AND_SUMS,
     AddTargetsSpec,
     ClearRowsSpec,
@@ -32,6 +34,8 @@ from cutefce.cute_kernels.spec.sampling import (
 )
 
 __all__ = [
+    "COUNTED",
+    "OTHERS",
     "OUT_AND_SUMS",
     "AddTargetsSpec",
     "ChooseClassesSpec",

@@ -42,7 +42,6 @@ from cutefce.ops.strategies.dw_views import aliased_views, memory_of
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.loss_inputs import LossInputs
-from cutefce.ops.strategies.weight_gradient import add_rows
 from cutefce.ops.strategies.weight_sums import WeightSums
 from cutefce.ops.strategies.windows import StoredExps
 
@@ -149,12 +148,15 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     dtype, hidden = sum_dtype(h.dtype), h.shape[1]
     loss_scale = targets.loss_scale(dtype)
     dx = h.new_empty(inputs.tokens if plan.grad_hidden else 0, hidden, dtype=inputs.dx_dtype)
-    dw = w.new_empty(len(w) if plan.grad_weight else 0, hidden, dtype=inputs.dw_dtype)
+    # what is added to a buffer is rounded there
+    dw_dtype = w.dtype if inputs.accumulate_into is not None else inputs.dw_dtype
+    dw = w.new_empty(len(w) if plan.grad_weight else 0, hidden, dtype=dw_dtype)
     dbias = loss_scale.new_empty(len(w)) if plan.grad_bias else None
-    many = plan.low_bits, len(range(0, inputs.tokens, plan.chunk))
-    kept_dx = HiddenSums.empty(dx, dtype, plan.hidden_bits)
+    chunks = plan.chunks(inputs.tokens)
+    many = plan.low_bits, len(chunks.sizes)
+    kept_dx = HiddenSums.empty(dx, dtype, plan.hidden_bits, in_order=plan.shrinking is not None)
     sums = GradSums(kept_dx, WeightSums.empty(dw, dtype, *many), dbias)
-    stats = gradients_in_forward(inputs, loss_scale, plan.kept, plan.chunk, *sums)
+    stats = gradients_in_forward(inputs, loss_scale, plan.kept, chunks, *sums)
     results = Kept(plan, h.new_empty(0, 0), sums=sums, class_row=row)
     returned = returned_rows if targets.options.reduction == OUTPUTS else reduce_losses
     return returned(stats, targets), stats, results
@@ -265,10 +267,11 @@ def _finish(
         targets.selection = None  # all rows of the sums are defined
         dx = shard.finish_dx(sums.dx.finish(inputs, stats, upstream, selection), dtype)
     if len(dw):
-        dw = sums.dw.finish(inputs.primitives.gradients, upstream)
-        if inputs.accumulate_into is not None:
-            add_rows(inputs.accumulate_into, dw)
-            dw = dw.new_empty(0, dw.shape[1])
+        if inputs.accumulate_into is None:
+            dw = sums.dw.finish(inputs.primitives.gradients, upstream)
+        else:
+            sums.dw.add_to(inputs.accumulate_into, upstream)
+            dw = upstream.new_empty(0, dw.shape[1], dtype=inputs.dw_dtype)
     dbias = None if sums.dbias is None else sums.dbias * upstream
     return dx.to(dtype), dw, _rounded(dbias, inputs.w, tensors)
 

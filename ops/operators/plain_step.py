@@ -66,7 +66,8 @@ class PlainStep:
         """Return which of the targets y (N,) are computed, None for all."""
         if self.selecting_arch is None:
             return None
-        chunk = self.plan.chunk
+        plan, tokens = self.plan, y.shape[0]
+        chunk = plan.chunks(tokens).unit if plan.in_forward else tokens
         return select_on_device(self.selecting_arch, y, options.ignore_index, chunk)
 
     def inputs(

@@ -1,6 +1,7 @@
 """2. Plan: how a problem is computed within a memory budget.  Pure Python, without torch.
 
 planner.py              where the plan is made: strategy, window, columns kept, chunk
+chunks/                 gradients in forward: chunks of tokens, and their plans
 plan.py                 a plan, and families of plans
 call_problem.py         what a call adds to its problem: copies of operands, a buffer for dW
 time_model.py           where time is predicted

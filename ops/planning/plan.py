@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cutefce.cute_kernels.problem import LOW_BITS
+from cutefce.ops.planning.chunks.sizes import Chunks
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Plan:
     """Columns after these whose exponentials have memory until the backward, or while a chunk is
     processed: whole reference blocks."""
     chunk: int
-    """Tokens of a chunk; all of them with "windows"."""
+    """Tokens of a chunk, or of the largest one; all of them with "windows"."""
     grad_hidden: bool
     """Whether dX is computed."""
     grad_weight: bool
@@ -42,6 +43,8 @@ class Plan:
     hidden_bits: int | None = None
     """Bits of each of dX's sums over windows beside 16; None for float32.  0 of gradients in
     forward: dX for an upstream gradient of 1 is kept."""
+    shrinking: Chunks | None = None
+    """Chunks that use the memory of dX; None if they have equal sizes."""
 
     @property
     def gradients(self) -> tuple[bool, bool, bool]:
@@ -70,6 +73,10 @@ class Plan:
         """Whether fewer than all columns have memory of their own for exponentials."""
         return self.kept < self.vocab
 
+    def chunks(self, tokens: int) -> Chunks:
+        """Return the chunks of `tokens`."""
+        return self.shrinking or Chunks.even(tokens, self.chunk)
+
     def __str__(self) -> str:
         name = self.strategy.replace("_", " ")
         cost = f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
@@ -81,6 +88,8 @@ class Plan:
         columns = self.window
         if self.in_forward:
             size, columns = f"chunks of {self.chunk} tokens", min(self.kept, vocab)
+            if self.shrinking:
+                size += f" to {self.shrinking.sizes[-1]} in the memory of dX"
         return f"{name}, {size}, {columns} columns at a time: {cost}"
 
 

@@ -9,22 +9,17 @@ from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.planning.call_problem import forms_gradients, is_sampled, soft_targets
+from cutefce.ops.planning.chunks.plans import chunked_plan, even_chunks, shrinking_chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
-from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
+from cutefce.ops.planning.memory_model import windows_bytes
 from cutefce.ops.planning.plan import Family, Plan
 from cutefce.ops.planning.sampled_memory import sampled_bytes
-from cutefce.ops.planning.step_memory import (
-    can_keep_hidden,
-    kept_low_bits,
-    low_bits_of,
-    rounds_hidden,
-)
-from cutefce.ops.planning.time_model import chunked_seconds, sampled_seconds, windows_seconds
+from cutefce.ops.planning.step_memory import can_keep_hidden, low_bits_of
+from cutefce.ops.planning.time_model import sampled_seconds, windows_seconds
 
 __all__ = ["DEFAULT", "MAXIMUM", "MINIMUM", "Plan", "make_plan", "replan_for_shard"]
 
@@ -52,13 +47,6 @@ MIN_HIDDEN_SUMS = 3 << 20
 """Bytes of dX below which kernels keep its sums in float32: fewer bits would save less than these,
 and "min" would be a plan that stores no exponentials, of more launches."""
 
-MIN_CHUNK = 512
-"""Tokens of a chunk below which reading the weight and dW's sums, and launches, take too long."""
-MIN_CHUNK_WINDOW = 8192
-"""Columns of a window inside a chunk below which launches and dX's sums take too much time."""
-CHUNK_ALIGNMENT = 256
-"""Chunks are multiples of this many tokens, a row block of the kernels."""
-
 
 def make_plan(
     problem: Problem,
@@ -81,7 +69,8 @@ def make_plan(
     # factors of tokens are those of dX's rows, which the backward applies; others sum over tokens
     later = not (problem.grad_weight or problem.grad_bias or scales_exps)
     if (scalar_upstream or later) and forms_gradients(problem) and can_keep(problem.dtype):
-        families += _gradients_in_forward(problem, configs[0])
+        families += even_chunks(problem, configs[0])
+        families += shrinking_chunks(problem, configs[0])
     return _choose(families, budget)
 
 
@@ -98,7 +87,8 @@ def replan_for_shard(
     if plan.is_sampled:
         return _sampled_plan(p, configs[0])
     if plan.in_forward:
-        return _chunked_plan(p, configs[0], plan.chunk, plan.kept if plan.has_windows else None)
+        columns = plan.kept if plan.has_windows else None
+        return chunked_plan(p, configs[0], plan.chunks(p.tokens), columns)
     return _choose(_windows(p, configs, scalar_upstream and not scales_rows), budget)
 
 
@@ -239,50 +229,6 @@ def kept_hidden_bits(p: Problem, config: WindowConfig) -> int:
         # those that are kept are one more
         windows = 1 + max(counts)
     return low_bits_of(p.hidden, windows)
-
-
-def _gradients_in_forward(p: Problem, config: WindowConfig) -> Iterator[Family]:
-    """Yield plans of chunks of about equal size, each one alone: a short chunk may have wide tiles.
-
-    Beyond eight chunks, some numbers of chunks are left out.
-    """
-    count, most = 1, ceil_div(p.tokens, MIN_CHUNK)
-    while count <= max(most, 1):
-        even = round_up(ceil_div(p.tokens, count), CHUNK_ALIGNMENT)
-        chunk = max(1, min(even, p.tokens))
-        yield Family(1, [_chunked_plan(p, config, chunk)].__getitem__)
-        if forms_dx_alone(p) and p.vocab >= 2 * MIN_CHUNK_WINDOW:
-            yield _windows_in_chunks(p, config, chunk)
-        count = min(count + ceil_div(count, 8), max(most, count + 1))
-
-
-def forms_dx_alone(p: Problem) -> bool:
-    """Whether kernels form dX alone and may skip rows, as windows inside chunks need."""
-    alone = p.grad_hidden and not (p.grad_weight or p.grad_bias)
-    return alone and p.selects_rows and arch_named(p.arch or "").forms_weight_gradient
-
-
-def _windows_in_chunks(p: Problem, config: WindowConfig, chunk: int) -> Family:
-    """Return plans of 2 windows of about equal width and more in each chunk."""
-
-    def plan(i: int) -> Plan:
-        even = ceil_div(p.vocab, 2 + i)
-        return _chunked_plan(p, config, chunk, round_up(even, config.reference_block))
-
-    return Family(p.vocab // MIN_CHUNK_WINDOW - 1, plan)
-
-
-def _chunked_plan(p: Problem, config: WindowConfig, chunk: int, columns: int | None = None) -> Plan:
-    """Return the plan of chunks with windows of `columns`, or of all columns at once."""
-    every = round_up(p.vocab, config.reference_block)
-    stored = every if columns is None else min(columns, every)
-    sizes = config.window if columns is None else stored, 0, stored, chunk
-    seconds = chunked_seconds(p, chunk, stored)
-    predicted, strategy = chunked_bytes(p, config, stored, chunk), "gradients_in_forward"
-    gradients = p.grad_hidden, p.grad_weight, p.grad_bias
-    plan = Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
-    bits = kept_low_bits(p, chunk), 0 if rounds_hidden(p) else None
-    return replace(plan, low_bits=bits[0], hidden_bits=bits[1])
 
 
 def _once(plan: Callable[[int], Plan]) -> Callable[[int], Plan]:

@@ -5,6 +5,7 @@ from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
+from cutefce.ops.planning.call_problem import accumulates
 from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
 
 UPCAST_BLOCK = 2048
@@ -148,14 +149,15 @@ def shared_sums_bytes(p: Problem) -> tuple[int, int]:
 
 def keeps_weight_sums(p: Problem) -> bool:
     """Whether dW's sums over chunks of tokens are kept in 16 bits of dW and low bits beside."""
-    return p.grad_weight and accumulates_wider(p) and not p.wide_grad_weight
+    narrow = accumulates(p) or not p.wide_grad_weight
+    return p.grad_weight and accumulates_wider(p) and narrow
 
 
-def kept_low_bits(p: Problem, chunk: int) -> int:
-    """Return the low bits of each of dW's sums over chunks of `chunk` tokens."""
-    if p.random_sums:
-        return 0
-    return low_bits_of(p.hidden, ceil_div(p.tokens, chunk))
+def kept_low_bits(p: Problem, chunks: int) -> int:
+    """Return the low bits of each of dW's sums over `chunks` chunks of tokens."""
+    if accumulates(p):
+        return LOW_BITS[-1]
+    return 0 if p.random_sums else low_bits_of(p.hidden, chunks)
 
 
 def low_bits_of(hidden: int, additions: int) -> int:

@@ -18,6 +18,8 @@ With N tokens, D hidden, V vocab, K columns kept, L aliased (`dw_aliasing`) and 
 On a GPU, the tiles of dX may leave SMs idle in their last wave.
 """
 
+from collections import Counter
+
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.schedule.order import (
@@ -27,6 +29,7 @@ from cutefce.cute_kernels.schedule.order import (
     num_waves,
 )
 from cutefce.ops.planning.call_problem import CallProblem, accumulates, soft_targets
+from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.sample_sizes import estimate_count
 from cutefce.ops.planning.step_memory import adds_by_kernel, keeps_weight_sums, kept_low_bits
@@ -40,6 +43,9 @@ DX_CHUNK_SECONDS, DX_WINDOW_SECONDS, SPLIT_SECONDS = 4e-5, 2.5e-5, 2e-5
 """Of a chunk where kernels form dX alone; of a window in it: two launches, and two more that exit
 at once; and of splitting the last tiles of its dX.  Fitted to whole steps of 12 plans at two
 heads."""
+BESIDE_SECONDS = 8e-5
+"""Of a chunk whose exponentials lie in two places: three more launches with last waves, and one
+more addition to its sums of dX."""
 SOFT_CHUNK_SECONDS = 1e-3
 """Of a chunk with soft targets, whose lists it sorts: of 64 classes a token, on an H200."""
 FREE_IDLE = 0.04
@@ -99,23 +105,30 @@ def layout_seconds(p: Problem, rows: int, windows: int, recomputed: int) -> floa
     return products + sums + windows * SELECTED_WINDOW_SECONDS
 
 
-def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
-    """Return that of gradients in forward: `chunk` tokens' `stored` columns at a time."""
-    chunks, windows = ceil_div(p.tokens, chunk), ceil_div(p.vocab, stored)
-    moved = 2 * chunks * p.vocab * p.hidden * _sum_bytes(p, chunk) + 2 * p.gradient_bytes
+def chunked_seconds(p: Problem, chunks: Chunks, stored: int) -> float:
+    """Return that of gradients in forward: a chunk's `stored` columns at a time."""
+    count, windows = len(chunks.sizes), ceil_div(p.vocab, stored)
+    moved = 2 * count * p.vocab * p.hidden * _sum_bytes(p, count) + 2 * p.gradient_bytes
     moved += 3 * _buffer_bytes(p)
     moved += 2 * (windows - 1) * p.tokens * p.hidden * p.accumulator_bytes
-    reads = (1 + p.grad_hidden) * chunks * p.vocab * p.hidden * p.item_bytes
+    reads = (1 + p.grad_hidden) * count * p.vocab * p.hidden * p.item_bytes
     flop_rate, byte_rate, _, each = _rates(p)
     products = 2 * (1 + p.grad_hidden) * p.tokens * p.hidden * p.vocab / flop_rate
-    waits, idle = max(reads / byte_rate - products, 0), _idle_seconds(p, chunk)
+    waits, shares = max(reads / byte_rate - products, 0), Counter(chunks.sizes[:-1] or chunks.sizes)
+    idle = sum(
+        _idle_seconds(p, size) * size * number / max(sum(shares.elements()), 1)
+        for size, number in shares.items()
+    )
+    beside = sum(size > chunks.own for size in chunks.sizes) * BESIDE_SECONDS
+    if chunks.shrink:
+        moved += 2 * p.tokens * p.hidden * p.item_bytes * p.selects_rows
     if p.arch is not None and not p.grad_weight:
-        splits = _busy_part(p, chunk)[1]
+        splits = _busy_part(p, chunks.largest)[1]
         each = DX_CHUNK_SECONDS + windows * (DX_WINDOW_SECONDS + SPLIT_SECONDS * (splits > 1))
     if p.device != "cpu" and soft_targets(p):
         each += SOFT_CHUNK_SECONDS
     columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
-    return _seconds(p, columns, moved) + chunks * each + waits + idle
+    return _seconds(p, columns, moved) + count * each + beside + waits + idle
 
 
 def sampled_seconds(p: Problem, window: int) -> float:
@@ -131,11 +144,11 @@ def sampled_seconds(p: Problem, window: int) -> float:
     return _seconds(p, (1 + SAMPLING_TIME) * p.vocab + drawn, moved)
 
 
-def _sum_bytes(p: Problem, chunk: int) -> float:
+def _sum_bytes(p: Problem, chunks: int) -> float:
     """Return the bytes of each of dW's sums that take time of their own to read, and to write."""
     if not keeps_weight_sums(p):
         return p.accumulator_bytes * p.grad_weight
-    return _kept_sum_bytes(p, kept_low_bits(p, chunk))
+    return _kept_sum_bytes(p, kept_low_bits(p, chunks))
 
 
 def _kept_sum_bytes(p: Problem, low_bits: int) -> float:

@@ -191,16 +191,18 @@ class CuteGradients(RowwiseSteps):
         exps: Tensor,
         scaled: Tensor,
         target_grad: TargetCsr,
+        first: int,
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
         *,
         accumulate: bool,
     ) -> None:
+        """More than eight parameters: operands, and what the last step adds."""
         spec = target_grad.kernel(self.grad_weight.keep[low_bits(kept, low)])
         spec, term = with_rank_one(spec, rank_one)
         clusters, semaphores = self._launch_shape(spec, kept.device)
         one = scaled.new_ones(1, dtype=torch.float32)
-        targets = *target_grad.pack(0, len(kept)), one
+        targets = *target_grad.pack(first, len(kept)), one
         sums = (kept, low, None) if low.ndim == 2 else (kept, None, low)
         operands = exps.t(), scaled.t(), sums, targets, term
         count = row_count(selection, semaphores)

@@ -180,16 +180,18 @@ class Gradients(Protocol[TargetGradT]):
         exps: Tensor,
         scaled: Tensor,
         target_grad: TargetGradT,
+        first: int,
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
         *,
         accumulate: bool,
     ) -> None:
-        """Keep what `finish_dw` rounds, of a `grad_scale` of 1, in `kept` (V, D) and `low`.
+        """Keep what `finish_dw` rounds, of a `grad_scale` of 1, in `kept` (K, D) and `low`.
 
-        It is added to what they hold if `accumulate`.  `low` is (V, D) or (V, D / 2) uint8, see
+        It is added to what they hold if `accumulate`.  `low` is (K, D) or (K, D / 2) uint8, see
         `rows.kept_sums.split_` for what is kept; or a seed (1,) int32, with which that is
-        rounded to 16 bits at random, see `rows.kept_sums`.
+        rounded to 16 bits at random, see `rows.kept_sums`.  More than
+        eight parameters: operands, and what the last step adds.
         """
         ...
 

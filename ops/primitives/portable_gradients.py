@@ -195,11 +195,13 @@ class PortableGradients:
         exps: Tensor,
         scaled: Tensor,
         target_grad: TargetRows,
+        first: int,
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
         *,
         accumulate: bool,
     ) -> None:
+        """More than eight parameters: operands, and what the last step adds."""
         target_grad.prepare()
         (factor, row), words = _operands(rank_one), words_of(kept, low)
         dtype, size = sum_dtype(kept.dtype), min(self.window, len(kept))
@@ -209,7 +211,7 @@ class PortableGradients:
         for rows in blocks(len(kept), self.window):
             sums = buffer[: rows.stop - rows.start]
             matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
-            totals, slot = target_grad.totals(rows.start, rows.stop)
+            totals, slot = target_grad.totals(first + rows.start, first + rows.stop)
             operands = sums, slot, None if factor is None else factor[rows]
             if low.ndim == 2:
                 apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))

@@ -145,6 +145,13 @@ def scale_kept_(words: Tensor, low: Tensor, scale: Tensor) -> None:
     words.copy_(scaled[0] if count == 1 else scaled[0].bitwise_or_(scaled[1]))
 
 
+def add_kept_to_(out: Tensor, words: Tensor, low: Tensor, factor: Tensor) -> None:
+    """Add `factor` () times the kept sums (R, D) to `out` (R, D), rounded once; see `split_`."""
+    count = words.element_size() // 2
+    for i in range(count):
+        out[:, i::count].add_(_joined(words, low, i).mul_(factor))
+
+
 def row_numbers(kept: Tensor) -> Tensor:
     """Return the numbers (V,) int32 of the rows of `kept` (V, D)."""
     return torch.arange(len(kept), device=kept.device, dtype=torch.int32)

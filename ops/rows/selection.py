@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.interface.options import TensorOptions
 
 
@@ -69,11 +70,13 @@ class RowSelection:
         return result.index_copy_(dim, self.order, x)
 
     def rows(self, rows: slice) -> "RowSelection":
-        """Return the selection of one chunk, `rows` of the order."""
+        """Return the selection of one chunk or several, `rows` of the order."""
         counts = self.counts
         if counts is not None:
             index, offset = divmod(rows.start, self.chunk)
-            assert not offset, "a whole chunk"
-            counts = counts[index : index + 1]
+            assert not offset, "whole chunks"
+            counts = counts[index : ceil_div(rows.stop, self.chunk)]
+            if counts.shape[0] > 1:
+                counts = counts.sum(0, keepdim=True, dtype=counts.dtype)
         own = self.order[rows], self.targets[rows]
         return replace(self, order=own[0], targets=own[1], counts=counts)

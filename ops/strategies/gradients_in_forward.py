@@ -5,13 +5,17 @@ and of the bias need a scalar upstream gradient.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cutefce.ops.planning.chunks.sizes import Chunks, own_columns
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT, target_logits
+from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.primitives.weighted_sum import add_soft_rows, weighted_sum
+from cutefce.ops.rows.blocks import matrix_of
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.bias_gradient import finish_dbias
@@ -26,7 +30,7 @@ def gradients_in_forward(
     inputs: LossInputs[PartialT, TargetGradT],
     loss_scale: Tensor,
     stored: int,
-    chunk: int,
+    chunks: Chunks,
     dx: HiddenSums,
     dw: WeightSums,
     dbias: Tensor | None,
@@ -34,8 +38,8 @@ def gradients_in_forward(
     """Return the statistics; set `dx` to dX's sums, `dw` and `dbias` to gradients.
 
     The latter are those for the upstream gradient `loss_scale` () of each token's loss.  What has
-    no rows, or `dbias` (V,) if None, is not computed.  The exponentials of `chunk` tokens exist at
-    a time: of all columns if `stored` >= V, else of `stored` columns, for dX alone.
+    no rows, or `dbias` (V,) if None, is not computed.  The exponentials of one of the `chunks`
+    exist at a time: of all columns if `stored` >= V, else of `stored` columns, for dX alone.
     """
     primitives, h, w, targets = inputs.primitives, inputs.h, inputs.w, inputs.targets
     gradients, (tokens, vocab) = primitives.gradients, (inputs.tokens, w.shape[0])
@@ -46,33 +50,43 @@ def gradients_in_forward(
         every = loss_scale.new_empty(tokens)
     # of all tokens at once: ranks wait for each other once
     target_logit = target_logits(primitives.projection, h, w, targets)
-    exps = buffer = h.new_empty(min(chunk, tokens), stored)
-    for start in range(0, max(tokens, 1), chunk):  # one chunk even of no tokens sets the sums
-        rows = slice(start, min(start + chunk, tokens))
+    exps = memory = h.new_empty(chunks.own * stored)
+    block = inputs.primitives.config.reference_block
+    for number, rows in enumerate(chunks.slices()):
         own_h = h if targets.selection is not None else h[rows]
         part = replace(inputs, h=own_h, targets=targets.per_token(rows))
-        exps, selection = buffer[: part.tokens], part.targets.selection
+        own = own_columns(part.tokens, stored, chunks.own, block)
+        columns: windows.StoredExps = [(0, matrix_of(memory, part.tokens, own))]
+        if own < stored:
+            free = dx.unwritten(rows.stop).view(h.dtype)
+            columns = [*columns, (own, matrix_of(free, part.tokens, stored - own))]
+        selection, coefficients = part.targets.selection, None
         if stored < vocab:
             sums = dx.room(rows, loss_scale.dtype)
-            _, part_stats = windows.forward(*summing(part, exps, sums), target_logit[rows])
+            summed = summing(part, columns[0][1], sums)
+            _, part_stats = windows.forward(*summed, target_logit[rows])
         else:
-            _, part_stats = windows.forward(part, [(0, exps)], target_logit[rows])
+            _, part_stats = windows.forward(part, columns, target_logit[rows])
         parts.append(part_stats.rows)
-        exps, coefficients = exps[:, :vocab], None
+        columns = [(first, exps[:, : vocab - first]) for first, exps in columns]
         values, soft = part.targets.soft_entries(part_stats, h.dtype), None
         if values is not None and stored < vocab:
             add_soft_rows(sums, values, part.targets, w)
         else:
             soft = SoftEntries.of(part, values)
         if soft is not None and not soft.is_wide:
-            soft.put(exps, 0)
+            for first, exps in columns:
+                soft.put(exps, first)
         if dbias is not None or len(dw.gradient):
-            given = h.dtype, part.targets, part_stats, loss_scale
-            coefficients = gradients.scaling(*given, in_reference=False).dx
+            factors = h.dtype, part.targets, part_stats, loss_scale
+            coefficients = gradients.scaling(*factors, in_reference=False).dx
         if len(dx.gradient):
             if stored >= vocab:
                 sums = dx.room(rows, loss_scale.dtype)
-                gradients.add_grad_hidden(sums, exps, w, accumulate=False, selection=selection)
+                for first, exps in columns:
+                    own_w = row_range(w, first, first + exps.shape[1])
+                    more: Any = {"accumulate": first > 0, "selection": selection}
+                    gradients.add_grad_hidden(sums, exps, own_w, **more)
             dx.keep(rows, sums, part, part_stats, coefficients)
             del sums
         if coefficients is None:
@@ -81,22 +95,26 @@ def gradients_in_forward(
         if every is not None and coefficients.every is not None:
             every[rows] = coefficients.every
         if dbias is not None:
-            part_sums = weighted_sum(exps, coefficients.scale)
-            dbias.copy_(part_sums if start == 0 else dbias + part_sums)
+            for first, exps in columns:
+                part_sums, own_bias = weighted_sum(exps, coefficients.scale), dbias[first:]
+                own_bias = own_bias[: exps.shape[1]]
+                own_bias.copy_(part_sums if number == 0 else own_bias + part_sums)
         if len(dw.gradient):
             others = None
             if soft is not None:
-                soft.clear(exps, 0)
+                for first, exps in columns:
+                    soft.clear(exps, first)
                 others = soft.terms(coefficients.scale)
             target_grad = gradients.target_grad(own_h, coefficients.target, part.targets, others)
             own_row = windows.every_row(part, coefficients.every)
             if own_row is not None:
                 row = own_row if row is None else replace(own_row, row=row.row + own_row.row)
             scaled, last = part.selected(coefficients.scale), rows.stop == tokens
-            operands = exps, scaled, target_grad, row if last else None, selection
-            dw.add(gradients, *operands, chunk=start // chunk)
-            del operands, scaled, target_grad, others
-    del exps, buffer, target_logit  # freed before the statistics are joined
+            for first, exps in columns:
+                given = scaled, target_grad, row if last else None, selection
+                dw.add(gradients, exps, *given, chunk=number, first=first)
+            del given, scaled, target_grad, others
+    del exps, columns, memory, target_logit  # freed before the statistics are joined
     stats = RowStats(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
     if dbias is not None:
         finish_dbias(dbias, targets, target_coefficient, every)

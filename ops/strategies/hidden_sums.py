@@ -9,6 +9,7 @@ Who asks for sums of dW in 16 bits has nothing beside dX: what is kept is dX for
 gradient of 1, rounded, which the backward multiplies.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from cutefce.ops.planning.step_memory import few_low_bits
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT
-from cutefce.ops.primitives.row_selection import restore_rows
+from cutefce.ops.primitives.row_selection import restore_rows, row_range, spread_rows
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -40,10 +41,17 @@ class HiddenSums:
     the dtype of sums, or is rounded."""
     rounded: bool = False
     """Whether `gradient` is dX for an upstream gradient of 1."""
+    in_order: bool = False
+    """Whether halves are in the order of the selection too, so that later rows are free."""
 
     @classmethod
     def empty(
-        cls, gradient: Tensor, dtype: torch.dtype, low_bits: int | None = None
+        cls,
+        gradient: Tensor,
+        dtype: torch.dtype,
+        low_bits: int | None = None,
+        *,
+        in_order: bool = False,
     ) -> "HiddenSums":
         """Return uninitialized sums of `dtype` in the memory of `gradient` (N, D).
 
@@ -51,11 +59,17 @@ class HiddenSums:
         """
         (rows, hidden), rounded = gradient.shape, gradient.dtype != dtype and low_bits == 0
         rows = 0 if rounded or gradient.dtype == dtype else rows
-        return cls(gradient, empty_low(gradient, rows, hidden, few_low_bits(hidden)), rounded)
+        low = empty_low(gradient, rows, hidden, few_low_bits(hidden))
+        return cls(gradient, low, rounded, in_order)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "HiddenSums":
         """Return the sums with `function` of each tensor."""
         return replace(self, gradient=function(self.gradient), low=function(self.low))
+
+    def unwritten(self, first: int) -> Tensor:
+        """Return the elements of the rows from `first` on, which no chunk has written yet."""
+        assert self.in_order
+        return self.gradient[first:].flatten()
 
     def room(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Return where the products of `rows` are to be added, in `dtype`, before they are kept."""
@@ -76,7 +90,7 @@ class HiddenSums:
         for an upstream gradient of 1.
         """
         selection = part.targets.selection
-        order = None if selection is None else selection.order
+        order = None if selection is None or self.in_order else selection.order
         kept = self.gradient if order is not None else self.gradient[rows]
         if self.rounded:
             assert coefficients is not None
@@ -101,20 +115,46 @@ class HiddenSums:
         `selection` was computed of it.  It overwrites the sums.
         """
         gradients, targets = inputs.primitives.gradients, inputs.targets
-        is_placed = selection is not None and selection.is_on_device  # rows are in their places
+        on_device = selection is not None and selection.is_on_device
+        is_placed = on_device and not self.in_order  # rows are in their places
         if self.rounded:
             factor = torch.where(targets.active, upstream.to(stats.rows.dtype), 0)
             if selection is not None and is_placed:
                 factor = selection.restore(factor)
-            gradients.scale_rows(self.gradient, self.gradient, factor)
-            return restore_rows(None if is_placed else selection, self.gradient)
-        rows = gradients.scaling(inputs.h.dtype, targets, stats, upstream, in_reference=False).dx
-        # what the target has beyond the part that the sums contain
-        rows = replace(rows, target=rows.target + rows.scale * stats.sum_exp_others)
-        if not len(self.low):
-            finish_dx(inputs, self.gradient, self.gradient, rows)
-            return restore_rows(selection, self.gradient)
-        operands = self.gradient, self.gradient, self.low, inputs.w, targets, rows
+            scaled = RowCoefficients(factor, factor)
+        else:
+            given = inputs.h.dtype, targets, stats, upstream
+            scaled = gradients.scaling(*given, in_reference=False).dx
+            # what the target has beyond the part that the sums contain
+            own = scaled.target + scaled.scale * stats.sum_exp_others
+            scaled = replace(scaled, target=own)
+        if selection is not None and on_device and self.in_order:
+            finish = functools.partial(self._finish, inputs, scaled)
+            spread_rows(selection, self.gradient, finish)
+            return self.gradient
         order = selection.order if selection is not None and is_placed else None
-        gradients.finish_kept(*operands, class_term(inputs, rows), order)
+        self._finish(inputs, scaled, slice(0, len(self.gradient)), self.gradient, order)
+        is_placed = is_placed and (self.rounded or len(self.low) > 0)
         return restore_rows(None if is_placed else selection, self.gradient)
+
+    def _finish(
+        self,
+        inputs: LossInputs[PartialT, TargetGradT],
+        coefficients: RowCoefficients,
+        rows: slice,
+        out: Tensor,
+        order: Tensor | None = None,
+    ) -> None:
+        """Write `rows` of dX to `out`; with `order`, in the order of the call."""
+        gradients, targets, sums = inputs.primitives.gradients, inputs.targets, self.gradient
+        if len(out) < len(sums):
+            inputs = replace(inputs, targets=targets.per_token(rows))
+            sums, coefficients = sums[rows], coefficients.rows(rows)
+        if self.rounded:
+            gradients.scale_rows(out, sums, coefficients.scale)
+        elif len(self.low):
+            low, term = row_range(self.low, rows.start, rows.stop), class_term(inputs, coefficients)
+            operands = out, sums, low, inputs.w, inputs.targets, coefficients
+            gradients.finish_kept(*operands, term, order)
+        else:
+            finish_dx(inputs, out, sums, coefficients)

@@ -4,7 +4,7 @@ float32 sums would take twice the memory of a 16-bit dW, and 8 bytes an element 
 chunk.  So a sum is kept in 20 bits: 16 in the memory of its element of dW, and four beside it, two
 columns in a byte.  Sums over many chunks are kept in 24 bits, as those of dX are (`hidden_sums`).
 Each chunk adds its products and targets' terms in float32 and rounds to nearest; dW is rounded once
-more, at the end.
+more, at the end.  Those that are added to a buffer of the caller's are kept in 24 bits.
 
 Who asks for it has sums in the 16 bits of dW alone, which each chunk rounds at random.
 """
@@ -18,8 +18,12 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import low_bytes
 from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
+from cutefce.ops.primitives.portable_gradients import apply_rowwise
+from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.rows.coefficients import RankOne
+from cutefce.ops.rows.kept_sums import add_kept_to_, words_of
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.strategies.weight_gradient import add_rows
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class WeightSums:
     low_bits: int
     """How many these are: 0, 4 or 8."""
     seeds: Tensor | None = None
-    """(chunks + 1,) int32: those of random rounding, also at the end; None with low bits."""
+    """(2 chunks + 1,) int32, for random rounding: two of each chunk, one of the end; None with low
+    bits."""
 
     @classmethod
     def empty(
@@ -48,7 +53,7 @@ class WeightSums:
         columns = low_bytes(gradient.shape[1], low_bits)
         low, seeds = gradient.new_empty(rows, columns, dtype=torch.uint8), None
         if rows and not low_bits:
-            seeds = gradient.new_empty(chunks + 1, dtype=torch.int32).random_()
+            seeds = gradient.new_empty(2 * chunks + 1, dtype=torch.int32).random_()
         return cls(gradient, low, low_bits, seeds)
 
     @property
@@ -56,11 +61,10 @@ class WeightSums:
         """The sums' upper halves (V, D) and their low bits, (V, D) bytes or (V, D / 2)."""
         return self.gradient, self.low[:, : self.gradient.shape[1] * self.low_bits // 8]
 
-    def _kept(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return the upper halves and the low bits, or the seed of this number."""
-        if self.seeds is None:
-            return self.kept
-        return self.gradient, self.seeds.view(-1, 1)[number]
+    def _kept(self, number: int, first: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Return the upper halves of `rows` from `first` on, and their low bits or a seed."""
+        gradient, low = (row_range(x, first, first + rows) for x in self.kept)
+        return gradient, low if self.seeds is None else self.seeds.view(-1, 1)[number]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "WeightSums":
         """Return the sums with `function` of each tensor."""
@@ -76,21 +80,38 @@ class WeightSums:
         selection: RowSelection | None,
         *,
         chunk: int,
+        first: int = 0,
     ) -> None:
-        """Write the part of dW of chunk 0, or add that of `chunk`; see `Gradients.keep_dw`."""
-        accumulate = chunk > 0
+        """Write the part of dW of chunk 0, or add that of `chunk`; see `Gradients.keep_dw`.
+
+        The rows are those of the columns of `exps` (N, K), from `first` on; a chunk has at most two
+        parts.
+        """
+        accumulate, rows = chunk > 0, exps.shape[1]
+        if rank_one is not None:
+            rank_one = rank_one.rows(slice(first, first + rows))
         if len(self.low):
-            operands: Any = exps, scaled, target_grad, rank_one, selection
-            gradients.keep_dw(*self._kept(chunk), *operands, accumulate=accumulate)
+            kept = self._kept(2 * chunk + (first > 0), first, rows)
+            operands: Any = exps, scaled, target_grad, first, rank_one, selection
+            gradients.keep_dw(*kept, *operands, accumulate=accumulate)
         else:
             more: Any = {"accumulate": accumulate, "selection": selection}
-            gradients.add_grad_weight(self.gradient, exps, scaled, **more)
-            gradients.add_target_grad(self.gradient, target_grad, 0, rank_one)
+            sums = row_range(self.gradient, first, first + rows)
+            gradients.add_grad_weight(sums, exps, scaled, **more)
+            gradients.add_target_grad(sums, target_grad, first, rank_one)
 
     def finish(self, gradients: Gradients[TargetGradT], factor: Tensor) -> Tensor:
         """Return dW, `factor` () times the sums, which it overwrites."""
         if len(self.low):
-            gradients.finish_kept_dw(*self._kept(-1), factor)
+            gradients.finish_kept_dw(*self._kept(-1, 0, len(self.gradient)), factor)
         else:
             self.gradient.mul_(factor)
         return self.gradient
+
+    def add_to(self, buffer: Tensor, factor: Tensor) -> None:
+        """Add dW, `factor` () times the sums, to `buffer` (V, D), rounded once."""
+        if len(self.low):
+            kept, low = self.kept
+            apply_rowwise(add_kept_to_, buffer, words_of(kept, low), low, whole=(factor,))
+        else:
+            add_rows(buffer, self.gradient.mul_(factor))

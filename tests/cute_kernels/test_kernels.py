@@ -738,12 +738,12 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     for columns in (64, 32):  # of low bits
         low = torch.empty(1500, columns, dtype=torch.uint8)
         for term in (None, RankOne(torch.ones(()).expand(1500), torch.ones(64))):
-            operands = exps[:, :1500], scaled, target_grad, term
+            operands = exps[:, :1500], scaled, target_grad, 0, term
             gradients.keep_dw(kept, low, *operands, accumulate=True)
         gradients.finish_kept_dw(kept, low, logit[0])
     seed = torch.ones(1, dtype=torch.int32)
     for term in (None, RankOne(torch.ones(()).expand(1500), torch.ones(64))):
-        operands = exps[:, :1500], scaled, target_grad, term
+        operands = exps[:, :1500], scaled, target_grad, 0, term
         gradients.keep_dw(kept, seed, *operands, accumulate=True)
     names = ["TargetLogit", *["ProjectExp"] * 2, "ReducePartials", *["ProjectExp"] * 2]
     names += [*["RowCoefficients"] * 2, *["ScaleAddRows"] * 4]

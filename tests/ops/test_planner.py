@@ -20,13 +20,14 @@ from cutefce.cute_kernels.problem import ITEM_BYTES, Problem, can_keep
 from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.planning import planner, time_model
 from cutefce.ops.planning.call_problem import CallProblem
+from cutefce.ops.planning.chunks import plans as chunked_plans
+from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.planner import (
     FLOOR,
     MAXIMUM,
     MEMORY_WEIGHT,
-    MIN_CHUNK,
     MINIMUM,
     WORTH_MEMORY,
     WORTH_TIME,
@@ -68,7 +69,10 @@ def test_default_budget_keeps_everything_of_a_usual_step() -> None:
 def test_long_batches_put_gradients_in_the_forward() -> None:
     """Where exponentials of all tokens do not fit, dW's sums and those of a chunk may."""
     chosen = plan(LONG, 4 * GIB)
-    assert chosen.strategy == "gradients_in_forward" and MIN_CHUNK <= chosen.chunk < LONG.tokens
+    assert (
+        chosen.strategy == "gradients_in_forward"
+        and chunked_plans.MIN_CHUNK <= chosen.chunk < LONG.tokens
+    )
     assert plan(LONG, 4 * GIB, scalar_upstream=False).strategy == "windows"
 
 
@@ -176,17 +180,23 @@ def all_chunks(p: Problem, config: PortableTiles) -> Iterator[tuple[int, float]]
 
     Those of few tokens may take more: their tiles are wide.
     """
-    every, most = round_up(p.vocab, config.reference_block), ceil_div(max(p.tokens, 1), MIN_CHUNK)
-    chunks = {family.plan(0).chunk for family in planner._gradients_in_forward(p, config)}
+    every, most = (
+        round_up(p.vocab, config.reference_block),
+        ceil_div(max(p.tokens, 1), chunked_plans.MIN_CHUNK),
+    )
+    chunks = {family.plan(0).chunk for family in chunked_plans.even_chunks(p, config)}
+    shrinking = [family.plan(0) for family in chunked_plans.shrinking_chunks(p, config)]
+    yield from ((plan.workspace_bytes, plan.seconds) for plan in shrinking)
     for count in {*range(1, min(most, 8) + 1), most}:
-        even = round_up(ceil_div(p.tokens, count), planner.CHUNK_ALIGNMENT)
+        even = round_up(ceil_div(p.tokens, count), chunked_plans.CHUNK_ALIGNMENT)
         chunks.add(max(min(even, p.tokens), 1))
     widths = {every}
-    if planner.forms_dx_alone(p):
-        parts = range(2, p.vocab // planner.MIN_CHUNK_WINDOW + 1)
+    if chunked_plans.forms_dx_alone(p):
+        parts = range(2, p.vocab // chunked_plans.MIN_CHUNK_WINDOW + 1)
         widths |= {round_up(ceil_div(p.vocab, n), config.reference_block) for n in parts}
     for chunk, stored in itertools.product(chunks, widths):
-        yield chunked_bytes(p, config, stored, chunk), chunked_seconds(p, chunk, stored)
+        given = Chunks.even(p.tokens, chunk)
+        yield chunked_bytes(p, config, stored, given), chunked_seconds(p, given, stored)
 
 
 def all_windows(

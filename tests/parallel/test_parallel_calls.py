@@ -31,6 +31,7 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.interface.options import LossOptions, Sharding
 from cutefce.ops.parallel import shard
+from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives import dispatch
@@ -624,7 +625,7 @@ def peak_of_chunks(sequence_parallel: bool, dtype: torch.dtype) -> tuple[int, in
 
     step()
     measured = peak_bytes(step, "cpu") - problem.gradient_bytes
-    return chunked_bytes(problem, config, stored, chunk), measured
+    return chunked_bytes(problem, config, stored, Chunks.even(problem.tokens, chunk)), measured
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -141,10 +141,19 @@ def _gather_rows(
 
 
 def _scatter_rows(
-    _: spec.ScatterRowsSpec, out: Tensor, x: Tensor, order: Tensor, count: Tensor
+    _: spec.ScatterRowsSpec,
+    out: Tensor,
+    x: Tensor,
+    order: Tensor,
+    count: Tensor,
+    first: int,
+    kinds: int,
 ) -> None:
-    inside = torch.arange(len(x)) < count
-    out[order] = torch.where(inside[:, None], x, 0)
+    inside = first + torch.arange(len(x)) < count
+    if kinds & spec.COUNTED:
+        out[order[inside]] = x[inside]
+    if kinds & spec.OTHERS:
+        out[order[~inside]] = 0
 
 
 def _clear_rows(_: spec.ClearRowsSpec, x: Tensor, count: Tensor) -> None:

@@ -11,6 +11,7 @@ from cutefce.autotune_cache.tuning.targets.base import TuningCase
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.window_layout import WindowLayout
 from cutefce.ops.primitives.cute_gradients import CuteGradients
@@ -123,7 +124,8 @@ def hidden_of_windows_in_chunks(inputs: Inputs, arch: str | None, block: int) ->
     dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
     dw = WeightSums.empty(inputs.w[:0], loss_scale.dtype, LOW_BITS[0])
     window = round_up(ceil_div(vocab, 3), block)
-    stats = gradients_in_forward(inputs, loss_scale, window, chunk, dx, dw, None)
+    chunks = Chunks.even(inputs.tokens, chunk)
+    stats = gradients_in_forward(inputs, loss_scale, window, chunks, dx, dw, None)
     return dx.finish(inputs, stats, loss_scale, selection)
 
 

@@ -1,0 +1,82 @@
+"""Plans of gradients in forward: equal chunks, shrinking ones, and windows inside chunks."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.config import WindowConfig
+from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.planning.chunks.sizes import Chunks, shrinking
+from cutefce.ops.planning.memory_model import chunked_bytes
+from cutefce.ops.planning.plan import Family, Plan
+from cutefce.ops.planning.step_memory import kept_low_bits, rounds_hidden
+from cutefce.ops.planning.time_model import chunked_seconds
+
+MIN_CHUNK = 512
+"""Tokens of a chunk below which reading the weight and dW's sums, and launches, take too long."""
+MIN_CHUNK_WINDOW = 8192
+"""Columns of a window inside a chunk below which launches and dX's sums take too much time."""
+CHUNK_ALIGNMENT = 256
+"""Chunks are multiples of this many tokens, a row block of the kernels."""
+
+
+def even_chunks(p: Problem, config: WindowConfig) -> Iterator[Family]:
+    """Yield plans of chunks of about equal size, each one alone: a short chunk may have wide tiles.
+
+    Beyond eight chunks, some numbers of chunks are left out.
+    """
+    count, most = 1, ceil_div(p.tokens, MIN_CHUNK)
+    while count <= max(most, 1):
+        even = round_up(ceil_div(p.tokens, count), CHUNK_ALIGNMENT)
+        chunks = Chunks.even(p.tokens, max(1, min(even, p.tokens)))
+        yield Family(1, [chunked_plan(p, config, chunks)].__getitem__)
+        if forms_dx_alone(p) and p.vocab >= 2 * MIN_CHUNK_WINDOW:
+            yield _windows_in_chunks(p, config, chunks)
+        count = min(count + ceil_div(count, 8), max(most, count + 1))
+
+
+def shrinking_chunks(p: Problem, config: WindowConfig) -> Iterator[Family]:
+    """Yield plans of chunks that use the memory of dX.
+
+    Beyond 32 chunks, some numbers of chunks are left out.
+    """
+    block, count, most = config.reference_block, 2, ceil_div(p.tokens, MIN_CHUNK)
+    sizes = p.tokens, p.hidden, round_up(p.vocab, block), block, CHUNK_ALIGNMENT
+    while count <= most and p.grad_weight and p.grad_hidden and p.ranks == 1:
+        chunks = shrinking(*sizes, count)
+        if chunks.shrink:
+            yield Family(1, [chunked_plan(p, config, chunks)].__getitem__)
+        count += ceil_div(count, 32)
+
+
+def forms_dx_alone(p: Problem) -> bool:
+    """Whether kernels form dX alone and may skip rows, as windows inside chunks need."""
+    alone = p.grad_hidden and not (p.grad_weight or p.grad_bias)
+    return alone and p.selects_rows and arch_named(p.arch or "").forms_weight_gradient
+
+
+def _windows_in_chunks(p: Problem, config: WindowConfig, chunks: Chunks) -> Family:
+    """Return plans of 2 windows of about equal width and more in each chunk."""
+
+    def plan(i: int) -> Plan:
+        even = ceil_div(p.vocab, 2 + i)
+        return chunked_plan(p, config, chunks, round_up(even, config.reference_block))
+
+    return Family(p.vocab // MIN_CHUNK_WINDOW - 1, plan)
+
+
+def chunked_plan(
+    p: Problem, config: WindowConfig, chunks: Chunks, columns: int | None = None
+) -> Plan:
+    """Return the plan of chunks with windows of `columns`, or of all columns at once."""
+    every = round_up(p.vocab, config.reference_block)
+    stored = every if columns is None else min(columns, every)
+    sizes = config.window if columns is None else stored, 0, stored, chunks.largest
+    seconds = chunked_seconds(p, chunks, stored)
+    predicted, strategy = chunked_bytes(p, config, stored, chunks), "gradients_in_forward"
+    gradients = p.grad_hidden, p.grad_weight, p.grad_bias
+    plan = Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
+    bits = kept_low_bits(p, len(chunks.sizes)), 0 if rounds_hidden(p) else None
+    shrinks = chunks if chunks.shrink else None
+    return replace(plan, low_bits=bits[0], hidden_bits=bits[1], shrinking=shrinks)
