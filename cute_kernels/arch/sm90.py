@@ -48,6 +48,11 @@ MIN_GRAD_HIDDEN_UTILIZATION = 0.8
 """Fraction of dX's waves that must be useful work; below it cuBLAS, with other tiles, is faster."""
 
 
+def stored_tokens(tile_n: int) -> int:
+    """Return the tokens that a warp stores at a time, if operands are swapped."""
+    return tile_n // 2
+
+
 def fastest(kernel: str, columns: int) -> GemmConfig:
     """Return the configuration with the least `TIME_PER_COLUMN` over whole tiles of `columns`."""
     times = TIME_PER_COLUMN[kernel]
@@ -118,6 +123,8 @@ class Sm90(Arch):
         return (config.tile_m + config.tile_n) * TILE_K * 2
 
     def epi_tile_bytes(self, config: GemmConfig) -> int:
+        if config.swaps:  # exponentials of eight warps, and their maxima and sums
+            return 8 * (16 * 2 * stored_tokens(config.tile_n) + 2 * 4 * config.tile_n)
         return 2 * 64 * max(epi_tile_columns(config.tile_n, size) * size for size in (2, 4))
 
     def rules(self, config: GemmConfig) -> Iterator[Rule]:

@@ -110,14 +110,14 @@ def make_tile_scheduler(
     vocab_splits: Int32,
     most_splits: Int32,
 ) -> TileScheduler:
-    """Return the scheduler for the tokens a (M, K) that count, and b (N, K).
+    """Return the scheduler for the tokens a (N, D) that count, and the weight b (V, D).
 
     `vocab_splits` are those for all tokens; for fewer there are more, at most `most_splits`.  One
     row block is computed even of no tokens, so that what a GEMM over them reads is 0, unless
     `row_count` says otherwise.
     """
     (size, inner), columns = a.shape, b.shape[0]
-    n_tiles = (columns + config.tile_n - 1) // config.tile_n
+    n_tiles = (columns + config.columns - 1) // config.columns
     rows = Int32(size)
     row_blocks = (rows + config.rows - 1) // config.rows
     splits = vocab_splits

@@ -44,6 +44,8 @@ class NamedBarrier(IntEnum):
     MMA_TURN_WG0 = 1
     """Ping-pong: warpgroup 0 may issue MMAs."""
     MMA_TURN_WG1 = 2
+    WARP_GROUP0 = 3
+    """The warps of warpgroup 0 alone; those of warpgroup 1 have the next."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class MainloopSm90:
         assert isinstance(arch, Sm90)
         arch.check(config)
         self.config = config
+        self.swaps = config.swaps
         self.dtype = DTYPES[dtype]
         self.a, self.b = a, b
         self.only_flagged = only_flagged
@@ -219,6 +222,7 @@ class MainloopSm90:
             row, split, n_end = scheduler.coord(
                 work_tile.number, config.raster_group, semaphores if self.only_flagged else None
             )
+            row_block = row
             row = row * config.cluster + scheduler.rank
             loaded_rows, spans = self.rows_to_load(scheduler, row)
             tile_bytes = (loaded_rows + tile[1]) * self.row_bytes
@@ -228,6 +232,9 @@ class MainloopSm90:
             if not is_full_wave or scheduler.rank != 0 or scheduler.row_blocks == 1:
                 sync_end = Int32(0)
             for column in cutlass.range(split, n_end, scheduler.vocab_splits):
+                a_tile, b_tile = row, column
+                if cutlass.const_expr(self.swaps):
+                    a_tile, b_tile = column * config.cluster + scheduler.rank, row_block
                 for k_tile in cutlass.range(work_tile.k_start, work_tile.k_end, unroll=1):
                     if cutlass.const_expr(not self.only_flagged):
                         if k_tile % SYNC_EVERY_STAGES == 0 and column < sync_end:
@@ -245,13 +252,15 @@ class MainloopSm90:
                         for rows in cutlass.range(first, last, unroll=1):
                             cute.copy(
                                 load_a,
-                                from_a[None, row * (tile[0] // self.load_rows[i]) + rows, k_tile],
+                                from_a[
+                                    None, a_tile * (tile[0] // self.load_rows[i]) + rows, k_tile
+                                ],
                                 to_a[None, rows, 0, state.index],
                                 tma_bar_ptr=full,
                             )
                     cute.copy(
                         load_b,
-                        from_b[None, column, k_tile],
+                        from_b[None, b_tile, k_tile],
                         to_b[None, state.index],
                         tma_bar_ptr=full,
                         **(multicast if config.cluster > 1 else {}),

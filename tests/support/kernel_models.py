@@ -480,7 +480,7 @@ def _fused_backward(
         if row[BackwardWindow.RECOMPUTED]:
             assert row[Window.MEMORY] != ExpsMemory.KEPT and i >= probabilities * in_reference
             rows = reference, index, None, exps, own[0], None, None, None
-            splits = ceil_div(columns, kernel.exps_config.tile_n)
+            splits = ceil_div(columns, kernel.exps_config.columns)
             clusters = num_sms // kernel.exps_config.cluster
             model_of(kernel.exps)(dense, part, *rows, count, selects, first, splits, clusters)
         kind = row[BackwardWindow.GRAD_HIDDEN]
