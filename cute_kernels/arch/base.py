@@ -52,6 +52,13 @@ class Arch(ABC):
     def default(self, tokens: int) -> GemmConfig:
         """Return the default configuration of `project_exp` for `tokens` rows."""
 
+    def config_with_options(self, config: GemmConfig) -> GemmConfig:
+        """Return the configuration of a `project_exp` that transforms logits or reduces rows.
+
+        It is `config`, that of a plain loss, if it can be.
+        """
+        return config
+
     def sampling_config(self, config: GemmConfig, tokens: int) -> GemmConfig:
         """Return the configuration of a `project_exp` that samples entries of `tokens` rows.
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cutefce.cute_kernels.arch.base import TILE_K, Arch, Rule, epi_tile_columns
@@ -22,6 +22,12 @@ TALL = GemmConfig(192, 128, cluster=1, stages=5, pingpong=True)
 LOW = GemmConfig(64, 256, cluster=1, stages=5, pingpong=True)
 COOPERATIVE = GemmConfig(128, 256, cluster=2, stages=4, pingpong=False)
 """Configurations of `project_exp`; the warpgroups of `COOPERATIVE` share each tile."""
+SWAPPED_144 = GemmConfig(128, 144, cluster=2, stages=5, pingpong=True, swaps=True)
+SWAPPED_160 = GemmConfig(128, 160, cluster=2, stages=5, pingpong=True, swaps=True)
+SWAPPED_208 = GemmConfig(128, 208, cluster=2, stages=4, pingpong=False, swaps=True)
+"""The same for few tokens, which are the columns of their tiles."""
+MAX_SWAPPED_BLOCKS = 2
+"""Row blocks of these: each reads the whole weight."""
 
 GRAD_128 = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
 GRAD_192 = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
@@ -70,13 +76,23 @@ class Sm90(Arch):
     kept_sums_config: GemmConfig | None = GRAD_KEPT
 
     def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
-        return WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL, LOW, COOPERATIVE
+        few = SWAPPED_144, SWAPPED_160, SWAPPED_208
+        return WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL, LOW, COOPERATIVE, *few
 
     def default(self, tokens: int) -> GemmConfig:
-        return _fastest_project_exp((WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL), tokens)
+        configs = [WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL]
+        for config in (SWAPPED_144, SWAPPED_160, SWAPPED_208):
+            if tokens <= MAX_SWAPPED_BLOCKS * config.rows:
+                configs.append(config)
+        return _fastest_project_exp(configs, tokens)
+
+    def config_with_options(self, config: GemmConfig) -> GemmConfig:
+        if not config.swaps:
+            return config
+        return TALL if config.rows <= TALL.rows else WIDE_CLUSTER2
 
     def sampling_config(self, config: GemmConfig, tokens: int) -> GemmConfig:
-        if config.tile_m <= WIDE.tile_m:
+        if config.tile_m <= WIDE.tile_m and not config.swaps:
             return config
         # with the six rows of a thread of a tall tile, sampling spills registers
         return _fastest_project_exp((WIDE_CLUSTER2, WIDE), tokens)
@@ -141,7 +157,7 @@ class Sm90(Arch):
         yield "stages", config.stages, config.stages >= 2, "at least 2"
 
 
-def _fastest_project_exp(configs: tuple[GemmConfig, ...], tokens: int) -> GemmConfig:
+def _fastest_project_exp(configs: Sequence[GemmConfig], tokens: int) -> GemmConfig:
     """Return the configuration with the least time for `tokens` rows, or `LOW` for few."""
     if tokens <= LOW.rows:
         return LOW

@@ -57,6 +57,8 @@ class TileScheduler:
     columns: Int32
     selects: Int32
     """Whether rows of the last row block beyond `rows` are stored: they must be 0."""
+    last_k: Any = None
+    """K of the last K tile that is not 0; None if all of it may be."""
 
     @cute.jit
     def num_work_tiles(self) -> Int32:
@@ -165,10 +167,13 @@ def make_gemm_scheduler(
     rows = Int32(size)
     row_blocks = (rows + config.rows - 1) // config.rows
     k_tiles, splits = (inner + tile_k - 1) // tile_k, k_splits
+    last_k = None
     cluster, clusters, rank = place(config)
+    tokens = Int32(inner)
     if row_count.selects != 0:
         count = row_count.count[0]
         if cutlass.const_expr(tokens_inside):
+            tokens = count
             k_tiles = cutlass.max((count + tile_k - 1) // tile_k, 1)
             if cutlass.const_expr(overwrite is not None):
                 if count == 0 and overwrite == 0:
@@ -179,6 +184,8 @@ def make_gemm_scheduler(
             row_blocks = cutlass.max((rows + config.rows - 1) // config.rows, least)
         if cutlass.const_expr(k_splits is not None):
             splits = order.fewest_waves(row_blocks * n_tiles, clusters, k_tiles, Int32)
+    if cutlass.const_expr(tokens_inside):
+        last_k = tokens - (k_tiles - 1) * tile_k
     return TileScheduler(
         row_blocks=row_blocks,
         vocab_splits=n_tiles,
@@ -191,6 +198,7 @@ def make_gemm_scheduler(
         rows=rows,
         columns=columns,
         selects=row_count.selects,
+        last_k=last_k,
     )
 
 

@@ -229,7 +229,12 @@ class GradGemmSm90(MainloopSm90):
             n_start = column * tile[1]
             k_tiles = work_tile.k_end - work_tile.k_start
             other_k_tiles = other.k_end - other.k_start
-            state = self.mma(pipe, tiled_mma, consumer, state, k_tiles, other_k_tiles)
+            last_k = None
+            if cutlass.const_expr(self.tokens_inside and self.final):
+                last_k = Int32(tile[2])
+                if work_tile.k_end == scheduler.k_tiles:
+                    last_k = scheduler.last_k
+            state = self.mma(pipe, tiled_mma, consumer, state, k_tiles, other_k_tiles, last_k)
             if cutlass.const_expr(rank_one is not None):
                 self.add_rank_one(consumer, rank_one, m_start, n_start, scheduler)
             if cutlass.const_expr(targets is not None):

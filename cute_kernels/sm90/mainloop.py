@@ -29,6 +29,9 @@ from cutefce.cute_kernels.workspace import Semaphore
 WARP_GROUP_THREADS = 128
 MMA_WARP_GROUPS = 2
 """Warpgroups that run MMAs and epilogues."""
+MMA_K = 16
+K_BLOCKS = TILE_K // MMA_K
+"""MMAs of a stage."""
 SYNC_EVERY_STAGES = 4
 """Stages between two sync points of all clusters."""
 MAX_POLLS = 5000
@@ -340,10 +343,12 @@ class MainloopSm90:
         state: Any,
         k_tiles: Int32,
         other_k_tiles: Int32,
+        last_k: Any = None,
     ) -> Any:
         """Compute one tile of `k_tiles` stages; return the state of the warpgroup's next tile.
 
-        In ping-pong, `other_k_tiles` are the stages of the other warpgroup's tile in between.
+        In ping-pong, `other_k_tiles` are the stages of the other warpgroup's tile in between.  With
+        `last_k`, operands are 0 from that K of the last stage on.
         """
         acc, a, b = consumer.acc, consumer.tCrA, consumer.tCrB
         if cutlass.const_expr(self.config.pingpong):
@@ -353,10 +358,19 @@ class MainloopSm90:
         for k_tile in cutlass.range(k_tiles, unroll=1):
             pipe.consumer_wait(state)
             warpgroup.fence()
-            for k_block in cutlass.range_constexpr(self.tile[2] // 16):
-                coord = (None, None, k_block, state.index)
-                cute.gemm(tiled_mma, acc, a[coord], b[coord], acc)
-                tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            if cutlass.const_expr(last_k is None):
+                for k_block in cutlass.range_constexpr(K_BLOCKS):
+                    coord = (None, None, k_block, state.index)
+                    cute.gemm(tiled_mma, acc, a[coord], b[coord], acc)
+                    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            else:
+                blocks = Int32(K_BLOCKS)
+                if k_tile == k_tiles - 1:
+                    blocks = (last_k + MMA_K - 1) // MMA_K
+                for k_block in cutlass.range(blocks, unroll=1):
+                    coord = (None, None, k_block, state.index)
+                    cute.gemm(tiled_mma, acc, a[coord], b[coord], acc)
+                    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
             warpgroup.wait_group(1)
             if k_tile > 0:
