@@ -52,7 +52,7 @@ def test_exact_then_nearest_then_default(file: Path) -> None:
     table_io.write(file, dataclasses.replace(TABLE, entries=entries, rejected={}))
     assert look() == TUNED
     assert look(dataclasses.replace(PROBLEM, tokens=7000)) == TUNED, "the same bucket"
-    assert look(dataclasses.replace(PROBLEM, tokens=400, vocab=128256)) == OTHER
+    assert look(dataclasses.replace(PROBLEM, tokens=500, vocab=128256)) == OTHER
     for other in ({"dtype": "float16"}, {"tokens": 8}):
         problem = dataclasses.replace(PROBLEM, **other)
         assert look(problem) == Sm90().default(problem.tokens)
