@@ -78,6 +78,10 @@ class Arch(ABC):
     def search_space(self) -> tuple[GemmConfig, ...]:
         """Return every configuration that the tuner may try."""
 
+    def swapped_search_space(self) -> tuple[GemmConfig, ...]:
+        """Return those with swapped operands, that it may try for `project_exp` beside these."""
+        return ()
+
     @abstractmethod
     def stage_bytes(self, config: GemmConfig) -> int:
         """Return the shared memory of one stage."""

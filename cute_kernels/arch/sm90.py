@@ -111,18 +111,23 @@ class Sm90(Arch):
         return GRAD_128, GRAD_192, GRAD_256
 
     def search_space(self) -> tuple[GemmConfig, ...]:
-        # as many stages as fit, or one less: deeper pipelines hide more latency
-        found = []
+        found = []  # deeper pipelines hide more latency
         tiles = itertools.product((64, 128, 192, 256), (128, 160, 192, 256), (1, 2), (True, False))
         for tile_m, tile_n, cluster, pingpong in tiles:
-            legal: list[GemmConfig] = []
-            for stages in range(2, 17):
-                config = GemmConfig(tile_m, tile_n, cluster, stages, pingpong)
-                if self.is_legal(config):
-                    legal.append(config)
-            for config, raster_group in itertools.product(legal[:-3:-1], (8, 4, 16)):
+            deepest = self._deepest(GemmConfig(tile_m, tile_n, cluster, 2, pingpong))
+            for config, raster_group in itertools.product(deepest, (8, 4, 16)):
                 found.append(dataclasses.replace(config, raster_group=raster_group))
         return tuple(found)
+
+    def swapped_search_space(self) -> tuple[GemmConfig, ...]:
+        tiles = itertools.product((64, 128, 256), range(80, 257, 16), (1, 2), (True, False))
+        configs = (GemmConfig(m, n, c, 2, p, swaps=True) for m, n, c, p in tiles)
+        return tuple(itertools.chain.from_iterable(map(self._deepest, configs)))
+
+    def _deepest(self, config: GemmConfig) -> list[GemmConfig]:
+        """Return `config` with as many stages as fit, and with one less, if these are legal."""
+        configs = (dataclasses.replace(config, stages=stages) for stages in range(2, 17))
+        return list(filter(self.is_legal, configs))[:-3:-1]
 
     def accumulators(self, config: GemmConfig) -> int:
         """Return the float32 accumulators of a thread."""
@@ -149,8 +154,9 @@ class Sm90(Arch):
         yield "tile_m", tile_m, tile_m % rows == 0, f"a multiple of {rows} (wgmma)"
         yield "tile_n", tile_n, tile_n % 16 == 0, "a multiple of 16 (stmatrix)"
         yield "tile_n", tile_n, tile_n <= 256, "at most 256 (wgmma)"
-        fits = self.accumulators(config) <= 208
-        yield "tile", (tile_m, tile_n), fits, "at most 208 accumulators a thread"
+        most = 160 if config.swaps else 208  # beside maxima and sums of many tokens
+        fits = self.accumulators(config) <= most
+        yield "tile", (tile_m, tile_n), fits, f"at most {most} accumulators a thread"
         yield "two_cta", config.two_cta, not config.two_cta, "False (Blackwell only)"
         yield "poly_exp2_per_16", poly, not poly, "0 (Blackwell only)"
         # a stage is released once the MMAs of the next one have been issued

@@ -102,6 +102,7 @@ class GradGemmSm90(MainloopSm90):
         operands = kernel.arch, kernel.dtype, kernel.config, a, b
         super().__init__(*operands, only_flagged=False, skip_missing_rows=False)
         assert kernel.has_targets or not kernel.rank_one
+        assert not kernel.config.swaps
         assert kernel.WARPS * 32 == MMA_WARP_GROUPS * WARP_GROUP_THREADS
         self.final, self.tokens_inside = kernel.final, kernel.wrt == "weight"
         out_dtype = self.dtype if self.final else Float32

@@ -29,9 +29,6 @@ from cutefce.cute_kernels.workspace import Semaphore
 WARP_GROUP_THREADS = 128
 MMA_WARP_GROUPS = 2
 """Warpgroups that run MMAs and epilogues."""
-MMA_K = 16
-K_BLOCKS = TILE_K // MMA_K
-"""MMAs of a stage."""
 SYNC_EVERY_STAGES = 4
 """Stages between two sync points of all clusters."""
 MAX_POLLS = 5000
@@ -106,7 +103,6 @@ class MainloopSm90:
         assert isinstance(arch, Sm90)
         arch.check(config)
         self.config = config
-        self.swaps = config.swaps
         self.dtype = DTYPES[dtype]
         self.a, self.b = a, b
         self.only_flagged = only_flagged
@@ -222,11 +218,10 @@ class MainloopSm90:
         syncs, max_polls = Int32(0), Int32(MAX_POLLS)
         for index in cutlass.range(scheduler.cluster, scheduler.num_indices(), scheduler.clusters):
             work_tile = scheduler.work_tile(index)
-            row, split, n_end = scheduler.coord(
+            row_block, split, n_end = scheduler.coord(
                 work_tile.number, config.raster_group, semaphores if self.only_flagged else None
             )
-            row_block = row
-            row = row * config.cluster + scheduler.rank
+            row = row_block * config.cluster + scheduler.rank
             loaded_rows, spans = self.rows_to_load(scheduler, row)
             tile_bytes = (loaded_rows + tile[1]) * self.row_bytes
             # sync while all clusters have tiles left; a single row block shares no tiles
@@ -236,7 +231,7 @@ class MainloopSm90:
                 sync_end = Int32(0)
             for column in cutlass.range(split, n_end, scheduler.vocab_splits):
                 a_tile, b_tile = row, column
-                if cutlass.const_expr(self.swaps):
+                if cutlass.const_expr(config.swaps):
                     a_tile, b_tile = column * config.cluster + scheduler.rank, row_block
                 for k_tile in cutlass.range(work_tile.k_start, work_tile.k_end, unroll=1):
                     if cutlass.const_expr(not self.only_flagged):
@@ -252,12 +247,11 @@ class MainloopSm90:
                     full = pipe.producer_get_barrier(state)
                     for i in cutlass.range_constexpr(len(spans)):
                         (load_a, from_a, to_a), (first, last) = loads_a[i], spans[i]
+                        start = a_tile * (tile[0] // self.load_rows[i])
                         for rows in cutlass.range(first, last, unroll=1):
                             cute.copy(
                                 load_a,
-                                from_a[
-                                    None, a_tile * (tile[0] // self.load_rows[i]) + rows, k_tile
-                                ],
+                                from_a[None, start + rows, k_tile],
                                 to_a[None, rows, 0, state.index],
                                 tma_bar_ptr=full,
                             )
@@ -359,14 +353,14 @@ class MainloopSm90:
             pipe.consumer_wait(state)
             warpgroup.fence()
             if cutlass.const_expr(last_k is None):
-                for k_block in cutlass.range_constexpr(K_BLOCKS):
+                for k_block in cutlass.range_constexpr(self.tile[2] // 16):
                     coord = (None, None, k_block, state.index)
                     cute.gemm(tiled_mma, acc, a[coord], b[coord], acc)
                     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
             else:
-                blocks = Int32(K_BLOCKS)
+                blocks = Int32(self.tile[2] // 16)
                 if k_tile == k_tiles - 1:
-                    blocks = (last_k + MMA_K - 1) // MMA_K
+                    blocks = (last_k + 15) // 16
                 for k_block in cutlass.range(blocks, unroll=1):
                     coord = (None, None, k_block, state.index)
                     cute.gemm(tiled_mma, acc, a[coord], b[coord], acc)

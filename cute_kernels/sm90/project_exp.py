@@ -60,6 +60,7 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
         outputs: Any,
         rows: Rows,
     ) -> None:
+        """Consumer: see `ProjectExpLaunchSm90`."""
         e, _ = outputs
         config, tile, vocab_splits = self.config, self.tile, scheduler.vocab_splits
         consumer, state = self.make_consumer(scheduler, tiled_mma, *inputs)

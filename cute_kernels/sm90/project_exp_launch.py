@@ -30,7 +30,7 @@ class ProjectExpLaunchSm90(MainloopSm90):
         operands = kernel.arch, kernel.dtype, kernel.config, k_major, k_major
         skips = not kernel.config.swaps  # rows of b are never skipped
         super().__init__(*operands, only_flagged=kernel.only_flagged, skip_missing_rows=skips)
-        self.sums, self.store = kernel.sums, kernel.store
+        self.sums, self.store, self.swaps = kernel.sums, kernel.store, kernel.config.swaps
 
     @cute.jit
     def __call__(

@@ -64,6 +64,7 @@ class ProjectExpSwappedSm90(ProjectExpLaunchSm90):
         outputs: Any,
         rows: Rows,
     ) -> None:
+        """Consumer: see `ProjectExpLaunchSm90`."""
         config, tile, vocab_splits = self.config, self.tile, scheduler.vocab_splits
         tiles_at_once = 2 if config.pingpong else 1
         e, statistics = outputs

@@ -75,9 +75,7 @@ class TransposedStoreSm90:
         )
         # the warpgroup's (64 columns, tokens)
         of_warp = self.tokens * COLUMNS
-        layout = cute.make_layout(
-            ((COLUMNS, 4), self.tokens), stride=((1, of_warp), COLUMNS)
-        )
+        layout = cute.make_layout(((COLUMNS, 4), self.tokens), stride=((1, of_warp), COLUMNS))
         tile = cute.make_tensor(smem[None, None, 4 * warp_group_idx].iterator, layout)
         stmatrix = cute.make_copy_atom(StMatrix8x8x16bOp(True, 2), self.dtype)
         copy = cute.make_tiled_copy_S(stmatrix, cute.make_tiled_copy_C_atom(stmatrix, mma))

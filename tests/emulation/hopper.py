@@ -111,7 +111,6 @@ def store_matrices(warp: Warp, mask: Any, line: str, operands: list[str]) -> Non
     addresses = warp.value(place)
     assert (addresses >> 24 == warp.block.rank).all(), "a block touches its own shared memory"
     assert not (addresses & 15).any(), "addresses are aligned"
-    lane = np.arange(LANES)
     for i, register in enumerate(registers):
         pairs = warp.value(register).astype(np.uint32).view(np.uint16).reshape(8, 8)
         matrix = pairs.T if ".trans" in line else pairs
