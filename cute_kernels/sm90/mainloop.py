@@ -209,8 +209,9 @@ class MainloopSm90:
         loads_a = []
         for load_rows, atom_a in zip(self.load_rows, atoms_a, strict=True):
             shape = load_rows, tile[2]
-            operand = atom_a, g_a, cute.flat_divide(s_a, shape)
-            loads_a.append(partition(operand, shape, Int32(0), 1))
+            loads_a.append(
+                partition((atom_a, g_a, cute.flat_divide(s_a, shape)), shape, Int32(0), 1)
+            )
         load_b, from_b, to_b = partition(b, (tile[1], tile[2]), scheduler.rank, config.cluster)
         multicast = {"mcast_mask": cutlass.Int16((1 << config.cluster) - 1)}
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
@@ -293,10 +294,7 @@ class MainloopSm90:
         while arrivals < target and polls < max_polls:
             arrivals = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
             polls += 1
-        next_max_polls = max_polls
-        if arrivals < target:
-            next_max_polls = Int32(0)
-        return next_max_polls
+        return max_polls * Int32(arrivals >= target)
 
     @cute.jit
     def make_consumer(
@@ -304,10 +302,9 @@ class MainloopSm90:
     ) -> Any:
         """Return the thread's `Consumer` and the pipeline state of its first tile."""
         config = self.config
-        thread = cute.arch.thread_idx()[0] % WARP_GROUP_THREADS
-        warp_group_idx = (
-            cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP_GROUP_THREADS) - 1
-        )
+        thread_idx = cute.arch.thread_idx()[0]
+        warp_group_idx = cute.arch.make_warp_uniform(thread_idx // WARP_GROUP_THREADS) - 1
+        thread = thread_idx % WARP_GROUP_THREADS
         m_half = Int32(0) if cutlass.const_expr(config.pingpong) else warp_group_idx
         slice_mma = tiled_mma.get_slice(m_half * WARP_GROUP_THREADS)
         consumer = Consumer(
@@ -349,32 +346,38 @@ class MainloopSm90:
             self.await_mma_turn(consumer.warp_group_idx)
         release_state = state.clone()
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
-        for k_tile in cutlass.range(k_tiles, unroll=1):
+        whole = k_tiles if cutlass.const_expr(last_k is None) else k_tiles - 1
+        for k_tile in cutlass.range(whole, unroll=1):
             pipe.consumer_wait(state)
             warpgroup.fence()
-            if cutlass.const_expr(last_k is None):
-                for k_block in cutlass.range_constexpr(self.tile[2] // 16):
-                    coord = (None, None, k_block, state.index)
-                    cute.gemm(tiled_mma, acc, a[coord], b[coord], acc)
-                    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-            else:
-                blocks = Int32(self.tile[2] // 16)
-                if k_tile == k_tiles - 1:
-                    blocks = (last_k + 15) // 16
-                for k_block in cutlass.range(blocks, unroll=1):
-                    coord = (None, None, k_block, state.index)
-                    cute.gemm(tiled_mma, acc, a[coord], b[coord], acc)
-                    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            for k_block in cutlass.range_constexpr(self.tile[2] // 16):
+                coord = (None, None, k_block, state.index)
+                cute.gemm(tiled_mma, acc, a[coord], b[coord], acc)
+                tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
             warpgroup.wait_group(1)
             if k_tile > 0:
                 pipe.consumer_release(release_state)
                 release_state.advance()
             state.advance()
+        if cutlass.const_expr(last_k is not None):  # branches would delay the MMAs of other stages
+            pipe.consumer_wait(state)
+            warpgroup.fence()
+            for k_block in cutlass.range_constexpr(self.tile[2] // 16):
+                if 16 * k_block < last_k:
+                    coord = (None, None, k_block, state.index)
+                    cute.gemm(tiled_mma, acc, a[coord], b[coord], acc)
+                    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+            state.advance()
         if cutlass.const_expr(self.config.pingpong):
             self.yield_mma_turn(consumer.warp_group_idx)
             state.advance(other_k_tiles)
         warpgroup.wait_group(0)
+        if cutlass.const_expr(last_k is not None):
+            if k_tiles > 1:
+                pipe.consumer_release(release_state)
+                release_state.advance()
         pipe.consumer_release(release_state)
         return state
 
