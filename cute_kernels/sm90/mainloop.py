@@ -208,10 +208,8 @@ class MainloopSm90:
         atoms_a, g_a, s_a = a
         loads_a = []
         for load_rows, atom_a in zip(self.load_rows, atoms_a, strict=True):
-            shape = load_rows, tile[2]
-            loads_a.append(
-                partition((atom_a, g_a, cute.flat_divide(s_a, shape)), shape, Int32(0), 1)
-            )
+            operand = atom_a, g_a, cute.flat_divide(s_a, (load_rows, tile[2]))
+            loads_a.append(partition(operand, (load_rows, tile[2]), Int32(0), 1))
         load_b, from_b, to_b = partition(b, (tile[1], tile[2]), scheduler.rank, config.cluster)
         multicast = {"mcast_mask": cutlass.Int16((1 << config.cluster) - 1)}
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
