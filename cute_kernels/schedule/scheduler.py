@@ -185,7 +185,7 @@ def make_gemm_scheduler(
         if cutlass.const_expr(k_splits is not None):
             splits = order.fewest_waves(row_blocks * n_tiles, clusters, k_tiles, Int32)
     if cutlass.const_expr(tokens_inside):
-        last_k = tokens - (k_tiles - 1) * tile_k
+        last_k = cutlass.max(tokens - (k_tiles - 1) * tile_k, 1)
     return TileScheduler(
         row_blocks=row_blocks,
         vocab_splits=n_tiles,

@@ -616,6 +616,17 @@ def test_counted_rows_of_gradients(config: GemmConfig, count: int, overwrite: in
     check_sums(kernels.grad_hidden, case, 2, overwrite, count)
 
 
+@pytest.mark.parametrize("count", [0, 1, 64, 97])
+def test_counted_rows_of_final_gradients(count: int) -> None:
+    """MMAs beyond the last token are skipped; without any token, accumulators are 0."""
+    case, kernel = Product(150, 136, 330, torch.bfloat16, count), kernels_of(TALL).grad_weight
+    out, terms = torch.full((330, 136), torch.nan).bfloat16(), (*case.csr(), torch.tensor([0.25]))
+    rows = torch.zeros(1, dtype=torch.int32), torch.tensor([count], dtype=torch.int32), 1
+    run(kernel, case.e.t(), case.h.t(), out, terms, None, *rows, 2, None, None)
+    want = case.e[:count].double().t() @ case.h[:count].double() + case.target_terms()
+    torch.testing.assert_close(out.double(), 0.25 * want, rtol=1.01 * 2**-8, atol=1e-5)
+
+
 @pytest.mark.parametrize("count", [0, 150])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_launches_that_may_skip(config: GemmConfig, count: int) -> None:
