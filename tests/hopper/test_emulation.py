@@ -620,6 +620,7 @@ def test_counted_rows_of_gradients(config: GemmConfig, count: int, overwrite: in
 def test_counted_rows_of_final_gradients(count: int) -> None:
     """MMAs beyond the last token are skipped; without any token, accumulators are 0."""
     case, kernel = Product(150, 136, 330, torch.bfloat16, count), kernels_of(TALL).grad_weight
+    assert kernel is not None
     out, terms = torch.full((330, 136), torch.nan).bfloat16(), (*case.csr(), torch.tensor([0.25]))
     rows = torch.zeros(1, dtype=torch.int32), torch.tensor([count], dtype=torch.int32), 1
     run(kernel, case.e.t(), case.h.t(), out, terms, None, *rows, 2, None, None)
