@@ -26,8 +26,8 @@ SWAPPED_144 = GemmConfig(128, 144, cluster=2, stages=5, pingpong=True, swaps=Tru
 SWAPPED_160 = GemmConfig(128, 160, cluster=2, stages=5, pingpong=True, swaps=True)
 SWAPPED_208 = GemmConfig(128, 208, cluster=2, stages=4, pingpong=False, swaps=True)
 """The same for few tokens, which are the columns of their tiles."""
-MAX_SWAPPED_BLOCKS = 2
-"""Row blocks of these: each reads the whole weight."""
+MAX_SWAPPED_TOKENS = 384
+"""Tokens that have them by default: each row block of more would read the whole weight again."""
 
 GRAD_128 = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
 GRAD_192 = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
@@ -81,9 +81,8 @@ class Sm90(Arch):
 
     def default(self, tokens: int) -> GemmConfig:
         configs = [WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL]
-        for config in (SWAPPED_144, SWAPPED_160, SWAPPED_208):
-            if tokens <= MAX_SWAPPED_BLOCKS * config.rows:
-                configs.append(config)
+        if tokens <= MAX_SWAPPED_TOKENS:
+            configs += SWAPPED_144, SWAPPED_160, SWAPPED_208
         return _fastest_project_exp(configs, tokens)
 
     def config_with_options(self, config: GemmConfig) -> GemmConfig:

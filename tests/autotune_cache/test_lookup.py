@@ -46,6 +46,15 @@ def test_cublas_can_win(file: Path) -> None:
     assert lookup.kernel_configs(PROBLEM, GPU).grad_hidden is None
 
 
+def test_few_tokens_of_a_bucket_have_smaller_tiles(file: Path) -> None:
+    problem = dataclasses.replace(PROBLEM, tokens=192)
+    key = dataclasses.replace(KEY, tokens=192)
+    table_io.write(file, dataclasses.replace(TABLE, entries={key: ENTRY}, rejected={}))
+    assert look(problem) == TUNED and TUNED.rows == 192
+    few = dataclasses.replace(problem, tokens=130)
+    assert look(few) == Sm90().default(130) and Sm90().default(130).swaps
+
+
 def test_exact_then_nearest_then_default(file: Path) -> None:
     far = dataclasses.replace(KEY, tokens=512)
     entries = {KEY: ENTRY, far: dataclasses.replace(ENTRY, config=OTHER)}
