@@ -61,8 +61,12 @@ def entry_for(kernel: str, problem: Problem, gpu: Gpu) -> Entry | None:
     key = key_of(kernel, problem)
     found = [table.nearest(key) for table in tables(gpu)]
     distance, entry = min(found, key=lambda pair: pair[0], default=(0.0, None))
-    if entry is None or distance == 0:
-        return entry
+    if entry is None:
+        return None
+    if distance == 0:
+        # the default may have smaller tiles for few tokens than the most of a bucket need
+        swaps = gpu.arch.default(problem.tokens).swaps
+        return None if swaps and _wastes_rows(key, entry, problem, gpu) else entry
     # where the default won for other sizes, the default for these sizes is the better guess
     return entry if entry.beats_default and not _wastes_rows(key, entry, problem, gpu) else None
 

@@ -90,6 +90,8 @@ def _candidate(arch: Arch, item: dict[str, Any]) -> Candidate:
         return _integer(item, "config")
     config = GemmConfig(**item["config"])
     arch.check(config)
+    if config.swaps and item["kernel"] != "project_exp":
+        raise ValueError("swaps: got True, expected False of gradients")
     return config
 
 

@@ -52,7 +52,7 @@ def check_multiple(name: str, value: int, multiple_of: int) -> None:
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Tiling and pipelining of a bᵀ; in `project_exp`, a is h and b is w."""
+    """Tiling and pipelining of a bᵀ; in `project_exp`, a is h and b is w, unless it swaps them."""
 
     tile_m: int
     """Rows of a thread block's tile."""
@@ -71,9 +71,12 @@ class GemmConfig:
     tile; otherwise each runs its own MMAs on the whole tile."""
     poly_exp2_per_16: int = 0
     """Blackwell: of every 16 exponentials, the number computed by a polynomial."""
+    swaps: bool = False
+    """`project_exp` on Hopper: whether a is w and b is h, so that tiles of few tokens are full."""
 
     def __str__(self) -> str:
         parts = [f"{self.tile_m}x{self.tile_n}"]
+        parts += ["swapped"] * self.swaps
         parts += ["ping-pong"] * self.pingpong + ["2-CTA"] * self.two_cta
         parts += [f"cluster {self.cluster}", f"{self.stages} stages"]
         parts += [f"{self.poly_exp2_per_16}/16 poly exp2"] * bool(self.poly_exp2_per_16)
@@ -81,12 +84,19 @@ class GemmConfig:
 
     @property
     def rows(self) -> int:
-        """Rows of a row block, the rows that one cluster computes at a time."""
-        return self.tile_m * self.cluster
+        """Rows of a row block: the rows, or tokens, that one cluster computes at a time."""
+        return self.tile_n if self.swaps else self.tile_m * self.cluster
+
+    @property
+    def columns(self) -> int:
+        """Columns that one cluster computes at a time."""
+        return self.tile_m * self.cluster if self.swaps else self.tile_n
 
     @property
     def partials_per_row(self) -> int:
         """Partial sums that a work tile writes for each row."""
+        if self.swaps:  # warpgroups have different columns
+            return 2 * self.cluster
         return 2 if self.pingpong else 1
 
 

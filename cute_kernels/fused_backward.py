@@ -237,7 +237,7 @@ class FusedBackward:
             counters = vector_part(semaphores, i * pitch, pitch)
             if table[i, BackwardWindow.RECOMPUTED] != 0:
                 # one split a tile: there are no sums to keep in registers across tiles
-                tile, clusters = kernel.exps_config.tile_n, num_sms // kernel.exps_config.cluster
+                tile, clusters = kernel.exps_config.columns, num_sms // kernel.exps_config.cluster
                 numbers = first, (columns + tile - 1) // tile, clusters, stream
                 of_exps = counters, None, None, None, *counted, *numbers
                 self.exps(rows_of(h, 0, exps.shape[0]), part, *row_vectors, None, exps, *of_exps)

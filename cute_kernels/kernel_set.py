@@ -199,7 +199,10 @@ def kernel_set(
     The fused forward has no row reductions beside Σ exp.
     """
     transform, reductions = variant.transform, variant.reductions
-    project_exp = arch.name, dtype, configs.project_exp
+    config = configs.project_exp
+    if variant != PLAIN:
+        config = arch.config_with_options(config)
+    project_exp = arch.name, dtype, config
     project = functools.partial(ProjectExpSpec, *project_exp, transform=transform)
     hidden, short = (
         None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
@@ -217,9 +220,9 @@ def kernel_set(
         again = hidden or GradGemmSpec(arch.name, dtype, first, "hidden", final=False)
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
         accumulate = dataclasses.replace(weight, final=False)
-        config = arch.kept_sums_config
-        keep = [dataclasses.replace(accumulate, config=config, low_bits=n) for n in (0, *LOW_BITS)]
-        of_hidden = GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
+        own = arch.kept_sums_config
+        keep = [dataclasses.replace(accumulate, config=own, low_bits=n) for n in (0, *LOW_BITS)]
+        of_hidden = GradGemmSpec(arch.name, dtype, own, "hidden", final=False)
         keep_hidden = [dataclasses.replace(of_hidden, low_bits=n) for n in LOW_BITS]
         finish_kept = [ScaleKeptSpec(arch.name, dtype, n) for n in LOW_BITS]
         add_targets, sort_targets = AddTargetsSpec(arch.name, dtype), SortTargetsSpec(arch.name)

@@ -37,7 +37,7 @@ def gemm_cycles(rows: int, columns: int, inner: int, config: GemmConfig, num_sms
 def project_exp_cycles(p: Problem, config: GemmConfig, num_sms: int) -> float:
     """Return the predicted cycles of `project_exp` for `p`."""
     clusters = num_sms // config.cluster
-    row_blocks, tiles = ceil_div(p.tokens, config.rows), ceil_div(p.vocab, config.tile_n)
+    row_blocks, tiles = ceil_div(p.tokens, config.rows), ceil_div(p.vocab, config.columns)
     tiles_per_cluster = ceil_div(row_blocks * tiles, clusters)
     mma = 2 * config.tile_m * config.tile_n * p.hidden / FLOP_PER_CYCLE
     loaded = (config.tile_m + config.tile_n / config.cluster) * p.hidden * p.item_bytes

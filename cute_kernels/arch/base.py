@@ -52,6 +52,13 @@ class Arch(ABC):
     def default(self, tokens: int) -> GemmConfig:
         """Return the default configuration of `project_exp` for `tokens` rows."""
 
+    def config_with_options(self, config: GemmConfig) -> GemmConfig:
+        """Return the configuration of a `project_exp` that transforms logits or reduces rows.
+
+        It is `config`, that of a plain loss, if it can be.
+        """
+        return config
+
     def sampling_config(self, config: GemmConfig, tokens: int) -> GemmConfig:
         """Return the configuration of a `project_exp` that samples entries of `tokens` rows.
 
@@ -70,6 +77,10 @@ class Arch(ABC):
     @abstractmethod
     def search_space(self) -> tuple[GemmConfig, ...]:
         """Return every configuration that the tuner may try."""
+
+    def swapped_search_space(self) -> tuple[GemmConfig, ...]:
+        """Return those with swapped operands, that it may try for `project_exp` beside these."""
+        return ()
 
     @abstractmethod
     def stage_bytes(self, config: GemmConfig) -> int:

@@ -68,6 +68,7 @@ class Sm100(Arch):
         tile_m, tile_n, columns = config.tile_m, config.tile_n, self.EPI_TILE_COLUMNS
         poly = config.poly_exp2_per_16
         yield "pingpong", config.pingpong, not config.pingpong, "False (Hopper only)"
+        yield "swaps", config.swaps, not config.swaps, "False (Hopper only)"
         # with 128 rows, each row is a lane of tensor memory and hence a thread
         yield "tile_m", tile_m, tile_m == 128, "128 (tcgen05)"
         yield "tile_n", tile_n, tile_n % columns == 0, f"a multiple of {columns}"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cutefce.cute_kernels.arch.base import TILE_K, Arch, Rule, epi_tile_columns
@@ -22,6 +22,12 @@ TALL = GemmConfig(192, 128, cluster=1, stages=5, pingpong=True)
 LOW = GemmConfig(64, 256, cluster=1, stages=5, pingpong=True)
 COOPERATIVE = GemmConfig(128, 256, cluster=2, stages=4, pingpong=False)
 """Configurations of `project_exp`; the warpgroups of `COOPERATIVE` share each tile."""
+SWAPPED_144 = GemmConfig(128, 144, cluster=2, stages=5, pingpong=True, swaps=True)
+SWAPPED_160 = GemmConfig(128, 160, cluster=2, stages=5, pingpong=True, swaps=True)
+SWAPPED_208 = GemmConfig(128, 208, cluster=2, stages=4, pingpong=False, swaps=True)
+"""The same for few tokens, which are the columns of their tiles."""
+MAX_SWAPPED_TOKENS = 384
+"""Tokens that have them by default: each row block of more would read the whole weight again."""
 
 GRAD_128 = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
 GRAD_192 = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
@@ -48,6 +54,11 @@ MIN_GRAD_HIDDEN_UTILIZATION = 0.8
 """Fraction of dX's waves that must be useful work; below it cuBLAS, with other tiles, is faster."""
 
 
+def stored_tokens(tile_n: int) -> int:
+    """Return the tokens that a warp stores at a time, if operands are swapped."""
+    return tile_n // 2
+
+
 def fastest(kernel: str, columns: int) -> GemmConfig:
     """Return the configuration with the least `TIME_PER_COLUMN` over whole tiles of `columns`."""
     times = TIME_PER_COLUMN[kernel]
@@ -65,13 +76,22 @@ class Sm90(Arch):
     kept_sums_config: GemmConfig | None = GRAD_KEPT
 
     def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
-        return WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL, LOW, COOPERATIVE
+        few = SWAPPED_144, SWAPPED_160, SWAPPED_208
+        return WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL, LOW, COOPERATIVE, *few
 
     def default(self, tokens: int) -> GemmConfig:
-        return _fastest_project_exp((WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL), tokens)
+        configs = [WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL]
+        if tokens <= MAX_SWAPPED_TOKENS:
+            configs += SWAPPED_144, SWAPPED_160, SWAPPED_208
+        return _fastest_project_exp(configs, tokens)
+
+    def config_with_options(self, config: GemmConfig) -> GemmConfig:
+        if not config.swaps:
+            return config
+        return TALL if config.rows <= TALL.rows else WIDE_CLUSTER2
 
     def sampling_config(self, config: GemmConfig, tokens: int) -> GemmConfig:
-        if config.tile_m <= WIDE.tile_m:
+        if config.tile_m <= WIDE.tile_m and not config.swaps:
             return config
         # with the six rows of a thread of a tall tile, sampling spills registers
         return _fastest_project_exp((WIDE_CLUSTER2, WIDE), tokens)
@@ -90,18 +110,23 @@ class Sm90(Arch):
         return GRAD_128, GRAD_192, GRAD_256
 
     def search_space(self) -> tuple[GemmConfig, ...]:
-        # as many stages as fit, or one less: deeper pipelines hide more latency
-        found = []
+        found = []  # deeper pipelines hide more latency
         tiles = itertools.product((64, 128, 192, 256), (128, 160, 192, 256), (1, 2), (True, False))
         for tile_m, tile_n, cluster, pingpong in tiles:
-            legal: list[GemmConfig] = []
-            for stages in range(2, 17):
-                config = GemmConfig(tile_m, tile_n, cluster, stages, pingpong)
-                if self.is_legal(config):
-                    legal.append(config)
-            for config, raster_group in itertools.product(legal[:-3:-1], (8, 4, 16)):
+            deepest = self._deepest(GemmConfig(tile_m, tile_n, cluster, 2, pingpong))
+            for config, raster_group in itertools.product(deepest, (8, 4, 16)):
                 found.append(dataclasses.replace(config, raster_group=raster_group))
         return tuple(found)
+
+    def swapped_search_space(self) -> tuple[GemmConfig, ...]:
+        tiles = itertools.product((64, 128, 256), range(80, 257, 16), (1, 2), (True, False))
+        configs = (GemmConfig(m, n, c, 2, p, swaps=True) for m, n, c, p in tiles)
+        return tuple(itertools.chain.from_iterable(map(self._deepest, configs)))
+
+    def _deepest(self, config: GemmConfig) -> list[GemmConfig]:
+        """Return `config` with as many stages as fit, and with one less, if these are legal."""
+        configs = (dataclasses.replace(config, stages=stages) for stages in range(2, 17))
+        return list(filter(self.is_legal, configs))[:-3:-1]
 
     def accumulators(self, config: GemmConfig) -> int:
         """Return the float32 accumulators of a thread."""
@@ -118,6 +143,8 @@ class Sm90(Arch):
         return (config.tile_m + config.tile_n) * TILE_K * 2
 
     def epi_tile_bytes(self, config: GemmConfig) -> int:
+        if config.swaps:  # exponentials of eight warps, and their maxima and sums
+            return 8 * (16 * 2 * stored_tokens(config.tile_n) + 2 * 4 * config.tile_n)
         return 2 * 64 * max(epi_tile_columns(config.tile_n, size) * size for size in (2, 4))
 
     def rules(self, config: GemmConfig) -> Iterator[Rule]:
@@ -126,15 +153,16 @@ class Sm90(Arch):
         yield "tile_m", tile_m, tile_m % rows == 0, f"a multiple of {rows} (wgmma)"
         yield "tile_n", tile_n, tile_n % 16 == 0, "a multiple of 16 (stmatrix)"
         yield "tile_n", tile_n, tile_n <= 256, "at most 256 (wgmma)"
-        fits = self.accumulators(config) <= 208
-        yield "tile", (tile_m, tile_n), fits, "at most 208 accumulators a thread"
+        most = 160 if config.swaps else 208  # beside maxima and sums of many tokens
+        fits = self.accumulators(config) <= most
+        yield "tile", (tile_m, tile_n), fits, f"at most {most} accumulators a thread"
         yield "two_cta", config.two_cta, not config.two_cta, "False (Blackwell only)"
         yield "poly_exp2_per_16", poly, not poly, "0 (Blackwell only)"
         # a stage is released once the MMAs of the next one have been issued
         yield "stages", config.stages, config.stages >= 2, "at least 2"
 
 
-def _fastest_project_exp(configs: tuple[GemmConfig, ...], tokens: int) -> GemmConfig:
+def _fastest_project_exp(configs: Sequence[GemmConfig], tokens: int) -> GemmConfig:
     """Return the configuration with the least time for `tokens` rows, or `LOW` for few."""
     if tokens <= LOW.rows:
         return LOW

@@ -58,6 +58,8 @@ class TileScheduler:
     columns: Int32
     selects: Int32
     """Whether rows of the last row block beyond `rows` are stored: they must be 0."""
+    last_k: Any = None
+    """K of the last K tile that is not 0; None if all of it may be."""
 
     @cute.jit
     def num_work_tiles(self) -> Int32:
@@ -111,14 +113,14 @@ def make_tile_scheduler(
     vocab_splits: Int32,
     most_splits: Int32,
 ) -> TileScheduler:
-    """Return the scheduler for the tokens a (M, K) that count, and b (N, K).
+    """Return the scheduler for the tokens a (N, D) that count, and the weight b (V, D).
 
     `vocab_splits` are those for all tokens; for fewer there are more, at most `most_splits`.  One
     row block is computed even of no tokens, so that what a GEMM over them reads is 0, unless
     `row_count` says that nothing is.
     """
     (size, inner), columns = a.shape, b.shape[0]
-    n_tiles = (columns + config.tile_n - 1) // config.tile_n
+    n_tiles = (columns + config.columns - 1) // config.columns
     rows = Int32(size)
     row_blocks = (rows + config.rows - 1) // config.rows
     splits = vocab_splits
@@ -167,10 +169,13 @@ def make_gemm_scheduler(
     rows = Int32(size)
     row_blocks = (rows + config.rows - 1) // config.rows
     k_tiles, splits = (inner + tile_k - 1) // tile_k, k_splits
+    last_k = None
     cluster, clusters, rank = place(config)
+    tokens = Int32(inner)
     if row_count.selects != 0:
         if cutlass.const_expr(tokens_inside):
             count, computes = counted_rows(row_count, Int32(inner))
+            tokens = count
             k_tiles = cutlass.max((count + tile_k - 1) // tile_k, 1)
             if cutlass.const_expr(overwrite is not None):
                 if count == 0 and overwrite == 0:
@@ -181,6 +186,8 @@ def make_gemm_scheduler(
             row_blocks = cutlass.max((rows + config.rows - 1) // config.rows, computes)
         if cutlass.const_expr(k_splits is not None):
             splits = order.fewest_waves(row_blocks * n_tiles, clusters, k_tiles, Int32)
+    if cutlass.const_expr(tokens_inside):
+        last_k = cutlass.max(tokens - (k_tiles - 1) * tile_k, 1)
     return TileScheduler(
         row_blocks=row_blocks,
         vocab_splits=n_tiles,
@@ -193,6 +200,7 @@ def make_gemm_scheduler(
         rows=rows,
         columns=columns,
         selects=row_count.selects,
+        last_k=last_k,
     )
 
 

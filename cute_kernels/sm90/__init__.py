@@ -1,9 +1,12 @@
 """Hopper kernels.
 
-mainloop.py         TMA loads and wgmma: tiles of a GEMM, from memory to registers
-project_exp.py      where logits become exponentials
-gradient.py         where dW is written; dX's sums
-epilogue_store.py   registers to memory, by TMA
-long_lists.py       terms of soft targets added to registers
-kept_store.py       registers added to sums of 20 or 24 bits in memory
+mainloop.py              TMA loads and wgmma: tiles of a GEMM, from memory to registers
+project_exp_launch.py    launch and roles of the next two
+project_exp.py           where logits become exponentials
+project_exp_swapped.py   the same for few tokens, with operands swapped
+gradient.py              where dW is written; dX's sums
+epilogue_store.py        registers to memory, by TMA
+transposed_store.py      the same with columns of registers as rows
+long_lists.py            terms of soft targets added to registers
+kept_store.py            registers added to sums of 20 or 24 bits in memory
 """

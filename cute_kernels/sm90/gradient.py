@@ -102,6 +102,7 @@ class GradGemmSm90(MainloopSm90):
         operands = kernel.arch, kernel.dtype, kernel.config, a, b
         super().__init__(*operands, only_flagged=False, skip_missing_rows=False)
         assert kernel.has_targets or not kernel.rank_one
+        assert not kernel.config.swaps
         assert kernel.WARPS * 32 == MMA_WARP_GROUPS * WARP_GROUP_THREADS
         self.final, self.tokens_inside = kernel.final, kernel.wrt == "weight"
         out_dtype = self.dtype if self.final else Float32
@@ -229,7 +230,12 @@ class GradGemmSm90(MainloopSm90):
             n_start = column * tile[1]
             k_tiles = work_tile.k_end - work_tile.k_start
             other_k_tiles = other.k_end - other.k_start
-            state = self.mma(pipe, tiled_mma, consumer, state, k_tiles, other_k_tiles)
+            last_k = None
+            if cutlass.const_expr(self.tokens_inside and self.final):
+                last_k = Int32(tile[2])
+                if work_tile.k_end == scheduler.k_tiles:
+                    last_k = scheduler.last_k
+            state = self.mma(pipe, tiled_mma, consumer, state, k_tiles, other_k_tiles, last_k)
             if cutlass.const_expr(rank_one is not None):
                 self.add_rank_one(consumer, rank_one, m_start, n_start, scheduler)
             if cutlass.const_expr(targets is not None):

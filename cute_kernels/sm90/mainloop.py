@@ -44,6 +44,8 @@ class NamedBarrier(IntEnum):
     MMA_TURN_WG0 = 1
     """Ping-pong: warpgroup 0 may issue MMAs."""
     MMA_TURN_WG1 = 2
+    WARP_GROUP0 = 3
+    """The warps of warpgroup 0 alone; those of warpgroup 1 have the next."""
 
 
 @dataclass(frozen=True)
@@ -206,9 +208,8 @@ class MainloopSm90:
         atoms_a, g_a, s_a = a
         loads_a = []
         for load_rows, atom_a in zip(self.load_rows, atoms_a, strict=True):
-            shape = load_rows, tile[2]
-            operand = atom_a, g_a, cute.flat_divide(s_a, shape)
-            loads_a.append(partition(operand, shape, Int32(0), 1))
+            operand = atom_a, g_a, cute.flat_divide(s_a, (load_rows, tile[2]))
+            loads_a.append(partition(operand, (load_rows, tile[2]), Int32(0), 1))
         load_b, from_b, to_b = partition(b, (tile[1], tile[2]), scheduler.rank, config.cluster)
         multicast = {"mcast_mask": cutlass.Int16((1 << config.cluster) - 1)}
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
@@ -216,10 +217,10 @@ class MainloopSm90:
         syncs, max_polls = Int32(0), Int32(MAX_POLLS)
         for index in cutlass.range(scheduler.cluster, scheduler.num_indices(), scheduler.clusters):
             work_tile = scheduler.work_tile(index)
-            row, split, n_end = scheduler.coord(
+            row_block, split, n_end = scheduler.coord(
                 work_tile.number, config.raster_group, semaphores if self.only_flagged else None
             )
-            row = row * config.cluster + scheduler.rank
+            row = row_block * config.cluster + scheduler.rank
             loaded_rows, spans = self.rows_to_load(scheduler, row)
             tile_bytes = (loaded_rows + tile[1]) * self.row_bytes
             # sync while all clusters have tiles left; a single row block shares no tiles
@@ -228,6 +229,9 @@ class MainloopSm90:
             if not is_full_wave or scheduler.rank != 0 or scheduler.row_blocks == 1:
                 sync_end = Int32(0)
             for column in cutlass.range(split, n_end, scheduler.vocab_splits):
+                a_tile, b_tile = row, column
+                if cutlass.const_expr(config.swaps):
+                    a_tile, b_tile = column * config.cluster + scheduler.rank, row_block
                 for k_tile in cutlass.range(work_tile.k_start, work_tile.k_end, unroll=1):
                     if cutlass.const_expr(not self.only_flagged):
                         if k_tile % SYNC_EVERY_STAGES == 0 and column < sync_end:
@@ -242,16 +246,17 @@ class MainloopSm90:
                     full = pipe.producer_get_barrier(state)
                     for i in cutlass.range_constexpr(len(spans)):
                         (load_a, from_a, to_a), (first, last) = loads_a[i], spans[i]
+                        start = a_tile * (tile[0] // self.load_rows[i])
                         for rows in cutlass.range(first, last, unroll=1):
                             cute.copy(
                                 load_a,
-                                from_a[None, row * (tile[0] // self.load_rows[i]) + rows, k_tile],
+                                from_a[None, start + rows, k_tile],
                                 to_a[None, rows, 0, state.index],
                                 tma_bar_ptr=full,
                             )
                     cute.copy(
                         load_b,
-                        from_b[None, column, k_tile],
+                        from_b[None, b_tile, k_tile],
                         to_b[None, state.index],
                         tma_bar_ptr=full,
                         **(multicast if config.cluster > 1 else {}),
@@ -287,10 +292,7 @@ class MainloopSm90:
         while arrivals < target and polls < max_polls:
             arrivals = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
             polls += 1
-        next_max_polls = max_polls
-        if arrivals < target:
-            next_max_polls = Int32(0)
-        return next_max_polls
+        return max_polls * Int32(arrivals >= target)
 
     @cute.jit
     def make_consumer(
@@ -298,10 +300,9 @@ class MainloopSm90:
     ) -> Any:
         """Return the thread's `Consumer` and the pipeline state of its first tile."""
         config = self.config
-        thread = cute.arch.thread_idx()[0] % WARP_GROUP_THREADS
-        warp_group_idx = (
-            cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP_GROUP_THREADS) - 1
-        )
+        thread_idx = cute.arch.thread_idx()[0]
+        warp_group_idx = cute.arch.make_warp_uniform(thread_idx // WARP_GROUP_THREADS) - 1
+        thread = thread_idx % WARP_GROUP_THREADS
         m_half = Int32(0) if cutlass.const_expr(config.pingpong) else warp_group_idx
         slice_mma = tiled_mma.get_slice(m_half * WARP_GROUP_THREADS)
         consumer = Consumer(
@@ -331,17 +332,20 @@ class MainloopSm90:
         state: Any,
         k_tiles: Int32,
         other_k_tiles: Int32,
+        last_k: Any = None,
     ) -> Any:
         """Compute one tile of `k_tiles` stages; return the state of the warpgroup's next tile.
 
-        In ping-pong, `other_k_tiles` are the stages of the other warpgroup's tile in between.
+        In ping-pong, `other_k_tiles` are the stages of the other warpgroup's tile in between.  With
+        `last_k`, operands are 0 from that K of the last stage on.
         """
         acc, a, b = consumer.acc, consumer.tCrA, consumer.tCrB
         if cutlass.const_expr(self.config.pingpong):
             self.await_mma_turn(consumer.warp_group_idx)
         release_state = state.clone()
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
-        for k_tile in cutlass.range(k_tiles, unroll=1):
+        whole = k_tiles if cutlass.const_expr(last_k is None) else k_tiles - 1
+        for k_tile in cutlass.range(whole, unroll=1):
             pipe.consumer_wait(state)
             warpgroup.fence()
             for k_block in cutlass.range_constexpr(self.tile[2] // 16):
@@ -354,10 +358,24 @@ class MainloopSm90:
                 pipe.consumer_release(release_state)
                 release_state.advance()
             state.advance()
+        if cutlass.const_expr(last_k is not None):  # branches would delay the MMAs of other stages
+            pipe.consumer_wait(state)
+            warpgroup.fence()
+            for k_block in cutlass.range_constexpr(self.tile[2] // 16):
+                if 16 * k_block < last_k:
+                    coord = (None, None, k_block, state.index)
+                    cute.gemm(tiled_mma, acc, a[coord], b[coord], acc)
+                    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+            state.advance()
         if cutlass.const_expr(self.config.pingpong):
             self.yield_mma_turn(consumer.warp_group_idx)
             state.advance(other_k_tiles)
         warpgroup.wait_group(0)
+        if cutlass.const_expr(last_k is not None):
+            if k_tiles > 1:
+                pipe.consumer_release(release_state)
+                release_state.advance()
         pipe.consumer_release(release_state)
         return state
 

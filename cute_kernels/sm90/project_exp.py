@@ -8,14 +8,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
+from cutlass import Float32, Int32
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2
 from cutefce.cute_kernels.common.logit_transform import (
-    Transform,
     column_bias,
     load_bias,
     row_scale,
@@ -28,117 +25,30 @@ from cutefce.cute_kernels.common.online_softmax import (
     project_exp_arguments,
 )
 from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum, finite
-from cutefce.cute_kernels.common.sampling import Samples, append_entries, place_entries
-from cutefce.cute_kernels.schedule.scheduler import (
-    RowCount,
-    TileScheduler,
-    make_tile_scheduler,
-)
+from cutefce.cute_kernels.common.sampling import append_entries, place_entries
+from cutefce.cute_kernels.schedule.scheduler import TileScheduler
 from cutefce.cute_kernels.sm90.epilogue_store import EpilogueStoreSm90
-from cutefce.cute_kernels.sm90.mainloop import Consumer, MainloopSm90, Operand
+from cutefce.cute_kernels.sm90.mainloop import Consumer
+from cutefce.cute_kernels.sm90.project_exp_launch import ProjectExpLaunchSm90
+from cutefce.cute_kernels.sm90.project_exp_swapped import ProjectExpSwappedSm90
 
 
 def compile_signature(kernel: spec.ProjectExpSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and the arguments to compile it for."""
-    return ProjectExpSm90(kernel), project_exp_arguments(kernel)
+    chosen = ProjectExpSwappedSm90 if kernel.config.swaps else ProjectExpSm90
+    return chosen(kernel), project_exp_arguments(kernel)
 
 
-class ProjectExpSm90(MainloopSm90):
-    """The kernel and its launch."""
+class ProjectExpSm90(ProjectExpLaunchSm90):
+    """The kernel with tokens along wgmma's M."""
 
     def __init__(self, kernel: spec.ProjectExpSpec) -> None:
-        k_major = Operand(k_major=True)
-        operands = kernel.arch, kernel.dtype, kernel.config, k_major, k_major
-        super().__init__(*operands, only_flagged=kernel.only_flagged, skip_missing_rows=True)
-        self.sums, self.store = kernel.sums, kernel.store
+        super().__init__(kernel)
         self.softcap = kernel.transform.softcap
         self.reducer = RowReducer(kernel.reductions)
         # of accumulators (v, ·, j) of a row, relative to the thread's first one
         self.columns = tuple(8 * j + v for j in range(self.tile[1] // 8) for v in range(2))
         self.epilogue = EpilogueStoreSm90(self.dtype, kernel.config.tile_n)
-
-    @cute.jit
-    def __call__(
-        self,
-        h: cute.Tensor,
-        w: cute.Tensor,
-        reference: cute.Tensor,
-        target: cute.Tensor,
-        sums: cute.Tensor | None,
-        exps: cute.Tensor | None,
-        semaphores: cute.Tensor,
-        transform: Transform | None,
-        reductions: cute.Tensor | None,
-        samples: Samples | None,
-        count: cute.Tensor,
-        selects: Int32,
-        first: Int32,
-        vocab_splits: Int32,
-        clusters: Int32,
-        stream: Any,
-    ) -> None:
-        """Launch on `clusters` clusters, which must fit on the device at the same time.
-
-        Each parameter is one argument that the host passes by position.
-        """
-        h_loads, w_load = self.tma_loads(h, w)
-        e_store = None, None, None
-        if cutlass.const_expr(self.store):
-            e_store = self.epilogue.tma_store(exps)
-        self.kernel(
-            self.tiled_mma(self.m_halves),
-            h_loads,
-            w_load,
-            e_store,
-            Rows(reference, target, sums, semaphores, transform, reductions, samples, first),
-            RowCount(count, selects),
-            vocab_splits,
-        ).launch(**self.launch_shape(clusters), stream=stream)
-
-    @cute.kernel
-    def kernel(
-        self,
-        tiled_mma: cute.TiledMma,
-        h: Any,
-        w: Any,
-        e: Any,
-        rows: Rows,
-        row_count: RowCount,
-        vocab_splits: Int32,
-    ) -> None:
-        """Assign warps to roles; h, w and e are (TMA atoms, coordinates, shared memory layout)."""
-        config = self.config
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        (loads_h, g_h, h_layout), (load_w, g_w, w_layout), (store_e, g_e, e_layout) = h, w, e
-        if warp == 0:
-            for load in (*loads_h, load_w):
-                cpasync.prefetch_descriptor(load)
-
-        smem = SmemAllocator()
-        barriers = smem.allocate_array(Int64, 2 * config.stages)
-        s_h = smem.allocate_tensor(self.dtype, h_layout.outer, 1024, h_layout.inner)
-        s_w = smem.allocate_tensor(self.dtype, w_layout.outer, 1024, w_layout.inner)
-        s_e = None
-        if cutlass.const_expr(self.store):
-            s_e = smem.allocate_tensor(self.dtype, e_layout.outer, 1024, e_layout.inner)
-        pipe = self.make_pipeline(barriers)
-        most = (g_w.shape[0] + self.tile[1] - 1) // self.tile[1]
-        if cutlass.const_expr(self.sums):
-            most = rows.sums.shape[1] // config.partials_per_row
-        splits = vocab_splits, most
-        scheduler = make_tile_scheduler(config, self.tile[2], g_h, g_w, row_count, *splits)
-        cute.arch.griddepcontrol_launch_dependents()
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(self.producer_registers)
-            if warp == 0:
-                # h and w are older than the previous kernel; one row block needs no semaphores
-                if not self.sums or scheduler.row_blocks > 1:
-                    cute.arch.griddepcontrol_wait()
-                h_operand, w_operand = (loads_h, g_h, s_h), (load_w, g_w, s_w)
-                self.load(scheduler, pipe, h_operand, w_operand, rows.semaphores)
-        else:
-            cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(scheduler, pipe, tiled_mma, (s_h, s_w), (store_e, g_e, s_e), rows)
 
     @cute.jit
     def consume(
@@ -147,10 +57,11 @@ class ProjectExpSm90(MainloopSm90):
         pipe: Any,
         tiled_mma: cute.TiledMma,
         inputs: Any,
-        e: Any,
+        outputs: Any,
         rows: Rows,
     ) -> None:
-        """Consumer: run the MMAs of tile after tile and reduce or store their exponentials."""
+        """Consumer: see `ProjectExpLaunchSm90`."""
+        e, _ = outputs
         config, tile, vocab_splits = self.config, self.tile, scheduler.vocab_splits
         consumer, state = self.make_consumer(scheduler, tiled_mma, *inputs)
         acc, parity = consumer.acc, consumer.parity

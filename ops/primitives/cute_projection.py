@@ -230,7 +230,7 @@ class CuteProjection(SamplingSteps, SoftTargetSteps):
     ) -> None:
         first, last = window
         # one split a tile: there are no sums to keep in registers across tiles
-        launch, splits = compiled(self.kernels.exps), ceil_div(last - first, self.config.tile_n)
+        launch, splits = compiled(self.kernels.exps), ceil_div(last - first, self.config.columns)
         semaphores = self._take_semaphores(h)
         rows = reference, targets.index, None, exps, semaphores
         transform = launch_transform(targets, window), None, None

@@ -46,13 +46,22 @@ def test_cublas_can_win(file: Path) -> None:
     assert lookup.kernel_configs(PROBLEM, GPU).grad_hidden is None
 
 
+def test_few_tokens_of_a_bucket_have_smaller_tiles(file: Path) -> None:
+    problem = dataclasses.replace(PROBLEM, tokens=192)
+    key = dataclasses.replace(KEY, tokens=192)
+    table_io.write(file, dataclasses.replace(TABLE, entries={key: ENTRY}, rejected={}))
+    assert look(problem) == TUNED and TUNED.rows == 192
+    few = dataclasses.replace(problem, tokens=130)
+    assert look(few) == Sm90().default(130) and Sm90().default(130).swaps
+
+
 def test_exact_then_nearest_then_default(file: Path) -> None:
     far = dataclasses.replace(KEY, tokens=512)
     entries = {KEY: ENTRY, far: dataclasses.replace(ENTRY, config=OTHER)}
     table_io.write(file, dataclasses.replace(TABLE, entries=entries, rejected={}))
     assert look() == TUNED
     assert look(dataclasses.replace(PROBLEM, tokens=7000)) == TUNED, "the same bucket"
-    assert look(dataclasses.replace(PROBLEM, tokens=400, vocab=128256)) == OTHER
+    assert look(dataclasses.replace(PROBLEM, tokens=500, vocab=128256)) == OTHER
     for other in ({"dtype": "float16"}, {"tokens": 8}):
         problem = dataclasses.replace(PROBLEM, **other)
         assert look(problem) == Sm90().default(problem.tokens)

@@ -242,7 +242,7 @@ def test_pruned_candidates() -> None:
 
 def test_candidates_are_legal_and_contain_the_defaults() -> None:
     arch = Sm90()
-    every = arch.search_space()
+    every = *arch.search_space(), *arch.swapped_search_space()
     assert len(set(every)) == len(every) > 100
     assert all(arch.is_legal(config) for config in every)
     assert set(arch.prebuilt_configs()) <= set(every)

@@ -22,6 +22,7 @@ from cutefce.cute_kernels.jit.compiler import report
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOW_BITS, MIN_SELECTED, Problem
 from cutefce.cute_kernels.variant import (
     IDENTITY,
+    PREBUILT,
     SUM_ONLY,
     KernelVariant,
     LogitTransform,
@@ -258,6 +259,7 @@ class Launches:
     def __init__(self, config: GemmConfig, variant: KernelVariant, case: Case) -> None:
         dtype = str(case.h.dtype).removeprefix("torch.")
         self.kernels = kernel_set.kernel_set(ARCH, dtype, with_project_exp(config), variant)
+        config = self.kernels.row_sums.config
         self.config, self.case, (self.tokens, self.vocab) = config, case, (len(case.h), len(case.w))
         self.operands = operands_of(variant.transform, self.tokens, self.vocab)
         self.transform = None if variant.transform == IDENTITY else self.operands
@@ -428,7 +430,7 @@ REDUCTIONS = {
 
 def check_reductions(config: GemmConfig, variant: KernelVariant, case: Case) -> None:
     """Compare the reductions of whole rows with float64; row sums stay those without them."""
-    options = variant.reductions
+    options, config = variant.reductions, ARCH.config_with_options(config)
     launches = Launches(config, variant, case)
     plain = variant._replace(reductions=SUM_ONLY)
     kernels, others_ = launches.kernels, Launches(config, plain, case)
@@ -764,6 +766,16 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     assert [kernel.__name__ for kernel in launched] == [f"{name}Spec" for name in names]
 
 
+@pytest.mark.parametrize("tokens", [130, 300])
+def test_variants_do_not_swap_operands(tokens: int) -> None:
+    configs = Sm90().default_configs(tokens, hidden=4096, num_sms=132)
+    assert configs.project_exp.swaps
+    kernels = kernel_set.kernel_set(Sm90(), "bfloat16", configs, PREBUILT[0])
+    rows = kernels.row_sums.config.rows
+    assert not kernels.row_sums.config.swaps and rows < 2 * tokens
+    assert kernels.reduce_partials.rows == kernels.repair_exps.config.rows == rows
+
+
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
     configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
@@ -865,6 +877,8 @@ def test_configurations_are_legal(arch: Arch) -> None:
         (GemmConfig(128, 200, 2, 5, True), "tile_n: got 200"),
         (GemmConfig(128, 192, 4, 5, True), "cluster: got 4"),
         (GemmConfig(128, 256, 2, 3, True), "accumulators"),
+        (GemmConfig(128, 176, 2, 2, True, swaps=True), "at most 160 accumulators"),
+        (GemmConfig(128, 144, 2, 6, True, swaps=True), "shared memory"),
         (GemmConfig(128, 192, 2, 6, True), "shared memory"),
         (GemmConfig(128, 192, 2, 1, True), "stages: got 1, expected at least 2"),
         (GemmConfig(0, 192, 2, 5, True), "at least one row"),

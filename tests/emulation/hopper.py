@@ -104,14 +104,16 @@ def wait(warp: Warp, mask: Any, line: str, operands: list[str]) -> Pause | None:
     return Pause.WAIT if min(incomplete, default=last) < last else None
 
 
-@handles("stmatrix.sync.aligned.m8n8.x4.shared.b16")
+@handles("stmatrix.sync.aligned.m8n8")
 def store_matrices(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     assert mask.all(), "a whole warp stores"
     place, *registers = operands
     addresses = warp.value(place)
     assert (addresses >> 24 == warp.block.rank).all(), "a block touches its own shared memory"
     assert not (addresses & 15).any(), "addresses are aligned"
-    lane = np.arange(LANES)
     for i, register in enumerate(registers):
-        at = ((addresses[8 * i + lane // 4] & OFFSET) - SHARED) // 4 + lane % 4
-        warp.block.words(4, at)[at] = warp.value(register).astype(np.uint32)
+        pairs = warp.value(register).astype(np.uint32).view(np.uint16).reshape(8, 8)
+        matrix = pairs.T if ".trans" in line else pairs
+        starts = ((addresses[8 * i : 8 * i + 8] & OFFSET) - SHARED) // 2
+        at = starts[:, None] + np.arange(8)
+        warp.block.words(2, at)[at] = matrix

@@ -209,6 +209,12 @@ def shuffle(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     warp.put(operands[0], values[lanes & 31], mask)
 
 
+@handles("vote.sync.any.pred")
+def vote(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
+    assert mask.all(), "a whole warp votes"
+    warp.put(operands[0], np.full(LANES, warp.value(operands[1]).any()), mask)
+
+
 # Registers
 
 

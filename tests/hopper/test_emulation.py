@@ -63,13 +63,18 @@ TALL = GemmConfig(128, 64, cluster=2, stages=3, pingpong=True)
 COOPERATIVE = GemmConfig(128, 64, cluster=1, stages=3, pingpong=False)
 SHARED = GemmConfig(128, 80, cluster=2, stages=2, pingpong=False)
 CONFIGS = (PINGPONG, TALL, COOPERATIVE, SHARED)
+SWAPPED = GemmConfig(64, 48, cluster=2, stages=2, pingpong=True, swaps=True)
+SWAPPED_TALL = GemmConfig(256, 32, cluster=1, stages=3, pingpong=False, swaps=True)
+PROJECTIONS = (*CONFIGS, SWAPPED, SWAPPED_TALL)
+"""Configurations of `project_exp`; those of gradients have no swapped operands."""
 
 
 @functools.cache
 def kernels_of(
     config: GemmConfig, variant: KernelVariant = PLAIN, dtype: str = "bfloat16"
 ) -> KernelSet:
-    return kernel_set(ARCH, dtype, KernelConfigs(config, config, config), variant)
+    gradient = COOPERATIVE if config.swaps else config
+    return kernel_set(ARCH, dtype, KernelConfigs(config, gradient, gradient), variant)
 
 
 SHAPES = {
@@ -80,7 +85,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", PROJECTIONS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_sums_and_exponentials(config: GemmConfig, shape: tuple[int, int, int]) -> None:
     case, kernel = Case(*shape), kernels_of(config).row_sums_and_exps
@@ -91,7 +96,7 @@ def test_sums_and_exponentials(config: GemmConfig, shape: tuple[int, int, int]) 
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("config", [TALL, COOPERATIVE], ids=str)
+@pytest.mark.parametrize("config", [TALL, COOPERATIVE, SWAPPED], ids=str)
 def test_every_order_of_events(config: GemmConfig, seed: int) -> None:
     """More K tiles than stages, and several work tiles a cluster."""
     case, kernel = Case(2 * config.rows + 9, 5 * 64, 200), kernels_of(config).row_sums_and_exps
@@ -100,7 +105,7 @@ def test_every_order_of_events(config: GemmConfig, seed: int) -> None:
     check(launch, case)
 
 
-@pytest.mark.parametrize("config", [PINGPONG, SHARED], ids=str)
+@pytest.mark.parametrize("config", [PINGPONG, SHARED, SWAPPED], ids=str)
 def test_sums_alone(config: GemmConfig) -> None:
     case, kernel = Case(200, 72, 300, scale=60.0), kernels_of(config).row_sums
     launch = case.launch(kernel, vocab_splits=2)
@@ -111,7 +116,7 @@ def test_sums_alone(config: GemmConfig) -> None:
     torch.testing.assert_close(got, u.logsumexp(1), rtol=1e-6, atol=1e-3)
 
 
-@pytest.mark.parametrize("config", [TALL, COOPERATIVE], ids=str)
+@pytest.mark.parametrize("config", [TALL, COOPERATIVE, SWAPPED], ids=str)
 def test_recomputed_exponentials(config: GemmConfig) -> None:
     case, kernel = Case(200, 72, 200, first=5000), kernels_of(config).exps
     launch = case.launch(kernel, vocab_splits=2)
@@ -119,7 +124,7 @@ def test_recomputed_exponentials(config: GemmConfig) -> None:
     check(launch, case)
 
 
-@pytest.mark.parametrize("config", [PINGPONG, SHARED], ids=str)
+@pytest.mark.parametrize("config", [PINGPONG, SHARED, SWAPPED], ids=str)
 def test_only_flagged_blocks_are_stored_again(config: GemmConfig) -> None:
     case, kernel = Case(3 * config.rows + 1, 64, 200), kernels_of(config).repair_exps
     launch = case.launch(kernel, vocab_splits=1)
@@ -155,17 +160,29 @@ def test_row_reductions(config: GemmConfig) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
 
 
-def test_a_bad_row_stays_alone() -> None:
-    case, kernel = Case(150, 72, 150), kernels_of(TALL).row_sums_and_exps
+@pytest.mark.parametrize("config", [TALL, SWAPPED], ids=str)
+def test_a_bad_row_stays_alone(config: GemmConfig) -> None:
+    case, kernel = Case(150, 72, 150), kernels_of(config).row_sums_and_exps
     clean, bad = (case.launch(kernel, 1) for _ in range(2))
     clean.run(run, kernel, clusters=1)
     bad.h = bad.h.copy()
     bad.h[123, 5] = 0x7FC0
     bad.run(run, kernel, clusters=1)
     others = np.arange(150) != 123
-    assert np.isnan(bad.sums[123]).all()
+    assert np.isnan(bad.sums[123].sum())
     assert np.array_equal(bad.sums[others], clean.sums[others])
     assert np.array_equal(bad.exps[others], clean.exps[others])
+
+
+def test_rows_have_the_same_bits_anywhere() -> None:
+    """Lanes add the sums of different tokens in the same order."""
+    case, kernel = Case(96, 72, 700), kernels_of(SWAPPED).row_sums_and_exps
+    for rows in (case.h, case.y, case.reference):
+        rows[:] = rows[0].clone()
+    launch = case.launch(kernel, vocab_splits=1)
+    launch.run(run, kernel, clusters=1)
+    assert (launch.sums == launch.sums[0]).all()
+    assert (launch.exps == launch.exps[0]).all()
 
 
 # Gradients
@@ -584,7 +601,7 @@ def test_row_coefficients(
 
 
 @pytest.mark.parametrize("count", [0, 1, 64, 100, 150])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", PROJECTIONS, ids=str)
 def test_counted_rows_of_project_exp(config: GemmConfig, count: int) -> None:
     case, kernel = Case(150, 72, 150), kernels_of(config).row_sums_and_exps
     launch = launch_of_counted(case, kernel, count)
@@ -599,6 +616,18 @@ def test_counted_rows_of_gradients(config: GemmConfig, count: int, overwrite: in
     kernels, case = kernels_of(config), Product(150, 136, 330, torch.bfloat16, count)
     check_sums(kernels.grad_weight_accumulate, case, 1, overwrite, count)
     check_sums(kernels.grad_hidden, case, 2, overwrite, count)
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 97])
+def test_counted_rows_of_final_gradients(count: int) -> None:
+    """MMAs beyond the last token are skipped; without any token, accumulators are 0."""
+    case, kernel = Product(150, 136, 330, torch.bfloat16, count), kernels_of(TALL).grad_weight
+    assert kernel is not None
+    out, terms = torch.full((330, 136), torch.nan).bfloat16(), (*case.csr(), torch.tensor([0.25]))
+    rows = torch.zeros(1, dtype=torch.int32), torch.tensor([count], dtype=torch.int32), 1
+    run(kernel, case.e.t(), case.h.t(), out, terms, None, *rows, 2, None, None)
+    want = case.e[:count].double().t() @ case.h[:count].double() + case.target_terms()
+    torch.testing.assert_close(out.double(), 0.25 * want, rtol=1.01 * 2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [0, 150])
@@ -726,7 +755,7 @@ def test_entries_of_soft_targets(first: int) -> None:
 
 
 @pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
-@pytest.mark.parametrize("config", [TALL, COOPERATIVE], ids=str)
+@pytest.mark.parametrize("config", [TALL, COOPERATIVE, SWAPPED], ids=str)
 def test_fused_forward(config: GemmConfig, selects: bool) -> None:
     case = random_case(150, 72, 333, dtype=torch.bfloat16, ignored=0.6 if selects else 0.1)
     kernels, splits, most = kernels_of(config), 1, 3 if selects else 1

@@ -33,6 +33,7 @@ from tests.support.reference import Case, random_case
 
 TALL = GemmConfig(128, 64, cluster=2, stages=3, pingpong=True)
 COOPERATIVE = GemmConfig(128, 64, cluster=1, stages=3, pingpong=False)
+SWAPPED = GemmConfig(64, 48, cluster=2, stages=2, pingpong=True, swaps=True)
 TOKENS, HIDDEN, VOCAB, BLOCK, LEAST = 150, 72, 333, 16, 32
 NUM_SMS = 2
 MEMORY = DwMemory(TOKENS, HIDDEN, VOCAB, BLOCK)
@@ -59,8 +60,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def kernels_of(config: GemmConfig, own_dx: bool) -> KernelSet:
-    grad_hidden, short = (config, TALL) if own_dx else (None, None)
-    configs = KernelConfigs(config, grad_hidden, config, short)
+    gradient = COOPERATIVE if config.swaps else config
+    grad_hidden, short = (gradient, TALL) if own_dx else (None, None)
+    configs = KernelConfigs(config, grad_hidden, gradient, short)
     return kernel_set(arch_named("sm_90a"), "bfloat16", configs)
 
 
@@ -144,7 +146,7 @@ def test_it_equals_its_kernels(
     reduction: str, selects: bool, far: bool, layout: WindowLayout, bits: int | None
 ) -> None:
     case, options = random_problem(far), LossOptions(reduction)
-    kernels = kernels_of(COOPERATIVE, own_dx=far)
+    kernels = kernels_of(SWAPPED if far else COOPERATIVE, own_dx=far)
     got = fused(case, kernels, selects, options, [layout], bits)
     want = separate(case, kernels, selects, options, layout, bits)
     for a, b in zip(got, want, strict=True):

@@ -495,7 +495,7 @@ def _fused_backward(
             assert row[Window.MEMORY] != ExpsMemory.KEPT and i >= probabilities * in_reference
             of_rows = dense[:rows], part, reference[:rows], index[:rows]
             of_all = None, exps, own[0], None, None, None, *counted, first
-            splits = ceil_div(columns, kernel.exps_config.tile_n)
+            splits = ceil_div(columns, kernel.exps_config.columns)
             clusters = num_sms // kernel.exps_config.cluster
             model_of(kernel.exps)(*of_rows, *of_all, splits, clusters)
         kind = row[BackwardWindow.GRAD_HIDDEN]

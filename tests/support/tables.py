@@ -8,7 +8,7 @@ from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
 
 GPU = Gpu(Sm90(), "NVIDIA Test 9000", 132)
-_, _, _, TUNED, _, OTHER = Sm90().prebuilt_configs()
+TUNED, OTHER = (Sm90().prebuilt_configs()[i] for i in (3, 5))
 KERNELS, DSL = jit_cache.source_fingerprint(), lookup.dsl_version()
 VERSIONS = {"kernels": KERNELS, table.DSL_PACKAGE: DSL}
 KEY = Key("project_exp", "bfloat16", 4096, 131072, 8192)

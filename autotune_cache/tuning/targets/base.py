@@ -146,7 +146,7 @@ class TuningTarget(abc.ABC):
     def cost(self, problem: Problem, candidate: Candidate) -> float:
         """Return the predicted cost, up to a factor."""
 
-    def distinct_configs(self, rows: int) -> Sequence[Candidate]:
+    def distinct_configs(self, rows: int) -> tuple[Candidate, ...]:
         """Return the configurations that differ for a GEMM with `rows` rows."""
         distinct: dict[object, Candidate] = {}
         for config in self.arch.search_space():

@@ -28,7 +28,7 @@ class ProjectExpTarget(TuningTarget):
         return self.arch.prebuilt_configs()
 
     def candidates(self, problem: Problem) -> Sequence[Candidate]:
-        return self.distinct_configs(problem.tokens)
+        return *self.distinct_configs(problem.tokens), *self.arch.swapped_search_space()
 
     def cost(self, problem: Problem, candidate: Candidate) -> float:
         assert isinstance(candidate, GemmConfig)

@@ -1,0 +1,139 @@
+"""The launch of `project_exp` on Hopper, and the roles of its warps, for any epilogue."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.common.logit_transform import Transform
+from cutefce.cute_kernels.common.online_softmax import Rows
+from cutefce.cute_kernels.common.sampling import Samples
+from cutefce.cute_kernels.schedule.scheduler import (
+    RowCount,
+    TileScheduler,
+    make_tile_scheduler,
+)
+from cutefce.cute_kernels.sm90.mainloop import MainloopSm90, Operand
+
+
+class ProjectExpLaunchSm90(MainloopSm90):
+    """A `project_exp` whose epilogue is in a subclass: `consume`, and `epilogue.tma_store`."""
+
+    epilogue: Any
+
+    def __init__(self, kernel: spec.ProjectExpSpec) -> None:
+        k_major = Operand(k_major=True)
+        operands = kernel.arch, kernel.dtype, kernel.config, k_major, k_major
+        skips = not kernel.config.swaps  # rows of b are never skipped
+        super().__init__(*operands, only_flagged=kernel.only_flagged, skip_missing_rows=skips)
+        self.sums, self.store, self.swaps = kernel.sums, kernel.store, kernel.config.swaps
+
+    @cute.jit
+    def __call__(
+        self,
+        h: cute.Tensor,
+        w: cute.Tensor,
+        reference: cute.Tensor,
+        target: cute.Tensor,
+        sums: cute.Tensor | None,
+        exps: cute.Tensor | None,
+        semaphores: cute.Tensor,
+        transform: Transform | None,
+        reductions: cute.Tensor | None,
+        samples: Samples | None,
+        count: cute.Tensor,
+        selects: Int32,
+        first: Int32,
+        vocab_splits: Int32,
+        clusters: Int32,
+        stream: Any,
+    ) -> None:
+        """Launch on `clusters` clusters, which must fit on the device at the same time.
+
+        Each parameter is one argument that the host passes by position.
+        """
+        a, b = (w, h) if self.swaps else (h, w)
+        a_loads, b_load = self.tma_loads(a, b)
+        e_store = None, None, None
+        if cutlass.const_expr(self.store):
+            e_store = self.epilogue.tma_store(exps)
+        self.kernel(
+            self.tiled_mma(self.m_halves),
+            a_loads,
+            b_load,
+            e_store,
+            Rows(reference, target, sums, semaphores, transform, reductions, samples, first),
+            RowCount(count, selects),
+            vocab_splits,
+        ).launch(**self.launch_shape(clusters), stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        tiled_mma: cute.TiledMma,
+        a: Any,
+        b: Any,
+        e: Any,
+        rows: Rows,
+        row_count: RowCount,
+        vocab_splits: Int32,
+    ) -> None:
+        """Assign warps to roles; a, b and e are (TMA atoms, coordinates, shared memory layout)."""
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        (loads_a, g_a, a_layout), (load_b, g_b, b_layout), (store_e, g_e, e_layout) = a, b, e
+        g_h, g_w = (g_b, g_a) if self.swaps else (g_a, g_b)
+        if warp == 0:
+            for load in (*loads_a, load_b):
+                cpasync.prefetch_descriptor(load)
+
+        smem = SmemAllocator()
+        barriers = smem.allocate_array(Int64, 2 * config.stages)
+        s_a = smem.allocate_tensor(self.dtype, a_layout.outer, 1024, a_layout.inner)
+        s_b = smem.allocate_tensor(self.dtype, b_layout.outer, 1024, b_layout.inner)
+        s_e, more = None, self.allocate(smem)
+        if cutlass.const_expr(self.store):
+            s_e = smem.allocate_tensor(self.dtype, e_layout.outer, 1024, e_layout.inner)
+        pipe = self.make_pipeline(barriers)
+        most = (g_w.shape[0] + config.columns - 1) // config.columns
+        if cutlass.const_expr(self.sums):
+            most = rows.sums.shape[1] // config.partials_per_row
+        splits = vocab_splits, most
+        scheduler = make_tile_scheduler(config, self.tile[2], g_h, g_w, row_count, *splits)
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp == 0:
+                # h and w are older than the previous kernel; one row block needs no semaphores
+                if not self.sums or scheduler.row_blocks > 1:
+                    cute.arch.griddepcontrol_wait()
+                a_operand, b_operand = (loads_a, g_a, s_a), (load_b, g_b, s_b)
+                self.load(scheduler, pipe, a_operand, b_operand, rows.semaphores)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            e_store = (store_e, g_e, s_e), more
+            self.consume(scheduler, pipe, tiled_mma, (s_a, s_b), e_store, rows)
+
+    def allocate(self, smem: SmemAllocator) -> Any:
+        """Return shared memory that the epilogue needs beside that of stores."""
+        return None
+
+    @cute.jit
+    def consume(
+        self,
+        scheduler: TileScheduler,
+        pipe: Any,
+        tiled_mma: cute.TiledMma,
+        inputs: Any,
+        outputs: Any,
+        rows: Rows,
+    ) -> None:
+        """Consumer: run the MMAs of tile after tile and reduce or store their exponentials.
+
+        `outputs` are (TMA atom, coordinates, shared memory) of stores, and what `allocate` returns.
+        """
+        raise NotImplementedError
