@@ -22,6 +22,7 @@ from cutefce.cute_kernels.spec import (
     GradGemmSpec,
     KeptSumsSpec,
     KernelSpec,
+    PrepareSoftSpec,
     ProjectExpSpec,
     PutSoftSpec,
     ReducePartialsSpec,
@@ -30,6 +31,7 @@ from cutefce.cute_kernels.spec import (
     ScaleKeptSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
+    SoftLeadsSpec,
     SoftLogitsSpec,
     SortTargetsSpec,
     TargetLogitSpec,
@@ -63,8 +65,12 @@ class KernelSet:
     fused_selecting_backward: FusedBackwardSpec | None
     """The same over the rows that count alone."""
     target_logit: TargetLogitSpec
+    soft_leads: SoftLeadsSpec
+    """Classes of the largest probabilities of soft targets."""
+    prepare_soft: PrepareSoftSpec
+    """The other classes, sorted."""
     soft_logits: SoftLogitsSpec
-    """Logits of soft targets."""
+    """Their logits."""
     put_soft: PutSoftSpec
     """Their entries among exponentials."""
     row_sums: ProjectExpSpec
@@ -242,6 +248,8 @@ def kernel_set(
         fused_backward=backward,
         fused_selecting_backward=backward and dataclasses.replace(backward, selects=True),
         target_logit=forward.target_logit,
+        soft_leads=SoftLeadsSpec(arch.name),
+        prepare_soft=PrepareSoftSpec(arch.name),
         soft_logits=SoftLogitsSpec(arch.name, dtype),
         put_soft=PutSoftSpec(arch.name, dtype),
         row_sums=project(sums=True, store=False, reductions=reductions),

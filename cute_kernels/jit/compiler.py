@@ -24,6 +24,8 @@ MODULES: dict[type, str] = {
     spec.ScatterRowsSpec: "rowwise.scatter_rows",
     spec.ClearRowsSpec: "rowwise.clear_rows",
     spec.TargetLogitSpec: "rowwise.target_logit",
+    spec.SoftLeadsSpec: "soft_targets.soft_leads",
+    spec.PrepareSoftSpec: "soft_targets.prepare_soft",
     spec.SoftLogitsSpec: "soft_targets.soft_logits",
     spec.PutSoftSpec: "soft_targets.put_soft",
     spec.ProjectExpSpec: "{family}.project_exp",

@@ -12,6 +12,7 @@ from cutefce.cute_kernels.spec.rowwise import (
     ClearRowsSpec,
     GatherRowsSpec,
     KeptSumsSpec,
+    PrepareSoftSpec,
     PutSoftSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
@@ -19,6 +20,7 @@ from cutefce.cute_kernels.spec.rowwise import (
     ScaleKeptSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
+    SoftLeadsSpec,
     SoftLogitsSpec,
     SortTargetsSpec,
     TargetLogitSpec,
@@ -45,6 +47,7 @@ __all__ = [
     "KernelSpec",
     "ListSamplesSpec",
     "PrepareSamplesSpec",
+    "PrepareSoftSpec",
     "ProjectExpSpec",
     "PutSoftSpec",
     "ReducePartialsSpec",
@@ -53,6 +56,7 @@ __all__ = [
     "ScaleKeptSpec",
     "ScatterRowsSpec",
     "SelectRowsSpec",
+    "SoftLeadsSpec",
     "SoftLogitsSpec",
     "SortSamplesSpec",
     "SortTargetsSpec",
@@ -68,6 +72,8 @@ KernelSpec = (
     | ProjectExpSpec
     | GradGemmSpec
     | TargetLogitSpec
+    | SoftLeadsSpec
+    | PrepareSoftSpec
     | SoftLogitsSpec
     | PutSoftSpec
     | ReducePartialsSpec

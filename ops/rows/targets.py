@@ -188,15 +188,16 @@ def make_targets(
     options: LossOptions,
     tensors: TensorOptions,
     dtype: torch.dtype = torch.float32,
+    arch: str | None = None,
 ) -> Targets:
-    """Return the targets y (N,) int64, with sums of `dtype`.
+    """Return the targets y (N,) int64, with sums of `dtype`; `arch` has kernels, if given.
 
     Raises:
         IndexError, ValueError: on a CPU, for a target outside [0, V), or a bad probability.  A GPU
             is not synchronized for this.
     """
     y = without_weightless(y, options, tensors).contiguous()
-    terms, soft = terms_of(y, options, tensors, vocab, slice(0, vocab), dtype)
+    terms, soft = terms_of(y, options, tensors, vocab, slice(0, vocab), dtype, arch)
     logits = LogitMap.of(options, tensors, y, dtype)
     targets = Targets(y, vocab, options, tensors, terms, logits, soft=soft)
     if y.device.type == "cpu":
@@ -216,6 +217,7 @@ def terms_of(
     vocab: int,
     own: slice,
     dtype: torch.dtype,
+    arch: str | None = None,
 ) -> tuple[LossTerms | None, SoftTargets | None]:
     """Return the terms of targets y (N,) of `vocab` classes, of which this rank has `own`.
 
@@ -224,7 +226,7 @@ def terms_of(
     if tensors.target_probs is None:
         return LossTerms.of(y, options, tensors, vocab, own, dtype), None
     check_values(y, options, tensors, vocab)
-    soft, terms = SoftTargets.of(y, options, tensors, vocab, own, dtype)
+    soft, terms = SoftTargets.of(y, options, tensors, vocab, own, dtype, arch)
     return terms, soft
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.primitives.gradient_interface import TargetGradT
-from cutefce.ops.primitives.interface import PartialT, target_logits
+from cutefce.ops.primitives.interface import PartialT, set_soft_excess
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
@@ -88,7 +88,7 @@ def forward(
         stats, loss = projection.forward(h, w, targets)
     else:
         if target_logit is None:
-            target_logit = target_logits(projection, h, w, targets)
+            target_logit = projection.target_logit(h, w, targets)
         h = inputs.selected()
         parts: Sequence[tuple[int, Tensor | None]] = stored or [(0, None)]
         firsts, buffers = zip(*parts, strict=True)
@@ -99,6 +99,7 @@ def forward(
                 for window, exps in zip(columns, buffers, strict=True)
             ]
         )
+        set_soft_excess(projection, inputs.h, w, targets, target_logit)
         stats, loss = projection.reduce_partials(partial, target_logit, targets)
         soft = SoftEntries.of(inputs, targets.soft_entries(stats, h.dtype)) if stored else None
         for first, exps in stored:

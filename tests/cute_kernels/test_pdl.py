@@ -40,6 +40,8 @@ KINDS: dict[str, KernelSpec | None] = {
     "add_targets": KERNELS.add_targets,
     "sort_targets": KERNELS.sort_targets,
     "clear_rows": KERNELS.clear_rows,
+    "soft_leads": KERNELS.soft_leads,
+    "prepare_soft": KERNELS.prepare_soft,
     "soft_logits": KERNELS.soft_logits,
     "put_soft": KERNELS.put_soft,
     "capped sums and exps": CAPPED.row_sums_and_exps,

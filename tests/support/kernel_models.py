@@ -36,6 +36,7 @@ from cutefce.cute_kernels.workspace import (
     ForwardWindow,
     GradHidden,
     Semaphore,
+    SoftRow,
     Stat,
     Window,
 )
@@ -50,6 +51,7 @@ from cutefce.ops.primitives import (
     fused_step,
     row_selection,
 )
+from cutefce.ops.rows import soft_rows
 from cutefce.ops.rows.kept_sums import joined_sums, round_at_random_
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.statistics import RowStats
@@ -68,6 +70,8 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
         spec.ScatterRowsSpec: _scatter_rows,
         spec.ClearRowsSpec: _clear_rows,
         spec.TargetLogitSpec: _target_logit,
+        spec.SoftLeadsSpec: _soft_leads,
+        spec.PrepareSoftSpec: _prepare_soft,
         spec.SoftLogitsSpec: _soft_logits,
         spec.PutSoftSpec: _put_soft,
         spec.ProjectExpSpec: _project_exp,
@@ -151,6 +155,33 @@ def _scatter_rows(
 
 def _clear_rows(_: spec.ClearRowsSpec, x: Tensor, count: Tensor) -> None:
     x[int(count[0]) :] = 0
+
+
+def _soft_leads(
+    _: spec.SoftLeadsSpec, index: Tensor, probs: Tensor, lead: Tensor, vocab: int, ignored: int
+) -> None:
+    lead.copy_(soft_rows.leads(index, probs, vocab, ignored))
+
+
+def _prepare_soft(
+    _: spec.PrepareSoftSpec,
+    index: Tensor,
+    probs: Tensor,
+    lead: Tensor,
+    token: Tensor,
+    own_index: Tensor,
+    coefficient: Tensor,
+    sums: Tensor,
+    factor: float,
+    ignored: int,
+    first: int,
+    vocab: int,
+) -> None:
+    own = slice(first, first + vocab)
+    made = soft_rows.soft_rows(lead, index, probs, token, None, factor, ignored, own, probs.dtype)
+    own_index.copy_(made.index), coefficient.copy_(made.coefficient)
+    of_lead, others, total, least = SoftRow.LEAD, SoftRow.OTHERS, SoftRow.ALL, SoftRow.LEAST
+    sums[of_lead], sums[others], sums[total], sums[least] = made[2:]
 
 
 def _soft_logits(
@@ -779,5 +810,5 @@ def use_models(
 ) -> None:
     """Launch the models, or another replacement, in the place of compiled kernels."""
     modules = cute_projection, cute_gradients, cute_rowwise, fused_step, row_selection, sampling
-    for module in (*modules, row_kernel):
+    for module in (*modules, row_kernel, soft_rows):
         monkeypatch.setattr(module, "compiled", replacement)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.interface import target_logits
-from cutefce.ops.rows.soft_targets import leads
+from cutefce.ops.rows.soft_rows import leads
 from cutefce.ops.rows.targets import make_targets, sum_dtype
 from cutefce.ops.strategies.loss_inputs import LossInputs
 
