@@ -29,6 +29,7 @@ from cutefce.cute_kernels.spec import (
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
     ScaleKeptSpec,
+    ScaleSoftSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
     SoftLeadsSpec,
@@ -73,6 +74,8 @@ class KernelSet:
     """Their logits."""
     put_soft: PutSoftSpec
     """Their entries among exponentials."""
+    scale_soft: ScaleSoftSpec
+    """The same where exponentials get the factors of tokens."""
     row_sums: ProjectExpSpec
     """Row sums without stored exponentials, where ranks split the vocabulary."""
     row_sums_and_exps: ProjectExpSpec
@@ -252,6 +255,7 @@ def kernel_set(
         prepare_soft=PrepareSoftSpec(arch.name),
         soft_logits=SoftLogitsSpec(arch.name, dtype),
         put_soft=PutSoftSpec(arch.name, dtype),
+        scale_soft=ScaleSoftSpec(arch.name, dtype),
         row_sums=project(sums=True, store=False, reductions=reductions),
         row_sums_and_exps=project(sums=True, store=True, reductions=reductions),
         exps=project(sums=False, store=True),

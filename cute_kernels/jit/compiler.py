@@ -28,6 +28,7 @@ MODULES: dict[type, str] = {
     spec.PrepareSoftSpec: "soft_targets.prepare_soft",
     spec.SoftLogitsSpec: "soft_targets.soft_logits",
     spec.PutSoftSpec: "soft_targets.put_soft",
+    spec.ScaleSoftSpec: "soft_targets.scale_soft",
     spec.ProjectExpSpec: "{family}.project_exp",
     spec.ReducePartialsSpec: "rowwise.reduce_partials",
     spec.ScaleAddRowsSpec: "rowwise.scale_add_rows",

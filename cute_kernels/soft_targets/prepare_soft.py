@@ -113,10 +113,9 @@ def prepare_soft_kernel(given: Any, results: Any, numbers: Any) -> None:
         sort(keys, padded, lane)
         add_equal(keys, b, totals, classes, lane)
         for k in cutlass.range(lane, classes, 32, unroll=1):
-            value, column = totals[k], Int64(0)
-            if k + 1 < classes:
-                if keys[k] >> PLACE_BITS == keys[k + 1] >> PLACE_BITS:
-                    value = Float32(0.0)
+            value, column, other = totals[k], Int64(0), keys[cutlass.min(k + 1, classes - 1)]
+            if k + 1 < classes and keys[k] >> PLACE_BITS == other >> PLACE_BITS:
+                value = Float32(0.0)
             if value != 0.0:
                 column = keys[k] >> PLACE_BITS
             own_index[row, k], coefficient[row, k] = column, value
@@ -148,12 +147,11 @@ def add_equal(
     """Write `totals` (MOST,) of the sorted keys: the sum of b of equal classes up to each."""
     equal = Int32(0)
     for k in cutlass.range(lane, classes, 32, unroll=1):
-        value = Float32(0.0)
+        value, other = Float32(0.0), keys[cutlass.max(k - 1, 0)]
         if keys[k] != LAST:
             value = b[Int32(keys[k]) % MOST]
-            if k > 0:
-                if keys[k] >> PLACE_BITS == keys[k - 1] >> PLACE_BITS:
-                    equal = Int32(1)
+            if k > 0 and keys[k] >> PLACE_BITS == other >> PLACE_BITS:
+                equal = Int32(1)
         totals[k] = value
     equal = cute.arch.warp_reduction_sum(equal)
     cute.arch.sync_warp()
@@ -165,10 +163,10 @@ def add_equal(
                 for j in cutlass.range_constexpr(MOST // 32):
                     k = lane + 32 * j
                     if k < classes:
+                        other = cutlass.max(k - step, 0)
                         sums[j] = totals[k]
-                        if k >= step:
-                            if keys[k] >> PLACE_BITS == keys[k - step] >> PLACE_BITS:
-                                sums[j] = sums[j] + totals[k - step]
+                        if k >= step and keys[k] >> PLACE_BITS == keys[other] >> PLACE_BITS:
+                            sums[j] = sums[j] + totals[other]
                 cute.arch.sync_warp()
                 for j in cutlass.range_constexpr(MOST // 32):
                     k = lane + 32 * j

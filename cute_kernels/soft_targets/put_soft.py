@@ -59,7 +59,8 @@ def put_soft_kernel(
         for k in cutlass.range(cute.arch.lane_idx(), index.shape[1], 32, unroll=1):
             column = index[row, k] - first
             if column >= 0 and column < exps.shape[1]:
-                if coefficient[row, k] != 0.0:  # read of this window's classes alone
+                counts = coefficient[row, k] != 0.0  # read of this window's classes alone
+                if counts:
                     value = Float32(0.0)
                     if clears == 0:
                         value = entries[row, k]

@@ -18,6 +18,7 @@ from cutefce.cute_kernels.spec.rowwise import (
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
     ScaleKeptSpec,
+    ScaleSoftSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
     SoftLeadsSpec,
@@ -54,6 +55,7 @@ __all__ = [
     "RowCoefficientsSpec",
     "ScaleAddRowsSpec",
     "ScaleKeptSpec",
+    "ScaleSoftSpec",
     "ScatterRowsSpec",
     "SelectRowsSpec",
     "SoftLeadsSpec",
@@ -76,6 +78,7 @@ KernelSpec = (
     | PrepareSoftSpec
     | SoftLogitsSpec
     | PutSoftSpec
+    | ScaleSoftSpec
     | ReducePartialsSpec
     | FusedForwardSpec
     | FusedBackwardSpec

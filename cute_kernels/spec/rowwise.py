@@ -96,6 +96,14 @@ class PutSoftSpec:
 
 
 @dataclass(frozen=True)
+class ScaleSoftSpec:
+    """Exponentials times factors of tokens, with entries of soft targets."""
+
+    arch: str
+    dtype: str
+
+
+@dataclass(frozen=True)
 class ReducePartialsSpec:
     """Partial sums to row statistics and the loss; flags row blocks that need repair."""
 

@@ -65,6 +65,12 @@ class Projection(Protocol[PartialT]):
         """
         ...
 
+    def scale_soft(
+        self, entries: Tensor, exps: Tensor, first: int, targets: Targets, scale: Tensor
+    ) -> None:
+        """Multiply `exps` and `entries` by `scale` (N,), and do what `put_soft` does."""
+        ...
+
     def project_exp(
         self,
         h: Tensor,

@@ -101,10 +101,12 @@ def forward(
         )
         set_soft_excess(projection, inputs.h, w, targets, target_logit)
         stats, loss = projection.reduce_partials(partial, target_logit, targets)
-        soft = SoftEntries.of(inputs, targets.soft_entries(stats, h.dtype)) if stored else None
+        soft = None
+        if stored and not targets.has_narrow_entries(h.dtype):
+            soft = SoftEntries.of(inputs, targets.soft_entries(stats, h.dtype))
         for first, exps in stored:
             projection.repair_stored_exps(exps, h, w, first, targets, partial, stats)
-            if soft is not None and soft.is_wide:
+            if soft is not None:
                 soft.put(exps, first)
     outputs, more = targets.options.output_names, None
     if stat_rows(outputs):
@@ -190,11 +192,10 @@ def backward(
         dx = HiddenGradient.empty(inputs, scaling.target.dtype, hidden_bits)
     weight = None
     if dw is not None:
-        others = None if soft is None else soft.terms(scaling.row_scale)
-        target_grad = gradients.target_grad(h, scaling.target, targets, others)
+        target_grad = gradients.target_grad(h, scaling.target, targets)
         operands = target_grad, scaling.grad_scale, every, targets.selection
         weight = WeightGradient(gradients, dw, *operands, as_sums, adds)
-        del operands, target_grad, others
+        del operands, target_grad
     for phase in phases:
         if phase is not phases[0] and dx is not None and scaling.relative is not None:
             dx.scale_rows(gradients, scaling.relative)
@@ -213,8 +214,8 @@ def backward(
             if dbias is not None and factors is not None:
                 dbias[first:last] = factors.sum(exps)
             if weight is not None:
-                if soft is not None:
-                    soft.clear(exps, first)
+                if soft is not None and soft.scales_exps and phase.row_scale is not None:
+                    soft.scale(exps, first, phase.row_scale)
                 weight.finish(first, last, exps, scaled)
         del scaled, parts, exps  # freed before other hidden states, or dX, are allocated
     if dbias is not None:
@@ -239,6 +240,7 @@ def _operands(
     """
     scaled = rows_h = inputs.h
     scales = weight is not None and phase.row_scale is not None
+    scales = scales and (soft is None or not soft.scales_exps)
     recomputes = sampled is not None or any(exps is None for *_, exps in phase.columns)
     if recomputes or (weight is not None and not scales):
         rows_h = scaled = inputs.selected()

@@ -44,6 +44,7 @@ KINDS: dict[str, KernelSpec | None] = {
     "prepare_soft": KERNELS.prepare_soft,
     "soft_logits": KERNELS.soft_logits,
     "put_soft": KERNELS.put_soft,
+    "scale_soft": KERNELS.scale_soft,
     "capped sums and exps": CAPPED.row_sums_and_exps,
     "capped target_logit": CAPPED.target_logit,
     "sampled sums": SAMPLING.project_exp,

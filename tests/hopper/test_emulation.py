@@ -747,6 +747,21 @@ def test_entries_of_soft_targets(first: int) -> None:
         assert (memory[:, 50:] == 7).all()
 
 
+@pytest.mark.parametrize(("columns", "first"), [(50, 0), (2100, 40)])
+def test_scaled_exponentials_with_entries_of_soft_targets(columns: int, first: int) -> None:
+    index = torch.rand(5, first + columns).topk(37, 1).indices
+    b, entries, scale = torch.rand(5, 37), torch.randn(5, 37), torch.randn(5)
+    b[torch.rand(5, 37) < 0.3] = 0
+    memory = torch.rand(5, columns + 22 & ~7).bfloat16()
+    exps, before = memory[:, :columns], memory.clone()
+    run(kernels_of(PINGPONG).scale_soft, exps, index, b, entries, scale, first)
+    want = torch.cat([torch.zeros(5, first), before[:, :columns] * scale[:, None]], 1)
+    row, place = (b != 0).nonzero(as_tuple=True)
+    want[row, index[row, place]] = (entries * scale[:, None])[row, place]
+    assert torch.equal(exps, want[:, first:].bfloat16())
+    assert torch.equal(memory[:, columns:], before[:, columns:])
+
+
 # Whole calls
 
 

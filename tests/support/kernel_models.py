@@ -74,6 +74,7 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
         spec.PrepareSoftSpec: _prepare_soft,
         spec.SoftLogitsSpec: _soft_logits,
         spec.PutSoftSpec: _put_soft,
+        spec.ScaleSoftSpec: _scale_soft,
         spec.ProjectExpSpec: _project_exp,
         spec.ReducePartialsSpec: _reduce_partials,
         spec.FusedForwardSpec: _fused_forward,
@@ -212,6 +213,21 @@ def _put_soft(
     row, place = inside.nonzero(as_tuple=True)
     values = torch.zeros_like(entries) if clears else entries
     exps[row, index[row, place] - first] = values[row, place].to(exps.dtype)
+
+
+def _scale_soft(
+    _: spec.ScaleSoftSpec,
+    exps: Tensor,
+    index: Tensor,
+    coefficient: Tensor,
+    entries: Tensor,
+    scale: Tensor,
+    first: int,
+) -> None:
+    exps.copy_(exps * scale[:, None])
+    _put_soft(
+        spec.PutSoftSpec("", ""), exps, index, coefficient, entries * scale[:, None], first, 0
+    )
 
 
 def _counted(count: Tensor, selects: int, rows: int) -> int:
