@@ -38,7 +38,7 @@ def leads(
 class SoftRows(NamedTuple):
     """The classes of N tokens but their leads, with coefficients, and sums of these."""
 
-    index: Tensor
+    own_index: Tensor
     """(N, K) int64"""
     coefficient: Tensor
     """(N, K)"""

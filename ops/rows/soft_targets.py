@@ -23,12 +23,11 @@ added to its sums.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.workspace import NO_CLASS
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import LossTerms
@@ -81,7 +80,8 @@ class SoftTargets:
         made = soft_rows(
             y, index, q, token, kappa, 1 - epsilon, options.ignore_index, own, dtype, arch
         )
-        every, total = 0.0, made.total
+        every: Tensor | float = 0.0
+        total = made.total
         if epsilon:
             every = epsilon / vocab * token
             total = total + every * (vocab if kappa is None else kappa.sum())
@@ -96,7 +96,7 @@ class SoftTargets:
         )
         if index.shape[1] == 1:
             return None, terms
-        return SoftTargets(made.index, made.coefficient, made.least), terms
+        return SoftTargets(made.own_index, made.coefficient, made.least), terms
 
     @property
     def classes(self) -> tuple[Tensor, Tensor]:
@@ -160,48 +160,6 @@ class SoftTargets:
         none = (self.coefficient == 0) | (lead == -torch.inf)[:, None]
         distance = torch.where(none, 0, logits - lead[:, None])
         return (self.coefficient * distance).sum(1)
-
-
-class TargetEntries(NamedTuple):
-    """What hidden states are multiplied by and added to rows of dW: Σ_{e: v_e = v} c_e h_{i_e}."""
-
-    target: Tensor
-    """(E,) int64 v, of which those outside [0, V) are left out."""
-    coefficient: Tensor
-    """(E,) c"""
-    rows: Tensor | None
-    """(E,) int64 i; None for e."""
-
-    def sorted(self, vocab: int) -> "TargetEntries":
-        """Return the same in the order of targets, int32: those below 0 as -1, others up to V.
-
-        Entries of a target keep their order.
-        """
-        assert self.rows is not None
-        target, order = self.target.clamp(-1, vocab).int().sort(stable=True)
-        return TargetEntries(target, self.coefficient[order], self.rows[order])
-
-
-def target_entries(
-    index: Tensor,
-    coefficient: Tensor,
-    soft: SoftTargets | None,
-    others: Tensor | None,
-    order: Tensor | None,
-) -> TargetEntries:
-    """Return the entries of targets (N,) with their coefficients, and of soft ones with `others`.
-
-    Token i has the hidden states of row order_i (N,), or i.
-    """
-    if soft is None or others is None:
-        return TargetEntries(index, coefficient, order)
-    width = 1 + others.shape[1]
-    classes = torch.where(others == 0, NO_CLASS, soft.index)
-    classes = torch.cat([index[:, None], classes], 1).flatten()
-    factors = torch.cat([coefficient[:, None], others], 1).flatten()
-    if order is None:
-        order = torch.arange(len(index), device=index.device)
-    return TargetEntries(classes, factors, order.repeat_interleave(width))
 
 
 def check_values(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab: int) -> None:

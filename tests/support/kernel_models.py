@@ -180,7 +180,7 @@ def _prepare_soft(
 ) -> None:
     own = slice(first, first + vocab)
     made = soft_rows.soft_rows(lead, index, probs, token, None, factor, ignored, own, probs.dtype)
-    own_index.copy_(made.index), coefficient.copy_(made.coefficient)
+    own_index.copy_(made.own_index), coefficient.copy_(made.coefficient)
     of_lead, others, total, least = SoftRow.LEAD, SoftRow.OTHERS, SoftRow.ALL, SoftRow.LEAST
     sums[of_lead], sums[others], sums[total], sums[least] = made[2:]
 
