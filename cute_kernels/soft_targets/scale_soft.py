@@ -27,7 +27,9 @@ def compile_signature(kernel: spec.ScaleSoftSpec) -> tuple[Any, tuple[Any, ...]]
     exps = matrix(DTYPES[kernel.dtype], rows, cute.sym_int())
     index = matrix(Int64, rows, classes, aligned=False)
     given = (matrix(Float32, rows, classes, aligned=False) for _ in range(2))
-    return scale_soft, (exps, index, *given, vector(Float32, rows), Int64(0), current_stream())
+    leads = vector(Int64, rows), vector(Float32, rows)
+    numbers = Int64(0), current_stream()
+    return scale_soft, (exps, index, *given, *leads, vector(Float32, rows), *numbers)
 
 
 @cute.jit
@@ -36,29 +38,28 @@ def scale_soft(
     index: cute.Tensor,
     coefficient: cute.Tensor,
     entries: cute.Tensor,
+    lead: cute.Tensor,
+    of_lead: cute.Tensor,
     scale: cute.Tensor,
     first: Int64,
     stream: Any,
 ) -> None:
     """Multiply exps (N, W) and `entries` (N, K) by `scale` (N,), and put these as `put_soft` does.
 
-    Each is rounded once.
+    Also put `of_lead` (N,) in the places of the leads (N,).  Each is rounded once.
     """
-    scale_soft_kernel(exps, index, coefficient, entries, scale, first).launch(
+    soft = index, coefficient, entries
+    scale_soft_kernel(exps, soft, (lead, of_lead), scale, first).launch(
         grid=[exps.shape[0], 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
     )
 
 
 @cute.kernel
 def scale_soft_kernel(
-    exps: cute.Tensor,
-    index: cute.Tensor,
-    coefficient: cute.Tensor,
-    entries: cute.Tensor,
-    scale: cute.Tensor,
-    first: Int64,
+    exps: cute.Tensor, soft: Any, leads: Any, scale: cute.Tensor, first: Int64
 ) -> None:
     """Scale one row a thread block."""
+    (index, coefficient, entries), (lead, of_lead) = soft, leads
     pdl_wait()
     row, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
     factor, columns = scale[row], exps.shape[1]
@@ -84,3 +85,6 @@ def scale_soft_kernel(
             counts = coefficient[row, k] != 0.0  # read of this window's classes alone
             if counts:
                 exps[row, column] = (entries[row, k] * factor).to(exps.element_type)
+    place = lead[row] - first
+    if thread == 0 and place >= 0 and place < columns:
+        exps[row, place] = of_lead[row].to(exps.element_type)

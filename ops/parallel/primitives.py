@@ -63,9 +63,15 @@ class ShardProjection(Generic[PartialT]):
         self.own.put_soft(entries, exps, first, targets)
 
     def scale_soft(
-        self, entries: Tensor, exps: Tensor, first: int, targets: Targets, scale: Tensor
+        self,
+        entries: Tensor,
+        lead: Tensor,
+        exps: Tensor,
+        first: int,
+        targets: Targets,
+        scale: Tensor,
     ) -> None:
-        self.own.scale_soft(entries, exps, first, targets, scale)
+        self.own.scale_soft(entries, lead, exps, first, targets, scale)
 
     def project_exp(
         self,

@@ -132,10 +132,16 @@ class CuteProjection(SamplingSteps, SoftTargetSteps):
         compiled(self.kernels.put_soft)(exps, *own, first, int(entries is None))
 
     def scale_soft(
-        self, entries: Tensor, exps: Tensor, first: int, targets: Targets, scale: Tensor
+        self,
+        entries: Tensor,
+        lead: Tensor,
+        exps: Tensor,
+        first: int,
+        targets: Targets,
+        scale: Tensor,
     ) -> None:
         assert targets.soft is not None
-        own = *targets.soft.classes, entries
+        own = *targets.soft.classes, entries, targets.index, lead.contiguous()
         compiled(self.kernels.scale_soft)(exps, *own, scale.contiguous(), first)
 
     def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None = None) -> Tensor:

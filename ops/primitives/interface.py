@@ -66,9 +66,18 @@ class Projection(Protocol[PartialT]):
         ...
 
     def scale_soft(
-        self, entries: Tensor, exps: Tensor, first: int, targets: Targets, scale: Tensor
+        self,
+        entries: Tensor,
+        lead: Tensor,
+        exps: Tensor,
+        first: int,
+        targets: Targets,
+        scale: Tensor,
     ) -> None:
-        """Multiply `exps` and `entries` by `scale` (N,), and do what `put_soft` does."""
+        """Multiply `exps` and `entries` by `scale` (N,), and do what `put_soft` does.
+
+        Also put `lead` (N,) in the places of the targets.
+        """
         ...
 
     def project_exp(

@@ -138,11 +138,22 @@ class SoftTargetSteps:
         targets.soft.put(entries, exps, first)
 
     def scale_soft(
-        self, entries: Tensor, exps: Tensor, first: int, targets: Targets, scale: Tensor
+        self,
+        entries: Tensor,
+        lead: Tensor,
+        exps: Tensor,
+        first: int,
+        targets: Targets,
+        scale: Tensor,
     ) -> None:
         """Do what `cutefce.ops.primitives.interface.Projection.scale_soft` does."""
         scale_rows(exps, exps, scale)
         self.put_soft(entries * scale[:, None], exps, first, targets)
+        column = targets.index - first
+        inside = (column >= 0) & (column < exps.shape[1])
+        column = column.masked_fill_(~inside, 0)[:, None]
+        lead = torch.where(inside[:, None], lead[:, None].to(exps.dtype), exps.gather(1, column))
+        exps.scatter_(1, column, lead)
 
 
 def add_soft_rows(sums: Tensor, entries: Tensor, targets: Targets, w: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Targets of a call, with the options of their losses."""
 
+import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -159,6 +160,14 @@ class Targets:
     def owned(self) -> Tensor:
         """(N,) bool: the token is active, and its target is a row of this weight."""
         return self.active & (self.safe_index == self.index)
+
+    def ignored(self) -> "Targets":
+        """Return the same where every token is ignored."""
+        targets = copy.copy(self)
+        for name in ("active", "safe_index"):
+            vars(targets).pop(name, None)
+        targets.index = torch.full_like(self.index, self.options.ignore_index)
+        return targets
 
     def per_token(self, rows: slice | Tensor) -> "Targets":
         """Return the targets of some tokens, whose losses are not reduced.

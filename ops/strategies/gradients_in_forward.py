@@ -85,10 +85,11 @@ def gradients_in_forward(
             dbias.copy_(part_sums if start == 0 else dbias + part_sums)
         if len(dw.gradient):
             scale: Tensor | None = coefficients.scale
+            terms = coefficients.target, part.targets
             if soft is not None and soft.scales_exps:
-                soft.scale(exps, 0, coefficients.scale)
-                scale = None
-            target_grad = gradients.target_grad(own_h, coefficients.target, part.targets)
+                soft.scale(exps, 0, coefficients.scale, coefficients.target)
+                scale, terms = None, (torch.zeros_like(coefficients.target), terms[1].ignored())
+            target_grad = gradients.target_grad(own_h, *terms)
             own_row = windows.every_row(part, coefficients.every)
             if own_row is not None:
                 row = own_row if row is None else replace(own_row, row=row.row + own_row.row)

@@ -3,7 +3,8 @@
 float32 and wider exponentials keep them.  Of 16-bit ones, which are all that a later backward
 finds as the forward stored them, they are put before dX's product.  Before dW's product these get
 the factors of tokens, unless their references have them, and the entries are put again: hidden
-states with factors would be rounded, and so the entries' terms twice.
+states with factors would be rounded, and so the entries' terms twice.  The leads' terms of dW are
+entries, too, then: of frequent classes, lists of their tokens are long.
 """
 
 from dataclasses import dataclass
@@ -47,6 +48,6 @@ class SoftEntries(Generic[PartialT]):
         """Put entries among the exponentials `exps` (N, W) of the columns from `first` on."""
         self.projection.put_soft(self.values, exps, first, self.targets)
 
-    def scale(self, exps: Tensor, first: int, factor: Tensor) -> None:
-        """Multiply both by `factor` (N,), and put the entries."""
-        self.projection.scale_soft(self.values, exps, first, self.targets, factor)
+    def scale(self, exps: Tensor, first: int, factor: Tensor, lead: Tensor) -> None:
+        """Multiply both by `factor` (N,), and put the entries, and those of the leads, `lead`."""
+        self.projection.scale_soft(self.values, lead, exps, first, self.targets, factor)

@@ -192,10 +192,13 @@ def backward(
         dx = HiddenGradient.empty(inputs, scaling.target.dtype, hidden_bits)
     weight = None
     if dw is not None:
-        target_grad = gradients.target_grad(h, scaling.target, targets)
+        terms = scaling.target, targets
+        if soft is not None and soft.scales_exps:
+            terms = torch.zeros_like(scaling.target), targets.ignored()
+        target_grad = gradients.target_grad(h, *terms)
         operands = target_grad, scaling.grad_scale, every, targets.selection
         weight = WeightGradient(gradients, dw, *operands, as_sums, adds)
-        del operands, target_grad
+        del operands, target_grad, terms
     for phase in phases:
         if phase is not phases[0] and dx is not None and scaling.relative is not None:
             dx.scale_rows(gradients, scaling.relative)
@@ -215,7 +218,7 @@ def backward(
                 dbias[first:last] = factors.sum(exps)
             if weight is not None:
                 if soft is not None and soft.scales_exps and phase.row_scale is not None:
-                    soft.scale(exps, first, phase.row_scale)
+                    soft.scale(exps, first, phase.row_scale, scaling.target)
                 weight.finish(first, last, exps, scaled)
         del scaled, parts, exps  # freed before other hidden states, or dX, are allocated
     if dbias is not None:

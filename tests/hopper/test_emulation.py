@@ -749,10 +749,16 @@ def test_scaled_exponentials_with_entries_of_soft_targets(columns: int, first: i
     b[torch.rand(5, 37) < 0.3] = 0
     memory = torch.rand(5, columns + 22 & ~7).bfloat16()
     exps, before = memory[:, :columns], memory.clone()
-    run(kernels_of(PINGPONG).scale_soft, exps, index, b, entries, scale, first)
+    lead, of_lead = torch.tensor([first, -100, first + columns - 1, 99999, 3]), torch.randn(5)
+    index[b != 0] = torch.where(index == lead[:, None], 0, index)[b != 0]
+    b[(index == 0) & (first == 0)] = 0
+    given = exps, index, b, entries, lead, of_lead, scale, first
+    run(kernels_of(PINGPONG).scale_soft, *given)
     want = torch.cat([torch.zeros(5, first), before[:, :columns] * scale[:, None]], 1)
     row, place = (b != 0).nonzero(as_tuple=True)
     want[row, index[row, place]] = (entries * scale[:, None])[row, place]
+    inside = (lead >= first) & (lead < first + columns)
+    want[inside, lead[inside]] = of_lead[inside]
     assert torch.equal(exps, want[:, first:].bfloat16())
     assert torch.equal(memory[:, columns:], before[:, columns:])
 

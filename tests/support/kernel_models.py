@@ -221,6 +221,8 @@ def _scale_soft(
     index: Tensor,
     coefficient: Tensor,
     entries: Tensor,
+    lead: Tensor,
+    of_lead: Tensor,
     scale: Tensor,
     first: int,
 ) -> None:
@@ -228,6 +230,8 @@ def _scale_soft(
     _put_soft(
         spec.PutSoftSpec("", ""), exps, index, coefficient, entries * scale[:, None], first, 0
     )
+    rows = ((lead >= first) & (lead < first + exps.shape[1])).nonzero()[:, 0]
+    exps[rows, lead[rows] - first] = of_lead[rows].to(exps.dtype)
 
 
 def _counted(count: Tensor, selects: int, rows: int) -> int:

@@ -41,7 +41,8 @@ def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> d
     projection.put_soft(soft.coefficient, exps, 0, targets)
     scaled = (exps == 0).to(h.dtype)  # wide exponentials have entries added
     factor = 0.5 ** (torch.arange(len(h), device=y.device) % CLASSES)
-    projection.scale_soft(soft.coefficient, scaled, 0, targets, factor.to(dtype))
+    factor = factor.to(dtype)
+    projection.scale_soft(soft.coefficient, factor, scaled, 0, targets, factor)
     return {
         "leads of soft targets": lead.to(dtype),
         "classes of soft targets": soft.index.to(dtype),
