@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.interface import target_logits
@@ -39,7 +40,8 @@ def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> d
     soft, exps = targets.soft, h.new_zeros(len(h), vocab)
     assert soft is not None and soft.logits is not None and soft.excess is not None
     projection.put_soft(soft.coefficient, exps, 0, targets)
-    scaled = (exps == 0).to(h.dtype)  # wide exponentials have entries added
+    scaled = h.new_empty(len(h), round_up(vocab, 8))[:, :vocab]  # rows of whole vectors
+    scaled.copy_(exps == 0)  # wide exponentials have entries added
     factor = 0.5 ** (torch.arange(len(h), device=y.device) % CLASSES)
     factor = factor.to(dtype)
     projection.scale_soft(soft.coefficient, factor, scaled, 0, targets, factor)
