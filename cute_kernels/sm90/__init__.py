@@ -7,6 +7,5 @@ project_exp_swapped.py   the same for few tokens, with operands swapped
 gradient.py              where dW is written; dX's sums
 epilogue_store.py        registers to memory, by TMA
 transposed_store.py      the same with columns of registers as rows
-long_lists.py            terms of soft targets added to registers
 kept_store.py            registers added to sums of 20 or 24 bits in memory
 """

@@ -14,13 +14,16 @@ from cutefce.cute_kernels.spec.rowwise import (
     ClearRowsSpec,
     GatherRowsSpec,
     KeptSumsSpec,
+    PrepareSoftSpec,
     PutSoftSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
     ScaleKeptSpec,
+    ScaleSoftSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
+    SoftLeadsSpec,
     SoftLogitsSpec,
     SortTargetsSpec,
     TargetLogitSpec,
@@ -49,14 +52,17 @@ __all__ = [
     "KernelSpec",
     "ListSamplesSpec",
     "PrepareSamplesSpec",
+    "PrepareSoftSpec",
     "ProjectExpSpec",
     "PutSoftSpec",
     "ReducePartialsSpec",
     "RowCoefficientsSpec",
     "ScaleAddRowsSpec",
     "ScaleKeptSpec",
+    "ScaleSoftSpec",
     "ScatterRowsSpec",
     "SelectRowsSpec",
+    "SoftLeadsSpec",
     "SoftLogitsSpec",
     "SortSamplesSpec",
     "SortTargetsSpec",
@@ -72,8 +78,11 @@ KernelSpec = (
     | ProjectExpSpec
     | GradGemmSpec
     | TargetLogitSpec
+    | SoftLeadsSpec
+    | PrepareSoftSpec
     | SoftLogitsSpec
     | PutSoftSpec
+    | ScaleSoftSpec
     | ReducePartialsSpec
     | FusedForwardSpec
     | FusedBackwardSpec

@@ -46,8 +46,6 @@ heads."""
 BESIDE_SECONDS = 8e-5
 """Of a chunk whose exponentials lie in two places: three more launches with last waves, and one
 more addition to its sums of dX."""
-SOFT_CHUNK_SECONDS = 1e-3
-"""Of a chunk with soft targets, whose lists it sorts: of 64 classes a token, on an H200."""
 FREE_IDLE = 0.04
 """Part of the SMs that may wait at no cost while dX alone is computed: an H200 that runs at its
 power limit then computes the others faster."""
@@ -88,7 +86,7 @@ def windows_seconds(
         sum_bytes = _kept_sum_bytes(p, hidden_bits)
     moved = 2 * passes * p.tokens * p.hidden * sum_bytes
     moved += p.tokens * recomputed * p.accumulator_bytes
-    moved += 2 * _buffer_bytes(p)
+    moved += 2 * _buffer_bytes(p) + _scaled_bytes(p) * (aliased + kept > 0)
     tile = TILE if hidden_bits is None else KEPT_TILE
     idle = _idle_seconds(p, p.tokens, tile)
     return _seconds(p, columns, moved) + windows * _rates(p)[2] + idle
@@ -109,7 +107,7 @@ def chunked_seconds(p: Problem, chunks: Chunks, stored: int) -> float:
     """Return that of gradients in forward: a chunk's `stored` columns at a time."""
     count, windows = len(chunks.sizes), ceil_div(p.vocab, stored)
     moved = 2 * count * p.vocab * p.hidden * _sum_bytes(p, count) + 2 * p.gradient_bytes
-    moved += 3 * _buffer_bytes(p)
+    moved += 3 * _buffer_bytes(p) + _scaled_bytes(p)
     moved += 2 * (windows - 1) * p.tokens * p.hidden * p.accumulator_bytes
     reads = (1 + p.grad_hidden) * count * p.vocab * p.hidden * p.item_bytes
     flop_rate, byte_rate, _, each = _rates(p)
@@ -125,8 +123,6 @@ def chunked_seconds(p: Problem, chunks: Chunks, stored: int) -> float:
     if p.arch is not None and not p.grad_weight:
         splits = _busy_part(p, chunks.largest)[1]
         each = DX_CHUNK_SECONDS + windows * (DX_WINDOW_SECONDS + SPLIT_SECONDS * (splits > 1))
-    if p.device != "cpu" and soft_targets(p):
-        each += SOFT_CHUNK_SECONDS
     columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
     return _seconds(p, columns, moved) + count * each + beside + waits + idle
 
@@ -161,6 +157,14 @@ def _kept_sum_bytes(p: Problem, low_bits: int) -> float:
 def _buffer_bytes(p: Problem) -> int:
     """Return the bytes of dW where it is added to a buffer."""
     return p.vocab * p.hidden * p.accumulator_bytes * accumulates(p)
+
+
+def _scaled_bytes(p: Problem) -> int:
+    """Return the bytes that move where exponentials get the factors of tokens: of soft targets."""
+    narrow = p.item_bytes < p.accumulator_bytes
+    return (
+        2 * p.tokens * p.vocab * p.item_bytes * (soft_targets(p) > 0 and p.grad_weight and narrow)
+    )
 
 
 def _idle_seconds(p: Problem, rows: int, tile: int = TILE) -> float:

@@ -100,20 +100,21 @@ def gradients_in_forward(
                 own_bias = own_bias[: exps.shape[1]]
                 own_bias.copy_(part_sums if number == 0 else own_bias + part_sums)
         if len(dw.gradient):
-            others = None
-            if soft is not None:
+            scale: Tensor | None = coefficients.scale
+            terms = coefficients.target, part.targets
+            if soft is not None and soft.scales_exps:
                 for first, exps in columns:
-                    soft.clear(exps, first)
-                others = soft.terms(coefficients.scale)
-            target_grad = gradients.target_grad(own_h, coefficients.target, part.targets, others)
+                    soft.scale(exps, first, coefficients.scale, coefficients.target)
+                scale, terms = None, (torch.zeros_like(coefficients.target), terms[1].ignored())
+            target_grad = gradients.target_grad(own_h, *terms)
             own_row = windows.every_row(part, coefficients.every)
             if own_row is not None:
                 row = own_row if row is None else replace(own_row, row=row.row + own_row.row)
-            scaled, last = part.selected(coefficients.scale), rows.stop == tokens
+            scaled, last = part.selected(scale), rows.stop == tokens
             for first, exps in columns:
                 given = scaled, target_grad, row if last else None, selection
                 dw.add(gradients, exps, *given, chunk=number, first=first)
-            del given, scaled, target_grad, others
+            del given, scaled, target_grad
     del exps, columns, memory, target_logit  # freed before the statistics are joined
     stats = RowStats(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
     if dbias is not None:
