@@ -10,6 +10,7 @@ from torch import Tensor
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
 from cutefce.ops.interface import call_cache, checks, option_checks
+from cutefce.ops.interface.dense_targets import check_dense_target, is_dense
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossOptions,
@@ -27,6 +28,7 @@ from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.primitives.dispatch import copied_item_bytes
 from cutefce.ops.primitives.interface import AnyPrimitives
+from cutefce.ops.rows.dense_targets import leads as leads_of
 from cutefce.ops.rows.soft_targets import leads
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS, Targets
@@ -76,8 +78,10 @@ def loss_and_lse(
     """Return `loss` and the log-sum-exps (...) of the logits, 0 if ignored, without gradient."""
     result, more = _evaluate(input, linear_weight, target, workspace, arguments, with_stats=True)
     (stats,) = more
-    classes = arguments["target_indices"] if target is None else target.unsqueeze(-1)
     lse = torch.where(_is_active(stats), RowStats(stats).lse, 0).detach()
+    if target is not None and not is_dense(target):
+        return result, lse.reshape(target.shape)
+    classes = arguments["target_indices"] if target is None else target
     return result, lse.reshape(classes.shape[:-1])
 
 
@@ -123,13 +127,19 @@ def _evaluate(
         with report_errors(sharding.group):
             parts = sharding.ranks() if sharding.sequence_parallel else 1
             target = check_soft_targets(target, h, options, tensors, parts)
+    elif is_dense(target) and options.reduction != OUTPUTS:
+        with report_errors(sharding.group):
+            ranks = sharding.ranks()
+            parts = ranks if sharding.sequence_parallel else 1
+            check_dense_target(target, h, w, options, parts, ranks)
+        tensors, target = dataclasses.replace(tensors, target_probs=target), leads_of(target)
     y, grad, bias, own = target, torch.is_grad_enabled(), tensors.linear_bias, w
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     if tensors.accumulate_into is not None and not grad:
         tensors = dataclasses.replace(tensors, accumulate_into=None)
     grad_bias = grad and bias is not None and bias.requires_grad
     needs_grad = grad_hidden or grad_weight or grad_bias
-    more = tensors.pack() if arguments else ()
+    more = tensors.pack() if arguments or tensors.is_dense else ()
     direct = can_bypass_dispatcher(h, w, y, *more)
     if not direct and torch_compat.is_transformed():
         checks.check_transform()
@@ -142,7 +152,7 @@ def _evaluate(
             tensors = dataclasses.replace(tensors, weight_cast=w)
         else:
             own = w
-    is_plain = not arguments or (options.is_plain and tensors.is_plain)
+    is_plain = not more or (options.is_plain and tensors.is_plain)
     key = None
     if direct and is_plain and not sharding.is_sharded and not with_stats and own is w:
         copied = copied_item_bytes(input, h), copied_item_bytes(linear_weight, w)

@@ -52,7 +52,7 @@ def prepare(
         problem = replace(problem, tokens=len(y))
     is_sampled = plan is not None and plan.is_sampled
     given = options.samples, bool(tensors.soft_targets)
-    if is_sampled and sampling_unsupported_reason(problem, *given):
+    if tensors.is_dense or (is_sampled and sampling_unsupported_reason(problem, *given)):
         problem = replace(problem, arch=None)
     if known is not None:
         selection = known.selection
