@@ -70,7 +70,7 @@ def add_excess_(
         q = q * kappa
     is_lead = lead[:, None] == torch.arange(logits.shape[1], device=logits.device)
     none = is_lead | (q == 0) | (reference == -torch.inf)[:, None]
-    excess.add_(torch.where(none, 0, q * (logits - reference[:, None])).sum(1))
+    excess.add_((logits - reference[:, None]).mul_(q).masked_fill_(none, 0).sum(1))
 
 
 def write_gradient_(
@@ -91,11 +91,12 @@ def write_gradient_(
     """
     q = probs.to(logits.dtype) * c[:, None]
     if kappa is not None:
-        q = q * kappa
-    q = torch.where(c[:, None] == 0, 0, q)
-    result = torch.where(a[:, None] == 0, 0, (logits - reference[:, None]).exp() * a[:, None])
-    result = result - q
+        q.mul_(kappa)
+    q.masked_fill_((c == 0)[:, None], 0)
+    result = (logits - reference[:, None]).exp_().mul_(a[:, None])
+    result.masked_fill_((a == 0)[:, None], 0).sub_(q)
+    del q  # freed before the derivative is allocated
     if cap is not None:
-        result = result * (1 - (logits / cap[:, None]).square())
+        result.mul_((logits / cap[:, None]).square_().neg_().add_(1))
     is_lead = lead[:, None] == torch.arange(logits.shape[1], device=logits.device)
-    out.copy_(result.masked_fill(is_lead, 0))
+    out.copy_(result.masked_fill_(is_lead, 0))
