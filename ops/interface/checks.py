@@ -164,13 +164,12 @@ def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
             f"linear_weight: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "
             "a sharded parameter must be gathered first"
         )
-    is_transposed = h.ndim > 0 and h.shape[-1] == w.shape[0]
-    if is_transposed and h.shape[-1] != w.shape[1]:
-        raise ValueError(
-            f"linear_weight: got shape {tuple(w.shape)}, expected (V, {h.shape[-1]}) to match "
-            f"input of shape {tuple(h.shape)}; pass linear_weight.t()"
-        )
     if h.ndim == 0 or not are_equal("input", h.shape[-1:], w.shape[1:]):
+        if h.ndim > 0 and h.shape[-1] == w.shape[0]:
+            raise ValueError(
+                f"linear_weight: got shape {tuple(w.shape)}, expected (V, {h.shape[-1]}) to match "
+                f"input of shape {tuple(h.shape)}; pass linear_weight.t()"
+            )
         raise ValueError(
             f"input: got shape {tuple(h.shape)}, expected (..., {w.shape[1]}) "
             f"to match linear_weight of shape {tuple(w.shape)}"

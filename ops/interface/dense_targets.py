@@ -23,15 +23,17 @@ def check_dense_target(
     `parts` is the number of ranks whose h, one after another, have the tokens, and `ranks` of those
     that share the classes.
     """
+    for name, x in (("input", h), ("linear_weight", w), ("target", target)):
+        checks.check_layout(name, x)
     tokens = [*h.shape[:-1]]
     if parts > 1 and tokens:
         tokens[0] *= parts
     checks.check_tensors(h, w, target.new_empty(tokens, dtype=torch.long), parts)
-    checks.check_layout("target", target)
     expected = *tokens, w.shape[0]
-    if not checks.are_equal("target", target.shape, expected):
+    if target.ndim < len(expected) or not checks.are_equal("target", target.shape, expected):
         own = ", of this rank's classes" if ranks > 1 else ""
-        raise ValueError(
+        wrong = TypeError if target.ndim < len(expected) else ValueError
+        raise wrong(
             f"target: got dtype {target.dtype} of shape {tuple(target.shape)}, expected integers "
             f"(class indices) of shape {tuple(tokens)}, or probabilities of shape "
             f"{tuple(expected)}{own}"

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cutefce.cute_kernels.problem import LOW_BITS
 
@@ -43,6 +43,9 @@ class Plan:
     """Bits of each of dX's sums over windows beside 16; None for float32.  0 of gradients in
     forward: dX for an upstream gradient of 1 is kept."""
 
+    budget: int | None = field(default=None, compare=False)
+    """Bytes that were asked for, if no plan takes as few."""
+
     @property
     def gradients(self) -> tuple[bool, bool, bool]:
         """Which of dX, dW and the bias' gradient are computed."""
@@ -73,6 +76,8 @@ class Plan:
     def __str__(self) -> str:
         name = self.strategy.replace("_", " ")
         cost = f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
+        if self.budget is not None:
+            cost += f"; no plan takes the workspace of {self.budget / 2**20:.1f} MiB or less"
         if self.is_sampled:
             return f"{name} gradients: {cost}"
         vocab = max(self.vocab, 1)

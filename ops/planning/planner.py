@@ -13,12 +13,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.planning.call_problem import (
-    forms_gradients,
-    is_sampled,
-    keeps_exps,
-    soft_targets,
-)
+from cutefce.ops.planning.call_problem import forms_gradients, is_sampled, keeps_exps, soft_targets
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.plan import Family, Plan
@@ -79,7 +74,7 @@ def make_plan(
     `scales_exps` that each exponential may have a factor that the backward alone knows.
     """
     if is_sampled(problem):
-        return _sampled_plan(problem, configs[0])
+        return _of_budget(_sampled_plan(problem, configs[0]), budget)
     families = _windows(problem, configs, scalar_upstream and not scales_rows)
     # factors of tokens are those of dX's rows, which the backward applies; others sum over tokens
     later = not (problem.grad_weight or problem.grad_bias or scales_exps)
@@ -120,7 +115,12 @@ def _choose(families: Sequence[Family], budget: int) -> Plan:
     least = min(family.fastest(0).workspace_bytes for family in families)
     if budget == MINIMUM:
         return _small(families, least)
-    return _fastest(families, max(budget, least))
+    return _of_budget(_fastest(families, max(budget, least)), budget)
+
+
+def _of_budget(plan: Plan, budget: int) -> Plan:
+    """Return a plan that says so if it takes more than `budget` bytes."""
+    return replace(plan, budget=budget) if MINIMUM < budget < plan.workspace_bytes else plan
 
 
 def _small(families: Sequence[Family], least: int) -> Plan:

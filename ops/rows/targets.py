@@ -21,7 +21,7 @@ from cutefce.ops.rows.dense_targets import DenseTargets, no_others
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.selection import RowSelection
-from cutefce.ops.rows.soft_targets import SoftTargets, check_values
+from cutefce.ops.rows.soft_targets import SoftTargets
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats
@@ -206,8 +206,7 @@ def make_targets(
     """Return the targets y (N,) int64, with sums of `dtype`.
 
     Raises:
-        IndexError, ValueError: on a CPU, for a target outside [0, V), or a bad probability.  A GPU
-            is not synchronized for this.
+        IndexError: on a CPU, for a target outside [0, V).  A GPU is not synchronized for this.
     """
     y = without_weightless(y, options, tensors).contiguous()
     terms, soft, dense = terms_of(y, options, tensors, vocab, slice(0, vocab), dtype)
@@ -234,15 +233,14 @@ def terms_of(
 ) -> tuple[LossTerms | None, SoftTargets | None, DenseTargets | None]:
     """Return the terms of targets y (N,) of `vocab` classes, of which this rank has `own`.
 
-    Also return the soft targets beside y, whose values are checked on a CPU, or the probabilities
-    of all classes; `add_ranks` returns the sum of a tensor over all ranks.
+    Also return the soft targets beside y, or the probabilities of all classes; `add_ranks` returns
+    the sum of a tensor over all ranks.
     """
     if tensors.target_probs is None:
         return LossTerms.of(y, options, tensors, vocab, own, dtype), None, None
     if tensors.is_dense:
         dense, terms = DenseTargets.of(y, options, tensors, vocab, own, dtype, add_ranks)
         return terms, None, dense
-    check_values(y, options, tensors, vocab)
     soft, terms = SoftTargets.of(y, options, tensors, vocab, own, dtype)
     return terms, soft, None
 
