@@ -9,8 +9,9 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
+from cutefce.ops.dense_targets.checks import check_dense_target, is_dense
+from cutefce.ops.dense_targets.targets import leads as leads_of
 from cutefce.ops.interface import call_cache, checks, option_checks
-from cutefce.ops.interface.dense_targets import check_dense_target, is_dense
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossOptions,
@@ -28,7 +29,6 @@ from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.primitives.dispatch import copied_item_bytes
 from cutefce.ops.primitives.interface import AnyPrimitives
-from cutefce.ops.rows.dense_targets import leads as leads_of
 from cutefce.ops.rows.soft_targets import leads
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS, Targets

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from cutefce.ops.dense_targets.checks import check_dense_target, is_dense
 from cutefce.ops.interface import checks, option_checks
-from cutefce.ops.interface.dense_targets import check_dense_target, is_dense
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.interface.soft_targets import check_soft_targets
 from cutefce.ops.operators.context import autocast, is_mixed

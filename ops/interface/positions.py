@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.ops.dense_targets.checks import is_dense
 from cutefce.ops.interface import checks, option_checks
-from cutefce.ops.interface.dense_targets import is_dense
 from cutefce.ops.interface.soft_targets import one_class
 
 

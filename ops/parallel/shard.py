@@ -141,7 +141,9 @@ class VocabShard(Unsharded):
         given = y.clamp(min=IGNORED // 2)  # no target is taken for an ignored one
         index = torch.where(y == options.ignore_index, IGNORED, given - self.first)
         options = dataclasses.replace(options, ignore_index=IGNORED)
-        return Targets(index, vocab, options, tensors, terms, logits, self.first, soft, dense)
+        targets = Targets(index, vocab, options, tensors, terms, logits, self.first, soft)
+        targets.dense = dense
+        return targets
 
     def _leads_of_ranks(self, y: Tensor, options: LossOptions, tensors: TensorOptions) -> Tensor:
         """Return the leads (N,) of all ranks' probabilities, of those y (N,) of this rank's."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div
+from cutefce.ops.dense_targets.tiles import add_excess, write_gradient
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.primitives.dense_targets import add_excess, write_gradient
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
     exponentials,

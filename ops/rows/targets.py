@@ -16,8 +16,8 @@ from cutefce.cute_kernels.variant import (
     LogitTransform,
     RowReductions,
 )
+from cutefce.ops.dense_targets.targets import DenseTargets, no_others
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.rows.dense_targets import DenseTargets, no_others
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.selection import RowSelection
@@ -58,7 +58,6 @@ class Targets:
         logits: LogitMap | None = None,
         first: int = 0,
         soft: SoftTargets | None = None,
-        dense: DenseTargets | None = None,
     ) -> None:
         self.index = index
         """(N,) int64 as given: may hold ignored and out-of-range values."""
@@ -73,7 +72,7 @@ class Targets:
         """The class that `index` counts from: the first one of this rank."""
         self.soft = soft
         """The other classes of tokens with several targets, of which `index` is the lead."""
-        self.dense = dense
+        self.dense: DenseTargets | None = None
         """The probabilities of all classes, of which `index` is the lead."""
         self.class_row: ClassRow | None = None
         """In a forward of losses or outputs that depend on class logits."""
@@ -187,8 +186,8 @@ class Targets:
             None if self.logits is None else self.logits.rows(rows),
             self.first,
             None if self.soft is None else self.soft.rows(rows),
-            None if self.dense is None else self.dense.rows(rows),
         )
+        part.dense = None if self.dense is None else self.dense.rows(rows)
         part.class_logits = None if self.class_logits is None else self.class_logits[rows]
         if self.selection is not None:
             assert isinstance(rows, slice)
@@ -211,7 +210,8 @@ def make_targets(
     y = without_weightless(y, options, tensors).contiguous()
     terms, soft, dense = terms_of(y, options, tensors, vocab, slice(0, vocab), dtype)
     logits = LogitMap.of(options, tensors, y, dtype)
-    targets = Targets(y, vocab, options, tensors, terms, logits, 0, soft, dense)
+    targets = Targets(y, vocab, options, tensors, terms, logits, soft=soft)
+    targets.dense = dense
     if y.device.type == "cpu":
         wrong = targets.active & (targets.safe_index != y)
         if bool(wrong.any()):

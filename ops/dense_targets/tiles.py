@@ -1,4 +1,4 @@
-"""Probabilities of all classes beside a tile of logits, see `cutefce.ops.rows.dense_targets`.
+"""Probabilities of all classes beside a tile of logits, see `cutefce.ops.dense_targets.targets`.
 
 R tokens, C classes.  On a GPU with Triton each function runs as a single kernel.
 """
