@@ -127,19 +127,13 @@ def _evaluate(
         with report_errors(sharding.group):
             parts = sharding.ranks() if sharding.sequence_parallel else 1
             target = check_soft_targets(target, h, options, tensors, parts)
-    elif is_dense(target) and options.reduction != OUTPUTS:
-        with report_errors(sharding.group):
-            ranks = sharding.ranks()
-            parts = ranks if sharding.sequence_parallel else 1
-            check_dense_target(target, h, w, options, parts, ranks)
-        tensors, target = dataclasses.replace(tensors, target_probs=target), leads_of(target)
     y, grad, bias, own = target, torch.is_grad_enabled(), tensors.linear_bias, w
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     if tensors.accumulate_into is not None and not grad:
         tensors = dataclasses.replace(tensors, accumulate_into=None)
     grad_bias = grad and bias is not None and bias.requires_grad
     needs_grad = grad_hidden or grad_weight or grad_bias
-    more = tensors.pack() if arguments or tensors.is_dense else ()
+    more = tensors.pack() if arguments else ()
     direct = can_bypass_dispatcher(h, w, y, *more)
     if not direct and torch_compat.is_transformed():
         checks.check_transform()
@@ -152,7 +146,13 @@ def _evaluate(
             tensors = dataclasses.replace(tensors, weight_cast=w)
         else:
             own = w
-    is_plain = not more or (options.is_plain and tensors.is_plain)
+    if is_dense(y) and options.reduction != OUTPUTS:
+        with report_errors(sharding.group):
+            ranks = sharding.ranks()
+            parts = ranks if sharding.sequence_parallel else 1
+            check_dense_target(y, h, w, options, parts, ranks)
+        tensors, y = dataclasses.replace(tensors, target_probs=y), leads_of(y)
+    is_plain = not (more or tensors.is_dense) or (options.is_plain and tensors.is_plain)
     key = None
     if direct and is_plain and not sharding.is_sharded and not with_stats and own is w:
         copied = copied_item_bytes(input, h), copied_item_bytes(linear_weight, w)
