@@ -183,6 +183,7 @@ def backward(
         phases = [own, _Phase(later, scaling.reference, None)]
     every = None if dw is None else every_row(inputs, scaling.every)
     if scaling.gradient is not None:
+        assert not stored and not aliased, "exponentials without probabilities"
         inputs = replace(inputs, targets=targets.with_gradient(scaling.gradient))
     soft = SoftEntries.of(inputs, scaling.entries, in_reference=in_reference or sampled is not None)
     if sampled is not None and targets.soft is not None and scaling.entries is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
-from tests.ops.test_soft_targets import EACH, each, most, workspaces
+from tests.ops.test_soft_targets import EACH, each, most
 from tests.support.options import OptionsCase, assert_results_as_accurate, dense_case, exact
 from tests.support.reference import random_case
 
@@ -25,26 +25,26 @@ def loss_of(x: OptionsCase, leaves: tuple[Tensor, ...], **more: Any) -> Tensor:
     return loss
 
 
-@workspaces
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @each
 def test_equals_float64(
-    names: list[str], reduction: str, workspace: Any, small_tiles: PortableTiles, device: str
+    names: list[str], reduction: str, small_tiles: PortableTiles, device: str
 ) -> None:
     x = dense_case(names, *SIZES, dtype=torch.float64, device=device)
     options: dict[str, Any] = {"reduction": reduction}
-    for got, want in zip(x.ours(**options, workspace=workspace), exact(x, **options), strict=True):
+    for got, want in zip(x.ours(**options), exact(x, **options), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("logit_std", [0.1, 1, 4, 12])
-@pytest.mark.parametrize("sizes", [(150, 16, 333), (64, 96, 1001), (331, 40, 61)], ids=str)
+@pytest.mark.parametrize("sizes", [(64, 96, 1001), (331, 40, 61)], ids=str)
 def test_is_as_accurate_as_the_unfused_loss(
     sizes: tuple[int, int, int], logit_std: float, device: str
 ) -> None:
     for dtype in DTYPES:
-        x = dense_case([], *sizes, dtype=dtype, device=device, logit_std=logit_std)
-        assert_results_as_accurate(x.ours(), x)
+        for workspace in ("min", "max"):  # dX's sums in 20 bits, or in float32
+            x = dense_case([], *sizes, dtype=dtype, device=device, logit_std=logit_std)
+            assert_results_as_accurate(x.ours(workspace=workspace), x)
 
 
 @pytest.mark.parametrize("names", list(EACH.values())[1:], ids=list(EACH)[1:])
