@@ -83,7 +83,7 @@ def plan_for(
         if isinstance(leading, CallProblem):
             leading = dataclasses.replace(leading, adds_in_place=True)
     scales_rows = options.scales_rows or tensors.scales_rows
-    factors = options.is_scalar, scales_rows, options.consumes_exps
+    factors = options.is_scalar, scales_rows, options.scales_exps
     more = h.device, step.budget, *factors
     if counted is not None and counted < leading.tokens:
         part = _of_tokens(leading, counted)

@@ -61,9 +61,10 @@ class Unsharded:
         options: LossOptions,
         tensors: TensorOptions,
         dtype: torch.dtype,
+        arch: str | None = None,
     ) -> Targets:
         """Return the targets y (N,) as rows of this rank's weight (vocab, D); sums have `dtype`."""
-        return rows.make_targets(y, vocab, options, tensors, dtype)
+        return rows.make_targets(y, vocab, options, tensors, dtype, arch)
 
     def total_vocab(self, w: Tensor) -> int:
         """Return the number of classes of all ranks' weights, w (V, D) being here."""
@@ -129,13 +130,14 @@ class VocabShard(Unsharded):
         options: LossOptions,
         tensors: TensorOptions,
         dtype: torch.dtype,
+        arch: str | None = None,
     ) -> Targets:
         """Number the targets y (N,) from this rank's first row; they are checked with r_i."""
         y = rows.without_weightless(y, options, tensors)
         own = slice(self.first, self.first + vocab)
         if tensors.is_dense:
             y = self._leads_of_ranks(y, options, tensors)
-        more = sum(self.vocab), own, dtype, self.all_reduce_
+        more = sum(self.vocab), own, dtype, arch, self.all_reduce_
         terms, soft, dense = rows.terms_of(y, options, tensors, *more)
         logits = LogitMap.of(options, tensors, y, dtype)
         given = y.clamp(min=IGNORED // 2)  # no target is taken for an ignored one

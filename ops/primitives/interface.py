@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.config import WindowConfig
@@ -63,6 +62,21 @@ class Projection(Protocol[PartialT]):
         """Write the `SoftTargets.entries` (N, K) to `exps` (N, W), of columns from `first` on.
 
         None is for entries of 0.
+        """
+        ...
+
+    def scale_soft(
+        self,
+        entries: Tensor,
+        lead: Tensor,
+        exps: Tensor,
+        first: int,
+        targets: Targets,
+        scale: Tensor,
+    ) -> None:
+        """Multiply `exps` and `entries` by `scale` (N,), and do what `put_soft` does.
+
+        Also put `lead` (N,) in the places of the targets.
         """
         ...
 
@@ -163,21 +177,30 @@ AnyPrimitives = Primitives[Any, Any]
 def target_logits(
     projection: Projection[PartialT], h: Tensor, w: Tensor, targets: Targets
 ) -> Tensor:
-    """Do what `Projection.target_logit` does, and set or begin the excess of soft targets."""
+    """Do what `Projection.target_logit` does, and set the excess of soft targets."""
     logit = projection.target_logit(h, w, targets)
-    if targets.soft is not None:
-        targets.soft.excess = projection.soft_excess(h, w, targets, logit)
-    if targets.dense is not None:
-        targets.dense.excess = torch.zeros_like(logit)  # to which `project_exp` adds
+    set_soft_excess(projection, h, w, targets, logit)
     return logit
+
+
+def set_soft_excess(
+    projection: Projection[PartialT], h: Tensor, w: Tensor, targets: Targets, target_logit: Tensor
+) -> None:
+    """Set the excess of soft targets, if it is not set; h is as for `Projection.target_logit`.
+
+    Launches of it that follow those of a GEMM take no CPU time for which the GPU waits.
+    """
+    if targets.soft is not None and targets.soft.excess is None:
+        targets.soft.excess = projection.soft_excess(h, w, targets, target_logit)
 
 
 def forward_unfused(
     projection: Projection[PartialT], h: Tensor, w: Tensor, targets: Targets
 ) -> tuple[RowStats, Tensor]:
     """Do what `Projection.forward` does, step by step."""
-    logit = target_logits(projection, h, w, targets)
+    logit, own = projection.target_logit(h, w, targets), h
     if targets.selection is not None:
-        h = projection.select(h, targets.selection)
-    partial = projection.project_exp(h, w, (0, w.shape[0]), logit, targets)
+        own = projection.select(h, targets.selection)
+    partial = projection.project_exp(own, w, (0, w.shape[0]), logit, targets)
+    set_soft_excess(projection, h, w, targets, logit)
     return projection.reduce_partials(partial, logit, targets)

@@ -172,6 +172,14 @@ class Targets:
         """(N,) bool: the token is active, and its target is a row of this weight."""
         return self.active & (self.safe_index == self.index)
 
+    def ignored(self) -> "Targets":
+        """Return the same where every token is ignored."""
+        targets = copy.copy(self)
+        for name in ("active", "safe_index"):
+            vars(targets).pop(name, None)
+        targets.index = torch.full_like(self.index, self.options.ignore_index)
+        return targets
+
     def per_token(self, rows: slice | Tensor) -> "Targets":
         """Return the targets of some tokens, whose losses are not reduced.
 
@@ -201,14 +209,15 @@ def make_targets(
     options: LossOptions,
     tensors: TensorOptions,
     dtype: torch.dtype = torch.float32,
+    arch: str | None = None,
 ) -> Targets:
-    """Return the targets y (N,) int64, with sums of `dtype`.
+    """Return the targets y (N,) int64, with sums of `dtype`; `arch` has kernels, if given.
 
     Raises:
         IndexError: on a CPU, for a target outside [0, V).  A GPU is not synchronized for this.
     """
     y = without_weightless(y, options, tensors).contiguous()
-    terms, soft, dense = terms_of(y, options, tensors, vocab, slice(0, vocab), dtype)
+    terms, soft, dense = terms_of(y, options, tensors, vocab, slice(0, vocab), dtype, arch)
     logits = LogitMap.of(options, tensors, y, dtype)
     targets = Targets(y, vocab, options, tensors, terms, logits, soft=soft)
     targets.dense = dense
@@ -229,6 +238,7 @@ def terms_of(
     vocab: int,
     own: slice,
     dtype: torch.dtype,
+    arch: str | None = None,
     add_ranks: Callable[[Tensor], Tensor] = no_others,
 ) -> tuple[LossTerms | None, SoftTargets | None, DenseTargets | None]:
     """Return the terms of targets y (N,) of `vocab` classes, of which this rank has `own`.
@@ -241,7 +251,7 @@ def terms_of(
     if tensors.is_dense:
         dense, terms = DenseTargets.of(y, options, tensors, vocab, own, dtype, add_ranks)
         return terms, None, dense
-    soft, terms = SoftTargets.of(y, options, tensors, vocab, own, dtype)
+    soft, terms = SoftTargets.of(y, options, tensors, vocab, own, dtype, arch)
     return terms, soft, None
 
 

@@ -5,7 +5,6 @@ recomputed, window by window.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.primitives.gradient_interface import TargetGradT
-from cutefce.ops.primitives.interface import PartialT, target_logits
+from cutefce.ops.primitives.interface import PartialT, set_soft_excess
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
@@ -89,7 +88,7 @@ def forward(
         stats, loss = projection.forward(h, w, targets)
     else:
         if target_logit is None:
-            target_logit = target_logits(projection, h, w, targets)
+            target_logit = projection.target_logit(h, w, targets)
         h = inputs.selected()
         parts: Sequence[tuple[int, Tensor | None]] = stored or [(0, None)]
         firsts, buffers = zip(*parts, strict=True)
@@ -100,11 +99,14 @@ def forward(
                 for window, exps in zip(columns, buffers, strict=True)
             ]
         )
+        set_soft_excess(projection, inputs.h, w, targets, target_logit)
         stats, loss = projection.reduce_partials(partial, target_logit, targets)
-        soft = SoftEntries.of(inputs, targets.soft_entries(stats, h.dtype)) if stored else None
+        soft = None
+        if stored and not targets.has_narrow_entries(h.dtype):
+            soft = SoftEntries.of(inputs, targets.soft_entries(stats, h.dtype))
         for first, exps in stored:
             projection.repair_stored_exps(exps, h, w, first, targets, partial, stats)
-            if soft is not None and soft.is_wide:
+            if soft is not None:
                 soft.put(exps, first)
     outputs, more = targets.options.output_names, None
     if stat_rows(outputs):
@@ -151,7 +153,6 @@ def backward(
 
     Where kernels select rows, `upstream` is in the order of the targets, dX in that of the call.
     With `inputs.accumulate_into`, that is `dw`, to which dW is added.
-
     `dbias` (V,) receives the gradient of the bias, in the dtype of sums.
 
     The exponentials of the first `aliased` columns are in the memory of `dw`, which is written from
@@ -182,9 +183,7 @@ def backward(
         own = _Phase(before, stats.reference, scaling.relative)
         phases = [own, _Phase(later, scaling.reference, None)]
     every = None if dw is None else every_row(inputs, scaling.every)
-    if scaling.gradient is not None:
-        assert not stored and not aliased, "exponentials without probabilities"
-        inputs = replace(inputs, targets=targets.with_gradient(scaling.gradient))
+    inputs = inputs.with_gradient(scaling.gradient)
     soft = SoftEntries.of(inputs, scaling.entries, in_reference=in_reference or sampled is not None)
     if sampled is not None and targets.soft is not None and scaling.entries is not None:
         sampled = sampled.with_terms(targets.soft.index, scaling.entries)
@@ -193,11 +192,13 @@ def backward(
         dx = HiddenGradient.empty(inputs, scaling.target.dtype, hidden_bits)
     weight = None
     if dw is not None:
-        others = None if soft is None else soft.terms(scaling.row_scale)
-        target_grad = gradients.target_grad(h, scaling.target, targets, others)
+        terms = scaling.target, targets
+        if soft is not None and soft.scales_exps:
+            terms = torch.zeros_like(scaling.target), targets.ignored()
+        target_grad = gradients.target_grad(h, *terms)
         operands = target_grad, scaling.grad_scale, every, targets.selection
         weight = WeightGradient(gradients, dw, *operands, as_sums, adds)
-        del operands, target_grad, others
+        del operands, target_grad, terms
     for phase in phases:
         if phase is not phases[0] and dx is not None and scaling.relative is not None:
             dx.scale_rows(gradients, scaling.relative)
@@ -216,8 +217,8 @@ def backward(
             if dbias is not None and factors is not None:
                 dbias[first:last] = factors.sum(exps)
             if weight is not None:
-                if soft is not None:
-                    soft.clear(exps, first)
+                if soft is not None and soft.scales_exps and phase.row_scale is not None:
+                    soft.scale(exps, first, phase.row_scale, scaling.target)
                 weight.finish(first, last, exps, scaled)
         del scaled, parts, exps  # freed before other hidden states, or dX, are allocated
     if dbias is not None:
@@ -242,6 +243,7 @@ def _operands(
     """
     scaled = rows_h = inputs.h
     scales = weight is not None and phase.row_scale is not None
+    scales = scales and (soft is None or not soft.scales_exps)
     recomputes = sampled is not None or any(exps is None for *_, exps in phase.columns)
     if recomputes or (weight is not None and not scales):
         rows_h = scaled = inputs.selected()
