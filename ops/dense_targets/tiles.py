@@ -19,7 +19,9 @@ def add_excess(
     `columns`.
     """
     dense = targets.dense
-    assert dense is not None and dense.excess is not None
+    assert dense is not None
+    if dense.excess is None:
+        dense.excess = torch.zeros_like(dense.factor)
     lead = targets.index[rows] - columns.start
     own = logits, reference[rows], lead, dense.probs[rows, columns]
     apply_rowwise(add_excess_, dense.excess[rows], *own, whole=(_kappa(targets, columns),))

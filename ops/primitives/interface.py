@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.config import WindowConfig
@@ -163,12 +162,10 @@ AnyPrimitives = Primitives[Any, Any]
 def target_logits(
     projection: Projection[PartialT], h: Tensor, w: Tensor, targets: Targets
 ) -> Tensor:
-    """Do what `Projection.target_logit` does, and set or begin the excess of soft targets."""
+    """Do what `Projection.target_logit` does, and set the excess of soft targets."""
     logit = projection.target_logit(h, w, targets)
     if targets.soft is not None:
         targets.soft.excess = projection.soft_excess(h, w, targets, logit)
-    if targets.dense is not None:
-        targets.dense.excess = torch.zeros_like(logit)  # to which `project_exp` adds
     return logit
 
 

@@ -5,7 +5,6 @@ recomputed, window by window.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -182,9 +181,7 @@ def backward(
         own = _Phase(before, stats.reference, scaling.relative)
         phases = [own, _Phase(later, scaling.reference, None)]
     every = None if dw is None else every_row(inputs, scaling.every)
-    if scaling.gradient is not None:
-        assert not stored and not aliased, "exponentials without probabilities"
-        inputs = replace(inputs, targets=targets.with_gradient(scaling.gradient))
+    inputs = inputs.with_gradient(scaling.gradient)
     soft = SoftEntries.of(inputs, scaling.entries, in_reference=in_reference or sampled is not None)
     if sampled is not None and targets.soft is not None and scaling.entries is not None:
         sampled = sampled.with_terms(targets.soft.index, scaling.entries)

@@ -51,8 +51,9 @@ def test_is_as_accurate_as_the_unfused_loss(
 def test_sums_in_20_bits(names: list[str], small_tiles: PortableTiles, device: str) -> None:
     """Of dX, over windows, as small workspaces have them."""
     x = dense_case(names, 150, 64, 333, dtype=torch.bfloat16, device=device)
-    sizes: Any = 64, 0, 0, 150, True, True, "linear_bias" in x.options, 333
-    with fixed_plan(Plan("windows", *sizes, tokens=150, hidden_bits=4)):
+    bias = "linear_bias" in x.options
+    plan = Plan("windows", 64, 0, 0, 150, True, True, bias, 333, tokens=150, hidden_bits=4)
+    with fixed_plan(plan):
         assert_results_as_accurate(x.ours(), x)
 
 
