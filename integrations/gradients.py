@@ -32,6 +32,7 @@ def set_gradients(
         TypeError, ValueError: for another `gradient` or `accum_dtype`, or `samples` out of their
             range.
     """
+    check_type("accum_dtype", accum_dtype)
     _chosen.update(gradient_options(gradient, samples, accum_dtype))
 
 

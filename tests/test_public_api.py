@@ -38,7 +38,7 @@ SIGNATURES = {
     "sequence_parallel",
     "LossOutput": "loss lse",
     "LogProbs": "log_probs lse entropy sum_p_squared mean_logit is_top1 argmax",
-    "plan": "input linear_weight reduction label_smoothing gradient samples workspace "
+    "plan": "input linear_weight target reduction label_smoothing gradient samples workspace "
     "accumulate_into accum_dtype target_indices target_probs group shards sequence_parallel",
     "LinearCrossEntropyLoss": "in_features num_classes out_features bias device dtype reduction "
     "weight ignore_index label_smoothing options z_loss logit_scale softcap gradient samples "

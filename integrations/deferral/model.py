@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from cutefce.integrations.deferral.head import DeferringLinear
 from cutefce.integrations.deferral.report import Counts, DeferralReport
 from cutefce.integrations.gradients import gradient_options
-from cutefce.ops.interface.checks import DTYPES
+from cutefce.ops.interface.checks import DTYPES, check_type
 from cutefce.ops.operators.context import PLAIN_TYPES
 
 
@@ -48,6 +48,7 @@ def defer(
         TypeError: if the head is not a plain `nn.Linear`, as where it is quantized.
         RuntimeError: if it is deferred already.
     """
+    check_type("accum_dtype", accum_dtype)
     loss_options = gradient_options(gradient, samples, accum_dtype)
     heads = [*_heads(model)]
     for head in heads:

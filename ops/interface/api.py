@@ -98,7 +98,8 @@ def linear_cross_entropy(  # type: ignore[misc]
         input: (..., D) hidden states, bfloat16, float16, float32 or float64.
         linear_weight: (V, D), of input's dtype and device; or (V, d_1, ..., d_K, D) for a loss of
             K dimensions, with input (N, D) and target (N, d_1, ..., d_K).
-        target: (...) integer class indices in [0, V), or `ignore_index`; None with soft targets.
+        target: (...) integer class indices in [0, V), or `ignore_index`; or (..., V) floating-point
+            probabilities q of all classes: Σ_v q_v (lse - u_v), as in torch.  None with soft ones.
         linear_bias: (V,) or (V, d_1, ..., d_K) floating-point, added to the logits before the
             softcap.
         target_indices: (..., K) integer classes of each token, K from 1 to 256, with `target_probs`
@@ -136,9 +137,9 @@ def linear_cross_entropy(  # type: ignore[misc]
             error.  None keeps more bits.  Calls without such sums ignore it.  For bfloat16 alone,
             not with `accumulate_into`.
         group: process group whose ranks hold consecutive parts (V_k, D) of the weight, in rank
-            order, and of the bias.  Targets are global ids; they and all other arguments, weight
-            (V,) of all classes too, are the same on every rank, and so are the loss and the
-            gradient of input.
+            order, of the bias, and of probabilities (..., V_k).  Class indices are global; they and
+            all other arguments, weight (V,) of all classes too, are the same on every rank, and so
+            are the loss and the gradient of input.
         shards: V_k of every rank; None if they are equal.
         sequence_parallel: input holds this rank's equal share of the first dimension, in rank
             order, and so does its gradient.  Targets, and losses with "none", are those of all

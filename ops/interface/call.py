@@ -9,6 +9,8 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
+from cutefce.ops.dense_targets.checks import check_dense_target, is_dense
+from cutefce.ops.dense_targets.targets import leads as leads_of
 from cutefce.ops.interface import call_cache, checks, option_checks
 from cutefce.ops.interface.options import (
     OPTIONS,
@@ -82,8 +84,10 @@ def loss_and_lse(
     """Return `loss` and the log-sum-exps (...) of the logits, 0 if ignored, without gradient."""
     result, more = _evaluate(input, linear_weight, target, workspace, arguments, with_stats=True)
     (stats,) = more
-    classes = arguments["target_indices"] if target is None else target.unsqueeze(-1)
     lse = torch.where(_is_active(stats), RowStats(stats).lse, 0).detach()
+    if target is not None and not is_dense(target):
+        return result, lse.reshape(target.shape)
+    classes = arguments["target_indices"] if target is None else target
     return result, lse.reshape(classes.shape[:-1])
 
 
@@ -148,7 +152,13 @@ def _evaluate(
             tensors = dataclasses.replace(tensors, weight_cast=w)
         else:
             own = w
-    is_plain = not arguments or (options.is_plain and tensors.is_plain)
+    if is_dense(y) and options.reduction != OUTPUTS:
+        with report_errors(sharding.group):
+            ranks = sharding.ranks()
+            parts = ranks if sharding.sequence_parallel else 1
+            check_dense_target(y, h, w, options, parts, ranks)
+        tensors, y = dataclasses.replace(tensors, target_probs=y), leads_of(y)
+    is_plain = not (more or tensors.is_dense) or (options.is_plain and tensors.is_plain)
     key = None
     if direct and is_plain and not sharding.is_sharded and not with_stats and own is w:
         copied = copied_item_bytes(input, h), copied_item_bytes(linear_weight, w)

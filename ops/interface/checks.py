@@ -155,10 +155,7 @@ def _check_dtypes(h: Tensor, w: Tensor, y: Tensor) -> None:
             "cast one of them, or call under torch.autocast"
         )
     if y.dtype == torch.bool or y.is_floating_point() or y.is_complex():
-        raise TypeError(
-            f"target: got dtype {y.dtype}, expected integers (class indices); probabilities are "
-            "target_indices and target_probs"
-        )
+        raise TypeError(f"target: got dtype {y.dtype}, expected integers (class indices)")
 
 
 def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
@@ -168,6 +165,11 @@ def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
             "a sharded parameter must be gathered first"
         )
     if h.ndim == 0 or not are_equal("input", h.shape[-1:], w.shape[1:]):
+        if h.ndim > 0 and h.shape[-1] == w.shape[0]:
+            raise ValueError(
+                f"linear_weight: got shape {tuple(w.shape)}, expected (V, {h.shape[-1]}) to match "
+                f"input of shape {tuple(h.shape)}; pass linear_weight.t()"
+            )
         raise ValueError(
             f"input: got shape {tuple(h.shape)}, expected (..., {w.shape[1]}) "
             f"to match linear_weight of shape {tuple(w.shape)}"

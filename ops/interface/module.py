@@ -99,7 +99,10 @@ class LinearCrossEntropyLoss(nn.Module):
         target_indices: Tensor | None = None,
         target_probs: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of input (..., in_features) against target (...), or soft targets."""
+        """Return the loss of input (..., in_features) against target (...), or soft targets.
+
+        A floating-point target is (..., num_classes).
+        """
         checks.check_linear(self.linear)
         weight: Tensor = self.linear.weight
         bias: Tensor | None = self.linear.bias

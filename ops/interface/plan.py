@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from cutefce.ops.dense_targets.checks import check_dense_target, is_dense
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.interface.soft_targets import check_soft_targets
@@ -20,6 +21,7 @@ from cutefce.ops.primitives.dispatch import copied_item_bytes
 def plan(
     input: Tensor,
     linear_weight: Tensor,
+    target: Tensor | None = None,
     *,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -43,6 +45,8 @@ def plan(
         input: (..., D) hidden states.  Set requires_grad on input, linear_weight or both, as for
             the call; under `torch.no_grad` the plan is that of a forward alone.
         linear_weight: (V, D).
+        target: (..., V) probabilities of the call, of which only the shape and dtype matter; plans
+            of class indices do not depend on them.
         reduction: as for the call, and so are the other arguments.
         label_smoothing: share of the uniform distribution; it changes plans of sampled gradients.
         gradient: "exact" or "sampled".
@@ -77,8 +81,11 @@ def plan(
     )
     if wrong is not None:
         raise wrong
-    target = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
-    call = localize(input, linear_weight, target, group, shards, sequence_parallel)
+    if target is not None:
+        checks.check_type("target", target)
+    some = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
+    given = some if target is None else target
+    call = localize(input, linear_weight, given, group, shards, sequence_parallel)
     options = LossOptions(
         reduction,
         label_smoothing=label_smoothing,
@@ -95,7 +102,11 @@ def plan(
     if is_mixed(h, w):
         w = w.detach().to(h.dtype).requires_grad_(w.requires_grad)
         tensors = TensorOptions(weight_cast=w if w.requires_grad else None)
-    checks.check_tensors(h, w, call.y.new_empty(h.shape[:-1]))
+    parts = sharding.ranks() if sharding.sequence_parallel else 1
+    if is_dense(target):
+        check_dense_target(call.y, h, w, options, parts, sharding.ranks())
+        tensors = dataclasses.replace(tensors, target_probs=call.y)
+    checks.check_tensors(h, w, some.new_empty(h.shape[:-1]))
     if accumulate_into is not None:
         option_checks.check_buffer(accumulate_into, h, w)
         if torch.is_grad_enabled():
@@ -104,8 +115,7 @@ def plan(
     soft = {"target_indices": target_indices, "target_probs": target_probs}
     if any(x is not None for x in soft.values()):
         tensors = dataclasses.replace(tensors, **localize_options(call, soft))
-        parts = sharding.ranks() if sharding.sequence_parallel else 1
-        check_soft_targets(None, h, options, tensors, parts)
+        check_soft_targets(target, h, options, tensors, parts)
     sharding.check(w)
     rows, budget = h.reshape(-1, h.shape[-1]), checks.workspace_bytes(workspace)
     copied = copied_item_bytes(call.h, rows), copied_item_bytes(call.w, w)

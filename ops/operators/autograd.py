@@ -84,6 +84,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         first = ctx.inputs - Sharding.width() - TensorOptions.width()
         for index, name in enumerate(TensorOptions.names(), first):
             if tangents[index] is not None and index not in ctx.differentiable:
+                if name == "target_probs" and TensorOptions(*tensors).is_dense:
+                    name = "target"
                 raise NotImplementedError(
                     f"{name}: got a tangent, expected {name}.detach(): cutefce has no derivative "
                     "by it"

@@ -20,6 +20,7 @@ from cutefce.ops.primitives.dispatch import (
 )
 from cutefce.ops.primitives.row_selection import select_rows
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.soft_targets import check_values
 from cutefce.ops.rows.targets import sum_dtype, without_weightless
 from cutefce.ops.sampling.samples import Sampling
 from cutefce.ops.strategies.loss_inputs import LossInputs
@@ -52,8 +53,12 @@ def prepare(
         problem = replace(problem, tokens=len(y))
     is_sampled = plan is not None and plan.is_sampled
     given = options.samples, bool(tensors.soft_targets)
-    if is_sampled and sampling_unsupported_reason(problem, *given):
+    if tensors.is_dense or (is_sampled and sampling_unsupported_reason(problem, *given)):
         problem = replace(problem, arch=None)
+    if tensors.target_indices is not None and known is None:
+        check_values(
+            without_weightless(y, options, tensors), options, tensors, shard.total_vocab(w)
+        )
     if known is not None:
         selection = known.selection
     elif plan is not None:

@@ -51,7 +51,10 @@ def plan_for(
         problem = dataclasses.replace(problem, wide_grad_weight=wide, tile_copies=copies)
     if options.accum_dtype is not None:
         problem = dataclasses.replace(problem, random_sums=True)
-    if tensors.target_indices is not None:
+    if tensors.is_dense and tensors.target_probs is not None:
+        dense = {"probs_bytes": tensors.target_probs.element_size(), "arch": None}
+        problem = CallProblem(**{**vars(problem), **dense})
+    elif tensors.target_indices is not None:
         soft = tensors.target_indices.shape[-1]
         problem = CallProblem(**{**vars(problem), "soft_targets": soft})
     if buffer is not None:
@@ -91,9 +94,10 @@ def plan_for(
 
 
 def _of_tokens(problem: Problem, tokens: int) -> Problem:
-    """Return `problem` with some of its tokens, which are copied, as is their dX."""
+    """Return `problem` with some of its tokens, copied with their dX and probabilities."""
     fields = {**vars(problem), "tokens": tokens}
     copied = (1 + problem.grad_hidden) * tokens * problem.hidden * problem.item_bytes
+    copied += tokens * problem.vocab * fields.get("probs_bytes", 0)
     fields["dense_bytes"] = fields.get("dense_bytes", 0) + copied
     return CallProblem(**fields)
 

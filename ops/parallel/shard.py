@@ -135,12 +135,27 @@ class VocabShard(Unsharded):
         """Number the targets y (N,) from this rank's first row; they are checked with r_i."""
         y = rows.without_weightless(y, options, tensors)
         own = slice(self.first, self.first + vocab)
-        terms, soft = rows.terms_of(y, options, tensors, sum(self.vocab), own, dtype, arch)
+        if tensors.is_dense:
+            y = self._leads_of_ranks(y, options, tensors)
+        more = sum(self.vocab), own, dtype, arch, self.all_reduce_
+        terms, soft, dense = rows.terms_of(y, options, tensors, *more)
         logits = LogitMap.of(options, tensors, y, dtype)
         given = y.clamp(min=IGNORED // 2)  # no target is taken for an ignored one
         index = torch.where(y == options.ignore_index, IGNORED, given - self.first)
         options = dataclasses.replace(options, ignore_index=IGNORED)
-        return Targets(index, vocab, options, tensors, terms, logits, self.first, soft)
+        targets = Targets(index, vocab, options, tensors, terms, logits, self.first, soft)
+        targets.dense = dense
+        return targets
+
+    def _leads_of_ranks(self, y: Tensor, options: LossOptions, tensors: TensorOptions) -> Tensor:
+        """Return the leads (N,) of all ranks' probabilities, of those y (N,) of this rank's."""
+        probs, ignored = tensors.target_probs, y == options.ignore_index
+        assert probs is not None
+        largest = probs.gather(1, y.clamp(min=0)[:, None])[:, 0].double()
+        of_ranks = self.all_gather(torch.stack([largest, (y + self.first).double()]))
+        best = of_ranks[:, 0].argmax(0, keepdim=True)
+        leads = of_ranks[:, 1].gather(0, best)[0].long()
+        return torch.where(ignored, options.ignore_index, leads)
 
     def total_vocab(self, w: Tensor) -> int:
         """Return the number of classes of all ranks' weights."""

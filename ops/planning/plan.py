@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.planning.chunks.sizes import Chunks
@@ -46,6 +46,9 @@ class Plan:
     shrinking: Chunks | None = None
     """Chunks that use the memory of dX; None if they have equal sizes."""
 
+    budget: int | None = field(default=None, compare=False)
+    """Bytes that were asked for, if no plan takes as few."""
+
     @property
     def gradients(self) -> tuple[bool, bool, bool]:
         """Which of dX, dW and the bias' gradient are computed."""
@@ -80,6 +83,8 @@ class Plan:
     def __str__(self) -> str:
         name = self.strategy.replace("_", " ")
         cost = f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
+        if self.budget is not None:
+            cost += f"; no plan takes the workspace of {self.budget / 2**20:.1f} MiB or less"
         if self.is_sampled:
             return f"{name} gradients: {cost}"
         vocab = max(self.vocab, 1)

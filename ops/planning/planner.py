@@ -11,8 +11,8 @@ from math import ceil
 
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
-from cutefce.cute_kernels.problem import Problem, can_keep
-from cutefce.ops.planning.call_problem import forms_gradients, is_sampled, soft_targets
+from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.planning.call_problem import forms_gradients, is_sampled, keeps_exps, soft_targets
 from cutefce.ops.planning.chunks.plans import chunked_plan, even_chunks, shrinking_chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import windows_bytes
@@ -64,11 +64,11 @@ def make_plan(
     `scales_exps` that each exponential may have a factor that the backward alone knows.
     """
     if is_sampled(problem):
-        return _sampled_plan(problem, configs[0])
+        return _of_budget(_sampled_plan(problem, configs[0]), budget)
     families = _windows(problem, configs, scalar_upstream and not scales_rows)
     # factors of tokens are those of dX's rows, which the backward applies; others sum over tokens
     later = not (problem.grad_weight or problem.grad_bias or scales_exps)
-    if (scalar_upstream or later) and forms_gradients(problem) and can_keep(problem.dtype):
+    if (scalar_upstream or later) and forms_gradients(problem) and keeps_exps(problem):
         families += even_chunks(problem, configs[0])
         families += shrinking_chunks(problem, configs[0])
     return _choose(families, budget)
@@ -107,7 +107,12 @@ def _choose(families: Sequence[Family], budget: int) -> Plan:
     least = min(family.fastest(0).workspace_bytes for family in families)
     if budget == MINIMUM:
         return _small(families, least)
-    return _fastest(families, max(budget, least))
+    return _of_budget(_fastest(families, max(budget, least)), budget)
+
+
+def _of_budget(plan: Plan, budget: int) -> Plan:
+    """Return a plan that says so if it takes more than `budget` bytes."""
+    return replace(plan, budget=budget) if MINIMUM < budget < plan.workspace_bytes else plan
 
 
 def _small(families: Sequence[Family], least: int) -> Plan:
@@ -167,7 +172,7 @@ def _windows_of(
         steps = ceil_div(most, config.window)
         return family(steps, lambda i: keep_rest(min((i + 1) * config.window, most)))
 
-    if not (forms_gradients(p) and can_keep(p.dtype)):
+    if not (forms_gradients(p) and keeps_exps(p)):
         yield family(1, lambda _: (0, 0))
         return
     if hidden_bits is None:  # one product needs no sums

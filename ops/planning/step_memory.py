@@ -5,7 +5,7 @@ from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
-from cutefce.ops.planning.call_problem import accumulates
+from cutefce.ops.planning.call_problem import accumulates, is_dense
 from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
 
 UPCAST_BLOCK = 2048
@@ -17,6 +17,8 @@ GATHERED_COLUMNS = 256
 SAMPLED_BLOCK = {"cpu": 1 << 18}
 """Logits of which entries are chosen at a time, by device type; `LARGE_SAMPLED_BLOCK` of others."""
 LARGE_SAMPLED_BLOCK = 1 << 22
+DENSE_COPIES = 2
+"""Copies of a block of logits of which probabilities are subtracted, in plain torch."""
 MIN_ADDED_ROWS = 1024
 """Rows of dW below which each product of them converts its operands for too little work."""
 MAX_SHORT_SUMS = 32
@@ -91,8 +93,11 @@ def tile_bytes(p: Problem, config: WindowConfig, tokens: int, window: int, *, st
         return rows * columns * p.accumulator_bytes
     in_place = stored and not accumulates_wider(p)
     logits = (p.tile_copies + (not in_place)) * rows * columns * p.accumulator_bytes
-    upcast = upcast_bytes(p, rows, p.hidden, min(columns, window))
-    return logits + max(rows * columns, upcast)
+    step = max(rows * columns, upcast_bytes(p, rows, p.hidden, min(columns, window)))
+    if is_dense(p):
+        block = min(rows * columns * p.accumulator_bytes, row_block_bytes(p.device))
+        step = max(step, DENSE_COPIES * block + block // p.accumulator_bytes)
+    return logits + step
 
 
 def soft_block_rows(elements: int, sum_bytes: int, device: str) -> int:

@@ -140,18 +140,17 @@ def primitives_for(
         return kernel_primitives(*kernels, grad_bias=problem.grad_bias)
     reason = _unsupported_reason(h, w)
     if reason is None and targets is not None and targets.options.is_sampled:
-        is_soft = targets.soft is not None
-        reason = sampling_unsupported_reason(problem, targets.options.samples, is_soft)
+        given = targets.options.samples, targets.soft is not None
+        reason = sampling_unsupported_reason(problem, *given)
+    if targets is not None and targets.dense is not None:
+        reason = reason or "target: got probabilities (N, V), expected class indices"
     if problem.tokens and reason is not None:
         _report(reason, h.is_cuda)
     return portable_primitives(defaults.widest_window(problem))
 
 
 def sampling_unsupported_reason(problem: Problem, samples: int, is_soft: bool) -> str | None:
-    """Return why kernels that serve `problem` cannot sample its gradients, None if they can.
-
-    `is_soft` says that tokens have soft targets.
-    """
+    """Return why kernels cannot sample gradients, with soft targets if `is_soft`, or None."""
     tokens, most = problem.tokens, sample_slots(samples)
     if is_soft:
         return "target_probs: got soft targets, expected none with gradient='sampled'"

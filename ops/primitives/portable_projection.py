@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div
+from cutefce.ops.dense_targets.tiles import add_excess, write_gradient
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
@@ -254,9 +255,16 @@ class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
                     logits, copy = copy, None
                 entries = w[first + tile.start : first + tile.stop]
                 matmul_into(logits[:, :valid], h[rows], entries.t(), accumulate=False)
+                classes = slice(first + tile.start, first + tile.stop)
                 if targets.logits is not None:
-                    classes = slice(first + tile.start, first + tile.stop)
                     targets.logits.apply_(logits[:, :valid], rows, classes)
+                if targets.dense is not None:
+                    dense = logits[:, :valid], reference, targets, rows, classes
+                    if out is not None:
+                        add_excess(*dense)
+                    elif tile_exps is not None:
+                        write_gradient(tile_exps[:, :valid], *dense)
+                        continue
                 logits[:, valid:].fill_(-torch.inf)
                 run(
                     logits.unflatten(1, (-1, block)),

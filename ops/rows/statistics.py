@@ -75,6 +75,8 @@ def token_losses(stats: RowStats, targets: Targets) -> Tensor:
     losses = targets.terms.losses(stats.lse, stats.loss, targets.class_logits)
     if targets.soft is not None and targets.soft.excess is not None:
         losses = losses - targets.soft.excess
+    if targets.dense is not None and targets.dense.excess is not None:
+        losses = losses - targets.dense.factor * targets.dense.excess
     return torch.where(targets.active, losses, 0)
 
 

@@ -1,6 +1,7 @@
 """Targets of a call, with the options of their losses."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,11 +16,12 @@ from cutefce.cute_kernels.variant import (
     LogitTransform,
     RowReductions,
 )
+from cutefce.ops.dense_targets.targets import DenseTargets, no_others
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.selection import RowSelection
-from cutefce.ops.rows.soft_targets import SoftTargets, check_values
+from cutefce.ops.rows.soft_targets import SoftTargets
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats
@@ -70,6 +72,8 @@ class Targets:
         """The class that `index` counts from: the first one of this rank."""
         self.soft = soft
         """The other classes of tokens with several targets, of which `index` is the lead."""
+        self.dense: DenseTargets | None = None
+        """The probabilities of all classes, of which `index` is the lead."""
         self.class_row: ClassRow | None = None
         """In a forward of losses or outputs that depend on class logits."""
         self.class_logits: Tensor | None = None
@@ -152,6 +156,13 @@ class Targets:
         a = torch.as_tensor(self.by_lse(stats.lse))
         return self.soft.entries(stats, a, self.logits, of_exps=of_exps)
 
+    def with_gradient(self, factors: tuple[Tensor, Tensor]) -> "Targets":
+        """Return the same for a backward, see `DenseTargets.gradient`."""
+        assert self.dense is not None
+        targets = copy.copy(self)
+        targets.dense = replace(self.dense, gradient=factors)
+        return targets
+
     def has_narrow_entries(self, dtype: torch.dtype) -> bool:
         """Whether exponentials of `dtype` have entries of soft targets, which are rounded."""
         return self.soft is not None and dtype != sum_dtype(dtype)
@@ -184,6 +195,7 @@ class Targets:
             self.first,
             None if self.soft is None else self.soft.rows(rows),
         )
+        part.dense = None if self.dense is None else self.dense.rows(rows)
         part.class_logits = None if self.class_logits is None else self.class_logits[rows]
         if self.selection is not None:
             assert isinstance(rows, slice)
@@ -202,13 +214,13 @@ def make_targets(
     """Return the targets y (N,) int64, with sums of `dtype`; `arch` has kernels, if given.
 
     Raises:
-        IndexError, ValueError: on a CPU, for a target outside [0, V), or a bad probability.  A GPU
-            is not synchronized for this.
+        IndexError: on a CPU, for a target outside [0, V).  A GPU is not synchronized for this.
     """
     y = without_weightless(y, options, tensors).contiguous()
-    terms, soft = terms_of(y, options, tensors, vocab, slice(0, vocab), dtype, arch)
+    terms, soft, dense = terms_of(y, options, tensors, vocab, slice(0, vocab), dtype, arch)
     logits = LogitMap.of(options, tensors, y, dtype)
     targets = Targets(y, vocab, options, tensors, terms, logits, soft=soft)
+    targets.dense = dense
     if y.device.type == "cpu":
         wrong = targets.active & (targets.safe_index != y)
         if bool(wrong.any()):
@@ -227,16 +239,20 @@ def terms_of(
     own: slice,
     dtype: torch.dtype,
     arch: str | None = None,
-) -> tuple[LossTerms | None, SoftTargets | None]:
+    add_ranks: Callable[[Tensor], Tensor] = no_others,
+) -> tuple[LossTerms | None, SoftTargets | None, DenseTargets | None]:
     """Return the terms of targets y (N,) of `vocab` classes, of which this rank has `own`.
 
-    Also return the soft targets beside y, whose values are checked on a CPU.
+    Also return the soft targets beside y, or the probabilities of all classes; `add_ranks` returns
+    the sum of a tensor over all ranks.
     """
     if tensors.target_probs is None:
-        return LossTerms.of(y, options, tensors, vocab, own, dtype), None
-    check_values(y, options, tensors, vocab)
+        return LossTerms.of(y, options, tensors, vocab, own, dtype), None, None
+    if tensors.is_dense:
+        dense, terms = DenseTargets.of(y, options, tensors, vocab, own, dtype, add_ranks)
+        return terms, None, dense
     soft, terms = SoftTargets.of(y, options, tensors, vocab, own, dtype, arch)
-    return terms, soft
+    return terms, soft, None
 
 
 def without_weightless(y: Tensor, options: LossOptions, tensors: TensorOptions) -> Tensor:

@@ -153,7 +153,6 @@ def backward(
 
     Where kernels select rows, `upstream` is in the order of the targets, dX in that of the call.
     With `inputs.accumulate_into`, that is `dw`, to which dW is added.
-
     `dbias` (V,) receives the gradient of the bias, in the dtype of sums.
 
     The exponentials of the first `aliased` columns are in the memory of `dw`, which is written from
@@ -184,6 +183,7 @@ def backward(
         own = _Phase(before, stats.reference, scaling.relative)
         phases = [own, _Phase(later, scaling.reference, None)]
     every = None if dw is None else every_row(inputs, scaling.every)
+    inputs = inputs.with_gradient(scaling.gradient)
     soft = SoftEntries.of(inputs, scaling.entries, in_reference=in_reference or sampled is not None)
     if sampled is not None and targets.soft is not None and scaling.entries is not None:
         sampled = sampled.with_terms(targets.soft.index, scaling.entries)

@@ -1,5 +1,6 @@
 """One setting lets the calls of every integration sample their gradients."""
 
+import functools
 import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import cutefce
 from cutefce.integrations import gradients
 from cutefce.integrations.gradients import gradient_options, set_gradients
 
@@ -29,6 +31,10 @@ def test_the_setting_is_checked_and_kept() -> None:
             set_gradients(**wrong)
     with pytest.raises(TypeError, match=r"^samples: got"):
         set_gradients(samples="many")  # type: ignore[arg-type]
+    take: Any
+    for take in (set_gradients, functools.partial(cutefce.defer, torch.nn.Linear(8, 9))):
+        with pytest.raises(TypeError, match=r"^accum_dtype: got 'bfloat16'"):
+            take(accum_dtype="bfloat16")  # as a loss; names are for files
     assert gradients.loss_options() == {**SAMPLED, "accum_dtype": torch.bfloat16}
     assert gradients.row_options() == SAMPLED
     assert gradient_options("exact", 64, "bfloat16")["accum_dtype"] == torch.bfloat16

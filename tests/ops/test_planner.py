@@ -469,3 +469,9 @@ def test_planner_needs_no_torch() -> None:
 def test_a_plan_in_chunks_prints_them() -> None:
     plan = Plan("gradients_in_forward", 64, 0, 336, 40, True, False, False, 333, 1 << 20, 0.5)
     assert "chunks of 40 tokens" in str(plan) and "1.0 MiB" in str(plan)
+
+
+def test_a_plan_above_its_budget_says_so() -> None:
+    assert "no plan takes the workspace of 1.0 MiB or less" in str(plan(LLAMA, 1 << 20))
+    for budget in (MINIMUM, MAXIMUM, GIB):
+        assert "no plan" not in str(plan(LLAMA, budget))

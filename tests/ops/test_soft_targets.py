@@ -423,7 +423,19 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
         {"target_probs": torch.full((6, 3), 1e300, dtype=torch.float64)},
         ValueError,
     ),
-    "target_indices: got 20": ({"target_indices": torch.full((6, 3), 20)}, IndexError),
+    "target_probs: got -2.0 at token 4, k = 2, expected": (
+        {
+            "target_probs": torch.ones(6, 3).index_put_(
+                (torch.tensor([4]), torch.tensor([2])), torch.tensor(-2.0)
+            ),
+            "token_weights": torch.tensor([0.0, 0, 0, 0, 1, 1]),
+        },
+        ValueError,
+    ),
+    "target_indices: got 20 at token 0, k = 0 with": (
+        {"target_indices": torch.full((6, 3), 20)},
+        IndexError,
+    ),
     "target_indices: got -100": ({"target_indices": torch.full((6, 3), -100)}, IndexError),
 }
 

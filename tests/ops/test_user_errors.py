@@ -21,6 +21,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"input: got shape \(\), expected",
     ),
+    "w transposed": (
+        {"w": W.t()},
+        ValueError,
+        r"linear_weight: got shape \(8, 10\), expected \(V, 8\)",
+    ),
     "h of another width": ({"h": H[:, :7]}, ValueError, r"input: got shape \(4, 7\), .* 8\)"),
     "w not a matrix": (
         {"w": W[0]},
@@ -43,7 +48,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "floating y": (
         {"y": Y.float()},
         TypeError,
-        r"target: got dtype torch.float32, expected integers",
+        r"target: got dtype torch.float32 of .* expected integers",
     ),
     "boolean y": ({"y": Y > 0}, TypeError, r"target: got dtype torch.bool, expected integers"),
     "w on another device": (

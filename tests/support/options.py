@@ -61,7 +61,7 @@ class OptionsCase:
         """Return losses and gradients of cutefce, by default with reduction "none"."""
         leaves, (_, _, y) = self.leaves, (self.case.h, self.case.w, self.case.y)
         options: dict[str, Any] = {"reduction": "none"} | self.with_leaves(leaves) | more
-        target = None if "target_indices" in options else y
+        target = options.pop("target", None if "target_indices" in options else y)
         loss = cutefce.linear_cross_entropy(leaves[0], leaves[1], target, **options)
         upstream = self.case.upstream.to(loss.dtype) if loss.ndim else None
         return loss.detach(), *torch.autograd.grad(loss, leaves, upstream)
@@ -98,6 +98,19 @@ def soft_case(names: list[str], classes: int, *sizes: int, **more: Any) -> Optio
     return OptionsCase(x.case, x.options | soft)
 
 
+def dense_case(names: list[str], *sizes: int, **more: Any) -> OptionsCase:
+    """Draw a case of `options_case` with probabilities of all classes as the target.
+
+    They do not add up to 1; half of a token's are 0, and all of a tenth of the tokens.
+    """
+    x, (tokens, _, vocab) = options_case(names, *sizes, **more), sizes
+    probs = torch.randn(tokens, vocab).mul(2).softmax(1) * (0.5 + torch.rand(tokens, 1))
+    probs[torch.rand(tokens, vocab) < 0.5] = 0
+    probs[torch.rand(tokens) < 0.1] = 0
+    dtype = torch.promote_types(x.case.h.dtype, torch.float32)
+    return OptionsCase(x.case, x.options | {"target": probs.to(x.case.h.device, dtype)})
+
+
 def model_logits(
     t: Tensor,
     linear_bias: Tensor | None = None,
@@ -128,13 +141,21 @@ def losses_of_logits(
     denominator: Tensor | float | None = None,
     target_indices: Tensor | None = None,
     target_probs: Tensor | None = None,
+    target: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Return the loss of logits u (N, V), in their dtype; y is not used with soft targets."""
+    """Return the loss of logits u (N, V), in their dtype; y is not used with soft targets.
+
+    A `target` is probabilities (N, V).
+    """
     active, (tokens, vocab) = y != ignore_index, u.shape
     token = u.new_ones(tokens) if token_weights is None else token_weights.to(u.dtype)
     kappa, log_p = u.new_ones(vocab) if weight is None else weight.to(u.dtype), u.log_softmax(1)
-    if target_indices is not None and target_probs is not None:
+    if target is not None:
+        active, count = token != 0, token
+        terms = token[:, None] * kappa * target.to(u.dtype) * log_p
+        losses = -(1 - label_smoothing) * torch.where(target == 0, 0, terms).sum(1)
+    elif target_indices is not None and target_probs is not None:
         active, count = (target_probs != 0).any(1) & (token != 0), token
         index = torch.where(target_probs != 0, target_indices, 0)
         factors = token[:, None] * kappa[index] * target_probs.to(u.dtype)

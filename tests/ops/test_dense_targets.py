@@ -1,0 +1,284 @@
+"""Probabilities of all classes as the target, as torch takes them."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import cutefce
+from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.planning.planner import Plan
+from tests.ops.test_soft_targets import EACH, each
+from tests.support.options import OptionsCase, assert_results_as_accurate, dense_case, exact
+from tests.support.reference import fixed_plan, random_case
+
+SIZES = 150, 16, 333
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def loss_of(x: OptionsCase, leaves: tuple[Tensor, ...], **more: Any) -> Tensor:
+    loss: Tensor = cutefce.linear_cross_entropy(
+        leaves[0], leaves[1], **x.with_leaves(leaves), **more
+    )
+    return loss
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@each
+def test_equals_float64(
+    names: list[str], reduction: str, small_tiles: PortableTiles, device: str
+) -> None:
+    x = dense_case(names, *SIZES, dtype=torch.float64, device=device)
+    options: dict[str, Any] = {"reduction": reduction}
+    for got, want in zip(x.ours(**options), exact(x, **options), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("logit_std", [0.1, 1, 4, 12])
+@pytest.mark.parametrize("sizes", [(64, 96, 1001), (331, 40, 61)], ids=str)
+def test_is_as_accurate_as_the_unfused_loss(
+    sizes: tuple[int, int, int], logit_std: float, device: str
+) -> None:
+    for dtype in DTYPES:
+        x = dense_case([], *sizes, dtype=dtype, device=device, logit_std=logit_std)
+        assert_results_as_accurate(x.ours(), x)
+
+
+@pytest.mark.parametrize("names", list(EACH.values())[:2], ids=list(EACH)[:2])
+def test_sums_in_20_bits(names: list[str], small_tiles: PortableTiles, device: str) -> None:
+    """Of dX, over windows, as small workspaces have them."""
+    x = dense_case(names, 150, 64, 333, dtype=torch.bfloat16, device=device)
+    bias = "linear_bias" in x.options
+    plan = Plan("windows", 64, 0, 0, 150, True, True, bias, 333, tokens=150, hidden_bits=4)
+    with fixed_plan(plan):
+        assert_results_as_accurate(x.ours(), x)
+
+
+@pytest.mark.parametrize("names", list(EACH.values())[1:], ids=list(EACH)[1:])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_options_are_as_accurate(
+    names: list[str], dtype: torch.dtype, small_tiles: PortableTiles, device: str
+) -> None:
+    x = dense_case(names, 150, 64, 333, dtype=dtype, device=device)
+    assert_results_as_accurate(x.ours(), x)
+
+
+@pytest.mark.parametrize("logit_std", [0.1, 2, 8])
+@pytest.mark.parametrize("distance", [0.0, 0.1])
+def test_a_teacher_close_to_the_student(
+    distance: float, logit_std: float, small_tiles: PortableTiles, device: str
+) -> None:
+    """Probabilities cancel: a rounding of p would be larger than that of p - q."""
+    for dtype in DTYPES:
+        if dtype == torch.float16 and not distance:
+            continue  # what is left is below its least number
+        case = random_case(200, 40, 333, dtype=dtype, device=device, logit_std=logit_std)
+        logits = case.h.float() @ case.w.float().t()
+        teacher = (logits + distance * torch.randn_like(logits)).softmax(1)
+        x = OptionsCase(case, {"target": teacher})
+        assert_results_as_accurate(x.ours(), x)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_equals_the_loss_of_torch(reduction: str, device: str) -> None:
+    """Means, smoothing and class weights are torch's; negative probabilities are no error."""
+    x = dense_case(["weight", "label_smoothing"], 40, 16, 50, dtype=torch.float64, device=device)
+    x.options["target"][3:6] -= 0.02
+    options = {name: v for name, v in x.options.items() if name != "target"}
+    options["weight"] = options["weight"].double()
+    logits, probs = x.case.h @ x.case.w.t(), x.options["target"]
+    want = F.cross_entropy(logits, probs, reduction=reduction, ignore_index=-1, **options)
+    got = x.ours(reduction=reduction, ignore_index=-1)[0]
+    torch.testing.assert_close(got, want)
+
+
+def test_one_hot_is_the_plain_loss(device: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        case = random_case(150, 64, 333, dtype=dtype, device=device, ignored=0)
+        results = []
+        for target in (case.y, F.one_hot(case.y, 333).to(dtype)):
+            h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
+            loss = cutefce.linear_cross_entropy(h, w, target, reduction="none", workspace="min")
+            results.append([loss.detach(), *torch.autograd.grad(loss, (h, w), case.upstream)])
+        for hard, soft in zip(*results, strict=True):
+            assert float((hard - soft).norm()) <= torch.finfo(dtype).eps * float(hard.norm())
+
+
+def test_a_common_offset_of_logits_changes_nothing(device: str) -> None:
+    logits, probs = torch.randn(30, 20).mul(64).round().div(64), torch.rand(30, 20, device=device)
+    losses = []
+    for offset in (0.0, 1024.0):
+        w = torch.cat([torch.eye(20), torch.ones(20, 1)], 1).to(device)
+        h = torch.cat([logits, torch.full((30, 1), offset)], 1).to(device)
+        losses.append(cutefce.linear_cross_entropy(h, w, probs, reduction="none"))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+
+
+def test_a_class_that_cannot_be(device: str) -> None:
+    """A logit of -inf has an infinite loss, be it of the lead or not, unless its q is 0."""
+    bias = torch.zeros(5, device=device)
+    bias[0] = -torch.inf
+    h, w = torch.randn(3, 8, device=device), torch.randn(5, 8, device=device)
+    probs = torch.tensor([[0.7, 0.2, 0, 0, 0], [0.2, 0.7, 0, 0, 0], [0, 0.7, 0.3, 0, 0]])
+    given: dict[str, Any] = {"linear_bias": bias, "reduction": "none"}
+    losses = cutefce.linear_cross_entropy(h, w, probs.to(device), **given)
+    want = F.cross_entropy((h @ w.t())[2:, 1:], probs[2:, 1:].to(device))
+    assert bool((losses[:2] == torch.inf).all())
+    torch.testing.assert_close(losses[2], want)
+
+
+def test_a_token_with_nan_leaves_the_others(device: str) -> None:
+    """Values are not checked, as by torch: NaN is in what the token takes part in."""
+    x = dense_case([], 40, 16, 50, device=device)
+    good = x.ours()
+    x.options["target"][7, 3] = torch.nan
+    losses, dx, _ = x.ours()
+    assert bool(losses[7].isnan()) and bool(dx[7].isnan().all())
+    others = torch.arange(40, device=device) != 7
+    assert torch.equal(losses[others], good[0][others])
+    assert torch.equal(dx[others], good[1][others])
+
+
+def test_tokens_of_weight_0_reach_nothing() -> None:
+    """On a CPU, what ignored tokens hold, and their probabilities, does not matter."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = dense_case(["token_weights"], 150, 16, 333, dtype=dtype, device="cpu")
+        want = x.ours(workspace="min")
+        ignored = x.options["token_weights"] == 0
+        x.case.h[ignored], x.options["target"][ignored] = torch.nan, torch.nan
+        for a, b in zip(x.ours(workspace="min"), want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_compiled_equals_eager(small_tiles: PortableTiles, device: str) -> None:
+    def step(h: Tensor, w: Tensor, options: dict[str, Any]) -> Tensor:
+        loss: Tensor = cutefce.linear_cross_entropy(h * 2, w, **options)
+        return loss + 1
+
+    torch.compiler.reset()
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
+    for tokens in (40, 70):
+        x = dense_case(EACH["softcap and all factors"], tokens, 16, 333, device=device)
+        results = []
+        for function in (step, compiled):
+            leaves = x.leaves
+            loss = function(leaves[0], leaves[1], x.with_leaves(leaves))
+            results.append([loss, *torch.autograd.grad(loss, leaves)])
+        for eager, fast in zip(*results, strict=True):
+            torch.testing.assert_close(fast, eager)
+
+
+def test_opcheck(device: str) -> None:
+    x = dense_case(["label_smoothing", "weight", "z_loss"], 20, 8, 50, device=device)
+    h, w = x.leaves
+    target = x.options.pop("target")
+    torch.library.opcheck(torch.ops.cutefce.loss.default, (h, w, target), x.options)
+
+
+def test_uses(small_tiles: PortableTiles, device: str) -> None:
+    """Frozen operands, a second backward, no gradients, a buffer, and log-sum-exps."""
+    x = dense_case(["z_loss"], 150, 64, 333, dtype=torch.bfloat16, device=device)
+    h, w = x.leaves
+    out = cutefce.linear_cross_entropy(h, w, return_lse=True, **x.options)
+    want = torch.autograd.grad(out.loss, (h, w), retain_graph=True)
+    for a, b in zip(torch.autograd.grad(out.loss, (h, w)), want, strict=True):
+        assert torch.equal(a, b)
+    lse = (x.case.h.float() @ x.case.w.float().t()).logsumexp(1)
+    torch.testing.assert_close(out.lse, lse, rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(loss_of(x, (h, w)), out.loss)
+    for i in (0, 1):
+        leaf = (h, w)[i].detach().requires_grad_()
+        both = (leaf, w.detach()) if i == 0 else (h.detach(), leaf)
+        (alone,) = torch.autograd.grad(loss_of(x, both), leaf)
+        torch.testing.assert_close(alone, want[i], rtol=2**-6, atol=1e-5)
+    buffer = torch.zeros(w.shape, device=device)
+    loss_of(x, (h, w), accumulate_into=buffer).backward()
+    torch.testing.assert_close(buffer, want[1].float(), rtol=2**-6, atol=1e-5)
+
+
+def test_transforms_and_a_wide_weight(device: str) -> None:
+    """Gradients of samples, forward mode, and a float32 weight beside 16-bit hidden states."""
+    h, w = torch.randn(3, 10, 16, device=device), torch.randn(50, 16, device=device)
+    probs = torch.rand(3, 10, 50, device=device)
+
+    def unfused(h: Tensor, w: Tensor, q: Tensor) -> Tensor:
+        return F.cross_entropy(h @ w.t(), q)
+
+    results: list[Any] = []
+    for loss in (cutefce.linear_cross_entropy, unfused):
+        of_samples = torch.func.vmap(torch.func.grad(loss, (0, 1)), (0, None, 0))
+        tangent = torch.func.jvp(lambda x, of=loss: of(x, w, probs[0]), (h[0],), (h[1],))
+        results.append((*of_samples(h, w, probs), *tangent))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    wide = w.clone().requires_grad_()
+    narrow = w.bfloat16().requires_grad_()
+    x, q = h[0].bfloat16(), probs[0]
+    for weight in (wide, narrow):
+        cutefce.linear_cross_entropy(x, weight, q).backward()
+    assert wide.grad is not None and wide.grad.dtype == torch.float32
+    torch.testing.assert_close(wide.grad.bfloat16(), narrow.grad)
+
+
+def test_shapes_and_dtypes(device: str) -> None:
+    """Tokens of several dimensions or of none, probabilities of any dtype, a module."""
+    probs = torch.rand(3, 4, 50, device=device).bfloat16()
+    head = cutefce.LinearCrossEntropyLoss(16, 50, reduction="none").to(device)
+    h = torch.randn(3, 4, 16, device=device)
+    want = head(h, probs)
+    assert want.shape == (3, 4)
+    torch.testing.assert_close(head(h, probs.double()), want)
+    torch.testing.assert_close(head(h, probs.mT.contiguous().mT), want)
+    torch.testing.assert_close(head(h[0, 0], probs[0, 0]), want[0, 0])
+    empty = cutefce.linear_cross_entropy(h[:0], head.linear.weight, probs[:0])
+    assert empty.item() == 0
+    leaf = h.bfloat16().requires_grad_()
+    weight = head.linear.weight.detach().bfloat16().requires_grad_()
+    predicted = cutefce.plan(leaf, weight, probs, workspace="max")
+    assert predicted.kept == predicted.aliased == 0 and not predicted.in_forward
+
+
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
+    "target: got dtype torch.float32 of shape (6,)": ({"target": torch.ones(6)}, TypeError),
+    "target: got dtype torch.float32 of shape (6, 19)": ({"target": torch.ones(6, 19)}, ValueError),
+    "target: got dtype torch.complex64": (
+        {"target": torch.ones(6, 20, dtype=torch.complex64)},
+        TypeError,
+    ),
+    "target: got probabilities that require grad": (
+        {"target": torch.ones(6, 20, requires_grad=True)},
+        ValueError,
+    ),
+    "target: got probabilities of all classes with gradient='sampled'": (
+        {"gradient": "sampled"},
+        NotImplementedError,
+    ),
+    "target: got probabilities with linear_weight of shape (20, 2, 8)": (
+        {"linear_weight": torch.randn(20, 2, 8)},
+        NotImplementedError,
+    ),
+    "ignore_index: got 3": ({"ignore_index": 3}, ValueError),
+    "linear_weight: got shape (8, 20), expected (V, 8)": (
+        {"linear_weight": torch.randn(8, 20)},
+        ValueError,
+    ),
+    "target: got one beside": (
+        {"target_indices": torch.zeros(6, 3).long(), "target_probs": torch.ones(6, 3)},
+        ValueError,
+    ),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors_name_the_argument(message: str) -> None:
+    change, kind = ERRORS[message]
+    options: dict[str, Any] = {"linear_weight": torch.randn(20, 8), "target": torch.ones(6, 20)}
+    with pytest.raises(kind, match="^" + re.escape(message)):
+        cutefce.linear_cross_entropy(torch.randn(6, 8), **(options | change))
+    with pytest.raises(TypeError, match=r"^target: got dtype torch\.float32, expected integers"):
+        cutefce.linear_log_probs(torch.randn(6, 8), torch.randn(20, 8), torch.ones(6, 20))
