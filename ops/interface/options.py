@@ -129,7 +129,7 @@ class TensorOptions(OperatorRecord):
     accumulate_into: Tensor | None = argument("Tensor?", default=None)
     """(V, D) buffer to which dW is added; dW is not returned then."""
     target_indices: Tensor | None = argument("Tensor?", default=None)
-    """(N, K) classes of each token's soft targets."""
+    """(N, K) classes of each token's soft targets; without probabilities those of outputs."""
     target_probs: Tensor | None = argument("Tensor?", default=None)
     """(N, K) their probabilities, 0 of a class that does not count."""
     seed: Tensor | None = argument("Tensor?", is_public=False, default=None)
@@ -148,6 +148,11 @@ class TensorOptions(OperatorRecord):
         per_token = self.temperature is not None and self.temperature.ndim > 0
         factors = self.weight, self.token_weights, self.target_probs
         return per_token or any(x is not None for x in factors)
+
+    @property
+    def output_classes(self) -> int:
+        """Classes of each token whose log-probabilities a call with reduction "outputs" returns."""
+        return 1 if self.target_indices is None else self.target_indices.shape[-1]
 
     @property
     def soft_targets(self) -> dict[str, Tensor]:

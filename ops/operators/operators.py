@@ -209,7 +209,9 @@ def run_windows_backward(
 
     What is not computed is None.  `results` are those of the forward.
     """
-    plan, w = results.plan, inputs.w
+    plan, w, classes = results.plan, inputs.w, inputs.targets.output_classes
+    if classes is not None:
+        inputs.targets.soft, upstream = classes.take(upstream)
     dw, exps = results.take_dw(), results.exps
     if inputs.targets.options.consumes_exps:
         exps = results.own(exps)

@@ -20,7 +20,7 @@ from cutefce.ops.primitives.dispatch import (
     window_configs_for,
     with_copies,
 )
-from cutefce.ops.rows.targets import sum_dtype
+from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
 from cutefce.ops.strategies.weight_gradient import can_add_in_place
 
 
@@ -80,7 +80,9 @@ def plan_for(
         if isinstance(leading, CallProblem):
             leading = dataclasses.replace(leading, adds_in_place=True)
     scales_rows = options.scales_rows or tensors.scales_rows
-    factors = options.is_scalar, scales_rows, options.consumes_exps
+    # entries of output classes are those of the backward, too
+    late = options.consumes_exps or (options.reduction == OUTPUTS and tensors.output_classes > 1)
+    factors = options.is_scalar, scales_rows, late
     more = h.device, step.budget, *factors
     if counted is not None and counted < leading.tokens:
         part = _of_tokens(leading, counted)

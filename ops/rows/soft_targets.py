@@ -23,7 +23,7 @@ added to its sums.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ NO_CLASS = -1
 """The lead of a token with a bad probability or class, which is taken for a target out of range."""
 LARGEST = torch.finfo(torch.float32).max
 """The largest probability of a class."""
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of as many bytes as exponentials, which a CPU scatters without a copy."""
 LEAST_DERIVATIVE = 2.0**-24
 """The least |a|, in units of Σ|b|: z-loss can make it 0, by which entries are divided."""
 
@@ -46,6 +48,9 @@ LEAST_DERIVATIVE = 2.0**-24
 @dataclass
 class SoftTargets:
     """The classes of N tokens but their leads, ascending."""
+
+    replaces: ClassVar[bool] = False
+    """Whether entries take the place of exponentials in the dtype of sums, and are put late."""
 
     index: Tensor
     """(N, K) int64 rows of this rank's weight; 0 where `coefficient` is."""
@@ -102,7 +107,7 @@ class SoftTargets:
         if index.shape[1] == 1:
             return None, terms
         least = LEAST_DERIVATIVE * b.abs().sum(1)
-        index, b = _joined(index, b)
+        index, b, _ = joined(index, b)
         index = index - own.start if own.start else index
         absent = (b == 0) | (index < 0) | (index >= own.stop - own.start)
         index, b = index.masked_fill_(absent, 0), b.masked_fill_(absent, 0)
@@ -143,13 +148,13 @@ class SoftTargets:
     def put(self, entries: Tensor | None, exps: Tensor, first: int) -> None:
         """Write `entries` (N, K) to exponentials `exps` (N, W) of the columns from `first` on.
 
-        They are added to exponentials of their dtype.  None is for 0.
+        They are added to exponentials of their dtype unless they replace them.  None is for 0.
         """
         if entries is None:
             entries = self.coefficient.new_zeros(()).expand(self.index.shape)
         column = self.index - first
         inside = (self.coefficient != 0) & (column >= 0) & (column < exps.shape[1])
-        if exps.dtype == entries.dtype:
+        if exps.dtype == entries.dtype and not self.replaces:
             added = torch.where(inside, entries, 0)
             exps.scatter_add_(1, column.masked_fill_(~inside, 0), added)
             return
@@ -159,8 +164,8 @@ class SoftTargets:
         column = torch.where(inside, column, column.gather(1, one).masked_fill_(~any_inside, 0))
         entries = entries.to(exps.dtype)
         other = torch.where(any_inside, entries.gather(1, one), exps[:, :1])
-        put = torch.where(inside, entries, other).view(torch.int16)
-        exps.view(torch.int16).scatter_(1, column, put)  # a CPU makes float32 copies of the others
+        put, words = torch.where(inside, entries, other), WORDS[exps.element_size()]
+        exps.view(words).scatter_(1, column, put.view(words))  # a CPU makes float32 copies of the others
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
         """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,).
@@ -226,10 +231,10 @@ def leads(indices: Tensor, probs: Tensor, vocab: int, ignored: int) -> Tensor:
     return torch.where((probs == 0).all(-1), ignored, lead)
 
 
-def _joined(index: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def joined(index: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return each row's classes (N, K), ascending, and b (N, K): the last of equal ones has all.
 
-    Their sums have a fixed order.
+    Also return their places before.  Their sums have a fixed order.
     """
     index, order = index.sort(dim=1, stable=True)
     b, step = b.gather(1, order), 1
@@ -238,7 +243,7 @@ def _joined(index: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         b[:, step:] += torch.where(equal, b[:, :-step], 0)
         step *= 2
     b[:, :-1].masked_fill_(index[:, 1:] == index[:, :-1], 0)
-    return index, b
+    return index, b, order
 
 
 def check_values(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab: int) -> None:

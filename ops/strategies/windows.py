@@ -181,7 +181,8 @@ def backward(
         own = _Phase(before, stats.reference, scaling.relative)
         phases = [own, _Phase(later, scaling.reference, None)]
     every = None if dw is None else every_row(inputs, scaling.every)
-    soft = SoftEntries.of(inputs, scaling.entries, in_reference=in_reference or sampled is not None)
+    elsewhere = in_reference or sampled is not None or scaling.factor is not None
+    soft = SoftEntries.of(inputs, scaling.entries, in_reference=elsewhere)
     if sampled is not None and targets.soft is not None and scaling.entries is not None:
         sampled = sampled.with_terms(targets.soft.index, scaling.entries)
     dx = None
@@ -197,7 +198,8 @@ def backward(
     for phase in phases:
         if phase is not phases[0] and dx is not None and scaling.relative is not None:
             dx.scale_rows(gradients, scaling.relative)
-        scaled, parts = _operands(inputs, phase, weight, sampled, window, free, soft)
+        before = soft if scaling.factor is None else None
+        scaled, parts = _operands(inputs, phase, weight, sampled, window, free, before)
         factors = None
         if dbias is not None:
             factors = RowFactors.ones(h)
@@ -207,6 +209,8 @@ def backward(
         for first, last, exps in parts:
             if scaling.factor is not None:
                 scale_by_log(exps, *scaling.factor)
+                if soft is not None:
+                    soft.put(exps, first)
             if dx is not None:
                 dx.add(gradients, exps, row_range(w, first, last), accumulate=first > 0)
             if dbias is not None and factors is not None:
