@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.logit_map import LogitMap
-from cutefce.ops.rows.soft_targets import LEAST_DERIVATIVE, NO_CLASS, SoftTargets, joined
+from cutefce.ops.rows.soft_targets import NO_CLASS, SoftTargets, joined
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats
@@ -127,12 +127,11 @@ class OutputClasses(SoftTargets):
         index, values, order = joined(index, values.masked_fill_(absent, 0))
         put = index < self.vocab
         put[:, :-1] &= index[:, 1:] != index[:, :-1]
-        least = LEAST_DERIVATIVE * size
         part = replace(
             self,
             index=index.masked_fill_(~put, 0),
             coefficient=put.to(values.dtype),
-            least=least,
+            least=torch.finfo(size.dtype).eps / 2 * size,
             logits=self.logits.gather(1, order),
         )
         part.gradients = ClassGradients(values, others, part.bounded(of_lse - lead - others))
