@@ -39,10 +39,7 @@ def loss_and_stats(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Te
 
 
 def row_outputs(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return log-probabilities, lse and entropy, which can be differentiated, and stats.
-
-    They are (N,); log-probabilities of K > 1 classes (N, K).
-    """
+    """Return log-probabilities (N,) or (N, K), lse and entropy (N,), and stats without gradient."""
     return torch_compat.apply_function(RowOutputs, h, w, y, *arguments)
 
 
@@ -137,12 +134,9 @@ class RowOutputs(torch.autograd.Function):
             with report_errors(ctx.group):
                 unpack(ctx.before, *STEP[:2])[1].check_entropy_gradient()
         stats, tensors = ctx.saved_tensors[3], TensorOptions(*ctx.saved_tensors[4:])
-        zeros, tokens = stats.new_zeros(1, stats.shape[1]), stats.shape[1]
-        sizes = tensors.output_classes, 1, 1
-        rows = [
-            zeros.expand(size, -1) if gradient is None else gradient.reshape(tokens, size).t()
-            for size, gradient in zip(sizes, upstream[:3], strict=True)
-        ]
+        sizes, zeros = (tensors.output_classes, 1, 1), stats.new_zeros(1, stats.shape[1])
+        pairs = zip(upstream[:3], sizes, strict=True)
+        rows = [(zeros.expand(k, -1) if x is None else x.reshape(-1, k).t()) for x, k in pairs]
         before = ctx.before
         if upstream[2] is None:  # entropy's gradient takes one more pass over the exponentials
             others = [name for name in before[-1].split(",") if name != "entropy"]

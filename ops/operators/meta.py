@@ -24,7 +24,8 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     shape: tuple[int, ...] = () if options.is_scalar else (tokens,)
     rows = NUM_STATS
     if options.reduction == OUTPUTS:
-        shape, rows = (2 + tensors.output_classes, tokens), rows + len(stat_rows(options.output_names))
+        shape = 2 + tensors.output_classes, tokens
+        rows += len(stat_rows(options.output_names))
     loss = h.new_empty(shape, dtype=dtype)
     return loss, h.new_empty((rows, tokens), dtype=dtype)
 

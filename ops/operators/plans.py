@@ -52,8 +52,9 @@ def plan_for(
     if options.accum_dtype is not None:
         problem = dataclasses.replace(problem, random_sums=True)
     if tensors.target_indices is not None:
-        soft = tensors.target_indices.shape[-1]
-        problem = CallProblem(**{**vars(problem), "soft_targets": soft})
+        soft, returned = tensors.target_indices.shape[-1], options.reduction == OUTPUTS
+        of_tokens = {"soft_targets": soft, "returns_classes": returned}
+        problem = CallProblem(**{**vars(problem), **of_tokens})
     if buffer is not None:
         in_place = can_add_in_place(buffer, h.dtype, sum_dtype(h.dtype))
         added = {"wide_grad_weight": True, "accumulates": True, "adds_in_place": in_place}

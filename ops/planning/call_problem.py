@@ -20,6 +20,8 @@ class CallProblem(Problem):
     """Whether dW is added to a buffer and not returned."""
     soft_targets: int = 0
     """Classes of each token's soft targets; 0 without any."""
+    returns_classes: bool = False
+    """Whether these are classes whose log-probabilities are returned."""
     adds_in_place: bool = True
     """Whether GEMMs can add to that buffer; else dW is computed beside it, some rows at a time."""
     samples: int = 0

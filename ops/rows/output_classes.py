@@ -12,11 +12,11 @@ backward finds the entries of this one.  With the gradient of entropy, exponenti
 e (a + b log e) first, which contains all factors of a token.
 """
 
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.logit_map import LogitMap
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats
 
 
-@dataclass(frozen=True)
-class ClassGradients:
+class ClassGradients(NamedTuple):
     """The upstream gradients of N tokens with K classes each."""
 
     values: Tensor
@@ -89,15 +88,10 @@ class OutputClasses(SoftTargets):
 
     def rows(self, rows: slice | Tensor) -> "OutputClasses":
         """Return those of some of the tokens."""
-
-        def part(x: object) -> object:
-            return x[rows] if isinstance(x, Tensor) else x
-
-        own = {field.name: part(getattr(self, field.name)) for field in fields(self)}
+        own: dict[str, Any] = {name: x[rows] for name, x in vars(self).items() if is_tensor(x)}
         if self.gradients is not None:
-            parts = (part(getattr(self.gradients, x.name)) for x in fields(self.gradients))
-            own["gradients"] = ClassGradients(*parts)
-        return OutputClasses(**own)
+            own["gradients"] = ClassGradients(*(x[rows] for x in self.gradients))
+        return replace(self, **own)
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
         """Return this rank's logits (N, K), 0 of other classes: those of all ranks add up."""

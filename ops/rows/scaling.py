@@ -31,7 +31,7 @@ class Scaling:
     dx: RowCoefficients
     """Factors of dX's sums, of W_y and of the class row."""
     entries: Tensor | None = None
-    """(N, K) the `SoftTargets.entries` of exponentials times `factor`; None without soft targets."""
+    """(N, K) the `SoftTargets.entries` of exponentials, with `factor`; None without."""
     relative: Tensor | None = None
     """(N,) what makes exponentials relative to the statistics' reference those of `reference`; None
     if these are the same."""

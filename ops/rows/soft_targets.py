@@ -40,7 +40,7 @@ NO_CLASS = -1
 LARGEST = torch.finfo(torch.float32).max
 """The largest probability of a class."""
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of as many bytes as exponentials, which a CPU scatters without a copy."""
+"""Integers of as many bytes as exponentials."""
 LEAST_DERIVATIVE = 2.0**-24
 """The least |a|, in units of Σ|b|: z-loss can make it 0, by which entries are divided."""
 
@@ -165,7 +165,8 @@ class SoftTargets:
         entries = entries.to(exps.dtype)
         other = torch.where(any_inside, entries.gather(1, one), exps[:, :1])
         put, words = torch.where(inside, entries, other), WORDS[exps.element_size()]
-        exps.view(words).scatter_(1, column, put.view(words))  # a CPU makes float32 copies of the others
+        # a CPU makes float32 copies of 16-bit numbers
+        exps.view(words).scatter_(1, column, put.view(words))
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
         """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,).

@@ -198,8 +198,8 @@ def backward(
     for phase in phases:
         if phase is not phases[0] and dx is not None and scaling.relative is not None:
             dx.scale_rows(gradients, scaling.relative)
-        before = soft if scaling.factor is None else None
-        scaled, parts = _operands(inputs, phase, weight, sampled, window, free, before)
+        early = soft if scaling.factor is None else None
+        scaled, parts = _operands(inputs, phase, weight, sampled, window, free, early)
         factors = None
         if dbias is not None:
             factors = RowFactors.ones(h)

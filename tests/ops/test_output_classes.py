@@ -110,17 +110,19 @@ def test_every_plan_on_the_kernels(
         if selects:
             x.own.case.h[(x.index == -100).all(1)] = torch.nan
             with fixed_plan(planned(x, plan)):
-                again = sum(x.ours(), [])
-            for a, b in zip(again, values + gradients, strict=True):
+                again = x.ours()
+            for a, b in zip(again[0] + again[1], values + gradients, strict=True):
                 assert torch.equal(a, b), "what ignored rows hold does not matter"
 
 
 def test_one_class_is_the_plain_call(device: str) -> None:
     case = random_case(150, 64, 333, dtype=torch.bfloat16, device=device)
     results = []
-    for target in ({"target": case.y}, {"target_indices": case.y[:, None]}):
+    kinds: list[dict[str, Any]] = [{"target": case.y}, {"target_indices": case.y[:, None]}]
+    for target in kinds:
         h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
         found = cutefce.linear_log_probs(h, w, outputs=("entropy",), **target)
+        assert found.entropy is not None
         values = found.log_probs.flatten(), found.entropy
         total = (values[0] * case.upstream).sum() + values[1].sum()
         results.append([*values, *torch.autograd.grad(total, (h, w))])
@@ -156,7 +158,8 @@ def test_shapes_ignored_classes_and_frozen_operands(ignored: int, device: str) -
     h.requires_grad_(), w.requires_grad_()
     both = []
     for operands in ((h, w), (h.detach(), w), (h, w.detach())):
-        found = cutefce.linear_log_probs(*operands, target_indices=index.short(), **more)
+        own_h, own_w = operands
+        found = cutefce.linear_log_probs(own_h, own_w, target_indices=index.short(), **more)
         torch.testing.assert_close(found.log_probs.detach(), want)
         assert found.lse is not None and found.lse.shape == (3, 4)
         trained = [x for x in operands if x.requires_grad]
@@ -186,14 +189,12 @@ def test_a_class_that_cannot_be(device: str) -> None:
 def test_sampled_gradients_are_near(device: str) -> None:
     """Of so many samples nearly all entries are kept; those of the classes are exact."""
     x = classes_case(["softcap"], 6, 100, 32, 333, device=device)
-    for got, want in zip(
-        x.ours(gradient="sampled", samples=4096)[1], x.ours()[1], strict=True
-    ):
+    for got, want in zip(x.ours(gradient="sampled", samples=4096)[1], x.ours()[1], strict=True):
         assert float((got - want).norm()) <= 0.01 * float(want.norm())
 
 
 def test_compiled_equals_eager(small_tiles: PortableTiles, device: str) -> None:
-    def step(h: Tensor, w: Tensor, index: Tensor) -> Tensor:
+    def step(index: Tensor, h: Tensor, w: Tensor) -> Tensor:
         found = cutefce.linear_log_probs(h * 2, w, target_indices=index, outputs=("entropy",))
         assert found.entropy is not None
         return found.log_probs.exp().sum() + found.entropy.sum()
@@ -206,7 +207,7 @@ def test_compiled_equals_eager(small_tiles: PortableTiles, device: str) -> None:
         results = []
         for function in (step, compiled):
             leaves = x.own.leaves
-            loss = function(*leaves, x.index)
+            loss = function(x.index, *leaves)
             results.append([loss, *torch.autograd.grad(loss, leaves)])
         for eager, fast in zip(*results, strict=True):
             torch.testing.assert_close(fast, eager)
@@ -228,7 +229,10 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "target_indices: got shape (5, 3)": ({"target_indices": INDEX[:5]}, ValueError),
     "target_indices: got shape ()": ({"target_indices": INDEX.sum()}, ValueError),
     "target_indices: got 0 classes": ({"target_indices": INDEX[:, :0]}, ValueError),
-    "target_indices: got 257 classes": ({"target_indices": INDEX[:, :1].expand(6, 257)}, ValueError),
+    "target_indices: got 257 classes": (
+        {"target_indices": INDEX[:, :1].expand(6, 257)},
+        ValueError,
+    ),
     "target_indices: got 20, expected 0": ({"target_indices": INDEX + 20}, IndexError),
     "target_indices: got -1, expected 0": ({"target_indices": INDEX[:, :1] - 1}, IndexError),
     "outputs: got 'is_top1'": ({"outputs": ("is_top1",)}, NotImplementedError),

@@ -34,9 +34,7 @@ def values(x: ClassesCase, sequence_parallel: bool | None) -> list[tuple[Tensor,
 
 @sharings
 @pytest.mark.parametrize("names", [[], ["linear_bias", "temperature (N,)", "softcap"]], ids=str)
-def test_values_equal_one_process(
-    names: list[str], sequence_parallel: bool, ranks: Ranks
-) -> None:
+def test_values_equal_one_process(names: list[str], sequence_parallel: bool, ranks: Ranks) -> None:
     outputs = ("lse",) if names else ("lse", "entropy")
     x = classes_case(names, 6, 60, 16, 333, outputs=outputs, dtype=torch.float64)
     results = ranks.run(2, values, x, sequence_parallel)

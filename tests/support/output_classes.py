@@ -104,13 +104,13 @@ class ClassesCase:
         dtype = self.own.case.h.dtype
         narrow, eps = dtype.itemsize == 2, torch.finfo(dtype).eps
         names = [*self.upstream, "dx", "dw", "dbias"]
-        results = [[*sum(x, [])] for x in (found, self.exact())]
-        others, wides = (sum(self.unfused(rounded=x), []) for x in (True, False))
+        forms = found, self.exact(), self.unfused(rounded=True), self.unfused(rounded=False)
+        results = [[*values, *gradients] for values, gradients in forms]
         # log p is a difference of logits of this size, a rounding of which is not relative
-        u = model_logits(self.own.case.h.double() @ self.own.case.w.double().t(), **self.own.options)
+        h, w = self.own.case.h.double(), self.own.case.w.double()
+        u = model_logits(h @ w.t(), **self.own.options)
         size = float(u.abs().max()) if u.numel() else 0.0
-        rows = zip(names, *results, others, wides, strict=False)
-        for name, got, want, other, wide in rows:
+        for name, got, want, other, wide in zip(names, *results, strict=False):
             error, norm = _distance(got, want), float(want.norm())
             if dtype == torch.float64:
                 allowed = 64 * eps * (1 + size + norm)
@@ -158,9 +158,7 @@ def classes_case(
     upstream = {"log_probs": values}
     upstream |= {name: torch.randn(tokens, dtype=torch.float64) for name in outputs}
     device = x.case.h.device
-    return ClassesCase(
-        x, index.to(device), {name: up.to(device) for name, up in upstream.items()}
-    )
+    return ClassesCase(x, index.to(device), {name: up.to(device) for name, up in upstream.items()})
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
