@@ -17,8 +17,7 @@ from cutefce.ops.interface.options import (
     StepOptions,
     TensorOptions,
 )
-from cutefce.ops.interface.output_classes import check_output_classes
-from cutefce.ops.interface.soft_targets import check_soft_targets
+from cutefce.ops.interface.soft_targets import check_output_classes, check_soft_targets
 from cutefce.ops.operators import flops  # noqa: F401  (registers)
 from cutefce.ops.operators.autograd import loss_and_stats, row_outputs
 from cutefce.ops.operators.context import autocast, can_bypass_dispatcher, is_mixed
@@ -28,7 +27,7 @@ from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.primitives.dispatch import copied_item_bytes
 from cutefce.ops.primitives.interface import AnyPrimitives
-from cutefce.ops.rows.output_classes import class_leads
+from cutefce.ops.rows.classes.output_classes import class_leads
 from cutefce.ops.rows.soft_targets import leads
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS, Targets

@@ -11,8 +11,8 @@ from cutefce.ops import torch_compat
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.api import raise_named
 from cutefce.ops.interface.call import log_probs
-from cutefce.ops.interface.output_classes import first_class
 from cutefce.ops.interface.scalars import with_tensors
+from cutefce.ops.interface.soft_targets import first_class
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.dtensor import localize, localize_options
 from cutefce.ops.rows.outputs import stat_rows

@@ -15,9 +15,9 @@ from cutefce.cute_kernels.variant import (
     RowReductions,
 )
 from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.rows.classes.output_classes import OutputClasses, check_classes
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import LossTerms
-from cutefce.ops.rows.output_classes import OutputClasses, check_classes
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.soft_targets import SoftTargets, check_values
 
