@@ -22,14 +22,17 @@ from cutefce.cute_kernels.spec import (
     GradGemmSpec,
     KeptSumsSpec,
     KernelSpec,
+    PrepareSoftSpec,
     ProjectExpSpec,
     PutSoftSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
     ScaleKeptSpec,
+    ScaleSoftSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
+    SoftLeadsSpec,
     SoftLogitsSpec,
     SortTargetsSpec,
     TargetLogitSpec,
@@ -63,10 +66,16 @@ class KernelSet:
     fused_selecting_backward: FusedBackwardSpec | None
     """The same over the rows that count alone."""
     target_logit: TargetLogitSpec
+    soft_leads: SoftLeadsSpec
+    """Classes of the largest probabilities of soft targets."""
+    prepare_soft: PrepareSoftSpec
+    """The other classes, sorted."""
     soft_logits: SoftLogitsSpec
-    """Logits of soft targets."""
+    """Their logits."""
     put_soft: PutSoftSpec
     """Their entries among exponentials."""
+    scale_soft: ScaleSoftSpec
+    """The same where exponentials get the factors of tokens."""
     row_sums: ProjectExpSpec
     """Row sums without stored exponentials, where ranks split the vocabulary."""
     row_sums_and_exps: ProjectExpSpec
@@ -242,8 +251,11 @@ def kernel_set(
         fused_backward=backward,
         fused_selecting_backward=backward and dataclasses.replace(backward, selects=True),
         target_logit=forward.target_logit,
+        soft_leads=SoftLeadsSpec(arch.name),
+        prepare_soft=PrepareSoftSpec(arch.name),
         soft_logits=SoftLogitsSpec(arch.name, dtype),
         put_soft=PutSoftSpec(arch.name, dtype),
+        scale_soft=ScaleSoftSpec(arch.name, dtype),
         row_sums=project(sums=True, store=False, reductions=reductions),
         row_sums_and_exps=project(sums=True, store=True, reductions=reductions),
         exps=project(sums=False, store=True),

@@ -40,7 +40,6 @@ from cutefce.cute_kernels.schedule.scheduler import (
 )
 from cutefce.cute_kernels.sm90.epilogue_store import EpilogueStoreSm90
 from cutefce.cute_kernels.sm90.kept_store import KeptStoreSm90, KeptSums, kept_signature
-from cutefce.cute_kernels.sm90.long_lists import LongLists
 from cutefce.cute_kernels.sm90.mainloop import (
     MMA_WARP_GROUPS,
     WARP_GROUP_THREADS,
@@ -107,9 +106,6 @@ class GradGemmSm90(MainloopSm90):
         out_dtype = self.dtype if self.final else Float32
         self.epilogue = EpilogueStoreSm90(out_dtype, kernel.config.tile_n)
         self.kept = kernel.kept
-        self.long_lists: Any = None
-        if kernel.long_lists and LongLists.can_add(kernel.config.tile_n):
-            self.long_lists = LongLists(self.dtype, kernel.config.tile_n)
         if kernel.low_bits is not None:
             assert not kernel.final and kernel.dtype == "bfloat16"
             assert kernel.low_bits or self.tokens_inside, "sums of dX are not rounded at random"
@@ -300,10 +296,6 @@ class GradGemmSm90(MainloopSm90):
                 begin, end = Int32(0), Int32(0)
                 if row < scheduler.rows:
                     begin, end = targets.offsets[row], targets.offsets[row + 1]
-                if cutlass.const_expr(self.long_lists is not None):
-                    place, count = (half, m_block), end - begin
-                    self.long_lists.add(acc, place, targets, begin, count, n_start)
-                    end = begin
                 for slot in cutlass.range(begin, end, unroll=4):
                     token = targets.order[slot]
                     factor = targets.coef[slot]

@@ -58,8 +58,10 @@ def put_soft_kernel(
     if row < exps.shape[0]:
         for k in cutlass.range(cute.arch.lane_idx(), index.shape[1], 32, unroll=1):
             column = index[row, k] - first
-            if column >= 0 and column < exps.shape[1] and coefficient[row, k] != 0.0:
-                value = Float32(0.0)
-                if clears == 0:
-                    value = entries[row, k]
-                exps[row, column] = value.to(exps.element_type)
+            if column >= 0 and column < exps.shape[1]:
+                counts = coefficient[row, k] != 0.0  # read of this window's classes alone
+                if counts:
+                    value = Float32(0.0)
+                    if clears == 0:
+                        value = entries[row, k]
+                    exps[row, column] = value.to(exps.element_type)

@@ -12,13 +12,16 @@ from cutefce.cute_kernels.spec.rowwise import (
     ClearRowsSpec,
     GatherRowsSpec,
     KeptSumsSpec,
+    PrepareSoftSpec,
     PutSoftSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
     ScaleKeptSpec,
+    ScaleSoftSpec,
     ScatterRowsSpec,
     SelectRowsSpec,
+    SoftLeadsSpec,
     SoftLogitsSpec,
     SortTargetsSpec,
     TargetLogitSpec,
@@ -45,14 +48,17 @@ __all__ = [
     "KernelSpec",
     "ListSamplesSpec",
     "PrepareSamplesSpec",
+    "PrepareSoftSpec",
     "ProjectExpSpec",
     "PutSoftSpec",
     "ReducePartialsSpec",
     "RowCoefficientsSpec",
     "ScaleAddRowsSpec",
     "ScaleKeptSpec",
+    "ScaleSoftSpec",
     "ScatterRowsSpec",
     "SelectRowsSpec",
+    "SoftLeadsSpec",
     "SoftLogitsSpec",
     "SortSamplesSpec",
     "SortTargetsSpec",
@@ -68,8 +74,11 @@ KernelSpec = (
     | ProjectExpSpec
     | GradGemmSpec
     | TargetLogitSpec
+    | SoftLeadsSpec
+    | PrepareSoftSpec
     | SoftLogitsSpec
     | PutSoftSpec
+    | ScaleSoftSpec
     | ReducePartialsSpec
     | FusedForwardSpec
     | FusedBackwardSpec

@@ -47,9 +47,6 @@ class GradGemmSpec:
     dW with the targets' terms, which of 0 bits are rounded at random.  None if it adds to no such
     sums."""
 
-    long_lists: bool = False
-    """Whether classes have many terms of targets each, as with soft targets."""
-
     WARPS: ClassVar[int] = 8
     """Warps of a thread block that run MMAs."""
 

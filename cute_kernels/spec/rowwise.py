@@ -63,6 +63,23 @@ class TargetLogitSpec:
 
 
 @dataclass(frozen=True)
+class SoftLeadsSpec:
+    """The class of the largest probability of each token's soft targets."""
+
+    arch: str
+
+
+@dataclass(frozen=True)
+class PrepareSoftSpec:
+    """The soft targets of each token but its lead, ascending, with their coefficients."""
+
+    arch: str
+
+    MAX_CLASSES: ClassVar[int] = 256
+    """The most classes of a token."""
+
+
+@dataclass(frozen=True)
 class SoftLogitsSpec:
     """The logits of the soft targets of each token."""
 
@@ -73,6 +90,14 @@ class SoftLogitsSpec:
 @dataclass(frozen=True)
 class PutSoftSpec:
     """Entries of soft targets in the place of stored exponentials."""
+
+    arch: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ScaleSoftSpec:
+    """Exponentials times factors of tokens, with entries of soft targets."""
 
     arch: str
     dtype: str

@@ -20,20 +20,26 @@ from cutefce.ops.interface.options import (
 from cutefce.ops.interface.soft_targets import check_output_classes, check_soft_targets
 from cutefce.ops.operators import flops  # noqa: F401  (registers)
 from cutefce.ops.operators.autograd import loss_and_stats, row_outputs
-from cutefce.ops.operators.context import autocast, can_bypass_dispatcher, is_mixed
+from cutefce.ops.operators.context import (
+    autocast,
+    can_bypass_dispatcher,
+    is_mixed,
+    isolated_context,
+)
 from cutefce.ops.operators.operators import IMPLS, LIBRARY, forward
 from cutefce.ops.operators.plain_step import PlainStep, plain_loss
 from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.primitives.dispatch import copied_item_bytes
+from cutefce.ops.primitives.dispatch import arch_of, copied_item_bytes
 from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.rows.classes.output_classes import class_leads
-from cutefce.ops.rows.soft_targets import leads
+from cutefce.ops.rows.soft_rows import leads
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS, Targets
 
 DEFAULTS = LossOptions(), TensorOptions(), Sharding()
 TENSORS = "Tensor input, Tensor linear_weight"
+chosen_leads = isolated_context(leads)
 
 
 def loss(
@@ -171,7 +177,8 @@ def _evaluate(
         budget = checks.workspace_bytes(workspace)
     if tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
-        y = leads(*soft, sharding.vocab(w), options.ignore_index).reshape(y.shape)
+        arch = arch_of(_flat(h, w, y)[0], w) if direct else None  # compilers know no kernels
+        y = chosen_leads(*soft, sharding.vocab(w), options.ignore_index, arch).reshape(y.shape)
     elif tensors.target_indices is not None:
         given = tensors.target_indices, sharding.vocab(w), options.ignore_index
         y = class_leads(*given).reshape(y.shape)

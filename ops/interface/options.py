@@ -64,8 +64,8 @@ class LossOptions(OperatorRecord):
         return not reductions.isdisjoint(self.output_names)
 
     @property
-    def consumes_exps(self) -> bool:
-        """Whether a backward overwrites the exponentials that the forward has kept."""
+    def scales_exps(self) -> bool:
+        """Whether each exponential has a factor that the backward alone knows."""
         return "entropy" in self.output_names
 
     @property

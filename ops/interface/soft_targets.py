@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.spec import PrepareSoftSpec
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 
-MAX_CLASSES = 256
+MAX_CLASSES = PrepareSoftSpec.MAX_CLASSES
 """The most classes of a token."""
 
 

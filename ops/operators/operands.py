@@ -63,7 +63,8 @@ def prepare(
         if not selection.is_on_device and gathers:
             h = h.index_select(0, selection.order)
             problem = replace(problem, tokens=len(h))
-    targets = shard.make_targets(y.long(), w.shape[0], options, tensors, sum_dtype(h.dtype))
+    given_y = y.long(), w.shape[0], options, tensors, sum_dtype(h.dtype)
+    targets = shard.make_targets(*given_y, problem.arch)
     if selection is not None and selection.is_on_device:
         targets.selection = selection
     if targets.soft is not None:

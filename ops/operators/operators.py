@@ -118,6 +118,11 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     return restored(loss, selection, options), stats.rows
 
 
+def consumes_exps(options: LossOptions, tensors: TensorOptions) -> bool:
+    """Return whether a backward overwrites the exponentials that the forward has kept."""
+    return options.scales_exps or tensors.target_indices is not None
+
+
 def restored(loss: Tensor, selection: RowSelection | None, options: LossOptions) -> Tensor:
     """Return the reduced loss, or those of all tokens, which are no view of the statistics."""
     if options.is_scalar:
@@ -164,7 +169,7 @@ def loss_backward(
     step, options, tensors, sharding = unpack(arguments, *STEP)
     w = _computed(w, tensors)
     results = kept.kept_with(stats)
-    if options.consumes_exps:
+    if consumes_exps(options, tensors):
         kept.forget(stats)
     plan = results.plan if results else plan_of(h, w, y, step, options, tensors, sharding)
     sums = results.take_sums() if results else None
@@ -213,7 +218,7 @@ def run_windows_backward(
     if classes is not None:
         inputs.targets.soft, upstream = classes.take(upstream)
     dw, exps = results.take_dw(), results.exps
-    if inputs.targets.options.consumes_exps:
+    if consumes_exps(inputs.targets.options, inputs.targets.tensors):
         exps = results.own(exps)
     stored = results.samples or _stored(inputs, exps, dw, plan)
     if dw is None and plan.grad_weight:

@@ -82,7 +82,7 @@ def plan_for(
             leading = dataclasses.replace(leading, adds_in_place=True)
     scales_rows = options.scales_rows or tensors.scales_rows
     # entries of output classes are those of the backward, too
-    late = options.consumes_exps or (options.reduction == OUTPUTS and tensors.output_classes > 1)
+    late = options.scales_exps or (options.reduction == OUTPUTS and tensors.output_classes > 1)
     factors = options.is_scalar, scales_rows, late
     more = h.device, step.budget, *factors
     if counted is not None and counted < leading.tokens:

@@ -62,6 +62,17 @@ class ShardProjection(Generic[PartialT]):
     def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
         self.own.put_soft(entries, exps, first, targets)
 
+    def scale_soft(
+        self,
+        entries: Tensor,
+        lead: Tensor,
+        exps: Tensor,
+        first: int,
+        targets: Targets,
+        scale: Tensor,
+    ) -> None:
+        self.own.scale_soft(entries, lead, exps, first, targets, scale)
+
     def project_exp(
         self,
         h: Tensor,

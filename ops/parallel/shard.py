@@ -61,9 +61,10 @@ class Unsharded:
         options: LossOptions,
         tensors: TensorOptions,
         dtype: torch.dtype,
+        arch: str | None = None,
     ) -> Targets:
         """Return the targets y (N,) as rows of this rank's weight (vocab, D); sums have `dtype`."""
-        return rows.make_targets(y, vocab, options, tensors, dtype)
+        return rows.make_targets(y, vocab, options, tensors, dtype, arch)
 
     def total_vocab(self, w: Tensor) -> int:
         """Return the number of classes of all ranks' weights, w (V, D) being here."""
@@ -129,11 +130,12 @@ class VocabShard(Unsharded):
         options: LossOptions,
         tensors: TensorOptions,
         dtype: torch.dtype,
+        arch: str | None = None,
     ) -> Targets:
         """Number the targets y (N,) from this rank's first row; they are checked with r_i."""
         y = rows.without_weightless(y, options, tensors)
         own = slice(self.first, self.first + vocab)
-        terms, soft = rows.terms_of(y, options, tensors, sum(self.vocab), own, dtype)
+        terms, soft = rows.terms_of(y, options, tensors, sum(self.vocab), own, dtype, arch)
         logits = LogitMap.of(options, tensors, y, dtype)
         given = y.clamp(min=IGNORED // 2)  # no target is taken for an ignored one
         index = torch.where(y == options.ignore_index, IGNORED, given - self.first)

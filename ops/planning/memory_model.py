@@ -49,11 +49,9 @@ from cutefce.ops.planning.call_problem import (
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.soft_memory import (
     entries_bytes,
-    listed,
     soft_bytes,
     soft_step_bytes,
     sorts_by_kernel,
-    sorts_entries,
     target_rows_bytes,
     targets_bytes,
 )
@@ -132,9 +130,8 @@ def windows_bytes(
         # dX itself is allocated at the end
         backward += p.tokens * p.hidden * (p.accumulator_bytes - p.item_bytes)
         end += p.tokens * p.hidden * p.accumulator_bytes
-    soft = listed(p, stored=stored > 0)
     if p.grad_weight:
-        backward += targets_bytes(p, p.tokens, soft)[0] + copy * (not sorts_by_kernel(p))
+        backward += targets_bytes(p, p.tokens) + copy * (not sorts_by_kernel(p))
     scaled = step = 0
     uniform = scalar_upstream and not p.wide_grad_weight and not soft_targets(p)
     if p.grad_weight and (stored or not uniform):
@@ -142,24 +139,21 @@ def windows_bytes(
     if stored:
         window = min(config.window, p.vocab)
         longest = max(window, min(kept, p.vocab))
-        step = _window_bytes(p, window, longest, hidden_bits, soft)
+        step = _window_bytes(p, window, longest, hidden_bits)
     peak = scaled + step
     if stored < p.vocab:
         rest = p.tokens * buffer_columns * p.item_bytes + copy
         window = min(recomputed, config.window, p.vocab)
         tile = tile_bytes(p, config, p.tokens, min(recomputed, p.vocab), stored=True)
-        own_step = max(_window_bytes(p, window, window, hidden_bits, soft), tile)
+        own_step = max(_window_bytes(p, window, window, hidden_bits), tile)
         # scaled hidden states of stored columns are freed before the others are selected
         apart = p.grad_weight and uniform
         peak = max(peak, rest + own_step) if apart else scaled + rest + max(step, own_step)
     return with_copies(p, max(forward - p.gradient_bytes, backward + peak, end))
 
 
-def _window_bytes(p: Problem, window: int, longest: int, hidden_bits: int | None, soft: int) -> int:
-    """Bytes of the products of a window: `longest` columns of dX, `window` rows of dW at once.
-
-    dW's lists have `soft` targets of each token beside its lead.
-    """
+def _window_bytes(p: Problem, window: int, longest: int, hidden_bits: int | None) -> int:
+    """Bytes of the products of a window: `longest` columns of dX, `window` rows of dW at once."""
     step = soft_step_bytes(p, p.tokens)
     if hidden_bits is not None:
         step = max(step, kept_hidden_bytes(p, longest))
@@ -167,19 +161,14 @@ def _window_bytes(p: Problem, window: int, longest: int, hidden_bits: int | None
         step = max(step, upcast_bytes(p, p.tokens, longest, p.hidden))
     if not p.grad_weight:
         return step
-    step = max(step, targets_bytes(p, p.tokens, soft)[1])
     if sorts_by_kernel(p):
         return max(step, added_bytes(p))
-    sums = totals = 0
+    sums = 0
     if accumulates(p):
         sums = added_bytes(p)
     elif accumulates_wider(p):
         sums = window * p.hidden * p.accumulator_bytes
-    if sorts_entries(p, soft) and not accumulates(p):
-        # the sums of entries, of the rows of a window
-        totals = sums + window * p.hidden * p.accumulator_bytes
-    finish = max(sums, totals) + rows_bytes(p, window, PLAIN)
-    added = totals + target_rows_bytes(p, p.tokens, soft)
+    finish, added = sums + rows_bytes(p, window, PLAIN), target_rows_bytes(p, p.tokens)
     upcast = sums + upcast_bytes(p, window, p.tokens, p.hidden)
     return max(step, rows_bytes(p, p.tokens, CONVERTED), finish, added, upcast)
 
@@ -235,22 +224,19 @@ def _chunk_dw_bytes(p: Problem, config: WindowConfig, chunk: int) -> int:
     if not p.grad_weight:
         return 0
     scaled = chunk * p.hidden * p.item_bytes
-    soft = listed(p, stored=True)
-    held, made = targets_bytes(p, chunk, soft)
+    held = targets_bytes(p, chunk)
     if sorts_by_kernel(p):
-        return scaled + held + made
-    rows, targets = p.vocab, target_rows_bytes(p, chunk, soft)
+        return scaled + held
+    rows, targets = p.vocab, target_rows_bytes(p, chunk)
     scaled += _selected_bytes(p, chunk)
     if keeps_weight_sums(p):
         # the targets' sums and their slots, and the products of a window
         rows = min(config.window, p.vocab)
         sums = rows * p.hidden * p.accumulator_bytes
-        scaled += held + sums * (1 + sorts_entries(p, soft))
+        scaled += held + sums
         targets = max(targets, rows_bytes(p, rows, KEPT))
-    elif soft:
-        scaled += held
     products = upcast_bytes(p, rows, chunk, p.hidden)
-    return scaled + max(rows_bytes(p, chunk, CONVERTED), targets, products, made)
+    return scaled + max(rows_bytes(p, chunk, CONVERTED), targets, products)
 
 
 def added_bytes(p: Problem) -> int:

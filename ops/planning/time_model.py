@@ -40,8 +40,6 @@ DX_CHUNK_SECONDS, DX_WINDOW_SECONDS, SPLIT_SECONDS = 4e-5, 2.5e-5, 2e-5
 """Of a chunk where kernels form dX alone; of a window in it: two launches, and two more that exit
 at once; and of splitting the last tiles of its dX.  Fitted to whole steps of 12 plans at two
 heads."""
-SOFT_CHUNK_SECONDS = 1e-3
-"""Of a chunk with soft targets, whose lists it sorts: of 64 classes a token, on an H200."""
 FREE_IDLE = 0.04
 """Part of the SMs that may wait at no cost while dX alone is computed: an H200 that runs at its
 power limit then computes the others faster."""
@@ -79,7 +77,7 @@ def windows_seconds(
         sum_bytes = _kept_sum_bytes(p, hidden_bits)
     moved = 2 * passes * p.tokens * p.hidden * sum_bytes
     moved += p.tokens * recomputed * p.accumulator_bytes
-    moved += 2 * _buffer_bytes(p)
+    moved += 2 * _buffer_bytes(p) + _scaled_bytes(p) * (aliased + kept > 0)
     tile = TILE if hidden_bits is None else KEPT_TILE
     idle = _idle_seconds(p, p.tokens, tile)
     return _seconds(p, columns, moved) + windows * _rates(p)[2] + idle
@@ -89,7 +87,7 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     """Return that of gradients in forward: `chunk` tokens' `stored` columns at a time."""
     chunks, windows = ceil_div(p.tokens, chunk), ceil_div(p.vocab, stored)
     moved = 2 * chunks * p.vocab * p.hidden * _sum_bytes(p, chunk) + 2 * p.gradient_bytes
-    moved += 3 * _buffer_bytes(p)
+    moved += 3 * _buffer_bytes(p) + _scaled_bytes(p)
     moved += 2 * (windows - 1) * p.tokens * p.hidden * p.accumulator_bytes
     reads = (1 + p.grad_hidden) * chunks * p.vocab * p.hidden * p.item_bytes
     flop_rate, byte_rate, _, each = _rates(p)
@@ -98,8 +96,6 @@ def chunked_seconds(p: Problem, chunk: int, stored: int) -> float:
     if p.arch is not None and not p.grad_weight:
         splits = _busy_part(p, chunk)[1]
         each = DX_CHUNK_SECONDS + windows * (DX_WINDOW_SECONDS + SPLIT_SECONDS * (splits > 1))
-    if p.device != "cpu" and soft_targets(p):
-        each += SOFT_CHUNK_SECONDS
     columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
     return _seconds(p, columns, moved) + chunks * each + waits + idle
 
@@ -134,6 +130,14 @@ def _kept_sum_bytes(p: Problem, low_bits: int) -> float:
 def _buffer_bytes(p: Problem) -> int:
     """Return the bytes of dW where it is added to a buffer."""
     return p.vocab * p.hidden * p.accumulator_bytes * accumulates(p)
+
+
+def _scaled_bytes(p: Problem) -> int:
+    """Return the bytes that move where exponentials get the factors of tokens: of soft targets."""
+    narrow = p.item_bytes < p.accumulator_bytes
+    return (
+        2 * p.tokens * p.vocab * p.item_bytes * (soft_targets(p) > 0 and p.grad_weight and narrow)
+    )
 
 
 def _idle_seconds(p: Problem, rows: int, tile: int = TILE) -> float:

@@ -6,7 +6,7 @@ cuBLAS.  Both have the row-wise steps of `cute_rowwise`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,52 +30,36 @@ from cutefce.ops.primitives.portable_gradients import (
 from cutefce.ops.primitives.row_selection import gather_rows, row_count, row_range
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.selection import RowSelection
-from cutefce.ops.rows.soft_targets import TargetEntries, target_entries
 from cutefce.ops.rows.target_rows import TargetRows
 from cutefce.ops.rows.targets import Targets
 
 
 @dataclass(frozen=True)
 class TargetCsr:
-    """The entries of each target, in order, and what each contributes to dW."""
+    """The tokens of each target, in order, and what each contributes to dW."""
 
     order: Tensor
-    """(E,) int64: rows of `h` sorted by target; undefined behind the last list."""
+    """(N,) int64: rows of `h` sorted by target; undefined behind the last list."""
     offsets: Tensor
-    """(V + 1,) int32: where in `order` the entries of each target begin."""
+    """(V + 1,) int32: where in `order` the tokens of each target begin."""
     coefficient: Tensor
-    """(E,): in that order."""
+    """(N,): in that order."""
     h: Tensor
     """(N, D)"""
-    is_long: bool = False
-    """Whether targets have many entries each: those of soft targets."""
 
     @staticmethod
-    def of(
-        spec: SortTargetsSpec, h: Tensor, entries: TargetEntries, targets: Targets
-    ) -> "TargetCsr":
-        """Sort entries by target; those of no target here are in no list.
+    def of(spec: SortTargetsSpec, h: Tensor, coefficient: Tensor, targets: Targets) -> "TargetCsr":
+        """Sort tokens by target; those of no target here are in no list.
 
         If tokens were selected, `h` has the rows of all.
         """
-        if len(entries.target) > len(targets.index):
-            # the kernel's blocks read all entries, which are too many
-            entries = entries.sorted(targets.vocab)
-            assert entries.rows is not None
-            classes = torch.arange(targets.vocab + 1, dtype=torch.int32, device=h.device)
-            offsets = torch.searchsorted(entries.target, classes, out_int32=True)
-            return TargetCsr(entries.rows, offsets, entries.coefficient, h, is_long=True)
-        index, coefficient, rows = entries
+        index, chosen = targets.index, targets.selection
         order, in_order = torch.empty_like(index), torch.empty_like(coefficient)
         offsets = index.new_empty(targets.vocab + 1, dtype=torch.int32)
-        places = (index, 0) if rows is None else (rows, 1)
-        operands = index, coefficient.contiguous(), places[0], order, offsets, in_order
-        compiled(spec)(*operands, targets.options.ignore_index, places[1])
+        rows = (index, 0) if chosen is None else (chosen.order, 1)
+        operands = index, coefficient.contiguous(), rows[0], order, offsets, in_order
+        compiled(spec)(*operands, targets.options.ignore_index, rows[1])
         return TargetCsr(order, offsets, in_order, h)
-
-    def kernel(self, spec: GradGemmSpec) -> GradGemmSpec:
-        """Return the kernel that adds these terms, like `spec`."""
-        return replace(spec, long_lists=True) if self.is_long else spec
 
     def pack(self, first: int, rows: int) -> tuple[Tensor, ...]:
         """Return the kernels' arguments for `rows` rows of dW from `first` on."""
@@ -90,12 +74,10 @@ class CublasGradients(RowwiseSteps, PortableGradients):
         super().__init__(window)
         self.kernels, self.semaphores = kernels, semaphores
 
-    def target_grad(
-        self, h: Tensor, coefficient: Tensor, targets: Targets, others: Tensor | None = None
-    ) -> TargetRows:
+    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetRows:
         if targets.selection is not None:
             h = gather_rows(self.kernels, h, targets.selection)
-        return super().target_grad(h, coefficient, targets, others)
+        return super().target_grad(h, coefficient, targets)
 
 
 class CuteGradients(RowwiseSteps):
@@ -158,13 +140,8 @@ class CuteGradients(RowwiseSteps):
         spec = self.grad_weight.accumulate
         self._gemm(spec, sums, exps.t(), scaled, accumulate, selection)
 
-    def target_grad(
-        self, h: Tensor, coefficient: Tensor, targets: Targets, others: Tensor | None = None
-    ) -> TargetCsr:
-        chosen = targets.selection
-        order = None if chosen is None else chosen.order
-        entries = target_entries(targets.index, coefficient, targets.soft, others, order)
-        return TargetCsr.of(self.grad_weight.sort_targets, h, entries, targets)
+    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetCsr:
+        return TargetCsr.of(self.grad_weight.sort_targets, h, coefficient, targets)
 
     def finish_dw(
         self,
@@ -177,7 +154,7 @@ class CuteGradients(RowwiseSteps):
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
     ) -> None:
-        spec, term = with_rank_one(target_grad.kernel(self.grad_weight.final), rank_one)
+        spec, term = with_rank_one(self.grad_weight.final, rank_one)
         clusters, semaphores = self._launch_shape(spec, out.device)
         targets = *target_grad.pack(first, out.shape[0]), grad_scale.view(1)
         operands = exps.t(), scaled.t(), out, targets, term
@@ -196,8 +173,7 @@ class CuteGradients(RowwiseSteps):
         *,
         accumulate: bool,
     ) -> None:
-        spec = target_grad.kernel(self.grad_weight.keep[low_bits(kept, low)])
-        spec, term = with_rank_one(spec, rank_one)
+        spec, term = with_rank_one(self.grad_weight.keep[low_bits(kept, low)], rank_one)
         clusters, semaphores = self._launch_shape(spec, kept.device)
         one = scaled.new_ones(1, dtype=torch.float32)
         targets = *target_grad.pack(0, len(kept)), one

@@ -131,6 +131,19 @@ class CuteProjection(SamplingSteps, SoftTargetSteps):
         own = *targets.soft.classes, targets.soft.coefficient if entries is None else entries
         compiled(self.kernels.put_soft)(exps, *own, first, int(entries is None))
 
+    def scale_soft(
+        self,
+        entries: Tensor,
+        lead: Tensor,
+        exps: Tensor,
+        first: int,
+        targets: Targets,
+        scale: Tensor,
+    ) -> None:
+        assert targets.soft is not None
+        own = *targets.soft.classes, entries, targets.index, lead.contiguous()
+        compiled(self.kernels.scale_soft)(exps, *own, scale.contiguous(), first)
+
     def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None = None) -> Tensor:
         return gather_rows(self.kernels, h, selection, scale)
 

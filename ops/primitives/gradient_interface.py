@@ -145,13 +145,8 @@ class Gradients(Protocol[TargetGradT]):
         """
         ...
 
-    def target_grad(
-        self, h: Tensor, coefficient: Tensor, targets: Targets, others: Tensor | None = None
-    ) -> TargetGradT:
-        """Return Σ_{i: y_i = v} c_i h_i for all v; `coefficient` is c (N,).
-
-        `others` (N, K) are those of the soft targets beside y.
-        """
+    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGradT:
+        """Return Σ_{i: y_i = v} c_i h_i for all v; `coefficient` is c (N,)."""
         ...
 
     def finish_dw(

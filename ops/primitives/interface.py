@@ -65,6 +65,21 @@ class Projection(Protocol[PartialT]):
         """
         ...
 
+    def scale_soft(
+        self,
+        entries: Tensor,
+        lead: Tensor,
+        exps: Tensor,
+        first: int,
+        targets: Targets,
+        scale: Tensor,
+    ) -> None:
+        """Multiply `exps` and `entries` by `scale` (N,), and do what `put_soft` does.
+
+        Also put `lead` (N,) in the places of the targets.
+        """
+        ...
+
     def project_exp(
         self,
         h: Tensor,
@@ -164,17 +179,28 @@ def target_logits(
 ) -> Tensor:
     """Do what `Projection.target_logit` does, and set the excess of soft targets."""
     logit = projection.target_logit(h, w, targets)
-    if targets.soft is not None:
-        targets.soft.excess = projection.soft_excess(h, w, targets, logit)
+    set_soft_excess(projection, h, w, targets, logit)
     return logit
+
+
+def set_soft_excess(
+    projection: Projection[PartialT], h: Tensor, w: Tensor, targets: Targets, target_logit: Tensor
+) -> None:
+    """Set the excess of soft targets, if it is not set; h is as for `Projection.target_logit`.
+
+    Launches of it that follow those of a GEMM take no CPU time for which the GPU waits.
+    """
+    if targets.soft is not None and targets.soft.excess is None:
+        targets.soft.excess = projection.soft_excess(h, w, targets, target_logit)
 
 
 def forward_unfused(
     projection: Projection[PartialT], h: Tensor, w: Tensor, targets: Targets
 ) -> tuple[RowStats, Tensor]:
     """Do what `Projection.forward` does, step by step."""
-    logit = target_logits(projection, h, w, targets)
+    logit, own = projection.target_logit(h, w, targets), h
     if targets.selection is not None:
-        h = projection.select(h, targets.selection)
-    partial = projection.project_exp(h, w, (0, w.shape[0]), logit, targets)
+        own = projection.select(h, targets.selection)
+    partial = projection.project_exp(own, w, (0, w.shape[0]), logit, targets)
+    set_soft_excess(projection, h, w, targets, logit)
     return projection.reduce_partials(partial, logit, targets)

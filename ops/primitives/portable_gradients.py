@@ -159,10 +159,8 @@ class PortableGradients:
             self.finish_dx(out[rows], sums, w, *own, term)
             del sums  # freed before the next ones are allocated
 
-    def target_grad(
-        self, h: Tensor, coefficient: Tensor, targets: Targets, others: Tensor | None = None
-    ) -> TargetRows:
-        return TargetRows.of(h, coefficient, targets, others)
+    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetRows:
+        return TargetRows(h, targets.safe_index, coefficient, targets.vocab)
 
     def finish_dw(
         self,

@@ -16,7 +16,7 @@ from torch import Tensor
 from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.planning.step_memory import soft_block_rows
 from cutefce.ops.primitives.elementwise import add_soft_rows_, can_fuse, fused, gathered_dots_
-from cutefce.ops.primitives.portable_gradients import matmul_into
+from cutefce.ops.primitives.portable_gradients import matmul_into, scale_rows
 from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.targets import Targets, sum_dtype
 
@@ -136,6 +136,24 @@ class SoftTargetSteps:
         """Do what `cutefce.ops.primitives.interface.Projection.put_soft` does."""
         assert targets.soft is not None
         targets.soft.put(entries, exps, first)
+
+    def scale_soft(
+        self,
+        entries: Tensor,
+        lead: Tensor,
+        exps: Tensor,
+        first: int,
+        targets: Targets,
+        scale: Tensor,
+    ) -> None:
+        """Do what `cutefce.ops.primitives.interface.Projection.scale_soft` does."""
+        scale_rows(exps, exps, scale)
+        self.put_soft(entries * scale[:, None], exps, first, targets)
+        column = targets.index - first
+        inside = (column >= 0) & (column < exps.shape[1])
+        column = column.masked_fill_(~inside, 0)[:, None]
+        lead = torch.where(inside[:, None], lead[:, None].to(exps.dtype), exps.gather(1, column))
+        exps.scatter_(1, column, lead)
 
 
 def add_soft_rows(sums: Tensor, entries: Tensor, targets: Targets, w: Tensor) -> None:

@@ -23,7 +23,7 @@ added to its sums.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,23 +31,18 @@ from torch import Tensor
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import LossTerms
+from cutefce.ops.rows.soft_rows import LARGEST, is_wrong, soft_rows
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats
 
-NO_CLASS = -1
-"""The lead of a token with a bad probability or class, which is taken for a target out of range."""
-LARGEST = torch.finfo(torch.float32).max
-"""The largest probability of a class."""
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as exponentials."""
-LEAST_DERIVATIVE = 2.0**-24
-"""The least |a|, in units of Σ|b|: z-loss can make it 0, by which entries are divided."""
 
 
 @dataclass
 class SoftTargets:
-    """The classes of N tokens but their leads, ascending."""
+    """The classes of N tokens but their leads, of this rank, ascending; then what is none."""
 
     replaces: ClassVar[bool] = False
     """Whether entries take the place of exponentials in the dtype of sums, and are put late."""
@@ -73,45 +68,41 @@ class SoftTargets:
         vocab: int,
         own: slice,
         dtype: torch.dtype,
+        arch: str | None = None,
     ) -> tuple["SoftTargets | None", LossTerms]:
         """Return those of leads y (N,) among the `vocab` classes of all ranks, and their terms.
 
-        This rank has the classes `own`; `dtype` is that of sums.  None where the lead is all.
+        This rank has the classes `own`; `dtype` is that of sums; `arch` has kernels, if given.
+        None where the lead is all.
         """
         index, q = tensors.target_indices, tensors.target_probs
         assert index is not None and q is not None
-        index, epsilon, kappa = index.long(), options.label_smoothing, tensors.weight
-        token = torch.ones(y.shape, dtype=dtype, device=y.device)
-        if tensors.token_weights is not None:
+        epsilon, kappa = options.label_smoothing, tensors.weight
+        if tensors.token_weights is None:
+            token = torch.ones(y.shape, dtype=dtype, device=y.device)
+        else:
             token = tensors.token_weights.to(dtype)
-        factor = torch.where(y == options.ignore_index, 0, (1 - epsilon) * token)
-        b = torch.where(factor[:, None] == 0, 0, q.to(dtype) * factor[:, None])
-        if kappa is not None:
-            kappa = kappa.to(dtype)
-            b = b * kappa[index.clamp(0, vocab - 1)]
-        is_lead = index == y[:, None]
-        lead, b = torch.where(is_lead, b, 0).sum(1), b.masked_fill(is_lead, 0)
-        others, smoothed, every = b.sum(1), lead.new_zeros(()), 0.0 * token
+        kappa = None if kappa is None else kappa.to(dtype)
+        made = soft_rows(
+            y, index, q, token, kappa, 1 - epsilon, options.ignore_index, own, dtype, arch
+        )
+        every: Tensor | float = 0.0
+        total = made.total
         if epsilon:
             every = epsilon / vocab * token
-            smoothed = every * (vocab if kappa is None else kappa.sum())
+            total = total + every * (vocab if kappa is None else kappa.sum())
         terms = LossTerms(
-            lse=lead + others + smoothed,
-            target=lead,
-            class_row=every if epsilon else 0.0,
+            lse=total,
+            target=made.lead,
+            class_row=every,
             lse_squared=options.z_loss * token if options.z_loss else 0.0,
             weight=token,
             class_weight=None if kappa is None else kappa[own],
-            others=others,
+            others=made.others,
         )
         if index.shape[1] == 1:
             return None, terms
-        least = LEAST_DERIVATIVE * b.abs().sum(1)
-        index, b, _ = joined(index, b)
-        index = index - own.start if own.start else index
-        absent = (b == 0) | (index < 0) | (index >= own.stop - own.start)
-        index, b = index.masked_fill_(absent, 0), b.masked_fill_(absent, 0)
-        return SoftTargets(index, b, least), terms
+        return SoftTargets(made.own_index, made.coefficient, made.least), terms
 
     @property
     def classes(self) -> tuple[Tensor, Tensor]:
@@ -178,75 +169,6 @@ class SoftTargets:
         return (self.coefficient * distance).sum(1)
 
 
-class TargetEntries(NamedTuple):
-    """What hidden states are multiplied by and added to rows of dW: Σ_{e: v_e = v} c_e h_{i_e}."""
-
-    target: Tensor
-    """(E,) int64 v, of which those outside [0, V) are left out."""
-    coefficient: Tensor
-    """(E,) c"""
-    rows: Tensor | None
-    """(E,) int64 i; None for e."""
-
-    def sorted(self, vocab: int) -> "TargetEntries":
-        """Return the same in the order of targets, int32: those below 0 as -1, others up to V.
-
-        Entries of a target keep their order.
-        """
-        assert self.rows is not None
-        target, order = self.target.clamp(-1, vocab).int().sort(stable=True)
-        return TargetEntries(target, self.coefficient[order], self.rows[order])
-
-
-def target_entries(
-    index: Tensor,
-    coefficient: Tensor,
-    soft: SoftTargets | None,
-    others: Tensor | None,
-    order: Tensor | None,
-) -> TargetEntries:
-    """Return the entries of targets (N,) with their coefficients, and of soft ones with `others`.
-
-    Token i has the hidden states of row order_i (N,), or i.
-    """
-    if soft is None or others is None:
-        return TargetEntries(index, coefficient, order)
-    width = 1 + others.shape[1]
-    classes = torch.where(others == 0, NO_CLASS, soft.index)
-    classes = torch.cat([index[:, None], classes], 1).flatten()
-    factors = torch.cat([coefficient[:, None], others], 1).flatten()
-    if order is None:
-        order = torch.arange(len(index), device=index.device)
-    return TargetEntries(classes, factors, order.repeat_interleave(width))
-
-
-def leads(indices: Tensor, probs: Tensor, vocab: int, ignored: int) -> Tensor:
-    """Return the class (...) of the largest probability of each token, of (..., K).
-
-    `ignored` if all of them are 0, `NO_CLASS` if one is negative or not finite, or is of an index
-    outside [0, vocab).
-    """
-    best = probs.argmax(-1, keepdim=True)
-    lead = indices.gather(-1, best)[..., 0].long()
-    lead = torch.where(_is_wrong(indices, probs, vocab).any(-1), NO_CLASS, lead)
-    return torch.where((probs == 0).all(-1), ignored, lead)
-
-
-def joined(index: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's classes (N, K), ascending, and b (N, K): the last of equal ones has all.
-
-    Also return their places before.  Their sums have a fixed order.
-    """
-    index, order = index.sort(dim=1, stable=True)
-    b, step = b.gather(1, order), 1
-    while step < index.shape[1]:  # of sorted classes, the last `step` of a run are summed
-        equal = index[:, step:] == index[:, :-step]
-        b[:, step:] += torch.where(equal, b[:, :-step], 0)
-        step *= 2
-    b[:, :-1].masked_fill_(index[:, 1:] == index[:, :-1], 0)
-    return index, b, order
-
-
 def check_values(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab: int) -> None:
     """Raise ValueError or IndexError on a CPU for tokens y (N,) with a lead of `NO_CLASS`.
 
@@ -261,15 +183,9 @@ def check_values(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab:
         raise ValueError(
             f"target_probs: got {float(probs[bad][0])}, expected numbers from 0 to {LARGEST:.3g}"
         )
-    bad = rows[:, None] & _is_wrong(indices, probs, vocab)
+    bad = rows[:, None] & is_wrong(indices, probs, vocab)
     if bool(bad.any()):
         raise IndexError(
             f"target_indices: got {int(indices[bad][0])} with probability {float(probs[bad][0])}, "
             f"expected 0 <= index < {vocab} where the probability is not 0"
         )
-
-
-def _is_wrong(indices: Tensor, probs: Tensor, vocab: int) -> Tensor:
-    """Return where (..., K) a probability, or its index, is out of range."""
-    outside = (probs != 0) & ((indices < 0) | (indices >= vocab))
-    return outside | ~((probs >= 0) & (probs <= LARGEST))

@@ -1,5 +1,6 @@
 """Targets of a call, with the options of their losses."""
 
+import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -168,6 +169,14 @@ class Targets:
         """(N,) bool: the token is active, and its target is a row of this weight."""
         return self.active & (self.safe_index == self.index)
 
+    def ignored(self) -> "Targets":
+        """Return the same where every token is ignored."""
+        targets = copy.copy(self)
+        for name in ("active", "safe_index"):
+            vars(targets).pop(name, None)
+        targets.index = torch.full_like(self.index, self.options.ignore_index)
+        return targets
+
     def per_token(self, rows: slice | Tensor) -> "Targets":
         """Return the targets of some tokens, whose losses are not reduced.
 
@@ -196,15 +205,16 @@ def make_targets(
     options: LossOptions,
     tensors: TensorOptions,
     dtype: torch.dtype = torch.float32,
+    arch: str | None = None,
 ) -> Targets:
-    """Return the targets y (N,) int64, with sums of `dtype`.
+    """Return the targets y (N,) int64, with sums of `dtype`; `arch` has kernels, if given.
 
     Raises:
         IndexError, ValueError: on a CPU, for a target outside [0, V), or a bad probability.  A GPU
             is not synchronized for this.
     """
     y = without_weightless(y, options, tensors).contiguous()
-    terms, soft = terms_of(y, options, tensors, vocab, slice(0, vocab), dtype)
+    terms, soft = terms_of(y, options, tensors, vocab, slice(0, vocab), dtype, arch)
     logits = LogitMap.of(options, tensors, y, dtype)
     targets = Targets(y, vocab, options, tensors, terms, logits, soft=soft)
     if y.device.type == "cpu":
@@ -224,6 +234,7 @@ def terms_of(
     vocab: int,
     own: slice,
     dtype: torch.dtype,
+    arch: str | None = None,
 ) -> tuple[LossTerms | None, SoftTargets | None]:
     """Return the terms of targets y (N,) of `vocab` classes, of which this rank has `own`.
 
@@ -235,7 +246,7 @@ def terms_of(
     if tensors.target_probs is None:
         return LossTerms.of(y, options, tensors, vocab, own, dtype), None
     check_values(y, options, tensors, vocab)
-    soft, terms = SoftTargets.of(y, options, tensors, vocab, own, dtype)
+    soft, terms = SoftTargets.of(y, options, tensors, vocab, own, dtype, arch)
     return terms, soft
 
 

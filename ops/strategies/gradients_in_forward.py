@@ -84,18 +84,19 @@ def gradients_in_forward(
             part_sums = weighted_sum(exps, coefficients.scale)
             dbias.copy_(part_sums if start == 0 else dbias + part_sums)
         if len(dw.gradient):
-            others = None
-            if soft is not None:
-                soft.clear(exps, 0)
-                others = soft.terms(coefficients.scale)
-            target_grad = gradients.target_grad(own_h, coefficients.target, part.targets, others)
+            scale: Tensor | None = coefficients.scale
+            terms = coefficients.target, part.targets
+            if soft is not None and soft.scales_exps:
+                soft.scale(exps, 0, coefficients.scale, coefficients.target)
+                scale, terms = None, (torch.zeros_like(coefficients.target), terms[1].ignored())
+            target_grad = gradients.target_grad(own_h, *terms)
             own_row = windows.every_row(part, coefficients.every)
             if own_row is not None:
                 row = own_row if row is None else replace(own_row, row=row.row + own_row.row)
-            scaled, last = part.selected(coefficients.scale), rows.stop == tokens
+            scaled, last = part.selected(scale), rows.stop == tokens
             operands = exps, scaled, target_grad, row if last else None, selection
             dw.add(gradients, *operands, chunk=start // chunk)
-            del operands, scaled, target_grad, others
+            del operands, scaled, target_grad
     del exps, buffer, target_logit  # freed before the statistics are joined
     stats = RowStats(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
     if dbias is not None:

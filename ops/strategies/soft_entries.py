@@ -1,8 +1,10 @@
 """Entries of soft targets among the exponentials of a step, see `cutefce.ops.rows.soft_targets`.
 
 float32 and wider exponentials keep them.  Of 16-bit ones, which are all that a later backward
-finds as the forward stored them, they are put before dX's product; before dW's product they become
-0 where its sums take the terms.
+finds as the forward stored them, they are put before dX's product.  Before dW's product these get
+the factors of tokens, unless their references have them, and the entries are put again: hidden
+states with factors would be rounded, and so the entries' terms twice.  The leads' terms of dW are
+entries, too, then: of frequent classes, lists of their tokens are long.
 """
 
 from dataclasses import dataclass
@@ -25,8 +27,8 @@ class SoftEntries(Generic[PartialT]):
     """(N, K) that are put, or added to wide exponentials, in the dtype of sums."""
     is_wide: bool
     """Whether exponentials have the dtype of sums, and forwards put what is added to them."""
-    in_sums: bool
-    """Whether the terms are added to dW's sums."""
+    scales_exps: bool
+    """Whether exponentials get the factors of tokens before dW's product, instead of h."""
 
     @staticmethod
     def of(
@@ -39,21 +41,14 @@ class SoftEntries(Generic[PartialT]):
         if values is None:
             return None
         wide, soft = values.dtype == inputs.h.dtype, inputs.targets.soft
-        in_sums, late = not wide and not in_reference, soft is not None and soft.replaces
-        more = values, wide and not late, in_sums
+        scales, late = not wide and not in_reference, soft is not None and soft.replaces
+        more = values, wide and not late, scales
         return SoftEntries(inputs.primitives.projection, inputs.targets, *more)
 
     def put(self, exps: Tensor, first: int) -> None:
         """Put entries among the exponentials `exps` (N, W) of the columns from `first` on."""
         self.projection.put_soft(self.values, exps, first, self.targets)
 
-    def clear(self, exps: Tensor, first: int) -> None:
-        """Make them 0 if dW's sums take the terms."""
-        if self.in_sums:
-            self.projection.put_soft(None, exps, first, self.targets)
-
-    def terms(self, row_scale: Tensor | None) -> Tensor | None:
-        """Return what dW's sums take, (N, K), of entries with factors (N,); None if nothing."""
-        if not self.in_sums or row_scale is None:
-            return None
-        return self.values * row_scale[:, None]
+    def scale(self, exps: Tensor, first: int, factor: Tensor, lead: Tensor) -> None:
+        """Multiply both by `factor` (N,), and put the entries, and those of the leads, `lead`."""
+        self.projection.scale_soft(self.values, lead, exps, first, self.targets, factor)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.primitives.gradient_interface import TargetGradT
-from cutefce.ops.primitives.interface import PartialT, target_logits
+from cutefce.ops.primitives.interface import PartialT, set_soft_excess
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
@@ -88,7 +88,7 @@ def forward(
         stats, loss = projection.forward(h, w, targets)
     else:
         if target_logit is None:
-            target_logit = target_logits(projection, h, w, targets)
+            target_logit = projection.target_logit(h, w, targets)
         h = inputs.selected()
         parts: Sequence[tuple[int, Tensor | None]] = stored or [(0, None)]
         firsts, buffers = zip(*parts, strict=True)
@@ -99,11 +99,14 @@ def forward(
                 for window, exps in zip(columns, buffers, strict=True)
             ]
         )
+        set_soft_excess(projection, inputs.h, w, targets, target_logit)
         stats, loss = projection.reduce_partials(partial, target_logit, targets)
-        soft = SoftEntries.of(inputs, targets.soft_entries(stats, h.dtype)) if stored else None
+        soft = None
+        if stored and not targets.has_narrow_entries(h.dtype):
+            soft = SoftEntries.of(inputs, targets.soft_entries(stats, h.dtype))
         for first, exps in stored:
             projection.repair_stored_exps(exps, h, w, first, targets, partial, stats)
-            if soft is not None and soft.is_wide:
+            if soft is not None:
                 soft.put(exps, first)
     outputs, more = targets.options.output_names, None
     if stat_rows(outputs):
@@ -190,11 +193,13 @@ def backward(
         dx = HiddenGradient.empty(inputs, scaling.target.dtype, hidden_bits)
     weight = None
     if dw is not None:
-        others = None if soft is None else soft.terms(scaling.row_scale)
-        target_grad = gradients.target_grad(h, scaling.target, targets, others)
+        terms = scaling.target, targets
+        if soft is not None and soft.scales_exps:
+            terms = torch.zeros_like(scaling.target), targets.ignored()
+        target_grad = gradients.target_grad(h, *terms)
         operands = target_grad, scaling.grad_scale, every, targets.selection
         weight = WeightGradient(gradients, dw, *operands, as_sums, adds)
-        del operands, target_grad, others
+        del operands, target_grad, terms
     for phase in phases:
         if phase is not phases[0] and dx is not None and scaling.relative is not None:
             dx.scale_rows(gradients, scaling.relative)
@@ -216,8 +221,8 @@ def backward(
             if dbias is not None and factors is not None:
                 dbias[first:last] = factors.sum(exps)
             if weight is not None:
-                if soft is not None:
-                    soft.clear(exps, first)
+                if soft is not None and soft.scales_exps and phase.row_scale is not None:
+                    soft.scale(exps, first, phase.row_scale, scaling.target)
                 weight.finish(first, last, exps, scaled)
         del scaled, parts, exps  # freed before other hidden states, or dX, are allocated
     if dbias is not None:
@@ -242,6 +247,7 @@ def _operands(
     """
     scaled = rows_h = inputs.h
     scales = weight is not None and phase.row_scale is not None
+    scales = scales and (soft is None or not soft.scales_exps)
     recomputes = sampled is not None or any(exps is None for *_, exps in phase.columns)
     if recomputes or (weight is not None and not scales):
         rows_h = scaled = inputs.selected()

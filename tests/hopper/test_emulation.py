@@ -28,7 +28,14 @@ from cutefce.cute_kernels.spec import (
     ScaleAddRowsSpec,
 )
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant, LogitTransform, RowReductions
-from cutefce.cute_kernels.workspace import FIRST_FLAG, Coefficient, Semaphore, Stat
+from cutefce.cute_kernels.workspace import (
+    FIRST_FLAG,
+    NO_CLASS,
+    Coefficient,
+    Semaphore,
+    SoftRow,
+    Stat,
+)
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.portable_gradients import PortableGradients
@@ -36,6 +43,7 @@ from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import joined_sums
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.scaling import scaling_of
+from cutefce.ops.rows.soft_rows import leads, soft_rows
 from cutefce.ops.rows.statistics import RowStats, token_losses
 from cutefce.ops.rows.targets import Targets
 from tests.emulation.cases import Case, check, check_counted, launch_of_counted, numbers
@@ -281,11 +289,6 @@ def test_final_gradients(config: GemmConfig, dtype: str, with_rank_one: bool, en
     semaphores = torch.zeros(1, dtype=torch.int32)
     operands = case.e.t(), case.h.t(), out, targets, rank_one, semaphores
     run(kernel, *operands, semaphores, 0, 2, None, None)
-    if entries > 1:
-        long = dataclasses.replace(kernel, long_lists=True)
-        again = torch.empty_like(out), *operands[3:]
-        run(long, *operands[:2], *again, semaphores, 0, 2, None, None)
-        assert torch.equal(again[0], out)
     want = case.e.double().t() @ case.h.double() + case.target_terms()
     if with_rank_one:
         want += factor.double()[:, None] * row.double()
@@ -679,6 +682,32 @@ def test_target_logits_of_selected_rows() -> None:
     assert not products[15:].any()
 
 
+@pytest.mark.parametrize("classes", [1, 7, 64, 256])
+def test_rows_of_soft_targets(classes: int) -> None:
+    """Leads, and the other classes: equal bits to those of plain torch, but for sums of a row."""
+    index, q = torch.randint(-3, 50, (19, classes)), torch.rand(19, classes)
+    q[torch.rand(19, classes) < 0.2], q[3], q[8] = 0, 0, 0.25
+    for row, value in zip((4, 5, 6, 7), (0.5, torch.nan, -0.1, torch.inf), strict=True):
+        index[row, classes // 2], q[row, classes // 2] = 50 if row == 4 else 0, value
+    index[:3], index[8:] = index[:3].clamp(min=0), index[8:].clamp(min=0)
+    kernels, lead = kernels_of(PINGPONG), torch.empty(19, dtype=torch.int64)
+    run(kernels.soft_leads, index, q, lead, 50, -100)
+    assert torch.equal(lead, leads(index, q, 50, -100))
+    assert (lead[4:8] == NO_CLASS).all() and lead[3] == -100
+    token = torch.rand(19)
+    for first, last in ((0, 50), (10, 40)):
+        made = torch.full_like(index, 7), torch.full_like(q, 7), torch.full((4, 19), 7.0)
+        given, numbers = (index, q, lead, token), (0.9, -100, first, last - first)
+        run(kernels.prepare_soft, *given, *made, *numbers)
+        want = soft_rows(lead, index, q, token, None, 0.9, -100, slice(first, last), q.dtype)
+        fine = torch.arange(19) != 5  # bits of NaN differ
+        assert torch.equal(made[0][fine], want.own_index[fine])
+        assert torch.equal(made[1][fine], want.coefficient[fine])
+        assert not made[2][[SoftRow.LEAD, SoftRow.OTHERS], 3].any()
+        sums = torch.stack([want.lead, want.others, want.total, want.least])
+        torch.testing.assert_close(made[2], sums, rtol=1e-6, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(("classes", "hidden"), [(1, 8), (7, 264), (70, 600)])
 def test_logits_of_soft_targets(classes: int, hidden: int) -> None:
     h, w = torch.randn(9, hidden).bfloat16(), torch.randn(30, hidden).bfloat16()
@@ -711,6 +740,27 @@ def test_entries_of_soft_targets(first: int) -> None:
         )
         assert torch.equal(memory[:, :50], written[:, first : first + 50].bfloat16())
         assert (memory[:, 50:] == 7).all()
+
+
+@pytest.mark.parametrize(("columns", "first"), [(50, 0), (2100, 40)])
+def test_scaled_exponentials_with_entries_of_soft_targets(columns: int, first: int) -> None:
+    index = torch.rand(5, first + columns).topk(37, 1).indices
+    b, entries, scale = torch.rand(5, 37), torch.randn(5, 37), torch.randn(5)
+    b[torch.rand(5, 37) < 0.3] = 0
+    memory = torch.rand(5, columns + 22 & ~7).bfloat16()
+    exps, before = memory[:, :columns], memory.clone()
+    lead, of_lead = torch.tensor([first, -100, first + columns - 1, 99999, 3]), torch.randn(5)
+    index[b != 0] = torch.where(index == lead[:, None], 0, index)[b != 0]
+    b[(index == 0) & (first == 0)] = 0
+    given = exps, index, b, entries, lead, of_lead, scale, first
+    run(kernels_of(PINGPONG).scale_soft, *given)
+    want = torch.cat([torch.zeros(5, first), before[:, :columns] * scale[:, None]], 1)
+    row, place = (b != 0).nonzero(as_tuple=True)
+    want[row, index[row, place]] = (entries * scale[:, None])[row, place]
+    inside = (lead >= first) & (lead < first + columns)
+    want[inside, lead[inside]] = of_lead[inside]
+    assert torch.equal(exps, want[:, first:].bfloat16())
+    assert torch.equal(memory[:, columns:], before[:, columns:])
 
 
 # Whole calls

@@ -36,6 +36,7 @@ from cutefce.cute_kernels.workspace import (
     ForwardWindow,
     GradHidden,
     Semaphore,
+    SoftRow,
     Stat,
     Window,
 )
@@ -50,6 +51,7 @@ from cutefce.ops.primitives import (
     fused_step,
     row_selection,
 )
+from cutefce.ops.rows import soft_rows
 from cutefce.ops.rows.kept_sums import joined_sums, round_at_random_
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.statistics import RowStats
@@ -68,8 +70,11 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
         spec.ScatterRowsSpec: _scatter_rows,
         spec.ClearRowsSpec: _clear_rows,
         spec.TargetLogitSpec: _target_logit,
+        spec.SoftLeadsSpec: _soft_leads,
+        spec.PrepareSoftSpec: _prepare_soft,
         spec.SoftLogitsSpec: _soft_logits,
         spec.PutSoftSpec: _put_soft,
+        spec.ScaleSoftSpec: _scale_soft,
         spec.ProjectExpSpec: _project_exp,
         spec.ReducePartialsSpec: _reduce_partials,
         spec.FusedForwardSpec: _fused_forward,
@@ -153,6 +158,33 @@ def _clear_rows(_: spec.ClearRowsSpec, x: Tensor, count: Tensor) -> None:
     x[int(count[0]) :] = 0
 
 
+def _soft_leads(
+    _: spec.SoftLeadsSpec, index: Tensor, probs: Tensor, lead: Tensor, vocab: int, ignored: int
+) -> None:
+    lead.copy_(soft_rows.leads(index, probs, vocab, ignored))
+
+
+def _prepare_soft(
+    _: spec.PrepareSoftSpec,
+    index: Tensor,
+    probs: Tensor,
+    lead: Tensor,
+    token: Tensor,
+    own_index: Tensor,
+    coefficient: Tensor,
+    sums: Tensor,
+    factor: float,
+    ignored: int,
+    first: int,
+    vocab: int,
+) -> None:
+    own = slice(first, first + vocab)
+    made = soft_rows.soft_rows(lead, index, probs, token, None, factor, ignored, own, probs.dtype)
+    own_index.copy_(made.own_index), coefficient.copy_(made.coefficient)
+    of_lead, others, total, least = SoftRow.LEAD, SoftRow.OTHERS, SoftRow.ALL, SoftRow.LEAST
+    sums[of_lead], sums[others], sums[total], sums[least] = made[2:]
+
+
 def _soft_logits(
     _: spec.SoftLogitsSpec,
     logits: Tensor,
@@ -181,6 +213,25 @@ def _put_soft(
     row, place = inside.nonzero(as_tuple=True)
     values = torch.zeros_like(entries) if clears else entries
     exps[row, index[row, place] - first] = values[row, place].to(exps.dtype)
+
+
+def _scale_soft(
+    _: spec.ScaleSoftSpec,
+    exps: Tensor,
+    index: Tensor,
+    coefficient: Tensor,
+    entries: Tensor,
+    lead: Tensor,
+    of_lead: Tensor,
+    scale: Tensor,
+    first: int,
+) -> None:
+    exps.copy_(exps * scale[:, None])
+    _put_soft(
+        spec.PutSoftSpec("", ""), exps, index, coefficient, entries * scale[:, None], first, 0
+    )
+    rows = ((lead >= first) & (lead < first + exps.shape[1])).nonzero()[:, 0]
+    exps[rows, lead[rows] - first] = of_lead[rows].to(exps.dtype)
 
 
 def _counted(count: Tensor, selects: int, rows: int) -> int:
@@ -779,5 +830,5 @@ def use_models(
 ) -> None:
     """Launch the models, or another replacement, in the place of compiled kernels."""
     modules = cute_projection, cute_gradients, cute_rowwise, fused_step, row_selection, sampling
-    for module in (*modules, row_kernel):
+    for module in (*modules, row_kernel, soft_rows):
         monkeypatch.setattr(module, "compiled", replacement)

@@ -1,6 +1,6 @@
-"""Outputs of the kernels of soft targets for a tuning case: logits, and entries that are put.
+"""Outputs of the kernels of soft targets for a tuning case: rows, logits, and entries that are put.
 
-Probabilities are powers of 2, so that entries are exact in 16 bits.
+Probabilities and factors are powers of 2, so that entries are exact in 16 bits.
 """
 
 from typing import Any
@@ -9,29 +9,45 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.interface import target_logits
-from cutefce.ops.rows.soft_targets import leads
+from cutefce.ops.rows.soft_rows import leads
 from cutefce.ops.rows.targets import make_targets, sum_dtype
 from cutefce.ops.strategies.loss_inputs import LossInputs
 
-CLASSES, STRIDE = 5, 7
-"""Classes of a token, and their distance; of few classes, some are equal."""
+CLASSES, STRIDE, LEAD = 5, 7, 3
+"""Classes of a token, and their distance; of few classes, some are equal; and the likeliest one."""
 LOGIT_ROUNDINGS = 16
 """Float32 roundings of logits of up to 2**8, beside which a small excess may remain."""
 
 
-def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor) -> dict[str, Tensor]:
-    """Return the classes' logits, their excess, and zeros among which entries are put."""
+def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> dict[str, Tensor]:
+    """Return leads, the other classes, their logits and excess, and exponentials with entries.
+
+    These are put among zeros, and among factors of tokens.  `arch` has kernels.
+    """
     projection, h, w, vocab = inputs.primitives.projection, inputs.h, inputs.w, len(inputs.w)
+    arch = arch if isinstance(projection, CuteProjection) else None
     steps = torch.arange(CLASSES, device=y.device)
     index = (y.clamp(min=0)[:, None] + STRIDE * steps) % vocab
-    probs = (0.5 ** (1.0 + steps)).expand(index.shape)
+    probs = (0.5 ** (1.0 + (steps - LEAD) % CLASSES)).expand(index.shape)
     options, tensors = LossOptions(), TensorOptions(target_indices=index, target_probs=probs)
-    lead = leads(index, probs, vocab, options.ignore_index)
-    targets = make_targets(lead, vocab, options, tensors, sum_dtype(h.dtype))
+    lead = leads(index, probs, vocab, options.ignore_index, arch)
+    dtype = sum_dtype(h.dtype)
+    targets = make_targets(lead, vocab, options, tensors, dtype, arch)
     target_logits(projection, h, w, targets)
     soft, exps = targets.soft, h.new_zeros(len(h), vocab)
     assert soft is not None and soft.logits is not None and soft.excess is not None
     projection.put_soft(soft.coefficient, exps, 0, targets)
-    logits = soft.logits.where(soft.coefficient != 0, 0)
-    return {"soft logits": logits, "excess": soft.excess, "entries of soft targets": exps}
+    scaled = (exps == 0).to(h.dtype)  # wide exponentials have entries added
+    factor = 0.5 ** (torch.arange(len(h), device=y.device) % CLASSES)
+    factor = factor.to(dtype)
+    projection.scale_soft(soft.coefficient, factor, scaled, 0, targets, factor)
+    return {
+        "leads of soft targets": lead.to(dtype),
+        "classes of soft targets": soft.index.to(dtype),
+        "soft logits": soft.logits.where(soft.coefficient != 0, 0),
+        "excess": soft.excess,
+        "entries of soft targets": exps,
+        "entries of soft targets among scaled exponentials": scaled,
+    }

@@ -149,7 +149,7 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
             results[name] = CheckedOutput(x, 1, floor=FLOOR, relative_to_row=True)
         for name, values in sampled_outputs.estimates(inputs).items():
             results[name] = CheckedOutput(values, 1, floor=1.0)
-        for name, values in soft_outputs(inputs, case.y).items():
+        for name, values in soft_outputs(inputs, case.y, case.problem.arch).items():
             roundings = 1 if values.dtype == dtype else LOGIT_ROUNDINGS
             in_row = values.ndim > 1
             results[name] = CheckedOutput(values, roundings, floor=1.0, relative_to_row=in_row)

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, is_tensor
 
+from cutefce.cute_kernels.workspace import NO_CLASS
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.logit_map import LogitMap
-from cutefce.ops.rows.soft_targets import NO_CLASS, SoftTargets, joined
+from cutefce.ops.rows.soft_rows import joined
+from cutefce.ops.rows.soft_targets import SoftTargets
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats

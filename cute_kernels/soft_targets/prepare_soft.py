@@ -1,0 +1,175 @@
+"""The soft targets of each token but its lead, ascending, with what they add to its loss.
+
+A warp sorts a row's classes in shared memory, and adds the probabilities of equal ones by a scan of
+fixed order.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
+
+from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, matrix, pdl_wait, vector
+from cutefce.cute_kernels.common.row_vectors import WARPS
+from cutefce.cute_kernels.workspace import LEAST_DERIVATIVE, NUM_SOFT_ROWS, SoftRow
+
+MOST, PLACE_BITS = spec.PrepareSoftSpec.MAX_CLASSES, 8
+"""Classes of a token at most; bits of a key below its class, which are its place in the row."""
+LEVELS = MOST.bit_length() - 1
+LAST = (1 << 63) - 1
+"""The key of what has no entry, which is sorted to the end."""
+
+
+def compile_signature(_: spec.PrepareSoftSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function and the arguments to compile it for."""
+    rows, classes = cute.sym_int(), cute.sym_int()
+    index, own_index = (matrix(Int64, rows, classes, aligned=False) for _ in range(2))
+    probs, coefficient = (matrix(Float32, rows, classes, aligned=False) for _ in range(2))
+    given = index, probs, vector(Int64, rows), vector(Float32, rows)
+    results = own_index, coefficient, matrix(Float32, NUM_SOFT_ROWS, rows, aligned=False)
+    numbers = Float32(1.0), Int64(0), Int64(0), Int64(0), current_stream()
+    return prepare_soft, (*given, *results, *numbers)
+
+
+@cute.jit
+def prepare_soft(
+    index: cute.Tensor,
+    probs: cute.Tensor,
+    lead: cute.Tensor,
+    token: cute.Tensor,
+    own_index: cute.Tensor,
+    coefficient: cute.Tensor,
+    sums: cute.Tensor,
+    factor: Float32,
+    ignored: Int64,
+    first: Int64,
+    vocab: Int64,
+    stream: Any,
+) -> None:
+    """Write `own_index` and `coefficient` b (N, K), and of `sums` (R, N) the rows of `SoftRow`.
+
+    Of the classes `index` (N, K) with `probs` q (N, K), b are factor · token_i q_ik; 0 for the lead
+    (N,) and for tokens with an `ignored` lead.  Those among the `vocab` classes from `first` on
+    come first, ascending, and are counted from there.  The last of equal ones has their sum, the
+    others 0.  What has no coefficient is class 0.  More than eight parameters: each is one
+    argument that the host passes by position.
+    """
+    given, results = (index, probs, lead, token), (own_index, coefficient, sums)
+    prepare_soft_kernel(given, results, (factor, ignored, first, vocab)).launch(
+        grid=[(lead.shape[0] + WARPS - 1) // WARPS, 1, 1],
+        block=[32 * WARPS, 1, 1],
+        stream=stream,
+        **USE_PDL,
+    )
+
+
+@cute.kernel
+def prepare_soft_kernel(given: Any, results: Any, numbers: Any) -> None:
+    """Prepare one row a warp."""
+    (index, probs, lead, token), (own_index, coefficient, sums) = given, results
+    factor, ignored, first, vocab = numbers
+    smem = SmemAllocator()
+    all_keys = smem.allocate_tensor(Int64, cute.make_layout((MOST, WARPS)), 16)
+    all_b = smem.allocate_tensor(Float32, cute.make_layout((MOST, WARPS)), 16)
+    all_totals = smem.allocate_tensor(Float32, cute.make_layout((MOST, WARPS)), 16)
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    keys, b, totals = all_keys[None, warp], all_b[None, warp], all_totals[None, warp]
+    pdl_wait()
+    row, lane = cute.arch.block_idx()[0] * WARPS + warp, cute.arch.lane_idx()
+    if row < lead.shape[0]:
+        classes, scale = index.shape[1], factor * token[row]
+        if lead[row] == ignored:
+            scale = Float32(0.0)
+        padded = Int32(1)
+        for level in cutlass.range_constexpr(LEVELS):
+            if 1 << level < classes:
+                padded = Int32(2 << level)
+        of_lead, others, size = Float32(0.0), Float32(0.0), Float32(0.0)
+        for k in cutlass.range(lane, padded, 32, unroll=1):
+            key = Int64(LAST)
+            if k < classes and scale != 0.0:
+                column, value = index[row, k], probs[row, k] * scale
+                b[k] = value
+                if column == lead[row]:
+                    of_lead += value
+                else:
+                    others += value
+                    size += cute.arch.fmax(value, -value)
+                    if value != 0.0 and column >= first and column < first + vocab:
+                        key = (column - first) * MOST + k
+            keys[k] = key
+        of_lead, others = (
+            cute.arch.warp_reduction_sum(of_lead),
+            cute.arch.warp_reduction_sum(others),
+        )
+        size = cute.arch.warp_reduction_sum(size)
+        if lane == 0:
+            sums[SoftRow.LEAD, row], sums[SoftRow.OTHERS, row] = of_lead, others
+            sums[SoftRow.ALL, row] = of_lead + others
+            sums[SoftRow.LEAST, row] = size * LEAST_DERIVATIVE
+        sort(keys, padded, lane)
+        add_equal(keys, b, totals, classes, lane)
+        for k in cutlass.range(lane, classes, 32, unroll=1):
+            value, column, other = totals[k], Int64(0), keys[cutlass.min(k + 1, classes - 1)]
+            if k + 1 < classes and keys[k] >> PLACE_BITS == other >> PLACE_BITS:
+                value = Float32(0.0)
+            if value != 0.0:
+                column = keys[k] >> PLACE_BITS
+            own_index[row, k], coefficient[row, k] = column, value
+
+
+@cute.jit
+def sort(keys: cute.Tensor, padded: Int32, lane: Int32) -> None:
+    """Sort `padded` keys by a bitonic network; the lanes of a warp do."""
+    for level in cutlass.range_constexpr(LEVELS):
+        if 1 << level < padded:
+            for step in cutlass.range_constexpr(level, -1, -1):
+                distance = 1 << step
+                cute.arch.sync_warp()
+                for pair in cutlass.range(lane, padded // 2, 32, unroll=1):
+                    low = pair // distance * 2 * distance + pair % distance
+                    high = low + distance
+                    if cutlass.const_expr(step == level):  # the second run is read backwards
+                        high = low ^ (2 * distance - 1)
+                    one, other = keys[low], keys[high]
+                    if one > other:
+                        keys[low], keys[high] = other, one
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def add_equal(
+    keys: cute.Tensor, b: cute.Tensor, totals: cute.Tensor, classes: Int32, lane: Int32
+) -> None:
+    """Write `totals` (MOST,) of the sorted keys: the sum of b of equal classes up to each."""
+    equal = Int32(0)
+    for k in cutlass.range(lane, classes, 32, unroll=1):
+        value, other = Float32(0.0), keys[cutlass.max(k - 1, 0)]
+        if keys[k] != LAST:
+            value = b[Int32(keys[k]) % MOST]
+            if k > 0 and keys[k] >> PLACE_BITS == other >> PLACE_BITS:
+                equal = Int32(1)
+        totals[k] = value
+    equal = cute.arch.warp_reduction_sum(equal)
+    cute.arch.sync_warp()
+    if equal > 0:
+        for level in cutlass.range_constexpr(LEVELS):
+            step = 1 << level
+            if step < classes:
+                sums = cute.make_rmem_tensor((MOST // 32,), Float32)
+                for j in cutlass.range_constexpr(MOST // 32):
+                    k = lane + 32 * j
+                    if k < classes:
+                        other = cutlass.max(k - step, 0)
+                        sums[j] = totals[k]
+                        if k >= step and keys[k] >> PLACE_BITS == keys[other] >> PLACE_BITS:
+                            sums[j] = sums[j] + totals[other]
+                cute.arch.sync_warp()
+                for j in cutlass.range_constexpr(MOST // 32):
+                    k = lane + 32 * j
+                    if k < classes:
+                        totals[k] = sums[j]
+                cute.arch.sync_warp()

@@ -1,0 +1,79 @@
+"""The class of the largest probability of each token's soft targets."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, matrix, pdl_wait, vector
+from cutefce.cute_kernels.common.row_vectors import WARPS
+from cutefce.cute_kernels.workspace import NO_CLASS
+
+LARGEST = 3.4028234663852886e38
+"""The largest float32 number."""
+
+
+def compile_signature(_: spec.SoftLeadsSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function and the arguments to compile it for."""
+    rows, classes = cute.sym_int(), cute.sym_int()
+    index = matrix(Int64, rows, classes, aligned=False)
+    probs = matrix(Float32, rows, classes, aligned=False)
+    return soft_leads, (index, probs, vector(Int64, rows), Int64(0), Int64(0), current_stream())
+
+
+@cute.jit
+def soft_leads(
+    index: cute.Tensor,
+    probs: cute.Tensor,
+    lead: cute.Tensor,
+    vocab: Int64,
+    ignored: Int64,
+    stream: Any,
+) -> None:
+    """Write lead (N,): the first class (N, K) of the largest of `probs` (N, K).
+
+    It is `ignored` if all of them are 0, and `NO_CLASS` if one is negative or not finite, or is of
+    a class outside [0, vocab).
+    """
+    soft_leads_kernel(index, probs, lead, vocab, ignored).launch(
+        grid=[(lead.shape[0] + WARPS - 1) // WARPS, 1, 1],
+        block=[32 * WARPS, 1, 1],
+        stream=stream,
+        **USE_PDL,
+    )
+
+
+@cute.kernel
+def soft_leads_kernel(
+    index: cute.Tensor, probs: cute.Tensor, lead: cute.Tensor, vocab: Int64, ignored: Int64
+) -> None:
+    """Find that of one row a warp."""
+    pdl_wait()
+    row, lane = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx(), cute.arch.lane_idx()
+    if row < lead.shape[0]:
+        largest, place, wrong = Float32(-1.0), Int32(0), Int32(0)
+        for k in cutlass.range(lane, index.shape[1], 32, unroll=1):
+            q, column, is_number = probs[row, k], index[row, k], Int32(0)
+            if q >= 0.0 and q <= LARGEST:
+                is_number = Int32(1)
+            if is_number == 0:
+                wrong = Int32(1)
+            if q > 0.0 and (column < 0 or column >= vocab):
+                wrong = Int32(1)
+            if q > largest:
+                largest, place = q, Int32(k)
+        for step in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_bfly(largest, offset=1 << step)
+            other_place = cute.arch.shuffle_sync_bfly(place, offset=1 << step)
+            if other > largest or (other == largest and other_place < place):
+                largest, place = other, other_place
+        wrong = cute.arch.warp_reduction_sum(wrong)
+        if lane == 0:
+            result = Int64(NO_CLASS)
+            if wrong == 0:
+                result = index[row, place]
+                if largest == 0.0:
+                    result = ignored
+            lead[row] = result
