@@ -14,7 +14,7 @@ from cutefce.ops.planning.planner import Plan
 from tests.support.kernel_models import serve_calls
 from tests.support.options import OptionsCase
 from tests.support.output_classes import UPSTREAMS, ClassesCase, classes_case
-from tests.support.reference import PLANS, fixed_plan, random_case
+from tests.support.reference import PLANS, fixed_plan, logits_case, random_case
 
 FACTORS = ["linear_bias", "logit_scale", "temperature (N,)"]
 EACH = {"nothing": [], "factors": FACTORS, "softcap": [*FACTORS, "softcap"]}
@@ -88,6 +88,29 @@ def test_gradients_that_cancel(
             upstream["entropy"] = 0.01 * torch.randn(200, dtype=torch.float64, device=device)
         x = ClassesCase(OptionsCase(case, {}), teacher.indices, upstream)
         x.check(x.ours(workspace=workspace))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("height", [33.0, 1e4])
+def test_rows_with_a_class_far_above(height: float, dtype: torch.dtype, device: str) -> None:
+    """Be it the first class, another one, or none of them."""
+    torch.manual_seed(1)
+    index = torch.rand(40, 96).topk(5, 1).indices
+    logits = torch.randn(40, 97).to(dtype)
+    for place in (index[:, 0], index[:, 2], torch.full((40,), 96)):
+        far = logits.index_put((torch.arange(40), place), torch.tensor(height, dtype=dtype))
+        upstream = {"log_probs": torch.randn(40, 5), "lse": torch.randn(40)}
+        upstream = {name: up.double().to(device) for name, up in upstream.items()}
+        own = OptionsCase(logits_case(far, index[:, 0], device), {})
+        x = ClassesCase(own, index.to(device), upstream)
+        for workspace in ("max", "min"):
+            values, gradients = x.ours(workspace=workspace)
+            assert bool((values[0] <= 0).all())
+            wanted, exact = x.exact()
+            torch.testing.assert_close([v.double() for v in values], wanted, rtol=1e-6, atol=1e-6)
+            for got, want in zip(gradients, exact, strict=True):
+                error = float((got.double() - want).norm() / want.norm())
+                assert error <= 2 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("arch", ARCHS[:2], ids=lambda arch: str(arch.name))

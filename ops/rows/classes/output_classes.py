@@ -1,11 +1,11 @@
 """K classes of every token whose log-probabilities are outputs, each with a gradient.
 
-With g_ik the upstream gradients of log p_ik, and α_i = Σ of what multiplies the softmax p_i,
+With the classes c_ik, their log-probabilities log p_ik and the upstream gradients g_ik of these,
 
     dL/du_iv = α_i p_iv + Σ_k g_ik [v = c_ik]        α_i = dL/dlse_i - Σ_k g_ik
 
-so that to a backward they are soft targets with the coefficients b = -g, which it gets with the
-upstream gradients.  The *lead* of a token is its first class that is not ignored.
+To a backward they are soft targets whose coefficients b = -g come with the upstream gradients.  The
+*lead* of a token is its first class that is not ignored.
 
 Their entries take the place of exponentials of any dtype, and a backward puts all of them: another
 backward finds the entries of this one.  With the gradient of entropy, exponentials e become
