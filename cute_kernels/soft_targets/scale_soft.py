@@ -46,7 +46,8 @@ def scale_soft(
 ) -> None:
     """Multiply exps (N, W) and `entries` (N, K) by `scale` (N,), and put these as `put_soft` does.
 
-    Also put `of_lead` (N,) in the places of the leads (N,).  Each is rounded once.
+    Also put `of_lead` (N,) in the places of the leads (N,).  Each is rounded once.  More
+    than eight parameters: each is one argument that the host passes by position.
     """
     soft = index, coefficient, entries
     scale_soft_kernel(exps, soft, (lead, of_lead), scale, first).launch(

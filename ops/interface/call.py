@@ -33,9 +33,9 @@ from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.primitives.dispatch import arch_of, copied_item_bytes
 from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.rows.classes.output_classes import class_leads
-from cutefce.ops.rows.soft_rows import leads
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS, Targets
+from cutefce.ops.soft_targets.rows import leads
 
 DEFAULTS = LossOptions(), TensorOptions(), Sharding()
 TENSORS = "Tensor input, Tensor linear_weight"

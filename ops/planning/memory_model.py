@@ -15,7 +15,8 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
                                        rows are selected in other memory until the end; N·D over
                                        more than 32 windows
     dW      N·D·e                      s_i h_i, unless K = L = 0 and every token's loss has the same
-                                       upstream gradient; then freed before logits are recomputed
+                                       upstream gradient, or K + L > 0 with soft targets; freed
+                                       before logits are recomputed
             soft targets: see `soft_memory`
             + 12·N + 12·V              kernels: the tokens of each target and their coefficients
             + (N + 1)·D·a + 8·V        portable: the targets' sums and their slots,
@@ -134,15 +135,16 @@ def windows_bytes(
         backward += targets_bytes(p, p.tokens) + copy * (not sorts_by_kernel(p))
     scaled = step = 0
     uniform = scalar_upstream and not p.wide_grad_weight and not soft_targets(p)
+    scales_exps = stored > 0 and accumulates_wider(p) and soft_targets(p) > 0
     if p.grad_weight and (stored or not uniform):
-        scaled = p.tokens * p.hidden * p.item_bytes
+        scaled = copy if scales_exps else p.tokens * p.hidden * p.item_bytes
     if stored:
         window = min(config.window, p.vocab)
         longest = max(window, min(kept, p.vocab))
         step = _window_bytes(p, window, longest, hidden_bits)
     peak = scaled + step
     if stored < p.vocab:
-        rest = p.tokens * buffer_columns * p.item_bytes + copy
+        rest = p.tokens * buffer_columns * p.item_bytes + copy * (not scales_exps)
         window = min(recomputed, config.window, p.vocab)
         tile = tile_bytes(p, config, p.tokens, min(recomputed, p.vocab), stored=True)
         own_step = max(_window_bytes(p, window, window, hidden_bits), tile)

@@ -32,12 +32,12 @@ from cutefce.ops.primitives.row_selection import (
     row_count,
     row_range,
 )
-from cutefce.ops.primitives.weighted_sum import SoftTargetSteps
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets, launch_transform
 from cutefce.ops.sampling.kernels import SamplingSteps
+from cutefce.ops.soft_targets.kernels import CuteSoftTargetSteps
 
 
 class Semaphores:
@@ -87,7 +87,7 @@ class PartialLse:
     """(K, N, P) those of `common.row_reductions`, if asked for."""
 
 
-class CuteProjection(SamplingSteps, SoftTargetSteps):
+class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
     """`cutefce.ops.primitives.interface.Projection` for one device, dtype and configuration."""
 
     def __init__(
@@ -119,30 +119,6 @@ class CuteProjection(SamplingSteps, SoftTargetSteps):
         if class_row is not None:
             targets.set_class_logits(class_row[1])
         return logit
-
-    def soft_logits(self, out: Tensor, h: Tensor, w: Tensor, targets: Targets) -> None:
-        assert targets.soft is not None
-        own, chosen = targets.soft.classes, targets.selection
-        order = (targets.index, 0) if chosen is None else (chosen.order, 1)
-        compiled(self.kernels.soft_logits)(out, h, w, *own, *order)
-
-    def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
-        assert targets.soft is not None
-        own = *targets.soft.classes, targets.soft.coefficient if entries is None else entries
-        compiled(self.kernels.put_soft)(exps, *own, first, int(entries is None))
-
-    def scale_soft(
-        self,
-        entries: Tensor,
-        lead: Tensor,
-        exps: Tensor,
-        first: int,
-        targets: Targets,
-        scale: Tensor,
-    ) -> None:
-        assert targets.soft is not None
-        own = *targets.soft.classes, entries, targets.index, lead.contiguous()
-        compiled(self.kernels.scale_soft)(exps, *own, scale.contiguous(), first)
 
     def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None = None) -> Tensor:
         return gather_rows(self.kernels, h, selection, scale)

@@ -151,9 +151,9 @@ class SoftTargetSteps:
         self.put_soft(entries * scale[:, None], exps, first, targets)
         column = targets.index - first
         inside = (column >= 0) & (column < exps.shape[1])
-        column = column.masked_fill_(~inside, 0)[:, None]
-        lead = torch.where(inside[:, None], lead[:, None].to(exps.dtype), exps.gather(1, column))
-        exps.scatter_(1, column, lead)
+        column = column.masked_fill_(~inside, 0)
+        rows = torch.arange(len(exps), device=exps.device)
+        exps[rows, column] = torch.where(inside, lead.to(exps.dtype), exps[rows, column])
 
 
 def add_soft_rows(sums: Tensor, entries: Tensor, targets: Targets, w: Tensor) -> None:

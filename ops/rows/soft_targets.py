@@ -16,10 +16,9 @@ The terms of the K classes are entries of the exponentials: with α_i = g_i a_i,
     e_iv - b_ik T_i / a_i        at v = c_ik, times the softcap's derivative
 
 is put, computed of the class's own logit in the dtype of sums and rounded once, as the gradient of
-a logit is: p and q cancel before they are rounded.  So dX's GEMM adds these terms.  So does dW's
-where the factors of tokens are in the references of exponentials.  Where they are applied to the
-hidden states, whose products are rounded too, the entries are 0 for dW's GEMM, and the terms are
-added to its sums.
+a logit is: p and q cancel before they are rounded.  So dX's GEMM adds these terms, and dW's, where
+the factors of tokens are in the references of exponentials, or applied to these and to entries
+before they are rounded.
 """
 
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from torch import Tensor
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import LossTerms
-from cutefce.ops.rows.soft_rows import LARGEST, is_wrong, soft_rows
+from cutefce.ops.soft_targets.rows import LARGEST, is_wrong, soft_rows
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats

@@ -150,10 +150,8 @@ def backward(
     """Return dX (N, D) for the upstream gradient of the loss, (N,) or (); write `dw` (V, D).
 
     The exponentials are `stored` and recomputed ones, or sampled.
-
     Where kernels select rows, `upstream` is in the order of the targets, dX in that of the call.
     With `inputs.accumulate_into`, that is `dw`, to which dW is added.
-
     `dbias` (V,) receives the gradient of the bias, in the dtype of sums.
 
     The exponentials of the first `aliased` columns are in the memory of `dw`, which is written from
@@ -205,11 +203,9 @@ def backward(
             dx.scale_rows(gradients, scaling.relative)
         early = soft if scaling.factor is None else None
         scaled, parts = _operands(inputs, phase, weight, sampled, window, free, early)
-        factors = None
-        if dbias is not None:
-            factors = RowFactors.ones(h)
-            if phase.row_scale is not None:
-                factors = RowFactors.of(phase.row_scale, h.dtype)
+        factors = None if dbias is None else RowFactors.ones(h)
+        if factors is not None and phase.row_scale is not None:
+            factors = RowFactors.of(phase.row_scale, h.dtype)
         exps = None
         for first, last, exps in parts:
             if scaling.factor is not None:

@@ -43,9 +43,9 @@ from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import joined_sums
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.scaling import scaling_of
-from cutefce.ops.rows.soft_rows import leads, soft_rows
 from cutefce.ops.rows.statistics import RowStats, token_losses
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.soft_targets.rows import leads, soft_rows
 from tests.emulation.cases import Case, check, check_counted, launch_of_counted, numbers
 from tests.emulation.core import Stuck
 from tests.emulation.hopper import run

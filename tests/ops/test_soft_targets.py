@@ -130,7 +130,7 @@ def test_a_teacher_close_to_the_student(
 
 
 @pytest.mark.parametrize("plan", ["nothing kept", "everything kept"])
-@pytest.mark.parametrize("kind", ["close to the student", "uniform"])
+@pytest.mark.parametrize("kind", ["close to the student", "uniform", "frequent classes"])
 def test_small_logits_whether_stored_or_not(
     kind: str, plan: str, small_tiles: PortableTiles, device: str
 ) -> None:
@@ -143,6 +143,9 @@ def test_small_logits_whether_stored_or_not(
         if kind == "uniform":
             index = torch.rand(400, 333, device=device).topk(48, 1).indices
             probs = torch.full((400, 48), 1 / 48, device=device)
+        elif kind == "frequent classes":  # a class is the lead of many tokens, and occurs twice
+            index = (torch.rand(400, 48, device=device) ** 6 * 333).long()
+            probs = torch.rand(400, 48, device=device).softmax(1)
         else:
             logits = case.h.float() @ case.w.float().t()
             teacher = (logits + 0.1 * torch.randn_like(logits)).softmax(1).topk(48, 1)

@@ -51,12 +51,13 @@ from cutefce.ops.primitives import (
     fused_step,
     row_selection,
 )
-from cutefce.ops.rows import soft_rows
 from cutefce.ops.rows.kept_sums import joined_sums, round_at_random_
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling import kernels as sampling
+from cutefce.ops.soft_targets import kernels as soft_kernels
+from cutefce.ops.soft_targets import rows as soft_rows
 from tests.support import divergence_models, sampling_models
 from tests.support.kept_sums import split_sums
 from tests.support.row_reductions import reduced
@@ -830,5 +831,5 @@ def use_models(
 ) -> None:
     """Launch the models, or another replacement, in the place of compiled kernels."""
     modules = cute_projection, cute_gradients, cute_rowwise, fused_step, row_selection, sampling
-    for module in (*modules, row_kernel, soft_rows):
+    for module in (*modules, row_kernel, soft_rows, soft_kernels):
         monkeypatch.setattr(module, "compiled", replacement)

@@ -11,8 +11,8 @@ from torch import Tensor
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.interface import target_logits
-from cutefce.ops.rows.soft_rows import leads
 from cutefce.ops.rows.targets import make_targets, sum_dtype
+from cutefce.ops.soft_targets.rows import leads
 from cutefce.ops.strategies.loss_inputs import LossInputs
 
 CLASSES, STRIDE, LEAD = 5, 7, 3

@@ -21,8 +21,8 @@ from torch import Tensor, is_tensor
 from cutefce.cute_kernels.workspace import NO_CLASS
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.logit_map import LogitMap
-from cutefce.ops.rows.soft_rows import joined
 from cutefce.ops.rows.soft_targets import SoftTargets
+from cutefce.ops.soft_targets.rows import joined
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats

@@ -1,0 +1,41 @@
+"""The steps of soft targets on the CuTe DSL kernels: what their launches are given."""
+
+from torch import Tensor
+
+from cutefce.cute_kernels.jit.cache import compiled
+from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.ops.primitives.weighted_sum import SoftTargetSteps
+from cutefce.ops.rows.targets import Targets
+
+
+class CuteSoftTargetSteps(SoftTargetSteps):
+    """Those of `cutefce.ops.primitives.interface.Projection`."""
+
+    kernels: KernelSet
+
+    def soft_logits(self, out: Tensor, h: Tensor, w: Tensor, targets: Targets) -> None:
+        """Write the raw logits of soft targets to `out` (N, K)."""
+        assert targets.soft is not None
+        own, chosen = targets.soft.classes, targets.selection
+        order = (targets.index, 0) if chosen is None else (chosen.order, 1)
+        compiled(self.kernels.soft_logits)(out, h, w, *own, *order)
+
+    def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
+        """Do what `cutefce.ops.primitives.interface.Projection.put_soft` does."""
+        assert targets.soft is not None
+        own = *targets.soft.classes, targets.soft.coefficient if entries is None else entries
+        compiled(self.kernels.put_soft)(exps, *own, first, int(entries is None))
+
+    def scale_soft(
+        self,
+        entries: Tensor,
+        lead: Tensor,
+        exps: Tensor,
+        first: int,
+        targets: Targets,
+        scale: Tensor,
+    ) -> None:
+        """Do what `cutefce.ops.primitives.interface.Projection.scale_soft` does."""
+        assert targets.soft is not None
+        own = *targets.soft.classes, entries, targets.index, lead.contiguous()
+        compiled(self.kernels.scale_soft)(exps, *own, scale.contiguous(), first)
