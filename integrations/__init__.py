@@ -8,7 +8,7 @@ axolotl.py     Axolotl: a plugin
 gradients.py   exact or sampled gradients: one setting for all of them
 liger.py       Liger: what transformers, LLaMA-Factory and ms-swift call
 megatron.py    Megatron-Core: the loss of a model, an output_processor, the linear fusion
-nemo_rl.py     NeMo-RL: log-probabilities of Megatron policies
+nemo_rl.py     NeMo-RL: log-probabilities of Megatron policies, distillation of DTensor policies
 prime_rl.py    prime-rl: its fused heads
 torchtitan.py  torchtitan: an override of the chunked loss
 trl.py         TRL: SFT, DPO, KTO, GRPO, RLOO, distillation, GKD

@@ -1,12 +1,21 @@
-"""NeMo-RL: log-probabilities of its Megatron policies with `use_fused_linear_logprobs`.
+"""NeMo-RL: log-probabilities of Megatron policies, and distillation of DTensor policies.
 
-Call `cutefce.integrations.nemo_rl.enable()` in the policy's workers, before the first step.
+    import cutefce.integrations.nemo_rl
+
+    cutefce.integrations.nemo_rl.enable()  # with use_fused_linear_logprobs
+    cutefce.integrations.nemo_rl.enable_distillation(worker.model)  # of the student
+
+Call them in the policy's workers, before the first step.
 """
 
+from typing import Any
+
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cutefce.integrations.deferral.model import defer
+from cutefce.integrations.distillation import nemo_rl as distillation
 from cutefce.integrations.gradients import row_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.log_probs import linear_log_probs
@@ -35,6 +44,31 @@ def enable() -> None:
         RuntimeError: if it is enabled already, or NeMo-RL's function has other parameters.
     """
     hooks.replace(PATH, log_probs, parameters=PARAMETERS, tested=TESTED)
+
+
+def enable_distillation(model: nn.Module) -> None:
+    """Defer the logits of a student, and replace what NeMo-RL's distillation takes of them.
+
+    NeMo-RL's own function still runs for ranks that share a vocabulary or a sequence, more than 256
+    classes, and logits that something has made before, as a sampling temperature other than 1 does.
+
+    Args:
+        model: the student of this worker, as for `cutefce.defer`.
+
+    Raises:
+        ImportError: if NeMo-RL is not installed.
+        TypeError: if the head is not a plain `nn.Linear`.
+        RuntimeError: if it is deferred already, or NeMo-RL's function has other parameters.
+    """
+    path, parameters = distillation.PATH, distillation.PARAMETERS
+    defer(model)
+    if hooks.is_replaced(path, TESTED):
+        return
+
+    def topk_log_probs(*arguments: Any, **options: Any) -> distillation.Values:
+        return distillation.topk_log_probs(own, *arguments, **options)
+
+    own = hooks.replace(path, topk_log_probs, parameters=parameters, tested=TESTED)
 
 
 def log_probs(

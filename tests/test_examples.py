@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bench.harness import timing
+from examples.losses.topk_distillation import topk_divergence
 from examples.training import peak_bytes
 
 
@@ -51,5 +52,33 @@ def test_a_tokenizer_appears_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_losses_are_short_enough_to_copy() -> None:
     files = sorted((Path(__file__).parent.parent / "examples" / "losses").glob("[a-z]*.py"))
-    assert [path.stem for path in files] == ["dpo", "grpo", "orpo"]
+    assert [path.stem for path in files] == ["dpo", "grpo", "orpo", "topk_distillation"]
     assert all(path.read_text().count("\n") < 40 for path in files)
+
+
+@pytest.mark.parametrize("rest", ["dropped", "normalized", "corrected"])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "mixed"])
+def test_divergences_from_a_top_k_are_those_of_all_logits(kind: str, rest: str) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(50, 16, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(2, 5, 50, dtype=torch.float64).log_softmax(-1).topk(6)
+    ours = topk_divergence(hidden, weight, teacher.indices, teacher.values, kind, rest, 0.3)
+
+    logits, other = hidden @ weight.T, teacher.values
+    log_p = logits.log_softmax(-1)
+    own = log_p.gather(-1, teacher.indices)
+    if rest == "normalized":
+        own = logits.gather(-1, teacher.indices).log_softmax(-1)
+        other = other - other.logsumexp(-1, keepdim=True)
+    forward = (other.exp() * (other - own)).sum(-1)
+    reverse = (own.exp() * (own - other)).sum(-1)
+    if rest == "corrected":
+        outside = torch.ones_like(log_p).scatter(-1, teacher.indices, 0)
+        reverse = reverse + (outside * log_p.exp() * (log_p + 100)).sum(-1)
+    theirs = {"forward": forward, "reverse": reverse, "mixed": 0.3 * forward + 0.7 * reverse}[kind]
+    torch.testing.assert_close(ours, theirs)
+    upstream = torch.randn(2, 5, dtype=torch.float64)
+    found = (torch.autograd.grad(x, (hidden, weight), upstream) for x in (ours, theirs))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)

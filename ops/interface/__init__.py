@@ -10,6 +10,6 @@ call.py            torch.ops.cutefce.loss: check, run
 options.py         the options as records: schema, checks, cache key
 checks.py          where a user error is raised
 option_checks.py   those of the options of a loss
-soft_targets.py    those of soft targets
+soft_targets.py    those of soft targets, and of classes of outputs
 call_cache.py      repeated plain calls: reuse what was resolved
 """

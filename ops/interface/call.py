@@ -19,7 +19,7 @@ from cutefce.ops.interface.options import (
     StepOptions,
     TensorOptions,
 )
-from cutefce.ops.interface.soft_targets import check_soft_targets
+from cutefce.ops.interface.soft_targets import check_output_classes, check_soft_targets
 from cutefce.ops.operators import flops  # noqa: F401  (registers)
 from cutefce.ops.operators.autograd import loss_and_stats, row_outputs
 from cutefce.ops.operators.context import (
@@ -34,6 +34,7 @@ from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.primitives.dispatch import arch_of, copied_item_bytes
 from cutefce.ops.primitives.interface import AnyPrimitives
+from cutefce.ops.rows.classes.output_classes import class_leads
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS, Targets
 from cutefce.ops.soft_targets.rows import leads
@@ -94,24 +95,27 @@ def loss_and_lse(
 def log_probs(
     input: Tensor,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | None = None,
     *,
     workspace: int | str | None = None,
     **arguments: Any,
 ) -> list[Tensor]:
     """Return the log-probabilities of targets (...), and other values of each token.
 
-    As `loss` with reduction "outputs".
+    As `loss` with reduction "outputs"; with `target_indices` (..., K) in place of the target.
 
     Returns:
-        log-probabilities, lse and entropy (0 if not asked for), which have gradients; then those of
-        `ops.rows.outputs.stat_rows`.  All are 0 for ignored tokens.
+        log-probabilities, (...) or (..., K), lse and entropy (0 if not asked for), which have
+        gradients; then those of `ops.rows.outputs.stat_rows`.  All are 0 for ignored tokens.
     """
     arguments = {"outputs": "lse", **arguments, "reduction": OUTPUTS}
     result, more = _evaluate(input, linear_weight, target, workspace, arguments, with_stats=True)
     *rows, stats = result, *more
     rows += [torch.where(_is_active(stats), row, 0) for row in stats[NUM_STATS:].detach()]
-    return [row.reshape(target.shape) for row in rows]
+    if target is not None:
+        return [row.reshape(target.shape) for row in rows]
+    shape = arguments["target_indices"].shape
+    return [rows[0].reshape(shape), *(row.reshape(shape[:-1]) for row in rows[1:])]
 
 
 def _evaluate(
@@ -132,7 +136,9 @@ def _evaluate(
     if target is None or tensors.soft_targets:
         with report_errors(sharding.group):
             parts = sharding.ranks() if sharding.sequence_parallel else 1
-            target = check_soft_targets(target, h, options, tensors, parts)
+            is_loss = options.reduction != OUTPUTS
+            check = check_soft_targets if is_loss else check_output_classes
+            target = check(target, h, options, tensors, parts)
     y, grad, bias, own = target, torch.is_grad_enabled(), tensors.linear_bias, w
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     if tensors.accumulate_into is not None and not grad:
@@ -183,6 +189,9 @@ def _evaluate(
         soft = tensors.target_indices, tensors.target_probs
         arch = arch_of(_flat(h, w, y)[0], w) if direct else None  # compilers know no kernels
         y = chosen_leads(*soft, sharding.vocab(w), options.ignore_index, arch).reshape(y.shape)
+    elif tensors.target_indices is not None:
+        given = tensors.target_indices, sharding.vocab(w), options.ignore_index
+        y = class_leads(*given).reshape(y.shape)
     if options.is_sampled and needs_grad:
         seed = (draw_seed if direct else torch.ops.cutefce.draw_seed)(y)
         tensors = dataclasses.replace(tensors, seed=seed)
@@ -248,7 +257,7 @@ for overload, budget in (("", "int? workspace=None"), (".preset", "str workspace
     for function, own, results in (
         (loss, "Tensor? target=None, *", "Tensor"),
         (loss_and_lse, "Tensor? target=None, *", "(Tensor loss, Tensor lse)"),
-        (log_probs, "Tensor target, *, str outputs='lse'", "Tensor[]"),
+        (log_probs, "Tensor? target=None, *, str outputs='lse'", "Tensor[]"),
     ):
         name = f"{function.__name__}{overload}"
         LIBRARY.define(f"{name}({TENSORS}, {own}, {keywords}) -> {results}")

@@ -12,6 +12,7 @@ from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.api import raise_named
 from cutefce.ops.interface.call import log_probs
 from cutefce.ops.interface.scalars import with_tensors
+from cutefce.ops.interface.soft_targets import first_class
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.dtensor import localize, localize_options
 from cutefce.ops.rows.outputs import stat_rows
@@ -21,7 +22,7 @@ class LogProbs(NamedTuple):
     """Values of each token, of target's shape, 0 for ignored ones; None if not asked for."""
 
     log_probs: Tensor
-    """log p_y, the log-probability of the target."""
+    """log p_y, the log-probability of the target; (..., K) of the classes `target_indices`."""
     lse: Tensor | None
     """log Σ_v exp(u_v) of the logits u."""
     entropy: Tensor | None
@@ -39,8 +40,9 @@ class LogProbs(NamedTuple):
 def linear_log_probs(
     input: Tensor,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | None = None,
     *,
+    target_indices: Tensor | None = None,
     outputs: Sequence[str] = (),
     linear_bias: Tensor | None = None,
     logit_scale: float = 1.0,
@@ -55,14 +57,18 @@ def linear_log_probs(
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
 ) -> LogProbs:
-    """Log-probabilities of targets under softmax of the logits, without the logits, from one pass.
+    """Log-probabilities of classes under softmax of the logits, without the logits, from one pass.
 
     The logits are softcap(logit_scale * input @ linear_weight.T + linear_bias) / temperature.
 
     Args:
         input: (..., D) hidden states, bfloat16, float16, float32 or float64.
         linear_weight: (V, D), of input's dtype and device.
-        target: (...) integer class indices in [0, V), or `ignore_index`.
+        target: (...) integer class indices in [0, V), or `ignore_index`; None with
+            `target_indices`.
+        target_indices: (..., K) integer classes of each token in the place of target, K from 1 to
+            256: log p of each, with gradients for each.  Those equal to `ignore_index` have the
+            value 0, and gradients 0; a token with no others is ignored.  Not with "is_top1".
         outputs: what is returned beside the log-probabilities: some of "lse", "entropy",
             "sum_p_squared", "mean_logit", "is_top1" and "argmax".
         linear_bias: as for `linear_cross_entropy`, and so are the other parameters.
@@ -96,16 +102,20 @@ def linear_log_probs(
         if ignore_index is not None:
             checks.check_ignore_index(ignore_index)
         given: dict[str, Any] = {"linear_bias": linear_bias, "accumulate_into": accumulate_into}
+        if target_indices is not None:
+            given["target_indices"] = target_indices
+            checks.check_type("target_indices", target_indices)
         if type(temperature) is not float or temperature != 1:
             given["temperature"] = temperature
-        call = localize(input, linear_weight, target, group, shards, sequence_parallel)
+        some = first_class(target, target_indices)
+        call = localize(input, linear_weight, some, group, shards, sequence_parallel)
         tensors = localize_options(call, with_tensors(given, input.device))
         run = log_probs if torch_compat.is_transformed() else torch.ops.cutefce.log_probs
         names = [name for name in checks.OUTPUTS if name in outputs]
         own, lse, entropy, *stored = run(
             call.h,
             call.w,
-            call.y,
+            None if target is None else call.y,
             outputs=",".join(names) or "lse",
             ignore_index=-100 if ignore_index is None else ignore_index,
             logit_scale=logit_scale,
@@ -119,8 +129,11 @@ def linear_log_probs(
             **tensors,
         )
     except Exception as error:
-        operands = {"input": input, "linear_weight": linear_weight, "target": target}
+        operands = {"input": input, "linear_weight": linear_weight}
+        if target is not None:
+            operands["target"] = target
         named: dict[str, Any] = {
+            "target_indices": target_indices,
             "linear_bias": linear_bias,
             "accumulate_into": accumulate_into,
             "logit_scale": logit_scale,

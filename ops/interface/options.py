@@ -128,7 +128,7 @@ class TensorOptions(OperatorRecord):
     accumulate_into: Tensor | None = argument("Tensor?", default=None)
     """(V, D) buffer to which dW is added; dW is not returned then."""
     target_indices: Tensor | None = argument("Tensor?", default=None)
-    """(N, K) classes of each token's soft targets."""
+    """(N, K) classes of each token's soft targets; without probabilities those of outputs."""
     target_probs: Tensor | None = argument("Tensor?", default=None)
     """(N, K) their probabilities, 0 of a class that does not count; or, without `target_indices`,
     (N, V) of all of this rank's classes."""
@@ -153,6 +153,11 @@ class TensorOptions(OperatorRecord):
     def is_dense(self) -> bool:
         """Whether targets are probabilities of all classes."""
         return self.target_probs is not None and self.target_indices is None
+
+    @property
+    def output_classes(self) -> int:
+        """Classes of each token whose log-probabilities a call with reduction "outputs" returns."""
+        return 1 if self.target_indices is None else self.target_indices.shape[-1]
 
     @property
     def soft_targets(self) -> dict[str, Tensor]:

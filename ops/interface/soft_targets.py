@@ -1,4 +1,4 @@
-"""Checks of soft targets, made before anything is allocated."""
+"""Checks of soft targets and of classes of outputs, made before anything is allocated."""
 
 from typing import Any
 
@@ -8,7 +8,6 @@ from torch import Tensor
 from cutefce.cute_kernels.spec import PrepareSoftSpec
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.rows.targets import OUTPUTS
 
 MAX_CLASSES = PrepareSoftSpec.MAX_CLASSES
 """The most classes of a token."""
@@ -36,11 +35,6 @@ def check_soft_targets(
     whose h (..., D), one after another, have the tokens.
     """
     indices, probs = tensors.target_indices, tensors.target_probs
-    if options.reduction == OUTPUTS:
-        raise NotImplementedError(
-            "target_indices: got soft targets, of which cutefce has no log-probabilities; "
-            "expected target"
-        )
     if target is not None:
         raise ValueError(
             "target: got one beside target_indices and target_probs, expected None beside them"
@@ -50,16 +44,78 @@ def check_soft_targets(
         if x is None:
             other = "target_probs" if name == "target_indices" else "target_indices"
             raise ValueError(f"{name}: got None beside {other}, expected a tensor of its shape")
-        checks.check_layout(name, x)
-        if x.device != h.device:
-            raise ValueError(f"{name}: got device {x.device}, expected that of input, {h.device}")
+        _check_place(name, x, h)
     assert indices is not None and probs is not None
-    if indices.dtype == torch.bool or indices.is_floating_point() or indices.is_complex():
-        raise TypeError(f"target_indices: got dtype {indices.dtype}, expected integers")
+    check_indices(indices, h, parts)
     if probs.dtype not in checks.DTYPES:
         raise TypeError(f"target_probs: got dtype {probs.dtype}, expected a floating-point one")
     if probs.requires_grad:
         raise ValueError("target_probs: got one that requires grad, expected target_probs.detach()")
+    if not checks.are_equal("target_probs", probs.shape, indices.shape):
+        raise ValueError(
+            f"target_probs: got shape {tuple(probs.shape)}, expected that of target_indices, "
+            f"{tuple(indices.shape)}"
+        )
+    if options.ignore_index != LossOptions().ignore_index:
+        raise ValueError(
+            f"ignore_index: got {options.ignore_index} with target_indices, expected None: a "
+            "token whose probabilities are all 0 is ignored"
+        )
+    return indices.select(-1, 0)
+
+
+def first_class(target: Tensor | None, indices: Any) -> Tensor:
+    """Return `target` (...), or without it the first class of `indices` (..., K)."""
+    if target is not None:
+        return target
+    if indices is None:
+        raise TypeError("target: got None (NoneType), expected a tensor, or target_indices")
+    if not isinstance(indices, Tensor) or not indices.ndim:
+        got = f"shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else repr(indices)
+        raise ValueError(f"target_indices: got {got}, expected a tensor of shape (..., K)")
+    return indices.select(-1, 0) if indices.shape[-1] else indices.sum(-1)
+
+
+def check_output_classes(
+    target: Tensor | None, h: Any, options: LossOptions, tensors: TensorOptions, parts: int
+) -> Tensor:
+    """Raise an error that names the argument unless classes are given in place of `target`.
+
+    Return one class of each token (...), for checks of shapes.  `parts` is the number of ranks
+    whose h (..., D), one after another, have the tokens.
+    """
+    indices = tensors.target_indices
+    if tensors.target_probs is not None:
+        raise ValueError(
+            "target_probs: got probabilities with log-probabilities, expected None: "
+            "target_indices are the classes"
+        )
+    if target is not None:
+        raise ValueError("target: got one beside target_indices, expected None beside it")
+    one = first_class(None, indices)
+    assert indices is not None
+    check_indices(indices, h, parts)
+    if "is_top1" in options.output_names:
+        raise NotImplementedError(
+            "outputs: got 'is_top1' with target_indices, which is about one target; expected "
+            "'argmax'"
+        )
+    if options.is_sampled and h.dtype == torch.float16:
+        raise NotImplementedError(
+            "gradient: got 'sampled' with target_indices and float16, which lacks the range of "
+            "their factors; expected 'exact'"
+        )
+    return one
+
+
+def check_indices(indices: Tensor, h: Any, parts: int) -> None:
+    """Raise an error unless `target_indices` are up to `MAX_CLASSES` integers of each token.
+
+    `parts` is as for `check_soft_targets`.
+    """
+    _check_place("target_indices", indices, h)
+    if indices.dtype == torch.bool or indices.is_floating_point() or indices.is_complex():
+        raise TypeError(f"target_indices: got dtype {indices.dtype}, expected integers")
     tokens = [*h.shape[:-1]]
     if parts > 1 and tokens:
         tokens[0] *= parts
@@ -74,14 +130,9 @@ def check_soft_targets(
         raise ValueError(
             f"target_indices: got {indices.shape[-1]} classes a token, expected 1 to {MAX_CLASSES}"
         )
-    if not checks.are_equal("target_probs", probs.shape, indices.shape):
-        raise ValueError(
-            f"target_probs: got shape {tuple(probs.shape)}, expected that of target_indices, "
-            f"{tuple(indices.shape)}"
-        )
-    if options.ignore_index != LossOptions().ignore_index:
-        raise ValueError(
-            f"ignore_index: got {options.ignore_index} with target_indices, expected None: a "
-            "token whose probabilities are all 0 is ignored"
-        )
-    return indices.select(-1, 0)
+
+
+def _check_place(name: str, x: Tensor, h: Any) -> None:
+    checks.check_layout(name, x)
+    if x.device != h.device:
+        raise ValueError(f"{name}: got device {x.device}, expected that of input, {h.device}")

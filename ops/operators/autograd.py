@@ -39,7 +39,7 @@ def loss_and_stats(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Te
 
 
 def row_outputs(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return log-probabilities, lse and entropy (N,), which can be differentiated, and stats."""
+    """Return log-probabilities (N,) or (N, K), lse and entropy (N,), and stats without gradient."""
     return torch_compat.apply_function(RowOutputs, h, w, y, *arguments)
 
 
@@ -119,9 +119,10 @@ class RowOutputs(torch.autograd.Function):
 
     @staticmethod
     def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        """Return log-probabilities, lse and entropy, each (N,), and the statistics."""
+        """Return log-probabilities, lse and entropy, and the statistics, see `row_outputs`."""
         rows, stats = _run(loss_forward, h, w, y, *arguments)
-        return *(row.clone() for row in rows), stats
+        own = rows[0] if len(rows) == 3 else rows[:-2].t()
+        return own.clone(), *(row.clone() for row in rows[-2:]), stats
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -134,13 +135,15 @@ class RowOutputs(torch.autograd.Function):
         if upstream[2] is not None:
             with report_errors(ctx.group):
                 unpack(ctx.before, *STEP[:2])[1].check_entropy_gradient()
-        zeros = ctx.saved_tensors[3].new_zeros(ctx.saved_tensors[3].shape[1])
-        rows = [zeros if gradient is None else gradient for gradient in upstream[:3]]
+        stats, tensors = ctx.saved_tensors[3], TensorOptions(*ctx.saved_tensors[4:])
+        sizes, zeros = (tensors.output_classes, 1, 1), stats.new_zeros(1, stats.shape[1])
+        pairs = zip(upstream[:3], sizes, strict=True)
+        rows = [(zeros.expand(k, -1) if x is None else x.reshape(-1, k).t()) for x, k in pairs]
         before = ctx.before
         if upstream[2] is None:  # entropy's gradient takes one more pass over the exponentials
             others = [name for name in before[-1].split(",") if name != "entropy"]
             before = *before[:-1], ",".join(others)
-        return _backward(ctx, torch.stack(rows), before)
+        return _backward(ctx, torch.cat(rows), before)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> None:

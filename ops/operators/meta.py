@@ -19,12 +19,13 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
 
 def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return an empty loss and empty statistics."""
-    _, *rest = unpack(arguments, StepOptions, *OPTIONS)
-    options, tokens, dtype = rest[0], y.shape[0], sum_dtype(h.dtype)
+    _, options, tensors, _ = unpack(arguments, StepOptions, *OPTIONS)
+    tokens, dtype = y.shape[0], sum_dtype(h.dtype)
     shape: tuple[int, ...] = () if options.is_scalar else (tokens,)
     rows = NUM_STATS
     if options.reduction == OUTPUTS:
-        shape, rows = (3, tokens), rows + len(stat_rows(options.output_names))
+        shape = 2 + tensors.output_classes, tokens
+        rows += len(stat_rows(options.output_names))
     loss = h.new_empty(shape, dtype=dtype)
     return loss, h.new_empty((rows, tokens), dtype=dtype)
 

@@ -125,7 +125,7 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
 
 def consumes_exps(options: LossOptions, tensors: TensorOptions) -> bool:
     """Return whether a backward overwrites the exponentials that the forward has kept."""
-    return options.scales_exps or tensors.target_probs is not None
+    return options.scales_exps or tensors.target_indices is not None
 
 
 def restored(loss: Tensor, selection: RowSelection | None, options: LossOptions) -> Tensor:
@@ -231,7 +231,9 @@ def run_windows_backward(
 
     What is not computed is None.  `results` are those of the forward.
     """
-    plan, w = results.plan, inputs.w
+    plan, w, classes = results.plan, inputs.w, inputs.targets.output_classes
+    if classes is not None:
+        inputs.targets.soft, upstream = classes.take(upstream)
     dw, exps = results.take_dw(), results.exps
     if consumes_exps(inputs.targets.options, inputs.targets.tensors):
         exps = results.own(exps)

@@ -20,7 +20,7 @@ from cutefce.ops.primitives.dispatch import (
     window_configs_for,
     with_copies,
 )
-from cutefce.ops.rows.targets import sum_dtype
+from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
 from cutefce.ops.strategies.weight_gradient import can_add_in_place
 
 
@@ -55,8 +55,9 @@ def plan_for(
         dense = {"probs_bytes": tensors.target_probs.element_size(), "arch": None}
         problem = CallProblem(**{**vars(problem), **dense})
     elif tensors.target_indices is not None:
-        soft = tensors.target_indices.shape[-1]
-        problem = CallProblem(**{**vars(problem), "soft_targets": soft})
+        soft, returned = tensors.target_indices.shape[-1], options.reduction == OUTPUTS
+        of_tokens = {"soft_targets": soft, "returns_classes": returned}
+        problem = CallProblem(**{**vars(problem), **of_tokens})
     if buffer is not None:
         in_place = can_add_in_place(buffer, h.dtype, sum_dtype(h.dtype))
         added = {"wide_grad_weight": True, "accumulates": True, "adds_in_place": in_place}
@@ -83,7 +84,9 @@ def plan_for(
         if isinstance(leading, CallProblem):
             leading = dataclasses.replace(leading, adds_in_place=True)
     scales_rows = options.scales_rows or tensors.scales_rows
-    factors = options.is_scalar, scales_rows, options.scales_exps
+    # entries of output classes are those of the backward, too
+    late = options.scales_exps or (options.reduction == OUTPUTS and tensors.output_classes > 1)
+    factors = options.is_scalar, scales_rows, late
     more = h.device, step.budget, *factors
     if counted is not None and counted < leading.tokens:
         part = _of_tokens(leading, counted)

@@ -22,6 +22,8 @@ class CallProblem(Problem):
     """Classes of each token's soft targets; 0 without any."""
     probs_bytes: int = 0
     """Bytes of each probability, if targets are those of all classes; else 0."""
+    returns_classes: bool = False
+    """Whether these are classes whose log-probabilities are returned."""
     adds_in_place: bool = True
     """Whether GEMMs can add to that buffer; else dW is computed beside it, some rows at a time."""
     samples: int = 0

@@ -3,13 +3,15 @@
 With K classes of each of N tokens, a bytes a sum and e bytes a hidden state:
 
     held      N·K·(8 + 2·a)        classes, coefficients, logits
+    returned  N·K·5·a              log-probabilities, their gradients as given and in the order of
+                                   classes, logits in that order, and of the forward
     entries   N·K·a                among exponentials, in a backward
     gathered  K·D·(a + e)          rows of the weight for a token, on a CPU for a block of tokens
 """
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.planning.call_problem import soft_targets
+from cutefce.ops.planning.call_problem import CallProblem, soft_targets
 from cutefce.ops.planning.step_memory import (
     accumulates_wider,
     row_block_bytes,
@@ -22,7 +24,8 @@ MADE_BYTES = 33
 
 def soft_bytes(p: Problem, tokens: int) -> int:
     """Bytes of the soft targets of `tokens`, which exist in a forward and in a backward."""
-    return tokens * soft_targets(p) * (8 + 2 * p.accumulator_bytes)
+    returned = 5 * (isinstance(p, CallProblem) and p.returns_classes)
+    return tokens * soft_targets(p) * (8 + (2 + returned) * p.accumulator_bytes)
 
 
 def soft_step_bytes(p: Problem, tokens: int) -> int:

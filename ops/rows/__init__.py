@@ -7,6 +7,7 @@ coefficients.py    what a backward multiplies exponentials by
 scaling.py         where these factors are applied
 loss_terms.py      what the loss of a token is made of
 soft_targets.py    K classes of a token with probabilities
+classes            K classes of a token whose log-probabilities are outputs
 target_rows.py     the targets' part of dW, in plain torch
 blocks.py          blocks of rows
 logit_map.py       from raw logits to the model's

@@ -77,13 +77,16 @@ class RowCoefficients:
         Those of entropy H are of -p_v (log p_v + H): the factor of e_v depends on log e_v.
         """
         of_log_prob, of_lse, of_entropy = upstream
-        by_softmax, by_log_p = of_lse - of_log_prob, None
+        by_softmax, beyond, by_log_p = of_lse - of_log_prob, of_lse, None
+        classes = targets.output_classes
+        if classes is not None and classes.gradients is not None:
+            by_softmax, beyond = classes.gradients.by_softmax, beyond - classes.gradients.others
         if "entropy" in targets.options.output_names:
             by_log_p = -of_entropy
-            by_softmax = by_softmax - of_entropy * stats.output("entropy", targets.options)
+            own = of_entropy * stats.output("entropy", targets.options)
+            by_softmax, beyond = by_softmax - own, beyond - own
         scale = torch.where(targets.active, by_softmax / stats.sum_exp, 0)
         target = -scale * stats.sum_exp_others
-        beyond = by_softmax + of_log_prob
         if by_log_p is not None:
             beyond = beyond - by_log_p * stats.loss * (-stats.loss).exp()
             by_log_p = torch.where(targets.active, by_log_p / stats.sum_exp, 0)

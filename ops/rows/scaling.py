@@ -31,7 +31,7 @@ class Scaling:
     dx: RowCoefficients
     """Factors of dX's sums, of W_y and of the class row."""
     entries: Tensor | None = None
-    """(N, K) the `SoftTargets.entries` of exponentials; None without soft targets."""
+    """(N, K) the `SoftTargets.entries` of exponentials, with `factor`; None without."""
     gradient: tuple[Tensor, Tensor] | None = None
     """Those of `DenseTargets`."""
     relative: Tensor | None = None
@@ -71,9 +71,9 @@ def scaling_of(
     dx = RowCoefficients.of(stats, targets, upstream)
     if targets.dense is not None:
         return _scaling_of_dense(stats, targets, dx, upstream, narrow)
-    grad_scale, entries = dx.scale.new_ones(()), targets.soft_entries(stats, dtype)
     if dx.by_log_exp is not None:
         return _scaling_by_log(stats, targets, dx, narrow)
+    grad_scale, entries = dx.scale.new_ones(()), targets.soft_entries(stats, dtype)
     if in_reference and entries is not None:
         return _scaling_in_reference(stats, dx, entries, narrow)
     if narrow and len(dx.scale):
@@ -108,12 +108,19 @@ def _scaling_by_log(
     if narrow and len(dx.scale):
         # the results are at most (1 + log T) T = 11.4 T times this
         grad_scale = 16 * torch.maximum(dx.scale.abs(), dx.by_log_exp.abs()).amax()
-        grad_scale = torch.where(grad_scale == 0, 1, grad_scale)
+    classes, entries = targets.output_classes, None
+    if classes is not None:
+        entries = classes.entries_by_log(stats, dx.scale, dx.by_log_exp, targets.logits)
+        if narrow and len(dx.scale):
+            grad_scale = torch.maximum(grad_scale, entries.abs().amax() / FLOAT16_TOTAL)
+        entries = entries / grad_scale
+    grad_scale = torch.where(grad_scale == 0, 1, grad_scale)
     part = dx.over(grad_scale)
     assert part.by_log_exp is not None
     factor = part.scale, part.by_log_exp
     uniform = replace(dx, scale=torch.where(targets.active, grad_scale, 0))
-    return Scaling(stats.reference, None, part.target, None, factor, grad_scale, uniform)
+    own = part.target, None, factor, grad_scale
+    return Scaling(stats.reference, None, *own, uniform, entries)
 
 
 def _scaling_of_dense(

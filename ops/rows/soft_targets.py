@@ -22,7 +22,7 @@ before they are rounded.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,10 +35,16 @@ from cutefce.ops.soft_targets.rows import LARGEST, is_wrong, soft_rows
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats
 
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of as many bytes as exponentials."""
+
 
 @dataclass
 class SoftTargets:
     """The classes of N tokens but their leads, of this rank, ascending; then what is none."""
+
+    replaces: ClassVar[bool] = False
+    """Whether entries take the place of exponentials in the dtype of sums, and are put late."""
 
     index: Tensor
     """(N, K) int64 rows of this rank's weight; 0 where `coefficient` is."""
@@ -132,13 +138,13 @@ class SoftTargets:
     def put(self, entries: Tensor | None, exps: Tensor, first: int) -> None:
         """Write `entries` (N, K) to exponentials `exps` (N, W) of the columns from `first` on.
 
-        They are added to exponentials of their dtype.  None is for 0.
+        They are added to exponentials of their dtype unless they replace them.  None is for 0.
         """
         if entries is None:
             entries = self.coefficient.new_zeros(()).expand(self.index.shape)
         column = self.index - first
         inside = (self.coefficient != 0) & (column >= 0) & (column < exps.shape[1])
-        if exps.dtype == entries.dtype:
+        if exps.dtype == entries.dtype and not self.replaces:
             added = torch.where(inside, entries, 0)
             exps.scatter_add_(1, column.masked_fill_(~inside, 0), added)
             return
@@ -148,8 +154,9 @@ class SoftTargets:
         column = torch.where(inside, column, column.gather(1, one).masked_fill_(~any_inside, 0))
         entries = entries.to(exps.dtype)
         other = torch.where(any_inside, entries.gather(1, one), exps[:, :1])
-        put = torch.where(inside, entries, other).view(torch.int16)
-        exps.view(torch.int16).scatter_(1, column, put)  # a CPU makes float32 copies of the others
+        put, words = torch.where(inside, entries, other), WORDS[exps.element_size()]
+        # a CPU makes float32 copies of 16-bit numbers
+        exps.view(words).scatter_(1, column, put.view(words))
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
         """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,).

@@ -81,11 +81,16 @@ def token_losses(stats: RowStats, targets: Targets) -> Tensor:
 
 
 def returned_rows(stats: RowStats, targets: Targets) -> Tensor:
-    """Return log-probabilities, lse, and entropy or 0 if not asked for: (3, N), 0 if ignored."""
+    """Return log-probabilities, lse, and entropy or 0 if not asked for, 0 if ignored.
+
+    (3, N), or of K classes (K + 2, N).
+    """
     options, entropy = targets.options, torch.zeros_like(stats.loss)
     if "entropy" in options.output_names:
         entropy = stats.output("entropy", options)
-    rows = torch.stack([-stats.loss, stats.lse, entropy])
+    rows, classes = torch.stack([-stats.loss, stats.lse, entropy]), targets.output_classes
+    if classes is not None:
+        rows = torch.cat([classes.log_probs(stats).t(), rows[1:]])
     return torch.where(targets.active, rows, 0)
 
 

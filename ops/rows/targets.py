@@ -18,6 +18,7 @@ from cutefce.cute_kernels.variant import (
 )
 from cutefce.ops.dense_targets.targets import DenseTargets, no_others
 from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.rows.classes.output_classes import OutputClasses, check_classes
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.selection import RowSelection
@@ -145,13 +146,20 @@ class Targets:
         derivative = 1.0 if self.terms is None else self.terms.by_lse(lse)
         return derivative if self.soft is None else self.soft.bounded(derivative)
 
+    @property
+    def output_classes(self) -> OutputClasses | None:
+        """The classes whose log-probabilities are outputs, if a token has several."""
+        return self.soft if isinstance(self.soft, OutputClasses) else None
+
     def soft_entries(self, stats: "RowStats", dtype: torch.dtype) -> Tensor | None:
         """Return the `SoftTargets.entries` (N, K) of exponentials of `dtype`.
 
-        None without soft targets, and before their logits are known.
+        None without soft targets, and before their logits and coefficients are known.
         """
         if self.soft is None or self.soft.logits is None:
             return None
+        if isinstance(self.soft, OutputClasses):
+            return self.soft.scaled_entries(stats, self.logits, adds=self.options.is_sampled)
         of_exps = self.has_narrow_entries(dtype) and not self.options.is_sampled
         a = torch.as_tensor(self.by_lse(stats.lse))
         return self.soft.entries(stats, a, self.logits, of_exps=of_exps)
@@ -246,6 +254,9 @@ def terms_of(
     Also return the soft targets beside y, or the probabilities of all classes; `add_ranks` returns
     the sum of a tensor over all ranks.
     """
+    if tensors.target_indices is not None and tensors.target_probs is None:
+        check_classes(y, options, tensors, vocab)
+        return None, OutputClasses.of_leads(y, options, tensors, own, dtype), None
     if tensors.target_probs is None:
         return LossTerms.of(y, options, tensors, vocab, own, dtype), None, None
     if tensors.is_dense:

@@ -26,7 +26,7 @@ class SoftEntries(Generic[PartialT]):
     values: Tensor
     """(N, K) that are put, or added to wide exponentials, in the dtype of sums."""
     is_wide: bool
-    """Whether exponentials have the dtype of sums."""
+    """Whether exponentials have the dtype of sums, and forwards put what is added to them."""
     scales_exps: bool
     """Whether exponentials get the factors of tokens before dW's product, instead of h."""
 
@@ -40,9 +40,10 @@ class SoftEntries(Generic[PartialT]):
         """
         if values is None:
             return None
-        wide, projection = values.dtype == inputs.h.dtype, inputs.primitives.projection
-        scales = not wide and not in_reference
-        return SoftEntries(projection, inputs.targets, values, wide, scales)
+        wide, soft = values.dtype == inputs.h.dtype, inputs.targets.soft
+        scales, late = not wide and not in_reference, soft is not None and soft.replaces
+        more = values, wide and not late, scales
+        return SoftEntries(inputs.primitives.projection, inputs.targets, *more)
 
     def put(self, exps: Tensor, first: int) -> None:
         """Put entries among the exponentials `exps` (N, W) of the columns from `first` on."""

@@ -149,10 +149,9 @@ def backward(
 ) -> Tensor | None:
     """Return dX (N, D) for the upstream gradient of the loss, (N,) or (); write `dw` (V, D).
 
-    The exponentials are `stored` and recomputed ones, or sampled.
-
-    Where kernels select rows, `upstream` is in the order of the targets, dX in that of the call.
-    With `inputs.accumulate_into`, that is `dw`, to which dW is added.
+    The exponentials are `stored` and recomputed ones, or sampled.  Where kernels select rows,
+    `upstream` is in the order of the targets, dX in that of the call.  With
+    `inputs.accumulate_into`, that is `dw`, to which dW is added.
     `dbias` (V,) receives the gradient of the bias, in the dtype of sums.
 
     The exponentials of the first `aliased` columns are in the memory of `dw`, which is written from
@@ -161,8 +160,7 @@ def backward(
     beside 16.  More than eight parameters: results, and what an earlier forward has left.
     """
     gradients, h, w, targets = inputs.primitives.gradients, inputs.h, inputs.w, inputs.targets
-    adds = inputs.accumulate_into is not None
-    as_sums = adds or inputs.dw_dtype != w.dtype
+    as_sums = (adds := inputs.accumulate_into is not None) or inputs.dw_dtype != w.dtype
     free, sampled = None if as_sums else dw, stored if isinstance(stored, Samples) else None
     columns: list[tuple[int, int, Tensor | None]] = []
     end = aliased
@@ -184,7 +182,8 @@ def backward(
         phases = [own, _Phase(later, scaling.reference, None)]
     every = None if dw is None else every_row(inputs, scaling.every)
     inputs = inputs.with_gradient(scaling.gradient)
-    soft = SoftEntries.of(inputs, scaling.entries, in_reference=in_reference or sampled is not None)
+    elsewhere = in_reference or sampled is not None or scaling.factor is not None
+    soft = SoftEntries.of(inputs, scaling.entries, in_reference=elsewhere)
     if sampled is not None and targets.soft is not None and scaling.entries is not None:
         sampled = sampled.with_terms(targets.soft.index, scaling.entries)
     dx = None
@@ -202,16 +201,17 @@ def backward(
     for phase in phases:
         if phase is not phases[0] and dx is not None and scaling.relative is not None:
             dx.scale_rows(gradients, scaling.relative)
-        scaled, parts = _operands(inputs, phase, weight, sampled, window, free, soft)
-        factors = None
-        if dbias is not None:
-            factors = RowFactors.ones(h)
-            if phase.row_scale is not None:
-                factors = RowFactors.of(phase.row_scale, h.dtype)
+        early = soft if scaling.factor is None else None
+        scaled, parts = _operands(inputs, phase, weight, sampled, window, free, early)
+        factors = None if dbias is None else RowFactors.ones(h)
+        if factors is not None and phase.row_scale is not None:
+            factors = RowFactors.of(phase.row_scale, h.dtype)
         exps = None
         for first, last, exps in parts:
             if scaling.factor is not None:
                 scale_by_log(exps, *scaling.factor)
+                if soft is not None:
+                    soft.put(exps, first)
             if dx is not None:
                 dx.add(gradients, exps, row_range(w, first, last), accumulate=first > 0)
             if dbias is not None and factors is not None:

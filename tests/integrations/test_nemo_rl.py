@@ -1,4 +1,4 @@
-"""NeMo-RL, which no package index has: its function's signature, and its values from all logits."""
+"""NeMo-RL, which no package index has: its functions' signatures, and values from all logits."""
 
 import sys
 from types import ModuleType
@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+import cutefce
 from cutefce.integrations import gradients as setting
 from cutefce.integrations import nemo_rl as integration
+from tests.support.deferral import gradients as gradients_of
 from tests.support.fused_calls import fused_calls
 from tests.support.ranks import Ranks, group
 
@@ -137,3 +139,82 @@ def sampled_on_a_rank() -> tuple[str, int]:
 
 def test_gradients_are_sampled_if_the_setting_says_so(ranks: Ranks) -> None:
     assert ranks.run(1, sampled_on_a_rank) == [("sampled", 32)]
+
+
+@pytest.fixture
+def losses(framework: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return a stand-in for the module with what distillation takes of logits, of NeMo-RL 0.6.0."""
+
+    def get_distillation_topk_logprobs_from_logits(
+        student_logits: Tensor,
+        teacher_topk_logits: Tensor,
+        teacher_topk_indices: Tensor,
+        zero_outside_topk: bool,
+        calculate_entropy: bool,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: dist.ProcessGroup | None = None,
+        context_parallel_group: dist.ProcessGroup | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return values of all logits; more parameters than eight: they are NeMo-RL's."""
+        log_p = student_logits.to(torch.float32).log_softmax(-1)
+        own = log_p.gather(-1, teacher_topk_indices)
+        if not zero_outside_topk:
+            own = own.log_softmax(-1)
+        entropy = (log_p.exp() * log_p).sum(-1)[:, :-1] if calculate_entropy else None
+        return own[:, :-1], teacher_topk_logits.log_softmax(-1)[:, :-1], entropy
+
+    found = ModuleType("nemo_rl.algorithms.loss.utils")
+    name = get_distillation_topk_logprobs_from_logits.__name__
+    vars(found)[name] = get_distillation_topk_logprobs_from_logits
+    for package in ("nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.setitem(sys.modules, found.__name__, found)
+    return found
+
+
+def distillation_loss(losses: Any, logits: Any, zero_outside: bool, **more: Any) -> Tensor:
+    """Return the loss () of NeMo-RL's mixed KL, as it computes it of these values."""
+    torch.manual_seed(1)
+    teacher = torch.randn(3, 10, 62).topk(5)
+    function = losses.get_distillation_topk_logprobs_from_logits
+    given = teacher.values, teacher.indices, zero_outside, zero_outside
+    student, other, negative_entropy = function(logits, *given, **more)
+    p, q = student.exp(), other.exp()
+    per_token = (0.3 * q * (other - student) + 0.7 * p * (student - other)).sum(-1)
+    if zero_outside:
+        rest = negative_entropy - (p * student).sum(-1)
+        per_token = per_token + 0.7 * (rest + 100 * (1 - p.sum(-1)))
+    mean: Tensor = per_token.mean()
+    return mean
+
+
+@pytest.mark.parametrize("zero_outside", [False, True])
+def test_distillation_is_that_of_logits(zero_outside: bool, losses: ModuleType) -> None:
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(16, 62), torch.randn(3, 10, 16)
+    want = distillation_loss(losses, head(hidden), zero_outside)
+    want.backward()
+    wanted = gradients_of(head)
+    integration.enable_distillation(head)
+    got = distillation_loss(losses, head(hidden), zero_outside)
+    torch.testing.assert_close(got, want)
+    got.backward()
+    assert cutefce.deferral_report(head) == cutefce.DeferralReport(1, {})
+    for name, x in gradients_of(head).items():
+        torch.testing.assert_close(x, wanted[name], rtol=1e-4, atol=1e-6)
+
+
+def test_what_distillation_leaves_to_nemo_rl(losses: ModuleType) -> None:
+    """Logits, other logits of this process, and ranks that share a vocabulary."""
+    head, hidden = nn.Linear(16, 62), torch.randn(3, 10, 16)
+    integration.enable_distillation(head)
+    logits = nn.functional.linear(hidden, head.weight, head.bias)
+    want = distillation_loss(losses, logits, True)
+    made = head(hidden)
+    made.exp()
+    for given, more in ((made, {}), (head(hidden), {"vocab_parallel_group": object()})):
+        torch.testing.assert_close(distillation_loss(losses, given, True, **more), want)
+    assert cutefce.deferral_report(head).fused == 0
+    integration.enable_distillation(nn.Linear(16, 62))  # a second model
+    with pytest.raises(RuntimeError, match="deferred already"):
+        integration.enable_distillation(head)

@@ -15,12 +15,14 @@ from bench.harness.timing import peak_bytes
 from cutefce.autotune_cache.defaults import widest_window, window_configs
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.interface.checks import workspace_bytes
-from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.planner import Plan, make_plan
 from cutefce.ops.planning.step_memory import kept_low_bits
 from cutefce.ops.primitives.dispatch import arch_of
+from cutefce.ops.rows.targets import OUTPUTS
 from tests.support.memory import peaks
 from tests.support.reference import loss_of_plan, random_case
 
@@ -356,3 +358,27 @@ def test_the_peak_of_probabilities_is_predicted(dtype: torch.dtype, device: str)
     predicted = cutefce.plan(h, w, probs).workspace_bytes
     measured = peak_bytes(step, device) - (h.nbytes + w.nbytes)
     assert abs(predicted - measured) <= 0.1 * measured
+
+
+@pytest.mark.parametrize("workspace", ["max", "min"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_peak_of_log_probabilities_of_classes_is_predicted(
+    dtype: torch.dtype, workspace: str, device: str
+) -> None:
+    torch.compiler.reset()
+    tokens, hidden, vocab = 512, 128, 16001
+    case = random_case(tokens, hidden, vocab, dtype=dtype, device=device)
+    h, w = case.h.requires_grad_(), case.w.requires_grad_()
+    index = torch.randint(vocab, (tokens, 128), device=device)
+    upstream = torch.randn(tokens, 128, device=device)
+
+    def step() -> None:
+        found = cutefce.linear_log_probs(h, w, target_indices=index, workspace=workspace)
+        torch.autograd.grad(found.log_probs, (h, w), upstream)
+
+    step()
+    options = LossOptions(reduction=OUTPUTS, outputs="lse")
+    own = StepOptions(workspace_bytes(workspace), True, True, False), options
+    plan = plan_for(h, w, *own, TensorOptions(target_indices=index), Sharding())
+    measured = peak_bytes(step, device) - (h.nbytes + w.nbytes)
+    assert abs(plan.workspace_bytes - measured) <= 0.1 * measured

@@ -459,8 +459,6 @@ def test_what_is_refused() -> None:
         cutefce.linear_cross_entropy(h, torch.randn(20, 2, 8), **soft)
     with pytest.raises(ValueError, match=r"^target_indices: "):
         torch.ops.cutefce.loss(h, w, target_probs=probs)
-    with pytest.raises(NotImplementedError, match=r"^target_indices: "):
-        torch.ops.cutefce.log_probs(h, w, index[:, 0], **soft)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,4 @@
+"""Several classes of each token.
+
+output_classes.py   those whose log-probabilities are outputs
+"""
