@@ -33,7 +33,7 @@ def planned(x: ClassesCase, plan: tuple[str, int, int, int]) -> Plan:
     return Plan(strategy, 64, aliased, kept, chunk, True, True, bias, vocab, tokens=tokens)
 
 
-@pytest.mark.parametrize("workspace", ["min", 100_000, "max"])
+@pytest.mark.parametrize("workspace", ["min", "max"])
 @every_dtype
 @kinds
 @each
@@ -46,9 +46,8 @@ def test_is_as_accurate_as_the_unfused_form(
     device: str,
 ) -> None:
     more: dict[str, Any] = {"dtype": dtype, "device": device, "kind": kind}
-    for classes, outputs in ((7, ()), (2, ("lse",)), (7, ("lse", "entropy"))):
-        if "softcap" in names and "entropy" in outputs:
-            continue
+    more_outputs = () if "softcap" in names else ("lse", "entropy")
+    for classes, outputs in ((2, ("lse",)), (7, more_outputs)):
         x = classes_case(names, classes, 150, 48, 333, outputs=outputs, **more)
         x.check(x.ours(workspace=workspace))
 
