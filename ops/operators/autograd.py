@@ -139,11 +139,10 @@ class RowOutputs(torch.autograd.Function):
         sizes, zeros = (tensors.output_classes, 1, 1), stats.new_zeros(1, stats.shape[1])
         pairs = zip(upstream[:3], sizes, strict=True)
         rows = [(zeros.expand(k, -1) if x is None else x.reshape(-1, k).t()) for x, k in pairs]
-        before = ctx.before
+        outputs = ctx.before[-1].split(",")
         if upstream[2] is None:  # entropy's gradient takes one more pass over the exponentials
-            others = [name for name in before[-1].split(",") if name != "entropy"]
-            before = *before[:-1], ",".join(others)
-        return _backward(ctx, torch.cat(rows), before)
+            outputs = [name for name in outputs if name != "entropy"]
+        return _backward(ctx, torch.cat(rows), (*ctx.before[:-1], ",".join(outputs)))
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -75,6 +76,11 @@ class Kept:
         if sums is None:
             return None
         return GradSums(sums.dx.map(self.own), sums.dw.map(self.own), sums.dbias)
+
+
+def consumes_exps(options: LossOptions, tensors: TensorOptions) -> bool:
+    """Return whether a backward overwrites the exponentials that the forward has kept."""
+    return options.scales_exps or tensors.target_indices is not None
 
 
 _kept: dict[int, tuple["weakref.ref[torch.UntypedStorage]", Any]] = {}

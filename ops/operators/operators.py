@@ -95,10 +95,7 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
 
 
 def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the reduced loss and the statistics (NUM_STATS, N); `arguments` are those of `STEP`.
-
-    What else the backward needs is kept with the statistics.
-    """
+    """Return the reduced loss and the statistics (NUM_STATS, N); `arguments` are those of `STEP`."""
     refuse_tangents()
     step, options, tensors, sharding = unpack(arguments, *STEP)
     w = _computed(w, tensors)
@@ -121,11 +118,6 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
         stats = stats.restore(selection)
     kept.keep(stats.rows, results)
     return restored(loss, selection, options), stats.rows
-
-
-def consumes_exps(options: LossOptions, tensors: TensorOptions) -> bool:
-    """Return whether a backward overwrites the exponentials that the forward has kept."""
-    return options.scales_exps or tensors.target_indices is not None
 
 
 def restored(loss: Tensor, selection: RowSelection | None, options: LossOptions) -> Tensor:
@@ -177,7 +169,7 @@ def loss_backward(
     step, options, tensors, sharding = unpack(arguments, *STEP)
     w = _computed(w, tensors)
     results = kept.kept_with(stats)
-    if consumes_exps(options, tensors):
+    if kept.consumes_exps(options, tensors):
         kept.forget(stats)
     plan = results.plan if results else plan_of(h, w, y, step, options, tensors, sharding)
     fused = step_with_layouts(h, w, plan, options, tensors, sharding)
@@ -235,7 +227,7 @@ def run_windows_backward(
     if classes is not None:
         inputs.targets.soft, upstream = classes.take(upstream)
     dw, exps = results.take_dw(), results.exps
-    if consumes_exps(inputs.targets.options, inputs.targets.tensors):
+    if kept.consumes_exps(inputs.targets.options, inputs.targets.tensors):
         exps = results.own(exps)
     stored = results.samples or _stored(inputs, exps, dw, plan)
     if dw is None and plan.grad_weight:
