@@ -95,7 +95,7 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
 
 
 def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the reduced loss and the statistics (NUM_STATS, N); `arguments` are those of `STEP`."""
+    """Return the reduced loss and statistics (NUM_STATS, N); `arguments` are those of `STEP`."""
     refuse_tangents()
     step, options, tensors, sharding = unpack(arguments, *STEP)
     w = _computed(w, tensors)

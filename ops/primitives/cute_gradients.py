@@ -33,6 +33,10 @@ from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.target_rows import TargetRows
 from cutefce.ops.rows.targets import Targets
 
+SMALL_PRODUCT = 1 << 34
+"""Multiplications of a product that takes an H200 as long as its host takes to call cuBLAS, 40 us:
+kernels of this project are launched together."""
+
 
 @dataclass(frozen=True)
 class TargetCsr:
@@ -103,7 +107,8 @@ class CuteGradients(RowwiseSteps):
         in_windows: bool = False,
         selection: RowSelection | None = None,
     ) -> None:
-        spec = grad_hidden_kernel(self.kernels, exps.shape[1], in_windows)
+        own = in_windows or is_small(len(sums), sums.shape[1], exps.shape[1])
+        spec = grad_hidden_kernel(self.kernels, exps.shape[1], own)
         if spec is None and selection is not None and selection.may_skip:
             spec = self.kernels.grad_hidden_again
         if spec is None:
@@ -226,18 +231,22 @@ class CuteGradients(RowwiseSteps):
         return clusters, self.semaphores.take(spec.semaphore_count(clusters), device)
 
 
+def is_small(tokens: int, hidden: int, columns: int) -> bool:
+    """Whether calling cuBLAS for dX takes the host longer than the product takes the GPU."""
+    return tokens * hidden * columns <= SMALL_PRODUCT
+
+
 def grad_hidden_kernel(
-    kernels: KernelSet, columns: int, in_windows: bool, short: int | None = None
+    kernels: KernelSet, columns: int, own: bool, short: int | None = None
 ) -> GradGemmSpec | None:
     """Return the kernel of dX's sums over `columns` of exponentials; None if cuBLAS has them.
 
-    Those of fewer columns than `short`, or by default `KernelConfigs.SHORT`, have another kernel.
+    With `own` it has none.  Those of fewer columns than `short`, or by default
+    `KernelConfigs.SHORT`, have another kernel.
     """
     is_short = columns < (KernelConfigs.SHORT if short is None else short)
     spec = kernels.grad_hidden_short if is_short else kernels.grad_hidden
-    return spec or (
-        kernels.grad_hidden_again if in_windows and can_keep(kernels.row_sums.dtype) else None
-    )
+    return spec or (kernels.grad_hidden_again if own and can_keep(kernels.row_sums.dtype) else None)
 
 
 def k_splits(spec: GradGemmSpec, shape: Sequence[int], inner: int, clusters: int) -> int:

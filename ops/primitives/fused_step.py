@@ -22,7 +22,7 @@ from cutefce.cute_kernels.workspace import BackwardWindow, ForwardWindow, GradHi
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.window_layout import PlacedWindow, WindowLayout
-from cutefce.ops.primitives.cute_gradients import grad_hidden_kernel, k_splits
+from cutefce.ops.primitives.cute_gradients import grad_hidden_kernel, is_small, k_splits
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -224,12 +224,14 @@ def _backward_row(
 ) -> tuple[int, ...]:
     """Return the row of a window of a layout in a backward's table, see `BackwardWindow`.
 
-    cuBLAS has no part in dX if the step `has_layouts`.  More than eight parameters: the sizes, and
-    how dX is added.
+    cuBLAS has no part in dX if the step `has_layouts`, or dX `is_small`.  More than eight
+    parameters: the sizes, and how dX is added.
     """
     layout, window = placed
     columns, splits, kind = window.last - window.first, 1, GradHidden.GIVEN
-    spec = grad_hidden_kernel(kernels, columns, has_layouts or columns < problem.vocab, short)
+    own = has_layouts or columns < problem.vocab
+    own = own or is_small(problem.tokens, problem.hidden, columns)
+    spec = grad_hidden_kernel(kernels, columns, own, short)
     if hidden_bits is not None:
         kind = GradHidden.LONG
     elif spec is not None:
