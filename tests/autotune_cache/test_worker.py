@@ -23,6 +23,8 @@ from cutefce.ops.primitives import (
     row_selection,
 )
 from cutefce.ops.sampling import kernels as sampling
+from cutefce.ops.soft_targets import kernels as soft_kernels
+from cutefce.ops.soft_targets import rows as soft_rows
 from tests.support.fake_tuner import SIZES, TARGET
 from tests.support.faulty_candidates import Kind, config
 from tests.support.kernel_models import model_of, use_models
@@ -87,7 +89,7 @@ def noted(monkeypatch: pytest.MonkeyPatch, launched: set[spec.KernelSpec]) -> No
     def note(kernel: spec.KernelSpec) -> Callable[..., None]:
         def launch(*arguments: Any) -> None:
             launched.add(kernel)
-            if isinstance(kernel, spec.SelectRowsSpec):
+            if isinstance(kernel, spec.SelectRowsSpec | spec.SoftLeadsSpec | spec.PrepareSoftSpec):
                 model_of(kernel)(*arguments)
             if isinstance(kernel, spec.FusedForwardSpec) and kernel.stores and kernel.selects:
                 *_, stored = arguments[:8]
@@ -96,7 +98,7 @@ def noted(monkeypatch: pytest.MonkeyPatch, launched: set[spec.KernelSpec]) -> No
         return launch
 
     modules = cute_gradients, cute_projection, cute_rowwise, fused_step, row_selection, sampling
-    for module in (*modules, row_kernel):
+    for module in (*modules, row_kernel, soft_rows, soft_kernels):
         monkeypatch.setattr(module, "compiled", note)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -130,8 +131,17 @@ PLANS = {
 
 
 def fixed_plan(plan: Plan) -> AbstractContextManager[Any]:
-    """Return a context in which all calls have this plan."""
-    return mock.patch.object(operands, "plan_for", return_value=plan)
+    """Return a context in which all calls have this plan.
+
+    On a GPU it skips a test whose columns in dW's memory are no blocks of the kernels.
+    """
+
+    def plan_for(h: Tensor, *_: Any) -> Plan:
+        if plan.aliased and h.is_cuda and h.dtype.itemsize == 2:
+            pytest.skip("kernels have wider blocks of columns in the memory of dW")
+        return plan
+
+    return mock.patch.object(operands, "plan_for", plan_for)
 
 
 def loss_of_plan(
