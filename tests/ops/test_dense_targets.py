@@ -11,7 +11,7 @@ from torch import Tensor
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.planning.planner import Plan
-from tests.ops.test_soft_targets import EACH, each
+from tests.ops.test_soft_targets import EACH
 from tests.support.options import OptionsCase, assert_results_as_accurate, dense_case, exact
 from tests.support.reference import fixed_plan, random_case
 
@@ -26,8 +26,9 @@ def loss_of(x: OptionsCase, leaves: tuple[Tensor, ...], **more: Any) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@each
+@pytest.mark.parametrize(
+    ("names", "reduction"), zip(EACH.values(), ["none", "mean", "sum"], strict=True), ids=str
+)
 def test_equals_float64(
     names: list[str], reduction: str, small_tiles: PortableTiles, device: str
 ) -> None:

@@ -120,10 +120,10 @@ class ClassesCase:
                     allowed += 4 * torch.finfo(torch.float32).eps * (1 + norm)
                 elif narrow and name == "dbias":  # few roundings, which need not be average ones
                     allowed += _distance(want.to(dtype), want)
-                elif narrow and name == "dw":
-                    # the parts of other classes are rounded three times, not twice
-                    allowed = 1.5**0.5 * _distance(other, want)
                 elif narrow and "entropy" not in self.upstream:
+                    if name == "dw" and dtype == torch.bfloat16:
+                        # parts of other classes, if stored, are rounded three times, not twice
+                        allowed = 1.5**0.5 * _distance(other, want)
                     allowed = min(allowed, 1.35 * _distance(wide, want))
                 elif not narrow:
                     allowed += (4 + size / 2) * eps * norm
