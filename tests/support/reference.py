@@ -136,7 +136,7 @@ def fixed_plan(plan: Plan) -> AbstractContextManager[Any]:
     On a GPU it skips a test whose columns in dW's memory are no blocks of the kernels.
     """
 
-    def plan_for(h: Tensor, *_: Any) -> Plan:
+    def plan_for(h: Tensor, *_: Any, **_options: Any) -> Plan:
         if plan.aliased and h.is_cuda and h.dtype.itemsize == 2:
             pytest.skip("kernels have wider blocks of columns in the memory of dW")
         return plan
