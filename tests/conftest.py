@@ -24,10 +24,9 @@ SMALL_TILES = PortableTiles(window=64, reference_block=16, tile_columns=32, tile
 # torch's cache of compiled graphs on the disk does not know that an operator's schema has changed
 torch._functorch.config.enable_autograd_cache = False
 
-if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
-    # several test processes share the cores
-    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+# several test processes share the cores, and threads that wait for each other take them
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -291,14 +291,11 @@ def random_call(r: random.Random) -> Call:
 
 @pytest.fixture
 def undisturbed() -> Iterator[None]:
-    """Collect no garbage, which would hide allocations; use one thread, faster for small calls."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Collect no garbage, which would hide allocations."""
     gc.collect()
     gc.disable()
     yield
     gc.enable()
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("seed", range(8))
