@@ -1,5 +1,6 @@
 """Fixtures for devices, tile sizes and cache folders; skips GPU tests without a GPU."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected to no garbage collection: some tests ask for many."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
