@@ -235,8 +235,9 @@ def test_the_operator_itself_is_refused_under_transforms(device: str) -> None:
             transform(lambda h: torch.ops.cutefce.loss(h, x.w, x.y))(x.h)
 
 
-@pytest.mark.parametrize("workspace", ["min", "max", None])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("reduction", "workspace"), [("mean", "min"), ("sum", "max"), ("mean", None)]
+)
 def test_gradcheck(reduction: str, workspace: str | None, device: str) -> None:
     x = Inputs(reduction, workspace, device)
     leaves = x.h.requires_grad_(), x.w.requires_grad_()
