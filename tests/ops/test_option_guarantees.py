@@ -157,8 +157,9 @@ def test_changing_numbers_share_graphs(device: str) -> None:
     assert counter.frame_count == 1
 
 
-@workspaces
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("reduction", "workspace"), [("mean", "min"), ("mean", "max"), ("none", None)]
+)
 @each
 def test_backward_twice_and_runs_are_bitwise_equal(
     names: list[str], reduction: str, workspace: str | None, small_tiles: PortableTiles, device: str
@@ -218,8 +219,14 @@ TRANSFORMS: dict[str, Callable[[Functions, Callable[..., Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@each
+@pytest.mark.parametrize(
+    ("names", "reduction"),
+    [
+        *((names, "none") for names in TOGETHER.values()),
+        *((names, "mean") for names in MOST.values()),
+    ],
+    ids=str,
+)
 def test_transforms_equal_the_unfused_form(
     names: list[str],
     reduction: str,

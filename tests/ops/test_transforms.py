@@ -48,14 +48,13 @@ class Inputs:
         return summed
 
 
-@pytest.fixture(params=["mean", "sum", "none"])
-def reduction(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(params=[None, "min", "max"])
-def inputs(request: pytest.FixtureRequest, reduction: str, device: str) -> Inputs:
-    return Inputs(reduction, request.param, device)
+@pytest.fixture(
+    params=[("mean", None), ("mean", "min"), ("sum", "max"), ("none", "min"), ("none", "max")],
+    ids=str,
+)
+def inputs(request: pytest.FixtureRequest, device: str) -> Inputs:
+    reduction, workspace = request.param
+    return Inputs(reduction, workspace, device)
 
 
 def dual_tangent(x: Inputs, loss: Function) -> Tensor:
