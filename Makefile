@@ -16,8 +16,9 @@ CONSTRAINTS := --constraint constraints.txt --constraint constraints-integration
 demo: .venv/ready
 	$(BIN)/python -m examples.demo
 
+# all but those of integrations, which run beside the frameworks below
 test: .venv/ready
-	$(BIN)/pytest
+	$(BIN)/pytest --ignore=tests/integrations
 
 # against the frameworks themselves, in the versions of the constraints
 test-integrations: .venv/ready

@@ -1,5 +1,6 @@
 """Fixtures for devices, tile sizes and cache folders; skips GPU tests without a GPU."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,10 +25,9 @@ SMALL_TILES = PortableTiles(window=64, reference_block=16, tile_columns=32, tile
 # torch's cache of compiled graphs on the disk does not know that an operator's schema has changed
 torch._functorch.config.enable_autograd_cache = False
 
-if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
-    # several test processes share the cores
-    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+# several test processes share the cores, and threads that wait for each other take them
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected to no garbage collection: some tests ask for many."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -20,13 +20,14 @@ from tests.hopper.test_kept_weight_sums import (
 
 KERNELS = ((LOW, 8), (LOW, 4), (TALL, 4), (GRAD_KEPT, 8), (GRAD_KEPT, 4))
 """Configurations, and low bits of the sums."""
-SHAPES = {
-    "many K tiles": (330, 136, 300),
-    "one row": (1, 64, 200),
-    "few columns": (17, 8, 70),
-    "several tiles of each warpgroup": (1100, 264, 40),
+PRODUCTS = {
+    "many K tiles": ((330, 136, 300), 0),
+    "many K tiles, overwritten": ((330, 136, 300), 1),
+    "one row": ((1, 64, 200), 0),
+    "few columns": ((17, 8, 70), 0),
+    "several tiles of each warpgroup": ((1100, 264, 40), 0),
 }
-"""Tokens, hidden, and columns of a window."""
+"""Tokens, hidden and columns of a window, and whether the sums are overwritten."""
 
 
 def operands(tokens: int, hidden: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,8 +57,7 @@ def add(
     assert (sums.wide[:, sums.low.shape[1] :] == 0x5A).all()
 
 
-@pytest.mark.parametrize("overwrite", [0, 1])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("shape", "overwrite"), PRODUCTS.values(), ids=PRODUCTS)
 @pytest.mark.parametrize(("config", "low_bits"), KERNELS, ids=str)
 def test_any_sums_are_rounded(
     config: GemmConfig, low_bits: int, shape: tuple[int, int, int], overwrite: int
@@ -70,8 +70,9 @@ def test_any_sums_are_rounded(
     same_bits(sums, want)
 
 
-@pytest.mark.parametrize("overwrite", [0, 1])
-@pytest.mark.parametrize("count", [0, 1, 64, 130, 400])
+@pytest.mark.parametrize(
+    ("count", "overwrite"), [(0, 1), (0, 0), (1, 1), (64, 0), (130, 1), (400, 0)]
+)
 @pytest.mark.parametrize(("config", "low_bits"), [(LOW, 4), (TALL, 8)], ids=str)
 def test_counted_rows(config: GemmConfig, low_bits: int, count: int, overwrite: int) -> None:
     """Row blocks behind those that count are neither read nor written."""

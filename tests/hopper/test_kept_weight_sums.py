@@ -27,13 +27,14 @@ KERNELS = ((LOW, 8), (TALL, 8), (DEEP, 8), (GRAD_KEPT, 8), (LOW, 4), (WIDE, 4), 
 """Configurations, and low bits of the sums."""
 RANDOM = (LOW, 0), (GRAD_KEPT, 0)
 """Those of sums that are rounded at random."""
-SHAPES = {
-    "many K tiles": (150, 136, 330),
-    "one row": (1, 64, 200),
-    "few columns": (130, 8, 17),
-    "no multiple of 16 columns": (70, 40, 70),
-    "several tiles of each warpgroup": (70, 264, 700),
+PRODUCTS = {
+    "many K tiles": ((150, 136, 330), 0),
+    "many K tiles, overwritten": ((150, 136, 330), 1),
+    "one row": ((1, 64, 200), 0),
+    "few columns": ((130, 8, 17), 0),
+    "no multiple of 16 columns": ((70, 40, 70), 0),
 }
+"""Tokens, hidden and vocabulary, and whether the sums are overwritten."""
 CLUSTERS = 2
 SEED = 1234567890
 """That of random rounding."""
@@ -137,8 +138,7 @@ def any_floats(*shape: int) -> torch.Tensor:
     return values
 
 
-@pytest.mark.parametrize("overwrite", [0, 1])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("shape", "overwrite"), PRODUCTS.values(), ids=PRODUCTS)
 @pytest.mark.parametrize(("config", "low_bits"), KERNELS, ids=str)
 def test_integers_are_exact(
     config: GemmConfig, low_bits: int, shape: tuple[int, int, int], overwrite: int
@@ -190,8 +190,7 @@ def test_three_chunks(config: GemmConfig, low_bits: int) -> None:
     assert (errors > 0.1 * allowed).any()
 
 
-@pytest.mark.parametrize("rank_one", [False, True])
-@pytest.mark.parametrize("overwrite", [1, 0])
+@pytest.mark.parametrize(("overwrite", "rank_one"), [(1, False), (0, True)])
 @pytest.mark.parametrize("count", [0, 1, 64, 130])
 @pytest.mark.parametrize(("config", "low_bits"), [(LOW, 4), (TALL, 8)], ids=str)
 def test_counted_rows(
@@ -219,12 +218,15 @@ def test_nothing_changes_where_nothing_counts(low_bits: int) -> None:
     assert torch.equal(sums.values.view(torch.int32), before.view(torch.int32))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("config", "low_bits"), (*KERNELS, RANDOM[1]), ids=str)
+SHIPPED = (GRAD_KEPT, 8), (GRAD_KEPT, 4), (GRAD_KEPT, 0)
+ORDERS = [(*kernel, seed) for seed, kernel in enumerate((*KERNELS, *SHIPPED))]
+
+
+@pytest.mark.parametrize(("config", "low_bits", "seed"), ORDERS, ids=str)
 def test_every_order_of_events(config: GemmConfig, low_bits: int, seed: int) -> None:
-    """Buffers are loaded again, and stored, at any time at which they may be."""
-    e, h = operands(70, 264, 1100)
-    sums = Sums(any_floats(1100, 264), low_bits)
+    """Several tiles of each warpgroup: buffers are loaded again, and stored, at any time."""
+    e, h = operands(70, 264, 700)
+    sums = Sums(any_floats(700, 264), low_bits)
     want = sums.values + e.float().t() @ h.float()
     sums.add(e, h, config=config, seed=seed)
     same_bits(sums, want)
@@ -234,25 +236,24 @@ ROUNDING = (
     r"(and\.b32\s+%r\d+, %r\d+), 1;(\s+add\.s32[^;]+;\s+add\.s32\s+%r\d+, %r\d+), (127|2047);"
 )
 """The last bit that is kept, and almost half of it, are added."""
+EARLY = "a buffer is loaded again before its sums are stored"
 FAULTS = {
     "bits that are dropped do not count": (ROUNDING, r"\1, 1;\2, 0;"),
     "ties are rounded down": (ROUNDING, r"\1, 0;\2, \3;"),
-    "a buffer is loaded again before its sums are stored": (
-        r"(cp\.async\.bulk\.wait_group\.read\s+)0;", r"\1 8;"),
+    EARLY: (r"(cp\.async\.bulk\.wait_group\.read\s+)0;", r"\1 8;"),
 }  # fmt: skip
+FAULTY = [(fault, *kernel) for fault in FAULTS for kernel in ((LOW, 4), (DEEP, 8))]
+FAULTY += [(EARLY, GRAD_KEPT, 8), (EARLY, GRAD_KEPT, 4)]
 
 
-@pytest.mark.parametrize(
-    ("config", "low_bits"), [(LOW, 4), (DEEP, 8), (GRAD_KEPT, 8), (GRAD_KEPT, 4)], ids=str
-)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "config", "low_bits"), FAULTY, ids=str)
 def test_a_fault_is_detected(fault: str, config: GemmConfig, low_bits: int) -> None:
     pattern, replacement = FAULTS[fault]
     ptx, found = re.subn(pattern, replacement, host_function(kernel_of(config, low_bits)).ptx)
     assert found
-    e, h = operands(70, 264, 1100)
-    before = torch.arange(1100.0 * 264).view(1100, 264) + 1 / 3
-    terms = terms_of(h, 1100, count=70)
+    e, h = operands(70, 264, 700)
+    before = torch.arange(700.0 * 264).view(700, 264) + 1 / 3
+    terms = terms_of(h, 700, count=70)
     want = Sums(before, low_bits).values + (e.float().t() @ h.float() + terms.sums)
     with pytest.raises((AssertionError, Stuck)):
         for seed in range(5):

@@ -4,8 +4,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import torch
-
 from bench.experiments import causal_lms
 from bench.harness import records
 
@@ -17,11 +15,6 @@ FALLS_BACK = {"prophetnet": "log_softmax"}
 RECORDED = {
     row["model_type"]: row for row in records.read(records.RESULTS / "cpu/causal_lms.jsonl")[1]
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("model_type", sorted(set(causal_lms.model_types()) - SLOW))

@@ -1,6 +1,5 @@
 """Liger: its patched forwards and the options of its function, without one of its kernels."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ SHAPE: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Keep Liger's function and one thread, and list the fused calls."""
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keep Liger's function, and list the fused calls."""
     found: list[str] = []
 
     def counted(name: str) -> Any:
@@ -48,10 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     name = "liger_fused_linear_cross_entropy"
     monkeypatch.setattr(theirs, name, getattr(theirs, name))
     monkeypatch.setattr(LigerFusedLinearJSDFunction, "apply", LigerFusedLinearJSDFunction.apply)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield found
-    torch.set_num_threads(threads)
+    return found
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])

@@ -41,11 +41,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """Model type, fields of its configuration, and options that the fused loss must get."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def tiny(name: str = "Llama") -> nn.Module:
     model_type, fields, _ = MODELS[name]
     return build(tiny_config(model_type, **fields)).train()

@@ -27,7 +27,7 @@ OWN = distillation_trainer._chunked_divergence_loss
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """Keep TRL's functions and one thread; list the options of calls of `linear_divergence`."""
+    """Keep TRL's functions; list the options of calls of `linear_divergence`."""
     found: list[dict[str, Any]] = []
     fused = cutefce.linear_divergence
 
@@ -41,10 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     own_gkd = vars(GKDTrainer)["generalized_jsd_loss"]
     apply = trl.kernels.ChunkedLogProbFunction.apply
     monkeypatch.setattr(trl.kernels.ChunkedLogProbFunction, "apply", apply)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield found
-    torch.set_num_threads(threads)
     GKDTrainer.generalized_jsd_loss = own_gkd
 
 

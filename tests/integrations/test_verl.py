@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -50,8 +50,8 @@ SCALES = {"Cohere": 0.3, "Granite": 1 / 8, "FalconH1": 0.25}
 
 
 @pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """List the options of the fused calls, and use one thread."""
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """List the options of the fused calls."""
     found: list[dict[str, Any]] = []
     fused = cutefce.linear_log_probs
 
@@ -60,10 +60,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
         return fused(*arguments, **options)
 
     monkeypatch.setattr(integration, "linear_log_probs", counted)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield found
-    torch.set_num_threads(threads)
+    return found
 
 
 def small_model(name: str, **options: Any) -> Any:

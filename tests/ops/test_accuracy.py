@@ -125,8 +125,10 @@ def test_confident_rows_keep_relative_precision(gap: float, device: str) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("flagged", ["none", "one", "last", "half", "all"])
-@pytest.mark.parametrize("height", [33.0, 110.0, 1e4, 1e30])
+@pytest.mark.parametrize(
+    ("flagged", "height"),
+    [("none", 33.0), ("one", 1e30), ("last", 110.0), ("half", 33.0), ("half", 1e30), ("all", 1e4)],
+)
 @pytest.mark.parametrize("kept", [0, 64, 112])
 def test_rows_far_above_their_target(
     flagged: str,

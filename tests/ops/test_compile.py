@@ -72,8 +72,11 @@ def graphs(
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["automatic", "marked"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("workspace", BUDGETS)
+@pytest.mark.parametrize(
+    ("workspace", "dtype"),
+    [*((budget, torch.bfloat16) for budget in BUDGETS), *((None, other) for other in DTYPES[1:])],
+    ids=str,
+)
 def test_no_more_graphs_than_torch(
     workspace: int | str | None, dtype: torch.dtype, marked: bool, device: str
 ) -> None:
@@ -86,7 +89,7 @@ def test_no_more_graphs_than_torch(
     def ours(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
         return cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
 
-    sizes = token_counts(200, 32768)
+    sizes = token_counts(60, 32768)
     assert graphs(ours, sizes, make, marked) <= graphs(torch_loss, sizes[:10], make, marked)
 
 

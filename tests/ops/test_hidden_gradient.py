@@ -147,8 +147,9 @@ def test_20_bits_suffice_for_32_windows(windows: int) -> None:
     assert (joined_sums(kept, low).bfloat16().double() - exact).norm() <= 1.05 * rounding
 
 
-@pytest.mark.parametrize("columns", [(0, 0), (8192, 0), (8192, 4096)], ids=str)
-@pytest.mark.parametrize("bits", LOW_BITS)
+@pytest.mark.parametrize(
+    ("bits", "columns"), [(4, (8192, 4096)), (8, (0, 0)), (8, (8192, 0))], ids=str
+)
 def test_the_peak_is_predicted(bits: int, columns: tuple[int, int]) -> None:
     """Of so many tokens that blocks of rows are small beside them."""
     tokens, hidden, vocab = 8192, 128, 16001

@@ -94,11 +94,16 @@ def test_peak_is_predicted_for_every_use(workspace: str, mode: dict[str, Any], d
 
 
 @pytest.mark.parametrize(
-    ("trained", "windowed"),
-    [((True, True), False), ((True, False), False), ((False, True), False), ((True, False), True)],
+    ("dtype", "trained", "windowed"),
+    [
+        (torch.float32, (True, True), False),
+        (torch.bfloat16, (True, True), False),
+        (torch.bfloat16, (True, False), False),
+        (torch.float32, (False, True), False),
+        (torch.bfloat16, (True, False), True),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("shape", "chunk"), [((4096, 256, 8192), 1024), ((3000, 128, 20000), 768)])
 def test_the_peak_of_chunks_is_predicted(
     shape: tuple[int, int, int],
@@ -291,17 +296,14 @@ def random_call(r: random.Random) -> Call:
 
 @pytest.fixture
 def undisturbed() -> Iterator[None]:
-    """Collect no garbage, which would hide allocations; use one thread, faster for small calls."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Collect no garbage, which would hide allocations."""
     gc.collect()
     gc.disable()
     yield
     gc.enable()
-    torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_no_call_takes_more_than_predicted_and_budgeted(seed: int, undisturbed: None) -> None:
     r = random.Random(seed)
     torch.manual_seed(seed)

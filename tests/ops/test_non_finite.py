@@ -81,8 +81,13 @@ def test_every_strategy_ends_as_torch(
             assert torch.equal(got.dx[OTHERS], clean.dx[OTHERS])
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@broken
+@pytest.mark.parametrize(
+    ("name", "dtype", "reduction"),
+    [
+        *((*pair, "mean") for pair in BROKEN),
+        *((name, torch.float32, "sum") for name in names(torch.float32)),
+    ],
+)
 def test_reduced_losses_beside_ignored_rows(
     name: str, dtype: torch.dtype, reduction: str, device: str
 ) -> None:
@@ -104,8 +109,15 @@ def test_reduced_losses_beside_ignored_rows(
         assert_same_kind(cutefce.linear_cross_entropy(h, w, case.y, **options), want)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize(("name", "dtype"), [pair for pair in BROKEN if pair[0] not in WEIGHTS])
+@pytest.mark.parametrize(
+    ("name", "dtype", "reduction"),
+    [
+        (*pair, reduction)
+        for reduction in ("mean", "none")
+        for pair in BROKEN
+        if pair[0] not in WEIGHTS and (reduction == "mean" or pair[1] == torch.bfloat16)
+    ],
+)
 def test_an_ignored_row_may_hold_anything(
     name: str, dtype: torch.dtype, reduction: str, device: str
 ) -> None:

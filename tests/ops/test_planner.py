@@ -86,10 +86,8 @@ def test_time_falls_and_memory_stays_within_a_growing_budget(
     problem: Problem, scalar_upstream: bool
 ) -> None:
     floor = plan(problem, MINIMUM, scalar_upstream).workspace_bytes
-    plans = [
-        (budget, plan(problem, budget, scalar_upstream))
-        for budget in range(floor, 40 * floor, floor // 7)
-    ]
+    budgets = *range(floor, 8 * floor, floor // 4), *range(8 * floor, 40 * floor, floor)
+    plans = [(budget, plan(problem, budget, scalar_upstream)) for budget in budgets]
     for budget, chosen in plans:
         assert chosen.workspace_bytes <= budget
     seconds = [chosen.seconds for _, chosen in plans]
@@ -97,7 +95,7 @@ def test_time_falls_and_memory_stays_within_a_growing_budget(
     assert seconds[-1] < seconds[0]
 
 
-PROBLEMS = 500
+PROBLEMS = 250
 """Random problems of a seed."""
 
 
@@ -232,8 +230,15 @@ def test_a_budget_that_nearly_keeps_everything_aliases_no_negative_number() -> N
         assert 0 <= make_plan(problem, (tiles,), budget, scalar_upstream=True).aliased <= 100
 
 
-@pytest.mark.parametrize("grads", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "grads"),
+    [
+        ("bfloat16", (True, True)),
+        ("bfloat16", (True, False)),
+        ("bfloat16", (False, True)),
+        ("float16", (True, True)),
+    ],
+)
 def test_bytes_are_a_limit_down_to_the_smallest_plan_of_a_model(
     dtype: str, grads: tuple[bool, bool]
 ) -> None:
@@ -242,7 +247,7 @@ def test_bytes_are_a_limit_down_to_the_smallest_plan_of_a_model(
         for scalar_upstream in (True, False):
             small, least = (plan(problem, n, scalar_upstream) for n in (MINIMUM, 0))
             assert least.workspace_bytes <= small.workspace_bytes
-            for part in (0.1, 0.5, 0.7, 0.9, 1, 1.1, 1.5, 2, 4):
+            for part in (0.1, 0.7, 0.9, 1, 1.1, 2):
                 budget = int(part * small.workspace_bytes)
                 chosen = plan(problem, budget, scalar_upstream)
                 assert chosen == least or chosen.workspace_bytes <= budget
@@ -395,7 +400,7 @@ def test_narrower_windows_save_time_and_memory(tokens: int, vocab: int) -> None:
     smallest = make_plan(problem, configs[:1], MINIMUM, scalar_upstream=True)
     floor, least = plan(problem, MINIMUM).workspace_bytes, smallest.workspace_bytes
     assert floor <= FLOOR * least
-    for budget in range(least, 3 * least, least // 16):
+    for budget in range(least, 3 * least, least // 8):
         widest = make_plan(problem, configs[:1], budget, scalar_upstream=True)
         chosen = plan(problem, budget)
         assert chosen.seconds <= widest.seconds and chosen.workspace_bytes <= max(budget, floor)

@@ -36,6 +36,9 @@ PLANS: dict[str, tuple[tuple[int, int], tuple[int, int], int]] = {
 
 Blocks of all tokens keep factors in the memory of dW, -1 tokens those alone.
 """
+RUNS = [(plan, "sum") for plan in PLANS]
+RUNS += [(plan, "none") for plan, (_, _, kept) in PLANS.items() if not kept]
+"""Plans and reductions: factors are kept of a reduced divergence alone."""
 NAMES = "student_input", "student_weight", "teacher_input", "teacher_weight"
 
 
