@@ -733,11 +733,12 @@ def test_rows_of_soft_targets(classes: int) -> None:
     assert torch.equal(lead, leads(index, q, 50, -100))
     assert (lead[4:8] == NO_CLASS).all() and lead[3] == -100
     token = torch.rand(19)
-    for first, last in ((0, 50), (10, 40)):
+    for far, first, last in ((0, 0, 50), (0, 10, 40), (1 << 23, 0, 1 << 24)):
         made = torch.full_like(index, 7), torch.full_like(q, 7), torch.full((4, 19), 7.0)
-        given, numbers = (index, q, lead, token), (0.9, -100, first, last - first)
+        moved, own = index + far, torch.where(lead < 0, lead, lead + far)
+        given, numbers = (moved, q, own, token), (0.9, -100, first, last - first)
         run(kernels.prepare_soft, *given, *made, *numbers)
-        want = soft_rows(lead, index, q, token, None, 0.9, -100, slice(first, last), q.dtype)
+        want = soft_rows(own, moved, q, token, None, 0.9, -100, slice(first, last), q.dtype)
         fine = torch.arange(19) != 5  # bits of NaN differ
         assert torch.equal(made[0][fine], want.own_index[fine])
         assert torch.equal(made[1][fine], want.coefficient[fine])
