@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -837,6 +838,31 @@ def test_every_strategy(
     case.upstream.fill_(1.0)
     names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
     assert_as_accurate(planned(case, small_tiles.window, *plan), case, names)
+
+
+@pytest.fixture
+def nan_memory() -> Iterator[None]:
+    """Memory that torch allocates is NaN until it is written."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.ones(1).new_empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_memory")
+def test_row_blocks_that_end_inside_a_k_tile(
+    small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of dW read a whole K tile of tokens, 40 of which count."""
+    assert SWAPPED.rows < TILE_K
+    configs = KernelConfigs(SWAPPED, COOPERATIVE, COOPERATIVE)
+    emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
+    serve_calls(monkeypatch, ARCH, small_tiles, selects=True, configs=configs, **emulated)
+    case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0)
+    case.y[40:] = -100
+    case.upstream.fill_(1.0)
+    got = planned(case, small_tiles.window, *PLANS["in one chunk"])
+    assert_as_accurate(got, case, ("dx", "dw"))
 
 
 @pytest.mark.parametrize(("columns", "bits"), [((0, 0), 8), ((64, 128), 4)], ids=str)
