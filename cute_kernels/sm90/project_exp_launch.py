@@ -1,6 +1,6 @@
 """The launch of `project_exp` on Hopper, and the roles of its warps, for any epilogue."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -15,7 +15,19 @@ from cutefce.cute_kernels.schedule.scheduler import (
     TileScheduler,
     make_tile_scheduler,
 )
-from cutefce.cute_kernels.sm90.mainloop import MainloopSm90, Operand
+from cutefce.cute_kernels.sm90.mainloop import Consumer, MainloopSm90, Operand
+
+
+class LogitTile(NamedTuple):
+    """A tile of logits in a warpgroup's accumulators, and what its epilogue reads."""
+
+    consumer: Consumer
+    rows: Rows
+    m_start: Int32
+    """The first token along wgmma's M, or the first column if operands are swapped."""
+    n_start: Int32
+    """The same along its N: the first column, or the first token."""
+    scheduler: TileScheduler
 
 
 class ProjectExpLaunchSm90(ProjectExp, MainloopSm90):
