@@ -191,8 +191,9 @@ class TensorOptions(OperatorRecord):
         if denominator is not None and (denominator.ndim or denominator.device != h.device):
             denominator = denominator.reshape(()).to(h.device)
         soft = {name: x.reshape(-1, x.shape[-1]) for name, x in self.soft_targets.items()}
-        if "target_indices" in soft:
-            soft["target_indices"] = soft["target_indices"].long()  # of any integers
+        if "target_indices" in soft:  # of any integers; kernels read contiguous rows
+            soft = {name: x.contiguous() for name, x in soft.items()}
+            soft["target_indices"] = soft["target_indices"].long()
         return dataclasses.replace(
             self,
             token_weights=weights,

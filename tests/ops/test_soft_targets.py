@@ -12,6 +12,7 @@ from torch import Tensor
 import cutefce
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.interface.options import TensorOptions
 from cutefce.ops.planning.planner import Plan
 from tests.support.kernel_models import serve_calls
 from tests.support.options import (
@@ -491,3 +492,14 @@ def test_classes_of_any_integer_dtype(dtype: torch.dtype, device: str) -> None:
     want = cutefce.linear_cross_entropy(h, w, target_indices=c, target_probs=q)
     got = cutefce.linear_cross_entropy(h, w, target_indices=c.to(dtype), target_probs=q)
     assert torch.equal(got, want)
+
+
+def test_classes_of_any_layout(device: str) -> None:
+    h, w = (torch.randn(rows, 8, device=device).bfloat16() for rows in (4, 50))
+    c, q = torch.randint(50, (3, 4), device=device).t(), torch.rand(3, 4, device=device).t()
+    got = cutefce.linear_cross_entropy(h, w, target_indices=c, target_probs=q)
+    given = c.contiguous(), q.contiguous()
+    want = cutefce.linear_cross_entropy(h, w, target_indices=given[0], target_probs=given[1])
+    assert torch.equal(got, want)
+    tensors = TensorOptions(target_indices=c, target_probs=q).prepared(h)
+    assert all(x.is_contiguous() for x in tensors.soft_targets.values()), "kernels need this"
