@@ -159,12 +159,8 @@ class SoftTargets:
         exps.view(words).scatter_(1, column, put.view(words))
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
-        """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,).
-
-        It is 0 where a lead's logit is -inf: so is the loss infinite without it.
-        """
-        none = (self.coefficient == 0) | (lead == -torch.inf)[:, None]
-        distance = torch.where(none, 0, logits - lead[:, None])
+        """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,)."""
+        distance = torch.where(self.coefficient == 0, 0, logits - lead[:, None])
         return (self.coefficient * distance).sum(1)
 
 
