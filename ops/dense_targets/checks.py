@@ -10,7 +10,7 @@ from cutefce.ops.interface import checks
 from cutefce.ops.interface.options import LossOptions
 
 
-def is_dense(target: Any) -> bool:
+def is_probabilities(target: Any) -> bool:
     """Whether a `target` is probabilities, not class indices."""
     return isinstance(target, Tensor) and target.is_floating_point()
 

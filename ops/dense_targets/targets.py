@@ -100,8 +100,3 @@ def _weighted_sums(probs: Tensor, kappa: Tensor | None, dtype: torch.dtype) -> T
         else:
             torch.mv(block.to(dtype), kappa, out=sums[start : start + size])
     return sums
-
-
-def leads(probs: Tensor) -> Tensor:
-    """Return the class (...) of the largest probability of each token, of (..., V)."""
-    return probs.argmax(-1)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.dense_targets.checks import is_dense
+from cutefce.ops.dense_targets.checks import is_probabilities
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.soft_targets import one_class
 
@@ -39,7 +39,7 @@ def loss_of_positions(
             f"target_indices: got soft targets with linear_weight of shape "
             f"{tuple(linear_weight.shape)}, expected target with losses of K dimensions"
         )
-    if is_dense(target):
+    if is_probabilities(target):
         raise NotImplementedError(
             f"target: got probabilities with linear_weight of shape "
             f"{tuple(linear_weight.shape)}, expected class indices with losses of K dimensions"
