@@ -32,8 +32,7 @@ def loss_of_positions(
             `temperature` (N, d_1, ..., d_K) have a value for every position.
         arguments: the others, the same at every position.
     """
-    if target is None:
-        one_class(given)
+    one_class(target, given)
     if target is None or "target_indices" in given or "target_probs" in given:
         raise NotImplementedError(
             f"target_indices: got soft targets with linear_weight of shape "
