@@ -104,11 +104,9 @@ def check_indices(indices: Tensor, h: Any, parts: int) -> None:
     _check_place("target_indices", indices, h)
     if indices.dtype == torch.bool or indices.is_floating_point() or indices.is_complex():
         raise TypeError(f"target_indices: got dtype {indices.dtype}, expected integers")
-    tokens = [*h.shape[:-1]]
-    if parts > 1 and tokens:
-        tokens[0] *= parts
+    tokens = checks.token_shape(h, parts)
     fits = indices.ndim == len(tokens) + 1
-    if not fits or not checks.are_equal("target_indices", indices.shape[:-1], (*tokens,)):
+    if not fits or not checks.are_equal("target_indices", indices.shape[:-1], tokens):
         raise ValueError(
             f"target_indices: got shape {tuple(indices.shape)}, expected "
             f"({''.join(f'{size}, ' for size in tokens)}K) to match input of shape "
