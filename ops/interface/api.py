@@ -243,7 +243,7 @@ def _loss(
             checks.refuse_unserved(options=options)
         if workspace is not None:
             checks.workspace_bytes(workspace)
-        some = target if target is not None else one_class(given)
+        some = one_class(target, given)
         part = localize(input, linear_weight, some, group, shards, sequence_parallel)
         local = given
         if given:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
-from cutefce.ops.dense_targets.checks import check_dense_target, is_dense
-from cutefce.ops.dense_targets.targets import leads as leads_of
+from cutefce.ops.dense_targets.checks import check_dense_target, is_probabilities
 from cutefce.ops.interface import call_cache, checks, option_checks
 from cutefce.ops.interface.options import (
     OPTIONS,
@@ -86,7 +85,7 @@ def loss_and_lse(
     result, more = _evaluate(input, linear_weight, target, workspace, arguments, with_stats=True)
     (stats,) = more
     lse = torch.where(_is_active(stats), RowStats(stats).lse, 0).detach()
-    if target is not None and not is_dense(target):
+    if target is not None and not is_probabilities(target):
         return result, lse.reshape(target.shape)
     classes = arguments["target_indices"] if target is None else target
     return result, lse.reshape(classes.shape[:-1])
@@ -158,12 +157,12 @@ def _evaluate(
             tensors = dataclasses.replace(tensors, weight_cast=w)
         else:
             own = w
-    if is_dense(y) and options.reduction != OUTPUTS:
+    if is_probabilities(y) and options.reduction != OUTPUTS:
         with report_errors(sharding.group):
             ranks = sharding.ranks()
             parts = ranks if sharding.sequence_parallel else 1
             check_dense_target(y, h, w, options, parts, ranks)
-        tensors, y = dataclasses.replace(tensors, target_probs=y), leads_of(y)
+        tensors, y = dataclasses.replace(tensors, target_probs=y), y.argmax(-1)
     is_plain = not (more or tensors.is_dense) or (options.is_plain and tensors.is_plain)
     key = None
     if direct and is_plain and not sharding.is_sharded and not with_stats and own is w:

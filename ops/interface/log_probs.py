@@ -12,7 +12,7 @@ from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.api import raise_named
 from cutefce.ops.interface.call import log_probs
 from cutefce.ops.interface.scalars import with_tensors
-from cutefce.ops.interface.soft_targets import first_class
+from cutefce.ops.interface.soft_targets import one_class
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.dtensor import localize, localize_options
 from cutefce.ops.rows.outputs import stat_rows
@@ -108,7 +108,7 @@ def linear_log_probs(
             checks.check_type("target_indices", target_indices)
         if type(temperature) is not float or temperature != 1:
             given["temperature"] = temperature
-        some = first_class(target, target_indices)
+        some = one_class(target, given)
         call = localize(input, linear_weight, some, group, shards, sequence_parallel)
         tensors = localize_options(call, with_tensors(given, input.device))
         run = log_probs if torch_compat.is_transformed() else torch.ops.cutefce.log_probs

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cutefce.ops.dense_targets.checks import check_dense_target, is_dense
+from cutefce.ops.dense_targets.checks import check_dense_target, is_probabilities
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.interface.soft_targets import check_soft_targets
@@ -102,7 +102,7 @@ def plan(
         w = w.detach().to(h.dtype).requires_grad_(w.requires_grad)
         tensors = TensorOptions(weight_cast=w if w.requires_grad else None)
     parts = sharding.ranks() if sharding.sequence_parallel else 1
-    if is_dense(target):
+    if is_probabilities(target):
         check_dense_target(call.y, h, w, options, parts, sharding.ranks())
         tensors = dataclasses.replace(tensors, target_probs=call.y)
     checks.check_tensors(h, w, some.new_empty(h.shape[:-1]))

@@ -116,7 +116,7 @@ def _select(
     """Return which tokens are computed, None for all."""
     y, ignored = without_weightless(y.long(), options, tensors).contiguous(), options.ignore_index
     counted = shard.counted(y, ignored) if problem.selects_rows else y
-    chunk = plan.chunks(len(y)).unit if plan.in_forward else len(y)
+    chunk = plan.selected_tokens(len(y))
     return select_rows(problem, y, counted, ignored, plan.tokens, chunk)
 
 

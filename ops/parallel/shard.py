@@ -23,7 +23,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,7 @@ from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.parallel.consistency import exchange
 from cutefce.ops.parallel.primitives import ShardProjection
 from cutefce.ops.primitives.dispatch import backend_for
-from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
+from cutefce.ops.primitives.interface import AnyPrimitives, Primitives, Projection
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import Targets, sum_dtype
@@ -171,7 +171,8 @@ class VocabShard(Unsharded):
 
     def primitives(self, own: AnyPrimitives) -> AnyPrimitives:
         """Return primitives that combine the results of `own` on all ranks."""
-        return Primitives(own.config, ShardProjection(own.projection, self), own.gradients)
+        projection = cast(Projection[Any], ShardProjection(own.projection, self))
+        return Primitives(own.config, projection, own.gradients)
 
     def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of sums: dX is rounded after the ranks' parts are added."""

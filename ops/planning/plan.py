@@ -80,6 +80,10 @@ class Plan:
         """Return the chunks of `tokens`."""
         return self.shrinking or Chunks.even(tokens, self.chunk)
 
+    def selected_tokens(self, tokens: int) -> int:
+        """Return how many of `tokens` are selected at a time; chunks are whole multiples of it."""
+        return self.chunks(tokens).unit if self.in_forward else tokens
+
     def __str__(self) -> str:
         name = self.strategy.replace("_", " ")
         cost = f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"

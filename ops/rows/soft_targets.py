@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.logit_map import LogitMap
-from cutefce.ops.rows.loss_terms import LossTerms
+from cutefce.ops.rows.loss_terms import LossTerms, token_factors
 from cutefce.ops.soft_targets.rows import LARGEST, is_wrong, soft_rows
 
 if TYPE_CHECKING:
@@ -76,29 +76,12 @@ class SoftTargets:
         """
         index, q = tensors.target_indices, tensors.target_probs
         assert index is not None and q is not None
-        epsilon, kappa = options.label_smoothing, tensors.weight
-        if tensors.token_weights is None:
-            token = torch.ones(y.shape, dtype=dtype, device=y.device)
-        else:
-            token = tensors.token_weights.to(dtype)
-        kappa = None if kappa is None else kappa.to(dtype)
-        made = soft_rows(
-            y, index, q, token, kappa, 1 - epsilon, options.ignore_index, own, dtype, arch
-        )
-        every: Tensor | float = 0.0
-        total = made.total
-        if epsilon:
-            every = epsilon / vocab * token
-            total = total + every * (vocab if kappa is None else kappa.sum())
-        terms = LossTerms(
-            lse=total,
-            target=made.lead,
-            class_row=every,
-            lse_squared=options.z_loss * token if options.z_loss else 0.0,
-            weight=token,
-            class_weight=None if kappa is None else kappa[own],
-            others=made.others,
-        )
+        token = token_factors(y, tensors, dtype)
+        kappa = None if tensors.weight is None else tensors.weight.to(dtype)
+        factor, ignored = 1 - options.label_smoothing, options.ignore_index
+        made = soft_rows(y, index, q, token, kappa, factor, ignored, own, dtype, arch)
+        b = made.lead, made.others, made.total
+        terms = LossTerms.of_probabilities(b, token, kappa, options, vocab, own)
         if index.shape[1] == 1:
             return None, terms
         return SoftTargets(made.own_index, made.coefficient, made.least), terms
@@ -159,12 +142,8 @@ class SoftTargets:
         exps.view(words).scatter_(1, column, put.view(words))
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
-        """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,).
-
-        It is 0 where a lead's logit is -inf: so is the loss infinite without it.
-        """
-        none = (self.coefficient == 0) | (lead == -torch.inf)[:, None]
-        distance = torch.where(none, 0, logits - lead[:, None])
+        """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,)."""
+        distance = torch.where(self.coefficient == 0, 0, logits - lead[:, None])
         return (self.coefficient * distance).sum(1)
 
 

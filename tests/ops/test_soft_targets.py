@@ -177,19 +177,32 @@ def test_a_derivative_by_the_log_sum_exp_of_0(
         assert float((a.double() - b).norm()) <= limit
 
 
-def test_a_class_that_cannot_be(device: str) -> None:
-    """A logit of -inf has an infinite loss, be it of the lead or not."""
+@pytest.mark.parametrize("on_kernels", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-3}, {"weight": 20}]
+)
+def test_a_class_that_cannot_be(
+    options: dict[str, float],
+    on_kernels: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    small_tiles: PortableTiles,
+    device: str,
+) -> None:
+    """A logit of -inf has an infinite loss, be it of the lead or not, and so has it in torch."""
+    if on_kernels:
+        pytest.importorskip("cutlass")
+        serve_calls(monkeypatch, ARCHS[0], small_tiles, selects=False)
+        device = "cpu"
+    h, w = torch.randn(2, 64, device=device), torch.randn(5, 64, device=device)
+    bias, probs = torch.zeros(5, device=device), torch.tensor([[0.7, 0.2]] * 2, device=device)
+    bias[0] = -torch.inf
+    given: dict[str, Any] = {**options, "reduction": "none"}
+    if "weight" in options:
+        given["weight"] = torch.full_like(bias, options["weight"])
     for lead in (0, 1):
-        bias = torch.zeros(5, device=device)
-        bias[0] = -torch.inf
-        losses = cutefce.linear_cross_entropy(
-            torch.randn(2, 8, device=device),
-            torch.randn(5, 8, device=device),
-            target_indices=torch.tensor([[lead, 1 - lead]] * 2, device=device),
-            target_probs=torch.tensor([[0.7, 0.2]] * 2, device=device),
-            linear_bias=bias,
-            reduction="none",
-        )
+        index = torch.tensor([[lead, 1 - lead]] * 2, device=device)
+        given |= {"target_indices": index, "target_probs": probs, "linear_bias": bias}
+        losses = cutefce.linear_cross_entropy(h.bfloat16(), w.bfloat16(), **given)
         assert bool((losses == torch.inf).all())
 
 
