@@ -121,7 +121,7 @@ def linear_cross_entropy(  # type: ignore[misc]
         temperature: divisor of the logits after the softcap, > 0; a number, or () or (...).
         gradient: "exact", or "sampled": unbiased estimates of the gradients, from few entries of
             the softmax of each token, drawn with torch's generator of the device.  The loss, and
-            all that is returned, is that of "exact", bit for bit.
+            all that is returned, is that of "exact", but for rounding.
         samples: entries that a token expects to keep at most, from 16 to 4096, with "sampled".
         return_lse: whether to return a `LossOutput` of the loss and the log-sum-exps.
         workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for

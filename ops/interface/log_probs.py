@@ -68,7 +68,8 @@ def linear_log_probs(
             `target_indices`.
         target_indices: (..., K) integer classes of each token in the place of target, K from 1 to
             256: log p of each, with gradients for each.  Those equal to `ignore_index` have the
-            value 0, and gradients 0; a token with no others is ignored.  Not with "is_top1".
+            value 0 and gradients 0; a token that has only such ones is ignored.  Not with
+            "is_top1".
         outputs: what is returned beside the log-probabilities: some of "lse", "entropy",
             "sum_p_squared", "mean_logit", "is_top1" and "argmax".
         linear_bias: as for `linear_cross_entropy`, and so are the other parameters.
@@ -76,7 +77,7 @@ def linear_log_probs(
         softcap: bound of the logits; not with "mean_logit".
         temperature: divisor of the logits, a number, or () or (...).
         ignore_index: tokens with this target have values 0 and gradients 0; None is -100.
-        gradient: "exact" or "sampled", which entropy has no gradient with.
+        gradient: "exact" or "sampled"; with "sampled", entropy has no gradient.
         samples: entries of a token that sampled gradients expect to keep, at most.
         workspace: peak memory in bytes, "min", "max" or None.
         accumulate_into: (V, D) buffer to which the backward adds the gradient of linear_weight.

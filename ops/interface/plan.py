@@ -40,8 +40,7 @@ def plan(
 ) -> Plan:
     """Return how `linear_cross_entropy` would run with these arguments; print it to read it.
 
-    The plan is that of a call in which every token counts.  More than eight parameters: they are
-    arguments of the call.
+    The plan is that of a call in which every token counts.
 
     Args:
         input: (..., D) hidden states.  Set requires_grad on input, linear_weight or both, as for
@@ -63,7 +62,7 @@ def plan(
         shards: rows of every rank's weight.
         sequence_parallel: whether input holds this rank's share of the tokens.
 
-    More than eight parameters: they are options of the call.
+    More than eight parameters: they are arguments of the call.
 
     Returns:
         Strategy, window, columns aliased and kept, and predicted memory (bytes) and time (seconds).

@@ -47,13 +47,13 @@ class Backend:
 
 
 def set_strict(enabled: bool) -> None:
-    """Make calls that the kernels cannot serve raise RuntimeError instead of warning once."""
+    """Make calls that the kernels cannot serve raise RuntimeError, on a CPU too, or warn once."""
     global _strict
     _strict = enabled
 
 
 def backend_for(input: Tensor, linear_weight: Tensor) -> Backend:
-    """Return the backend that serves hidden states (..., D) and a weight (V, D)."""
+    """Return which backend serves hidden states (..., D) and a weight (V, D), and why."""
     h = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
     reason = _unsupported_reason(h, linear_weight)
     if reason is not None:
