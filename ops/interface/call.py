@@ -141,7 +141,7 @@ def _evaluate(
     y, grad, bias, own = target, torch.is_grad_enabled(), tensors.linear_bias, w
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     if tensors.accumulate_into is not None and not grad:
-        tensors = dataclasses.replace(tensors, accumulate_into=None)
+        tensors = dataclasses.replace(tensors, accumulate_into=None, grad_output=None)
     grad_bias = grad and bias is not None and bias.requires_grad
     needs_grad = grad_hidden or grad_weight or grad_bias
     more = tensors.pack() if arguments else ()
@@ -183,6 +183,9 @@ def _evaluate(
         if not tensors.is_plain:
             tensors.check(h, w, y, options, sharding.vocab(w))
             tensors = tensors.prepared(h)
+        if tensors.grad_output is not None and torch_compat.may_recompute():
+            # a forward that runs twice would add twice
+            tensors = dataclasses.replace(tensors, grad_output=None)
         budget = checks.workspace_bytes(workspace)
     if tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
@@ -210,6 +213,15 @@ def _evaluate(
     if options.reduction == "none":
         result = result.reshape(y.shape)
     return result, (*rest,)
+
+
+def needs_operator(h: Tensor, w: Tensor, y: Tensor, *, is_plain: bool) -> bool:
+    """Whether something must see an operator; calling its function directly takes less CPU time."""
+    if torch_compat.is_transformed():
+        return False  # transforms see the derivatives of a function, not of an operator it calls
+    if not is_plain or torch.compiler.is_compiling() or torch_compat.has_function_mode():
+        return True
+    return not can_bypass_dispatcher(h, w, y)
 
 
 def repeated(input: Tensor, linear_weight: Tensor, target: Tensor, workspace: Any) -> Tensor | None:

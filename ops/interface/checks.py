@@ -37,6 +37,7 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "weight": ((Tensor, type(None)), "a tensor or None"),
     "token_weights": ((Tensor, type(None)), "a tensor or None"),
     "accumulate_into": ((Tensor, type(None)), "a tensor or None"),
+    "grad_output": ((Tensor, *NUMBERS, type(None)), "a number, a tensor or None"),
     "accum_dtype": ((torch.dtype, type(None)), "a dtype or None"),
     "temperature": ((Tensor, *NUMBERS), "a number or a tensor"),
     "denominator": ((Tensor, *NUMBERS, type(None)), "a number, a tensor or None"),

@@ -108,10 +108,12 @@ class LinearCrossEntropyLoss(nn.Module):
         accumulate_into: Tensor | None = None,
         target_indices: Tensor | None = None,
         target_probs: Tensor | None = None,
+        grad_output: Tensor | float | None = None,
     ) -> Tensor:
         """Return the loss of input (..., in_features) against target (...), or soft targets.
 
-        A floating-point target is (..., num_classes).
+        A floating-point target is (..., num_classes).  More than eight parameters: those of the
+        function that differ from call to call.
         """
         checks.check_linear(self.linear)
         weight: Tensor = self.linear.weight
@@ -141,6 +143,7 @@ class LinearCrossEntropyLoss(nn.Module):
             workspace=self.workspace,
             denominator=denominator,
             accumulate_into=accumulate_into,
+            grad_output=grad_output,
             accum_dtype=self.accum_dtype,
         )
 

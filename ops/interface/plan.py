@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from cutefce.ops.dense_targets.checks import check_dense_target, is_probabilities
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.interface.scalars import as_tensor
 from cutefce.ops.interface.soft_targets import check_soft_targets
 from cutefce.ops.operators.context import autocast, is_mixed
 from cutefce.ops.operators.plans import plan_for
@@ -29,6 +30,7 @@ def plan(
     samples: int = 256,
     workspace: int | str | None = None,
     accumulate_into: Tensor | None = None,
+    grad_output: Tensor | float | None = None,
     accum_dtype: torch.dtype | None = None,
     target_indices: Tensor | None = None,
     target_probs: Tensor | None = None,
@@ -52,6 +54,7 @@ def plan(
         samples: entries of a token that sampled gradients expect to keep, at most.
         workspace: peak memory, as for the call.
         accumulate_into: buffer of the weight's gradient, as for the call.
+        grad_output: gradient of the loss, of which only matters whether it is given.
         accum_dtype: dtype of the sums of the weight's gradient, as for the call.
         target_indices: (..., K) those of the call, of which only the shape matters.
         target_probs: (..., K) the same.
@@ -72,6 +75,7 @@ def plan(
         gradient=gradient,
         samples=samples,
         accumulate_into=accumulate_into,
+        grad_output=grad_output,
         accum_dtype=accum_dtype,
         target_indices=target_indices,
         target_probs=target_probs,
@@ -111,6 +115,10 @@ def plan(
         if torch.is_grad_enabled():
             checks.check_accumulates(call.w)
         tensors = dataclasses.replace(tensors, accumulate_into=accumulate_into)
+    if grad_output is not None:
+        number = as_tensor("grad_output", grad_output, h.device)
+        option_checks.check_grad_output(number, h, reduction, accumulate_into is not None)
+        tensors = dataclasses.replace(tensors, grad_output=number)
     soft = {"target_indices": target_indices, "target_probs": target_probs}
     if any(x is not None for x in soft.values()):
         tensors = dataclasses.replace(tensors, **localize_options(call, soft))

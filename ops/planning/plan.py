@@ -46,6 +46,9 @@ class Plan:
     shrinking: Chunks | None = None
     """Chunks that use the memory of dX; None if they have equal sizes."""
 
+    adds_in_forward: bool = False
+    """Whether gradients in forward add dW to the caller's buffer, with no sums of their own."""
+
     budget: int | None = field(default=None, compare=False)
     """Bytes that were asked for, if no plan takes as few."""
 
@@ -99,6 +102,8 @@ class Plan:
             size, columns = f"chunks of {self.chunk} tokens", min(self.kept, vocab)
             if self.shrinking:
                 size += f" to {self.shrinking.sizes[-1]} in the memory of dX"
+            if self.adds_in_forward:
+                size += ", dW in the caller's buffer"
         return f"{name}, {size}, {columns} columns at a time: {cost}"
 
 
