@@ -111,7 +111,7 @@ class SoftTargets:
         Without `of_exps`, return what is added to them: those in the dtype of sums are not rounded.
         """
         assert self.logits is not None
-        terms = self.coefficient * (-stats.sum_exp / a)[:, None]
+        terms = over_scale(-self.coefficient, stats, a)
         if of_exps:
             terms += (self.logits - stats.reference[:, None]).exp_()
         if logits is not None:
@@ -145,6 +145,15 @@ class SoftTargets:
         """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,)."""
         distance = torch.where(self.coefficient == 0, 0, logits - lead[:, None])
         return (self.coefficient * distance).sum(1)
+
+
+def over_scale(terms: Tensor, stats: "RowStats", a: Tensor) -> Tensor:
+    """Return `terms` (N, K) over the factors a / T of exponentials, a (N,); 0 where a is.
+
+    In this order, since T / a overflows where gradients are small.
+    """
+    quotients = (terms / a[:, None]).masked_fill_((a == 0)[:, None], 0)
+    return quotients.mul_(stats.sum_exp[:, None])
 
 
 def check_values(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab: int) -> None:

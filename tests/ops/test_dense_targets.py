@@ -138,6 +138,15 @@ def test_a_class_that_cannot_be(device: str) -> None:
     assert bool((smoothed == torch.inf).all())
 
 
+def test_leads_of_no_probability(device: str) -> None:
+    """A token without probabilities above 0 has a finite loss beside classes that cannot be."""
+    x = dense_case(["linear_bias"], 40, 16, 50, dtype=torch.float64, device=device)
+    x.options["linear_bias"][:20], probs = -torch.inf, x.options["target"]
+    probs[:, :20], probs[1::4], probs[::2] = 0, -probs[1::4], 0
+    for got, wanted in zip(x.ours(), exact(x), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
+
+
 def test_a_token_with_nan_leaves_the_others(device: str) -> None:
     """Values are not checked, as by torch: NaN is in what the token takes part in."""
     x = dense_case([], 40, 16, 50, device=device)
