@@ -249,9 +249,9 @@ def real_signature(name: str) -> tuple[list[str], dict[str, object]]:
         arguments = torch.ops.cutefce.loss.default._schema.arguments
         positional = [arg.name for arg in arguments if not arg.kwarg_only]
         return positional, {arg.name: arg.default_value for arg in arguments if arg.kwarg_only}
-    arguments = inspect.signature(getattr(cutefce, name)).parameters.values()
-    positional = [arg.name for arg in arguments if arg.kind is not arg.KEYWORD_ONLY]
-    return positional, {arg.name: arg.default for arg in arguments if arg.kind is arg.KEYWORD_ONLY}
+    real = inspect.signature(getattr(cutefce, name)).parameters.values()
+    positional = [p.name for p in real if p.kind is not p.KEYWORD_ONLY]
+    return positional, {p.name: p.default for p in real if p.kind is p.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize(("name", "documented"), [*signatures()])
