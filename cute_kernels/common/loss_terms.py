@@ -54,6 +54,8 @@ def token_loss(terms: Any, class_logits: Any, stats: cute.Tensor, row: Int32) ->
             loss += (terms.lse - terms.target) * (lse - nll) - terms.class_row * class_logits[row]
         if terms.lse_squared != 0.0:
             loss += terms.lse_squared * lse * lse
+        if nll == Float32.inf:
+            loss = terms.lse * nll  # the other terms may be infinite or NaN
     return loss
 
 

@@ -372,13 +372,18 @@ def test_reduced_partials(rows: int) -> None:
     check_reduced_partials(rows)
 
 
-@pytest.mark.parametrize("smoothing", [0.1, 0.0])
-@pytest.mark.parametrize("z_loss", [0.01, 0.0])
-def test_reduced_losses_with_terms(z_loss: float, smoothing: float) -> None:
+@pytest.mark.parametrize(
+    ("z_loss", "smoothing", "possible"),
+    [(0.01, 0.1, True), (0.01, 0.0, True), (0.0, 0.1, True), (0.01, 0.1, False)],
+)
+def test_reduced_losses_with_terms(z_loss: float, smoothing: float, possible: bool) -> None:
+    """Beside a target whose logit is -inf, other terms may be NaN: the loss is +inf."""
     logit, partials = torch.randn(45), 4 * torch.randn(45, 70)
     target, class_logits = torch.randint(9, (45,)), torch.randn(45)
     target[::7] = -100
     logit[::7], class_logits[::7] = torch.inf, torch.nan
+    if not possible:
+        logit[1], class_logits[1], partials[1] = LOWEST_LOGIT, -torch.inf, 300.0
     options = LossOptions("mean", label_smoothing=smoothing, z_loss=z_loss)
     terms = LossTerms.of(target, options, TensorOptions(), 9, slice(0, 9), torch.float32)
     kernel = dataclasses.replace(
@@ -393,6 +398,7 @@ def test_reduced_losses_with_terms(z_loss: float, smoothing: float) -> None:
     targets.class_logits = class_logits.double() if smoothing else None
     losses = token_losses(RowStats(stats.double()), targets)
     want = losses.sum() / (target >= 0).sum()
+    assert bool(want.isfinite()) == possible
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
 
 

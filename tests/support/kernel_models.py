@@ -391,6 +391,7 @@ def _reduce_partials(
         by_lse, at_target, every, squared = terms
         given = LossTerms(by_lse, at_target, every, squared, None, None)
         losses = given.losses(RowStats(stats).lse, losses, class_logits)
+        losses = torch.where(stats[Stat.LOSS] == torch.inf, by_lse * stats[Stat.LOSS], losses)
         losses = torch.where(target == ignored, 0, losses)
     reduced.copy_(losses.sum() / count)
     if order is not None:
