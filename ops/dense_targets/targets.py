@@ -119,3 +119,15 @@ def _weighted_sums(probs: Tensor, kappa: Tensor | None, dtype: torch.dtype) -> T
 def leads(probs: Tensor) -> Tensor:
     """Return the class (...) of the largest probability of each token, of (..., V)."""
     return probs.argmax(-1)
+
+
+def possible_leads(y: Tensor, tensors: TensorOptions) -> Tensor:
+    """Return leads y (N,), the class of the largest bias in the place of those with q = 0.
+
+    A bias may exclude a class of probability 0, whose logit is -inf then.
+    """
+    probs, bias = tensors.target_probs, tensors.linear_bias
+    assert probs is not None
+    if bias is None:
+        return y
+    return torch.where(probs.gather(1, y[:, None])[:, 0] == 0, bias.argmax(), y)

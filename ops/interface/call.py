@@ -11,6 +11,7 @@ from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
 from cutefce.ops.dense_targets.checks import check_dense_target, is_dense
 from cutefce.ops.dense_targets.targets import leads as leads_of
+from cutefce.ops.dense_targets.targets import possible_leads
 from cutefce.ops.interface import call_cache, checks, option_checks
 from cutefce.ops.interface.options import (
     OPTIONS,
@@ -185,7 +186,9 @@ def _evaluate(
             tensors.check(h, w, y, options, sharding.vocab(w))
             tensors = tensors.prepared(h)
         budget = checks.workspace_bytes(workspace)
-    if tensors.target_indices is not None and tensors.target_probs is not None:
+    if tensors.is_dense:
+        y = possible_leads(y.flatten(), tensors).reshape(y.shape)
+    elif tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
         arch = arch_of(_flat(h, w, y)[0], w) if direct else None  # compilers know no kernels
         y = chosen_leads(*soft, sharding.vocab(w), options.ignore_index, arch).reshape(y.shape)

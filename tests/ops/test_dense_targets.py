@@ -131,6 +131,19 @@ def test_a_class_that_cannot_be(device: str) -> None:
     torch.testing.assert_close(losses[2], want)
 
 
+def test_leads_of_no_probability(device: str) -> None:
+    """A token without probabilities above 0 has a finite loss beside classes that cannot be."""
+    x = dense_case(["linear_bias"], 40, 16, 50, dtype=torch.float64, device=device)
+    x.options["linear_bias"][:20], probs = -torch.inf, x.options["target"]
+    probs[:, :20], probs[1::4], probs[::2] = 0, -probs[1::4], 0
+    results = x.ours()
+    for got, wanted in zip(results, exact(x), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
+    more = {**x.options, "target": probs.view(5, 8, 50), "reduction": "none"}
+    losses = cutefce.linear_cross_entropy(x.case.h.view(5, 8, 16), x.case.w, **more)
+    assert torch.equal(losses.flatten(), results[0])
+
+
 def test_a_token_with_nan_leaves_the_others(device: str) -> None:
     """Values are not checked, as by torch: NaN is in what the token takes part in."""
     x = dense_case([], 40, 16, 50, device=device)
