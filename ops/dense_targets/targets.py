@@ -103,7 +103,7 @@ def _weighted_sums(probs: Tensor, kappa: Tensor | None, dtype: torch.dtype) -> T
 
 
 def possible_leads(y: Tensor, tensors: TensorOptions) -> Tensor:
-    """Return leads y (...), the class of the largest bias in the place of those with q = 0.
+    """Return leads y (N,), the class of the largest bias in the place of those with q = 0.
 
     A bias may exclude a class of probability 0, whose logit is -inf then.
     """
@@ -111,4 +111,4 @@ def possible_leads(y: Tensor, tensors: TensorOptions) -> Tensor:
     assert probs is not None
     if bias is None:
         return y
-    return torch.where(probs.gather(-1, y[..., None])[..., 0] == 0, bias.argmax(), y)
+    return torch.where(probs.gather(1, y[:, None])[:, 0] == 0, bias.argmax(), y)

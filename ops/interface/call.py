@@ -189,7 +189,7 @@ def _evaluate(
             tensors = dataclasses.replace(tensors, grad_output=None)
         budget = checks.workspace_bytes(workspace)
     if tensors.is_dense:
-        y = possible_leads(y, tensors)
+        y = possible_leads(y.flatten(), tensors).reshape(y.shape)
     elif tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
         arch = arch_of(_flat(h, w, y)[0], w) if direct else None  # compilers know no kernels
