@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from bench.experiments import (
+    accumulation,
     breakdown,
     causal_lms,
     compiled_step,
@@ -56,6 +57,7 @@ for module in (
     cpu_overhead,
     compiled_step,
     options,
+    accumulation,
     divergence,
     sampled,
     sampled_curves,

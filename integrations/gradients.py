@@ -26,7 +26,7 @@ def set_gradients(
         gradient: "exact" or "sampled", as of `linear_cross_entropy`.
         samples: entries of a token that sampled gradients expect to keep, at most.
         accum_dtype: torch.bfloat16 lets reduced losses keep sums of dW in bfloat16, where hidden
-            states and weight are bfloat16; None is float32.
+            states and weight are bfloat16; None keeps more bits.
 
     Raises:
         TypeError, ValueError: for another `gradient` or `accum_dtype`, or `samples` out of their

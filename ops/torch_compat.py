@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx import traceback
 
 from cutefce.cute_kernels.process_cache import process_cache
 
@@ -176,6 +177,17 @@ def is_in_autograd_function() -> bool:
     while frame is not None and frame.f_code is not apply.__func__.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+def may_recompute() -> bool:
+    """Whether the forward of a function may run again for its backward, or what it saves may move.
+
+    Activation checkpointing does the former, eagerly by hooks, in graphs by marks, offloading the
+    latter.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return True
+    return traceback.get_current_meta().get("recompute") is not None
 
 
 def capture_id() -> int | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 
 import cutefce
 from bench.__main__ import main as bench
@@ -224,25 +225,42 @@ def test_snippets_compile(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [README, ROOT / "docs" / "api.md", ROOT / "docs" / "distillation.md"], ids=names
+    "page", [page for page in PAGES if "```python run" in page.read_text()], ids=names
 )
 def test_runnable_snippets_run(page: Path) -> None:
-    runnable = [text for kind, text in fences(page) if kind == "python run"]
-    assert runnable
-    for text in runnable:
-        exec(compile(text, names(page), "exec"), {})
+    for kind, text in fences(page):
+        if kind == "python run":
+            exec(compile(text, names(page), "exec"), {})
 
 
-def test_the_documented_signature_is_the_real_one() -> None:
-    text = next(text for _, text in fences(ROOT / "docs" / "api.md") if text.startswith("def "))
-    (function,) = ast.parse(text).body
-    assert isinstance(function, ast.FunctionDef)
-    keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-    documented = {arg.arg: ast.literal_eval(value) for arg, value in keywords if value is not None}
-    real = inspect.signature(cutefce.linear_cross_entropy).parameters.values()
-    assert documented == {p.name: p.default for p in real if p.kind is p.KEYWORD_ONLY}
+def signatures() -> Iterator[tuple[str, ast.arguments]]:
+    """Yield name and arguments of each function whose signature the API page shows."""
+    for kind, text in fences(ROOT / "docs" / "api.md"):
+        if kind == "text" or text.startswith("def "):
+            source = text.removeprefix("def ").strip().removesuffix(": ...")
+            (function,) = ast.parse(f"def {source}: ...").body
+            assert isinstance(function, ast.FunctionDef)
+            yield function.name, function.args
+
+
+def real_signature(name: str) -> tuple[list[str], dict[str, object]]:
+    """Return the positional arguments of a function of the API, and the others' defaults."""
+    if name == "loss":
+        arguments = torch.ops.cutefce.loss.default._schema.arguments
+        positional = [arg.name for arg in arguments if not arg.kwarg_only]
+        return positional, {arg.name: arg.default_value for arg in arguments if arg.kwarg_only}
+    real = inspect.signature(getattr(cutefce, name)).parameters.values()
     positional = [p.name for p in real if p.kind is not p.KEYWORD_ONLY]
-    assert [arg.arg for arg in function.args.args] == positional
+    return positional, {p.name: p.default for p in real if p.kind is p.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(("name", "documented"), [*signatures()])
+def test_documented_signatures_are_the_real_ones(name: str, documented: ast.arguments) -> None:
+    positional, defaults = real_signature(name)
+    keywords = zip(documented.kwonlyargs, documented.kw_defaults, strict=True)
+    shown = {arg.arg: ast.literal_eval(value) for arg, value in keywords if value is not None}
+    assert shown == defaults
+    assert [arg.arg for arg in documented.args] == positional
 
 
 def test_the_readme_is_short() -> None:

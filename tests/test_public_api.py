@@ -12,8 +12,8 @@ SCHEMA = (
     "str reduction='mean', int ignore_index=-100, float label_smoothing=0., float z_loss=0., "
     "float logit_scale=1., float? softcap=None, str gradient='exact', int samples=256, "
     "ScalarType? accum_dtype=None, {workspace}, Tensor? linear_bias=None, Tensor? weight=None, "
-    "Tensor? token_weights=None, Tensor? temperature=None, "
-    "Tensor? denominator=None, Tensor? accumulate_into=None, Tensor? target_indices=None, "
+    "Tensor? token_weights=None, Tensor? temperature=None, Tensor? denominator=None, "
+    "Tensor? accumulate_into=None, Tensor? grad_output=None, Tensor? target_indices=None, "
     "Tensor? target_probs=None, str? group=None, int[]? shards=None, "
     "bool sequence_parallel=False) -> Tensor"
 )
@@ -28,7 +28,7 @@ SIGNATURES = {
     "linear_cross_entropy": "input linear_weight target target_indices target_probs linear_bias "
     "weight reduction ignore_index "
     "label_smoothing options token_weights z_loss logit_scale softcap temperature return_lse "
-    "gradient samples workspace denominator accumulate_into accum_dtype group shards "
+    "gradient samples workspace denominator accumulate_into grad_output accum_dtype group shards "
     "sequence_parallel",
     "linear_divergence": "student_input student_weight teacher_input teacher_weight target "
     "divergence beta student_bias teacher_bias logit_scale softcap temperature reduction "
@@ -39,7 +39,8 @@ SIGNATURES = {
     "LossOutput": "loss lse",
     "LogProbs": "log_probs lse entropy sum_p_squared mean_logit is_top1 argmax",
     "plan": "input linear_weight target reduction label_smoothing gradient samples workspace "
-    "accumulate_into accum_dtype target_indices target_probs group shards sequence_parallel",
+    "accumulate_into grad_output accum_dtype target_indices target_probs group shards "
+    "sequence_parallel",
     "LinearCrossEntropyLoss": "in_features num_classes out_features bias device dtype reduction "
     "weight ignore_index label_smoothing options z_loss logit_scale softcap gradient samples "
     "workspace accum_dtype",

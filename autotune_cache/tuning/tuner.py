@@ -75,10 +75,11 @@ def build(kernels: Sequence[KernelSpec], advance: Callable[[], None]) -> dict[Ke
     Calls `advance` after each kernel.
     """
     failed: dict[KernelSpec, str] = {}
+    waiting = iter(kernels)  # of all threads
 
-    def compile_all(some: Sequence[KernelSpec]) -> None:
+    def compile_waiting(_: int) -> None:
         with SubprocessWorker() as process:
-            for kernel in some:
+            for kernel in waiting:
                 try:
                     process.ask(functools.partial(worker.build, kernel), BUILD_SECONDS)
                 except WorkerError as error:
@@ -87,7 +88,7 @@ def build(kernels: Sequence[KernelSpec], advance: Callable[[], None]) -> dict[Ke
 
     builders = max(1, min(os.cpu_count() or 1, MAX_BUILDERS, len(kernels)))
     with ThreadPoolExecutor(builders) as pool:
-        list(pool.map(compile_all, [kernels[i::builders] for i in range(builders)]))
+        list(pool.map(compile_waiting, range(builders)))
     return failed
 
 

@@ -8,6 +8,7 @@ limit.  The verdict is recorded for the GPU model, kernels, compiler and dtype.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -93,7 +94,7 @@ def _verdict(gpu: Gpu, checks: Sequence[Check]) -> Verdict:
     Raises:
         OSError, RuntimeError: if the check itself fails.
     """
-    faults = _compile(checks)
+    faults = _compile(checks, lambda _: None)
     for check in faults:
         if check.is_default():
             raise RuntimeError(faults[check])
@@ -107,14 +108,17 @@ def _verdict(gpu: Gpu, checks: Sequence[Check]) -> Verdict:
     return Verdict(True)
 
 
-def _compile(checks: Sequence[Check]) -> dict[Check, str]:
+def _compile(checks: Sequence[Check], advance: Callable[[str], None]) -> dict[Check, str]:
     """Compile the kernels of checks; return the checks whose kernels cannot be, with the reasons.
 
     Raises:
         RuntimeError: for lack of memory.
     """
-    kernels = [kernel for check in checks for kernel in check.kernels()]
-    unusable = tuner.build(tuner.missing(kernels), lambda: None)
+    kernels = tuner.missing([kernel for check in checks for kernel in check.kernels()])
+    done = itertools.count(1)
+    unusable = tuner.build(
+        kernels, lambda: advance(f"compiled {next(done)} of {len(kernels)} kernels")
+    )
     for reason in unusable.values():
         if WorkerError(reason).is_out_of_memory:
             raise RuntimeError(reason)
@@ -152,7 +156,7 @@ def verify_table(table: Table, targets: Targets, advance: Callable[[str], None])
     Args:
         table: A table for the GPU of `targets`.
         targets: All tuning targets.
-        advance: Called with each configuration before it is checked.
+        advance: Called with what has been compiled, then with each configuration before its check.
 
     Raises:
         ValueError: if the table was made on another kind of GPU, or a default configuration fails.
@@ -161,7 +165,7 @@ def verify_table(table: Table, targets: Targets, advance: Callable[[str], None])
     table.check_matches(targets[0].gpu)
     dtypes = sorted({key.dtype for key in table.entries})
     checks = [check for dtype in dtypes for check in configurations(targets, dtype, (table,))]
-    faults = _compile(checks)
+    faults = _compile(checks, advance)
     runnable = [check for check in checks if check not in faults]
     ran = run_checks(runnable, advance)
     faults |= {check: fault for check, fault in ran if fault is not None}

@@ -33,9 +33,10 @@ from cutefce.cute_kernels.common.dsl import (
     matrix,
     vector,
 )
-from cutefce.cute_kernels.common.logit_transform import transform_argument
+from cutefce.cute_kernels.common.logit_transform import Transform, transform_argument
 from cutefce.cute_kernels.common.row_reductions import finite
-from cutefce.cute_kernels.common.sampling import samples_argument
+from cutefce.cute_kernels.common.sampling import Samples, samples_argument
+from cutefce.cute_kernels.schedule.scheduler import RowCount
 from cutefce.cute_kernels.variant import SUM_ONLY
 
 
@@ -51,6 +52,42 @@ class Rows(NamedTuple):
     samples: Any
     first: Int32
     """Vocabulary entry of the first column: targets are counted from it."""
+
+
+class ProjectExp:
+    """The host function of `project_exp`; subclasses have the launch."""
+
+    @cute.jit
+    def __call__(
+        self,
+        h: cute.Tensor,
+        w: cute.Tensor,
+        reference: cute.Tensor,
+        target: cute.Tensor,
+        sums: cute.Tensor | None,
+        exps: cute.Tensor | None,
+        semaphores: cute.Tensor,
+        transform: Transform | None,
+        reductions: cute.Tensor | None,
+        samples: Samples | None,
+        count: cute.Tensor,
+        selects: Int32,
+        first: Int32,
+        vocab_splits: Int32,
+        clusters: Int32,
+        stream: Any,
+    ) -> None:
+        """Launch on `clusters` clusters, which must fit on the device at the same time.
+
+        Each parameter is one argument that the host passes by position.
+        """
+        rows = Rows(reference, target, sums, semaphores, transform, reductions, samples, first)
+        tiles = RowCount(count, selects), vocab_splits
+        self.launch((h, w, exps), rows, tiles, clusters, stream)
+
+    def launch(self, matrices: Any, rows: Rows, tiles: Any, clusters: Int32, stream: Any) -> None:
+        """Launch; `matrices` are (h, w, exps), `tiles` are (`RowCount`, vocabulary splits)."""
+        raise NotImplementedError
 
 
 def project_exp_arguments(kernel: spec.ProjectExpSpec) -> tuple[Any, ...]:

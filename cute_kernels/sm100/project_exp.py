@@ -18,7 +18,6 @@ from cutlass.utils import blackwell_helpers as sm100
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2
 from cutefce.cute_kernels.common.logit_transform import (
-    Transform,
     column_bias,
     load_bias,
     row_scale,
@@ -26,13 +25,14 @@ from cutefce.cute_kernels.common.logit_transform import (
     transform_logit,
 )
 from cutefce.cute_kernels.common.online_softmax import (
+    ProjectExp,
     Rows,
     accumulate,
     project_exp_arguments,
     uses_poly_exp2,
 )
 from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum
-from cutefce.cute_kernels.common.sampling import Samples, append_entries, place_entries
+from cutefce.cute_kernels.common.sampling import append_entries, place_entries
 from cutefce.cute_kernels.schedule.scheduler import (
     RowCount,
     TileScheduler,
@@ -54,7 +54,7 @@ def compile_signature(kernel: spec.ProjectExpSpec) -> tuple[Any, tuple[Any, ...]
     return ProjectExpSm100(kernel), project_exp_arguments(kernel)
 
 
-class ProjectExpSm100(MainloopSm100):
+class ProjectExpSm100(ProjectExp, MainloopSm100):
     """The kernel and its launch."""
 
     def __init__(self, kernel: spec.ProjectExpSpec) -> None:
@@ -65,29 +65,9 @@ class ProjectExpSm100(MainloopSm100):
         self.epi_tile_n = self.arch.EPI_TILE_COLUMNS
 
     @cute.jit
-    def __call__(
-        self,
-        h: cute.Tensor,
-        w: cute.Tensor,
-        reference: cute.Tensor,
-        target: cute.Tensor,
-        sums: cute.Tensor | None,
-        exps: cute.Tensor | None,
-        semaphores: cute.Tensor,
-        transform: Transform | None,
-        reductions: cute.Tensor | None,
-        samples: Samples | None,
-        count: cute.Tensor,
-        selects: Int32,
-        first: Int32,
-        vocab_splits: Int32,
-        clusters: Int32,
-        stream: Any,
-    ) -> None:
-        """Launch on `clusters` clusters.
-
-        Each parameter is one argument that the host passes by position.
-        """
+    def launch(self, matrices: Any, rows: Rows, tiles: Any, clusters: Int32, stream: Any) -> None:
+        """See `ProjectExp`."""
+        (h, w, exps), (row_count, vocab_splits) = matrices, tiles
         cluster = self.config.cluster
         h_load, w_load = self.tma_loads(h, w)
         store_e, g_e, e_layout = None, None, None
@@ -104,14 +84,8 @@ class ProjectExpSm100(MainloopSm100):
                 cute.slice_(e_layout, (None, None, 0)),
                 (32, self.epi_tile_n),
             )
-        self.kernel(
-            h_load,
-            w_load,
-            (store_e, g_e, e_layout),
-            Rows(reference, target, sums, semaphores, transform, reductions, samples, first),
-            RowCount(count, selects),
-            vocab_splits,
-        ).launch(
+        e_store = store_e, g_e, e_layout
+        self.kernel(h_load, w_load, e_store, rows, row_count, vocab_splits).launch(
             grid=[clusters * cluster, 1, 1],
             block=[32 * WARPS, 1, 1],
             cluster=[cluster, 1, 1],

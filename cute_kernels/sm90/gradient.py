@@ -227,6 +227,7 @@ class GradGemmSm90(MainloopSm90):
             k_tiles = work_tile.k_end - work_tile.k_start
             other_k_tiles = other.k_end - other.k_start
             last_k = None
+            # not where dW is added to float32 sums: there ptxas serializes the WGMMA instructions
             if cutlass.const_expr(self.tokens_inside and self.final):
                 last_k = Int32(tile[2])
                 if work_tile.k_end == scheduler.k_tiles:

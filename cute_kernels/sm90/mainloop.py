@@ -160,9 +160,7 @@ class MainloopSm90:
         a_layout = sm90.make_smem_layout_a(self.a.layout, tile, self.dtype, config.stages)
         b_layout = sm90.make_smem_layout_b(self.b.layout, tile, self.dtype, config.stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        load_b_multicast = (
-            cpasync.CopyBulkTensorTileG2SMulticastOp() if config.cluster > 1 else load
-        )
+        multicast = cpasync.CopyBulkTensorTileG2SMulticastOp() if config.cluster > 1 else load
         loads_a, g_a = [], None
         for rows in self.load_rows:
             box = sm90.make_smem_layout_a(self.a.layout, (rows, *tile[1:]), self.dtype, 1)
@@ -170,7 +168,7 @@ class MainloopSm90:
             load_a, g_a = cpasync.make_tiled_tma_atom(load, a, box, (rows, tile[2]))
             loads_a.append(load_a)
         load_b, g_b = cpasync.make_tiled_tma_atom(
-            load_b_multicast,
+            multicast,
             b,
             cute.slice_(b_layout, (None, None, 0)),
             (tile[1], tile[2]),

@@ -29,7 +29,7 @@ from cutefce.cute_kernels.common.sampling import append_entries, place_entries
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler
 from cutefce.cute_kernels.sm90.epilogue_store import EpilogueStoreSm90
 from cutefce.cute_kernels.sm90.mainloop import Consumer
-from cutefce.cute_kernels.sm90.project_exp_launch import ProjectExpLaunchSm90
+from cutefce.cute_kernels.sm90.project_exp_launch import LogitTile, ProjectExpLaunchSm90
 from cutefce.cute_kernels.sm90.project_exp_swapped import ProjectExpSwappedSm90
 
 
@@ -87,9 +87,10 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                 state = self.mma(pipe, tiled_mma, consumer, state, k_tiles, k_tiles)
                 cute.arch.griddepcontrol_wait()  # the MMAs need nothing of the previous kernel
                 n_start = column * tile[1]
+                logits = LogitTile(consumer, rows, m_start, n_start, scheduler)
                 if cutlass.const_expr(rows.transform is not None):
-                    self.transform(consumer, rows, m_start, n_start, scheduler)
-                self.mask(consumer, rows, m_start, n_start, scheduler)
+                    self.transform(logits)
+                self.mask(logits)
                 if cutlass.const_expr(self.sums):
                     columns = rows.first + n_start + consumer.tCcC[0][1], self.columns
                     for m_block in cutlass.range_constexpr(self.m_blocks):
@@ -102,9 +103,9 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                                 (self.reducer, more, columns),
                             )
                 if cutlass.const_expr(rows.samples is not None):
-                    self.sample(consumer, rows, m_start, n_start, scheduler)
+                    self.sample(logits)
                 if cutlass.const_expr(self.store):
-                    self.store_exps(consumer, e, rows, m_start, n_start, scheduler)
+                    self.store_exps(logits, e)
             if cutlass.const_expr(config.pingpong):
                 tiles = (n_end - split + vocab_splits - 1) // vocab_splits
                 parity = (parity + cutlass.max(tiles, 0)) % 2
@@ -125,15 +126,9 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def transform(
-        self,
-        consumer: Consumer,
-        rows: Rows,
-        m_start: Int32,
-        n_start: Int32,
-        scheduler: TileScheduler,
-    ) -> None:
+    def transform(self, logits: LogitTile) -> None:
         """Turn raw logits into the model's."""
+        consumer, rows, m_start, n_start, scheduler = logits
         acc, offset = consumer.acc, consumer.tCcC[0][1]
         biases = load_bias(rows.transform, n_start, self.tile[1])
         for m_block in cutlass.range_constexpr(self.m_blocks):
@@ -153,18 +148,12 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                             acc[(v, half, j), m_block, 0] = u
 
     @cute.jit
-    def mask(
-        self,
-        consumer: Consumer,
-        rows: Rows,
-        m_start: Int32,
-        n_start: Int32,
-        scheduler: TileScheduler,
-    ) -> None:
+    def mask(self, logits: LogitTile) -> None:
         """Set the logits of targets, and of columns beyond the vocabulary, to -inf.
 
         Also of rows that are stored but do not count.
         """
+        consumer, rows, m_start, n_start, scheduler = logits
         acc, offset = consumer.acc, consumer.tCcC[0][1]
         limit = scheduler.columns - n_start - offset
         targets = cute.make_rmem_tensor((2, self.m_blocks), Int32)
@@ -196,15 +185,9 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                                     acc[(v, half, j), m_block, 0] = -Float32.inf
 
     @cute.jit
-    def sample(
-        self,
-        consumer: Consumer,
-        rows: Rows,
-        m_start: Int32,
-        n_start: Int32,
-        scheduler: TileScheduler,
-    ) -> None:
+    def sample(self, logits: LogitTile) -> None:
         """Sample the tile's entries."""
+        consumer, rows, m_start, n_start, scheduler = logits
         column = rows.first + n_start + consumer.tCcC[0][1]
         before: Any = None
         for m_block in cutlass.range_constexpr(self.m_blocks):
@@ -258,16 +241,9 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                     self.reducer.write(more, quad_sum, distance, *place)
 
     @cute.jit
-    def store_exps(
-        self,
-        consumer: Consumer,
-        e: Any,
-        rows: Rows,
-        m_start: Int32,
-        n_start: Int32,
-        scheduler: TileScheduler,
-    ) -> None:
+    def store_exps(self, logits: LogitTile, e: Any) -> None:
         """Store the tile's exponentials, epilogue tile by epilogue tile."""
+        consumer, rows, m_start, n_start, scheduler = logits
         epi_tile_n = self.epilogue.epi_tile_n
         base = cute.make_rmem_tensor((2,), Float32)
         inverse_scale = cute.make_rmem_tensor((2,), Float32)

@@ -1,6 +1,6 @@
 """The launch of `project_exp` on Hopper, and the roles of its warps, for any epilogue."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -9,18 +9,28 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.logit_transform import Transform
-from cutefce.cute_kernels.common.online_softmax import Rows
-from cutefce.cute_kernels.common.sampling import Samples
+from cutefce.cute_kernels.common.online_softmax import ProjectExp, Rows
 from cutefce.cute_kernels.schedule.scheduler import (
     RowCount,
     TileScheduler,
     make_tile_scheduler,
 )
-from cutefce.cute_kernels.sm90.mainloop import MainloopSm90, Operand
+from cutefce.cute_kernels.sm90.mainloop import Consumer, MainloopSm90, Operand
 
 
-class ProjectExpLaunchSm90(MainloopSm90):
+class LogitTile(NamedTuple):
+    """A tile of logits in a warpgroup's accumulators, and what its epilogue reads."""
+
+    consumer: Consumer
+    rows: Rows
+    m_start: Int32
+    """The first token along wgmma's M, or the first column if operands are swapped."""
+    n_start: Int32
+    """The same along its N: the first column, or the first token."""
+    scheduler: TileScheduler
+
+
+class ProjectExpLaunchSm90(ProjectExp, MainloopSm90):
     """A `project_exp` whose epilogue is in a subclass: `consume`, and `epilogue.tma_store`."""
 
     epilogue: Any
@@ -33,43 +43,18 @@ class ProjectExpLaunchSm90(MainloopSm90):
         self.sums, self.store, self.swaps = kernel.sums, kernel.store, kernel.config.swaps
 
     @cute.jit
-    def __call__(
-        self,
-        h: cute.Tensor,
-        w: cute.Tensor,
-        reference: cute.Tensor,
-        target: cute.Tensor,
-        sums: cute.Tensor | None,
-        exps: cute.Tensor | None,
-        semaphores: cute.Tensor,
-        transform: Transform | None,
-        reductions: cute.Tensor | None,
-        samples: Samples | None,
-        count: cute.Tensor,
-        selects: Int32,
-        first: Int32,
-        vocab_splits: Int32,
-        clusters: Int32,
-        stream: Any,
-    ) -> None:
-        """Launch on `clusters` clusters, which must fit on the device at the same time.
-
-        Each parameter is one argument that the host passes by position.
-        """
+    def launch(self, matrices: Any, rows: Rows, tiles: Any, clusters: Int32, stream: Any) -> None:
+        """See `ProjectExp`."""
+        (h, w, exps), (row_count, vocab_splits) = matrices, tiles
         a, b = (w, h) if self.swaps else (h, w)
         a_loads, b_load = self.tma_loads(a, b)
         e_store = None, None, None
         if cutlass.const_expr(self.store):
             e_store = self.epilogue.tma_store(exps)
-        self.kernel(
-            self.tiled_mma(self.m_halves),
-            a_loads,
-            b_load,
-            e_store,
-            Rows(reference, target, sums, semaphores, transform, reductions, samples, first),
-            RowCount(count, selects),
-            vocab_splits,
-        ).launch(**self.launch_shape(clusters), stream=stream)
+        tiled_mma = self.tiled_mma(self.m_halves)
+        self.kernel(tiled_mma, a_loads, b_load, e_store, rows, row_count, vocab_splits).launch(
+            **self.launch_shape(clusters), stream=stream
+        )
 
     @cute.kernel
     def kernel(

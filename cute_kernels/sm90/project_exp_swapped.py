@@ -24,7 +24,7 @@ from cutefce.cute_kernels.sm90.mainloop import (
     Consumer,
     NamedBarrier,
 )
-from cutefce.cute_kernels.sm90.project_exp_launch import ProjectExpLaunchSm90
+from cutefce.cute_kernels.sm90.project_exp_launch import LogitTile, ProjectExpLaunchSm90
 from cutefce.cute_kernels.sm90.transposed_store import TransposedStoreSm90
 from cutefce.cute_kernels.variant import IDENTITY, SUM_ONLY
 
@@ -91,11 +91,12 @@ class ProjectExpSwappedSm90(ProjectExpLaunchSm90):
                 cute.arch.griddepcontrol_wait()  # the MMAs need nothing of the previous kernel
                 tile_start = (column * config.cluster + scheduler.rank) * tile[0]
                 column_start = tile_start + consumer.m_half * 64
-                self.mask(consumer, rows, column_start, token_start, scheduler)
+                logits = LogitTile(consumer, rows, column_start, token_start, scheduler)
+                self.mask(logits)
                 if cutlass.const_expr(self.sums):
                     self.accumulate(consumer, row_max, row_sum)
                 if cutlass.const_expr(self.store):
-                    self.store_exps(consumer, e, rows, column_start, token_start, scheduler)
+                    self.store_exps(logits, e)
             if cutlass.const_expr(config.pingpong):
                 tiles = (n_end - split + vocab_splits - 1) // vocab_splits
                 parity = (parity + cutlass.max(tiles, 0)) % 2
@@ -114,18 +115,12 @@ class ProjectExpSwappedSm90(ProjectExpLaunchSm90):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def mask(
-        self,
-        consumer: Consumer,
-        rows: Rows,
-        column_start: Int32,
-        token_start: Int32,
-        scheduler: TileScheduler,
-    ) -> None:
+    def mask(self, logits: LogitTile) -> None:
         """Set the logits of targets, and of columns beyond the vocabulary, to -inf.
 
         Also of tokens that are stored but do not count.
         """
+        consumer, rows, column_start, token_start, scheduler = logits
         acc, lane = consumer.acc, consumer.thread % 32
         span = 64 * self.m_halves * (self.m_blocks - 1) + 64
         needs_mask = column_start + span > scheduler.columns
@@ -230,16 +225,9 @@ class ProjectExpSwappedSm90(ProjectExpLaunchSm90):
         )
 
     @cute.jit
-    def store_exps(
-        self,
-        consumer: Consumer,
-        e: Any,
-        rows: Rows,
-        column_start: Int32,
-        token_start: Int32,
-        scheduler: TileScheduler,
-    ) -> None:
+    def store_exps(self, logits: LogitTile, e: Any) -> None:
         """Store the tile's exponentials, 16 columns of some tokens a warp at a time."""
+        consumer, rows, column_start, token_start, scheduler = logits
         count = self.epilogue.tokens
         for m_block in cutlass.range_constexpr(self.m_blocks):
             first = column_start + m_block * 64 * self.m_halves

@@ -149,7 +149,7 @@ def add_equal(
     for k in cutlass.range(lane, classes, 32, unroll=1):
         value, other = Float32(0.0), keys[cutlass.max(k - 1, 0)]
         if keys[k] != LAST:
-            value = b[Int32(keys[k]) % MOST]
+            value = b[Int32(keys[k] & (MOST - 1))]
             if k > 0 and keys[k] >> PLACE_BITS == other >> PLACE_BITS:
                 equal = Int32(1)
         totals[k] = value

@@ -47,9 +47,14 @@ def _verify_table(path: Path, targets: verification.Targets) -> None:
     table, console = read_table(path), make_console()
     try:
         with console.status("compiling") as status:
-            renewed = verification.verify_table(
-                table, targets, lambda check: status.update(Text(check))
-            )
+
+            def advance(step: str) -> None:
+                if console.is_terminal:
+                    status.update(Text(step))
+                else:
+                    click.echo(step)
+
+            renewed = verification.verify_table(table, targets, advance)
         table_io.rewrite(path, lambda: _unless_changed(path, table, renewed))
     except (OSError, RuntimeError, ValueError) as error:
         raise click.ClickException(f"{path} was not changed: {error}") from error

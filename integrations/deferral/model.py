@@ -30,8 +30,7 @@ def defer(
     `torch.nn.functional.cross_entropy`, of the model or of the caller, into the fused call, with
     the same loss and dtype.  Anything else makes the logits and goes on as before.
 
-    Call it before an adapter, `fully_shard`, DDP or torch.compile wraps the model, or, but for
-    `fully_shard`, after.
+    Call it before `fully_shard` wraps the model; before or after an adapter, DDP or torch.compile.
 
     Args:
         model: a model of transformers or another with `get_output_embeddings`, or the head itself,
@@ -41,7 +40,7 @@ def defer(
         gradient: "exact" or "sampled", as of `linear_cross_entropy`.
         samples: entries of a token that sampled gradients expect to keep, at most.
         accum_dtype: torch.bfloat16 lets sums of the weight's gradient be bfloat16, where hidden
-            states and weight are; None is float32.
+            states and weight are; None keeps more bits.
 
     Raises:
         ValueError: for another `gradient` or `accum_dtype`, or `samples` out of their range.

@@ -10,7 +10,7 @@ from cutefce.ops.interface import checks
 from cutefce.ops.interface.options import LossOptions
 
 
-def is_dense(target: Any) -> bool:
+def is_probabilities(target: Any) -> bool:
     """Whether a `target` is probabilities, not class indices."""
     return isinstance(target, Tensor) and target.is_floating_point()
 
@@ -25,9 +25,7 @@ def check_dense_target(
     """
     for name, x in (("input", h), ("linear_weight", w), ("target", target)):
         checks.check_layout(name, x)
-    tokens = [*h.shape[:-1]]
-    if parts > 1 and tokens:
-        tokens[0] *= parts
+    tokens = checks.token_shape(h, parts)
     checks.check_tensors(h, w, target.new_empty(tokens, dtype=torch.long), parts)
     expected = *tokens, w.shape[0]
     if target.ndim < len(expected) or not checks.are_equal("target", target.shape, expected):
@@ -35,8 +33,7 @@ def check_dense_target(
         wrong = TypeError if target.ndim < len(expected) else ValueError
         raise wrong(
             f"target: got dtype {target.dtype} of shape {tuple(target.shape)}, expected integers "
-            f"(class indices) of shape {tuple(tokens)}, or probabilities of shape "
-            f"{tuple(expected)}{own}"
+            f"(class indices) of shape {tokens}, or probabilities of shape {expected}{own}"
         )
     if target.dtype not in checks.DTYPES:
         raise TypeError(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning.step_memory import row_block_bytes
-from cutefce.ops.rows.loss_terms import LossTerms
+from cutefce.ops.rows.loss_terms import LossTerms, token_factors
 
 
 def no_others(x: Tensor) -> Tensor:
@@ -61,13 +61,10 @@ class DenseTargets:
         This rank has the classes `own`; `dtype` is that of sums.  `add_ranks` returns the sum of a
         tensor over all ranks.
         """
-        probs, epsilon, kappa = tensors.target_probs, options.label_smoothing, tensors.weight
+        probs, token = tensors.target_probs, token_factors(y, tensors, dtype)
         assert probs is not None
-        token = torch.ones(y.shape, dtype=dtype, device=y.device)
-        if tensors.token_weights is not None:
-            token = tensors.token_weights.to(dtype)
-        factor = torch.where(y == options.ignore_index, 0, (1 - epsilon) * token)
-        kappa = None if kappa is None else kappa.to(dtype)
+        factor = torch.where(y == options.ignore_index, 0, (1 - options.label_smoothing) * token)
+        kappa = None if tensors.weight is None else tensors.weight.to(dtype)
         own_kappa = None if kappa is None else kappa[own]
         row = (y - own.start).clamp(0, probs.shape[1] - 1)
         lead = probs.gather(1, row[:, None])[:, 0].to(dtype)
@@ -76,19 +73,8 @@ class DenseTargets:
         lead = torch.where(row == y - own.start, lead, 0)
         sums = add_ranks(torch.stack([lead, _weighted_sums(probs, own_kappa, dtype)]))
         lead, total = torch.where(factor == 0, 0, sums * factor)
-        smoothed, every = lead.new_zeros(()), 0.0 * token
-        if epsilon:
-            every = epsilon / vocab * token
-            smoothed = every * (vocab if kappa is None else kappa.sum())
-        terms = LossTerms(
-            lse=total + smoothed,
-            target=lead,
-            class_row=every if epsilon else 0.0,
-            lse_squared=options.z_loss * token if options.z_loss else 0.0,
-            weight=token,
-            class_weight=own_kappa,
-            others=total - lead,
-        )
+        b = lead, total - lead, total
+        terms = LossTerms.of_probabilities(b, token, kappa, options, vocab, own)
         return DenseTargets(probs, factor, own_kappa), terms
 
     def rows(self, rows: slice | Tensor) -> "DenseTargets":
@@ -116,6 +102,13 @@ def _weighted_sums(probs: Tensor, kappa: Tensor | None, dtype: torch.dtype) -> T
     return sums
 
 
-def leads(probs: Tensor) -> Tensor:
-    """Return the class (...) of the largest probability of each token, of (..., V)."""
-    return probs.argmax(-1)
+def possible_leads(y: Tensor, tensors: TensorOptions) -> Tensor:
+    """Return leads y (...), the class of the largest bias in the place of those with q = 0.
+
+    A bias may exclude a class of probability 0, whose logit is -inf then.
+    """
+    probs, bias = tensors.target_probs, tensors.linear_bias
+    assert probs is not None
+    if bias is None:
+        return y
+    return torch.where(probs.gather(-1, y[..., None])[..., 0] == 0, bias.argmax(), y)

@@ -62,17 +62,13 @@ def add_excess_(
     probs: Tensor,
     kappa: Tensor | None,
 ) -> None:
-    """Add Σ_v κ_v q_iv (u_iv - reference_i) to `excess` (R,), without v = lead_i.
-
-    Without classes of probability 0 either, and 0 where the reference is -inf: so is the loss
-    infinite without it.
-    """
+    """Add Σ_v κ_v q_iv (u_iv - reference_i) to `excess` (R,), without v = lead_i and q_iv = 0."""
     q = probs.to(logits.dtype)
     if kappa is not None:
         q = q * kappa
     is_lead = lead[:, None] == torch.arange(logits.shape[1], device=logits.device)
-    none = is_lead | (q == 0) | (reference == -torch.inf)[:, None]
-    excess.add_((logits - reference[:, None]).mul_(q).masked_fill_(none, 0).sum(1))
+    distances = (logits - reference[:, None]).mul_(q)
+    excess.add_(distances.masked_fill_(is_lead | (q == 0), 0).sum(1))
 
 
 def write_gradient_(

@@ -106,14 +106,14 @@ class Factors:
 
     def tile_memory(self, dtype: torch.dtype) -> list[Tensor]:
         """Return memory for a tile of each side in `dtype`, in that of dW without factors."""
-        memory = []
+        memory, vocab = [], 0
         for side in self.sides:
             if side is not None and side.dw is not None:
-                flat = side.dw.view(-1)
+                flat, vocab = side.dw.view(-1), len(side.dw)
                 ratio = dtype.itemsize // flat.element_size()
                 memory.append(flat[: len(flat) // ratio * ratio].view(dtype))
-        if len(memory) == 1:
-            half = len(memory[0]) // 2
+        if len(memory) == 1:  # whole rows, so that those of the second tile are aligned, too
+            half = len(memory[0]) // (2 * vocab) * vocab
             return [memory[0][:half], memory[0][half:]]
         return memory
 

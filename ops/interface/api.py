@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cutefce.ops import torch_compat
 from cutefce.ops.interface import call, checks
 from cutefce.ops.interface.positions import loss_of_positions
 from cutefce.ops.interface.scalars import with_tensors
 from cutefce.ops.interface.soft_targets import one_class
-from cutefce.ops.operators.context import can_bypass_dispatcher
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.parallel.dtensor import LocalCall, localize, localize_options
+from cutefce.ops.parallel.dtensor import localize, localize_options
 
 
 @overload
@@ -43,6 +41,7 @@ def linear_cross_entropy(
     workspace: int | str | None = None,
     denominator: Tensor | float | None = None,
     accumulate_into: Tensor | None = None,
+    grad_output: Tensor | float | None = None,
     accum_dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
@@ -78,6 +77,7 @@ def linear_cross_entropy(  # type: ignore[misc]
     workspace: int | str | None = None,
     denominator: Tensor | float | None = None,
     accumulate_into: Tensor | None = None,
+    grad_output: Tensor | float | None = None,
     accum_dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
@@ -121,7 +121,7 @@ def linear_cross_entropy(  # type: ignore[misc]
         temperature: divisor of the logits after the softcap, > 0; a number, or () or (...).
         gradient: "exact", or "sampled": unbiased estimates of the gradients, from few entries of
             the softmax of each token, drawn with torch's generator of the device.  The loss, and
-            all that is returned, is that of "exact", bit for bit.
+            all that is returned, is that of "exact", but for rounding.
         samples: entries that a token expects to keep at most, from 16 to 4096, with "sampled".
         return_lse: whether to return a `LossOutput` of the loss and the log-sum-exps.
         workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for
@@ -132,6 +132,10 @@ def linear_cross_entropy(  # type: ignore[misc]
         accumulate_into: (V, D) contiguous buffer to which the backward adds the gradient of
             linear_weight, in the dtype of sums (float32, or float64) or that of the products; the
             weight itself then gets none.  Of a rank's own rows, with `group`.
+        grad_output: the gradient that the backward of this loss will get, a number or a tensor ()
+            or (1,), such as a loss scale over the number of microbatches.  A forward may then add
+            to `accumulate_into`, in less memory and time; with another gradient the backward raises
+            RuntimeError on a CPU, and elsewhere makes input's gradient NaN.  With one loss alone.
         accum_dtype: torch.bfloat16 keeps the sums of linear_weight's gradient over chunks of tokens
             in its own memory, rounded at random: unbiased, in less memory and time, with a larger
             error.  None keeps more bits.  Calls without such sums ignore it.  For bfloat16 alone,
@@ -175,6 +179,8 @@ def linear_cross_entropy(  # type: ignore[misc]
         given["weight"] = weight
     if accumulate_into is not None:
         given["accumulate_into"] = accumulate_into
+    if grad_output is not None:
+        given["grad_output"] = grad_output
     if accum_dtype is not None:
         given["accum_dtype"] = accum_dtype
     if token_weights is not None:
@@ -243,7 +249,7 @@ def _loss(
             checks.refuse_unserved(options=options)
         if workspace is not None:
             checks.workspace_bytes(workspace)
-        some = target if target is not None else one_class(given)
+        some = one_class(target, given)
         part = localize(input, linear_weight, some, group, shards, sequence_parallel)
         local = given
         if given:
@@ -259,7 +265,7 @@ def _loss(
                 "sequence_parallel": part.sequence_parallel,
             }
         run: Any = call.loss_and_lse if return_lse else call.loss
-        if _needs_operator(part, is_plain=not local):
+        if call.needs_operator(part.h, part.w, part.y, is_plain=not local):
             run = torch.ops.cutefce.loss_and_lse if return_lse else torch.ops.cutefce.loss
         y = None if target is None else part.y
         result = run(part.h, part.w, y, workspace=workspace, **local)
@@ -273,15 +279,6 @@ def _loss(
         if target is not None:
             named["target"] = target
         raise_named(error, report, **named, sequence_parallel=sequence_parallel)
-
-
-def _needs_operator(part: LocalCall, is_plain: bool) -> bool:
-    """Whether something must see an operator; calling its function directly takes less CPU time."""
-    if torch_compat.is_transformed():
-        return False  # transforms see the derivatives of a function, not of an operator it calls
-    if not is_plain or torch.compiler.is_compiling() or torch_compat.has_function_mode():
-        return True
-    return not can_bypass_dispatcher(part.h, part.w, part.y)
 
 
 def raise_named(error: Exception, report: report_errors | None, **arguments: Any) -> NoReturn:

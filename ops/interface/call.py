@@ -9,8 +9,8 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
-from cutefce.ops.dense_targets.checks import check_dense_target, is_dense
-from cutefce.ops.dense_targets.targets import leads as leads_of
+from cutefce.ops.dense_targets.checks import check_dense_target, is_probabilities
+from cutefce.ops.dense_targets.targets import possible_leads
 from cutefce.ops.interface import call_cache, checks, option_checks
 from cutefce.ops.interface.options import (
     OPTIONS,
@@ -86,7 +86,7 @@ def loss_and_lse(
     result, more = _evaluate(input, linear_weight, target, workspace, arguments, with_stats=True)
     (stats,) = more
     lse = torch.where(_is_active(stats), RowStats(stats).lse, 0).detach()
-    if target is not None and not is_dense(target):
+    if target is not None and not is_probabilities(target):
         return result, lse.reshape(target.shape)
     classes = arguments["target_indices"] if target is None else target
     return result, lse.reshape(classes.shape[:-1])
@@ -142,7 +142,7 @@ def _evaluate(
     y, grad, bias, own = target, torch.is_grad_enabled(), tensors.linear_bias, w
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     if tensors.accumulate_into is not None and not grad:
-        tensors = dataclasses.replace(tensors, accumulate_into=None)
+        tensors = dataclasses.replace(tensors, accumulate_into=None, grad_output=None)
     grad_bias = grad and bias is not None and bias.requires_grad
     needs_grad = grad_hidden or grad_weight or grad_bias
     more = tensors.pack() if arguments else ()
@@ -158,12 +158,12 @@ def _evaluate(
             tensors = dataclasses.replace(tensors, weight_cast=w)
         else:
             own = w
-    if is_dense(y) and options.reduction != OUTPUTS:
+    if is_probabilities(y) and options.reduction != OUTPUTS:
         with report_errors(sharding.group):
             ranks = sharding.ranks()
             parts = ranks if sharding.sequence_parallel else 1
             check_dense_target(y, h, w, options, parts, ranks)
-        tensors, y = dataclasses.replace(tensors, target_probs=y), leads_of(y)
+        tensors, y = dataclasses.replace(tensors, target_probs=y), y.argmax(-1)
     is_plain = not (more or tensors.is_dense) or (options.is_plain and tensors.is_plain)
     key = None
     if direct and is_plain and not sharding.is_sharded and not with_stats and own is w:
@@ -184,8 +184,13 @@ def _evaluate(
         if not tensors.is_plain:
             tensors.check(h, w, y, options, sharding.vocab(w))
             tensors = tensors.prepared(h)
+        if tensors.grad_output is not None and torch_compat.may_recompute():
+            # a forward that runs twice would add twice
+            tensors = dataclasses.replace(tensors, grad_output=None)
         budget = checks.workspace_bytes(workspace)
-    if tensors.target_indices is not None and tensors.target_probs is not None:
+    if tensors.is_dense:
+        y = possible_leads(y, tensors)
+    elif tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
         arch = arch_of(_flat(h, w, y)[0], w) if direct else None  # compilers know no kernels
         y = chosen_leads(*soft, sharding.vocab(w), options.ignore_index, arch).reshape(y.shape)
@@ -211,6 +216,15 @@ def _evaluate(
     if options.reduction == "none":
         result = result.reshape(y.shape)
     return result, (*rest,)
+
+
+def needs_operator(h: Tensor, w: Tensor, y: Tensor, *, is_plain: bool) -> bool:
+    """Whether something must see an operator; calling its function directly takes less CPU time."""
+    if torch_compat.is_transformed():
+        return False  # transforms see the derivatives of a function, not of an operator it calls
+    if not is_plain or torch.compiler.is_compiling() or torch_compat.has_function_mode():
+        return True
+    return not can_bypass_dispatcher(h, w, y)
 
 
 def repeated(input: Tensor, linear_weight: Tensor, target: Tensor, workspace: Any) -> Tensor | None:

@@ -37,6 +37,7 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "weight": ((Tensor, type(None)), "a tensor or None"),
     "token_weights": ((Tensor, type(None)), "a tensor or None"),
     "accumulate_into": ((Tensor, type(None)), "a tensor or None"),
+    "grad_output": ((Tensor, *NUMBERS, type(None)), "a number, a tensor or None"),
     "accum_dtype": ((torch.dtype, type(None)), "a dtype or None"),
     "temperature": ((Tensor, *NUMBERS), "a number or a tensor"),
     "denominator": ((Tensor, *NUMBERS, type(None)), "a number, a tensor or None"),
@@ -174,19 +175,20 @@ def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
             f"input: got shape {tuple(h.shape)}, expected (..., {w.shape[1]}) "
             f"to match linear_weight of shape {tuple(w.shape)}"
         )
-    tokens: tuple[int, ...] = h.shape[:-1]
-    if parts > 1:
-        if h.ndim == 1:
-            raise ValueError(
-                f"input: got shape {tuple(h.shape)}, expected a dimension of tokens first"
-            )
-        tokens = parts * tokens[0], *tokens[1:]
+    if parts > 1 and h.ndim == 1:
+        raise ValueError(f"input: got shape {tuple(h.shape)}, expected a dimension of tokens first")
+    tokens = token_shape(h, parts)
     if not are_equal("target", y.shape, tokens):
         shared = f", of which {parts} ranks hold a part each" if parts > 1 else ""
         raise ValueError(
-            f"target: got shape {tuple(y.shape)}, expected {tuple(tokens)} "
+            f"target: got shape {tuple(y.shape)}, expected {tokens} "
             f"to match input of shape {tuple(h.shape)}{shared}"
         )
+
+
+def token_shape(h: Tensor, parts: int) -> tuple[int, ...]:
+    """Return the shape (...) of all tokens; `parts` ranks have h (..., D), one after another."""
+    return (parts * h.shape[0], *h.shape[1:-1]) if h.ndim > 1 else ()
 
 
 def are_equal(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> bool:

@@ -12,7 +12,7 @@ from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.api import raise_named
 from cutefce.ops.interface.call import log_probs
 from cutefce.ops.interface.scalars import with_tensors
-from cutefce.ops.interface.soft_targets import first_class
+from cutefce.ops.interface.soft_targets import one_class
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.dtensor import localize, localize_options
 from cutefce.ops.rows.outputs import stat_rows
@@ -68,7 +68,8 @@ def linear_log_probs(
             `target_indices`.
         target_indices: (..., K) integer classes of each token in the place of target, K from 1 to
             256: log p of each, with gradients for each.  Those equal to `ignore_index` have the
-            value 0, and gradients 0; a token with no others is ignored.  Not with "is_top1".
+            value 0 and gradients 0; a token that has only such ones is ignored.  Not with
+            "is_top1".
         outputs: what is returned beside the log-probabilities: some of "lse", "entropy",
             "sum_p_squared", "mean_logit", "is_top1" and "argmax".
         linear_bias: as for `linear_cross_entropy`, and so are the other parameters.
@@ -76,7 +77,7 @@ def linear_log_probs(
         softcap: bound of the logits; not with "mean_logit".
         temperature: divisor of the logits, a number, or () or (...).
         ignore_index: tokens with this target have values 0 and gradients 0; None is -100.
-        gradient: "exact" or "sampled", which entropy has no gradient with.
+        gradient: "exact" or "sampled"; with "sampled", entropy has no gradient.
         samples: entries of a token that sampled gradients expect to keep, at most.
         workspace: peak memory in bytes, "min", "max" or None.
         accumulate_into: (V, D) buffer to which the backward adds the gradient of linear_weight.
@@ -107,7 +108,7 @@ def linear_log_probs(
             checks.check_type("target_indices", target_indices)
         if type(temperature) is not float or temperature != 1:
             given["temperature"] = temperature
-        some = first_class(target, target_indices)
+        some = one_class(target, given)
         call = localize(input, linear_weight, some, group, shards, sequence_parallel)
         tensors = localize_options(call, with_tensors(given, input.device))
         run = log_probs if torch_compat.is_transformed() else torch.ops.cutefce.log_probs

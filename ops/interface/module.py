@@ -13,13 +13,23 @@ from cutefce.ops.interface.api import linear_cross_entropy
 class LinearCrossEntropyLoss(nn.Module):
     """A linear head and its cross entropy, with the names of `torch.nn.LinearCrossEntropyLoss`.
 
-    `linear.weight` (num_classes, in_features) is the head's parameter, as in torch's module, so
-    state dicts can be exchanged; sharded by vocabulary, as a DTensor beside an input that is one,
-    it selects the group that shares the loss.  The other arguments are those of
-    `linear_cross_entropy`.
+    The parameters are `linear.weight` (num_classes, in_features) and, with `bias`, `linear.bias`.
+    State dicts can be exchanged with torch's module.  A weight that is sharded by vocabulary, as a
+    DTensor beside an input that is one, selects the group that shares the loss.
 
     Shapes: forward takes input (..., in_features) and target (...); with `out_features`
     (d_1, ..., d_K), input (N, in_features) and target (N, d_1, ..., d_K).
+
+    Args:
+        in_features: D, the hidden size.
+        num_classes: V, the size of the vocabulary.
+        out_features: (d_1, ..., d_K) of a loss of K dimensions; () of a plain one.
+        bias: whether the head has a bias.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        weight: (num_classes,) factor of each class's losses, a buffer of the module.
+
+    The other arguments are those of `linear_cross_entropy`.
     """
 
     weight: Tensor | None
@@ -98,10 +108,12 @@ class LinearCrossEntropyLoss(nn.Module):
         accumulate_into: Tensor | None = None,
         target_indices: Tensor | None = None,
         target_probs: Tensor | None = None,
+        grad_output: Tensor | float | None = None,
     ) -> Tensor:
         """Return the loss of input (..., in_features) against target (...), or soft targets.
 
-        A floating-point target is (..., num_classes).
+        A floating-point target is (..., num_classes).  More than eight parameters: those of the
+        function that differ from call to call.
         """
         checks.check_linear(self.linear)
         weight: Tensor = self.linear.weight
@@ -131,6 +143,7 @@ class LinearCrossEntropyLoss(nn.Module):
             workspace=self.workspace,
             denominator=denominator,
             accumulate_into=accumulate_into,
+            grad_output=grad_output,
             accum_dtype=self.accum_dtype,
         )
 

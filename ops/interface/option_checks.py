@@ -85,16 +85,20 @@ def check_denominator(denominator: Tensor, h: Tensor, reduction: str) -> None:
     """Raise TypeError or ValueError unless it is one real number, for "mean"."""
     if reduction != "mean":
         raise ValueError(f'denominator: got one with reduction={reduction!r}, expected "mean"')
-    _check_constant("denominator", denominator)
-    if denominator.is_complex() or denominator.dtype == torch.bool:
-        raise TypeError(f"denominator: got dtype {denominator.dtype}, expected a real one")
-    if denominator.shape not in ((), (1,)):
-        raise ValueError(f"denominator: got shape {tuple(denominator.shape)}, expected () or (1,)")
-    if denominator.device not in (h.device, torch.device("cpu")):
-        raise ValueError(
-            f"denominator: got device {denominator.device}, expected that of input, {h.device}, "
-            "or cpu"
-        )
+    _check_scalar("denominator", denominator, h)
+
+
+def check_grad_output(grad_output: Tensor, h: Tensor, reduction: str, adds: bool) -> None:
+    """Raise TypeError or ValueError unless it is one real number, for a loss that is one.
+
+    `adds` says that dW is added to a buffer.
+    """
+    if not adds:
+        raise ValueError("grad_output: got one without accumulate_into, expected None")
+    if reduction not in ("mean", "sum"):
+        expected = '"mean" or "sum"'
+        raise ValueError(f"grad_output: got one with reduction={reduction!r}, expected {expected}")
+    _check_scalar("grad_output", grad_output, h)
 
 
 def check_bias(bias: Tensor, h: Tensor, w: Tensor) -> None:
@@ -160,6 +164,18 @@ def _check_place(name: str, x: Tensor, h: Tensor, shape: Sequence[int]) -> None:
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {tuple(shape)}")
     if x.device != h.device:
         raise ValueError(f"{name}: got device {x.device}, expected that of input, {h.device}")
+
+
+def _check_scalar(name: str, x: Tensor, h: Tensor) -> None:
+    _check_constant(name, x)
+    if x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"{name}: got dtype {x.dtype}, expected a real one")
+    if x.shape not in ((), (1,)):
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected () or (1,)")
+    if x.device not in (h.device, torch.device("cpu")):
+        raise ValueError(
+            f"{name}: got device {x.device}, expected that of input, {h.device}, or cpu"
+        )
 
 
 def _check_constant(name: str, x: Tensor) -> None:

@@ -127,6 +127,8 @@ class TensorOptions(OperatorRecord):
     """() divisor of "mean"; None for the sum of the active tokens' weights."""
     accumulate_into: Tensor | None = argument("Tensor?", default=None)
     """(V, D) buffer to which dW is added; dW is not returned then."""
+    grad_output: Tensor | None = argument("Tensor?", default=None)
+    """() gradient that the loss's backward will get, so that a forward may add dW to the buffer."""
     target_indices: Tensor | None = argument("Tensor?", default=None)
     """(N, K) classes of each token's soft targets; without probabilities those of outputs."""
     target_probs: Tensor | None = argument("Tensor?", default=None)
@@ -180,24 +182,34 @@ class TensorOptions(OperatorRecord):
             option_checks.check_factors("temperature", self.temperature, h, shape)
         if self.accumulate_into is not None:
             option_checks.check_buffer(self.accumulate_into, h, w)
+        if self.grad_output is not None:
+            adds = self.accumulate_into is not None
+            option_checks.check_grad_output(self.grad_output, h, options.reduction, adds)
+
+    def computed_weight(self, w: Tensor) -> Tensor:
+        """Return the weight that products are computed with, where w (V, D) was given."""
+        return w if self.weight_cast is None else self.weight_cast
 
     def prepared(self, h: Tensor) -> "TensorOptions":
         """Return the same with tokens' values as vectors (N,), scalars as () on h's device."""
-        weights, temperature, denominator = self.token_weights, self.temperature, self.denominator
+        weights, temperature = self.token_weights, self.temperature
         if weights is not None:
             weights = weights.reshape(-1)
         if temperature is not None and temperature.ndim:
             temperature = temperature.reshape(-1)
-        if denominator is not None and (denominator.ndim or denominator.device != h.device):
-            denominator = denominator.reshape(()).to(h.device)
+        scalars = {"denominator": self.denominator, "grad_output": self.grad_output}
+        for name, x in scalars.items():
+            if x is not None and (x.ndim or x.device != h.device):
+                scalars[name] = x.reshape(()).to(h.device)
         soft = {name: x.reshape(-1, x.shape[-1]) for name, x in self.soft_targets.items()}
-        if "target_indices" in soft:
-            soft["target_indices"] = soft["target_indices"].long()  # of any integers
+        if "target_indices" in soft:  # of any integers; kernels read contiguous rows
+            soft = {name: x.contiguous() for name, x in soft.items()}
+            soft["target_indices"] = soft["target_indices"].long()
         return dataclasses.replace(
             self,
             token_weights=weights,
             temperature=temperature,
-            denominator=denominator,
+            **scalars,
             **soft,
         )
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cutefce.ops.dense_targets.checks import check_dense_target, is_dense
+from cutefce.ops.dense_targets.checks import check_dense_target, is_probabilities
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.interface.scalars import as_tensor
 from cutefce.ops.interface.soft_targets import check_soft_targets
 from cutefce.ops.operators.context import autocast, is_mixed
 from cutefce.ops.operators.plans import plan_for
@@ -29,6 +30,7 @@ def plan(
     samples: int = 256,
     workspace: int | str | None = None,
     accumulate_into: Tensor | None = None,
+    grad_output: Tensor | float | None = None,
     accum_dtype: torch.dtype | None = None,
     target_indices: Tensor | None = None,
     target_probs: Tensor | None = None,
@@ -38,8 +40,7 @@ def plan(
 ) -> Plan:
     """Return how `linear_cross_entropy` would run with these arguments; print it to read it.
 
-    The plan is that of a call in which every token counts.  More than eight parameters: they are
-    arguments of the call.
+    The plan is that of a call in which every token counts.
 
     Args:
         input: (..., D) hidden states.  Set requires_grad on input, linear_weight or both, as for
@@ -53,6 +54,7 @@ def plan(
         samples: entries of a token that sampled gradients expect to keep, at most.
         workspace: peak memory, as for the call.
         accumulate_into: buffer of the weight's gradient, as for the call.
+        grad_output: gradient of the loss, of which only matters whether it is given.
         accum_dtype: dtype of the sums of the weight's gradient, as for the call.
         target_indices: (..., K) those of the call, of which only the shape matters.
         target_probs: (..., K) the same.
@@ -60,7 +62,7 @@ def plan(
         shards: rows of every rank's weight.
         sequence_parallel: whether input holds this rank's share of the tokens.
 
-    More than eight parameters: they are options of the call.
+    More than eight parameters: they are arguments of the call.
 
     Returns:
         Strategy, window, columns aliased and kept, and predicted memory (bytes) and time (seconds).
@@ -73,6 +75,7 @@ def plan(
         gradient=gradient,
         samples=samples,
         accumulate_into=accumulate_into,
+        grad_output=grad_output,
         accum_dtype=accum_dtype,
         target_indices=target_indices,
         target_probs=target_probs,
@@ -103,7 +106,7 @@ def plan(
         w = w.detach().to(h.dtype).requires_grad_(w.requires_grad)
         tensors = TensorOptions(weight_cast=w if w.requires_grad else None)
     parts = sharding.ranks() if sharding.sequence_parallel else 1
-    if is_dense(target):
+    if is_probabilities(target):
         check_dense_target(call.y, h, w, options, parts, sharding.ranks())
         tensors = dataclasses.replace(tensors, target_probs=call.y)
     checks.check_tensors(h, w, some.new_empty(h.shape[:-1]))
@@ -112,6 +115,10 @@ def plan(
         if torch.is_grad_enabled():
             checks.check_accumulates(call.w)
         tensors = dataclasses.replace(tensors, accumulate_into=accumulate_into)
+    if grad_output is not None:
+        number = as_tensor("grad_output", grad_output, h.device)
+        option_checks.check_grad_output(number, h, reduction, accumulate_into is not None)
+        tensors = dataclasses.replace(tensors, grad_output=number)
     soft = {"target_indices": target_indices, "target_probs": target_probs}
     if any(x is not None for x in soft.values()):
         tensors = dataclasses.replace(tensors, **localize_options(call, soft))

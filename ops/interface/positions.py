@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.dense_targets.checks import is_dense
+from cutefce.ops.dense_targets.checks import is_probabilities
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.soft_targets import one_class
 
@@ -32,41 +32,9 @@ def loss_of_positions(
             `temperature` (N, d_1, ..., d_K) have a value for every position.
         arguments: the others, the same at every position.
     """
-    if target is None:
-        one_class(given)
-    if target is None or "target_indices" in given or "target_probs" in given:
-        raise NotImplementedError(
-            f"target_indices: got soft targets with linear_weight of shape "
-            f"{tuple(linear_weight.shape)}, expected target with losses of K dimensions"
-        )
-    if is_dense(target):
-        raise NotImplementedError(
-            f"target: got probabilities with linear_weight of shape "
-            f"{tuple(linear_weight.shape)}, expected class indices with losses of K dimensions"
-        )
-    wrong = checks.type_error(input=input, target=target, **given)
-    if wrong is not None:
-        raise wrong
-    for name, x in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-        checks.check_layout(name, x)
-    if given.get("accumulate_into") is not None:
-        raise NotImplementedError(
-            f"accumulate_into: got a buffer with linear_weight of shape "
-            f"{tuple(linear_weight.shape)}, expected None with losses of K dimensions"
-        )
+    target = _checked_target(input, linear_weight, target, given)
     reduction, ignore_index = given.get("reduction", "mean"), given.get("ignore_index", -100)
-    checks.check_ignore_index(ignore_index)
     sizes = linear_weight.shape[1:-1]
-    if input.ndim != 2 or target.shape != (input.shape[0], *sizes):
-        raise ValueError(
-            f"target: got shape {tuple(target.shape)} with input of shape {tuple(input.shape)}, "
-            f"expected (N, {', '.join(map(str, sizes))}) with (N, D), to match linear_weight of "
-            f"shape {tuple(linear_weight.shape)}"
-        )
-    weights = {"weight": linear_weight.shape[:1], "token_weights": target.shape}
-    for name, shape in weights.items():
-        if name in given:
-            option_checks.check_factors(name, given[name], input, shape)
     count = math.prod(sizes)
     each: dict[str, list[Any]] = {}
     for name, x in given.items():
@@ -91,6 +59,46 @@ def loss_of_positions(
     if lses[0] is not None:
         lse = torch.stack(lses, -1).reshape(target.shape)
     return total, lse
+
+
+def _checked_target(
+    input: Tensor, linear_weight: Tensor, target: Tensor | None, given: dict[str, Any]
+) -> Tensor:
+    """Return the target; raise an error that names the argument unless all fit together."""
+    one_class(target, given)
+    if target is None or "target_indices" in given or "target_probs" in given:
+        raise NotImplementedError(
+            f"target_indices: got soft targets with linear_weight of shape "
+            f"{tuple(linear_weight.shape)}, expected target with losses of K dimensions"
+        )
+    if is_probabilities(target):
+        raise NotImplementedError(
+            f"target: got probabilities with linear_weight of shape "
+            f"{tuple(linear_weight.shape)}, expected class indices with losses of K dimensions"
+        )
+    wrong = checks.type_error(input=input, target=target, **given)
+    if wrong is not None:
+        raise wrong
+    for name, x in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+        checks.check_layout(name, x)
+    if given.get("accumulate_into") is not None:
+        raise NotImplementedError(
+            f"accumulate_into: got a buffer with linear_weight of shape "
+            f"{tuple(linear_weight.shape)}, expected None with losses of K dimensions"
+        )
+    checks.check_ignore_index(given.get("ignore_index", -100))
+    sizes = linear_weight.shape[1:-1]
+    if input.ndim != 2 or target.shape != (input.shape[0], *sizes):
+        raise ValueError(
+            f"target: got shape {tuple(target.shape)} with input of shape {tuple(input.shape)}, "
+            f"expected (N, {', '.join(map(str, sizes))}) with (N, D), to match linear_weight of "
+            f"shape {tuple(linear_weight.shape)}"
+        )
+    weights = {"weight": linear_weight.shape[:1], "token_weights": target.shape}
+    for name, shape in weights.items():
+        if name in given:
+            option_checks.check_factors(name, given[name], input, shape)
+    return target
 
 
 def _total_weight(target: Tensor, ignore_index: int, given: dict[str, Any]) -> Tensor:

@@ -10,10 +10,11 @@ from cutefce.ops.parallel.dtensor import replicated
 
 
 def with_tensors(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return options by name, a temperature or denominator that is a number as a tensor."""
+    """Return options by name, those that may be numbers as tensors."""
     result = dict(given)
-    if "denominator" in given:
-        result["denominator"] = as_tensor("denominator", given["denominator"], device)
+    for name in ("denominator", "grad_output"):
+        if name in given:
+            result[name] = as_tensor(name, given[name], device)
     temperature: Any = given.get("temperature")
     if "temperature" in given and not isinstance(temperature, Tensor):
         checks.check_type("temperature", temperature)

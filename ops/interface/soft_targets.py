@@ -13,16 +13,16 @@ MAX_CLASSES = PrepareSoftSpec.MAX_CLASSES
 """The most classes of a token."""
 
 
-def one_class(given: dict[str, Any]) -> Tensor:
-    """Return one class of each token (...), of the arguments by name of a call without target."""
+def one_class(target: Tensor | None, given: dict[str, Any]) -> Tensor:
+    """Return `target` (...), or without it one class of each token, of the arguments by name."""
+    if target is not None:
+        return target
     if "target_indices" not in given and "target_probs" not in given:
-        raise TypeError(
-            "target: got None (NoneType), expected a tensor, or target_indices and target_probs"
-        )
+        raise TypeError("target: got None (NoneType), expected a tensor, or target_indices")
     indices = given.get("target_indices")
     if not isinstance(indices, Tensor) or not indices.ndim:
-        shape = None if indices is None else tuple(indices.shape)
-        raise ValueError(f"target_indices: got {shape} beside target_probs, expected (..., K)")
+        got = f"shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else repr(indices)
+        raise ValueError(f"target_indices: got {got}, expected a tensor of shape (..., K)")
     return indices.select(-1, 0) if indices.shape[-1] else indices.sum(-1)
 
 
@@ -39,7 +39,7 @@ def check_soft_targets(
         raise ValueError(
             "target: got one beside target_indices and target_probs, expected None beside them"
         )
-    one_class(tensors.soft_targets)
+    one = one_class(None, tensors.soft_targets)
     for name, x in (("target_indices", indices), ("target_probs", probs)):
         if x is None:
             other = "target_probs" if name == "target_indices" else "target_indices"
@@ -61,19 +61,7 @@ def check_soft_targets(
             f"ignore_index: got {options.ignore_index} with target_indices, expected None: a "
             "token whose probabilities are all 0 is ignored"
         )
-    return indices.select(-1, 0)
-
-
-def first_class(target: Tensor | None, indices: Any) -> Tensor:
-    """Return `target` (...), or without it the first class of `indices` (..., K)."""
-    if target is not None:
-        return target
-    if indices is None:
-        raise TypeError("target: got None (NoneType), expected a tensor, or target_indices")
-    if not isinstance(indices, Tensor) or not indices.ndim:
-        got = f"shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else repr(indices)
-        raise ValueError(f"target_indices: got {got}, expected a tensor of shape (..., K)")
-    return indices.select(-1, 0) if indices.shape[-1] else indices.sum(-1)
+    return one
 
 
 def check_output_classes(
@@ -92,7 +80,7 @@ def check_output_classes(
         )
     if target is not None:
         raise ValueError("target: got one beside target_indices, expected None beside it")
-    one = first_class(None, indices)
+    one = one_class(None, tensors.soft_targets)
     assert indices is not None
     check_indices(indices, h, parts)
     if "is_top1" in options.output_names:
@@ -116,11 +104,9 @@ def check_indices(indices: Tensor, h: Any, parts: int) -> None:
     _check_place("target_indices", indices, h)
     if indices.dtype == torch.bool or indices.is_floating_point() or indices.is_complex():
         raise TypeError(f"target_indices: got dtype {indices.dtype}, expected integers")
-    tokens = [*h.shape[:-1]]
-    if parts > 1 and tokens:
-        tokens[0] *= parts
+    tokens = checks.token_shape(h, parts)
     fits = indices.ndim == len(tokens) + 1
-    if not fits or not checks.are_equal("target_indices", indices.shape[:-1], (*tokens,)):
+    if not fits or not checks.are_equal("target_indices", indices.shape[:-1], tokens):
         raise ValueError(
             f"target_indices: got shape {tuple(indices.shape)}, expected "
             f"({''.join(f'{size}, ' for size in tokens)}K) to match input of shape "

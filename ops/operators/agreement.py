@@ -1,13 +1,22 @@
-"""What all ranks of a call must agree on, by the names that errors use."""
+"""What all ranks of a call, and its forward and backward, must agree on.
+
+By the names that errors use.
+"""
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.workspace import Stat
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.operators.operands import NO_GRADIENTS
 
+UPSTREAM_ROUNDINGS = 16
+"""Roundings, in the dtype of the loss, by which a known upstream gradient may differ from the
+backward's: each division or loss scale has one."""
+HOSTS = ("cpu",)
+"""Types of the devices whose values are known without waiting."""
 RUNS_AGAIN = "backward through what an earlier backward freed"
 
 
@@ -42,3 +51,27 @@ def agreed_backward(upstream: Tensor, stats: Tensor, runs_again: bool) -> dict[s
         "gradient of the loss": upstream,
         "losses of the forward, of which this is the backward": stats[Stat.LOSS],
     }
+
+
+def agreed_upstream(upstream: Tensor, tensors: TensorOptions) -> Tensor:
+    """Return the backward's `upstream` (), NaN if the forward was given another one.
+
+    The first row of the buffer then becomes NaN too.
+
+    Raises:
+        RuntimeError: on a CPU, if it was.  A GPU is not synchronized for this.
+    """
+    grad_output, buffer = tensors.grad_output, tensors.accumulate_into
+    if grad_output is None or buffer is None:
+        return upstream
+    given = grad_output.to(upstream.dtype)
+    bound = UPSTREAM_ROUNDINGS * torch.finfo(upstream.dtype).eps * given.abs()
+    is_same = (upstream - given).abs() <= bound
+    if upstream.device.type in HOSTS and not is_same:
+        raise RuntimeError(
+            f"grad_output: got {given.item()}, expected {upstream.item()}, the gradient that the "
+            "backward of the loss got"
+        )
+    upstream = torch.where(is_same, upstream, torch.nan)
+    buffer[0] += 0 * upstream
+    return upstream

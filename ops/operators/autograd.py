@@ -10,21 +10,16 @@ from torch import Tensor
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import OPTIONS, Sharding, StepOptions, TensorOptions
+from cutefce.ops.operators import operators
 from cutefce.ops.operators.context import can_bypass_dispatcher
-from cutefce.ops.operators.operators import (
-    IMPLS,
-    LIBRARY,
-    STEP,
-    loss_backward,
-    loss_backward_into,
-    loss_forward,
-)
+from cutefce.ops.operators.operators import IMPLS, LIBRARY, STEP
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.planning import planner
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.schema import unpack
 
 _BUFFER = 4 + TensorOptions.names().index("accumulate_into")  # its place in what is saved
+_GRAD_OUTPUT = [name for record in STEP for name in record.names()].index("grad_output")
 
 
 def training_loss(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
@@ -49,7 +44,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         """Return the reduced loss and the statistics."""
-        return _run(loss_forward, h, w, y, *arguments)
+        writes = arguments[_GRAD_OUTPUT] is not None
+        operator = operators.loss_forward_into if writes else operators.loss_forward
+        return _run(operator, h, w, y, *arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -120,7 +117,7 @@ class RowOutputs(torch.autograd.Function):
     @staticmethod
     def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         """Return log-probabilities, lse and entropy, and the statistics, see `row_outputs`."""
-        rows, stats = _run(loss_forward, h, w, y, *arguments)
+        rows, stats = _run(operators.loss_forward, h, w, y, *arguments)
         own = rows[0] if len(rows) == 3 else rows[:-2].t()
         return own.clone(), *(row.clone() for row in rows[-2:]), stats
 
@@ -237,10 +234,12 @@ def _backward(
 
 
 def _gradients(ctx: Any, upstream: Tensor, before: Sequence[Any]) -> tuple[Tensor, ...]:
-    operator: Any = loss_backward if ctx.accumulate_into is None else loss_backward_into
-    if operator is loss_backward_into and torch_compat.is_batched_backward():
-        message = "accumulate_into: got a buffer with is_grads_batched=True, expected None"
-        raise NotImplementedError(message)
+    operator: Any = operators.loss_backward
+    if ctx.accumulate_into is not None:
+        operator = operators.loss_backward_into
+        if torch_compat.is_batched_backward():
+            message = "accumulate_into: got a buffer with is_grads_batched=True, expected None"
+            raise NotImplementedError(message)
     h, w, y, stats, *tensors = _saved(ctx)
     return differentiate(operator, upstream, h, w, y, stats, *before, *tensors, *ctx.after)
 

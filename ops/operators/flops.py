@@ -21,7 +21,13 @@ def _product(w_shape: Sequence[int], y_shape: Sequence[int]) -> int:
     return 2 * y_shape[0] * w_shape[0] * w_shape[1]
 
 
-@register_flop_formula([torch.ops.cutefce.forward, torch.ops.cutefce.loss_forward])
+@register_flop_formula(
+    [
+        torch.ops.cutefce.forward,
+        torch.ops.cutefce.loss_forward,
+        torch.ops.cutefce.loss_forward_into,
+    ]
+)
 def _forward_flop(h_shape: Any, w_shape: Any, y_shape: Any, *_: Any, out_shape: Any = None) -> int:
     return _product(w_shape, y_shape)
 

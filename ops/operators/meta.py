@@ -44,4 +44,4 @@ def loss_backward(
     )
 
 
-loss_backward_into = loss_backward
+loss_forward_into, loss_backward_into = loss_forward, loss_backward

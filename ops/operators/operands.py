@@ -23,7 +23,9 @@ from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.soft_targets import check_values
 from cutefce.ops.rows.targets import sum_dtype, without_weightless
 from cutefce.ops.sampling.samples import Sampling
+from cutefce.ops.strategies.dw_views import aliased_views, memory_of
 from cutefce.ops.strategies.loss_inputs import LossInputs
+from cutefce.ops.strategies.windows import StoredExps
 
 NO_GRADIENTS = False, False, False
 
@@ -116,7 +118,7 @@ def _select(
     """Return which tokens are computed, None for all."""
     y, ignored = without_weightless(y.long(), options, tensors).contiguous(), options.ignore_index
     counted = shard.counted(y, ignored) if problem.selects_rows else y
-    chunk = plan.chunks(len(y)).unit if plan.in_forward else len(y)
+    chunk = plan.selected_tokens(len(y))
     return select_rows(problem, y, counted, ignored, plan.tokens, chunk)
 
 
@@ -145,3 +147,14 @@ def plan_of(
     if bool(h.sum(1).isfinite().masked_fill_(counts, True).all()):
         return plan
     return plan_for(*given, int(counts.sum()), leaves_out=True)
+
+
+def stored_exps(
+    inputs: LossInputs[Any, Any], exps: Tensor, dw: Tensor | None, plan: Plan
+) -> StoredExps:
+    """Return where exponentials are stored: aliased columns in dW, then `exps` (N, K)."""
+    aliased = []
+    if dw is not None:
+        memory = memory_of(dw, exps.shape[0], inputs.primitives.config.reference_block)
+        aliased = aliased_views(dw, memory, plan.aliased)
+    return [*aliased, (plan.aliased, exps)] if exps.shape[1] else aliased

@@ -6,8 +6,9 @@ the inputs alone:
 
     forward            the loss, where no gradient is needed
     loss_forward       the forward of a training step: loss and statistics
+    loss_forward_into  the same where it may add dW to a buffer
     loss_backward      dX, dW and the gradient of the bias
-    loss_backward_into the same where dW is added to a buffer, which it writes
+    loss_backward_into the same where it may add dW to a buffer
 
 Their schemas are built from the option records; `meta.py` has their fake implementations,
 `autograd.py` the derivative of the loss, and `kept.py` what the forward keeps for the backward.
@@ -18,18 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.interface.options import (
-    OPTIONS,
-    LossOptions,
-    StepOptions,
-    TensorOptions,
-)
+from cutefce.ops.interface.options import OPTIONS, LossOptions, StepOptions, TensorOptions
 from cutefce.ops.operators import kept, meta
-from cutefce.ops.operators.agreement import agreed_backward, agreed_forward
+from cutefce.ops.operators.agreement import agreed_backward, agreed_forward, agreed_upstream
 from cutefce.ops.operators.context import isolated_context, refuse_tangents
 from cutefce.ops.operators.fused import run_fused_backward, run_fused_forward, step_with_layouts
 from cutefce.ops.operators.kept import GradSums, Kept
-from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare
+from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare, stored_exps
 from cutefce.ops.parallel.shard import Unsharded, shard_of
 from cutefce.ops.planning.planner import MINIMUM, Plan
 from cutefce.ops.rows.selection import RowSelection
@@ -38,12 +34,10 @@ from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
 from cutefce.ops.sampling.kernels import KernelSamples
 from cutefce.ops.schema import unpack
 from cutefce.ops.strategies import sampled, windows
-from cutefce.ops.strategies.dw_views import aliased_views, memory_of
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
 from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.loss_inputs import LossInputs
 from cutefce.ops.strategies.weight_sums import WeightSums
-from cutefce.ops.strategies.windows import StoredExps
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
 STEP = (StepOptions, *OPTIONS)
@@ -58,6 +52,7 @@ _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") 
 for schema in (
     f"forward(Tensor h, Tensor w, Tensor y, {_OPTIONS}) -> Tensor",
     f"loss_forward(Tensor h, Tensor w, Tensor y, {_STEP}) -> (Tensor loss, Tensor stats)",
+    f"loss_forward_into(Tensor h, Tensor w, Tensor y, {_WRITING}) -> (Tensor loss, Tensor stats)",
     "loss_backward(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, "
     f"{_STEP}) -> (Tensor dx, Tensor dw, Tensor dbias)",
     "loss_backward_into(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, "
@@ -66,15 +61,10 @@ for schema in (
     LIBRARY.define(schema, tags=_TAGS)
 
 
-def _computed(w: Tensor, tensors: TensorOptions) -> Tensor:
-    """Return the weight (V, D) that products are computed with."""
-    return w if tensors.weight_cast is None else tensors.weight_cast
-
-
 def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     """Return the reduced loss; `arguments` are those of `OPTIONS`."""
     options, tensors, sharding = unpack(arguments, *OPTIONS)
-    w = _computed(w, tensors)
+    w = tensors.computed_weight(w)
     refuse_tangents()
     same = {} if sharding.group is None else agreed_forward(y, options, tensors)
     shard = shard_of(sharding, h, w, **same)
@@ -98,7 +88,7 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     """Return the reduced loss and statistics (NUM_STATS, N); `arguments` are those of `STEP`."""
     refuse_tangents()
     step, options, tensors, sharding = unpack(arguments, *STEP)
-    w = _computed(w, tensors)
+    w = tensors.computed_weight(w)
     plan = plan_of(h, w, y, step, options, tensors, sharding)
     same = {}  # one device has nobody to agree with
     if sharding.group is not None:
@@ -120,6 +110,17 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     return restored(loss, selection, options), stats.rows
 
 
+def loss_forward_into(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Do what `loss_forward` does of arguments with `accumulate_into` and `grad_output`."""
+    _count_write(arguments[3:])
+    return loss_forward(*arguments)
+
+
+def _count_write(arguments: tuple[Any, ...]) -> None:
+    """Tell autograd that the buffer is written, which kernels do not; `arguments` are of `STEP`."""
+    torch.autograd.graph.increment_version(unpack(arguments, *STEP)[2].accumulate_into)
+
+
 def restored(loss: Tensor, selection: RowSelection | None, options: LossOptions) -> Tensor:
     """Return the reduced loss, or those of all tokens, which are no view of the statistics."""
     if options.is_scalar:
@@ -138,7 +139,7 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     if not plan.in_forward:
         results = Kept(plan, h.new_empty(inputs.tokens, plan.kept), class_row=row)
         results.dw = w.new_empty(w.shape) if plan.aliased else None
-        stored = _stored(inputs, results.exps, results.dw, plan)
+        stored = stored_exps(inputs, results.exps, results.dw, plan)
         loss, stats = windows.forward(inputs, stored)
         results.soft_logits = None if targets.soft is None else targets.soft.logits
         return loss, stats, results
@@ -147,13 +148,17 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     dx = h.new_empty(inputs.tokens if plan.grad_hidden else 0, hidden, dtype=inputs.dx_dtype)
     # what is added to a buffer is rounded there
     dw_dtype = w.dtype if inputs.accumulate_into is not None else inputs.dw_dtype
-    dw = w.new_empty(len(w) if plan.grad_weight else 0, hidden, dtype=dw_dtype)
+    keeps_dw = plan.grad_weight and not plan.adds_in_forward
+    dw = w.new_empty(len(w) if keeps_dw else 0, hidden, dtype=dw_dtype)
     dbias = loss_scale.new_empty(len(w)) if plan.grad_bias else None
     chunks = plan.chunks(inputs.tokens)
     many = plan.low_bits, len(chunks.sizes)
     kept_dx = HiddenSums.empty(dx, dtype, plan.hidden_bits, in_order=plan.shrinking is not None)
     sums = GradSums(kept_dx, WeightSums.empty(dw, dtype, *many), dbias)
-    stats = gradients_in_forward(inputs, loss_scale, plan.kept, chunks, *sums)
+    buffer, factor, written = inputs.accumulate_into, targets.tensors.grad_output, sums
+    if plan.adds_in_forward and buffer is not None and factor is not None:
+        written = sums._replace(dw=WeightSums.in_buffer(buffer, factor))
+    stats = gradients_in_forward(inputs, loss_scale, plan.kept, chunks, *written)
     results = Kept(plan, h.new_empty(0, 0), sums=sums, class_row=row)
     returned = returned_rows if targets.options.reduction == OUTPUTS else reduce_losses
     return returned(stats, targets), stats, results
@@ -167,11 +172,16 @@ def loss_backward(
     `stats` are those of `loss_forward`; `arguments` are those of `STEP`.
     """
     step, options, tensors, sharding = unpack(arguments, *STEP)
-    w = _computed(w, tensors)
+    w, upstream = tensors.computed_weight(w), agreed_upstream(upstream, tensors)
     results = kept.kept_with(stats)
-    if kept.consumes_exps(options, tensors):
-        kept.forget(stats)
     plan = results.plan if results else plan_of(h, w, y, step, options, tensors, sharding)
+    if kept.consumes_exps(options, tensors) and not plan.in_forward:
+        kept.forget(stats)
+    if plan.adds_in_forward and results is None:
+        raise RuntimeError(
+            "grad_output: got a backward that does not find what its forward has kept, expected "
+            "None where what a graph saves is moved or computed again"
+        )
     fused = step_with_layouts(h, w, plan, options, tensors, sharding)
     if fused is not None:
         if results is None:
@@ -211,8 +221,7 @@ def loss_backward(
 
 def loss_backward_into(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Do what `loss_backward` does of arguments with `accumulate_into`."""
-    buffer = unpack(arguments[5:], *STEP)[2].accumulate_into
-    torch.autograd.graph.increment_version(buffer)  # kernels that write it do not tell autograd
+    _count_write(arguments[5:])
     return loss_backward(*arguments)
 
 
@@ -229,7 +238,7 @@ def run_windows_backward(
     dw, exps = results.take_dw(), results.exps
     if kept.consumes_exps(inputs.targets.options, inputs.targets.tensors):
         exps = results.own(exps)
-    stored = results.samples or _stored(inputs, exps, dw, plan)
+    stored = results.samples or stored_exps(inputs, exps, dw, plan)
     if dw is None and plan.grad_weight:
         dw = inputs.accumulate_into
         if dw is None:
@@ -275,20 +284,9 @@ def _finish(
     return dx.to(dtype), dw, _rounded(dbias, inputs.w, tensors)
 
 
-def _stored(
-    inputs: LossInputs[Any, Any], exps: Tensor, dw: Tensor | None, plan: Plan
-) -> StoredExps:
-    """Return where exponentials are stored: aliased columns in dW, then `exps` (N, K)."""
-    aliased = []
-    if dw is not None:
-        memory = memory_of(dw, exps.shape[0], inputs.primitives.config.reference_block)
-        aliased = aliased_views(dw, memory, plan.aliased)
-    return [*aliased, (plan.aliased, exps)] if exps.shape[1] else aliased
-
-
 IMPLS = {
     function: isolated_context(function)
-    for function in (forward, loss_forward, loss_backward, loss_backward_into)
+    for function in (forward, loss_forward, loss_forward_into, loss_backward, loss_backward_into)
 }
 """The implementations, as the dispatcher and eager autograd call them."""
 

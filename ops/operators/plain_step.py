@@ -66,8 +66,7 @@ class PlainStep:
         """Return which of the targets y (N,) are computed, None for all."""
         if self.selecting_arch is None:
             return None
-        plan, tokens = self.plan, y.shape[0]
-        chunk = plan.chunks(tokens).unit if plan.in_forward else tokens
+        chunk = self.plan.selected_tokens(y.shape[0])
         return select_on_device(self.selecting_arch, y, options.ignore_index, chunk)
 
     def inputs(

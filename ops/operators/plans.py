@@ -61,6 +61,7 @@ def plan_for(
     if buffer is not None:
         in_place = can_add_in_place(buffer, h.dtype, sum_dtype(h.dtype))
         added = {"wide_grad_weight": True, "accumulates": True, "adds_in_place": in_place}
+        added["knows_upstream"] = tensors.grad_output is not None
         problem = CallProblem(**{**vars(problem), **added})
     if sharding.group is not None:
         ranks, parallel = sharding.ranks(), sharding.sequence_parallel

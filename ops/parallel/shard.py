@@ -23,7 +23,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,7 @@ from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.parallel.consistency import exchange
 from cutefce.ops.parallel.primitives import ShardProjection
 from cutefce.ops.primitives.dispatch import backend_for
-from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
+from cutefce.ops.primitives.interface import AnyPrimitives, Primitives, Projection
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import Targets, sum_dtype
@@ -148,13 +148,18 @@ class VocabShard(Unsharded):
         return targets
 
     def _leads_of_ranks(self, y: Tensor, options: LossOptions, tensors: TensorOptions) -> Tensor:
-        """Return the leads (N,) of all ranks' probabilities, of those y (N,) of this rank's."""
-        probs, ignored = tensors.target_probs, y == options.ignore_index
+        """Return the leads (N,) of all ranks' probabilities, of those y (N,) of this rank's.
+
+        Where none is above 0, the one with the largest bias: others may have a logit of -inf.
+        """
+        probs, ignored, row = tensors.target_probs, y == options.ignore_index, y.clamp(min=0)
         assert probs is not None
-        largest = probs.gather(1, y.clamp(min=0)[:, None])[:, 0].double()
-        of_ranks = self.all_gather(torch.stack([largest, (y + self.first).double()]))
-        best = of_ranks[:, 0].argmax(0, keepdim=True)
-        leads = of_ranks[:, 1].gather(0, best)[0].long()
+        largest, bias = probs.gather(1, row[:, None])[:, 0].double(), tensors.linear_bias
+        offset = torch.zeros_like(largest) if bias is None else bias[row].double()
+        of_ranks = self.all_gather(torch.stack([largest, offset, (y + self.first).double()]))
+        is_none = of_ranks[:, 0].amax(0) <= 0
+        best = torch.where(is_none, of_ranks[:, 1].argmax(0), of_ranks[:, 0].argmax(0))
+        leads = of_ranks[:, 2].gather(0, best[None])[0].long()
         return torch.where(ignored, options.ignore_index, leads)
 
     def total_vocab(self, w: Tensor) -> int:
@@ -171,7 +176,8 @@ class VocabShard(Unsharded):
 
     def primitives(self, own: AnyPrimitives) -> AnyPrimitives:
         """Return primitives that combine the results of `own` on all ranks."""
-        return Primitives(own.config, ShardProjection(own.projection, self), own.gradients)
+        projection = cast(Projection[Any], ShardProjection(own.projection, self))
+        return Primitives(own.config, projection, own.gradients)
 
     def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of sums: dX is rounded after the ranks' parts are added."""

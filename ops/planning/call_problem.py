@@ -26,6 +26,8 @@ class CallProblem(Problem):
     """Whether these are classes whose log-probabilities are returned."""
     adds_in_place: bool = True
     """Whether GEMMs can add to that buffer; else dW is computed beside it, some rows at a time."""
+    knows_upstream: bool = False
+    """Whether the upstream gradient of the loss is known before the backward."""
     samples: int = 0
     """Entries of a token that sampled gradients expect to keep; 0 for exact gradients."""
     smooths: bool = False
@@ -41,6 +43,11 @@ class CallProblem(Problem):
 def accumulates(p: Problem) -> bool:
     """Whether dW is added to a buffer of the caller's."""
     return isinstance(p, CallProblem) and p.accumulates and p.grad_weight
+
+
+def adds_in_forward(p: Problem) -> bool:
+    """Whether gradients in forward add dW to that buffer, and need no sums of their own."""
+    return isinstance(p, CallProblem) and accumulates(p) and p.adds_in_place and p.knows_upstream
 
 
 def soft_targets(p: Problem) -> int:

@@ -28,8 +28,8 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
     gradients in forward               c·V·e for chunks of c tokens, c·K·e for dX alone; unless
                                        sums are the gradients (e = a), V·D / 2 for 4 bits of each
                                        of dW's sums, V·D over more than 32 chunks and nothing
-                                       if they are rounded at random, as N·D / 2 of dX's; and
-                                       c·D·a for a chunk's
+                                       if they are rounded at random, as N·D / 2 of dX's, or
+                                       added to a buffer at once; and c·D·a for a chunk's
 
 Copies of h and w that a call works on are added, less what its gradients lack of wider ones.  A
 rank with a share of the tokens gathers them, N·D·e; ranks hold all of dX's sums, N·D·a, until the
@@ -44,6 +44,7 @@ from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
 from cutefce.ops.planning.call_problem import (
     CallProblem,
     accumulates,
+    adds_in_forward,
     forms_gradients,
     soft_targets,
 )
@@ -183,7 +184,7 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunks: Chunks)
     kept += selection_bytes(p)
     if keeps_weight_sums(p):
         kept += p.vocab * low_bytes(p.hidden, kept_low_bits(p, len(chunks.sizes)))
-    if accumulates(p):
+    if accumulates(p) and not adds_in_forward(p):
         kept += p.vocab * p.hidden * p.item_bytes
     kept += soft_bytes(p, p.tokens)
     vectors = p.tokens * (TARGET_BYTES + 4 * p.accumulator_bytes)
@@ -215,7 +216,8 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunks: Chunks)
     in_chunk += entries_bytes(p, chunk)
     # of all targets' logits, before the chunks
     beside = max(rows_bytes(p, p.tokens, CONVERTED), soft_step_bytes(p, p.tokens))
-    finished = max(rows_bytes(p, p.tokens, CONVERTED), rows_bytes(p, p.vocab * p.grad_weight, KEPT))
+    scaled = p.vocab * (p.grad_weight and not adds_in_forward(p))
+    finished = max(rows_bytes(p, p.tokens, CONVERTED), rows_bytes(p, scaled, KEPT))
     finish = max(finish, _selected_bytes(p, chunks.spread))
     backward = vectors + max(reduced, finished + max(finish, restored))
     return with_copies(p, kept + max(forward + max(in_chunk, beside), backward))

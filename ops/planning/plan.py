@@ -46,6 +46,9 @@ class Plan:
     shrinking: Chunks | None = None
     """Chunks that use the memory of dX; None if they have equal sizes."""
 
+    adds_in_forward: bool = False
+    """Whether gradients in forward add dW to the caller's buffer, with no sums of their own."""
+
     budget: int | None = field(default=None, compare=False)
     """Bytes that were asked for, if no plan takes as few."""
 
@@ -80,6 +83,10 @@ class Plan:
         """Return the chunks of `tokens`."""
         return self.shrinking or Chunks.even(tokens, self.chunk)
 
+    def selected_tokens(self, tokens: int) -> int:
+        """Return how many of `tokens` are selected at a time; chunks are whole multiples of it."""
+        return self.chunks(tokens).unit if self.in_forward else tokens
+
     def __str__(self) -> str:
         name = self.strategy.replace("_", " ")
         cost = f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
@@ -95,6 +102,8 @@ class Plan:
             size, columns = f"chunks of {self.chunk} tokens", min(self.kept, vocab)
             if self.shrinking:
                 size += f" to {self.shrinking.sizes[-1]} in the memory of dX"
+            if self.adds_in_forward:
+                size += ", dW in the caller's buffer"
         return f"{name}, {size}, {columns} columns at a time: {cost}"
 
 

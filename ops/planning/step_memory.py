@@ -5,7 +5,7 @@ from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
-from cutefce.ops.planning.call_problem import accumulates, is_dense
+from cutefce.ops.planning.call_problem import accumulates, adds_in_forward, is_dense
 from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
 
 UPCAST_BLOCK = 2048
@@ -155,7 +155,7 @@ def shared_sums_bytes(p: Problem) -> tuple[int, int]:
 def keeps_weight_sums(p: Problem) -> bool:
     """Whether dW's sums over chunks of tokens are kept in 16 bits of dW and low bits beside."""
     narrow = accumulates(p) or not p.wide_grad_weight
-    return p.grad_weight and accumulates_wider(p) and narrow
+    return p.grad_weight and accumulates_wider(p) and narrow and not adds_in_forward(p)
 
 
 def kept_low_bits(p: Problem, chunks: int) -> int:

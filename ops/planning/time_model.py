@@ -28,7 +28,12 @@ from cutefce.cute_kernels.schedule.order import (
     choose_k_splits,
     num_waves,
 )
-from cutefce.ops.planning.call_problem import CallProblem, accumulates, soft_targets
+from cutefce.ops.planning.call_problem import (
+    CallProblem,
+    accumulates,
+    adds_in_forward,
+    soft_targets,
+)
 from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.sample_sizes import estimate_count
@@ -107,7 +112,7 @@ def chunked_seconds(p: Problem, chunks: Chunks, stored: int) -> float:
     """Return that of gradients in forward: a chunk's `stored` columns at a time."""
     count, windows = len(chunks.sizes), ceil_div(p.vocab, stored)
     moved = 2 * count * p.vocab * p.hidden * _sum_bytes(p, count) + 2 * p.gradient_bytes
-    moved += 3 * _buffer_bytes(p) + _scaled_bytes(p)
+    moved += 3 * _buffer_bytes(p) * (not adds_in_forward(p)) + _scaled_bytes(p)
     moved += 2 * (windows - 1) * p.tokens * p.hidden * p.accumulator_bytes
     reads = (1 + p.grad_hidden) * count * p.vocab * p.hidden * p.item_bytes
     flop_rate, byte_rate, _, each = _rates(p)
@@ -142,6 +147,8 @@ def sampled_seconds(p: Problem, window: int) -> float:
 
 def _sum_bytes(p: Problem, chunks: int) -> float:
     """Return the bytes of each of dW's sums that take time of their own to read, and to write."""
+    if adds_in_forward(p) and adds_by_kernel(p):
+        return EXPOSED_SUMS * p.accumulator_bytes
     if not keeps_weight_sums(p):
         return p.accumulator_bytes * p.grad_weight
     return _kept_sum_bytes(p, kept_low_bits(p, chunks))
@@ -155,7 +162,7 @@ def _kept_sum_bytes(p: Problem, low_bits: int) -> float:
 
 
 def _buffer_bytes(p: Problem) -> int:
-    """Return the bytes of dW where it is added to a buffer."""
+    """Return the bytes of dW where a backward adds it to a buffer."""
     return p.vocab * p.hidden * p.accumulator_bytes * accumulates(p)
 
 

@@ -239,9 +239,9 @@ def is_small(tokens: int, hidden: int, columns: int) -> bool:
 def grad_hidden_kernel(
     kernels: KernelSet, columns: int, own: bool, short: int | None = None
 ) -> GradGemmSpec | None:
-    """Return the kernel of dX's sums over `columns` of exponentials; None if cuBLAS has them.
+    """Return the kernel of dX's sums over `columns` of exponentials; None if cuBLAS adds them.
 
-    With `own` it has none.  Those of fewer columns than `short`, or by default
+    With `own`, cuBLAS adds those of float16 alone.  Fewer columns than `short`, or by default
     `KernelConfigs.SHORT`, have another kernel.
     """
     is_short = columns < (KernelConfigs.SHORT if short is None else short)

@@ -261,7 +261,8 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         launch(h, w, *rows, *transform, *count, first, splits, self.clusters)
 
     def far_rows(self, partial: PartialLse, targets: Targets) -> RowSelection | None:
-        return far_rows(None if self.clears else targets.selection, partial.semaphores)
+        can_skip = self.kernels.grad_hidden_again is not None
+        return far_rows(targets.selection if can_skip else None, partial.semaphores)
 
     def _clear(self, exps: Tensor | None, targets: Targets) -> None:
         """Write zeros to the rows of `exps` (N, K) that do not count, if other GEMMs read them."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from cutefce.autotune_cache import defaults, lookup, verdicts
 from cutefce.cute_kernels import kernel_set, spec
 from cutefce.cute_kernels.arch import ARCHS, arch_for
-from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.arch.base import TILE_K, Arch
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.cache import compiled
@@ -47,13 +47,13 @@ class Backend:
 
 
 def set_strict(enabled: bool) -> None:
-    """Make calls that the kernels cannot serve raise RuntimeError instead of warning once."""
+    """Make calls that the kernels cannot serve raise RuntimeError, on a CPU too, or warn once."""
     global _strict
     _strict = enabled
 
 
 def backend_for(input: Tensor, linear_weight: Tensor) -> Backend:
-    """Return the backend that serves hidden states (..., D) and a weight (V, D)."""
+    """Return which backend serves hidden states (..., D) and a weight (V, D), and why."""
     h = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
     reason = _unsupported_reason(h, linear_weight)
     if reason is not None:
@@ -167,8 +167,9 @@ def kernel_primitives(
 ) -> AnyPrimitives:
     """Return primitives on the kernels, for one call on one stream of a GPU with `num_sms` SMs."""
     semaphores, gemms = Semaphores(), kernels.grad_weight_kernels
-    # the bias' gradient is a GEMM of cuBLAS, as all are without kernels for them
-    clears = grad_bias or gemms is None
+    # the bias' gradient is a GEMM of cuBLAS, as all are without kernels for them; and those of sums
+    # of dW read whole K tiles of tokens, which row blocks of swapped operands may not fill
+    clears = grad_bias or gemms is None or kernels.row_sums.config.rows % TILE_K > 0
     projection = CuteProjection(kernels, num_sms, semaphores, clears)
     if gemms is None:
         return Primitives(window, projection, CublasGradients(kernels, window.window, semaphores))

@@ -162,6 +162,16 @@ class Projection(Protocol[PartialT]):
 
 
 @dataclass(frozen=True)
+class WrappedProjection(Generic[PartialT]):
+    """A `Projection` some steps of which a subclass defines; the others are those of `own`."""
+
+    own: Projection[PartialT]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+
+@dataclass(frozen=True)
 class Primitives(Generic[PartialT, TargetGradT]):
     """One implementation of the steps; all tensors of a call are on one device."""
 

@@ -64,8 +64,7 @@ class LossTerms:
             if not (smoothing or z_loss):
                 return None
             return LossTerms(1.0, 1 - smoothing, smoothing / vocab, z_loss, None, None)
-        token = torch.ones(y.shape, dtype=dtype, device=y.device)
-        token = token if weight is None else weight.to(dtype)
+        token = token_factors(y, tensors, dtype)
         m, mean = token, token.new_ones(())
         if kappa is not None:
             kappa = kappa.to(dtype)
@@ -77,6 +76,29 @@ class LossTerms:
         own_kappa = None if kappa is None else kappa[own]
         every = smoothing * token
         return LossTerms(target + every * mean, target, every / vocab, squared, m, own_kappa)
+
+    @staticmethod
+    def of_probabilities(
+        b: tuple[Tensor, Tensor, Tensor],
+        token: Tensor,
+        kappa: Tensor | None,
+        options: LossOptions,
+        vocab: int,
+        own: slice,
+    ) -> "LossTerms":
+        """Return the terms of targets with probabilities among the `vocab` classes of all ranks.
+
+        `b` are the Σ_v b_iv (N,) of the lead, of the other classes, and of all; `token` (N,) and
+        `kappa` (V,) are the factors of tokens and of classes, of which this rank has `own`.
+        """
+        lead, others, total = b
+        every: Tensor | float = 0.0
+        if options.label_smoothing:
+            every = options.label_smoothing / vocab * token
+            total = total + every * (vocab if kappa is None else kappa.sum())
+        squared = options.z_loss * token if options.z_loss else 0.0
+        own_kappa = None if kappa is None else kappa[own]
+        return LossTerms(total, lead, every, squared, token, own_kappa, others)
 
     def by_lse(self, lse: Tensor) -> Tensor | float:
         """Return the derivatives A + 2 Z lse of the losses by the log-sum-exps lse (N,)."""
@@ -119,6 +141,13 @@ class LossTerms:
         if isinstance(self.lse_squared, Tensor) or self.lse_squared:
             losses = losses + self.lse_squared * lse.square()
         return losses
+
+
+def token_factors(y: Tensor, tensors: TensorOptions, dtype: torch.dtype) -> Tensor:
+    """Return t (N,) of the tokens with targets y (N,), in `dtype`."""
+    if tensors.token_weights is None:
+        return torch.ones(y.shape, dtype=dtype, device=y.device)
+    return tensors.token_weights.to(dtype)
 
 
 def class_weights(terms: LossTerms | None, w: Tensor) -> Tensor:

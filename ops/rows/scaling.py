@@ -33,7 +33,7 @@ class Scaling:
     entries: Tensor | None = None
     """(N, K) the `SoftTargets.entries` of exponentials, with `factor`; None without."""
     gradient: tuple[Tensor, Tensor] | None = None
-    """Those of `DenseTargets`."""
+    """(N,) a and c of `DenseTargets.gradient`; None without."""
     relative: Tensor | None = None
     """(N,) what makes exponentials relative to the statistics' reference those of `reference`; None
     if these are the same."""

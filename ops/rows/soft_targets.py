@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.logit_map import LogitMap
-from cutefce.ops.rows.loss_terms import LossTerms
+from cutefce.ops.rows.loss_terms import LossTerms, token_factors
 from cutefce.ops.soft_targets.rows import LARGEST, is_wrong, soft_rows
 
 if TYPE_CHECKING:
@@ -76,29 +76,12 @@ class SoftTargets:
         """
         index, q = tensors.target_indices, tensors.target_probs
         assert index is not None and q is not None
-        epsilon, kappa = options.label_smoothing, tensors.weight
-        if tensors.token_weights is None:
-            token = torch.ones(y.shape, dtype=dtype, device=y.device)
-        else:
-            token = tensors.token_weights.to(dtype)
-        kappa = None if kappa is None else kappa.to(dtype)
-        made = soft_rows(
-            y, index, q, token, kappa, 1 - epsilon, options.ignore_index, own, dtype, arch
-        )
-        every: Tensor | float = 0.0
-        total = made.total
-        if epsilon:
-            every = epsilon / vocab * token
-            total = total + every * (vocab if kappa is None else kappa.sum())
-        terms = LossTerms(
-            lse=total,
-            target=made.lead,
-            class_row=every,
-            lse_squared=options.z_loss * token if options.z_loss else 0.0,
-            weight=token,
-            class_weight=None if kappa is None else kappa[own],
-            others=made.others,
-        )
+        token = token_factors(y, tensors, dtype)
+        kappa = None if tensors.weight is None else tensors.weight.to(dtype)
+        factor, ignored = 1 - options.label_smoothing, options.ignore_index
+        made = soft_rows(y, index, q, token, kappa, factor, ignored, own, dtype, arch)
+        b = made.lead, made.others, made.total
+        terms = LossTerms.of_probabilities(b, token, kappa, options, vocab, own)
         if index.shape[1] == 1:
             return None, terms
         return SoftTargets(made.own_index, made.coefficient, made.least), terms
@@ -128,7 +111,7 @@ class SoftTargets:
         Without `of_exps`, return what is added to them: those in the dtype of sums are not rounded.
         """
         assert self.logits is not None
-        terms = self.coefficient * (-stats.sum_exp / a)[:, None]
+        terms = over_scale(-self.coefficient, stats, a)
         if of_exps:
             terms += (self.logits - stats.reference[:, None]).exp_()
         if logits is not None:
@@ -159,13 +142,18 @@ class SoftTargets:
         exps.view(words).scatter_(1, column, put.view(words))
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
-        """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,).
-
-        It is 0 where a lead's logit is -inf: so is the loss infinite without it.
-        """
-        none = (self.coefficient == 0) | (lead == -torch.inf)[:, None]
-        distance = torch.where(none, 0, logits - lead[:, None])
+        """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,)."""
+        distance = torch.where(self.coefficient == 0, 0, logits - lead[:, None])
         return (self.coefficient * distance).sum(1)
+
+
+def over_scale(terms: Tensor, stats: "RowStats", a: Tensor) -> Tensor:
+    """Return `terms` (N, K) over the factors a / T of exponentials, a (N,); 0 where a is.
+
+    In this order, since T / a overflows where gradients are small.
+    """
+    quotients = (terms / a[:, None]).masked_fill_((a == 0)[:, None], 0)
+    return quotients.mul_(stats.sum_exp[:, None])
 
 
 def check_values(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab: int) -> None:

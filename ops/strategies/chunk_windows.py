@@ -13,7 +13,7 @@ from typing import Any, Generic, cast
 from torch import Tensor
 
 from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
-from cutefce.ops.primitives.interface import PartialT, Projection
+from cutefce.ops.primitives.interface import PartialT, Projection, WrappedProjection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.strategies.loss_inputs import LossInputs
@@ -21,19 +21,15 @@ from cutefce.ops.strategies.windows import StoredExps
 
 
 @dataclass(frozen=True)
-class SummingProjection(Generic[PartialT, TargetGradT]):
+class SummingProjection(WrappedProjection[PartialT], Generic[PartialT, TargetGradT]):
     """A `Projection` whose stored exponentials are multiplied by w at once, and then overwritten.
 
     A repair computes them again.  Those of soft targets are left out: `add_soft_rows` adds them.
     """
 
-    own: Projection[PartialT]
     gradients: Gradients[TargetGradT]
     sums: Tensor
     """(N, D): receives Σ_v e_iv w_v."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
 
     def project_exp(
         self,

@@ -37,9 +37,10 @@ def gradients_in_forward(
 ) -> RowStats:
     """Return the statistics; set `dx` to dX's sums, `dw` and `dbias` to gradients.
 
-    The latter are those for the upstream gradient `loss_scale` () of each token's loss.  What has
-    no rows, or `dbias` (V,) if None, is not computed.  The exponentials of one of the `chunks`
-    exist at a time: of all columns if `stored` >= V, else of `stored` columns, for dX alone.
+    The latter are those for the upstream gradient `loss_scale` () of each token's loss; with
+    `dw.factor`, dW times that is added.  What has no rows, or `dbias` (V,) if None, is not
+    computed.  The exponentials of one of the `chunks` exist at a time: of all columns if
+    `stored` >= V, else of `stored` columns, for dX alone.
     """
     primitives, h, w, targets = inputs.primitives, inputs.h, inputs.w, inputs.targets
     gradients, (tokens, vocab) = primitives.gradients, (inputs.tokens, w.shape[0])
@@ -100,6 +101,8 @@ def gradients_in_forward(
                 own_bias = own_bias[: exps.shape[1]]
                 own_bias.copy_(part_sums if number == 0 else own_bias + part_sums)
         if len(dw.gradient):
+            if dw.factor is not None:
+                coefficients = coefficients.times(dw.factor)
             scale: Tensor | None = coefficients.scale
             terms = coefficients.target, part.targets
             if soft is not None and soft.scales_exps:

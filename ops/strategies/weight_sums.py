@@ -4,7 +4,8 @@ float32 sums would take twice the memory of a 16-bit dW, and 8 bytes an element 
 chunk.  So a sum is kept in 20 bits: 16 in the memory of its element of dW, and four beside it, two
 columns in a byte.  Sums over many chunks are kept in 24 bits, as those of dX are (`hidden_sums`).
 Each chunk adds its products and targets' terms in float32 and rounds to nearest; dW is rounded once
-more, at the end.  Those that are added to a buffer of the caller's are kept in 24 bits.
+more, at the end.  Those that are added to a buffer of the caller's are kept in 24 bits; with
+an upstream gradient that is known before the backward, they are in the buffer itself.
 
 Who asks for it has sums in the 16 bits of dW alone, which each chunk rounds at random.
 """
@@ -40,6 +41,9 @@ class WeightSums:
     seeds: Tensor | None = None
     """(2 chunks + 1,) int32, for random rounding: two of each chunk, one of the end; None with low
     bits."""
+    factor: Tensor | None = None
+    """() of all that is added, if `gradient` is a buffer of the caller's; None of sums whose factor
+    comes at the end."""
 
     @classmethod
     def empty(
@@ -55,6 +59,11 @@ class WeightSums:
         if rows and not low_bits:
             seeds = gradient.new_empty(2 * chunks + 1, dtype=torch.int32).random_()
         return cls(gradient, low, low_bits, seeds)
+
+    @classmethod
+    def in_buffer(cls, buffer: Tensor, factor: Tensor) -> "WeightSums":
+        """Return what adds `factor` () times dW to `buffer` (V, D), of the dtype of sums."""
+        return cls(buffer, buffer.new_empty(0, 0, dtype=torch.uint8), 0, factor=factor)
 
     @property
     def kept(self) -> tuple[Tensor, Tensor]:
@@ -84,10 +93,11 @@ class WeightSums:
     ) -> None:
         """Write the part of dW of chunk 0, or add that of `chunk`; see `Gradients.keep_dw`.
 
+        With `factor`, which the operands contain, that of chunk 0 is added too.
         The rows are those of the columns of `exps` (N, K), from `first` on; a chunk has at most two
         parts.
         """
-        accumulate, rows = chunk > 0, exps.shape[1]
+        accumulate, rows = chunk > 0 or self.factor is not None, exps.shape[1]
         if rank_one is not None:
             rank_one = rank_one.rows(slice(first, first + rows))
         if len(self.low):

@@ -18,6 +18,7 @@ pytest.importorskip("tokenizers")
 
 from bench.__main__ import main
 from bench.experiments import (
+    accumulation,
     breakdown,
     cpu_overhead,
     few_tokens,
@@ -288,6 +289,23 @@ def test_sampled_gradients_are_measured_beside_exact_ones(
             assert 0 < row["dx_error"] < 0.5 and row["predicted_mib"] > 0
         elif row["implementation"] != "GEMMs":
             assert row["dx_error"] < 1e-4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_accumulation_is_measured_in_backward_and_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(accumulation.SHAPES, "cpu", (replace(TINY, tokens=1100, vocab=512),))
+    run(tmp_path, "accumulation", "--repeats", "2")
+    rows = read(tmp_path / "cpu" / "accumulation.jsonl")[1]
+    names = [
+        f"{place} {name}" for place in ("backward", "forward") for name in accumulation.WORKSPACES
+    ]
+    assert [row["implementation"] for row in rows] == ["GEMMs", "dW, then added", *names]
+    for row in rows[1:]:
+        assert row["dx_error"] < 1e-4 and row["dw_error"] < 1e-4 and row["predicted_mib"] > 0
+    in_forward = [row for row in rows if "caller's buffer" in row.get("plan", "")]
+    assert in_forward and all(row["implementation"].startswith("forward") for row in in_forward)
 
 
 def test_the_summary_compares_trainings_of_the_same_seed() -> None:

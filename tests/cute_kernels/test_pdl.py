@@ -30,11 +30,16 @@ CAPPED = kernel_set(
     Sm90().default_configs(8192, 4096, 132),
     KernelVariant(LogitTransform(row_scale=True, bias=True, softcap=True)),
 )
+FEW = kernel_set(Sm90(), "bfloat16", Sm90().default_configs(300, 4096, 132))
+"""With swapped operands."""
 SAMPLING = sampling_kernels(Sm90(), KERNELS.row_sums, 8192, 500)
 KINDS: dict[str, KernelSpec | None] = {
     "sums": KERNELS.row_sums,
     "exps": KERNELS.exps,
     "repair_exps": KERNELS.repair_exps,
+    "swapped sums": FEW.row_sums,
+    "swapped sums and exps": FEW.row_sums_and_exps,
+    "swapped repair_exps": FEW.repair_exps,
     "grad_hidden": KERNELS.grad_hidden,
     "grad_weight": KERNELS.grad_weight,
     "add_targets": KERNELS.add_targets,

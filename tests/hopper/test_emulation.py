@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -736,11 +737,12 @@ def test_rows_of_soft_targets(classes: int) -> None:
     assert torch.equal(lead, leads(index, q, 50, -100))
     assert (lead[4:8] == NO_CLASS).all() and lead[3] == -100
     token = torch.rand(19)
-    for first, last in ((0, 50), (10, 40)):
+    for far, first, last in ((0, 0, 50), (0, 10, 40), (1 << 23, 0, 1 << 24)):
         made = torch.full_like(index, 7), torch.full_like(q, 7), torch.full((4, 19), 7.0)
-        given, numbers = (index, q, lead, token), (0.9, -100, first, last - first)
+        moved, own = index + far, torch.where(lead < 0, lead, lead + far)
+        given, numbers = (moved, q, own, token), (0.9, -100, first, last - first)
         run(kernels.prepare_soft, *given, *made, *numbers)
-        want = soft_rows(lead, index, q, token, None, 0.9, -100, slice(first, last), q.dtype)
+        want = soft_rows(own, moved, q, token, None, 0.9, -100, slice(first, last), q.dtype)
         fine = torch.arange(19) != 5  # bits of NaN differ
         assert torch.equal(made[0][fine], want.own_index[fine])
         assert torch.equal(made[1][fine], want.coefficient[fine])
@@ -845,6 +847,31 @@ def test_every_strategy(
     case.upstream.fill_(1.0)
     names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
     assert_as_accurate(planned(case, small_tiles.window, *plan), case, names)
+
+
+@pytest.fixture
+def nan_memory() -> Iterator[None]:
+    """Memory that torch allocates is NaN until it is written."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.ones(1).new_empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_memory")
+def test_row_blocks_that_end_inside_a_k_tile(
+    small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of dW read a whole K tile of tokens, 40 of which count."""
+    assert SWAPPED.rows < TILE_K
+    configs = KernelConfigs(SWAPPED, COOPERATIVE, COOPERATIVE)
+    emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
+    serve_calls(monkeypatch, ARCH, small_tiles, selects=True, configs=configs, **emulated)
+    case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0)
+    case.y[40:] = -100
+    case.upstream.fill_(1.0)
+    got = planned(case, small_tiles.window, *PLANS["in one chunk"])
+    assert_as_accurate(got, case, ("dx", "dw"))
 
 
 @pytest.mark.parametrize(("columns", "bits"), [((0, 0), 8), ((64, 128), 4)], ids=str)

@@ -119,16 +119,32 @@ def test_a_common_offset_of_logits_changes_nothing(device: str) -> None:
 
 
 def test_a_class_that_cannot_be(device: str) -> None:
-    """A logit of -inf has an infinite loss, be it of the lead or not, unless its q is 0."""
+    """A logit of -inf has an infinite loss, be it of the lead or not, unless its q is 0.
+
+    So may all q of a token be.
+    """
     bias = torch.zeros(5, device=device)
     bias[0] = -torch.inf
-    h, w = torch.randn(3, 8, device=device), torch.randn(5, 8, device=device)
-    probs = torch.tensor([[0.7, 0.2, 0, 0, 0], [0.2, 0.7, 0, 0, 0], [0, 0.7, 0.3, 0, 0]])
+    h, w = torch.randn(4, 8, device=device), torch.randn(5, 8, device=device)
+    rows = [0.7, 0.2, 0, 0, 0], [0.2, 0.7, 0, 0, 0], [0, 0.7, 0.3, 0, 0], [0.0] * 5
+    probs = torch.tensor(rows)
     given: dict[str, Any] = {"linear_bias": bias, "reduction": "none"}
     losses = cutefce.linear_cross_entropy(h, w, probs.to(device), **given)
-    want = F.cross_entropy((h @ w.t())[2:, 1:], probs[2:, 1:].to(device))
+    logits, own = (h @ w.t())[2:, 1:], probs[2:, 1:].to(device)
     assert bool((losses[:2] == torch.inf).all())
-    torch.testing.assert_close(losses[2], want)
+    torch.testing.assert_close(losses[2:], F.cross_entropy(logits, own, reduction="none"))
+    given["label_smoothing"] = 0.1
+    smoothed = cutefce.linear_cross_entropy(h, w, probs.to(device), **given)
+    assert bool((smoothed == torch.inf).all())
+
+
+def test_leads_of_no_probability(device: str) -> None:
+    """A token without probabilities above 0 has a finite loss beside classes that cannot be."""
+    x = dense_case(["linear_bias"], 40, 16, 50, dtype=torch.float64, device=device)
+    x.options["linear_bias"][:20], probs = -torch.inf, x.options["target"]
+    probs[:, :20], probs[1::4], probs[::2] = 0, -probs[1::4], 0
+    for got, wanted in zip(x.ours(), exact(x), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
 
 
 def test_a_token_with_nan_leaves_the_others(device: str) -> None:

@@ -24,6 +24,8 @@ from tests.support.non_finite import (
     names,
     torch_result,
 )
+from tests.support.options import assert_results_as_accurate, soft_case
+from tests.support.output_classes import classes_case
 from tests.support.reference import PLANS, Result, loss_of_plan, ours, planned
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -209,3 +211,17 @@ def test_ignored_rows_have_no_gradient_whatever_the_upstream_one_is(
     dx = torch.autograd.grad(loss, h, torch.full_like(loss, upstream))[0]
     assert not dx[::3].any()
     assert not dx[1::3].isfinite().any()
+
+
+@pytest.mark.parametrize("workspace", ["min", "max"])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_tokens_of_small_gradients_leave_the_others(
+    dtype: torch.dtype, workspace: str, small_tiles: PortableTiles, device: str
+) -> None:
+    """Of log-probabilities of K classes, and of soft targets; T over their factors overflows."""
+    x = classes_case([], 5, 150, 16, 333, dtype=dtype, device=device)
+    x.upstream["log_probs"][::3] *= 1e-38
+    x.check(x.ours(workspace=workspace))
+    soft = soft_case([], 5, 150, 16, 333, dtype=dtype, device=device)
+    soft.options["target_probs"][::3] *= 1e-38
+    assert_results_as_accurate(soft.ours(workspace=workspace), soft)

@@ -12,6 +12,7 @@ from torch import Tensor
 import cutefce
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.interface.options import TensorOptions
 from cutefce.ops.planning.planner import Plan
 from tests.support.kernel_models import serve_calls
 from tests.support.options import (
@@ -176,19 +177,32 @@ def test_a_derivative_by_the_log_sum_exp_of_0(
         assert float((a.double() - b).norm()) <= limit
 
 
-def test_a_class_that_cannot_be(device: str) -> None:
-    """A logit of -inf has an infinite loss, be it of the lead or not."""
+@pytest.mark.parametrize("on_kernels", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-3}, {"weight": 20}]
+)
+def test_a_class_that_cannot_be(
+    options: dict[str, float],
+    on_kernels: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    small_tiles: PortableTiles,
+    device: str,
+) -> None:
+    """A logit of -inf has an infinite loss, be it of the lead or not, and so has it in torch."""
+    if on_kernels:
+        pytest.importorskip("cutlass")
+        serve_calls(monkeypatch, ARCHS[0], small_tiles, selects=False)
+        device = "cpu"
+    h, w = torch.randn(2, 64, device=device), torch.randn(5, 64, device=device)
+    bias, probs = torch.zeros(5, device=device), torch.tensor([[0.7, 0.2]] * 2, device=device)
+    bias[0] = -torch.inf
+    given: dict[str, Any] = {**options, "reduction": "none"}
+    if "weight" in options:
+        given["weight"] = torch.full_like(bias, options["weight"])
     for lead in (0, 1):
-        bias = torch.zeros(5, device=device)
-        bias[0] = -torch.inf
-        losses = cutefce.linear_cross_entropy(
-            torch.randn(2, 8, device=device),
-            torch.randn(5, 8, device=device),
-            target_indices=torch.tensor([[lead, 1 - lead]] * 2, device=device),
-            target_probs=torch.tensor([[0.7, 0.2]] * 2, device=device),
-            linear_bias=bias,
-            reduction="none",
-        )
+        index = torch.tensor([[lead, 1 - lead]] * 2, device=device)
+        given |= {"target_indices": index, "target_probs": probs, "linear_bias": bias}
+        losses = cutefce.linear_cross_entropy(h.bfloat16(), w.bfloat16(), **given)
         assert bool((losses == torch.inf).all())
 
 
@@ -491,3 +505,14 @@ def test_classes_of_any_integer_dtype(dtype: torch.dtype, device: str) -> None:
     want = cutefce.linear_cross_entropy(h, w, target_indices=c, target_probs=q)
     got = cutefce.linear_cross_entropy(h, w, target_indices=c.to(dtype), target_probs=q)
     assert torch.equal(got, want)
+
+
+def test_classes_of_any_layout(device: str) -> None:
+    h, w = (torch.randn(rows, 8, device=device).bfloat16() for rows in (4, 50))
+    c, q = torch.randint(50, (3, 4), device=device).t(), torch.rand(3, 4, device=device).t()
+    got = cutefce.linear_cross_entropy(h, w, target_indices=c, target_probs=q)
+    given = c.contiguous(), q.contiguous()
+    want = cutefce.linear_cross_entropy(h, w, target_indices=given[0], target_probs=given[1])
+    assert torch.equal(got, want)
+    tensors = TensorOptions(target_indices=c, target_probs=q).prepared(h)
+    assert all(x.is_contiguous() for x in tensors.soft_targets.values()), "kernels need this"

@@ -117,7 +117,9 @@ def test_losses_equal_one_process(names: list[str], sequence_parallel: bool, ran
     assert_equal_one(results, losses(x, None), sequence_parallel, len(x.leaves))
 
 
-def added(x: OptionsCase, sequence_parallel: bool | None) -> list[tuple[Tensor, ...]]:
+def added(
+    x: OptionsCase, sequence_parallel: bool | None, grad_output: float | None = None
+) -> list[tuple[Tensor, ...]]:
     """Return losses, dX and buffers to which each workspace has added dW twice."""
     results: list[tuple[Tensor, ...]] = []
     for workspace in WORKSPACES:
@@ -125,10 +127,9 @@ def added(x: OptionsCase, sequence_parallel: bool | None) -> list[tuple[Tensor, 
         h, w = leaves
         buffer = torch.ones(w.shape, dtype=torch.float32 if w.dtype.itemsize == 2 else w.dtype)
         for _ in range(2):
-            loss = cutefce.linear_cross_entropy(
-                h, w, x.case.y, accumulate_into=buffer, workspace=workspace, **options
-            )
-            loss.backward()
+            given: dict[str, Any] = {"workspace": workspace, "grad_output": grad_output} | options
+            loss = cutefce.linear_cross_entropy(h, w, x.case.y, accumulate_into=buffer, **given)
+            loss.backward(loss.new_tensor(grad_output or 1))
         assert w.grad is None and h.grad is not None
         results.append((loss.detach(), h.grad, buffer))
     return results
@@ -140,6 +141,22 @@ def test_sums_equal_one_process(dtype: torch.dtype, sequence_parallel: bool, ran
     x = options_case([], 60, 16, 333, dtype=dtype, ignored=0.3)
     results = ranks.run(2, added, x, sequence_parallel)
     assert_equal_one(results, added(x, None), sequence_parallel, 2)
+
+
+@sharings
+def test_sums_of_the_forward_equal_one_process(sequence_parallel: bool, ranks: Ranks) -> None:
+    x = options_case([], 1100, 16, 333, dtype=torch.float64, ignored=0.3)
+    given: dict[str, Any] = {"accumulate_into": torch.zeros_like(x.case.w), "grad_output": 0.25}
+    plans = [cutefce.plan(*x.leaves, workspace=each, **given) for each in WORKSPACES]
+    assert {plan.adds_in_forward for plan in plans} == {True, False}
+    results = ranks.run(2, added, x, sequence_parallel, 0.25)
+    assert_equal_one(results, added(x, None, 0.25), sequence_parallel, 2)
+    for failed, message in ranks.outcomes(2, one_gives_another, x):
+        assert failed and "grad_output: got" in message
+
+
+def one_gives_another(x: OptionsCase) -> None:
+    added(x, False, 0.25 * (1 + dist.get_rank()))
 
 
 def test_a_buffer_of_one_rank_alone_raises_on_all(ranks: Ranks) -> None:

@@ -7,6 +7,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.planning.call_problem import adds_in_forward
 from cutefce.ops.planning.chunks.sizes import Chunks, shrinking
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.plan import Family, Plan
@@ -79,4 +80,5 @@ def chunked_plan(
     plan = Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
     bits = kept_low_bits(p, len(chunks.sizes)), 0 if rounds_hidden(p) else None
     shrinks = chunks if chunks.shrink else None
-    return replace(plan, low_bits=bits[0], hidden_bits=bits[1], shrinking=shrinks)
+    plan = replace(plan, low_bits=bits[0], hidden_bits=bits[1], shrinking=shrinks)
+    return replace(plan, adds_in_forward=adds_in_forward(p))

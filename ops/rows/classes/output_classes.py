@@ -21,7 +21,7 @@ from torch import Tensor, is_tensor
 from cutefce.cute_kernels.workspace import NO_CLASS
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.logit_map import LogitMap
-from cutefce.ops.rows.soft_targets import SoftTargets
+from cutefce.ops.rows.soft_targets import SoftTargets, over_scale
 from cutefce.ops.soft_targets.rows import joined
 
 if TYPE_CHECKING:
@@ -143,9 +143,7 @@ class OutputClasses(SoftTargets):
         if self.gradients is None:
             return None
         assert self.logits is not None
-        a = self.gradients.by_softmax
-        factor = torch.where(a == 0, 0, stats.sum_exp / a)
-        entries = self.gradients.values * factor[:, None]
+        entries = over_scale(self.gradients.values, stats, self.gradients.by_softmax)
         if not adds:
             entries += (self.logits - stats.reference[:, None]).exp_()
         if logits is not None:
