@@ -168,9 +168,13 @@ def test_rows_of_no_number_stay_alone(form: str) -> None:
     assert all(x is not None and x[1].isnan().any() for x in bad.factors)
 
 
-@pytest.mark.parametrize("plan", ["some kept", "more kept than dW has room for"])
-@pytest.mark.parametrize("trained", ["student", "both"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "trained", "plan"),
+    [
+        *((form, "both", "some kept") for form in FORMS),
+        *((form, "student", "more kept than dW has room for") for form in FORMS),
+    ],
+)
 def test_a_step_launches_it(
     form: str, trained: str, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -276,10 +276,15 @@ def test_without_gradients_nothing_is_added() -> None:
     assert not buffer.any()
 
 
-@pairs
 @pytest.mark.parametrize(
-    ("workspace", "reduction"),
-    [("min", "mean"), ("min", "none"), (4 << 20, "mean"), ("max", "none")],
+    ("dtype", "sums", "workspace", "reduction"),
+    [
+        *((*pair, "min", "mean") for pair in PAIRS),
+        *((*pair, "max", "none") for pair in PAIRS),
+        (torch.bfloat16, torch.float32, 4 << 20, "mean"),
+        (torch.float32, torch.float32, "min", "none"),
+    ],
+    ids=str,
 )
 def test_peak_is_predicted(
     workspace: int | str, reduction: str, dtype: torch.dtype, sums: torch.dtype

@@ -139,10 +139,10 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 SHAPES = {
     "a small model": (512, (128, 192), 16001),
-    "narrow heads, many tokens": (1500, (32, 48), 8003),
-    "few tokens, a wide vocabulary": (60, (256, 128), 50257),
+    "narrow heads, many tokens": (1500, (32, 48), 4003),
+    "few tokens, a wide vocabulary": (60, (256, 128), 25013),
 }
-BUDGETS = "max", "min", 24 << 20
+BUDGETS = "max", "min", 12 << 20
 USES: dict[str, dict[str, Any]] = {
     "student": {"trained": "student"},
     "both": {},
@@ -154,7 +154,7 @@ NARROW = "narrow heads, many tokens"
 MEMORY = [
     *((size, "student", torch.bfloat16, budget) for size in SHAPES for budget in BUDGETS),
     *((size, "student", torch.float32, "min") for size in SHAPES),
-    *((NARROW, use, torch.bfloat16, budget) for use in OTHER_USES for budget in ("min", 24 << 20)),
+    *((NARROW, use, torch.bfloat16, budget) for use in OTHER_USES for budget in ("min", 12 << 20)),
     (NARROW, "both", torch.float64, "max"),
 ]
 

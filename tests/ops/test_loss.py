@@ -101,7 +101,12 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("workspace", ["max", "min"])
 @pytest.mark.parametrize(
-    ("h_layout", "w_layout"), list(itertools.product(LAYOUTS, LAYOUTS)), ids=" / ".join
+    ("h_layout", "w_layout"),
+    [
+        pair
+        for pair in itertools.product(LAYOUTS, LAYOUTS)
+        if "contiguous" in pair or len({*pair}) == 1
+    ],
 )
 def test_layouts(h_layout: str, w_layout: str, workspace: str, device: str) -> None:
     case = random_case(40, 16, 100, dtype=torch.float64, device=device)

@@ -344,8 +344,11 @@ def test_as_the_cross_entropy_of_torch(
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs torch 2.13")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("positions", [(), (3,), (2, 3)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"ignore_index": 2}], ids=str)
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("weighted", "options"),
+    [(False, {}), (True, {"label_smoothing": 0.1}), (True, {"ignore_index": 2})],
+    ids=str,
+)
 def test_as_the_linear_cross_entropy_of_torch(
     weighted: bool, options: dict[str, Any], positions: tuple[int, ...], reduction: str, device: str
 ) -> None:
