@@ -17,12 +17,15 @@ as `torch.nn.functional.cross_entropy` defines smoothing.  "mean" divides by Σ 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
+
+if TYPE_CHECKING:
+    from cutefce.ops.rows.statistics import RowStats
 
 
 @dataclass(frozen=True)
@@ -78,16 +81,16 @@ class LossTerms:
         every = smoothing * token
         return LossTerms(target + every * mean, target, every / vocab, squared, m, own_kappa)
 
-    def by_lse(self, lse: Tensor) -> Tensor | float:
-        """Return the derivatives A + 2 Z lse of the losses by the log-sum-exps lse (N,)."""
+    def by_lse(self, stats: "RowStats") -> Tensor | float:
+        """Return the derivatives A + 2 Z lse of the losses by the log-sum-exps (N,) of `stats`."""
         if isinstance(self.lse_squared, Tensor) or self.lse_squared:
-            return self.lse + 2 * self.lse_squared * lse
+            return self.lse + 2 * self.lse_squared * stats.lse
         return self.lse
 
     @property
     def numbers(self) -> tuple[float, ...] | None:
         """A, B, Γ and Z as numbers, None if they differ between tokens."""
-        if self.weight is not None:
+        if isinstance(self.lse, Tensor):
             return None
         return tuple(map(float, (self.lse, self.target, self.class_row, self.lse_squared)))
 

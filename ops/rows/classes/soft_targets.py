@@ -95,7 +95,7 @@ class SoftTargets:
             target=made.lead,
             class_row=every,
             lse_squared=options.z_loss * token if options.z_loss else 0.0,
-            weight=token,
+            weight=None if tensors.token_weights is None else token,
             class_weight=None if kappa is None else kappa[own],
             others=made.others,
         )
@@ -168,14 +168,13 @@ class SoftTargets:
         return (self.coefficient * distance).sum(1)
 
 
-def check_values(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab: int) -> None:
-    """Raise ValueError or IndexError on a CPU for tokens y (N,) with a lead of `NO_CLASS`.
+def check_values(
+    y: Tensor, options: LossOptions, indices: Tensor, probs: Tensor, vocab: int
+) -> None:
+    """Raise ValueError or IndexError for tokens with a lead y (N,) of `NO_CLASS`.
 
-    `vocab` is that of all ranks.  A GPU is not synchronized for this.
+    `vocab` is that of all ranks.
     """
-    indices, probs = tensors.target_indices, tensors.target_probs
-    if y.device.type != "cpu" or indices is None or probs is None:
-        return
     rows = y != options.ignore_index
     bad = rows[:, None] & ~((probs >= 0) & (probs <= LARGEST))
     if bool(bad.any()):
