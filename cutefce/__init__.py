@@ -12,6 +12,7 @@ from cutefce.version import __version__ as __version__
 if find_spec("torch") is not None:
     from cutefce.integrations.deferral import DeferralReport, defer, deferral_report, undefer
     from cutefce.ops.divergence.api import linear_divergence
+    from cutefce.ops.divergence.plan import plan_divergence
     from cutefce.ops.interface.api import LossOutput, linear_cross_entropy
     from cutefce.ops.interface.log_probs import LogProbs, linear_log_probs
     from cutefce.ops.interface.module import LinearCrossEntropyLoss
@@ -30,6 +31,7 @@ if find_spec("torch") is not None:
         "linear_divergence",
         "linear_log_probs",
         "plan",
+        "plan_divergence",
         "set_strict",
         "undefer",
     ]

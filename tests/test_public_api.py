@@ -41,6 +41,9 @@ SIGNATURES = {
     "plan": "input linear_weight target reduction label_smoothing gradient samples workspace "
     "accumulate_into grad_output accum_dtype target_indices target_probs group shards "
     "sequence_parallel",
+    "plan_divergence": "student_input student_weight teacher_input teacher_weight target "
+    "divergence beta student_bias teacher_bias temperature reduction ignore_index workspace group "
+    "shards",
     "LinearCrossEntropyLoss": "in_features num_classes out_features bias device dtype reduction "
     "weight ignore_index label_smoothing options z_loss logit_scale softcap gradient samples "
     "workspace accum_dtype",
@@ -102,3 +105,4 @@ def test_every_name_can_be_called() -> None:
     assert (plan.strategy, plan.chunk, plan.aliased, plan.vocab) == ("windows", 6, 0, 40)
     assert plan.kept >= 40 and plan.window >= 40 and plan.workspace_bytes > 0 and plan.seconds > 0
     assert "windows, 100% kept" in str(plan)
+    assert "one pass of 6 tokens" in str(cutefce.plan_divergence(h, w, H, W))

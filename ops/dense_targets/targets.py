@@ -74,7 +74,7 @@ class DenseTargets:
         sums = add_ranks(torch.stack([lead, _weighted_sums(probs, own_kappa, dtype)]))
         lead, total = torch.where(factor == 0, 0, sums * factor)
         b = lead, total - lead, total
-        terms = LossTerms.of_probabilities(b, token, kappa, options, vocab, own)
+        terms = LossTerms.of_probabilities(b, token, tensors, options, vocab, own)
         return DenseTargets(probs, factor, own_kappa), terms
 
     def rows(self, rows: slice | Tensor) -> "DenseTargets":

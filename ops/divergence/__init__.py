@@ -1,6 +1,7 @@
 """Distillation: divergences of two heads, student and teacher, without the logits of either.
 
 api.py           linear_divergence
+plan.py          plan_divergence, and the problem of a call
 checks.py        errors of its arguments
 options.py       its options as records, which are the operators' arguments
 operators.py     torch.ops.cutefce.divergence, and its derivative

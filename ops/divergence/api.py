@@ -12,7 +12,6 @@ from cutefce.ops.divergence import checks as own_checks
 from cutefce.ops.divergence import flops  # noqa: F401  (registers, as what it imports does)
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.scalars import as_tensor
-from cutefce.ops.operators.context import autocast
 from cutefce.ops.parallel.consistency import report_errors
 
 
@@ -95,27 +94,16 @@ def linear_divergence(
                 "linear_divergence: got a call under a transform of torch.func or in forward mode, "
                 "expected torch.autograd in reverse mode"
             )
-        if group is not None and not isinstance(group, ProcessGroup):
-            raise TypeError(f"group: got {group!r}, expected a ProcessGroup that this rank is in")
-        checks.check_type("shards", shards)
-        name = None if group is None else group.group_name
-        heads = _heads(student_input, student_weight, teacher_input, teacher_weight)
-        own_checks.check_heads(*heads)
-        h, w = heads[0]
-        checks.rank_count(name, shards, False)
-        checks.check_shards(name, shards, w)
+        given = student_input, student_weight, teacher_input, teacher_weight
+        biases = student_bias, teacher_bias
+        heads, name = own_checks.checked_heads(given, target, biases, group, shards)
+        h, _ = heads[0]
         own_checks.check_form(divergence, beta)
-        own_checks.check_target(target, h)
-        own_checks.check_bias("student_bias", student_bias, *heads[0])
-        own_checks.check_bias("teacher_bias", teacher_bias, *heads[1])
         scales = own_checks.pair("logit_scale", logit_scale)
         softcaps = own_checks.pair("softcap", softcap)
         own_checks.check_numbers(scales, softcaps)
-        temperatures = _temperatures(temperature, h)
-        checks.check_type("reduction", reduction)
-        checks.check_reduction(reduction)
-        ignored = -100 if ignore_index is None else ignore_index
-        checks.check_ignore_index(ignored)
+        temperatures = own_checks.temperatures(temperature, h)
+        ignored = own_checks.checked_ignore_index(reduction, ignore_index)
         if denominator is not None:
             denominator = as_tensor("denominator", denominator, h.device)
             option_checks.check_denominator(denominator, h, reduction)
@@ -131,7 +119,7 @@ def linear_divergence(
         student_temperature=temperatures[0],
         teacher_temperature=temperatures[1],
         denominator=denominator,
-        divergence=_form(divergence, beta),
+        divergence=own_checks.form(divergence, beta),
         beta=beta,
         reduction=reduction,
         ignore_index=ignored,
@@ -140,49 +128,10 @@ def linear_divergence(
         teacher_scale=scales[1],
         student_softcap=softcaps[0],
         teacher_softcap=softcaps[1],
-        student_gradients=_wanted(*heads[0], student_bias),
-        teacher_gradients=_wanted(*heads[1], teacher_bias),
+        student_gradients=own_checks.gradients(*heads[0], student_bias),
+        teacher_gradients=own_checks.gradients(*heads[1], teacher_bias),
         group=name,
         shards=None if shards is None else list(shards),
     )
     result: Tensor = loss
     return result.reshape(h.shape[:-1]) if reduction == "none" else result
-
-
-def _heads(
-    h_s: Tensor, w_s: Tensor, h_t: Tensor, w_t: Tensor
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return hidden states and weight of student and teacher, cast as `F.linear` casts them."""
-    names = "student_input", "student_weight", "teacher_input", "teacher_weight"
-    for name, x in zip(names, (h_s, w_s, h_t, w_t), strict=True):
-        checks.check_type(name, x)
-    return autocast(h_s, w_s), autocast(h_t, w_t)
-
-
-def _form(divergence: str, beta: float) -> str:
-    """Return the divergence, that of a JSD whose beta leaves out one side."""
-    if divergence == "jsd" and beta in (0, 1):
-        return "reverse_kl" if beta else "forward_kl"
-    return divergence
-
-
-def _temperatures(temperature: Any, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return those of student and teacher as () or (N,), None for 1."""
-    results: list[Tensor | None] = []
-    for given in own_checks.pair("temperature", temperature):
-        if not isinstance(given, Tensor) and given == 1:
-            results.append(None)
-            continue
-        option_checks.check_temperature(given)
-        x = as_tensor("temperature", given, h.device)
-        own_checks.check_temperature(x, h)
-        results.append(x.reshape(-1) if x.ndim else x)
-    student, teacher = results
-    return student, teacher
-
-
-def _wanted(h: Tensor, w: Tensor, bias: Tensor | None) -> list[bool]:
-    """Return whether the gradients of hidden states, weight and bias are computed."""
-    grad = torch.is_grad_enabled()
-    given = h, w, bias
-    return [grad and x is not None and x.requires_grad for x in given]

@@ -3,15 +3,93 @@
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from cutefce.cute_kernels.problem import ITEM_BYTES
 from cutefce.ops.divergence.options import DIVERGENCES
 from cutefce.ops.interface import checks, option_checks
+from cutefce.ops.interface.scalars import as_tensor
+from cutefce.ops.operators.context import autocast
 from cutefce.ops.rows.targets import sum_dtype
 
 T = TypeVar("T")
+Heads = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Hidden states (..., D) and weight (V, D), of the student and of the teacher."""
+
+
+def checked_heads(
+    given: tuple[Tensor, Tensor, Tensor, Tensor],
+    target: Tensor | None,
+    biases: tuple[Tensor | None, Tensor | None],
+    group: ProcessGroup | None,
+    shards: Sequence[int] | None,
+) -> tuple[Heads, str | None]:
+    """Return the heads, cast as `F.linear` casts them, and the name of the group.
+
+    Raises:
+        TypeError, ValueError: for tensors that do not fit together, or a wrong group.
+    """
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(f"group: got {group!r}, expected a ProcessGroup that this rank is in")
+    checks.check_type("shards", shards)
+    names = "student_input", "student_weight", "teacher_input", "teacher_weight"
+    for name, x in zip(names, given, strict=True):
+        checks.check_type(name, x)
+    heads = autocast(*given[:2]), autocast(*given[2:])
+    check_heads(*heads)
+    h, w = heads[0]
+    named = None if group is None else group.group_name
+    checks.rank_count(named, shards, False)
+    checks.check_shards(named, shards, w)
+    check_target(target, h)
+    for name, bias in zip(("student_bias", "teacher_bias"), biases, strict=True):
+        check_bias(name, bias, h, w)
+    return heads, named
+
+
+def checked_ignore_index(reduction: str, ignore_index: int | None) -> int:
+    """Return the index of ignored targets; raise TypeError or ValueError for it or a reduction."""
+    checks.check_type("reduction", reduction)
+    checks.check_reduction(reduction)
+    ignored = -100 if ignore_index is None else ignore_index
+    checks.check_ignore_index(ignored)
+    return ignored
+
+
+def temperatures(temperature: Any, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return those of student and teacher as () or (N,), None for 1, of h (..., D).
+
+    Raises:
+        TypeError, ValueError: for one that is neither a number above 0 nor a tensor that fits.
+    """
+    results: list[Tensor | None] = []
+    for given in pair("temperature", temperature):
+        if not isinstance(given, Tensor) and given == 1:
+            results.append(None)
+            continue
+        option_checks.check_temperature(given)
+        x = as_tensor("temperature", given, h.device)
+        check_temperature(x, h)
+        results.append(x.reshape(-1) if x.ndim else x)
+    student, teacher = results
+    return student, teacher
+
+
+def form(divergence: str, beta: float) -> str:
+    """Return the divergence, that of a JSD whose beta leaves out one side."""
+    if divergence == "jsd" and beta in (0, 1):
+        return "reverse_kl" if beta else "forward_kl"
+    return divergence
+
+
+def gradients(h: Tensor, w: Tensor, bias: Tensor | None) -> list[bool]:
+    """Return whether the gradients of hidden states, weight and bias are computed."""
+    grad = torch.is_grad_enabled()
+    given = h, w, bias
+    return [grad and x is not None and x.requires_grad for x in given]
 
 
 def pair(name: str, value: Any) -> tuple[Any, Any]:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.problem import Problem
 from cutefce.ops import torch_compat
 from cutefce.ops.divergence.factors import Factors
 from cutefce.ops.divergence.options import RECORDS, Divergence, DivergenceTensors
 from cutefce.ops.divergence.passes import STATS, Passes
+from cutefce.ops.divergence.plan import problem_of
 from cutefce.ops.divergence.sides import Side, SideGradients
 from cutefce.ops.interface.options import Sharding
 from cutefce.ops.operators import kept
@@ -23,9 +23,7 @@ from cutefce.ops.operators.context import isolated_context
 from cutefce.ops.operators.operators import LIBRARY
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.shard import Unsharded, shard_of
-from cutefce.ops.planning.divergence.planner import plan_divergence
-from cutefce.ops.planning.divergence.problem import DivergenceProblem
-from cutefce.ops.primitives.portable_projection import is_dense
+from cutefce.ops.planning.divergence.planner import make_plan
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import sum_dtype
 from cutefce.ops.schema import unpack
@@ -117,33 +115,25 @@ def _passes(
     tensors, options, _ = unpack(more, *RECORDS)
     heads = (h_s, w_s), (h_t, w_t)
     tokens = len(h_s) if order is None else len(order)
-    problems, copied, sides = [], 0, []
-    for i, (h, w) in enumerate(heads):
-        gradients = options.gradients(i)
-        hidden, weight, bias = gradients
-        dtype = str(h.dtype).removeprefix("torch.")
-        sizes = tokens, h.shape[1], len(w), dtype, h.device.type
-        problems.append(Problem(*sizes, hidden, weight, grad_bias=bias))
-        given = (w,) if order is not None else (h, w)
-        copied += sum(x.numel() * x.element_size() for x in given if not is_dense(x))
-        logits = _logit_map(h, order, i, options, tensors)
-        added = tensors.student_bias, tensors.teacher_bias
-        sides.append(Side(h, w, logits, added[i], gradients).selected(order))
-    shard = _shard(sharding, heads, y, options, tensors, upstream, stats)
-    problem_of_both = DivergenceProblem(
-        problems[0],
-        problems[1],
-        len(h_s),
-        copied,
-        not options.is_scalar or tensors.differ_by_token,
-        sharding.group is not None,
+    gradients = [options.gradients(i) for i in range(len(heads))]
+    problem = problem_of(
+        heads,
+        gradients,
+        tokens,
+        scales_rows=not options.is_scalar or tensors.differ_by_token,
+        is_sharded=sharding.group is not None,
+        is_mixture=options.is_mixture,
     )
+    added, sides = (tensors.student_bias, tensors.teacher_bias), []
+    for i, (h, w) in enumerate(heads):
+        logits = _logit_map(h, order, i, options, tensors)
+        sides.append(Side(h, w, logits, added[i], gradients[i]).selected(order))
+    shard = _shard(sharding, heads, y, options, tensors, upstream, stats)
     loss_scale = _loss_scale(sides[0], tensors, options) if options.is_scalar else None
     scales = [
         side.factor_scale(loss_scale, _boost(side, i, options)) for i, side in enumerate(sides)
     ]
-    plan = plan_divergence(problem_of_both, options.budget)
-    return Passes(sides, options, plan, shard, scales)
+    return Passes(sides, options, make_plan(problem, options.budget), shard, scales)
 
 
 def _boost(side: Side, index: int, options: Divergence) -> float:

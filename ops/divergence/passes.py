@@ -81,7 +81,7 @@ class Passes:
         for index in (STUDENT, TEACHER):
             stats[2 * index] = -torch.inf
         tiles = self._tiles(plan.forward_rows, plan.forward_columns)
-        if not plan.is_one_pass or isinstance(self.shard, VocabShard):
+        if not plan.is_one_pass:
             for rows, columns in self._places(plan.forward_rows, plan.forward_columns):
                 self._add_exps(stats, self._project(tiles, rows, columns), rows)
             self._finish_lses(stats)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning.planner import Plan
+from cutefce.ops.rows.loss_parts import LossParts
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.sampling.kernels import KernelSamples
@@ -49,8 +50,8 @@ class Kept:
     """Entries of the exponentials, with sampled gradients."""
     class_row: Tensor | None = None
     """(D,) that of `LossInputs`."""
-    soft_logits: Tensor | None = None
-    """(N, K) those of `SoftTargets`."""
+    soft: LossParts | None = None
+    """Soft targets with their logits, and the terms that they make."""
     selection: RowSelection | None = None
     """Which tokens were computed; None for all."""
     stats: RowStats | None = None

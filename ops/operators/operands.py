@@ -19,9 +19,9 @@ from cutefce.ops.primitives.dispatch import (
     sampling_unsupported_reason,
 )
 from cutefce.ops.primitives.row_selection import select_rows
+from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
 from cutefce.ops.rows.selection import RowSelection
-from cutefce.ops.rows.soft_targets import check_values
-from cutefce.ops.rows.targets import sum_dtype, without_weightless
+from cutefce.ops.rows.targets import sum_dtype
 from cutefce.ops.sampling.samples import Sampling
 from cutefce.ops.strategies.dw_views import aliased_views, memory_of
 from cutefce.ops.strategies.loss_inputs import LossInputs
@@ -50,32 +50,29 @@ def prepare(
     h, grads = shard.gather_hidden(h) if gathers else h, NO_GRADIENTS
     if plan is not None:
         grads = plan.gradients
-    problem, selection = problem_of(h, w, *grads), None
+    problem = problem_of(h, w, *grads)
     if len(h) != len(y):
         problem = replace(problem, tokens=len(y))
     is_sampled = plan is not None and plan.is_sampled
     given = options.samples, bool(tensors.soft_targets)
     if tensors.is_dense or (is_sampled and sampling_unsupported_reason(problem, *given)):
         problem = replace(problem, arch=None)
-    if tensors.target_indices is not None and known is None:
-        check_values(
-            without_weightless(y, options, tensors), options, tensors, shard.total_vocab(w)
-        )
-    if known is not None:
-        selection = known.selection
-    elif plan is not None:
-        selection = _select(shard, problem, y, options, tensors, plan)
+    selection = None if known is None else known.selection
+    if known is None:
+        check_soft_values(y, options, tensors, shard.total_vocab(w))
+        if plan is not None:
+            selection = _select(shard, problem, y, options, tensors, plan)
     if selection is not None:
         y, tensors = selection.targets, selection.take_options(tensors)
         if not selection.is_on_device and gathers:
             h = h.index_select(0, selection.order)
             problem = replace(problem, tokens=len(h))
     given_y = y.long(), w.shape[0], options, tensors, sum_dtype(h.dtype)
-    targets = shard.make_targets(*given_y, problem.arch)
+    targets = shard.make_targets(*given_y, problem.arch, selection)
     if selection is not None and selection.is_on_device:
         targets.selection = selection
-    if targets.soft is not None:
-        targets.soft.logits = None if known is None else known.soft_logits
+    if known is not None and known.soft is not None:
+        targets.parts = known.soft
     own = primitives_for(h, w, problem, targets)
     h, w = own.projection.prepare(h, w)
     class_row = None if known is None else known.class_row

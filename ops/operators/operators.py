@@ -134,14 +134,14 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     if inputs.sampling is not None:
         loss, stats, samples = sampled.forward(inputs, inputs.sampling)
         results = Kept(plan, h.new_empty(0, 0), samples=samples, class_row=row)
-        results.soft_logits = None if targets.soft is None else targets.soft.logits
+        results.soft = targets.soft_parts()
         return loss, stats, results
     if not plan.in_forward:
         results = Kept(plan, h.new_empty(inputs.tokens, plan.kept), class_row=row)
         results.dw = w.new_empty(w.shape) if plan.aliased else None
         stored = stored_exps(inputs, results.exps, results.dw, plan)
         loss, stats = windows.forward(inputs, stored)
-        results.soft_logits = None if targets.soft is None else targets.soft.logits
+        results.soft = targets.soft_parts()
         return loss, stats, results
     dtype, hidden = sum_dtype(h.dtype), h.shape[1]
     loss_scale = targets.loss_scale(dtype)
@@ -234,7 +234,8 @@ def run_windows_backward(
     """
     plan, w, classes = results.plan, inputs.w, inputs.targets.output_classes
     if classes is not None:
-        inputs.targets.soft, upstream = classes.take(upstream)
+        soft, upstream = classes.take(upstream)
+        inputs.targets.parts = inputs.targets.parts._replace(soft=soft)
     dw, exps = results.take_dw(), results.exps
     if kept.consumes_exps(inputs.targets.options, inputs.targets.tensors):
         exps = results.own(exps)

@@ -18,7 +18,7 @@ def needs_class_row(targets: Targets) -> bool:
 
 def smooths(targets: Targets) -> bool:
     """Whether the loss has label smoothing."""
-    return targets.terms is not None and targets.terms.has_class_row
+    return targets.options.label_smoothing != 0
 
 
 def set_class_row(shard: Unsharded, w: Tensor, targets: Targets) -> Tensor:

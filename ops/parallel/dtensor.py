@@ -138,7 +138,7 @@ def localize_options(call: LocalCall, arguments: dict[str, Any]) -> dict[str, An
         x = local.get(name)
         if isinstance(x, Tensor):
             x = replicated(name, x)
-            local[name] = x.movedim(call.dim, 0) if x.ndim > call.dim else x
+            local[name] = x.movedim(call.dim, 0) if 0 < call.dim < x.ndim else x
     for name in TensorOptions.OF_CLASSES:
         x = local.get(name)
         if isinstance(x, DTensor):

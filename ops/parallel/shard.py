@@ -20,6 +20,7 @@ ranks exchange
 
 import ctypes
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from cutefce.ops.primitives.dispatch import backend_for
 from cutefce.ops.primitives.interface import AnyPrimitives, Primitives, Projection
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.rows.loss_parts import parts_of, without_weightless
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets, sum_dtype
 
 IGNORED = -(1 << 62)
@@ -62,9 +65,13 @@ class Unsharded:
         tensors: TensorOptions,
         dtype: torch.dtype,
         arch: str | None = None,
+        selection: RowSelection | None = None,
     ) -> Targets:
-        """Return the targets y (N,) as rows of this rank's weight (vocab, D); sums have `dtype`."""
-        return rows.make_targets(y, vocab, options, tensors, dtype, arch)
+        """Return the targets y (N,) as rows of this rank's weight (vocab, D); sums have `dtype`.
+
+        The others are those of `rows.targets.make_targets`.
+        """
+        return rows.make_targets(y, vocab, options, tensors, dtype, arch, selection)
 
     def total_vocab(self, w: Tensor) -> int:
         """Return the number of classes of all ranks' weights, w (V, D) being here."""
@@ -131,21 +138,20 @@ class VocabShard(Unsharded):
         tensors: TensorOptions,
         dtype: torch.dtype,
         arch: str | None = None,
+        selection: RowSelection | None = None,
     ) -> Targets:
         """Number the targets y (N,) from this rank's first row; they are checked with r_i."""
-        y = rows.without_weightless(y, options, tensors)
+        y = without_weightless(y, options, tensors)
         own = slice(self.first, self.first + vocab)
         if tensors.is_dense:
             y = self._leads_of_ranks(y, options, tensors)
-        more = sum(self.vocab), own, dtype, arch, self.all_reduce_
-        terms, soft, dense = rows.terms_of(y, options, tensors, *more)
+        more = sum(self.vocab), own, dtype, arch, selection, self.all_reduce_
+        make_parts = functools.partial(parts_of, y, options, tensors, *more)
         logits = LogitMap.of(options, tensors, y, dtype)
         given = y.clamp(min=IGNORED // 2)  # no target is taken for an ignored one
         index = torch.where(y == options.ignore_index, IGNORED, given - self.first)
         options = dataclasses.replace(options, ignore_index=IGNORED)
-        targets = Targets(index, vocab, options, tensors, terms, logits, self.first, soft)
-        targets.dense = dense
-        return targets
+        return Targets(index, vocab, options, tensors, make_parts, logits, self.first)
 
     def _leads_of_ranks(self, y: Tensor, options: LossOptions, tensors: TensorOptions) -> Tensor:
         """Return the leads (N,) of all ranks' probabilities, of those y (N,) of this rank's.

@@ -89,9 +89,7 @@ class Plan:
 
     def __str__(self) -> str:
         name = self.strategy.replace("_", " ")
-        cost = f"{self.workspace_bytes / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms predicted"
-        if self.budget is not None:
-            cost += f"; no plan takes the workspace of {self.budget / 2**20:.1f} MiB or less"
+        cost = predicted(self.workspace_bytes, self.seconds, self.budget)
         if self.is_sampled:
             return f"{name} gradients: {cost}"
         vocab = max(self.vocab, 1)
@@ -105,6 +103,14 @@ class Plan:
             if self.adds_in_forward:
                 size += ", dW in the caller's buffer"
         return f"{name}, {size}, {columns} columns at a time: {cost}"
+
+
+def predicted(workspace_bytes: int, seconds: float, budget: int | None) -> str:
+    """Return what a plan prints of memory and time; `budget` are bytes that no plan is within."""
+    text = f"{workspace_bytes / 2**20:.1f} MiB, {seconds * 1e3:.1f} ms predicted"
+    if budget is not None:
+        text += f"; no plan takes the workspace of {budget / 2**20:.1f} MiB or less"
+    return text
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ MADE_BYTES = 33
 
 
 def soft_bytes(p: Problem, tokens: int) -> int:
-    """Bytes of the soft targets of `tokens`, which exist in a forward and in a backward."""
+    """Bytes of the soft targets of `tokens`, which exist from a forward to its backward."""
     returned = 5 * (isinstance(p, CallProblem) and p.returns_classes)
     return tokens * soft_targets(p) * (8 + (2 + returned) * p.accumulator_bytes)
 

@@ -94,7 +94,7 @@ def windows_seconds(
     moved += 2 * _buffer_bytes(p) + _scaled_bytes(p) * (aliased + kept > 0)
     tile = TILE if hidden_bits is None else KEPT_TILE
     idle = _idle_seconds(p, p.tokens, tile)
-    return _seconds(p, columns, moved) + windows * _rates(p)[2] + idle
+    return _seconds(p, columns, moved) + windows * rates(p)[2] + idle
 
 
 def layout_seconds(p: Problem, rows: int, windows: int, recomputed: int) -> float:
@@ -102,7 +102,7 @@ def layout_seconds(p: Problem, rows: int, windows: int, recomputed: int) -> floa
 
     For comparing layouts of one plan.
     """
-    flop_rate, byte_rate, *_ = _rates(p)
+    flop_rate, byte_rate, *_ = rates(p)
     products = 2 * rows * p.hidden * (3 * p.vocab + recomputed) / flop_rate
     sums = 2 * windows * rows * p.hidden * p.accumulator_bytes / byte_rate
     return products + sums + windows * SELECTED_WINDOW_SECONDS
@@ -115,7 +115,7 @@ def chunked_seconds(p: Problem, chunks: Chunks, stored: int) -> float:
     moved += 3 * _buffer_bytes(p) * (not adds_in_forward(p)) + _scaled_bytes(p)
     moved += 2 * (windows - 1) * p.tokens * p.hidden * p.accumulator_bytes
     reads = (1 + p.grad_hidden) * count * p.vocab * p.hidden * p.item_bytes
-    flop_rate, byte_rate, _, each = _rates(p)
+    flop_rate, byte_rate, _, each = rates(p)
     products = 2 * (1 + p.grad_hidden) * p.tokens * p.hidden * p.vocab / flop_rate
     waits, shares = max(reads / byte_rate - products, 0), Counter(chunks.sizes[:-1] or chunks.sizes)
     idle = sum(
@@ -196,9 +196,10 @@ def _busy_part(p: Problem, rows: int, tile: int = TILE) -> tuple[float, int]:
 
 def _seconds(p: Problem, columns: float, moved_bytes: float) -> float:
     """Return the time of GEMMs over `columns` vocabulary columns in all, and of moving bytes."""
-    flop_rate, byte_rate, *_ = _rates(p)
+    flop_rate, byte_rate, *_ = rates(p)
     return 2 * p.tokens * p.hidden * columns / flop_rate + moved_bytes / byte_rate
 
 
-def _rates(p: Problem) -> tuple[float, float, float, float]:
+def rates(p: Problem) -> tuple[float, float, float, float]:
+    """Return the FLOP per second, bytes per second, and seconds of a window and of a chunk."""
     return DEVICE_RATES.get(p.device, DEVICE_RATES["cuda"])

@@ -140,9 +140,9 @@ def primitives_for(
         return kernel_primitives(*kernels, grad_bias=problem.grad_bias)
     reason = _unsupported_reason(h, w)
     if reason is None and targets is not None and targets.options.is_sampled:
-        given = targets.options.samples, targets.soft is not None
+        given = targets.options.samples, bool(targets.tensors.soft_targets)
         reason = sampling_unsupported_reason(problem, *given)
-    if targets is not None and targets.dense is not None:
+    if targets is not None and targets.tensors.is_dense:
         reason = reason or "target: got probabilities (N, V), expected class indices"
     if problem.tokens and reason is not None:
         _report(reason, h.is_cuda)

@@ -5,9 +5,9 @@ selection.py       the tokens that count, in their order, and back
 statistics.py      what a forward leaves of every token, and the losses made of it
 coefficients.py    what a backward multiplies exponentials by
 scaling.py         where these factors are applied
-loss_terms.py      what the loss of a token is made of
-soft_targets.py    K classes of a token with probabilities
-classes            K classes of a token whose log-probabilities are outputs
+loss_parts.py      what losses are made of, when it is first used
+loss_terms.py      coefficients of the loss of a token
+classes            K classes of a token, with probabilities or as outputs
 target_rows.py     the targets' part of dW, in plain torch
 blocks.py          blocks of rows
 logit_map.py       from raw logits to the model's

@@ -51,7 +51,7 @@ class RowCoefficients:
             return RowCoefficients(scale, -scale * stats.sum_exp_others)
         if targets.options.reduction == OUTPUTS:
             return RowCoefficients._of_outputs(stats, targets, upstream)
-        every, by_lse = None, targets.by_lse(stats.lse)
+        every, by_lse = None, targets.by_lse(stats)
         scale = torch.where(active, upstream * by_lse / stats.sum_exp, 0)
         target = -scale * stats.sum_exp_others
         if terms is not None:

@@ -17,12 +17,15 @@ as `torch.nn.functional.cross_entropy` defines smoothing.  "mean" divides by Σ 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
+
+if TYPE_CHECKING:
+    from cutefce.ops.rows.statistics import RowStats
 
 
 @dataclass(frozen=True)
@@ -81,35 +84,37 @@ class LossTerms:
     def of_probabilities(
         b: tuple[Tensor, Tensor, Tensor],
         token: Tensor,
-        kappa: Tensor | None,
+        tensors: TensorOptions,
         options: LossOptions,
         vocab: int,
         own: slice,
     ) -> "LossTerms":
         """Return the terms of targets with probabilities among the `vocab` classes of all ranks.
 
-        `b` are the Σ_v b_iv (N,) of the lead, of the other classes, and of all; `token` (N,) and
-        `kappa` (V,) are the factors of tokens and of classes, of which this rank has `own`.
+        `b` are the Σ_v b_iv (N,) of the lead, of the other classes, and of all; `token` (N,) are
+        the factors of tokens; this rank has the classes `own`.
         """
         lead, others, total = b
+        kappa = None if tensors.weight is None else tensors.weight.to(token.dtype)
         every: Tensor | float = 0.0
         if options.label_smoothing:
             every = options.label_smoothing / vocab * token
             total = total + every * (vocab if kappa is None else kappa.sum())
         squared = options.z_loss * token if options.z_loss else 0.0
         own_kappa = None if kappa is None else kappa[own]
-        return LossTerms(total, lead, every, squared, token, own_kappa, others)
+        weight = None if tensors.token_weights is None else token
+        return LossTerms(total, lead, every, squared, weight, own_kappa, others)
 
-    def by_lse(self, lse: Tensor) -> Tensor | float:
-        """Return the derivatives A + 2 Z lse of the losses by the log-sum-exps lse (N,)."""
+    def by_lse(self, stats: "RowStats") -> Tensor | float:
+        """Return the derivatives A + 2 Z lse of the losses by the log-sum-exps (N,) of `stats`."""
         if isinstance(self.lse_squared, Tensor) or self.lse_squared:
-            return self.lse + 2 * self.lse_squared * lse
+            return self.lse + 2 * self.lse_squared * stats.lse
         return self.lse
 
     @property
     def numbers(self) -> tuple[float, ...] | None:
         """A, B, Γ and Z as numbers, None if they differ between tokens."""
-        if self.weight is not None:
+        if isinstance(self.lse, Tensor):
             return None
         return tuple(map(float, (self.lse, self.target, self.class_row, self.lse_squared)))
 

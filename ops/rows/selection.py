@@ -50,16 +50,24 @@ class RowSelection:
         return x.index_select(-1, self.order)
 
     def take_options(self, tensors: TensorOptions) -> TensorOptions:
-        """Return options with the values of the tokens."""
+        """Return options with the values of the tokens, but for soft targets."""
         weights, temperature = tensors.token_weights, tensors.temperature
+        probs = tensors.target_probs
         return replace(
             tensors,
             token_weights=None if weights is None else self.take(weights),
             temperature=temperature
             if temperature is None or not temperature.ndim
             else self.take(temperature),
-            **{name: x.index_select(0, self.order) for name, x in tensors.soft_targets.items()},
+            target_probs=probs.index_select(0, self.order)
+            if probs is not None and tensors.is_dense
+            else probs,
         )
+
+    def take_soft_targets(self, tensors: TensorOptions) -> TensorOptions:
+        """Return options with the soft targets of the tokens."""
+        soft = {name: x.index_select(0, self.order) for name, x in tensors.soft_targets.items()}
+        return replace(tensors, **soft)
 
     def restore(self, x: Tensor, dim: int = -1) -> Tensor:
         """Return x, whose dimension `dim` is M, in the order of all tokens; 0 of those left out."""

@@ -1,6 +1,7 @@
 """Targets of a call, with the options of their losses."""
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -16,13 +17,14 @@ from cutefce.cute_kernels.variant import (
     LogitTransform,
     RowReductions,
 )
-from cutefce.ops.dense_targets.targets import DenseTargets, no_others
+from cutefce.ops.dense_targets.targets import DenseTargets
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.rows.classes.output_classes import OutputClasses, check_classes
+from cutefce.ops.rows.classes.output_classes import OutputClasses
+from cutefce.ops.rows.classes.soft_targets import SoftTargets
 from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.rows.loss_parts import LossParts, parts_of, without_weightless
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.selection import RowSelection
-from cutefce.ops.rows.soft_targets import SoftTargets
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats
@@ -47,7 +49,11 @@ class ClassRow(NamedTuple):
 
 
 class Targets:
-    """The targets of N tokens with the options of their losses; derived tensors are lazy."""
+    """The targets of N tokens with the options of their losses; derived tensors are lazy.
+
+    So are the parts of losses: the product of hidden states and weight needs none of them, and is
+    launched before what makes them.
+    """
 
     def __init__(
         self,
@@ -55,32 +61,46 @@ class Targets:
         vocab: int,
         options: LossOptions,
         tensors: TensorOptions = NO_TENSORS,
-        terms: LossTerms | None = None,
+        make_parts: Callable[[], LossParts] = LossParts,
         logits: LogitMap | None = None,
         first: int = 0,
-        soft: SoftTargets | None = None,
     ) -> None:
         self.index = index
         """(N,) int64 as given: may hold ignored and out-of-range values."""
         self.vocab = vocab
         self.options = options
         self.tensors = tensors
-        self.terms = terms
-        """What the loss of a token is made of; None for its cross entropy."""
+        self._make_parts = make_parts
         self.logits = logits
         """The logit transform; None for the identity."""
         self.first = first
         """The class that `index` counts from: the first one of this rank."""
-        self.soft = soft
-        """The other classes of tokens with several targets, of which `index` is the lead."""
-        self.dense: DenseTargets | None = None
-        """The probabilities of all classes, of which `index` is the lead."""
         self.class_row: ClassRow | None = None
         """In a forward of losses or outputs that depend on class logits."""
         self.class_logits: Tensor | None = None
         """(N,) U, which `target_logit` sets from the class row; the mean logit as an output."""
         self.selection: RowSelection | None = None
         """Which rows of the hidden states these tokens are, if kernels have selected them."""
+
+    @cached_property
+    def parts(self) -> LossParts:
+        """What losses are made of."""
+        return self._make_parts()
+
+    @property
+    def terms(self) -> LossTerms | None:
+        """Those of `parts`."""
+        return self.parts.terms
+
+    @property
+    def soft(self) -> SoftTargets | None:
+        """Those of `parts`."""
+        return self.parts.soft
+
+    @property
+    def dense(self) -> DenseTargets | None:
+        """Those of `parts`."""
+        return self.parts.dense
 
     @cached_property
     def active(self) -> Tensor:
@@ -141,9 +161,9 @@ class Targets:
             products = products * self.logits.row_scale
         self.class_logits = products
 
-    def by_lse(self, lse: Tensor) -> Tensor | float:
-        """Return the derivatives α of the losses by the log-sum-exps lse (N,)."""
-        derivative = 1.0 if self.terms is None else self.terms.by_lse(lse)
+    def by_lse(self, stats: "RowStats") -> Tensor | float:
+        """Return the derivatives α of the losses by the log-sum-exps (N,) of `stats`."""
+        derivative = 1.0 if self.terms is None else self.terms.by_lse(stats)
         return derivative if self.soft is None else self.soft.bounded(derivative)
 
     @property
@@ -161,14 +181,22 @@ class Targets:
         if isinstance(self.soft, OutputClasses):
             return self.soft.scaled_entries(stats, self.logits, adds=self.options.is_sampled)
         of_exps = self.has_narrow_entries(dtype) and not self.options.is_sampled
-        a = torch.as_tensor(self.by_lse(stats.lse))
+        a = torch.as_tensor(self.by_lse(stats))
         return self.soft.entries(stats, a, self.logits, of_exps=of_exps)
+
+    def soft_parts(self) -> LossParts | None:
+        """Return the parts of soft targets for a backward, which needs no excess; None without."""
+        if self.tensors.target_indices is None:
+            return None
+        if self.soft is not None:
+            self.soft.excess = None
+        return self.parts
 
     def with_gradient(self, factors: tuple[Tensor, Tensor]) -> "Targets":
         """Return the same for a backward, see `DenseTargets.gradient`."""
         assert self.dense is not None
         targets = copy.copy(self)
-        targets.dense = replace(self.dense, gradient=factors)
+        targets.parts = self.parts._replace(dense=replace(self.dense, gradient=factors))
         return targets
 
     def has_narrow_entries(self, dtype: torch.dtype) -> bool:
@@ -198,12 +226,10 @@ class Targets:
             self.vocab,
             self.options.per_token(),
             replace(self.tensors, denominator=None),
-            None if self.terms is None else self.terms.rows(rows),
+            lambda: self.parts.rows(rows),
             None if self.logits is None else self.logits.rows(rows),
             self.first,
-            None if self.soft is None else self.soft.rows(rows),
         )
-        part.dense = None if self.dense is None else self.dense.rows(rows)
         part.class_logits = None if self.class_logits is None else self.class_logits[rows]
         if self.selection is not None:
             assert isinstance(rows, slice)
@@ -218,17 +244,19 @@ def make_targets(
     tensors: TensorOptions,
     dtype: torch.dtype = torch.float32,
     arch: str | None = None,
+    selection: RowSelection | None = None,
 ) -> Targets:
     """Return the targets y (N,) int64, with sums of `dtype`; `arch` has kernels, if given.
+
+    Soft targets are those of all tokens, of which `selection` has chosen these.
 
     Raises:
         IndexError: on a CPU, for a target outside [0, V).  A GPU is not synchronized for this.
     """
     y = without_weightless(y, options, tensors).contiguous()
-    terms, soft, dense = terms_of(y, options, tensors, vocab, slice(0, vocab), dtype, arch)
+    given = y, options, tensors, vocab, slice(0, vocab), dtype, arch, selection
     logits = LogitMap.of(options, tensors, y, dtype)
-    targets = Targets(y, vocab, options, tensors, terms, logits, soft=soft)
-    targets.dense = dense
+    targets = Targets(y, vocab, options, tensors, functools.partial(parts_of, *given), logits)
     if y.device.type == "cpu":
         wrong = targets.active & (targets.safe_index != y)
         if bool(wrong.any()):
@@ -239,42 +267,9 @@ def make_targets(
     return targets
 
 
-def terms_of(
-    y: Tensor,
-    options: LossOptions,
-    tensors: TensorOptions,
-    vocab: int,
-    own: slice,
-    dtype: torch.dtype,
-    arch: str | None = None,
-    add_ranks: Callable[[Tensor], Tensor] = no_others,
-) -> tuple[LossTerms | None, SoftTargets | None, DenseTargets | None]:
-    """Return the terms of targets y (N,) of `vocab` classes, of which this rank has `own`.
-
-    Also return the soft targets beside y, or the probabilities of all classes; `add_ranks` returns
-    the sum of a tensor over all ranks.
-    """
-    if tensors.target_indices is not None and tensors.target_probs is None:
-        check_classes(y, options, tensors, vocab)
-        return None, OutputClasses.of_leads(y, options, tensors, own, dtype), None
-    if tensors.target_probs is None:
-        return LossTerms.of(y, options, tensors, vocab, own, dtype), None, None
-    if tensors.is_dense:
-        dense, terms = DenseTargets.of(y, options, tensors, vocab, own, dtype, add_ranks)
-        return terms, None, dense
-    soft, terms = SoftTargets.of(y, options, tensors, vocab, own, dtype, arch)
-    return terms, soft, None
-
-
-def without_weightless(y: Tensor, options: LossOptions, tensors: TensorOptions) -> Tensor:
-    """Return the targets y (N,), ignored where the token's weight is 0."""
-    weights = tensors.token_weights
-    return y if weights is None else torch.where(weights == 0, options.ignore_index, y)
-
-
 def variant_of(targets: Targets | None) -> KernelVariant:
     """Return what kernels must be compiled with for the options of a call."""
-    if targets is None or targets.is_plain:
+    if targets is None or (targets.logits is None and not targets.options.outputs):
         return PLAIN
     logits, names = targets.logits, targets.options.output_names
     transform = IDENTITY

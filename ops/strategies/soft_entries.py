@@ -1,4 +1,4 @@
-"""Entries of soft targets among the exponentials of a step, see `cutefce.ops.rows.soft_targets`.
+"""Entries of soft targets among exponentials, see `cutefce.ops.rows.classes.soft_targets`.
 
 float32 and wider exponentials keep them.  Of 16-bit ones, which are all that a later backward
 finds as the forward stored them, they are put before dX's product.  Before dW's product these get

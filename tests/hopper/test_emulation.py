@@ -44,6 +44,7 @@ from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import joined_sums
+from cutefce.ops.rows.loss_parts import LossParts
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.scaling import scaling_of
 from cutefce.ops.rows.statistics import RowStats, token_losses
@@ -395,7 +396,7 @@ def test_reduced_losses_with_terms(z_loss: float, smoothing: float, possible: bo
     operands = partials, logit, target, stats, loss, semaphores, None, -100, 1
     more = None if terms is None else terms.numbers, class_logits if smoothing else None
     run(kernel, *operands, *more)
-    targets = Targets(target, 9, options, TensorOptions(), terms)
+    targets = Targets(target, 9, options, TensorOptions(), lambda: LossParts(terms))
     targets.class_logits = class_logits.double() if smoothing else None
     losses = token_losses(RowStats(stats.double()), targets)
     want = losses.sum() / (target >= 0).sum()
@@ -584,7 +585,7 @@ def test_row_coefficients(
         numbers = count if selects else zeros, int(selects), ignored, mean
         run(kernel, *operands, *numbers, vocab, None if terms is None else terms.numbers)
         dtypes, in_reference = getattr(torch, dtype), kernel.in_reference
-        targets = Targets(target, vocab, options, tensors, terms)
+        targets = Targets(target, vocab, options, tensors, lambda: LossParts(terms))
         exact = RowStats(stats.double()), (upstream[0] if uniform else upstream).double()
         want = scaling_of(dtypes, targets, *exact, in_reference=in_reference)
         assert not zeros.any()

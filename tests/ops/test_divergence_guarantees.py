@@ -1,6 +1,6 @@
 """What holds of divergences beside their values: errors, memory, ignored rows, compilers."""
 
-from itertools import pairwise
+import inspect
 from typing import Any
 
 import pytest
@@ -10,13 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutefce
-from bench.harness.timing import peak_bytes
-from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.divergence import operators
 from cutefce.ops.operators import kept
-from cutefce.ops.planning.divergence.planner import plan_divergence
-from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
-from cutefce.ops.planning.planner import MAXIMUM
 from tests.support.divergence import (
     FORMS,
     PLANS,
@@ -29,6 +23,7 @@ from tests.support.divergence import (
     planned,
 )
 
+PLAN_ARGUMENTS = inspect.signature(cutefce.plan_divergence).parameters.keys()
 H, W = torch.randn(4, 8), torch.randn(10, 8)
 GOOD: dict[str, Any] = {
     "student_input": H,
@@ -137,26 +132,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no group": ({"group": "tp"}, TypeError, "group: got 'tp', expected a ProcessGroup"),
     "shards without a group": ({"shards": [5, 5]}, ValueError, "shards: got .* without a group"),
 }
-SHAPES = {
-    "a small model": (512, (128, 192), 16001),
-    "narrow heads, many tokens": (1500, (32, 48), 4003),
-    "few tokens, a wide vocabulary": (60, (256, 128), 25013),
-}
-BUDGETS = "max", "min", 12 << 20
-USES: dict[str, dict[str, Any]] = {
-    "student": {"trained": "student"},
-    "both": {},
-    "biases": {"biases": True},
-    "half ignored": {"ignored": 0.5},
-}
-OTHER_USES = [use for use in USES if use != "student"]
-NARROW = "narrow heads, many tokens"
-MEMORY = [
-    *((size, "student", torch.bfloat16, budget) for size in SHAPES for budget in BUDGETS),
-    *((size, "student", torch.float32, "min") for size in SHAPES),
-    *((NARROW, use, torch.bfloat16, budget) for use in OTHER_USES for budget in ("min", 12 << 20)),
-    (NARROW, "both", torch.float64, "max"),
-]
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -164,6 +139,13 @@ def test_errors_name_the_argument(name: str) -> None:
     arguments, kind, message = WRONG[name]
     with pytest.raises(kind, match=message):
         cutefce.linear_divergence(**{**GOOD, **arguments})
+
+
+@pytest.mark.parametrize("name", [x for x in WRONG if WRONG[x][0].keys() <= PLAN_ARGUMENTS])
+def test_errors_of_plans_name_the_argument(name: str) -> None:
+    arguments, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        cutefce.plan_divergence(**{**GOOD, **arguments})
 
 
 @pytest.mark.parametrize(
@@ -375,49 +357,3 @@ def test_sides_of_two_dtypes(device: str) -> None:
     assert [x.dtype for x in got[1:]] == [torch.float32] * 2 + [torch.bfloat16] * 2
     for a, b in zip(got, want, strict=True):
         assert distance(a, b) <= 2 * torch.finfo(a.dtype).eps * 8 * float(b.norm())
-
-
-@pytest.mark.parametrize(("size", "use", "dtype", "workspace"), MEMORY, ids=str)
-def test_memory_is_at_most_what_is_predicted(
-    workspace: int | str,
-    size: str,
-    use: str,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shape, options = SHAPES[size], {"ignored": 0, **USES[use]}
-    case = heads(*shape, dtype=dtype, **options)
-    form: dict[str, Any] = {"divergence": "jsd", "workspace": workspace, **case.biases}
-    target = case.target if options["ignored"] else None
-    plans: list[DivergencePlan] = []
-
-    def spy(problem: DivergenceProblem, budget: int) -> DivergencePlan:
-        plans.append(plan_divergence(problem, budget))
-        return plans[-1]
-
-    def step() -> None:
-        loss = cutefce.linear_divergence(*case.tensors, target, **form)
-        torch.autograd.grad(loss, case.leaves)
-
-    monkeypatch.setattr(operators, "plan_divergence", spy)
-    step()
-    given = sum(x.numel() * x.element_size() for x in case.leaves)
-    measured, predicted = peak_bytes(step, "cpu") - given, plans[-1].workspace_bytes
-    assert measured <= predicted
-    tokens, _, vocab = shape
-    if workspace == "min" and tokens > 100:
-        assert measured < 2 * tokens * vocab * 4 / 2, "room for half of the logits"
-
-
-def test_more_memory_is_never_slower() -> None:
-    heads_of_both = (Problem(8192, 4096, 128256, "bfloat16", "cuda"),) * 2
-    problem = DivergenceProblem(*heads_of_both, 8192)
-    plans = [plan_divergence(problem, budget << 20) for budget in range(0, 12000, 100)]
-    plans.append(plan_divergence(problem, MAXIMUM))
-    for few, more in pairwise(plans):
-        assert more.cost <= few.cost
-    for plan, budget in zip(plans, range(0, 12000, 100), strict=False):
-        assert plan.workspace_bytes <= max(budget << 20, plans[0].workspace_bytes)
-    assert plans[0].kept == plans[0].aliased and plans[-1].is_one_pass
-    assert plans[-1].kept == 8192 and plans[-1].aliased == 0
-    assert plans[0].workspace_bytes < 8192 * 128256 * 2 / 4

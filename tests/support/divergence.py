@@ -13,7 +13,7 @@ from torch import Tensor
 import cutefce
 from cutefce.ops import torch_compat
 from cutefce.ops.divergence import operators
-from cutefce.ops.planning.divergence.planner import plan_divergence
+from cutefce.ops.planning.divergence.planner import make_plan
 from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -240,7 +240,7 @@ def planned(name: str) -> Iterator[None]:
     (forward_rows, forward_columns), (rows, columns), kept = PLANS[name]
 
     def plan(problem: DivergenceProblem, budget: int) -> DivergencePlan:
-        made = plan_divergence(problem, budget)
+        made = make_plan(problem, budget)
         most = problem.most_aliased if rows == 1 << 20 else 0
         count = 0 if problem.scales_rows else min(most if kept < 0 else kept, made.tokens)
         return replace(
@@ -254,5 +254,5 @@ def planned(name: str) -> Iterator[None]:
             aliased=min(most, count),
         )
 
-    with mock.patch.object(operators, "plan_divergence", plan):
+    with mock.patch.object(operators, "make_plan", plan):
         yield

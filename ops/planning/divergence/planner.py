@@ -17,6 +17,7 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
 from cutefce.ops.planning.step_memory import accumulates_wider, row_block_bytes, upcast_bytes
+from cutefce.ops.planning.time_model import rates
 
 FORWARD_ROWS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Tokens of the forward's tiles that have all classes."""
@@ -38,17 +39,18 @@ FLOP_PER_BYTE, FLOP_PER_READ = 128, 24
 by: most of it is hidden."""
 FACTOR_READS = 8
 """Bytes of the logits that the factors, and the divergence, of a token and class are made of."""
-STEP_BLOCKS = 11
-"""Blocks of rows that an element-wise step holds at a time on a CPU; a GPU fuses the steps."""
+STEP_BLOCKS, MIXTURE_BLOCKS = (6.25, 6.25), (10.5, 8.5)
+"""Blocks of rows that an element-wise step of the forward, and of the backward, holds at a time on
+a CPU, of a KL divergence and of a mixture; a GPU fuses the steps."""
 ROW_WORDS = 88
 """Sums per token beside the tiles: statistics, losses, upstream gradients, selection, and what the
 kernel of rows exchanges."""
 
 
 @process_cache
-def plan_divergence(problem: DivergenceProblem, budget: int) -> DivergencePlan:
+def make_plan(problem: DivergenceProblem, budget: int) -> DivergencePlan:
     """Return the fastest plan that takes `budget` bytes or 3/2 of the least, whichever is more."""
-    choices = []
+    asked, choices = budget, []
     for kept, aliased in _kept_choices(problem):
         beside = (kept - aliased) * problem.student.vocab * problem.factor_bytes
         forwards = list(_forwards(problem, kept, aliased))
@@ -70,7 +72,12 @@ def plan_divergence(problem: DivergenceProblem, budget: int) -> DivergencePlan:
         if best is None or (plan.cost, plan.workspace_bytes) < (best.cost, best.workspace_bytes):
             best = plan
     assert best is not None, "the least plan fits"
-    return best
+    return replace(
+        best,
+        sharded=problem.sharded,
+        seconds=2 * best.cost / rates(problem.student)[0],
+        budget=None if best.workspace_bytes <= asked else asked,
+    )
 
 
 def _kept_choices(problem: DivergenceProblem) -> Iterator[tuple[int, int]]:
@@ -162,8 +169,10 @@ def _forwards(problem: DivergenceProblem, kept: int, aliased: int) -> Iterator[D
         for p in problem.sides:
             read = len(sizes) * vocab * p.hidden * p.item_bytes
             cost += passes * (tokens * vocab * p.hidden + FLOP_PER_READ * read)
-        taken = _tile_bytes(problem, rows, min(columns, vocab), max(sizes, default=1))
-        taken += _common_bytes(problem)
+        width, most = min(columns, vocab), max(sizes, default=1)
+        taken = _common_bytes(problem) + _tile_bytes(problem, rows, width)
+        taken += _step_bytes(problem, max(most, rows), width, is_forward=True)
+        taken = max(taken - _unallocated_bytes(problem, aliased), 0)
         sizes_of_plan = tokens, vocab, rows, columns, 1, 1, 1, kept, aliased
         yield DivergencePlan(*sizes_of_plan, workspace_bytes=taken, cost=cost)
 
@@ -172,7 +181,7 @@ def _backwards(problem: DivergenceProblem, kept: int, aliased: int) -> Iterator[
     """Yield backwards of a forward that keeps `kept` tokens, with the other memory and cost."""
     tokens, vocab = problem.student.tokens, problem.student.vocab
     if not problem.trained:
-        yield DivergencePlan(tokens, vocab, 1, 1, 1, 1, 1, kept)
+        yield DivergencePlan(tokens, vocab, 1, 1, 0, 0, 0, kept)
         return
     common = _common_bytes(problem)
     sums, in_the_end = _gradient_bytes(problem)
@@ -182,7 +191,7 @@ def _backwards(problem: DivergenceProblem, kept: int, aliased: int) -> Iterator[
             filled = tokens - kept if aliased else rows
             most = 1 << max((TILE_NUMEL // max(filled, 1)).bit_length() - 1, 0)
             tile_columns = min(columns, max(TILE_COLUMNS, most))
-            cost, taken = 0, sums
+            cost, taken, step = 0, sums, 0
             if kept < tokens:
                 tiles = ceil_div(vocab, tile_columns)
                 for p in problem.sides:
@@ -192,6 +201,7 @@ def _backwards(problem: DivergenceProblem, kept: int, aliased: int) -> Iterator[
                 moved = FACTOR_READS + problem.factor_bytes
                 cost += FLOP_PER_BYTE * (tokens - kept) * vocab * moved
                 taken += _tile_bytes(problem, filled, tile_columns)
+                step = _step_bytes(problem, filled, tile_columns, is_forward=False)
             if kept < tokens or aliased:
                 taken += rows * columns * problem.factor_bytes
             if aliased:
@@ -212,11 +222,12 @@ def _backwards(problem: DivergenceProblem, kept: int, aliased: int) -> Iterator[
                     if p.grad_weight and accumulates_wider(p):
                         taken += columns * width
                 cost += products + FLOP_PER_BYTE * moved
-            taken += max(
-                max(upcast_bytes(p, rows, columns, p.hidden) for p in problem.trained),
-                max(upcast_bytes(p, columns, rows, p.hidden) for p in problem.trained),
-            )
-            taken = common + max(taken, in_the_end)
+                step = max(
+                    step,
+                    upcast_bytes(p, rows, columns, p.hidden),
+                    upcast_bytes(p, columns, rows, p.hidden),
+                )
+            taken = common + max(taken + step, in_the_end)
             sizes = tokens, vocab, 1, 1, rows, columns, tile_columns, kept, aliased
             yield DivergencePlan(*sizes, workspace_bytes=taken, cost=cost)
 
@@ -238,23 +249,28 @@ def _common_bytes(problem: DivergenceProblem) -> int:
     return copies + problem.tokens * ROW_WORDS * problem.student.accumulator_bytes
 
 
-def _tile_bytes(
-    problem: DivergenceProblem, rows: int, columns: int, largest: int | None = None
-) -> int:
-    """Bytes of a tile of both sides' logits, and of the step that computes or reads it.
+def _tile_bytes(problem: DivergenceProblem, rows: int, columns: int) -> int:
+    """Bytes of a tile of both sides' logits."""
+    return 2 * rows * columns * problem.student.accumulator_bytes
 
-    Steps are of up to `largest` rows; None for those of the tile.
-    """
-    p = problem.student
-    tile, most = rows * columns * p.accumulator_bytes, largest or rows
-    steps = 0
+
+def _step_bytes(problem: DivergenceProblem, rows: int, columns: int, *, is_forward: bool) -> int:
+    """Bytes of the step that computes or reads a tile of both sides' logits."""
+    step, p = 0, problem.student
     if p.device == "cpu":
-        block = max(row_block_bytes("cpu"), columns * p.accumulator_bytes)
-        steps = STEP_BLOCKS * min(most * columns * p.accumulator_bytes, block)
-    upcast = max(
-        upcast_bytes(side, largest or rows, side.hidden, columns) for side in problem.sides
+        row_bytes = columns * p.accumulator_bytes
+        block = min(rows, max(row_block_bytes("cpu") // row_bytes, 1)) * row_bytes
+        taken = MIXTURE_BLOCKS if problem.is_mixture else STEP_BLOCKS
+        step = ceil(taken[0 if is_forward else 1] * block)
+    return max(step, *(upcast_bytes(side, rows, side.hidden, columns) for side in problem.sides))
+
+
+def _unallocated_bytes(problem: DivergenceProblem, aliased: int) -> int:
+    """Bytes of the gradients that a forward does not allocate; it allocates dW for `aliased`."""
+    return sum(
+        replace(p, tokens=problem.tokens, grad_weight=p.grad_weight and not aliased).gradient_bytes
+        for p in problem.trained
     )
-    return 2 * tile + max(steps, upcast)
 
 
 def _gradient_bytes(problem: DivergenceProblem) -> tuple[int, int]:

@@ -1,8 +1,9 @@
 """What a plan of a divergence is made for, and the plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.planning.plan import predicted
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class DivergencePlan:
     """The forward's tiles; all classes for one pass."""
     rows: int
     columns: int
-    """The backward's blocks of tokens, and windows."""
+    """The backward's blocks of tokens, and windows; 0 if there is none."""
     tile_columns: int
     """Classes of its tiles."""
     kept: int
@@ -29,11 +30,28 @@ class DivergencePlan:
     """Predicted peak memory beyond inputs and gradients."""
     cost: int = 0
     """Predicted time, in multiply-adds."""
+    seconds: float = 0.0
+    """The same of forward and backward; for comparing plans of one problem."""
+    sharded: bool = False
+    """Whether the classes are those of one rank of a group."""
+    budget: int | None = field(default=None, compare=False)
+    """Bytes that were asked for, if no plan takes as few."""
 
     @property
     def is_one_pass(self) -> bool:
         """Whether the forward computes each logit once."""
-        return self.forward_columns >= self.vocab
+        return self.forward_columns >= self.vocab and not self.sharded
+
+    def __str__(self) -> str:
+        tokens, passes = max(self.tokens, 1), "one pass" if self.is_one_pass else "two passes"
+        text = f"{passes} of {self.forward_rows} tokens x {self.forward_columns} classes"
+        if self.columns:
+            text += f", {self.kept / tokens:.0%} kept"
+            if self.aliased:
+                text += f", {self.aliased / tokens:.0%} in the memory of dW"
+            text += f", backward of {self.rows} x {self.columns}"
+        text += f": {predicted(self.workspace_bytes, self.seconds, self.budget)}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -51,6 +69,8 @@ class DivergenceProblem:
     """Whether tokens differ in the factors of their gradients."""
     sharded: bool = False
     """Whether the classes are those of one rank of a group."""
+    is_mixture: bool = False
+    """Whether it is of both sides from their mixture."""
 
     @property
     def sides(self) -> tuple[Problem, Problem]:

@@ -20,8 +20,8 @@ from torch import Tensor, is_tensor
 
 from cutefce.cute_kernels.workspace import NO_CLASS
 from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.rows.classes.soft_targets import SoftTargets, over_scale
 from cutefce.ops.rows.logit_map import LogitMap
-from cutefce.ops.rows.soft_targets import SoftTargets, over_scale
 from cutefce.ops.soft_targets.rows import joined
 
 if TYPE_CHECKING:
@@ -178,14 +178,8 @@ def class_leads(indices: Tensor, vocab: int, ignored: int) -> Tensor:
     return torch.where(wrong, NO_CLASS - (ignored == NO_CLASS), lead)
 
 
-def check_classes(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab: int) -> None:
-    """Raise IndexError on a CPU for classes of tokens y (N,) that are outside [0, vocab).
-
-    `vocab` is that of all ranks.  A GPU is not synchronized for this.
-    """
-    indices = tensors.target_indices
-    if y.device.type != "cpu" or indices is None:
-        return
+def check_classes(indices: Tensor, options: LossOptions, vocab: int) -> None:
+    """Raise IndexError for classes (N, K) outside [0, vocab); `vocab` is that of all ranks."""
     bad = (indices != options.ignore_index) & _is_outside(indices, vocab)
     if bool(bad.any()):
         raise IndexError(

@@ -81,7 +81,7 @@ class SoftTargets:
         factor, ignored = 1 - options.label_smoothing, options.ignore_index
         made = soft_rows(y, index, q, token, kappa, factor, ignored, own, dtype, arch)
         b = made.lead, made.others, made.total
-        terms = LossTerms.of_probabilities(b, token, kappa, options, vocab, own)
+        terms = LossTerms.of_probabilities(b, token, tensors, options, vocab, own)
         if index.shape[1] == 1:
             return None, terms
         return SoftTargets(made.own_index, made.coefficient, made.least), terms
@@ -156,14 +156,13 @@ def over_scale(terms: Tensor, stats: "RowStats", a: Tensor) -> Tensor:
     return quotients.mul_(stats.sum_exp[:, None])
 
 
-def check_values(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab: int) -> None:
-    """Raise ValueError or IndexError on a CPU for tokens y (N,) with a lead of `NO_CLASS`.
+def check_values(
+    y: Tensor, options: LossOptions, indices: Tensor, probs: Tensor, vocab: int
+) -> None:
+    """Raise ValueError or IndexError for tokens with a lead y (N,) of `NO_CLASS`.
 
-    `vocab` is that of all ranks.  A GPU is not synchronized for this.
+    `vocab` is that of all ranks.
     """
-    indices, probs = tensors.target_indices, tensors.target_probs
-    if y.device.type != "cpu" or indices is None or probs is None:
-        return
     rows = y != options.ignore_index
     bad = rows[:, None] & ~((probs >= 0) & (probs <= LARGEST))
     if bool(bad.any()):
