@@ -61,14 +61,13 @@ def enable_distillation(model: nn.Module) -> None:
         RuntimeError: if it is deferred already, or NeMo-RL's function has other parameters.
     """
     path, parameters = distillation.PATH, distillation.PARAMETERS
+    if not hooks.is_replaced(path, TESTED):
+
+        def topk_log_probs(*arguments: Any, **options: Any) -> distillation.Values:
+            return distillation.topk_log_probs(own, *arguments, **options)
+
+        own = hooks.replace(path, topk_log_probs, parameters=parameters, tested=TESTED)
     defer(model)
-    if hooks.is_replaced(path, TESTED):
-        return
-
-    def topk_log_probs(*arguments: Any, **options: Any) -> distillation.Values:
-        return distillation.topk_log_probs(own, *arguments, **options)
-
-    own = hooks.replace(path, topk_log_probs, parameters=parameters, tested=TESTED)
 
 
 def log_probs(

@@ -218,3 +218,12 @@ def test_what_distillation_leaves_to_nemo_rl(losses: ModuleType) -> None:
     integration.enable_distillation(nn.Linear(16, 62))  # a second model
     with pytest.raises(RuntimeError, match="deferred already"):
         integration.enable_distillation(head)
+
+
+def test_a_refusal_leaves_the_student_as_it_was(losses: ModuleType) -> None:
+    """NeMo-RL's function has other parameters."""
+    losses.get_distillation_topk_logprobs_from_logits = lambda student_logits: None  # type: ignore[attr-defined]
+    head = nn.Linear(16, 62)
+    with pytest.raises(RuntimeError, match="parameters"):
+        integration.enable_distillation(head)
+    assert type(head(torch.randn(3, 16))) is Tensor
