@@ -135,7 +135,8 @@ def linear_cross_entropy(  # type: ignore[misc]
         grad_output: the gradient that the backward of this loss will get, a number or a tensor ()
             or (1,), such as a loss scale over the number of microbatches.  A forward may then add
             to `accumulate_into`, in less memory and time; with another gradient the backward raises
-            RuntimeError on a CPU, and elsewhere makes input's gradient NaN.  With one loss alone.
+            RuntimeError on a CPU, and elsewhere makes input's gradient and the buffer's first row
+            NaN.  With one loss alone.  No effect under hooks of saved tensors.
         accum_dtype: torch.bfloat16 keeps the sums of linear_weight's gradient over chunks of tokens
             in its own memory, rounded at random: unbiased, in less memory and time, with a larger
             error.  None keeps more bits.  Calls without such sums ignore it.  For bfloat16 alone,

@@ -151,7 +151,10 @@ class VocabShard(Unsharded):
         given = y.clamp(min=IGNORED // 2)  # no target is taken for an ignored one
         index = torch.where(y == options.ignore_index, IGNORED, given - self.first)
         options = dataclasses.replace(options, ignore_index=IGNORED)
-        return Targets(index, vocab, options, tensors, make_parts, logits, self.first)
+        targets = Targets(index, vocab, options, tensors, make_parts, logits, self.first)
+        if tensors.is_dense:
+            _ = targets.parts  # made here, in the same order on all ranks, as they add up
+        return targets
 
     def _leads_of_ranks(self, y: Tensor, options: LossOptions, tensors: TensorOptions) -> Tensor:
         """Return the leads (N,) of all ranks' probabilities, of those y (N,) of this rank's.

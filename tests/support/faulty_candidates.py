@@ -4,7 +4,7 @@ import ctypes
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.table import Candidate
+from cutefce.autotune_cache.tuning.outputs import step as outputs
+from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.autotune_cache.tuning.targets.project_exp import ProjectExpTarget
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
@@ -147,6 +149,11 @@ class FaultyTarget(ProjectExpTarget):
         assert isinstance(candidate, GemmConfig)
         portable = portable_primitives(defaults.widest_window(problem))
         return faulty(portable, Kind(candidate.raster_group))
+
+    def compute(self, case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
+        """Return the outputs of a forward and of a step, in which every fault shows."""
+        forward = outputs.step_outputs(replace(case, upstream=None), primitives)
+        return forward | outputs.smallest_step_outputs(case, primitives)
 
 
 class HangingTarget(FaultyTarget):

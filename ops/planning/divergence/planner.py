@@ -76,7 +76,7 @@ def make_plan(problem: DivergenceProblem, budget: int) -> DivergencePlan:
         best,
         sharded=problem.sharded,
         seconds=2 * best.cost / rates(problem.student)[0],
-        budget=None if best.workspace_bytes <= asked else asked,
+        budget=asked if 0 <= asked < least else None,
     )
 
 
