@@ -17,7 +17,8 @@ from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
 SHAPE = Shape(8192, 4096, 131072, "bfloat16")
 PLAIN = "none"
 OUTPUTS = ("is_top1", "argmax", "sum_p_squared", "entropy")
-DIFFERENTIABLE = "log_probs", "lse", "entropy"
+SOFT_TARGETS = 8, 64
+"""Classes of each token that have a target probability."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ def options(tokens: int, vocab: int, device: str) -> dict[str, dict[str, Any]]:
         "label_smoothing": {"label_smoothing": 0.1},
         "lse": {"return_lse": True},
     }
+    loss |= {
+        f"{count} soft targets": soft_targets(tokens, vocab, count, device)
+        for count in SOFT_TARGETS
+    }
     outputs: dict[str, dict[str, Any]] = {
         name: {"outputs": (name,), "gradients": ("log_probs",)} for name in ("mean_logit", *OUTPUTS)
     }
@@ -81,11 +86,20 @@ def options(tokens: int, vocab: int, device: str) -> dict[str, dict[str, Any]]:
     return loss | outputs
 
 
+def soft_targets(tokens: int, vocab: int, count: int, device: str) -> dict[str, Any]:
+    """Return random classes (N, K), which may repeat, and probabilities that add up to 1."""
+    count = min(count, vocab)
+    indices = torch.randint(vocab, (tokens, count), device=device)
+    probs = torch.randn(tokens, count, device=device).softmax(dim=-1)
+    return {"target_indices": indices, "target_probs": probs}
+
+
 def value(h: Tensor, w: Tensor, y: Tensor, workspace: str | None, given: dict[str, Any]) -> Tensor:
     """Return the loss () of a call with the arguments `given`."""
     given = dict(given)
     if "outputs" not in given:
-        result = cutefce.linear_cross_entropy(h, w, y, workspace=workspace, **given)
+        target = None if "target_indices" in given else y
+        result = cutefce.linear_cross_entropy(h, w, target, workspace=workspace, **given)
         return result.loss if isinstance(result, cutefce.LossOutput) else result
     names = given.pop("gradients")
     rows = cutefce.linear_log_probs(h, w, y, workspace=workspace, **given)

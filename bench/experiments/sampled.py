@@ -2,8 +2,11 @@
 
 random      random hidden states and weights, logits of deviation 1: as flat a softmax as there is,
             of which a token keeps `samples` entries
-trained     targets by Zipf's law; eight features of the head hold their logarithmic frequencies, as
-            a prior that all tokens share, and the others give logits of deviation 2.5
+trained     eight features of the head hold the logarithms of Zipf's law, as a prior that all tokens
+            share, and the others give logits of deviation 4; each target is drawn from its token's
+            softmax.  The loss is 4.5 nats, and with its lse known a token keeps 105 entries of 256
+            samples and 37 of 64; in a language model of 12 layers, trained to a loss of 2.6 nats,
+            88 and 29
 
 Times are over those of the three plain GEMMs, of the same inputs in the same run.
 """
@@ -45,7 +48,9 @@ DATA = "random", "trained"
 EXACT = {"exact max": "max", "exact min": "min"}
 """Workspaces by name."""
 GEMMS = "GEMMs"
-PRIOR_FEATURES, FIRST_RANK, TRAINED_STD = 8, 10, 2.5
+PRIOR_FEATURES, FIRST_RANK, TRAINED_STD = 8, 10, 4.0
+BLOCK = 1024
+"""Tokens whose targets are drawn together."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,12 @@ def inputs(shape: Shape, device: str, data: str) -> tuple[Tensor, Tensor, Tensor
     frequency /= frequency.sum()
     h[:, :PRIOR_FEATURES] = 1
     w[:, :PRIOR_FEATURES] = (frequency.log() / PRIOR_FEATURES).to(w.dtype)[:, None]
-    return h, w, torch.multinomial(frequency, shape.tokens, replacement=True)
+    return h, w, torch.cat([_drawn_targets(block, w) for block in h.split(BLOCK)])
+
+
+def _drawn_targets(h: Tensor, w: Tensor) -> Tensor:
+    """Return a target (N,) drawn from each token's softmax."""
+    return torch.multinomial((h @ w.T).float().softmax(dim=-1), 1).squeeze(1)
 
 
 def sampled_loss(samples: int) -> Loss:
