@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning.step_memory import row_block_bytes
+from cutefce.ops.primitives.elementwise import can_fuse, fused, weighted_sums_
 from cutefce.ops.rows.loss_terms import LossTerms, token_factors
 
 
@@ -92,6 +93,9 @@ class DenseTargets:
 def _weighted_sums(probs: Tensor, kappa: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return Σ_v κ_v q_iv (N,) of probabilities (N, V), in `dtype`."""
     sums = probs.new_empty(len(probs), dtype=dtype)
+    if kappa is not None and can_fuse(probs):
+        fused(weighted_sums_)(sums, probs, kappa)
+        return sums
     size = max(1, row_block_bytes(probs.device.type) // (probs.shape[1] * dtype.itemsize))
     for start in range(0, len(probs), size):
         block = probs[start : start + size]

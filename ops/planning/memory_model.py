@@ -18,7 +18,7 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
                                        upstream gradient, or K + L > 0 with soft targets; freed
                                        before logits are recomputed
             soft targets: see `soft_memory`
-            + 12·N + 12·V              kernels: the tokens of each target and their coefficients
+            + 12·N + 4·V               kernels: the tokens of each target and their coefficients
             + (N + 1)·D·a + 8·V        portable: the targets' sums and their slots,
             + w·D·a                    one window's sums, unless they are the gradient
 
@@ -158,7 +158,8 @@ def windows_bytes(
 
 def _window_bytes(p: Problem, window: int, longest: int, hidden_bits: int | None) -> int:
     """Bytes of the products of a window: `longest` columns of dX, `window` rows of dW at once."""
-    step = soft_step_bytes(p, p.tokens)
+    # kernels put the entries of soft targets where they are
+    step = soft_step_bytes(p, p.tokens) if p.arch is None else 0
     if hidden_bits is not None:
         step = max(step, kept_hidden_bytes(p, longest))
     elif p.grad_hidden:

@@ -3,8 +3,9 @@
 With K classes of each of N tokens, a bytes a sum and e bytes a hidden state:
 
     held      N·K·(8 + 2·a)        classes, coefficients, logits
-    returned  N·K·5·a              log-probabilities, their gradients as given and in the order of
-                                   classes, logits in that order, and of the forward
+    returned  N·K·(10 + 6·a)       log-probabilities, logits of all ranks, which classes are counted
+                                   and which are leads; of the backward: gradients as given, and
+                                   in the order of classes these, gradients, coefficients, logits
     entries   N·K·a                among exponentials, in a backward
     gathered  K·D·(a + e)          rows of the weight for a token, on a CPU for a block of tokens
 """
@@ -24,8 +25,11 @@ MADE_BYTES = 33
 
 def soft_bytes(p: Problem, tokens: int) -> int:
     """Bytes of the soft targets of `tokens`, which exist from a forward to its backward."""
-    returned = 5 * (isinstance(p, CallProblem) and p.returns_classes)
-    return tokens * soft_targets(p) * (8 + (2 + returned) * p.accumulator_bytes)
+    class_bytes = 8 + 2 * p.accumulator_bytes
+    if isinstance(p, CallProblem) and p.returns_classes:
+        # wide exponentials take entries in fewer steps
+        class_bytes += (10 if accumulates_wider(p) else -4) + 6 * p.accumulator_bytes
+    return tokens * soft_targets(p) * class_bytes
 
 
 def soft_step_bytes(p: Problem, tokens: int) -> int:
@@ -47,7 +51,7 @@ def entries_bytes(p: Problem, tokens: int) -> int:
 def targets_bytes(p: Problem, tokens: int) -> int:
     """Bytes of the targets' part of dW until it is added."""
     if sorts_by_kernel(p):
-        return 12 * tokens + 12 * p.vocab
+        return 12 * tokens + 4 * (p.vocab + 1)
     return 8 * p.vocab + min(tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
 
 
