@@ -49,7 +49,7 @@ def window_configs(problem: Problem, gpu: Gpu) -> tuple[PortableTiles, ...]:
 @process_cache
 def kernel_configs(problem: Problem, gpu: Gpu) -> KernelConfigs:
     """Return the configurations of the kernels for `problem`: tuned ones, else the defaults."""
-    default = gpu.arch.default_configs(problem.tokens, problem.hidden, gpu.num_sms)
+    default = gpu.default_configs(problem.tokens, problem.hidden)
     names = [field.name for field in dataclasses.fields(KernelConfigs)]
     entries = {name: entry_for(name, problem, gpu) for name in names}
     tuned: dict[str, Any] = {name: entry.config for name, entry in entries.items() if entry}

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.config import KernelConfigs
 
 
 @dataclass(frozen=True)
@@ -14,3 +15,7 @@ class Gpu:
     """The model as torch names it, "NVIDIA H200"."""
     num_sms: int
     """Streaming multiprocessors."""
+
+    def default_configs(self, tokens: int, hidden: int) -> KernelConfigs:
+        """Return the configurations of all kernels if nothing was tuned."""
+        return self.arch.default_configs(tokens, hidden, self.num_sms, self.name)

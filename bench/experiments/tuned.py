@@ -63,7 +63,7 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     """Measure on random inputs."""
     h, w, y = random_inputs(shape, "cuda")
     problem, gpu = problem_of(h, w, True, True), gpu_of(h.device)
-    default = gpu.arch.default_configs(shape.tokens, shape.hidden, gpu.num_sms)
+    default = gpu.default_configs(shape.tokens, shape.hidden)
     tuned = lookup.kernel_configs(problem, gpu)
     names = [field.name for field in dataclasses.fields(KernelConfigs)]
     differ = [name for name in names if getattr(default, name) != getattr(tuned, name)]

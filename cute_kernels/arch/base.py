@@ -67,8 +67,10 @@ class Arch(ABC):
         return config
 
     @abstractmethod
-    def default_configs(self, tokens: int, hidden: int, num_sms: int) -> KernelConfigs:
-        """Return the default configurations of all kernels."""
+    def default_configs(
+        self, tokens: int, hidden: int, num_sms: int, model: str = ""
+    ) -> KernelConfigs:
+        """Return the default configurations of all kernels on a GPU model, as torch names it."""
 
     @abstractmethod
     def grad_gemm_configs(self) -> tuple[GemmConfig, ...]:

@@ -43,7 +43,9 @@ class Sm100(Arch):
     def default(self, tokens: int) -> GemmConfig:
         return SINGLE_CTA if tokens <= SINGLE_CTA.rows else TWO_CTA
 
-    def default_configs(self, tokens: int, hidden: int, num_sms: int) -> KernelConfigs:
+    def default_configs(
+        self, tokens: int, hidden: int, num_sms: int, model: str = ""
+    ) -> KernelConfigs:
         return KernelConfigs(self.default(tokens), None, None)
 
     def grad_gemm_configs(self) -> tuple[GemmConfig, ...]:

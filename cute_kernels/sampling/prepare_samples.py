@@ -24,6 +24,8 @@ from cutefce.cute_kernels.common.row_reductions import finite
 from cutefce.cute_kernels.common.sampling import HASH_BITS, ROW_FACTOR, final_threshold, mix
 
 THREADS = 128
+ROWS = THREADS // 32
+"""Rows of a block whose lse are estimated, each by a warp."""
 
 
 def compile_signature(kernel: spec.PrepareSamplesSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -60,7 +62,7 @@ def estimate_lse(
     logit `reference` (N,), over columns that count once and over those that count 2^log2_ratio
     times; `only_drawn` leaves out the first.
     """
-    blocks = (reference.shape[0] + THREADS - 1) // THREADS
+    blocks = (reference.shape[0] + ROWS - 1) // ROWS
     numbers = log2_ratio, only_drawn
     estimate_kernel(partials, drawn, reference, estimate, numbers).launch(
         grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
@@ -75,29 +77,33 @@ def estimate_kernel(
     estimate: cute.Tensor,
     numbers: Any,
 ) -> None:
-    """Estimate the lse of one row a thread."""
+    """Estimate the lse of one row a warp."""
     log2_ratio, only_drawn = numbers
     pdl_wait()
-    row = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+    lane = cute.arch.lane_idx()
+    row = cute.arch.block_idx()[0] * ROWS + cute.arch.thread_idx()[0] // 32
     if row < reference.shape[0]:
         count = partials.shape[1]
         if only_drawn != 0:
             count = Int32(0)
         largest = Float32(0.0)  # the target's own exponential
-        for i in cutlass.range(count, unroll=4):
+        for i in cutlass.range(lane, count, 32):
             largest = cute.arch.fmax(largest, partials[row, i])
-        for i in cutlass.range(drawn.shape[1], unroll=4):
+        for i in cutlass.range(lane, drawn.shape[1], 32):
             largest = cute.arch.fmax(largest, drawn[row, i] + log2_ratio)
-        total = exp2(-largest)
-        for i in cutlass.range(count, unroll=4):
+        largest = cute.arch.warp_reduction_max(largest)
+        total = Float32(0.0)
+        for i in cutlass.range(lane, count, 32):
             total += exp2(partials[row, i] - finite(largest))
-        for i in cutlass.range(drawn.shape[1], unroll=4):
+        for i in cutlass.range(lane, drawn.shape[1], 32):
             total += exp2(drawn[row, i] + log2_ratio - finite(largest))
+        total = cute.arch.warp_reduction_sum(total) + exp2(-largest)
         result = largest + cute.math.log2(total, fastmath=True)
         result = reference[row] + result * Float32(1.0 / LOG2_E)
         if reference[row] == Float32.inf:
             result = Float32.inf  # ignored
-        estimate[row] = result
+        if lane == 0:
+            estimate[row] = result
 
 
 @cute.jit

@@ -46,6 +46,16 @@ def test_cublas_can_win(file: Path) -> None:
     assert lookup.kernel_configs(PROBLEM, GPU).grad_hidden is None
 
 
+def test_dw_has_wide_tiles_where_the_l2_cache_is_small() -> None:
+    def columns(name: str, hidden: int) -> int:
+        config = dataclasses.replace(GPU, name=name).default_configs(8192, hidden).grad_weight
+        assert config is not None
+        return config.tile_n
+
+    assert [columns("NVIDIA H200", hidden) for hidden in (128, 2304, 4096)] == [128, 192, 128]
+    assert [columns("NVIDIA H100 PCIe", hidden) for hidden in (128, 2304, 4096)] == [128, 192, 192]
+
+
 def test_few_tokens_of_a_bucket_have_smaller_tiles(file: Path) -> None:
     problem = dataclasses.replace(PROBLEM, tokens=192)
     key = dataclasses.replace(KEY, tokens=192)

@@ -132,7 +132,7 @@ class TuningTarget(abc.ABC):
 
     def default_configs(self, problem: Problem) -> KernelConfigs:
         """Return the configurations of all kernels if nothing was tuned."""
-        return self.arch.default_configs(problem.tokens, problem.hidden, self.gpu.num_sms)
+        return self.gpu.default_configs(problem.tokens, problem.hidden)
 
     @abc.abstractmethod
     def defaults(self) -> Sequence[Candidate]:
