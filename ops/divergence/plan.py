@@ -24,7 +24,7 @@ def plan_divergence(
     target: Tensor | None = None,
     *,
     divergence: str = "forward_kl",
-    beta: float = 0.5,
+    beta: float | None = None,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     temperature: Any = 1.0,
@@ -47,7 +47,7 @@ def plan_divergence(
         target: (...) that of the call, whose tokens that count are counted: a GPU is waited for.
             None if all count.
         divergence: which one, as for the call, and so are the other arguments.
-        beta: the teacher's share of the JSD's mixture.
+        beta: the teacher's share of the JSD's mixture; None is 0.5.  A KL takes None.
         student_bias: (V,) of which only its gradient matters.
         teacher_bias: the same of the teacher.
         temperature: numbers or tensors, of which only the shape matters.
@@ -68,7 +68,7 @@ def plan_divergence(
     given = student_input, student_weight, teacher_input, teacher_weight
     biases = student_bias, teacher_bias
     heads, name = own_checks.checked_heads(given, target, biases, group, shards)
-    own_checks.check_form(divergence, beta)
+    form = own_checks.form(divergence, own_checks.checked_share(divergence, beta))
     tensors = DivergenceTensors(*biases, *own_checks.temperatures(temperature, heads[0][0]), None)
     ignored = own_checks.checked_ignore_index(reduction, ignore_index)
     budget = checks.workspace_bytes(workspace)
@@ -86,7 +86,7 @@ def plan_divergence(
         counted,
         scales_rows=reduction == "none" or tensors.differ_by_token,
         is_sharded=name is not None,
-        is_mixture=own_checks.form(divergence, beta) == "jsd",
+        is_mixture=form == "jsd",
     )
     return make_plan(problem, budget)
 

@@ -58,7 +58,7 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "student_bias": ((Tensor, type(None)), "a tensor or None"),
     "teacher_bias": ((Tensor, type(None)), "a tensor or None"),
     "divergence": ((str,), "a string"),
-    "beta": (NUMBERS, "a number"),
+    "beta": ((*NUMBERS, type(None)), "a number or None"),
 }
 """Types of the arguments of the public functions, and how an error names them.
 
