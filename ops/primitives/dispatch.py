@@ -21,13 +21,13 @@ from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS
 from cutefce.cute_kernels.variant import KernelVariant
 from cutefce.ops import torch_compat
-from cutefce.ops.planning.call_problem import CallProblem
+from cutefce.ops.interface import checks
 from cutefce.ops.planning.sample_sizes import slots as sample_slots
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
 from cutefce.ops.primitives.portable_gradients import PortableGradients
-from cutefce.ops.primitives.portable_projection import PortableProjection, is_dense
+from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.row_selection import has_aligned_rows
 from cutefce.ops.rows.targets import Targets, variant_of
 
@@ -47,13 +47,23 @@ class Backend:
 
 
 def set_strict(enabled: bool) -> None:
-    """Make calls that the kernels cannot serve raise RuntimeError, on a CPU too, or warn once."""
+    """Make calls that the kernels cannot serve raise RuntimeError, on a CPU too, or warn once.
+
+    Raises:
+        TypeError: for what is no bool.
+    """
     global _strict
+    checks.check_type("enabled", enabled)
     _strict = enabled
 
 
 def backend_for(input: Tensor, linear_weight: Tensor) -> Backend:
-    """Return which backend serves hidden states (..., D) and a weight (V, D), and why."""
+    """Return which backend serves hidden states (..., D) and a weight (V, D), and why.
+
+    Raises:
+        TypeError, ValueError: for what `linear_cross_entropy` would not take.
+    """
+    checks.check_head(input, linear_weight)
     h = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
     reason = _unsupported_reason(h, linear_weight)
     if reason is not None:
@@ -101,23 +111,6 @@ def copied_item_bytes(given: Tensor, taken: Tensor) -> int:
     if taken is given or torch_compat.shares_memory(given, taken):
         return 0
     return given.element_size()
-
-
-def with_copies(
-    problem: Problem, h: Tensor, w: Tensor, copied: tuple[int, int] = (0, 0)
-) -> Problem:
-    """Return `problem`, that of h (N, D) and w (V, D), with the copies of them that a call makes.
-
-    `copied` are the `copied_item_bytes` of h and w.  The others depend on their layouts: they are
-    those of `Projection.prepare`.
-    """
-    accepts = is_dense if problem.arch is None else has_aligned_rows
-    gathered = (w,) if problem.sequence_parallel else (h, w)
-    dense_bytes = sum(x.numel() * x.element_size() for x in gathered if not accepts(x))
-    if not any((dense_bytes, *copied)):
-        return problem
-    copies = {"copied_hidden": copied[0], "copied_weight": copied[1], "dense_bytes": dense_bytes}
-    return CallProblem(**{**vars(problem), **copies})
 
 
 def window_configs_for(problem: Problem, device: torch.device) -> tuple[WindowConfig, ...]:
