@@ -13,6 +13,7 @@ from cutefce.ops.divergence.options import DivergenceTensors
 from cutefce.ops.interface import checks
 from cutefce.ops.planning.divergence.planner import make_plan
 from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
+from cutefce.ops.primitives.dispatch import planned_device
 from cutefce.ops.primitives.portable_projection import is_dense
 
 
@@ -36,7 +37,8 @@ def plan_divergence(
 ) -> DivergencePlan:
     """Return how `linear_divergence` would run with these arguments; print it to read it.
 
-    Tensors on `meta` are planned for as on a GPU.  Other arguments of the call change no plan.
+    Tensors on `meta` are planned for as on a GPU, as by `plan`; the plan of a divergence is the
+    same for all GPUs.  Other arguments of the call change no plan.
 
     Args:
         student_input: (..., D_s) hidden states.  Set requires_grad on the tensors as for the call;
@@ -108,8 +110,7 @@ def problem_of(
     problems, copied = [], 0
     for (h, w), (hidden, weight, bias) in zip(heads, gradients, strict=True):
         dtype = str(h.dtype).removeprefix("torch.")
-        device = "cuda" if h.is_meta else h.device.type
-        sizes = counted, h.shape[1], len(w), dtype, device
+        sizes = counted, h.shape[1], len(w), dtype, planned_device(h)
         problems.append(Problem(*sizes, hidden, weight, grad_bias=bias))
         given = (h, w) if counted == len(h) else (w,)
         copied += sum(x.numel() * x.element_size() for x in given if not is_dense(x))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
+from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.planning import planner
 from cutefce.ops.planning.call_problem import CallProblem, forms_gradients
@@ -96,6 +97,16 @@ def plan_for(
         if leaves_out or _make_plan(part, part, *more).workspace_bytes <= limit:
             leading, own = part, _of_tokens(own, counted)
     return _make_plan(leading, own, *more)
+
+
+def copied_item_bytes(given: Tensor, taken: Tensor) -> int:
+    """Return the bytes per element of a tensor `given` to a call that works on `taken` instead.
+
+    0 if `taken` is `given` or a view of it.  It does not depend on sizes.
+    """
+    if taken is given or torch_compat.shares_memory(given, taken):
+        return 0
+    return given.element_size()
 
 
 def _with_copies(problem: Problem, h: Tensor, w: Tensor, copied: tuple[int, int]) -> Problem:
