@@ -23,7 +23,7 @@ def linear_divergence(
     target: Tensor | None = None,
     *,
     divergence: str = "forward_kl",
-    beta: float = 0.5,
+    beta: float | None = None,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     logit_scale: Any = 1.0,
@@ -60,7 +60,7 @@ def linear_divergence(
             and gradients are 0 and whose hidden states may be anything; other values are not
             looked at.  Booleans are a mask of the tokens that count.  None if all do.
         divergence: which one.
-        beta: the teacher's share of the JSD's mixture, from 0 to 1.
+        beta: the teacher's share of the JSD's mixture, from 0 to 1; None is 0.5.  A KL takes None.
         student_bias: (V,) floating-point, added to the logits before the softcap.
         teacher_bias: the same of the teacher.
         logit_scale: factor of the products, not 0; a number, or a pair of student and teacher.
@@ -98,7 +98,7 @@ def linear_divergence(
         biases = student_bias, teacher_bias
         heads, name = own_checks.checked_heads(given, target, biases, group, shards)
         h, _ = heads[0]
-        own_checks.check_form(divergence, beta)
+        share = own_checks.checked_share(divergence, beta)
         scales = own_checks.pair("logit_scale", logit_scale)
         softcaps = own_checks.pair("softcap", softcap)
         own_checks.check_numbers(scales, softcaps)
@@ -119,8 +119,8 @@ def linear_divergence(
         student_temperature=temperatures[0],
         teacher_temperature=temperatures[1],
         denominator=denominator,
-        divergence=own_checks.form(divergence, beta),
-        beta=beta,
+        divergence=own_checks.form(divergence, share),
+        beta=share,
         reduction=reduction,
         ignore_index=ignored,
         budget=budget,

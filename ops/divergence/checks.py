@@ -78,10 +78,31 @@ def temperatures(temperature: Any, h: Tensor) -> tuple[Tensor | None, Tensor | N
     return student, teacher
 
 
-def form(divergence: str, beta: float) -> str:
-    """Return the divergence, that of a JSD whose beta leaves out one side."""
-    if divergence == "jsd" and beta in (0, 1):
-        return "reverse_kl" if beta else "forward_kl"
+def checked_share(divergence: str, beta: float | None) -> float:
+    """Return the teacher's share of a JSD's mixture: `beta`, or 0.5 for None.
+
+    Raises:
+        TypeError, ValueError: for an unknown divergence, a share outside 0 to 1, or one of a KL.
+    """
+    checks.check_type("divergence", divergence)
+    checks.check_type("beta", beta)
+    if divergence not in DIVERGENCES:
+        raise ValueError(f"divergence: got {divergence!r}, expected one of {DIVERGENCES}")
+    if beta is None:
+        return 0.5
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta: got {beta}, expected a number from 0 to 1")
+    if divergence != "jsd":
+        raise ValueError(
+            f"beta: got {beta} with divergence={divergence!r}, expected None, or divergence='jsd'"
+        )
+    return beta
+
+
+def form(divergence: str, share: float) -> str:
+    """Return the divergence, that of a JSD whose share leaves out one side."""
+    if divergence == "jsd" and share in (0, 1):
+        return "reverse_kl" if share else "forward_kl"
     return divergence
 
 
@@ -109,16 +130,6 @@ def pair(name: str, value: Any) -> tuple[Any, Any]:
     for x in (student, teacher):
         checks.check_type(name, x)
     return student, teacher
-
-
-def check_form(divergence: str, beta: float) -> None:
-    """Raise TypeError or ValueError for an unknown divergence, or a share outside 0 to 1."""
-    checks.check_type("divergence", divergence)
-    checks.check_type("beta", beta)
-    if divergence not in DIVERGENCES:
-        raise ValueError(f"divergence: got {divergence!r}, expected one of {DIVERGENCES}")
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta: got {beta}, expected a number from 0 to 1")
 
 
 def check_numbers(scales: tuple[float, float], softcaps: tuple[Any, Any]) -> None:

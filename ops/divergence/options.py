@@ -20,7 +20,7 @@ class Divergence(OperatorRecord):
     divergence: str = argument("str")
     """One of `DIVERGENCES`; a JSD whose beta is 0 or 1 is one of the others by now."""
     beta: float = argument("float")
-    """β, the teacher's share of the JSD's mixture."""
+    """β, the teacher's share of the JSD's mixture; no other divergence reads it."""
     reduction: str = argument("str")
     """"mean", "sum" or "none"."""
     ignore_index: int = argument("int")

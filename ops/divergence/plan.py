@@ -13,6 +13,7 @@ from cutefce.ops.divergence.options import DivergenceTensors
 from cutefce.ops.interface import checks
 from cutefce.ops.planning.divergence.planner import make_plan
 from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
+from cutefce.ops.primitives.dispatch import planned_device
 from cutefce.ops.primitives.portable_projection import is_dense
 
 
@@ -24,7 +25,7 @@ def plan_divergence(
     target: Tensor | None = None,
     *,
     divergence: str = "forward_kl",
-    beta: float = 0.5,
+    beta: float | None = None,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     temperature: Any = 1.0,
@@ -36,7 +37,8 @@ def plan_divergence(
 ) -> DivergencePlan:
     """Return how `linear_divergence` would run with these arguments; print it to read it.
 
-    Tensors on `meta` are planned for as on a GPU.  Other arguments of the call change no plan.
+    Tensors on `meta` are planned for as on a GPU, as by `plan`; the plan of a divergence is the
+    same for all GPUs.  Other arguments of the call change no plan.
 
     Args:
         student_input: (..., D_s) hidden states.  Set requires_grad on the tensors as for the call;
@@ -47,7 +49,7 @@ def plan_divergence(
         target: (...) that of the call, whose tokens that count are counted: a GPU is waited for.
             None if all count.
         divergence: which one, as for the call, and so are the other arguments.
-        beta: the teacher's share of the JSD's mixture.
+        beta: the teacher's share of the JSD's mixture; None is 0.5.  A KL takes None.
         student_bias: (V,) of which only its gradient matters.
         teacher_bias: the same of the teacher.
         temperature: numbers or tensors, of which only the shape matters.
@@ -68,7 +70,7 @@ def plan_divergence(
     given = student_input, student_weight, teacher_input, teacher_weight
     biases = student_bias, teacher_bias
     heads, name = own_checks.checked_heads(given, target, biases, group, shards)
-    own_checks.check_form(divergence, beta)
+    form = own_checks.form(divergence, own_checks.checked_share(divergence, beta))
     tensors = DivergenceTensors(*biases, *own_checks.temperatures(temperature, heads[0][0]), None)
     ignored = own_checks.checked_ignore_index(reduction, ignore_index)
     budget = checks.workspace_bytes(workspace)
@@ -86,7 +88,7 @@ def plan_divergence(
         counted,
         scales_rows=reduction == "none" or tensors.differ_by_token,
         is_sharded=name is not None,
-        is_mixture=own_checks.form(divergence, beta) == "jsd",
+        is_mixture=form == "jsd",
     )
     return make_plan(problem, budget)
 
@@ -108,8 +110,7 @@ def problem_of(
     problems, copied = [], 0
     for (h, w), (hidden, weight, bias) in zip(heads, gradients, strict=True):
         dtype = str(h.dtype).removeprefix("torch.")
-        device = "cuda" if h.is_meta else h.device.type
-        sizes = counted, h.shape[1], len(w), dtype, device
+        sizes = counted, h.shape[1], len(w), dtype, planned_device(h)
         problems.append(Problem(*sizes, hidden, weight, grad_bias=bias))
         given = (h, w) if counted == len(h) else (w,)
         copied += sum(x.numel() * x.element_size() for x in given if not is_dense(x))

@@ -30,9 +30,10 @@ from cutefce.ops.operators.context import (
 )
 from cutefce.ops.operators.operators import IMPLS, LIBRARY, forward
 from cutefce.ops.operators.plain_step import PlainStep, plain_loss
+from cutefce.ops.operators.plans import copied_item_bytes
 from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.primitives.dispatch import arch_of, copied_item_bytes
+from cutefce.ops.primitives.dispatch import arch_of
 from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.rows.classes.output_classes import class_leads
 from cutefce.ops.rows.statistics import RowStats

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cutefce.cute_kernels.problem import ITEM_BYTES
@@ -47,7 +47,10 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "softcap": ((*NUMBERS, type(None)), "a number or None"),
     "gradient": ((str,), "a string"),
     "samples": (INTEGERS, "an integer"),
+    "in_features": (INTEGERS, "an integer"),
+    "num_classes": (INTEGERS, "an integer"),
     "out_features": ((Sequence,), "a tuple of integers"),
+    "bias": ((bool,), "a bool"),
     "outputs": ((Sequence,), "a sequence of strings"),
     "shards": ((Sequence, type(None)), "a sequence of integers or None"),
     "sequence_parallel": ((bool,), "a bool"),
@@ -58,7 +61,8 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "student_bias": ((Tensor, type(None)), "a tensor or None"),
     "teacher_bias": ((Tensor, type(None)), "a tensor or None"),
     "divergence": ((str,), "a string"),
-    "beta": (NUMBERS, "a number"),
+    "beta": ((*NUMBERS, type(None)), "a number or None"),
+    "enabled": ((bool,), "a bool"),
 }
 """Types of the arguments of the public functions, and how an error names them.
 
@@ -120,9 +124,18 @@ def check_tensors(h: Tensor, w: Tensor, y: Tensor, parts: int = 1) -> None:
         check_layout(name, x)
     _check_dtypes(h, w, y)
     _check_shapes(h, w, y, parts)
-    for name, x in (("linear_weight", w), ("target", y)):
-        if x.device != h.device:
-            raise ValueError(f"{name}: got device {x.device}, expected that of input, {h.device}")
+    _check_device("linear_weight", w, h)
+    _check_device("target", y, h)
+
+
+def check_head(h: Tensor, w: Tensor) -> None:
+    """Raise TypeError or ValueError unless h (..., D) and w (V, D), maybe to be cast, fit."""
+    for name, x in (("input", h), ("linear_weight", w)):
+        check_type(name, x)
+        check_layout(name, x)
+        _check_dtype(name, x)
+    _check_widths(h, w)
+    _check_device("linear_weight", w, h)
 
 
 def check_accumulates(linear_weight: Tensor) -> None:
@@ -147,9 +160,18 @@ def check_layout(name: str, x: Tensor) -> None:
         raise TypeError(f"{name}: got layout {x.layout}, expected {torch.strided}")
 
 
+def _check_device(name: str, x: Tensor, h: Tensor) -> None:
+    if x.device != h.device:
+        raise ValueError(f"{name}: got device {x.device}, expected that of input, {h.device}")
+
+
+def _check_dtype(name: str, x: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: got dtype {x.dtype}, expected one of {', '.join(ITEM_BYTES)}")
+
+
 def _check_dtypes(h: Tensor, w: Tensor, y: Tensor) -> None:
-    if h.dtype not in DTYPES:
-        raise TypeError(f"input: got dtype {h.dtype}, expected one of {', '.join(ITEM_BYTES)}")
+    _check_dtype("input", h)
     if w.dtype != h.dtype:
         raise TypeError(
             f"linear_weight: got dtype {w.dtype}, expected that of input, {h.dtype}; "
@@ -159,7 +181,7 @@ def _check_dtypes(h: Tensor, w: Tensor, y: Tensor) -> None:
         raise TypeError(f"target: got dtype {y.dtype}, expected integers (class indices)")
 
 
-def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
+def _check_widths(h: Tensor, w: Tensor) -> None:
     if w.ndim != 2 or 0 in w.shape:
         raise ValueError(
             f"linear_weight: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "
@@ -175,6 +197,10 @@ def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
             f"input: got shape {tuple(h.shape)}, expected (..., {w.shape[1]}) "
             f"to match linear_weight of shape {tuple(w.shape)}"
         )
+
+
+def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
+    _check_widths(h, w)
     if parts > 1 and h.ndim == 1:
         raise ValueError(f"input: got shape {tuple(h.shape)}, expected a dimension of tokens first")
     tokens = token_shape(h, parts)
@@ -268,19 +294,3 @@ def refuse_unserved(**arguments: Any) -> None:
             raise NotImplementedError(
                 f"{name}: got {_shown(value)}, expected its default; cutefce does not serve it yet"
             )
-
-
-def check_linear(linear: Any) -> None:
-    """Raise TypeError unless the head is a plain `nn.Linear`, whose parameters alone are used."""
-    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
-        got = type(linear).__name__
-    elif any(getattr(linear, name) for name in hooks):
-        got = "hooks"
-    else:
-        return
-    raise TypeError(
-        f"linear: got {got}, expected a torch.nn.Linear without hooks: the loss uses its "
-        "parameters and does not call it; merge an adapter into the weight, or apply fully_shard "
-        "to the module that holds it"
-    )

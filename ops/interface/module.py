@@ -30,6 +30,10 @@ class LinearCrossEntropyLoss(nn.Module):
         weight: (num_classes,) factor of each class's losses, a buffer of the module.
 
     The other arguments are those of `linear_cross_entropy`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, what was got and what is
+            expected.
     """
 
     weight: Tensor | None
@@ -66,14 +70,15 @@ class LinearCrossEntropyLoss(nn.Module):
         }
         for name, value in {
             "reduction": reduction,
-            "weight": weight,
-            "out_features": out_features,
+            "bias": bias,
             "gradient": gradient,
             "samples": samples,
             "accum_dtype": accum_dtype,
             **numbers,
         }.items():
             checks.check_type(name, value)
+        option_checks.check_sizes(in_features, num_classes, out_features)
+        option_checks.check_class_weights(weight, num_classes)
         if ignore_index is not None:
             checks.check_ignore_index(ignore_index)
         checks.check_reduction(reduction)
@@ -115,7 +120,7 @@ class LinearCrossEntropyLoss(nn.Module):
         A floating-point target is (..., num_classes).  More than eight parameters: those of the
         function that differ from call to call.
         """
-        checks.check_linear(self.linear)
+        option_checks.check_linear(self.linear)
         weight: Tensor = self.linear.weight
         bias: Tensor | None = self.linear.bias
         if self.out_features:

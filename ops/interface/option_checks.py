@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cutefce.ops import torch_compat
-from cutefce.ops.interface.checks import OUTPUTS, check_layout
+from cutefce.ops.interface.checks import INTEGERS, OUTPUTS, check_layout, check_type
 from cutefce.ops.planning.sample_sizes import MAX_SAMPLES, MIN_SAMPLES
 
 GRADIENTS = "exact", "sampled"
@@ -30,6 +31,48 @@ def check_numbers(
             f"label_smoothing: got {label_smoothing} with softcap={softcap}, which cutefce does "
             "not serve together; expected one of them"
         )
+
+
+def check_linear(linear: Any) -> None:
+    """Raise TypeError unless the head is a plain `nn.Linear`, whose parameters alone are used."""
+    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+        got = type(linear).__name__
+    elif any(getattr(linear, name) for name in hooks):
+        got = "hooks"
+    else:
+        return
+    raise TypeError(
+        f"linear: got {got}, expected a torch.nn.Linear without hooks: the loss uses its "
+        "parameters and does not call it; merge an adapter into the weight, or apply fully_shard "
+        "to the module that holds it"
+    )
+
+
+def check_sizes(in_features: int, num_classes: int, out_features: Sequence[int]) -> None:
+    """Raise TypeError or ValueError unless they are the sizes of a head with rows and columns."""
+    check_type("in_features", in_features)
+    check_type("num_classes", num_classes)
+    check_type("out_features", out_features)
+    for x in out_features:
+        if isinstance(x, bool) or not isinstance(x, INTEGERS):
+            raise TypeError(f"out_features: got {x!r} among them, expected integers")
+    named = ("in_features", in_features), ("num_classes", num_classes)
+    for name, size in (*named, *(("out_features", x) for x in out_features)):
+        if size < 1:
+            raise ValueError(f"{name}: got {size}, expected 1 or more")
+
+
+def check_class_weights(weight: Tensor | None, num_classes: int) -> None:
+    """Raise TypeError or ValueError unless it is (num_classes,) floating-point, or None."""
+    check_type("weight", weight)
+    if weight is None:
+        return
+    check_layout("weight", weight)
+    if not weight.is_floating_point():
+        raise TypeError(f"weight: got dtype {weight.dtype}, expected a floating-point one")
+    if weight.shape != (num_classes,):
+        raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected ({num_classes},)")
 
 
 def check_sampling(gradient: str, samples: int) -> None:

@@ -13,10 +13,9 @@ from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, Te
 from cutefce.ops.interface.scalars import as_tensor
 from cutefce.ops.interface.soft_targets import check_soft_targets
 from cutefce.ops.operators.context import autocast, is_mixed
-from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.operators.plans import copied_item_bytes, plan_for
 from cutefce.ops.parallel.dtensor import localize, localize_options
 from cutefce.ops.planning.planner import Plan
-from cutefce.ops.primitives.dispatch import copied_item_bytes
 
 
 def plan(
@@ -40,7 +39,8 @@ def plan(
 ) -> Plan:
     """Return how `linear_cross_entropy` would run with these arguments; print it to read it.
 
-    The plan is that of a call in which every token counts.
+    The plan is that of a call in which every token counts.  Tensors on `meta`, which take no
+    memory, are planned for as on a Hopper GPU without a tuned table, whatever GPU is here.
 
     Args:
         input: (..., D) hidden states.  Set requires_grad on input, linear_weight or both, as for
@@ -66,6 +66,9 @@ def plan(
 
     Returns:
         Strategy, window, columns aliased and kept, and predicted memory (bytes) and time (seconds).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as the call does.
     """
     wrong = checks.type_error(
         input=input,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
+from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.planning import planner
 from cutefce.ops.planning.call_problem import CallProblem, forms_gradients
@@ -18,8 +19,9 @@ from cutefce.ops.primitives.dispatch import (
     problem_of,
     sampling_unsupported_reason,
     window_configs_for,
-    with_copies,
 )
+from cutefce.ops.primitives.portable_projection import is_dense
+from cutefce.ops.primitives.row_selection import has_aligned_rows
 from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
 from cutefce.ops.strategies.weight_gradient import can_add_in_place
 
@@ -77,7 +79,7 @@ def plan_for(
         smooths = options.label_smoothing > 0
         sampled = {"samples": options.samples, "arch": arch, "smooths": smooths}
         problem = CallProblem(**{**vars(problem), **sampled})
-    own = with_copies(problem, h, w, (step.copied_hidden, step.copied_weight))
+    own = _with_copies(problem, h, w, (step.copied_hidden, step.copied_weight))
     widest = max(sharding.shards) if sharding.shards else problem.vocab
     leading = own
     if sharding.group is not None:
@@ -95,6 +97,31 @@ def plan_for(
         if leaves_out or _make_plan(part, part, *more).workspace_bytes <= limit:
             leading, own = part, _of_tokens(own, counted)
     return _make_plan(leading, own, *more)
+
+
+def copied_item_bytes(given: Tensor, taken: Tensor) -> int:
+    """Return the bytes per element of a tensor `given` to a call that works on `taken` instead.
+
+    0 if `taken` is `given` or a view of it.  It does not depend on sizes.
+    """
+    if taken is given or torch_compat.shares_memory(given, taken):
+        return 0
+    return given.element_size()
+
+
+def _with_copies(problem: Problem, h: Tensor, w: Tensor, copied: tuple[int, int]) -> Problem:
+    """Return `problem`, that of h (N, D) and w (V, D), with the copies of them that a call makes.
+
+    `copied` are the `copied_item_bytes` of h and w.  The others depend on their layouts: they are
+    those of `Projection.prepare`.
+    """
+    accepts = is_dense if problem.arch is None else has_aligned_rows
+    gathered = (w,) if problem.sequence_parallel else (h, w)
+    dense_bytes = sum(x.numel() * x.element_size() for x in gathered if not accepts(x))
+    if not any((dense_bytes, *copied)):
+        return problem
+    copies = {"copied_hidden": copied[0], "copied_weight": copied[1], "dense_bytes": dense_bytes}
+    return CallProblem(**{**vars(problem), **copies})
 
 
 def _of_tokens(problem: Problem, tokens: int) -> Problem:

@@ -20,18 +20,19 @@ from cutefce.cute_kernels.problem import MAX_SELECTED, Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS
 from cutefce.cute_kernels.variant import KernelVariant
-from cutefce.ops import torch_compat
-from cutefce.ops.planning.call_problem import CallProblem
+from cutefce.ops.interface import checks
 from cutefce.ops.planning.sample_sizes import slots as sample_slots
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
 from cutefce.ops.primitives.portable_gradients import PortableGradients
-from cutefce.ops.primitives.portable_projection import PortableProjection, is_dense
+from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.row_selection import has_aligned_rows
 from cutefce.ops.rows.targets import Targets, variant_of
 
 VERIFY = "cutefce verify"
+META_ARCH = ARCHS[0]
+"""The architecture that tensors on `meta` are planned for."""
 
 _strict = False
 
@@ -47,13 +48,23 @@ class Backend:
 
 
 def set_strict(enabled: bool) -> None:
-    """Make calls that the kernels cannot serve raise RuntimeError, on a CPU too, or warn once."""
+    """Make calls that the kernels cannot serve raise RuntimeError, on a CPU too, or warn once.
+
+    Raises:
+        TypeError: for what is no bool.
+    """
     global _strict
+    checks.check_type("enabled", enabled)
     _strict = enabled
 
 
 def backend_for(input: Tensor, linear_weight: Tensor) -> Backend:
-    """Return which backend serves hidden states (..., D) and a weight (V, D), and why."""
+    """Return which backend serves hidden states (..., D) and a weight (V, D), and why.
+
+    Raises:
+        TypeError, ValueError: for what `linear_cross_entropy` would not take.
+    """
+    checks.check_head(input, linear_weight)
     h = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
     reason = _unsupported_reason(h, linear_weight)
     if reason is not None:
@@ -64,9 +75,17 @@ def backend_for(input: Tensor, linear_weight: Tensor) -> Backend:
 
 def arch_of(h: Tensor, w: Tensor) -> str | None:
     """Return the architecture whose kernels serve h (N, D) and w (V, D), None if there is none."""
+    if h.is_meta:
+        served = str(h.dtype).removeprefix("torch.") in META_ARCH.dtypes
+        return META_ARCH.name if served and not _layout_unsupported_reason(h, w) else None
     if device_unsupported_reason(h.device, h.dtype) or _layout_unsupported_reason(h, w):
         return None
     return gpu_of(h.device).arch.name
+
+
+def planned_device(x: Tensor) -> str:
+    """Return the type of the device that calls with x are planned for: a GPU's for `meta`."""
+    return "cuda" if x.is_meta else x.device.type
 
 
 def problem_of(
@@ -80,7 +99,7 @@ def problem_of(
         hidden,
         vocab,
         str(h.dtype).removeprefix("torch."),
-        h.device.type,
+        planned_device(h),
         grad_hidden,
         grad_weight,
         arch_of(h, w),
@@ -93,36 +112,9 @@ def _problem(*fields: Any) -> Problem:
     return Problem(*fields[:-1], grad_bias=fields[-1])  # type: ignore[misc]
 
 
-def copied_item_bytes(given: Tensor, taken: Tensor) -> int:
-    """Return the bytes per element of a tensor `given` to a call that works on `taken` instead.
-
-    0 if `taken` is `given` or a view of it.  It does not depend on sizes.
-    """
-    if taken is given or torch_compat.shares_memory(given, taken):
-        return 0
-    return given.element_size()
-
-
-def with_copies(
-    problem: Problem, h: Tensor, w: Tensor, copied: tuple[int, int] = (0, 0)
-) -> Problem:
-    """Return `problem`, that of h (N, D) and w (V, D), with the copies of them that a call makes.
-
-    `copied` are the `copied_item_bytes` of h and w.  The others depend on their layouts: they are
-    those of `Projection.prepare`.
-    """
-    accepts = is_dense if problem.arch is None else has_aligned_rows
-    gathered = (w,) if problem.sequence_parallel else (h, w)
-    dense_bytes = sum(x.numel() * x.element_size() for x in gathered if not accepts(x))
-    if not any((dense_bytes, *copied)):
-        return problem
-    copies = {"copied_hidden": copied[0], "copied_weight": copied[1], "dense_bytes": dense_bytes}
-    return CallProblem(**{**vars(problem), **copies})
-
-
 def window_configs_for(problem: Problem, device: torch.device) -> tuple[WindowConfig, ...]:
-    """Return the windows that a plan chooses from."""
-    if problem.arch is None:
+    """Return the windows that a plan chooses from; those of `meta` are not tuned."""
+    if problem.arch is None or device.type == "meta":
         return defaults.window_configs(problem)
     return lookup.window_configs(problem, gpu_of(device))
 

@@ -13,14 +13,19 @@ stay as they are.
 import dataclasses
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Generic, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from cutefce.ops.planning.sample_sizes import estimate_count
 from cutefce.ops.primitives.gradient_interface import TargetGradT
-from cutefce.ops.primitives.interface import PartialT, Projection, forward_unfused
+from cutefce.ops.primitives.interface import (
+    PartialT,
+    Projection,
+    WrappedProjection,
+    forward_unfused,
+)
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.statistics import RowStats
@@ -34,19 +39,14 @@ from cutefce.ops.strategies.hidden_gradient import class_term, finish_dx
 from cutefce.ops.strategies.loss_inputs import LossInputs
 
 
-@dataclass
-class SamplingForward(Generic[PartialT]):
+@dataclass(frozen=True)
+class SamplingForward(WrappedProjection[PartialT]):
     """A `Projection` whose pass over all columns chooses entries too."""
 
     own: SamplingProjection[PartialT]
     sampling: Sampling
-    samples: Any = None
-    """As `own` returns them."""
-    operands: tuple[Tensor, Tensor] | None = None
-    """h and w of these."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
+    found: list[tuple[Any, Tensor, Tensor]]
+    """Receives the entries, as `own` returns them, with their h and w."""
 
     def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
         """Do the steps of a forward one by one."""
@@ -65,7 +65,8 @@ class SamplingForward(Generic[PartialT]):
         assert window == (0, w.shape[0]) and exps is None
         estimate = estimate_lse(self.own, h, w, reference, targets, self.sampling)
         more = reference, estimate, targets, self.sampling
-        (partial, self.samples), self.operands = self.own.sample(h, w, *more), (h, w)
+        partial, samples = self.own.sample(h, w, *more)
+        self.found.append((samples, h, w))
         return partial
 
 
@@ -74,13 +75,13 @@ def forward(
 ) -> tuple[Tensor, RowStats, Samples | KernelSamples]:
     """Return the reduced loss, () or (N,), the statistics of every token, and the entries."""
     own = cast(SamplingProjection[PartialT], inputs.primitives.projection)
-    projection = SamplingForward(own, sampling)
+    found: list[tuple[Any, Tensor, Tensor]] = []
+    projection = SamplingForward(own, sampling, found)
     primitives = replace(inputs.primitives, projection=cast(Projection[PartialT], projection))
     loss, stats = windows.forward(replace(inputs, primitives=primitives))
-    assert projection.operands is not None
-    operands = *projection.operands, stats, inputs.targets, sampling
-    own.finish_samples(projection.samples, *operands)
-    return loss, stats, projection.samples
+    ((samples, h, w),) = found
+    own.finish_samples(samples, h, w, stats, inputs.targets, sampling)
+    return loss, stats, samples
 
 
 def backward(

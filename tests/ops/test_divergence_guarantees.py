@@ -86,6 +86,13 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no form": ({"divergence": None}, TypeError, "divergence: got None"),
     "beta": ({"beta": 1.5}, ValueError, "beta: got 1.5, expected a number from 0 to 1"),
     "no beta": ({"beta": float("nan")}, ValueError, "beta: got nan"),
+    "a beta of the default": (
+        {"beta": 0.5},
+        ValueError,
+        "beta: got 0.5 with divergence='forward_kl', expected None, or divergence='jsd'",
+    ),
+    "a beta of a KL": ({"divergence": "reverse_kl", "beta": 0}, ValueError, "beta: got 0 with"),
+    "a beta in words": ({"divergence": "jsd", "beta": "0.5"}, TypeError, "beta: got '0.5'"),
     "a bias of other classes": (
         {"teacher_bias": torch.zeros(9)},
         ValueError,

@@ -5,7 +5,7 @@ many samples that all entries are kept, which are the exact ones; with few sampl
 entries is compared, and Σ of their columns.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.ops.planning.sample_sizes import slots
 from cutefce.ops.primitives.cute_projection import CuteProjection
+from cutefce.ops.primitives.interface import WrappedProjection
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.interface import SamplingProjection
 from cutefce.ops.sampling.kernels import KernelSamples
@@ -34,14 +35,11 @@ FLIPS = 1 << 11
 """Float32 roundings of an entry in 32: that many may be kept or not by rounding of logits."""
 
 
-class _LowEstimates:
+@dataclass(frozen=True)
+class _LowEstimates(WrappedProjection[Any]):
     """A projection whose estimates of every third token are too low."""
 
-    def __init__(self, own: CuteProjection) -> None:
-        self.own = own
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
+    own: CuteProjection
 
     def sample(
         self, h: Tensor, w: Tensor, reference: Tensor, estimate: Tensor, *others: Any
