@@ -153,15 +153,19 @@ def _difference(p: Tensor, q: Tensor, distance: Tensor) -> Tensor:
 
 
 def _log_ratio(distance: Tensor, share: Tensor, other: Tensor) -> Tensor:
-    """Return log a - log m, with m = share a + other b and log a - log b = `distance`."""
-    close = (-distance).expm1().mul_(other).log1p_().neg_()
+    """Return log a - log m, with m = share a + other b and log a - log b = `distance`.
+
+    The shares add up to 1.
+    """
+    excess = (-distance).expm1().mul_(other)  # m / a - 1
+    is_close = excess.abs() < 0.5
     # otherwise relative to the larger one of a and b
     size, is_above = distance.abs(), distance > 0
     of_larger = torch.where(is_above, share, other)
     of_smaller = torch.where(is_above, other, share)
     far = torch.where(is_above, 0, distance)
     far.sub_(of_larger.addcmul_(of_smaller, (-size).exp_()).log_())
-    return torch.where(size < 0.5, close, far)
+    return torch.where(is_close, excess.log1p_().neg_(), far)
 
 
 def _scaled(terms: Tensor, logits: Tensor, cap: Tensor | None, scale: Tensor | None) -> Tensor:

@@ -77,9 +77,11 @@ def test_dw_is_added(
     loss.backward(upstream.to(loss.dtype))
     assert w.grad is None
     plain = cutefce.linear_cross_entropy(h, w, case.y, **options)
-    if device == "cuda" and dtype == torch.float32:
-        # cuBLAS may take another kernel for windows of another width
-        torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
+    plans = [cutefce.plan(h, w, **options, accumulate_into=given) for given in (None, buffer)]
+    columns = {(x.strategy, x.window, x.aliased, x.kept, x.chunk) for x in plans}
+    if device == "cuda" and dtype.itemsize > 2 and len(columns) > 1:
+        # cuBLAS and fused steps may sum windows of another width, or place, in another order
+        torch.testing.assert_close(loss, plain, rtol=8 * rounding(dtype), atol=0)
     else:
         assert torch.equal(loss, plain)
     factors = torch.full_like(case.upstream, 3.0) if reduction != "none" else case.upstream

@@ -21,6 +21,7 @@ from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.chunks.sizes import Chunks, own_columns, shrinking
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.planner import Plan
+from cutefce.ops.primitives.dispatch import arch_of
 from tests.support.kernel_models import serve_calls
 from tests.support.options import OPTIONS, PER_TOKEN, options_case
 from tests.support.reference import fixed_plan, loss_of_plan, random_case
@@ -139,7 +140,7 @@ def test_the_peak_of_shrinking_chunks_is_predicted(
     case = random_case(*shape, dtype=dtype, device=device, ignored=0)
     h, w = case.h.requires_grad_(), case.w.requires_grad_()
     name = str(dtype).removeprefix("torch.")
-    problem = Problem(*shape, name, device, random_sums=random_sums)
+    problem = Problem(*shape, name, device, arch=arch_of(h, w), random_sums=random_sums)
     config = widest_window(problem)
     chunks = shrinking(512, 1024, 8192, config.reference_block, 16, 4)
     assert chunks.shrink

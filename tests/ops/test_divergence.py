@@ -305,6 +305,27 @@ def test_close_heads_keep_relative_precision(
     assert float(((got - want) / want).abs().max()) < 0.02
 
 
+@pytest.mark.parametrize("beta", [0.999, 0.001, 0.99999])
+@pytest.mark.parametrize("workspace", ["max", "min"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_mixture_of_nearly_one_side_keeps_relative_precision(
+    size: float, workspace: str, beta: float, device: str
+) -> None:
+    """Where log p - log m is as small as the other side's share, for all but a few classes."""
+    eye = torch.eye(97, device=device)
+    logits = torch.randn(2, 40, 97, device=device).mul(8 * size).round().div(8)
+    sides = [x.clone().requires_grad_() for x in logits]
+    form: dict[str, Any] = {"divergence": "jsd", "beta": beta}
+    operands = sides[0], eye, sides[1], eye
+    got = cutefce.linear_divergence(*operands, reduction="none", workspace=workspace, **form)
+    wide = [x.detach().double().requires_grad_() for x in sides]
+    want = token_divergences(*wide, **form)
+    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=0)
+    gradients = torch.autograd.grad(got.sum(), sides), torch.autograd.grad(want.sum(), wide)
+    for a, b in zip(*gradients, strict=True):
+        assert distance(a, b) <= 2e-6 * float(b.norm())
+
+
 @forms
 @pytest.mark.parametrize("workspace", ["max", "min"])
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e30])

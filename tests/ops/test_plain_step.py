@@ -12,21 +12,26 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import cutefce
+from cutefce.autotune_cache.defaults import window_configs
 from cutefce.cute_kernels import problem as problem_module
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.interface import call_cache
 from cutefce.ops.operators import kept, operators, plain_step
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.planning import window_layout
+from cutefce.ops.planning.planner import MINIMUM, make_plan
 from cutefce.ops.primitives import dispatch, fused_step
 from tests.support.kernel_models import use_models
 from tests.support.modes import Seen
 from tests.support.reference import random_case
 
-SIZES = 40, 16, 20000
+SIZES = 40, 64, 24000
 """Tokens, hidden, and vocab, of more than one window."""
+SOME = 1 << 19
+"""A workspace in which some exponentials are stored and others computed again, on every device."""
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +85,7 @@ def are_same(results: list[tuple[Tensor, ...]]) -> bool:
 
 
 @pytest.mark.parametrize("selects", [False, True], ids=["all rows", "selected rows"])
-@pytest.mark.parametrize("workspace", ["min", "max", 1 << 20])
+@pytest.mark.parametrize("workspace", ["min", "max", SOME])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_a_repeat_has_the_bits_of_the_first_step(
@@ -109,7 +114,7 @@ def test_layouts_for_fewer_rows_are_those_of_all_paths(
     monkeypatch.setattr(window_layout, "EMPTY", 0)
     h, w, y = leaves(device, ignored=0)
     order = torch.randperm(len(y), device=device)
-    more: Any = {"workspace": 1 << 20, "reduction": reduction}
+    more: Any = {"workspace": SOME, "reduction": reduction}
     targets = [y.index_fill(0, order[count:], -100) for count in (25, 24, 2, 0)]
     want = [gradients(loss(h, w, each, **more), h, w) for each in targets]
     monkeypatch.setattr(window_layout, "EMPTY", 1000)
@@ -164,7 +169,7 @@ def test_a_repeat_may_have_other_values(workspace: str, device: str, steps: list
 @pytest.mark.parametrize("selects", [False, True], ids=["all rows", "selected rows"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("workspace", ["min", "max", 1 << 20])
+@pytest.mark.parametrize("workspace", ["min", "max", SOME])
 def test_later_backwards_have_the_same_bits(
     workspace: Any,
     reduction: str,
@@ -284,12 +289,23 @@ def test_what_a_step_keeps_lives_as_long_as_its_graph(device: str) -> None:
     assert not kept._kept  # though the loss is alive
 
 
+@pytest.mark.parametrize("budget", [MINIMUM, SOME])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_plans_of_every_device_store_some(kind: str, budget: int) -> None:
+    """Also where a tuned window leaves the widest ones out."""
+    p = Problem(*SIZES, "bfloat16", kind, arch=Sm90().name)
+    configs = window_configs(p)
+    for widest in range(3):
+        for scalar in (True, False):
+            assert make_plan(p, configs[widest:], budget, scalar).stores_windows
+
+
 @pytest.mark.parametrize(
     ("dtype", "workspace", "trained", "is_fused"),
     [
         (torch.bfloat16, "max", "hw", True),
         (torch.bfloat16, "min", "hw", True),
-        (torch.bfloat16, 1 << 20, "hw", True),
+        (torch.bfloat16, SOME, "hw", True),
         (torch.float16, "min", "hw", False),
         (torch.bfloat16, "max", "h", False),
         (torch.bfloat16, "max", "w", False),

@@ -170,7 +170,8 @@ def test_a_derivative_by_the_log_sum_exp_of_0(
     bias = torch.full((4,), -1 - torch.log(torch.tensor(4.0)).item(), dtype=dtype)
     soft = {"target_indices": index.to(device), "target_probs": probs.to(device)}
     options = soft | {"linear_bias": bias.to(device), "z_loss": 0.5}
-    x = OptionsCase(Case(h, w, torch.zeros(3, dtype=torch.long), torch.ones(3)), options)
+    y, upstream = torch.zeros(3, dtype=torch.long, device=device), torch.ones(3, device=device)
+    x = OptionsCase(Case(h, w, y, upstream), options)
     got, want = x.ours(workspace=workspace), exact(x)
     for a, b in zip(got, want, strict=True):
         limit = torch.finfo(dtype).eps * (1 + float(b.norm()))
