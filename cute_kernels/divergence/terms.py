@@ -42,6 +42,15 @@ def size(x: Float32) -> Float32:
 
 
 @cute.jit
+def expm1(x: Float32) -> Float32:
+    """Return exp(x) - 1."""
+    result = polynomial(x, EXPM1)
+    if not size(x) < CLOSE:
+        result = exp2(x * LOG2_E) - 1.0
+    return result
+
+
+@cute.jit
 def difference(a: Float32, b: Float32, distance: Float32) -> Float32:
     """Return b - a of probabilities, with `distance` = log b - log a."""
     result = polynomial(distance, EXPM1) * a
@@ -64,19 +73,21 @@ def kl_term(a: Float32, b: Float32, distance: Float32) -> Any:
 def mixture_logs(distance: Float32, shares: Any) -> Any:
     """Return log a - log m and log b - log m, with `distance` = log a - log b.
 
-    m = s a + t b, with s, t = `shares`.
+    m = s a + t b, with s, t = `shares`, which add up to 1.
     """
     s, t = shares
-    log_a = -polynomial(t * polynomial(-distance, EXPM1), LOG1P)
-    log_b = -polynomial(s * polynomial(distance, EXPM1), LOG1P)
-    if not size(distance) < CLOSE:
-        # relative to the larger one
-        ratio = exp2(size(distance) * -LOG2_E)
-        larger, smaller = s, t
-        if distance < 0.0:
-            larger, smaller = t, s
-        log_m = LN_2 * cute.math.log2(larger + smaller * ratio, fastmath=True)
+    # relative to the larger one
+    ratio = exp2(size(distance) * -LOG2_E)
+    larger, smaller = s, t
+    if distance < 0.0:
+        larger, smaller = t, s
+    log_m = LN_2 * cute.math.log2(larger + smaller * ratio, fastmath=True)
+    # m / a - 1 and m / b - 1: where these are close to 0, a logarithm's absolute error is large
+    over_a, over_b = t * expm1(-distance), s * expm1(distance)
+    log_a, log_b = -polynomial(over_a, LOG1P), -polynomial(over_b, LOG1P)
+    if not size(over_a) < CLOSE:
         log_a = cute.arch.fmin(distance, Float32(0.0), nan=True) - log_m
+    if not size(over_b) < CLOSE:
         log_b = cute.arch.fmin(-distance, Float32(0.0), nan=True) - log_m
     return log_a, log_b
 

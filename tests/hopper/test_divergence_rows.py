@@ -142,6 +142,13 @@ def test_close_and_far_sides(form: str, spread: float) -> None:
     check(random_logits(2, 304, spread), form, bound=1e-3 if spread < 0.01 else 5e-5)
 
 
+@pytest.mark.parametrize("beta", [0.999, 0.001])
+def test_a_mixture_of_nearly_one_side(beta: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where log a - log m is as small as the other side's share, for all but a few classes."""
+    monkeypatch.setitem(globals(), "BETA", beta)
+    check(random_logits(2, 304), "jsd", bound=2e-6)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_classes_that_both_exclude(form: str) -> None:
     logits = random_logits(2, 304)
