@@ -77,10 +77,9 @@ def test_dw_is_added(
     loss.backward(upstream.to(loss.dtype))
     assert w.grad is None
     plain = cutefce.linear_cross_entropy(h, w, case.y, **options)
-    plans = [cutefce.plan(h, w, **options, accumulate_into=given) for given in (None, buffer)]
-    columns = {(x.strategy, x.window, x.aliased, x.kept, x.chunk) for x in plans}
-    if device == "cuda" and dtype.itemsize > 2 and len(columns) > 1:
-        # cuBLAS and fused steps may sum windows of another width, or place, in another order
+    if device == "cuda" and dtype.itemsize > 2:
+        # plans may differ, cuBLAS's kernels for windows of other widths, and fused ones, which
+        # depend on what was compiled before
         torch.testing.assert_close(loss, plain, rtol=8 * rounding(dtype), atol=0)
     else:
         assert torch.equal(loss, plain)
