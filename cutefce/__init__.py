@@ -16,8 +16,7 @@ if find_spec("torch") is not None:
     from cutefce.ops.interface.api import LossOutput, linear_cross_entropy
     from cutefce.ops.interface.log_probs import LogProbs, linear_log_probs
     from cutefce.ops.interface.module import LinearCrossEntropyLoss
-    from cutefce.ops.interface.plan import plan
-    from cutefce.ops.primitives.dispatch import backend_for, set_strict
+    from cutefce.ops.interface.plan import backend_for, plan, set_strict
 
     __all__ = [
         "DeferralReport",

@@ -210,10 +210,11 @@ def has_triton() -> bool:
 def compile_pointwise(function: Callable[..., None]) -> Callable[..., None]:
     """Return `function`, which writes to its arguments, as one kernel for any number of rows.
 
-    The first dimension of each tensor is compiled as a symbol, the others as constants.  Tensors
-    of the same layout meet the same kernel whatever else was compiled before, for equal bits, with
-    one exception: if the first ones begin behind their storage's start, or are views, their kernel
-    serves only such, and one that is compiled later for others takes its place.
+    It works on elements, or reduces rows.  The first dimension of each tensor is compiled as a
+    symbol, the others as constants.  Tensors of the same layout meet the same kernel whatever else
+    was compiled before, for equal bits, with one exception: if the first ones begin behind their
+    storage's start, or are views, their kernel serves only such, and one that is compiled later for
+    others takes its place.
     """
     # while FX traces real tensors, which it cannot do with compiled functions, they run uncompiled
     settings = {"error_on_nested_fx_trace": False}

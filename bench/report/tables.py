@@ -17,6 +17,23 @@ def table(columns: Columns, rows: Iterable[Any]) -> Iterator[str]:
         yield f"| {' | '.join(text(row).replace('|', '/') for text in columns.values())} |"
 
 
+def fields(rows: list[Row]) -> Iterator[str]:
+    """Yield the lines of a table with a column for each field."""
+    yield from table({name.replace("_", " "): _any(name) for name in rows[0]}, rows)
+
+
+def _any(name: str) -> Callable[[Row], str]:
+    """Return a column's text function for a field of any type."""
+
+    def write(row: Row) -> str:
+        value = row[name]
+        if isinstance(value, float):
+            return number(value)
+        return quartiles(name)(row) if isinstance(value, list) else text(name)(row)
+
+    return write
+
+
 def text(name: str) -> Callable[[Row], str]:
     """Return a column's text function that writes a field as it is, or a dash for none."""
     return lambda row: "–" if row[name] in (None, "") else str(row[name])

@@ -43,16 +43,15 @@ TIME_PER_COLUMN = {
     "grad_hidden_short": {GRAD_128: 1.0, GRAD_192: 1.0},
     "grad_weight": {GRAD_128: 1.0, GRAD_192: 0.988},
     "grad_weight_long": {GRAD_128: 1.0, GRAD_192: 0.96},
-    "grad_weight_small_l2": {GRAD_128: 1.0, GRAD_192: 0.85},
+    "grad_weight_h100": {GRAD_128: 1.0, GRAD_192: 0.85},
 }
-"""Relative times of the gradient GEMMs, measured on an H200 by `python -m bench step` and
-`make autotune`: dX over at least and over fewer than `KernelConfigs.SHORT` columns, dW of fewer
-than and of at least `LONG_TOKENS` tokens, and dW on an H100.  Wide tiles move less data, which
+"""Relative times of the gradient GEMMs, by `python -m bench step` and `make autotune`.  On an H200:
+dX over at least and over fewer than `KernelConfigs.SHORT` columns, dW of fewer than and of at least
+`LONG_TOKENS` tokens.  On an H100: dW of 4096 and 8192 tokens.  Wide tiles move less data, which
 saves power; ping-pong hides epilogues, which weigh more in short GEMMs.  The first configuration
 wins a tie."""
-SMALL_L2_MODELS = "H100", "H800"
-"""In the names of GPU models whose L2 cache, of 50 MB, feeds narrow tiles more slowly than the 60
-MB of others."""
+H100_MODELS = "H100", "H800"
+"""In the names of GPU models with the memory of an H100, which is slower than an H200's."""
 SINGLE_CTA_TIME = 1.03
 """Time a row of `project_exp` without multicast, relative to clusters of 2; measured likewise."""
 MIN_GRAD_HIDDEN_UTILIZATION = 0.8
@@ -108,8 +107,8 @@ class Sm90(Arch):
         grad_hidden = fastest("grad_hidden", hidden)
         short = fastest("grad_hidden_short", hidden)
         times = "grad_weight_long" if tokens >= LONG_TOKENS else "grad_weight"
-        if any(name in model for name in SMALL_L2_MODELS):
-            times = "grad_weight_small_l2"
+        if any(name in model for name in H100_MODELS):
+            times = "grad_weight_h100"
         grad_weight = fastest(times, hidden)
         if _utilization(grad_hidden, tokens, hidden, num_sms) < MIN_GRAD_HIDDEN_UTILIZATION:
             return KernelConfigs(project_exp, None, grad_weight)

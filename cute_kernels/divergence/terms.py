@@ -12,7 +12,8 @@ from cutlass import Float32
 from cutefce.cute_kernels.common.dsl import LN_2, LOG2_E, exp2
 
 CLOSE = 0.125
-"""Differences of logarithms below this are close: series are used."""
+"""Arguments of expm1 and log1p below this have series: the hardware's exponentials and logarithms
+have small absolute errors, which above it are small beside the result too."""
 EXPM1 = (1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0)
 """Coefficients of expm1(x) / x, from x⁴ on down."""
 LOG1P = (1 / 7, -1 / 6, 1 / 5, -1 / 4, 1 / 3, -1 / 2, 1.0)

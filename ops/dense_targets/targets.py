@@ -94,7 +94,7 @@ def _weighted_sums(probs: Tensor, kappa: Tensor | None, dtype: torch.dtype) -> T
     """Return Σ_v κ_v q_iv (N,) of probabilities (N, V), in `dtype`."""
     sums = probs.new_empty(len(probs), dtype=dtype)
     if kappa is not None and can_fuse(probs):
-        fused(weighted_sums_)(sums, probs, kappa)
+        fused(weighted_sums_)(sums, probs, kappa[None])
         return sums
     size = max(1, row_block_bytes(probs.device.type) // (probs.shape[1] * dtype.itemsize))
     for start in range(0, len(probs), size):

@@ -3,7 +3,7 @@
 api.py             linear_cross_entropy: the names of torch
 log_probs.py       linear_log_probs
 module.py          LinearCrossEntropyLoss
-plan.py            plan: how a call would run
+plan.py            plan, backend_for, set_strict: how a call would run
 positions.py       losses of K dimensions
 scalars.py         numbers as tensors
 call.py            torch.ops.cutefce.loss: check, run

@@ -133,7 +133,8 @@ def check_head(h: Tensor, w: Tensor) -> None:
     for name, x in (("input", h), ("linear_weight", w)):
         check_type(name, x)
         check_layout(name, x)
-        _check_dtype(name, x)
+    is_cast = w.dtype == torch.float32 and h.dtype.itemsize == 2
+    _check_head_dtypes(h, h if is_cast else w)
     _check_widths(h, w)
     _check_device("linear_weight", w, h)
 
@@ -165,20 +166,20 @@ def _check_device(name: str, x: Tensor, h: Tensor) -> None:
         raise ValueError(f"{name}: got device {x.device}, expected that of input, {h.device}")
 
 
-def _check_dtype(name: str, x: Tensor) -> None:
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{name}: got dtype {x.dtype}, expected one of {', '.join(ITEM_BYTES)}")
-
-
 def _check_dtypes(h: Tensor, w: Tensor, y: Tensor) -> None:
-    _check_dtype("input", h)
+    _check_head_dtypes(h, w)
+    if y.dtype == torch.bool or y.is_floating_point() or y.is_complex():
+        raise TypeError(f"target: got dtype {y.dtype}, expected integers (class indices)")
+
+
+def _check_head_dtypes(h: Tensor, w: Tensor) -> None:
+    if h.dtype not in DTYPES:
+        raise TypeError(f"input: got dtype {h.dtype}, expected one of {', '.join(ITEM_BYTES)}")
     if w.dtype != h.dtype:
         raise TypeError(
             f"linear_weight: got dtype {w.dtype}, expected that of input, {h.dtype}; "
             "cast one of them, or call under torch.autocast"
         )
-    if y.dtype == torch.bool or y.is_floating_point() or y.is_complex():
-        raise TypeError(f"target: got dtype {y.dtype}, expected integers (class indices)")
 
 
 def _check_widths(h: Tensor, w: Tensor) -> None:

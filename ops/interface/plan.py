@@ -1,4 +1,4 @@
-"""How a call would run."""
+"""How a call would run: on which backend, and by which plan."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,6 +16,29 @@ from cutefce.ops.operators.context import autocast, is_mixed
 from cutefce.ops.operators.plans import copied_item_bytes, plan_for
 from cutefce.ops.parallel.dtensor import localize, localize_options
 from cutefce.ops.planning.planner import Plan
+from cutefce.ops.primitives import dispatch
+from cutefce.ops.primitives.dispatch import Backend
+
+
+def set_strict(enabled: bool) -> None:
+    """Make calls that the kernels cannot serve raise RuntimeError, on a CPU too, or warn once.
+
+    Raises:
+        TypeError: for what is no bool.
+    """
+    checks.check_type("enabled", enabled)
+    dispatch.set_strict(enabled)
+
+
+def backend_for(input: Tensor, linear_weight: Tensor) -> Backend:
+    """Return which backend serves hidden states (..., D) and a weight (V, D), and why.
+
+    Raises:
+        TypeError, ValueError: for what `linear_cross_entropy` would not take.
+    """
+    checks.check_head(input, linear_weight)
+    h = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
+    return dispatch.backend_of(h, linear_weight)
 
 
 def plan(

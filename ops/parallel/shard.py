@@ -34,7 +34,7 @@ from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.parallel.consistency import exchange
 from cutefce.ops.parallel.primitives import ShardProjection
-from cutefce.ops.primitives.dispatch import backend_for
+from cutefce.ops.primitives.dispatch import backend_of
 from cutefce.ops.primitives.interface import AnyPrimitives, Primitives, Projection
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.logit_map import LogitMap
@@ -238,7 +238,7 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> Unsharded
         "dtype of input": str(h.dtype),
         "rows of linear_weight, or shards": list(shards or [w.shape[0]]),
         # kernels and the portable path exchange sums of different forms
-        "primitives": backend_for(h, w).name,
+        "primitives": backend_of(h, w).name,
         **{name: _known(x) for name, x in same.items()},
     }
     for other, values in enumerate(exchange(process_group, same, cached=h.is_cuda)):

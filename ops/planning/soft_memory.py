@@ -5,7 +5,8 @@ With K classes of each of N tokens, a bytes a sum and e bytes a hidden state:
     held      N·K·(8 + 2·a)        classes, coefficients, logits
     returned  N·K·(10 + 6·a)       log-probabilities, logits of all ranks, which classes are counted
                                    and which are leads; of the backward: gradients as given, and
-                                   in the order of classes these, gradients, coefficients, logits
+                                   in the order of classes these, gradients, coefficients, logits;
+                                   14 bytes less if e = a
     entries   N·K·a                among exponentials, in a backward
     gathered  K·D·(a + e)          rows of the weight for a token, on a CPU for a block of tokens
 """
@@ -27,7 +28,7 @@ def soft_bytes(p: Problem, tokens: int) -> int:
     """Bytes of the soft targets of `tokens`, which exist from a forward to its backward."""
     class_bytes = 8 + 2 * p.accumulator_bytes
     if isinstance(p, CallProblem) and p.returns_classes:
-        # wide exponentials take entries in fewer steps
+        # wide exponentials take entries without the masks and the copy of the index
         class_bytes += (10 if accumulates_wider(p) else -4) + 6 * p.accumulator_bytes
     return tokens * soft_targets(p) * class_bytes
 

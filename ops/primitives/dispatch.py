@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cutefce.autotune_cache import defaults, lookup, verdicts
 from cutefce.cute_kernels import kernel_set, spec
-from cutefce.cute_kernels.arch import ARCHS, arch_for
+from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import TILE_K, Arch
 from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.gpu import Gpu
@@ -20,7 +20,6 @@ from cutefce.cute_kernels.problem import MAX_SELECTED, Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS
 from cutefce.cute_kernels.variant import KernelVariant
-from cutefce.ops.interface import checks
 from cutefce.ops.planning.sample_sizes import slots as sample_slots
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
@@ -31,7 +30,7 @@ from cutefce.ops.primitives.row_selection import has_aligned_rows
 from cutefce.ops.rows.targets import Targets, variant_of
 
 VERIFY = "cutefce verify"
-META_ARCH = ARCHS[0]
+META_ARCH = arch_named("sm_90a")
 """The architecture that tensors on `meta` are planned for."""
 
 _strict = False
@@ -48,25 +47,14 @@ class Backend:
 
 
 def set_strict(enabled: bool) -> None:
-    """Make calls that the kernels cannot serve raise RuntimeError, on a CPU too, or warn once.
-
-    Raises:
-        TypeError: for what is no bool.
-    """
+    """Make calls that the kernels cannot serve raise RuntimeError, on a CPU too, or warn once."""
     global _strict
-    checks.check_type("enabled", enabled)
     _strict = enabled
 
 
-def backend_for(input: Tensor, linear_weight: Tensor) -> Backend:
-    """Return which backend serves hidden states (..., D) and a weight (V, D), and why.
-
-    Raises:
-        TypeError, ValueError: for what `linear_cross_entropy` would not take.
-    """
-    checks.check_head(input, linear_weight)
-    h = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
-    reason = _unsupported_reason(h, linear_weight)
+def backend_of(h: Tensor, w: Tensor) -> Backend:
+    """Return which backend serves h (N, D) and w (V, D), and why."""
+    reason = _unsupported_reason(h, w)
     if reason is not None:
         return Backend("torch", reason)
     capability = torch.cuda.get_device_capability(h.device)

@@ -33,7 +33,7 @@ def add_soft_rows_(sums: Tensor, index: Tensor, coefficient: Tensor, w: Tensor) 
 
 
 def weighted_sums_(out: Tensor, x: Tensor, factor: Tensor) -> None:
-    """Write Σ_v factor_v x_iv to `out` (R,); x is (R, V), `factor` (V,)."""
+    """Write Σ_v factor_v x_iv to `out` (R,); x is (R, V), `factor` (1, V)."""
     out.copy_((x.to(out.dtype) * factor).sum(1))
 
 

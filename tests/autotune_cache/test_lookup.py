@@ -16,7 +16,7 @@ import torch
 from cutefce.autotune_cache import ahead, defaults, lookup, table, table_io, verdicts
 from cutefce.cute_kernels import cache_files, kernel_set, process_cache, spec
 from cutefce.cute_kernels.arch import ARCHS
-from cutefce.cute_kernels.arch.sm90 import Sm90
+from cutefce.cute_kernels.arch.sm90 import LONG_TOKENS, Sm90
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.variant import PLAIN
@@ -46,14 +46,17 @@ def test_cublas_can_win(file: Path) -> None:
     assert lookup.kernel_configs(PROBLEM, GPU).grad_hidden is None
 
 
-def test_dw_has_wide_tiles_where_the_l2_cache_is_small() -> None:
+@pytest.mark.parametrize("tokens", [8192, LONG_TOKENS])
+def test_dw_has_wide_tiles_on_an_h100(tokens: int) -> None:
     def columns(name: str, hidden: int) -> int:
-        config = dataclasses.replace(GPU, name=name).default_configs(8192, hidden).grad_weight
+        config = dataclasses.replace(GPU, name=name).default_configs(tokens, hidden).grad_weight
         assert config is not None
         return config.tile_n
 
-    assert [columns("NVIDIA H200", hidden) for hidden in (128, 2304, 4096)] == [128, 192, 128]
-    assert [columns("NVIDIA H100 PCIe", hidden) for hidden in (128, 2304, 4096)] == [128, 192, 192]
+    h100 = "NVIDIA H100 80GB HBM3"
+    assert [columns(h100, hidden) for hidden in (128, 2304, 4096, 7168)] == [128, 192, 192, 192]
+    narrow = 192 if tokens == LONG_TOKENS else 128
+    assert [columns("NVIDIA H200", hidden) for hidden in (128, 2304, 4096)] == [128, 192, narrow]
 
 
 def test_few_tokens_of_a_bucket_have_smaller_tiles(file: Path) -> None:

@@ -1,5 +1,6 @@
 """The report of given rows: tables, marks of peers, means."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from bench.experiments import (
     step,
     tuned,
 )
-from bench.harness.records import write
+from bench.harness.records import RESULTS, write
 from bench.report import markdown, plots
 
 
@@ -50,7 +51,7 @@ def test_the_report_marks_peers(
     header = {"date": "2026-01-01", "device": "some gpu", "versions": {"torch": "2"}}
     write(tmp_path / "peers.jsonl", header, [*BASE, *rows])
     text = markdown.write(tmp_path, plots.draw(tmp_path)).read_text()
-    for part in (*said, "![peers](peers.png)", "Not measured: `python -m bench paper`"):
+    for part in (*said, "![peers](peers.png)", "## Not measured\n\n", "`python -m bench paper`"):
         assert part in text
     table = text.split("(*) faster")[0]
     for part in unsaid:
@@ -68,6 +69,18 @@ def test_the_paper_counts_cells_and_their_mean(tmp_path: Path) -> None:
     assert "Faster than unfused in 1 of 2 cells, with less memory in 2." in text
     assert "Geometric mean of cutefce / unfused: 1.000" in text
     assert "0.73 → 0.69" in text
+
+
+def test_other_results_have_a_column_for_each_field(tmp_path: Path) -> None:
+    header = {"date": "2026-01-01", "device": "some gpu", "versions": {}}
+    rows = [{"tokens": 64, "data": "random", "median_ms": 1.2345, "quartiles_ms": [1, 2.5]}]
+    write(tmp_path / "sampled_64.jsonl", header, [*rows, {**rows[0], "median_ms": None}])
+    shutil.copy(RESULTS / "nvidia_h200" / "sampled_curves.jsonl", tmp_path)
+    text = markdown.write(tmp_path, []).read_text()
+    assert text.count("`python -m bench sampled` on") == 1
+    assert "| tokens | data | median ms | quartiles ms |" in text
+    assert "| 64 | random | 1.23 | 1 to 2.5 |" in text
+    assert "| 64 | random | – | 1 to 2.5 |" in text
 
 
 def test_the_report_lists_tuned_kernels(tmp_path: Path) -> None:

@@ -13,6 +13,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no weight": ({"linear_weight": None}, TypeError, r"linear_weight: got None \(NoneType\)"),
     "a sparse weight": ({"linear_weight": W.to_sparse()}, TypeError, "linear_weight: got layout"),
     "an integer input": ({"input": H.long()}, TypeError, "input: got dtype torch.int64, expected"),
+    "a wider weight": (
+        {"linear_weight": W.double()},
+        TypeError,
+        "linear_weight: got dtype torch.fl",
+    ),
     "an integer weight": ({"linear_weight": W.long()}, TypeError, "linear_weight: got dtype torch"),
     "a vector": ({"linear_weight": W[0]}, ValueError, r"linear_weight: got shape \(8,\), expected"),
     "a number": ({"input": H[0, 0]}, ValueError, r"input: got shape \(\), expected \(..., 8\)"),

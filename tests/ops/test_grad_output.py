@@ -372,3 +372,11 @@ def test_log_probabilities_have_many_gradients() -> None:
     given: dict[str, Any] = {"accumulate_into": BUFFER, "grad_output": torch.ones(())}
     with pytest.raises(ValueError, match=r"^grad_output: got one with reduction="):
         torch.ops.cutefce.log_probs(torch.zeros(4, 8), W, torch.zeros(4, dtype=torch.long), **given)
+
+
+def test_a_gradient_that_is_not_finite_is_never_the_right_one() -> None:
+    h, w = torch.randn(64, 16, requires_grad=True), torch.randn(100, 16, requires_grad=True)
+    y, buffer = torch.randint(100, (64,)), torch.zeros(100, 16)
+    loss = cutefce.linear_cross_entropy(h, w, y, accumulate_into=buffer, grad_output=torch.inf)
+    with pytest.raises(RuntimeError, match=r"^grad_output: got inf, expected 1\.0, the gradient"):
+        loss.backward()
