@@ -20,7 +20,7 @@ from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import targets, tuner, verify
 from cutefce.autotune_cache.tuning.tuner import Outcome
 from cutefce.autotune_cache.tuning.verify import Check
-from cutefce.commands import cache, tune
+from cutefce.commands import cache, info, tune
 from cutefce.commands import compile as compile_command
 from cutefce.commands import verify as verify_command
 from cutefce.commands.common import make_console, read_table
@@ -380,13 +380,23 @@ def test_info_tells_current_entries_from_stale_ones(
     stale = dataclasses.replace(ENTRY, kernels="0123")
     entries = {key: ENTRY, dataclasses.replace(key, vocab=32000): stale}
     table_io.write(folder / file_name(GPU), dataclasses.replace(TABLE, entries=entries))
-    result = CliRunner().invoke(main, ["info"], env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
-    shown = " ".join(result.output.split())
+    renewal = f"to renew them: cutefce verify --table {folder / file_name(GPU)}"
+    shown = _shown_info()
     assert "bfloat16: 1 of 2 entries are of these kernel sources; the others are veri" in shown
-    assert f"to renew them: cutefce verify --table {folder / file_name(GPU)}" in shown
+    assert renewal not in shown, "that is done on a GPU of the table's model"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU.name)
+    monkeypatch.setattr(info, "device_unsupported_reason", lambda *_: None)
+    shown = _shown_info()
+    assert renewal in shown
     for dtype in ("bfloat16", "float16", "float32", "float64"):
         assert f"{dtype} " in shown
+
+
+def _shown_info() -> str:
+    result = CliRunner().invoke(main, ["info"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
 
 
 STALE = {"kernels": "0123", DSL_PACKAGE: "0.1"}

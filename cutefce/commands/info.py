@@ -61,8 +61,9 @@ def _shipped_entries(path: Path) -> dict[str, str]:
         count = sum(key in current for key in entries)
         texts[dtype] = f"{count} of {len(entries)} entries are of these kernel sources"
         if count < len(entries):
-            texts[dtype] += "; the others are verified before their first use; to renew them: "
-            texts[dtype] += f"cutefce verify --table {path}"
+            texts[dtype] += "; the others are verified before their first use"
+            if torch.cuda.is_available() and torch.cuda.get_device_name() == table.gpu.name:
+                texts[dtype] += f"; to renew them: cutefce verify --table {path}"
     return texts
 
 
