@@ -78,7 +78,9 @@ class LinearCrossEntropyLoss(nn.Module):
         }.items():
             checks.check_type(name, value)
         option_checks.check_sizes(in_features, num_classes, out_features)
-        option_checks.check_class_weights(weight, num_classes)
+        checks.check_type("weight", weight)
+        if weight is not None:
+            option_checks.check_factors("weight", weight, weight, (num_classes,))
         if ignore_index is not None:
             checks.check_ignore_index(ignore_index)
         checks.check_reduction(reduction)

@@ -63,18 +63,6 @@ def check_sizes(in_features: int, num_classes: int, out_features: Sequence[int])
             raise ValueError(f"{name}: got {size}, expected 1 or more")
 
 
-def check_class_weights(weight: Tensor | None, num_classes: int) -> None:
-    """Raise TypeError or ValueError unless it is (num_classes,) floating-point, or None."""
-    check_type("weight", weight)
-    if weight is None:
-        return
-    check_layout("weight", weight)
-    if not weight.is_floating_point():
-        raise TypeError(f"weight: got dtype {weight.dtype}, expected a floating-point one")
-    if weight.shape != (num_classes,):
-        raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected ({num_classes},)")
-
-
 def check_sampling(gradient: str, samples: int) -> None:
     """Raise TypeError or ValueError unless `gradient` has a name, and `samples` is in its range."""
     if gradient not in GRADIENTS:

@@ -28,7 +28,7 @@ def soft_bytes(p: Problem, tokens: int) -> int:
     """Bytes of the soft targets of `tokens`, which exist from a forward to its backward."""
     class_bytes = 8 + 2 * p.accumulator_bytes
     if isinstance(p, CallProblem) and p.returns_classes:
-        # wide exponentials take entries without the masks and the copy of the index
+        # 14 bytes less where exponentials have the dtype of sums: fitted to peaks on a CPU
         class_bytes += (10 if accumulates_wider(p) else -4) + 6 * p.accumulator_bytes
     return tokens * soft_targets(p) * class_bytes
 
