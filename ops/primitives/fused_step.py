@@ -1,6 +1,7 @@
 """A plain training step on the kernels of windows whose exponentials are stored, in two host calls.
 
-What depends on sizes alone is computed once, for all steps with the same metadata.  Where rows are
+What depends on sizes alone is computed once, for all steps with the same metadata; calls with the
+same memory, as those of a training loop mostly are, replay as CUDA graphs.  Where rows are
 selected, the memory of a step may have several layouts, see `planning.window_layout`.
 """
 
@@ -20,6 +21,7 @@ from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_
 from cutefce.cute_kernels.spec import FusedBackwardSpec, FusedForwardSpec
 from cutefce.cute_kernels.workspace import BackwardWindow, ForwardWindow, GradHidden
 from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.launch_graphs import LaunchGraphs
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.window_layout import PlacedWindow, WindowLayout
 from cutefce.ops.primitives.cute_gradients import grad_hidden_kernel, is_small, k_splits
@@ -92,7 +94,8 @@ class FusedStep:
             more = len(rows), num_sms, whole.buffer, gathers
             self._backward_sizes.append(backward.workspace_size(sizes, *more))
         self.dx_is_given = rows[0][GRAD_HIDDEN] == GradHidden.GIVEN
-        self.launch_forward, self.launch_backward = compiled(forward), compiled(backward)
+        self.launch_forward = LaunchGraphs(compiled(forward))
+        self.launch_backward = LaunchGraphs(compiled(backward))
 
     def forward(
         self, h: Tensor, w: Tensor, y: Tensor, options: LossOptions
