@@ -296,9 +296,8 @@ class DivergenceRows:
             more = self.terms(reader, vectors, places[0] + k * self.threads, outs, row)
             kl_a += more[0]
             kl_b += more[1]
-            if cutlass.const_expr(self.keeps_logs):
-                if k <= self.held:
-                    cute.autovec_copy(vectors[1], memory[None, thread, 1, k - 1])
+            if cutlass.const_expr(self.keeps_logs) and k <= self.held:
+                cute.autovec_copy(vectors[1], memory[None, thread, 1, k - 1])
         return kl_a, kl_b
 
     @cute.jit
