@@ -12,7 +12,7 @@ where a hash of the seed, the row and the column decides: all arithmetic modulo 
 compared as float32.  So the entries depend on no tiling, and target columns have none: their logit
 is masked.  Entries are appended to their row in any order, which `sampling.sort_samples` removes.
 
-Where l̂ is found to be far too low, lse takes its place.  Fewer entries are kept then, all of them
+Where l̂ is found to be too low, lse takes its place.  Fewer entries are kept then, all of them
 among those that were: a column's x_iv is the same, and only its q_iv is less.
 """
 
@@ -145,18 +145,12 @@ def append_entries(u: cute.Tensor, samples: Samples, entries: RowEntries, offset
 
 
 @cute.jit
-def final_threshold(threshold: Float32, lse: Float32, numbers: Any) -> Float32:
-    """Return the threshold that decides in the end, of lse in units of ln 2.
+def final_threshold(threshold: Float32, lse: Float32, log2_samples: Float32) -> Float32:
+    """Return the threshold that decides in the end, of the larger of lse and its estimate.
 
-    It is `threshold` unless lse is above its estimate by more than `numbers`_1; `numbers`_0 is
-    log2 samples.
+    lse is in units of ln 2.
     """
-    log2_samples, most = numbers
-    exact = lse - log2_samples - HASH_BITS
-    result = threshold
-    if exact > threshold + most:
-        result = exact
-    return result
+    return cute.arch.fmax(threshold, lse - log2_samples - HASH_BITS)
 
 
 @cute.jit

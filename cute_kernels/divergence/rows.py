@@ -1,8 +1,12 @@
 """Rows of two models' logits to their log-sum-exps, divergences and factors, read once.
 
 A cluster of thread blocks has a row.  Each block has a part of the classes, of which it holds as
-many as fit in registers and shared memory; the others are read again, from L2.  Blocks exchange
-their sums in global memory, and all add them in the same order.
+many as fit in registers and shared memory; the others are read again, from L2.  A block asks for
+all it holds at once, while the SM's other one computes.  Blocks exchange their sums in global
+memory, and all add them in the same order.
+
+Of a JSD whose second side gets no factors, log a - log m takes the place of b's logits that are
+held, as it is needed twice.
 """
 
 from typing import Any, NamedTuple
@@ -10,6 +14,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
@@ -27,7 +32,7 @@ from cutefce.cute_kernels.common.dsl import (
 from cutefce.cute_kernels.common.row_vectors import row_vectors
 from cutefce.cute_kernels.divergence.terms import (
     kl_term,
-    mixture_logs,
+    mixture_log,
     mixture_terms,
     probability,
     weighted,
@@ -37,9 +42,6 @@ LOWEST = -3.0e38
 """Below all logits but -inf."""
 VECTOR = 4
 """Logits that a thread loads at once."""
-GROUP = 2
-"""Vectors of each side that a thread loads at a time, behind the first one, which stays in
-registers."""
 STATS = 6
 """Top and rest of the log-sum-exps of the student and of the teacher, and both divergences."""
 
@@ -77,6 +79,7 @@ class DivergenceRows:
 
     def __init__(self, kernel: spec.DivergenceRowsSpec) -> None:
         self.mixture, self.held = kernel.mixture, kernel.held
+        self.keeps_logs = kernel.mixture and kernel.factors_a and not kernel.factors_b
         self.blocks, self.threads, self.warps = kernel.BLOCKS, kernel.threads, kernel.threads // 32
 
     @cute.jit
@@ -141,6 +144,7 @@ class DivergenceRows:
         length = (vectors + self.blocks - 1) // self.blocks
         begin, end = part * length + thread, cutlass.min(part * length + length, vectors)
         count = cutlass.max((end - begin + self.threads - 1) // self.threads, Int32(0))
+        self.begin_loads(operands, (begin, count))
         first = self.load(operands, (begin, count), Int32(0))
         lses = self.log_sum_exps(operands, first, (begin, count), (sums, exchange[None, None, 0]))
         shares, scales = (numbers[0], numbers[1]), (numbers[2], numbers[3])
@@ -166,16 +170,22 @@ class DivergenceRows:
         return x, y
 
     @cute.jit
-    def hold(self, operands: Any, vectors: Any, k: Int32) -> None:
-        """Write vector `k` to shared memory, if it has room."""
-        memory, thread = operands[1], cute.arch.thread_idx()[0]
-        if k <= self.held:
-            cute.autovec_copy(vectors[0], memory[None, thread, 0, k - 1])
-            cute.autovec_copy(vectors[1], memory[None, thread, 1, k - 1])
+    def begin_loads(self, operands: Any, places: Any) -> None:
+        """Begin to load the vectors that this thread holds in shared memory, a group for each."""
+        (rows, memory), (begin, count) = operands, places
+        thread = cute.arch.thread_idx()[0]
+        operation = cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL)
+        atom = cute.make_copy_atom(operation, Float32, num_bits_per_copy=Float32.width * VECTOR)
+        for k in cutlass.range_constexpr(self.held):
+            if k + 1 < count:
+                for side in cutlass.range_constexpr(2):
+                    source = rows[side][None, begin + (k + 1) * self.threads]
+                    cute.copy(atom, source, memory[None, thread, side, k])
+            cute.arch.cp_async_commit_group()
 
     @cute.jit
     def load_again(self, operands: Any, places: Any, k: Int32) -> Any:
-        """Return vector `k` once more."""
+        """Return vector `k` > 0 once more."""
         ((row_a, row_b), memory), begin = operands, places[0]
         thread, place = cute.arch.thread_idx()[0], begin + k * self.threads
         x, y = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(2))
@@ -207,19 +217,25 @@ class DivergenceRows:
 
         `first` is the first vector; `sums` are memory for those of warps, and of blocks.
         """
-        count = places[1]
+        (memory, count), thread = (operands[1], places[1]), cute.arch.thread_idx()[0]
         top_a, top_b = Float32(LOWEST), Float32(LOWEST)
         sum_a, sum_b = Float32(0.0), Float32(0.0)
-        for k in cutlass.range(1, count, GROUP, unroll=1):
-            group = [self.load(operands, places, k + i) for i in range(GROUP)]
-            for i in cutlass.range_constexpr(GROUP):
-                if k + i < count:
-                    self.hold(operands, group[i], k + i)
-                    top_a, sum_a = add_exps(top_a, sum_a, group[i][0])
-                    top_b, sum_b = add_exps(top_b, sum_b, group[i][1])
+        behind = self.load(operands, places, Int32(self.held + 1))
         if count > 0:
             top_a, sum_a = add_exps(top_a, sum_a, first[0])
             top_b, sum_b = add_exps(top_b, sum_b, first[1])
+        for k in cutlass.range_constexpr(self.held):
+            cute.arch.cp_async_wait_group(self.held - 1 - k)
+            if k + 1 < count:
+                top_a, sum_a = add_exps(top_a, sum_a, loaded(memory[None, thread, 0, k]))
+                top_b, sum_b = add_exps(top_b, sum_b, loaded(memory[None, thread, 1, k]))
+        if self.held + 1 < count:
+            top_a, sum_a = add_exps(top_a, sum_a, behind[0])
+            top_b, sum_b = add_exps(top_b, sum_b, behind[1])
+        for k in cutlass.range(self.held + 2, count, unroll=1):
+            vectors = self.load(operands, places, k)
+            top_a, sum_a = add_exps(top_a, sum_a, vectors[0])
+            top_b, sum_b = add_exps(top_b, sum_b, vectors[1])
         parts = merged((top_a, sum_a), (top_b, sum_b))
         for level in cutlass.range_constexpr(2):
             source = self.exchanged(parts, *sums, level)
@@ -235,7 +251,7 @@ class DivergenceRows:
                 top_b, sum_b = source[2, lane], source[3, lane]
             parts = merged((top_a, sum_a), (top_b, sum_b))
         top_a, sum_a, top_b, sum_b = parts
-        return (top_a, cute.math.log2(sum_a) * LN_2), (top_b, cute.math.log2(sum_b) * LN_2)
+        return natural(top_a, sum_a), natural(top_b, sum_b)
 
     @cute.jit
     def total(self, kls: Any, sums: cute.Tensor, exchange: Any) -> Any:
@@ -272,6 +288,7 @@ class DivergenceRows:
     def divergences(self, reader: Any, places: Any, outs: Any, row: Int32) -> Any:
         """Return this thread's terms of both divergences; write the factors of b, if of a KL."""
         kl_a, kl_b = Float32(0.0), Float32(0.0)
+        memory, thread = reader[0][1], cute.arch.thread_idx()[0]
         if places[1] > 0:
             kl_a, kl_b = self.terms(reader, reader[1], places[0], outs, row)
         for k in cutlass.range(1, places[1], unroll=1):
@@ -279,11 +296,16 @@ class DivergenceRows:
             more = self.terms(reader, vectors, places[0] + k * self.threads, outs, row)
             kl_a += more[0]
             kl_b += more[1]
+            if cutlass.const_expr(self.keeps_logs) and k <= self.held:
+                cute.autovec_copy(vectors[1], memory[None, thread, 1, k - 1])
         return kl_a, kl_b
 
     @cute.jit
     def terms(self, reader: Any, vectors: Any, place: Int32, outs: Any, row: Int32) -> Any:
-        """Do what `divergences` does for one vector of each side."""
+        """Do what `divergences` does for one vector of each side.
+
+        If the kernel keeps logs, log a - log m takes the place of b's logits.
+        """
         (x, y), (_, _, (lse_a, lse_b), shares, scales) = vectors, reader
         gap = (lse_a[0] - lse_b[0]) + (lse_a[1] - lse_b[1])
         kl_a, kl_b = Float32(0.0), Float32(0.0)
@@ -292,9 +314,11 @@ class DivergenceRows:
             p, q = probability(x[i], lse_a), probability(y[i], lse_b)
             distance = (x[i] - y[i]) - gap
             if cutlass.const_expr(self.mixture):
-                to_a, to_b = mixture_terms(p, q, distance, shares)
+                (to_a, to_b), log_a = mixture_terms(p, q, distance, shares)
                 kl_a += to_a
                 kl_b += to_b
+                if cutlass.const_expr(self.keeps_logs):
+                    y[i] = log_a
             else:
                 term, change = kl_term(p, q, -distance)
                 kl_a += term
@@ -307,41 +331,55 @@ class DivergenceRows:
     def write_factors(self, reader: Any, places: Any, kls: Any, outs: Any, row: Int32) -> None:
         """Write the factors that depend on the row's divergences."""
         if places[1] > 0:
-            self.write(reader, reader[1], places[0], kls, outs, row)
+            self.write(reader, reader[1], (places[0], Int32(0)), kls, outs, row)
         for k in cutlass.range(1, places[1], unroll=1):
             vectors = self.load_again(reader[0], places, k)
-            self.write(reader, vectors, places[0] + k * self.threads, kls, outs, row)
+            self.write(reader, vectors, (places[0] + k * self.threads, k), kls, outs, row)
 
     @cute.jit
-    def write(
-        self, reader: Any, vectors: Any, place: Int32, kls: Any, outs: Any, row: Int32
-    ) -> None:
-        """Do what `write_factors` does for one vector of each side."""
+    def write(self, reader: Any, vectors: Any, where: Any, kls: Any, outs: Any, row: Int32) -> None:
+        """Do what `write_factors` does for one vector of each side; `where` are its place and k."""
         (x, y), (_, _, (lse_a, lse_b), shares, scales) = vectors, reader
+        place, k = where
         gap = (lse_a[0] - lse_b[0]) + (lse_a[1] - lse_b[1])
-        of_a, of_b = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(2))
+        logs, of_a, of_b = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(3))
         for i in cutlass.range_constexpr(VECTOR):
-            p, q = probability(x[i], lse_a), probability(y[i], lse_b)
-            log_a = (x[i] - y[i]) - gap
-            if cutlass.const_expr(self.mixture):
-                log_a, log_b = mixture_logs(log_a, shares)
-                of_b[i] = weighted(q, log_b - kls[1]) * (shares[1] * scales[1])
-            of_a[i] = weighted(p, log_a - kls[0]) * (shares[0] * scales[0])
+            logs[i] = y[i]
+        if cutlass.const_expr(not self.keeps_logs) or k > self.held:
+            for i in cutlass.range_constexpr(VECTOR):
+                logs[i] = (x[i] - y[i]) - gap
+                if cutlass.const_expr(self.mixture):
+                    logs[i] = mixture_log(logs[i], shares)
+        for i in cutlass.range_constexpr(VECTOR):
+            of_a[i] = weighted(probability(x[i], lse_a), logs[i] - kls[0]) * (shares[0] * scales[0])
         if cutlass.const_expr(outs[0] is not None):
             self.store(outs, 0, row, place, of_a)
         if cutlass.const_expr(self.mixture and outs[1] is not None):
+            for i in cutlass.range_constexpr(VECTOR):
+                log_b = mixture_log(gap - (x[i] - y[i]), (shares[1], shares[0]))
+                q = probability(y[i], lse_b)
+                of_b[i] = weighted(q, log_b - kls[1]) * (shares[1] * scales[1])
             self.store(outs, 1, row, place, of_b)
 
 
 @cute.jit
+def loaded(source: cute.Tensor) -> cute.Tensor:
+    """Return a vector of shared memory in registers."""
+    vector = cute.make_rmem_tensor((VECTOR,), Float32)
+    cute.autovec_copy(source, vector)
+    return vector
+
+
+@cute.jit
 def add_exps(top: Float32, total: Float32, logits: cute.Tensor) -> Any:
-    """Return `top` and Σ exp(logit - top) with more logits."""
-    largest = top
-    for i in cutlass.range_constexpr(cute.size(logits)):
+    """Return `top`, of logits times log2 e, and Σ 2^(logit log2 e - top), with more logits."""
+    largest = logits[0]
+    for i in cutlass.range_constexpr(1, cute.size(logits)):
         largest = cute.arch.fmax(largest, logits[i])
-    total = total * exp2((top - largest) * LOG2_E)
+    largest = cute.arch.fmax(top, largest * LOG2_E)
+    total = total * exp2(top - largest)
     for i in cutlass.range_constexpr(cute.size(logits)):
-        total += exp2((logits[i] - largest) * LOG2_E)
+        total += exp2(logits[i] * LOG2_E - largest)
     return largest, total
 
 
@@ -351,6 +389,13 @@ def merged(a: Any, b: Any) -> Any:
     results = []
     for top, total in (a, b):
         largest = cute.arch.warp_reduction_max(top)
-        total = cute.arch.warp_reduction_sum(total * exp2((top - largest) * LOG2_E))
-        results += [largest, total]
+        results += [largest, cute.arch.warp_reduction_sum(total * exp2(top - largest))]
     return tuple(results)
+
+
+@cute.jit
+def natural(top: Float32, total: Float32) -> Any:
+    """Return (top, rest) in units of 1, which add up to the log-sum-exp of `add_exps`."""
+    rounded = top * LN_2
+    rest = cute.math.log2(total) + (top - rounded * LOG2_E)
+    return rounded, rest * LN_2

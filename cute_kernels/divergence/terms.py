@@ -14,6 +14,8 @@ from cutefce.cute_kernels.common.dsl import LN_2, LOG2_E, exp2
 CLOSE = 0.125
 """Arguments of expm1 and log1p below this have series: the hardware's exponentials and logarithms
 have small absolute errors, which above it are small beside the result too."""
+FAR = 126.0
+"""The largest binary logarithm of probabilities' ratios that are computed with."""
 EXPM1 = (1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0)
 """Coefficients of expm1(x) / x, from x⁴ on down."""
 LOG1P = (1 / 7, -1 / 6, 1 / 5, -1 / 4, 1 / 3, -1 / 2, 1.0)
@@ -43,15 +45,6 @@ def size(x: Float32) -> Float32:
 
 
 @cute.jit
-def expm1(x: Float32) -> Float32:
-    """Return exp(x) - 1."""
-    result = polynomial(x, EXPM1)
-    if not size(x) < CLOSE:
-        result = exp2(x * LOG2_E) - 1.0
-    return result
-
-
-@cute.jit
 def difference(a: Float32, b: Float32, distance: Float32) -> Float32:
     """Return b - a of probabilities, with `distance` = log b - log a."""
     result = polynomial(distance, EXPM1) * a
@@ -71,35 +64,59 @@ def kl_term(a: Float32, b: Float32, distance: Float32) -> Any:
 
 
 @cute.jit
-def mixture_logs(distance: Float32, shares: Any) -> Any:
-    """Return log a - log m and log b - log m, with `distance` = log a - log b.
+def mixture_log(distance: Float32, shares: Any) -> Float32:
+    """Return log a - log m, with `distance` = log a - log b.
 
     m = s a + t b, with s, t = `shares`, which add up to 1.
     """
     s, t = shares
-    # relative to the larger one
-    ratio = exp2(size(distance) * -LOG2_E)
-    larger, smaller = s, t
+    # a is below 2^-FAR where this is bounded, and so are its products with what is returned
+    ratio = exp2(cute.arch.fmin(distance * -LOG2_E, Float32(FAR), nan=True))
+    change = polynomial(-distance, EXPM1)
+    if not size(distance) < CLOSE:
+        change = ratio - 1.0
+    over = t * change  # m / a - 1: where it is close to 0, a logarithm's absolute error is large
+    result = -polynomial(over, LOG1P)
+    if not size(over) < CLOSE:
+        result = -LN_2 * cute.math.log2(s + t * ratio, fastmath=True)
+    return result
+
+
+@cute.jit
+def mixture_logs(distance: Float32, shares: Any) -> Any:
+    """Return `mixture_log` of both sides, and l / g - 1 of the larger one g and the other one l."""
+    s, t = shares
+    gap = size(distance)
+    of_larger, of_smaller = s, t
     if distance < 0.0:
-        larger, smaller = t, s
-    log_m = LN_2 * cute.math.log2(larger + smaller * ratio, fastmath=True)
-    # m / a - 1 and m / b - 1: where these are close to 0, a logarithm's absolute error is large
-    over_a, over_b = t * expm1(-distance), s * expm1(distance)
-    log_a, log_b = -polynomial(over_a, LOG1P), -polynomial(over_b, LOG1P)
-    if not size(over_a) < CLOSE:
-        log_a = cute.arch.fmin(distance, Float32(0.0), nan=True) - log_m
-    if not size(over_b) < CLOSE:
-        log_b = cute.arch.fmin(-distance, Float32(0.0), nan=True) - log_m
-    return log_a, log_b
+        of_larger, of_smaller = t, s
+    ratio = exp2(gap * -LOG2_E)
+    change = polynomial(-gap, EXPM1)
+    if not gap < CLOSE:
+        change = ratio - 1.0
+    log_m = LN_2 * cute.math.log2(of_larger + of_smaller * ratio, fastmath=True)
+    over_larger = of_smaller * change
+    over_smaller = -of_larger * change * cute.arch.rcp_approx(ratio)
+    larger, smaller = -polynomial(over_larger, LOG1P), -polynomial(over_smaller, LOG1P)
+    if not size(over_larger) < CLOSE:
+        larger = -log_m
+    if not size(over_smaller) < CLOSE:
+        smaller = -gap - log_m
+    log_a, log_b = larger, smaller
+    if distance < 0.0:
+        log_a, log_b = smaller, larger
+    return log_a, log_b, change
 
 
 @cute.jit
 def mixture_terms(a: Float32, b: Float32, distance: Float32, shares: Any) -> Any:
-    """Return the terms of KL(a || m) and KL(b || m); see `mixture_logs`."""
-    log_a, log_b = mixture_logs(distance, shares)
+    """Return the terms of KL(a || m) and KL(b || m), and `mixture_log`."""
+    log_a, log_b, ratio = mixture_logs(distance, shares)
     s, t = shares
-    change = difference(a, b, -distance)
-    return weighted(a, log_a) + t * change, weighted(b, log_b) - s * change
+    change = weighted(a, ratio)  # b - a; of classes that both exclude, the ratio is NaN
+    if distance < 0.0:
+        change = -ratio * b
+    return (weighted(a, log_a) + t * change, weighted(b, log_b) - s * change), log_a
 
 
 @cute.jit

@@ -43,7 +43,7 @@ def compile_signature(kernel: spec.PrepareSamplesSpec) -> tuple[Any, tuple[Any, 
         return prepare_samples, (reference, order, vector(Int32, 2), *own)
     given = order, vector(Int32, 1), reference, vector(Float32, rows)
     results = threshold, counts, vector(Float32, rows)
-    return prepare_again, (*given, *results, Float32(0.0), Float32(0.0), current_stream())
+    return prepare_again, (*given, *results, Float32(0.0), current_stream())
 
 
 @cute.jit
@@ -158,7 +158,6 @@ def prepare_again(
     counts: cute.Tensor,
     own_reference: cute.Tensor,
     log2_samples: Float32,
-    most: Float32,
     stream: Any,
 ) -> None:
     """Write what the rows `order`_i (N,), i < `count` (1,), are sampled with again.
@@ -169,13 +168,15 @@ def prepare_again(
     """
     blocks = (order.shape[0] + THREADS - 1) // THREADS
     rows = reference, sum_exp, threshold, counts, own_reference
-    prepare_again_kernel(order, count, rows, (log2_samples, most)).launch(
+    prepare_again_kernel(order, count, rows, log2_samples).launch(
         grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
     )
 
 
 @cute.kernel
-def prepare_again_kernel(order: cute.Tensor, count: cute.Tensor, rows: Any, numbers: Any) -> None:
+def prepare_again_kernel(
+    order: cute.Tensor, count: cute.Tensor, rows: Any, log2_samples: Float32
+) -> None:
     """Prepare one row a thread."""
     reference, sum_exp, threshold, counts, own_reference = rows
     pdl_wait()
@@ -186,6 +187,6 @@ def prepare_again_kernel(order: cute.Tensor, count: cute.Tensor, rows: Any, numb
             row = order[index]
             own = reference[row]
             lse = own * LOG2_E + cute.math.log2(sum_exp[row], fastmath=True)
-            threshold[row] = final_threshold(threshold[row], lse, numbers)
+            threshold[row] = final_threshold(threshold[row], lse, log2_samples)
             counts[row] = Int32(0)
         own_reference[index] = own

@@ -1,6 +1,6 @@
 """The entries that `project_exp` has sampled, in the order of columns, with their values.
 
-Those of rows whose estimate of lse was far too low are decided on again, with lse.
+Those of rows whose estimate of lse was too low are decided on again, with lse.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def compile_signature(kernel: spec.SortSamplesSpec) -> tuple[Any, tuple[Any, ...
     entries, counts = matrix(Int64, rows, cute.sym_int(), aligned=False), vector(Int32, rows)
     vectors = (vector(dtype, rows) for dtype in (Float32, Int32, Float32, Float32))
     row_scale = vector(Float32, rows) if kernel.softcap else None
-    numbers = Float32(0.0), Float32(0.0), Int32(0), current_stream()
+    numbers = Float32(0.0), Int32(0), current_stream()
     return SortSamples(kernel), (entries, counts, *vectors, row_scale, *numbers)
 
 
@@ -64,7 +64,6 @@ class SortSamples:
         sum_exp: cute.Tensor,
         row_scale: cute.Tensor | None,
         log2_samples: Float32,
-        most: Float32,
         shard_start: Int32,
         stream: Any,
     ) -> None:
@@ -77,12 +76,12 @@ class SortSamples:
         the host passes by position.
         """
         rows = entries, counts, threshold, row_hash, reference, sum_exp, row_scale
-        self.kernel(rows, (log2_samples, most), shard_start).launch(
+        self.kernel(rows, log2_samples, shard_start).launch(
             grid=[counts.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, **USE_PDL
         )
 
     @cute.kernel
-    def kernel(self, rows: Any, numbers: Any, shard_start: Int32) -> None:
+    def kernel(self, rows: Any, log2_samples: Float32, shard_start: Int32) -> None:
         """Sort one row a block."""
         entries, counts, threshold, row_hash, reference, sum_exp, row_scale = rows
         smem = SmemAllocator()
@@ -101,7 +100,7 @@ class SortSamples:
         elif count > 0:
             base = reference[row] * LOG2_E
             lse = base + cute.math.log2(sum_exp[row], fastmath=True)
-            final = final_threshold(threshold[row], lse, numbers)
+            final = final_threshold(threshold[row], lse, log2_samples)
             least, inverse_scale = exp2(final + HASH_BITS - base), None
             if cutlass.const_expr(row_scale is not None):
                 inverse_scale = cute.arch.rcp_approx(row_scale[row])

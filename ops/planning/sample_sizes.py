@@ -11,8 +11,10 @@ from math import ceil, sqrt
 from cutefce.cute_kernels.integers import round_up
 
 MIN_SAMPLES, MAX_SAMPLES = 16, 4096
-ESTIMATE_COLUMNS = 4096
+ESTIMATE_COLUMNS = 3072
 """Columns that log-sum-exps are estimated of, on all ranks together."""
+FREQUENT_SHARE = 3
+"""One of so many of them is a frequent target; the others are drawn."""
 SLOT_ALIGNMENT = 8
 """Slots of a token are a multiple of this."""
 
@@ -36,4 +38,4 @@ def estimate_count(total: int) -> int:
 
 def frequent_count(total: int) -> int:
     """Return how many of these are the batch's most frequent targets; the others are drawn."""
-    return 0 if estimate_count(total) == total else estimate_count(total) // 2
+    return 0 if estimate_count(total) == total else estimate_count(total) // FREQUENT_SHARE

@@ -1,6 +1,6 @@
 """Sampled gradients on the CuTe DSL kernels: what their launches are given.
 
-Where a token's estimate of lse is far too low, its lse decides in the end: of the entries that were
+Where a token's estimate of lse is too low, its lse decides in the end: of the entries that were
 kept, `sort_samples` leaves out those that lse does not keep.  If there was no room for them, the
 token is sampled once more, with its lse; this finds the same entries, so that what decides on it,
 the number of those before, has no part in the result.  The launches exit at once where there is no
@@ -21,7 +21,6 @@ from cutefce.cute_kernels.sampling_set import SamplingKernels, sampling_kernels
 from cutefce.cute_kernels.spec import ChooseClassesSpec, PrepareSamplesSpec, SparseRowsSpec
 from cutefce.ops.planning.sample_sizes import (
     estimate_count,
-    expected_limit,
     frequent_count,
     slots,
 )
@@ -169,16 +168,15 @@ class KernelSamples:
         selection = replace(selection, may_skip=True)
         order, own_reference = selection.order, torch.empty_like(self.threshold)
         of_rows = stats.reference, stats.sum_exp
-        limit = math.log2(expected_limit(sampling.samples) / sampling.samples)
-        numbers = math.log2(sampling.samples), limit
+        log2_samples = math.log2(sampling.samples)
         given, results = (order, selection.count, *of_rows), (self.threshold, self.counts)
-        compiled(self.kernels.prepare_again)(*given, *results, own_reference, *numbers)
+        compiled(self.kernels.prepare_again)(*given, *results, own_reference, log2_samples)
         rows = gather_rows(projection.kernels, h, selection)
         self.fill(projection, rows, w, own_reference, _of_rows(targets, selection), order)
         scale = None if targets.logits is None else targets.logits.row_scale
         scale = scale if self.kernels.sort.softcap else None
         vectors = self.counts, self.threshold, self.row_hash, *of_rows, scale
-        compiled(self.kernels.sort)(self.entries, *vectors, *numbers, targets.first)
+        compiled(self.kernels.sort)(self.entries, *vectors, log2_samples, targets.first)
 
     def grad_hidden(
         self,

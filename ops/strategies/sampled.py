@@ -5,9 +5,9 @@ target's is kept with probability q = min(1, p̂ / θ), and e_iv / q then takes 
 the gradients.  Its expectation is e_iv, whatever the estimate; where l̂ is lse, a token expects to
 keep 1/θ entries or fewer.  The target's part is exact.
 
-Tokens whose estimate is far too low are done exactly, see `planning.sample_sizes`, or kernels put
-lse in its place: this depends on the estimate and lse, not on what was kept, so that expectations
-stay as they are.
+Kernels put lse in the place of an estimate below it; without kernels, tokens whose estimate is far
+too low are done exactly, see `planning.sample_sizes`.  Either depends on the estimate and the
+logits, not on what was kept, so that expectations stay as they are.
 """
 
 import dataclasses

@@ -143,6 +143,10 @@ class Warp:
     """Committed groups that have not read shared memory."""
     unwritten: list[Any] = field(default_factory=list)
     """Stores that have read it, and may not have written."""
+    copies: list[Callable[[], None]] = field(default_factory=list)
+    """Copies to shared memory of the group that is not committed."""
+    copy_groups: list[list[Callable[[], None]]] = field(default_factory=list)
+    """Committed groups of copies that have not happened."""
     ticket: int | None = None
     """The round of a meeting that the warp waits for."""
     cluster_ticket: int = 0
@@ -233,6 +237,7 @@ class Warp:
                     at, mask, join = branch.target, taken, branch.join
         assert not self.group, "a warp ends before it commits its stores"
         assert not self.groups, "a warp ends before its stores have read shared memory"
+        assert not self.copies and not self.copy_groups, "a warp ends before its copies"
 
 
 SPECIAL: dict[str, Callable[[Warp], Any]] = {

@@ -428,6 +428,41 @@ def meet(warp: Warp, mask: Any, line: str, operands: list[str]) -> Pause | None:
     return None
 
 
+# Copies to shared memory
+
+
+@handles("cp.async.cg.shared.global")
+def copy_later(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
+    target, place = (warp.value(operand)[mask] for operand in operands[:2])
+    assert operands[2:] == ["16", "16"], "16 bytes are copied"
+    words, source = warp.grid.memory.at(place, 4, 4)
+    at = ((target & OFFSET) - SHARED) // 4
+    assert (target >> 24 == warp.block.rank).all(), "a block touches its own shared memory"
+    assert not (target & 15).any(), "addresses are aligned"
+
+    def happen() -> None:
+        for i in range(4):
+            warp.block.words(4, at + i)[at + i] = words[source + i]
+
+    warp.copies.append(happen)
+
+
+@handles("cp.async.commit_group")
+def close_copies(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
+    warp.copy_groups.append(warp.copies)
+    warp.copies = []
+
+
+@handles("cp.async.wait_group")
+def wait_for_copies(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
+    """Let copies happen as late as possible."""
+    count = max(len(warp.copy_groups) - int(operands[0]), 0)
+    for group in warp.copy_groups[:count]:
+        for happen in group:
+            happen()
+    del warp.copy_groups[:count]
+
+
 # TMA
 
 

@@ -109,7 +109,7 @@ def test_estimates_are_of_frequent_targets_and_of_drawn_classes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every other class is drawn equally often; shifted numbers, as ranks have, change nothing."""
-    monkeypatch.setattr(sample_sizes, "ESTIMATE_COLUMNS", 8)
+    monkeypatch.setattr(sample_sizes, "ESTIMATE_COLUMNS", 13)
     seed, total, first = torch.tensor([3, 4], dtype=torch.int32), 40, 7
     y = torch.tensor([39, 20, 20, 39, 39, 2, -100, 11, 3, 3])
     options, drawn_classes = LossOptions(), []
@@ -128,7 +128,7 @@ def test_estimates_are_of_frequent_targets_and_of_drawn_classes(
     counts = torch.cat(drawn_classes).bincount(minlength=total)
     others = torch.ones(total, dtype=torch.bool).index_fill_(0, chosen.classes[:4], False)
     assert not counts[~others].any()
-    expected = 400 * 4 / 36
+    expected = 400 * 9 / 36
     assert bool(((counts[others] - expected).abs() < 5 * expected**0.5).all())
 
 

@@ -88,11 +88,10 @@ def _prepare_first(
 
 
 def final_threshold(
-    threshold: Tensor, reference: Tensor, sum_exp: Tensor, numbers: tuple[float, float]
+    threshold: Tensor, reference: Tensor, sum_exp: Tensor, log2_samples: float
 ) -> Tensor:
-    log2_samples, most = numbers
     exact = (reference + sum_exp.log()) / math.log(2) - log2_samples - 32
-    return torch.where(exact > threshold + most, exact, threshold)
+    return torch.where(exact > threshold, exact, threshold)
 
 
 def _prepare_again(
@@ -103,10 +102,10 @@ def _prepare_again(
     threshold: Tensor,
     counts: Tensor,
     own_reference: Tensor,
-    *numbers: float,
+    log2_samples: float,
 ) -> None:
     rows = order[: int(count[0])]
-    final = final_threshold(threshold, reference, sum_exp, (numbers[0], numbers[1]))
+    final = final_threshold(threshold, reference, sum_exp, log2_samples)
     threshold[rows], counts[rows] = final[rows], 0
     own_reference.fill_(torch.inf)
     own_reference[: len(rows)] = reference[rows]
@@ -146,12 +145,11 @@ def sort_samples(
     sum_exp: Tensor,
     row_scale: Tensor | None,
     log2_samples: float,
-    most: float,
     shard_start: int,
 ) -> None:
     assert (row_scale is not None) == kernel.softcap and entries.shape[1] <= kernel.size
     counts[counts > entries.shape[1]] = -1
-    final = final_threshold(threshold, reference, sum_exp, (log2_samples, most))
+    final = final_threshold(threshold, reference, sum_exp, log2_samples)
     for row, count in enumerate(counts.tolist()):
         if count <= 0:
             continue
