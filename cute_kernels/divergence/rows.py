@@ -79,7 +79,7 @@ class DivergenceRows:
 
     def __init__(self, kernel: spec.DivergenceRowsSpec) -> None:
         self.mixture, self.held = kernel.mixture, kernel.held
-        self.keeps_logs = kernel.mixture and kernel.factors_a and not kernel.factors_b
+        self.keeps_logs = bool(kernel.mixture and kernel.factors_a and not kernel.factors_b)
         self.blocks, self.threads, self.warps = kernel.BLOCKS, kernel.threads, kernel.threads // 32
 
     @cute.jit
