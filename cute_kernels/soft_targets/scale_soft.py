@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import (
@@ -18,7 +18,8 @@ from cutefce.cute_kernels.common.dsl import (
 from cutefce.cute_kernels.common.row_vectors import WARPS, row_vectors, widened
 
 THREADS, VECTORS = 32 * WARPS, 4
-"""Threads of a row, and vectors of 8 elements that each has in flight."""
+"""Threads of a block, and vectors of 8 elements that each scales: neighboring blocks have
+neighboring parts of a row, so that few pages of memory are in use at a time."""
 
 
 def compile_signature(kernel: spec.ScaleSoftSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -50,42 +51,45 @@ def scale_soft(
     than eight parameters: each is one argument that the host passes by position.
     """
     soft = index, coefficient, entries
-    scale_soft_kernel(exps, soft, (lead, of_lead), scale, first).launch(
-        grid=[exps.shape[0], 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
+    parts = (exps.shape[1] + 8 * VECTORS * THREADS - 1) // (8 * VECTORS * THREADS)
+    scale_soft_kernel(exps, soft, (lead, of_lead), scale, first, parts).launch(
+        grid=[parts * exps.shape[0], 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
     )
 
 
 @cute.kernel
 def scale_soft_kernel(
-    exps: cute.Tensor, soft: Any, leads: Any, scale: cute.Tensor, first: Int64
+    exps: cute.Tensor, soft: Any, leads: Any, scale: cute.Tensor, first: Int64, parts: Int32
 ) -> None:
-    """Scale one row a thread block."""
+    """Scale one of the `parts` of a row a thread block."""
     (index, coefficient, entries), (lead, of_lead) = soft, leads
     pdl_wait()
-    row, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
+    block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
+    row, part = block // parts, block % parts
     factor, columns = scale[row], exps.shape[1]
-    vectors, whole = row_vectors(exps, row), columns // 8
-    for begin in cutlass.range(thread, whole, VECTORS * THREADS, unroll=1):
-        raw = cute.make_rmem_tensor((8, VECTORS), exps.element_type)
-        for v in cutlass.range_constexpr(VECTORS):
-            if begin + v * THREADS < whole:
-                cute.autovec_copy(vectors[None, begin + v * THREADS], raw[None, v])
-        for v in cutlass.range_constexpr(VECTORS):
-            if begin + v * THREADS < whole:
-                scaled, wide = cute.make_rmem_tensor((8,), exps.element_type), widened(raw[None, v])
-                for i in cutlass.range_constexpr(8):
-                    scaled[i] = (wide[i] * factor).to(exps.element_type)
-                cute.autovec_copy(scaled, vectors[None, begin + v * THREADS])
-    rest = 8 * whole + thread
-    if rest < columns:
+    vectors, whole, begin = row_vectors(exps, row), columns // 8, part * VECTORS * THREADS
+    raw = cute.make_rmem_tensor((8, VECTORS), exps.element_type)
+    for v in cutlass.range_constexpr(VECTORS):
+        place = begin + v * THREADS + thread
+        if place < whole:
+            cute.autovec_copy(vectors[None, place], raw[None, v])
+    for v in cutlass.range_constexpr(VECTORS):
+        place = begin + v * THREADS + thread
+        if place < whole:
+            scaled, wide = cute.make_rmem_tensor((8,), exps.element_type), widened(raw[None, v])
+            for i in cutlass.range_constexpr(8):
+                scaled[i] = (wide[i] * factor).to(exps.element_type)
+            cute.autovec_copy(scaled, vectors[None, place])
+    rest, end = 8 * whole + thread, cutlass.min(8 * (begin + VECTORS * THREADS), columns)
+    if part == parts - 1 and rest < columns:
         exps[row, rest] = (exps[row, rest].to(Float32) * factor).to(exps.element_type)
     cute.arch.sync_threads()
     for k in cutlass.range(thread, index.shape[1], THREADS, unroll=1):
         column = index[row, k] - first
-        if column >= 0 and column < columns:
-            counts = coefficient[row, k] != 0.0  # read of this window's classes alone
+        if column >= 8 * begin and column < end:
+            counts = coefficient[row, k] != 0.0  # read of this part's classes alone
             if counts:
                 exps[row, column] = (entries[row, k] * factor).to(exps.element_type)
-    place = lead[row] - first
-    if thread == 0 and place >= 0 and place < columns:
-        exps[row, place] = of_lead[row].to(exps.element_type)
+    own = lead[row] - first
+    if thread == 0 and own >= 8 * begin and own < end:
+        exps[row, own] = of_lead[row].to(exps.element_type)

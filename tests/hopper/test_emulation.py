@@ -792,7 +792,7 @@ def test_entries_of_soft_targets(first: int) -> None:
         assert (memory[:, 50:] == 7).all()
 
 
-@pytest.mark.parametrize(("columns", "first"), [(50, 0), (2100, 40)])
+@pytest.mark.parametrize(("columns", "first"), [(50, 0), (8200, 40), (16387, 0)])
 def test_scaled_exponentials_with_entries_of_soft_targets(columns: int, first: int) -> None:
     index = torch.rand(5, first + columns).topk(37, 1).indices
     b, entries, scale = torch.rand(5, 37), torch.randn(5, 37), torch.randn(5)

@@ -369,7 +369,8 @@ def test_uses(workspace: str, small_tiles: PortableTiles, device: str) -> None:
         torch.testing.assert_close(alone, want[i], rtol=2**-6, atol=1e-5)
     buffer = torch.zeros(w.shape, device=device)
     loss_of(x, (h, w), accumulate_into=buffer, workspace=workspace).backward()
-    torch.testing.assert_close(buffer, want[1].float(), rtol=2**-6, atol=1e-5)
+    # exponentials of another plan round otherwise: small elements differ by large ones' errors
+    assert float((buffer - want[1]).norm()) <= 2**-8 * float(buffer.norm())
 
 
 def test_sampled_gradients_are_near(device: str) -> None:
