@@ -16,13 +16,13 @@ class DivergenceRowsSpec:
     arch: str
     mixture: bool
     """Whether the divergences are those from the mixture of both."""
-    factors_a: str | None = None
-    factors_b: str | None = None
+    factors_a: str | None
+    factors_b: str | None
     """Dtypes of the factors of a and b; None if they are not written."""
-    threads: int = 512
-    """Threads of a block; two blocks have the registers of an SM."""
-    held: int = 6
-    """Vectors of each thread and side that are held in shared memory: 96 KiB of a block."""
+    threads: int
+    """Threads of a block."""
+    held: int
+    """Vectors of each thread and side that are held in shared memory."""
 
     BLOCKS: ClassVar[int] = 8
     """Thread blocks of a cluster, which has a row."""
@@ -30,7 +30,18 @@ class DivergenceRowsSpec:
     """Numbers that the blocks of a cluster exchange."""
 
 
+def divergence_rows(
+    arch: str, mixture: bool, factors_a: str | None, factors_b: str | None
+) -> DivergenceRowsSpec:
+    """Return the kernel of a form.
+
+    An SM has two blocks, which wait for memory, or four of a JSD, which computes longer.
+    """
+    threads, held = (256, 5) if mixture else (512, 6)
+    return DivergenceRowsSpec(arch, mixture, factors_a, factors_b, threads, held)
+
+
 def divergence_kernels(arch: str, dtype: str) -> list[DivergenceRowsSpec]:
     """Return those of every form, with factors of `dtype` of no side, of one, and of both."""
     written = (None, dtype)
-    return [DivergenceRowsSpec(arch, *form) for form in product((False, True), written, written)]
+    return [divergence_rows(arch, *form) for form in product((False, True), written, written)]

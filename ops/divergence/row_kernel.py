@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.spec import DivergenceRowsSpec
+from cutefce.cute_kernels.spec.divergence import divergence_rows
 from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.options import STUDENT, TEACHER, Divergence
 from cutefce.ops.divergence.sides import Side
@@ -50,7 +50,7 @@ class RowKernel:
         b = STUDENT + TEACHER - a
         memory = [None if x is None else x.memory for x in outs]
         names = [None if x is None else str(x.dtype).removeprefix("torch.") for x in memory]
-        spec = DivergenceRowsSpec(self.arch, self.options.is_mixture, names[a], names[b])
+        spec = divergence_rows(self.arch, self.options.is_mixture, names[a], names[b])
         one = stats.new_ones(())
         shares = (self.options.share(i) if self.options.is_mixture else 1.0 for i in (a, b))
         numbers = [stats.new_full((), share) for share in shares]

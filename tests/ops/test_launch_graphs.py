@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -133,9 +134,17 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 
             super().__init__(call)
 
-    process_cache.reset()
     monkeypatch.setattr(fused_step, "LaunchGraphs", Noted)
     return noted
+
+
+@pytest.fixture(autouse=True)
+def any_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let steps of any number of windows replay."""
+    monkeypatch.setattr(fused_step, "FEW_WINDOWS", 0)
+    process_cache.reset()
+    yield
+    process_cache.reset()
 
 
 def leaves() -> tuple[Tensor, Tensor, Tensor]:
