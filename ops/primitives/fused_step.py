@@ -1,8 +1,8 @@
 """A plain training step on the kernels of windows whose exponentials are stored, in two host calls.
 
-What depends on sizes alone is computed once, for all steps with the same metadata; many windows
-with the same memory, as those of a training loop mostly are, replay as a CUDA graph.  Where rows
-are selected, the memory of a step may have several layouts, see `planning.window_layout`.
+What depends on sizes alone is computed once, for all steps with the same metadata; calls with the
+same memory, as those of a training loop mostly are, replay as CUDA graphs.  Where rows are
+selected, the memory of a step may have several layouts, see `planning.window_layout`.
 """
 
 from array import array
@@ -32,8 +32,6 @@ from cutefce.ops.rows.statistics import RowStats
 GRAD_HIDDEN, MOST_SPLITS = int(BackwardWindow.GRAD_HIDDEN), int(ForwardWindow.MOST_SPLITS)
 MAX_WORKSPACE = 1 << 31
 """Elements of 4 bytes that an int32 can count."""
-FEW_WINDOWS = 2
-"""Windows whose kernels take no longer to launch than a graph."""
 MAX_WINDOWS = 256
 """Windows of a step: each takes a few KiB of the stack of its host function."""
 
@@ -96,10 +94,8 @@ class FusedStep:
             more = len(rows), num_sms, whole.buffer, gathers
             self._backward_sizes.append(backward.workspace_size(sizes, *more))
         self.dx_is_given = rows[0][GRAD_HIDDEN] == GradHidden.GIVEN
-        launches = compiled(forward), compiled(backward)
-        if len(rows) > FEW_WINDOWS:
-            launches = LaunchGraphs(launches[0]), LaunchGraphs(launches[1])
-        self.launch_forward, self.launch_backward = launches
+        self.launch_forward = LaunchGraphs(compiled(forward))
+        self.launch_backward = LaunchGraphs(compiled(backward))
 
     def forward(
         self, h: Tensor, w: Tensor, y: Tensor, options: LossOptions

@@ -139,9 +139,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 
 
 @pytest.fixture(autouse=True)
-def any_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let steps of any number of windows replay."""
-    monkeypatch.setattr(fused_step, "FEW_WINDOWS", 0)
+def own_steps() -> Iterator[None]:
+    """Let tests share no step, which would know their addresses."""
     process_cache.reset()
     yield
     process_cache.reset()
