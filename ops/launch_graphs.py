@@ -6,6 +6,7 @@ argument: they are captured after the second call and replayed from the third on
 one launch.  Kernels, their order and their results are the same.
 """
 
+import itertools
 import threading
 import weakref
 from collections import OrderedDict
@@ -15,30 +16,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.process_cache import process_cache
+from cutefce.cute_kernels.process_cache import warn_once
 from cutefce.ops import torch_compat
 
-KEPT = 8
-"""Graphs of a host function that are kept, and calls that are remembered."""
+KEPT = 32
+"""Graphs of the process that are kept: the driver has memory for each."""
+REMEMBERED = 8
+"""Calls of a host function that are remembered, until they recur."""
 MOST_CAPTURES = 64
 """Captures of a host function: where addresses change more often, they do not pay."""
 
+Key = tuple[Any, ...]
+
+_graphs = OrderedDict[Key, "LaunchGraph"]()
+"""The graphs of all host functions, the least recently used one first."""
+_lock = threading.Lock()
+"""Held while entries change."""
 _capturing = threading.Lock()
-"""Held while the stream of captures is in use."""
+"""Held while a stream of captures is in use."""
+_streams: dict[int, torch.cuda.Stream] = {}
+"""The streams of captures, by device.  They are never destroyed."""
+_numbers = itertools.count()
 
 
 class LaunchGraphs:
     """A host function that launches kernels on torch's current stream, and its graphs.
 
     What it launches follows from its arguments: numbers, and tensors of which all calls have the
-    same shapes, dtypes and, but for the first two, strides.
+    same dtypes and, but for numbers of elements and the strides of the first two, layouts.
     """
 
     def __init__(self, launch: Callable[..., Any]) -> None:
         self._launch = launch
-        self._graphs = OrderedDict[tuple[Any, ...], LaunchGraph]()
-        self._seen = OrderedDict[tuple[Any, ...], None]()
+        self._seen = OrderedDict[Key, None]()
         self._captures = 0
+        self._number = next(_numbers)
+        weakref.finalize(self, _forget, self._number).atexit = False
 
     def __call__(self, *arguments: Any) -> None:
         """Launch the kernels for `arguments`, in which tuples may group others.
@@ -48,44 +61,67 @@ class LaunchGraphs:
         if not can_capture(arguments[0]):
             self._launch(*arguments)
             return
-        key = _identity(arguments)
-        graph = self._graphs.get(key)
+        key = self._number, *_identity(arguments)
+        graph = _found(key)
         if graph is not None:
             graph.launch()
-            self._graphs.move_to_end(key)
             return
         self._launch(*arguments)
-        if key in self._seen and self._captures < MOST_CAPTURES:
+        if self._recurs(key):
             self._captures += 1
-            self._graphs[key] = LaunchGraph(self._launch, arguments)
-            _trim(self._graphs)
-        else:
+            try:
+                graph = LaunchGraph(self._launch, arguments)
+            except RuntimeError as error:  # this call is done, and others need no graph
+                warn_once(f"launches are not captured: {error}")
+                self._captures = MOST_CAPTURES
+                return
+            with _lock:
+                _graphs[key] = graph
+                if len(_graphs) > KEPT:
+                    _graphs.popitem(last=False)
+
+    def _recurs(self, key: Key) -> bool:
+        """Whether to capture what a call with this key launches; remember it if it is new."""
+        if self._captures >= MOST_CAPTURES:
+            return False
+        with _lock:
+            if key in self._seen:
+                return True
             self._seen[key] = None
-            _trim(self._seen)
+            if len(self._seen) > REMEMBERED:
+                self._seen.popitem(last=False)
+        return False
 
 
 class LaunchGraph:
-    """The launches of a host function for given arguments, on the current device."""
+    """The launches of a host function for given arguments, on the current device.
+
+    They have the default priority.
+    """
 
     def __init__(self, launch: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Capture them.
+
+        Raises:
+            RuntimeError: the driver refused.
+        """
         from cuda.bindings import driver  # type: ignore[import-untyped]
 
-        self._device = torch.cuda.current_device()
-        stream, mode = _capture_stream(self._device), driver.CUstreamCaptureMode
-        raw = stream.cuda_stream
-        with _capturing, torch.cuda.stream(stream):
-            # relaxed: a garbage collection may free memory, or another graph, meanwhile
-            _call(driver.cuStreamBeginCapture, raw, mode.CU_STREAM_CAPTURE_MODE_RELAXED)
-            try:
-                launch(*arguments)
-            finally:
-                graph = _call(driver.cuStreamEndCapture, raw)
+        self._launch, self._device = driver.cuGraphLaunch, torch.cuda.current_device()
+        # relaxed: a garbage collection may free memory, or another graph, meanwhile, and another
+        # thread may capture
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        before = _call(driver.cuThreadExchangeStreamCaptureMode, relaxed)
         try:
-            self._graph = _call(driver.cuGraphInstantiate, graph, 0)
+            with _capturing:
+                graph = _captured(launch, arguments, _capture_stream(self._device), relaxed)
+            try:
+                self._graph = _call(driver.cuGraphInstantiate, graph, 0)
+            finally:
+                _call(driver.cuGraphDestroy, graph)
         finally:
-            _call(driver.cuGraphDestroy, graph)
+            _call(driver.cuThreadExchangeStreamCaptureMode, before)
         weakref.finalize(self, driver.cuGraphExecDestroy, self._graph).atexit = False
-        self._launch = driver.cuGraphLaunch
 
     def launch(self) -> None:
         """Launch them on torch's current stream."""
@@ -97,30 +133,62 @@ def can_capture(x: Tensor) -> bool:
     return x.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
-def _identity(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what distinguishes the launches for `arguments`: addresses, strides and numbers."""
+def _found(key: Key) -> LaunchGraph | None:
+    """Return a graph, which is the most recently used one then; None if there is none."""
+    with _lock:
+        graph = _graphs.get(key)
+        if graph is not None:
+            _graphs.move_to_end(key)
+    return graph
+
+
+def _forget(number: int) -> None:
+    """Drop the graphs of the host function with a number.
+
+    A garbage collection calls it, also where the lock is held.
+    """
+    for key in [key for key in tuple(_graphs) if key[0] == number]:
+        _graphs.pop(key, None)
+
+
+def _identity(arguments: tuple[Any, ...]) -> Key:
+    """Return what distinguishes the launches for `arguments`."""
     flat = [*arguments[0].stride(), *arguments[1].stride()]
     for x in arguments:
         if type(x) is tuple:
             flat += x
         else:
             flat.append(x)
-    return tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in flat])
+    return tuple([(x.data_ptr(), x.numel()) if isinstance(x, Tensor) else x for x in flat])
 
 
-def _trim(entries: OrderedDict[tuple[Any, ...], Any]) -> None:
-    """Drop the oldest entry beyond `KEPT`."""
-    if len(entries) > KEPT:
-        entries.popitem(last=False)
+def _captured(
+    launch: Callable[..., Any], arguments: tuple[Any, ...], stream: torch.cuda.Stream, mode: Any
+) -> Any:
+    """Return the graph of what `launch` launches on `stream`, which executes nothing."""
+    from cuda.bindings import driver
+
+    raw = stream.cuda_stream
+    with torch.cuda.stream(stream):
+        _call(driver.cuStreamBeginCapture, raw, mode)
+        try:
+            launch(*arguments)
+        except BaseException:
+            driver.cuStreamEndCapture(raw)
+            raise
+        return _call(driver.cuStreamEndCapture, raw)
 
 
-@process_cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """Return a stream that nothing else runs on: a capture would take up what others launch."""
     from cuda.bindings import driver
 
-    flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-    return torch.cuda.ExternalStream(int(_call(driver.cuStreamCreate, flags)), device)
+    stream = _streams.get(device)
+    if stream is None:
+        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        address = int(_call(driver.cuStreamCreate, flags))
+        stream = _streams[device] = torch.cuda.ExternalStream(address, device)
+    return stream
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

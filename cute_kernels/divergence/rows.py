@@ -2,11 +2,9 @@
 
 A cluster of thread blocks has a row.  Each block has a part of the classes, of which it holds as
 many as fit in registers and shared memory; the others are read again, from L2.  A block asks for
-all it holds at once, while the SM's other one computes.  Blocks exchange their sums in global
-memory, and all add them in the same order.
-
-Of a JSD whose second side gets no factors, log a - log m takes the place of b's logits that are
-held, as it is needed twice.
+all it holds at once, while the SM's others compute.  Blocks exchange their sums in global memory,
+and all add them in the same order.  Of a JSD whose second side gets no factors, log a - log m takes
+the place of b's logits that are held, as it is needed twice.
 """
 
 from typing import Any, NamedTuple
@@ -39,7 +37,7 @@ from cutefce.cute_kernels.divergence.terms import (
 )
 
 LOWEST = -3.0e38
-"""Below all logits but -inf."""
+"""Below all logits but -inf, in units of ln 2."""
 VECTOR = 4
 """Logits that a thread loads at once."""
 STATS = 6

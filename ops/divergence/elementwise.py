@@ -1,8 +1,9 @@
 """The arithmetic of a tile of logits, in plain torch functions that a compiler can fuse.
 
 R rows, C classes.  `a` and `b` (R, C) are logits of two sides.  A row's log-sum-exp is the sum of
-its `top` (R,), the largest logit, and its `rest` (R,), so that a logarithm of a probability, (a -
-top_a) - rest_a, is as exact as that of a log-softmax.  Every function writes to its first argument.
+its `top` (R,), about the largest logit, and its `rest` (R,), so that a logarithm of a probability,
+(a - top_a) - rest_a, is as exact as that of a log-softmax.  Every function writes to its first
+argument.
 
 A divergence from a to b is summed as Σ_v a (log a - log b) + b - a over probabilities: the last two
 add up to 0 over all classes, and with them each term is 0 or more, and exact to rounding where both

@@ -3,9 +3,9 @@
     forward     log-sum-exps and divergences: one pass if a tile has all classes, else two
     backward    factors of each tile, and what they add to the gradients
 
-The statistics of a token are the largest logit of the student, its log-sum-exp less that, the same
-of the teacher, and KL(student || x) and KL(teacher || x), where x is the other side or the JSD's
-mixture; one that is not needed is 0.
+The statistics of a token are a number near the largest logit of the student, its log-sum-exp less
+that, the same of the teacher, and KL(student || x) and KL(teacher || x), where x is the other side
+or the JSD's mixture; one that is not needed is 0.
 """
 
 from collections.abc import Iterator, Sequence
@@ -287,7 +287,7 @@ class Passes:
 
 
 def _lse(stats: Tensor, index: int, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return the largest logit (R,) of a side's tokens, and the log-sum-exp less that."""
+    """Return a number near the largest logit (R,) of a side's tokens, and the lse less that."""
     return stats[2 * index, rows], stats[2 * index + 1, rows]
 
 

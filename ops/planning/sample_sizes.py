@@ -1,9 +1,8 @@
 """Sizes of sampled gradients: entries that a token may keep, columns that its lse is estimated of.
 
-The expected number of a token's entries is known after the forward.  A token that expects more than
-`expected_limit` of them is done exactly, and so is one with more entries than slots, which is less
-likely than 1e-8 then: the number of entries is a sum of independent ones, whose variance is at most
-its mean (Bernstein's bound).
+A token that expects `expected_limit` entries has more of them than slots with a probability below
+1e-8: their number is a sum of independent ones, whose variance is at most its mean (Bernstein's
+bound).  Without kernels, a token that expects more is done exactly.
 """
 
 from math import ceil, sqrt
@@ -13,14 +12,14 @@ from cutefce.cute_kernels.integers import round_up
 MIN_SAMPLES, MAX_SAMPLES = 16, 4096
 ESTIMATE_COLUMNS = 3072
 """Columns that log-sum-exps are estimated of, on all ranks together."""
-FREQUENT_SHARE = 3
-"""One of so many of them is a frequent target; the others are drawn."""
+COLUMNS_PER_FREQUENT = 3
+"""Of these for each frequent target among them; the others are drawn."""
 SLOT_ALIGNMENT = 8
 """Slots of a token are a multiple of this."""
 
 
 def expected_limit(samples: int) -> int:
-    """Return the expected number of entries beyond which a token is done exactly."""
+    """Return the expected number of entries that a token has slots for."""
     return 3 * samples // 2
 
 
@@ -38,4 +37,4 @@ def estimate_count(total: int) -> int:
 
 def frequent_count(total: int) -> int:
     """Return how many of these are the batch's most frequent targets; the others are drawn."""
-    return 0 if estimate_count(total) == total else estimate_count(total) // FREQUENT_SHARE
+    return 0 if estimate_count(total) == total else estimate_count(total) // COLUMNS_PER_FREQUENT

@@ -49,6 +49,7 @@ def computed(
     wanted: tuple[bool, bool] = (True, True),
     columns: int | None = None,
     beta: float = BETA,
+    held: int = 1,
     **options: Any,
 ) -> Result:
     """Return the result of the emulated kernel, for logits (R, V) of student and teacher.
@@ -68,7 +69,7 @@ def computed(
             places[side] = FactorRows(memory, before, rows, vocab, columns, pitch)
     memories = [None if place is None else place.memory for place in places]
     a, b = ("bfloat16" if wanted[side] else None for side in (first, 1 - first))
-    kernel = DivergenceRowsSpec("sm_90a", form == "jsd", a, b, threads=64, held=1)
+    kernel = DivergenceRowsSpec("sm_90a", form == "jsd", a, b, threads=64, held=held)
     shares = [1 - beta, beta] if form == "jsd" else [1.0, 1.0]
     run(
         kernel,
@@ -125,6 +126,14 @@ def check(
 @pytest.mark.parametrize("form", FORMS)
 def test_random_logits(form: str, size: tuple[int, int]) -> None:
     check(random_logits(*size), form)
+
+
+@pytest.mark.parametrize("vocab", [2048 + 264, 5 * 2048 + 264], ids=["all held", "not all held"])
+@pytest.mark.parametrize("form", FORMS)
+def test_several_vectors_are_held(form: str, vocab: int) -> None:
+    logits = random_logits(2, vocab)
+    for wanted in ((True, True), (True, False)):
+        check(logits, form, wanted=wanted, held=3)
 
 
 @pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)], ids=str)

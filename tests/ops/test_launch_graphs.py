@@ -1,8 +1,10 @@
 """CUDA graphs of launches that recur: when they are captured, and that they compute the same."""
 
 import threading
-import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +12,14 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels import process_cache
-from cutefce.ops import launch_graphs
-from cutefce.ops.launch_graphs import KEPT, MOST_CAPTURES, LaunchGraphs
+from cutefce.ops import launch_graphs, torch_compat
+from cutefce.ops.launch_graphs import KEPT, MOST_CAPTURES, REMEMBERED, LaunchGraphs
 from cutefce.ops.primitives import fused_step
 from tests.support.reference import random_case
 
 SIZES = 512, 256, 30000
+SOME = 8 << 20
+"""A workspace in which some windows are stored and others computed again."""
 
 
 class Recorder:
@@ -46,6 +50,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeGraph]:
     """Return the list of the graphs that are made, which need no GPU."""
     monkeypatch.setattr(launch_graphs, "can_capture", lambda x: True)
     monkeypatch.setattr(launch_graphs, "LaunchGraph", FakeGraph)
+    monkeypatch.setattr(launch_graphs, "_graphs", OrderedDict())
     FakeGraph.made = []
     return FakeGraph.made
 
@@ -66,8 +71,9 @@ def test_the_third_equal_call_is_a_replay(made: list[FakeGraph]) -> None:
         lambda x: (x, x, (x.clone(), None), 7),
         lambda x: (x, x, (x, x), 7),
         lambda x: (x, x, (x, None), 8),
+        lambda x: (x, x, (x[:1], None), 7),
     ],
-    ids=["address", "strides", "address in a tuple", "none", "number"],
+    ids=["address", "strides", "address in a tuple", "none", "number", "elements"],
 )
 def test_other_arguments_are_launched(made: list[FakeGraph], other: Any) -> None:
     launch, x = Recorder(), torch.zeros(4, 4)
@@ -83,31 +89,128 @@ def test_addresses_that_do_not_recur_are_not_captured(made: list[FakeGraph]) -> 
     launch, x = Recorder(), torch.zeros(4)
     function = LaunchGraphs(launch)
     for _ in range(2):
-        for number in range(KEPT + 1):
+        for number in range(REMEMBERED + 1):
             function(x, x, number)
-    assert not made and len(launch.calls) == 2 * (KEPT + 1)
+    assert not made and len(launch.calls) == 2 * (REMEMBERED + 1)
 
 
-def test_few_graphs_are_kept_and_captures_end(made: list[FakeGraph]) -> None:
+def test_captures_of_a_function_end(made: list[FakeGraph]) -> None:
     launch, x = Recorder(), torch.zeros(4)
     function = LaunchGraphs(launch)
     for number in range(MOST_CAPTURES + 3):
         for _ in range(3):
             function(x, x, number)
-    assert len(made) == MOST_CAPTURES and len(function._graphs) == KEPT
     assert [graph.launches for graph in made] == [1] * MOST_CAPTURES
-    function(x, x, 0)  # dropped
-    assert launch.calls[-1] == (x, x, 0)
+    assert launch.calls[-3:] == [(x, x, MOST_CAPTURES + 2)] * 3
 
 
-def test_a_recently_replayed_graph_is_kept(made: list[FakeGraph]) -> None:
-    function, x = LaunchGraphs(Recorder()), torch.zeros(4)
-    for number in range(KEPT + 1):
+def test_the_process_keeps_the_graphs_used_last(made: list[FakeGraph]) -> None:
+    functions, x = [LaunchGraphs(Recorder()) for _ in range(KEPT + 1)], torch.zeros(4)
+    for function in functions:
         for _ in range(2):
-            function(x, x, number)
-        if number:
-            function(x, x, 0)
-    assert made[0].launches == KEPT
+            function(x, x)
+        functions[0](x, x)
+    assert len(launch_graphs._graphs) == KEPT
+    assert made[0].launches == KEPT + 1
+    functions[1](x, x)
+    assert made[1].launches == 0, "the least recently used one was dropped"
+
+
+def test_graphs_go_with_their_function(made: list[FakeGraph]) -> None:
+    function, other, x = LaunchGraphs(Recorder()), LaunchGraphs(Recorder()), torch.zeros(4)
+    for _ in range(2):
+        function(x, x)
+        other(x, x)
+    assert len(launch_graphs._graphs) == 2
+    del function
+    assert len(launch_graphs._graphs) == 1
+    other(x, x)
+    assert made[1].launches == 1
+
+
+def test_a_call_is_done_where_the_driver_refuses(
+    made: list[FakeGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def refuse(*arguments: Any) -> None:
+        tried.append(arguments)
+        raise RuntimeError("cuGraphInstantiate: out of memory")
+
+    monkeypatch.setattr(launch_graphs, "LaunchGraph", refuse)
+    launch, x = Recorder(), torch.zeros(4)
+    function = LaunchGraphs(launch)
+    with pytest.warns(UserWarning, match="not captured: cuGraphInstantiate: out of memory"):
+        for _ in range(5):
+            function(x, x)
+    assert len(launch.calls) == 5 and len(tried) == 1
+
+
+class FakeDriver:
+    """The driver's functions, which note their calls; those in `failing` return an error."""
+
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing, self.calls = failing, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        def function(*arguments: Any) -> tuple[Any, ...]:
+            given = ", ".join(str(x) for x in arguments)
+            self.calls.append(f"{name.removeprefix('cu')}({given})")
+            results = {"cuGraphInstantiate": "executable", "cuStreamEndCapture": "graph"}
+            results["cuThreadExchangeStreamCaptureMode"] = "global"
+            status = int(name == self.failing)
+            return (status, results[name]) if name in results else (status,)
+
+        function.__name__ = name
+        return function
+
+
+EXCHANGE, RESTORE = (f"ThreadExchangeStreamCaptureMode({x})" for x in ("relaxed", "global"))
+BEGIN, END = "StreamBeginCapture(99, relaxed)", "StreamEndCapture(99)"
+DESTROY = "GraphDestroy(graph)"
+
+
+@pytest.mark.parametrize(
+    ("failing", "calls"),
+    [
+        ("", [EXCHANGE, BEGIN, "launch", END, "GraphInstantiate(graph, 0)", DESTROY, RESTORE]),
+        ("launch", [EXCHANGE, BEGIN, "launch", END, RESTORE]),
+        ("cuStreamBeginCapture", [EXCHANGE, BEGIN, RESTORE]),
+        ("cuStreamEndCapture", [EXCHANGE, BEGIN, "launch", END, RESTORE]),
+        (
+            "cuGraphInstantiate",
+            [EXCHANGE, BEGIN, "launch", END, "GraphInstantiate(graph, 0)", DESTROY, RESTORE],
+        ),
+    ],
+)
+def test_captures_end_whatever_fails(
+    failing: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.bindings")
+    driver = FakeDriver(failing)
+    monkeypatch.setattr("cuda.bindings.driver", driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(launch_graphs, "_streams", {0: SimpleNamespace(cuda_stream=99)})
+    monkeypatch.setattr(torch_compat, "current_raw_stream", lambda device: 7)
+
+    def launch() -> None:
+        driver.calls.append("launch")
+        if failing == "launch":
+            raise RuntimeError("no kernel")
+
+    if failing:
+        with pytest.raises(RuntimeError, match="no kernel" if failing == "launch" else failing):
+            launch_graphs.LaunchGraph(launch, ())
+        assert driver.calls == calls
+        return
+    graph = launch_graphs.LaunchGraph(launch, ())
+    graph.launch()
+    del graph
+    assert driver.calls == [*calls, "GraphLaunch(executable, 7)", "GraphExecDestroy(executable)"]
 
 
 def test_a_cpu_has_no_graphs() -> None:
@@ -151,11 +254,14 @@ def leaves() -> tuple[Tensor, Tensor, Tensor]:
     return case.h.requires_grad_(), case.w.requires_grad_(), case.y
 
 
-def step(h: Tensor, w: Tensor, y: Tensor, workspace: str = "max") -> list[Tensor]:
+def step(
+    h: Tensor, w: Tensor, y: Tensor, workspace: int | str = "max", **more: Any
+) -> list[Tensor]:
     """Return the loss, dX and dW."""
     h, w = h.detach().requires_grad_(), w.detach().requires_grad_()
-    loss = torch.ops.cutefce.loss(h, w, y, workspace=workspace)
-    return [loss.detach(), *torch.autograd.grad(loss, (h, w))]
+    loss = torch.ops.cutefce.loss(h, w, y, workspace=workspace, **more)
+    upstream = torch.linspace(1, 2, loss.numel(), device=loss.device).view(loss.shape)
+    return [loss.detach(), *torch.autograd.grad(loss, (h, w), upstream)]
 
 
 def on_cpu(results: list[Tensor]) -> list[Tensor]:
@@ -177,8 +283,8 @@ def count(launches: list[Recorder]) -> list[int]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("workspace", ["min", "max"])
-def test_replays_follow_their_operands(workspace: str, launches: list[Recorder]) -> None:
+@pytest.mark.parametrize("workspace", [SOME, "max"])
+def test_replays_follow_their_operands(workspace: int | str, launches: list[Recorder]) -> None:
     h, w, y = leaves()
     targets = [fewer_targets(y, seed) for seed in range(6)]
     want = [on_cpu(step(h, w, each, workspace)) for each in targets]
@@ -188,7 +294,19 @@ def test_replays_follow_their_operands(workspace: str, launches: list[Recorder])
     for each, wanted in zip(targets, want, strict=True):
         y.copy_(each)
         assert are_equal(on_cpu(step(h, w, y, workspace)), wanted)
-    assert count(launches) == before, "no replay"
+    assert sum(before) and count(launches) == before, "no replay"
+
+
+@pytest.mark.gpu
+def test_reductions_share_no_replay(launches: list[Recorder]) -> None:
+    """A gradient of the loss and one of each token may begin at the same address."""
+    h, w, y = leaves()
+    h, y = h[:100], y[:100]
+    for reduction in ("sum", "none", "sum", "none"):
+        want = on_cpu(step(h.clone(), w.clone(), y, reduction=reduction))
+        for _ in range(4):
+            assert are_equal(on_cpu(step(h, w, y, reduction=reduction)), want)
+    assert sum(count(launches)) > 0
 
 
 @pytest.mark.gpu
@@ -203,7 +321,7 @@ def test_replays_run_on_the_current_stream(launches: list[Recorder]) -> None:
         torch.cuda._sleep(1 << 28)
         results = step(h, w, y)
         assert not stream.query(), "the last step did not wait for the stream"
-        assert count(launches) == before, "no replay"
+        assert sum(before) and count(launches) == before, "no replay"
         assert are_equal(on_cpu(results), want)
 
 
@@ -214,6 +332,7 @@ def test_a_capture_of_the_caller_has_the_kernels(launches: list[Recorder]) -> No
     want = on_cpu(step(h, w, other))
     for _ in range(4):
         on_cpu(step(h, w, y))
+    assert launch_graphs._graphs
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step(h, w, y)
@@ -234,24 +353,25 @@ def test_other_threads_run_and_allocate_during_captures() -> None:
         except RuntimeError as error:
             failures.append(error)
 
-    other = threading.Thread(target=work)
+    other, captured = threading.Thread(target=work), 0
     other.start()
-    for _ in range(20):
-        process_cache.reset()
-        for _ in range(4):
-            assert are_equal(on_cpu(step(h, w, y)), want)
-    done.set()
-    other.join()
-    assert not failures
+    try:
+        for _ in range(20):
+            process_cache.reset()
+            for _ in range(4):
+                assert are_equal(on_cpu(step(h, w, y)), want)
+            captured += len(launch_graphs._graphs)
+    finally:
+        done.set()
+        other.join()
+    assert captured and not failures
 
 
 @pytest.mark.gpu
-def test_a_graph_goes_with_its_object() -> None:
+def test_a_graph_launches_again_and_again() -> None:
     x = torch.zeros(4, device="cuda")
     graph = launch_graphs.LaunchGraph(x.add_, (1,))
+    assert not x.any(), "a capture executes nothing"
     for _ in range(3):
         graph.launch()
     assert x.tolist() == [3] * 4
-    gone = weakref.finalize(graph, lambda: None)
-    del graph
-    assert not gone.alive
