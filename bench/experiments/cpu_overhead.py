@@ -5,6 +5,7 @@ cutefce and of the two stages F.cross_entropy(F.linear(h, w), y).
 """
 
 import functools
+import random
 import statistics
 import time
 from dataclasses import dataclass
@@ -94,16 +95,17 @@ def _step(loss: Loss, h: Tensor, w: Tensor, y: Tensor) -> None:
 
 
 def _interleaved_us(calls: list[Call], device: str) -> list[list[float]]:
-    """Return the microseconds of every call, batches of the calls taking turns."""
+    """Return the microseconds of every call, batches taking turns in a random order each round."""
     end = time.perf_counter() + WARM_UP_SECONDS
     while time.perf_counter() < end:
         for call in calls:
             _batch_us(call, device)
     samples: list[list[float]] = [[] for _ in calls]
-    end = time.perf_counter() + SECONDS
+    end, order = time.perf_counter() + SECONDS, random.Random(0)
     while not samples[0] or (len(samples[0]) < CALLS and time.perf_counter() < end):
-        for call, times in zip(calls, samples, strict=True):
-            times += _batch_us(call, device)
+        # what a call finds in the allocator depends on the one before
+        for i in order.sample(range(len(calls)), len(calls)):
+            samples[i] += _batch_us(calls[i], device)
     return samples
 
 
