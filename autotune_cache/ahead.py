@@ -40,7 +40,7 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     for exact, size in product(sets, SORT_SIZES):
         kernels += sampling_kernels(arch, exact.row_sums, MANY_TOKENS, size)
     for dtype in arch.dtypes:
-        kernels += divergence_kernels(arch.name, dtype)
+        kernels += divergence_kernels(arch, dtype)
     return without_tuned_backwards(arch, kernels)
 
 

@@ -12,9 +12,8 @@ from typing import ClassVar
 
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.cute_kernels.problem import LOW_BITS, can_keep
+from cutefce.cute_kernels.problem import LOW_BITS, WEIGHT_LOW_BITS, can_keep
 from cutefce.cute_kernels.spec import (
-    AddTargetsSpec,
     ClearRowsSpec,
     FusedBackwardSpec,
     FusedForwardSpec,
@@ -117,22 +116,20 @@ class KernelSet:
     """Adds to those in 24 bits."""
     grad_weight: GradGemmSpec | None
     """dW in one pass; None if cuBLAS and elementwise passes compute it."""
-    grad_weight_accumulate: GradGemmSpec | None
-    """Adds to the sums of dW."""
     grad_weight_keep_16: GradGemmSpec | None
     """Adds to the sums of dW that are rounded to 16 bits at random."""
     grad_weight_keep_20: GradGemmSpec | None
     """Adds to those in 20 bits."""
     grad_weight_keep_24: GradGemmSpec | None
     """Adds to those in 24 bits."""
+    grad_weight_keep_32: GradGemmSpec | None
+    """Adds to those in float32."""
     finish_kept_weight_20: ScaleKeptSpec | None
     """dW of sums in 20 bits."""
     finish_kept_weight_24: ScaleKeptSpec | None
     """dW of those in 24 bits."""
-    add_targets: AddTargetsSpec | None
-    """Adds the targets' terms to the sums of dW."""
     sort_targets: SortTargetsSpec | None
-    """Lists the tokens whose terms these are."""
+    """Lists the tokens of each target, whose terms the GEMMs of dW add."""
 
     @property
     def kept_hidden_kernels(self) -> dict[int, KeptHiddenKernels]:
@@ -155,15 +152,15 @@ class KernelSet:
     @property
     def grad_weight_kernels(self) -> GradWeightKernels | None:
         """The kernels of dW, None on architectures without them."""
-        final, accumulate = self.grad_weight, self.grad_weight_accumulate
-        keeps = self.grad_weight_keep_16, self.grad_weight_keep_20, self.grad_weight_keep_24
+        final, sort = self.grad_weight, self.sort_targets
+        few, many = self.grad_weight_keep_16, self.grad_weight_keep_32
+        keeps = few, self.grad_weight_keep_20, self.grad_weight_keep_24, many
         finishes = self.finish_kept_weight_20, self.finish_kept_weight_24
-        add, sort = self.add_targets, self.sort_targets
-        if not (final and accumulate and add and sort):
+        if not (final and sort):
             return None
         keep = {kernel.low_bits or 0: kernel for kernel in keeps if kernel}
         finish_kept = {kernel.low_bits: kernel for kernel in finishes if kernel}
-        return GradWeightKernels(final, accumulate, keep, finish_kept, add, sort)
+        return GradWeightKernels(final, keep, finish_kept, sort)
 
     STORED_EXPS_ONLY: ClassVar = (
         "fused_storing_forward",
@@ -180,13 +177,11 @@ class KernelSet:
         "grad_hidden_again",
         "grad_hidden_keep_20",
         "grad_hidden_keep_24",
-        "grad_weight_accumulate",
         "grad_weight_keep_16",
         "grad_weight_keep_20",
         "grad_weight_keep_24",
         "finish_kept_weight_20",
         "finish_kept_weight_24",
-        "add_targets",
     )
     """Kernels that only plans with stored exponentials launch."""
 
@@ -218,8 +213,8 @@ def kernel_set(
         for config in (configs.grad_hidden, configs.grad_hidden_short)
     )
     forward = FusedForwardSpec(*project_exp, transform)
-    weight = accumulate = add_targets = sort_targets = None
-    keep: Sequence[GradGemmSpec | None] = [None] * 3
+    weight = sort_targets = None
+    keep: Sequence[GradGemmSpec | None] = [None] * len(WEIGHT_LOW_BITS)
     keep_hidden: Sequence[GradGemmSpec | None] = [None] * len(LOW_BITS)
     finish_kept: Sequence[ScaleKeptSpec | None] = [None] * len(LOW_BITS)
     storing = backward = None
@@ -228,13 +223,13 @@ def kernel_set(
         first = arch.grad_gemm_configs()[0]
         again = hidden or GradGemmSpec(arch.name, dtype, first, "hidden", final=False)
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
-        accumulate = dataclasses.replace(weight, final=False)
         own = arch.kept_sums_config
-        keep = [dataclasses.replace(accumulate, config=own, low_bits=n) for n in (0, *LOW_BITS)]
+        of_weight = dataclasses.replace(weight, config=own, final=False)
+        keep = [dataclasses.replace(of_weight, low_bits=n) for n in WEIGHT_LOW_BITS]
         of_hidden = GradGemmSpec(arch.name, dtype, own, "hidden", final=False)
         keep_hidden = [dataclasses.replace(of_hidden, low_bits=n) for n in LOW_BITS]
         finish_kept = [ScaleKeptSpec(arch.name, dtype, n) for n in LOW_BITS]
-        add_targets, sort_targets = AddTargetsSpec(arch.name, dtype), SortTargetsSpec(arch.name)
+        sort_targets = SortTargetsSpec(arch.name)
         if variant == PLAIN:
             storing = dataclasses.replace(forward, stores=True)
             gemms = configs.grad_weight, again.config, (short or again).config
@@ -280,12 +275,11 @@ def kernel_set(
         grad_hidden_keep_20=keep_hidden[0],
         grad_hidden_keep_24=keep_hidden[1],
         grad_weight=weight,
-        grad_weight_accumulate=accumulate,
         grad_weight_keep_16=keep[0],
         grad_weight_keep_20=keep[1],
         grad_weight_keep_24=keep[2],
+        grad_weight_keep_32=keep[3],
         finish_kept_weight_20=finish_kept[0],
         finish_kept_weight_24=finish_kept[1],
-        add_targets=add_targets,
         sort_targets=sort_targets,
     )

@@ -23,7 +23,11 @@ FLOAT16_TOTAL = 2.0**15
 
 
 LOW_BITS = 4, 8
-"""Bits beside the upper 16 that a kept sum of dW may have, unless it is rounded at random."""
+"""Bits beside the upper 16 that a kept sum of dX may have, or one of dW."""
+FLOAT32_LOW_BITS = 16
+"""Those of a sum in float32, as a caller's buffer has them."""
+WEIGHT_LOW_BITS = 0, *LOW_BITS, FLOAT32_LOW_BITS
+"""Those that a sum of dW may have; with 0 bits it is rounded at random."""
 NOISE_STEPS = ((16, -2048144789), (13, -1028477387))
 """Shifts and odd factors that spread each bit of the place of such a sum over all bits."""
 

@@ -37,7 +37,9 @@ class Arch(ABC):
     forms_weight_gradient: bool
     """Whether it has gradient GEMMs for dW."""
     kept_sums_config: GemmConfig | None = None
-    """Configuration of the gradient GEMM of kept sums of dW, if there are gradient GEMMs for dW."""
+    """Configuration of the gradient GEMMs that load and store sums, if there are such GEMMs."""
+    logits_config: GemmConfig | None = None
+    """Configuration of the GEMM of logits in float32; None for cuBLAS."""
     smem_bytes: int = 227 << 10
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
 

@@ -34,8 +34,9 @@ GRAD_192 = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
 GRAD_256 = GemmConfig(128, 256, cluster=2, stages=4, pingpong=False)
 """Configurations of the gradient GEMMs, by columns of a tile."""
 GRAD_KEPT = GemmConfig(128, 128, cluster=2, stages=5, pingpong=True)
-"""That of kept sums of dW, which are in shared memory beside the stages.  On an H200, five stages
-and two buffers of 64 rows are up to 10 % faster than four and four, or six and one."""
+"""That of sums that are loaded and stored, which are in shared memory beside the stages.  On an
+H200, five stages and two buffers of 64 rows of 24 bits are up to 10 % faster than four and four, or
+six and one."""
 
 LONG_TOKENS = 16384
 TIME_PER_COLUMN = {
@@ -78,6 +79,7 @@ class Sm90(Arch):
     family: str = "sm90"
     forms_weight_gradient: bool = True
     kept_sums_config: GemmConfig | None = GRAD_KEPT
+    logits_config: GemmConfig | None = WIDE_CLUSTER2
 
     def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
         few = SWAPPED_144, SWAPPED_160, SWAPPED_208

@@ -13,7 +13,6 @@
     kept_sums         dX's sums of a chunk in 24 bits, and dX of these, a block a row
     scale_kept        dW, a factor times its kept sums, a block a row
     sort_targets      the tokens of every class, in order, a thread block 1024 classes
-    add_targets       sums_v += Σ_{i: y_i = v} c_i h_i, a block a row
 
 Each reads and writes its operands once, in vectors of 16 bytes, and adds in a fixed order.
 """

@@ -5,7 +5,8 @@ project_exp_launch.py    launch and roles of the next two
 project_exp.py           where logits become exponentials
 project_exp_swapped.py   the same for few tokens, with operands swapped
 gradient.py              where dW is written; dX's sums
+logits.py                logits of a divergence, in float32
 epilogue_store.py        registers to memory, by TMA
 transposed_store.py      the same with columns of registers as rows
-kept_store.py            registers added to sums of 20 or 24 bits in memory
+kept_store.py            registers added to sums of 16 to 32 bits in memory
 """

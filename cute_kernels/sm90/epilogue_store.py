@@ -17,7 +17,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from cutefce.cute_kernels.arch.base import epi_tile_columns
 from cutefce.cute_kernels.common.dsl import partition
-from cutefce.cute_kernels.sm90.mainloop import MMA_WARP_GROUPS
+from cutefce.cute_kernels.sm90.mainloop import MMA_WARP_GROUPS, Consumer
 
 
 class EpilogueStoreSm90:
@@ -90,13 +90,41 @@ class EpilogueStoreSm90:
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
+    def store_tile(
+        self,
+        consumer: Consumer,
+        m_halves: int,
+        starts: Any,
+        columns: Int32,
+        out: Any,
+        add: Any = None,
+    ) -> None:
+        """Store or add a tile's accumulators, epilogue tile by epilogue tile; see `store`.
+
+        `starts` are its first row and column; there are `columns` in all.  `m_halves` warpgroups
+        share the tile.
+        """
+        m_start, n_start = starts
+        epi_tile_n, acc = self.epi_tile_n, consumer.acc
+        m_blocks, tile_n = cute.size(acc, mode=[1]), cute.size(acc, mode=[0]) * 2
+        for m_block in cutlass.range_constexpr(m_blocks):
+            for epi_tile in cutlass.range_constexpr(tile_n // epi_tile_n):
+                if n_start + epi_tile * epi_tile_n < columns:
+                    values = cute.make_rmem_tensor((2, 2, epi_tile_n // 8), Float32)
+                    for j in cutlass.range_constexpr(epi_tile_n // 8):
+                        for half in cutlass.range_constexpr(2):
+                            for v in cutlass.range_constexpr(2):
+                                acc_j = epi_tile * (epi_tile_n // 8) + j
+                                values[v, half, j] = acc[(v, half, acc_j), m_block, 0]
+                    row_start = m_start + m_block * 64 * m_halves
+                    coord = row_start, n_start // epi_tile_n + epi_tile
+                    thread, warp_group_idx = consumer.thread, consumer.warp_group_idx
+                    self.store(values, thread, warp_group_idx, out, coord, add)
+
+    @cute.jit
     def _write_smem(self, values: cute.Tensor, smem: cute.Tensor, thread: Int32) -> None:
         """Write a thread's values to the warpgroup's (64, columns) in shared memory."""
-        # accumulators of wgmma have this layout for operands of any dtype and major mode
-        k = OperandMajorMode.K
-        mma = sm90.make_trivial_tiled_mma(
-            BFloat16, BFloat16, k, k, Float32, (1, 1, 1), (64, self.epi_tile_n)
-        )
+        mma = accumulator_layout(self.epi_tile_n)
         if cutlass.const_expr(self.dtype is Float32):
             pairs = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=64)
             tCsC = mma.get_slice(thread).partition_C(smem)
@@ -109,3 +137,12 @@ class EpilogueStoreSm90:
             flat = cute.make_tensor(values.iterator, rounded.layout)
             rounded.store(flat.load().to(self.dtype))
             cute.copy(copy, rounded, tRS_s)
+
+
+def accumulator_layout(columns: int) -> cute.TiledMma:
+    """Return an MMA with the layout of a warpgroup's accumulators, of 64 rows and `columns`.
+
+    wgmma has this layout for operands of any dtype and major mode.
+    """
+    k, shape = OperandMajorMode.K, (64, columns)
+    return sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, k, Float32, (1, 1, 1), shape)

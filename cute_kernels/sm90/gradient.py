@@ -2,12 +2,11 @@
 
     hidden          sums (N, D) = or += e w         float32
     hidden, kept    the same                        24 or 20 bits, see `sm90.kept_store`
-    weight          sums (V, D) = or += eᵀ s        float32
     weight, final   out (V, D) = (eᵀ s + Σ_{i: y_i = v} c_i h_i) · grad_scale, rounded once
-    weight, kept    sums (V, D) = or += that        24, 20 or 16 bits
+    weight, kept    sums (V, D) = or += that        float32, 24, 20 or 16 bits
 
-with s_i = scale_i h_i.  The targets' terms of the last two are added to the float32 accumulators,
-in the order of `TargetCsr`; before them, if the spec has it, a matrix of rank one.
+with s_i = scale_i h_i.  dW's terms of targets are added to the float32 accumulators, in the order
+of `TargetCsr`; before them, if the spec has it, a matrix of rank one.
 
 e may be some columns of a wider matrix.  N, V and D are dynamic; D is a multiple of 8 and rows
 start at multiples of 16 bytes.
@@ -32,6 +31,7 @@ from cutefce.cute_kernels.common.dsl import (
     vector,
 )
 from cutefce.cute_kernels.common.rank_one import RankOne, rank_one_signature
+from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS, LOW_BITS
 from cutefce.cute_kernels.schedule.scheduler import (
     RowCount,
     TileScheduler,
@@ -100,6 +100,7 @@ class GradGemmSm90(MainloopSm90):
         a, b = Operand(k_major=kernel.wrt == "hidden"), Operand(k_major=False)
         operands = kernel.arch, kernel.dtype, kernel.config, a, b
         super().__init__(*operands, only_flagged=False, skip_missing_rows=False)
+        assert kernel.final or kernel.kept or not kernel.has_targets
         assert kernel.has_targets or not kernel.rank_one
         assert not kernel.config.swaps
         assert kernel.WARPS * 32 == MMA_WARP_GROUPS * WARP_GROUP_THREADS
@@ -108,8 +109,9 @@ class GradGemmSm90(MainloopSm90):
         self.epilogue = EpilogueStoreSm90(out_dtype, kernel.config.tile_n)
         self.kept = kernel.kept
         if kernel.low_bits is not None:
-            assert not kernel.final and kernel.dtype == "bfloat16"
-            assert kernel.low_bits or self.tokens_inside, "sums of dX are not rounded at random"
+            is_float32 = kernel.low_bits == FLOAT32_LOW_BITS
+            assert not kernel.final and (is_float32 or kernel.dtype == "bfloat16")
+            assert self.tokens_inside or kernel.low_bits in LOW_BITS
             self.kept_store = KeptStoreSm90(arch_named(kernel.arch), kernel.config, kernel.low_bits)
 
     @cute.jit
@@ -130,10 +132,10 @@ class GradGemmSm90(MainloopSm90):
     ) -> None:
         """Launch on `clusters` clusters: a (M, K) and b (D, K) to out (M, D).
 
-        Sums are added to `out` unless `overwrite`; those in float32 split the K of the last wave's
-        work tiles by `k_splits`.  `count` and `selects` are those of `RowCount`; operands are 0
-        from the tokens that count to the next multiple of `TILE_K`.  Each parameter is one argument
-        that the host passes by position.
+        Sums are added to `out` unless `overwrite`; float32 sums of dX split the K of the last
+        wave's work tiles by `k_splits`.  `count` and `selects` are those of `RowCount`; operands
+        are 0 from the tokens that count to the next multiple of `TILE_K`.  Each parameter is one
+        argument that the host passes by position.
         """
         a_loads, b_load = self.tma_loads(a, b)
         add = None
@@ -227,7 +229,7 @@ class GradGemmSm90(MainloopSm90):
             k_tiles = work_tile.k_end - work_tile.k_start
             other_k_tiles = other.k_end - other.k_start
             last_k = None
-            # not where dW is added to float32 sums: there ptxas serializes the WGMMA instructions
+            # the GEMM that finishes dW skips MMAs behind the last token; sums add zeros
             if cutlass.const_expr(self.tokens_inside and self.final):
                 last_k = Int32(tile[2])
                 if work_tile.k_end == scheduler.k_tiles:
@@ -237,18 +239,19 @@ class GradGemmSm90(MainloopSm90):
                 self.add_rank_one(consumer, rank_one, m_start, n_start, scheduler)
             if cutlass.const_expr(targets is not None):
                 self.add_targets(consumer, targets, m_start, n_start, scheduler)
+            starts, columns = (m_start, n_start), scheduler.columns
             if cutlass.const_expr(self.final):
-                self.store(consumer, out, m_start, n_start, scheduler, None)
+                self.epilogue.store_tile(consumer, self.m_halves, starts, columns, out)
             elif cutlass.const_expr(self.kept):
                 tile_number = index // (scheduler.clusters * config.partials_per_row)
-                starts = m_start, n_start, tile_number
-                self.kept_store.add(consumer, out, *starts, scheduler.columns)
+                self.kept_store.add(consumer, out, *starts, tile_number, columns)
             else:
                 counter = semaphores.iterator + self.counter_index(work_tile, scheduler, consumer)
                 if work_tile.splits_before > 0:
                     await_splits(counter, work_tile.splits_before)
                 must_add = overwrite == 0 or work_tile.splits_before > 0
-                self.store(consumer, out, m_start, n_start, scheduler, (add, must_add))
+                how = out, (add, must_add)
+                self.epilogue.store_tile(consumer, self.m_halves, starts, columns, *how)
                 if work_tile.splits_after > 0:
                     signal_split(counter)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -328,32 +331,6 @@ class GradGemmSm90(MainloopSm90):
         cluster = work_tile.number % scheduler.clusters
         block = cluster * self.config.cluster + scheduler.rank
         return SPLIT_K_COUNTERS + block * spec.GradGemmSpec.WARPS + warp
-
-    @cute.jit
-    def store(
-        self,
-        consumer: Consumer,
-        out: Any,
-        m_start: Int32,
-        n_start: Int32,
-        scheduler: TileScheduler,
-        add: Any,
-    ) -> None:
-        """Store or add the tile, epilogue tile by epilogue tile; see `EpilogueStoreSm90.store`."""
-        epi_tile_n = self.epilogue.epi_tile_n
-        for m_block in cutlass.range_constexpr(self.m_blocks):
-            for epi_tile in cutlass.range_constexpr(self.tile[1] // epi_tile_n):
-                if n_start + epi_tile * epi_tile_n < scheduler.columns:
-                    values = cute.make_rmem_tensor((2, 2, epi_tile_n // 8), Float32)
-                    for j in cutlass.range_constexpr(epi_tile_n // 8):
-                        for half in cutlass.range_constexpr(2):
-                            for v in cutlass.range_constexpr(2):
-                                acc_j = epi_tile * (epi_tile_n // 8) + j
-                                values[v, half, j] = consumer.acc[(v, half, acc_j), m_block, 0]
-                    row_start = m_start + m_block * 64 * self.m_halves
-                    coord = row_start, n_start // epi_tile_n + epi_tile
-                    thread, warp_group_idx = consumer.thread, consumer.warp_group_idx
-                    self.epilogue.store(values, thread, warp_group_idx, out, coord, add)
 
 
 @cute.jit

@@ -1,11 +1,11 @@
-"""The Hopper epilogue that adds to sums of 24 or 20 bits, through shared memory and by TMA.
+"""The Hopper epilogue that adds to sums in memory, through shared memory and by TMA.
 
-A tile is added in blocks of 64 rows, each in a buffer: panels of upper halves, whose rows are 128
-bytes, and panels of 128 columns of the low bits beside them, whose rows are 128 or 64 bytes.  The
-warpgroups take the buffers in the order of their tiles.  While MMAs run, another warp loads the
-next sums; a warpgroup adds to them in place, and each of its warps stores its rows; see
-`common.kept_bits`.  A thread's accesses to the swizzled rows have no bank conflicts.  No two thread
-blocks touch the same sums.
+A tile is added in blocks of 64 rows, each in a buffer: panels of upper halves, or of float32 sums,
+whose rows are 128 bytes, and panels of 128 columns of the low bits beside upper halves, whose rows
+are 128 or 64 bytes.  The warpgroups take the buffers in the order of their tiles.  While MMAs run,
+another warp loads the next sums; a warpgroup adds to them in place, and each of its warps stores
+its rows; see `common.kept_bits`.  A thread's accesses to swizzled rows of halves have no bank
+conflicts.  No two thread blocks touch the same sums.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int16, Int32, Int64, Uint8
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -29,11 +29,13 @@ from cutefce.cute_kernels.common.kept_bits import (
     widened_eight,
 )
 from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS, LOW_BITS
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler
+from cutefce.cute_kernels.sm90.epilogue_store import accumulator_layout
 from cutefce.cute_kernels.sm90.mainloop import MMA_WARP_GROUPS, Consumer
 
 LINE = 128
-"""Bytes of a panel's row of upper halves: the widest swizzle."""
+"""Bytes of a panel's row of upper halves or float32 sums: the widest swizzle."""
 LOW_COLUMNS = 128
 """Columns of a panel of low bits."""
 ROWS = 64
@@ -44,18 +46,20 @@ which wait until it is empty."""
 
 
 class KeptSums(NamedTuple):
-    """Sums (M, N) of 24, 20 or 16 bits."""
+    """Sums (M, N) of 32, 24, 20 or 16 bits."""
 
     upper: cute.Tensor
-    """(M, N) bfloat16: the upper halves."""
+    """(M, N) float32, or bfloat16: the upper halves."""
     low: cute.Tensor | None
     """(M, N) or (M, N / 2) uint8: the low bits, see `common.kept_bits`; None without."""
     seed: cute.Tensor | None
-    """(1,) int32: that of random rounding; None with low bits."""
+    """(1,) int32: that of random rounding of sums of 16 bits; None of others."""
 
 
 def kept_signature(rows: Any, columns: Any, low_bits: int) -> KeptSums:
     """Return fake tensors to compile for."""
+    if low_bits == FLOAT32_LOW_BITS:
+        return KeptSums(matrix(Float32, rows, columns), None, None)
     if not low_bits:
         return KeptSums(matrix(BFloat16, rows, columns), None, vector(Int32, 1))
     pitch = cute.sym_int64(divisibility=16)
@@ -68,10 +72,10 @@ class Staging(NamedTuple):
     """The buffers of a thread block."""
 
     parts: Any
-    """(TMA load, its coordinates, TMA store, its coordinates, shared memory) of upper halves, and
-    of low bits if there are any."""
+    """(TMA load, its coordinates, TMA store, its coordinates, shared memory) of upper halves or
+    float32 sums, and of low bits if there are any beside."""
     seed: Any
-    """That of random rounding; None with low bits."""
+    """That of random rounding, if sums are rounded so."""
     barriers: Any
     """Those of all buffers; see `FULL`."""
     is_read: Any
@@ -87,7 +91,10 @@ class KeptStoreSm90:
         self.config, self.low_bits = config, low_bits
         self.lines = LINE, LOW_COLUMNS * low_bits // 8
         """Bytes of a row of a panel of upper halves, and of low bits."""
-        self.parts = 2 if low_bits else 1
+        self.is_float32 = low_bits == FLOAT32_LOW_BITS
+        self.dtypes = (BFloat16, Uint8) if low_bits in LOW_BITS else (BFloat16,)
+        if self.is_float32:
+            self.dtypes = (Float32,)
         self.blocks = config.tile_m // ROWS
         self.block_bytes = ROWS * config.tile_n * (16 + low_bits) // 8
         free = arch.smem_bytes - BARRIER_BYTES - config.stages * arch.stage_bytes(config)
@@ -101,7 +108,7 @@ class KeptStoreSm90:
         The seed comes last.
         """
         found = []
-        matrices: Any = sums[: self.parts]
+        matrices: Any = sums[: len(self.dtypes)]
         for i, part in enumerate(matrices):
             columns = self.lines[i] * 8 // part.element_type.width
             panels = self.buffers * self._panels(i)
@@ -122,8 +129,9 @@ class KeptStoreSm90:
         return (*found, sums.seed)
 
     def _panels(self, part: int) -> int:
-        """Return the panels of a block's upper halves, or of its low bits."""
-        return self.config.tile_n // (LINE // 2, LOW_COLUMNS)[part]
+        """Return the panels of a block's upper halves or float32 sums, or of its low bits."""
+        columns = LINE * 8 // self.dtypes[0].width, LOW_COLUMNS
+        return self.config.tile_n // columns[part]
 
     def _layout(self, dtype: Any, rows: int, columns: int, count: int) -> Any:
         return sm90.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, (rows, columns), count)
@@ -134,7 +142,7 @@ class KeptStoreSm90:
         barriers = smem.allocate_array(Int64, self.buffers * (EMPTY + 1))
         made = []
         *parts, seeds = parts
-        for dtype, part in zip((BFloat16, Uint8), parts, strict=False):
+        for dtype, part in zip(self.dtypes, parts, strict=True):
             layout = part[-1]
             buffers = smem.allocate_tensor(dtype, layout.outer, 1024, layout.inner)
             made.append((*part[:-1], buffers))
@@ -212,11 +220,15 @@ class KeptStoreSm90:
             turn = tile * uses + block // self.buffers % uses
             cute.arch.mbarrier_wait(barriers + FULL + consumer.warp_group_idx, turn % 2)
             for group in cutlass.range_constexpr(self.config.tile_n // 32):
-                for half in cutlass.range_constexpr(2):
-                    # of the thread's first pair of columns
-                    row = m_start + ROWS * block + consumer.tCcC[0][0] + 8 * half
-                    pair = row * (hidden // 2) + n_start // 2 + 16 * group + consumer.thread % 4
-                    self._add_eight(consumer, staging, buffer, (block, group, half), pair)
+                if cutlass.const_expr(self.is_float32):
+                    self._add_float32(consumer, staging, buffer, (block, group))
+                else:
+                    for half in cutlass.range_constexpr(2):
+                        # of the thread's first pair of columns
+                        row = m_start + ROWS * block + consumer.tCcC[0][0] + 8 * half
+                        column = n_start // 2 + 16 * group
+                        pair = row * (hidden // 2) + column + consumer.thread % 4
+                        self._add_eight(consumer, staging, buffer, (block, group, half), pair)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             for i, part in enumerate(staging.parts):
@@ -236,6 +248,28 @@ class KeptStoreSm90:
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(barriers + EMPTY)
+
+    @cute.jit
+    def _add_float32(
+        self, consumer: Consumer, staging: Staging, buffer: Int32, place: tuple[int, int]
+    ) -> None:
+        """Add to the thread's float32 sums in a panel; `place` is (block, panel)."""
+        block, panel = place
+        smem, columns = staging.parts[0][-1], LINE * 8 // Float32.width
+        s_panel = smem[None, None, buffer * self._panels(0) + panel]
+        tCsC = accumulator_layout(columns).get_slice(consumer.thread).partition_C(s_panel)
+        pairs = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=64)
+        values = cute.make_rmem_tensor(tCsC.shape, Float32)
+        for j in cutlass.range_constexpr(columns // 8):
+            for half in cutlass.range_constexpr(2):
+                for v in cutlass.range_constexpr(2):
+                    acc_j = panel * (columns // 8) + j
+                    values[(v, half, j), 0, 0] = consumer.acc[(v, half, acc_j), block, 0]
+        if staging.is_read:
+            sums = cute.make_rmem_tensor(tCsC.shape, Float32)
+            cute.copy(pairs, tCsC, sums)
+            values.store(values.load() + sums.load())
+        cute.copy(pairs, values, tCsC)
 
     @cute.jit
     def _add_eight(
@@ -297,7 +331,7 @@ class KeptStoreSm90:
         row, lane = consumer.tCcC[0][0], consumer.thread % 4
         found: tuple[list[Any], list[Any]] = ([], [])
         for j in range(4 * group, 4 * group + 4):
-            for part, bits in enumerate((16, self.low_bits)[: self.parts]):
+            for part, bits in enumerate((16, self.low_bits)[: len(self.dtypes)]):
                 smem, line = staging.parts[part][-1], self.lines[part]
                 dtype, pair = {16: (Int32, 4), 8: (Int16, 2), 4: (Uint8, 1)}[bits]
                 panel, byte = divmod(4 * j * pair, line)

@@ -5,12 +5,11 @@ This package does not import the DSL.
 
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.cute_kernels.spec.fused import FusedBackwardSpec, FusedForwardSpec
-from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec, LogitsSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.rowwise import (
     COUNTED,
     OTHERS,
     OUT_AND_SUMS,
-    AddTargetsSpec,
     ClearRowsSpec,
     GatherRowsSpec,
     KeptSumsSpec,
@@ -40,7 +39,6 @@ __all__ = [
     "COUNTED",
     "OTHERS",
     "OUT_AND_SUMS",
-    "AddTargetsSpec",
     "ChooseClassesSpec",
     "ClearRowsSpec",
     "DivergenceRowsSpec",
@@ -51,6 +49,7 @@ __all__ = [
     "KeptSumsSpec",
     "KernelSpec",
     "ListSamplesSpec",
+    "LogitsSpec",
     "PrepareSamplesSpec",
     "PrepareSoftSpec",
     "ProjectExpSpec",
@@ -77,6 +76,7 @@ KernelSpec = (
     | ClearRowsSpec
     | ProjectExpSpec
     | GradGemmSpec
+    | LogitsSpec
     | TargetLogitSpec
     | SoftLeadsSpec
     | PrepareSoftSpec
@@ -91,7 +91,6 @@ KernelSpec = (
     | ScaleKeptSpec
     | RowCoefficientsSpec
     | SortTargetsSpec
-    | AddTargetsSpec
     | ChooseClassesSpec
     | PrepareSamplesSpec
     | SortSamplesSpec

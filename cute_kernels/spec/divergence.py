@@ -1,8 +1,11 @@
-"""Specs of the kernel of divergences."""
+"""Specs of the kernels of divergences."""
 
 from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar
+
+from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.spec.gemm import LogitsSpec
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,17 @@ def divergence_rows(
     return DivergenceRowsSpec(arch, mixture, factors_a, factors_b, threads, held)
 
 
-def divergence_kernels(arch: str, dtype: str) -> list[DivergenceRowsSpec]:
-    """Return those of every form, with factors of `dtype` of no side, of one, and of both."""
-    written = (None, dtype)
-    return [divergence_rows(arch, *form) for form in product((False, True), written, written)]
+def divergence_kernels(arch: Arch, dtype: str) -> list[DivergenceRowsSpec | LogitsSpec]:
+    """Return those of every form, with factors of `dtype` of no side, of one, and of both.
+
+    That of logits is the last one, if there is one.
+    """
+    forms = product((False, True), (None, dtype), (None, dtype))
+    logits = logits_kernel(arch, dtype)
+    return [*(divergence_rows(arch.name, *form) for form in forms), *([logits] if logits else [])]
+
+
+def logits_kernel(arch: Arch, dtype: str) -> LogitsSpec | None:
+    """Return the kernel of logits in float32; None for cuBLAS."""
+    config = arch.logits_config
+    return None if config is None else LogitsSpec(arch.name, dtype, config)

@@ -30,6 +30,15 @@ class ProjectExpSpec:
 
 
 @dataclass(frozen=True)
+class LogitsSpec:
+    """Products of hidden states and w, in float32."""
+
+    arch: str
+    dtype: str
+    config: GemmConfig
+
+
+@dataclass(frozen=True)
 class GradGemmSpec:
     """A gradient GEMM: exponentials times w, or transposed exponentials times hidden states."""
 
@@ -39,13 +48,13 @@ class GradGemmSpec:
     wrt: Literal["hidden", "weight"]
     """The operand that the gradient belongs to."""
     final: bool
-    """Whether to add the targets' terms and round; otherwise it accumulates in float32."""
+    """Whether to round once; otherwise it adds to sums."""
     rank_one: bool = False
-    """Whether to add a matrix of rank one before rounding; needs `final`, or `kept` of dW."""
+    """Whether to add a matrix of rank one to dW."""
     low_bits: int | None = None
-    """Bits beside the upper 16 of the sums that it adds to, in bfloat16: those of dX, or those of
-    dW with the targets' terms, which of 0 bits are rounded at random.  None if it adds to no such
-    sums."""
+    """Bits beside the upper 16 of the sums that it loads, adds to and stores: 4 or 8, or of dW 0,
+    rounded at random, or `FLOAT32_LOW_BITS`.  None if `final`, and of float32 sums of dX, to which
+    TMA adds in memory."""
 
     WARPS: ClassVar[int] = 8
     """Warps of a thread block that run MMAs."""
@@ -58,7 +67,7 @@ class GradGemmSpec:
     @property
     def has_targets(self) -> bool:
         """Whether it adds the targets' terms."""
-        return self.wrt == "weight" and (self.final or self.kept)
+        return self.wrt == "weight"
 
     def semaphore_count(self, clusters: int) -> int:
         """Return the size of its int32 semaphores on `clusters` clusters."""

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.cute_kernels.spec.rowwise import (
-    AddTargetsSpec,
     KeptSumsSpec,
     ScaleKeptSpec,
     SortTargetsSpec,
@@ -25,10 +24,8 @@ class GradWeightKernels(NamedTuple):
     """The kernels of dW."""
 
     final: GradGemmSpec
-    accumulate: GradGemmSpec
     keep: Mapping[int, GradGemmSpec]
     """By the low bits of sums."""
     finish_kept: Mapping[int, ScaleKeptSpec]
-    """By the low bits of sums."""
-    add_targets: AddTargetsSpec
+    """By the low bits of sums; those in float32 have none."""
     sort_targets: SortTargetsSpec

@@ -192,11 +192,3 @@ class SortTargetsSpec:
     """The tokens of every class, and their coefficients, one class after the other."""
 
     arch: str
-
-
-@dataclass(frozen=True)
-class AddTargetsSpec:
-    """Adds the targets' terms to the float32 sums of dW."""
-
-    arch: str
-    dtype: str

@@ -9,6 +9,7 @@ flops.py         its formulas for torch's counter
 passes.py        the passes over tiles of both sides' logits
 factors.py       the factors that the forward keeps
 sides.py         one side's logits, and the sums of its gradients
+logits.py        the kernel that makes these
 row_kernel.py    the kernel that takes whole rows of them
 elementwise.py   the arithmetic of a tile
 """

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from cutefce.ops.divergence.logits import write_logits
 from cutefce.ops.parallel.shard import Unsharded
 from cutefce.ops.planning.divergence.planner import rounds_scaled
 from cutefce.ops.primitives.portable_gradients import matmul_into
@@ -46,7 +47,7 @@ class Side:
 
     def project(self, out: Tensor, rows: slice, columns: slice) -> None:
         """Write the model's logits of slices of tokens and classes to `out` (R, C)."""
-        matmul_into(out, self.h[rows], self.w[columns].t(), accumulate=False)
+        write_logits(out, self.h[rows], self.w[columns])
         if self.logits is not None:
             self.logits.apply_(out, rows, columns)
 

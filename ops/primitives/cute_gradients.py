@@ -133,18 +133,6 @@ class CuteGradients(RowwiseSteps):
         count = row_count(selection, semaphores)
         compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
 
-    def add_grad_weight(
-        self,
-        sums: Tensor,
-        exps: Tensor,
-        scaled: Tensor,
-        *,
-        accumulate: bool,
-        selection: RowSelection | None = None,
-    ) -> None:
-        spec = self.grad_weight.accumulate
-        self._gemm(spec, sums, exps.t(), scaled, accumulate, selection)
-
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetCsr:
         return TargetCsr.of(self.grad_weight.sort_targets, h, coefficient, targets)
 
@@ -169,7 +157,7 @@ class CuteGradients(RowwiseSteps):
     def keep_dw(
         self,
         kept: Tensor,
-        low: Tensor,
+        low: Tensor | None,
         exps: Tensor,
         scaled: Tensor,
         target_grad: TargetCsr,
@@ -184,7 +172,7 @@ class CuteGradients(RowwiseSteps):
         clusters, semaphores = self._launch_shape(spec, kept.device)
         one = scaled.new_ones(1, dtype=torch.float32)
         targets = *target_grad.pack(first, len(kept)), one
-        sums = (kept, low, None) if low.ndim == 2 else (kept, None, low)
+        sums = (kept, None, low) if low is not None and low.ndim == 1 else (kept, low, None)
         operands = exps.t(), scaled.t(), sums, targets, term
         count = row_count(selection, semaphores)
         compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
@@ -195,17 +183,6 @@ class CuteGradients(RowwiseSteps):
             return
         spec = self.grad_weight.finish_kept[low_bits(kept, low)]
         compiled(spec)(kept, low, factor.view(1))
-
-    def add_target_grad(
-        self,
-        sums: Tensor,
-        target_grad: TargetCsr,
-        first: int,
-        rank_one: RankOne | None = None,
-    ) -> None:
-        compiled(self.grad_weight.add_targets)(sums, *target_grad.pack(first, sums.shape[0]))
-        if rank_one is not None:
-            sums.addr_(rank_one.factor, rank_one.row)
 
     def _gemm(
         self,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS
 from cutefce.cute_kernels.spec import OUT_AND_SUMS, GradGemmSpec, KeptSumsSpec, ScaleAddRowsSpec
 from cutefce.cute_kernels.workspace import Coefficient
 from cutefce.ops.primitives.cute_projection import Semaphores
@@ -130,8 +131,10 @@ class RowwiseSteps:
         compiled(spec)(out, kept, low, w, *rows, term, order, scatters)
 
 
-def low_bits(kept: Tensor, low: Tensor) -> int:
+def low_bits(kept: Tensor, low: Tensor | None) -> int:
     """Return the low bits of each sum that `kept` (M, D) begins; 0 if `low` is a seed."""
+    if low is None:
+        return FLOAT32_LOW_BITS
     return 8 * low.shape[1] // kept.shape[1] if low.ndim == 2 else 0
 
 

@@ -18,8 +18,8 @@ TargetGradT = TypeVar("TargetGradT")
 class Gradients(Protocol[TargetGradT]):
     """From exponentials to dX and dW: the two GEMMs and what is done to their results.
 
-    Where a `SamplingProjection` yields other objects than tensors, `add_grad_hidden`,
-    `add_grad_weight` and `finish_dw` take them as `exps`.
+    Where a `SamplingProjection` yields other objects than tensors, `add_grad_hidden`, `finish_dw`
+    and `keep_dw` without `low` take them as `exps`.
     """
 
     def add_grad_hidden(
@@ -37,21 +37,6 @@ class Gradients(Protocol[TargetGradT]):
         `in_windows` says that these are some columns of a step, all of whose windows one host
         function may compute, without cuBLAS, with the same bits.  With `selection`, rows of tokens
         that do not count are undefined.
-        """
-        ...
-
-    def add_grad_weight(
-        self,
-        sums: Tensor,
-        exps: Tensor,
-        scaled: Tensor,
-        *,
-        accumulate: bool,
-        selection: RowSelection | None = None,
-    ) -> None:
-        """Write `exps`ᵀ (K, N) @ `scaled` (N, D) to `sums` (K, D), or add it if `accumulate`.
-
-        With `selection`, tokens that do not count add nothing.
         """
         ...
 
@@ -171,7 +156,7 @@ class Gradients(Protocol[TargetGradT]):
     def keep_dw(
         self,
         kept: Tensor,
-        low: Tensor,
+        low: Tensor | None,
         exps: Tensor,
         scaled: Tensor,
         target_grad: TargetGradT,
@@ -185,8 +170,8 @@ class Gradients(Protocol[TargetGradT]):
 
         It is added to what they hold if `accumulate`.  `low` is (K, D) or (K, D / 2) uint8, see
         `rows.kept_sums.split_` for what is kept; or a seed (1,) int32, with which that is
-        rounded to 16 bits at random, see `rows.kept_sums`.  More than
-        eight parameters: operands, and what the last step adds.
+        rounded to 16 bits at random, see `rows.kept_sums`; or None if `kept` has the dtype of sums.
+        More than eight parameters: operands, and what the last step adds.
         """
         ...
 
@@ -194,18 +179,5 @@ class Gradients(Protocol[TargetGradT]):
         """Write `factor` () times the sums of `keep_dw` to `kept` (V, D), rounded once.
 
         If `low` is a seed, at random.
-        """
-        ...
-
-    def add_target_grad(
-        self,
-        sums: Tensor,
-        target_grad: TargetGradT,
-        first: int,
-        rank_one: RankOne | None = None,
-    ) -> None:
-        """Add the targets' part and `rank_one` (K, D) to `sums` (K, D).
-
-        These are the rows of dW from `first` on.
         """
         ...

@@ -76,17 +76,6 @@ class PortableGradients:
     ) -> None:
         matmul_into(sums, exps, w, accumulate=accumulate)
 
-    def add_grad_weight(
-        self,
-        sums: Tensor,
-        exps: Tensor,
-        scaled: Tensor,
-        *,
-        accumulate: bool,
-        selection: RowSelection | None = None,
-    ) -> None:
-        matmul_into(sums, exps.t(), scaled, accumulate=accumulate)
-
     def keep_dx(
         self,
         kept: Tensor,
@@ -189,7 +178,7 @@ class PortableGradients:
     def keep_dw(
         self,
         kept: Tensor,
-        low: Tensor,
+        low: Tensor | None,
         exps: Tensor,
         scaled: Tensor,
         target_grad: TargetRows,
@@ -200,6 +189,12 @@ class PortableGradients:
         accumulate: bool,
     ) -> None:
         """More than eight parameters: operands, and what the last step adds."""
+        if low is None:
+            matmul_into(kept, exps.t(), scaled, accumulate=accumulate)
+            target_grad.add_to(kept, first)
+            if rank_one is not None:
+                kept.addr_(rank_one.factor, rank_one.row)
+            return
         target_grad.prepare()
         (factor, row), words = _operands(rank_one), words_of(kept, low)
         dtype, size = sum_dtype(kept.dtype), min(self.window, len(kept))
@@ -223,17 +218,6 @@ class PortableGradients:
             apply_rowwise(scale_kept_, words_of(kept, low), low, factor.expand(len(kept)))
         else:
             scale_at_random(kept, factor, low)
-
-    def add_target_grad(
-        self,
-        sums: Tensor,
-        target_grad: TargetRows,
-        first: int,
-        rank_one: RankOne | None = None,
-    ) -> None:
-        target_grad.add_to(sums, first)
-        if rank_one is not None:
-            sums.addr_(rank_one.factor, rank_one.row)
 
 
 def _operands(rank_one: RankOne | None) -> tuple[Tensor | None, Tensor | None]:

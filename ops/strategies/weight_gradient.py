@@ -60,10 +60,9 @@ class WeightGradient(Generic[TargetGradT]):
         self, out: Tensor, exps: Tensor, scaled: Tensor, first: int, *, accumulate: bool
     ) -> None:
         """Write the rows of dW from `first` on to `out` (K, D), in the dtype of sums, or add."""
-        more: Any = {"accumulate": accumulate, "selection": self.selection}
-        self.gradients.add_grad_weight(out, exps, scaled, **more)
-        term = self._term(first, first + len(out))
-        self.gradients.add_target_grad(out, self.target_grad, first, term)
+        last_step: Any = first, self._term(first, first + len(out)), self.selection
+        operands = exps, scaled, self.target_grad
+        self.gradients.keep_dw(out, None, *operands, *last_step, accumulate=accumulate)
         if exps.dtype == torch.float16:
             out.mul_(self.grad_scale)
 

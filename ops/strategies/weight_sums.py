@@ -70,8 +70,10 @@ class WeightSums:
         """The sums' upper halves (V, D) and their low bits, (V, D) bytes or (V, D / 2)."""
         return self.gradient, self.low[:, : self.gradient.shape[1] * self.low_bits // 8]
 
-    def _kept(self, number: int, first: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the upper halves of `rows` from `first` on, and their low bits or a seed."""
+    def _kept(self, number: int, first: int, rows: int) -> tuple[Tensor, Tensor | None]:
+        """Return `rows` of `gradient` from `first` on; and their low bits, a seed, or None."""
+        if not len(self.low):
+            return row_range(self.gradient, first, first + rows), None
         gradient, low = (row_range(x, first, first + rows) for x in self.kept)
         return gradient, low if self.seeds is None else self.seeds.view(-1, 1)[number]
 
@@ -100,22 +102,17 @@ class WeightSums:
         accumulate, rows = chunk > 0 or self.factor is not None, exps.shape[1]
         if rank_one is not None:
             rank_one = rank_one.rows(slice(first, first + rows))
-        if len(self.low):
-            kept = self._kept(2 * chunk + (first > 0), first, rows)
-            operands: Any = exps, scaled, target_grad, first, rank_one, selection
-            gradients.keep_dw(*kept, *operands, accumulate=accumulate)
-        else:
-            more: Any = {"accumulate": accumulate, "selection": selection}
-            sums = row_range(self.gradient, first, first + rows)
-            gradients.add_grad_weight(sums, exps, scaled, **more)
-            gradients.add_target_grad(sums, target_grad, first, rank_one)
+        kept = self._kept(2 * chunk + (first > 0), first, rows)
+        operands: Any = exps, scaled, target_grad, first, rank_one, selection
+        gradients.keep_dw(*kept, *operands, accumulate=accumulate)
 
     def finish(self, gradients: Gradients[TargetGradT], factor: Tensor) -> Tensor:
         """Return dW, `factor` () times the sums, which it overwrites."""
-        if len(self.low):
-            gradients.finish_kept_dw(*self._kept(-1, 0, len(self.gradient)), factor)
+        kept, low = self._kept(-1, 0, len(self.gradient))
+        if low is None:
+            kept.mul_(factor)
         else:
-            self.gradient.mul_(factor)
+            gradients.finish_kept_dw(kept, low, factor)
         return self.gradient
 
     def add_to(self, buffer: Tensor, factor: Tensor) -> None:

@@ -14,7 +14,7 @@ from cutefce.autotune_cache.tuning.targets.window import WindowTarget
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.ops.divergence import row_kernel
+from cutefce.ops.divergence import logits, row_kernel
 from cutefce.ops.primitives import (
     cute_gradients,
     cute_projection,
@@ -98,7 +98,7 @@ def noted(monkeypatch: pytest.MonkeyPatch, launched: set[spec.KernelSpec]) -> No
         return launch
 
     modules = cute_gradients, cute_projection, cute_rowwise, fused_step, row_selection, sampling
-    for module in (*modules, row_kernel, soft_rows, soft_kernels):
+    for module in (*modules, logits, row_kernel, soft_rows, soft_kernels):
         monkeypatch.setattr(module, "compiled", note)
 
 

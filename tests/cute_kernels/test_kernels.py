@@ -209,7 +209,7 @@ def test_far_rows(which: str, workspace: str, dtype: torch.dtype, strict: None) 
 def test_sums_are_accurate_and_deterministic(
     fresh: bool, config: GemmConfig, shape: tuple[int, int, int], strict: None
 ) -> None:
-    """Also with K splits, whose sums different clusters add."""
+    """Also dX's with K splits, whose sums different clusters add."""
     tokens, hidden, vocab = shape
     case = random_case(*shape, dtype=torch.bfloat16, device="cuda")
     configs = dataclasses.replace(
@@ -221,14 +221,19 @@ def test_sums_are_accurate_and_deterministic(
     steps = with_configs(configs, torch.bfloat16).gradients
     exps = torch.rand(tokens, -(-vocab // 8) * 8, device="cuda").to(torch.bfloat16)[:, :vocab]
     before = torch.randn(tokens, hidden, device="cuda"), torch.randn(vocab, hidden, device="cuda")
+    coef, targets = torch.randn(tokens, device="cuda"), Targets(case.y, vocab, LossOptions())
+    target_grad = steps.target_grad(case.h, coef, targets)
     results = []
     for _ in range(3):
         dx, dw = (torch.full_like(x, torch.nan) if fresh else x.clone() for x in before)
         steps.add_grad_hidden(dx, exps, case.w, accumulate=not fresh)
-        steps.add_grad_weight(dw, exps, case.h, accumulate=not fresh)
+        steps.keep_dw(dw, None, exps, case.h, target_grad, 0, accumulate=not fresh)
         results.append((dx, dw))
     e = exps.double()
     exact = [e @ case.w.double(), e.t() @ case.h.double()]
+    active = case.y >= 0
+    terms = coef[active, None].double() * case.h[active].double()
+    exact[1].index_add_(0, case.y[active], terms)
     if not fresh:
         exact = [x + there for x, there in zip(exact, before, strict=True)]
     for got, want in zip(results[0], exact, strict=True):
@@ -741,8 +746,7 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     out = torch.empty_like(case.w)
     for term in (None, RankOne(torch.ones(()).expand(1500), torch.ones(64))):
         gradients.finish_dw(out, exps[:, :1500], scaled, target_grad, 0, logit[0], term)
-    gradients.add_grad_weight(sums, exps[:, :1500], scaled, accumulate=True)
-    gradients.add_target_grad(sums, target_grad, 0)
+    gradients.keep_dw(sums, None, exps[:, :1500], scaled, target_grad, 0, accumulate=True)
     kept = torch.empty_like(case.w)
     for columns in (64, 32):  # of low bits
         low = torch.empty(1500, columns, dtype=torch.uint8)
@@ -759,7 +763,7 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     steps_of_kept = ["KeptSums", "KeptSums", "ScaleKept", *["GradGemm"] * bool(default.grad_weight)]
     names += [*steps_of_kept, *steps_of_kept, "KeptSums", "ScaleAddRows"]
     if default.grad_weight:
-        names += ["GradGemm", "SortTargets", *["GradGemm"] * 3, "AddTargets"]
+        names += ["GradGemm", "SortTargets", *["GradGemm"] * 3]
         names += [*["GradGemm"] * 2, "ScaleKept"] * 2 + ["GradGemm"] * 2
     if default.grad_weight:
         kernels = kernel_set.kernel_set(arch, "bfloat16", default)

@@ -16,7 +16,7 @@ from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
-from cutefce.cute_kernels.spec.divergence import divergence_kernels
+from cutefce.cute_kernels.spec.divergence import divergence_rows, logits_kernel
 from cutefce.cute_kernels.variant import KernelVariant, LogitTransform
 from tests.blackwell.machine_code import artifacts
 
@@ -42,7 +42,7 @@ KINDS: dict[str, KernelSpec | None] = {
     "swapped repair_exps": FEW.repair_exps,
     "grad_hidden": KERNELS.grad_hidden,
     "grad_weight": KERNELS.grad_weight,
-    "add_targets": KERNELS.add_targets,
+    "grad_weight_keep_32": KERNELS.grad_weight_keep_32,
     "sort_targets": KERNELS.sort_targets,
     "clear_rows": KERNELS.clear_rows,
     "soft_leads": KERNELS.soft_leads,
@@ -56,7 +56,8 @@ KINDS: dict[str, KernelSpec | None] = {
     "prepare_samples": SAMPLING.prepare,
     "sort_samples": SAMPLING.sort,
     "sparse_rows": SAMPLING.grad_hidden,
-    "divergence of rows": divergence_kernels("sm_90a", "bfloat16")[-1],
+    "divergence of rows": divergence_rows("sm_90a", True, "bfloat16", "bfloat16"),
+    "logits": logits_kernel(Sm90(), "bfloat16"),
 }
 for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
     KINDS |= {

@@ -285,7 +285,6 @@ def test_sums_of_gradients(
 ) -> None:
     case, kernels = Product(*shape, torch.bfloat16), kernels_of(config)
     check_sums(kernels.grad_hidden, case, splits, overwrite)
-    check_sums(kernels.grad_weight_accumulate, case, splits, overwrite)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -501,16 +500,6 @@ def test_rows_of_kept_sums_are_scaled(low_bits: int) -> None:
     torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def test_added_targets() -> None:
-    case = Product(90, 136, 40, torch.bfloat16)
-    kernel = kernels_of(PINGPONG).add_targets
-    assert kernel is not None
-    before = torch.randn(40, 136)
-    sums = before.clone()
-    run(kernel, sums, *case.csr())
-    torch.testing.assert_close(sums.double(), before + case.target_terms(), rtol=1e-5, atol=1e-5)
-
-
 TARGETS = {
     "few": (90, 40, 0),
     "one": (1, 1, 0),
@@ -628,7 +617,6 @@ def test_counted_rows_of_project_exp(config: GemmConfig, count: int) -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_counted_rows_of_gradients(config: GemmConfig, count: int, overwrite: int) -> None:
     kernels, case = kernels_of(config), Product(150, 136, 330, torch.bfloat16, count)
-    check_sums(kernels.grad_weight_accumulate, case, 1, overwrite, count)
     check_sums(kernels.grad_hidden, case, 2, overwrite, count)
 
 

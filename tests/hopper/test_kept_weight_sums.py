@@ -12,6 +12,7 @@ from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.arch.sm90 import GRAD_KEPT
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.cute_kernels.spec import GradGemmSpec
 from cutefce.ops.rows.kept_sums import joined_sums, round_at_random_
 from tests.emulation.core import Stuck
@@ -23,7 +24,11 @@ LOW = GemmConfig(64, 128, cluster=1, stages=2, pingpong=True)
 TALL = GemmConfig(128, 128, cluster=2, stages=3, pingpong=True)
 WIDE = GemmConfig(64, 256, cluster=2, stages=3, pingpong=True)
 DEEP = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
-KERNELS = ((LOW, 8), (TALL, 8), (DEEP, 8), (GRAD_KEPT, 8), (LOW, 4), (WIDE, 4), (GRAD_KEPT, 4))
+FLOAT32 = (LOW, 16), (WIDE, 16), (GRAD_KEPT, 16)
+KERNELS = (
+    *((LOW, 8), (TALL, 8), (DEEP, 8), (GRAD_KEPT, 8), (LOW, 4), (WIDE, 4), (GRAD_KEPT, 4)),
+    *FLOAT32,
+)
 """Configurations, and low bits of the sums."""
 RANDOM = (LOW, 0), (GRAD_KEPT, 0)
 """Those of sums that are rounded at random."""
@@ -40,8 +45,10 @@ SEED = 1234567890
 """That of random rounding."""
 
 
-def kernel_of(config: GemmConfig, low_bits: int, rank_one: bool = False) -> GradGemmSpec:
-    return GradGemmSpec("sm_90a", "bfloat16", config, "weight", False, rank_one, low_bits)
+def kernel_of(
+    config: GemmConfig, low_bits: int, rank_one: bool = False, dtype: str = "bfloat16"
+) -> GradGemmSpec:
+    return GradGemmSpec("sm_90a", dtype, config, "weight", False, rank_one, low_bits)
 
 
 class Terms(NamedTuple):
@@ -77,20 +84,23 @@ class Sums:
 
     def __init__(self, values: torch.Tensor, low_bits: int) -> None:
         vocab, hidden = values.shape
-        self.low_bits, columns = low_bits, hidden * low_bits // 8
+        self.low_bits, self.has_bytes = low_bits, low_bits in LOW_BITS
+        columns = hidden * low_bits // 8 if self.has_bytes else 0
         self.upper = torch.empty(vocab, hidden, dtype=torch.bfloat16)
         # rows start at multiples of 16 bytes; what is between them stays as it is
         self.wide = torch.full((vocab, round_up(columns, 16)), 0x5A, dtype=torch.uint8)
         self.low = self.wide[:, :columns]
-        if low_bits:
+        if self.has_bytes:
             split_sums(self.upper, self.low, values)
+        elif low_bits:
+            self.upper = values.clone()
         else:
             rows, seed = torch.arange(vocab).int(), torch.tensor([SEED], dtype=torch.int32)
             round_at_random_(self.upper.view(torch.int16), values, rows, seed)
 
     @property
     def values(self) -> torch.Tensor:
-        return joined_sums(self.upper, self.low) if self.low_bits else self.upper.float()
+        return joined_sums(self.upper, self.low) if self.has_bytes else self.upper.float()
 
     def add(
         self,
@@ -104,10 +114,12 @@ class Sums:
     ) -> None:
         """Add eᵀ h and `terms` by the emulated kernel; other parameters are those of `run`."""
         terms = terms or terms_of(h, e.shape[1])
-        kernel = kernel_of(config, self.low_bits, terms.rank_one is not None)
+        dtype = str(e.dtype).removeprefix("torch.")
+        kernel = kernel_of(config, self.low_bits, terms.rank_one is not None, dtype)
         semaphores = torch.zeros(kernel.semaphore_count(CLUSTERS), dtype=torch.int32)
         rows = torch.tensor([count or 0], dtype=torch.int32), int(count is not None)
-        more = (self.low, None) if self.low_bits else (None, torch.tensor([SEED]).int())
+        seed = None if self.low_bits else torch.tensor([SEED]).int()
+        more = self.low if self.has_bytes else None, seed
         operands = e.t(), h.t(), (self.upper, *more), terms.targets, terms.rank_one
         run(kernel, *operands, semaphores, *rows, CLUSTERS, None, overwrite, **how)
         assert (self.wide[:, self.low.shape[1] :] == 0x5A).all()
@@ -162,7 +174,16 @@ def test_any_sums_are_rounded(config: GemmConfig, low_bits: int) -> None:
     same_bits(sums, want)
 
 
-@pytest.mark.parametrize("low_bits", [8, 4])
+def test_float16_products() -> None:
+    """Which are added to float32 sums alone."""
+    e, h = (x.half() for x in operands(70, 72, 136))
+    before = torch.randint(-100, 100, (136, 72)).float()
+    sums, terms = Sums(before, 16), terms_of(h, 136, count=70, rank_one=True)
+    sums.add(e, h, terms)
+    same_bits(sums, before + e.float().t() @ h.float() + terms.sums)
+
+
+@pytest.mark.parametrize("low_bits", [16, 8, 4])
 def test_products_of_no_number(low_bits: int) -> None:
     e, h = operands(70, 72, 130)
     h[3, 5], h[7, 9] = torch.nan, torch.inf
@@ -187,12 +208,13 @@ def test_three_chunks(config: GemmConfig, low_bits: int) -> None:
         allowed += 2.0 ** -(8 + low_bits) * want.abs() + 1e-6 * (e.double().t() @ h.double().abs())
     errors = (sums.values.double() - want).abs()
     assert (errors <= 1.001 * allowed).all()
-    assert (errors > 0.1 * allowed).any()
+    # additions of float32 sums err by no more than the product's own
+    assert low_bits not in LOW_BITS or (errors > 0.1 * allowed).any()
 
 
 @pytest.mark.parametrize(("overwrite", "rank_one"), [(1, False), (0, True)])
 @pytest.mark.parametrize("count", [0, 1, 64, 130])
-@pytest.mark.parametrize(("config", "low_bits"), [(LOW, 4), (TALL, 8)], ids=str)
+@pytest.mark.parametrize(("config", "low_bits"), [(LOW, 4), (TALL, 8), (GRAD_KEPT, 16)], ids=str)
 def test_counted_rows(
     config: GemmConfig, low_bits: int, count: int, overwrite: int, rank_one: bool
 ) -> None:
@@ -209,7 +231,7 @@ def test_counted_rows(
     same_bits(sums, product + (0 if overwrite else before))
 
 
-@pytest.mark.parametrize("low_bits", [8, 4])
+@pytest.mark.parametrize("low_bits", [16, 8, 4])
 def test_nothing_changes_where_nothing_counts(low_bits: int) -> None:
     e, h = operands(70, 72, 130)
     sums = Sums(torch.full((130, 72), -0.0), low_bits)
@@ -243,7 +265,7 @@ FAULTS = {
     EARLY: (r"(cp\.async\.bulk\.wait_group\.read\s+)0;", r"\1 8;"),
 }  # fmt: skip
 FAULTY = [(fault, *kernel) for fault in FAULTS for kernel in ((LOW, 4), (DEEP, 8))]
-FAULTY += [(EARLY, GRAD_KEPT, 8), (EARLY, GRAD_KEPT, 4)]
+FAULTY += [(EARLY, GRAD_KEPT, low_bits) for low_bits in (16, 8, 4)]
 
 
 @pytest.mark.parametrize(("fault", "config", "low_bits"), FAULTY, ids=str)

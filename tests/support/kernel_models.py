@@ -23,6 +23,7 @@ from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import (
     FLOAT16_TOTAL,
+    FLOAT32_LOW_BITS,
     GRADIENT_LOSS,
     LOWEST_LOGIT,
     SLACK,
@@ -40,7 +41,7 @@ from cutefce.cute_kernels.workspace import (
     Stat,
     Window,
 )
-from cutefce.ops.divergence import row_kernel
+from cutefce.ops.divergence import logits, row_kernel
 from cutefce.ops.operators import operands, operators
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives import (
@@ -86,8 +87,8 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
         spec.GradGemmSpec: _grad_gemm,
         spec.RowCoefficientsSpec: _row_coefficients,
         spec.SortTargetsSpec: _sort_targets,
-        spec.AddTargetsSpec: _add_targets,
         spec.DivergenceRowsSpec: divergence_models.divergence_rows,
+        spec.LogitsSpec: divergence_models.logits,
         spec.ChooseClassesSpec: sampling_models.choose_classes,
         spec.PrepareSamplesSpec: sampling_models.prepare_samples,
         spec.SortSamplesSpec: sampling_models.sort_samples,
@@ -708,10 +709,14 @@ def _grad_gemm(
         product += rank_one[0][:, None] * rank_one[1]
     if kernel.has_targets:
         *csr, grad_scale = targets
-        _add_targets(None, product, *csr)
+        _add_targets(product, *csr)
         product *= grad_scale
     if kernel.final:
         out[:] = product.to(out.dtype)
+    elif kernel.low_bits == FLOAT32_LOW_BITS:
+        sums, low, seed = out
+        assert sums.dtype == torch.float32 and low is None and seed is None
+        sums[:] = product if overwrite else sums + product
     elif kernel.kept:
         kept, low, seed = out
         if seed is not None:
@@ -794,9 +799,7 @@ def _sort_targets(
     order[offsets[-1] :], sorted_coefficient[offsets[-1] :] = -1, torch.nan
 
 
-def _add_targets(
-    _: Any, sums: Tensor, order: Tensor, offsets: Tensor, coef: Tensor, h: Tensor
-) -> None:
+def _add_targets(sums: Tensor, order: Tensor, offsets: Tensor, coef: Tensor, h: Tensor) -> None:
     begins, ends = offsets[:-1].tolist(), offsets[1:].tolist()
     rows = [row for row, span in enumerate(zip(begins, ends, strict=True)) if span[0] < span[1]]
     for row in rows:  # a target's tokens are added before they are added to its row
@@ -852,5 +855,5 @@ def use_models(
 ) -> None:
     """Launch the models, or another replacement, in the place of compiled kernels."""
     modules = cute_projection, cute_gradients, cute_rowwise, fused_step, row_selection, sampling
-    for module in (*modules, row_kernel, soft_rows, soft_kernels):
+    for module in (*modules, logits, row_kernel, soft_rows, soft_kernels):
         monkeypatch.setattr(module, "compiled", replacement)

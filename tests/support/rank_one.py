@@ -68,8 +68,8 @@ def check_dw(gradients: Any, shape: tuple[int, int, int], dtype: torch.dtype, de
         scale = grad_scale.double()
         assert_rounded_once(out, want[rows] * scale, size[rows] * scale, additions)
         sums = torch.full(out.shape, torch.nan, **wide)
-        gradients.add_grad_weight(sums, exps[:, rows], case.h, accumulate=False)
-        gradients.add_target_grad(sums, target_grad, rows.start, matrix.rows(rows))
+        terms = target_grad, rows.start, matrix.rows(rows)
+        gradients.keep_dw(sums, None, exps[:, rows], case.h, *terms, accumulate=False)
         assert_rounded_once(sums, want[rows], size[rows], additions)
 
 

@@ -1,6 +1,6 @@
-"""Outputs of the kernel of divergences: of random logits, whatever the tuning case.
+"""Outputs of the kernels of divergences: of random operands, whatever the tuning case.
 
-With all combinations of sides whose factors are written.
+Rows of logits with all combinations of sides whose factors are written; and logits.
 """
 
 from itertools import product
@@ -8,7 +8,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.spec.divergence import logits_kernel
 from cutefce.ops.divergence.factors import FactorRows
+from cutefce.ops.divergence.logits import launch
 from cutefce.ops.divergence.options import DIVERGENCES, Divergence
 from cutefce.ops.divergence.row_kernel import RowKernel
 from cutefce.ops.primitives.cute_projection import CuteProjection
@@ -19,6 +22,8 @@ ROWS, CLASSES = 3, 120_008
 BETA, SPREAD = 0.25, 3.0
 SCALE = 2.0**10
 """Of factors, which are about 2^-16 to 1."""
+LOGITS, CLUSTERS = (300, 200, 1000), 4
+"""Tokens, hidden and classes, which fill no tile, and clusters, which have several tiles each."""
 
 
 def divergence_outputs(
@@ -53,6 +58,27 @@ def divergence_outputs(
             if x is not None:
                 results[f"factors of side {side}{name}"] = x
     return results
+
+
+def logits_output(primitives: AnyPrimitives, like: Tensor, arch: str | None) -> Tensor:
+    """Return logits in float32 of operands in the dtype of `like`, as `divergence_outputs` does.
+
+    The operands are the same in any dtype.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens, hidden, vocab = LOGITS
+    h, w = (
+        (torch.randint(-64, 65, (rows, hidden), generator=generator) / 16).to(like)
+        for rows in (tokens, vocab)
+    )
+    kernel = None
+    if arch is not None and isinstance(primitives.projection, CuteProjection):
+        kernel = logits_kernel(arch_named(arch), str(like.dtype).removeprefix("torch."))
+    if kernel is None:
+        return (h.double() @ w.double().t()).float()
+    out = like.new_empty(tokens, vocab, dtype=torch.float32)
+    launch(kernel, CLUSTERS, out, h, w)
+    return out
 
 
 def _write_defined(

@@ -165,7 +165,7 @@ class TuningTarget(abc.ABC):
         """Return the kernels that verifying and timing a candidate on `problem` launches."""
         every = kernel_set(self.arch, problem.dtype, self.configs(problem, candidate))
         more = sampled_outputs.kernels(self.arch, every)
-        more += divergence_kernels(self.arch.name, problem.dtype)
+        more += divergence_kernels(self.arch, problem.dtype)
         return list(dict.fromkeys([*every.all(), *more]))
 
     def tiles(self, problem: Problem, candidate: Candidate) -> PortableTiles:
