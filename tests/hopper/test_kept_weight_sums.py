@@ -24,11 +24,8 @@ LOW = GemmConfig(64, 128, cluster=1, stages=2, pingpong=True)
 TALL = GemmConfig(128, 128, cluster=2, stages=3, pingpong=True)
 WIDE = GemmConfig(64, 256, cluster=2, stages=3, pingpong=True)
 DEEP = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
-FLOAT32 = (LOW, 16), (WIDE, 16), (GRAD_KEPT, 16)
-KERNELS = (
-    *((LOW, 8), (TALL, 8), (DEEP, 8), (GRAD_KEPT, 8), (LOW, 4), (WIDE, 4), (GRAD_KEPT, 4)),
-    *FLOAT32,
-)
+ROUNDED = ((LOW, 8), (TALL, 8), (DEEP, 8), (GRAD_KEPT, 8), (LOW, 4), (WIDE, 4), (GRAD_KEPT, 4))
+KERNELS = (*ROUNDED, (LOW, 16), (GRAD_KEPT, 16))
 """Configurations, and low bits of the sums."""
 RANDOM = (LOW, 0), (GRAD_KEPT, 0)
 """Those of sums that are rounded at random."""
@@ -194,7 +191,7 @@ def test_products_of_no_number(low_bits: int) -> None:
     assert torch.equal(sums.values.isfinite(), want.isfinite())
 
 
-@pytest.mark.parametrize(("config", "low_bits"), KERNELS, ids=str)
+@pytest.mark.parametrize(("config", "low_bits"), ROUNDED, ids=str)
 def test_three_chunks(config: GemmConfig, low_bits: int) -> None:
     """Each addition errs by at most half a unit of the significant bits."""
     generator = torch.Generator().manual_seed(0)
@@ -208,8 +205,7 @@ def test_three_chunks(config: GemmConfig, low_bits: int) -> None:
         allowed += 2.0 ** -(8 + low_bits) * want.abs() + 1e-6 * (e.double().t() @ h.double().abs())
     errors = (sums.values.double() - want).abs()
     assert (errors <= 1.001 * allowed).all()
-    # additions of float32 sums err by no more than the product's own
-    assert low_bits not in LOW_BITS or (errors > 0.1 * allowed).any()
+    assert (errors > 0.1 * allowed).any()
 
 
 @pytest.mark.parametrize(("overwrite", "rank_one"), [(1, False), (0, True)])
@@ -240,8 +236,7 @@ def test_nothing_changes_where_nothing_counts(low_bits: int) -> None:
     assert torch.equal(sums.values.view(torch.int32), before.view(torch.int32))
 
 
-SHIPPED = (GRAD_KEPT, 8), (GRAD_KEPT, 4), (GRAD_KEPT, 0)
-ORDERS = [(*kernel, seed) for seed, kernel in enumerate((*KERNELS, *SHIPPED))]
+ORDERS = [(*kernel, seed) for seed, kernel in enumerate((*KERNELS, (GRAD_KEPT, 0)))]
 
 
 @pytest.mark.parametrize(("config", "low_bits", "seed"), ORDERS, ids=str)
