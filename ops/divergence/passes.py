@@ -57,7 +57,7 @@ class Passes:
     @cached_property
     def row_kernel(self) -> RowKernel | None:
         """What makes whole rows of logits into statistics and factors; None for steps of torch."""
-        return RowKernel.of(self.sides, self.options)
+        return RowKernel.of(self.sides, self.options, self.scales)
 
     @property
     def tokens(self) -> int:
@@ -77,9 +77,11 @@ class Passes:
     def forward(self) -> tuple[Tensor, Factors]:
         """Return the statistics (6, M), and the factors that are kept."""
         plan, sides = self.plan, self.sides
-        stats = sides[STUDENT].h.new_zeros(STATS, self.tokens, dtype=self.dtype)
-        for index in (STUDENT, TEACHER):
-            stats[2 * index] = -torch.inf
+        stats = sides[STUDENT].h.new_empty(STATS, self.tokens, dtype=self.dtype)
+        if not plan.is_one_pass or self.row_kernel is None:
+            stats.zero_()
+            for index in (STUDENT, TEACHER):
+                stats[2 * index] = -torch.inf
         tiles = self._tiles(plan.forward_rows, plan.forward_columns)
         if not plan.is_one_pass:
             for rows, columns in self._places(plan.forward_rows, plan.forward_columns):
@@ -97,7 +99,7 @@ class Passes:
             logits = self._project(memory, rows, slice(0, self.vocab))
             outs = [kept.of(index, rows) for index in (STUDENT, TEACHER)]
             if self.row_kernel is not None:
-                self.row_kernel.run(stats[:, rows], logits, outs, self.scales)
+                self.row_kernel.run(stats[:, rows], logits, outs)
                 continue
             self._add_exps(stats, logits, rows)
             stats[1:SUMS:2, rows].log_()

@@ -23,38 +23,49 @@ class RowKernel:
 
     arch: str
     options: Divergence
+    numbers: Tensor
+    """(4,) the shares of a JSD that the kernel's a and b have, 1 of a KL divergence, and what their
+    factors are multiplied by."""
 
     @staticmethod
-    def of(sides: Sequence[Side], options: Divergence) -> "RowKernel | None":
-        """Return the kernel that serves two sides, None if there is none."""
+    def of(
+        sides: Sequence[Side], options: Divergence, scales: Sequence[Tensor | None]
+    ) -> "RowKernel | None":
+        """Return the kernel that serves two sides, with these scales; None if there is none."""
         if len(sides[STUDENT].w) % ALIGNMENT or any(side.cap is not None for side in sides):
             return None
         device = sides[STUDENT].h.device
         if any(device_unsupported_reason(device, side.h.dtype) for side in sides):
             return None
-        return RowKernel(gpu_of(device).arch.name, options)
+        return RowKernel.with_scales(gpu_of(device).arch.name, options, scales, sides[STUDENT].h)
+
+    @staticmethod
+    def with_scales(
+        arch: str, options: Divergence, scales: Sequence[Tensor | None], like: Tensor
+    ) -> "RowKernel":
+        """Return the kernel whose factors are multiplied by `scales` (), on the device of `like`.
+
+        None is 1.
+        """
+        numbers, order = like.new_ones(4, dtype=torch.float32), _order(options)
+        for place, i in enumerate(order):
+            if options.is_mixture:
+                numbers[place] = options.share(i)
+            if (scale := scales[i]) is not None:
+                numbers[place + len(order)] = scale
+        return RowKernel(arch, options, numbers)
 
     def run(
-        self,
-        stats: Tensor,
-        logits: Sequence[Tensor],
-        outs: Sequence[FactorRows | None],
-        scales: Sequence[Tensor | None],
+        self, stats: Tensor, logits: Sequence[Tensor], outs: Sequence[FactorRows | None]
     ) -> None:
         """Write the statistics (6, R) of logits (R, V) of both sides, and their factors to `outs`.
 
-        Factors are multiplied by `scales` (), None for 1.  Both `outs` have the same rows, and
-        windows of a power of 2 of classes, or one of all.
+        Both `outs` have the same rows, and windows of a power of 2 of classes, or one of all.
         """
-        a = STUDENT if self.options.is_mixture else self.options.first
-        b = STUDENT + TEACHER - a
+        a, b = _order(self.options)
         memory = [None if x is None else x.memory for x in outs]
         names = [None if x is None else str(x.dtype).removeprefix("torch.") for x in memory]
         spec = divergence_rows(self.arch, self.options.is_mixture, names[a], names[b])
-        one = stats.new_ones(())
-        shares = (self.options.share(i) if self.options.is_mixture else 1.0 for i in (a, b))
-        numbers = [stats.new_full((), share) for share in shares]
-        numbers += [one if (scale := scales[i]) is None else scale for i in (a, b)]
         exchange = stats.new_empty(stats.shape[1] * spec.EXCHANGE)
         operands = logits[a], logits[b], memory[a], memory[b], stats, exchange
         vocab, pitches = logits[0].shape[1], [0 if x is None else x.pitch for x in outs]
@@ -62,4 +73,10 @@ class RowKernel:
         first, columns = (0, vocab) if given is None else (given.first, given.columns)
         shift = 31 if columns >= vocab else columns.bit_length() - 1
         places = first, columns, shift, pitches[a], pitches[b]
-        compiled(spec)(*operands, torch.stack(numbers), a, *places)
+        compiled(spec)(*operands, self.numbers, a, *places)
+
+
+def _order(options: Divergence) -> tuple[int, int]:
+    """Return the sides that the kernel has as a and b."""
+    a = STUDENT if options.is_mixture else options.first
+    return a, STUDENT + TEACHER - a

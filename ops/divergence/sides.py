@@ -11,6 +11,7 @@ from cutefce.ops.planning.divergence.planner import rounds_scaled
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.primitives.portable_projection import dense
 from cutefce.ops.primitives.weighted_sum import weighted_sum
+from cutefce.ops.rows.blocks import row_blocks
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import sum_dtype
 
@@ -170,8 +171,12 @@ class SideGradients:
         h, dbias, self.scaled = self.side.h, self.dbias, None
         dx = h.new_empty(0, h.shape[1])
         if self.dx is not None:
-            dx = shard.finish_dx(self.dx.mul_(self.common), h.dtype)
-            self.dx = None
+            sums, self.dx = shard.reduce_dx(self.dx), None
+            rows = sums if sums.dtype == h.dtype else h.new_empty(sums.shape)
+            for part in row_blocks(sums):
+                torch.mul(sums[part], self.common, out=rows[part])
+            del sums
+            dx = shard.gather_dx(rows, len(h))
             if order is not None:
                 dx = dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, order, dx)
         if dbias is None:

@@ -212,11 +212,11 @@ def test_a_step_launches_it(
         return functools.partial(run, dataclasses.replace(kernel, threads=64, held=1))
 
     monkeypatch.setattr(row_kernel, "compiled", emulated)
-    monkeypatch.setattr(
-        row_kernel.RowKernel,
-        "of",
-        staticmethod(lambda _, given: row_kernel.RowKernel("sm_90a", given)),
-    )
+
+    def of(sides: Any, given: Any, scales: Any) -> row_kernel.RowKernel:
+        return row_kernel.RowKernel.with_scales("sm_90a", given, scales, sides[0].h)
+
+    monkeypatch.setattr(row_kernel.RowKernel, "of", staticmethod(of))
     with planned(plan):
         got = ours(case, **options)
     assert any(kernel.factors_a or kernel.factors_b for kernel in launched)

@@ -50,7 +50,7 @@ def divergence_outputs(
         else:
             stats, scale = logits[0].new_empty(6, ROWS), logits[0].new_full((), SCALE)
             outs = [None if x is None else FactorRows.of(x) for x in factors]
-            RowKernel(arch, options).run(stats, logits, outs, [scale, scale])
+            RowKernel.with_scales(arch, options, [scale, scale], scale).run(stats, logits, outs)
             values = options.values(stats)
         name = f" of the {form} of rows, {wanted}"
         results[f"divergence{name}"] = values
