@@ -65,6 +65,13 @@ class TargetCsr:
         compiled(spec)(*operands, targets.options.ignore_index, rows[1])
         return TargetCsr(order, offsets, in_order, h)
 
+    @staticmethod
+    def empty(h: Tensor, targets: Targets) -> "TargetCsr":
+        """Return the tokens of no target."""
+        index, unread = targets.index, h.new_empty(targets.index.shape, dtype=torch.float32)
+        offsets = index.new_zeros(targets.vocab + 1, dtype=torch.int32)
+        return TargetCsr(index, offsets, unread, h)
+
     def pack(self, first: int, rows: int) -> tuple[Tensor, ...]:
         """Return the kernels' arguments for `rows` rows of dW from `first` on."""
         offsets = row_range(self.offsets, first, first + rows + 1)
@@ -135,6 +142,9 @@ class CuteGradients(RowwiseSteps):
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetCsr:
         return TargetCsr.of(self.grad_weight.sort_targets, h, coefficient, targets)
+
+    def no_target_grad(self, h: Tensor, targets: Targets) -> TargetCsr:
+        return TargetCsr.empty(h, targets)
 
     def finish_dw(
         self,

@@ -134,6 +134,10 @@ class Gradients(Protocol[TargetGradT]):
         """Return Σ_{i: y_i = v} c_i h_i for all v; `coefficient` is c (N,)."""
         ...
 
+    def no_target_grad(self, h: Tensor, targets: Targets) -> TargetGradT:
+        """Return what `target_grad` returns for coefficients of 0."""
+        ...
+
     def finish_dw(
         self,
         out: Tensor,

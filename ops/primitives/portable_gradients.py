@@ -151,6 +151,10 @@ class PortableGradients:
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetRows:
         return TargetRows(h, targets.safe_index, coefficient, targets.vocab)
 
+    def no_target_grad(self, h: Tensor, targets: Targets) -> TargetRows:
+        none = h.new_empty(0, dtype=sum_dtype(h.dtype))
+        return TargetRows(h[:0], targets.index[:0], none, targets.vocab)
+
     def finish_dw(
         self,
         out: Tensor,

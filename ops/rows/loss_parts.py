@@ -27,9 +27,11 @@ class LossParts(NamedTuple):
     """The other classes of tokens with several targets, of which the target is the lead."""
     dense: DenseTargets | None = None
     """The probabilities of all classes, of which the target is the lead."""
+    scale: Tensor | None = None
+    """() the factor of each loss in the reduced loss, once it is computed."""
 
     def rows(self, rows: slice | Tensor) -> "LossParts":
-        """Return those of some of the tokens."""
+        """Return those of some of the tokens, whose losses are not reduced."""
         return LossParts(
             None if self.terms is None else self.terms.rows(rows),
             None if self.soft is None else self.soft.rows(rows),

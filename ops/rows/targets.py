@@ -140,12 +140,18 @@ class Targets:
         return self.options.scales_rows or self.tensors.scales_rows
 
     def loss_scale(self, dtype: torch.dtype) -> Tensor:
-        """Return () the factor of each active token's loss in the reduced loss."""
+        """Return () the factor of each active token's loss in the reduced loss, of `dtype`."""
+        if self.parts.scale is None:
+            self.parts = self.parts._replace(scale=self._loss_scale(dtype))
+        assert self.parts.scale is not None
+        return self.parts.scale
+
+    def _loss_scale(self, dtype: torch.dtype) -> Tensor:
         denominator = self.tensors.denominator
         if self.divides_by_count:
             weight = None if self.terms is None else self.terms.weight
             if weight is None:
-                return self.active.sum().clamp(min=1).to(dtype).reciprocal()
+                return self.active.sum(dtype=dtype).clamp_(min=1).reciprocal_()
             total = torch.where(self.active, weight, 0).sum()
             return torch.where(self.active.any(), total.to(dtype).reciprocal(), 0)
         if denominator is not None:
@@ -207,14 +213,6 @@ class Targets:
     def owned(self) -> Tensor:
         """(N,) bool: the token is active, and its target is a row of this weight."""
         return self.active & (self.safe_index == self.index)
-
-    def ignored(self) -> "Targets":
-        """Return the same where every token is ignored."""
-        targets = copy.copy(self)
-        for name in ("active", "safe_index"):
-            vars(targets).pop(name, None)
-        targets.index = torch.full_like(self.index, self.options.ignore_index)
-        return targets
 
     def per_token(self, rows: slice | Tensor) -> "Targets":
         """Return the targets of some tokens, whose losses are not reduced.

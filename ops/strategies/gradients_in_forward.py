@@ -104,12 +104,12 @@ def gradients_in_forward(
             if dw.factor is not None:
                 coefficients = coefficients.times(dw.factor)
             scale: Tensor | None = coefficients.scale
-            terms = coefficients.target, part.targets
             if soft is not None and soft.scales_exps:
                 for first, exps in columns:
                     soft.scale(exps, first, coefficients.scale, coefficients.target)
-                scale, terms = None, (torch.zeros_like(coefficients.target), terms[1].ignored())
-            target_grad = gradients.target_grad(own_h, *terms)
+                scale, target_grad = None, gradients.no_target_grad(own_h, part.targets)
+            else:
+                target_grad = gradients.target_grad(own_h, coefficients.target, part.targets)
             own_row = windows.every_row(part, coefficients.every)
             if own_row is not None:
                 row = own_row if row is None else replace(own_row, row=row.row + own_row.row)

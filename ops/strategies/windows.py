@@ -191,13 +191,13 @@ def backward(
         dx = HiddenGradient.empty(inputs, scaling.target.dtype, hidden_bits)
     weight = None
     if dw is not None:
-        terms = scaling.target, targets
         if soft is not None and soft.scales_exps:
-            terms = torch.zeros_like(scaling.target), targets.ignored()
-        target_grad = gradients.target_grad(h, *terms)
+            target_grad = gradients.no_target_grad(h, targets)
+        else:
+            target_grad = gradients.target_grad(h, scaling.target, targets)
         operands = target_grad, scaling.grad_scale, every, targets.selection
         weight = WeightGradient(gradients, dw, *operands, as_sums, adds)
-        del operands, target_grad, terms
+        del operands, target_grad
     for phase in phases:
         if phase is not phases[0] and dx is not None and scaling.relative is not None:
             dx.scale_rows(gradients, scaling.relative)

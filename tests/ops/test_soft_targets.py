@@ -12,9 +12,13 @@ from torch import Tensor
 import cutefce
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops import torch_compat
+from cutefce.ops.interface import call
 from cutefce.ops.interface.options import TensorOptions
+from cutefce.ops.operators import operands
 from cutefce.ops.planning.planner import Plan
-from tests.support.kernel_models import serve_calls
+from tests.support.kernel_models import model_of, serve_calls
+from tests.support.modes import Seen, launches, unseen
 from tests.support.options import (
     OptionsCase,
     assert_results_as_accurate,
@@ -239,6 +243,26 @@ def test_every_plan_on_the_kernels(
             again = x.ours(reduction=reduction)
         for a, b in zip(again, got, strict=True):
             assert torch.equal(a, b), "what ignored rows hold does not matter"
+
+
+def test_a_step_on_the_kernels_launches_little_beside_them(
+    monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
+) -> None:
+    """Each operator of torch is a launch, and a gap of a few microseconds."""
+    pytest.importorskip("cutlass")
+    x = soft_case([], 7, 150, 64, 333, dtype=torch.bfloat16)
+    models = lambda kernel: unseen(model_of(kernel))  # noqa: E731
+    serve_calls(monkeypatch, ARCHS[0], small_tiles, selects=True, replacement=models)
+    monkeypatch.setattr(call, "chosen_leads", unseen(call.chosen_leads))  # a kernel
+    monkeypatch.setattr(operands, "check_soft_values", lambda *_: None)  # of a CPU
+    monkeypatch.setattr(torch_compat, "has_dispatch_mode", lambda: False)
+    with Seen() as seen:
+        loss = loss_of(x, x.leaves, workspace="max")
+        forward = len(seen.operators)
+        loss.backward()
+    names = launches(seen.operators[:forward]), launches(seen.operators[forward:])
+    # with four and three that find a wrong target on a CPU
+    assert len(names[0]) <= 24 + 4 and len(names[1]) <= 36 + 3, names
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: str(arch.name))

@@ -100,7 +100,7 @@ class SoftTargets:
     def bounded(self, a: Tensor | float) -> Tensor:
         """Return derivatives a (N,) by the log-sum-exps, moved away from 0."""
         a = torch.as_tensor(a, dtype=self.least.dtype, device=self.least.device)
-        return torch.where(a.abs() < self.least, self.least.copysign(a), a)
+        return a.abs().clamp_(min=self.least).copysign_(a)
 
     def entries(
         self, stats: "RowStats", a: Tensor, logits: LogitMap | None, *, of_exps: bool
@@ -143,7 +143,7 @@ class SoftTargets:
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
         """Return the excess (N,) of this rank's logits (N, K) over those of the leads (N,)."""
-        distance = torch.where(self.coefficient == 0, 0, logits - lead[:, None])
+        distance = (logits - lead[:, None]).masked_fill_(self.coefficient == 0, 0)
         return (self.coefficient * distance).sum(1)
 
 
