@@ -158,7 +158,7 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     buffer, factor, written = inputs.accumulate_into, targets.tensors.grad_output, sums
     if plan.adds_in_forward and buffer is not None and factor is not None:
         written = sums._replace(dw=WeightSums.in_buffer(buffer, factor))
-    stats = gradients_in_forward(inputs, loss_scale, plan.kept, chunks, *written)
+    stats = gradients_in_forward(inputs, loss_scale, plan.window, plan.kept, chunks, *written)
     results = Kept(plan, h.new_empty(0, 0), sums=sums, class_row=row)
     returned = returned_rows if targets.options.reduction == OUTPUTS else reduce_losses
     return returned(stats, targets), stats, results

@@ -15,7 +15,8 @@ class Plan:
     strategy: str
     """"windows", "gradients_in_forward" or "sampled"."""
     window: int
-    """Vocabulary columns of a window; windows that use dW's memory have half as many or more."""
+    """Vocabulary columns of a window; windows that use dW's memory have half as many or more, the
+    last one of a chunk up to `kept`."""
     aliased: int
     """Columns whose exponentials use dW's memory until the backward: the first ones, whole
     reference blocks."""
@@ -95,9 +96,10 @@ class Plan:
         vocab = max(self.vocab, 1)
         kept, aliased = min(self.kept / vocab, 1), self.aliased / vocab
         size = f"{kept:.0%} kept" + f", {aliased:.0%} in the memory of dW" * (aliased > 0)
-        columns = self.window
+        columns = str(self.window)
         if self.in_forward:
-            size, columns = f"chunks of {self.chunk} tokens", min(self.kept, vocab)
+            size = f"chunks of {self.chunk} tokens"
+            columns = f"up to {self.kept}" if self.has_windows else str(vocab)
             if self.shrinking:
                 size += f" to {self.shrinking.sizes[-1]} in the memory of dX"
             if self.adds_in_forward:

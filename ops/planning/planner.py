@@ -87,8 +87,8 @@ def replan_for_shard(
     if plan.is_sampled:
         return _sampled_plan(p, configs[0])
     if plan.in_forward:
-        columns = plan.kept if plan.has_windows else None
-        return chunked_plan(p, configs[0], plan.chunks(p.tokens), columns)
+        widths = (plan.window, plan.kept) if plan.has_windows else None
+        return chunked_plan(p, configs[0], plan.chunks(p.tokens), widths)
     return _choose(_windows(p, configs, scalar_upstream and not scales_rows), budget)
 
 

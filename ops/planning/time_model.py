@@ -15,11 +15,16 @@ With N tokens, D hidden, V vocab, K columns kept, L aliased (`dw_aliasing`) and 
                            entry, which kernels find in the L2 cache in part; on a GPU without
                            kernels, that of windows that keep nothing
 
-On a GPU, the tiles of dX may leave SMs idle in their last wave.
+On a GPU, the tiles of dX may leave SMs idle in their last wave; and those of exponentials, which
+count where gradients in forward are of dX alone, in that of each window.
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from math import gcd
 
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.schedule.order import (
@@ -35,6 +40,7 @@ from cutefce.ops.planning.call_problem import (
     soft_targets,
 )
 from cutefce.ops.planning.chunks.sizes import Chunks
+from cutefce.ops.planning.chunks.windows import split_columns
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.sample_sizes import estimate_count
 from cutefce.ops.planning.step_memory import adds_by_kernel, keeps_weight_sums, kept_low_bits
@@ -44,10 +50,10 @@ DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4
 GEMMs of few columns or rows leave SMs idle at their start and end.  The tuned GEMMs of 256 and 512
 tokens take 35 to 50 µs longer than their share of those of 8192, last waves included; a chunk has
 two, and launches."""
-DX_CHUNK_SECONDS, DX_WINDOW_SECONDS, SPLIT_SECONDS = 4e-5, 2.5e-5, 2e-5
+DX_CHUNK_SECONDS, DX_WINDOW_SECONDS, SPLIT_SECONDS = 4e-5, 2.5e-5, 1e-5
 """Of a chunk where kernels form dX alone; of a window in it: two launches, and two more that exit
-at once; and of splitting the last tiles of its dX.  Fitted to whole steps of 12 plans at two
-heads."""
+at once; and of splitting the last tiles of its dX.  With what waves of their own tiles leave idle,
+whole steps of six plans at two heads take within 1 % of that."""
 BESIDE_SECONDS = 8e-5
 """Of a chunk whose exponentials lie in two places: three more launches with last waves, and one
 more addition to its sums of dX."""
@@ -108,9 +114,14 @@ def layout_seconds(p: Problem, rows: int, windows: int, recomputed: int) -> floa
     return products + sums + windows * SELECTED_WINDOW_SECONDS
 
 
-def chunked_seconds(p: Problem, chunks: Chunks, stored: int) -> float:
-    """Return that of gradients in forward: a chunk's `stored` columns at a time."""
-    count, windows = len(chunks.sizes), ceil_div(p.vocab, stored)
+def chunked_seconds(p: Problem, chunks: Chunks, window: int, stored: int) -> float:
+    """Return that of gradients in forward.
+
+    A chunk's exponentials of `window` columns exist at a time, of the last ones up to `stored`;
+    of all columns if `stored` >= V.
+    """
+    parts = list(split_columns(p.vocab, window, stored))
+    count, windows = len(chunks.sizes), len(parts)
     moved = 2 * count * p.vocab * p.hidden * _sum_bytes(p, count) + 2 * p.gradient_bytes
     moved += 3 * _buffer_bytes(p) * (not adds_in_forward(p)) + _scaled_bytes(p)
     moved += 2 * (windows - 1) * p.tokens * p.hidden * p.accumulator_bytes
@@ -119,7 +130,8 @@ def chunked_seconds(p: Problem, chunks: Chunks, stored: int) -> float:
     products = 2 * (1 + p.grad_hidden) * p.tokens * p.hidden * p.vocab / flop_rate
     waits, shares = max(reads / byte_rate - products, 0), Counter(chunks.sizes[:-1] or chunks.sizes)
     idle = sum(
-        _idle_seconds(p, size) * size * number / max(sum(shares.elements()), 1)
+        (_idle_seconds(p, size) + _exps_idle_seconds(p, size, parts))
+        * (size * number / max(sum(shares.elements()), 1))
         for size, number in shares.items()
     )
     beside = sum(size > chunks.own for size in chunks.sizes) * BESIDE_SECONDS
@@ -192,6 +204,37 @@ def _busy_part(p: Problem, rows: int, tile: int = TILE) -> tuple[float, int]:
         splits = choose_k_splits(tiles, CLUSTERS, MAX_K_SPLITS * MIN_K_TILES_PER_SPLIT)
     waves = num_waves(tiles, CLUSTERS, splits)
     return rows * p.hidden / (CLUSTERS * TILE * tile * waves), splits
+
+
+def whole_waves(p: Problem, rows: int) -> int:
+    """Return the fewest columns whose tiles of exponentials, of `rows` tokens, fill whole waves.
+
+    Every cluster then computes as many tiles as any other.
+    """
+    config, clusters = _exps_tiles(p)
+    return config.columns * (clusters // gcd(clusters, ceil_div(rows, config.rows)))
+
+
+def _exps_idle_seconds(p: Problem, rows: int, windows: Sequence[tuple[int, int]]) -> float:
+    """Return the time for which SMs wait in the last waves of exponentials, window by window.
+
+    `rows` tokens are computed at a time.  Only where kernels form dX alone do chunks have windows.
+    """
+    if p.arch is None or p.grad_weight or not rows:
+        return 0
+    config, clusters = _exps_tiles(p)
+    blocks = ceil_div(rows, config.rows)
+    idle = sum(
+        -blocks * ceil_div(last - first, config.columns) % clusters for first, last in windows
+    )
+    tile_seconds = 2 * config.rows * config.columns * p.hidden / rates(p)[0]
+    return idle * tile_seconds * p.tokens / rows
+
+
+def _exps_tiles(p: Problem) -> tuple[GemmConfig, int]:
+    """Return the default tiles of exponentials, and the clusters that compute them."""
+    config = arch_named(p.arch or "").default(p.tokens)
+    return config, 2 * CLUSTERS // config.cluster
 
 
 def _seconds(p: Problem, columns: float, moved_bytes: float) -> float:

@@ -91,10 +91,10 @@ class Projection(Protocol[PartialT]):
     ) -> PartialT:
         """Return the row sums of e over the columns of `window`, [first, last).
 
-        `first` is a multiple of the reference block.  `exps` (N, K), if given, receives e over the
-        first K columns, K being whole reference blocks; columns beyond the vocabulary are
-        undefined.  Where logits are far above `reference` (N,), sums and `exps` may be relative to
-        another reference, which the result tells `repair_stored_exps`.
+        `exps` (N, K), if given, receives e over the first K columns; those beyond the vocabulary
+        are undefined.  The portable path needs a `first` and a K of whole reference blocks.  Where
+        logits are far above `reference` (N,), sums and `exps` may be relative to another reference,
+        which the result tells `repair_stored_exps`.
         """
         ...
 

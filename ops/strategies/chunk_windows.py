@@ -12,6 +12,7 @@ from typing import Any, Generic, cast
 
 from torch import Tensor
 
+from cutefce.ops.planning.chunks.windows import split_columns
 from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
 from cutefce.ops.primitives.interface import PartialT, Projection, WrappedProjection
 from cutefce.ops.rows.statistics import RowStats
@@ -71,14 +72,17 @@ class SummingProjection(WrappedProjection[PartialT], Generic[PartialT, TargetGra
 
 
 def summing(
-    part: LossInputs[PartialT, TargetGradT], exps: Tensor, sums: Tensor
+    part: LossInputs[PartialT, TargetGradT], exps: Tensor, width: int, sums: Tensor
 ) -> tuple[LossInputs[PartialT, TargetGradT], StoredExps]:
     """Return what `windows.forward` takes to write a chunk's Σ_v e_iv w_v to `sums` (N, D).
 
-    The exponentials of one window exist at a time, in `exps` (N, K).
+    The exponentials of one window exist at a time, in `exps` (N, K): of `width` columns, or of up
+    to K in the last one.
     """
     primitives = part.primitives
     projection = SummingProjection(primitives.projection, primitives.gradients, sums)
     primitives = replace(primitives, projection=cast(Projection[PartialT], projection))
-    stored = [(first, exps) for first in range(0, part.w.shape[0], exps.shape[1])]
+    vocab = part.w.shape[0]
+    windows = split_columns(vocab, width, exps.shape[1])
+    stored = [(first, exps if last == vocab else exps[:, :width]) for first, last in windows]
     return replace(part, primitives=primitives), stored

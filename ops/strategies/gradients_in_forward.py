@@ -29,6 +29,7 @@ from cutefce.ops.strategies.weight_sums import WeightSums
 def gradients_in_forward(
     inputs: LossInputs[PartialT, TargetGradT],
     loss_scale: Tensor,
+    window: int,
     stored: int,
     chunks: Chunks,
     dx: HiddenSums,
@@ -39,8 +40,8 @@ def gradients_in_forward(
 
     The latter are those for the upstream gradient `loss_scale` () of each token's loss; with
     `dw.factor`, dW times that is added.  What has no rows, or `dbias` (V,) if None, is not
-    computed.  The exponentials of one of the `chunks` exist at a time: of all columns if
-    `stored` >= V, else of `stored` columns, for dX alone.
+    computed.  The exponentials of one of the `chunks` exist at a time, in memory for `stored`
+    columns of it: of all columns if `stored` >= V, else of `window` columns, for dX alone.
     """
     primitives, h, w, targets = inputs.primitives, inputs.h, inputs.w, inputs.targets
     gradients, (tokens, vocab) = primitives.gradients, (inputs.tokens, w.shape[0])
@@ -64,7 +65,7 @@ def gradients_in_forward(
         selection, coefficients = part.targets.selection, None
         if stored < vocab:
             sums = dx.room(rows, loss_scale.dtype)
-            summed = summing(part, columns[0][1], sums)
+            summed = summing(part, columns[0][1], window, sums)
             _, part_stats = windows.forward(*summed, target_logit[rows])
         else:
             _, part_stats = windows.forward(part, columns, target_logit[rows])

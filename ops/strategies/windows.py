@@ -79,8 +79,8 @@ def forward(
 ) -> tuple[Tensor, RowStats]:
     """Return the reduced loss, () or (N,), and the statistics of every token.
 
-    `stored` receives the exponentials of its columns; they begin with column 0, are consecutive and
-    whole reference blocks.  The last ones may be beyond V; those columns are undefined.
+    `stored` receives the exponentials of its columns; they begin with column 0 and are consecutive.
+    The last ones may be beyond V; those columns are undefined.
     `target_logit` (N,) is computed if it is not given.
     """
     projection, h, w, targets = inputs.primitives.projection, inputs.h, inputs.w, inputs.targets

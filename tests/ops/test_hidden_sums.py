@@ -218,18 +218,23 @@ def test_entropys_gradient_has_no_chunks() -> None:
 # windows inside chunks
 
 
-def chunked(chunk: int, columns: int) -> Plan:
-    return Plan("gradients_in_forward", columns, 0, columns, chunk, True, False, vocab=333)
+def chunked(chunk: int, columns: int, widest: int | None = None) -> Plan:
+    sizes = columns, 0, widest or columns, chunk
+    return Plan("gradients_in_forward", *sizes, True, False, vocab=333)
 
 
 @pytest.mark.parametrize("upstream", UPSTREAMS.values(), ids=UPSTREAMS)
-@pytest.mark.parametrize(("chunk", "columns"), [(40, 64), (150, 128), (64, 304)])
+@pytest.mark.parametrize(
+    ("chunk", "widths"),
+    [(40, (64, 64)), (150, (128, 128)), (64, (304, 304)), (64, (72, 80)), (40, (72, 128))],
+    ids=str,
+)
 def test_windows_inside_chunks(
-    chunk: int, columns: int, upstream: Tensor | None, on_kernels: None
+    chunk: int, widths: tuple[int, int], upstream: Tensor | None, on_kernels: None
 ) -> None:
     case = random_case(150, 48, 333, dtype=torch.bfloat16)
     upstream = case.upstream if upstream is None else upstream
-    got, exact = gradient(case, upstream, "h", chunked(chunk, columns))
+    got, exact = gradient(case, upstream, "h", chunked(chunk, *widths))
     assert_close(case, got, exact, upstream, "h")
     whole, _ = gradient(case, upstream, "h", chunked(chunk, 336))
     assert relative_error(got, whole) < 2.0**-12
@@ -259,9 +264,10 @@ def test_far_rows_of_windows_are_computed_again(
     case = logits_case(logits.bfloat16(), y)
     _, exact = gradient(case, case.upstream, "h", chunked(16, 64))
     case.h[::5] = torch.nan  # of rows that do not count
-    got, _ = gradient(case, case.upstream, "h", chunked(16, 64))
-    assert not got[::5].any()
-    assert relative_error(got, exact) < 2.0**-8
+    for widths in ((64, 64), (72, 128)):
+        got, _ = gradient(case, case.upstream, "h", chunked(16, *widths))
+        assert not got[::5].any()
+        assert relative_error(got, exact) < 2.0**-8
 
 
 def test_bad_logits_stay_visible_in_their_rows(on_kernels: None) -> None:

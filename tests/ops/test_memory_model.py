@@ -94,13 +94,14 @@ def test_peak_is_predicted_for_every_use(workspace: str, mode: dict[str, Any], d
 
 
 @pytest.mark.parametrize(
-    ("dtype", "trained", "windowed"),
+    ("dtype", "trained", "windows"),
     [
-        (torch.float32, (True, True), False),
-        (torch.bfloat16, (True, True), False),
-        (torch.bfloat16, (True, False), False),
-        (torch.float32, (False, True), False),
-        (torch.bfloat16, (True, False), True),
+        (torch.float32, (True, True), (1, 1)),
+        (torch.bfloat16, (True, True), (1, 1)),
+        (torch.bfloat16, (True, False), (1, 1)),
+        (torch.float32, (False, True), (1, 1)),
+        (torch.bfloat16, (True, False), (3, 1)),
+        (torch.bfloat16, (True, False), (4, 2)),
     ],
     ids=str,
 )
@@ -110,9 +111,10 @@ def test_the_peak_of_chunks_is_predicted(
     chunk: int,
     dtype: torch.dtype,
     trained: tuple[bool, bool],
-    windowed: bool,
+    windows: tuple[int, int],
     device: str,
 ) -> None:
+    """`windows` are how many have equal width, and how many of them have the memory of the last."""
     torch.compiler.reset()
     case = random_case(*shape, dtype=dtype, device=device, ignored=0)
     h, w = (x.requires_grad_(grad) for x, grad in zip((case.h, case.w), trained, strict=True))
@@ -120,11 +122,11 @@ def test_the_peak_of_chunks_is_predicted(
     name = str(dtype).removeprefix("torch.")
     problem = Problem(*shape, name, device, *trained, arch_of(h, w))
     config = widest_window(problem)
-    stored = -(-shape[2] // config.reference_block) * config.reference_block
-    if windowed:
-        stored = config.reference_block * (stored // config.reference_block // 3)
+    (parts, wider), blocks = windows, -(-shape[2] // config.reference_block)
+    width = blocks // parts * config.reference_block
+    stored = wider * width
     chunks = Chunks.even(problem.tokens, chunk)
-    sizes, low_bits = (config.window, 0, stored, chunk), kept_low_bits(problem, len(chunks.sizes))
+    sizes, low_bits = (width, 0, stored, chunk), kept_low_bits(problem, len(chunks.sizes))
     plan = Plan("gradients_in_forward", *sizes, *trained, low_bits=low_bits)
 
     def step() -> None:

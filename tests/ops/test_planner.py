@@ -14,14 +14,17 @@ import torch
 import cutefce
 from cutefce.autotune_cache.defaults import widest_window, window_configs
 from cutefce.autotune_cache.tuning.shapes import NAMED
+from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import ITEM_BYTES, Problem, can_keep
+from cutefce.cute_kernels.schedule.order import choose_vocab_splits, tiles_per_cluster
 from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.planning import planner, time_model
 from cutefce.ops.planning.call_problem import CallProblem
 from cutefce.ops.planning.chunks import plans as chunked_plans
 from cutefce.ops.planning.chunks.sizes import Chunks
+from cutefce.ops.planning.chunks.windows import equal_widths, split_columns
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.planner import (
@@ -188,13 +191,19 @@ def all_chunks(p: Problem, config: PortableTiles) -> Iterator[tuple[int, float]]
     for count in {*range(1, min(most, 8) + 1), most}:
         even = round_up(ceil_div(p.tokens, count), chunked_plans.CHUNK_ALIGNMENT)
         chunks.add(max(min(even, p.tokens), 1))
-    widths = {every}
-    if chunked_plans.forms_dx_alone(p):
+    for chunk in chunks:
+        given, widths = Chunks.even(p.tokens, chunk), {(every, every)}
         parts = range(2, p.vocab // chunked_plans.MIN_CHUNK_WINDOW + 1)
-        widths |= {round_up(ceil_div(p.vocab, n), config.reference_block) for n in parts}
-    for chunk, stored in itertools.product(chunks, widths):
-        given = Chunks.even(p.tokens, chunk)
-        yield chunked_bytes(p, config, stored, given), chunked_seconds(p, given, stored)
+        if chunked_plans.forms_dx_alone(p):
+            unit = time_model.whole_waves(p, given.largest)
+            for number, units in itertools.product(parts, range(-2, 3)):
+                width = (p.vocab // number // unit + units) * unit
+                widest = max(width, p.vocab - (number - 1) * width)
+                if width > 0:
+                    widths.add((width, min(round_up(widest, config.reference_block), every)))
+        for width, stored in widths:
+            seconds = chunked_seconds(p, given, width, stored)
+            yield chunked_bytes(p, config, stored, given), seconds
 
 
 def all_windows(
@@ -304,9 +313,64 @@ def test_chunks_of_a_frozen_head_grow_with_the_budget() -> None:
 def test_windows_inside_chunks_are_printed() -> None:
     chosen = plan(FROZEN_HEADS["Llama"], 280 << 20)
     assert chosen.has_windows
-    assert f"chunks of {chosen.chunk} tokens, {chosen.kept} columns at a time" in str(chosen)
+    text = f"chunks of {chosen.chunk} tokens, up to {chosen.kept} columns at a time"
+    assert text in str(chosen)
     everything = plan(FROZEN_HEADS["Llama"], 3 << 29)
     assert not everything.has_windows and "131072 columns at a time" in str(everything)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_windows_inside_a_chunk_cover_every_column_once(seed: int) -> None:
+    r = random.Random(seed)
+    for _ in range(500):
+        vocab, most, unit = r.randint(1, 300000), r.randint(2, 40), 64 * r.randint(1, 400)
+        width, widest = equal_widths(vocab, most, unit)
+        windows = list(split_columns(vocab, width, round_up(widest, 256)))
+        starts, ends = zip(*windows, strict=True)
+        assert (0, *ends) == (*starts, vocab) and len(windows) <= most
+        assert all(start % unit == 0 for start in starts)
+        assert max(last - first for first, last in windows) <= round_up(widest, 256)
+        for other in range(unit, vocab, unit):  # no other width needs less memory
+            assert max(other, vocab - (most - 1) * other) >= min(widest, vocab)
+
+
+def waves(p: Problem, chosen: Plan) -> int:
+    """Return how many tiles the busiest cluster of an H200 computes in the windows of a chunk."""
+    config, clusters, total = Sm90().default(p.tokens), 66, 0
+    row_blocks = ceil_div(chosen.chunk, config.rows)
+    for first, last in split_columns(p.vocab, chosen.window, chosen.kept):
+        splits = choose_vocab_splits(chosen.chunk, last - first, config, clusters)
+        tiles = ceil_div(last - first, config.columns)
+        given = row_blocks, tiles, splits, config.raster_group, clusters
+        total += max(tiles_per_cluster(*given))
+    return total
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "chunk", "most"), [("Llama", 64, 512, 21), ("Llama", 110, 1024, 42)]
+)
+def test_windows_inside_chunks_end_where_waves_do(
+    name: str, mib: int, chunk: int, most: int
+) -> None:
+    problem = FROZEN_HEADS[name]
+    chosen = plan(problem, mib << 20)
+    assert chosen.chunk == chunk and chosen.has_windows
+    assert waves(problem, chosen) == most
+    replanned = planner.replan_for_shard(chosen, problem, window_configs(problem), 0, True)
+    assert replanned == chosen
+    even = round_up(ceil_div(problem.vocab, problem.vocab // chosen.window), 256)
+    assert waves(problem, dataclasses.replace(chosen, window=even, kept=even)) > most + 2
+
+
+@pytest.mark.parametrize("problem", FROZEN_HEADS.values(), ids=FROZEN_HEADS)
+def test_windows_inside_chunks_take_as_many_waves_as_all_columns(problem: Problem) -> None:
+    """One more at most: clusters compute two tiles or more, even of a narrow last window."""
+    config = Sm90().default(problem.tokens)
+    for mib in range(50, 300, 25):
+        chosen = plan(problem, mib << 20)
+        assert chosen.in_forward and chosen.has_windows
+        tiles = ceil_div(problem.vocab, config.columns) * ceil_div(chosen.chunk, config.rows)
+        assert 0 <= waves(problem, chosen) - ceil_div(tiles, 66) <= 1, (mib, str(chosen))
 
 
 @pytest.mark.parametrize("arch", [None, "sm_100a"])

@@ -217,7 +217,7 @@ def _gradients_in_forward_outputs(
     for suffix, dtype, bits in (*kinds, (", in the dtype of sums", loss_scale.dtype, 8)):
         dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
         dw = WeightSums.empty(torch.empty_like(w, dtype=dtype), loss_scale.dtype, bits, chunks=2)
-        stats = gradients_in_forward(inputs, loss_scale, stored, chunks, dx, dw, None)
+        stats = gradients_in_forward(inputs, loss_scale, stored, stored, chunks, dx, dw, None)
         finished_dx = dx.finish(inputs, stats, loss_scale)
         finished_dw = dw.finish(inputs.primitives.gradients, loss_scale).to(w.dtype)
         name = f" of gradients in the forward{suffix}"

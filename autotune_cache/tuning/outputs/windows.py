@@ -123,9 +123,10 @@ def hidden_of_windows_in_chunks(inputs: Inputs, arch: str | None, block: int) ->
     loss_scale = inputs.targets.loss_scale(sum_dtype(h.dtype))
     dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
     dw = WeightSums.empty(inputs.w[:0], loss_scale.dtype, LOW_BITS[0])
-    window = round_up(ceil_div(vocab, 3), block)
+    window = round_up(ceil_div(vocab, 4), block)
+    columns = window, 2 * window  # the last window is wider
     chunks = Chunks.even(inputs.tokens, chunk)
-    stats = gradients_in_forward(inputs, loss_scale, window, chunks, dx, dw, None)
+    stats = gradients_in_forward(inputs, loss_scale, *columns, chunks, dx, dw, None)
     return dx.finish(inputs, stats, loss_scale, selection)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import WindowConfig
@@ -9,10 +10,11 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.planning.call_problem import adds_in_forward
 from cutefce.ops.planning.chunks.sizes import Chunks, shrinking
+from cutefce.ops.planning.chunks.windows import equal_widths
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.plan import Family, Plan
 from cutefce.ops.planning.step_memory import kept_low_bits, rounds_hidden
-from cutefce.ops.planning.time_model import chunked_seconds
+from cutefce.ops.planning.time_model import chunked_seconds, whole_waves
 
 MIN_CHUNK = 512
 """Tokens of a chunk below which reading the weight and dW's sums, and launches, take too long."""
@@ -33,7 +35,7 @@ def even_chunks(p: Problem, config: WindowConfig) -> Iterator[Family]:
         chunks = Chunks.even(p.tokens, max(1, min(even, p.tokens)))
         yield Family(1, [chunked_plan(p, config, chunks)].__getitem__)
         if forms_dx_alone(p) and p.vocab >= 2 * MIN_CHUNK_WINDOW:
-            yield _windows_in_chunks(p, config, chunks)
+            yield from _windows_in_chunks(p, config, chunks)
         count = min(count + ceil_div(count, 8), max(most, count + 1))
 
 
@@ -57,24 +59,31 @@ def forms_dx_alone(p: Problem) -> bool:
     return alone and p.selects_rows and arch_named(p.arch or "").forms_weight_gradient
 
 
-def _windows_in_chunks(p: Problem, config: WindowConfig, chunks: Chunks) -> Family:
-    """Return plans of 2 windows of about equal width and more in each chunk."""
+def _windows_in_chunks(p: Problem, config: WindowConfig, chunks: Chunks) -> Iterator[Family]:
+    """Yield plans of 2 windows of about equal width and more in each chunk.
 
-    def plan(i: int) -> Plan:
-        even = ceil_div(p.vocab, 2 + i)
-        return chunked_plan(p, config, chunks, round_up(even, config.reference_block))
-
-    return Family(p.vocab // MIN_CHUNK_WINDOW - 1, plan)
+    They are as wide as waves of tiles, or only as reference blocks, which nearly fill waves at some
+    widths.  Each plan is a family, as narrower windows may leave fewer SMs idle.
+    """
+    units = whole_waves(p, chunks.largest), config.reference_block
+    for unit, most in product(units, range(2, p.vocab // MIN_CHUNK_WINDOW + 1)):
+        width, widest = equal_widths(p.vocab, most, unit)
+        widths = width, round_up(widest, config.reference_block)
+        yield Family(1, [chunked_plan(p, config, chunks, widths)].__getitem__)
 
 
 def chunked_plan(
-    p: Problem, config: WindowConfig, chunks: Chunks, columns: int | None = None
+    p: Problem, config: WindowConfig, chunks: Chunks, widths: tuple[int, int] | None = None
 ) -> Plan:
-    """Return the plan of chunks with windows of `columns`, or of all columns at once."""
+    """Return the plan of chunks with all columns at once, or with windows.
+
+    `widths` are the columns of a window, and those that have memory.
+    """
     every = round_up(p.vocab, config.reference_block)
-    stored = every if columns is None else min(columns, every)
-    sizes = config.window if columns is None else stored, 0, stored, chunks.largest
-    seconds = chunked_seconds(p, chunks, stored)
+    window, stored = widths or (config.window, every)
+    stored = min(stored, every)
+    sizes = window, 0, stored, chunks.largest
+    seconds = chunked_seconds(p, chunks, window, stored)
     predicted, strategy = chunked_bytes(p, config, stored, chunks), "gradients_in_forward"
     gradients = p.grad_hidden, p.grad_weight, p.grad_bias
     plan = Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
