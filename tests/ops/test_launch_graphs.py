@@ -1,5 +1,6 @@
 """CUDA graphs of launches that recur: when they are captured, and that they compute the same."""
 
+import gc
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -243,8 +244,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 
 @pytest.fixture(autouse=True)
 def own_steps() -> Iterator[None]:
-    """Let tests share no step, which would know their addresses."""
+    """Let tests share no step, which would know their addresses.
+
+    Garbage of other tests, collected between two steps, would change what the second one finds.
+    """
     process_cache.reset()
+    gc.collect()
     yield
     process_cache.reset()
 
