@@ -24,8 +24,8 @@ class RowKernel:
     arch: str
     options: Divergence
     numbers: Tensor
-    """(4,) the shares of a JSD that the kernel's a and b have, 1 of a KL divergence, and what their
-    factors are multiplied by."""
+    """(4,) the shares of a JSD that the kernel's a and b have, each 1 of a KL divergence, and what
+    the factors of a, and those of b, are multiplied by."""
 
     @staticmethod
     def of(

@@ -15,8 +15,9 @@ class Plan:
     strategy: str
     """"windows", "gradients_in_forward" or "sampled"."""
     window: int
-    """Vocabulary columns of a window; windows that use dW's memory have half as many or more, the
-    last one of a chunk up to `kept`."""
+    """Vocabulary columns of a window.  Windows that use dW's memory have half as many or more.
+    With gradients in forward, the last window of a chunk has up to `kept`; without `has_windows`
+    this number is not used there."""
     aliased: int
     """Columns whose exponentials use dW's memory until the backward: the first ones, whole
     reference blocks."""

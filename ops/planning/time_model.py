@@ -15,8 +15,8 @@ With N tokens, D hidden, V vocab, K columns kept, L aliased (`dw_aliasing`) and 
                            entry, which kernels find in the L2 cache in part; on a GPU without
                            kernels, that of windows that keep nothing
 
-On a GPU, the tiles of dX may leave SMs idle in their last wave; and those of exponentials, which
-count where gradients in forward are of dX alone, in that of each window.
+On a GPU, the tiles of dX may leave SMs idle in their last wave.  So may those of exponentials, in
+the last wave of each window: it counts where chunks have dX alone.
 """
 
 from collections import Counter
@@ -209,7 +209,7 @@ def _busy_part(p: Problem, rows: int, tile: int = TILE) -> tuple[float, int]:
 def whole_waves(p: Problem, rows: int) -> int:
     """Return the fewest columns whose tiles of exponentials, of `rows` tokens, fill whole waves.
 
-    Every cluster then computes as many tiles as any other.
+    Every cluster then computes as many tiles as any other.  Tiles are the default ones, not tuned.
     """
     config, clusters = _exps_tiles(p)
     return config.columns * (clusters // gcd(clusters, ceil_div(rows, config.rows)))

@@ -135,7 +135,10 @@ class Gradients(Protocol[TargetGradT]):
         ...
 
     def no_target_grad(self, h: Tensor, targets: Targets) -> TargetGradT:
-        """Return what `target_grad` returns for coefficients of 0."""
+        """Return what `target_grad` returns for coefficients of 0.
+
+        It is for exponentials that contain the targets' terms.
+        """
         ...
 
     def finish_dw(

@@ -27,8 +27,9 @@ class LossParts(NamedTuple):
     """The other classes of tokens with several targets, of which the target is the lead."""
     dense: DenseTargets | None = None
     """The probabilities of all classes, of which the target is the lead."""
-    scale: Tensor | None = None
-    """() the factor of each loss in the reduced loss, once it is computed."""
+    loss_scale: Tensor | None = None
+    """() the factor of each loss in the reduced loss, once it is computed: kept for the backward of
+    soft targets."""
 
     def rows(self, rows: slice | Tensor) -> "LossParts":
         """Return those of some of the tokens, whose losses are not reduced."""

@@ -141,10 +141,10 @@ class Targets:
 
     def loss_scale(self, dtype: torch.dtype) -> Tensor:
         """Return () the factor of each active token's loss in the reduced loss, of `dtype`."""
-        if self.parts.scale is None:
-            self.parts = self.parts._replace(scale=self._loss_scale(dtype))
-        assert self.parts.scale is not None
-        return self.parts.scale
+        if self.parts.loss_scale is None:
+            self.parts = self.parts._replace(loss_scale=self._loss_scale(dtype))
+        assert self.parts.loss_scale is not None and self.parts.loss_scale.dtype == dtype
+        return self.parts.loss_scale
 
     def _loss_scale(self, dtype: torch.dtype) -> Tensor:
         denominator = self.tensors.denominator

@@ -24,7 +24,7 @@ from cutefce.ops.planning import planner, time_model
 from cutefce.ops.planning.call_problem import CallProblem
 from cutefce.ops.planning.chunks import plans as chunked_plans
 from cutefce.ops.planning.chunks.sizes import Chunks
-from cutefce.ops.planning.chunks.windows import equal_widths, split_columns
+from cutefce.ops.planning.chunks.windows import split_columns, window_widths
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.planner import (
@@ -324,7 +324,7 @@ def test_windows_inside_a_chunk_cover_every_column_once(seed: int) -> None:
     r = random.Random(seed)
     for _ in range(500):
         vocab, most, unit = r.randint(1, 300000), r.randint(2, 40), 64 * r.randint(1, 400)
-        width, widest = equal_widths(vocab, most, unit)
+        width, widest = window_widths(vocab, most, unit)
         windows = list(split_columns(vocab, width, round_up(widest, 256)))
         starts, ends = zip(*windows, strict=True)
         assert (0, *ends) == (*starts, vocab) and len(windows) <= most

@@ -10,7 +10,7 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.planning.call_problem import adds_in_forward
 from cutefce.ops.planning.chunks.sizes import Chunks, shrinking
-from cutefce.ops.planning.chunks.windows import equal_widths
+from cutefce.ops.planning.chunks.windows import window_widths
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.plan import Family, Plan
 from cutefce.ops.planning.step_memory import kept_low_bits, rounds_hidden
@@ -62,14 +62,15 @@ def forms_dx_alone(p: Problem) -> bool:
 def _windows_in_chunks(p: Problem, config: WindowConfig, chunks: Chunks) -> Iterator[Family]:
     """Yield plans of 2 windows of about equal width and more in each chunk.
 
-    They are as wide as waves of tiles, or only as reference blocks, which nearly fill waves at some
-    widths.  Each plan is a family, as narrower windows may leave fewer SMs idle.
+    All but the last are multiples of what fills waves of tiles, or of a reference block, some of
+    which nearly fill waves.  Each plan is a family, as narrower windows may leave fewer SMs idle.
     """
     units = whole_waves(p, chunks.largest), config.reference_block
-    for unit, most in product(units, range(2, p.vocab // MIN_CHUNK_WINDOW + 1)):
-        width, widest = equal_widths(p.vocab, most, unit)
-        widths = width, round_up(widest, config.reference_block)
-        yield Family(1, [chunked_plan(p, config, chunks, widths)].__getitem__)
+    numbers = product(range(2, p.vocab // MIN_CHUNK_WINDOW + 1), units)
+    for width, widest in dict.fromkeys(window_widths(p.vocab, *each) for each in numbers):
+        if widest < p.vocab:
+            widths = width, round_up(widest, config.reference_block)
+            yield Family(1, [chunked_plan(p, config, chunks, widths)].__getitem__)
 
 
 def chunked_plan(

@@ -1,7 +1,7 @@
 """Windows inside a chunk: where they begin and end, and how wide they are.
 
-All but the last have one width, at whose end a wave of tiles ends, or nearly does.  The last one
-has the rest, and may be wider: all tiles together then fill few waves, in any number of windows.
+All but the last have one width, a multiple of a unit.  The last one has the rest, and may be wider.
+With units that fill waves of tiles, windows take as many waves as all columns at once.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,11 @@ def split_columns(vocab: int, width: int, widest: int) -> Iterator[tuple[int, in
     yield start, vocab
 
 
-def equal_widths(vocab: int, most: int, unit: int) -> tuple[int, int]:
-    """Return the width of the windows but the last, a multiple of `unit`, and the largest width.
+def window_widths(vocab: int, most: int, unit: int) -> tuple[int, int]:
+    """Return the width of all windows but the last, a multiple of `unit`, and that of the widest.
 
-    There are at most `most` windows, the widest of which is as narrow as possible.
+    Of at most `most` windows, the widest one is as narrow as possible; its width may be more than
+    `vocab`.
     """
     narrow, wide = vocab // (most * unit) * unit, round_up(ceil_div(vocab, most), unit)
     last = vocab - (most - 1) * narrow

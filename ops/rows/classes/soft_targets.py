@@ -100,7 +100,7 @@ class SoftTargets:
     def bounded(self, a: Tensor | float) -> Tensor:
         """Return derivatives a (N,) by the log-sum-exps, moved away from 0."""
         a = torch.as_tensor(a, dtype=self.least.dtype, device=self.least.device)
-        return a.abs().clamp_(min=self.least).copysign_(a)
+        return torch.maximum(a.abs(), self.least).copysign_(a)
 
     def entries(
         self, stats: "RowStats", a: Tensor, logits: LogitMap | None, *, of_exps: bool
