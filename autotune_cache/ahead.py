@@ -37,6 +37,7 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     configs = KernelConfigs(default, gradient, gradient)
     variants = [kernel_set(arch, arch.dtypes[0], configs, variant) for variant in PREBUILT]
     kernels = [kernel for kernels in (*sets, *variants) for kernel in kernels.all()]
+    kernels += [kernel for kernels in sets for kernel in kernels.with_soft_logits]
     for exact, size in product(sets, SORT_SIZES):
         kernels += sampling_kernels(arch, exact.row_sums, MANY_TOKENS, size)
     for dtype in arch.dtypes:

@@ -239,7 +239,7 @@ class FusedBackward:
                 # one split a tile: there are no sums to keep in registers across tiles
                 tile, clusters = kernel.exps_config.columns, num_sms // kernel.exps_config.cluster
                 numbers = first, (columns + tile - 1) // tile, clusters, stream
-                of_exps = counters, None, None, None, *counted, *numbers
+                of_exps = counters, *(None,) * 4, *counted, *numbers
                 self.exps(rows_of(h, 0, exps.shape[0]), part, *row_vectors, None, exps, *of_exps)
             own, of_dx = vector_part(counters, of_hidden, of_weight - of_hidden), (counted, num_sms)
             self.add_grad_hidden(sums, (exps, transpose(part)), own, (table, i), (*of_dx, stream))

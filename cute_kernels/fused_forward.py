@@ -151,7 +151,7 @@ class FusedForward:
         if cutlass.const_expr(self.spec.stores):
             self.sum_windows(dense, w, row_vectors, sums, semaphores, stored, launch)
         else:
-            of_semaphores, numbers = (semaphores, transform, None, None), (Int32(0), vocab_splits)
+            of_semaphores, numbers = (semaphores, transform, *(None,) * 3), (Int32(0), vocab_splits)
             given = *row_vectors, sums, None, *of_semaphores, count, selects, *numbers
             self.project_exp(dense, w, *given, *launch[1:])
         results = stats, reduced, semaphores, scatter
@@ -189,7 +189,7 @@ class FusedForward:
             counters = vector_part(semaphores, i * pitch, pitch)
             counted = count, Int32(table[i, Window.SELECTS])
             splits = Int32(table[i, ForwardWindow.SPLITS])
-            more = counters, None, None, None, *counted, first, splits, clusters, stream
+            more = counters, *(None,) * 4, *counted, first, splits, clusters, stream
             self.project_exp(rows_of(h, 0, rows), part, *row_vectors, own, exps, *more)
             done += most
 
@@ -210,7 +210,7 @@ class FusedForward:
             part = rows_of(w, first, Int32(table[i, ForwardWindow.STORED]))
             counted = count, Int32(table[i, Window.SELECTS])
             splits = Int32(table[i, ForwardWindow.REPAIR_SPLITS])
-            more = semaphores, None, None, None, *counted, first, splits, clusters, stream
+            more = semaphores, *(None,) * 4, *counted, first, splits, clusters, stream
             states = rows_of(h, 0, exps.shape[0])
             self.repair_exps(states, part, *row_vectors, None, exps, *more)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar
 
+from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.problem import LOW_BITS, WEIGHT_LOW_BITS, can_keep
@@ -134,9 +135,9 @@ class KernelSet:
     @property
     def kept_hidden_kernels(self) -> dict[int, KeptHiddenKernels]:
         """The kernels of dX's kept sums, by their low bits."""
-        few = self.grad_hidden_keep_20, self.scale_kept_rows_20, self.finish_kept_20
-        many = self.grad_hidden_keep_24, self.scale_kept_rows_24, self.finish_kept_24
-        return {4: KeptHiddenKernels(*few), 8: KeptHiddenKernels(*many)}
+        of_20 = self.grad_hidden_keep_20, self.scale_kept_rows_20, self.finish_kept_20
+        of_24 = self.grad_hidden_keep_24, self.scale_kept_rows_24, self.finish_kept_24
+        return {4: KeptHiddenKernels(*of_20), 8: KeptHiddenKernels(*of_24)}
 
     def fused_backward_of(self, selects: bool, hidden_bits: int | None) -> FusedBackwardSpec | None:
         """Return the backward of a plain loss with `hidden_bits` of dX's sums beside 16."""
@@ -153,14 +154,22 @@ class KernelSet:
     def grad_weight_kernels(self) -> GradWeightKernels | None:
         """The kernels of dW, None on architectures without them."""
         final, sort = self.grad_weight, self.sort_targets
-        few, many = self.grad_weight_keep_16, self.grad_weight_keep_32
-        keeps = few, self.grad_weight_keep_20, self.grad_weight_keep_24, many
+        keeps = self.grad_weight_keep_16, self.grad_weight_keep_20, self.grad_weight_keep_24
         finishes = self.finish_kept_weight_20, self.finish_kept_weight_24
         if not (final and sort):
             return None
-        keep = {kernel.low_bits or 0: kernel for kernel in keeps if kernel}
+        every = *keeps, self.grad_weight_keep_32
+        keep = {kernel.low_bits or 0: kernel for kernel in every if kernel}
         finish_kept = {kernel.low_bits: kernel for kernel in finishes if kernel}
         return GradWeightKernels(final, keep, finish_kept, sort)
+
+    @property
+    def with_soft_logits(self) -> list[ProjectExpSpec]:
+        """Those of row sums that also compute logits of soft targets; none without spare warps."""
+        if not arch_named(self.row_sums.arch).has_spare_warps(self.row_sums.config):
+            return []
+        sums = [self.row_sums, *[self.row_sums_and_exps] * can_keep(self.row_sums.dtype)]
+        return [dataclasses.replace(kernel, soft=True) for kernel in sums]
 
     STORED_EXPS_ONLY: ClassVar = (
         "fused_storing_forward",

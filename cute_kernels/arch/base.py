@@ -68,6 +68,10 @@ class Arch(ABC):
         """
         return config
 
+    def has_spare_warps(self, _: GemmConfig) -> bool:
+        """Return whether idle warps of a `project_exp` have registers for other work."""
+        return False
+
     @abstractmethod
     def default_configs(
         self, tokens: int, hidden: int, num_sms: int, model: str = ""

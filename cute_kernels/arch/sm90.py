@@ -102,6 +102,11 @@ class Sm90(Arch):
         # with the six rows of a thread of a tall tile, sampling spills registers
         return _fastest_project_exp((WIDE_CLUSTER2, WIDE), tokens)
 
+    def has_spare_warps(self, config: GemmConfig) -> bool:
+        # more registers of a producer thread, or rows of a consumer thread, would be spilled
+        few_rows = config.tile_m <= WIDE.tile_m and not config.swaps
+        return few_rows and self.registers(config) == (40, 232)
+
     def default_configs(
         self, tokens: int, hidden: int, num_sms: int, model: str = ""
     ) -> KernelConfigs:

@@ -11,7 +11,8 @@ Algorithm 1), so that they are exact for any logits; exps are relative to ρ and
 
 Shapes: h (N, D), w (V, D), reference ρ (N,) float32, target (N,) int64 counted from `first`,
 semaphores int32 as in `workspace.Semaphore`, transform as in `logit_transform.Transform`, whose
-bias (V,) belongs to the rows of w, reductions as in `row_reductions`, samples as in `sampling`.
+bias (V,) belongs to the rows of w, reductions as in `row_reductions`, samples as in `sampling`,
+soft as in `soft_logits`, whose classes are counted as the targets are.
 N, V and D are dynamic; rows of h, w and exps start at multiples of 16 bytes.  With a `RowCount`,
 only the first rows of tokens count: the others have neither sums nor samples, and exps are 0 for
 those of the last row block.
@@ -37,7 +38,7 @@ from cutefce.cute_kernels.common.logit_transform import Transform, transform_arg
 from cutefce.cute_kernels.common.row_reductions import finite
 from cutefce.cute_kernels.common.sampling import Samples, samples_argument
 from cutefce.cute_kernels.schedule.scheduler import RowCount
-from cutefce.cute_kernels.variant import SUM_ONLY
+from cutefce.cute_kernels.soft_targets.soft_logits import SoftClasses, classes_argument
 
 
 class Rows(NamedTuple):
@@ -50,6 +51,7 @@ class Rows(NamedTuple):
     transform: Any
     reductions: Any
     samples: Any
+    soft: Any
     first: Int32
     """Vocabulary entry of the first column: targets are counted from it."""
 
@@ -62,14 +64,15 @@ class ProjectExp:
         self,
         h: cute.Tensor,
         w: cute.Tensor,
-        reference: cute.Tensor,
-        target: cute.Tensor,
+        reference: cute.Tensor | None,
+        target: cute.Tensor | None,
         sums: cute.Tensor | None,
         exps: cute.Tensor | None,
         semaphores: cute.Tensor,
         transform: Transform | None,
         reductions: cute.Tensor | None,
         samples: Samples | None,
+        soft: SoftClasses | None,
         count: cute.Tensor,
         selects: Int32,
         first: Int32,
@@ -81,7 +84,8 @@ class ProjectExp:
 
         Each parameter is one argument that the host passes by position.
         """
-        rows = Rows(reference, target, sums, semaphores, transform, reductions, samples, first)
+        vectors, more = (reference, target, sums, semaphores), (reductions, samples, soft)
+        rows = Rows(*vectors, transform, *more, first)
         tiles = RowCount(count, selects), vocab_splits
         self.launch((h, w, exps), rows, tiles, clusters, stream)
 
@@ -98,14 +102,15 @@ def project_exp_arguments(kernel: spec.ProjectExpSpec) -> tuple[Any, ...]:
     return (
         matrix(dtype, tokens, hidden),
         matrix(dtype, vocab, hidden),
-        vector(Float32, tokens),
-        vector(Int64, tokens),
+        None if kernel.logits else vector(Float32, tokens),
+        None if kernel.logits else vector(Int64, tokens),
         matrix(Float32, tokens, partials, aligned=False) if kernel.sums else None,
-        matrix(dtype, tokens, columns) if kernel.store else None,
+        matrix(Float32 if kernel.logits else dtype, tokens, columns) if kernel.store else None,
         vector(Int32, cute.sym_int()),
         transform_argument(kernel.transform, tokens, vocab),
         reductions_argument(kernel, tokens, partials),
         samples_argument(kernel, tokens),
+        classes_argument(tokens) if kernel.soft else None,
         vector(Int32, cute.sym_int()),
         Int32(0),
         Int32(0),
@@ -117,10 +122,11 @@ def project_exp_arguments(kernel: spec.ProjectExpSpec) -> tuple[Any, ...]:
 
 def reductions_argument(kernel: spec.ProjectExpSpec, tokens: Any, partials: Any) -> Any:
     """Return the output of row reductions to compile a kernel for, None without them."""
-    if kernel.reductions == SUM_ONLY:
+    planes = 1 if kernel.logits and kernel.sums else kernel.reductions.planes
+    if not planes:
         return None
     assert kernel.sums
-    shape = kernel.reductions.planes, tokens, partials
+    shape = planes, tokens, partials
     return make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0))
 
 

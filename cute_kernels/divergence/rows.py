@@ -5,6 +5,9 @@ many as fit in registers and shared memory; the others are read again, from L2. 
 all it holds at once, while the SM's others compute.  Blocks exchange their sums in global memory,
 and all add them in the same order.  Of a JSD whose second side gets no factors, log a - log m takes
 the place of b's logits that are held, as it is needed twice.
+
+The GEMMs of logits may have summed their exponentials already.  Then a divergence needs one pass,
+and so do factors that do not depend on it, those of b of a KL: nothing is held for these.
 """
 
 from typing import Any, NamedTuple
@@ -18,16 +21,21 @@ from cutlass.memory import SmemAllocator
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import (
     DTYPES,
-    LN_2,
-    LOG2_E,
     USE_PDL,
     current_stream,
-    exp2,
     matrix,
     pdl_wait,
     vector,
 )
 from cutefce.cute_kernels.common.row_vectors import row_vectors
+from cutefce.cute_kernels.divergence.log_sum_exps import (
+    LOWEST,
+    add_exps,
+    given_lse,
+    merged,
+    natural,
+    sums_argument,
+)
 from cutefce.cute_kernels.divergence.terms import (
     kl_term,
     mixture_log,
@@ -36,10 +44,10 @@ from cutefce.cute_kernels.divergence.terms import (
     weighted,
 )
 
-LOWEST = -3.0e38
-"""Below all logits but -inf, in units of ln 2."""
 VECTOR = 4
 """Logits that a thread loads at once."""
+BATCH = 4
+"""Vectors of each side that a thread loads together where none are held."""
 STATS = 6
 """Top and rest of the log-sum-exps of the student and of the teacher, and both divergences."""
 
@@ -53,9 +61,10 @@ def compile_signature(kernel: spec.DivergenceRowsSpec) -> tuple[Any, tuple[Any, 
         for dtype in (kernel.factors_a, kernel.factors_b)
     ]
     exchange = vector(Float32, cute.sym_int(), aligned=True)
+    sums = [sums_argument(rows) if kernel.sums_given else None for _ in range(2)]
     more = matrix(Float32, STATS, rows, aligned=False), exchange, vector(Float32, 4), Int32(0)
     places = (Int32(0),) * 5
-    return DivergenceRows(kernel), (*logits, *outs, *more, *places, current_stream())
+    return DivergenceRows(kernel), (*logits, *sums, *outs, *more, *places, current_stream())
 
 
 class Places(NamedTuple):
@@ -85,6 +94,8 @@ class DivergenceRows:
         self,
         a: cute.Tensor,
         b: cute.Tensor,
+        sums_a: cute.Tensor | None,
+        sums_b: cute.Tensor | None,
         out_a: cute.Tensor | None,
         out_b: cute.Tensor | None,
         stats: cute.Tensor,
@@ -101,13 +112,15 @@ class DivergenceRows:
         """Write the statistics (6, R) of the logits a and b (R, V), and factors to `out`.
 
         `side` is 0 where a is the student's, 1 where it is the teacher's.  The divergence is KL(a
-        || b), or both sides' from their mixture.  `exchange` is memory of `spec.EXCHANGE` numbers
-        for each row; `numbers` are what the factors of a and b have as shares of a JSD, 1 for a KL
-        divergence, and as scales.  The places of the factors are those of `Places`.  Each parameter
-        is one argument that the host passes by position.
+        || b), or both sides' from their mixture.  `sums` (2, R, P) are those of `given_lse`.
+        `exchange` is memory of `spec.EXCHANGE` numbers for each row; `numbers` are what the factors
+        of a and b have as shares of a JSD, 1 for a KL divergence, and as scales.  The places of the
+        factors are those of `Places`.  Each parameter is one argument that the host passes by
+        position.
         """
         places = Places(first, a.shape[1], columns, shift, (pitch_a, pitch_b))
-        self.kernel(a, b, (out_a, out_b, places), stats, exchange, numbers, side).launch(
+        logits, outs = (a, b, sums_a, sums_b), (out_a, out_b, places)
+        self.kernel(logits, outs, stats, exchange, numbers, side).launch(
             grid=[self.blocks * a.shape[0], 1, 1],
             block=[self.threads, 1, 1],
             cluster=[self.blocks, 1, 1],
@@ -118,8 +131,7 @@ class DivergenceRows:
     @cute.kernel
     def kernel(
         self,
-        a: cute.Tensor,
-        b: cute.Tensor,
+        logits: Any,
         outs: Any,
         stats: cute.Tensor,
         exchange: cute.Tensor,
@@ -128,9 +140,10 @@ class DivergenceRows:
     ) -> None:
         """Compute one row a cluster."""
         pdl_wait()
-        smem = SmemAllocator()
-        shape = (VECTOR, self.threads, 2, self.held)
-        memory = smem.allocate_tensor(Float32, cute.make_layout(shape), 16)
+        (a, b, *given), smem, memory = logits, SmemAllocator(), None
+        if cutlass.const_expr(self.held):
+            shape = (VECTOR, self.threads, 2, self.held)
+            memory = smem.allocate_tensor(Float32, cute.make_layout(shape), 16)
         sums = smem.allocate_tensor(Float32, cute.make_layout((4, self.warps)), 16)
         thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         row, part = block // self.blocks, block % self.blocks
@@ -144,7 +157,11 @@ class DivergenceRows:
         count = cutlass.max((end - begin + self.threads - 1) // self.threads, Int32(0))
         self.begin_loads(operands, (begin, count))
         first = self.load(operands, (begin, count), Int32(0))
-        lses = self.log_sum_exps(operands, first, (begin, count), (sums, exchange[None, None, 0]))
+        if cutlass.const_expr(given[0] is not None):
+            lses = given_lse(given[0][None, row, None]), given_lse(given[1][None, row, None])
+        else:
+            of_blocks = sums, exchange[None, None, 0]
+            lses = self.log_sum_exps(operands, first, (begin, count), of_blocks)
         shares, scales = (numbers[0], numbers[1]), (numbers[2], numbers[3])
         reader = operands, first, lses, shares, scales
         kls = self.divergences(reader, (begin, count), outs, row)
@@ -187,6 +204,8 @@ class DivergenceRows:
         ((row_a, row_b), memory), begin = operands, places[0]
         thread, place = cute.arch.thread_idx()[0], begin + k * self.threads
         x, y = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(2))
+        if cutlass.const_expr(not self.held):
+            return self.load(operands, places, k)
         if k <= self.held:
             cute.autovec_copy(memory[None, thread, 0, k - 1], x)
             cute.autovec_copy(memory[None, thread, 1, k - 1], y)
@@ -289,6 +308,17 @@ class DivergenceRows:
         memory, thread = reader[0][1], cute.arch.thread_idx()[0]
         if places[1] > 0:
             kl_a, kl_b = self.terms(reader, reader[1], places[0], outs, row)
+        if cutlass.const_expr(not self.held):
+            for start in cutlass.range(1, places[1], BATCH, unroll=1):
+                batch = [self.load(reader[0], places, start + i) for i in range(BATCH)]
+                for i in cutlass.range_constexpr(BATCH):
+                    if start + i < places[1]:
+                        place = places[0] + (start + i) * self.threads
+                        more = self.terms(reader, batch[i], place, outs, row)
+                        kl_a += more[0]
+                        kl_b += more[1]
+            return kl_a, kl_b
+        cute.arch.cp_async_wait_group(0)
         for k in cutlass.range(1, places[1], unroll=1):
             vectors = self.load_again(reader[0], places, k)
             more = self.terms(reader, vectors, places[0] + k * self.threads, outs, row)
@@ -366,34 +396,3 @@ def loaded(source: cute.Tensor) -> cute.Tensor:
     vector = cute.make_rmem_tensor((VECTOR,), Float32)
     cute.autovec_copy(source, vector)
     return vector
-
-
-@cute.jit
-def add_exps(top: Float32, total: Float32, logits: cute.Tensor) -> Any:
-    """Return `top`, of logits times log2 e, and Σ 2^(logit log2 e - top), with more logits."""
-    largest = logits[0]
-    for i in cutlass.range_constexpr(1, cute.size(logits)):
-        largest = cute.arch.fmax(largest, logits[i])
-    largest = cute.arch.fmax(top, largest * LOG2_E)
-    total = total * exp2(top - largest)
-    for i in cutlass.range_constexpr(cute.size(logits)):
-        total += exp2(logits[i] * LOG2_E - largest)
-    return largest, total
-
-
-@cute.jit
-def merged(a: Any, b: Any) -> Any:
-    """Return the warp's top and sum of a, and those of b, from those of its threads."""
-    results = []
-    for top, total in (a, b):
-        largest = cute.arch.warp_reduction_max(top)
-        results += [largest, cute.arch.warp_reduction_sum(total * exp2(top - largest))]
-    return tuple(results)
-
-
-@cute.jit
-def natural(top: Float32, total: Float32) -> Any:
-    """Return (top, rest) in units of 1, which add up to the log-sum-exp of `add_exps`."""
-    rounded = top * LN_2
-    rest = cute.math.log2(total) + (top - rounded * LOG2_E)
-    return rounded, rest * LN_2

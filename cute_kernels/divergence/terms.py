@@ -111,11 +111,11 @@ def mixture_logs(distance: Float32, shares: Any) -> Any:
 @cute.jit
 def mixture_terms(a: Float32, b: Float32, distance: Float32, shares: Any) -> Any:
     """Return the terms of KL(a || m) and KL(b || m), and `mixture_log`."""
-    log_a, log_b, ratio = mixture_logs(distance, shares)
+    log_a, log_b, relative = mixture_logs(distance, shares)
     s, t = shares
-    change = weighted(a, ratio)  # b - a; of classes that both exclude, the ratio is NaN
+    change = weighted(a, relative)  # b - a; of classes that both exclude, `relative` is NaN
     if distance < 0.0:
-        change = -ratio * b
+        change = -relative * b
     return (weighted(a, log_a) + t * change, weighted(b, log_b) - s * change), log_a
 
 

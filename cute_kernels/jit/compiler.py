@@ -35,7 +35,6 @@ MODULES: dict[type, str] = {
     spec.KeptSumsSpec: "rowwise.kept_sums",
     spec.ScaleKeptSpec: "rowwise.scale_kept",
     spec.GradGemmSpec: "{family}.gradient",
-    spec.LogitsSpec: "{family}.logits",
     spec.RowCoefficientsSpec: "rowwise.row_coefficients",
     spec.SortTargetsSpec: "rowwise.sort_targets",
     spec.DivergenceRowsSpec: "divergence.rows",

@@ -1,10 +1,15 @@
-"""Target logits h_i · w_y, and products with a class row; zeroes semaphores of later kernels."""
+"""Target logits h_i · w_y, and products with a class row; zeroes semaphores of later kernels.
+
+Of few tokens, `project_exp` waits for this kernel.  So several warps share a long row, as many as
+D says: sums of a row do not depend on the number of tokens.
+"""
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import (
@@ -37,6 +42,11 @@ def compile_signature(kernel: spec.TargetLogitSpec) -> tuple[Any, tuple[Any, ...
         class_row = ClassRow(vector(Float32, hidden, aligned=True), vector(Float32, rows))
     more = order, Int64(0), Int32(0), class_row, current_stream()
     return TargetLogit(), (h, w, *vectors, transform, *more)
+
+
+VECTORS = 4
+"""Vectors of 8 elements of a lane's share of a row, if a block has warps enough: all are loaded at
+once."""
 
 
 class ClassRow(NamedTuple):
@@ -74,8 +84,12 @@ class TargetLogit:
         products with a row, if given.  More than eight parameters: each is one argument that the
         host passes by position.
         """
-        blocks = (target.shape[0] + WARPS - 1) // WARPS
-        rows, results = (order, selects), (logit, zeros)
+        sharing = Int32(1)
+        for _ in cutlass.range_constexpr(WARPS.bit_length() - 1):
+            if 32 * VECTORS * sharing < h.shape[1] // 8:
+                sharing *= 2
+        blocks = (target.shape[0] * sharing + WARPS - 1) // WARPS
+        rows, results = (order, selects, sharing), (logit, zeros)
         self.kernel(h, w, target, results, transform, rows, ignored, class_row).launch(
             grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
         )
@@ -92,30 +106,41 @@ class TargetLogit:
         ignored: Int64,
         class_row: Any,
     ) -> None:
-        """Compute one row a warp, and one zero a thread.
+        """Compute one row by `sharing` warps, and one zero by a thread.
 
-        `results` are (logit, zeros), `rows` (order, selects).
+        `results` are (logit, zeros), `rows` (order, selects, sharing).
         """
-        (order, selects), (logit, zeros) = rows, results
+        (order, selects, sharing), (logit, zeros) = rows, results
+        sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout((WARPS, 2)), 16)
         pdl_wait()
-        lane = cute.arch.lane_idx()
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         thread = cute.arch.block_idx()[0] * 32 * WARPS + cute.arch.thread_idx()[0]
         if thread < zeros.shape[0]:
             zeros[thread] = Int32(0)
-        row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
+        row = (cute.arch.block_idx()[0] * WARPS + warp) // sharing
+        index, source, vectors = ignored, Int64(0), h.shape[1] // 8
         if row < target.shape[0]:
-            index = target[row]
-            source, vectors = Int64(row), h.shape[1] // 8
+            index, source = target[row], Int64(row)
             if selects != 0:
                 source = order[row]
-            if index == ignored:
-                vectors = Int32(0)
-            in_vocab = index >= 0 and index < w.shape[0]
-            safe_index = Int64(0)
-            if in_vocab:
-                safe_index = index
-            z = dot(row_vectors(h, source), row_vectors(w, safe_index), lane, vectors)
-            z = cute.arch.warp_reduction_sum(z)
+        if index == ignored:
+            vectors = Int32(0)
+        in_vocab = index >= 0 and index < w.shape[0]
+        safe_index = Int64(0)
+        if in_vocab:
+            safe_index = index
+        share = warp % sharing
+        places, states = (32 * share + lane, vectors, 32 * sharing), row_vectors(h, source)
+        z = dot(states, row_vectors(w, safe_index), places)
+        if lane == 0:
+            sums[warp, 0] = z
+        if cutlass.const_expr(class_row is not None):
+            product = dot(states, cute.zipped_divide(class_row.row, (8,)), places)
+            if lane == 0:
+                sums[warp, 1] = product
+        cute.arch.sync_threads()
+        if lane == 0 and share == 0 and row < target.shape[0]:
+            z = total(sums[None, 0], warp, sharing)
             bias = None
             if cutlass.const_expr(transform is not None and transform.bias is not None):
                 bias = transform.bias[safe_index]
@@ -127,22 +152,26 @@ class TargetLogit:
                 z = Float32.nan
             if index == ignored:
                 z = Float32.inf
-            if lane == 0:
-                logit[row] = z
+            logit[row] = z
             if cutlass.const_expr(class_row is not None):
-                of_every = cute.zipped_divide(class_row.row, (8,))
-                product = dot(row_vectors(h, source), of_every, lane, vectors)
-                product = cute.arch.warp_reduction_sum(product)
-                if lane == 0:
-                    class_row.products[row] = product
+                class_row.products[row] = total(sums[None, 1], warp, sharing)
 
 
 @cute.jit
-def dot(a: cute.Tensor, b: cute.Tensor, lane: Int32, count: Int32) -> Float32:
-    """Return Σ a·b over the vectors `lane`, `lane` + 32, … of `count`."""
-    total = Float32(0.0)
-    for i in cutlass.range(lane, count, 32, unroll=4):
+def dot(a: cute.Tensor, b: cute.Tensor, places: Any) -> Float32:
+    """Return Σ a·b over the warp's vectors, whose numbers are the range `places` (of its lanes)."""
+    (first, end, step), result = places, Float32(0.0)
+    for i in cutlass.range(first, end, step, unroll=VECTORS):
         x, y = load_fp32(a, i), load_fp32(b, i)
         for j in cutlass.range_constexpr(8):
-            total += x[j] * y[j]
-    return total
+            result += x[j] * y[j]
+    return cute.arch.warp_reduction_sum(result)
+
+
+@cute.jit
+def total(sums: cute.Tensor, first: Int32, count: Int32) -> Float32:
+    """Return the sum of `count` sums from `first` on."""
+    result = Float32(0.0)
+    for i in cutlass.range(first, first + count, unroll=1):
+        result += sums[i]
+    return result

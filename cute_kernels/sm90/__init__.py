@@ -2,10 +2,9 @@
 
 mainloop.py              TMA loads and wgmma: tiles of a GEMM, from memory to registers
 project_exp_launch.py    launch and roles of the next two
-project_exp.py           where logits become exponentials
+project_exp.py           where logits become exponentials, or are stored in float32
 project_exp_swapped.py   the same for few tokens, with operands swapped
 gradient.py              where dW is written; dX's sums
-logits.py                logits of a divergence, in float32
 epilogue_store.py        registers to memory, by TMA
 transposed_store.py      the same with columns of registers as rows
 kept_store.py            registers added to sums of 16 to 32 bits in memory

@@ -124,7 +124,7 @@ class EpilogueStoreSm90:
     @cute.jit
     def _write_smem(self, values: cute.Tensor, smem: cute.Tensor, thread: Int32) -> None:
         """Write a thread's values to the warpgroup's (64, columns) in shared memory."""
-        mma = accumulator_layout(self.epi_tile_n)
+        mma = accumulator_mma(self.epi_tile_n)
         if cutlass.const_expr(self.dtype is Float32):
             pairs = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=64)
             tCsC = mma.get_slice(thread).partition_C(smem)
@@ -139,7 +139,7 @@ class EpilogueStoreSm90:
             cute.copy(copy, rounded, tRS_s)
 
 
-def accumulator_layout(columns: int) -> cute.TiledMma:
+def accumulator_mma(columns: int) -> cute.TiledMma:
     """Return an MMA with the layout of a warpgroup's accumulators, of 64 rows and `columns`.
 
     wgmma has this layout for operands of any dtype and major mode.

@@ -31,7 +31,7 @@ from cutefce.cute_kernels.common.kept_bits import (
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS, LOW_BITS
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler
-from cutefce.cute_kernels.sm90.epilogue_store import accumulator_layout
+from cutefce.cute_kernels.sm90.epilogue_store import accumulator_mma
 from cutefce.cute_kernels.sm90.mainloop import MMA_WARP_GROUPS, Consumer
 
 LINE = 128
@@ -257,7 +257,7 @@ class KeptStoreSm90:
         block, panel = place
         smem, columns = staging.parts[0][-1], LINE * 8 // Float32.width
         s_panel = smem[None, None, buffer * self._panels(0) + panel]
-        tCsC = accumulator_layout(columns).get_slice(consumer.thread).partition_C(s_panel)
+        tCsC = accumulator_mma(columns).get_slice(consumer.thread).partition_C(s_panel)
         pairs = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=64)
         values = cute.make_rmem_tensor(tCsC.shape, Float32)
         for j in cutlass.range_constexpr(columns // 8):

@@ -105,7 +105,7 @@ class MainloopSm90:
         self.config = config
         self.dtype = DTYPES[dtype]
         self.a, self.b = a, b
-        self.only_flagged = only_flagged
+        self.only_flagged, self.throttles = only_flagged, not only_flagged
         self.tile = (config.tile_m, config.tile_n, TILE_K)
         self.skip_missing_rows = skip_missing_rows
         self.load_rows = (LOAD_ROWS, LOAD_ROWS_TAIL) if skip_missing_rows else (config.tile_m,)
@@ -231,7 +231,7 @@ class MainloopSm90:
                 if cutlass.const_expr(config.swaps):
                     a_tile, b_tile = column * config.cluster + scheduler.rank, row_block
                 for k_tile in cutlass.range(work_tile.k_start, work_tile.k_end, unroll=1):
-                    if cutlass.const_expr(not self.only_flagged):
+                    if cutlass.const_expr(self.throttles):
                         if k_tile % SYNC_EVERY_STAGES == 0 and column < sync_end:
                             # wait for arrivals at the previous sync point: punctual clusters
                             # never wait

@@ -48,7 +48,8 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
         self.reducer = RowReducer(kernel.reductions)
         # of accumulators (v, ·, j) of a row, relative to the thread's first one
         self.columns = tuple(8 * j + v for j in range(self.tile[1] // 8) for v in range(2))
-        self.epilogue = EpilogueStoreSm90(self.dtype, kernel.config.tile_n)
+        stored = Float32 if kernel.logits else self.dtype
+        self.epilogue = EpilogueStoreSm90(stored, kernel.config.tile_n)
 
     @cute.jit
     def consume(
@@ -104,7 +105,10 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                             )
                 if cutlass.const_expr(rows.samples is not None):
                     self.sample(logits)
-                if cutlass.const_expr(self.store):
+                if cutlass.const_expr(self.store and self.logits):
+                    starts = m_start, n_start
+                    self.epilogue.store_tile(consumer, self.m_halves, starts, e[1].shape[1], e)
+                elif cutlass.const_expr(self.store):
                     self.store_exps(logits, e)
             if cutlass.const_expr(config.pingpong):
                 tiles = (n_end - split + vocab_splits - 1) // vocab_splits
@@ -162,8 +166,9 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
             for half in cutlass.range_constexpr(2):
                 row = self.row(consumer.tCcC, m_start, m_block, half)
                 column = Int32(-1)
-                if row < scheduler.rows:
-                    column = Int32(rows.target[row] - rows.first) - n_start
+                if cutlass.const_expr(rows.target is not None):
+                    if row < scheduler.rows:
+                        column = Int32(rows.target[row] - rows.first) - n_start
                 targets[half, m_block] = column - offset
                 needs_mask = needs_mask or (column >= 0 and column < self.tile[1])
         if needs_mask:
@@ -233,7 +238,11 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                 self.reducer.combine_lanes(more, 4)
                 for offset in cutlass.range_constexpr(1, 3):
                     quad_sum += cute.arch.shuffle_sync_bfly(quad_sum, offset=offset)
-                if consumer.thread % 4 == 0 and row < scheduler.rows:
+                if cutlass.const_expr(self.logits):
+                    if consumer.thread % 4 == 0 and row < scheduler.rows:
+                        rows.sums[row, partial] = quad_max
+                        rows.reductions[0, row, partial] = quad_sum
+                elif consumer.thread % 4 == 0 and row < scheduler.rows:
                     distance = quad_max - rows.reference[row] * LOG2_E
                     quad_sum = bounded_sum(quad_sum)
                     rows.sums[row, partial] = distance + cute.math.log2(quad_sum, fastmath=True)

@@ -5,7 +5,7 @@ This package does not import the DSL.
 
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.cute_kernels.spec.fused import FusedBackwardSpec, FusedForwardSpec
-from cutefce.cute_kernels.spec.gemm import GradGemmSpec, LogitsSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.rowwise import (
     COUNTED,
     OTHERS,
@@ -49,7 +49,6 @@ __all__ = [
     "KeptSumsSpec",
     "KernelSpec",
     "ListSamplesSpec",
-    "LogitsSpec",
     "PrepareSamplesSpec",
     "PrepareSoftSpec",
     "ProjectExpSpec",
@@ -76,7 +75,6 @@ KernelSpec = (
     | ClearRowsSpec
     | ProjectExpSpec
     | GradGemmSpec
-    | LogitsSpec
     | TargetLogitSpec
     | SoftLeadsSpec
     | PrepareSoftSpec

@@ -5,7 +5,7 @@ from itertools import product
 from typing import ClassVar
 
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.spec.gemm import LogitsSpec
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class DivergenceRowsSpec:
     """Threads of a block."""
     held: int
     """Vectors of each thread and side that are held in shared memory."""
+    sums_given: bool = False
+    """Whether log-sum-exps come as partial sums of the GEMMs of logits."""
 
     BLOCKS: ClassVar[int] = 8
     """Thread blocks of a cluster, which has a row."""
@@ -34,27 +36,38 @@ class DivergenceRowsSpec:
 
 
 def divergence_rows(
-    arch: str, mixture: bool, factors_a: str | None, factors_b: str | None
+    arch: str,
+    mixture: bool,
+    factors_a: str | None,
+    factors_b: str | None,
+    sums_given: bool = False,
 ) -> DivergenceRowsSpec:
     """Return the kernel of a form.
 
-    An SM has two blocks, which wait for memory, or four of a JSD, which computes longer.
+    An SM has two blocks, which wait for memory, or four of a JSD, which computes longer.  Where
+    logits are read once, none are held.
     """
     threads, held = (256, 5) if mixture else (512, 6)
-    return DivergenceRowsSpec(arch, mixture, factors_a, factors_b, threads, held)
+    if sums_given:
+        reads_again = factors_a or (mixture and factors_b)
+        threads, held = (threads, 5 if mixture else 3) if reads_again else (256, 0)
+    return DivergenceRowsSpec(arch, mixture, factors_a, factors_b, threads, held, sums_given)
 
 
-def divergence_kernels(arch: Arch, dtype: str) -> list[DivergenceRowsSpec | LogitsSpec]:
+def divergence_kernels(arch: Arch, dtype: str) -> list[DivergenceRowsSpec | ProjectExpSpec]:
     """Return those of every form, with factors of `dtype` of no side, of one, and of both.
 
     That of logits is the last one, if there is one.
     """
-    forms = product((False, True), (None, dtype), (None, dtype))
     logits = logits_kernel(arch, dtype)
+    given = (False,) if logits is None else (False, True)
+    forms = product((False, True), (None, dtype), (None, dtype), given)
     return [*(divergence_rows(arch.name, *form) for form in forms), *([logits] if logits else [])]
 
 
-def logits_kernel(arch: Arch, dtype: str) -> LogitsSpec | None:
+def logits_kernel(arch: Arch, dtype: str) -> ProjectExpSpec | None:
     """Return the kernel of logits in float32; None for cuBLAS."""
     config = arch.logits_config
-    return None if config is None else LogitsSpec(arch.name, dtype, config)
+    if config is None:
+        return None
+    return ProjectExpSpec(arch.name, dtype, config, sums=True, store=True, logits=True)

@@ -27,15 +27,10 @@ class ProjectExpSpec:
     reductions: RowReductions = SUM_ONLY
     samples: bool = False
     """Whether to sample entries of the softmax; needs `sums`."""
-
-
-@dataclass(frozen=True)
-class LogitsSpec:
-    """Products of hidden states and w, in float32."""
-
-    arch: str
-    dtype: str
-    config: GemmConfig
+    logits: bool = False
+    """Whether to store logits in float32 in the place of exponentials; there are no targets."""
+    soft: bool = False
+    """Whether warps that would be idle compute the logits of soft targets."""
 
 
 @dataclass(frozen=True)

@@ -85,10 +85,10 @@ class Passes:
         tiles = self._tiles(plan.forward_rows, plan.forward_columns)
         if not plan.is_one_pass:
             for rows, columns in self._places(plan.forward_rows, plan.forward_columns):
-                self._add_exps(stats, self._project(tiles, rows, columns), rows)
+                self._add_exps(stats, self._project(tiles, rows, columns)[0], rows)
             self._finish_lses(stats)
             for rows, columns in self._places(plan.forward_rows, plan.forward_columns):
-                self._add_divergences(stats, self._project(tiles, rows, columns), rows)
+                self._add_divergences(stats, self._project(tiles, rows, columns)[0], rows)
             if isinstance(self.shard, VocabShard):
                 stats[SUMS:] = self.shard.all_reduce_(stats[SUMS:].clone())
             return stats, Factors()
@@ -96,10 +96,10 @@ class Passes:
             [self._empty_factors(side) for side in sides], plan.kept, plan.aliased, plan.columns
         )
         for rows, memory in self._forward_blocks(kept, tiles):
-            logits = self._project(memory, rows, slice(0, self.vocab))
+            logits, sums = self._project(memory, rows, slice(0, self.vocab))
             outs = [kept.of(index, rows) for index in (STUDENT, TEACHER)]
             if self.row_kernel is not None:
-                self.row_kernel.run(stats[:, rows], logits, outs)
+                self.row_kernel.run(stats[:, rows], logits, outs, sums)
                 continue
             self._add_exps(stats, logits, rows)
             stats[1:SUMS:2, rows].log_()
@@ -154,7 +154,7 @@ class Passes:
         """Write the factors (R, C) of the sides `outs`, tile by tile of logits."""
         for tile in blocks(columns.stop - columns.start, self.plan.tile_columns):
             place = slice(columns.start + tile.start, columns.start + tile.stop)
-            logits = self._project(tiles, rows, place)
+            logits, _ = self._project(tiles, rows, place)
             for (i, out), each in zip(outs.items(), gradients, strict=True):
                 self._write_factors(out[:, tile], i, logits, stats, rows, each.relative)
 
@@ -220,12 +220,13 @@ class Passes:
             for window in blocks(self.vocab, columns):
                 yield block, window
 
-    def _project(self, tiles: Sequence[Tensor], rows: slice, columns: slice) -> list[Tensor]:
-        """Return the logits of both sides, in the memory of `tiles`."""
+    def _project(
+        self, tiles: Sequence[Tensor], rows: slice, columns: slice
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return the logits of both sides, in the memory of `tiles`, and what `project` returns."""
         logits = [_view(tile, rows, columns) for tile in tiles]
-        for side, out in zip(self.sides, logits, strict=True):
-            side.project(out, rows, columns)
-        return logits
+        operands = zip(self.sides, logits, strict=True)
+        return logits, [side.project(out, rows, columns) for side, out in operands]
 
     def _add_exps(self, stats: Tensor, logits: Sequence[Tensor], rows: slice) -> None:
         for index, x in enumerate(logits):

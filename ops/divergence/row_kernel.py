@@ -56,21 +56,28 @@ class RowKernel:
         return RowKernel(arch, options, numbers)
 
     def run(
-        self, stats: Tensor, logits: Sequence[Tensor], outs: Sequence[FactorRows | None]
+        self,
+        stats: Tensor,
+        logits: Sequence[Tensor],
+        outs: Sequence[FactorRows | None],
+        sums: Sequence[Tensor | None] = (None, None),
     ) -> None:
         """Write the statistics (6, R) of logits (R, V) of both sides, and their factors to `outs`.
 
-        Both `outs` have the same rows, and windows of a power of 2 of classes, or one of all.
+        `sums` are those of `write_logits`.  Both `outs` have the same rows, and windows of a power
+        of 2 of classes, or one of all.
         """
         a, b = _order(self.options)
         memory = [None if x is None else x.memory for x in outs]
         names = [None if x is None else str(x.dtype).removeprefix("torch.") for x in memory]
-        spec = divergence_rows(self.arch, self.options.is_mixture, names[a], names[b])
+        given = all(x is not None for x in sums)
+        spec = divergence_rows(self.arch, self.options.is_mixture, names[a], names[b], given)
         exchange = stats.new_empty(stats.shape[1] * spec.EXCHANGE)
-        operands = logits[a], logits[b], memory[a], memory[b], stats, exchange
+        own_sums = (sums[a], sums[b]) if given else (None, None)
+        operands = logits[a], logits[b], *own_sums, memory[a], memory[b], stats, exchange
         vocab, pitches = logits[0].shape[1], [0 if x is None else x.pitch for x in outs]
-        given = next((x for x in outs if x is not None), None)
-        first, columns = (0, vocab) if given is None else (given.first, given.columns)
+        place = next((x for x in outs if x is not None), None)
+        first, columns = (0, vocab) if place is None else (place.first, place.columns)
         shift = 31 if columns >= vocab else columns.bit_length() - 1
         places = first, columns, shift, pitches[a], pitches[b]
         compiled(spec)(*operands, self.numbers, a, *places)

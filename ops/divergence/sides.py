@@ -46,11 +46,13 @@ class Side:
         h = self.h if order is None else self.h.index_select(0, order)
         return replace(self, h=dense(h), w=dense(self.w))
 
-    def project(self, out: Tensor, rows: slice, columns: slice) -> None:
-        """Write the model's logits of slices of tokens and classes to `out` (R, C)."""
-        write_logits(out, self.h[rows], self.w[columns])
-        if self.logits is not None:
-            self.logits.apply_(out, rows, columns)
+    def project(self, out: Tensor, rows: slice, columns: slice) -> Tensor | None:
+        """Write the model's logits of slices of tokens and classes to `out` (R, C).
+
+        Return what `write_logits` does.
+        """
+        transform = None if self.logits is None else self.logits.part(rows, columns)
+        return write_logits(out, self.h[rows], self.w[columns], transform)
 
     def row_scale(self, scale: Tensor) -> Tensor:
         """Return () or (M,) the derivatives by products, `scale` those by the model's logits.

@@ -162,7 +162,11 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
             more = reference.new_empty(kernel.reductions.planes, *sums.shape)
         rows = reference, targets.index, sums, exps, semaphores, launch_transform(targets, window)
         count = row_count(targets.selection, semaphores)
-        compiled(kernel)(h, w, *rows, more, samples, *count, first, splits, clusters)
+        soft = None
+        if targets.soft_logits is not None and targets.soft is not None:
+            kernel = replace(kernel, soft=True)
+            soft = *targets.soft.classes, targets.soft_logits
+        compiled(kernel)(h, w, *rows, more, samples, soft, *count, first, splits, clusters)
         return PartialLse(sums, semaphores, more)
 
     def concat_partials(self, partials: Sequence[PartialLse]) -> PartialLse:
@@ -222,7 +226,7 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         launch, splits = compiled(self.kernels.exps), ceil_div(last - first, self.config.columns)
         semaphores = self._take_semaphores(h)
         rows = reference, targets.index, None, exps, semaphores
-        transform = launch_transform(targets, window), None, None
+        transform = launch_transform(targets, window), None, None, None
         count = row_count(targets.selection, semaphores)
         launch(h, w[first:last], *rows, *transform, *count, first, splits, self.clusters)
         self._clear(exps, targets)
@@ -256,7 +260,7 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         w, semaphores = row_range(w, first, last), partial.semaphores
         launch, splits = compiled(self.kernels.repair_exps), self._vocab_splits(h, w)
         rows = stats.reference, targets.index, None, exps, semaphores
-        transform = launch_transform(targets, (first, last)), None, None
+        transform = launch_transform(targets, (first, last)), None, None, None
         count = row_count(targets.selection, semaphores)
         launch(h, w, *rows, *transform, *count, first, splits, self.clusters)
 

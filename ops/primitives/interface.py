@@ -54,8 +54,18 @@ class Projection(Protocol[PartialT]):
         """
         ...
 
+    def empty_soft_logits(self, targets: Targets) -> Tensor | None:
+        """Return memory (N, K) for raw logits of soft targets.
+
+        None if `project_exp` does not compute them, or their excess is known.
+        """
+        ...
+
     def soft_excess(self, h: Tensor, w: Tensor, targets: Targets, target_logit: Tensor) -> Tensor:
-        """Return Σ_k b (u - r) (N,) of the soft targets; h is as for `target_logit`."""
+        """Return Σ_k b (u - r) (N,) of the soft targets; h is as for `target_logit`.
+
+        Their logits are `targets.soft_logits`, if `project_exp` of all columns has set these.
+        """
         ...
 
     def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
@@ -193,6 +203,12 @@ def target_logits(
     return logit
 
 
+def expect_soft_logits(projection: Projection[PartialT], targets: Targets) -> None:
+    """Let the next `project_exp` of all columns compute the logits of soft targets, if it can."""
+    if targets.tensors.target_indices is not None:
+        targets.soft_logits = projection.empty_soft_logits(targets)
+
+
 def set_soft_excess(
     projection: Projection[PartialT], h: Tensor, w: Tensor, targets: Targets, target_logit: Tensor
 ) -> None:
@@ -211,6 +227,7 @@ def forward_unfused(
     logit, own = projection.target_logit(h, w, targets), h
     if targets.selection is not None:
         own = projection.select(h, targets.selection)
+    expect_soft_logits(projection, targets)
     partial = projection.project_exp(own, w, (0, w.shape[0]), logit, targets)
     set_soft_excess(projection, h, w, targets, logit)
     return projection.reduce_partials(partial, logit, targets)

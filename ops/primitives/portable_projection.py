@@ -257,7 +257,7 @@ class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
                 matmul_into(logits[:, :valid], h[rows], entries.t(), accumulate=False)
                 classes = slice(first + tile.start, first + tile.stop)
                 if targets.logits is not None:
-                    targets.logits.apply_(logits[:, :valid], rows, classes)
+                    targets.logits.part(rows, classes).apply_(logits[:, :valid])
                 if targets.dense is not None:
                     dense = logits[:, :valid], reference, targets, rows, classes
                     if out is not None:

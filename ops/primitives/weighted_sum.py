@@ -116,12 +116,18 @@ def weighted_sum(x: Tensor, factor: Tensor | None) -> Tensor:
 class SoftTargetSteps:
     """The steps of `cutefce.ops.primitives.interface.Projection` that soft targets add."""
 
+    def empty_soft_logits(self, _: Targets) -> Tensor | None:
+        """Return None: they are computed after the product."""
+        return None
+
     def soft_excess(self, h: Tensor, w: Tensor, targets: Targets, target_logit: Tensor) -> Tensor:
         """Return Σ_k b (u - r) (N,) of this rank's soft targets, and keep u."""
         soft, logits = targets.soft, targets.logits
         assert soft is not None
-        u = soft.coefficient.new_empty(soft.index.shape)
-        self.soft_logits(u, h, w, targets)
+        u, targets.soft_logits = targets.soft_logits, None
+        if u is None:
+            u = soft.coefficient.new_empty(soft.index.shape)
+            self.soft_logits(u, h, w, targets)
         if logits is not None:
             u = logits.apply_at(u, soft.index)
         soft.logits = u

@@ -64,18 +64,23 @@ class LogitMap:
             factor=factor if factor is None or not factor.ndim else factor[rows],
         )
 
+    def part(self, rows: slice, columns: slice) -> "LogitMap":
+        """Return the map of slices of tokens and classes."""
+        part = self.rows(rows)
+        return part if self.bias is None else replace(part, bias=self.bias[columns])
+
     def columns(self, first: int, last: int) -> tuple[Tensor | None, Tensor | None, float | None]:
         """Return κ (N,), b of the columns [first, last), and s: what a launch is given."""
         return self.row_scale, None if self.bias is None else self.bias[first:last], self.slope
 
-    def apply_(self, t: Tensor, rows: slice, columns: slice) -> None:
-        """Replace raw logits t (R, C) by the model's, those of slices of tokens and classes."""
+    def apply_(self, t: Tensor) -> None:
+        """Replace raw logits t (N, V) by the model's."""
         if self.bias is not None:
-            t.add_(self.bias[columns])
+            t.add_(self.bias)
         if self.slope is not None:
             t.mul_(self.slope).tanh_()
         if self.row_scale is not None:
-            t.mul_(self.row_scale[rows, None])
+            t.mul_(self.row_scale[:, None])
 
     def apply_at(self, t: Tensor, index: Tensor) -> Tensor:
         """Return the model's logits of raw ones t, of the classes `index`, both (N,) or (N, K)."""

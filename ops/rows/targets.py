@@ -79,6 +79,8 @@ class Targets:
         """In a forward of losses or outputs that depend on class logits."""
         self.class_logits: Tensor | None = None
         """(N,) U, which `target_logit` sets from the class row; the mean logit as an output."""
+        self.soft_logits: Tensor | None = None
+        """(N, K) memory that `project_exp` writes the raw logits of soft targets to."""
         self.selection: RowSelection | None = None
         """Which rows of the hidden states these tokens are, if kernels have selected them."""
 

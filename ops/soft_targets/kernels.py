@@ -1,7 +1,9 @@
 """The steps of soft targets on the CuTe DSL kernels: what their launches are given."""
 
+import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.ops.primitives.weighted_sum import SoftTargetSteps
@@ -13,12 +15,22 @@ class CuteSoftTargetSteps(SoftTargetSteps):
 
     kernels: KernelSet
 
+    def empty_soft_logits(self, targets: Targets) -> Tensor | None:
+        """Do what `cutefce.ops.primitives.interface.Projection.empty_soft_logits` does."""
+        kernel = self.kernels.row_sums
+        if not arch_named(kernel.arch).has_spare_warps(kernel.config):
+            return None
+        soft = targets.soft  # made only now: a product that does not need it comes before
+        if soft is None or soft.excess is not None:
+            return None
+        return torch.empty_like(soft.coefficient)
+
     def soft_logits(self, out: Tensor, h: Tensor, w: Tensor, targets: Targets) -> None:
         """Write the raw logits of soft targets to `out` (N, K)."""
         assert targets.soft is not None
-        own, chosen = targets.soft.classes, targets.selection
+        own, chosen = (*targets.soft.classes, out), targets.selection
         order = (targets.index, 0) if chosen is None else (chosen.order, 1)
-        compiled(self.kernels.soft_logits)(out, h, w, *own, *order)
+        compiled(self.kernels.soft_logits)(h, w, own, *order)
 
     def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
         """Do what `cutefce.ops.primitives.interface.Projection.put_soft` does."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.primitives.gradient_interface import TargetGradT
-from cutefce.ops.primitives.interface import PartialT, set_soft_excess
+from cutefce.ops.primitives.interface import PartialT, expect_soft_logits, set_soft_excess
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
@@ -90,15 +90,15 @@ def forward(
         if target_logit is None:
             target_logit = projection.target_logit(h, w, targets)
         h = inputs.selected()
+        expect_soft_logits(projection, targets)
         parts: Sequence[tuple[int, Tensor | None]] = stored or [(0, None)]
         firsts, buffers = zip(*parts, strict=True)
         columns = zip(firsts, (*firsts[1:], w.shape[0]), strict=True)
-        partial = projection.concat_partials(
-            [
-                projection.project_exp(h, w, window, target_logit, targets, exps)
-                for window, exps in zip(columns, buffers, strict=True)
-            ]
-        )
+        partials = [
+            projection.project_exp(h, w, window, target_logit, targets, exps)
+            for window, exps in zip(columns, buffers, strict=True)
+        ]
+        partial = projection.concat_partials(partials)
         set_soft_excess(projection, inputs.h, w, targets, target_logit)
         stats, loss = projection.reduce_partials(partial, target_logit, targets)
         soft = None

@@ -300,7 +300,7 @@ class Launches:
         target = torch.where(self.case.y < 0, self.case.y, self.case.y + first)
         tensors = self.case.h, self.case.w, reference, target, sums, exps, self.semaphores()
         numbers = self.semaphores(), 0, first, self.splits, self.clusters
-        jit_cache.compiled(kernel)(*tensors, self.transform, reductions, None, *numbers)
+        jit_cache.compiled(kernel)(*tensors, self.transform, reductions, None, None, *numbers)
         return sums, exps, reductions
 
     def fused_forward(self) -> Tensor:

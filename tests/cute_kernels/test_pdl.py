@@ -57,6 +57,7 @@ KINDS: dict[str, KernelSpec | None] = {
     "sort_samples": SAMPLING.sort,
     "sparse_rows": SAMPLING.grad_hidden,
     "divergence of rows": divergence_rows("sm_90a", True, "bfloat16", "bfloat16"),
+    "divergence of rows, read once": divergence_rows("sm_90a", False, None, "bfloat16", True),
     "logits": logits_kernel(Sm90(), "bfloat16"),
 }
 for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL

@@ -15,6 +15,7 @@ from cutefce.ops.divergence import row_kernel
 from cutefce.ops.divergence.factors import FactorRows
 from tests.emulation.hopper import run
 from tests.support.divergence import distance, heads, ours, planned, token_divergences
+from tests.support.divergence_models import sums_of
 
 BETA = 0.25
 SIZES = {
@@ -50,10 +51,12 @@ def computed(
     columns: int | None = None,
     beta: float = BETA,
     held: int = 1,
+    parts: int = 0,
     **options: Any,
 ) -> Result:
     """Return the result of the emulated kernel, for logits (R, V) of student and teacher.
 
+    Their sums are given in some `parts`, or made by the kernel.
     Factors are in windows of `columns` classes, None for one of all; other memory is not written.
     """
     (rows, vocab), first = logits[0].shape, FORMS[form]
@@ -69,12 +72,15 @@ def computed(
             places[side] = FactorRows(memory, before, rows, vocab, columns, pitch)
     memories = [None if place is None else place.memory for place in places]
     a, b = ("bfloat16" if wanted[side] else None for side in (first, 1 - first))
-    kernel = DivergenceRowsSpec("sm_90a", form == "jsd", a, b, threads=64, held=held)
+    kernel = DivergenceRowsSpec("sm_90a", form == "jsd", a, b, 64, held, sums_given=parts > 0)
+    sums = [sums_of(x, parts) if parts else None for x in logits]
     shares = [1 - beta, beta] if form == "jsd" else [1.0, 1.0]
     run(
         kernel,
         logits[first],
         logits[1 - first],
+        sums[first],
+        sums[1 - first],
         memories[first],
         memories[1 - first],
         stats,
@@ -112,7 +118,7 @@ def check(
     gradients = torch.autograd.grad(want.sum(), wide)
     for side, x in enumerate(wide):
         top, rest = got.stats[2 * side : 2 * side + 2].double()
-        torch.testing.assert_close(top, x.amax(1).detach(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(top, x.amax(1).detach(), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(top + rest, x.logsumexp(1).detach(), rtol=2e-7, atol=1e-6)
     error = (got.divergence(form, beta).double() - want).abs()
     assert (error <= bound * want).all()
@@ -134,6 +140,14 @@ def test_several_vectors_are_held(form: str, vocab: int) -> None:
     logits = random_logits(2, vocab)
     for wanted in ((True, True), (True, False)):
         check(logits, form, wanted=wanted, held=3)
+
+
+@pytest.mark.parametrize("held", [0, 1, 3])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_sums_are_given(form: str, wanted: tuple[bool, bool], held: int) -> None:
+    for size, parts in (((2, 5 * 2048 + 264), 35), ((3, 40), 2)):
+        check(random_logits(*size), form, wanted=wanted, held=held, parts=parts)
 
 
 @pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)], ids=str)
@@ -181,11 +195,16 @@ def test_rows_of_no_number_stay_alone(form: str) -> None:
     logits = random_logits(3, 304)
     good = computed(logits, form)
     logits[1][1, 7] = torch.nan
-    bad = computed(logits, form)
+    for parts in (0, 2):
+        check_alone(good, computed(logits, form, parts=parts), form)
+
+
+def check_alone(good: Result, bad: Result, form: str) -> None:
+    """Compare all rows but the second one, which has no numbers in `bad`."""
     assert bad.divergence(form)[1].isnan()
     for a, b in zip((bad.stats.t(), *bad.factors), (good.stats.t(), *good.factors), strict=True):
         assert a is not None and b is not None
-        assert torch.equal(a[[0, 2]], b[[0, 2]])
+        torch.testing.assert_close(a[[0, 2]], b[[0, 2]], rtol=1e-6, atol=1e-6)
     assert all(x is not None and x[1].isnan().any() for x in bad.factors)
 
 

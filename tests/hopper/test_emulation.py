@@ -320,7 +320,7 @@ def test_final_gradients(config: GemmConfig, dtype: str, with_rank_one: bool, en
 # Row-wise kernels
 
 
-@pytest.mark.parametrize("hidden", [8, 600])
+@pytest.mark.parametrize("hidden", [8, 600, 1032, 9000])
 def test_target_logits(hidden: int) -> None:
     transform = LogitTransform(row_scale=True, bias=True)
     h, w = (torch.randn(rows, hidden).bfloat16() for rows in (21, 30))
@@ -755,12 +755,40 @@ def test_logits_of_soft_targets(classes: int, hidden: int) -> None:
     h[order[4]] = torch.nan
     for selects in (0, 1):
         logits = torch.full((5, classes), 7.0)
-        run(kernels_of(PINGPONG).soft_logits, logits, h, w, index, b, order, selects)
+        run(kernels_of(PINGPONG).soft_logits, h, w, (index, b, logits), order, selects)
         rows = h[order] if selects else h[:5]
         want = (rows.double()[:, None] * w[index.clamp(max=29)].double()).sum(2)
         counts = b != 0
         limits: Any = {"rtol": 1e-5, "atol": 1e-4, "equal_nan": True}
         torch.testing.assert_close(logits[counts].double(), want[counts], **limits)
+
+
+@pytest.mark.parametrize("count", [None, 70])
+@pytest.mark.parametrize("config", [PINGPONG, TALL], ids=str)
+def test_logits_of_soft_targets_beside_exponentials(config: GemmConfig, count: int | None) -> None:
+    """A launch computes those of its columns, of tokens that count, and nothing else changes."""
+    case = Case(130, 136, 300, first=40)
+    kernel = kernels_of(config).row_sums_and_exps
+    launches = [case.launch(kernel, vocab_splits=2) for _ in range(2)]
+    index = torch.randint(380, (130, 11))
+    b = torch.rand(130, 11).round() * torch.rand(130, 11)
+    b[3] = 0
+    logits = torch.full((130, 11), 7.0)
+    for launch in launches:
+        launch.count = count
+    launches[1].soft = index.numpy(), b.numpy(), logits.numpy()
+    for launch in launches:
+        soft = launch.soft is not None
+        launch.run(run, dataclasses.replace(kernel, soft=soft), clusters=2)
+    plain, with_soft = launches
+    np.testing.assert_array_equal(with_soft.sums, plain.sums)
+    np.testing.assert_array_equal(with_soft.exps, plain.exps)
+    inside = (b != 0) & (index >= 40) & (index < 340)
+    inside &= (torch.arange(130) < (count or 130))[:, None]
+    want = (case.h.double() @ case.w.double().t()).gather(1, (index - 40).clamp(0, 299))
+    limits: Any = {"rtol": 1e-5, "atol": 1e-4}
+    torch.testing.assert_close(logits[inside].double(), want[inside], **limits)
+    assert (logits[~inside] == 7).all()
 
 
 @pytest.mark.parametrize("first", [0, 40])

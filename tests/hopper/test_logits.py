@@ -1,18 +1,23 @@
 """The GEMM of logits in float32, emulated."""
 
 import functools
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch.sm90 import WIDE_CLUSTER2, Sm90
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.gpu import Gpu
-from cutefce.cute_kernels.spec import LogitsSpec
+from cutefce.cute_kernels.spec import ProjectExpSpec
+from cutefce.cute_kernels.spec.divergence import logits_kernel
 from cutefce.ops.divergence import logits
+from cutefce.ops.rows.logit_map import LogitMap
 from tests.emulation.hopper import run
 
 SMALL = GemmConfig(64, 128, cluster=1, stages=2, pingpong=True)
@@ -25,19 +30,56 @@ SHARED = GemmConfig(128, 128, cluster=2, stages=3, pingpong=False)
     [(SMALL, "bfloat16"), (SHARED, "float16"), (WIDE_CLUSTER2, "bfloat16")],
     ids=str,
 )
-def test_logits(config: GemmConfig, dtype: str, shape: tuple[int, int, int]) -> None:
+def test_logits(
+    config: GemmConfig, dtype: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows and columns that are no multiple of a tile, of matrices that others surround."""
+    monkeypatch.setattr(logits, "compiled", lambda kernel: functools.partial(run, kernel))
     tokens, hidden, vocab = shape
     generator = torch.Generator().manual_seed(0)
     every = torch.randn(vocab + 9, hidden, generator=generator).to(getattr(torch, dtype))
     w = every[5 : 5 + vocab]
     h = torch.randn(tokens, hidden, generator=generator).to(w.dtype)
     memory = torch.full((tokens + 1, vocab), torch.nan)
-    semaphores = torch.zeros(1, dtype=torch.int32)
-    run(LogitsSpec("sm_90a", dtype, config), h, w, memory[:tokens], semaphores, 2)
+    sums = logits.launch(kernel_of(config, dtype), 2, memory[:tokens], h, w)
     want = h.double() @ w.double().t()
     torch.testing.assert_close(memory[:tokens].double(), want, rtol=1e-5, atol=1e-4)
     assert memory[tokens:].isnan().all()
+    check_sums(sums, want)
+
+
+def kernel_of(config: GemmConfig, dtype: str = "bfloat16") -> ProjectExpSpec:
+    kernel = logits_kernel(Sm90(), dtype)
+    assert kernel is not None
+    return replace(kernel, config=config)
+
+
+def check_sums(sums: Tensor, logits: Tensor) -> None:
+    """Compare with the log-sum-exps of `logits` in float64."""
+    lse = (sums[1].double().log() + sums[0].double() * math.log(2)).logsumexp(1)
+    torch.testing.assert_close(lse, logits.logsumexp(1), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize("cap", [None, 0.1])
+def test_logits_of_a_model(
+    scale: float, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With scales of rows, biases and a softcap; a row of no number is alone."""
+    monkeypatch.setattr(logits, "compiled", lambda kernel: functools.partial(run, kernel))
+    h, w, out = torch.randn(70, 40).bfloat16(), torch.randn(304, 40).bfloat16(), torch.ones(70, 304)
+    h[3, 0] = torch.nan
+    row_scale, bias = scale * (1 + torch.rand(70)), torch.randn(304)
+    transform = LogitMap(row_scale, bias, cap, None, 1.0)
+    sums = logits.launch(kernel_of(SMALL), 3, out, h, w, transform)
+    raw = h.double() @ w.double().t() + bias.double()
+    want = torch.tanh(cap * raw) if cap else raw
+    want *= row_scale.double()[:, None]
+    numbers = torch.arange(70) != 3
+    limits: Any = {"rtol": 1e-5, "atol": 1e-5 * scale}
+    torch.testing.assert_close(out.double()[numbers], want[numbers], **limits)
+    assert out[3].isnan().all() and sums[1, 3].isnan().any()
+    check_sums(sums[:, numbers], out[numbers].double())
 
 
 @pytest.mark.parametrize(
@@ -56,7 +98,7 @@ def test_a_side_launches_it(
     """Where its tiles and waves are full, and its rows are aligned."""
     launched = []
 
-    def emulated(kernel: LogitsSpec) -> Any:
+    def emulated(kernel: ProjectExpSpec) -> Any:
         launched.append(kernel)
         return functools.partial(run, kernel)
 
@@ -65,6 +107,6 @@ def test_a_side_launches_it(
     monkeypatch.setattr(logits, "gpu_of", lambda device: Gpu(Sm90(), "NVIDIA H200", 4))
     h, w = torch.randn(rows, 64).bfloat16(), torch.randn(400, 64).bfloat16()[columns]
     out = torch.full((rows, len(w)), torch.nan)
-    logits.write_logits(out, h, w)
-    assert len(launched) == launches
+    sums = logits.write_logits(out, h, w, None)
+    assert len(launched) == launches == int(sums is not None)
     torch.testing.assert_close(out.double(), h.double() @ w.double().t(), rtol=1e-5, atol=1e-4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cutefce
-from cutefce.cute_kernels.arch import ARCHS
+from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.spec import (
     GatherRowsSpec,
@@ -23,16 +23,19 @@ from tests.support.kernel_models import model_of, serve_calls
 
 
 @pytest.mark.parametrize("outputs", [False, True], ids=["soft targets", "outputs"])
-def test_of_soft_targets_a_product_needs_the_leads_alone(
-    outputs: bool, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_parts_of_soft_targets_are_made_once(
+    arch: str, outputs: bool, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
 ) -> None:
-    """The others are made behind it, and not again in the backward."""
+    """Before a product that computes their logits too, else behind it, where the GPU is busy."""
     pytest.importorskip("cutlass")
     launched: list[Any] = []
+    beside: list[bool] = []
 
     def recorded(kernel: KernelSpec) -> Callable[..., None]:
         def launch(*operands: Any) -> None:
             launched.append(type(kernel))
+            beside.append(getattr(kernel, "soft", False))
             model_of(kernel)(*operands)
 
         return launch
@@ -42,7 +45,7 @@ def test_of_soft_targets_a_product_needs_the_leads_alone(
         return loss_parts.parts_of(*arguments)
 
     monkeypatch.setattr("cutefce.ops.rows.targets.parts_of", parts_of)
-    serve_calls(monkeypatch, ARCHS[0], small_tiles, selects=True, replacement=recorded)
+    serve_calls(monkeypatch, arch_named(arch), small_tiles, selects=True, replacement=recorded)
     h = torch.randn(150, 64, dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(333, 64, dtype=torch.bfloat16, requires_grad=True)
     index, probs = torch.randint(333, (150, 7)), torch.rand(150, 7)
@@ -55,6 +58,11 @@ def test_of_soft_targets_a_product_needs_the_leads_alone(
         )
     loss.backward()
     product = launched.index(ProjectExpSpec)
-    assert set(launched[:product]) == {SelectRowsSpec, TargetLogitSpec, GatherRowsSpec}
-    assert launched.count("parts") == launched.count(SoftLogitsSpec) == 1
+    before: set[Any] = {SelectRowsSpec, TargetLogitSpec, GatherRowsSpec}
+    joins = arch == "sm_90a"
+    if joins:
+        before |= {"parts"} if outputs else {"parts", PrepareSoftSpec}
+    assert set(launched[:product]) == before
+    assert launched.count("parts") == 1 and launched.count(SoftLogitsSpec) == 1 - joins
+    assert any(beside) == joins
     assert launched.count(PrepareSoftSpec) == (not outputs)

@@ -1,5 +1,6 @@
 """What the kernel of divergences computes, in plain torch."""
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ def divergence_rows(
     kernel: spec.DivergenceRowsSpec,
     a: Tensor,
     b: Tensor,
+    sums_a: Tensor | None,
+    sums_b: Tensor | None,
     out_a: Tensor | None,
     out_b: Tensor | None,
     stats: Tensor,
@@ -27,6 +30,11 @@ def divergence_rows(
 ) -> None:
     """Write statistics and factors, in float64 before they are rounded."""
     assert len(exchange) == kernel.EXCHANGE * len(a)
+    for x, sums in ((a, sums_a), (b, sums_b)):
+        assert kernel.sums_given == (sums is not None)
+        if sums is not None:
+            lse = (sums[1].double().log() + sums[0].double() * math.log(2)).logsumexp(1)
+            torch.testing.assert_close(lse, x.double().logsumexp(1), rtol=1e-6, atol=1e-5)
     for dtype, out in ((kernel.factors_a, out_a), (kernel.factors_b, out_b)):
         assert dtype == (None if out is None else str(out.dtype).removeprefix("torch."))
     form: dict[str, Any] = {"divergence": "forward_kl"}
@@ -57,10 +65,11 @@ def divergence_rows(
                 factors.copy_((gradient * scale)[:, window])
 
 
-def logits(
-    _: spec.LogitsSpec, h: Tensor, w: Tensor, out: Tensor, zeros: Tensor, clusters: int
-) -> None:
-    """Write products in float32; `zeros` are the semaphores of one launch."""
-    assert clusters > 0 and out.is_contiguous() and zeros.tolist() == [0]
-    zeros.fill_(1)
-    out[:] = h.float() @ w.float().t()
+def sums_of(logits: Tensor, parts: int) -> Tensor:
+    """Return (2, R, P) what the kernel of logits sums of P parts of logits (R, V)."""
+    sums = []
+    for part in logits.float().tensor_split(parts, 1):
+        top = part.amax(1) if part.shape[1] else part.new_full(part.shape[:1], -torch.inf)
+        top = (top / math.log(2)).clamp(min=-3e38)
+        sums.append(torch.stack([top, (part / math.log(2) - top[:, None]).exp2().sum(1)]))
+    return torch.stack(sums, 2)

@@ -88,7 +88,6 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
         spec.RowCoefficientsSpec: _row_coefficients,
         spec.SortTargetsSpec: _sort_targets,
         spec.DivergenceRowsSpec: divergence_models.divergence_rows,
-        spec.LogitsSpec: divergence_models.logits,
         spec.ChooseClassesSpec: sampling_models.choose_classes,
         spec.PrepareSamplesSpec: sampling_models.prepare_samples,
         spec.SortSamplesSpec: sampling_models.sort_samples,
@@ -196,17 +195,24 @@ def _prepare_soft(
 
 def _soft_logits(
     _: spec.SoftLogitsSpec,
-    logits: Tensor,
     h: Tensor,
     w: Tensor,
-    index: Tensor,
-    coefficient: Tensor,
+    classes: tuple[Tensor, Tensor, Tensor],
     order: Tensor,
     selects: int,
 ) -> None:
-    rows = h[order] if selects else h
-    products = (rows.float()[:, None] * w[index.clamp(0, len(w) - 1)].float()).sum(2)
-    logits[:] = torch.where(coefficient == 0, torch.nan, products)
+    classes[2].fill_(torch.nan)
+    _write_soft_logits(h[order] if selects else h, w, 0, *classes)
+
+
+def _write_soft_logits(
+    h: Tensor, w: Tensor, first: int, index: Tensor, coefficient: Tensor, logits: Tensor
+) -> None:
+    """Write logits of classes that are rows of the window w; h has the first rows of `index`."""
+    index, coefficient = index[: len(h)] - first, coefficient[: len(h)]
+    inside = (coefficient != 0) & (index >= 0) & (index < len(w))
+    products = (h.float()[:, None] * w[index.clamp(0, len(w) - 1)].float()).sum(2)
+    logits[: len(h)] = torch.where(inside, products, logits[: len(h)])
 
 
 def _put_soft(
@@ -287,14 +293,15 @@ def _project_exp(
     kernel: spec.ProjectExpSpec,
     h: Tensor,
     w: Tensor,
-    reference: Tensor,
-    target: Tensor,
+    reference: Tensor | None,
+    target: Tensor | None,
     sums: Tensor | None,
     exps: Tensor | None,
     semaphores: Tensor,
     transform: Transform | None,
     reductions: Tensor | None,
     samples: tuple[Any, ...] | None,
+    soft: tuple[Tensor, Tensor, Tensor] | None,
     count: Tensor,
     selects: int,
     first: int,
@@ -309,6 +316,14 @@ def _project_exp(
     if counted < 0:
         return
     u = transformed(h.float() @ w.float().t(), transform)
+    if kernel.logits:
+        assert sums is not None and exps is not None and reductions is not None
+        assert not (selects or semaphores.any()) and reference is target is None
+        semaphores[Semaphore.SYNC_COUNTER] = 1
+        exps[:] = u
+        sums[:], reductions[0] = divergence_models.sums_of(u, sums.shape[1])
+        return
+    assert reference is not None and target is not None
     columns = torch.arange(first, first + len(w))
     masked = u.masked_fill(target[:, None] == columns, -torch.inf)
     relative = masked - reference[:, None]
@@ -325,6 +340,9 @@ def _project_exp(
     if samples is not None:
         scale = None if transform is None or not kernel.transform.softcap else transform[0]
         sampling_models.sample(masked[:counted], columns, scale, samples)
+    assert (soft is not None) == kernel.soft
+    if soft is not None:
+        _write_soft_logits(h[:counted], w, first, *soft)
     if sums is not None:
         sums[~inside] = torch.nan  # undefined
     if reductions is not None:
@@ -437,7 +455,7 @@ def _fused_forward(
     sums, semaphores = sums.view(tokens, partials), rest.view(torch.int32)
     places = transform, order, ignored, int(kernel.selects)
     model_of(kernel.target_logit)(h, w, selected, logit, semaphores, *places)
-    more = transform, None, None, counts, int(kernel.selects)
+    more = transform, None, None, None, counts, int(kernel.selects)
     if stored is None:
         into = sums, None, semaphores, *more, 0, vocab_splits, clusters
         model_of(kernel.project_exp)(dense, w, logit, selected, *into)
@@ -548,7 +566,7 @@ def _fused_backward(
         if row[BackwardWindow.RECOMPUTED]:
             assert row[Window.MEMORY] != ExpsMemory.KEPT and i >= probabilities * in_reference
             of_rows = dense[:rows], part, reference[:rows], index[:rows]
-            of_all = None, exps, own[0], None, None, None, *counted, first
+            of_all = None, exps, own[0], *(None,) * 4, *counted, first
             splits = ceil_div(columns, kernel.exps_config.columns)
             clusters = num_sms // kernel.exps_config.cluster
             model_of(kernel.exps)(*of_rows, *of_all, splits, clusters)

@@ -3,12 +3,14 @@
 Rows of logits with all combinations of sides whose factors are written; and logits.
 """
 
+import math
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.spec.divergence import logits_kernel
 from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.logits import launch
@@ -34,13 +36,14 @@ def divergence_outputs(
     Those of the kernel for `arch`, if primitives are on kernels, or else of their definition, in
     float64.
     """
+    has_sums = _logits_kernel(arch, like) is not None
     if not isinstance(primitives.projection, CuteProjection):
         arch = None
     generator = torch.Generator().manual_seed(0)
     shape = 2, ROWS, CLASSES
     logits = list(SPREAD * torch.randn(shape, generator=generator).to(like.device))
     results: dict[str, Tensor] = {}
-    for form, *wanted in product(DIVERGENCES, (False, True), (False, True)):
+    for form, *wanted, sums_given in product(DIVERGENCES, *((False, True),) * 3):
         options = Divergence(
             form, BETA, "sum", -100, 0, 1.0, 1.0, None, None, [True] * 3, [True] * 3
         )
@@ -50,9 +53,11 @@ def divergence_outputs(
         else:
             stats, scale = logits[0].new_empty(6, ROWS), logits[0].new_full((), SCALE)
             outs = [None if x is None else FactorRows.of(x) for x in factors]
-            RowKernel.with_scales(arch, options, [scale, scale], scale).run(stats, logits, outs)
+            sums = [_sums_of(x) if sums_given and has_sums else None for x in logits]
+            kernel = RowKernel.with_scales(arch, options, [scale, scale], scale)
+            kernel.run(stats, logits, outs, sums)
             values = options.values(stats)
-        name = f" of the {form} of rows, {wanted}"
+        name = f" of the {form} of rows, {wanted}{' with sums' if sums_given else ''}"
         results[f"divergence{name}"] = values
         for side, x in enumerate(factors):
             if x is not None:
@@ -60,10 +65,10 @@ def divergence_outputs(
     return results
 
 
-def logits_output(primitives: AnyPrimitives, like: Tensor, arch: str | None) -> Tensor:
-    """Return logits in float32 of operands in the dtype of `like`, as `divergence_outputs` does.
+def logits_outputs(primitives: AnyPrimitives, like: Tensor, arch: str | None) -> dict[str, Tensor]:
+    """Return logits in float32 of operands in the dtype of `like`, and their log-sum-exps, by name.
 
-    The operands are the same in any dtype.
+    As for `divergence_outputs`.  The operands are the same in any dtype.
     """
     generator = torch.Generator().manual_seed(0)
     tokens, hidden, vocab = LOGITS
@@ -71,14 +76,28 @@ def logits_output(primitives: AnyPrimitives, like: Tensor, arch: str | None) -> 
         (torch.randint(-64, 65, (rows, hidden), generator=generator) / 16).to(like)
         for rows in (tokens, vocab)
     )
-    kernel = None
-    if arch is not None and isinstance(primitives.projection, CuteProjection):
-        kernel = logits_kernel(arch_named(arch), str(like.dtype).removeprefix("torch."))
-    if kernel is None:
-        return (h.double() @ w.double().t()).float()
-    out = like.new_empty(tokens, vocab, dtype=torch.float32)
-    launch(kernel, CLUSTERS, out, h, w)
-    return out
+    kernel = _logits_kernel(arch, like)
+    if kernel is None or not isinstance(primitives.projection, CuteProjection):
+        out = (h.double() @ w.double().t()).float()
+        sums = _sums_of(out)
+    else:
+        out = like.new_empty(tokens, vocab, dtype=torch.float32)
+        sums = launch(kernel, CLUSTERS, out, h, w)
+    lses = ((sums[0] * math.log(2)).double() + sums[1].double().log()).logsumexp(1)
+    return {"logits in float32": out, "log-sum-exps of logits": lses.float()}
+
+
+def _logits_kernel(arch: str | None, like: Tensor) -> ProjectExpSpec | None:
+    """Return the kernel of logits of operands in the dtype of `like`, if `arch` has one."""
+    dtype = str(like.dtype).removeprefix("torch.")
+    return None if arch is None else logits_kernel(arch_named(arch), dtype)
+
+
+def _sums_of(logits: Tensor) -> Tensor:
+    """Return what `cutefce.ops.divergence.logits.launch` returns, of logits (R, V) in one part."""
+    in_bits = logits.double() / math.log(2)
+    top = in_bits.amax(1, keepdim=True).float()
+    return torch.stack([top, (in_bits - top).exp2().sum(1, keepdim=True).float()])
 
 
 def _write_defined(

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
+from cutefce.cute_kernels.problem import can_keep
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection
-from cutefce.ops.primitives.interface import target_logits
+from cutefce.ops.primitives.interface import expect_soft_logits, set_soft_excess, target_logits
 from cutefce.ops.rows.targets import make_targets, sum_dtype
 from cutefce.ops.soft_targets.rows import leads
 from cutefce.ops.strategies.loss_inputs import LossInputs
@@ -25,6 +26,8 @@ LOGIT_ROUNDINGS = 16
 def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> dict[str, Tensor]:
     """Return leads, the other classes, their logits and excess, and exponentials with entries.
 
+    The logits come alone and beside the product, where kernels can compute them there.
+
     These are put among zeros, and among factors of tokens.  `arch` has kernels.
     """
     projection, h, w, vocab = inputs.primitives.projection, inputs.h, inputs.w, len(inputs.w)
@@ -36,20 +39,32 @@ def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> d
     lead = leads(index, probs, vocab, options.ignore_index, arch)
     dtype = sum_dtype(h.dtype)
     targets = make_targets(lead, vocab, options, tensors, dtype, arch)
-    target_logits(projection, h, w, targets)
+    target_logit = target_logits(projection, h, w, targets)
     soft, exps = targets.soft, h.new_zeros(len(h), vocab)
     assert soft is not None and soft.logits is not None and soft.excess is not None
+    results = {"soft logits": soft.logits, "excess": soft.excess}
+    width = round_up(vocab, inputs.primitives.config.reference_block)
+    buffer = h.new_empty(len(h), width)
+    for suffix, to in ((" beside sums", None), (" beside exponentials", buffer)):
+        soft.excess = None
+        expect_soft_logits(projection, targets)
+        projection.project_exp(h, w, (0, vocab), target_logit, targets, to)
+        set_soft_excess(projection, h, w, targets, target_logit)
+        assert soft.excess is not None
+        results |= {f"soft logits{suffix}": soft.logits, f"excess{suffix}": soft.excess}
+        if not can_keep(str(h.dtype).removeprefix("torch.")):
+            break
+    for name, x in results.items():
+        results[name] = x if x.ndim == 1 else x.where(soft.coefficient != 0, 0)
     projection.put_soft(soft.coefficient, exps, 0, targets)
     scaled = h.new_empty(len(h), round_up(vocab, 8))[:, :vocab]  # rows of whole vectors
     scaled.copy_(exps == 0)  # wide exponentials have entries added
     factor = 0.5 ** (torch.arange(len(h), device=y.device) % CLASSES)
     factor = factor.to(dtype)
     projection.scale_soft(soft.coefficient, factor, scaled, 0, targets, factor)
-    return {
+    return results | {
         "leads of soft targets": lead.to(dtype),
         "classes of soft targets": soft.index.to(dtype),
-        "soft logits": soft.logits.where(soft.coefficient != 0, 0),
-        "excess": soft.excess,
         "entries of soft targets": exps,
         "entries of soft targets among scaled exponentials": scaled,
     }

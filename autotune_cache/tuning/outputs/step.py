@@ -12,7 +12,7 @@ from torch import Tensor
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning.outputs import samples as sampled_outputs
 from cutefce.autotune_cache.tuning.outputs import windows as window_outputs
-from cutefce.autotune_cache.tuning.outputs.divergences import divergence_outputs, logits_output
+from cutefce.autotune_cache.tuning.outputs.divergences import divergence_outputs, logits_outputs
 from cutefce.autotune_cache.tuning.outputs.soft_targets import LOGIT_ROUNDINGS, soft_outputs
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.cute_kernels.config import WindowConfig
@@ -151,8 +151,8 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
         results["sampled entries"] = CheckedOutput(entries, sampled_outputs.FLIPS)
         for name, x in divergence_outputs(primitives, case.h, case.problem.arch).items():
             results[name] = CheckedOutput(x, 1, floor=FLOOR, relative_to_row=True)
-        logits = logits_output(primitives, case.h, case.problem.arch)
-        results["logits"] = CheckedOutput(logits, 1, relative_to_row=True)
+        for name, x in logits_outputs(primitives, case.h, case.problem.arch).items():
+            results[name] = CheckedOutput(x, 1, floor=1.0, relative_to_row=x.ndim > 1)
         for name, values in sampled_outputs.estimates(inputs).items():
             results[name] = CheckedOutput(values, 1, floor=1.0)
         for name, values in soft_outputs(inputs, case.y, case.problem.arch).items():

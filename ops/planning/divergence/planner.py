@@ -42,6 +42,8 @@ FACTOR_READS = 8
 STEP_BLOCKS, MIXTURE_BLOCKS = (6.25, 6.25), (10.5, 8.5)
 """Blocks of rows that an element-wise step of the forward, and of the backward, holds at a time on
 a CPU, of a KL divergence and of a mixture; a GPU fuses the steps."""
+SUMS_PART = 96
+"""Logits for a sum of them, at least: a kernel has two for its tiles of 192 classes."""
 ROW_WORDS = 88
 """Sums per token beside the tiles: statistics, losses, upstream gradients, selection, and what the
 kernel of rows exchanges."""
@@ -250,8 +252,9 @@ def _common_bytes(problem: DivergenceProblem) -> int:
 
 
 def _tile_bytes(problem: DivergenceProblem, rows: int, columns: int) -> int:
-    """Bytes of a tile of both sides' logits."""
-    return 2 * rows * columns * problem.student.accumulator_bytes
+    """Bytes of a tile of both sides' logits, and of what kernels sum of them."""
+    taken = 2 * rows * columns * problem.student.accumulator_bytes
+    return taken + (taken // SUMS_PART if problem.student.device == "cuda" else 0)
 
 
 def _step_bytes(problem: DivergenceProblem, rows: int, columns: int, *, is_forward: bool) -> int:
