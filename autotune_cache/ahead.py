@@ -74,5 +74,6 @@ def shipped_kernels(arch: Arch) -> list[KernelSpec]:
             configs = dataclasses.replace(
                 KernelConfigs(arch.prebuilt_configs()[0], gradient, gradient), **winner
             )
-            kernels += kernel_set(arch, key.dtype, configs).all()
+            tuned = kernel_set(arch, key.dtype, configs)
+            kernels += [*tuned.all(), *tuned.with_soft_logits]
     return without_tuned_backwards(arch, kernels)

@@ -6,6 +6,10 @@
 
 with the model's logits z, which `logit_transform` calls u.
 
+A kernel of logits writes these in the place of exps, in float32, and has neither reference nor
+targets.  Of each partial, sums are the largest logit t in units of ln 2, and the one plane of
+reductions is Σ 2^(z log2 e - t).
+
 Sums are relative to the running maximum until they are written (online softmax, the paper's
 Algorithm 1), so that they are exact for any logits; exps are relative to ρ and may overflow.
 

@@ -1,4 +1,4 @@
-"""`project_exp` for Hopper: exponentials of logits z = h wᵀ, which never leave registers.
+"""`project_exp` for Hopper: exponentials of logits z = h wᵀ, which remain in registers.
 
 The mainloop leaves a tile of logits in a warpgroup's accumulators; this file is the epilogue.  A
 row's running maximum and sum stay in registers for a whole work tile.
@@ -218,7 +218,7 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
         partial: Int32,
         scheduler: TileScheduler,
     ) -> None:
-        """Combine the four threads of each row and write its reductions, relative to ρ.
+        """Combine the four threads of each row and write its reductions, relative to ρ if there is.
 
         `sums` are the accumulators (row_max, row_sum, those of other reductions).
         """

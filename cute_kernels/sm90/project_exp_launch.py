@@ -107,8 +107,8 @@ class ProjectExpLaunchSm90(ProjectExp, MainloopSm90):
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
-                # targets' logits follow h and w, which are older than the previous kernel then;
-                # one row block needs no semaphores
+                # of a loss target_logit comes between, so that h and w are older than the previous
+                # kernel; one row block needs no semaphores
                 if self.logits or not self.sums or scheduler.row_blocks > 1:
                     cute.arch.griddepcontrol_wait()
                 a_operand, b_operand = (loads_a, g_a, s_a), (load_b, g_b, s_b)

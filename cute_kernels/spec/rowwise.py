@@ -57,7 +57,7 @@ class TargetLogitSpec:
     """Whether it also writes the products of the hidden states and a class row."""
 
     WARPS: ClassVar[int] = 8
-    """Warps of a thread block, one a row."""
+    """Warps of a thread block; one or more have a row."""
 
     def max_zeros(self, tokens: int) -> int:
         """Return the number of int32 zeros that its threads can write, one each."""

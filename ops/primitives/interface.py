@@ -181,6 +181,11 @@ class WrappedProjection(Generic[PartialT]):
         return getattr(self.own, name)
 
 
+LEAST_TOKENS_BESIDE, COLUMNS_BESIDE = 512, 1536
+"""The fewest tokens whose soft targets' logits are computed beside the product, and columns of it
+for each class of a token: fewer would make it wait."""
+
+
 @dataclass(frozen=True)
 class Primitives(Generic[PartialT, TargetGradT]):
     """One implementation of the steps; all tensors of a call are on one device."""
@@ -204,8 +209,14 @@ def target_logits(
 
 
 def expect_soft_logits(projection: Projection[PartialT], targets: Targets) -> None:
-    """Let the next `project_exp` of all columns compute the logits of soft targets, if it can."""
-    if targets.tensors.target_indices is not None:
+    """Let the next `project_exp` of all columns compute the logits of soft targets, if it can.
+
+    It should have tokens for its idle warps, and take longer than their products.
+    """
+    indices, tokens = targets.tensors.target_indices, targets.index.shape[0]
+    if indices is None or tokens < LEAST_TOKENS_BESIDE:
+        return
+    if indices.shape[1] * COLUMNS_BESIDE <= targets.vocab:
         targets.soft_logits = projection.empty_soft_logits(targets)
 
 

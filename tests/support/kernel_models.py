@@ -50,6 +50,7 @@ from cutefce.ops.primitives import (
     cute_rowwise,
     dispatch,
     fused_step,
+    interface,
     row_selection,
 )
 from cutefce.ops.rows.kept_sums import joined_sums, round_at_random_
@@ -862,6 +863,8 @@ def serve_calls(
 
     if selects:
         monkeypatch.setattr(problem_module, "MIN_SELECTED", 1)
+    monkeypatch.setattr(interface, "LEAST_TOKENS_BESIDE", 1)
+    monkeypatch.setattr(interface, "COLUMNS_BESIDE", 0)
     monkeypatch.setattr(operators, "plan_of", plan_of)
     monkeypatch.setattr(operands, "problem_of", problem_of)
     monkeypatch.setattr(operands, "primitives_for", primitives_for)

@@ -12,7 +12,7 @@ from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection
-from cutefce.ops.primitives.interface import expect_soft_logits, set_soft_excess, target_logits
+from cutefce.ops.primitives.interface import set_soft_excess, target_logits
 from cutefce.ops.rows.targets import make_targets, sum_dtype
 from cutefce.ops.soft_targets.rows import leads
 from cutefce.ops.strategies.loss_inputs import LossInputs
@@ -47,7 +47,7 @@ def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> d
     buffer = h.new_empty(len(h), width)
     for suffix, to in ((" beside sums", None), (" beside exponentials", buffer)):
         soft.excess = None
-        expect_soft_logits(projection, targets)
+        targets.soft_logits = projection.empty_soft_logits(targets)
         projection.project_exp(h, w, (0, vocab), target_logit, targets, to)
         set_soft_excess(projection, h, w, targets, target_logit)
         assert soft.excess is not None

@@ -15,6 +15,7 @@ from math import ceil
 
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.process_cache import process_cache
+from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
 from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
 from cutefce.ops.planning.step_memory import accumulates_wider, row_block_bytes, upcast_bytes
 from cutefce.ops.planning.time_model import rates
@@ -252,14 +253,15 @@ def _common_bytes(problem: DivergenceProblem) -> int:
 
 
 def _tile_bytes(problem: DivergenceProblem, rows: int, columns: int) -> int:
-    """Bytes of a tile of both sides' logits, and of what kernels sum of them."""
-    taken = 2 * rows * columns * problem.student.accumulator_bytes
-    return taken + (taken // SUMS_PART if problem.student.device == "cuda" else 0)
+    """Bytes of a tile of both sides' logits."""
+    return 2 * rows * columns * problem.student.accumulator_bytes
 
 
 def _step_bytes(problem: DivergenceProblem, rows: int, columns: int, *, is_forward: bool) -> int:
-    """Bytes of the step that computes or reads a tile of both sides' logits."""
+    """Bytes of the step that computes or reads a tile of both sides' logits, and of their sums."""
     step, p = 0, problem.student
+    if p.device == "cuda":
+        step = min(_tile_bytes(problem, rows, columns) // SUMS_PART, 4 * PARTIAL_BYTES)
     if p.device == "cpu":
         row_bytes = columns * p.accumulator_bytes
         block = min(rows, max(row_block_bytes("cpu") // row_bytes, 1)) * row_bytes
