@@ -80,8 +80,7 @@ def forward(
     """Return the reduced loss, () or (N,), and the statistics of every token.
 
     `stored` receives the exponentials of its columns; they begin with column 0 and are consecutive.
-    The last ones may be beyond V; those columns are undefined.
-    `target_logit` (N,) is computed if it is not given.
+    The last ones may be beyond V: they are undefined.  `target_logit` (N,) is computed if None.
     """
     projection, h, w, targets = inputs.primitives.projection, inputs.h, inputs.w, inputs.targets
     if not stored and not targets.options.reduces_rows:
@@ -94,11 +93,12 @@ def forward(
         parts: Sequence[tuple[int, Tensor | None]] = stored or [(0, None)]
         firsts, buffers = zip(*parts, strict=True)
         columns = zip(firsts, (*firsts[1:], w.shape[0]), strict=True)
-        partials = [
-            projection.project_exp(h, w, window, target_logit, targets, exps)
-            for window, exps in zip(columns, buffers, strict=True)
-        ]
-        partial = projection.concat_partials(partials)
+        partial = projection.concat_partials(
+            [
+                projection.project_exp(h, w, window, target_logit, targets, exps)
+                for window, exps in zip(columns, buffers, strict=True)
+            ]
+        )
         set_soft_excess(projection, inputs.h, w, targets, target_logit)
         stats, loss = projection.reduce_partials(partial, target_logit, targets)
         soft = None
