@@ -16,7 +16,7 @@ Algorithm 1), so that they are exact for any logits; exps are relative to ρ and
 Shapes: h (N, D), w (V, D), reference ρ (N,) float32, target (N,) int64 counted from `first`,
 semaphores int32 as in `workspace.Semaphore`, transform as in `logit_transform.Transform`, whose
 bias (V,) belongs to the rows of w, reductions as in `row_reductions`, samples as in `sampling`,
-soft as in `soft_logits`, whose classes are counted as the targets are.
+soft as in `soft_classes`, whose classes are counted as the targets are.
 N, V and D are dynamic; rows of h, w and exps start at multiples of 16 bytes.  With a `RowCount`,
 only the first rows of tokens count: the others have neither sums nor samples, and exps are 0 for
 those of the last row block.
@@ -41,8 +41,8 @@ from cutefce.cute_kernels.common.dsl import (
 from cutefce.cute_kernels.common.logit_transform import Transform, transform_argument
 from cutefce.cute_kernels.common.row_reductions import finite
 from cutefce.cute_kernels.common.sampling import Samples, samples_argument
+from cutefce.cute_kernels.common.soft_classes import SoftClasses, classes_argument
 from cutefce.cute_kernels.schedule.scheduler import RowCount
-from cutefce.cute_kernels.soft_targets.soft_logits import SoftClasses, classes_argument
 
 
 class Rows(NamedTuple):

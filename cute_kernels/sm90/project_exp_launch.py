@@ -10,13 +10,13 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.online_softmax import ProjectExp, Rows
+from cutefce.cute_kernels.common.soft_classes import write_logits
 from cutefce.cute_kernels.schedule.scheduler import (
     RowCount,
     TileScheduler,
     make_tile_scheduler,
 )
 from cutefce.cute_kernels.sm90.mainloop import Consumer, MainloopSm90, Operand
-from cutefce.cute_kernels.soft_targets.soft_logits import write_logits
 
 SPARE_WARPS = 3
 """Warps of the producer's warpgroup that load no tiles."""
