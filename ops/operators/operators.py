@@ -153,10 +153,12 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     dbias = loss_scale.new_empty(len(w)) if plan.grad_bias else None
     chunks = plan.chunks(inputs.tokens)
     many = plan.low_bits, len(chunks.sizes)
-    kept_dx = HiddenSums.empty(dx, dtype, plan.hidden_bits, in_order=plan.shrinking is not None)
+    factor = targets.tensors.grad_output if plan.adds_in_forward else None
+    in_order = plan.shrinking is not None
+    kept_dx = HiddenSums.empty(dx, dtype, plan.hidden_bits, in_order=in_order, factor=factor)
     sums = GradSums(kept_dx, WeightSums.empty(dw, dtype, *many), dbias)
-    buffer, factor, written = inputs.accumulate_into, targets.tensors.grad_output, sums
-    if plan.adds_in_forward and buffer is not None and factor is not None:
+    buffer, written = inputs.accumulate_into, sums
+    if buffer is not None and factor is not None:
         written = sums._replace(dw=WeightSums.in_buffer(buffer, factor))
     stats = gradients_in_forward(inputs, loss_scale, plan.window, plan.kept, chunks, *written)
     results = Kept(plan, h.new_empty(0, 0), sums=sums, class_row=row)

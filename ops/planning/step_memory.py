@@ -184,8 +184,9 @@ def can_keep_hidden(p: Problem) -> bool:
 
 
 def rounds_hidden(p: Problem) -> bool:
-    """Whether gradients in forward keep dX in 16 bits, for an upstream gradient of 1."""
-    return p.random_sums and p.grad_weight and p.grad_hidden and p.ranks == 1
+    """Whether gradients in forward round dX, for a known upstream gradient or for one of 1."""
+    rounds = p.random_sums or adds_in_forward(p)
+    return rounds and p.grad_weight and p.grad_hidden and p.ranks == 1
 
 
 def adds_by_kernel(p: Problem) -> bool:

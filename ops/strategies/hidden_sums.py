@@ -5,8 +5,9 @@ rounded once.  float32 sums would take as much memory again as a 16-bit dX.  So 
 bits: 16 in the memory of its element of dX, as a bfloat16, and four beside it, rounded to nearest.
 The relative error is at most 2⁻¹³, 16 times smaller than that of the rounding of dX.
 
-Who asks for sums of dW in 16 bits has nothing beside dX: what is kept is dX for an upstream
-gradient of 1, rounded, which the backward multiplies.
+Where the upstream gradient is known before the backward, dX itself is kept, rounded once, with
+nothing beside.  So it is for an upstream gradient of 1 where sums of dW in 16 bits are asked for:
+the backward multiplies it.
 """
 
 import functools
@@ -40,9 +41,11 @@ class HiddenSums:
     """(N, D / 2) uint8, the low bits of each sum, or (N, D) of an odd D; no rows if `gradient` has
     the dtype of sums, or is rounded."""
     rounded: bool = False
-    """Whether `gradient` is dX for an upstream gradient of 1."""
+    """Whether `gradient` is dX for an upstream gradient of `factor`."""
     in_order: bool = False
     """Whether halves are in the order of the selection too, so that later rows are free."""
+    factor: Tensor | None = None
+    """(): the upstream gradient, if it is known before the backward; None for 1."""
 
     @classmethod
     def empty(
@@ -52,15 +55,17 @@ class HiddenSums:
         low_bits: int | None = None,
         *,
         in_order: bool = False,
+        factor: Tensor | None = None,
     ) -> "HiddenSums":
         """Return uninitialized sums of `dtype` in the memory of `gradient` (N, D).
 
-        If that is narrower and `low_bits` is 0, dX is rounded; else sums are kept.
+        If that is narrower and `low_bits` is 0, dX is rounded, for the upstream gradient `factor`
+        () or 1; else sums are kept.
         """
         (rows, hidden), rounded = gradient.shape, gradient.dtype != dtype and low_bits == 0
         rows = 0 if rounded or gradient.dtype == dtype else rows
         low = empty_low(gradient, rows, hidden, few_low_bits(hidden))
-        return cls(gradient, low, rounded, in_order)
+        return cls(gradient, low, rounded, in_order, factor if rounded else None)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "HiddenSums":
         """Return the sums with `function` of each tensor."""
@@ -94,6 +99,8 @@ class HiddenSums:
         kept = self.gradient if order is not None else self.gradient[rows]
         if self.rounded:
             assert coefficients is not None
+            if self.factor is not None:
+                coefficients = coefficients.times(self.factor)
             finish_dx(part, kept, products, coefficients, order)
         elif len(self.low):
             low = self.low if order is not None else self.low[rows]
@@ -112,12 +119,15 @@ class HiddenSums:
     ) -> Tensor:
         """Return dX for the upstream gradient of the loss, () or (N,), in the order of the call.
 
-        `selection` was computed of it.  It overwrites the sums.
+        `selection` was computed of it.  It overwrites the sums.  If the upstream gradient was
+        known, `upstream` only makes dX NaN where it is NaN.
         """
         gradients, targets = inputs.primitives.gradients, inputs.targets
         on_device = selection is not None and selection.is_on_device
         is_placed = on_device and not self.in_order  # rows are in their places
         if self.rounded:
+            if self.factor is not None:
+                upstream = torch.where(upstream.isnan(), upstream, 1)
             factor = torch.where(targets.active, upstream.to(stats.rows.dtype), 0)
             if selection is not None and is_placed:
                 factor = selection.restore(factor)

@@ -14,10 +14,10 @@ from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.planning.call_problem import CallProblem
 from cutefce.ops.planning.chunks.plans import chunked_plan
 from cutefce.ops.planning.chunks.sizes import Chunks
-from cutefce.ops.planning.planner import MINIMUM, make_plan
+from cutefce.ops.planning.planner import MINIMUM, Plan, make_plan
 from cutefce.ops.planning.time_model import DEVICE_RATES
 from cutefce.ops.primitives.dispatch import arch_of
-from tests.support.reference import loss_of_plan, random_case
+from tests.support.reference import exact, loss_of_plan, random_case
 
 
 def test_plans() -> None:
@@ -50,7 +50,9 @@ def test_plans_of_kernels_have_no_sums() -> None:
     chunks = Chunks.even(32768, 1024)
     config = window_configs(p)[0]
     first, second = (chunked_plan(x, config, chunks) for x in (p, without))
-    assert second.workspace_bytes - first.workspace_bytes == 3 * p.vocab * p.hidden
+    # 24 bits of each of dW's sums, and 4 of dX's beside 16
+    saved = 3 * p.vocab * p.hidden + p.tokens * p.hidden // 2
+    assert second.workspace_bytes - first.workspace_bytes == saved
 
 
 def test_ranks_have_the_same_chunks_whatever_their_buffers(
@@ -71,6 +73,24 @@ def test_ranks_have_the_same_chunks_whatever_their_buffers(
     assert (first.strategy, first.chunk) == (second.strategy, second.chunk)
     assert first.adds_in_forward and not second.adds_in_forward
     assert first.workspace_bytes < second.workspace_bytes
+
+
+def test_dx_is_rounded_once_with_nothing_beside(device: str) -> None:
+    case = random_case(1100, 48, 333, dtype=torch.bfloat16, device=device)
+    want = exact(dataclasses.replace(case, upstream=torch.full_like(case.upstream, 0.37)))
+    plan = Plan("gradients_in_forward", 64, 0, 336, 256, True, True)
+    known = dataclasses.replace(plan, hidden_bits=0, adds_in_forward=True)
+    errors, upstream = [], torch.tensor(0.37, device=device)
+    for given, own in ((None, plan), (upstream, known)):
+        h, w = (x.clone().requires_grad_() for x in (case.h, case.w))
+        tensors = TensorOptions(
+            accumulate_into=torch.zeros(333, 48, device=device), grad_output=given
+        )
+        loss = loss_of_plan(h, w, case.y, own, LossOptions("sum"), tensors=tensors)
+        loss.backward(upstream.to(loss.dtype))
+        assert h.grad is not None
+        errors.append((h.grad.double() - want.dx).norm())
+    assert errors[1] <= 1.01 * errors[0]
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["in the backward", "in the forward"])
