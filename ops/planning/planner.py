@@ -180,10 +180,11 @@ def _windows_of(
     yield recompute_some(0)
     for least, most in _most_aliased(p, config):
         yield alias_some(most)
+        yield recompute_some(most)
         last = _memory_of_dw(p, config).aliased_widths(most)[-1]
         if last < least:  # its launches may take more time than its memory is worth
             yield family(1, [keep_rest(most - last)].__getitem__)
-        yield recompute_some(most)
+            yield recompute_some(most - last)
 
 
 def _windows_plan(
