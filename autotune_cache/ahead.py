@@ -5,14 +5,14 @@ This module does not import the DSL.
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 from cutefce.autotune_cache import lookup
 from cutefce.autotune_cache.table import WINDOW
 from cutefce.autotune_cache.table_io import read
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.config import KernelConfigs
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.sampling_set import SORT_SIZES, sampling_kernels
 from cutefce.cute_kernels.spec import FusedBackwardSpec, KernelSpec
@@ -28,14 +28,13 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
 
     These configurations are the defaults and common winners; those of variants are fewer.
     """
-    gradients = arch.grad_gemm_configs() or (None,)
     sets = [
-        kernel_set(arch, dtype, KernelConfigs(config, gradient, gradient))
-        for dtype, config, gradient in product(arch.dtypes, arch.prebuilt_configs(), gradients)
+        kernel_set(arch, dtype, configs)
+        for dtype, config in product(arch.dtypes, arch.prebuilt_configs())
+        for configs in _with_gradients(arch, config)
     ]
-    gradient, default = gradients[0], arch.default(MANY_TOKENS)
-    configs = KernelConfigs(default, gradient, gradient)
-    variants = [kernel_set(arch, arch.dtypes[0], configs, variant) for variant in PREBUILT]
+    default = _with_gradients(arch, arch.default(MANY_TOKENS))[0]
+    variants = [kernel_set(arch, arch.dtypes[0], default, variant) for variant in PREBUILT]
     kernels = [kernel for kernels in (*sets, *variants) for kernel in kernels.all()]
     kernels += [kernel for kernels in sets for kernel in kernels.with_soft_logits]
     for exact, size in product(sets, SORT_SIZES):
@@ -45,13 +44,22 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     return without_tuned_backwards(arch, kernels)
 
 
+def _with_gradients(arch: Arch, project_exp: GemmConfig) -> list[KernelConfigs]:
+    """Return `project_exp` with every configuration of the gradients' GEMMs, the common ones first.
+
+    Each of kept sums is with one of the others.
+    """
+    pairs = zip(arch.grad_gemm_configs(), cycle(arch.kept_sums_configs()), strict=False)
+    found = [KernelConfigs(project_exp, each, each, kept_sums=kept) for each, kept in pairs]
+    return found or [KernelConfigs(project_exp, None, None)]
+
+
 def without_tuned_backwards(arch: Arch, kernels: Sequence[KernelSpec]) -> list[KernelSpec]:
     """Return `kernels`, each once, without fused backwards of other than default configurations.
 
     These combine the configurations of several kernels; a call compiles its own at its first step.
     """
-    gradient = next(iter(arch.grad_gemm_configs()), None)
-    configs = KernelConfigs(arch.default(MANY_TOKENS), gradient, gradient)
+    configs = _with_gradients(arch, arch.default(MANY_TOKENS))[0]
     kept = {kernel for dtype in arch.dtypes for kernel in kernel_set(arch, dtype, configs).all()}
     return [
         kernel
@@ -62,7 +70,7 @@ def without_tuned_backwards(arch: Arch, kernels: Sequence[KernelSpec]) -> list[K
 
 def shipped_kernels(arch: Arch) -> list[KernelSpec]:
     """Return every kernel that lookups choose on `arch` without a user's table, each once."""
-    kernels, gradient = all_kernels(arch), (*arch.grad_gemm_configs(), None)[0]
+    kernels, default = all_kernels(arch), _with_gradients(arch, arch.prebuilt_configs()[0])[0]
     for path in sorted(lookup.SHIPPED_FOLDER.glob("*.json")):
         table = read(path)
         if table.gpu.arch.name != arch.name:
@@ -71,9 +79,6 @@ def shipped_kernels(arch: Arch) -> list[KernelSpec]:
             if key.kernel == WINDOW or not entry.verified:
                 continue
             winner: dict[str, Any] = {key.kernel: entry.config}
-            configs = dataclasses.replace(
-                KernelConfigs(arch.prebuilt_configs()[0], gradient, gradient), **winner
-            )
-            tuned = kernel_set(arch, key.dtype, configs)
+            tuned = kernel_set(arch, key.dtype, dataclasses.replace(default, **winner))
             kernels += [*tuned.all(), *tuned.with_soft_logits]
     return without_tuned_backwards(arch, kernels)

@@ -111,5 +111,7 @@ class KernelConfigs:
     """None for cuBLAS and elementwise passes."""
     grad_hidden_short: GemmConfig | None = None
     """`grad_hidden` for windows of fewer columns than `SHORT`."""
+    kept_sums: GemmConfig | None = None
+    """The gradients' GEMMs that load and store sums; None without them."""
 
     SHORT: ClassVar[int] = 1 << 15

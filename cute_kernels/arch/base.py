@@ -36,8 +36,6 @@ class Arch(ABC):
     """Folder of the kernels for this architecture."""
     forms_weight_gradient: bool
     """Whether it has gradient GEMMs for dW."""
-    kept_sums_config: GemmConfig | None = None
-    """Configuration of the gradient GEMMs that load and store sums, if there are such GEMMs."""
     logits_config: GemmConfig | None = None
     """Configuration of the GEMM of logits in float32; None for cuBLAS."""
     smem_bytes: int = 227 << 10
@@ -81,6 +79,10 @@ class Arch(ABC):
     @abstractmethod
     def grad_gemm_configs(self) -> tuple[GemmConfig, ...]:
         """Return every configuration of the gradient GEMMs that the defaults choose from."""
+
+    def kept_sums_configs(self) -> tuple[GemmConfig, ...]:
+        """Return those of the gradient GEMMs that load and store sums, the common ones first."""
+        return ()
 
     @abstractmethod
     def search_space(self) -> tuple[GemmConfig, ...]:

@@ -33,26 +33,49 @@ GRAD_128 = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
 GRAD_192 = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
 GRAD_256 = GemmConfig(128, 256, cluster=2, stages=4, pingpong=False)
 """Configurations of the gradient GEMMs, by columns of a tile."""
-GRAD_KEPT = GemmConfig(128, 128, cluster=2, stages=5, pingpong=True)
-"""That of sums that are loaded and stored, which are in shared memory beside the stages.  On an
-H200, five stages and two buffers of 64 rows of 24 bits are up to 10 % faster than four and four, or
-six and one."""
+KEPT_128 = GemmConfig(128, 128, cluster=2, stages=5, pingpong=True)
+KEPT_192 = GemmConfig(128, 192, cluster=2, stages=4, pingpong=True)
+"""Those of sums that are loaded and stored, which are in shared memory beside the stages."""
 
-LONG_TOKENS = 16384
-TIME_PER_COLUMN = {
-    "grad_hidden": {GRAD_256: 1.0, GRAD_192: 1.015, GRAD_128: 1.03},
-    "grad_hidden_short": {GRAD_128: 1.0, GRAD_192: 1.0},
-    "grad_weight": {GRAD_128: 1.0, GRAD_192: 0.988},
-    "grad_weight_long": {GRAD_128: 1.0, GRAD_192: 0.96},
-    "grad_weight_h100": {GRAD_128: 1.0, GRAD_192: 0.85},
-}
-"""Relative times of the gradient GEMMs, by `python -m bench step` and `make autotune`.  On an H200:
-dX over at least and over fewer than `KernelConfigs.SHORT` columns, dW of fewer than and of at least
-`LONG_TOKENS` tokens.  On an H100: dW of 4096 and 8192 tokens.  Wide tiles move less data, which
-saves power; ping-pong hides epilogues, which weigh more in short GEMMs.  The first configuration
-wins a tie."""
+
+@dataclass(frozen=True)
+class GemmTimes:
+    """Relative times a column of the gradients' GEMMs, measured by tuning and `bench step`.
+
+    Wide tiles move less data, which saves power; ping-pong hides epilogues, which weigh more in
+    short GEMMs.  The first configuration wins a tie.
+    """
+
+    grad_hidden: dict[GemmConfig, float]
+    grad_hidden_short: dict[GemmConfig, float]
+    """Over fewer columns than `KernelConfigs.SHORT`."""
+    grad_weight: dict[GemmConfig, float]
+    grad_weight_long: dict[GemmConfig, float]
+    """Of at least `long_tokens` tokens."""
+    long_tokens: int
+    kept_sums: dict[GemmConfig, float]
+
+
+H200_TIMES = GemmTimes(
+    grad_hidden={GRAD_256: 1.0, GRAD_192: 1.015, GRAD_128: 1.03},
+    grad_hidden_short={GRAD_128: 1.0, GRAD_192: 1.0},
+    grad_weight={GRAD_128: 1.0, GRAD_192: 0.988},
+    grad_weight_long={GRAD_128: 1.0, GRAD_192: 0.96},
+    long_tokens=16384,
+    kept_sums={KEPT_128: 1.0, KEPT_192: 0.988},
+)
+"""Kept sums as dW: they were measured on an H100 alone."""
+H100_TIMES = GemmTimes(
+    grad_hidden={GRAD_256: 1.0, GRAD_192: 0.99},
+    grad_hidden_short={GRAD_128: 1.0, GRAD_192: 0.92},
+    grad_weight={GRAD_128: 1.0, GRAD_192: 0.82, GRAD_256: 0.95},
+    grad_weight_long={GRAD_128: 1.0, GRAD_192: 0.82, GRAD_256: 0.83},
+    long_tokens=4096,
+    kept_sums={KEPT_128: 1.0, KEPT_192: 0.9},
+)
+"""Of 512 to 8192 tokens and 1024, 2304 and 4096 hidden features, on one of 80 GB."""
 H100_MODELS = "H100", "H800"
-"""In the names of GPU models that are taken for an H100; one of 80 GB was measured."""
+"""In the names of GPU models that are taken for an H100."""
 SINGLE_CTA_TIME = 1.03
 """Time a row of `project_exp` without multicast, relative to clusters of 2; measured likewise."""
 MIN_GRAD_HIDDEN_UTILIZATION = 0.8
@@ -64,9 +87,8 @@ def stored_tokens(tile_n: int) -> int:
     return tile_n // 2
 
 
-def fastest(kernel: str, columns: int) -> GemmConfig:
-    """Return the configuration with the least `TIME_PER_COLUMN` over whole tiles of `columns`."""
-    times = TIME_PER_COLUMN[kernel]
+def fastest(times: dict[GemmConfig, float], columns: int) -> GemmConfig:
+    """Return the configuration with the least of `times` over whole tiles of `columns`."""
     return min(times, key=lambda config: times[config] * round_up(columns, config.tile_n))
 
 
@@ -78,7 +100,6 @@ class Sm90(Arch):
     capability: tuple[int, int] = (9, 0)
     family: str = "sm90"
     forms_weight_gradient: bool = True
-    kept_sums_config: GemmConfig | None = GRAD_KEPT
     logits_config: GemmConfig | None = WIDE_CLUSTER2
 
     def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
@@ -111,18 +132,21 @@ class Sm90(Arch):
         self, tokens: int, hidden: int, num_sms: int, model: str = ""
     ) -> KernelConfigs:
         project_exp = self.default(tokens)
-        grad_hidden = fastest("grad_hidden", hidden)
-        short = fastest("grad_hidden_short", hidden)
-        times = "grad_weight_long" if tokens >= LONG_TOKENS else "grad_weight"
-        if any(name in model for name in H100_MODELS):
-            times = "grad_weight_h100"
-        grad_weight = fastest(times, hidden)
+        times = H100_TIMES if any(name in model for name in H100_MODELS) else H200_TIMES
+        grad_hidden = fastest(times.grad_hidden, hidden)
+        short = fastest(times.grad_hidden_short, hidden)
+        is_long = tokens >= times.long_tokens
+        of_weight = times.grad_weight_long if is_long else times.grad_weight
+        grad_weight, kept = fastest(of_weight, hidden), fastest(times.kept_sums, hidden)
         if _utilization(grad_hidden, tokens, hidden, num_sms) < MIN_GRAD_HIDDEN_UTILIZATION:
-            return KernelConfigs(project_exp, None, grad_weight)
-        return KernelConfigs(project_exp, grad_hidden, grad_weight, short)
+            return KernelConfigs(project_exp, None, grad_weight, kept_sums=kept)
+        return KernelConfigs(project_exp, grad_hidden, grad_weight, short, kept)
 
     def grad_gemm_configs(self) -> tuple[GemmConfig, ...]:
         return GRAD_128, GRAD_192, GRAD_256
+
+    def kept_sums_configs(self) -> tuple[GemmConfig, ...]:
+        return KEPT_192, KEPT_128
 
     def search_space(self) -> tuple[GemmConfig, ...]:
         found = []  # deeper pipelines hide more latency

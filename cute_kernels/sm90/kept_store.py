@@ -1,11 +1,11 @@
 """The Hopper epilogue that adds to sums in memory, through shared memory and by TMA.
 
-A tile is added in blocks of 64 rows, each in a buffer: panels of upper halves, or of float32 sums,
-whose rows are 128 bytes, and panels of 128 columns of the low bits beside upper halves, whose rows
-are 128 or 64 bytes.  The warpgroups take the buffers in the order of their tiles.  While MMAs run,
-another warp loads the next sums; a warpgroup adds to them in place, and each of its warps stores
-its rows; see `common.kept_bits`.  A thread's accesses to swizzled rows of halves have no bank
-conflicts.  No two thread blocks touch the same sums.
+A tile is added in blocks of 64 rows and columns, each in a buffer: a panel of upper halves, or two
+of float32 sums, whose rows are 128 bytes, and a panel of the low bits beside upper halves, whose
+rows are 64 or 32 bytes.  The warpgroups take the buffers in the order of their tiles.  While MMAs
+run, another warp loads the next sums; a warpgroup adds to them in place, and each of its warps
+stores its rows; see `common.kept_bits`.  A thread's accesses to swizzled rows of halves have no
+bank conflicts.  No two thread blocks touch the same sums.
 """
 
 from typing import Any, NamedTuple
@@ -36,10 +36,8 @@ from cutefce.cute_kernels.sm90.mainloop import MMA_WARP_GROUPS, Consumer
 
 LINE = 128
 """Bytes of a panel's row of upper halves or float32 sums: the widest swizzle."""
-LOW_COLUMNS = 128
-"""Columns of a panel of low bits."""
-ROWS = 64
-"""Rows of a buffer."""
+ROWS = COLUMNS = 64
+"""Rows and columns of a block."""
 FULL, EMPTY = 0, MMA_WARP_GROUPS
 """Barriers of a buffer: one for each warpgroup that waits until it is full, and one for the loads,
 which wait until it is empty."""
@@ -86,19 +84,22 @@ class KeptStoreSm90:
     """Additions of tiles of accumulators to kept sums."""
 
     def __init__(self, arch: Arch, config: GemmConfig, low_bits: int) -> None:
-        whole_panels = config.tile_n % LOW_COLUMNS == 0
-        assert config.pingpong and whole_panels, "warpgroups add to whole panels"
+        whole_blocks = config.tile_n % COLUMNS == 0
+        assert config.pingpong and whole_blocks, "warpgroups add to whole blocks"
         self.config, self.low_bits = config, low_bits
-        self.lines = LINE, LOW_COLUMNS * low_bits // 8
+        self.lines = LINE, COLUMNS * low_bits // 8
         """Bytes of a row of a panel of upper halves, and of low bits."""
         self.is_float32 = low_bits == FLOAT32_LOW_BITS
         self.dtypes = (BFloat16, Uint8) if low_bits in LOW_BITS else (BFloat16,)
         if self.is_float32:
             self.dtypes = (Float32,)
-        self.blocks = config.tile_m // ROWS
-        self.block_bytes = ROWS * config.tile_n * (16 + low_bits) // 8
+        self.row_blocks, self.column_blocks = config.tile_m // ROWS, config.tile_n // COLUMNS
+        self.blocks = self.row_blocks * self.column_blocks
+        self.block_bytes = ROWS * COLUMNS * (16 + low_bits) // 8
         free = arch.smem_bytes - BARRIER_BYTES - config.stages * arch.stage_bytes(config)
-        counts = 1, self.blocks, self.blocks * MMA_WARP_GROUPS
+        # so that each warpgroup's tiles begin with the same buffer
+        counts = [count for count in range(1, self.blocks) if self.blocks % count == 0]
+        counts += self.blocks, self.blocks * MMA_WARP_GROUPS
         self.buffers = max(count for count in counts if count * self.block_bytes <= free)
 
     @cute.jit
@@ -130,8 +131,8 @@ class KeptStoreSm90:
 
     def _panels(self, part: int) -> int:
         """Return the panels of a block's upper halves or float32 sums, or of its low bits."""
-        columns = LINE * 8 // self.dtypes[0].width, LOW_COLUMNS
-        return self.config.tile_n // columns[part]
+        line_bytes: int = COLUMNS * self.dtypes[part].width // 8
+        return max(1, line_bytes // LINE)
 
     def _layout(self, dtype: Any, rows: int, columns: int, count: int) -> Any:
         return sm90.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, (rows, columns), count)
@@ -167,9 +168,11 @@ class KeptStoreSm90:
             scheduler.cluster, scheduler.num_indices(), scheduler.clusters, unroll=1
         ):
             row, column, _ = scheduler.coord(index, config.raster_group)
-            row = row * config.cluster + scheduler.rank
+            row = (row * config.cluster + scheduler.rank) * self.row_blocks
+            column *= self.column_blocks
             for block in cutlass.range_constexpr(self.blocks):
                 number = tile * self.blocks + block
+                row_block, column_block = divmod(block, self.column_blocks)
                 buffer = number % self.buffers
                 barriers = staging.barriers + buffer * (EMPTY + 1)
                 full = barriers + FULL + tile % MMA_WARP_GROUPS
@@ -184,9 +187,10 @@ class KeptStoreSm90:
                         panels = self._panels(i)
                         _, source, to = partition((atom, coordinates, smem), shape, Int32(0), 1)
                         for panel in cutlass.range_constexpr(panels):
+                            across = (column + column_block) * panels + panel
                             cute.copy(
                                 atom,
-                                source[None, row * self.blocks + block, column * panels + panel],
+                                source[None, row + row_block, across],
                                 to[None, buffer * panels + panel],
                                 tma_bar_ptr=full,
                             )
@@ -219,29 +223,31 @@ class KeptStoreSm90:
             uses = max(1, self.blocks // self.buffers)
             turn = tile * uses + block // self.buffers % uses
             cute.arch.mbarrier_wait(barriers + FULL + consumer.warp_group_idx, turn % 2)
-            for group in cutlass.range_constexpr(self.config.tile_n // 32):
+            row_block, column_block = divmod(block, self.column_blocks)
+            for group in cutlass.range_constexpr(COLUMNS // 32):
+                where = row_block, column_block, group
                 if cutlass.const_expr(self.is_float32):
-                    self._add_float32(consumer, staging, buffer, (block, group))
+                    self._add_float32(consumer, staging, buffer, where)
                 else:
                     for half in cutlass.range_constexpr(2):
                         # of the thread's first pair of columns
-                        row = m_start + ROWS * block + consumer.tCcC[0][0] + 8 * half
-                        column = n_start // 2 + 16 * group
+                        row = m_start + ROWS * row_block + consumer.tCcC[0][0] + 8 * half
+                        column = (n_start + column_block * COLUMNS) // 2 + 16 * group
                         pair = row * (hidden // 2) + column + consumer.thread % 4
-                        self._add_eight(consumer, staging, buffer, (block, group, half), pair)
+                        self._add_eight(consumer, staging, buffer, (*where, half), pair)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             for i, part in enumerate(staging.parts):
                 _, _, atom, coordinates, smem = part
                 columns = cute.size(smem, mode=[1])
                 panels = self._panels(i)
-                first = n_start // self.config.tile_n * panels
+                first = (n_start // COLUMNS + column_block) * panels
                 for panel in cutlass.range_constexpr(panels):
                     s_panel = smem[None, None, buffer * panels + panel]
                     s_warp = cute.local_tile(s_panel, (16, columns), (warp, 0))
                     operand = atom, coordinates, s_warp
                     _, to, source = partition(operand, (16, columns), Int32(0), 1)
-                    row = m_start // 16 + 4 * block + warp
+                    row = m_start // 16 + 4 * row_block + warp
                     cute.copy(atom, source, to[None, row, first + panel])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -251,10 +257,13 @@ class KeptStoreSm90:
 
     @cute.jit
     def _add_float32(
-        self, consumer: Consumer, staging: Staging, buffer: Int32, place: tuple[int, int]
+        self, consumer: Consumer, staging: Staging, buffer: Int32, place: tuple[int, int, int]
     ) -> None:
-        """Add to the thread's float32 sums in a panel; `place` is (block, panel)."""
-        block, panel = place
+        """Add to the thread's float32 sums in a panel.
+
+        `place` is (row block, column block, panel).
+        """
+        block, column_block, panel = place
         smem, columns = staging.parts[0][-1], LINE * 8 // Float32.width
         s_panel = smem[None, None, buffer * self._panels(0) + panel]
         tCsC = accumulator_mma(columns).get_slice(consumer.thread).partition_C(s_panel)
@@ -263,7 +272,7 @@ class KeptStoreSm90:
         for j in cutlass.range_constexpr(columns // 8):
             for half in cutlass.range_constexpr(2):
                 for v in cutlass.range_constexpr(2):
-                    acc_j = panel * (columns // 8) + j
+                    acc_j = column_block * (COLUMNS // 8) + panel * (columns // 8) + j
                     values[(v, half, j), 0, 0] = consumer.acc[(v, half, acc_j), block, 0]
         if staging.is_read:
             sums = cute.make_rmem_tensor(tCsC.shape, Float32)
@@ -277,17 +286,18 @@ class KeptStoreSm90:
         consumer: Consumer,
         staging: Staging,
         buffer: Int32,
-        place: tuple[int, int, int],
+        place: tuple[int, int, int, int],
         pair: Int32,
     ) -> None:
         """Add to the thread's eight sums in a row of 32 columns, of which `pair` is the first.
 
-        `place` is (block, group of columns, half of the rows).
+        `place` is (row block, column block, group of columns, half of the rows).
         """
-        block, group, half = place
+        block, column_block, group, half = place
+        first = column_block * (COLUMNS // 8) + 4 * group
         values = cute.make_rmem_tensor((8,), Float32)
         for i in cutlass.range_constexpr(8):
-            values[i] = consumer.acc[(i % 2, half, 4 * group + i // 2), block, 0]
+            values[i] = consumer.acc[(i % 2, half, first + i // 2), block, 0]
         upper, low = self._places(consumer, staging, buffer, group, half)
         halves = cute.make_rmem_tensor((4,), Int32)
         if cutlass.const_expr(not self.low_bits):
@@ -326,7 +336,7 @@ class KeptStoreSm90:
         """Return the words of upper halves and the low bits of four pairs of columns.
 
         The 16-byte chunks of a line are swizzled: chunk c of row r is in place c ^ (r % 8) of eight
-        or, where two lines are 128 bytes, in place c ^ (r / 2 % 4) of four.
+        or, where 128 bytes are n lines, in place c ^ (r / n % (8 / n)) of 8 / n.
         """
         row, lane = consumer.tCcC[0][0], consumer.thread % 4
         found: tuple[list[Any], list[Any]] = ([], [])
@@ -339,7 +349,7 @@ class KeptStoreSm90:
                 rows = LINE // line
                 # the start of a row and of its quad's chunk have no bits in common
                 first = row * line + ((row // rows % (8 // rows)) ^ chunk) * 16 + lane * pair
-                before = buffer * (ROWS * self.config.tile_n * pair // 2)
+                before = buffer * (ROWS * COLUMNS * pair // 2)
                 offset = (before + first) // pair
                 base = cute.recast_ptr(smem.iterator, dtype=dtype) + offset
                 place = base + ((panel * ROWS + half * 8) * line + start) // pair

@@ -45,11 +45,12 @@ from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.sample_sizes import estimate_count
 from cutefce.ops.planning.step_memory import adds_by_kernel, keeps_weight_sums, kept_low_bits
 
-DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 6e-5, 1.2e-4)}
+DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 7.5e-5, 1.2e-4)}
 """(FLOP/s, bytes/s, seconds a window, seconds a chunk) by device type; a GPU's are an H200's, where
 GEMMs of few columns or rows leave SMs idle at their start and end.  The tuned GEMMs of 256 and 512
 tokens take 35 to 50 µs longer than their share of those of 8192, last waves included; a chunk has
-two, and launches."""
+two, and launches.  A window has three: on an H100, steps of 12 to 22 windows take 0.15 ms more for
+each, half of which dX's sums take."""
 DX_CHUNK_SECONDS, DX_WINDOW_SECONDS, SPLIT_SECONDS = 4e-5, 2.5e-5, 1e-5
 """Of a chunk where kernels form dX alone; of a window in it: two launches, and two more that exit
 at once; and of splitting the last tiles of its dX.  With what waves of their own tiles leave idle,

@@ -16,7 +16,7 @@ import torch
 from cutefce.autotune_cache import ahead, defaults, lookup, table, table_io, verdicts
 from cutefce.cute_kernels import cache_files, kernel_set, process_cache, spec
 from cutefce.cute_kernels.arch import ARCHS
-from cutefce.cute_kernels.arch.sm90 import LONG_TOKENS, Sm90
+from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.variant import PLAIN
@@ -46,17 +46,37 @@ def test_cublas_can_win(file: Path) -> None:
     assert lookup.kernel_configs(PROBLEM, GPU).grad_hidden is None
 
 
-@pytest.mark.parametrize("tokens", [8192, LONG_TOKENS])
-def test_dw_has_wide_tiles_on_an_h100(tokens: int) -> None:
-    def columns(name: str, hidden: int) -> int:
-        config = dataclasses.replace(GPU, name=name).default_configs(tokens, hidden).grad_weight
-        assert config is not None
-        return config.tile_n
+@pytest.mark.parametrize(
+    ("model", "tokens", "wanted"),
+    [
+        ("NVIDIA H100 80GB HBM3", 8192, {128: 128, 1024: 256, 2304: 192, 4096: 256}),
+        ("NVIDIA H100 80GB HBM3", 2048, {128: 128, 2304: 192, 4096: 192, 7168: 192}),
+        ("NVIDIA H200", 8192, {128: 128, 2304: 192, 4096: 128}),
+        ("NVIDIA H200", 16384, {128: 128, 2304: 192, 4096: 192}),
+    ],
+)
+def test_tiles_of_dw_are_those_of_the_model(
+    model: str, tokens: int, wanted: dict[int, int]
+) -> None:
+    gpu, found = dataclasses.replace(GPU, name=model), {}
+    for hidden in wanted:
+        config = gpu.default_configs(tokens, hidden).grad_weight
+        found[hidden] = config and config.tile_n
+    assert found == wanted
 
-    h100 = "NVIDIA H100 80GB HBM3"
-    assert [columns(h100, hidden) for hidden in (128, 2304, 4096, 7168)] == [128, 192, 192, 192]
-    narrow = 192 if tokens == LONG_TOKENS else 128
-    assert [columns("NVIDIA H200", hidden) for hidden in (128, 2304, 4096)] == [128, 192, narrow]
+
+@pytest.mark.parametrize(
+    ("model", "hidden", "columns"),
+    [
+        ("NVIDIA H100 80GB HBM3", 1024, 128),
+        ("NVIDIA H100 80GB HBM3", 4096, 192),
+        ("NVIDIA H200", 2304, 192),
+        ("NVIDIA H200", 4096, 128),
+    ],
+)
+def test_tiles_of_kept_sums_waste_few_columns(model: str, hidden: int, columns: int) -> None:
+    kept = dataclasses.replace(GPU, name=model).default_configs(8192, hidden).kept_sums
+    assert kept is not None and kept.tile_n == columns
 
 
 def test_few_tokens_of_a_bucket_have_smaller_tiles(file: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch.base import TILE_K
-from cutefce.cute_kernels.arch.sm90 import GRAD_KEPT
+from cutefce.cute_kernels.arch.sm90 import KEPT_192
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
@@ -24,10 +24,10 @@ LOW = GemmConfig(64, 128, cluster=1, stages=2, pingpong=True)
 TALL = GemmConfig(128, 128, cluster=2, stages=3, pingpong=True)
 WIDE = GemmConfig(64, 256, cluster=2, stages=3, pingpong=True)
 DEEP = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
-ROUNDED = ((LOW, 8), (TALL, 8), (DEEP, 8), (GRAD_KEPT, 8), (LOW, 4), (WIDE, 4), (GRAD_KEPT, 4))
-KERNELS = (*ROUNDED, (LOW, 16), (GRAD_KEPT, 16))
+ROUNDED = ((LOW, 8), (TALL, 8), (DEEP, 8), (KEPT_192, 8), (LOW, 4), (WIDE, 4), (KEPT_192, 4))
+KERNELS = (*ROUNDED, (LOW, 16), (KEPT_192, 16))
 """Configurations, and low bits of the sums."""
-RANDOM = (LOW, 0), (GRAD_KEPT, 0)
+RANDOM = (LOW, 0), (KEPT_192, 0)
 """Those of sums that are rounded at random."""
 PRODUCTS = {
     "many K tiles": ((150, 136, 330), 0),
@@ -210,7 +210,7 @@ def test_three_chunks(config: GemmConfig, low_bits: int) -> None:
 
 @pytest.mark.parametrize(("overwrite", "rank_one"), [(1, False), (0, True)])
 @pytest.mark.parametrize("count", [0, 1, 64, 130])
-@pytest.mark.parametrize(("config", "low_bits"), [(LOW, 4), (TALL, 8), (GRAD_KEPT, 16)], ids=str)
+@pytest.mark.parametrize(("config", "low_bits"), [(LOW, 4), (TALL, 8), (KEPT_192, 16)], ids=str)
 def test_counted_rows(
     config: GemmConfig, low_bits: int, count: int, overwrite: int, rank_one: bool
 ) -> None:
@@ -236,7 +236,7 @@ def test_nothing_changes_where_nothing_counts(low_bits: int) -> None:
     assert torch.equal(sums.values.view(torch.int32), before.view(torch.int32))
 
 
-ORDERS = [(*kernel, seed) for seed, kernel in enumerate((*KERNELS, (GRAD_KEPT, 0)))]
+ORDERS = [(*kernel, seed) for seed, kernel in enumerate((*KERNELS, (KEPT_192, 0)))]
 
 
 @pytest.mark.parametrize(("config", "low_bits", "seed"), ORDERS, ids=str)
@@ -260,7 +260,7 @@ FAULTS = {
     EARLY: (r"(cp\.async\.bulk\.wait_group\.read\s+)0;", r"\1 8;"),
 }  # fmt: skip
 FAULTY = [(fault, *kernel) for fault in FAULTS for kernel in ((LOW, 4), (DEEP, 8))]
-FAULTY += [(EARLY, GRAD_KEPT, low_bits) for low_bits in (16, 8, 4)]
+FAULTY += [(EARLY, KEPT_192, low_bits) for low_bits in (16, 8, 4)]
 
 
 @pytest.mark.parametrize(("fault", "config", "low_bits"), FAULTY, ids=str)

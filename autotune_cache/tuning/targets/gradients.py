@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -93,6 +94,12 @@ class GradWeightTarget(GradGemmTarget):
     """The final dW, in the dtype of the weight."""
 
     name = "grad_weight"
+
+    def configs(self, problem: Problem, candidate: Candidate) -> KernelConfigs:
+        """Do what `TuningTarget.configs` does; defaults have every configuration of kept sums."""
+        configs, defaults = super().configs(problem, candidate), self.defaults()
+        kept = dict(zip(defaults, cycle(self.arch.kept_sums_configs()), strict=False))
+        return dataclasses.replace(configs, kept_sums=kept.get(candidate, configs.kept_sums))
 
     def candidates(self, problem: Problem) -> Sequence[Candidate]:
         return self.distinct_configs(problem.vocab)
