@@ -68,12 +68,12 @@ H200_TIMES = GemmTimes(
 H100_TIMES = GemmTimes(
     grad_hidden={GRAD_256: 1.0, GRAD_192: 0.99},
     grad_hidden_short={GRAD_128: 1.0, GRAD_192: 0.92},
-    grad_weight={GRAD_128: 1.0, GRAD_192: 0.82, GRAD_256: 0.95},
-    grad_weight_long={GRAD_128: 1.0, GRAD_192: 0.82, GRAD_256: 0.83},
+    grad_weight={GRAD_128: 1.0, GRAD_192: 0.9},
+    grad_weight_long={GRAD_128: 1.0, GRAD_192: 0.865, GRAD_256: 0.935},
     long_tokens=4096,
     kept_sums={KEPT_128: 1.0, KEPT_192: 0.9},
 )
-"""Of 512 to 8192 tokens and 1024, 2304 and 4096 hidden features, on one of 80 GB."""
+"""Of 768 to 8192 tokens and 1024 to 4096 hidden features, on one of 80 GB; dW in whole steps."""
 H100_MODELS = "H100", "H800"
 """In the names of GPU models that are taken for an H100."""
 SINGLE_CTA_TIME = 1.03
