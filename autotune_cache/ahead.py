@@ -49,8 +49,10 @@ def _with_gradients(arch: Arch, project_exp: GemmConfig) -> list[KernelConfigs]:
 
     Each of kept sums is with one of the others.
     """
-    pairs = zip(arch.grad_gemm_configs(), cycle(arch.kept_sums_configs()), strict=False)
-    found = [KernelConfigs(project_exp, each, each, kept_sums=kept) for each, kept in pairs]
+    gradients, kept = arch.grad_gemm_configs(), arch.kept_sums_configs()
+    assert len(kept) <= len(gradients) and bool(kept) == bool(gradients)
+    pairs = zip(gradients, cycle(kept), strict=False)
+    found = [KernelConfigs(project_exp, each, each, kept_sums=sums) for each, sums in pairs]
     return found or [KernelConfigs(project_exp, None, None)]
 
 

@@ -102,7 +102,7 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class KernelConfigs:
-    """The configuration of each tunable kernel."""
+    """The configuration of each GEMM; all but `kept_sums` are tuned."""
 
     project_exp: GemmConfig
     grad_hidden: GemmConfig | None
@@ -112,6 +112,6 @@ class KernelConfigs:
     grad_hidden_short: GemmConfig | None = None
     """`grad_hidden` for windows of fewer columns than `SHORT`."""
     kept_sums: GemmConfig | None = None
-    """The gradients' GEMMs that load and store sums; None without them."""
+    """The gradients' GEMMs that load and store sums; None if `grad_weight` is None."""
 
     SHORT: ClassVar[int] = 1 << 15

@@ -229,15 +229,15 @@ def kernel_set(
     storing = backward = None
     again = hidden
     if configs.grad_weight is not None:
+        assert configs.kept_sums is not None
         first = arch.grad_gemm_configs()[0]
         again = hidden or GradGemmSpec(arch.name, dtype, first, "hidden", final=False)
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
-        if configs.kept_sums is not None:
-            of_weight = dataclasses.replace(weight, config=configs.kept_sums, final=False)
-            keep = [dataclasses.replace(of_weight, low_bits=n) for n in WEIGHT_LOW_BITS]
-            of_hidden = GradGemmSpec(arch.name, dtype, configs.kept_sums, "hidden", final=False)
-            keep_hidden = [dataclasses.replace(of_hidden, low_bits=n) for n in LOW_BITS]
-            finish_kept = [ScaleKeptSpec(arch.name, dtype, n) for n in LOW_BITS]
+        of_weight = dataclasses.replace(weight, config=configs.kept_sums, final=False)
+        keep = [dataclasses.replace(of_weight, low_bits=n) for n in WEIGHT_LOW_BITS]
+        of_hidden = GradGemmSpec(arch.name, dtype, configs.kept_sums, "hidden", final=False)
+        keep_hidden = [dataclasses.replace(of_hidden, low_bits=n) for n in LOW_BITS]
+        finish_kept = [ScaleKeptSpec(arch.name, dtype, n) for n in LOW_BITS]
         sort_targets = SortTargetsSpec(arch.name)
         if variant == PLAIN:
             storing = dataclasses.replace(forward, stores=True)

@@ -44,7 +44,7 @@ class Plan:
     """Bits of each of dW's sums over chunks beside the 16 in its memory."""
     hidden_bits: int | None = None
     """Bits of each of dX's sums over windows beside 16; None for float32.  0 of gradients in
-    forward: dX for an upstream gradient of 1 is kept."""
+    forward: dX is kept, for a known upstream gradient or for one of 1."""
     shrinking: Chunks | None = None
     """Chunks that use the memory of dX; None if they have equal sizes."""
 

@@ -141,8 +141,8 @@ def _windows(p: Problem, configs: Sequence[WindowConfig], scalar_upstream: bool)
     """Return the plans of windows, without those that another one beats in time and memory.
 
     Columns neither aliased nor kept are recomputed.  Aliased columns cost s_i h_i, however many
-    they are: a plan that recomputes columns aliases as many as it can, or none; narrow first
-    windows allow for more.  dX's sums over windows are float32, or kept.
+    they are: a plan that recomputes columns aliases as many as it can, less a short last window, or
+    none; narrow first windows allow for more.  dX's sums over windows are float32, or kept.
     """
     given: list[tuple[WindowConfig, int | None]]
     given = [(config, None) for config in configs[:FLOAT32_WIDTHS]]

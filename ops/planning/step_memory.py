@@ -185,7 +185,7 @@ def can_keep_hidden(p: Problem) -> bool:
 
 def rounds_hidden(p: Problem) -> bool:
     """Whether gradients in forward round dX, for a known upstream gradient or for one of 1."""
-    rounds = p.random_sums or adds_in_forward(p)
+    rounds = p.random_sums or (adds_in_forward(p) and accumulates_wider(p))
     return rounds and p.grad_weight and p.grad_hidden and p.ranks == 1
 
 

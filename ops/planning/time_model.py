@@ -45,12 +45,12 @@ from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.sample_sizes import estimate_count
 from cutefce.ops.planning.step_memory import adds_by_kernel, keeps_weight_sums, kept_low_bits
 
-DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 7.5e-5, 1.2e-4)}
+DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 1e-4, 1.2e-4)}
 """(FLOP/s, bytes/s, seconds a window, seconds a chunk) by device type; a GPU's are an H200's, where
 GEMMs of few columns or rows leave SMs idle at their start and end.  The tuned GEMMs of 256 and 512
 tokens take 35 to 50 µs longer than their share of those of 8192, last waves included; a chunk has
-two, and launches.  A window has three: on an H100, steps of 12 to 22 windows take 0.15 ms more for
-each, half of which dX's sums take."""
+two, and launches.  A window has three: of steps of 12 to 22 windows, an H100 takes 0.15 to 0.2 ms
+more for each, of which dX's sums take 0.07."""
 DX_CHUNK_SECONDS, DX_WINDOW_SECONDS, SPLIT_SECONDS = 4e-5, 2.5e-5, 1e-5
 """Of a chunk where kernels form dX alone; of a window in it: two launches, and two more that exit
 at once; and of splitting the last tiles of its dX.  With what waves of their own tiles leave idle,
@@ -73,9 +73,9 @@ that sorting and listing it is worth.  dX of 256 entries takes 2.8 ms, dW 2.5, l
 SELECTED_WINDOW_SECONDS = 1.2e-4
 """Of a window where few of many rows count, whose GEMMs fill no whole waves.  Steps of 410 to 4096
 of 8192 rows in 13 windows take 0.15 to 0.24 ms a window more than with everything kept."""
-CLUSTERS, TILE, KEPT_TILE = 66, 256, 128
-"""Clusters of two SMs of an H200, rows and columns of their tiles of dX, and columns of those that
-are added to kept sums, whose K is not split."""
+CLUSTERS, TILE = 66, 256
+"""Clusters of two SMs of an H200, and rows and columns of their tiles of dX.  The K of tiles that
+are added to kept sums is not split."""
 
 
 def windows_seconds(
@@ -99,7 +99,7 @@ def windows_seconds(
     moved = 2 * passes * p.tokens * p.hidden * sum_bytes
     moved += p.tokens * recomputed * p.accumulator_bytes
     moved += 2 * _buffer_bytes(p) + _scaled_bytes(p) * (aliased + kept > 0)
-    tile = TILE if hidden_bits is None else KEPT_TILE
+    tile = TILE if hidden_bits is None else _kept_tile(p)
     idle = _idle_seconds(p, p.tokens, tile)
     return _seconds(p, columns, moved) + windows * rates(p)[2] + idle
 
@@ -196,6 +196,14 @@ def _idle_seconds(p: Problem, rows: int, tile: int = TILE) -> float:
         return 0
     free = FREE_IDLE if p.arch is not None and not p.grad_weight else 0
     return _seconds(p, p.vocab, 0) * max(1 / _busy_part(p, rows, tile)[0] - 1 - free, 0)
+
+
+def _kept_tile(p: Problem) -> int:
+    """Return the columns of a tile that is added to kept sums of dX."""
+    config = None
+    if p.arch is not None:
+        config = arch_named(p.arch).default_configs(p.tokens, p.hidden, 2 * CLUSTERS).kept_sums
+    return TILE if config is None else config.tile_n
 
 
 def _busy_part(p: Problem, rows: int, tile: int = TILE) -> tuple[float, int]:

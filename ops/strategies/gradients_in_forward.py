@@ -1,7 +1,7 @@
 """The strategy that forms gradients in the forward, a chunk of tokens at a time.
 
-These are the paper's Algorithms 3 and 4.  dX's sums get their factors in the backward; those of dW
-and of the bias need a scalar upstream gradient.
+These are the paper's Algorithms 3 and 4.  dX's sums get their factors in the backward, unless the
+upstream gradient is known; those of dW and of the bias need a scalar upstream gradient.
 """
 
 from dataclasses import replace

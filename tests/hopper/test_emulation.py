@@ -18,6 +18,7 @@ import cutefce
 from bench.harness.accuracy import relative_error
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import TILE_K
+from cutefce.cute_kernels.arch.sm90 import KEPT_128, KEPT_192
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.kernel_set import KernelSet, kernel_set
@@ -84,7 +85,9 @@ def kernels_of(
     config: GemmConfig, variant: KernelVariant = PLAIN, dtype: str = "bfloat16"
 ) -> KernelSet:
     gradient = COOPERATIVE if config.swaps else config
-    return kernel_set(ARCH, dtype, KernelConfigs(config, gradient, gradient), variant)
+    return kernel_set(
+        ARCH, dtype, KernelConfigs(config, gradient, gradient, kept_sums=KEPT_128), variant
+    )
 
 
 SHAPES = {
@@ -863,7 +866,7 @@ def test_every_strategy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The host's code on emulated kernels."""
-    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE)
+    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE, kept_sums=KEPT_192)
     emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
     serve_calls(monkeypatch, ARCH, small_tiles, selects=selects, configs=configs, **emulated)
     case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0.5 if selects else 0.1)
@@ -887,7 +890,7 @@ def test_row_blocks_that_end_inside_a_k_tile(
 ) -> None:
     """Sums of dW read a whole K tile of tokens, 40 of which count."""
     assert SWAPPED.rows < TILE_K
-    configs = KernelConfigs(SWAPPED, COOPERATIVE, COOPERATIVE)
+    configs = KernelConfigs(SWAPPED, COOPERATIVE, COOPERATIVE, kept_sums=KEPT_192)
     emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
     serve_calls(monkeypatch, ARCH, small_tiles, selects=True, configs=configs, **emulated)
     case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0)
@@ -905,7 +908,7 @@ def test_windows_with_kept_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stored exponentials, then probabilities, of rows that count."""
-    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE)
+    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE, kept_sums=KEPT_192)
     emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
     serve_calls(monkeypatch, ARCH, small_tiles, selects=True, configs=configs, **emulated)
     case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0.5)
@@ -927,7 +930,7 @@ def test_windows_inside_chunks(
     small_tiles: PortableTiles,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    configs = KernelConfigs(COOPERATIVE, grad_hidden, COOPERATIVE, grad_hidden)
+    configs = KernelConfigs(COOPERATIVE, grad_hidden, COOPERATIVE, grad_hidden, KEPT_192)
     emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
     serve_calls(monkeypatch, ARCH, small_tiles, selects=True, configs=configs, **emulated)
     case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0.5)
@@ -948,7 +951,7 @@ def test_smoothed_losses(
     workspace: str, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Terms of the losses and class logits in the kernels that the host's code chooses."""
-    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE)
+    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE, kept_sums=KEPT_192)
     emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
     serve_calls(monkeypatch, ARCH, small_tiles, selects=True, configs=configs, **emulated)
     x = options_case(["label_smoothing", "z_loss"], 70, 48, 333, dtype=torch.bfloat16, ignored=0.5)
@@ -960,7 +963,7 @@ def test_smoothed_losses(
 
 def test_an_expanded_gradient(small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a sum over tokens is one number, expanded."""
-    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE)
+    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE, kept_sums=KEPT_192)
     emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
     serve_calls(monkeypatch, ARCH, small_tiles, selects=False, configs=configs, **emulated)
     case = random_case(30, 16, 70, dtype=torch.bfloat16)

@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.arch.sm90 import KEPT_192
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
 from cutefce.cute_kernels.kernel_set import KernelSet, kernel_set
 from cutefce.cute_kernels.problem import Problem
@@ -62,7 +63,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 def kernels_of(config: GemmConfig, own_dx: bool) -> KernelSet:
     gradient = COOPERATIVE if config.swaps else config
     grad_hidden, short = (gradient, TALL) if own_dx else (None, None)
-    configs = KernelConfigs(config, grad_hidden, gradient, short)
+    configs = KernelConfigs(config, grad_hidden, gradient, short, KEPT_192)
     return kernel_set(arch_named("sm_90a"), "bfloat16", configs)
 
 

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch.base import TILE_K
-from cutefce.cute_kernels.arch.sm90 import KEPT_192
+from cutefce.cute_kernels.arch.sm90 import KEPT_128, KEPT_192
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
@@ -24,7 +24,7 @@ LOW = GemmConfig(64, 128, cluster=1, stages=2, pingpong=True)
 TALL = GemmConfig(128, 128, cluster=2, stages=3, pingpong=True)
 WIDE = GemmConfig(64, 256, cluster=2, stages=3, pingpong=True)
 DEEP = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
-ROUNDED = ((LOW, 8), (TALL, 8), (DEEP, 8), (KEPT_192, 8), (LOW, 4), (WIDE, 4), (KEPT_192, 4))
+ROUNDED = ((LOW, 8), (KEPT_128, 8), (DEEP, 8), (KEPT_192, 8), (LOW, 4), (WIDE, 4), (KEPT_192, 4))
 KERNELS = (*ROUNDED, (LOW, 16), (KEPT_192, 16))
 """Configurations, and low bits of the sums."""
 RANDOM = (LOW, 0), (KEPT_192, 0)
