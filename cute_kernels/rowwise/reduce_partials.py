@@ -19,10 +19,10 @@ from cutefce.cute_kernels.common.dsl import (
     scalar,
     vector,
 )
-from cutefce.cute_kernels.common.loss_terms import Terms, terms_argument, token_loss
 from cutefce.cute_kernels.common.row_reductions import bounded_sum
 from cutefce.cute_kernels.common.row_vectors import WARPS
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOWEST_LOGIT, SLACK
+from cutefce.cute_kernels.rowwise.loss_terms import Terms, terms_argument, token_loss
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat
 
 

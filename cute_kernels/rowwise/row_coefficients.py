@@ -17,8 +17,8 @@ from cutefce.cute_kernels.common.dsl import (
     scalar,
     vector,
 )
-from cutefce.cute_kernels.common.loss_terms import Terms, by_lse, terms_argument
 from cutefce.cute_kernels.problem import FLOAT16_TOTAL
+from cutefce.cute_kernels.rowwise.loss_terms import Terms, by_lse, terms_argument
 from cutefce.cute_kernels.workspace import Coefficient, Stat
 
 THREADS = spec.RowCoefficientsSpec.THREADS
