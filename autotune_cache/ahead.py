@@ -31,9 +31,9 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     sets = [
         kernel_set(arch, dtype, configs)
         for dtype, config in product(arch.dtypes, arch.prebuilt_configs())
-        for configs in _with_gradients(arch, config)
+        for configs in with_gradients(arch, config)
     ]
-    default = _with_gradients(arch, arch.default(MANY_TOKENS))[0]
+    default = with_gradients(arch, arch.default(MANY_TOKENS))[0]
     variants = [kernel_set(arch, arch.dtypes[0], default, variant) for variant in PREBUILT]
     kernels = [kernel for kernels in (*sets, *variants) for kernel in kernels.all()]
     kernels += [kernel for kernels in sets for kernel in kernels.with_soft_logits]
@@ -44,7 +44,7 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     return without_tuned_backwards(arch, kernels)
 
 
-def _with_gradients(arch: Arch, project_exp: GemmConfig) -> list[KernelConfigs]:
+def with_gradients(arch: Arch, project_exp: GemmConfig) -> list[KernelConfigs]:
     """Return `project_exp` with every configuration of the gradients' GEMMs, the common ones first.
 
     Each of kept sums is with one of the others.
@@ -61,7 +61,7 @@ def without_tuned_backwards(arch: Arch, kernels: Sequence[KernelSpec]) -> list[K
 
     These combine the configurations of several kernels; a call compiles its own at its first step.
     """
-    configs = _with_gradients(arch, arch.default(MANY_TOKENS))[0]
+    configs = with_gradients(arch, arch.default(MANY_TOKENS))[0]
     kept = {kernel for dtype in arch.dtypes for kernel in kernel_set(arch, dtype, configs).all()}
     return [
         kernel
@@ -72,7 +72,7 @@ def without_tuned_backwards(arch: Arch, kernels: Sequence[KernelSpec]) -> list[K
 
 def shipped_kernels(arch: Arch) -> list[KernelSpec]:
     """Return every kernel that lookups choose on `arch` without a user's table, each once."""
-    kernels, default = all_kernels(arch), _with_gradients(arch, arch.prebuilt_configs()[0])[0]
+    kernels, default = all_kernels(arch), with_gradients(arch, arch.prebuilt_configs()[0])[0]
     for path in sorted(lookup.SHIPPED_FOLDER.glob("*.json")):
         table = read(path)
         if table.gpu.arch.name != arch.name:

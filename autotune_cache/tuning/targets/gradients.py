@@ -3,11 +3,11 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from itertools import cycle
 
 import torch
 from torch import Tensor
 
+from cutefce.autotune_cache.ahead import with_gradients
 from cutefce.autotune_cache.table import Candidate
 from cutefce.autotune_cache.tuning.cost_model import gemm_cycles
 from cutefce.autotune_cache.tuning.outputs import step as outputs
@@ -97,9 +97,11 @@ class GradWeightTarget(GradGemmTarget):
 
     def configs(self, problem: Problem, candidate: Candidate) -> KernelConfigs:
         """Do what `TuningTarget.configs` does; defaults have every configuration of kept sums."""
-        configs, defaults = super().configs(problem, candidate), self.defaults()
-        kept = dict(zip(defaults, cycle(self.arch.kept_sums_configs()), strict=False))
-        return dataclasses.replace(configs, kept_sums=kept.get(candidate, configs.kept_sums))
+        configs = super().configs(problem, candidate)
+        for default in with_gradients(self.arch, configs.project_exp):
+            if default.grad_weight == candidate:
+                return dataclasses.replace(configs, kept_sums=default.kept_sums)
+        return configs
 
     def candidates(self, problem: Problem) -> Sequence[Candidate]:
         return self.distinct_configs(problem.vocab)
