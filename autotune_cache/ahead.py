@@ -36,7 +36,7 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     default = with_gradients(arch, arch.default(MANY_TOKENS))[0]
     variants = [kernel_set(arch, arch.dtypes[0], default, variant) for variant in PREBUILT]
     kernels = [kernel for kernels in (*sets, *variants) for kernel in kernels.all()]
-    kernels += [kernel for kernels in sets for kernel in kernels.with_soft_logits]
+    kernels += [kernel for kernels in sets for kernel in kernels.of_soft_targets]
     for exact, size in product(sets, SORT_SIZES):
         kernels += sampling_kernels(arch, exact.row_sums, MANY_TOKENS, size)
     for dtype in arch.dtypes:
@@ -82,5 +82,5 @@ def shipped_kernels(arch: Arch) -> list[KernelSpec]:
                 continue
             winner: dict[str, Any] = {key.kernel: entry.config}
             tuned = kernel_set(arch, key.dtype, dataclasses.replace(default, **winner))
-            kernels += [*tuned.all(), *tuned.with_soft_logits]
+            kernels += [*tuned.all(), *tuned.of_soft_targets]
     return without_tuned_backwards(arch, kernels)

@@ -164,12 +164,13 @@ class KernelSet:
         return GradWeightKernels(final, keep, finish_kept, sort)
 
     @property
-    def with_soft_logits(self) -> list[ProjectExpSpec]:
-        """Those of row sums that also compute logits of soft targets; none without spare warps."""
-        if not arch_named(self.row_sums.arch).has_spare_warps(self.row_sums.config):
-            return []
-        sums = [self.row_sums, *[self.row_sums_and_exps] * can_keep(self.row_sums.dtype)]
-        return [dataclasses.replace(kernel, soft=True) for kernel in sums]
+    def of_soft_targets(self) -> list[ProjectExpSpec | GradGemmSpec]:
+        """The variants that only calls with soft targets launch."""
+        found: list[ProjectExpSpec | GradGemmSpec] = []
+        if arch_named(self.row_sums.arch).reads_soft_logits(self.row_sums.config):
+            sums = [self.row_sums, *[self.row_sums_and_exps] * can_keep(self.row_sums.dtype)]
+            found += [dataclasses.replace(kernel, soft=True) for kernel in sums]
+        return found if self.grad_hidden is None else [*found, self.grad_hidden.scaling]
 
     STORED_EXPS_ONLY: ClassVar = (
         "fused_storing_forward",

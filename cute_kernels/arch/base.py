@@ -66,8 +66,8 @@ class Arch(ABC):
         """
         return config
 
-    def has_spare_warps(self, _: GemmConfig) -> bool:
-        """Return whether idle warps of a `project_exp` have registers for other work."""
+    def reads_soft_logits(self, _: GemmConfig) -> bool:
+        """Return whether a `project_exp` can write its logits of soft targets."""
         return False
 
     @abstractmethod

@@ -123,10 +123,11 @@ class Sm90(Arch):
         # with the six rows of a thread of a tall tile, sampling spills registers
         return _fastest_project_exp((WIDE_CLUSTER2, WIDE), tokens)
 
-    def has_spare_warps(self, config: GemmConfig) -> bool:
-        # more registers of a producer thread, or rows of a consumer thread, would be spilled
-        few_rows = config.tile_m <= WIDE.tile_m and not config.swaps
-        return few_rows and self.registers(config) == (40, 232)
+    def reads_soft_logits(self, config: GemmConfig) -> bool:
+        # a lane follows the classes of one row; more accumulators would be spilled
+        warp_rows = config.tile_m // (4 if config.pingpong else 8)
+        few_rows = warp_rows <= 32 and not config.swaps
+        return few_rows and self.accumulators(config) <= 192
 
     def default_configs(
         self, tokens: int, hidden: int, num_sms: int, model: str = ""

@@ -53,3 +53,29 @@ def widened(vector: cute.Tensor) -> Any:
         values[2 * i] = (words[i] << 16).bitcast(Float32)
         values[2 * i + 1] = (words[i] & -65536).bitcast(Float32)
     return values
+
+
+@cute.jit
+def scale_row_part(x: cute.Tensor, row: Any, factor: Float32, begin: Int32, share: Any) -> None:
+    """Multiply a part of row `row` of x (N, D), of a 16-bit dtype, by `factor`; D is any number.
+
+    The part begins with vector `begin`; `share` are the number of the thread among those that share
+    the part, how many these are, and how many vectors each has.
+    """
+    thread, threads, count = share
+    vectors, whole = row_vectors(x, row), x.shape[1] // 8
+    raw = cute.make_rmem_tensor((8, count), x.element_type)
+    for v in cutlass.range_constexpr(count):
+        place = begin + v * threads + thread
+        if place < whole:
+            cute.autovec_copy(vectors[None, place], raw[None, v])
+    for v in cutlass.range_constexpr(count):
+        place = begin + v * threads + thread
+        if place < whole:
+            scaled, wide = cute.make_rmem_tensor((8,), x.element_type), widened(raw[None, v])
+            for i in cutlass.range_constexpr(8):
+                scaled[i] = (wide[i] * factor).to(x.element_type)
+            cute.autovec_copy(scaled, vectors[None, place])
+    rest = 8 * whole + thread
+    if 8 * (begin + count * threads) >= x.shape[1] and rest < x.shape[1]:
+        x[row, rest] = (x[row, rest].to(Float32) * factor).to(x.element_type)

@@ -3,8 +3,10 @@
 mainloop.py              TMA loads and wgmma: tiles of a GEMM, from memory to registers
 project_exp_launch.py    launch and roles of the next two
 project_exp.py           where logits become exponentials, or are stored in float32
+soft_logits.py           registers of project_exp that are logits of soft targets
 project_exp_swapped.py   the same for few tokens, with operands swapped
 gradient.py              where dW is written; dX's sums
+row_scaling.py           exponentials times factors of tokens, behind dX's products
 epilogue_store.py        registers to memory, by TMA
 transposed_store.py      the same with columns of registers as rows
 kept_store.py            registers added to sums of 16 to 32 bits in memory

@@ -47,6 +47,12 @@ from cutefce.cute_kernels.sm90.mainloop import (
     MainloopSm90,
     Operand,
 )
+from cutefce.cute_kernels.sm90.row_scaling import (
+    RowScaling,
+    count_reads,
+    row_scaling_signature,
+    scale_rows,
+)
 from cutefce.cute_kernels.workspace import SPLIT_K_COUNTERS
 
 
@@ -55,13 +61,16 @@ def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
     dtype = DTYPES[kernel.dtype]
     rows, inner, hidden = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
     a = transposed(dtype, rows, inner) if kernel.wrt == "weight" else matrix(dtype, rows, inner)
-    targets, out = None, matrix(dtype if kernel.final else Float32, rows, hidden)
+    targets: TargetCsr | RowScaling | None = None
+    out = matrix(dtype if kernel.final else Float32, rows, hidden)
     if kernel.low_bits is not None:
         out = kept_signature(rows, hidden, kernel.low_bits)
     if kernel.has_targets:
         entries = cute.sym_int()
         csr = vector(Int64, entries), vector(Int32, cute.sym_int()), vector(Float32, entries)
         targets = TargetCsr(*csr, matrix(dtype, cute.sym_int(), hidden), vector(Float32, 1))
+    if kernel.scales:
+        targets = row_scaling_signature(dtype, rows)
     return GradGemmSm90(kernel), (
         a,
         transposed(dtype, hidden, inner),
@@ -103,11 +112,12 @@ class GradGemmSm90(MainloopSm90):
         assert kernel.final or kernel.kept or not kernel.has_targets
         assert kernel.has_targets or not kernel.rank_one
         assert not kernel.config.swaps
+        assert not kernel.scales or not (kernel.has_targets or kernel.final or kernel.kept)
         assert kernel.WARPS * 32 == MMA_WARP_GROUPS * WARP_GROUP_THREADS
         self.final, self.tokens_inside = kernel.final, kernel.wrt == "weight"
         out_dtype = self.dtype if self.final else Float32
         self.epilogue = EpilogueStoreSm90(out_dtype, kernel.config.tile_n)
-        self.kept = kernel.kept
+        self.kept, self.scales = kernel.kept, kernel.scales
         if kernel.low_bits is not None:
             is_float32 = kernel.low_bits == FLOAT32_LOW_BITS
             assert not kernel.final and (is_float32 or kernel.dtype == "bfloat16")
@@ -120,7 +130,7 @@ class GradGemmSm90(MainloopSm90):
         a: cute.Tensor,
         b: cute.Tensor,
         out: cute.Tensor | KeptSums,
-        targets: TargetCsr | None,
+        targets: TargetCsr | RowScaling | None,
         rank_one: RankOne | None,
         semaphores: cute.Tensor,
         count: cute.Tensor,
@@ -197,6 +207,9 @@ class GradGemmSm90(MainloopSm90):
             if cutlass.const_expr(self.kept):
                 if warp == 1:
                     self.kept_store.load(scheduler, outputs[0])
+            if cutlass.const_expr(self.scales):
+                if warp > 0:
+                    scale_rows(scheduler, self.config, terms[0], semaphores, warp - 1)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(scheduler, pipe, tiled_mma, (s_a, s_b), outputs, terms, semaphores)
@@ -235,9 +248,13 @@ class GradGemmSm90(MainloopSm90):
                 if work_tile.k_end == scheduler.k_tiles:
                     last_k = scheduler.last_k
             state = self.mma(pipe, tiled_mma, consumer, state, k_tiles, other_k_tiles, last_k)
+            if cutlass.const_expr(self.scales):
+                counts = consumer.m_half == 0 and consumer.thread == 0
+                if counts:
+                    count_reads(semaphores, row, work_tile)
             if cutlass.const_expr(rank_one is not None):
                 self.add_rank_one(consumer, rank_one, m_start, n_start, scheduler)
-            if cutlass.const_expr(targets is not None):
+            if cutlass.const_expr(self.tokens_inside):
                 self.add_targets(consumer, targets, m_start, n_start, scheduler)
             starts, columns = (m_start, n_start), scheduler.columns
             if cutlass.const_expr(self.final):
@@ -255,6 +272,9 @@ class GradGemmSm90(MainloopSm90):
                 if work_tile.splits_after > 0:
                     signal_split(counter)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if cutlass.const_expr(self.scales):
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 1
+            scale_rows(scheduler, config, targets, semaphores, warp)
 
     @cute.jit
     def add_rank_one(

@@ -29,6 +29,8 @@ from cutefce.cute_kernels.workspace import Semaphore
 WARP_GROUP_THREADS = 128
 MMA_WARP_GROUPS = 2
 """Warpgroups that run MMAs and epilogues."""
+SPARE_WARPS = 3
+"""Warps of the producer's warpgroup that load no tiles."""
 SYNC_EVERY_STAGES = 4
 """Stages between two sync points of all clusters."""
 MAX_POLLS = 5000

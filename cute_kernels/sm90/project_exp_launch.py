@@ -10,16 +10,12 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.online_softmax import ProjectExp, Rows
-from cutefce.cute_kernels.common.soft_classes import write_logits
 from cutefce.cute_kernels.schedule.scheduler import (
     RowCount,
     TileScheduler,
     make_tile_scheduler,
 )
 from cutefce.cute_kernels.sm90.mainloop import Consumer, MainloopSm90, Operand
-
-SPARE_WARPS = 3
-"""Warps of the producer's warpgroup that load no tiles."""
 
 
 class LogitTile(NamedTuple):
@@ -44,8 +40,6 @@ class ProjectExpLaunchSm90(ProjectExp, MainloopSm90):
         operands = kernel.arch, kernel.dtype, kernel.config, k_major, k_major
         skips = not kernel.config.swaps  # rows of b are never skipped
         super().__init__(*operands, only_flagged=kernel.only_flagged, skip_missing_rows=skips)
-        if kernel.soft:  # all clusters would wait whenever spare warps delay one
-            self.throttles = False
         self.logits = kernel.logits
         self.sums, self.store, self.swaps = kernel.sums, kernel.store, kernel.config.swaps
 
@@ -58,11 +52,8 @@ class ProjectExpLaunchSm90(ProjectExp, MainloopSm90):
         e_store = None, None, None
         if cutlass.const_expr(self.store):
             e_store = self.epilogue.tma_store(exps)
-        tiled_mma, spare = self.tiled_mma(self.m_halves), None
-        if cutlass.const_expr(rows.soft is not None):
-            spare = h, w
-        operands = a_loads, b_load, e_store, spare
-        self.kernel(tiled_mma, *operands, rows, row_count, vocab_splits).launch(
+        operands = self.tiled_mma(self.m_halves), a_loads, b_load, e_store
+        self.kernel(*operands, rows, row_count, vocab_splits).launch(
             **self.launch_shape(clusters), stream=stream
         )
 
@@ -73,15 +64,11 @@ class ProjectExpLaunchSm90(ProjectExp, MainloopSm90):
         a: Any,
         b: Any,
         e: Any,
-        spare: Any,
         rows: Rows,
         row_count: RowCount,
         vocab_splits: Int32,
     ) -> None:
-        """Assign warps to roles; a, b and e are (TMA atoms, coordinates, shared memory layout).
-
-        `spare` are (h, w) of the spare warps, if they compute logits of soft targets.
-        """
+        """Assign warps to roles; a, b and e are (TMA atoms, coordinates, shared memory layout)."""
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         (loads_a, g_a, a_layout), (load_b, g_b, b_layout), (store_e, g_e, e_layout) = a, b, e
@@ -113,25 +100,10 @@ class ProjectExpLaunchSm90(ProjectExp, MainloopSm90):
                     cute.arch.griddepcontrol_wait()
                 a_operand, b_operand = (loads_a, g_a, s_a), (load_b, g_b, s_b)
                 self.load(scheduler, pipe, a_operand, b_operand, rows.semaphores)
-            elif cutlass.const_expr(spare is not None):
-                self.write_soft_logits(scheduler, warp - 1, spare, rows)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             e_store = (store_e, g_e, s_e), more
             self.consume(scheduler, pipe, tiled_mma, (s_a, s_b), e_store, rows)
-
-    @cute.jit
-    def write_soft_logits(
-        self, scheduler: TileScheduler, warp: Int32, operands: Any, rows: Rows
-    ) -> None:
-        """Spare warp: write the logits of soft targets, each warp those of tokens of its own."""
-        cute.arch.griddepcontrol_wait()
-        h, w = operands
-        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        for row in cutlass.range(
-            block * SPARE_WARPS + warp, scheduler.rows, blocks * SPARE_WARPS, unroll=1
-        ):
-            write_logits((h, row), (w, rows.first), rows.soft, row, (Int32(0), 1))
 
     def allocate(self, smem: SmemAllocator) -> Any:
         """Return shared memory that the epilogue needs beside that of stores."""

@@ -15,7 +15,7 @@ from cutefce.cute_kernels.common.dsl import (
     pdl_wait,
     vector,
 )
-from cutefce.cute_kernels.common.row_vectors import WARPS, row_vectors, widened
+from cutefce.cute_kernels.common.row_vectors import WARPS, scale_row_part
 
 THREADS, VECTORS = 32 * WARPS, 4
 """Threads of a block, and vectors of 8 elements that each scales: neighboring blocks have
@@ -29,7 +29,7 @@ def compile_signature(kernel: spec.ScaleSoftSpec) -> tuple[Any, tuple[Any, ...]]
     index = matrix(Int64, rows, classes, aligned=False)
     given = (matrix(Float32, rows, classes, aligned=False) for _ in range(2))
     leads = vector(Int64, rows), vector(Float32, rows)
-    numbers = Int64(0), current_stream()
+    numbers = Int64(0), Int32(0), current_stream()
     return scale_soft, (exps, index, *given, *leads, vector(Float32, rows), *numbers)
 
 
@@ -43,23 +43,33 @@ def scale_soft(
     of_lead: cute.Tensor,
     scale: cute.Tensor,
     first: Int64,
+    is_scaled: Int32,
     stream: Any,
 ) -> None:
     """Multiply exps (N, W) and `entries` (N, K) by `scale` (N,), and put these as `put_soft` does.
 
-    Also put `of_lead` (N,) in the places of the leads (N,).  Each is rounded once.  More
-    than eight parameters: each is one argument that the host passes by position.
+    Also put `of_lead` (N,) in the places of the leads (N,).  Each is rounded once.  If `is_scaled`,
+    exps were multiplied before.  More than eight parameters: each is one argument that the host
+    passes by position.
     """
     soft = index, coefficient, entries
     parts = (exps.shape[1] + 8 * VECTORS * THREADS - 1) // (8 * VECTORS * THREADS)
-    scale_soft_kernel(exps, soft, (lead, of_lead), scale, first, parts).launch(
+    if is_scaled != 0:
+        parts = Int32(1)
+    scale_soft_kernel(exps, soft, (lead, of_lead), scale, first, parts, is_scaled).launch(
         grid=[parts * exps.shape[0], 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
     )
 
 
 @cute.kernel
 def scale_soft_kernel(
-    exps: cute.Tensor, soft: Any, leads: Any, scale: cute.Tensor, first: Int64, parts: Int32
+    exps: cute.Tensor,
+    soft: Any,
+    leads: Any,
+    scale: cute.Tensor,
+    first: Int64,
+    parts: Int32,
+    is_scaled: Int32,
 ) -> None:
     """Scale one of the `parts` of a row a thread block."""
     (index, coefficient, entries), (lead, of_lead) = soft, leads
@@ -67,23 +77,13 @@ def scale_soft_kernel(
     block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
     row, part = block // parts, block % parts
     factor, columns = scale[row], exps.shape[1]
-    vectors, whole, begin = row_vectors(exps, row), columns // 8, part * VECTORS * THREADS
-    raw = cute.make_rmem_tensor((8, VECTORS), exps.element_type)
-    for v in cutlass.range_constexpr(VECTORS):
-        place = begin + v * THREADS + thread
-        if place < whole:
-            cute.autovec_copy(vectors[None, place], raw[None, v])
-    for v in cutlass.range_constexpr(VECTORS):
-        place = begin + v * THREADS + thread
-        if place < whole:
-            scaled, wide = cute.make_rmem_tensor((8,), exps.element_type), widened(raw[None, v])
-            for i in cutlass.range_constexpr(8):
-                scaled[i] = (wide[i] * factor).to(exps.element_type)
-            cute.autovec_copy(scaled, vectors[None, place])
-    rest, end = 8 * whole + thread, cutlass.min(8 * (begin + VECTORS * THREADS), columns)
-    if part == parts - 1 and rest < columns:
-        exps[row, rest] = (exps[row, rest].to(Float32) * factor).to(exps.element_type)
-    cute.arch.sync_threads()
+    begin = part * VECTORS * THREADS
+    end = cutlass.min(8 * (begin + VECTORS * THREADS), columns)
+    if is_scaled != 0:
+        end = columns
+    else:
+        scale_row_part(exps, row, factor, begin, (thread, THREADS, VECTORS))
+        cute.arch.sync_threads()
     for k in cutlass.range(thread, index.shape[1], THREADS, unroll=1):
         column = index[row, k] - first
         if column >= 8 * begin and column < end:

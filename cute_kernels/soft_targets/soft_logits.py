@@ -1,13 +1,13 @@
 """Logits h_i · w_v of the soft targets v of each token.
 
-`project_exp` computes them in warps that would be idle, where these have registers for it, and no
-launch of this kernel's is needed.
+Where `project_exp` can, it writes those that it has in registers: see `sm90.soft_logits`.
 """
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import (
@@ -18,8 +18,17 @@ from cutefce.cute_kernels.common.dsl import (
     pdl_wait,
     vector,
 )
-from cutefce.cute_kernels.common.row_vectors import WARPS
-from cutefce.cute_kernels.common.soft_classes import SoftClasses, classes_argument, write_logits
+from cutefce.cute_kernels.common.row_vectors import (
+    WARPS,
+    clamped,
+    load_fp32,
+    row_vectors,
+    widened,
+)
+from cutefce.cute_kernels.common.soft_classes import SoftClasses, classes_argument
+
+CLASSES = 4
+"""Classes of a warp at a time: they share the loads of the hidden states."""
 
 
 def compile_signature(kernel: spec.SoftLogitsSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -53,11 +62,42 @@ def soft_logits(
 def soft_logits_kernel(
     h: cute.Tensor, w: cute.Tensor, classes: SoftClasses, order: cute.Tensor, selects: Int32
 ) -> None:
-    """Compute the logits of a token a block, some classes a warp."""
+    """Compute the logits of a token a block, `CLASSES` at a time a warp."""
     pdl_wait()
-    row = cute.arch.block_idx()[0]
+    row, lane = cute.arch.block_idx()[0], cute.arch.lane_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     source = Int64(row)
     if selects != 0:
         source = order[row]
-    write_logits((h, source), (w, Int32(0)), classes, row, (warp, WARPS))
+    index, coefficient = classes.index, classes.coefficient
+    count, vectors, states = index.shape[1], h.shape[1] // 8, row_vectors(h, source)
+    for begin in cutlass.range(warp * CLASSES, count, WARPS * CLASSES, unroll=1):
+        counts, rows_w = Int32(0), []
+        for c in cutlass.range_constexpr(CLASSES):
+            place = cutlass.min(begin + c, count - 1)
+            counts |= Int32(coefficient[row, place] != 0.0)
+            rows_w.append(row_vectors(w, clamped(index[row, place], w)))
+        if counts != 0:
+            acc = cute.make_rmem_tensor((CLASSES,), Float32)
+            acc.fill(0.0)
+            for i in cutlass.range(lane, vectors, 32, unroll=1):
+                raw = cute.make_rmem_tensor((8, CLASSES), w.element_type)
+                for c in cutlass.range_constexpr(CLASSES):
+                    cute.autovec_copy(rows_w[c][None, i], raw[None, c])
+                x = load_fp32(states, i)
+                for c in cutlass.range_constexpr(CLASSES):
+                    y, total = widened(raw[None, c]), acc[c]
+                    for j in cutlass.range_constexpr(8):
+                        total += x[j] * y[j]
+                    acc[c] = total
+            for c in cutlass.range_constexpr(CLASSES):
+                total = cute.arch.warp_reduction_sum(acc[c])
+                if lane == 0 and begin + c < count:
+                    write_logit(classes, row, begin + c, total)
+
+
+@cute.jit
+def write_logit(classes: SoftClasses, row: Int32, place: Int32, logit: Float32) -> None:
+    """Write the logit of a class, if there is one."""
+    if classes.coefficient[row, place] != 0.0:
+        classes.logits[row, place] = logit

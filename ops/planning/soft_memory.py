@@ -3,10 +3,10 @@
 With K classes of each of N tokens, a bytes a sum and e bytes a hidden state:
 
     held      N·K·(8 + 2·a)        classes, coefficients, logits
-    returned  N·K·(10 + 6·a)       log-probabilities, logits of all ranks, which classes are counted
-                                   and which are leads; of the backward: gradients as given, and
-                                   in the order of classes these, gradients, coefficients, logits;
-                                   14 bytes less if e = a
+    returned  N·K·(18 + 5·a)       log-probabilities, logits of all ranks, the order of classes,
+                                   which are counted and which are leads; of the backward:
+                                   gradients as given, and in the order of classes these,
+                                   gradients, coefficients; 14 bytes less if e = a
     entries   N·K·a                among exponentials, in a backward
     gathered  K·D·(a + e)          rows of the weight for a token, on a CPU for a block of tokens
 """
@@ -29,7 +29,7 @@ def soft_bytes(p: Problem, tokens: int) -> int:
     class_bytes = 8 + 2 * p.accumulator_bytes
     if isinstance(p, CallProblem) and p.returns_classes:
         # 14 bytes less where exponentials have the dtype of sums: fitted to peaks on a CPU
-        class_bytes += (10 if accumulates_wider(p) else -4) + 6 * p.accumulator_bytes
+        class_bytes += (18 if accumulates_wider(p) else 4) + 5 * p.accumulator_bytes
     return tokens * soft_targets(p) * class_bytes
 
 

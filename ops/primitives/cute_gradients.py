@@ -113,15 +113,21 @@ class CuteGradients(RowwiseSteps):
         accumulate: bool,
         in_windows: bool = False,
         selection: RowSelection | None = None,
-    ) -> None:
+        factor: Tensor | None = None,
+    ) -> bool:
         own = in_windows or is_small(len(sums), sums.shape[1], exps.shape[1])
         spec = grad_hidden_kernel(self.kernels, exps.shape[1], own)
         if spec is None and selection is not None and selection.may_skip:
             spec = self.kernels.grad_hidden_again
         if spec is None:
             matmul_into(sums, exps, w, accumulate=accumulate)
-        else:
-            self._gemm(spec, sums, exps, w, accumulate, selection)
+            return False
+        if self.kernels.grad_hidden is None:
+            factor = None
+        elif factor is not None:
+            spec = self.kernels.grad_hidden.scaling
+        self._gemm(spec, sums, exps, w, accumulate, selection, factor)
+        return factor is not None
 
     def keep_dx(
         self,
@@ -202,20 +208,28 @@ class CuteGradients(RowwiseSteps):
         b: Tensor,
         accumulate: bool,
         selection: RowSelection | None,
+        factor: Tensor | None,
     ) -> None:
-        """`out (M, N) = a (M, K) @ b (K, N)`, or `out +=` if `accumulate`."""
-        clusters, semaphores = self._launch_shape(spec, a.device)
+        """`out (M, N) = a (M, K) @ b (K, N)`, or `out +=` if `accumulate`.
+
+        With `factor` (M,), rows of a are then multiplied by it.  More than eight parameters:
+        operands, and what is done to them.
+        """
+        clusters, semaphores = self._launch_shape(spec, a.device, len(a))
         shape = len(a), b.shape[1]
         splits = k_splits(spec, shape, a.shape[1], clusters)
         overwrite = int(not accumulate)
         count = row_count(selection, semaphores)
         launch = compiled(spec)
-        launch(a, b.t(), out, None, None, semaphores, *count, clusters, splits, overwrite)
+        scaling = None if factor is None else (a, factor.contiguous())
+        launch(a, b.t(), out, scaling, None, semaphores, *count, clusters, splits, overwrite)
 
-    def _launch_shape(self, spec: GradGemmSpec, device: torch.device) -> tuple[int, Tensor]:
-        """Return the clusters of a launch, and its semaphores."""
+    def _launch_shape(
+        self, spec: GradGemmSpec, device: torch.device, rows: int = 0
+    ) -> tuple[int, Tensor]:
+        """Return the clusters of a launch, and its semaphores; `rows` are those of dX."""
         clusters = self.num_sms // spec.config.cluster
-        return clusters, self.semaphores.take(spec.semaphore_count(clusters), device)
+        return clusters, self.semaphores.take(spec.semaphore_count(clusters, rows), device)
 
 
 def is_small(tokens: int, hidden: int, columns: int) -> bool:

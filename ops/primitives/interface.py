@@ -83,10 +83,12 @@ class Projection(Protocol[PartialT]):
         first: int,
         targets: Targets,
         scale: Tensor,
+        is_scaled: bool = False,
     ) -> None:
         """Multiply `exps` and `entries` by `scale` (N,), and do what `put_soft` does.
 
-        Also put `lead` (N,) in the places of the targets.
+        Also put `lead` (N,) in the places of the targets.  If `is_scaled`, `exps` were multiplied
+        before.
         """
         ...
 
@@ -181,11 +183,6 @@ class WrappedProjection(Generic[PartialT]):
         return getattr(self.own, name)
 
 
-LEAST_TOKENS_BESIDE, COLUMNS_BESIDE = 512, 1536
-"""The fewest tokens whose soft targets' logits are computed beside the product, and columns of it
-for each class of a token: fewer would make it wait."""
-
-
 @dataclass(frozen=True)
 class Primitives(Generic[PartialT, TargetGradT]):
     """One implementation of the steps; all tensors of a call are on one device."""
@@ -209,14 +206,8 @@ def target_logits(
 
 
 def expect_soft_logits(projection: Projection[PartialT], targets: Targets) -> None:
-    """Let the next `project_exp` of all columns compute the logits of soft targets, if it can.
-
-    It should have tokens for its idle warps, and take longer than their products.
-    """
-    indices, tokens = targets.tensors.target_indices, targets.index.shape[0]
-    if indices is None or tokens < LEAST_TOKENS_BESIDE:
-        return
-    if indices.shape[1] * COLUMNS_BESIDE <= targets.vocab:
+    """Let the next `project_exp` of all columns write the logits of soft targets, if it can."""
+    if targets.tensors.target_indices is not None:
         targets.soft_logits = projection.empty_soft_logits(targets)
 
 

@@ -73,8 +73,10 @@ class PortableGradients:
         accumulate: bool,
         in_windows: bool = False,
         selection: RowSelection | None = None,
-    ) -> None:
+        factor: Tensor | None = None,
+    ) -> bool:
         matmul_into(sums, exps, w, accumulate=accumulate)
+        return False
 
     def keep_dx(
         self,

@@ -151,9 +151,11 @@ class SoftTargetSteps:
         first: int,
         targets: Targets,
         scale: Tensor,
+        is_scaled: bool = False,
     ) -> None:
         """Do what `cutefce.ops.primitives.interface.Projection.scale_soft` does."""
-        scale_rows(exps, exps, scale)
+        if not is_scaled:
+            scale_rows(exps, exps, scale)
         self.put_soft(entries * scale[:, None], exps, first, targets)
         column = targets.index - first
         inside = (column >= 0) & (column < exps.shape[1])

@@ -18,7 +18,7 @@ class CuteSoftTargetSteps(SoftTargetSteps):
     def empty_soft_logits(self, targets: Targets) -> Tensor | None:
         """Do what `cutefce.ops.primitives.interface.Projection.empty_soft_logits` does."""
         kernel = self.kernels.row_sums
-        if not arch_named(kernel.arch).has_spare_warps(kernel.config):
+        if not arch_named(kernel.arch).reads_soft_logits(kernel.config):
             return None
         soft = targets.soft  # made only now: a product that does not need it comes before
         if soft is None or soft.excess is not None:
@@ -46,8 +46,9 @@ class CuteSoftTargetSteps(SoftTargetSteps):
         first: int,
         targets: Targets,
         scale: Tensor,
+        is_scaled: bool = False,
     ) -> None:
         """Do what `cutefce.ops.primitives.interface.Projection.scale_soft` does."""
         assert targets.soft is not None
         own = *targets.soft.classes, entries, targets.index, lead.contiguous()
-        compiled(self.kernels.scale_soft)(exps, *own, scale.contiguous(), first)
+        compiled(self.kernels.scale_soft)(exps, *own, scale.contiguous(), first, int(is_scaled))

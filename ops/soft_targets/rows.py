@@ -98,24 +98,24 @@ def _joined(index: Tensor, b: Tensor, own: slice) -> tuple[Tensor, Tensor]:
     last = own.stop - own.start
     index = index - own.start
     index = index.masked_fill_((b == 0) | (index < 0) | (index >= last), last)
-    index, b, _ = joined(index, b)
+    index, order = index.sort(dim=1, stable=True)
+    b = sum_equal(index, b.gather(1, order))
     b.masked_fill_(index == last, 0)
     return index.masked_fill_(b == 0, 0), b
 
 
-def joined(index: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's classes (N, K), ascending, and b (N, K): the last of equal ones has all.
+def sum_equal(index: Tensor, b: Tensor) -> Tensor:
+    """Let the last of equal classes `index` (N, K), which ascend, have their sum of b (N, K).
 
-    Also return their places before.  Sums have a fixed order.
+    Return b, which is overwritten.  Sums have a fixed order.
     """
-    index, order = index.sort(dim=1, stable=True)
-    b, step = b.gather(1, order), 1
+    step = 1
     while step < index.shape[1]:  # of sorted classes, the last `step` of a run are summed
         equal = index[:, step:] == index[:, :-step]
         b[:, step:] += torch.where(equal, b[:, :-step], 0)
         step *= 2
     b[:, :-1].masked_fill_(index[:, 1:] == index[:, :-1], 0)
-    return index, b, order
+    return b
 
 
 def is_wrong(indices: Tensor, probs: Tensor, vocab: int) -> Tensor:

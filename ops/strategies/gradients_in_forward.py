@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cutefce.ops.planning.chunks.sizes import Chunks, own_columns
 from cutefce.ops.primitives.gradient_interface import TargetGradT
-from cutefce.ops.primitives.interface import PartialT, target_logits
+from cutefce.ops.primitives.interface import PartialT
 from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.primitives.weighted_sum import add_soft_rows, weighted_sum
 from cutefce.ops.rows.blocks import matrix_of
@@ -45,13 +45,13 @@ def gradients_in_forward(
     """
     primitives, h, w, targets = inputs.primitives, inputs.h, inputs.w, inputs.targets
     gradients, (tokens, vocab) = primitives.gradients, (inputs.tokens, w.shape[0])
-    parts, row = [], None
+    parts, excess, row = [], [], None
     target_coefficient = loss_scale.new_empty(tokens)
     every = None
     if targets.terms is not None and targets.terms.has_class_row:
         every = loss_scale.new_empty(tokens)
     # of all tokens at once: ranks wait for each other once
-    target_logit = target_logits(primitives.projection, h, w, targets)
+    target_logit = primitives.projection.target_logit(h, w, targets)
     exps = memory = h.new_empty(chunks.own * stored)
     block = inputs.primitives.config.reference_block
     for number, rows in enumerate(chunks.slices()):
@@ -70,6 +70,8 @@ def gradients_in_forward(
         else:
             _, part_stats = windows.forward(part, columns, target_logit[rows])
         parts.append(part_stats.rows)
+        if part.targets.soft is not None and part.targets.soft.excess is not None:
+            excess.append(part.targets.soft.excess)
         columns = [(first, exps[:, : vocab - first]) for first, exps in columns]
         values, soft = part.targets.soft_entries(part_stats, h.dtype), None
         if values is not None and stored < vocab:
@@ -82,36 +84,41 @@ def gradients_in_forward(
         if dbias is not None or len(dw.gradient):
             factors = h.dtype, part.targets, part_stats, loss_scale
             coefficients = gradients.scaling(*factors, in_reference=False).dx
-        if len(dx.gradient):
-            if stored >= vocab:
-                sums = dx.room(rows, loss_scale.dtype)
-                for first, exps in columns:
-                    own_w = row_range(w, first, first + exps.shape[1])
-                    more: Any = {"accumulate": first > 0, "selection": selection}
-                    gradients.add_grad_hidden(sums, exps, own_w, **more)
-            dx.keep(rows, sums, part, part_stats, coefficients)
-            del sums
-        if coefficients is None:
-            continue
-        target_coefficient[rows] = coefficients.target
-        if every is not None and coefficients.every is not None:
-            every[rows] = coefficients.every
-        if dbias is not None:
+        if dbias is not None and coefficients is not None:
             for first, exps in columns:
                 part_sums, own_bias = weighted_sum(exps, coefficients.scale), dbias[first:]
                 own_bias = own_bias[: exps.shape[1]]
                 own_bias.copy_(part_sums if number == 0 else own_bias + part_sums)
+        own_dw, factor, are_scaled = coefficients, None, [False] * len(columns)
+        if own_dw is not None and dw.factor is not None:
+            own_dw = own_dw.times(dw.factor)
+        if own_dw is not None and len(dw.gradient) and soft is not None and soft.scales_exps:
+            factor = own_dw.scale  # of exponentials, after dX's products
+        if len(dx.gradient):
+            if stored >= vocab:
+                sums = dx.room(rows, loss_scale.dtype)
+                for i, (first, exps) in enumerate(columns):
+                    own_w = row_range(w, first, first + exps.shape[1])
+                    more: Any = {"accumulate": first > 0, "selection": selection}
+                    are_scaled[i] = gradients.add_grad_hidden(
+                        sums, exps, own_w, factor=factor, **more
+                    )
+            dx.keep(rows, sums, part, part_stats, coefficients)
+            del sums
+        if coefficients is None or own_dw is None:
+            continue
+        target_coefficient[rows] = coefficients.target
+        if every is not None and coefficients.every is not None:
+            every[rows] = coefficients.every
         if len(dw.gradient):
-            if dw.factor is not None:
-                coefficients = coefficients.times(dw.factor)
-            scale: Tensor | None = coefficients.scale
-            if soft is not None and soft.scales_exps:
-                for first, exps in columns:
-                    soft.scale(exps, first, coefficients.scale, coefficients.target)
-                scale, target_grad = None, gradients.no_target_grad(own_h, part.targets)
+            scale = None if factor is not None else own_dw.scale
+            if soft is not None and factor is not None:
+                for (first, exps), is_scaled in zip(columns, are_scaled, strict=True):
+                    soft.scale(exps, first, factor, own_dw.target, is_scaled=is_scaled)
+                target_grad = gradients.no_target_grad(own_h, part.targets)
             else:
-                target_grad = gradients.target_grad(own_h, coefficients.target, part.targets)
-            own_row = windows.every_row(part, coefficients.every)
+                target_grad = gradients.target_grad(own_h, own_dw.target, part.targets)
+            own_row = windows.every_row(part, own_dw.every)
             if own_row is not None:
                 row = own_row if row is None else replace(own_row, row=row.row + own_row.row)
             scaled, last = part.selected(scale), rows.stop == tokens
@@ -121,6 +128,8 @@ def gradients_in_forward(
             del given, scaled, target_grad
     del exps, columns, memory, target_logit  # freed before the statistics are joined
     stats = RowStats(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
+    if targets.soft is not None:
+        targets.soft.excess = torch.cat(excess)
     if dbias is not None:
         finish_dbias(dbias, targets, target_coefficient, every)
     return stats

@@ -47,15 +47,24 @@ class HiddenGradient:
         return cls(h.new_empty(shape), empty_low(h, *shape, low_bits), *rows)
 
     def add(
-        self, gradients: Gradients[TargetGradT], exps: Tensor, w: Tensor, *, accumulate: bool
-    ) -> None:
-        """Write `exps` (N, K) @ w (K, D), or add it if `accumulate`."""
+        self,
+        gradients: Gradients[TargetGradT],
+        exps: Tensor,
+        w: Tensor,
+        *,
+        accumulate: bool,
+        factor: Tensor | None = None,
+    ) -> bool:
+        """Write `exps` (N, K) @ w (K, D), or add it if `accumulate`.
+
+        Return whether `exps` are multiplied by `factor` (N,) afterwards.
+        """
         more: Any = {"accumulate": accumulate, "selection": self.selection}
         if self.low is None:
-            more["in_windows"] = self.columns > len(w)
-            gradients.add_grad_hidden(self.sums, exps, w, **more)
-        else:
-            gradients.keep_dx(self.sums, self.low, exps, w, **more)
+            more |= {"in_windows": self.columns > len(w), "factor": factor}
+            return gradients.add_grad_hidden(self.sums, exps, w, **more)
+        gradients.keep_dx(self.sums, self.low, exps, w, **more)
+        return False
 
     def scale_rows(self, gradients: Gradients[TargetGradT], scale: Tensor) -> None:
         """Multiply the sums of each token by `scale` (N,)."""

@@ -49,6 +49,12 @@ class SoftEntries(Generic[PartialT]):
         """Put entries among the exponentials `exps` (N, W) of the columns from `first` on."""
         self.projection.put_soft(self.values, exps, first, self.targets)
 
-    def scale(self, exps: Tensor, first: int, factor: Tensor, lead: Tensor) -> None:
-        """Multiply both by `factor` (N,), and put the entries, and those of the leads, `lead`."""
-        self.projection.scale_soft(self.values, lead, exps, first, self.targets, factor)
+    def scale(
+        self, exps: Tensor, first: int, factor: Tensor, lead: Tensor, *, is_scaled: bool = False
+    ) -> None:
+        """Multiply both by `factor` (N,), and put the entries, and those of the leads, `lead`.
+
+        If `is_scaled`, `exps` were multiplied before.
+        """
+        more = self.targets, factor, is_scaled
+        self.projection.scale_soft(self.values, lead, exps, first, *more)

@@ -101,9 +101,8 @@ def forward(
         )
         set_soft_excess(projection, inputs.h, w, targets, target_logit)
         stats, loss = projection.reduce_partials(partial, target_logit, targets)
-        soft = None
-        if stored and not targets.has_narrow_entries(h.dtype):
-            soft = SoftEntries.of(inputs, targets.soft_entries(stats, h.dtype))
+        puts_none = not stored or targets.has_narrow_entries(h.dtype)
+        soft = None if puts_none else SoftEntries.of(inputs, targets.soft_entries(stats, h.dtype))
         for first, exps in stored:
             projection.repair_stored_exps(exps, h, w, first, targets, partial, stats)
             if soft is not None:
@@ -189,9 +188,9 @@ def backward(
     dx = None
     if grad_hidden:
         dx = HiddenGradient.empty(inputs, scaling.target.dtype, hidden_bits)
-    weight = None
+    weight, scales_exps = None, dw is not None and soft is not None and soft.scales_exps
     if dw is not None:
-        if soft is not None and soft.scales_exps:
+        if scales_exps:
             target_grad = gradients.no_target_grad(h, targets)
         else:
             target_grad = gradients.target_grad(h, scaling.target, targets)
@@ -206,19 +205,20 @@ def backward(
         factors = None if dbias is None else RowFactors.ones(h)
         if factors is not None and phase.row_scale is not None:
             factors = RowFactors.of(phase.row_scale, h.dtype)
-        exps = None
+        factor, exps = phase.row_scale if scales_exps else None, None
         for first, last, exps in parts:
             if scaling.factor is not None:
                 scale_by_log(exps, *scaling.factor)
                 if soft is not None:
                     soft.put(exps, first)
-            if dx is not None:
-                dx.add(gradients, exps, row_range(w, first, last), accumulate=first > 0)
             if dbias is not None and factors is not None:
                 dbias[first:last] = factors.sum(exps)
+            is_scaled, own_w = False, row_range(w, first, last)
+            if dx is not None:
+                is_scaled = dx.add(gradients, exps, own_w, accumulate=first > 0, factor=factor)
             if weight is not None:
-                if soft is not None and soft.scales_exps and phase.row_scale is not None:
-                    soft.scale(exps, first, phase.row_scale, scaling.target)
+                if soft is not None and factor is not None:
+                    soft.scale(exps, first, factor, scaling.target, is_scaled=is_scaled)
                 weight.finish(first, last, exps, scaled)
         del scaled, parts, exps  # freed before other hidden states, or dX, are allocated
     if dbias is not None:

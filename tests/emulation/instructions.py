@@ -215,6 +215,13 @@ def vote(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     warp.put(operands[0], np.full(LANES, warp.value(operands[1]).any()), mask)
 
 
+@handles("vote.sync.ballot.b32")
+def ballot(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
+    assert mask.all(), "a whole warp votes"
+    bits = (warp.value(operands[1]) != 0).astype(np.int64) << np.arange(LANES)
+    warp.put(operands[0], np.full(LANES, bits.sum()), mask)
+
+
 # Registers
 
 

@@ -767,15 +767,18 @@ def test_logits_of_soft_targets(classes: int, hidden: int) -> None:
 
 
 @pytest.mark.parametrize("count", [None, 70])
-@pytest.mark.parametrize("config", [PINGPONG, TALL], ids=str)
+@pytest.mark.parametrize("config", [PINGPONG, TALL, COOPERATIVE, SHARED], ids=str)
 def test_logits_of_soft_targets_beside_exponentials(config: GemmConfig, count: int | None) -> None:
     """A launch computes those of its columns, of tokens that count, and nothing else changes."""
     case = Case(130, 136, 300, first=40)
     kernel = kernels_of(config).row_sums_and_exps
     launches = [case.launch(kernel, vocab_splits=2) for _ in range(2)]
-    index = torch.randint(380, (130, 11))
+    index = torch.rand(130, 380).topk(11, 1).indices.sort(1).values
+    index[1], index[2] = torch.arange(40, 51), torch.arange(329, 340)
     b = torch.rand(130, 11).round() * torch.rand(130, 11)
-    b[3] = 0
+    index[4] = 77  # several times
+    b[1], b[2], b[3], b[4] = 1, 1, 0, 1
+    index[b == 0] = 0
     logits = torch.full((130, 11), 7.0)
     for launch in launches:
         launch.count = count
@@ -811,8 +814,11 @@ def test_entries_of_soft_targets(first: int) -> None:
         assert (memory[:, 50:] == 7).all()
 
 
+@pytest.mark.parametrize("is_scaled", [0, 1])
 @pytest.mark.parametrize(("columns", "first"), [(50, 0), (8200, 40), (16387, 0)])
-def test_scaled_exponentials_with_entries_of_soft_targets(columns: int, first: int) -> None:
+def test_scaled_exponentials_with_entries_of_soft_targets(
+    columns: int, first: int, is_scaled: int
+) -> None:
     index = torch.rand(5, first + columns).topk(37, 1).indices
     b, entries, scale = torch.rand(5, 37), torch.randn(5, 37), torch.randn(5)
     b[torch.rand(5, 37) < 0.3] = 0
@@ -822,8 +828,9 @@ def test_scaled_exponentials_with_entries_of_soft_targets(columns: int, first: i
     index[b != 0] = torch.where(index == lead[:, None], 0, index)[b != 0]
     b[(index == 0) & (first == 0)] = 0
     given = exps, index, b, entries, lead, of_lead, scale, first
-    run(kernels_of(PINGPONG).scale_soft, *given)
-    want = torch.cat([torch.zeros(5, first), before[:, :columns] * scale[:, None]], 1)
+    run(kernels_of(PINGPONG).scale_soft, *given, is_scaled)
+    others = before[:, :columns] * (1 if is_scaled else scale[:, None])
+    want = torch.cat([torch.zeros(5, first), others], 1)
     row, place = (b != 0).nonzero(as_tuple=True)
     want[row, index[row, place]] = (entries * scale[:, None])[row, place]
     inside = (lead >= first) & (lead < first + columns)

@@ -18,25 +18,19 @@ from cutefce.cute_kernels.spec import (
     SoftLogitsSpec,
     TargetLogitSpec,
 )
-from cutefce.ops.primitives import interface
 from cutefce.ops.rows import loss_parts
 from tests.support.kernel_models import model_of, serve_calls
 
 
 @pytest.mark.parametrize("outputs", [False, True], ids=["soft targets", "outputs"])
-@pytest.mark.parametrize("limit", ["", "LEAST_TOKENS_BESIDE", "COLUMNS_BESIDE"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_parts_of_soft_targets_are_made_once(
     arch: str,
-    limit: str,
     outputs: bool,
     monkeypatch: pytest.MonkeyPatch,
     small_tiles: PortableTiles,
 ) -> None:
-    """Before a product that computes their logits too, else behind it, where the GPU is busy.
-
-    It does not where it is short.
-    """
+    """Before a product that writes their logits, else behind it, where the GPU is busy."""
     pytest.importorskip("cutlass")
     launched: list[Any] = []
     beside: list[bool] = []
@@ -55,8 +49,6 @@ def test_parts_of_soft_targets_are_made_once(
 
     monkeypatch.setattr("cutefce.ops.rows.targets.parts_of", parts_of)
     serve_calls(monkeypatch, arch_named(arch), small_tiles, selects=True, replacement=recorded)
-    if limit:
-        monkeypatch.setattr(interface, limit, 200)
     h = torch.randn(150, 64, dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(333, 64, dtype=torch.bfloat16, requires_grad=True)
     index, probs = torch.randint(333, (150, 7)), torch.rand(150, 7)
@@ -70,7 +62,7 @@ def test_parts_of_soft_targets_are_made_once(
     loss.backward()
     product = launched.index(ProjectExpSpec)
     before: set[Any] = {SelectRowsSpec, TargetLogitSpec, GatherRowsSpec}
-    joins = arch == "sm_90a" and not limit
+    joins = arch == "sm_90a"
     if joins:
         before |= {"parts"} if outputs else {"parts", PrepareSoftSpec}
     assert set(launched[:product]) == before

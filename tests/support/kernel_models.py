@@ -50,7 +50,6 @@ from cutefce.ops.primitives import (
     cute_rowwise,
     dispatch,
     fused_step,
-    interface,
     row_selection,
 )
 from cutefce.ops.rows.kept_sums import joined_sums, round_at_random_
@@ -241,8 +240,10 @@ def _scale_soft(
     of_lead: Tensor,
     scale: Tensor,
     first: int,
+    is_scaled: int,
 ) -> None:
-    exps.copy_(exps * scale[:, None])
+    if not is_scaled:
+        exps.copy_(exps * scale[:, None])
     _put_soft(
         spec.PutSoftSpec("", ""), exps, index, coefficient, entries * scale[:, None], first, 0
     )
@@ -343,6 +344,9 @@ def _project_exp(
         sampling_models.sample(masked[:counted], columns, scale, samples)
     assert (soft is not None) == kernel.soft
     if soft is not None:
+        chosen, coefficient = soft[:2]
+        before = chosen.masked_fill(coefficient == 0, -1).cummax(1).values
+        assert ((coefficient == 0) | (chosen >= before)).all(), "classes ascend"
         _write_soft_logits(h[:counted], w, first, *soft)
     if sums is not None:
         sums[~inside] = torch.nan  # undefined
@@ -709,8 +713,8 @@ def _grad_gemm(
 ) -> None:
     tokens = a.shape[1] if kernel.wrt == "weight" else len(a)
     counted = _counted(count, selects, tokens)
-    counters = semaphores[: kernel.semaphore_count(clusters)]
-    assert counters.tolist() == [0] * kernel.semaphore_count(clusters)
+    counters = semaphores[: kernel.semaphore_count(clusters, len(a))]
+    assert counters.tolist() == [0] * kernel.semaphore_count(clusters, len(a))
     counters.fill_(1)
     if counted < 0:
         return
@@ -746,6 +750,10 @@ def _grad_gemm(
         split_sums(kept, low, product if overwrite else joined_sums(kept, low) + product)
     else:
         out[:] = product if overwrite else out + product
+    if kernel.scales:
+        exps, factor = targets
+        assert exps is a and factor.is_contiguous()
+        exps[:counted] = exps[:counted] * factor[:counted, None]
 
 
 def _row_coefficients(
@@ -863,8 +871,6 @@ def serve_calls(
 
     if selects:
         monkeypatch.setattr(problem_module, "MIN_SELECTED", 1)
-    monkeypatch.setattr(interface, "LEAST_TOKENS_BESIDE", 1)
-    monkeypatch.setattr(interface, "COLUMNS_BESIDE", 0)
     monkeypatch.setattr(operators, "plan_of", plan_of)
     monkeypatch.setattr(operands, "problem_of", problem_of)
     monkeypatch.setattr(operands, "primitives_for", primitives_for)

@@ -61,10 +61,16 @@ def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> d
     scaled.copy_(exps == 0)  # wide exponentials have entries added
     factor = 0.5 ** (torch.arange(len(h), device=y.device) % CLASSES)
     factor = factor.to(dtype)
+    beside, sums = scaled.clone(), h.new_empty(h.shape, dtype=dtype)
     projection.scale_soft(soft.coefficient, factor, scaled, 0, targets, factor)
+    add = inputs.primitives.gradients.add_grad_hidden
+    is_scaled = add(sums, beside, w, accumulate=False, factor=factor)
+    projection.scale_soft(soft.coefficient, factor, beside, 0, targets, factor, is_scaled)
     return results | {
+        "dX before exponentials are scaled": sums.to(h.dtype),
         "leads of soft targets": lead.to(dtype),
         "classes of soft targets": soft.index.to(dtype),
         "entries of soft targets": exps,
         "entries of soft targets among scaled exponentials": scaled,
+        "entries of soft targets among exponentials scaled beside dX": beside,
     }

@@ -166,7 +166,7 @@ class TuningTarget(abc.ABC):
         every = kernel_set(self.arch, problem.dtype, self.configs(problem, candidate))
         more = sampled_outputs.kernels(self.arch, every)
         more += divergence_kernels(self.arch, problem.dtype)
-        return list(dict.fromkeys([*every.all(), *every.with_soft_logits, *more]))
+        return list(dict.fromkeys([*every.all(), *every.of_soft_targets, *more]))
 
     def tiles(self, problem: Problem, candidate: Candidate) -> PortableTiles:
         """Return the windows and tiles of the primitives under test."""

@@ -22,7 +22,7 @@ from cutefce.cute_kernels.workspace import NO_CLASS
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.classes.soft_targets import SoftTargets, over_scale
 from cutefce.ops.rows.logit_map import LogitMap
-from cutefce.ops.soft_targets.rows import joined
+from cutefce.ops.soft_targets.rows import sum_equal
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats
@@ -43,12 +43,14 @@ class ClassGradients(NamedTuple):
 class OutputClasses(SoftTargets):
     """The classes of N tokens; `coefficient` is 1, or 0 where nothing is put.
 
-    In a forward they are in the order of the call, in a backward ascending and each class once.
-    `excess` are the logits (N, K) of the classes of all ranks but leads.
+    They ascend, in a backward each class once.  `excess` are the logits (N, K) of the classes of
+    all ranks but leads, in the order of the call.
     """
 
     replaces: ClassVar[bool] = True
 
+    order: Tensor
+    """(N, K) int64: places of the classes in the call."""
     is_lead: Tensor
     """(N, K) bool, in the order of the call."""
     counts: Tensor
@@ -78,14 +80,17 @@ class OutputClasses(SoftTargets):
         counts = (index != options.ignore_index) & (y != options.ignore_index)[:, None]
         is_lead = index == y[:, None]
         here = counts & ~is_lead & (index >= own.start) & (index < own.stop)
-        local = torch.where(here, index - own.start, 0)
+        vocab = own.stop - own.start
+        index, order = torch.where(here, index - own.start, vocab).sort(dim=1, stable=True)
+        absent = index == vocab
         return OutputClasses(
-            index=local,
-            coefficient=here.to(dtype),
+            index=index.masked_fill_(absent, 0),
+            coefficient=absent.logical_not().to(dtype),
             least=y.new_zeros(y.shape, dtype=dtype),
+            order=order,
             is_lead=is_lead,
             counts=counts,
-            vocab=own.stop - own.start,
+            vocab=vocab,
         )
 
     def rows(self, rows: slice | Tensor) -> "OutputClasses":
@@ -97,7 +102,8 @@ class OutputClasses(SoftTargets):
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
         """Return this rank's logits (N, K), 0 of other classes: those of all ranks add up."""
-        return torch.where(self.coefficient == 0, 0, logits)
+        own = torch.where(self.coefficient == 0, 0, logits)
+        return torch.empty_like(own).scatter_(1, self.order, own)
 
     def log_probs(self, stats: "RowStats") -> Tensor:
         """Return the log-probabilities (N, K) of the classes of all ranks, 0 of ignored ones."""
@@ -120,7 +126,7 @@ class OutputClasses(SoftTargets):
         others, size = values.sum(1), values.abs().sum(1) + lead.abs() + of_lse.abs()
         absent = self.coefficient == 0
         index = self.index.masked_fill(absent, self.vocab)
-        index, values, order = joined(index, values.masked_fill_(absent, 0))
+        values = sum_equal(index, values.gather(1, self.order).masked_fill_(absent, 0))
         put = index < self.vocab
         put[:, :-1] &= index[:, 1:] != index[:, :-1]
         part = replace(
@@ -128,7 +134,6 @@ class OutputClasses(SoftTargets):
             index=index.masked_fill_(~put, 0),
             coefficient=put.to(values.dtype),
             least=torch.finfo(size.dtype).eps / 2 * size,
-            logits=self.logits.gather(1, order),
         )
         part.gradients = ClassGradients(values, others, part.bounded(of_lse - lead - others))
         return part, torch.stack([lead, *upstream[-2:]])

@@ -1,0 +1,81 @@
+"""Sums of dX whose kernel then scales exponentials, emulated; injected faults are detected."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.spec import GradGemmSpec
+from tests.emulation.hopper import run
+from tests.hopper.test_emulation import COOPERATIVE, PINGPONG, TALL, broken
+from tests.hopper.test_kept_hidden_sums import operands
+
+CLUSTERS = 3
+SHAPES = {
+    "several raster groups": (2200, 72, 133),
+    "one raster group": (300, 136, 70),
+    "several parts of a row": (140, 8, 1601),
+    "one row": (1, 64, 200),
+}
+"""Tokens, hidden and columns of a window."""
+
+
+def check(
+    shape: tuple[int, int, int],
+    config: GemmConfig,
+    splits: int = 1,
+    count: int | None = None,
+    seed: int = 0,
+    ptx: str | None = None,
+) -> None:
+    """Compare sums and scaled exponentials of small integers, of `count` rows that are counted."""
+    kernel = GradGemmSpec("sm_90a", "bfloat16", config, "hidden", final=False).scaling
+    e, w = operands(*shape)
+    counted = len(e) if count is None else count
+    e[counted:] = 0
+    before, factor = e.clone(), torch.randn(len(e))
+    factor[counted:] = torch.nan
+    sums = torch.full((len(e), shape[1]), 7.0)
+    semaphores = torch.zeros(kernel.semaphore_count(CLUSTERS, len(e)), dtype=torch.int32)
+    rows = torch.tensor([count or 0], dtype=torch.int32), int(count is not None)
+    given = e, w.t(), sums, (e, factor), None, semaphores, *rows, CLUSTERS, splits, 0
+    run(kernel, *given, seed=seed, ptx=ptx)
+    assert torch.equal(sums[:counted], 7 + (before.float() @ w.float())[:counted])
+    want = torch.where(before == 0, 0, before.float() * factor[:, None])
+    assert torch.equal(e, want.bfloat16())
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("config", [PINGPONG, TALL, COOPERATIVE], ids=str)
+def test_sums_are_those_of_exponentials_before(
+    config: GemmConfig, shape: tuple[int, int, int]
+) -> None:
+    check(shape, config)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_k_split_reads_before(seed: int) -> None:
+    check((300, 136, 300), TALL, splits=3, seed=seed)
+
+
+@pytest.mark.parametrize("count", [0, 1, 130, 1600])
+@pytest.mark.parametrize("config", [PINGPONG, COOPERATIVE], ids=str)
+def test_counted_rows(config: GemmConfig, count: int) -> None:
+    """The factors of the others are not read."""
+    check((1700, 8, 133), config, count=count)
+
+
+FAULTS = {
+    "one read counts for all": (r"(red\.release\S+\s+\[[^\]]+\]), %r\d+;", r"\1, 99999;"),
+    "reads are counted twice": (r"(red\.release\S+\s+\[[^\]]+\], %r\d+;)", r"\1 \1"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_detected(fault: str) -> None:
+    kernel = GradGemmSpec("sm_90a", "bfloat16", TALL, "hidden", final=False).scaling
+    ptx = broken(kernel, *FAULTS[fault])
+    with pytest.raises(AssertionError):
+        for seed in range(5):
+            check((2200, 136, 333), TALL, seed=seed, ptx=ptx)
