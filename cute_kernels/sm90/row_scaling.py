@@ -20,7 +20,7 @@ from cutefce.cute_kernels.workspace import SPLIT_K_COUNTERS
 
 WARPS = SPARE_WARPS + GradGemmSpec.WARPS
 """Warps of a thread block that scale rows."""
-VECTORS = 3
+VECTORS = 2
 """Vectors of 8 elements that a thread loads before it stores one."""
 PART = 32 * 8 * VECTORS
 """Elements of a row that a warp scales at a time: neighboring warps have neighboring ones."""

@@ -712,6 +712,8 @@ def _grad_gemm(
     overwrite: int | None,
 ) -> None:
     tokens = a.shape[1] if kernel.wrt == "weight" else len(a)
+    e = a.t() if kernel.wrt == "weight" else a
+    assert e.stride(1) == 1 and (len(e) == 1 or e.stride(0) % 8 == 0)
     counted = _counted(count, selects, tokens)
     counters = semaphores[: kernel.semaphore_count(clusters, len(a))]
     assert counters.tolist() == [0] * kernel.semaphore_count(clusters, len(a))

@@ -57,11 +57,11 @@ def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> d
     for name, x in results.items():
         results[name] = x if x.ndim == 1 else x.where(soft.coefficient != 0, 0)
     projection.put_soft(soft.coefficient, exps, 0, targets)
-    scaled = h.new_empty(len(h), round_up(vocab, 8))[:, :vocab]  # rows of whole vectors
-    scaled.copy_(exps == 0)  # wide exponentials have entries added
+    rows = h.new_empty(2, len(h), round_up(vocab, 8))[..., :vocab]  # of whole vectors
+    scaled, beside = rows.copy_(exps == 0)  # wide exponentials have entries added
     factor = 0.5 ** (torch.arange(len(h), device=y.device) % CLASSES)
     factor = factor.to(dtype)
-    beside, sums = scaled.clone(), h.new_empty(h.shape, dtype=dtype)
+    sums = h.new_empty(h.shape, dtype=dtype)
     projection.scale_soft(soft.coefficient, factor, scaled, 0, targets, factor)
     add = inputs.primitives.gradients.add_grad_hidden
     is_scaled = add(sums, beside, w, accumulate=False, factor=factor)
