@@ -1,7 +1,7 @@
 """Vectorized row access for the O(N·D) kernels.
 
 A row of D elements is read and written as D / 8 vectors of 8 elements, which are 16 bytes of a
-16-bit dtype, so D must be a multiple of 8.
+16-bit dtype, so D must be a multiple of 8, but for `scale_row_part`.
 """
 
 from typing import Any

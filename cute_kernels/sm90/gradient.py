@@ -6,7 +6,8 @@
     weight, kept    sums (V, D) = or += that        float32, 24, 20 or 16 bits
 
 with s_i = scale_i h_i.  dW's terms of targets are added to the float32 accumulators, in the order
-of `TargetCsr`; before them, if the spec has it, a matrix of rank one.
+of `TargetCsr`; before them, if the spec has it, a matrix of rank one.  If the spec scales, e is
+multiplied by factors of tokens behind the products: see `sm90.row_scaling`.
 
 e may be some columns of a wider matrix.  N, V and D are dynamic; D is a multiple of 8 and rows
 start at multiples of 16 bytes.
@@ -142,6 +143,8 @@ class GradGemmSm90(MainloopSm90):
     ) -> None:
         """Launch on `clusters` clusters: a (M, K) and b (D, K) to out (M, D).
 
+        The clusters must fit on the device at the same time, as some wait for others.  `targets`
+        are of dW, or what a spec of dX scales.
         Sums are added to `out` unless `overwrite`; float32 sums of dX split the K of the last
         wave's work tiles by `k_splits`.  `count` and `selects` are those of `RowCount`; operands
         are 0 from the tokens that count to the next multiple of `TILE_K`.  Each parameter is one

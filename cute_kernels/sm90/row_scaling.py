@@ -1,7 +1,8 @@
 """Exponentials times factors of their tokens, as soon as all products of dX have read them.
 
 The warps of `GradGemmSm90` that load no tiles scale the rows of one raster group while the MMAs of
-the next ones run.  The rows of the last group have no such MMAs: all warps share them.
+the next ones run.  The rows of the last group have no such MMAs: all warps share them.  Warps wait
+for the reads of all clusters, which must fit on the device at the same time.
 """
 
 from typing import Any, NamedTuple

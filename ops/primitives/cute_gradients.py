@@ -36,6 +36,9 @@ from cutefce.ops.rows.targets import Targets
 SMALL_PRODUCT = 1 << 34
 """Multiplications of a product that takes an H200 as long as its host takes to call cuBLAS, 40 us:
 kernels of this project are launched together."""
+MAX_UNSCALED_ROWS = 1024
+"""Tokens whose exponentials no kernel of dX multiplies: it would begin behind all products.  Nor
+does the one for few columns, whose exponentials the L2 cache may hold."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,10 @@ class CuteGradients(RowwiseSteps):
         if spec is None:
             matmul_into(sums, exps, w, accumulate=accumulate)
             return False
-        if self.kernels.grad_hidden is None:
+        if spec != self.kernels.grad_hidden or len(exps) <= MAX_UNSCALED_ROWS:
             factor = None
         elif factor is not None:
-            spec = self.kernels.grad_hidden.scaling
+            spec = spec.scaling
         self._gemm(spec, sums, exps, w, accumulate, selection, factor)
         return factor is not None
 

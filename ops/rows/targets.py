@@ -52,7 +52,7 @@ class Targets:
     """The targets of N tokens with the options of their losses; derived tensors are lazy.
 
     So are the parts of losses: the product of hidden states and weight needs none of them, and is
-    launched before what makes them, unless it computes logits of soft targets.
+    launched before what makes them, unless it writes logits of soft targets.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ def gradients_in_forward(
     every = None
     if targets.terms is not None and targets.terms.has_class_row:
         every = loss_scale.new_empty(tokens)
-    # of all tokens at once: ranks wait for each other once
+    # of all tokens at once: ranks wait for each other once, but for soft targets
     target_logit = primitives.projection.target_logit(h, w, targets)
     exps = memory = h.new_empty(chunks.own * stored)
     block = inputs.primitives.config.reference_block

@@ -41,6 +41,8 @@ KINDS: dict[str, KernelSpec | None] = {
     "swapped sums and exps": FEW.row_sums_and_exps,
     "swapped repair_exps": FEW.repair_exps,
     "grad_hidden": KERNELS.grad_hidden,
+    "sums and logits of soft targets": KERNELS.of_soft_targets[0],
+    "grad_hidden, exponentials scaled": KERNELS.of_soft_targets[-1],
     "grad_weight": KERNELS.grad_weight,
     "grad_weight_keep_32": KERNELS.grad_weight_keep_32,
     "sort_targets": KERNELS.sort_targets,

@@ -28,7 +28,8 @@ def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> d
 
     The logits come alone and beside the product, where kernels can compute them there.
 
-    These are put among zeros, and among factors of tokens.  `arch` has kernels.
+    These are put among zeros, and among factors of tokens: alone, and behind dX's product, where
+    its kernel multiplies exponentials.  `arch` has kernels.
     """
     projection, h, w, vocab = inputs.primitives.projection, inputs.h, inputs.w, len(inputs.w)
     arch = arch if isinstance(projection, CuteProjection) else None
