@@ -196,15 +196,6 @@ AnyPrimitives = Primitives[Any, Any]
 """The primitives of some implementation, as `dispatch` chooses them at run time."""
 
 
-def target_logits(
-    projection: Projection[PartialT], h: Tensor, w: Tensor, targets: Targets
-) -> Tensor:
-    """Do what `Projection.target_logit` does, and set the excess of soft targets."""
-    logit = projection.target_logit(h, w, targets)
-    set_soft_excess(projection, h, w, targets, logit)
-    return logit
-
-
 def expect_soft_logits(projection: Projection[PartialT], targets: Targets) -> None:
     """Let the next `project_exp` of all columns write the logits of soft targets, if it can."""
     if targets.tensors.target_indices is not None:

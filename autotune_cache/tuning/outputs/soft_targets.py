@@ -12,7 +12,7 @@ from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection
-from cutefce.ops.primitives.interface import set_soft_excess, target_logits
+from cutefce.ops.primitives.interface import set_soft_excess
 from cutefce.ops.rows.targets import make_targets, sum_dtype
 from cutefce.ops.soft_targets.rows import leads
 from cutefce.ops.strategies.loss_inputs import LossInputs
@@ -40,7 +40,8 @@ def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> d
     lead = leads(index, probs, vocab, options.ignore_index, arch)
     dtype = sum_dtype(h.dtype)
     targets = make_targets(lead, vocab, options, tensors, dtype, arch)
-    target_logit = target_logits(projection, h, w, targets)
+    target_logit = projection.target_logit(h, w, targets)
+    set_soft_excess(projection, h, w, targets, target_logit)
     soft, exps = targets.soft, h.new_zeros(len(h), vocab)
     assert soft is not None and soft.logits is not None and soft.excess is not None
     results = {"soft logits": soft.logits, "excess": soft.excess}
