@@ -84,6 +84,10 @@ class Arch(ABC):
         """Return those of the gradient GEMMs that load and store sums, the common ones first."""
         return ()
 
+    def kept_sums_time(self, _: GemmConfig) -> float:
+        """Return the time a column of one of these, relative to the first, for predictions."""
+        return 1.0
+
     @abstractmethod
     def search_space(self) -> tuple[GemmConfig, ...]:
         """Return every configuration that the tuner may try."""

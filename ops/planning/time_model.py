@@ -99,8 +99,8 @@ def windows_seconds(
     moved = 2 * passes * p.tokens * p.hidden * sum_bytes
     moved += p.tokens * recomputed * p.accumulator_bytes
     moved += 2 * _buffer_bytes(p) + _scaled_bytes(p) * (aliased + kept > 0)
-    tile = TILE if hidden_bits is None else _kept_tile(p)
-    idle = _idle_seconds(p, p.tokens, tile)
+    tile = (TILE, 1.0) if hidden_bits is None else _kept_tile(p)
+    idle = _idle_seconds(p, p.tokens, *tile)
     return _seconds(p, columns, moved) + windows * rates(p)[2] + idle
 
 
@@ -187,23 +187,24 @@ def _scaled_bytes(p: Problem) -> int:
     )
 
 
-def _idle_seconds(p: Problem, rows: int, tile: int = TILE) -> float:
+def _idle_seconds(p: Problem, rows: int, tile: int = TILE, each: float = 1.0) -> float:
     """Return the time for which SMs wait in the last waves of dX, of `rows` tokens at a time.
 
-    Its tiles have `tile` columns.
+    Its tiles have `tile` columns, each of which takes `each` of the time of a column in others.
     """
     if p.device == "cpu" or not p.grad_hidden or not rows * p.hidden:
         return 0
     free = FREE_IDLE if p.arch is not None and not p.grad_weight else 0
-    return _seconds(p, p.vocab, 0) * max(1 / _busy_part(p, rows, tile)[0] - 1 - free, 0)
+    return _seconds(p, p.vocab, 0) * max(each / _busy_part(p, rows, tile)[0] - 1 - free, 0)
 
 
-def _kept_tile(p: Problem) -> int:
-    """Return the columns of a tile that is added to kept sums of dX."""
-    config = None
-    if p.arch is not None:
-        config = arch_named(p.arch).default_configs(p.tokens, p.hidden, 2 * CLUSTERS).kept_sums
-    return TILE if config is None else config.tile_n
+def _kept_tile(p: Problem) -> tuple[int, float]:
+    """Return the columns of a tile that is added to kept sums of dX, and their relative time."""
+    if p.arch is None:
+        return TILE, 1.0
+    arch = arch_named(p.arch)
+    config = arch.default_configs(p.tokens, p.hidden, 2 * CLUSTERS).kept_sums
+    return (TILE, 1.0) if config is None else (config.tile_n, arch.kept_sums_time(config))
 
 
 def _busy_part(p: Problem, rows: int, tile: int = TILE) -> tuple[float, int]:

@@ -6,17 +6,19 @@ cuBLAS.  Both have the row-wise steps of `cute_rowwise`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import TILE_K
-from cutefce.cute_kernels.config import KernelConfigs
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import can_keep
+from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.schedule.order import choose_k_splits
 from cutefce.cute_kernels.spec import GradGemmSpec, SortTargetsSpec
 from cutefce.cute_kernels.spec.groups import GradWeightKernels
@@ -187,7 +189,9 @@ class CuteGradients(RowwiseSteps):
         accumulate: bool,
     ) -> None:
         """More than eight parameters: operands, and what the last step adds."""
-        spec, term = with_rank_one(self.grad_weight.keep[low_bits(kept, low)], rank_one)
+        spec = self.grad_weight.keep[low_bits(kept, low)]
+        spec = with_fewest_waves(spec, len(kept), kept.shape[1], self.num_sms)
+        spec, term = with_rank_one(spec, rank_one)
         clusters, semaphores = self._launch_shape(spec, kept.device)
         one = scaled.new_ones(1, dtype=torch.float32)
         targets = *target_grad.pack(first, len(kept)), one
@@ -251,6 +255,25 @@ def grad_hidden_kernel(
     is_short = columns < (KernelConfigs.SHORT if short is None else short)
     spec = kernels.grad_hidden_short if is_short else kernels.grad_hidden
     return spec or (kernels.grad_hidden_again if own and can_keep(kernels.row_sums.dtype) else None)
+
+
+@process_cache
+def with_fewest_waves(spec: GradGemmSpec, rows: int, hidden: int, num_sms: int) -> GradGemmSpec:
+    """Return the kernel of kept sums (rows, hidden) with the default tiles whose waves end first.
+
+    Those of the whole of dW are many, but a window's may not fill one wave of wide tiles.
+    """
+    arch = arch_named(spec.arch)
+    configs = arch.kept_sums_configs()
+    if spec.config not in configs:
+        return spec
+
+    def time(config: GemmConfig) -> float:
+        tiles = ceil_div(rows, config.rows) * ceil_div(hidden, config.tile_n)
+        waves = ceil_div(tiles, num_sms // config.cluster)
+        return waves * config.tile_n * arch.kept_sums_time(config)
+
+    return replace(spec, config=min(configs, key=time))
 
 
 def k_splits(spec: GradGemmSpec, shape: Sequence[int], inner: int, clusters: int) -> int:

@@ -10,10 +10,13 @@ from torch import Tensor
 
 import cutefce
 from bench.harness.accuracy import relative_error
+from cutefce.cute_kernels.arch.sm90 import KEPT_128, KEPT_192, LOW
 from cutefce.cute_kernels.problem import LOW_BITS, Problem
+from cutefce.cute_kernels.spec import GradGemmSpec
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.planning.step_memory import kept_low_bits
+from cutefce.ops.primitives.cute_gradients import with_fewest_waves
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import joined_sums
@@ -48,6 +51,18 @@ def added(
             exact += rank_one.factor.double()[:, None] * rank_one.row.double()
         sums.add(gradients, exps, scaled, target_grad, rank_one, None, chunk=chunk)
     return sums, exact
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(512, 128), (4096, 128), (8448, 192), (131072, 192)])
+def test_tiles_of_few_rows_are_narrow(rows: int, columns: int) -> None:
+    """On 66 clusters, 4096 rows are 352 tiles of 192 columns in 6 waves, 512 of 128 in 8."""
+    for config in (KEPT_128, KEPT_192):
+        kernel = GradGemmSpec("sm_90a", "bfloat16", config, "weight", final=False, low_bits=8)
+        found = with_fewest_waves(kernel, rows, 4096, 132)
+        assert found.config.tile_n == columns
+        assert dataclasses.replace(found, config=config) == kernel
+    own = dataclasses.replace(kernel, config=LOW)
+    assert with_fewest_waves(own, rows, 4096, 132) is own
 
 
 @pytest.mark.parametrize(
