@@ -22,12 +22,15 @@ TALL = GemmConfig(192, 128, cluster=1, stages=5, pingpong=True)
 LOW = GemmConfig(64, 256, cluster=1, stages=5, pingpong=True)
 COOPERATIVE = GemmConfig(128, 256, cluster=2, stages=4, pingpong=False)
 """Configurations of `project_exp`; the warpgroups of `COOPERATIVE` share each tile."""
+SWAPPED_80 = GemmConfig(128, 80, cluster=2, stages=7, pingpong=True, swaps=True)
+SWAPPED_112 = GemmConfig(128, 112, cluster=2, stages=6, pingpong=True, swaps=True)
 SWAPPED_144 = GemmConfig(128, 144, cluster=2, stages=5, pingpong=True, swaps=True)
 SWAPPED_160 = GemmConfig(128, 160, cluster=2, stages=5, pingpong=True, swaps=True)
 SWAPPED_208 = GemmConfig(128, 208, cluster=2, stages=4, pingpong=False, swaps=True)
-"""The same for few tokens, which are the columns of their tiles."""
-MAX_SWAPPED_TOKENS = 384
-"""Tokens that have them by default: each row block of more would read the whole weight again."""
+SWAPPED = SWAPPED_144, SWAPPED_160, SWAPPED_208, SWAPPED_80, SWAPPED_112
+"""The same for few tokens, which are the columns of their tiles; the first wins a tie."""
+MAX_SWAPPED_BLOCKS, MAX_SWAPPED_TOKENS = 2, 384
+"""Row blocks and tokens that have them by default: each row block reads the whole weight."""
 
 GRAD_128 = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
 GRAD_192 = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
@@ -102,13 +105,12 @@ class Sm90(Arch):
     logits_config: GemmConfig | None = WIDE_CLUSTER2
 
     def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
-        few = SWAPPED_144, SWAPPED_160, SWAPPED_208
-        return WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL, LOW, COOPERATIVE, *few
+        return WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL, LOW, COOPERATIVE, *SWAPPED
 
     def default(self, tokens: int) -> GemmConfig:
         configs = [WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL]
         if tokens <= MAX_SWAPPED_TOKENS:
-            configs += SWAPPED_144, SWAPPED_160, SWAPPED_208
+            configs += [each for each in SWAPPED if tokens <= MAX_SWAPPED_BLOCKS * each.rows]
         return _fastest_project_exp(configs, tokens)
 
     def config_with_options(self, config: GemmConfig) -> GemmConfig:

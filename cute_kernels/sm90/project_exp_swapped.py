@@ -5,6 +5,7 @@ a token's logits of a tile are in the same accumulators of 8 lanes of each warp.
 the tokens' running maxima and sums among them: lane l of them has token l of every 8 of a thread.
 """
 
+import operator
 from typing import Any
 
 import cutlass
@@ -158,21 +159,22 @@ class ProjectExpSwappedSm90(ProjectExpLaunchSm90):
         """Add the tile's logits to the maxima (of z·log2 e) and sums of the lane's tokens."""
         acc, lane = consumer.acc, consumer.thread % 32
         for number in cutlass.range_constexpr(len(self.groups)):
-            maxima, sums = [], []
-            for v, j in self.groups[number]:
+            group, maxima, sums = self.groups[number], [], []
+            for v, j in group:
                 z_max = -Float32.inf
                 for half, m_block in self.places:
                     z_max = cute.arch.fmax(z_max, acc[(v, half, j), m_block, 0])
-                for offset in (16, 8, 4):
-                    other = cute.arch.shuffle_sync_bfly(z_max, offset=offset)
-                    z_max = cute.arch.fmax(z_max, other)
-                z_max *= LOG2_E
-                base, total = finite(z_max), Float32(0.0)
+                maxima.append(z_max)
+            tile_max = own_reduction(maxima, lane, cute.arch.fmax) * LOG2_E
+            own_base = finite(tile_max)
+            for i in cutlass.range_constexpr(len(group)):
+                (v, j), total = group[i], Float32(0.0)
+                owner = 4 * (SHARING_LANES // len(group)) * i + lane % 4
+                base = cute.arch.shuffle_sync(own_base, owner)
                 for half, m_block in self.places:
                     total += exp2(acc[(v, half, j), m_block, 0] * LOG2_E - base)
-                maxima.append(z_max)
                 sums.append(total)
-            tile_max, tile_sum = own_item(maxima, lane), own_sum(sums, lane)
+            tile_sum = own_reduction(sums, lane, operator.add)
             new_max = cute.arch.fmax(row_max[number], tile_max)
             base = finite(new_max)
             scaled = row_sum[number] * exp2(row_max[number] - base)
@@ -249,10 +251,11 @@ class ProjectExpSwappedSm90(ProjectExpLaunchSm90):
 
 
 @cute.jit
-def own_sum(values: list[Any], lane: Int32) -> Float32:
-    """Return the sum over the lanes that share tokens of the lane's own one of up to 8 values.
+def own_reduction(values: list[Any], lane: Int32, combine: Any) -> Any:
+    """Return the sum or maximum over the lanes that share tokens of the lane's own one of 8 values.
 
-    Every value is added in the same order, so that it does not matter whose it is.
+    There may be 4, of which two lanes each have one.  Every value is combined in the same order, so
+    that it does not matter whose it is.
     """
     for offset in (16, 8, 4):
         if cutlass.const_expr(len(values) > 1):
@@ -260,18 +263,9 @@ def own_sum(values: list[Any], lane: Int32) -> Float32:
         else:
             kept = sent = values
         values = [
-            of_lane + cute.arch.shuffle_sync_bfly(other, offset=offset)
+            combine(of_lane, cute.arch.shuffle_sync_bfly(other, offset=offset))
             for of_lane, other in zip(kept, sent, strict=True)
         ]
-    return values[0]
-
-
-@cute.jit
-def own_item(values: list[Any], lane: Int32) -> Float32:
-    """Return the lane's own one of up to 8 values, that of which `own_sum` returns the sum."""
-    for offset in (16, 8, 4):
-        if cutlass.const_expr(len(values) > 1):
-            values, _ = halves(values, (lane & offset) != 0)
     return values[0]
 
 

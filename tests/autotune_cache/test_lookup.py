@@ -80,6 +80,15 @@ def test_tiles_of_kept_sums_waste_few_columns(model: str, hidden: int, columns: 
     assert kept is not None and kept.tile_n == columns
 
 
+def test_few_tokens_have_tiles_of_16_columns() -> None:
+    """At most two row blocks read the whole weight."""
+    wanted = {65: 80, 80: 80, 81: 112, 112: 112, 130: 144, 145: 160, 193: 208, 209: 112, 300: 160}
+    found = {tokens: Sm90().default(tokens) for tokens in wanted}
+    assert {tokens: config.tile_n for tokens, config in found.items()} == wanted
+    assert all(config.swaps for config in found.values())
+    assert not any(Sm90().default(tokens).swaps for tokens in (64, 240, 385))
+
+
 def test_few_tokens_of_a_bucket_have_smaller_tiles(file: Path) -> None:
     problem = dataclasses.replace(PROBLEM, tokens=192)
     key = dataclasses.replace(KEY, tokens=192)
