@@ -1,4 +1,4 @@
-"""DSL basics shared by all kernels: dtypes, fake tensors to compile for, PDL, TMA, exp2."""
+"""DSL basics shared by all kernels: dtypes, fake tensors to compile for, PDL, waits, TMA, exp2."""
 
 import math
 from typing import Any
@@ -31,6 +31,19 @@ def pdl_wait() -> None:
     """
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
+
+
+@cute.jit
+def await_count(counter: Any, count: Int32) -> None:
+    """Have a warp wait until other thread blocks have increased a counter to `count`.
+
+    What they wrote before is visible then.  They must be on the device at the same time.
+    """
+    if cute.arch.lane_idx() == 0:
+        reached = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        while reached < count:
+            reached = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    cute.arch.sync_warp()
 
 
 def matrix(dtype: Any, rows: Any, columns: Any, aligned: bool = True) -> Any:

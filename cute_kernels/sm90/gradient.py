@@ -25,6 +25,7 @@ from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.common.dsl import (
     DTYPES,
+    await_count,
     current_stream,
     matrix,
     pdl_wait,
@@ -359,11 +360,7 @@ class GradGemmSm90(MainloopSm90):
 @cute.jit
 def await_splits(counter: Any, splits: Int32) -> None:
     """Wait until `splits` K splits of a work tile were added, so that sums are deterministic."""
-    if cute.arch.lane_idx() == 0:
-        added = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-        while added < splits:
-            added = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-    cute.arch.sync_warp()
+    await_count(counter, splits)
     cute.arch.fence_proxy("async.global")
 
 

@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cutefce.cute_kernels.common.dsl import matrix, vector
+from cutefce.cute_kernels.common.dsl import await_count, matrix, vector
 from cutefce.cute_kernels.common.row_vectors import scale_row_part
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler, WorkTile
@@ -86,22 +86,12 @@ def scale_row_blocks(
     parts = (exps.shape[1] + PART - 1) // PART
     reads = scheduler.n_tiles * scheduler.k_tiles * config.cluster
     for row_block in cutlass.range(first, last, unroll=1):
-        await_reads(counters + row_block, reads)
+        await_count(counters + row_block, reads)
         begin = row_block * config.rows
         rows = cutlass.min(scheduler.rows - begin, config.rows)
         for unit in cutlass.range(warp, rows * parts, warps, unroll=1):
             row, part = begin + unit // parts, unit % parts
             scale_row_part(exps, row, factor[row], part * PART // 8, (lane, 32, VECTORS))
-
-
-@cute.jit
-def await_reads(counter: Any, reads: Int32) -> None:
-    """Wait until all K tiles of a row block were read."""
-    if cute.arch.lane_idx() == 0:
-        done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-        while done < reads:
-            done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-    cute.arch.sync_warp()
 
 
 def read_counters(semaphores: cute.Tensor) -> Any:
