@@ -195,11 +195,21 @@ def _windows_plan(
     aliased: int,
     kept: int,
 ) -> Plan:
-    predicted = windows_bytes(p, config, aliased, kept, scalar_upstream, hidden_bits)
-    seconds = windows_seconds(p, config.window, aliased, kept, hidden_bits)
-    gradients, sizes = (p.grad_hidden, p.grad_weight, p.grad_bias), (config.window, aliased, kept)
-    plan = Plan("windows", *sizes, p.tokens, *gradients, p.vocab, predicted, seconds, p.tokens)
-    return replace(plan, hidden_bits=hidden_bits)
+    return Plan(
+        "windows",
+        config.window,
+        aliased,
+        kept,
+        chunk=p.tokens,
+        grad_hidden=p.grad_hidden,
+        grad_weight=p.grad_weight,
+        grad_bias=p.grad_bias,
+        vocab=p.vocab,
+        workspace_bytes=windows_bytes(p, config, aliased, kept, scalar_upstream, hidden_bits),
+        seconds=windows_seconds(p, config.window, aliased, kept, hidden_bits),
+        tokens=p.tokens,
+        hidden_bits=hidden_bits,
+    )
 
 
 def _memory_of_dw(p: Problem, config: WindowConfig) -> DwMemory:

@@ -27,6 +27,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.schedule.order import (
     MAX_K_SPLITS,
     MIN_K_TILES_PER_SPLIT,
@@ -99,7 +100,9 @@ def windows_seconds(
     moved = 2 * passes * p.tokens * p.hidden * sum_bytes
     moved += p.tokens * recomputed * p.accumulator_bytes
     moved += 2 * _buffer_bytes(p) + _scaled_bytes(p) * (aliased + kept > 0)
-    tile = (TILE, 1.0) if hidden_bits is None else _kept_tile(p)
+    tile = TILE, 1.0
+    if hidden_bits is not None and p.arch is not None:
+        tile = _kept_tile(p.arch, p.tokens, p.hidden)
     idle = _idle_seconds(p, p.tokens, *tile)
     return _seconds(p, columns, moved) + windows * rates(p)[2] + idle
 
@@ -198,12 +201,14 @@ def _idle_seconds(p: Problem, rows: int, tile: int = TILE, each: float = 1.0) ->
     return _seconds(p, p.vocab, 0) * max(each / _busy_part(p, rows, tile)[0] - 1 - free, 0)
 
 
-def _kept_tile(p: Problem) -> tuple[int, float]:
-    """Return the columns of a tile that is added to kept sums of dX, and their relative time."""
-    if p.arch is None:
-        return TILE, 1.0
-    arch = arch_named(p.arch)
-    config = arch.default_configs(p.tokens, p.hidden, 2 * CLUSTERS).kept_sums
+@process_cache
+def _kept_tile(name: str, tokens: int, hidden: int) -> tuple[int, float]:
+    """Return the columns of a tile that is added to kept sums of dX, and their relative time.
+
+    On the architecture `name`.
+    """
+    arch = arch_named(name)
+    config = arch.default_configs(tokens, hidden, 2 * CLUSTERS).kept_sums
     return (TILE, 1.0) if config is None else (config.tile_n, arch.kept_sums_time(config))
 
 

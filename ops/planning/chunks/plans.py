@@ -1,7 +1,6 @@
 """Plans of gradients in forward: equal chunks, shrinking ones, and windows inside chunks."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
 from cutefce.cute_kernels.arch import arch_named
@@ -83,12 +82,21 @@ def chunked_plan(
     every = round_up(p.vocab, config.reference_block)
     window, stored = widths or (config.window, every)
     stored = min(stored, every)
-    sizes = window, 0, stored, chunks.largest
-    seconds = chunked_seconds(p, chunks, window, stored)
-    predicted, strategy = chunked_bytes(p, config, stored, chunks), "gradients_in_forward"
-    gradients = p.grad_hidden, p.grad_weight, p.grad_bias
-    plan = Plan(strategy, *sizes, *gradients, p.vocab, predicted, seconds, p.tokens)
-    bits = kept_low_bits(p, len(chunks.sizes)), 0 if rounds_hidden(p) else None
-    shrinks = chunks if chunks.shrink else None
-    plan = replace(plan, low_bits=bits[0], hidden_bits=bits[1], shrinking=shrinks)
-    return replace(plan, adds_in_forward=adds_in_forward(p))
+    return Plan(
+        "gradients_in_forward",
+        window,
+        aliased=0,
+        kept=stored,
+        chunk=chunks.largest,
+        grad_hidden=p.grad_hidden,
+        grad_weight=p.grad_weight,
+        grad_bias=p.grad_bias,
+        vocab=p.vocab,
+        workspace_bytes=chunked_bytes(p, config, stored, chunks),
+        seconds=chunked_seconds(p, chunks, window, stored),
+        tokens=p.tokens,
+        low_bits=kept_low_bits(p, len(chunks.sizes)),
+        hidden_bits=0 if rounds_hidden(p) else None,
+        shrinking=chunks if chunks.shrink else None,
+        adds_in_forward=adds_in_forward(p),
+    )
