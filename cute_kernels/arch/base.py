@@ -85,7 +85,7 @@ class Arch(ABC):
         return ()
 
     def kept_sums_time(self, _: GemmConfig) -> float:
-        """Return the time a column of one of these, relative to the first, for predictions."""
+        """Return the time of one of these configurations a column, relative to the first one's."""
         return 1.0
 
     @abstractmethod

@@ -254,8 +254,8 @@ class ProjectExpSwappedSm90(ProjectExpLaunchSm90):
 def own_reduction(values: list[Any], lane: Int32, combine: Any) -> Any:
     """Return the sum or maximum over the lanes that share tokens of the lane's own one of 8 values.
 
-    There may be 4, of which two lanes each have one.  Every value is combined in the same order, so
-    that it does not matter whose it is.
+    Of 4 values, two lanes own each.  Every value is combined in the same order, so that it does not
+    matter whose it is.
     """
     for offset in (16, 8, 4):
         if cutlass.const_expr(len(values) > 1):

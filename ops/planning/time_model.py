@@ -100,10 +100,9 @@ def windows_seconds(
     moved = 2 * passes * p.tokens * p.hidden * sum_bytes
     moved += p.tokens * recomputed * p.accumulator_bytes
     moved += 2 * _buffer_bytes(p) + _scaled_bytes(p) * (aliased + kept > 0)
-    tile = TILE, 1.0
+    idle = _idle_seconds(p, p.tokens)
     if hidden_bits is not None and p.arch is not None:
-        tile = _kept_tile(p.arch, p.tokens, p.hidden)
-    idle = _idle_seconds(p, p.tokens, *tile)
+        idle = max(idle, _idle_seconds(p, p.tokens, *_kept_tile(p.arch, p.tokens, p.hidden)))
     return _seconds(p, columns, moved) + windows * rates(p)[2] + idle
 
 
@@ -190,15 +189,15 @@ def _scaled_bytes(p: Problem) -> int:
     )
 
 
-def _idle_seconds(p: Problem, rows: int, tile: int = TILE, each: float = 1.0) -> float:
+def _idle_seconds(p: Problem, rows: int, tile: int = TILE, column_time: float = 1.0) -> float:
     """Return the time for which SMs wait in the last waves of dX, of `rows` tokens at a time.
 
-    Its tiles have `tile` columns, each of which takes `each` of the time of a column in others.
+    Its tiles have `tile` columns; with fast ones, of a relative `column_time` below 1, less.
     """
     if p.device == "cpu" or not p.grad_hidden or not rows * p.hidden:
         return 0
     free = FREE_IDLE if p.arch is not None and not p.grad_weight else 0
-    return _seconds(p, p.vocab, 0) * max(each / _busy_part(p, rows, tile)[0] - 1 - free, 0)
+    return _seconds(p, p.vocab, 0) * max(column_time / _busy_part(p, rows, tile)[0] - 1 - free, 0)
 
 
 @process_cache

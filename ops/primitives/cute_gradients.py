@@ -43,6 +43,10 @@ MAX_UNSCALED_ROWS = 1024
 does the one for few columns, whose exponentials the L2 cache may hold."""
 
 
+FEW_WAVES = 16
+"""Waves of kept sums up to which those of other tiles may take less time."""
+
+
 @dataclass(frozen=True)
 class TargetCsr:
     """The tokens of each target, in order, and what each contributes to dW."""
@@ -105,9 +109,10 @@ class CuteGradients(RowwiseSteps):
         grad_weight: GradWeightKernels,
         num_sms: int,
         semaphores: Semaphores,
+        fixed_tiles: bool = False,
     ) -> None:
         self.kernels, self.num_sms, self.semaphores = kernels, num_sms, semaphores
-        self.grad_weight = grad_weight
+        self.grad_weight, self.fixed_tiles = grad_weight, fixed_tiles
 
     def add_grad_hidden(
         self,
@@ -190,7 +195,8 @@ class CuteGradients(RowwiseSteps):
     ) -> None:
         """More than eight parameters: operands, and what the last step adds."""
         spec = self.grad_weight.keep[low_bits(kept, low)]
-        spec = with_fewest_waves(spec, len(kept), kept.shape[1], self.num_sms)
+        if not self.fixed_tiles:
+            spec = kept_sums_kernel(spec, len(kept), kept.shape[1], self.num_sms)
         spec, term = with_rank_one(spec, rank_one)
         clusters, semaphores = self._launch_shape(spec, kept.device)
         one = scaled.new_ones(1, dtype=torch.float32)
@@ -258,21 +264,23 @@ def grad_hidden_kernel(
 
 
 @process_cache
-def with_fewest_waves(spec: GradGemmSpec, rows: int, hidden: int, num_sms: int) -> GradGemmSpec:
-    """Return the kernel of kept sums (rows, hidden) with the default tiles whose waves end first.
+def kept_sums_kernel(spec: GradGemmSpec, rows: int, hidden: int, num_sms: int) -> GradGemmSpec:
+    """Return the kernel of kept sums (rows, hidden): `spec`, or of few waves the fastest default.
 
-    Those of the whole of dW are many, but a window's may not fill one wave of wide tiles.
+    A window's tiles may not fill one wave.
     """
     arch = arch_named(spec.arch)
     configs = arch.kept_sums_configs()
-    if spec.config not in configs:
-        return spec
+
+    def waves(config: GemmConfig) -> int:
+        tiles = ceil_div(rows, config.rows) * ceil_div(hidden, config.tile_n)
+        return ceil_div(tiles, num_sms // config.cluster)
 
     def time(config: GemmConfig) -> float:
-        tiles = ceil_div(rows, config.rows) * ceil_div(hidden, config.tile_n)
-        waves = ceil_div(tiles, num_sms // config.cluster)
-        return waves * config.tile_n * arch.kept_sums_time(config)
+        return waves(config) * config.tile_n * arch.kept_sums_time(config)
 
+    if spec.config not in configs or waves(spec.config) > FEW_WAVES:
+        return spec
     return replace(spec, config=min(configs, key=time))
 
 

@@ -1,6 +1,6 @@
 """Which implementation of the primitives serves a call, and why."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -12,14 +12,15 @@ from cutefce.autotune_cache import defaults, lookup, verdicts
 from cutefce.cute_kernels import kernel_set, spec
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import TILE_K, Arch
-from cutefce.cute_kernels.config import PortableTiles, WindowConfig
+from cutefce.cute_kernels.config import GemmConfig, PortableTiles, WindowConfig
 from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import MAX_SELECTED, Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS
-from cutefce.cute_kernels.variant import KernelVariant
+from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from cutefce.ops.planning.sample_sizes import slots as sample_slots
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
@@ -143,9 +144,16 @@ def sampling_unsupported_reason(problem: Problem, samples: int, is_soft: bool) -
 
 
 def kernel_primitives(
-    window: WindowConfig, kernels: KernelSet, num_sms: int, grad_bias: bool = False
+    window: WindowConfig,
+    kernels: KernelSet,
+    num_sms: int,
+    grad_bias: bool = False,
+    fixed_tiles: bool = False,
 ) -> AnyPrimitives:
-    """Return primitives on the kernels, for one call on one stream of a GPU with `num_sms` SMs."""
+    """Return primitives on the kernels, for one call on one stream of a GPU with `num_sms` SMs.
+
+    With `fixed_tiles`, kept sums of few rows have the tiles of `kernels` too, as checks need.
+    """
     semaphores, gemms = Semaphores(), kernels.grad_weight_kernels
     # the bias' gradient is a GEMM of cuBLAS, as all are without kernels for them; and those of sums
     # of dW read whole K tiles of tokens, which row blocks of swapped operands may not fill
@@ -153,7 +161,7 @@ def kernel_primitives(
     projection = CuteProjection(kernels, num_sms, semaphores, clears)
     if gemms is None:
         return Primitives(window, projection, CublasGradients(kernels, window.window, semaphores))
-    gradients = CuteGradients(kernels, gemms, num_sms, semaphores)
+    gradients = CuteGradients(kernels, gemms, num_sms, semaphores, fixed_tiles)
     return Primitives(window, projection, gradients)
 
 
@@ -263,8 +271,19 @@ def kernels_for(
         torch.cuda.synchronize(device)
         _first_use().tune_on_first_use(gpu, str(device), problem)
     configs = lookup.kernel_configs(problem, gpu)
+    if variant != PLAIN and configs.project_exp.swaps:
+        configs = replace(configs, project_exp=_unswapped(gpu.arch, problem.tokens))
     kernels = kernel_set.kernel_set(gpu.arch, problem.dtype, configs, variant)
     return defaults.widest_window(problem), kernels, gpu.num_sms
+
+
+def _unswapped(arch: Arch, tokens: int) -> GemmConfig:
+    """Return the tiles of kernels with options, which never swap operands, for a few tokens.
+
+    They compute the fewest rows; those of 64 rows are for fewer tokens.
+    """
+    found = (each for each in arch.prebuilt_configs() if not each.swaps and each.tile_m > 64)
+    return min(found, key=lambda each: round_up(tokens, each.rows))
 
 
 def _must_not_block() -> bool:

@@ -18,8 +18,9 @@ from cutefce.cute_kernels import cache_files, kernel_set, process_cache, spec
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.variant import PLAIN
+from cutefce.cute_kernels.variant import PLAIN, PREBUILT
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.operators import plans
 from cutefce.ops.planning import planner
@@ -177,6 +178,23 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
         assert dataclasses.asdict(kernel.config) == data["entries"][0]["config"]
         launched.clear()
     process_cache.reset()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows"), [(70, 128), (100, 128), (140, 192), (200, 256), (220, 256), (300, 384)]
+)
+def test_options_of_few_tokens_compute_few_rows(
+    file: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int
+) -> None:
+    """Their kernels do not swap operands; the plain ones do."""
+    monkeypatch.setattr(dispatch, "gpu_of", lambda device: GPU)
+    problem, device = dataclasses.replace(PROBLEM, tokens=tokens), torch.device("cuda", 7)
+    _, plain, _ = dispatch.kernels_for(device, problem, PLAIN)
+    assert plain.row_sums.config.swaps
+    for variant in PREBUILT:
+        _, kernels, _ = dispatch.kernels_for(device, problem, variant)
+        config = kernels.row_sums.config
+        assert not config.swaps and round_up(tokens, config.rows) == rows
 
 
 def test_an_edited_window_is_planned(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

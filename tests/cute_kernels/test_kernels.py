@@ -88,7 +88,8 @@ def with_configs(configs: KernelConfigs, dtype: torch.dtype) -> AnyPrimitives:
     name = str(dtype).removeprefix("torch.")
     tiles = widest_window(Problem(1, 64, 1000, name, "cuda"))
     count = torch.cuda.get_device_properties(0).multi_processor_count
-    return kernel_primitives(tiles, kernel_set.kernel_set(ARCH, name, configs), count)
+    kernels = kernel_set.kernel_set(ARCH, name, configs)
+    return kernel_primitives(tiles, kernels, count, fixed_tiles=True)
 
 
 def exact_exps(case: Case, reference: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from cutefce.cute_kernels.spec import GradGemmSpec
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.planning.step_memory import kept_low_bits
-from cutefce.ops.primitives.cute_gradients import with_fewest_waves
+from cutefce.ops.primitives.cute_gradients import kept_sums_kernel
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import joined_sums
@@ -53,16 +53,18 @@ def added(
     return sums, exact
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(512, 128), (4096, 128), (8448, 192), (131072, 192)])
-def test_tiles_of_few_rows_are_narrow(rows: int, columns: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(512, 128), (4096, 128), (8448, 192), (131072, None)]
+)
+def test_sums_of_few_rows_have_tiles_of_their_own(rows: int, columns: int | None) -> None:
     """On 66 clusters, 4096 rows are 352 tiles of 192 columns in 6 waves, 512 of 128 in 8."""
     for config in (KEPT_128, KEPT_192):
         kernel = GradGemmSpec("sm_90a", "bfloat16", config, "weight", final=False, low_bits=8)
-        found = with_fewest_waves(kernel, rows, 4096, 132)
-        assert found.config.tile_n == columns
+        found = kept_sums_kernel(kernel, rows, 4096, 132)
+        assert found.config.tile_n == (columns or config.tile_n)
         assert dataclasses.replace(found, config=config) == kernel
     own = dataclasses.replace(kernel, config=LOW)
-    assert with_fewest_waves(own, rows, 4096, 132) is own
+    assert kept_sums_kernel(own, rows, 4096, 132) is own
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ class TuningTarget(abc.ABC):
         """Return the primitives under test."""
         tiles, configs = self.tiles(problem, candidate), self.configs(problem, candidate)
         kernels = kernel_set(self.arch, problem.dtype, configs)
-        return kernel_primitives(tiles, kernels, self.gpu.num_sms)
+        return kernel_primitives(tiles, kernels, self.gpu.num_sms, fixed_tiles=True)
 
     def expected(self, case: TuningCase) -> dict[str, CheckedOutput]:
         """Return the outputs of the portable path, by name."""
