@@ -105,6 +105,8 @@ class Plan:
                 size += f" to {self.shrinking.sizes[-1]} in the memory of dX"
             if self.adds_in_forward:
                 size += ", dW in the caller's buffer"
+            elif self.grad_weight and not self.low_bits:
+                size += ", dW's sums in bfloat16"
         return f"{name}, {size}, {columns} columns at a time: {cost}"
 
 

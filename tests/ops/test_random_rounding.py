@@ -122,6 +122,7 @@ def test_the_option_takes_sums_of_16_bits() -> None:
     options: dict[str, Any] = {"accum_dtype": torch.bfloat16, "workspace": "min"}
     plan = cutefce.plan(case.h, leaf, **options)
     exact = cutefce.plan(case.h, leaf, workspace="min")
+    assert "bfloat16" in str(plan) and "bfloat16" not in str(exact)
     assert plan.in_forward and plan.low_bits == 0 and exact.low_bits > 0
     assert exact.workspace_bytes - plan.workspace_bytes == 8000 * 32 * exact.low_bits // 8
     torch.manual_seed(0)
