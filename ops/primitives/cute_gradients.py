@@ -41,8 +41,6 @@ kernels of this project are launched together."""
 MAX_UNSCALED_ROWS = 1024
 """Tokens whose exponentials no kernel of dX multiplies: it would begin behind all products.  Nor
 does the one for few columns, whose exponentials the L2 cache may hold."""
-
-
 FEW_WAVES = 16
 """Waves of kept sums up to which those of other tiles may take less time."""
 

@@ -81,7 +81,7 @@ def test_tiles_of_kept_sums_waste_few_columns(model: str, hidden: int, columns: 
     assert kept is not None and kept.tile_n == columns
 
 
-def test_few_tokens_have_tiles_of_16_columns() -> None:
+def test_few_tokens_have_narrow_tiles() -> None:
     """At most two row blocks read the whole weight."""
     wanted = {65: 80, 80: 80, 81: 112, 112: 112, 130: 144, 145: 160, 193: 208, 209: 112, 300: 160}
     found = {tokens: Sm90().default(tokens) for tokens in wanted}

@@ -63,7 +63,7 @@ class WindowTarget(TuningTarget):
         # timed with the kernels of the problem, verified with those of the reference problem
         tiles, configs = self.tiles(case.problem, candidate), self.default_configs(case.problem)
         kernels = kernel_set(self.arch, case.problem.dtype, configs)
-        primitives = kernel_primitives(tiles, kernels, self.gpu.num_sms, fixed_tiles=True)
+        primitives = kernel_primitives(tiles, kernels, self.gpu.num_sms)
         return lambda: outputs.smallest_step(case, primitives)
 
     def cublas(self, case: TuningCase) -> Callable[[], object]:
