@@ -213,10 +213,8 @@ def kernel_set(
     The fused forward has no row reductions beside Σ exp.
     """
     transform, reductions = variant.transform, variant.reductions
-    config = configs.project_exp
-    if variant != PLAIN:
-        config = arch.config_with_options(config)
-    project_exp = arch.name, dtype, config
+    assert variant == PLAIN or not configs.project_exp.swaps
+    project_exp = arch.name, dtype, configs.project_exp
     project = functools.partial(ProjectExpSpec, *project_exp, transform=transform)
     hidden, short = (
         None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)

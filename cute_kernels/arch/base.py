@@ -52,8 +52,8 @@ class Arch(ABC):
     def default(self, tokens: int) -> GemmConfig:
         """Return the default configuration of `project_exp` for `tokens` rows."""
 
-    def config_with_options(self, config: GemmConfig) -> GemmConfig:
-        """Return the configuration of a `project_exp` that transforms logits or reduces rows.
+    def config_with_options(self, config: GemmConfig, tokens: int) -> GemmConfig:
+        """Return that of a `project_exp` of `tokens` rows that transforms logits or reduces rows.
 
         It is `config`, that of a plain loss, if it can be.
         """

@@ -22,6 +22,8 @@ TALL = GemmConfig(192, 128, cluster=1, stages=5, pingpong=True)
 LOW = GemmConfig(64, 256, cluster=1, stages=5, pingpong=True)
 COOPERATIVE = GemmConfig(128, 256, cluster=2, stages=4, pingpong=False)
 """Configurations of `project_exp`; the warpgroups of `COOPERATIVE` share each tile."""
+UNSWAPPED = WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL
+"""Those for more than 64 tokens that can be the default."""
 SWAPPED_80 = GemmConfig(128, 80, cluster=2, stages=7, pingpong=True, swaps=True)
 SWAPPED_112 = GemmConfig(128, 112, cluster=2, stages=6, pingpong=True, swaps=True)
 SWAPPED_144 = GemmConfig(128, 144, cluster=2, stages=5, pingpong=True, swaps=True)
@@ -105,18 +107,16 @@ class Sm90(Arch):
     logits_config: GemmConfig | None = WIDE_CLUSTER2
 
     def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
-        return WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL, LOW, COOPERATIVE, *SWAPPED
+        return *UNSWAPPED, LOW, COOPERATIVE, *SWAPPED
 
     def default(self, tokens: int) -> GemmConfig:
-        configs = [WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL]
+        configs = [*UNSWAPPED]
         if tokens <= MAX_SWAPPED_TOKENS:
             configs += [each for each in SWAPPED if tokens <= MAX_SWAPPED_BLOCKS * each.rows]
         return _fastest_project_exp(configs, tokens)
 
-    def config_with_options(self, config: GemmConfig) -> GemmConfig:
-        if not config.swaps:
-            return config
-        return TALL if config.rows <= TALL.rows else WIDE_CLUSTER2
+    def config_with_options(self, config: GemmConfig, tokens: int) -> GemmConfig:
+        return _fastest_project_exp(UNSWAPPED, tokens) if config.swaps else config
 
     def sampling_config(self, config: GemmConfig, tokens: int) -> GemmConfig:
         if config.tile_m <= WIDE.tile_m and not config.swaps:

@@ -12,9 +12,8 @@ from cutefce.autotune_cache import defaults, lookup, verdicts
 from cutefce.cute_kernels import kernel_set, spec
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import TILE_K, Arch
-from cutefce.cute_kernels.config import GemmConfig, PortableTiles, WindowConfig
+from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.gpu import Gpu
-from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import MAX_SELECTED, Problem
@@ -271,19 +270,11 @@ def kernels_for(
         torch.cuda.synchronize(device)
         _first_use().tune_on_first_use(gpu, str(device), problem)
     configs = lookup.kernel_configs(problem, gpu)
-    if variant != PLAIN and configs.project_exp.swaps:
-        configs = replace(configs, project_exp=_unswapped(gpu.arch, problem.tokens))
+    if variant != PLAIN:
+        with_options = gpu.arch.config_with_options(configs.project_exp, problem.tokens)
+        configs = replace(configs, project_exp=with_options)
     kernels = kernel_set.kernel_set(gpu.arch, problem.dtype, configs, variant)
     return defaults.widest_window(problem), kernels, gpu.num_sms
-
-
-def _unswapped(arch: Arch, tokens: int) -> GemmConfig:
-    """Return the tiles of kernels with options, which never swap operands, for a few tokens.
-
-    They compute the fewest rows; those of 64 rows are for fewer tokens.
-    """
-    found = (each for each in arch.prebuilt_configs() if not each.swaps and each.tile_m > 64)
-    return min(found, key=lambda each: round_up(tokens, each.rows))
 
 
 def _must_not_block() -> bool:

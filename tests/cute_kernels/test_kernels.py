@@ -22,6 +22,7 @@ from cutefce.cute_kernels.jit.compiler import report
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOW_BITS, MIN_SELECTED, Problem
 from cutefce.cute_kernels.variant import (
     IDENTITY,
+    PLAIN,
     PREBUILT,
     SUM_ONLY,
     KernelVariant,
@@ -271,6 +272,8 @@ class Launches:
 
     def __init__(self, config: GemmConfig, variant: KernelVariant, case: Case) -> None:
         dtype = str(case.h.dtype).removeprefix("torch.")
+        if variant != PLAIN:
+            config = ARCH.config_with_options(config, len(case.h))
         self.kernels = kernel_set.kernel_set(ARCH, dtype, with_project_exp(config), variant)
         config = self.kernels.row_sums.config
         self.config, self.case, (self.tokens, self.vocab) = config, case, (len(case.h), len(case.w))
@@ -443,7 +446,7 @@ REDUCTIONS = {
 
 def check_reductions(config: GemmConfig, variant: KernelVariant, case: Case) -> None:
     """Compare the reductions of whole rows with float64; row sums stay those without them."""
-    options, config = variant.reductions, ARCH.config_with_options(config)
+    options, config = variant.reductions, ARCH.config_with_options(config, len(case.h))
     launches = Launches(config, variant, case)
     plain = variant._replace(reductions=SUM_ONLY)
     kernels, others_ = launches.kernels, Launches(config, plain, case)
@@ -781,10 +784,12 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("tokens", [130, 300])
 def test_variants_do_not_swap_operands(tokens: int) -> None:
     configs = Sm90().default_configs(tokens, hidden=4096, num_sms=132)
-    assert configs.project_exp.swaps
+    own = Sm90().config_with_options(configs.project_exp, tokens)
+    assert configs.project_exp.swaps and not own.swaps
+    configs = dataclasses.replace(configs, project_exp=own)
     kernels = kernel_set.kernel_set(Sm90(), "bfloat16", configs, PREBUILT[0])
     rows = kernels.row_sums.config.rows
-    assert not kernels.row_sums.config.swaps and rows < 2 * tokens
+    assert rows < 2 * tokens
     assert kernels.reduce_partials.rows == kernels.repair_exps.config.rows == rows
 
 
