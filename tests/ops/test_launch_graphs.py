@@ -244,13 +244,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 
 @pytest.fixture(autouse=True)
 def own_steps() -> Iterator[None]:
-    """Let tests share no step, which would know their addresses.
+    """Let tests share no step, which would know their addresses, and no cached memory.
 
-    Garbage of other tests, collected between two steps, would change what the second one finds.
+    Memory of other tests, freed between two steps, would change what the second one finds.
     """
     process_cache.reset()
     gc.collect()
+    gc.disable()
+    torch.cuda.empty_cache()
     yield
+    gc.enable()
     process_cache.reset()
 
 
@@ -353,8 +356,10 @@ def test_other_threads_run_and_allocate_during_captures() -> None:
 
     def work() -> None:
         try:
-            while not done.is_set():
-                torch.rand(1 << 16, device="cuda").add_(1)
+            # its own stream: otherwise steps would find other addresses each time
+            with torch.cuda.stream(torch.cuda.Stream()):
+                while not done.is_set():
+                    torch.rand(1 << 16, device="cuda").add_(1)
         except RuntimeError as error:
             failures.append(error)
 

@@ -231,7 +231,7 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
 
 def distance(a: Tensor, b: Tensor) -> float:
     """Return the norm of the difference."""
-    return float((a.double() - b.double()).norm())
+    return float((a.double() - b.double()).detach().norm())
 
 
 @contextmanager
