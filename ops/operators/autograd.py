@@ -60,12 +60,14 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return dX and dW for the upstream gradient of the loss."""
-        return _backward(ctx, upstream[0], ctx.before)
+        if upstream[0] is None:
+            return (*[None] * ctx.inputs,)
+        return _backward(ctx, upstream[0], ctx.before, _saved(ctx))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
         """Return the tangent of the loss: the inputs' tangents times their gradients."""
-        h, _, y, stats, *tensors = _saved(ctx)
+        saved = h, _, y, stats, *tensors = _saved(ctx)
         dtype, inputs = stats.dtype, [tangents[index] for index in ctx.differentiable]
         if ctx.group is not None:
             raise NotImplementedError(
@@ -99,7 +101,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         for i, x in enumerate(inputs):
             if x is not None:
                 if gradients is None or h.dtype == torch.float16:
-                    gradients = _gradients(ctx, factors[i], ctx.before)
+                    gradients = _gradients(ctx, factors[i], ctx.before, saved)
                 products = gradients[i].to(dtype) * x.to(dtype)
                 summed = products.sum() if ctx.is_scalar else products.sum(1)
                 tangent = tangent + summed * (upstream / factors[i])
@@ -132,14 +134,15 @@ class RowOutputs(torch.autograd.Function):
         if upstream[2] is not None:
             with report_errors(ctx.group):
                 unpack(ctx.before, *STEP[:2])[1].check_entropy_gradient()
-        stats, tensors = ctx.saved_tensors[3], TensorOptions(*ctx.saved_tensors[4:])
+        saved = _saved(ctx)
+        stats, tensors = saved[3], TensorOptions(*saved[4:])
         sizes, zeros = (tensors.output_classes, 1, 1), stats.new_zeros(1, stats.shape[1])
         pairs = zip(upstream[:3], sizes, strict=True)
         rows = [(zeros.expand(k, -1) if x is None else x.reshape(-1, k).t()) for x, k in pairs]
         outputs = ctx.before[-1].split(",")
         if upstream[2] is None:  # entropy's gradient takes one more pass over the exponentials
             outputs = [name for name in outputs if name != "entropy"]
-        return _backward(ctx, torch.cat(rows), (*ctx.before[:-1], ",".join(outputs)))
+        return _backward(ctx, torch.cat(rows), (*ctx.before[:-1], ",".join(outputs)), saved)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> None:
@@ -211,37 +214,35 @@ def _save(
     return saved
 
 
-def _saved(ctx: Any) -> tuple[Any, ...]:
-    """Return h, w, y, the statistics and the arguments of `TensorOptions`."""
-    saved: tuple[Any, ...] = ctx.saved_tensors
-    if ctx.accumulate_into is not None:
-        saved = *saved[:_BUFFER], ctx.accumulate_into, *saved[_BUFFER + 1 :]
+def _saved(ctx: Any) -> list[Any]:
+    """Return h, w, y, the statistics and the arguments of `TensorOptions`; call it once."""
+    saved = [*ctx.saved_tensors]  # hooks may compute them, or refuse to do it again
+    saved[_BUFFER] = ctx.accumulate_into
     return saved
 
 
 def _backward(
-    ctx: Any, upstream: Tensor | None, before: Sequence[Any]
+    ctx: Any, upstream: Tensor, before: Sequence[Any], saved: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of all inputs; `before` are the arguments before `TensorOptions`."""
-    if upstream is None:
-        return (*[None] * ctx.inputs,)
     with report_errors(ctx.group):
-        gradients = _gradients(ctx, upstream, before)
+        gradients = _gradients(ctx, upstream, before, saved)
     results: list[Tensor | None] = [None] * ctx.inputs
     for index, gradient, trained in zip(ctx.differentiable, gradients, ctx.trained, strict=True):
         results[index] = gradient if trained else None
     return (*results,)
 
 
-def _gradients(ctx: Any, upstream: Tensor, before: Sequence[Any]) -> tuple[Tensor, ...]:
+def _gradients(
+    ctx: Any, upstream: Tensor, before: Sequence[Any], saved: Sequence[Any]
+) -> tuple[Tensor, ...]:
     operator: Any = operators.loss_backward
     if ctx.accumulate_into is not None:
         operator = operators.loss_backward_into
         if torch_compat.is_batched_backward():
             message = "accumulate_into: got a buffer with is_grads_batched=True, expected None"
             raise NotImplementedError(message)
-    h, w, y, stats, *tensors = _saved(ctx)
-    return differentiate(operator, upstream, h, w, y, stats, *before, *tensors, *ctx.after)
+    return differentiate(operator, upstream, *saved[:4], *before, *saved[4:], *ctx.after)
 
 
 def differentiate(operator: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:

@@ -1,11 +1,14 @@
 """What holds for plain calls holds with options: compiled, transformed, repeated, not finite."""
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
@@ -368,3 +371,45 @@ def test_graph_capture_replays_the_eager_result(names: list[str], workspace: str
     graph.replay()
     for a, b in zip(eager, captured, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("gradient", ["exact", "sampled"])
+@pytest.mark.parametrize("classes", [None, 3])
+def test_outputs_are_checkpointed(
+    classes: int | None, gradient: str, use_reentrant: bool, device: str
+) -> None:
+    case, options = options_case([], 20, 8, 50, device=device), {"gradient": gradient}
+    outputs = ("lse",) if gradient == "sampled" else ("lse", "entropy")
+    given: dict[str, Any] = {"target": case.case.y}
+    if classes is not None:
+        given = {"target_indices": torch.randint(50, (20, classes), device=device)}
+
+    def total(h: Tensor, w: Tensor) -> Tensor:
+        found = cutefce.linear_log_probs(h, w, outputs=outputs, **given, **options)
+        return torch.stack([value.sum() for value in values_of(found)]).sum()
+
+    results = []
+    for evaluate in (total, functools.partial(checkpoint, total, use_reentrant=use_reentrant)):
+        h, w = case.leaves
+        torch.manual_seed(1)
+        evaluate(h, w).backward()
+        assert h.grad is not None and w.grad is not None
+        results.append((h.grad, w.grad))
+    for a, b in zip(*results, strict=True):
+        assert are_same(a, b)
+
+
+def test_hooks_unpack_what_is_saved_once(device: str) -> None:
+    case, unpacked = options_case([], 20, 8, 50, device=device), list[int]()
+    h, w = case.leaves
+
+    def unpack(saved: tuple[int, Tensor]) -> Tensor:
+        unpacked.append(saved[0])
+        return saved[1]
+
+    numbers = itertools.count()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (next(numbers), x), unpack):
+        found = cutefce.linear_log_probs(h, w, case.case.y, outputs=("entropy",))
+    torch.autograd.grad(found.log_probs.sum(), (h, w))
+    assert unpacked and len(set(unpacked)) == len(unpacked)
