@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.problem import ITEM_BYTES
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.options import LossOptions
 
@@ -35,10 +34,7 @@ def check_dense_target(
             f"target: got dtype {target.dtype} of shape {tuple(target.shape)}, expected integers "
             f"(class indices) of shape {tokens}, or probabilities of shape {expected}{own}"
         )
-    if target.dtype not in checks.DTYPES:
-        raise TypeError(
-            f"target: got dtype {target.dtype}, expected one of {', '.join(ITEM_BYTES)}"
-        )
+    checks.check_dtype("target", target)
     if target.requires_grad:
         raise ValueError(
             "target: got probabilities that require grad, expected target.detach(): cutefce has no "

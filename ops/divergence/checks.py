@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from cutefce.cute_kernels.problem import ITEM_BYTES
 from cutefce.ops.divergence.options import DIVERGENCES
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.scalars import as_tensor
@@ -172,9 +171,7 @@ def _check_head(side: str, h: Tensor, w: Tensor) -> None:
                 f"pass {name}.full_tensor(), or {name}.to_local() with a group"
             )
         checks.check_layout(name, x)
-    if h.dtype not in checks.DTYPES:
-        expected = ", ".join(ITEM_BYTES)
-        raise TypeError(f"{side}_input: got dtype {h.dtype}, expected one of {expected}")
+    checks.check_dtype(f"{side}_input", h)
     if w.dtype != h.dtype:
         raise TypeError(
             f"{side}_weight: got dtype {w.dtype}, expected that of {side}_input, {h.dtype}; "
@@ -198,8 +195,7 @@ def check_bias(name: str, bias: Tensor | None, h: Tensor, w: Tensor) -> None:
     if bias is None:
         return
     checks.check_layout(name, bias)
-    if not bias.is_floating_point():
-        raise TypeError(f"{name}: got dtype {bias.dtype}, expected a floating-point one")
+    checks.check_dtype(name, bias)
     if bias.shape != w.shape[:1]:
         raise ValueError(f"{name}: got shape {tuple(bias.shape)}, expected {tuple(w.shape[:1])}")
     _check_device(name, bias, h)
@@ -226,8 +222,16 @@ def check_target(target: Tensor | None, h: Tensor) -> None:
 
 def check_temperature(temperature: Tensor, h: Tensor) -> None:
     """Raise TypeError or ValueError unless it is () or of the shape of h's tokens, a constant."""
+    _check_device("temperature", temperature, h)
     shape = h.shape[:-1] if temperature.ndim else ()
     option_checks.check_factors("temperature", temperature, h, shape)
+
+
+def check_denominator(denominator: Tensor, h: Tensor, reduction: str) -> None:
+    """Raise TypeError or ValueError unless it is () or (1,), and fits `reduction`."""
+    if denominator.device.type != "cpu":
+        _check_device("denominator", denominator, h)
+    option_checks.check_denominator(denominator, h, reduction)
 
 
 def _check_device(name: str, x: Tensor, h: Tensor) -> None:

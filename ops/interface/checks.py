@@ -122,7 +122,9 @@ def check_tensors(h: Tensor, w: Tensor, y: Tensor, parts: int = 1) -> None:
                 "linear_weight that is sharded over the vocabulary"
             )
         check_layout(name, x)
-    _check_dtypes(h, w, y)
+    _check_head_dtypes(h, w)
+    if y.dtype == torch.bool or y.is_floating_point() or y.is_complex():
+        raise TypeError(f"target: got dtype {y.dtype}, expected integers (class indices)")
     _check_shapes(h, w, y, parts)
     _check_device("linear_weight", w, h)
     _check_device("target", y, h)
@@ -166,15 +168,14 @@ def _check_device(name: str, x: Tensor, h: Tensor) -> None:
         raise ValueError(f"{name}: got device {x.device}, expected that of input, {h.device}")
 
 
-def _check_dtypes(h: Tensor, w: Tensor, y: Tensor) -> None:
-    _check_head_dtypes(h, w)
-    if y.dtype == torch.bool or y.is_floating_point() or y.is_complex():
-        raise TypeError(f"target: got dtype {y.dtype}, expected integers (class indices)")
+def check_dtype(name: str, x: Tensor) -> None:
+    """Raise TypeError unless x has a floating-point dtype that calls take."""
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: got dtype {x.dtype}, expected one of {', '.join(ITEM_BYTES)}")
 
 
 def _check_head_dtypes(h: Tensor, w: Tensor) -> None:
-    if h.dtype not in DTYPES:
-        raise TypeError(f"input: got dtype {h.dtype}, expected one of {', '.join(ITEM_BYTES)}")
+    check_dtype("input", h)
     if w.dtype != h.dtype:
         raise TypeError(
             f"linear_weight: got dtype {w.dtype}, expected that of input, {h.dtype}; "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cutefce.ops import torch_compat
-from cutefce.ops.interface.checks import INTEGERS, OUTPUTS, check_layout, check_type
+from cutefce.ops.interface.checks import INTEGERS, OUTPUTS, check_dtype, check_layout, check_type
 from cutefce.ops.planning.sample_sizes import MAX_SAMPLES, MIN_SAMPLES
 
 GRADIENTS = "exact", "sampled"
@@ -185,8 +185,7 @@ def check_factors(name: str, x: Tensor, h: Tensor, shape: Sequence[int]) -> None
 
 
 def _check_floats(name: str, x: Tensor, h: Tensor, shape: Sequence[int]) -> None:
-    if not x.is_floating_point():
-        raise TypeError(f"{name}: got dtype {x.dtype}, expected a floating-point one")
+    check_dtype(name, x)
     _check_place(name, x, h, shape)
 
 

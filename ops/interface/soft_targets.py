@@ -47,8 +47,7 @@ def check_soft_targets(
         _check_place(name, x, h)
     assert indices is not None and probs is not None
     check_indices(indices, h, parts)
-    if probs.dtype not in checks.DTYPES:
-        raise TypeError(f"target_probs: got dtype {probs.dtype}, expected a floating-point one")
+    checks.check_dtype("target_probs", probs)
     if probs.requires_grad:
         raise ValueError("target_probs: got one that requires grad, expected target_probs.detach()")
     if not checks.are_equal("target_probs", probs.shape, indices.shape):

@@ -75,6 +75,21 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "teacher_weight: got device meta, expected that of student_input, cpu",
     ),
+    "a temperature elsewhere": (
+        {"temperature": torch.ones(4, device="meta")},
+        ValueError,
+        "temperature: got device meta, expected that of student_input, cpu",
+    ),
+    "a denominator elsewhere": (
+        {"denominator": torch.ones((), device="meta")},
+        ValueError,
+        "denominator: got device meta, expected that of student_input, cpu",
+    ),
+    "a bias of 8 bits": (
+        {"teacher_bias": torch.zeros(10).to(torch.float8_e4m3fn)},
+        TypeError,
+        "teacher_bias: got dtype torch.float8_e4m3fn, expected one of bfloat16, float16, float32",
+    ),
     "a sparse weight": ({"student_weight": W.to_sparse()}, TypeError, "student_weight: got layout"),
     "a short target": ({"target": torch.ones(3).long()}, ValueError, r"target: got shape \(3,\)"),
     "a target of numbers": (

@@ -32,7 +32,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "integer weights": (
         {"weight": torch.ones(10).long()},
         TypeError,
-        "weight: got dtype torch.int64, expected a floating-point one",
+        "weight: got dtype torch.int64, expected one of bfloat16, float16, float32, float64",
     ),
     "sparse weights": ({"weight": torch.ones(10).to_sparse()}, TypeError, "weight: got layout"),
 }
