@@ -1,7 +1,8 @@
 """Train a tiny random model with TRL's GRPO, its log-probabilities being those of cutefce.
 
-Run as `python -m examples.grpo`, on a CPU or a GPU, without network.  Words are digits, and a
-completion is rewarded for the share of even ones: random at first, and above 0.9 at the end.
+Run as `python -m examples.grpo`, on a CPU or a GPU, without network.  It needs TRL, which
+`pip install ".[integrations]"` installs.  Words are digits, and a completion is rewarded for the
+share of even ones: random at first, and above 0.9 at the end.
 """
 
 import argparse

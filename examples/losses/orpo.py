@@ -16,7 +16,8 @@ def orpo_loss(
         hidden: (2 P, T, D) of the P chosen sequences, then of the rejected ones.
         weight: (V, D) of the head.
         labels: (2 P, T) the next tokens, those of prompts too; -100 in padding.
-        completions: (2 P, T) bool, where labels are those of completions.
+        completions: (2 P, T) bool, where labels are those of completions; at least one of each
+            sequence.
         beta: factor of the odds ratio.
     """
     log_probs = cutefce.linear_log_probs(hidden, weight, labels).log_probs

@@ -24,6 +24,9 @@ def topk_divergence(
     forward KL.  What is beyond the K classes is "dropped"; "normalized" away, each side adding up
     to 1; or "corrected": to the teacher, log p is -100 there.
     """
+    shares = {"forward": 1.0, "reverse": 0.0, "mixed": share}
+    if kind not in shares or rest not in ("dropped", "normalized", "corrected"):
+        raise ValueError(f"kind, rest: got {kind!r}, {rest!r}, expected what the docstring names")
     outputs: Any = ("entropy",) if rest == "corrected" and kind != "forward" else ()
     found: Any = cutefce.linear_log_probs(hidden, weight, target_indices=indices, outputs=outputs)
     student = found.log_probs
@@ -33,5 +36,4 @@ def topk_divergence(
     forward, reverse = (q * (teacher - student)).sum(-1), (p * (student - teacher)).sum(-1)
     if outputs:  # Σ p (log p + 100) over the other classes
         reverse = reverse - found.entropy - (p * student).sum(-1) + 100 * (1 - p.sum(-1))
-    mixed = {"forward": 1.0, "reverse": 0.0, "mixed": share}[kind]
-    return torch.lerp(reverse, forward, mixed)
+    return torch.lerp(reverse, forward, shares[kind])
