@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from cutefce.integrations.gradients import row_options
 from cutefce.integrations.support import hooks
 from cutefce.integrations.support.main_grad import with_main_grad
+from cutefce.integrations.support.nested import replaced
 from cutefce.ops.interface.api import linear_cross_entropy
 
 TESTED = "megatron-core 0.16.1 0.19.2"
@@ -131,8 +132,8 @@ class DeferredLogits:
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Call a function of torch on the logits."""
-        made = [x.logits() if isinstance(x, cls) else x for x in args]
-        return function(*made, **(kwargs or {}))
+        made, named = replaced((args, kwargs or {}), cls, cls.logits)
+        return function(*made, **named)
 
 
 def output_processor(

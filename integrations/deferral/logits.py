@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from cutefce.integrations.deferral.head import is_inference_mode
 from cutefce.integrations.deferral.loss import cross_entropy
 from cutefce.integrations.deferral.record import METHODS, LogitsRecord
+from cutefce.integrations.support.nested import replaced
 from cutefce.ops import torch_compat
 
 
@@ -86,14 +87,7 @@ class DeferredLogits(LogitsRecord):
 
 def made_all(reason: str, value: Any) -> Any:
     """Return `value`, which may be nested, with the logits instead of all deferred ones."""
-    if isinstance(value, DeferredLogits):
-        return value.tensor(reason)
-    if isinstance(value, dict):
-        return {name: made_all(reason, item) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        items = [made_all(reason, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return replaced(value, DeferredLogits, lambda x: x.tensor(reason))
 
 
 def left_inference_mode(enabled: bool) -> AbstractContextManager[Any]:

@@ -320,6 +320,8 @@ def test_a_function_of_the_logits_makes_them_once() -> None:
     assert bias is None and isinstance(deferred, megatron.DeferredLogits)
     with torch.no_grad():
         torch.testing.assert_close(torch.argmax(logits, dim=-1), expected.argmax(-1))
+        torch.testing.assert_close(torch.argmax(input=logits, dim=-1), expected.argmax(-1))
+        torch.testing.assert_close(torch.cat([logits, expected]), torch.cat([expected] * 2))
         assert deferred.size(-1) == VOCAB
         assert deferred.logits() is deferred.logits()
         assert not deferred.logits().requires_grad
