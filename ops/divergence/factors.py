@@ -66,7 +66,8 @@ class SideFactors:
             return FactorRows.of(self.rest[rows.start - aliased : rows.stop - aliased])
         assert self.dw is not None
         (vocab, hidden), count = self.dw.shape, rows.stop - rows.start
-        sizes = rows.start, count, vocab, min(columns, vocab), columns * hidden
+        pitch = columns * hidden if columns < vocab else 0
+        sizes = rows.start, count, vocab, min(columns, vocab), pitch
         return FactorRows(self.dw.view(-1), *sizes)
 
 

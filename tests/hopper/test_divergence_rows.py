@@ -10,9 +10,13 @@ from torch import Tensor
 
 pytest.importorskip("cutlass")
 
+from cutefce.cute_kernels.arch.sm90 import Sm90
+from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.spec import DivergenceRowsSpec
 from cutefce.ops.divergence import row_kernel
 from cutefce.ops.divergence.factors import FactorRows
+from cutefce.ops.divergence.options import Divergence
+from cutefce.ops.divergence.sides import Side
 from tests.emulation.hopper import run
 from tests.support.divergence import distance, heads, ours, planned, token_divergences
 from tests.support.divergence_models import sums_of
@@ -241,3 +245,23 @@ def test_a_step_launches_it(
     assert any(kernel.factors_a or kernel.factors_b for kernel in launched)
     for a, b in zip(got, want, strict=True):
         assert distance(a, b) <= 2**-9 * float(b.double().norm())
+
+
+@pytest.mark.parametrize("trains_both", [False, True])
+def test_factors_of_two_dtypes_have_no_kernel(
+    trains_both: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verified kernels write those of both sides in one dtype."""
+    monkeypatch.setattr(row_kernel, "device_unsupported_reason", lambda device, dtype: None)
+    monkeypatch.setattr(row_kernel, "gpu_of", lambda device: Gpu(Sm90(), "NVIDIA H200", 132))
+    sides = [
+        Side(torch.zeros(4, 8, dtype=dtype), torch.zeros(16, 8, dtype=dtype), None, None, trained)
+        for dtype, trained in (
+            (torch.bfloat16, (True,) * 3),
+            (torch.float16, (trains_both,) * 3),
+        )
+    ]
+    gradients = [list(side.gradients) for side in sides]
+    options = Divergence("forward_kl", 0.5, "mean", -100, 0, 1.0, 1.0, None, None, *gradients)
+    kernel = row_kernel.RowKernel.of(sides, options, (None, None))
+    assert (kernel is None) == trains_both
