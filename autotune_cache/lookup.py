@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.table import DSL_PACKAGE, WINDOW, Entry, Key, Table, key_of
+from cutefce.autotune_cache.table import DSL_PACKAGE, TUNED, WINDOW, Entry, Key, Table, key_of
 from cutefce.autotune_cache.table_io import file_name, read
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.cache_files import CacheError
@@ -50,8 +50,7 @@ def window_configs(problem: Problem, gpu: Gpu) -> tuple[PortableTiles, ...]:
 def kernel_configs(problem: Problem, gpu: Gpu) -> KernelConfigs:
     """Return the configurations of the kernels for `problem`: tuned ones, else the defaults."""
     default = gpu.default_configs(problem.tokens, problem.hidden)
-    names = [field.name for field in dataclasses.fields(KernelConfigs)]
-    entries = {name: entry_for(name, problem, gpu) for name in names}
+    entries = {name: entry_for(name, problem, gpu) for name in TUNED}
     tuned: dict[str, Any] = {name: entry.config for name, entry in entries.items() if entry}
     return dataclasses.replace(default, **tuned)
 
@@ -97,16 +96,20 @@ def dsl_version() -> str:
         return "none"
 
 
+def current_build() -> dict[str, str]:
+    """Return the kernels' source fingerprint and the compiler's version, as tables name them."""
+    return {"kernels": jit_cache.source_fingerprint(), DSL_PACKAGE: dsl_version()}
+
+
 def tables(gpu: Gpu) -> tuple[Table, ...]:
     """Return the tables for this kind of GPU, the user's first.
 
     What the user's table rejects for all shapes, with these kernels, serves from neither.
     """
     user, shipped = _user_table(gpu), shipped_table(gpu)
-    if user is not None and shipped is not None:
-        build = {"kernels": jit_cache.source_fingerprint(), DSL_PACKAGE: dsl_version()}
-        if build.items() <= user.versions.items():
-            shipped = shipped.without_rejected(user.rejected)
+    build = current_build().items()
+    if user is not None and shipped is not None and build <= user.versions.items():
+        shipped = shipped.without_rejected(user.rejected)
     return tuple(table for table in (user, shipped) if table is not None)
 
 

@@ -34,6 +34,8 @@ MAX_DISTANCE = 1.0
 MIN_GAIN = 0.01
 """Smallest relative saving that counts as one; less is noise."""
 
+TUNED = "project_exp", "grad_hidden", "grad_weight"
+"""Fields of `KernelConfigs` that are tuned."""
 WINDOW = "window"
 """Pseudo-kernel whose configuration is the width of windows."""
 DSL_PACKAGE = "nvidia-cutlass-dsl"

@@ -9,16 +9,24 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cutefce.autotune_cache.table import BUILD, WINDOW, Candidate, Entry, Key, Rejection, Table
+from cutefce.autotune_cache.table import (
+    BUILD,
+    TUNED,
+    WINDOW,
+    Candidate,
+    Entry,
+    Key,
+    Rejection,
+    Table,
+)
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.gpu import Gpu
 
 SCHEMA = 3
-_FIELDS = [field.name for field in dataclasses.fields(KernelConfigs)]
-KERNELS = (*(name for name in _FIELDS if name != "kept_sums"), WINDOW)
+KERNELS = *TUNED, WINDOW
 """Names of what can be tuned."""
 MIN_MS, MAX_MS = 1e-6, 1e9
 """Times that an entry may have."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cutefce.autotune_cache import lookup
-from cutefce.autotune_cache.table import Entry
+from cutefce.autotune_cache.table import DSL_PACKAGE, Entry
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.cache_files import CacheError
@@ -104,4 +104,4 @@ def unproven(gpu: Gpu, dtype: str) -> set[str]:
 
 def _is_current(entry: Entry) -> bool:
     """Whether an entry is of the installed kernel sources and compiler."""
-    return (entry.kernels, entry.dsl) == (jit_cache.source_fingerprint(), lookup.dsl_version())
+    return {"kernels": entry.kernels, DSL_PACKAGE: entry.dsl} == lookup.current_build()

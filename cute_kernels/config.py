@@ -102,7 +102,7 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class KernelConfigs:
-    """The configuration of each GEMM; all but `kept_sums` are tuned."""
+    """The configuration of each GEMM; those of sums and of few columns are never tuned."""
 
     project_exp: GemmConfig
     grad_hidden: GemmConfig | None

@@ -425,7 +425,7 @@ def test_verify_renews_a_table(command: Any, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "3 entries passed, 1 were rejected" in result.output
     renewed = table_io.read(path)
-    assert renewed.versions == {"torch": "2.0", **tuner.current_build()}
+    assert renewed.versions == {"torch": "2.0", **lookup.current_build()}
     assert renewed.entries == {
         key: dataclasses.replace(entry, verified=True, kernels=ENTRY.kernels, dsl=ENTRY.dsl)
         for key, entry in stale.entries.items()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cutefce.autotune_cache import table_io
-from cutefce.autotune_cache.lookup import dsl_version
+from cutefce.autotune_cache.lookup import current_build
 from cutefce.autotune_cache.table import (
     DSL_PACKAGE,
     MIN_GAIN,
@@ -244,8 +244,3 @@ def is_done(job: Job, path: Path, header: Table) -> bool:
 def header_for(gpu: Gpu) -> Table:
     """Return a table without entries for `gpu`, with the versions of this installation."""
     return Table(gpu, {"torch": version("torch"), "cutefce": __version__, **current_build()})
-
-
-def current_build() -> dict[str, str]:
-    """Return the kernels' source fingerprint and the compiler's version, as tables name them."""
-    return {"kernels": jit_cache.source_fingerprint(), DSL_PACKAGE: dsl_version()}

@@ -176,7 +176,7 @@ def verify_table(table: Table, targets: Targets, advance: Callable[[str], None])
 
 
 def _renewed(table: Table, faults: dict[tuple[str, str, Candidate], str]) -> Table:
-    build = tuner.current_build()
+    build = lookup.current_build()
     header = dataclasses.replace(
         table, versions={**table.versions, **build}, entries={}, rejected={}
     )
