@@ -85,7 +85,10 @@ class Arch(ABC):
         return ()
 
     def kept_sums_time(self, _: GemmConfig) -> float:
-        """Return the time of one of these configurations a column, relative to the first one's."""
+        """Return the time of one of these configurations a column, relative to the first one's.
+
+        It is that of one GPU model.
+        """
         return 1.0
 
     @abstractmethod

@@ -10,8 +10,8 @@
     scale_add_rows    out_i = row_scale_i x_i + gather_scale_i table_{index_i}, a block a row:
                       s ⊙ h, and the last step of dX, which may add factor_i row and place row i
                       where the call has it
-    kept_sums         dX's sums of a chunk in 24 bits, and dX of these, a block a row
-    scale_kept        dW, a factor times its kept sums, a block a row
+    kept_sums         dX's sums of a chunk in 20 or 24 bits, and dX of these, a block a row
+    scale_kept        dW, a factor times its kept sums, or rows of dX's times factors, a block a row
     sort_targets      the tokens of every class, in order, a thread block 1024 classes
 
     loss_terms        the loss of a token with label smoothing and z-loss, for two of these

@@ -2,7 +2,7 @@
 
 Other errors are raised elsewhere: placements of DTensors in `ops.parallel.dtensor`, disagreement
 of ranks in `ops.parallel.shard` and `ops.parallel.consistency`, targets outside the vocabulary in
-`ops.primitives.rows` and, across ranks, in `ops.parallel.primitives`.
+`ops.rows.targets` and, across ranks, in `ops.parallel.primitives`.
 """
 
 from collections.abc import Sequence

@@ -22,11 +22,6 @@ _BUFFER = 4 + TensorOptions.names().index("accumulate_into")  # its place in wha
 _GRAD_OUTPUT = [name for record in STEP for name in record.names()].index("grad_output")
 
 
-def training_loss(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
-    """Return the reduced loss of `loss_forward`, which can be differentiated."""
-    return loss_and_stats(h, w, y, *arguments)[0]
-
-
 def loss_and_stats(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the results of `loss_forward`; the reduced loss can be differentiated."""
     loss, stats = torch_compat.apply_function(LinearCrossEntropy, h, w, y, *arguments)

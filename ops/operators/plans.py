@@ -144,8 +144,8 @@ def _make_plan(
     scales_exps: bool = False,
 ) -> planner.Plan:
     """Plan for `leading`, which is the same on all ranks, then for this rank's `own` problem."""
-    more = budget, is_scalar, scales_rows, scales_exps
-    plan = planner.make_plan(leading, window_configs_for(leading, device), *more)
+    more = budget, is_scalar, scales_rows
+    plan = planner.make_plan(leading, window_configs_for(leading, device), *more, scales_exps)
     if leading == own:
         return plan
     return planner.replan_for_shard(plan, own, window_configs_for(own, device), *more)

@@ -54,7 +54,6 @@ from cutefce.ops.planning.soft_memory import (
     entries_bytes,
     soft_bytes,
     soft_step_bytes,
-    sorts_by_kernel,
     target_rows_bytes,
     targets_bytes,
 )
@@ -68,6 +67,7 @@ from cutefce.ops.planning.step_memory import (
     added_rows,
     few_low_bits,
     forward_step_bytes,
+    has_weight_kernels,
     keeps_weight_sums,
     kept_hidden_bytes,
     kept_low_bits,
@@ -134,7 +134,7 @@ def windows_bytes(
         backward += p.tokens * p.hidden * (p.accumulator_bytes - p.item_bytes)
         end += p.tokens * p.hidden * p.accumulator_bytes
     if p.grad_weight:
-        backward += targets_bytes(p, p.tokens) + copy * (not sorts_by_kernel(p))
+        backward += targets_bytes(p, p.tokens) + copy * (not has_weight_kernels(p))
     scaled = step = 0
     uniform = scalar_upstream and not p.wide_grad_weight and not soft_targets(p)
     scales_exps = stored > 0 and accumulates_wider(p) and soft_targets(p) > 0
@@ -166,7 +166,7 @@ def _window_bytes(p: Problem, window: int, longest: int, hidden_bits: int | None
         step = max(step, upcast_bytes(p, p.tokens, longest, p.hidden))
     if not p.grad_weight:
         return step
-    if sorts_by_kernel(p):
+    if has_weight_kernels(p):
         return max(step, added_bytes(p))
     sums = 0
     if accumulates(p):
@@ -230,7 +230,7 @@ def _chunk_dw_bytes(p: Problem, config: WindowConfig, chunk: int) -> int:
         return 0
     scaled = chunk * p.hidden * p.item_bytes
     held = targets_bytes(p, chunk)
-    if sorts_by_kernel(p):
+    if has_weight_kernels(p):
         return scaled + held
     rows, targets = p.vocab, target_rows_bytes(p, chunk)
     scaled += _selected_bytes(p, chunk)

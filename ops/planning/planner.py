@@ -81,7 +81,6 @@ def replan_for_shard(
     budget: int,
     scalar_upstream: bool,
     scales_rows: bool = False,
-    scales_exps: bool = False,
 ) -> Plan:
     """Return `plan`, which was made for all ranks, for one rank's `p`, with the same chunks."""
     if plan.is_sampled:

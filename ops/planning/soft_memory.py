@@ -11,11 +11,11 @@ With K classes of each of N tokens, a bytes a sum and e bytes a hidden state:
     gathered  K·D·(a + e)          rows of the weight for a token, on a CPU for a block of tokens
 """
 
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.planning.call_problem import CallProblem, soft_targets
 from cutefce.ops.planning.step_memory import (
     accumulates_wider,
+    has_weight_kernels,
     row_block_bytes,
     soft_block_rows,
 )
@@ -51,18 +51,13 @@ def entries_bytes(p: Problem, tokens: int) -> int:
 
 def targets_bytes(p: Problem, tokens: int) -> int:
     """Bytes of the targets' part of dW until it is added."""
-    if sorts_by_kernel(p):
+    if has_weight_kernels(p):
         return 12 * tokens + 4 * (p.vocab + 1)
     return 8 * p.vocab + min(tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
 
 
 def target_rows_bytes(p: Problem, tokens: int) -> int:
     """Bytes of the step that adds a block of tokens to the targets' part of dW, in plain torch."""
-    if not p.grad_weight or sorts_by_kernel(p):
+    if not p.grad_weight or has_weight_kernels(p):
         return 0
     return min(tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
-
-
-def sorts_by_kernel(p: Problem) -> bool:
-    """Whether a kernel lists the tokens of every class."""
-    return p.arch is not None and arch_named(p.arch).forms_weight_gradient

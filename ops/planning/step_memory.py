@@ -121,7 +121,7 @@ def upcast_bytes(p: Problem, rows: int, inner: int, columns: int) -> int:
 
 def kept_hidden_bytes(p: Problem, inner: int) -> int:
     """Bytes of adding a product over `inner` columns to kept sums of dX."""
-    if adds_by_kernel(p):
+    if has_weight_kernels(p):
         return 0
     rows = min(FINISHED_ROWS, p.tokens)
     product = max(upcast_bytes(p, rows, inner, p.hidden), rows_bytes(p, rows, KEPT))
@@ -189,8 +189,11 @@ def rounds_hidden(p: Problem) -> bool:
     return rounds and p.grad_weight and p.grad_hidden and p.ranks == 1
 
 
-def adds_by_kernel(p: Problem) -> bool:
-    """Whether kernels add to kept sums; else products are made beside them."""
+def has_weight_kernels(p: Problem) -> bool:
+    """Whether kernels form dW: they list the tokens of every class, and add to kept sums.
+
+    Else products are made beside these.
+    """
     return p.arch is not None and arch_named(p.arch).forms_weight_gradient
 
 

@@ -44,7 +44,7 @@ from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.chunks.windows import split_columns
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.sample_sizes import estimate_count
-from cutefce.ops.planning.step_memory import adds_by_kernel, keeps_weight_sums, kept_low_bits
+from cutefce.ops.planning.step_memory import has_weight_kernels, keeps_weight_sums, kept_low_bits
 
 DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 1e-4, 1.2e-4)}
 """(FLOP/s, bytes/s, seconds a window, seconds a chunk) by device type; a GPU's are an H200's, where
@@ -95,7 +95,7 @@ def windows_seconds(
         windows = memory.window_count(aliased, recomputed, least)
     passes = windows + 1 if p.grad_hidden else 0
     sum_bytes: float = p.accumulator_bytes
-    if hidden_bits is not None and not adds_by_kernel(p):
+    if hidden_bits is not None and not has_weight_kernels(p):
         sum_bytes = _kept_sum_bytes(p, hidden_bits)
     moved = 2 * passes * p.tokens * p.hidden * sum_bytes
     moved += p.tokens * recomputed * p.accumulator_bytes
@@ -162,7 +162,7 @@ def sampled_seconds(p: Problem, window: int) -> float:
 
 def _sum_bytes(p: Problem, chunks: int) -> float:
     """Return the bytes of each of dW's sums that take time of their own to read, and to write."""
-    if adds_in_forward(p) and adds_by_kernel(p):
+    if adds_in_forward(p) and has_weight_kernels(p):
         return EXPOSED_SUMS * p.accumulator_bytes
     if not keeps_weight_sums(p):
         return p.accumulator_bytes * p.grad_weight
@@ -173,7 +173,7 @@ def _kept_sum_bytes(p: Problem, low_bits: int) -> float:
     """Return the bytes of a sum in 16 bits and `low_bits`, as `_sum_bytes` does."""
     sum_bytes = 2 + low_bits / 8
     # without a kernel that adds to them, products are written and read beside them
-    return EXPOSED_SUMS * sum_bytes if adds_by_kernel(p) else sum_bytes + p.accumulator_bytes
+    return EXPOSED_SUMS * sum_bytes if has_weight_kernels(p) else sum_bytes + p.accumulator_bytes
 
 
 def _buffer_bytes(p: Problem) -> int:

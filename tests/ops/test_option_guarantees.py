@@ -379,14 +379,14 @@ def test_graph_capture_replays_the_eager_result(names: list[str], workspace: str
 def test_outputs_are_checkpointed(
     classes: int | None, gradient: str, use_reentrant: bool, device: str
 ) -> None:
-    case, options = options_case([], 20, 8, 50, device=device), {"gradient": gradient}
+    case = options_case([], 20, 8, 50, device=device)
     outputs = ("lse",) if gradient == "sampled" else ("lse", "entropy")
     given: dict[str, Any] = {"target": case.case.y}
     if classes is not None:
         given = {"target_indices": torch.randint(50, (20, classes), device=device)}
 
     def total(h: Tensor, w: Tensor) -> Tensor:
-        found = cutefce.linear_log_probs(h, w, outputs=outputs, **given, **options)
+        found = cutefce.linear_log_probs(h, w, outputs=outputs, gradient=gradient, **given)
         return torch.stack([value.sum() for value in values_of(found)]).sum()
 
     results = []

@@ -16,7 +16,7 @@ import cutefce
 from bench.harness.reference import float64_reference, unfused
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators import operands
-from cutefce.ops.operators.autograd import training_loss
+from cutefce.ops.operators.autograd import loss_and_stats
 from cutefce.ops.planning.planner import Plan
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -158,7 +158,7 @@ def loss_of_plan(
     packed = *options.pack(), *tensors.pack(), *sharding.pack()
     step = StepOptions(0, *plan.gradients).pack()
     with fixed_plan(plan):
-        return training_loss(h, w, y, *step, *packed)
+        return loss_and_stats(h, w, y, *step, *packed)[0]
 
 
 def planned(case: Case, window: int, strategy: str, aliased: int, kept: int, chunk: int) -> Result:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from itertools import product
 
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem
@@ -12,7 +11,7 @@ from cutefce.ops.planning.chunks.sizes import Chunks, shrinking
 from cutefce.ops.planning.chunks.windows import window_widths
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.plan import Family, Plan
-from cutefce.ops.planning.step_memory import kept_low_bits, rounds_hidden
+from cutefce.ops.planning.step_memory import has_weight_kernels, kept_low_bits, rounds_hidden
 from cutefce.ops.planning.time_model import chunked_seconds, whole_waves
 
 MIN_CHUNK = 512
@@ -55,7 +54,7 @@ def shrinking_chunks(p: Problem, config: WindowConfig) -> Iterator[Family]:
 def forms_dx_alone(p: Problem) -> bool:
     """Whether kernels form dX alone and may skip rows, as windows inside chunks need."""
     alone = p.grad_hidden and not (p.grad_weight or p.grad_bias)
-    return alone and p.selects_rows and arch_named(p.arch or "").forms_weight_gradient
+    return alone and p.selects_rows and has_weight_kernels(p)
 
 
 def _windows_in_chunks(p: Problem, config: WindowConfig, chunks: Chunks) -> Iterator[Family]:
