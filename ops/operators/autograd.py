@@ -211,7 +211,8 @@ def _save(
 
 def _saved(ctx: Any) -> list[Any]:
     """Return h, w, y, the statistics and the arguments of `TensorOptions`; call it once."""
-    saved = [*ctx.saved_tensors]  # hooks may compute them, or refuse to do it again
+    with report_errors(ctx.group):  # of inputs that were modified
+        saved = [*ctx.saved_tensors]  # hooks may compute them, or refuse to do it again
     saved[_BUFFER] = ctx.accumulate_into
     return saved
 
