@@ -87,7 +87,7 @@ class Arch(ABC):
     def kept_sums_time(self, _: GemmConfig) -> float:
         """Return the time of one of these configurations a column, relative to the first one's.
 
-        It is that of one GPU model.
+        GPU models do not differ in it, unlike in `default_configs`.
         """
         return 1.0
 

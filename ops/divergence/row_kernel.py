@@ -38,7 +38,7 @@ class RowKernel:
         if any(device_unsupported_reason(device, side.h.dtype) for side in sides):
             return None
         if len({side.h.dtype for side in sides if side.is_trained}) > 1:
-            return None  # kernels write the factors of both sides in one dtype
+            return None  # verified kernels write the factors of both sides in one dtype
         return RowKernel.with_scales(gpu_of(device).arch.name, options, scales, sides[STUDENT].h)
 
     @staticmethod
