@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cutefce.cute_kernels.common.dsl import LN_2, LOG2_E, exp2
@@ -17,7 +17,7 @@ LOWEST = -3.0e38
 
 
 def sums_argument(rows: Any) -> Any:
-    """Return what partial sums (2, R, P) of `rows` are compiled for, see `given_lse`."""
+    """Return what partial sums (2, R, P) of `rows` are compiled for, see `given_exps`."""
     return make_fake_compact_tensor(Float32, (2, rows, cute.sym_int()), stride_order=(2, 1, 0))
 
 
@@ -35,20 +35,19 @@ def add_exps(top: Float32, total: Float32, logits: cute.Tensor) -> Any:
 
 
 @cute.jit
-def given_lse(sums: cute.Tensor) -> Any:
-    """Return (top, rest) of a row's log-sum-exp, of the `sums` (2, P) of its parts.
+def given_exps(sums: cute.Tensor, thread: Int32, threads: int) -> Any:
+    """Return those of `add_exps` of a thread's share of a row's `sums` (2, P) of its parts.
 
     These are a number t near the largest logit in units of ln 2, -inf if there is none, and
     Σ 2^(logit log2 e - t).
     """
     top, total = Float32(LOWEST), Float32(0.0)
-    for i in cutlass.range(cute.arch.lane_idx(), sums.shape[1], 32, unroll=1):
+    for i in cutlass.range(thread, sums.shape[1], threads, unroll=1):
         own = cute.arch.fmax(sums[0, i], Float32(LOWEST))
         largest = cute.arch.fmax(top, own)
         total = total * exp2(top - largest) + sums[1, i] * exp2(own - largest)
         top = largest
-    largest = cute.arch.warp_reduction_max(top)
-    return natural(largest, cute.arch.warp_reduction_sum(total * exp2(top - largest)))
+    return top, total
 
 
 @cute.jit

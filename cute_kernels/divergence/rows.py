@@ -7,7 +7,8 @@ and all add them in the same order.  Of a JSD whose second side gets no factors,
 the place of b's logits that are held, as it is needed twice.
 
 The GEMMs of logits may have summed their exponentials already.  Then a divergence needs one pass,
-and so do factors that do not depend on it, those of b of a KL: nothing is held for these.
+and so do factors that do not depend on it, those of b of a KL: a block streams its classes for
+these, with shared memory as a ring of stages.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from cutefce.cute_kernels.common.row_vectors import row_vectors
 from cutefce.cute_kernels.divergence.log_sum_exps import (
     LOWEST,
     add_exps,
-    given_lse,
+    given_exps,
     merged,
     natural,
     sums_argument,
@@ -46,8 +47,6 @@ from cutefce.cute_kernels.divergence.terms import (
 
 VECTOR = 4
 """Logits that a thread loads at once."""
-BATCH = 4
-"""Vectors of each side that a thread loads together where none are held."""
 STATS = 6
 """Top and rest of the log-sum-exps of the student and of the teacher, and both divergences."""
 
@@ -85,7 +84,7 @@ class DivergenceRows:
     """The kernel and its launch."""
 
     def __init__(self, kernel: spec.DivergenceRowsSpec) -> None:
-        self.mixture, self.held = kernel.mixture, kernel.held
+        self.mixture, self.held, self.streams = kernel.mixture, kernel.held, kernel.streams
         self.keeps_logs = bool(kernel.mixture and kernel.factors_a and not kernel.factors_b)
         self.blocks, self.threads, self.warps = kernel.BLOCKS, kernel.threads, kernel.threads // 32
 
@@ -112,7 +111,7 @@ class DivergenceRows:
         """Write the statistics (6, R) of the logits a and b (R, V), and factors to `out`.
 
         `side` is 0 where a is the student's, 1 where it is the teacher's.  The divergence is KL(a
-        || b), or both sides' from their mixture.  `sums` (2, R, P) are those of `given_lse`.
+        || b), or both sides' from their mixture.  `sums` (2, R, P) are those of `given_exps`.
         `exchange` is memory of `spec.EXCHANGE` numbers for each row; `numbers` are what the factors
         of a and b have as shares of a JSD, 1 for a KL divergence, and as scales.  The places of the
         factors are those of `Places`.  Each parameter is one argument that the host passes by
@@ -140,10 +139,9 @@ class DivergenceRows:
     ) -> None:
         """Compute one row a cluster."""
         pdl_wait()
-        (a, b, *given), smem, memory = logits, SmemAllocator(), None
-        if cutlass.const_expr(self.held):
-            shape = (VECTOR, self.threads, 2, self.held)
-            memory = smem.allocate_tensor(Float32, cute.make_layout(shape), 16)
+        (a, b, *given), smem = logits, SmemAllocator()
+        shape = (VECTOR, self.threads, 2, self.held)
+        memory = smem.allocate_tensor(Float32, cute.make_layout(shape), 16)
         sums = smem.allocate_tensor(Float32, cute.make_layout((4, self.warps)), 16)
         thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         row, part = block // self.blocks, block % self.blocks
@@ -155,17 +153,20 @@ class DivergenceRows:
         length = (vectors + self.blocks - 1) // self.blocks
         begin, end = part * length + thread, cutlass.min(part * length + length, vectors)
         count = cutlass.max((end - begin + self.threads - 1) // self.threads, Int32(0))
-        self.begin_loads(operands, (begin, count))
+        for k in cutlass.range_constexpr(self.held):
+            self.begin_load(operands, (begin, count), Int32(k + 1), k)
         first = self.load(operands, (begin, count), Int32(0))
         if cutlass.const_expr(given[0] is not None):
-            lses = given_lse(given[0][None, row, None]), given_lse(given[1][None, row, None])
+            rows = given[0][None, row, None], given[1][None, row, None]
+            own = [given_exps(row, thread, self.threads) for row in rows]
+            lses = self.reduced_exps(*own, (sums,))
         else:
-            of_blocks = sums, exchange[None, None, 0]
-            lses = self.log_sum_exps(operands, first, (begin, count), of_blocks)
+            own = self.exps(operands, first, (begin, count))
+            lses = self.reduced_exps(*own, (sums, exchange[None, None, 0]))
         shares, scales = (numbers[0], numbers[1]), (numbers[2], numbers[3])
         reader = operands, first, lses, shares, scales
         kls = self.divergences(reader, (begin, count), outs, row)
-        kls = self.total(kls, sums, exchange[None, None, 1])
+        kls = self.total(kls, (sums, exchange[None, None, 1]))
         if part == 0 and thread == 0:
             (top_a, rest_a), (top_b, rest_b) = lses
             stats[2 * side, row], stats[2 * side + 1, row] = top_a, rest_a
@@ -185,18 +186,17 @@ class DivergenceRows:
         return x, y
 
     @cute.jit
-    def begin_loads(self, operands: Any, places: Any) -> None:
-        """Begin to load the vectors that this thread holds in shared memory, a group for each."""
+    def begin_load(self, operands: Any, places: Any, k: Int32, slot: int) -> None:
+        """Begin to load vector `k` of this thread, of both sides, to shared memory: one group."""
         (rows, memory), (begin, count) = operands, places
         thread = cute.arch.thread_idx()[0]
         operation = cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL)
         atom = cute.make_copy_atom(operation, Float32, num_bits_per_copy=Float32.width * VECTOR)
-        for k in cutlass.range_constexpr(self.held):
-            if k + 1 < count:
-                for side in cutlass.range_constexpr(2):
-                    source = rows[side][None, begin + (k + 1) * self.threads]
-                    cute.copy(atom, source, memory[None, thread, side, k])
-            cute.arch.cp_async_commit_group()
+        if k < count:
+            for side in cutlass.range_constexpr(2):
+                source = rows[side][None, begin + k * self.threads]
+                cute.copy(atom, source, memory[None, thread, side, slot])
+        cute.arch.cp_async_commit_group()
 
     @cute.jit
     def load_again(self, operands: Any, places: Any, k: Int32) -> Any:
@@ -204,8 +204,6 @@ class DivergenceRows:
         ((row_a, row_b), memory), begin = operands, places[0]
         thread, place = cute.arch.thread_idx()[0], begin + k * self.threads
         x, y = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(2))
-        if cutlass.const_expr(not self.held):
-            return self.load(operands, places, k)
         if k <= self.held:
             cute.autovec_copy(memory[None, thread, 0, k - 1], x)
             cute.autovec_copy(memory[None, thread, 1, k - 1], y)
@@ -229,10 +227,10 @@ class DivergenceRows:
         cute.autovec_copy(rounded, destination)
 
     @cute.jit
-    def log_sum_exps(self, operands: Any, first: Any, places: Any, sums: Any) -> Any:
-        """Return (top, rest) of the row's log-sum-exps, of both sides.
+    def exps(self, operands: Any, first: Any, places: Any) -> Any:
+        """Return those of `add_exps` of this thread's logits, of both sides.
 
-        `first` is the first vector; `sums` are memory for those of warps, and of blocks.
+        `first` is the first vector.
         """
         (memory, count), thread = (operands[1], places[1]), cute.arch.thread_idx()[0]
         top_a, top_b = Float32(LOWEST), Float32(LOWEST)
@@ -253,29 +251,32 @@ class DivergenceRows:
             vectors = self.load(operands, places, k)
             top_a, sum_a = add_exps(top_a, sum_a, vectors[0])
             top_b, sum_b = add_exps(top_b, sum_b, vectors[1])
-        parts = merged((top_a, sum_a), (top_b, sum_b))
-        for level in cutlass.range_constexpr(2):
-            source = self.exchanged(parts, *sums, level)
-            top_a, sum_a, top_b, sum_b = (
-                Float32(LOWEST),
-                Float32(0.0),
-                Float32(LOWEST),
-                Float32(0.0),
-            )
+        return (top_a, sum_a), (top_b, sum_b)
+
+    @cute.jit
+    def reduced_exps(self, of_a: Any, of_b: Any, memory: Any) -> Any:
+        """Return (top, rest) of the row's log-sum-exps, of both sides, from each thread's.
+
+        `memory` is what warps exchange theirs in, and then blocks, if they have parts of the row.
+        """
+        parts = merged(of_a, of_b)
+        for level in cutlass.range_constexpr(len(memory)):
+            source = self.exchanged(parts, memory[level], level)
+            top_a, top_b = Float32(LOWEST), Float32(LOWEST)
+            sum_a, sum_b = Float32(0.0), Float32(0.0)
             lane = cute.arch.lane_idx()
             if lane < source.shape[1]:
                 top_a, sum_a = source[0, lane], source[1, lane]
                 top_b, sum_b = source[2, lane], source[3, lane]
             parts = merged((top_a, sum_a), (top_b, sum_b))
-        top_a, sum_a, top_b, sum_b = parts
-        return natural(top_a, sum_a), natural(top_b, sum_b)
+        return natural(*parts[:2]), natural(*parts[2:])
 
     @cute.jit
-    def total(self, kls: Any, sums: cute.Tensor, exchange: Any) -> Any:
+    def total(self, kls: Any, memory: Any) -> Any:
         """Return the sums of two numbers over all threads of the cluster."""
         x, y = (cute.arch.warp_reduction_sum(kl) for kl in kls)
         for level in cutlass.range_constexpr(2):
-            source = self.exchanged((x, y), sums, exchange, level)
+            source = self.exchanged((x, y), memory[level], level)
             x, y = Float32(0.0), Float32(0.0)
             lane = cute.arch.lane_idx()
             if lane < source.shape[1]:
@@ -284,22 +285,22 @@ class DivergenceRows:
         return x, y
 
     @cute.jit
-    def exchanged(self, numbers: Any, sums: cute.Tensor, exchange: Any, level: int) -> cute.Tensor:
+    def exchanged(self, numbers: Any, memory: cute.Tensor, level: int) -> cute.Tensor:
         """Return the numbers of all warps of the block (level 0), or blocks of the cluster (1)."""
         if cutlass.const_expr(level == 0):
             warp = cute.arch.warp_idx()
             cute.arch.sync_threads()  # the memory may still be read
             if cute.arch.lane_idx() == 0:
                 for i in cutlass.range_constexpr(len(numbers)):
-                    sums[i, warp] = numbers[i]
+                    memory[i, warp] = numbers[i]
             cute.arch.sync_threads()
-            return sums
+            return memory
         if cute.arch.thread_idx()[0] == 0:
             for i in cutlass.range_constexpr(len(numbers)):
-                exchange[i, cute.arch.block_idx()[0] % self.blocks] = numbers[i]
+                memory[i, cute.arch.block_idx()[0] % self.blocks] = numbers[i]
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        return exchange
+        return memory
 
     @cute.jit
     def divergences(self, reader: Any, places: Any, outs: Any, row: Int32) -> Any:
@@ -308,15 +309,19 @@ class DivergenceRows:
         memory, thread = reader[0][1], cute.arch.thread_idx()[0]
         if places[1] > 0:
             kl_a, kl_b = self.terms(reader, reader[1], places[0], outs, row)
-        if cutlass.const_expr(not self.held):
-            for start in cutlass.range(1, places[1], BATCH, unroll=1):
-                batch = [self.load(reader[0], places, start + i) for i in range(BATCH)]
-                for i in cutlass.range_constexpr(BATCH):
-                    if start + i < places[1]:
-                        place = places[0] + (start + i) * self.threads
-                        more = self.terms(reader, batch[i], place, outs, row)
+        if cutlass.const_expr(self.streams):
+            for start in cutlass.range(1, places[1], self.held, unroll=1):
+                for i in cutlass.range_constexpr(self.held):
+                    k = start + i
+                    cute.arch.cp_async_wait_group(self.held - 1)
+                    if k < places[1]:
+                        vectors = [loaded(memory[None, thread, side, i]) for side in range(2)]
+                        place = places[0] + k * self.threads
+                        more = self.terms(reader, vectors, place, outs, row)
                         kl_a += more[0]
                         kl_b += more[1]
+                    self.begin_load(reader[0], places, k + self.held, i)
+            cute.arch.cp_async_wait_group(0)
             return kl_a, kl_b
         cute.arch.cp_async_wait_group(0)
         for k in cutlass.range(1, places[1], unroll=1):

@@ -1,6 +1,6 @@
 """Specs of the kernels of divergences."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
 
@@ -25,7 +25,7 @@ class DivergenceRowsSpec:
     threads: int
     """Threads of a block."""
     held: int
-    """Vectors of each thread and side that are held in shared memory."""
+    """Vectors of each thread and side in shared memory: the first ones, or the stages of a ring."""
     sums_given: bool = False
     """Whether log-sum-exps come as partial sums of the GEMMs of logits."""
 
@@ -33,6 +33,11 @@ class DivergenceRowsSpec:
     """Thread blocks of a cluster, which has a row."""
     EXCHANGE: ClassVar[int] = 2 * 4 * BLOCKS
     """Numbers that the blocks of a cluster exchange."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether logits are read once, through a ring of stages."""
+        return self.sums_given and not (self.factors_a or (self.mixture and self.factors_b))
 
 
 def divergence_rows(
@@ -44,14 +49,12 @@ def divergence_rows(
 ) -> DivergenceRowsSpec:
     """Return the kernel of a form.
 
-    An SM has two blocks, which wait for memory, or four of a JSD, which computes longer.  Where
-    logits are read once, none are held.
+    An SM has two blocks, which wait for memory, or more where it computes longer.
     """
-    threads, held = (256, 5) if mixture else (512, 6)
-    if sums_given:
-        reads_again = factors_a or (mixture and factors_b)
-        threads, held = (threads, 5 if mixture else 3) if reads_again else (256, 0)
-    return DivergenceRowsSpec(arch, mixture, factors_a, factors_b, threads, held, sums_given)
+    form = mixture, factors_a, factors_b
+    threads, held = (256, 5) if mixture else (512, 3 if sums_given else 6)
+    spec = DivergenceRowsSpec(arch, *form, threads, held, sums_given)
+    return replace(spec, threads=256, held=4) if spec.streams else spec
 
 
 def divergence_kernels(arch: Arch, dtype: str) -> list[DivergenceRowsSpec | ProjectExpSpec]:
