@@ -13,7 +13,7 @@ from typing import ClassVar
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.cute_kernels.problem import LOW_BITS, WEIGHT_LOW_BITS, can_keep
+from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS, LOW_BITS, WEIGHT_LOW_BITS, can_keep
 from cutefce.cute_kernels.spec import (
     ClearRowsSpec,
     FusedBackwardSpec,
@@ -97,47 +97,32 @@ class KernelSet:
     """The same without rounding: one rank's addend."""
     keep_sums: KeptSumsSpec
     """The sums of dX in a chunk, as gradients in forward keep them, in 20 bits."""
-    finish_kept_20: KeptSumsSpec
-    """dX of sums in 20 bits."""
-    finish_kept_24: KeptSumsSpec
-    """dX of those in 24 bits."""
-    scale_kept_rows_20: ScaleKeptSpec
-    """Multiplies rows of sums in 20 bits, which remain kept."""
-    scale_kept_rows_24: ScaleKeptSpec
-    """The same of those in 24 bits."""
+    finish_kept: tuple[KeptSumsSpec, ...]
+    """dX of sums in 20 and in 24 bits, as `LOW_BITS` are."""
+    scale_kept_rows: tuple[ScaleKeptSpec, ...]
+    """Multiply rows of these, which remain kept."""
     grad_hidden: GradGemmSpec | None
     """Adds to the sums of dX; None if cuBLAS computes those of all columns."""
     grad_hidden_short: GradGemmSpec | None
     """The same for few columns."""
     grad_hidden_again: GradGemmSpec | None
     """The same without cuBLAS: of windows, or where the device says whether there are any rows."""
-    grad_hidden_keep_20: GradGemmSpec | None
-    """Adds to sums of dX in 20 bits; None if cuBLAS and elementwise passes do."""
-    grad_hidden_keep_24: GradGemmSpec | None
-    """Adds to those in 24 bits."""
+    grad_hidden_keep: tuple[GradGemmSpec | None, ...]
+    """Add to these; None if cuBLAS and elementwise passes do."""
     grad_weight: GradGemmSpec | None
     """dW in one pass; None if cuBLAS and elementwise passes compute it."""
-    grad_weight_keep_16: GradGemmSpec | None
-    """Adds to the sums of dW that are rounded to 16 bits at random."""
-    grad_weight_keep_20: GradGemmSpec | None
-    """Adds to those in 20 bits."""
-    grad_weight_keep_24: GradGemmSpec | None
-    """Adds to those in 24 bits."""
-    grad_weight_keep_32: GradGemmSpec | None
-    """Adds to those in float32."""
-    finish_kept_weight_20: ScaleKeptSpec | None
-    """dW of sums in 20 bits."""
-    finish_kept_weight_24: ScaleKeptSpec | None
-    """dW of those in 24 bits."""
+    grad_weight_keep: tuple[GradGemmSpec, ...]
+    """Add to sums of dW with each of `WEIGHT_LOW_BITS` that the dtype has."""
+    finish_kept_weight: tuple[ScaleKeptSpec, ...]
+    """dW of sums in 20 and in 24 bits."""
     sort_targets: SortTargetsSpec | None
     """Lists the tokens of each target, whose terms the GEMMs of dW add."""
 
     @property
     def kept_hidden_kernels(self) -> dict[int, KeptHiddenKernels]:
         """The kernels of dX's kept sums, by their low bits."""
-        of_20 = self.grad_hidden_keep_20, self.scale_kept_rows_20, self.finish_kept_20
-        of_24 = self.grad_hidden_keep_24, self.scale_kept_rows_24, self.finish_kept_24
-        return {4: KeptHiddenKernels(*of_20), 8: KeptHiddenKernels(*of_24)}
+        kernels = zip(self.grad_hidden_keep, self.scale_kept_rows, self.finish_kept, strict=True)
+        return {of.finish.low_bits: of for of in map(KeptHiddenKernels._make, kernels)}
 
     def fused_backward_of(self, selects: bool, hidden_bits: int | None) -> FusedBackwardSpec | None:
         """Return the backward of a plain loss with `hidden_bits` of dX's sums beside 16."""
@@ -154,13 +139,10 @@ class KernelSet:
     def grad_weight_kernels(self) -> GradWeightKernels | None:
         """The kernels of dW, None on architectures without them."""
         final, sort = self.grad_weight, self.sort_targets
-        keeps = self.grad_weight_keep_16, self.grad_weight_keep_20, self.grad_weight_keep_24
-        finishes = self.finish_kept_weight_20, self.finish_kept_weight_24
         if not (final and sort):
             return None
-        every = *keeps, self.grad_weight_keep_32
-        keep = {kernel.low_bits or 0: kernel for kernel in every if kernel}
-        finish_kept = {kernel.low_bits: kernel for kernel in finishes if kernel}
+        keep = {kernel.low_bits or 0: kernel for kernel in self.grad_weight_keep}
+        finish_kept = {kernel.low_bits: kernel for kernel in self.finish_kept_weight}
         return GradWeightKernels(final, keep, finish_kept, sort)
 
     @property
@@ -180,18 +162,11 @@ class KernelSet:
         "row_sums_and_exps",
         "repair_exps",
         "keep_sums",
-        "finish_kept_20",
-        "finish_kept_24",
-        "scale_kept_rows_20",
-        "scale_kept_rows_24",
+        "finish_kept",
+        "scale_kept_rows",
         "grad_hidden_again",
-        "grad_hidden_keep_20",
-        "grad_hidden_keep_24",
-        "grad_weight_keep_16",
-        "grad_weight_keep_20",
-        "grad_weight_keep_24",
-        "finish_kept_weight_20",
-        "finish_kept_weight_24",
+        "grad_hidden_keep",
+        "finish_kept_weight",
     )
     """Kernels that only plans with stored exponentials launch."""
 
@@ -199,7 +174,9 @@ class KernelSet:
         """Return every kernel of the set that a call may launch."""
         unused = () if can_keep(self.row_sums.dtype) else self.STORED_EXPS_ONLY
         names = (field.name for field in dataclasses.fields(self) if field.name not in unused)
-        kernels = [getattr(self, name) for name in names]
+        kernels: list[KernelSpec | None] = []
+        for found in (getattr(self, name) for name in names):
+            kernels += found if isinstance(found, tuple) else [found]
         if not unused:
             kernels += [self.fused_backward_of(*kind) for kind in product((False, True), LOW_BITS)]
         return [kernel for kernel in kernels if kernel is not None]
@@ -222,9 +199,9 @@ def kernel_set(
     )
     forward = FusedForwardSpec(*project_exp, transform)
     weight = sort_targets = None
-    keep: Sequence[GradGemmSpec | None] = [None] * len(WEIGHT_LOW_BITS)
     keep_hidden: Sequence[GradGemmSpec | None] = [None] * len(LOW_BITS)
-    finish_kept: Sequence[ScaleKeptSpec | None] = [None] * len(LOW_BITS)
+    keep: Sequence[GradGemmSpec] = ()
+    finish_kept: Sequence[ScaleKeptSpec] = ()
     storing = backward = None
     again = hidden
     if configs.grad_weight is not None:
@@ -233,7 +210,8 @@ def kernel_set(
         again = hidden or GradGemmSpec(arch.name, dtype, first, "hidden", final=False)
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
         of_weight = dataclasses.replace(weight, config=configs.kept_sums, final=False)
-        keep = [dataclasses.replace(of_weight, low_bits=n) for n in WEIGHT_LOW_BITS]
+        kept_bits = WEIGHT_LOW_BITS if can_keep(dtype) else (FLOAT32_LOW_BITS,)
+        keep = [dataclasses.replace(of_weight, low_bits=n) for n in kept_bits]
         of_hidden = GradGemmSpec(arch.name, dtype, configs.kept_sums, "hidden", final=False)
         keep_hidden = [dataclasses.replace(of_hidden, low_bits=n) for n in LOW_BITS]
         finish_kept = [ScaleKeptSpec(arch.name, dtype, n) for n in LOW_BITS]
@@ -273,21 +251,14 @@ def kernel_set(
         finish_dx=ScaleAddRowsSpec(arch.name, dtype, "float32", dtype),
         finish_dx_fp32=ScaleAddRowsSpec(arch.name, "float32", "float32", dtype),
         keep_sums=KeptSumsSpec(arch.name, dtype, LOW_BITS[0]),
-        finish_kept_20=KeptSumsSpec(arch.name, dtype, 4, finishes=True),
-        finish_kept_24=KeptSumsSpec(arch.name, dtype, 8, finishes=True),
-        scale_kept_rows_20=ScaleKeptSpec(arch.name, dtype, 4, by_rows=True),
-        scale_kept_rows_24=ScaleKeptSpec(arch.name, dtype, 8, by_rows=True),
+        finish_kept=tuple(KeptSumsSpec(arch.name, dtype, n, finishes=True) for n in LOW_BITS),
+        scale_kept_rows=tuple(ScaleKeptSpec(arch.name, dtype, n, by_rows=True) for n in LOW_BITS),
         grad_hidden=hidden,
         grad_hidden_short=short,
         grad_hidden_again=again,
-        grad_hidden_keep_20=keep_hidden[0],
-        grad_hidden_keep_24=keep_hidden[1],
+        grad_hidden_keep=tuple(keep_hidden),
         grad_weight=weight,
-        grad_weight_keep_16=keep[0],
-        grad_weight_keep_20=keep[1],
-        grad_weight_keep_24=keep[2],
-        grad_weight_keep_32=keep[3],
-        finish_kept_weight_20=finish_kept[0],
-        finish_kept_weight_24=finish_kept[1],
+        grad_weight_keep=tuple(keep),
+        finish_kept_weight=tuple(finish_kept),
         sort_targets=sort_targets,
     )

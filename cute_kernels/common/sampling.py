@@ -25,10 +25,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, matrix, vector
 from cutefce.cute_kernels.common.logit_transform import softcap_derivative
+from cutefce.cute_kernels.spec.sampling import COLUMN_FACTOR, HASH_BITS, MIX_FACTORS
 
-ROW_FACTOR, COLUMN_FACTOR = 0x9E3779B1, 0x85EBCA77
-MIX_FACTORS = 0x7FEB352D, 0x846CA68B
-HASH_BITS = 32
 WORD, GROUP = 32, 4
 """Columns of a word of decisions, and of those that are looked at together for entries."""
 

@@ -14,8 +14,14 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, pdl_wait, vector
-from cutefce.cute_kernels.common.sampling import COLUMN_FACTOR, ROW_FACTOR, mix
+from cutefce.cute_kernels.common.sampling import mix
 from cutefce.cute_kernels.common.scan import inclusive_sum, sums_of_warps
+from cutefce.cute_kernels.spec.sampling import (
+    COLUMN_FACTOR,
+    ROW_FACTOR,
+    STRATUM_BITS,
+    STRATUM_ROW,
+)
 
 THREADS = 256
 CHOICE_THREADS, CHOICE_WARPS = 1024, 32
@@ -25,9 +31,7 @@ LEVELS = CHOICE_THREADS
 CLASSES = 4
 """Classes that are loaded at a time."""
 SEARCH_STEPS = spec.ChooseClassesSpec.MAX_FREQUENT.bit_length()
-STRATUM_ROW_KEY = -ROW_FACTOR % (1 << 32)
-"""Of row -1, whose hash draws numbers of strata."""
-STRATUM_BITS = 24
+STRATUM_ROW_KEY = STRATUM_ROW * ROW_FACTOR % (1 << 32)
 
 
 def compile_signature(kernel: spec.ChooseClassesSpec) -> tuple[Any, tuple[Any, ...]]:

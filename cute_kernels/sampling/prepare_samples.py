@@ -21,7 +21,8 @@ from cutefce.cute_kernels.common.dsl import (
     vector,
 )
 from cutefce.cute_kernels.common.row_reductions import finite
-from cutefce.cute_kernels.common.sampling import HASH_BITS, ROW_FACTOR, final_threshold, mix
+from cutefce.cute_kernels.common.sampling import final_threshold, mix
+from cutefce.cute_kernels.spec.sampling import HASH_BITS, ROW_FACTOR
 
 THREADS = 128
 ROWS = THREADS // 32

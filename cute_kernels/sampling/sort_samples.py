@@ -22,8 +22,6 @@ from cutefce.cute_kernels.common.dsl import (
 )
 from cutefce.cute_kernels.common.logit_transform import softcap_derivative
 from cutefce.cute_kernels.common.sampling import (
-    COLUMN_FACTOR,
-    HASH_BITS,
     column_of,
     final_threshold,
     is_kept,
@@ -31,6 +29,7 @@ from cutefce.cute_kernels.common.sampling import (
     number_of,
     pack,
 )
+from cutefce.cute_kernels.spec.sampling import COLUMN_FACTOR, HASH_BITS
 
 LAST = (1 << 63) - 1
 """What is no entry is sorted to the end."""

@@ -84,16 +84,13 @@ class SparseRows:
     """The kernel and its launch."""
 
     def __init__(self, kernel: spec.SparseRowsSpec) -> None:
-        self.is_hidden, self.lanes = kernel.wrt == "hidden", kernel.lanes
-        self.bias = kernel.bias
+        self.is_hidden, self.bias = kernel.wrt == "hidden", kernel.bias
         self.least = 1 if kernel.adds else 0  # entries of a row that is written
         self.vectors, self.warps, self.long = kernel.vectors, kernel.WARPS, kernel.long
         self.lists_per_warp = kernel.lists_per_warp
         self.lists_per_block = self.warps * self.lists_per_warp
-        self.entries_at_once = 32 // kernel.lanes
-        self.unroll = kernel.loads // kernel.vectors
-        self.batch = self.unroll * self.entries_at_once
-        self.width = kernel.lanes * kernel.vectors  # in vectors of 8 features
+        self.batch = kernel.loads // kernel.vectors
+        self.width = 32 * kernel.vectors  # in vectors of 8 features
         self.occupancy: dict[str, int] = {}
         if kernel.blocks > 1:
             # of 228 KiB, for the sums of blocks' warps, in percent
@@ -204,9 +201,8 @@ class SparseRows:
     ) -> Any:
         """Return the sum of the entries from `start` to `end` of a row, and that of their values.
 
-        The first is (8, vectors) float32, of which lanes of the same vectors return the same.
-        While one batch of entries is added, the next is loaded: the compiler would not keep many
-        loads in flight by itself.
+        The first is (8, vectors) float32.  While one batch of entries is added, the next is loaded:
+        the compiler would not keep many loads in flight by itself.
         """
         lane = cute.arch.lane_idx()
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
@@ -228,18 +224,12 @@ class SparseRows:
                         ahead = self.entry(lists, row, first + following)
                     if place - self.batch < count:
                         self.add(acc, total, buffers[turn])
-        for step in cutlass.range_constexpr(self.entries_at_once.bit_length() - 1):
-            for v in cutlass.range_constexpr(self.vectors):
-                for j in cutlass.range_constexpr(8):
-                    other = cute.arch.shuffle_sync_bfly(acc[j, v], offset=self.lanes << step)
-                    acc[j, v] = acc[j, v] + other
-            total[0] = total[0] + cute.arch.shuffle_sync_bfly(total[0], offset=self.lanes << step)
         return acc, total
 
     def buffer(self, table: cute.Tensor) -> Any:
         """Return registers for the vectors of a batch of entries and their factors."""
-        vectors = cute.make_rmem_tensor((8, self.vectors, self.unroll), table.element_type)
-        return vectors, cute.make_rmem_tensor((self.unroll,), Float32)
+        vectors = cute.make_rmem_tensor((8, self.vectors, self.batch), table.element_type)
+        return vectors, cute.make_rmem_tensor((self.batch,), Float32)
 
     @cute.jit
     def load(
@@ -247,18 +237,17 @@ class SparseRows:
     ) -> None:
         """Load the first of `count` entries into a buffer; `entry` is that of the lane's number."""
         (vectors, factors), lane = buffer, cute.arch.lane_idx()
-        group, last_vector = lane // self.lanes, table.shape[1] // 8 - 1
-        for u in cutlass.range_constexpr(self.unroll):
-            wanted = u * self.entries_at_once + group
-            source = cutlass.min(wanted, count - 1)
+        last_vector = table.shape[1] // 8 - 1
+        for u in cutlass.range_constexpr(self.batch):
+            source = cutlass.min(Int32(u), count - 1)
             index = cute.arch.shuffle_sync(column_of(entry), source)
             factor = cute.arch.shuffle_sync(number_of(entry), source)
-            if wanted >= count:
+            if count <= u:
                 factor = Float32(0.0)
             factors[u] = factor
             of_table = row_vectors(table, index)
             for v in cutlass.range_constexpr(self.vectors):
-                place = slab + v * self.lanes + lane % self.lanes
+                place = slab + v * 32 + lane
                 from_table = of_table[None, cutlass.min(place, last_vector)]
                 cute.autovec_copy(from_table, vectors[None, v, u])
 
@@ -266,7 +255,7 @@ class SparseRows:
     def add(self, acc: cute.Tensor, total: cute.Tensor, buffer: Any) -> None:
         """Add the entries of a buffer."""
         vectors, factors = buffer
-        for u in cutlass.range_constexpr(self.unroll):
+        for u in cutlass.range_constexpr(self.batch):
             total[0] = total[0] + factors[u]
             for v in cutlass.range_constexpr(self.vectors):
                 values = widened(vectors[None, v, u])
@@ -287,18 +276,15 @@ class SparseRows:
         """Add the sums of all warps, in order, to those of the first."""
         (acc, total), (partials, totals) = sums, memory
         totals[warp] = total[0]
-        if lane < self.lanes:
-            for v in cutlass.range_constexpr(self.vectors):
-                place = v * self.lanes + lane
-                cute.autovec_copy(acc[None, v], partials[None, place, warp])
+        for v in cutlass.range_constexpr(self.vectors):
+            cute.autovec_copy(acc[None, v], partials[None, v * 32 + lane, warp])
         cute.arch.sync_threads()
         if warp == 0:
             for other in cutlass.range(1, self.warps, unroll=1):
                 total[0] = total[0] + totals[other]
                 for v in cutlass.range_constexpr(self.vectors):
-                    place = v * self.lanes + lane % self.lanes
                     for j in cutlass.range_constexpr(8):
-                        acc[j, v] = acc[j, v] + partials[j, place, other]
+                        acc[j, v] = acc[j, v] + partials[j, v * 32 + lane, other]
 
     @cute.jit
     def write_total(self, total: cute.Tensor, lists: Any, row: Int32, slab: Int32) -> None:
@@ -324,8 +310,8 @@ class SparseRows:
                 place = lists.order[row]
         destination = row_vectors(out, place)
         for v in cutlass.range_constexpr(self.vectors):
-            index = slab + v * self.lanes + lane
-            if lane < self.lanes and index < out.shape[1] // 8:
+            index = slab + v * 32 + lane
+            if index < out.shape[1] // 8:
                 values = cute.make_rmem_tensor((8,), Float32)
                 for j in cutlass.range_constexpr(8):
                     values[j] = acc[j, v] * scale

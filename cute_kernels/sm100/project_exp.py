@@ -16,7 +16,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers as sm100
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import LOG2_E, exp2
+from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, partition
 from cutefce.cute_kernels.common.logit_transform import (
     column_bias,
     load_bias,
@@ -274,22 +274,10 @@ class ProjectExpSm100(ProjectExp, MainloopSm100):
             cute.autovec_copy(rounded, s_warp[thread % 32, None])
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            destinations, source = self.partition_store(atom, g_e, s_warp)
+            box = 32, self.epi_tile_n
+            _, destinations, source = partition((atom, g_e, s_warp), box, Int32(0), 1)
             coord = m_start // 32 + warp, n_start // self.epi_tile_n
             cute.copy(atom, source, destinations[None, coord[0], coord[1]])
             cute.arch.cp_async_bulk_commit_group()
             next_buffer = (buffer + 1) % self.arch.EPI_STAGES
         return next_buffer
-
-    @cute.jit
-    def partition_store(self, atom: Any, g_e: cute.Tensor, smem: cute.Tensor) -> Any:
-        """Return the TMA atom's destinations by row and column, and its source in `smem`."""
-        epi_tiles = cute.local_tile(g_e, (32, self.epi_tile_n), (None, None))
-        source, destinations = cpasync.tma_partition(
-            atom,
-            Int32(0),
-            cute.make_layout(1),
-            cute.group_modes(smem, 0, 2),
-            cute.group_modes(epi_tiles, 0, 2),
-        )
-        return destinations, source

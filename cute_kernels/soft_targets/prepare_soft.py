@@ -16,9 +16,11 @@ from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, matrix, pdl
 from cutefce.cute_kernels.common.row_vectors import WARPS
 from cutefce.cute_kernels.workspace import LEAST_DERIVATIVE, NUM_SOFT_ROWS, SoftRow
 
-MOST, PLACE_BITS = spec.PrepareSoftSpec.MAX_CLASSES, 8
-"""Classes of a token at most; bits of a key below its class, which are its place in the row."""
+MOST = spec.PrepareSoftSpec.MAX_CLASSES
+"""Classes of a token at most."""
 LEVELS = MOST.bit_length() - 1
+"""Levels of a tree of all of them; bits of a key below its class, which are its place in the row.
+"""
 LAST = (1 << 63) - 1
 """The key of what has no entry, which is sorted to the end."""
 
@@ -114,10 +116,10 @@ def prepare_soft_kernel(given: Any, results: Any, numbers: Any) -> None:
         add_equal(keys, b, totals, classes, lane)
         for k in cutlass.range(lane, classes, 32, unroll=1):
             value, column, other = totals[k], Int64(0), keys[cutlass.min(k + 1, classes - 1)]
-            if k + 1 < classes and keys[k] >> PLACE_BITS == other >> PLACE_BITS:
+            if k + 1 < classes and keys[k] >> LEVELS == other >> LEVELS:
                 value = Float32(0.0)
             if value != 0.0:
-                column = keys[k] >> PLACE_BITS
+                column = keys[k] >> LEVELS
             own_index[row, k], coefficient[row, k] = column, value
 
 
@@ -150,7 +152,7 @@ def add_equal(
         value, other = Float32(0.0), keys[cutlass.max(k - 1, 0)]
         if keys[k] != LAST:
             value = b[Int32(keys[k] & (MOST - 1))]
-            if k > 0 and keys[k] >> PLACE_BITS == other >> PLACE_BITS:
+            if k > 0 and keys[k] >> LEVELS == other >> LEVELS:
                 equal = Int32(1)
         totals[k] = value
     equal = cute.arch.warp_reduction_sum(equal)
@@ -165,7 +167,7 @@ def add_equal(
                     if k < classes:
                         other = cutlass.max(k - step, 0)
                         sums[j] = totals[k]
-                        if k >= step and keys[k] >> PLACE_BITS == keys[other] >> PLACE_BITS:
+                        if k >= step and keys[k] >> LEVELS == keys[other] >> LEVELS:
                             sums[j] = sums[j] + totals[other]
                 cute.arch.sync_warp()
                 for j in cutlass.range_constexpr(MOST // 32):

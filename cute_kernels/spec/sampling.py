@@ -3,6 +3,15 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+ROW_FACTOR, COLUMN_FACTOR = 0x9E3779B1, 0x85EBCA77
+"""Odd factors of the numbers of a row and a column in the hash of an entry."""
+MIX_FACTORS = 0x7FEB352D, 0x846CA68B
+"""Those of its mixing function."""
+HASH_BITS = 32
+STRATUM_ROW, STRATUM_BITS = -1, 24
+"""The row whose hash draws numbers of strata, no token's; and the bits of it that are used, so that
+products with numbers of classes stay below 2^63."""
+
 
 @dataclass(frozen=True)
 class ChooseClassesSpec:
@@ -55,10 +64,8 @@ class SparseRowsSpec:
     dtype: str
     wrt: Literal["hidden", "weight"]
     """The operand that the gradient belongs to."""
-    lanes: int = 32
-    """Lanes of a warp that share an entry."""
     vectors: int = 1
-    """Vectors of 8 elements of a lane; `lanes` times these are computed over all rows at a time."""
+    """Vectors of 8 elements of a lane; those of a warp are computed over all rows at a time."""
     loads: int = 4
     """Vectors of a lane that are loaded while as many are added; a multiple of `vectors`."""
     blocks: int = 1

@@ -14,22 +14,23 @@ V 2^-32 / samples.
 import torch
 from torch import Tensor
 
-ROW, COLUMN = 0x9E3779B1, 0x85EBCA77
-FIRST, SECOND = 0x7FEB352D, 0x846CA68B
-STRATUM_ROW = -1
-"""The row of the hash that draws numbers of strata; no token has it."""
-STRATUM_BITS = 24
-"""Bits of this hash that are used: products with numbers of classes stay below 2^63."""
+from cutefce.cute_kernels.spec.sampling import (
+    COLUMN_FACTOR,
+    MIX_FACTORS,
+    ROW_FACTOR,
+    STRATUM_BITS,
+    STRATUM_ROW,
+)
 
 
 def row_states(seed: Tensor, rows: Tensor) -> Tensor:
     """Return the hash states (N,) int32 of token numbers `rows` (N,)."""
-    return _mix_((rows.to(torch.int32) * _signed(ROW)).bitwise_xor_(seed[0]))
+    return _mix_((rows.to(torch.int32) * _signed(ROW_FACTOR)).bitwise_xor_(seed[0]))
 
 
 def random_bits(states: Tensor, columns: Tensor, seed: Tensor) -> Tensor:
     """Return the bits (R, C) int32 of rows' `states` (R,) and of global ids `columns` (C,)."""
-    keys = (columns.to(torch.int32) * _signed(COLUMN)).bitwise_xor_(seed[1])
+    keys = (columns.to(torch.int32) * _signed(COLUMN_FACTOR)).bitwise_xor_(seed[1])
     return _mix_(states[:, None] ^ keys)
 
 
@@ -48,9 +49,9 @@ def strata_draws(seed: Tensor, count: int, total: int) -> Tensor:
 def _mix_(x: Tensor) -> Tensor:
     """Return fmix of x, int32, in its memory."""
     x ^= (x >> 16) & 0xFFFF  # a shift of int32 copies its sign
-    x *= FIRST
+    x *= _signed(MIX_FACTORS[0])
     x ^= (x >> 15) & 0x1FFFF
-    x *= _signed(SECOND)
+    x *= _signed(MIX_FACTORS[1])
     x ^= (x >> 16) & 0xFFFF
     return x
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from cutefce.cute_kernels.common.sampling import COLUMN_FACTOR, MIX_FACTORS, ROW_FACTOR
 from cutefce.cute_kernels.spec import ProjectExpSpec
+from cutefce.cute_kernels.spec.sampling import COLUMN_FACTOR, MIX_FACTORS, ROW_FACTOR
 from tests.emulation.cases import Case, Launch
 
 SEED = 0x1234ABCD, 0xF00DCAFE

@@ -331,13 +331,13 @@ def test_lists_of_classes(undefined: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lanes", "vectors", "long"), [(32, 1, 512), (16, 1, 512), (16, 1, 20), (8, 2, 20)]
+    ("scatters", "vectors", "long"), [(0, 1, 512), (1, 1, 512), (1, 1, 20), (0, 2, 20)]
 )
-def test_hidden_gradient(lanes: int, vectors: int, long: int) -> None:
+def test_hidden_gradient(scatters: int, vectors: int, long: int) -> None:
     """Long sums too, which warps share, and rows in another order."""
     tokens, vocab, hidden = 19, 90, 328
-    case, scatters = Entries(tokens, vocab, 50), int(lanes == 16)
-    kernel = SparseRowsSpec(ARCH.name, "bfloat16", "hidden", lanes, vectors, long=long)
+    case = Entries(tokens, vocab, 50)
+    kernel = SparseRowsSpec(ARCH.name, "bfloat16", "hidden", vectors, long=long)
     w = torch.randn(vocab, hidden).bfloat16()
     out = torch.full((tokens, hidden), torch.nan).bfloat16()
     rows = case.entries, case.counts, case.scale, case.target_scale, case.y, case.order
@@ -361,7 +361,7 @@ def test_weight_gradient(
     out_type = torch.float32 if adds else dtype
     out_name = "float32" if adds else None
     more: Any = {"long": long, "out": out_name, "adds": adds, "bias": True}
-    kernel = SparseRowsSpec(ARCH.name, name, "weight", 32, vectors, **more)
+    kernel = SparseRowsSpec(ARCH.name, name, "weight", vectors, **more)
     case, h = Entries(tokens, vocab, 20, hot=3), torch.randn(tokens, hidden).to(dtype)
     products = case.products()
     products[:, 5:9] = 0

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.spec.sampling import COLUMN_FACTOR
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.estimate_classes import (
@@ -15,7 +16,7 @@ from cutefce.ops.sampling.estimate_classes import (
     estimate_classes,
     target_places,
 )
-from cutefce.ops.sampling.random_bits import COLUMN, _mix_, _signed, row_states
+from cutefce.ops.sampling.random_bits import _mix_, _signed, row_states
 from cutefce.ops.sampling.samples import Sampling
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, int]
@@ -113,7 +114,7 @@ def _prepare_again(
 
 def _is_kept(u: Tensor, columns: Tensor, threshold: Tensor, row_hash: Tensor, scale: Any) -> Tensor:
     """Return whether logits u (R, C) of global `columns`, (C,) or (R, C), are kept."""
-    bits = _mix_(row_hash[:, None] ^ columns.to(torch.int32) * _signed(COLUMN))
+    bits = _mix_(row_hash[:, None] ^ columns.to(torch.int32) * _signed(COLUMN_FACTOR))
     limit = torch.exp2(u / math.log(2) - threshold[:, None])
     if scale is not None:
         limit = limit * (1 - (u / scale[:, None]) ** 2).clamp(min=0)
