@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-integrations test-gpu lint type kernels wheel wheel-check autotune bench clean
+.PHONY: demo test test-integrations test-gpu sanitize lint type kernels wheel wheel-check autotune bench clean
 
 CONSTRAINTS := --constraint constraints.txt --constraint constraints-integrations.txt
 
@@ -28,6 +28,12 @@ test-integrations: .venv/ready
 
 test-gpu: .venv/ready
 	$(BIN)/pytest -m gpu --numprocesses=0
+
+# compute-sanitizer over a step of every kind; TOOL=synccheck finds barriers that not all threads meet
+TOOL := memcheck
+sanitize: .venv/ready
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --report-api-errors no \
+	  --error-exitcode 1 $(BIN)/python -m tests.support.every_step
 
 lint: .venv/ready
 	$(BIN)/ruff check

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from bench.harness import timing
 from examples.losses.topk_distillation import topk_divergence
@@ -82,3 +83,19 @@ def test_divergences_from_a_top_k_are_those_of_all_logits(kind: str, rest: str) 
     found = (torch.autograd.grad(x, (hidden, weight), upstream) for x in (ours, theirs))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("rest", ["dropped", "normalized", "corrected"])
+@pytest.mark.parametrize("kind", ["forward", "reverse"])
+def test_padding_of_a_top_k_has_no_part(kind: str, rest: str) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 16).double(), torch.randn(50, 16).double()
+    teacher = torch.randn(5, 50).double().log_softmax(-1).topk(3)
+    padded = (F.pad(teacher.indices, (0, 2), value=-100), F.pad(teacher.values, (0, 2), value=-9.0))
+    padded[1][:, -1] = -torch.inf
+    found = [
+        topk_divergence(hidden.requires_grad_(), weight, *each, kind, rest)
+        for each in ((teacher.indices, teacher.values), padded)
+    ]
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), hidden)[0] for x in found))

@@ -228,10 +228,7 @@ class DivergenceRows:
 
     @cute.jit
     def exps(self, operands: Any, first: Any, places: Any) -> Any:
-        """Return those of `add_exps` of this thread's logits, of both sides.
-
-        `first` is the first vector.
-        """
+        """Return `add_exps` of this thread's logits, of both sides; `first` is their vector 0."""
         (memory, count), thread = (operands[1], places[1]), cute.arch.thread_idx()[0]
         top_a, top_b = Float32(LOWEST), Float32(LOWEST)
         sum_a, sum_b = Float32(0.0), Float32(0.0)

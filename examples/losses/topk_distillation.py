@@ -19,17 +19,17 @@ def topk_divergence(
 ) -> Tensor:
     """Return the divergence (...) of each token.
 
-    `hidden` is (..., D), `weight` (V, D); `indices` (..., K) are the teacher's classes, `teacher`
-    (..., K) its log-probabilities.  `kind` is "forward", "reverse", or "mixed": `share` of the
-    forward KL.  What is beyond the K classes is "dropped"; "normalized" away, each side adding up
-    to 1; or "corrected": to the teacher, log p is -100 there.
+    `hidden` is (..., D), `weight` (V, D); `indices` (..., K) are the teacher's classes, -100 for
+    none, `teacher` (..., K) its log-probabilities.  `kind` is "forward", "reverse", or "mixed":
+    `share` of the forward KL.  What is beyond the K classes is "dropped"; "normalized" away, each
+    side adding up to 1; or "corrected": to the teacher, log p is -100 there.
     """
     shares = {"forward": 1.0, "reverse": 0.0, "mixed": share}
     if kind not in shares or rest not in ("dropped", "normalized", "corrected"):
-        raise ValueError(f"kind, rest: got {kind!r}, {rest!r}, expected what the docstring names")
+        raise ValueError(f"kind, rest: got {kind!r}, {rest!r}, expected those of the docstring")
     outputs: Any = ("entropy",) if rest == "corrected" and kind != "forward" else ()
     found: Any = cutefce.linear_log_probs(hidden, weight, target_indices=indices, outputs=outputs)
-    student = found.log_probs
+    student, teacher = (x.masked_fill(indices == -100, -1e4) for x in (found.log_probs, teacher))
     if rest == "normalized":
         student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
     p, q = student.exp(), teacher.exp()

@@ -22,7 +22,8 @@ def one_class(target: Tensor | None, given: dict[str, Any]) -> Tensor:
     indices = given.get("target_indices")
     if not isinstance(indices, Tensor) or not indices.ndim:
         got = f"shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else repr(indices)
-        raise ValueError(f"target_indices: got {got}, expected a tensor of shape (..., K)")
+        expected = "a tensor of shape (..., K); probabilities of all classes are a `target`"
+        raise ValueError(f"target_indices: got {got}, expected {expected}")
     return indices.select(-1, 0) if indices.shape[-1] else indices.sum(-1)
 
 
