@@ -115,3 +115,6 @@ class KernelConfigs:
     """The gradients' GEMMs that load and store sums; None if `grad_weight` is None."""
 
     SHORT: ClassVar[int] = 1 << 15
+
+    SHORT_SUMS: ClassVar[int] = 1024
+    """Products of each kept sum below which epilogues take longer than MMAs."""

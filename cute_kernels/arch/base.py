@@ -84,10 +84,11 @@ class Arch(ABC):
         """Return those of the gradient GEMMs that load and store sums, the common ones first."""
         return ()
 
-    def kept_sums_time(self, _: GemmConfig) -> float:
+    def kept_sums_time(self, _: GemmConfig, inner: int) -> float:
         """Return the time of one of these configurations a column, relative to the first one's.
 
-        GPU models do not differ in it, unlike in `default_configs`.
+        Each sum gets `inner` products.  GPU models do not differ in it, unlike in
+        `default_configs`.
         """
         return 1.0
 

@@ -156,13 +156,13 @@ def make_gemm_scheduler(
     row_count: RowCount,
     tokens_inside: bool,
     k_splits: Any,
-    overwrite: Any,
+    must_write: Any,
 ) -> TileScheduler:
     """Return the scheduler of a gradient GEMM of a (M, K) and b (N, K).
 
     Tokens are the K of these, if `tokens_inside`, or their M.  With `k_splits`, those for all
     tokens, K is split.  Nothing is computed where `row_count` says so, or where no token counts
-    and `overwrite` is 0.
+    and `must_write` is 0.
     """
     (size, inner), columns = a.shape, b.shape[0]
     n_tiles = (columns + config.tile_n - 1) // config.tile_n
@@ -177,8 +177,8 @@ def make_gemm_scheduler(
             count, computes = counted_rows(row_count, Int32(inner))
             tokens = count
             k_tiles = cutlass.max((count + tile_k - 1) // tile_k, 1)
-            if cutlass.const_expr(overwrite is not None):
-                if count == 0 and overwrite == 0:
+            if cutlass.const_expr(must_write is not None):
+                if count == 0 and must_write == 0:
                     computes = Int32(0)
             row_blocks *= computes
         else:

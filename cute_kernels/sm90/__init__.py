@@ -6,6 +6,7 @@ project_exp.py           where logits become exponentials, or are stored in floa
 soft_logits.py           registers of project_exp that are logits of soft targets
 project_exp_swapped.py   the same for few tokens, with operands swapped
 gradient.py              where dW is written; dX's sums
+target_terms.py          what tokens add to dW in the rows of their targets
 row_scaling.py           exponentials times factors of tokens, behind dX's products
 epilogue_store.py        registers to memory, by TMA
 transposed_store.py      the same with columns of registers as rows

@@ -13,7 +13,7 @@ e may be some columns of a wider matrix.  N, V and D are dynamic; D is a multipl
 start at multiples of 16 bytes.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -55,6 +55,7 @@ from cutefce.cute_kernels.sm90.row_scaling import (
     row_scaling_signature,
     scale_rows,
 )
+from cutefce.cute_kernels.sm90.target_terms import TargetCsr, add_targets, target_ranges
 from cutefce.cute_kernels.workspace import SPLIT_K_COUNTERS
 
 
@@ -70,7 +71,8 @@ def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
     if kernel.has_targets:
         entries = cute.sym_int()
         csr = vector(Int64, entries), vector(Int32, cute.sym_int()), vector(Float32, entries)
-        targets = TargetCsr(*csr, matrix(dtype, cute.sym_int(), hidden), vector(Float32, 1))
+        factor = vector(Float32, 1) if kernel.final else None
+        targets = TargetCsr(*csr, matrix(dtype, cute.sym_int(), hidden), factor)
     if kernel.scales:
         targets = row_scaling_signature(dtype, rows)
     return GradGemmSm90(kernel), (
@@ -87,21 +89,6 @@ def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
         None if kernel.final else Int32(1),
         current_stream(),
     )
-
-
-class TargetCsr(NamedTuple):
-    """Tokens sorted by target, in compressed sparse rows, and their terms of dW."""
-
-    order: cute.Tensor
-    """(N,) int64: tokens by target."""
-    offsets: cute.Tensor
-    """(V + 1,) int32: start of each target's tokens in `order`."""
-    coef: cute.Tensor
-    """(N,) float32: c in that order."""
-    h: cute.Tensor
-    """(N, D)"""
-    grad_scale: cute.Tensor
-    """(1,) float32: factor of the whole result."""
 
 
 class GradGemmSm90(MainloopSm90):
@@ -200,9 +187,11 @@ class GradGemmSm90(MainloopSm90):
         pdl_wait()
         tokens = row_count, self.tokens_inside
         shape = self.config, self.tile[2], g_a, g_b
-        has_rank_one = cutlass.const_expr(terms[1] is not None)
-        keeps = None if has_rank_one else overwrite
-        scheduler = make_gemm_scheduler(*shape, *tokens, k_splits, keeps)
+        must_write = overwrite
+        if cutlass.const_expr(self.kept and self.tokens_inside):
+            # what the targets of other tokens add, too
+            must_write = None if terms[1] is not None else overwrite + terms[0].order.shape[0]
+        scheduler = make_gemm_scheduler(*shape, *tokens, k_splits, must_write)
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
@@ -245,7 +234,9 @@ class GradGemmSm90(MainloopSm90):
             n_start = column * tile[1]
             k_tiles = work_tile.k_end - work_tile.k_start
             other_k_tiles = other.k_end - other.k_start
-            last_k = None
+            ranges, last_k = None, None
+            if cutlass.const_expr(self.tokens_inside):
+                ranges = target_ranges(self, consumer, targets, m_start, scheduler)
             # the GEMM that finishes dW skips MMAs behind the last token; sums add zeros
             if cutlass.const_expr(self.tokens_inside and self.final):
                 last_k = Int32(tile[2])
@@ -259,7 +250,7 @@ class GradGemmSm90(MainloopSm90):
             if cutlass.const_expr(rank_one is not None):
                 self.add_rank_one(consumer, rank_one, m_start, n_start, scheduler)
             if cutlass.const_expr(self.tokens_inside):
-                self.add_targets(consumer, targets, m_start, n_start, scheduler)
+                add_targets(self, consumer, targets, ranges, n_start, scheduler)
             starts, columns = (m_start, n_start), scheduler.columns
             if cutlass.const_expr(self.final):
                 self.epilogue.store_tile(consumer, self.m_halves, starts, columns, out)
@@ -310,39 +301,6 @@ class GradGemmSm90(MainloopSm90):
                         for v in cutlass.range_constexpr(2):
                             coord = (v, half, j), m_block, 0
                             acc[coord] = acc[coord] + factors[half, m_block] * pair[v]
-
-    @cute.jit
-    def add_targets(
-        self,
-        consumer: Consumer,
-        targets: TargetCsr,
-        m_start: Int32,
-        n_start: Int32,
-        scheduler: TileScheduler,
-    ) -> None:
-        """Add the terms of the tokens whose target each row is, and multiply by `grad_scale`."""
-        acc = consumer.acc
-        first = n_start + consumer.tCcC[0][1]
-        limit = scheduler.columns - first
-        for m_block in cutlass.range_constexpr(self.m_blocks):
-            for half in cutlass.range_constexpr(2):
-                row = self.row(consumer.tCcC, m_start, m_block, half)
-                begin, end = Int32(0), Int32(0)
-                if row < scheduler.rows:
-                    begin, end = targets.offsets[row], targets.offsets[row + 1]
-                for slot in cutlass.range(begin, end, unroll=4):
-                    token = targets.order[slot]
-                    factor = targets.coef[slot]
-                    pairs = cute.zipped_divide(targets.h[token, None], (2,))
-                    for j in cutlass.range_constexpr(self.tile[1] // 8):
-                        if 8 * j < limit:
-                            pair = cute.make_rmem_tensor((2,), self.dtype)
-                            cute.autovec_copy(pairs[None, first // 2 + 4 * j], pair)
-                            wide = pair.load().to(Float32)
-                            for v in cutlass.range_constexpr(2):
-                                coord = (v, half, j), m_block, 0
-                                acc[coord] = acc[coord] + factor * wide[v]
-        acc.store(acc.load() * targets.grad_scale[0])
 
     @cute.jit
     def counter_index(

@@ -116,7 +116,8 @@ def windows_bytes(
     after = saved + soft + p.tokens * (TARGET_BYTES + vectors * p.accumulator_bytes)
     after += selection_bytes(p) + entries_bytes(p, p.tokens)
     backward = after + gathered_bytes(p)
-    made = soft_step_bytes(p, p.tokens)
+    # kernels put entries where they are, and gather no rows
+    made = soft_step_bytes(p, p.tokens) if p.arch is None else 0
     end = backward + rows_bytes(p, p.tokens, GATHERED) + made
     if p.grad_hidden and p.ranks > 1:
         shared, reduced = shared_sums_bytes(p)
@@ -133,11 +134,12 @@ def windows_bytes(
         # dX itself is allocated at the end
         backward += p.tokens * p.hidden * (p.accumulator_bytes - p.item_bytes)
         end += p.tokens * p.hidden * p.accumulator_bytes
+    scales_exps = stored > 0 and accumulates_wider(p) and soft_targets(p) > 0
     if p.grad_weight:
-        backward += targets_bytes(p, p.tokens) + copy * (not has_weight_kernels(p))
+        backward += copy * (not has_weight_kernels(p))
+        backward += targets_bytes(p, p.tokens) * (not (scales_exps and has_weight_kernels(p)))
     scaled = step = 0
     uniform = scalar_upstream and not p.wide_grad_weight and not soft_targets(p)
-    scales_exps = stored > 0 and accumulates_wider(p) and soft_targets(p) > 0
     if p.grad_weight and (stored or not uniform):
         scaled = copy if scales_exps else p.tokens * p.hidden * p.item_bytes
     if stored:
@@ -158,7 +160,6 @@ def windows_bytes(
 
 def _window_bytes(p: Problem, window: int, longest: int, hidden_bits: int | None) -> int:
     """Bytes of the products of a window: `longest` columns of dX, `window` rows of dW at once."""
-    # kernels put the entries of soft targets where they are
     step = soft_step_bytes(p, p.tokens) if p.arch is None else 0
     if hidden_bits is not None:
         step = max(step, kept_hidden_bytes(p, longest))
@@ -229,9 +230,10 @@ def _chunk_dw_bytes(p: Problem, config: WindowConfig, chunk: int) -> int:
     if not p.grad_weight:
         return 0
     scaled = chunk * p.hidden * p.item_bytes
-    held = targets_bytes(p, chunk)
     if has_weight_kernels(p):
-        return scaled + held
+        scales_exps = accumulates_wider(p) and soft_targets(p) > 0
+        return scaled + targets_bytes(p, p.tokens) * (not scales_exps)
+    held = targets_bytes(p, chunk)
     rows, targets = p.vocab, target_rows_bytes(p, chunk)
     scaled += _selected_bytes(p, chunk)
     if keeps_weight_sums(p):

@@ -46,7 +46,7 @@ from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.sample_sizes import estimate_count
 from cutefce.ops.planning.step_memory import has_weight_kernels, keeps_weight_sums, kept_low_bits
 
-DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 1e-4, 1.2e-4)}
+DEVICE_RATES = {"cpu": (1e11, 2e10, 0.0, 0.0), "cuda": (7e14, 4e12, 1e-4, 2.2e-4)}
 """(FLOP/s, bytes/s, seconds a window, seconds a chunk) by device type; a GPU's are an H200's, where
 GEMMs of few columns or rows leave SMs idle at their start and end.  The tuned GEMMs of 256 and 512
 tokens take 35 to 50 µs longer than their share of those of 8192, last waves included; a chunk has
@@ -62,10 +62,10 @@ more addition to its sums of dX."""
 FREE_IDLE = 0.04
 """Part of the SMs that may wait at no cost while dX alone is computed: an H200 that runs at its
 power limit then computes the others faster."""
-EXPOSED_SUMS = 0.5
-"""Part of the bytes of kept sums whose time Hopper's MMAs do not hide.  Fitted to whole steps with
-sums of 3 bytes and chunks of 768 to 6656 tokens; at 131072 x 4096 they take 0.4 ms, where the
-kernel alone takes 0.16 to 0.35 ms more with sums, and all bytes would take 0.8."""
+SUMS_TIME, HIDING_MMAS = 0.9, 0.25
+"""Time of kept sums over that of their bytes, and how much of it the MMAs of a product hide on
+Hopper, over their own time.  With the time of a chunk, whole steps of 4 to 64 equal chunks, with
+sums of 2, 2.5 and 3 bytes, take within 2 % of that at 32768x4096x131072 on an H200."""
 SAMPLING_TIME = 0.035
 """Time of sampling, over that of the product; of 8192 x 4096 x 131072 on an H200, as the next."""
 ENTRY_TIME, LIST_BYTES = 0.66, 400
@@ -102,7 +102,7 @@ def windows_seconds(
     moved += 2 * _buffer_bytes(p) + _scaled_bytes(p) * (aliased + kept > 0)
     idle = _idle_seconds(p, p.tokens)
     if hidden_bits is not None and p.arch is not None:
-        idle = max(idle, _idle_seconds(p, p.tokens, *_kept_tile(p.arch, p.tokens, p.hidden)))
+        idle = max(idle, _idle_seconds(p, p.tokens, *_kept_tile(p, window)))
     return _seconds(p, columns, moved) + windows * rates(p)[2] + idle
 
 
@@ -125,7 +125,7 @@ def chunked_seconds(p: Problem, chunks: Chunks, window: int, stored: int) -> flo
     """
     parts = list(split_columns(p.vocab, window, stored))
     count, windows = len(chunks.sizes), len(parts)
-    moved = 2 * count * p.vocab * p.hidden * _sum_bytes(p, count) + 2 * p.gradient_bytes
+    moved = 2 * p.gradient_bytes
     moved += 3 * _buffer_bytes(p) * (not adds_in_forward(p)) + _scaled_bytes(p)
     moved += 2 * (windows - 1) * p.tokens * p.hidden * p.accumulator_bytes
     reads = (1 + p.grad_hidden) * count * p.vocab * p.hidden * p.item_bytes
@@ -144,7 +144,8 @@ def chunked_seconds(p: Problem, chunks: Chunks, window: int, stored: int) -> flo
         splits = _busy_part(p, chunks.largest)[1]
         each = DX_CHUNK_SECONDS + windows * (DX_WINDOW_SECONDS + SPLIT_SECONDS * (splits > 1))
     columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
-    return _seconds(p, columns, moved) + count * each + beside + waits + idle
+    sums = _weight_sums_seconds(p, chunks.sizes)
+    return _seconds(p, columns, moved) + sums + count * each + beside + waits + idle
 
 
 def sampled_seconds(p: Problem, window: int) -> float:
@@ -160,20 +161,24 @@ def sampled_seconds(p: Problem, window: int) -> float:
     return _seconds(p, (1 + SAMPLING_TIME) * p.vocab + drawn, moved)
 
 
-def _sum_bytes(p: Problem, chunks: int) -> float:
-    """Return the bytes of each of dW's sums that take time of their own to read, and to write."""
-    if adds_in_forward(p) and has_weight_kernels(p):
-        return EXPOSED_SUMS * p.accumulator_bytes
-    if not keeps_weight_sums(p):
-        return p.accumulator_bytes * p.grad_weight
-    return _kept_sum_bytes(p, kept_low_bits(p, chunks))
+def _weight_sums_seconds(p: Problem, sizes: Sequence[int]) -> float:
+    """Return the time in which dW's sums are read and written in each chunk, beside the MMAs."""
+    sum_bytes = float(p.accumulator_bytes * p.grad_weight)
+    if keeps_weight_sums(p):
+        sum_bytes = _kept_sum_bytes(p, kept_low_bits(p, len(sizes)))
+    moving = _seconds(p, 0, 2 * p.vocab * p.hidden * sum_bytes)
+    if not has_weight_kernels(p) or not p.grad_weight:
+        return len(sizes) * moving
+    product = _seconds(p, p.vocab, 0) / max(p.tokens, 1)
+    return sum(max(SUMS_TIME * moving - HIDING_MMAS * product * size, 0) for size in sizes)
 
 
 def _kept_sum_bytes(p: Problem, low_bits: int) -> float:
-    """Return the bytes of a sum in 16 bits and `low_bits`, as `_sum_bytes` does."""
-    sum_bytes = 2 + low_bits / 8
-    # without a kernel that adds to them, products are written and read beside them
-    return EXPOSED_SUMS * sum_bytes if has_weight_kernels(p) else sum_bytes + p.accumulator_bytes
+    """Return the bytes of a sum in 16 bits and `low_bits`.
+
+    Without a kernel that adds to them, products are written and read beside them.
+    """
+    return 2 + low_bits / 8 + p.accumulator_bytes * (not has_weight_kernels(p))
 
 
 def _buffer_bytes(p: Problem) -> int:
@@ -201,14 +206,11 @@ def _idle_seconds(p: Problem, rows: int, tile: int = TILE, column_time: float = 
 
 
 @process_cache
-def _kept_tile(name: str, tokens: int, hidden: int) -> tuple[int, float]:
-    """Return the columns of a tile that is added to kept sums of dX, and their relative time.
-
-    On the architecture `name`.
-    """
-    arch = arch_named(name)
-    config = arch.default_configs(tokens, hidden, 2 * CLUSTERS).kept_sums
-    return (TILE, 1.0) if config is None else (config.tile_n, arch.kept_sums_time(config))
+def _kept_tile(p: Problem, window: int) -> tuple[int, float]:
+    """Return the columns of a tile that is added to kept sums of dX, and their relative time."""
+    arch = arch_named(p.arch or "")
+    config = arch.default_configs(p.tokens, p.hidden, 2 * CLUSTERS).kept_sums
+    return (TILE, 1.0) if config is None else (config.tile_n, arch.kept_sums_time(config, window))
 
 
 def _busy_part(p: Problem, rows: int, tile: int = TILE) -> tuple[float, int]:

@@ -52,7 +52,7 @@ class TargetCsr:
     order: Tensor
     """(N,) int64: rows of `h` sorted by target; undefined behind the last list."""
     offsets: Tensor
-    """(V + 1,) int32: where in `order` the tokens of each target begin."""
+    """(V + 1,) int32: where in `order` the tokens of each target begin; not read without tokens."""
     coefficient: Tensor
     """(N,): in that order."""
     h: Tensor
@@ -75,13 +75,14 @@ class TargetCsr:
     @staticmethod
     def empty(h: Tensor, targets: Targets) -> "TargetCsr":
         """Return the tokens of no target."""
-        index, unread = targets.index, h.new_empty(targets.index.shape, dtype=torch.float32)
-        offsets = index.new_zeros(targets.vocab + 1, dtype=torch.int32)
-        return TargetCsr(index, offsets, unread, h)
+        order, offsets = targets.index[:0], targets.index.new_empty(1, dtype=torch.int32)
+        return TargetCsr(order, offsets, h.new_empty(0, dtype=torch.float32), h)
 
     def pack(self, first: int, rows: int) -> tuple[Tensor, ...]:
         """Return the kernels' arguments for `rows` rows of dW from `first` on."""
-        offsets = row_range(self.offsets, first, first + rows + 1)
+        offsets = self.offsets
+        if len(self.order):
+            offsets = row_range(offsets, first, first + rows + 1)
         return self.order, offsets, self.coefficient, self.h
 
 
@@ -100,6 +101,8 @@ class CublasGradients(RowwiseSteps, PortableGradients):
 
 class CuteGradients(RowwiseSteps):
     """`cutefce.ops.primitives.interface.Gradients` for one device, dtype and configuration."""
+
+    lists_targets = True
 
     def __init__(
         self,
@@ -194,11 +197,10 @@ class CuteGradients(RowwiseSteps):
         """More than eight parameters: operands, and what the last step adds."""
         spec = self.grad_weight.keep[low_bits(kept, low)]
         if not self.fixed_tiles:
-            spec = kept_sums_kernel(spec, len(kept), kept.shape[1], self.num_sms)
+            spec = kept_sums_kernel(spec, (*kept.shape, len(exps)), self.num_sms)
         spec, term = with_rank_one(spec, rank_one)
         clusters, semaphores = self._launch_shape(spec, kept.device)
-        one = scaled.new_ones(1, dtype=torch.float32)
-        targets = *target_grad.pack(first, len(kept)), one
+        targets = *target_grad.pack(first, len(kept)), None
         sums = (kept, None, low) if low is not None and low.ndim == 1 else (kept, low, None)
         operands = exps.t(), scaled.t(), sums, targets, term
         count = row_count(selection, semaphores)
@@ -262,12 +264,12 @@ def grad_hidden_kernel(
 
 
 @process_cache
-def kept_sums_kernel(spec: GradGemmSpec, rows: int, hidden: int, num_sms: int) -> GradGemmSpec:
-    """Return the kernel of kept sums (rows, hidden): `spec`, or of few waves the fastest default.
+def kept_sums_kernel(spec: GradGemmSpec, shape: tuple[int, int, int], num_sms: int) -> GradGemmSpec:
+    """Return the kernel of kept sums: `spec`, or of few waves or products the fastest default.
 
-    A window's tiles may not fill one wave.
+    The tiles of a window may not fill one wave.  `shape` is (classes, hidden, tokens).
     """
-    arch = arch_named(spec.arch)
+    (rows, hidden, tokens), arch = shape, arch_named(spec.arch)
     configs = arch.kept_sums_configs()
 
     def waves(config: GemmConfig) -> int:
@@ -275,9 +277,10 @@ def kept_sums_kernel(spec: GradGemmSpec, rows: int, hidden: int, num_sms: int) -
         return ceil_div(tiles, num_sms // config.cluster)
 
     def time(config: GemmConfig) -> float:
-        return waves(config) * config.tile_n * arch.kept_sums_time(config)
+        return waves(config) * config.tile_n * arch.kept_sums_time(config, tokens)
 
-    if spec.config not in configs or waves(spec.config) > FEW_WAVES:
+    is_usual = waves(spec.config) > FEW_WAVES and tokens >= KernelConfigs.SHORT_SUMS
+    if spec.config not in configs or is_usual:
         return spec
     return replace(spec, config=min(configs, key=time))
 

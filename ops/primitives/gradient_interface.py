@@ -22,6 +22,10 @@ class Gradients(Protocol[TargetGradT]):
     and `keep_dw` without `low` take them as `exps`.
     """
 
+    lists_targets: bool
+    """Whether a `target_grad` of all tokens takes little memory: lists of the tokens of each class,
+    not sums of their terms.  The last chunk then adds those of all chunks."""
+
     def add_grad_hidden(
         self,
         sums: Tensor,

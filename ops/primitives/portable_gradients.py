@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 class PortableGradients:
     """`cutefce.ops.primitives.interface.Gradients` for any device."""
 
+    lists_targets = False
+
     def __init__(self, window: int) -> None:
         self.window = window
         """Rows of dW whose sums exist at a time."""

@@ -107,21 +107,28 @@ def gradients_in_forward(
             del sums
         if coefficients is None or own_dw is None:
             continue
-        target_coefficient[rows] = coefficients.target
+        own_target = target_coefficient[rows]
+        own_target.copy_(coefficients.target)
         if every is not None and coefficients.every is not None:
             every[rows] = coefficients.every
         if len(dw.gradient):
-            scale = None if factor is not None else own_dw.scale
+            scale, last = None if factor is not None else own_dw.scale, rows.stop == tokens
             if soft is not None and factor is not None:
                 for (first, exps), is_scaled in zip(columns, are_scaled, strict=True):
                     soft.scale(exps, first, factor, own_dw.target, is_scaled=is_scaled)
                 target_grad = gradients.no_target_grad(own_h, part.targets)
+            elif gradients.lists_targets and not last:
+                target_grad = gradients.no_target_grad(own_h, part.targets)
             else:
-                target_grad = gradients.target_grad(own_h, own_dw.target, part.targets)
+                every_token = gradients.lists_targets
+                of, at_target = (inputs, target_coefficient) if every_token else (part, own_target)
+                if dw.factor is not None:
+                    at_target = at_target * dw.factor
+                target_grad = gradients.target_grad(of.h, at_target, of.targets)
             own_row = windows.every_row(part, own_dw.every)
             if own_row is not None:
                 row = own_row if row is None else replace(own_row, row=row.row + own_row.row)
-            scaled, last = part.selected(scale), rows.stop == tokens
+            scaled = part.selected(scale)
             for first, exps in columns:
                 given = scaled, target_grad, row if last else None, selection
                 dw.add(gradients, exps, *given, chunk=number, first=first)

@@ -51,7 +51,7 @@ def kernel_of(
 class Terms(NamedTuple):
     """What is added to products: the targets' terms, and those of rank one."""
 
-    targets: tuple[torch.Tensor, ...]
+    targets: tuple[torch.Tensor | None, ...]
     rank_one: tuple[torch.Tensor, torch.Tensor] | None
     sums: torch.Tensor
     """(V, D): their sums."""
@@ -73,7 +73,7 @@ def terms_of(h: torch.Tensor, vocab: int, *, count: int = 0, rank_one: bool = Fa
     if rank_one:
         term = torch.arange(vocab) % 5 - 2.0, torch.arange(h.shape[1]) % 7 - 3.0
         sums += term[0][:, None] * term[1]
-    return Terms((order, offsets, coef, h, torch.ones(1)), term, sums)
+    return Terms((order, offsets, coef, h, None), term, sums)
 
 
 class Sums:
@@ -231,9 +231,25 @@ def test_counted_rows(
 def test_nothing_changes_where_nothing_counts(low_bits: int) -> None:
     e, h = operands(70, 72, 130)
     sums = Sums(torch.full((130, 72), -0.0), low_bits)
-    before = sums.values
-    sums.add(e, h, count=0)
+    before, terms = sums.values, terms_of(h, 130)
+    order, offsets, coef, *rest = terms.targets
+    assert order is not None and offsets is not None and coef is not None
+    none = order[:0], offsets[:1], coef[:0], *rest
+    sums.add(e, h, terms._replace(targets=none), count=0)
     assert torch.equal(sums.values.view(torch.int32), before.view(torch.int32))
+
+
+@pytest.mark.parametrize("low_bits", [16, 8, 4])
+def test_targets_of_other_tokens(low_bits: int) -> None:
+    """The last chunk adds the targets' terms of all, also if none of its own tokens counts."""
+    (e, h), (_, others) = operands(70, 72, 130), operands(200, 72, 130)
+    for rows in (e, h):
+        rows[:] = torch.nan
+        rows[:TILE_K] = 0
+    before = torch.randint(-(1 << 11), 1 << 11, (130, 72)).float()
+    sums, terms = Sums(before, low_bits), terms_of(others, 130, count=190)
+    sums.add(e, h, terms, count=0)
+    same_bits(sums, before + terms.sums)
 
 
 ORDERS = [(*kernel, seed) for seed, kernel in enumerate((*KERNELS, (KEPT_192, 0)))]

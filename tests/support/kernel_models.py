@@ -735,7 +735,8 @@ def _grad_gemm(
     if kernel.has_targets:
         *csr, grad_scale = targets
         _add_targets(product, *csr)
-        product *= grad_scale
+        assert (grad_scale is None) == kernel.kept
+        product *= 1 if grad_scale is None else grad_scale
     if kernel.final:
         out[:] = product.to(out.dtype)
     elif kernel.low_bits == FLOAT32_LOW_BITS:
@@ -829,6 +830,8 @@ def _sort_targets(
 
 
 def _add_targets(sums: Tensor, order: Tensor, offsets: Tensor, coef: Tensor, h: Tensor) -> None:
+    if not len(order):
+        return
     begins, ends = offsets[:-1].tolist(), offsets[1:].tolist()
     rows = [row for row, span in enumerate(zip(begins, ends, strict=True)) if span[0] < span[1]]
     for row in rows:  # a target's tokens are added before they are added to its row
