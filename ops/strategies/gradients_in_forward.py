@@ -107,8 +107,7 @@ def gradients_in_forward(
             del sums
         if coefficients is None or own_dw is None:
             continue
-        own_target = target_coefficient[rows]
-        own_target.copy_(coefficients.target)
+        target_coefficient[rows] = coefficients.target
         if every is not None and coefficients.every is not None:
             every[rows] = coefficients.every
         if len(dw.gradient):
@@ -116,15 +115,15 @@ def gradients_in_forward(
             if soft is not None and factor is not None:
                 for (first, exps), is_scaled in zip(columns, are_scaled, strict=True):
                     soft.scale(exps, first, factor, own_dw.target, is_scaled=is_scaled)
-                target_grad = gradients.no_target_grad(own_h, part.targets)
-            elif gradients.lists_targets and not last:
+            all_at_once = gradients.lists_targets
+            if factor is not None or (all_at_once and not last):
                 target_grad = gradients.no_target_grad(own_h, part.targets)
             else:
-                every_token = gradients.lists_targets
-                of, at_target = (inputs, target_coefficient) if every_token else (part, own_target)
+                tokens_of = inputs if all_at_once else part
+                at_target = target_coefficient if all_at_once else target_coefficient[rows]
                 if dw.factor is not None:
                     at_target = at_target * dw.factor
-                target_grad = gradients.target_grad(of.h, at_target, of.targets)
+                target_grad = gradients.target_grad(tokens_of.h, at_target, tokens_of.targets)
             own_row = windows.every_row(part, own_dw.every)
             if own_row is not None:
                 row = own_row if row is None else replace(own_row, row=row.row + own_row.row)
