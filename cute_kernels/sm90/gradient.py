@@ -5,9 +5,9 @@
     weight, final   out (V, D) = (eᵀ s + Σ_{i: y_i = v} c_i h_i) · grad_scale, rounded once
     weight, kept    sums (V, D) = or += that        float32, 24, 20 or 16 bits
 
-with s_i = scale_i h_i.  dW's terms of targets are added to the float32 accumulators, in the order
-of `TargetCsr`; before them, if the spec has it, a matrix of rank one.  If the spec scales, e is
-multiplied by factors of tokens behind the products: see `sm90.row_scaling`.
+with s_i = scale_i h_i.  dW's terms of targets are added to the float32 accumulators, in a fixed
+order: see `sm90.target_terms`; before them, if the spec has it, a matrix of rank one.  If the spec
+scales, e is multiplied by factors of tokens behind the products: see `sm90.row_scaling`.
 
 e may be some columns of a wider matrix.  N, V and D are dynamic; D is a multiple of 8 and rows
 start at multiples of 16 bytes.

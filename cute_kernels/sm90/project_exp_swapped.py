@@ -2,7 +2,8 @@
 
 The vocabulary is along wgmma's M, and all tokens of a row block, a multiple of 16, along its N.  So
 a token's logits of a tile are in the same accumulators of 8 lanes of each warp.  These lanes share
-the tokens' running maxima and sums among them: lane l of them has token l of every 8 of a thread.
+the tokens' maxima and sums among them: lane l of them has token l of every 8 of a thread.  Maxima
+are those of earlier tiles, and seldom raised, so that a tile is reduced over lanes once.
 """
 
 import operator
@@ -33,6 +34,8 @@ WARPS = WARP_GROUP_THREADS // 32
 """Warps of a warpgroup."""
 SHARING_LANES = 8
 """Lanes of a warp that have the same tokens, every fourth."""
+MAX_TILE_SUM = 2.0**32
+"""Sum of a tile's exponentials up to which they may be relative to a maximum of earlier tiles."""
 
 
 class ProjectExpSwappedSm90(ProjectExpLaunchSm90):
@@ -156,30 +159,51 @@ class ProjectExpSwappedSm90(ProjectExpLaunchSm90):
 
     @cute.jit
     def accumulate(self, consumer: Consumer, row_max: cute.Tensor, row_sum: cute.Tensor) -> None:
-        """Add the tile's logits to the maxima (of z·log2 e) and sums of the lane's tokens."""
-        acc, lane = consumer.acc, consumer.thread % 32
+        """Add the tile's logits to the sums of the lane's tokens, relative to `row_max`.
+
+        A maximum, of z·log2 e, is raised only where the tile's sum exceeds `MAX_TILE_SUM`, as it
+        does in the first tile; then the tile is summed again.
+        """
+        tile_sum = cute.make_rmem_tensor((len(self.groups),), Float32)
+        exceeds = cutlass.Boolean(False)
         for number in cutlass.range_constexpr(len(self.groups)):
-            group, maxima, sums = self.groups[number], [], []
-            for v, j in group:
-                z_max = -Float32.inf
-                for half, m_block in self.places:
-                    z_max = cute.arch.fmax(z_max, acc[(v, half, j), m_block, 0])
-                maxima.append(z_max)
-            tile_max = own_reduction(maxima, lane, cute.arch.fmax) * LOG2_E
-            own_base = finite(tile_max)
-            for i in cutlass.range_constexpr(len(group)):
-                (v, j), total = group[i], Float32(0.0)
-                owner = 4 * (SHARING_LANES // len(group)) * i + lane % 4
-                base = cute.arch.shuffle_sync(own_base, owner)
-                for half, m_block in self.places:
-                    total += exp2(acc[(v, half, j), m_block, 0] * LOG2_E - base)
-                sums.append(total)
-            tile_sum = own_reduction(sums, lane, operator.add)
-            new_max = cute.arch.fmax(row_max[number], tile_max)
-            base = finite(new_max)
-            scaled = row_sum[number] * exp2(row_max[number] - base)
-            row_sum[number] = scaled + tile_sum * exp2(tile_max - base)
-            row_max[number] = new_max
+            tile_sum[number] = self.sum_of(consumer, number, row_max[number])
+            exceeds = exceeds or not tile_sum[number] <= MAX_TILE_SUM  # NaN does too
+        if cute.arch.vote_any_sync(exceeds):
+            for number in cutlass.range_constexpr(len(self.groups)):
+                tile_max, new_max = self.max_of(consumer, number) * LOG2_E, row_max[number]
+                if not tile_sum[number] <= MAX_TILE_SUM:
+                    new_max = cute.arch.fmax(new_max, tile_max)
+                base = finite(new_max)
+                row_sum[number] *= exp2(row_max[number] - base)
+                row_max[number] = new_max
+                tile_sum[number] = self.sum_of(consumer, number, base)
+        for number in cutlass.range_constexpr(len(self.groups)):
+            row_sum[number] += tile_sum[number]
+
+    @cute.jit
+    def max_of(self, consumer: Consumer, number: int) -> Float32:
+        """Return the largest logit of the lane's token of a group."""
+        maxima = []
+        for v, j in self.groups[number]:
+            z_max = -Float32.inf
+            for half, m_block in self.places:
+                z_max = cute.arch.fmax(z_max, consumer.acc[(v, half, j), m_block, 0])
+            maxima.append(z_max)
+        return own_reduction(maxima, consumer.thread % 32, cute.arch.fmax)
+
+    @cute.jit
+    def sum_of(self, consumer: Consumer, number: int, own_base: Float32) -> Float32:
+        """Return Σ 2^(z·log2 e - base) of the lane's token of a group, with that token's base."""
+        group, lane, sums = self.groups[number], consumer.thread % 32, []
+        for i in cutlass.range_constexpr(len(group)):
+            (v, j), total = group[i], Float32(0.0)
+            owner = 4 * (SHARING_LANES // len(group)) * i + lane % 4
+            base = cute.arch.shuffle_sync(own_base, owner)
+            for half, m_block in self.places:
+                total += exp2(consumer.acc[(v, half, j), m_block, 0] * LOG2_E - base)
+            sums.append(total)
+        return own_reduction(sums, lane, operator.add)
 
     @cute.jit
     def write_partials(
@@ -216,7 +240,8 @@ class ProjectExpSwappedSm90(ProjectExpLaunchSm90):
                 for of_warp in cutlass.range_constexpr(WARPS):
                     total += own[1, i, of_warp] * exp2(own[0, i, of_warp] - base)
                 distance = largest - rows.reference[row] * LOG2_E
-                logarithm = cute.math.log2(bounded_sum(total), fastmath=True)
+                total = bounded_sum(total, MAX_TILE_SUM)
+                logarithm = cute.math.log2(total, fastmath=True)
                 rows.sums[row, partial] = distance + logarithm
 
     @cute.jit

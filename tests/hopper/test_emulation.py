@@ -129,6 +129,20 @@ def test_sums_alone(config: GemmConfig) -> None:
     torch.testing.assert_close(got, u.logsumexp(1), rtol=1e-6, atol=1e-3)
 
 
+@pytest.mark.parametrize("scale", [20.0, 100.0])
+@pytest.mark.parametrize("config", [PINGPONG, SWAPPED, SWAPPED_TALL], ids=str)
+def test_logits_that_rise_from_tile_to_tile(config: GemmConfig, scale: float) -> None:
+    """Relative to the maximum of the first tile, the sum of the last one overflows."""
+    case, kernel = Case(50, 8, 1500, scale=scale), kernels_of(config).row_sums
+    case.w *= torch.arange(1, 1501)[:, None] / 1500
+    case.reference = case.logits()[0][case.rows, case.own].float()
+    launch = case.launch(kernel, vocab_splits=1)
+    launch.run(run, kernel, clusters=1)
+    got = torch.from_numpy(launch.sums).double().mul(math.log(2)).logsumexp(1)
+    want = (case.others() - case.reference.double()[:, None]).logsumexp(1)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-3)
+
+
 @pytest.mark.parametrize("config", [TALL, COOPERATIVE, SWAPPED], ids=str)
 def test_recomputed_exponentials(config: GemmConfig) -> None:
     case, kernel = Case(200, 72, 200, first=5000), kernels_of(config).exps
