@@ -29,7 +29,9 @@ test-integrations: .venv/ready
 test-gpu: .venv/ready
 	$(BIN)/pytest -m gpu --numprocesses=0
 
-# compute-sanitizer over a step of every kind; TOOL=synccheck finds barriers that not all threads meet
+# compute-sanitizer over a step of every kind; TOOL=synccheck finds barriers that not all threads meet.
+# TOOL=racecheck takes buffers of kept_store for raced, as it follows the arrival of one lane of a warp
+# to that lane alone: with an arrival of each lane it finds nothing
 TOOL := memcheck
 sanitize: .venv/ready
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --report-api-errors no \

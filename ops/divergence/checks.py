@@ -121,7 +121,8 @@ def pair(name: str, value: Any) -> tuple[Any, Any]:
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != 2:
             raise ValueError(
-                f"{name}: got {len(value)} values, expected one, or two of student and teacher"
+                f"{name}: got a sequence of {len(value)}, expected a number, or two: those of "
+                "student and teacher"
             )
         student, teacher = value
     else:

@@ -112,6 +112,14 @@ def check_outputs(names: Sequence[str], softcap: float | None) -> None:
         )
 
 
+def check_denominator_number(denominator: Tensor | float | None) -> None:
+    """Raise ValueError for a number out of its range; values of a tensor are not looked at."""
+    if denominator is None or isinstance(denominator, Tensor):
+        return
+    if not 0 <= denominator < math.inf:
+        raise ValueError(f"denominator: got {denominator}, expected a finite number, 0 or more")
+
+
 def check_denominator(denominator: Tensor, h: Tensor, reduction: str) -> None:
     """Raise TypeError or ValueError unless it is one real number, for "mean"."""
     if reduction != "mean":

@@ -15,6 +15,7 @@ def with_tensors(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
     for name in ("denominator", "grad_output"):
         if name in given:
             result[name] = as_tensor(name, given[name], device)
+    option_checks.check_denominator_number(given.get("denominator"))
     temperature: Any = given.get("temperature")
     if "temperature" in given and not isinstance(temperature, Tensor):
         checks.check_type("temperature", temperature)

@@ -99,7 +99,7 @@ class Plan:
         size = f"{kept:.0%} kept" + f", {aliased:.0%} in the memory of dW" * (aliased > 0)
         columns = str(self.window)
         if self.in_forward:
-            size = f"chunks of {self.chunk} tokens"
+            size = f"chunks of {min(self.chunk, self.tokens)} tokens"
             columns = f"up to {self.kept}" if self.has_windows else str(vocab)
             if self.shrinking:
                 size += f" to {self.shrinking.sizes[-1]} in the memory of dX"

@@ -118,7 +118,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         "student_bias: got dtype torch.int64",
     ),
-    "three scales": ({"logit_scale": (1, 2, 3)}, ValueError, "logit_scale: got 3 values, expected"),
+    "three scales": ({"logit_scale": (1, 2, 3)}, ValueError, "got a sequence of 3, expected"),
     "a scale of 0": ({"logit_scale": (1.0, 0.0)}, ValueError, "logit_scale: got 0.0, expected"),
     "a scale that is no number": (
         {"logit_scale": float("nan")},
@@ -149,6 +149,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "denominator: got one with reduction='sum'",
     ),
+    "a denominator below 0": ({"denominator": -3}, ValueError, "denominator: got -3, expected"),
     "an unknown workspace": ({"workspace": "huge"}, ValueError, "workspace: got 'huge'"),
     "no index": ({"ignore_index": 1.0}, TypeError, "ignore_index: got 1.0"),
     "no group": ({"group": "tp"}, TypeError, "group: got 'tp', expected a ProcessGroup"),

@@ -536,7 +536,9 @@ def test_planner_needs_no_torch() -> None:
 
 
 def test_a_plan_in_chunks_prints_them() -> None:
-    plan = Plan("gradients_in_forward", 64, 0, 336, 40, True, False, False, 333, 1 << 20, 0.5)
+    sizes = 64, 0, 336, 40, True, False, False, 333, 1 << 20, 0.5
+    plan = Plan("gradients_in_forward", *sizes, tokens=100)
+    assert "chunks of 0 tokens" in str(dataclasses.replace(plan, tokens=0))
     assert "chunks of 40 tokens" in str(plan) and "1.0 MiB" in str(plan)
 
 

@@ -321,6 +321,8 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "temperature 0": ({"temperature": 0}, ValueError, "got 0, expected a finite number above 0"),
     "temperature below 0": ({"temperature": -1.0}, ValueError, "got -1.0"),
     "temperature inf": ({"temperature": float("inf")}, ValueError, "got inf"),
+    "denominator below 0": ({"denominator": -1}, ValueError, "got -1, expected a finite number, 0"),
+    "denominator NaN": ({"denominator": float("nan")}, ValueError, "got nan"),
     "ignore_index of text": ({"ignore_index": "3"}, TypeError, "got '3'"),
     "ignore_index too large": ({"ignore_index": 2**70}, ValueError, "got 1180591620717411303424"),
     "outputs of None": ({"outputs": None}, TypeError, "got None"),
