@@ -9,10 +9,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from cutefce.ops.divergence.options import DIVERGENCES
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.scalars import as_tensor
 from cutefce.ops.operators.context import autocast
-from cutefce.ops.rows.targets import sum_dtype
 
 T = TypeVar("T")
 Heads = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]

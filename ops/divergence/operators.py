@@ -17,6 +17,7 @@ from cutefce.ops.divergence.options import RECORDS, Divergence, DivergenceTensor
 from cutefce.ops.divergence.passes import STATS, Passes
 from cutefce.ops.divergence.plan import problem_of
 from cutefce.ops.divergence.sides import Side, SideGradients
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import Sharding
 from cutefce.ops.operators import kept
 from cutefce.ops.operators.context import isolated_context
@@ -25,7 +26,6 @@ from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.shard import Unsharded, shard_of
 from cutefce.ops.planning.divergence.planner import make_plan
 from cutefce.ops.rows.logit_map import LogitMap
-from cutefce.ops.rows.targets import sum_dtype
 from cutefce.ops.schema import unpack
 
 OPERANDS = 5

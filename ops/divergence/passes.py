@@ -27,6 +27,7 @@ from cutefce.ops.divergence.factors import Factors, SideFactors
 from cutefce.ops.divergence.options import STUDENT, TEACHER, Divergence
 from cutefce.ops.divergence.row_kernel import RowKernel
 from cutefce.ops.divergence.sides import Side, SideGradients
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.parallel.shard import Unsharded, VocabShard
 from cutefce.ops.planning.divergence.planner import (
     bytes_of_later,
@@ -36,7 +37,6 @@ from cutefce.ops.planning.divergence.planner import (
 from cutefce.ops.planning.divergence.problem import DivergencePlan
 from cutefce.ops.primitives.portable_gradients import apply_rowwise
 from cutefce.ops.rows.blocks import blocks
-from cutefce.ops.rows.targets import sum_dtype
 
 SUMS, STATS = 4, 6
 """Statistics of a token, of which the first ones make the log-sum-exps of both sides."""

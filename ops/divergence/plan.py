@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.divergence import checks as own_checks
 from cutefce.ops.divergence.options import DivergenceTensors
+from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface import checks
 from cutefce.ops.planning.divergence.planner import make_plan
 from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
@@ -109,7 +110,7 @@ def problem_of(
     """
     problems, copied = [], 0
     for (h, w), (hidden, weight, bias) in zip(heads, gradients, strict=True):
-        dtype = str(h.dtype).removeprefix("torch.")
+        dtype = dtype_name(h.dtype)
         sizes = counted, h.shape[1], len(w), dtype, planned_device(h)
         problems.append(Problem(*sizes, hidden, weight, grad_bias=bias))
         given = (h, w) if counted == len(h) else (w,)

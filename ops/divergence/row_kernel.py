@@ -11,6 +11,7 @@ from cutefce.cute_kernels.spec.divergence import divergence_rows
 from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.options import STUDENT, TEACHER, Divergence
 from cutefce.ops.divergence.sides import Side
+from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.primitives.dispatch import device_unsupported_reason, gpu_of
 
 ALIGNMENT = 8
@@ -71,7 +72,7 @@ class RowKernel:
         """
         a, b = _order(self.options)
         memory = [None if x is None else x.memory for x in outs]
-        names = [None if x is None else str(x.dtype).removeprefix("torch.") for x in memory]
+        names = [None if x is None else dtype_name(x.dtype) for x in memory]
         given = all(x is not None for x in sums)
         spec = divergence_rows(self.arch, self.options.is_mixture, names[a], names[b], given)
         exchange = stats.new_empty(stats.shape[1] * spec.EXCHANGE)

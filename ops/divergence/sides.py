@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.divergence.logits import write_logits
+from cutefce.ops.dtypes import dtype_name, sum_dtype
 from cutefce.ops.parallel.shard import Unsharded
 from cutefce.ops.planning.divergence.planner import rounds_scaled
 from cutefce.ops.primitives.portable_gradients import matmul_into
@@ -13,7 +14,6 @@ from cutefce.ops.primitives.portable_projection import dense
 from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.rows.blocks import row_blocks
 from cutefce.ops.rows.logit_map import LogitMap
-from cutefce.ops.rows.targets import sum_dtype
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Side:
     @property
     def rounds_scaled(self) -> bool:
         """Whether dW is a single product of factors and scaled hidden states, where it can be."""
-        dtype = str(self.h.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.h.dtype)
         return rounds_scaled(self.h.device.type, dtype, self.w.numel())
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.plans import plan_for
@@ -21,7 +22,6 @@ from cutefce.ops.primitives.dispatch import (
 from cutefce.ops.primitives.row_selection import select_rows
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
 from cutefce.ops.rows.selection import RowSelection
-from cutefce.ops.rows.targets import sum_dtype
 from cutefce.ops.sampling.samples import Sampling
 from cutefce.ops.strategies.dw_views import aliased_views, memory_of
 from cutefce.ops.strategies.loss_inputs import LossInputs

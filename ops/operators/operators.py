@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import OPTIONS, LossOptions, StepOptions, TensorOptions
 from cutefce.ops.operators import kept, meta
 from cutefce.ops.operators.agreement import agreed_backward, agreed_forward, agreed_upstream
@@ -30,7 +31,7 @@ from cutefce.ops.parallel.shard import Unsharded, shard_of
 from cutefce.ops.planning.planner import MINIMUM, Plan
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
-from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
+from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.sampling.kernels import KernelSamples
 from cutefce.ops.schema import unpack
 from cutefce.ops.strategies import sampled, windows

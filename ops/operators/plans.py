@@ -12,9 +12,10 @@ from torch import Tensor
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.ops import torch_compat
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.planning import planner
-from cutefce.ops.planning.call_problem import CallProblem, forms_gradients
+from cutefce.ops.planning.call_problem import CallProblem, forms_gradients, with_call
 from cutefce.ops.primitives.dispatch import (
     problem_of,
     sampling_unsupported_reason,
@@ -22,7 +23,7 @@ from cutefce.ops.primitives.dispatch import (
 )
 from cutefce.ops.primitives.portable_projection import is_dense
 from cutefce.ops.primitives.row_selection import has_aligned_rows
-from cutefce.ops.rows.targets import OUTPUTS, sum_dtype
+from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.strategies.weight_gradient import can_add_in_place
 
 
@@ -54,17 +55,20 @@ def plan_for(
     if options.accum_dtype is not None:
         problem = dataclasses.replace(problem, random_sums=True)
     if tensors.is_dense and tensors.target_probs is not None:
-        dense = {"probs_bytes": tensors.target_probs.element_size(), "arch": None}
-        problem = CallProblem(**{**vars(problem), **dense})
+        probs_bytes = tensors.target_probs.element_size()
+        problem = with_call(problem, probs_bytes=probs_bytes, arch=None)
     elif tensors.target_indices is not None:
         soft, returned = tensors.target_indices.shape[-1], options.reduction == OUTPUTS
-        of_tokens = {"soft_targets": soft, "returns_classes": returned}
-        problem = CallProblem(**{**vars(problem), **of_tokens})
+        problem = with_call(problem, soft_targets=soft, returns_classes=returned)
     if buffer is not None:
         in_place = can_add_in_place(buffer, h.dtype, sum_dtype(h.dtype))
-        added = {"wide_grad_weight": True, "accumulates": True, "adds_in_place": in_place}
-        added["knows_upstream"] = tensors.grad_output is not None
-        problem = CallProblem(**{**vars(problem), **added})
+        problem = with_call(
+            problem,
+            wide_grad_weight=True,
+            accumulates=True,
+            adds_in_place=in_place,
+            knows_upstream=tensors.grad_output is not None,
+        )
     if sharding.group is not None:
         ranks, parallel = sharding.ranks(), sharding.sequence_parallel
         problem = dataclasses.replace(
@@ -77,8 +81,7 @@ def plan_for(
         given = options.samples, bool(tensors.soft_targets)
         arch = None if sampling_unsupported_reason(problem, *given) else problem.arch
         smooths = options.label_smoothing > 0
-        sampled = {"samples": options.samples, "arch": arch, "smooths": smooths}
-        problem = CallProblem(**{**vars(problem), **sampled})
+        problem = with_call(problem, samples=options.samples, arch=arch, smooths=smooths)
     own = _with_copies(problem, h, w, (step.copied_hidden, step.copied_weight))
     widest = max(sharding.shards) if sharding.shards else problem.vocab
     leading = own
@@ -120,17 +123,16 @@ def _with_copies(problem: Problem, h: Tensor, w: Tensor, copied: tuple[int, int]
     dense_bytes = sum(x.numel() * x.element_size() for x in gathered if not accepts(x))
     if not any((dense_bytes, *copied)):
         return problem
-    copies = {"copied_hidden": copied[0], "copied_weight": copied[1], "dense_bytes": dense_bytes}
-    return CallProblem(**{**vars(problem), **copies})
+    of_h, of_w = copied
+    return with_call(problem, copied_hidden=of_h, copied_weight=of_w, dense_bytes=dense_bytes)
 
 
 def _of_tokens(problem: Problem, tokens: int) -> Problem:
     """Return `problem` with some of its tokens, copied with their dX and probabilities."""
-    fields = {**vars(problem), "tokens": tokens}
+    problem = with_call(problem, tokens=tokens)
     copied = (1 + problem.grad_hidden) * tokens * problem.hidden * problem.item_bytes
-    copied += tokens * problem.vocab * fields.get("probs_bytes", 0)
-    fields["dense_bytes"] = fields.get("dense_bytes", 0) + copied
-    return CallProblem(**fields)
+    copied += tokens * problem.vocab * problem.probs_bytes
+    return dataclasses.replace(problem, dense_bytes=problem.dense_bytes + copied)
 
 
 @process_cache

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cutefce.ops import torch_compat
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.parallel.consistency import exchange
 from cutefce.ops.parallel.primitives import ShardProjection
@@ -40,7 +41,7 @@ from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_parts import parts_of, without_weightless
 from cutefce.ops.rows.selection import RowSelection
-from cutefce.ops.rows.targets import Targets, sum_dtype
+from cutefce.ops.rows.targets import Targets
 
 IGNORED = -(1 << 62)
 """The local index of ignored targets; other ranks' targets are also outside [0, V_k)."""

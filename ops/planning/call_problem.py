@@ -1,6 +1,7 @@
 """What a call adds to its problem: copies of operands, and where dW goes."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from cutefce.cute_kernels.problem import Problem, can_keep
 
@@ -38,6 +39,11 @@ class CallProblem(Problem):
         """Bytes of the gradients that are returned."""
         dw = self.vocab * self.hidden * self.grad_weight_bytes * self.grad_weight
         return super().gradient_bytes - dw * self.accumulates
+
+
+def with_call(p: Problem, **fields: Any) -> CallProblem:
+    """Return the problem of a call, with the `fields` given and all others those of `p`."""
+    return CallProblem(**{**vars(p), **fields})
 
 
 def accumulates(p: Problem) -> bool:

@@ -20,6 +20,7 @@ from cutefce.cute_kernels.problem import MAX_SELECTED, Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
+from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.planning.sample_sizes import slots as sample_slots
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
@@ -64,7 +65,7 @@ def backend_of(h: Tensor, w: Tensor) -> Backend:
 def arch_of(h: Tensor, w: Tensor) -> str | None:
     """Return the architecture whose kernels serve h (N, D) and w (V, D), None if there is none."""
     if h.is_meta:
-        served = str(h.dtype).removeprefix("torch.") in META_ARCH.dtypes
+        served = dtype_name(h.dtype) in META_ARCH.dtypes
         return META_ARCH.name if served and not _layout_unsupported_reason(h, w) else None
     if device_unsupported_reason(h.device, h.dtype) or _layout_unsupported_reason(h, w):
         return None
@@ -86,7 +87,7 @@ def problem_of(
         tokens,
         hidden,
         vocab,
-        str(h.dtype).removeprefix("torch."),
+        dtype_name(h.dtype),
         planned_device(h),
         grad_hidden,
         grad_weight,
@@ -218,7 +219,7 @@ def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str 
         expected = ", ".join(f"{major}.{minor}" for major, minor in (a.capability for a in ARCHS))
         got = f"{capability[0]}.{capability[1]}"
         return f"input: got compute capability {got}, expected one of {expected}"
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if name not in arch.dtypes:
         return f"input: got dtype {dtype}, expected one of {', '.join(arch.dtypes)}"
     return _compiler_unsupported_reason(arch, name) or _unverified_reason(device, name)

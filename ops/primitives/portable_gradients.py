@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
 from cutefce.ops.planning.step_memory import UPCAST_BLOCK
 from cutefce.ops.primitives.elementwise import (
@@ -40,7 +41,7 @@ from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.target_rows import TargetRows
-from cutefce.ops.rows.targets import Targets, sum_dtype
+from cutefce.ops.rows.targets import Targets
 
 if TYPE_CHECKING:
     from cutefce.ops.sampling.portable import SampledExps

@@ -16,6 +16,7 @@ from torch import Tensor
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.dense_targets.tiles import add_excess, write_gradient
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
@@ -36,7 +37,7 @@ from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
-from cutefce.ops.rows.targets import Targets, sum_dtype
+from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.portable import (
     PortableSamplingSteps,
     TileSampler,

@@ -12,6 +12,7 @@ from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import COUNTED, OTHERS, ScatterRowsSpec, SelectRowsSpec
 from cutefce.cute_kernels.workspace import Semaphore
+from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.planning.chunks.sizes import SPREAD_BLOCKS
 from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.selection import RowSelection
@@ -64,7 +65,7 @@ def restore_rows(selection: RowSelection | None, x: Tensor) -> Tensor:
         return x
     if selection.arch is None:
         return selection.restore(x, 0)
-    out, dtype = torch.empty_like(x), str(x.dtype).removeprefix("torch.")
+    out, dtype = torch.empty_like(x), dtype_name(x.dtype)
     operands = out, x, selection.order, selection.count
     compiled(ScatterRowsSpec(selection.arch, dtype))(*operands, 0, COUNTED | OTHERS)
     return out
@@ -81,7 +82,7 @@ def spread_rows(
     """
     assert selection.arch is not None
     count, order = selection.count, selection.order
-    spec = ScatterRowsSpec(selection.arch, str(x.dtype).removeprefix("torch."))
+    spec = ScatterRowsSpec(selection.arch, dtype_name(x.dtype))
     size = ceil_div(len(x), SPREAD_BLOCKS)
     room = x.new_empty(size, x.shape[1])
     for rows in reversed(list(blocks(len(x), size))):

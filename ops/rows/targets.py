@@ -18,6 +18,7 @@ from cutefce.cute_kernels.variant import (
     RowReductions,
 )
 from cutefce.ops.dense_targets.targets import DenseTargets
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.classes.output_classes import OutputClasses
 from cutefce.ops.rows.classes.soft_targets import SoftTargets
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
 NO_TENSORS = TensorOptions()
 OUTPUTS = "outputs"
 """The reduction of calls that return values of each token, see `outputs`."""
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of `dtype` are summed: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class ClassRow(NamedTuple):

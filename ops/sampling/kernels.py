@@ -19,6 +19,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.sampling_set import SamplingKernels, sampling_kernels
 from cutefce.cute_kernels.spec import ChooseClassesSpec, PrepareSamplesSpec, SparseRowsSpec
+from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.planning.sample_sizes import (
     estimate_count,
     frequent_count,
@@ -276,7 +277,7 @@ def _of_rows(targets: Targets, selection: RowSelection) -> Targets:
 
 def _with_result(spec: SparseRowsSpec, out: Tensor) -> SparseRowsSpec:
     """Return the kernel whose result has the dtype of `out`."""
-    name = str(out.dtype).removeprefix("torch.")
+    name = dtype_name(out.dtype)
     return spec if name == spec.dtype else replace(spec, out=name)
 
 

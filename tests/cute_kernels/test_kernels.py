@@ -30,6 +30,7 @@ from cutefce.cute_kernels.variant import (
     RowReductions,
 )
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat, forward_semaphore_count
+from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.window_layout import WindowLayout
@@ -86,7 +87,7 @@ def primitives(config: GemmConfig, dtype: torch.dtype) -> AnyPrimitives:
 
 
 def with_configs(configs: KernelConfigs, dtype: torch.dtype) -> AnyPrimitives:
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     tiles = widest_window(Problem(1, 64, 1000, name, "cuda"))
     count = torch.cuda.get_device_properties(0).multi_processor_count
     kernels = kernel_set.kernel_set(ARCH, name, configs)
@@ -271,7 +272,7 @@ class Launches:
     """Direct launches of the kernels of a variant, on all columns."""
 
     def __init__(self, config: GemmConfig, variant: KernelVariant, case: Case) -> None:
-        dtype = str(case.h.dtype).removeprefix("torch.")
+        dtype = dtype_name(case.h.dtype)
         if variant != PLAIN:
             config = ARCH.config_with_options(config, len(case.h))
         self.kernels = kernel_set.kernel_set(ARCH, dtype, with_project_exp(config), variant)

@@ -14,6 +14,7 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.cute_kernels.spec import GradGemmSpec
+from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.rows.kept_sums import joined_sums, round_at_random_
 from tests.emulation.core import Stuck
 from tests.emulation.hopper import run
@@ -111,7 +112,7 @@ class Sums:
     ) -> None:
         """Add eᵀ h and `terms` by the emulated kernel; other parameters are those of `run`."""
         terms = terms or terms_of(h, e.shape[1])
-        dtype = str(e.dtype).removeprefix("torch.")
+        dtype = dtype_name(e.dtype)
         kernel = kernel_of(config, self.low_bits, terms.rank_one is not None, dtype)
         semaphores = torch.zeros(kernel.semaphore_count(CLUSTERS), dtype=torch.int32)
         rows = torch.tensor([count or 0], dtype=torch.int32), int(count is not None)

@@ -24,6 +24,7 @@ from cutefce.cute_kernels.spec import (
     SparseRowsSpec,
 )
 from cutefce.cute_kernels.variant import LogitTransform
+from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.sampling.random_bits import strata_draws
 from tests.emulation.cases import Case
 from tests.emulation.hopper import run
@@ -357,7 +358,7 @@ def test_hidden_gradient(scatters: int, vectors: int, long: int) -> None:
 def test_weight_gradient(
     dtype: torch.dtype, vectors: int, long: int, hidden: int, adds: bool, start: float
 ) -> None:
-    tokens, vocab, name = 40, 70, str(dtype).removeprefix("torch.")
+    tokens, vocab, name = 40, 70, dtype_name(dtype)
     out_type = torch.float32 if adds else dtype
     out_name = "float32" if adds else None
     more: Any = {"long": long, "out": out_name, "adds": adds, "bias": True}

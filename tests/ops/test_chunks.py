@@ -17,6 +17,7 @@ from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.chunks.sizes import Chunks, own_columns, shrinking
 from cutefce.ops.planning.memory_model import chunked_bytes
@@ -139,7 +140,7 @@ def test_the_peak_of_shrinking_chunks_is_predicted(
     shape = 512, 1024, 8192
     case = random_case(*shape, dtype=dtype, device=device, ignored=0)
     h, w = case.h.requires_grad_(), case.w.requires_grad_()
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     problem = Problem(*shape, name, device, arch=arch_of(h, w), random_sums=random_sums)
     config = widest_window(problem)
     chunks = shrinking(512, 1024, 8192, config.reference_block, 16, 4)

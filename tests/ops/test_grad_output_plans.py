@@ -9,6 +9,7 @@ import torch
 import cutefce
 from bench.harness.timing import peak_bytes
 from cutefce.autotune_cache.defaults import widest_window, window_configs
+from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.planning.call_problem import CallProblem
@@ -106,7 +107,7 @@ def test_the_peak_of_chunks_into_a_buffer_is_predicted(
     buffer = torch.zeros(*w.shape, device=device)
     upstream = torch.ones((), device=device) if known else None
     tensors = TensorOptions(accumulate_into=buffer, grad_output=upstream)
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     more: dict[str, Any] = {"wide_grad_weight": True, "accumulates": True, "knows_upstream": known}
     problem = CallProblem(*shape, name, device, *trained, arch_of(h, w), **more)
     config, chunks = widest_window(problem), Chunks.even(problem.tokens, chunk)

@@ -14,6 +14,7 @@ import cutefce
 from bench.harness.timing import peak_bytes
 from cutefce.autotune_cache.defaults import widest_window, window_configs
 from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators.plans import plan_for
@@ -64,7 +65,7 @@ def measure(
             torch.autograd.grad(loss.sum(), wanted)
 
     step()
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     problem = Problem(*shape, name, device, grad_hidden, grad_weight, arch_of(case.h, case.w))
     plan = make_plan(
         problem, window_configs(problem), workspace_bytes(workspace), reduction != "none"
@@ -119,7 +120,7 @@ def test_the_peak_of_chunks_is_predicted(
     case = random_case(*shape, dtype=dtype, device=device, ignored=0)
     h, w = (x.requires_grad_(grad) for x, grad in zip((case.h, case.w), trained, strict=True))
     leaves = [x for x in (h, w) if x.requires_grad]
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     problem = Problem(*shape, name, device, *trained, arch_of(h, w))
     config = widest_window(problem)
     (parts, wider), blocks = windows, -(-shape[2] // config.reference_block)

@@ -9,6 +9,7 @@ from torch import Tensor
 import cutefce
 from cutefce.autotune_cache import defaults
 from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface import checks
 from cutefce.ops.planning import planner
 from cutefce.ops.planning.divergence.planner import make_plan
@@ -30,7 +31,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -
 def test_a_plan_is_that_of_a_hopper_gpu(
     dtype: torch.dtype, arch: str | None, workspace: Any
 ) -> None:
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     problem = Problem(TOKENS, HIDDEN, VOCAB, name, "cuda", arch=arch)
     budget = checks.workspace_bytes(workspace)
     want = planner.make_plan(problem, defaults.window_configs(problem), budget, True, False)

@@ -29,6 +29,7 @@ from cutefce.autotune_cache import defaults
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import LossOptions, Sharding
 from cutefce.ops.parallel import shard
 from cutefce.ops.planning.chunks.sizes import Chunks
@@ -612,7 +613,7 @@ def peak_of_chunks(sequence_parallel: bool, dtype: torch.dtype) -> tuple[int, in
     case = random_case(tokens, hidden, vocab, dtype=dtype, seed=dist.get_rank())
     h = (case.h[: tokens // 2] if sequence_parallel else case.h).requires_grad_()
     w, y = case.w.requires_grad_(), random_case(tokens, 8, 2 * vocab, ignored=0).y
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     problem = Problem(tokens, hidden, vocab, name, "cpu", True, True, None, 2, sequence_parallel)
     config, chunk = defaults.widest_window(problem), 512
     stored = -(-vocab // config.reference_block) * config.reference_block

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels import spec
 from cutefce.ops.divergence.factors import FactorRows
+from cutefce.ops.dtypes import dtype_name
 from tests.support.divergence import token_divergences
 
 
@@ -36,7 +37,7 @@ def divergence_rows(
             lse = (sums[1].double().log() + sums[0].double() * math.log(2)).logsumexp(1)
             torch.testing.assert_close(lse, x.double().logsumexp(1), rtol=1e-6, atol=1e-5)
     for dtype, out in ((kernel.factors_a, out_a), (kernel.factors_b, out_b)):
-        assert dtype == (None if out is None else str(out.dtype).removeprefix("torch."))
+        assert dtype == (None if out is None else dtype_name(out.dtype))
     form: dict[str, Any] = {"divergence": "forward_kl"}
     if kernel.mixture:
         form = {"divergence": "jsd", "beta": float(numbers[1])}

@@ -42,6 +42,7 @@ from cutefce.cute_kernels.workspace import (
     Window,
 )
 from cutefce.ops.divergence import logits, row_kernel
+from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.operators import operands, operators
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives import (
@@ -862,7 +863,7 @@ def serve_calls(
 
     def problem_of(h: Tensor, *others: Any) -> Problem:
         own = dispatch.problem_of(h, *others)
-        dtype = str(h.dtype).removeprefix("torch.")
+        dtype = dtype_name(h.dtype)
         return dataclasses.replace(own, arch=arch.name if selects else None, dtype=dtype)
 
     def primitives_for(h: Tensor, w: Tensor, problem: Problem, targets: Targets) -> Any:

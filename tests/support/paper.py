@@ -10,9 +10,10 @@ benchmarks call this.  Algorithms 3 and 4 are `strategies.gradients_in_forward`.
 import torch
 from torch import Tensor
 
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.primitives.portable_projection import PartialSums, PortableProjection
-from cutefce.ops.rows.targets import Targets, sum_dtype
+from cutefce.ops.rows.targets import Targets
 from cutefce.ops.strategies.windows import split_windows
 
 NO_TARGET = -1

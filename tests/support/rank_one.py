@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
-from cutefce.ops.rows.targets import Targets, sum_dtype
+from cutefce.ops.rows.targets import Targets
 from tests.support.reference import random_case
 
 SHAPES = [(1, 8, 11), (70, 8, 17), (521, 264, 1003), (257, 1096, 3001)]

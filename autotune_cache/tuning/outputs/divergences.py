@@ -16,6 +16,7 @@ from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.logits import launch
 from cutefce.ops.divergence.options import DIVERGENCES, Divergence
 from cutefce.ops.divergence.row_kernel import RowKernel
+from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.interface import AnyPrimitives
 
@@ -89,7 +90,7 @@ def logits_outputs(primitives: AnyPrimitives, like: Tensor, arch: str | None) ->
 
 def _logits_kernel(arch: str | None, like: Tensor) -> ProjectExpSpec | None:
     """Return the kernel of logits of operands in the dtype of `like`, if `arch` has one."""
-    dtype = str(like.dtype).removeprefix("torch.")
+    dtype = dtype_name(like.dtype)
     return None if arch is None else logits_kernel(arch_named(arch), dtype)
 
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import can_keep
+from cutefce.ops.dtypes import dtype_name, sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.interface import set_soft_excess
-from cutefce.ops.rows.targets import make_targets, sum_dtype
+from cutefce.ops.rows.targets import make_targets
 from cutefce.ops.soft_targets.rows import leads
 from cutefce.ops.strategies.loss_inputs import LossInputs
 
@@ -54,7 +55,7 @@ def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> d
         set_soft_excess(projection, h, w, targets, target_logit)
         assert soft.excess is not None
         results |= {f"soft logits{suffix}": soft.logits, f"excess{suffix}": soft.excess}
-        if not can_keep(str(h.dtype).removeprefix("torch.")):
+        if not can_keep(dtype_name(h.dtype)):
             break
     for name, x in results.items():
         results[name] = x if x.ndim == 1 else x.where(soft.coefficient != 0, 0)

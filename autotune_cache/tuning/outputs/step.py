@@ -18,6 +18,7 @@ from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning import planner
 from cutefce.ops.planning.chunks.sizes import Chunks
@@ -27,7 +28,7 @@ from cutefce.ops.primitives.row_selection import restore_rows, select_on_device
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
-from cutefce.ops.rows.targets import Targets, sum_dtype
+from cutefce.ops.rows.targets import Targets
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.dw_views import aliased_views, memory_of
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward

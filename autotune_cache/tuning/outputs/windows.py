@@ -10,6 +10,7 @@ from torch import Tensor
 from cutefce.autotune_cache.tuning.targets.base import TuningCase
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
@@ -19,7 +20,7 @@ from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.fused_step import FusedStep
 from cutefce.ops.primitives.row_selection import select_on_device
 from cutefce.ops.rows.selection import RowSelection
-from cutefce.ops.rows.targets import Targets, sum_dtype
+from cutefce.ops.rows.targets import Targets
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
 from cutefce.ops.strategies.hidden_sums import HiddenSums
