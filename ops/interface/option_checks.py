@@ -120,6 +120,14 @@ def check_denominator_number(denominator: Tensor | float | None) -> None:
         raise ValueError(f"denominator: got {denominator}, expected a finite number, 0 or more")
 
 
+def check_grad_output_number(grad_output: Tensor | float | None) -> None:
+    """Raise ValueError for a number that is not finite; values of a tensor are not looked at."""
+    if grad_output is None or isinstance(grad_output, Tensor):
+        return
+    if not math.isfinite(grad_output):
+        raise ValueError(f"grad_output: got {grad_output}, expected a finite number")
+
+
 def check_denominator(denominator: Tensor, h: Tensor, reduction: str) -> None:
     """Raise TypeError or ValueError unless it is one real number, for "mean"."""
     if reduction != "mean":
@@ -146,8 +154,12 @@ def check_bias(bias: Tensor, h: Tensor, w: Tensor) -> None:
     _check_floats("linear_bias", bias, h, w.shape[:1])
 
 
-def check_buffer(buffer: Tensor, h: Tensor, w: Tensor) -> None:
+def check_buffer(buffer: Tensor, h: Tensor, w: Tensor, bias: Tensor | None = None) -> None:
     """Raise TypeError or ValueError unless the gradient of w (V, D) can be added to `buffer`."""
+    check_layout("accumulate_into", buffer)
+    for name, x in (("linear_weight", w), ("input", h), ("linear_bias", bias)):
+        if x is not None and _overlap(buffer, x):
+            raise ValueError(f"accumulate_into: got the memory of {name}, expected its own")
     _check_constant("accumulate_into", buffer)
     dtypes = dict.fromkeys((torch.promote_types(w.dtype, torch.float32), w.dtype))
     if buffer.dtype not in dtypes:
@@ -158,10 +170,6 @@ def check_buffer(buffer: Tensor, h: Tensor, w: Tensor) -> None:
         raise ValueError(
             f"accumulate_into: got strides {buffer.stride()}, expected a contiguous tensor"
         )
-    for name, x in (("linear_weight", w), ("input", h)):
-        same_place = buffer.storage_offset() == x.storage_offset()
-        if buffer.numel() and same_place and torch_compat.shares_memory(buffer, x):
-            raise ValueError(f"accumulate_into: got the memory of {name}, expected its own")
 
 
 def check_accum_dtype(accum_dtype: torch.dtype | None) -> None:
@@ -184,6 +192,21 @@ def check_accumulates_in(accum_dtype: torch.dtype | None, h: Tensor, w: Tensor, 
             )
     if adds:
         raise ValueError(f"accum_dtype: got {accum_dtype} with accumulate_into, expected None")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Return whether a byte of b lies between the first and the last one of a, or the reverse."""
+    if not (a.numel() and b.numel() and torch_compat.shares_memory(a, b)):
+        return False
+    (first_a, end_a), (first_b, end_b) = _bytes_of(a), _bytes_of(b)
+    return bool(first_a < end_b and first_b < end_a)
+
+
+def _bytes_of(x: Tensor) -> tuple[Any, Any]:
+    """Return the first byte of x in its storage, and that behind its last one."""
+    first, size = x.storage_offset(), x.element_size()
+    last = first + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return first * size, (last + 1) * size
 
 
 def check_factors(name: str, x: Tensor, h: Tensor, shape: Sequence[int]) -> None:

@@ -181,7 +181,7 @@ class TensorOptions(OperatorRecord):
             shape = y.shape if self.temperature.ndim else ()
             option_checks.check_factors("temperature", self.temperature, h, shape)
         if self.accumulate_into is not None:
-            option_checks.check_buffer(self.accumulate_into, h, w)
+            option_checks.check_buffer(self.accumulate_into, h, w, self.linear_bias)
         if self.grad_output is not None:
             adds = self.accumulate_into is not None
             option_checks.check_grad_output(self.grad_output, h, options.reduction, adds)

@@ -16,6 +16,7 @@ def with_tensors(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
         if name in given:
             result[name] = as_tensor(name, given[name], device)
     option_checks.check_denominator_number(given.get("denominator"))
+    option_checks.check_grad_output_number(given.get("grad_output"))
     temperature: Any = given.get("temperature")
     if "temperature" in given and not isinstance(temperature, Tensor):
         checks.check_type("temperature", temperature)

@@ -65,7 +65,7 @@ def agreed_upstream(upstream: Tensor, tensors: TensorOptions) -> Tensor:
     if _is_known(upstream) and upstream.isfinite() and not is_same:
         raise RuntimeError(
             f"grad_output: got {given.item()}, expected {upstream.item()}, the gradient that the "
-            "backward of the loss got"
+            "backward of the loss got; zero accumulate_into, which may hold sums of this forward"
         )
     upstream = torch.where(is_same, upstream, torch.nan)
     buffer[0] += 0 * upstream

@@ -256,8 +256,10 @@ def make_targets(
     if y.device.type == "cpu":
         wrong = targets.active & (targets.safe_index != y)
         if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            token = row if selection is None else int(selection.order[row])
             raise IndexError(
-                f"target: got {int(y[wrong][0])}, expected 0 <= target < {vocab} "
+                f"target: got {int(y[row])} at token {token}, expected 0 <= target < {vocab} "
                 f"or ignore_index={options.ignore_index}"
             )
     return targets

@@ -325,7 +325,8 @@ def test_which_buffers_gemms_add_to() -> None:
     assert not can_add(torch.empty(4, 8), torch.float16, sums)
 
 
-W = torch.zeros(10, 8, requires_grad=True)
+ROWS = torch.zeros(12, 8)
+W = ROWS[1:11].requires_grad_()
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "shape": (torch.zeros(5, 8), ValueError, r"got shape \(5, 8\), expected \(10, 8\)"),
     "dtype": (torch.zeros(10, 8, dtype=torch.float16), TypeError, "got dtype torch.float16"),
@@ -333,8 +334,27 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "strides": (torch.zeros(8, 10).t(), ValueError, r"got strides \(1, 10\)"),
     "gradient": (torch.zeros(10, 8, requires_grad=True), ValueError, "got one that requires grad"),
     "the weight": (W.detach(), ValueError, "got the memory of linear_weight"),
+    "the parameter": (W, ValueError, "got the memory of linear_weight"),
+    "rows of the weight": (ROWS[2:], ValueError, "got the memory of linear_weight"),
     "type": (3, TypeError, r"got 3 \(int\), expected a tensor or None"),
 }
+
+
+def test_a_buffer_may_lie_beside_the_weight() -> None:
+    rows = torch.randn(20, 8)
+    w, sums = rows[:10].requires_grad_(), rows.detach()[10:].zero_()
+    x, y, before = torch.randn(4, 8), torch.arange(4), w.detach().clone().requires_grad_()
+    cutefce.linear_cross_entropy(x, w, y, accumulate_into=sums).backward()
+    (expected,) = torch.autograd.grad(torch.nn.functional.cross_entropy(x @ before.t(), y), before)
+    torch.testing.assert_close(sums, expected)
+    assert torch.equal(w, before)
+
+
+def test_a_buffer_has_none_of_the_memory_of_a_bias() -> None:
+    x, w = torch.zeros(4, 8), torch.zeros(10, 8, requires_grad=True)
+    sums, y = torch.zeros(10, 8), torch.zeros(4, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"^accumulate_into: got the memory of linear_bias"):
+        cutefce.linear_cross_entropy(x, w, y, linear_bias=sums.view(-1)[5:15], accumulate_into=sums)
 
 
 @pytest.mark.parametrize(("buffer", "error", "message"), WRONG.values(), ids=WRONG)

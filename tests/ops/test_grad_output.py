@@ -354,6 +354,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "got one that requires grad",
     ),
     "type": ({"grad_output": "1"}, TypeError, r"got '1' \(str\), expected a number, a tensor or"),
+    "not finite": ({"grad_output": float("nan")}, ValueError, "got nan, expected a finite number"),
     "range": ({"grad_output": 10**400}, ValueError, "got an integer beyond the range of a float"),
 }
 
@@ -377,6 +378,8 @@ def test_log_probabilities_have_many_gradients() -> None:
 def test_a_gradient_that_is_not_finite_is_never_the_right_one() -> None:
     h, w = torch.randn(64, 16, requires_grad=True), torch.randn(100, 16, requires_grad=True)
     y, buffer = torch.randint(100, (64,)), torch.zeros(100, 16)
-    loss = cutefce.linear_cross_entropy(h, w, y, accumulate_into=buffer, grad_output=torch.inf)
+    loss = cutefce.linear_cross_entropy(
+        h, w, y, accumulate_into=buffer, grad_output=torch.tensor(torch.inf)
+    )
     with pytest.raises(RuntimeError, match=r"^grad_output: got inf, expected 1\.0, the gradient"):
         loss.backward()

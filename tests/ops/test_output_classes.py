@@ -260,8 +260,14 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
         {"target_indices": INDEX[:, :1].expand(6, 257)},
         ValueError,
     ),
-    "target_indices: got 20, expected 0": ({"target_indices": INDEX + 20}, IndexError),
-    "target_indices: got -1, expected 0": ({"target_indices": INDEX[:, :1] - 1}, IndexError),
+    "target_indices: got 20 at token 0, k = 0, expected 0": (
+        {"target_indices": INDEX + 20},
+        IndexError,
+    ),
+    "target_indices: got -1 at token 0, k = 0, expected 0": (
+        {"target_indices": INDEX[:, :1] - 1},
+        IndexError,
+    ),
     "outputs: got 'is_top1'": ({"outputs": ("is_top1",)}, NotImplementedError),
 }
 

@@ -81,9 +81,13 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "target too large": (
         {"y": Y + 8},
         IndexError,
-        r"target: got 10, expected 0 <= target < 10",
+        r"target: got 10 at token 2, expected 0 <= target < 10",
     ),
-    "target negative": ({"y": Y - 1}, IndexError, r"target: got -1, .*ignore_index=-100"),
+    "target negative": (
+        {"y": Y - 1},
+        IndexError,
+        r"target: got -1 at token 0, .*ignore_index=-100",
+    ),
 }
 
 
@@ -416,7 +420,7 @@ def test_the_gradient_of_entropy_with_softcap_is_refused() -> None:
         ({"linear_weight": None}, TypeError, "linear_weight: got None"),
         ({"target": None}, TypeError, "target: got None"),
         ({"target": Y[:3]}, ValueError, r"target: got shape \(3,\)"),
-        ({"target": Y + 8}, IndexError, "target: got 10, expected"),
+        ({"target": Y + 8}, IndexError, "target: got 10 at token"),
         ({"input": H.numpy()}, TypeError, "input: got an object of ndarray"),
         ({"workspace": "huge"}, ValueError, "workspace: got 'huge'"),
         ({"workspace": 2.5}, TypeError, "workspace: got 2.5"),

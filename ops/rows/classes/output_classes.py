@@ -20,7 +20,7 @@ from torch import Tensor, is_tensor
 
 from cutefce.cute_kernels.workspace import NO_CLASS
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.rows.classes.soft_targets import SoftTargets, over_scale
+from cutefce.ops.rows.classes.soft_targets import SoftTargets, over_scale, place_of_first
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.soft_targets.rows import sum_equal
 
@@ -188,8 +188,8 @@ def check_classes(indices: Tensor, options: LossOptions, vocab: int) -> None:
     bad = (indices != options.ignore_index) & _is_outside(indices, vocab)
     if bool(bad.any()):
         raise IndexError(
-            f"target_indices: got {int(indices[bad][0])}, expected 0 <= index < {vocab} "
-            f"or ignore_index={options.ignore_index}"
+            f"target_indices: got {int(indices[bad][0])} at {place_of_first(bad)}, expected "
+            f"0 <= index < {vocab} or ignore_index={options.ignore_index}"
         )
 
 

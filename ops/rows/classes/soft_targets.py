@@ -167,18 +167,18 @@ def check_values(
     bad = rows[:, None] & ~((probs >= 0) & (probs <= LARGEST))
     if bool(bad.any()):
         raise ValueError(
-            f"target_probs: got {float(probs[bad][0])} at {_first(bad)}, expected numbers from 0 "
-            f"to {LARGEST:.3g}"
+            f"target_probs: got {float(probs[bad][0])} at {place_of_first(bad)}, expected numbers "
+            f"from 0 to {LARGEST:.3g}"
         )
     bad = rows[:, None] & is_wrong(indices, probs, vocab)
     if bool(bad.any()):
         raise IndexError(
-            f"target_indices: got {int(indices[bad][0])} at {_first(bad)} with probability "
+            f"target_indices: got {int(indices[bad][0])} at {place_of_first(bad)} with probability "
             f"{float(probs[bad][0])}, expected 0 <= index < {vocab} where the probability is not 0"
         )
 
 
-def _first(bad: Tensor) -> str:
+def place_of_first(bad: Tensor) -> str:
     """Return the place of the first bad value (N, K), tokens being numbered through."""
     token, k = bad.nonzero()[0].tolist()
     return f"token {token}, k = {k}"
