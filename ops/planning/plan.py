@@ -97,6 +97,9 @@ class Plan:
         vocab = max(self.vocab, 1)
         kept, aliased = min(self.kept / vocab, 1), self.aliased / vocab
         size = f"{kept:.0%} kept" + f", {aliased:.0%} in the memory of dW" * (aliased > 0)
+        if self.grad_hidden or self.grad_weight:
+            again = 1 - kept - aliased
+            size += f", {again:.0%} computed again" * (again > 0.005)
         columns = str(self.window)
         if self.in_forward:
             size = f"chunks of {min(self.chunk, self.tokens)} tokens"
@@ -114,7 +117,7 @@ def predicted(workspace_bytes: int, seconds: float, budget: int | None) -> str:
     """Return what a plan prints of memory and time; `budget` are bytes that no plan is within."""
     text = f"{workspace_bytes / 2**20:.1f} MiB, {seconds * 1e3:.1f} ms predicted"
     if budget is not None:
-        text += f"; no plan takes the workspace of {budget / 2**20:.1f} MiB or less"
+        text += f"; no plan takes as little as the workspace of {budget / 2**20:.3g} MiB"
     return text
 
 
