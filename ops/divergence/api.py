@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from cutefce.ops import torch_compat
 from cutefce.ops.divergence import checks as own_checks
 from cutefce.ops.divergence import flops  # noqa: F401  (registers, as what it imports does)
-from cutefce.ops.interface import checks, option_checks
+from cutefce.ops.interface import checks
 from cutefce.ops.interface.scalars import as_tensor
 from cutefce.ops.parallel.consistency import report_errors
 
@@ -105,8 +105,7 @@ def linear_divergence(
         temperatures = own_checks.temperatures(temperature, h)
         ignored = own_checks.checked_ignore_index(reduction, ignore_index)
         if denominator is not None:
-            number, denominator = denominator, as_tensor("denominator", denominator, h.device)
-            option_checks.check_denominator_number(number)
+            denominator = as_tensor("denominator", denominator, h.device)
             own_checks.check_denominator(denominator, h, reduction)
             denominator = denominator.reshape(()).to(h.device)
         budget = checks.workspace_bytes(workspace)

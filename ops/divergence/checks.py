@@ -69,7 +69,6 @@ def temperatures(temperature: Any, h: Tensor) -> tuple[Tensor | None, Tensor | N
         if not isinstance(given, Tensor) and given == 1:
             results.append(None)
             continue
-        option_checks.check_temperature(given)
         x = as_tensor("temperature", given, h.device)
         check_temperature(x, h)
         results.append(x.reshape(-1) if x.ndim else x)

@@ -86,10 +86,15 @@ def check_entropy_gradient(softcap: float | None, gradient: str) -> None:
             )
 
 
-def check_temperature(temperature: Tensor | float) -> None:
-    """Raise ValueError for a number out of its range; values of a tensor are not looked at."""
-    if not isinstance(temperature, Tensor) and not 0 < temperature < math.inf:
-        raise ValueError(f"temperature: got {temperature}, expected a finite number above 0")
+def check_range(name: str, value: float) -> None:
+    """Raise ValueError for a number out of the range of the argument `name`, which may be one."""
+    in_range, expected = {
+        "temperature": (0 < value < math.inf, "a finite number above 0"),
+        "denominator": (0 <= value < math.inf, "a finite number, 0 or more"),
+        "grad_output": (-math.inf < value < math.inf, "a finite number"),
+    }[name]
+    if not in_range:
+        raise ValueError(f"{name}: got {value}, expected {expected}")
 
 
 def check_vocab(linear_weight: Tensor, outputs: Sequence[str]) -> None:
@@ -110,22 +115,6 @@ def check_outputs(names: Sequence[str], softcap: float | None) -> None:
             f"outputs: got 'mean_logit' with softcap={softcap}, which cutefce does not serve "
             "together; expected one of them"
         )
-
-
-def check_denominator_number(denominator: Tensor | float | None) -> None:
-    """Raise ValueError for a number out of its range; values of a tensor are not looked at."""
-    if denominator is None or isinstance(denominator, Tensor):
-        return
-    if not 0 <= denominator < math.inf:
-        raise ValueError(f"denominator: got {denominator}, expected a finite number, 0 or more")
-
-
-def check_grad_output_number(grad_output: Tensor | float | None) -> None:
-    """Raise ValueError for a number that is not finite; values of a tensor are not looked at."""
-    if grad_output is None or isinstance(grad_output, Tensor):
-        return
-    if not math.isfinite(grad_output):
-        raise ValueError(f"grad_output: got {grad_output}, expected a finite number")
 
 
 def check_denominator(denominator: Tensor, h: Tensor, reduction: str) -> None:

@@ -143,7 +143,6 @@ def plan(
         tensors = dataclasses.replace(tensors, accumulate_into=accumulate_into)
     if grad_output is not None:
         number = as_tensor("grad_output", grad_output, h.device)
-        option_checks.check_grad_output_number(grad_output)
         option_checks.check_grad_output(number, h, reduction, accumulate_into is not None)
         tensors = dataclasses.replace(tensors, grad_output=number)
     soft = {"target_indices": target_indices, "target_probs": target_probs}

@@ -15,21 +15,22 @@ def with_tensors(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
     for name in ("denominator", "grad_output"):
         if name in given:
             result[name] = as_tensor(name, given[name], device)
-    option_checks.check_denominator_number(given.get("denominator"))
-    option_checks.check_grad_output_number(given.get("grad_output"))
     temperature: Any = given.get("temperature")
     if "temperature" in given and not isinstance(temperature, Tensor):
-        checks.check_type("temperature", temperature)
-        option_checks.check_temperature(temperature)
         result["temperature"] = as_tensor("temperature", temperature, device)
     return result
 
 
 def as_tensor(name: str, value: Tensor | float, device: torch.device) -> Tensor:
-    """Return the argument `name` as a tensor, a number's on `device`."""
+    """Return the argument `name` as a tensor, a number's on `device`.
+
+    Raises:
+        TypeError, ValueError: for another type, or a number out of the argument's range.
+    """
     checks.check_type(name, value)
     if isinstance(value, Tensor):
         return replicated(name, value)
+    option_checks.check_range(name, value)
     if torch.compiler.is_compiling():  # a constant would be compiled for each value
         return torch.ones((), dtype=torch.float64, device=device) * value
     try:
