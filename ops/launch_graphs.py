@@ -1,4 +1,4 @@
-"""CUDA graphs of launches that recur: a host function that launches many kernels replays as one.
+"""CUDA graphs of launches that recur: a function that launches many kernels replays as one.
 
 A step of a training loop finds its operands where the step before had them, as torch's allocator
 gives out the same memory for the same requests.  Its launches are the same then, to the last
@@ -10,7 +10,7 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,14 @@ from cutefce.ops import torch_compat
 KEPT = 32
 """Graphs of the process that are kept: the driver has memory for each."""
 REMEMBERED = 8
-"""Calls of a host function that are remembered, until they recur."""
+"""Calls of an owner of graphs that are remembered, until they recur."""
 MOST_CAPTURES = 64
-"""Captures of a host function: where addresses change more often, they do not pay."""
+"""Captures of an owner of graphs: where addresses change more often, they do not pay."""
 
 Key = tuple[Any, ...]
 
 _graphs = OrderedDict[Key, "LaunchGraph"]()
-"""The graphs of all host functions, the least recently used one first."""
+"""The graphs of all owners, the least recently used one first."""
 _lock = threading.Lock()
 """Held while entries change."""
 _capturing = threading.Lock()
@@ -37,40 +37,37 @@ _capturing = threading.Lock()
 _streams: dict[int, torch.cuda.Stream] = {}
 """The streams of captures, by device.  They are never destroyed."""
 _numbers = itertools.count()
+_address = Tensor.data_ptr
 
 
 class LaunchGraphs:
-    """A host function that launches kernels on torch's current stream, and its graphs.
+    """The graphs of launches on torch's current stream that differ in addresses and numbers."""
 
-    What it launches follows from its arguments: numbers, and tensors of which all calls have the
-    same dtypes and, but for numbers of elements and the strides of the first two, layouts.
-    """
-
-    def __init__(self, launch: Callable[..., Any]) -> None:
-        self._launch = launch
+    def __init__(self) -> None:
         self._seen = OrderedDict[Key, None]()
         self._captures = 0
         self._number = next(_numbers)
         weakref.finalize(self, _forget, self._number).atexit = False
 
-    def __call__(self, *arguments: Any) -> None:
-        """Launch the kernels for `arguments`, in which tuples may group others.
+    def __call__(self, tensors: Sequence[Tensor], numbers: Key, launch: Callable[[], Any]) -> None:
+        """Do what `launch` does, which launches kernels on the device of the `tensors`.
 
-        The first two are tensors, on whose device they run.
+        What it launches follows from the addresses of the tensors, and from the `numbers`, which
+        tuples may group.
         """
-        if not can_capture(arguments[0]):
-            self._launch(*arguments)
+        if not can_capture(tensors[0]):
+            launch()
             return
-        key = self._number, *_identity(arguments)
+        key = self._number, *numbers, *map(_address, tensors)
         graph = _found(key)
         if graph is not None:
             graph.launch()
             return
-        self._launch(*arguments)
+        launch()
         if self._recurs(key):
             self._captures += 1
             try:
-                graph = LaunchGraph(self._launch, arguments)
+                graph = LaunchGraph(launch)
             except RuntimeError as error:  # this call is done, and others need no graph
                 warn_once(f"launches are not captured: {error}")
                 self._captures = MOST_CAPTURES
@@ -94,12 +91,12 @@ class LaunchGraphs:
 
 
 class LaunchGraph:
-    """The launches of a host function for given arguments, on the current device.
+    """The launches of a function, on the current device.
 
     They have the default priority.
     """
 
-    def __init__(self, launch: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def __init__(self, launch: Callable[[], Any]) -> None:
         """Capture them.
 
         Raises:
@@ -114,7 +111,7 @@ class LaunchGraph:
         before = _call(driver.cuThreadExchangeStreamCaptureMode, relaxed)
         try:
             with _capturing:
-                graph = _captured(launch, arguments, _capture_stream(self._device), relaxed)
+                graph = _captured(launch, _capture_stream(self._device), relaxed)
             try:
                 self._graph = _call(driver.cuGraphInstantiate, graph, 0)
             finally:
@@ -143,7 +140,7 @@ def _found(key: Key) -> LaunchGraph | None:
 
 
 def _forget(number: int) -> None:
-    """Drop the graphs of the host function with a number.
+    """Drop the graphs of the owner with a number.
 
     A garbage collection calls it, also where the lock is held.
     """
@@ -151,20 +148,7 @@ def _forget(number: int) -> None:
         _graphs.pop(key, None)
 
 
-def _identity(arguments: tuple[Any, ...]) -> Key:
-    """Return what distinguishes the launches for `arguments`."""
-    flat = [*arguments[0].stride(), *arguments[1].stride()]
-    for x in arguments:
-        if type(x) is tuple:
-            flat += x
-        else:
-            flat.append(x)
-    return tuple([(x.data_ptr(), x.numel()) if isinstance(x, Tensor) else x for x in flat])
-
-
-def _captured(
-    launch: Callable[..., Any], arguments: tuple[Any, ...], stream: torch.cuda.Stream, mode: Any
-) -> Any:
+def _captured(launch: Callable[[], Any], stream: torch.cuda.Stream, mode: Any) -> Any:
     """Return the graph of what `launch` launches on `stream`, which executes nothing."""
     from cuda.bindings import driver
 
@@ -172,7 +156,7 @@ def _captured(
     with torch.cuda.stream(stream):
         _call(driver.cuStreamBeginCapture, raw, mode)
         try:
-            launch(*arguments)
+            launch()
         except BaseException:
             driver.cuStreamEndCapture(raw)
             raise

@@ -19,6 +19,7 @@ from cutefce.ops.planning.window_layout import WindowLayout, row_layouts
 from cutefce.ops.primitives.dispatch import kernels_for, problem_of
 from cutefce.ops.primitives.fused_step import ForBackward, FusedStep, can_fuse, load
 from cutefce.ops.primitives.row_selection import has_aligned_rows
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS
 
@@ -44,42 +45,50 @@ def fused_step(problem: Problem, plan: Plan, device: torch.device) -> FusedStep 
     return None
 
 
+Fused = tuple[FusedStep, Tensor, Tensor, Tensor]
+"""A step, and h (N, D), w (V, D) and targets y (N,) int64 as it takes them."""
+
+
 def step_with_layouts(
     h: Tensor,
     w: Tensor,
+    y: Tensor,
     plan: Plan,
     options: LossOptions,
     tensors: TensorOptions,
     sharding: Sharding,
-) -> FusedStep | None:
-    """Return what runs a step whose memory has several layouts, None for any other."""
+) -> Fused | None:
+    """Return a step whose memory has several layouts, with its operands; None for any other."""
     is_plain = options.is_plain and options.reduction != OUTPUTS and tensors.is_plain
     if not (is_plain and plan.stores_windows) or sharding.group is not None:
         return None
     problem = problem_of(h, w, *plan.gradients)
     step = None if problem.arch is None else fused_step(problem, plan, h.device)
-    return step if step is not None and step.has_layouts else None
+    if step is None or not step.has_layouts:
+        return None
+    h = h if has_aligned_rows(h) else h.clone(memory_format=torch.contiguous_format)
+    return step, h, w, y.long().contiguous()
 
 
 def run_fused_forward(
-    step: FusedStep, plan: Plan, h: Tensor, w: Tensor, y: Tensor, options: LossOptions
+    step: FusedStep, h: Tensor, w: Tensor, y: Tensor, options: LossOptions, plan: Plan
 ) -> tuple[Tensor, RowStats, Kept]:
-    """Return the loss and the statistics of targets y (N,), and what is kept with these.
+    """Return the loss, the statistics, and what is kept with these.
 
     If there is a selection, all but a reduced loss are in its order.
     """
-    loss, (rows, exps, dw, selection) = step.forward(*_operands(h, w, y), options)
+    loss, (stats, exps, dw, selected) = step.forward(h, w, y, options)
     # where no backward overwrites what is kept, it does not matter which graph captures it
     capture = None if dw is None else torch_compat.capture_id()
-    return loss, RowStats(rows), Kept(plan, exps, dw, selection=selection, capture=capture)
+    return loss, RowStats(stats), Kept(plan, exps, dw, selected=selected, capture=capture)
 
 
 def run_fused_backward(
     step: FusedStep,
-    upstream: Tensor,
     h: Tensor,
     w: Tensor,
     y: Tensor,
+    upstream: Tensor,
     stats: Tensor,
     options: LossOptions,
     results: Kept,
@@ -88,23 +97,17 @@ def run_fused_backward(
 
     `upstream` is the gradient of the loss, () or (N,).  Where an earlier backward has overwritten
     what was stored in dW, the forward of several layouts runs again; with one layout this returns
-    None, as recomputing these columns takes less time.  More than eight parameters: those of the
-    forward, and what it has left.
+    None, as recomputing these columns takes less time.
     """
-    operands, selection = _operands(h, w, y), results.selection
-    saved = ForBackward(stats, results.exps, results.take_dw(), selection)
+    selected = results.selected
+    assert not isinstance(selected, RowSelection), "a fused step's own"
+    saved = ForBackward(stats, results.exps, results.take_dw(), selected)
     if saved.dw is None and step.aliases:
         if not step.has_layouts:
             return None
         del saved
         results.exps = results.exps.new_empty(0, 0)  # freed before they are stored again
-        _, saved = step.forward(*operands, options)
-    if selection is not None and upstream.ndim:
-        upstream = selection.take(upstream)
-    return step.backward(upstream, *operands, saved, options)
-
-
-def _operands(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return these as kernels take them."""
-    h = h if has_aligned_rows(h) else h.clone(memory_format=torch.contiguous_format)
-    return h, w, y.long().contiguous()
+        _, saved = step.forward(h, w, y, options)
+    if selected is not None and upstream.ndim:
+        upstream = selected.unpack().take(upstream)
+    return step.backward(upstream, h, w, y, saved, options)

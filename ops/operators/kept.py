@@ -17,7 +17,7 @@ from torch import Tensor
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.rows.loss_parts import LossParts
-from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.selection import PackedSelection, RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.sampling.kernels import KernelSamples
 from cutefce.ops.sampling.samples import Samples
@@ -52,12 +52,18 @@ class Kept:
     """(D,) that of `LossInputs`."""
     soft: LossParts | None = None
     """Soft targets with their logits, and the terms that they make."""
-    selection: RowSelection | None = None
+    selected: RowSelection | PackedSelection | None = None
     """Which tokens were computed; None for all."""
     stats: RowStats | None = None
     """Statistics of these tokens, in their order; None for those of all."""
     capture: int | None = field(default_factory=lambda: capture_id())
     """The CUDA graph capture in which the forward ran; None if in none."""
+
+    @property
+    def selection(self) -> RowSelection | None:
+        """Which tokens were computed; None for all."""
+        selected = self.selected
+        return selected.unpack() if isinstance(selected, PackedSelection) else selected
 
     def own(self, x: Tensor) -> Tensor:
         """Return x to be overwritten: a copy if the backward runs outside of the forward's capture.

@@ -97,15 +97,15 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
         same["workspace"] = step.budget
         same["workspace, as (strategy, chunk)"] = [plan.strategy, plan.chunk]
     shard = shard_of(sharding, h, w, **same)
-    fused = step_with_layouts(h, w, plan, options, tensors, sharding)
+    fused = step_with_layouts(h, w, y, plan, options, tensors, sharding)
     if fused is not None:
-        loss, stats, results = run_fused_forward(fused, plan, h, w, y, options)
+        loss, stats, results = run_fused_forward(*fused, options, plan)
         selection = results.selection
     else:
         inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
         loss, stats, results = run_forward(inputs, plan)
     if selection is not None:
-        results.selection, results.stats = selection, stats
+        results.selected, results.stats = results.selected or selection, stats
         stats = stats.restore(selection)
     kept.keep(stats.rows, results)
     return restored(loss, selection, options), stats.rows
@@ -185,13 +185,13 @@ def loss_backward(
             "grad_output: got a backward that does not find what its forward has kept, expected "
             "None where what a graph saves is moved or computed again"
         )
-    fused = step_with_layouts(h, w, plan, options, tensors, sharding)
+    fused = step_with_layouts(h, w, y, plan, options, tensors, sharding)
     if fused is not None:
         if results is None:
-            _, rows, results = run_fused_forward(fused, plan, h, w, y, options)
+            _, rows, results = run_fused_forward(*fused, options, plan)
         else:
             rows = RowStats(stats) if results.stats is None else results.stats
-        gradients = run_fused_backward(fused, upstream, h, w, y, rows.rows, options, results)
+        gradients = run_fused_backward(*fused, upstream, rows.rows, options, results)
         assert gradients is not None
         return *gradients, h.new_empty(0)
     sums = results.take_sums() if results else None

@@ -167,14 +167,15 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the reduced loss and the statistics of the tokens that were computed."""
     if step.fused is not None:
-        loss, stats, results = run_fused_forward(step.fused, step.plan, h, w, y, options)
+        loss, stats, results = run_fused_forward(step.fused, h, w, y, options, step.plan)
+        selection = None if options.is_scalar else results.selection
     else:
         selection = step.select(y, options)
         inputs = step.inputs(h, w, y, options, selection, seed)
         loss, stats, results = run_forward(inputs, step.plan)
-        results.selection = selection
+        results.selected = selection
     kept.keep(stats.rows, results)
-    return restored(loss, results.selection, options), stats.rows
+    return restored(loss, selection, options), stats.rows
 
 
 @isolated_context
@@ -189,12 +190,12 @@ def _backward(
     results: kept.Kept,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return dX and dW from what the forward has kept."""
-    selection = results.selection
     if step.fused is not None:
-        given = upstream, h, w, y, stats, options, results
+        given = h, w, y, upstream, stats, options, results
         gradients = run_fused_backward(step.fused, *given)
         if gradients is not None:
             return gradients
+    selection = results.selection
     if selection is not None and upstream.ndim:
         upstream = selection.take(upstream)
     inputs = step.inputs(h, w, y, options, selection)

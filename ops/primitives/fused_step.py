@@ -26,7 +26,7 @@ from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.window_layout import PlacedWindow, WindowLayout
 from cutefce.ops.primitives.cute_gradients import grad_hidden_kernel, is_small, k_splits
 from cutefce.ops.primitives.portable_gradients import matmul_into
-from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.selection import PackedSelection
 from cutefce.ops.rows.statistics import RowStats
 
 GRAD_HIDDEN, MOST_SPLITS = int(BackwardWindow.GRAD_HIDDEN), int(ForwardWindow.MOST_SPLITS)
@@ -45,7 +45,7 @@ class ForBackward(NamedTuple):
     """(N, K) exponentials of kept columns."""
     dw: Tensor | None
     """(V, D) memory of dW, which holds others; None if it holds none."""
-    selection: RowSelection | None
+    selected: PackedSelection | None
     """Which tokens were computed, and come first; None for all."""
 
 
@@ -94,8 +94,8 @@ class FusedStep:
             more = len(rows), num_sms, whole.buffer, gathers
             self._backward_sizes.append(backward.workspace_size(sizes, *more))
         self.dx_is_given = rows[0][GRAD_HIDDEN] == GradHidden.GIVEN
-        self.launch_forward = LaunchGraphs(compiled(forward))
-        self.launch_backward = LaunchGraphs(compiled(backward))
+        self._run_forward, self._run_backward = compiled(forward), compiled(backward)
+        self._forward_graphs, self._backward_graphs = LaunchGraphs(), LaunchGraphs()
 
     def forward(
         self, h: Tensor, w: Tensor, y: Tensor, options: LossOptions
@@ -104,20 +104,25 @@ class FusedStep:
 
         If there is a selection, all but a reduced loss are in its order.
         """
-        exps, tokens = h.new_empty(self.kept), h.shape[0]
-        dw = w.new_empty(w.shape) if self.aliases else None
+        exps, dw = h.new_empty(self.kept), w.new_empty(w.shape) if self.aliases else None
         workspace = h.new_empty(self.forward_size, dtype=torch.float32)
-        stats, loss = RowStats.empty(workspace, tokens), workspace.new_empty(())
-        selection = order = None
-        if self.arch is not None:
-            order = torch.empty_like(y), torch.empty_like(y), y.new_empty(1, dtype=torch.int32)
-            selection = RowSelection(*order, tokens, tokens, self.arch)
-        memories = (exps if dw is None else dw), (exps if self.kept[1] else dw)
-        results = stats.rows, loss, (*memories, *self._forward_table.arguments), order
+        stats, loss = RowStats.empty(workspace, h.shape[0]), workspace.new_empty(())
+        selected = None if self.arch is None else PackedSelection.empty(y, self.arch)
+        saved = ForBackward(stats.rows, exps, dw, selected)
         numbers = options.ignore_index, *self.forward_numbers, int(options.reduction == "mean")
-        self.launch_forward(h, w, y, workspace, *results, None, *numbers)
-        loss = loss if options.is_scalar else stats.loss
-        return loss, ForBackward(stats.rows, exps, dw, selection)
+
+        first = exps if dw is None else dw
+        chosen = stats.rows if selected is None else selected.memory
+
+        def launch() -> None:
+            memories = first, exps if self.kept[1] else dw
+            results = stats.rows, loss, (*memories, *self._forward_table.arguments)
+            order = selected and selected.parts()
+            self._run_forward(h, w, y, workspace, *results, order, None, *numbers)
+
+        tensors = h, w, y, workspace, loss, stats.rows, exps, first, chosen
+        self._forward_graphs(tensors, (h.stride(), w.stride(), *numbers), launch)
+        return loss if options.is_scalar else stats.loss, saved
 
     def backward(
         self,
@@ -132,9 +137,7 @@ class FusedStep:
 
         That is in the order of the selection.  The memory of dW in `saved` is overwritten.
         """
-        (stats, exps, dw, selection), order = saved, None
-        if selection is not None:
-            order = selection.order, selection.targets, selection.counts
+        stats, exps, dw, selected = saved
         uniform = upstream.ndim == 0
         workspace = stats.new_empty(self._backward_sizes[uniform])
         if self.dx_is_given:
@@ -142,14 +145,21 @@ class FusedStep:
             kept = exps if exps.shape[1] == w.shape[0] else exps[:, : w.shape[0]]
             matmul_into(sums, kept, w, accumulate=False)
         dx = h.new_empty(h.shape)
-        if dw is None:
-            dw = w.new_empty(w.shape)
-        upstream = upstream.to(stats.dtype).reshape(-1).contiguous()
-        operands = h, w, y, order, stats, upstream, exps if self.kept[1] else dw
-        numbers = *self._backward_table.arguments, *self._backward_numbers[uniform]
+        dw = w.new_empty(w.shape) if dw is None else dw
+        if upstream.dtype != stats.dtype:  # converting to the same one takes CPU time
+            upstream = upstream.to(stats.dtype)
+        upstream = upstream.contiguous()
         of_options = options.ignore_index, int(options.reduction == "mean")
-        results = dx, dw, workspace
-        self.launch_backward(*operands, *results, *numbers, *of_options, self._num_sms)
+
+        def launch() -> None:
+            stored, order = exps if self.kept[1] else dw, selected and selected.parts()
+            operands = h, w, y, order, stats, upstream.reshape(-1), stored
+            numbers = *self._backward_table.arguments, *self._backward_numbers[uniform]
+            self._run_backward(*operands, dx, dw, workspace, *numbers, *of_options, self._num_sms)
+
+        chosen = stats if selected is None else selected.memory
+        tensors = h, w, y, upstream, dx, dw, workspace, stats, exps, chosen
+        self._backward_graphs(tensors, (h.stride(), w.stride(), uniform, *of_options), launch)
         return dx, dw
 
 

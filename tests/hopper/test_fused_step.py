@@ -86,7 +86,7 @@ def fused(
     assert can_fuse(problem, kernels, NUM_SMS, layouts, selects, bits)
     step = FusedStep(problem, kernels, NUM_SMS, layouts, selects, bits)
     loss, saved = step.forward(case.h, case.w, case.y, options)
-    upstream = upstream_of(case, options, saved.selection)
+    upstream = upstream_of(case, options, saved.selected and saved.selected.unpack())
     dx, dw = step.backward(upstream, case.h, case.w, case.y, saved, options)
     return loss, saved.stats, dx, dw
 
@@ -178,3 +178,50 @@ def test_it_is_right(count: int | None, bits: int | None) -> None:
     for got, exact in zip((dx, dw), torch.autograd.grad(0.7 * want, (h, w)), strict=True):
         assert float((got.double() - exact).norm()) <= 2**-7 * float(exact.norm())
     assert not dx[case.y == -100].any()
+
+
+@pytest.mark.parametrize("layouts", [[KEPT], LAYOUTS], ids=["kept", "windows"])
+def test_graphs_know_what_launches_depend_on(
+    layouts: list[WindowLayout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All memory of the arguments, and what numbers of the call they have."""
+    case, kernels = random_problem(far=False), kernels_of(COOPERATIVE, own_dx=False)
+    problem = Problem(TOKENS, HIDDEN, VOCAB, "bfloat16", "cuda", arch="sm_90a")
+    seen: list[tuple[Any, ...]] = []
+    given: list[set[int]] = []
+
+    def storages(arguments: Any) -> set[int]:
+        if isinstance(arguments, Tensor):
+            return {arguments.untyped_storage().data_ptr()}
+        return set().union(*map(storages, arguments)) if isinstance(arguments, tuple) else set()
+
+    def note(tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], launch: Any) -> None:
+        launch()
+        seen.append(numbers)
+        assert given[-1] <= storages(tensors)
+
+    step = FusedStep(problem, kernels, NUM_SMS, layouts, selects=True, hidden_bits=4)
+    for name in ("_run_forward", "_run_backward"):
+        run = getattr(step, name)
+
+        def call(*arguments: Any, run: Any = run) -> None:
+            given.append(storages(arguments))
+            run(*arguments)
+
+        monkeypatch.setattr(step, name, call)
+    monkeypatch.setattr(step, "_forward_graphs", note)
+    monkeypatch.setattr(step, "_backward_graphs", note)
+    wide = torch.zeros(TOKENS, HIDDEN + 8, dtype=torch.bfloat16)[:, :HIDDEN].copy_(case.h)
+    calls = [
+        (case.h, LossOptions()),
+        (wide, LossOptions()),
+        (case.h, LossOptions(ignore_index=-1)),
+        (case.h, LossOptions("sum")),
+        (case.h, LossOptions("none")),
+    ]
+    for h, options in calls:
+        _, saved = step.forward(h, case.w, case.y, options)
+        upstream = upstream_of(case, options, None)
+        step.backward(upstream, h, case.w, case.y, saved, options)
+    forwards, backwards = seen[::2], seen[1::2]
+    assert len(set(forwards)) == len(set(forwards[:4])) == 4 and len(set(backwards)) == 5

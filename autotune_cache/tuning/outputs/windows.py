@@ -79,9 +79,10 @@ def fused_steps(inputs: Inputs, case: TuningCase) -> Iterator[Step]:
                 for of_sum in upstreams(given):
                     loss, saved = step.forward(h, w, y, options)
                     upstream = case.upstream.new_ones(()) if of_sum else case.upstream
-                    if saved.selection is not None:
-                        loss = saved.selection.restore(loss)
-                        upstream = upstream if of_sum else saved.selection.take(upstream)
+                    if saved.selected is not None:
+                        selection = saved.selected.unpack()
+                        loss = selection.restore(loss)
+                        upstream = upstream if of_sum else selection.take(upstream)
                     result = step.backward(upstream, h, w, y, saved, options)
                     yield _name(name, selects, of_sum), loss, *result
     elif h.dtype == torch.float64:
