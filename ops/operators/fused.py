@@ -7,6 +7,7 @@ have equal bits.  `plain_step` runs all.
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.variant import PLAIN
@@ -17,7 +18,7 @@ from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.plan import Plan
 from cutefce.ops.planning.window_layout import WindowLayout, row_layouts
 from cutefce.ops.primitives.dispatch import kernels_for, problem_of
-from cutefce.ops.primitives.fused_step import ForBackward, FusedStep, can_fuse, load
+from cutefce.ops.primitives.fused_step import ForBackward, FusedStep, can_fuse
 from cutefce.ops.primitives.row_selection import has_aligned_rows
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -40,9 +41,29 @@ def fused_step(problem: Problem, plan: Plan, device: torch.device) -> FusedStep 
         if can_fuse(problem, *kernels, layouts, *kind):
             step = FusedStep(problem, *kernels, layouts, *kind)
             if torch_compat.capture_id() is None:
-                load(*kernels, *kind, device)
+                _load(*kernels, *kind, device)
             return step
     return None
+
+
+@process_cache
+def _load(
+    kernels: KernelSet, num_sms: int, selects: bool, hidden_bits: int | None, device: torch.device
+) -> None:
+    """Run a small step: the first launch of a library loads it, which a graph capture may refuse.
+
+    Its sizes are those of a problem that verification covers; it launches all kernels.
+    """
+    tokens, hidden, vocab = 1, 64, 1000
+    problem = Problem(tokens, hidden, vocab, "bfloat16", device.type, arch=kernels.row_sums.arch)
+    layout = WindowLayout.of(DwMemory(tokens, hidden, vocab, 256), 256, 256, 512)
+    kind = selects, hidden_bits, 300
+    step, options = FusedStep(problem, kernels, num_sms, [layout], *kind), LossOptions("none")
+    h = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
+    w, y = h.new_zeros(vocab, hidden), torch.zeros(tokens, dtype=torch.int64, device=device)
+    for shape in ((), (tokens,)):
+        _, saved = step.forward(h, w, y, options)
+        step.backward(saved.stats.new_ones(shape), h, w, y, saved, options)
 
 
 Fused = tuple[FusedStep, Tensor, Tensor, Tensor]
@@ -100,7 +121,7 @@ def run_fused_backward(
     None, as recomputing these columns takes less time.
     """
     selected = results.selected
-    assert not isinstance(selected, RowSelection), "a fused step's own"
+    assert not isinstance(selected, RowSelection), "expected the selection of a fused step"
     saved = ForBackward(stats, results.exps, results.take_dw(), selected)
     if saved.dw is None and step.aliases:
         if not step.has_layouts:

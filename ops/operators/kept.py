@@ -53,7 +53,7 @@ class Kept:
     soft: LossParts | None = None
     """Soft targets with their logits, and the terms that they make."""
     selected: RowSelection | PackedSelection | None = None
-    """Which tokens were computed; None for all."""
+    """Which tokens were computed, as the forward has made it; None for all."""
     stats: RowStats | None = None
     """Statistics of these tokens, in their order; None for those of all."""
     capture: int | None = field(default_factory=lambda: capture_id())

@@ -34,7 +34,7 @@ from cutefce.ops.primitives.dispatch import (
     sampling_unsupported_reason,
 )
 from cutefce.ops.primitives.fused_step import FusedStep
-from cutefce.ops.primitives.row_selection import select_on_device
+from cutefce.ops.primitives.row_selection import has_aligned_rows, select_on_device
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
@@ -150,6 +150,9 @@ class PlainLoss(torch.autograd.Function):
             and not torch.is_grad_enabled()
             and not ctx.step.plan.in_forward
             and can_bypass_dispatcher(upstream, *saved)
+            # hooks of saved tensors may restore them with other layouts
+            and has_aligned_rows(saved[0])
+            and saved[2].is_contiguous()
         ):
             results = kept.kept_with(saved[3])
         if results is None:

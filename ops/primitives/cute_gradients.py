@@ -128,7 +128,7 @@ class CuteGradients(RowwiseSteps):
     ) -> bool:
         own = in_windows or is_small(len(sums), sums.shape[1], exps.shape[1])
         spec = grad_hidden_kernel(self.kernels, exps.shape[1], own)
-        if spec is None and selection is not None and selection.may_skip:
+        if spec is None and selection is not None and selection.must_skip:
             spec = self.kernels.grad_hidden_again
         if spec is None:
             matmul_into(sums, exps, w, accumulate=accumulate)

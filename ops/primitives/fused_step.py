@@ -16,13 +16,11 @@ from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
 from cutefce.cute_kernels.spec import FusedBackwardSpec, FusedForwardSpec
 from cutefce.cute_kernels.workspace import BackwardWindow, ForwardWindow, GradHidden
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.launch_graphs import LaunchGraphs
-from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.window_layout import PlacedWindow, WindowLayout
 from cutefce.ops.primitives.cute_gradients import grad_hidden_kernel, is_small, k_splits
 from cutefce.ops.primitives.portable_gradients import matmul_into
@@ -102,7 +100,8 @@ class FusedStep:
     ) -> tuple[Tensor, ForBackward]:
         """Return the loss, () or (N,), and what the backward needs of it.
 
-        If there is a selection, all but a reduced loss are in its order.
+        h (N, D) and w (V, D) have aligned rows; targets y (N,) are int64, and contiguous.  If there
+        is a selection, all but a reduced loss are in its order.
         """
         exps, dw = h.new_empty(self.kept), w.new_empty(w.shape) if self.aliases else None
         workspace = h.new_empty(self.forward_size, dtype=torch.float32)
@@ -117,9 +116,10 @@ class FusedStep:
         def launch() -> None:
             memories = first, exps if self.kept[1] else dw
             results = stats.rows, loss, (*memories, *self._forward_table.arguments)
-            order = selected and selected.parts()
+            order = None if selected is None else selected.parts()
             self._run_forward(h, w, y, workspace, *results, order, None, *numbers)
 
+        # sizes and dtypes are those of the step; all but h and w are contiguous
         tensors = h, w, y, workspace, loss, stats.rows, exps, first, chosen
         self._forward_graphs(tensors, (h.stride(), w.stride(), *numbers), launch)
         return loss if options.is_scalar else stats.loss, saved
@@ -152,7 +152,8 @@ class FusedStep:
         of_options = options.ignore_index, int(options.reduction == "mean")
 
         def launch() -> None:
-            stored, order = exps if self.kept[1] else dw, selected and selected.parts()
+            stored = exps if self.kept[1] else dw
+            order = None if selected is None else selected.parts()
             operands = h, w, y, order, stats, upstream.reshape(-1), stored
             numbers = *self._backward_table.arguments, *self._backward_numbers[uniform]
             self._run_backward(*operands, dx, dw, workspace, *numbers, *of_options, self._num_sms)
@@ -278,23 +279,3 @@ def can_fuse(
     more = windows, num_sms, layouts[0].buffer, recomputes
     fits = backward.workspace_size(sizes, *more) < MAX_WORKSPACE
     return fits and zeros <= kernels.target_logit.max_zeros(problem.tokens)
-
-
-@process_cache
-def load(
-    kernels: KernelSet, num_sms: int, selects: bool, hidden_bits: int | None, device: torch.device
-) -> None:
-    """Run a small step: the first launch of a library loads it, which a graph capture may refuse.
-
-    Its sizes are those of a problem that verification covers; it launches all kernels.
-    """
-    tokens, hidden, vocab = 1, 64, 1000
-    problem = Problem(tokens, hidden, vocab, "bfloat16", device.type, arch=kernels.row_sums.arch)
-    layout = WindowLayout.of(DwMemory(tokens, hidden, vocab, 256), 256, 256, 512)
-    kind = selects, hidden_bits, 300
-    step, options = FusedStep(problem, kernels, num_sms, [layout], *kind), LossOptions("none")
-    h = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
-    w, y = h.new_zeros(vocab, hidden), torch.zeros(tokens, dtype=torch.int64, device=device)
-    for shape in ((), (tokens,)):
-        _, saved = step.forward(h, w, y, options)
-        step.backward(saved.stats.new_ones(shape), h, w, y, saved, options)

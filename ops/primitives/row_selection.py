@@ -37,7 +37,7 @@ def far_rows(selection: RowSelection | None, semaphores: Tensor) -> RowSelection
     if selection is None:
         return None
     counts = semaphores[Semaphore.REPAIR_ROWS : Semaphore.REPAIR_ROWS + 1]
-    return replace(selection, counts=counts, may_skip=True)
+    return replace(selection, counts=counts, may_skip=True, must_skip=True)
 
 
 def row_range(x: Tensor, first: int, last: int) -> Tensor:

@@ -34,6 +34,8 @@ class RowSelection:
     """Architecture of the kernels that leave out the other tokens."""
     may_skip: bool = False
     """Whether launches write nothing where no token counts, instead of a row block of zeros."""
+    must_skip: bool = False
+    """Whether, for this reason, products must be kernels' and not cuBLAS's."""
 
     @property
     def is_on_device(self) -> bool:
@@ -46,6 +48,10 @@ class RowSelection:
         assert self.counts is not None
         counts = self.counts
         return counts if counts.shape[0] == 1 else counts.sum(0, keepdim=True, dtype=counts.dtype)
+
+    def skipping(self) -> "RowSelection":
+        """Return the same for launches of which nothing is read where no token counts."""
+        return replace(self, may_skip=True)
 
     def take(self, x: Tensor) -> Tensor:
         """Return the elements x (..., M) of the tokens, of x (..., N)."""

@@ -57,12 +57,16 @@ def gradients_in_forward(
     for number, rows in enumerate(chunks.slices()):
         own_h = h if targets.selection is not None else h[rows]
         part = replace(inputs, h=own_h, targets=targets.per_token(rows))
+        last, selection, coefficients = rows.stop == tokens, part.targets.selection, None
+        of_dx = None if selection is None else selection.skipping()
+        # dW's kernel reads zeros where the sums begin, and where it adds targets
+        if not len(dw.gradient) or (number > 0 and not last):
+            selection = part.targets.selection = of_dx
         own = own_columns(part.tokens, stored, chunks.own, block)
         columns: windows.StoredExps = [(0, matrix_of(memory, part.tokens, own))]
         if own < stored:
             free = dx.unwritten(rows.stop).view(h.dtype)
             columns = [*columns, (own, matrix_of(free, part.tokens, stored - own))]
-        selection, coefficients = part.targets.selection, None
         if stored < vocab:
             sums = dx.room(rows, loss_scale.dtype)
             summed = summing(part, columns[0][1], window, sums)
@@ -99,7 +103,7 @@ def gradients_in_forward(
                 sums = dx.room(rows, loss_scale.dtype)
                 for i, (first, exps) in enumerate(columns):
                     own_w = row_range(w, first, first + exps.shape[1])
-                    more: Any = {"accumulate": first > 0, "selection": selection}
+                    more: Any = {"accumulate": first > 0, "selection": of_dx}
                     are_scaled[i] = gradients.add_grad_hidden(
                         sums, exps, own_w, factor=factor, **more
                     )
@@ -111,7 +115,7 @@ def gradients_in_forward(
         if every is not None and coefficients.every is not None:
             every[rows] = coefficients.every
         if len(dw.gradient):
-            scale, last = None if factor is not None else own_dw.scale, rows.stop == tokens
+            scale = None if factor is not None else own_dw.scale
             if soft is not None and factor is not None:
                 for (first, exps), is_scaled in zip(columns, are_scaled, strict=True):
                     soft.scale(exps, first, factor, own_dw.target, is_scaled=is_scaled)

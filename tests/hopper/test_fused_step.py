@@ -35,7 +35,7 @@ from tests.support.reference import Case, random_case
 TALL = GemmConfig(128, 64, cluster=2, stages=3, pingpong=True)
 COOPERATIVE = GemmConfig(128, 64, cluster=1, stages=3, pingpong=False)
 SWAPPED = GemmConfig(64, 48, cluster=2, stages=2, pingpong=True, swaps=True)
-TOKENS, HIDDEN, VOCAB, BLOCK, LEAST = 150, 72, 333, 16, 32
+TOKENS, HIDDEN, VOCAB, BLOCK, LEAST = 151, 72, 333, 16, 32
 NUM_SMS = 2
 MEMORY = DwMemory(TOKENS, HIDDEN, VOCAB, BLOCK)
 KEPT = WindowLayout.of(MEMORY, 0, 336, LEAST)
@@ -211,17 +211,21 @@ def test_graphs_know_what_launches_depend_on(
         monkeypatch.setattr(step, name, call)
     monkeypatch.setattr(step, "_forward_graphs", note)
     monkeypatch.setattr(step, "_backward_graphs", note)
-    wide = torch.zeros(TOKENS, HIDDEN + 8, dtype=torch.bfloat16)[:, :HIDDEN].copy_(case.h)
+    wide_h, wide_w = (
+        torch.zeros(len(x), HIDDEN + 8, dtype=x.dtype)[:, :HIDDEN].copy_(x)
+        for x in (case.h, case.w)
+    )
     calls = [
-        (case.h, LossOptions()),
-        (wide, LossOptions()),
-        (case.h, LossOptions(ignore_index=-1)),
-        (case.h, LossOptions("sum")),
-        (case.h, LossOptions("none")),
+        (case.h, case.w, LossOptions()),
+        (wide_h, case.w, LossOptions()),
+        (case.h, wide_w, LossOptions()),
+        (case.h, case.w, LossOptions(ignore_index=-1)),
+        (case.h, case.w, LossOptions("sum")),
+        (case.h, case.w, LossOptions("none")),
     ]
-    for h, options in calls:
-        _, saved = step.forward(h, case.w, case.y, options)
+    for h, w, options in calls:
+        _, saved = step.forward(h, w, case.y, options)
         upstream = upstream_of(case, options, None)
-        step.backward(upstream, h, case.w, case.y, saved, options)
+        step.backward(upstream, h, w, case.y, saved, options)
     forwards, backwards = seen[::2], seen[1::2]
-    assert len(set(forwards)) == len(set(forwards[:4])) == 4 and len(set(backwards)) == 5
+    assert len(set(forwards)) == len(set(forwards[:5])) == 5 and len(set(backwards)) == 6

@@ -85,7 +85,7 @@ def test_addresses_that_do_not_recur_are_not_captured(made: list[FakeGraph]) -> 
     assert not made and launch.calls == 2 * (REMEMBERED + 1)
 
 
-def test_captures_of_a_function_end(made: list[FakeGraph]) -> None:
+def test_captures_of_an_owner_end(made: list[FakeGraph]) -> None:
     launch, x, graphs = Recorder(), torch.zeros(4), LaunchGraphs()
     for number in range(MOST_CAPTURES + 3):
         for _ in range(3):

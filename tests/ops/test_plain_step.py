@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo import compiled_autograd
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import cutefce
@@ -24,6 +24,7 @@ from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.planning import window_layout
 from cutefce.ops.planning.planner import MINIMUM, make_plan
 from cutefce.ops.primitives import dispatch, fused_step
+from cutefce.ops.primitives.row_selection import has_aligned_rows
 from tests.support.kernel_models import use_models
 from tests.support.modes import Seen
 from tests.support.reference import random_case
@@ -220,8 +221,12 @@ def test_sampled_steps(
     assert torch.equal(other[0], exact) and not torch.equal(other[1], alone[1])
 
 
+@pytest.mark.parametrize("selects", [False, True])
 @pytest.mark.parametrize("workspace", ["min", "max"])
-def test_transforms_of_a_repeat_are_served_or_refused(workspace: str, device: str) -> None:
+def test_transforms_of_a_repeat_are_served_or_refused(
+    workspace: str, selects: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(problem_module, "MIN_SELECTED", 1 if selects else 1 << 30)
     h, w, y = leaves(device)
     want = gradients(loss(h, w, y, workspace=workspace), h, w)
     result = loss(h, w, y, workspace=workspace)
@@ -233,11 +238,13 @@ def test_transforms_of_a_repeat_are_served_or_refused(workspace: str, device: st
         dx.sum().backward()
 
 
+@pytest.mark.parametrize("selects", [False, True])
 @pytest.mark.parametrize("workspace", ["min", "max"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_graph_compiler_may_trace_the_backward(
-    reduction: str, workspace: str, device: str
+    reduction: str, workspace: str, selects: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(problem_module, "MIN_SELECTED", 1 if selects else 1 << 30)
     h, w, y = leaves(device)
     results = []
     for compiled in (False, False, True):
@@ -248,6 +255,36 @@ def test_a_graph_compiler_may_trace_the_backward(
         with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
             results.append(torch.autograd.grad(result, (h, w)))
     assert are_same(results)
+
+
+def unaligned(x: Tensor) -> Tensor:
+    """Return x at an address that no kernel takes, or with gaps between its elements."""
+    if x.ndim == 1:
+        return torch.stack([x, x], 1)[:, 0]
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("workspace", ["min", "max"])
+def test_saved_tensors_may_come_back_with_another_layout(
+    workspace: str, kind: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h, w, y = leaves(device)
+    want = gradients(loss(h, w, y, workspace=workspace), h, w)
+    taken, backward = [], fused_step.FusedStep.backward
+
+    def note(self: Any, upstream: Tensor, h: Tensor, w: Tensor, y: Tensor, *more: Any) -> Any:
+        taken.append(has_aligned_rows(h) and y.is_contiguous())
+        return backward(self, upstream, h, w, y, *more)
+
+    monkeypatch.setattr(fused_step.FusedStep, "backward", note)
+
+    def unpack(x: Tensor) -> Tensor:
+        return unaligned(x) if x.dtype == kind and x.shape != w.shape else x
+
+    with saved_tensors_hooks(lambda x: x, unpack):
+        result = loss(h, w, y, workspace=workspace)
+    assert are_same([want, gradients(result, h, w)]) and all(taken)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -12,12 +12,13 @@ import cutefce
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.cute_kernels.spec import GradGemmSpec, ProjectExpSpec
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.operators import operands
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives import dispatch
 from cutefce.ops.rows.selection import RowSelection
-from tests.support.kernel_models import serve_calls
+from tests.support.kernel_models import model_of, serve_calls
 from tests.support.options import OPTIONS, assert_results_as_accurate, options_case
 from tests.support.reference import PLANS, Case, loss_of_plan, random_case
 
@@ -225,6 +226,42 @@ def test_every_option_on_the_kernels(
     x.case.h[ignored] = torch.nan
     for a, b in zip(x.ours(reduction="mean", workspace="min"), want, strict=True):
         assert torch.equal(a, b), "what ignored rows hold does not matter"
+
+
+@pytest.mark.parametrize("train_weight", [True, False])
+def test_chunks_without_rows_compute_nothing(
+    train_weight: bool, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
+) -> None:
+    """But for zeros that dW's kernel reads: in the first chunk, and where it adds targets."""
+    pytest.importorskip("cutlass")
+    computes: list[bool] = []
+
+    def noting(kernel: Any) -> Any:
+        is_projection = isinstance(kernel, ProjectExpSpec) and not kernel.only_flagged
+        place = 11 if is_projection else 6
+
+        def launch(*arguments: Any) -> None:
+            if is_projection or isinstance(kernel, GradGemmSpec):
+                count, selects = arguments[place : place + 2]
+                computes.append(int(count[0]) >= selects - 1)
+            model_of(kernel)(*arguments)
+
+        return launch
+
+    serve_calls(monkeypatch, Sm90(), small_tiles, selects=True, replacement=noting)
+    case = random_case(TOKENS, 48, 333, dtype=torch.bfloat16)
+    plan = Plan("gradients_in_forward", small_tiles.window, 0, 336, 40, True, train_weight)
+    for rows in (30, 0):
+        computes.clear()
+        y = case.y.clamp(min=0).masked_fill(torch.arange(TOKENS) >= rows, -100)
+        h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_(train_weight)
+        loss_of_plan(h, w, y, plan, LossOptions("sum")).backward()
+        of_chunks = [computes[i : i + 2 + train_weight] for i in range(0, 12, 2 + train_weight)]
+        first, *others = ([True, False, True], [False] * 3, [False] * 3, [True, False, True])
+        if rows:
+            first = [True] * 3
+        want = [first, *others] if train_weight else [[rows > 0] * 2, *[[False] * 2] * 3]
+        assert of_chunks[:4] == want and len(computes) == 4 * (2 + train_weight)
 
 
 def test_chunks_count_their_own_rows() -> None:
