@@ -13,7 +13,7 @@ from torch import Tensor
 from cutefce.ops.planning.chunks.sizes import Chunks, own_columns
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT
-from cutefce.ops.primitives.row_selection import row_range
+from cutefce.ops.primitives.row_selection import clear_first_rows, row_range
 from cutefce.ops.primitives.weighted_sum import add_soft_rows, weighted_sum
 from cutefce.ops.rows.blocks import matrix_of
 from cutefce.ops.rows.statistics import RowStats
@@ -58,15 +58,18 @@ def gradients_in_forward(
         own_h = h if targets.selection is not None else h[rows]
         part = replace(inputs, h=own_h, targets=targets.per_token(rows))
         last, selection, coefficients = rows.stop == tokens, part.targets.selection, None
-        of_dx = None if selection is None else selection.skipping()
-        # dW's kernel reads zeros where the sums begin, and where it adds targets
-        if not len(dw.gradient) or (number > 0 and not last):
-            selection = part.targets.selection = of_dx
+        skips = None if selection is None else selection.skipping()
+        # dW's kernel begins the sums, and adds targets, even of no tokens
+        must_run = len(dw.gradient) > 0 and (number == 0 or last)
+        part.targets.selection, of_dw = skips, selection if must_run else skips
         own = own_columns(part.tokens, stored, chunks.own, block)
         columns: windows.StoredExps = [(0, matrix_of(memory, part.tokens, own))]
         if own < stored:
             free = dx.unwritten(rows.stop).view(h.dtype)
             columns = [*columns, (own, matrix_of(free, part.tokens, stored - own))]
+        if must_run and selection is not None and selection.is_on_device:
+            for _, exps in columns:
+                clear_first_rows(exps)
         if stored < vocab:
             sums = dx.room(rows, loss_scale.dtype)
             summed = summing(part, columns[0][1], window, sums)
@@ -103,7 +106,7 @@ def gradients_in_forward(
                 sums = dx.room(rows, loss_scale.dtype)
                 for i, (first, exps) in enumerate(columns):
                     own_w = row_range(w, first, first + exps.shape[1])
-                    more: Any = {"accumulate": first > 0, "selection": of_dx}
+                    more: Any = {"accumulate": first > 0, "selection": skips}
                     are_scaled[i] = gradients.add_grad_hidden(
                         sums, exps, own_w, factor=factor, **more
                     )
@@ -133,7 +136,7 @@ def gradients_in_forward(
                 row = own_row if row is None else replace(own_row, row=row.row + own_row.row)
             scaled = part.selected(scale)
             for first, exps in columns:
-                given = scaled, target_grad, row if last else None, selection
+                given = scaled, target_grad, row if last else None, of_dw
                 dw.add(gradients, exps, *given, chunk=number, first=first)
             del given, scaled, target_grad
     del exps, columns, memory, target_logit  # freed before the statistics are joined

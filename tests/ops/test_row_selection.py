@@ -232,7 +232,7 @@ def test_every_option_on_the_kernels(
 def test_chunks_without_rows_compute_nothing(
     train_weight: bool, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
 ) -> None:
-    """But for zeros that dW's kernel reads: in the first chunk, and where it adds targets."""
+    """But for dW's, which begins the sums in the first chunk, and adds targets in the last one."""
     pytest.importorskip("cutlass")
     computes: list[bool] = []
 
@@ -257,10 +257,8 @@ def test_chunks_without_rows_compute_nothing(
         h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_(train_weight)
         loss_of_plan(h, w, y, plan, LossOptions("sum")).backward()
         of_chunks = [computes[i : i + 2 + train_weight] for i in range(0, 12, 2 + train_weight)]
-        first, *others = ([True, False, True], [False] * 3, [False] * 3, [True, False, True])
-        if rows:
-            first = [True] * 3
-        want = [first, *others] if train_weight else [[rows > 0] * 2, *[[False] * 2] * 3]
+        dw = [[True], [False], [False], [True]] if train_weight else [[]] * 4
+        want = [[rows > 0 and i == 0] * 2 + of_dw for i, of_dw in enumerate(dw)]
         assert of_chunks[:4] == want and len(computes) == 4 * (2 + train_weight)
 
 
