@@ -24,7 +24,7 @@ def set_gradients(
 
     Args:
         gradient: "exact" or "sampled", as of `linear_cross_entropy`.
-        samples: entries of a token that sampled gradients expect to keep, at most.
+        samples: expected number of entries of a token, at most, with sampled gradients.
         accum_dtype: torch.bfloat16 lets reduced losses keep sums of dW in bfloat16, where hidden
             states and weight are bfloat16; None keeps more bits.
 

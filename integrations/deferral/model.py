@@ -38,15 +38,17 @@ def defer(
         evaluation: whether logits are deferred in evaluation and without gradients too, for
             callers that use the loss alone, as `Trainer` without `compute_metrics`.
         gradient: "exact" or "sampled", as of `linear_cross_entropy`.
-        samples: entries of a token that sampled gradients expect to keep, at most.
+        samples: expected number of entries of a token, at most, with sampled gradients.
         accum_dtype: torch.bfloat16 lets sums of the weight's gradient be bfloat16, where hidden
             states and weight are; None keeps more bits.
 
     Raises:
         ValueError: for another `gradient` or `accum_dtype`, or `samples` out of their range.
-        TypeError: if the head is not a plain `nn.Linear`, as where it is quantized.
+        TypeError: for an argument of another type, or a head that is not a plain `nn.Linear`, as
+            where it is quantized.
         RuntimeError: if it is deferred already.
     """
+    check_type("evaluation", evaluation)
     check_type("accum_dtype", accum_dtype)
     loss_options = gradient_options(gradient, samples, accum_dtype)
     heads = [*_heads(model)]

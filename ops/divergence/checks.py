@@ -32,7 +32,10 @@ def checked_heads(
         TypeError, ValueError: for tensors that do not fit together, or a wrong group.
     """
     if group is not None and not isinstance(group, ProcessGroup):
-        raise TypeError(f"group: got {group!r}, expected a ProcessGroup that this rank is in")
+        raise TypeError(
+            f"group: got {group!r} ({type(group).__name__}), expected a ProcessGroup that this "
+            "rank is in"
+        )
     checks.check_type("shards", shards)
     names = "student_input", "student_weight", "teacher_input", "teacher_weight"
     for name, x in zip(names, given, strict=True):
@@ -180,7 +183,7 @@ def _check_head(side: str, h: Tensor, w: Tensor) -> None:
     if w.ndim != 2 or 0 in w.shape:
         raise ValueError(
             f"{side}_weight: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "
-            "a sharded parameter must be gathered first"
+            "gather it first if it is a sharded parameter"
         )
     if h.ndim == 0 or h.shape[-1] != w.shape[1]:
         raise ValueError(

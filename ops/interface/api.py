@@ -96,8 +96,9 @@ def linear_cross_entropy(  # type: ignore[misc]
 
     Args:
         input: (..., D) hidden states, bfloat16, float16, float32 or float64.
-        linear_weight: (V, D), of input's dtype and device; or (V, d_1, ..., d_K, D) for a loss of
-            K dimensions, with input (N, D) and target (N, d_1, ..., d_K).
+        linear_weight: (V, D), of input's dtype and device, or float32 beside a 16-bit input; or
+            (V, d_1, ..., d_K, D) for a loss of K dimensions, with input (N, D) and target
+            (N, d_1, ..., d_K).
         target: (...) integer class indices in [0, V), or `ignore_index`; or (..., V) floating-point
             probabilities q of all classes: Σ_v q_v (lse - u_v), as in torch.  None with soft ones.
         linear_bias: (V,) or (V, d_1, ..., d_K) floating-point, added to the logits before the
@@ -122,7 +123,8 @@ def linear_cross_entropy(  # type: ignore[misc]
         gradient: "exact", or "sampled": unbiased estimates of the gradients, from few entries of
             the softmax of each token, drawn with torch's generator of the device.  The loss, and
             all that is returned, is that of "exact", but for rounding.
-        samples: entries that a token expects to keep at most, from 16 to 4096, with "sampled".
+        samples: expected number of entries of a token, at most, from 16 to 4096, with "sampled":
+            the error is about 1 / sqrt(samples).
         return_lse: whether to return a `LossOutput` of the loss and the log-sum-exps.
         workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for
             speed; "min", "max", or None for 2.5 GiB.
@@ -136,7 +138,7 @@ def linear_cross_entropy(  # type: ignore[misc]
             or (1,), such as a loss scale over the number of microbatches.  A forward may then add
             to `accumulate_into`, in less memory and time; with another gradient the backward raises
             RuntimeError on a CPU, and elsewhere makes input's gradient and the buffer's first row
-            NaN.  With one loss alone.  No effect under hooks of saved tensors.
+            NaN.  Not with reduction "none"; no effect under hooks of saved tensors.
         accum_dtype: torch.bfloat16 keeps the sums of linear_weight's gradient over chunks of tokens
             in its own memory, rounded at random: unbiased, in less memory and time, with a larger
             error.  None keeps more bits.  Calls without such sums ignore it.  For bfloat16 alone,
@@ -246,8 +248,8 @@ def _loss(
     """
     report = report_errors.of(group, linear_weight)
     try:
-        if options is not None:
-            checks.refuse_unserved(options=options)
+        checks.refuse_options(options)
+        checks.check_type("return_lse", return_lse)
         if workspace is not None:
             checks.workspace_bytes(workspace)
         some = one_class(target, given)

@@ -63,6 +63,8 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "divergence": ((str,), "a string"),
     "beta": ((*NUMBERS, type(None)), "a number or None"),
     "enabled": ((bool,), "a bool"),
+    "evaluation": ((bool,), "a bool"),
+    "return_lse": ((bool,), "a bool"),
 }
 """Types of the arguments of the public functions, and how an error names them.
 
@@ -105,7 +107,7 @@ def _shown(value: Any) -> str:
     """Return a short form of a wrong argument: its value if it has a short one."""
     text = repr(value)
     kind = type(value).__name__
-    return f"{text} ({kind})" if len(text) <= 40 and "\n" not in text else f"an object of {kind}"
+    return f"{text} ({kind})" if len(text) <= 40 and "\n" not in text else f"a value of type {kind}"
 
 
 def check_tensors(h: Tensor, w: Tensor, y: Tensor, parts: int = 1) -> None:
@@ -187,7 +189,7 @@ def _check_widths(h: Tensor, w: Tensor) -> None:
     if w.ndim != 2 or 0 in w.shape:
         raise ValueError(
             f"linear_weight: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "
-            "a sharded parameter must be gathered first"
+            "gather it first if it is a sharded parameter"
         )
     if h.ndim == 0 or not are_equal("input", h.shape[-1:], w.shape[1:]):
         if h.ndim > 0 and h.shape[-1] == w.shape[0]:
@@ -260,9 +262,9 @@ def workspace_bytes(workspace: int | str | None) -> int:
         return named[workspace]
     if workspace is None:
         return planner.DEFAULT
-    if not 0 <= workspace <= planner.MAXIMUM:
-        raise ValueError(f"workspace: got {workspace}, expected bytes from 0 to {planner.MAXIMUM}")
-    return workspace
+    if not 0 <= workspace < 1 << 63:
+        raise ValueError(f'workspace: got {workspace}, expected bytes from 0 to 2**63 - 1 or "max"')
+    return min(workspace, planner.MAXIMUM)
 
 
 def rank_count(group: str | None, shards: Sequence[int] | None, sequence_parallel: bool) -> int:
@@ -288,11 +290,9 @@ def check_shards(group: str | None, shards: Sequence[int] | None, w: Tensor) -> 
         )
 
 
-def refuse_unserved(**arguments: Any) -> None:
-    """Raise NotImplementedError for the first argument that asks for something."""
-    for name, value in arguments.items():
-        asks_nothing = isinstance(value, (bool, int, float, tuple, list)) and not value
-        if value is not None and not asks_nothing:
-            raise NotImplementedError(
-                f"{name}: got {_shown(value)}, expected its default; cutefce does not serve it yet"
-            )
+def refuse_options(options: Any) -> None:
+    """Raise NotImplementedError for chunking options of torch that ask for something."""
+    if options is not None and (not isinstance(options, (int, float, tuple, list)) or options):
+        raise NotImplementedError(
+            f"options: got {_shown(options)}, expected None: `workspace` bounds the memory"
+        )

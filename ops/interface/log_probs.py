@@ -78,7 +78,7 @@ def linear_log_probs(
         temperature: divisor of the logits, a number, or () or (...).
         ignore_index: tokens with this target have values 0 and gradients 0; None is -100.
         gradient: "exact" or "sampled"; with "sampled", entropy has no gradient.
-        samples: entries of a token that sampled gradients expect to keep, at most.
+        samples: expected number of entries of a token, at most, with sampled gradients.
         workspace: peak memory in bytes, "min", "max" or None.
         accumulate_into: (V, D) buffer to which the backward adds the gradient of linear_weight.
         group: process group over which the vocabulary is sharded.

@@ -85,7 +85,7 @@ class LinearCrossEntropyLoss(nn.Module):
             checks.check_ignore_index(ignore_index)
         checks.check_reduction(reduction)
         checks.workspace_bytes(workspace)
-        checks.refuse_unserved(options=options)
+        checks.refuse_options(options)
         option_checks.check_numbers(**numbers)
         option_checks.check_sampling(gradient, samples)
         option_checks.check_accum_dtype(accum_dtype)

@@ -69,15 +69,15 @@ def plan(
         input: (..., D) hidden states.  Set requires_grad on input, linear_weight or both, as for
             the call; under `torch.no_grad` the plan is that of a forward alone.
         linear_weight: (V, D).
-        target: (..., V) probabilities of the call, of which only the shape and dtype matter; plans
-            of class indices do not depend on them.
+        target: (..., V) probabilities of the call, of which only the shape and dtype matter.  Class
+            indices do not change the plan, and are not checked.
         reduction: as for the call, and so are the other arguments.
         label_smoothing: share of the uniform distribution; it changes plans of sampled gradients.
         gradient: "exact" or "sampled".
-        samples: entries of a token that sampled gradients expect to keep, at most.
+        samples: expected number of entries of a token, at most, with sampled gradients.
         workspace: peak memory, as for the call.
         accumulate_into: buffer of the weight's gradient, as for the call.
-        grad_output: gradient of the loss, of which only matters whether it is given.
+        grad_output: gradient of the loss; only whether it is given matters.
         accum_dtype: dtype of the sums of the weight's gradient, as for the call.
         target_indices: (..., K) those of the call, of which only the shape matters.
         target_probs: (..., K) the same.

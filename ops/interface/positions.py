@@ -92,7 +92,7 @@ def _checked_target(
         raise ValueError(
             f"target: got shape {tuple(target.shape)} with input of shape {tuple(input.shape)}, "
             f"expected (N, {', '.join(map(str, sizes))}) with (N, D), to match linear_weight of "
-            f"shape {tuple(linear_weight.shape)}"
+            f"shape {tuple(linear_weight.shape)}; a linear_weight (V, D) has no more dimensions"
         )
     weights = {"weight": linear_weight.shape[:1], "token_weights": target.shape}
     for name, shape in weights.items():

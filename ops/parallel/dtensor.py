@@ -51,7 +51,10 @@ def localize(
         TypeError, ValueError: naming the argument; on every rank, because all know all placements.
     """
     if group is not None and not isinstance(group, ProcessGroup):
-        raise TypeError(f"group: got {group!r}, expected a ProcessGroup that this rank is in")
+        raise TypeError(
+            f"group: got {group!r} ({type(group).__name__}), expected a ProcessGroup that this "
+            "rank is in"
+        )
     if not isinstance(w, DTensor):
         sizes = None if shards is None else list(shards)
         named = None if group is None else group.group_name

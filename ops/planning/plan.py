@@ -90,17 +90,17 @@ class Plan:
         return self.chunks(tokens).unit if self.in_forward else tokens
 
     def __str__(self) -> str:
-        name = self.strategy.replace("_", " ")
-        cost = predicted(self.workspace_bytes, self.seconds, self.budget)
+        name, is_exact = self.strategy.replace("_", " "), not self.is_sampled
+        cost = predicted(self.workspace_bytes, self.seconds, self.budget if is_exact else None)
         if self.is_sampled:
-            return f"{name} gradients: {cost}"
+            return f"{name} gradients, which fewer samples let take less memory: {cost}"
         vocab = max(self.vocab, 1)
         kept, aliased = min(self.kept / vocab, 1), self.aliased / vocab
         size = f"{kept:.0%} kept" + f", {aliased:.0%} in the memory of dW" * (aliased > 0)
         if self.grad_hidden or self.grad_weight:
             again = 1 - kept - aliased
             size += f", {again:.0%} computed again" * (again > 0.005)
-        columns = str(self.window)
+        columns = str(min(self.window, vocab))
         if self.in_forward:
             size = f"chunks of {min(self.chunk, self.tokens)} tokens"
             columns = f"up to {self.kept}" if self.has_windows else str(vocab)
@@ -115,10 +115,15 @@ class Plan:
 
 def predicted(workspace_bytes: int, seconds: float, budget: int | None) -> str:
     """Return what a plan prints of memory and time; `budget` are bytes that no plan is within."""
-    text = f"{workspace_bytes / 2**20:.1f} MiB, {seconds * 1e3:.1f} ms predicted"
+    time = f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
+    text = f"{_size(workspace_bytes)}, {time} predicted"
     if budget is not None:
-        text += f"; no plan takes as little as the workspace of {budget / 2**20:.3g} MiB"
+        text += f"; no plan takes as little as the workspace of {_size(budget)}"
     return text
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 1 << 20 else f"{count} bytes"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,11 @@ import cutefce
 
 H, W = torch.randn(4, 8), torch.randn(10, 8)
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "an array": ({"input": H.numpy()}, TypeError, "input: got an object of ndarray, expected a"),
+    "an array": (
+        {"input": H.numpy()},
+        TypeError,
+        "input: got a value of type ndarray,",
+    ),
     "no weight": ({"linear_weight": None}, TypeError, r"linear_weight: got None \(NoneType\)"),
     "a sparse weight": ({"linear_weight": W.to_sparse()}, TypeError, "linear_weight: got layout"),
     "an integer input": ({"input": H.long()}, TypeError, "input: got dtype torch.int64, expected"),

@@ -543,6 +543,12 @@ def test_a_plan_in_chunks_prints_them() -> None:
 
 
 def test_a_plan_above_its_budget_says_so() -> None:
-    assert "no plan takes as little as the workspace of 1 MiB" in str(plan(LLAMA, 1 << 20))
+    assert "no plan takes as little as the workspace of 1.0 MiB" in str(plan(LLAMA, 1 << 20))
     for budget in (MINIMUM, MAXIMUM, GIB):
         assert "no plan" not in str(plan(LLAMA, budget))
+
+
+def test_a_small_plan_is_printed_in_bytes_and_microseconds() -> None:
+    text = str(Plan("windows", 64, 0, 0, 8, True, True, False, 50, 1000, 2e-5, budget=1, tokens=8))
+    assert "50 columns at a time: 1000 bytes, 20.0 µs predicted" in text
+    assert text.endswith("the workspace of 1 bytes")

@@ -126,7 +126,7 @@ def test_sharded_tensors_are_refused(tmp_path: Any) -> None:
 
 NOT_OF_THEIR_TYPE: dict[str, tuple[dict[str, Any], str]] = {
     "no target": ({"target": None}, r"target: got None \(NoneType\), expected a tensor"),
-    "an array": ({"input": H.numpy()}, "input: got an object of ndarray, expected a tensor"),
+    "an array": ({"input": H.numpy()}, "input: got a value of type ndarray, expected a tensor"),
     "a list": ({"target": [0, 1]}, r"target: got \[0, 1\] \(list\), expected a tensor"),
     "no reduction": ({"reduction": None}, r"reduction: got None \(NoneType\), expected a string"),
     "fractions of bytes": ({"workspace": 2.5}, r"workspace: got 2.5 \(float\), expected bytes as"),
@@ -152,6 +152,20 @@ def test_types_are_checked_by_name(change: dict[str, Any], message: str) -> None
     if set(change) <= set(served) and "target" not in change:
         with pytest.raises(TypeError, match=f"^{message}"):
             cutefce.plan(**{name: x for name, x in arguments.items() if name in served})
+
+
+def test_a_budget_may_be_the_largest_integer() -> None:
+    largest, limit = (cutefce.plan(H, W, workspace=x) for x in (2**63 - 1, "max"))
+    assert largest == limit
+    cutefce.linear_cross_entropy(H, W, Y, workspace=2**63 - 1)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_switches_are_bools(value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^return_lse: got {value!r} .*, expected a bool"):
+        cutefce.linear_cross_entropy(H, W, Y, return_lse=value)
+    with pytest.raises(TypeError, match=f"^evaluation: got {value!r} .*, expected a bool"):
+        cutefce.defer(torch.nn.Linear(8, 10), evaluation=value)
 
 
 @pytest.mark.parametrize("workspace", [-1, 2**63, 2**70])
@@ -206,7 +220,7 @@ def test_chunking_options_of_torch_may_ask_for_nothing(empty: Any) -> None:
         ({"logit_scale": 0.0}, ValueError, "logit_scale: got 0.0"),
         ({"softcap": -1}, ValueError, "softcap: got -1"),
         ({"softcap": 1, "label_smoothing": 0.1}, NotImplementedError, "label_smoothing: .*softcap"),
-        ({"weight": [1.0] * 10}, TypeError, "weight: got an object of list"),
+        ({"weight": [1.0] * 10}, TypeError, "weight: got a value of type list"),
         ({"out_features": 3}, TypeError, r"out_features: got 3 \(int\), expected a tuple"),
     ],
 )
@@ -421,7 +435,7 @@ def test_the_gradient_of_entropy_with_softcap_is_refused() -> None:
         ({"target": None}, TypeError, "target: got None"),
         ({"target": Y[:3]}, ValueError, r"target: got shape \(3,\)"),
         ({"target": Y + 8}, IndexError, "target: got 10 at token"),
-        ({"input": H.numpy()}, TypeError, "input: got an object of ndarray"),
+        ({"input": H.numpy()}, TypeError, "input: got a value of type ndarray"),
         ({"workspace": "huge"}, ValueError, "workspace: got 'huge'"),
         ({"workspace": 2.5}, TypeError, "workspace: got 2.5"),
         ({"shards": 3}, TypeError, "shards: got 3"),
