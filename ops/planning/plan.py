@@ -93,7 +93,8 @@ class Plan:
         name, is_exact = self.strategy.replace("_", " "), not self.is_sampled
         cost = predicted(self.workspace_bytes, self.seconds, self.budget if is_exact else None)
         if self.is_sampled:
-            return f"{name} gradients, which fewer samples let take less memory: {cost}"
+            more = "; fewer samples take less, another workspace does not"
+            return f"{name} gradients: {cost}" + more * (self.budget is not None)
         vocab = max(self.vocab, 1)
         kept, aliased = min(self.kept / vocab, 1), self.aliased / vocab
         size = f"{kept:.0%} kept" + f", {aliased:.0%} in the memory of dW" * (aliased > 0)

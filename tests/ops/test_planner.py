@@ -548,6 +548,13 @@ def test_a_plan_above_its_budget_says_so() -> None:
         assert "no plan" not in str(plan(LLAMA, budget))
 
 
+def test_a_sampled_plan_above_a_budget_says_what_helps() -> None:
+    h, w = torch.empty(8, 16, requires_grad=True), torch.empty(50, 16, requires_grad=True)
+    text = str(cutefce.plan(h, w, gradient="sampled", workspace=1))
+    assert text.endswith("predicted; fewer samples take less, another workspace does not")
+    assert "fewer" not in str(cutefce.plan(h, w, gradient="sampled"))
+
+
 def test_a_small_plan_is_printed_in_bytes_and_microseconds() -> None:
     text = str(Plan("windows", 64, 0, 0, 8, True, True, False, 50, 1000, 2e-5, budget=1, tokens=8))
     assert "50 columns at a time: 1000 bytes, 20.0 µs predicted" in text
