@@ -122,7 +122,9 @@ class LaunchGraph:
 
     def launch(self) -> None:
         """Launch them on torch's current stream."""
-        _call(self._launch, self._graph, torch_compat.current_raw_stream(self._device))
+        (status,) = self._launch(self._graph, torch_compat.current_raw_stream(self._device))
+        if status:
+            raise RuntimeError(f"cuGraphLaunch: {status}")
 
 
 def can_capture(x: Tensor) -> bool:

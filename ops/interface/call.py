@@ -172,7 +172,7 @@ def _evaluate(
         key = call_cache.call_key(h, w, y, workspace, options, (grad_hidden, grad_weight, *copied))
         found = call_cache.cached(key)
         if found is not None:
-            return _repeat(h, w, y, options, found), ()
+            return _isolated_repeat(h, w, y, options, found), ()
     ranks = sharding.ranks()
     with report_errors(sharding.group):
         options.check()
@@ -245,7 +245,10 @@ def repeated(input: Tensor, linear_weight: Tensor, target: Tensor, workspace: An
 def _repeat(
     h: Tensor, w: Tensor, y: Tensor, options: LossOptions, found: AnyPrimitives | PlainStep
 ) -> Tensor:
-    """Return the loss of a call like one before, of which `found` was kept."""
+    """Return the loss of a call like one before, of which `found` was kept.
+
+    This is outside of autocast regions, and h is on the current device.
+    """
     rows, y_rows = _flat(h, w, y)
     if isinstance(found, PlainStep):
         seed = draw_seed(y) if options.is_sampled else None
@@ -254,6 +257,9 @@ def _repeat(
     _, result = found.projection.forward(rows, w, Targets(y_rows, w.shape[0], options))
     # not a view of the statistics
     return result if options.is_scalar else result.clone().reshape(y.shape)
+
+
+_isolated_repeat = isolated_context(_repeat)
 
 
 def _flat(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

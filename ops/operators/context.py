@@ -76,10 +76,10 @@ def isolated_context(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(first: Tensor, *rest: Any, **more: Any) -> Any:
-        device, kind = first.device, first.device.type
-        if kind == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
+        if first.is_cuda and first.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
                 return run(first, *rest, **more)
+        kind = first.device.type
         if not is_autocasting(kind):
             return function(first, *rest, **more)
         with torch_compat.disabled_autocast(kind):

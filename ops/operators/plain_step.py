@@ -108,7 +108,8 @@ def plain_loss(
 ) -> Tensor:
     """Return the reduced loss of targets y (N,), which can be differentiated.
 
-    `seed` (2,) is that of sampled gradients, None for exact ones.
+    This is outside of autocast regions, and h is on the current device.  `seed` (2,) is that of
+    sampled gradients, None for exact ones.
     """
     # the call cache has no entry for tensors that a transform has left behind
     (loss,) = torch_compat.apply_to_live(PlainLoss, h, w, y, seed, options, step)
@@ -164,7 +165,6 @@ class PlainLoss(torch.autograd.Function):
         return dx if grad_hidden else None, dw if grad_weight else None, None, None, None, None
 
 
-@isolated_context
 def _forward(
     h: Tensor, w: Tensor, y: Tensor, seed: Tensor | None, options: LossOptions, step: PlainStep
 ) -> tuple[Tensor, Tensor]:

@@ -18,14 +18,19 @@ from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
 from cutefce.cute_kernels.spec import FusedBackwardSpec, FusedForwardSpec
-from cutefce.cute_kernels.workspace import BackwardWindow, ForwardWindow, GradHidden
+from cutefce.cute_kernels.workspace import (
+    NUM_STATS,
+    BackwardWindow,
+    ForwardWindow,
+    GradHidden,
+    Stat,
+)
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.launch_graphs import LaunchGraphs
 from cutefce.ops.planning.window_layout import PlacedWindow, WindowLayout
 from cutefce.ops.primitives.cute_gradients import grad_hidden_kernel, is_small, k_splits
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.rows.selection import PackedSelection
-from cutefce.ops.rows.statistics import RowStats
 
 GRAD_HIDDEN, MOST_SPLITS = int(BackwardWindow.GRAD_HIDDEN), int(ForwardWindow.MOST_SPLITS)
 MAX_WORKSPACE = 1 << 31
@@ -105,24 +110,24 @@ class FusedStep:
         """
         exps, dw = h.new_empty(self.kept), w.new_empty(w.shape) if self.aliases else None
         workspace = h.new_empty(self.forward_size, dtype=torch.float32)
-        stats, loss = RowStats.empty(workspace, h.shape[0]), workspace.new_empty(())
+        stats, loss = workspace.new_empty(NUM_STATS, h.shape[0]), workspace.new_empty(())
         selected = None if self.arch is None else PackedSelection.empty(y, self.arch)
-        saved = ForBackward(stats.rows, exps, dw, selected)
+        saved = ForBackward(stats, exps, dw, selected)
         numbers = options.ignore_index, *self.forward_numbers, int(options.reduction == "mean")
 
         first = exps if dw is None else dw
-        chosen = stats.rows if selected is None else selected.memory
+        chosen = stats if selected is None else selected.memory
 
         def launch() -> None:
             memories = first, exps if self.kept[1] else dw
-            results = stats.rows, loss, (*memories, *self._forward_table.arguments)
+            results = stats, loss, (*memories, *self._forward_table.arguments)
             order = None if selected is None else selected.parts()
             self._run_forward(h, w, y, workspace, *results, order, None, *numbers)
 
         # sizes and dtypes are those of the step; all but h and w are contiguous
-        tensors = h, w, y, workspace, loss, stats.rows, exps, first, chosen
+        tensors = h, w, y, workspace, loss, stats, exps, first, chosen
         self._forward_graphs(tensors, (h.stride(), w.stride(), *numbers), launch)
-        return loss if options.is_scalar else stats.loss, saved
+        return loss if options.is_scalar else stats[Stat.LOSS], saved
 
     def backward(
         self,
