@@ -61,11 +61,12 @@ def is_eager(h: Tensor, w: Tensor, y: Tensor) -> bool:
 
     That is no mode, tracer, transform or autocast region.
     """
+    if torch_compat.has_function_mode() or torch_compat.has_dispatch_mode():
+        return False
     for x in (h, w, y):
         if type(x) not in PLAIN_TYPES or x.layout != torch.strided or x.is_neg():
             return False
-    watched = torch_compat.has_dispatch_mode() or torch_compat.has_function_mode()
-    return not (watched or h.is_meta or is_autocasting(h.device.type))
+    return not (h.is_meta or is_autocasting(h.device.type))
 
 
 def cached(key: CallKey | None) -> Any:

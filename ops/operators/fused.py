@@ -19,7 +19,7 @@ from cutefce.ops.planning.plan import Plan
 from cutefce.ops.planning.window_layout import WindowLayout, row_layouts
 from cutefce.ops.primitives.dispatch import kernels_for, problem_of
 from cutefce.ops.primitives.fused_step import ForBackward, FusedStep, can_fuse
-from cutefce.ops.primitives.row_selection import has_aligned_rows
+from cutefce.ops.primitives.row_selection import with_aligned_rows
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS
@@ -87,8 +87,7 @@ def step_with_layouts(
     step = None if problem.arch is None else fused_step(problem, plan, h.device)
     if step is None or not step.has_layouts:
         return None
-    h = h if has_aligned_rows(h) else h.clone(memory_format=torch.contiguous_format)
-    return step, h, w, y.long().contiguous()
+    return step, with_aligned_rows(h), w, y.long().contiguous()
 
 
 def run_fused_forward(

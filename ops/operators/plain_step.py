@@ -34,7 +34,7 @@ from cutefce.ops.primitives.dispatch import (
     sampling_unsupported_reason,
 )
 from cutefce.ops.primitives.fused_step import FusedStep
-from cutefce.ops.primitives.row_selection import has_aligned_rows, select_on_device
+from cutefce.ops.primitives.row_selection import select_on_device, with_aligned_rows
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
@@ -146,16 +146,12 @@ class PlainLoss(torch.autograd.Function):
         if upstream is None:
             return None, None, None, None, None, None
         (*saved, seed), results = ctx.saved_tensors, None
-        if (
-            not torch.compiler.is_compiling()
-            and not torch.is_grad_enabled()
-            and not ctx.step.plan.in_forward
-            and can_bypass_dispatcher(upstream, *saved)
+        if not torch.compiler.is_compiling() and can_bypass_dispatcher(upstream, *saved):
+            h, w, y, stats = saved
             # hooks of saved tensors may restore them with other layouts
-            and has_aligned_rows(saved[0])
-            and saved[2].is_contiguous()
-        ):
-            results = kept.kept_with(saved[3])
+            saved = [with_aligned_rows(h), with_aligned_rows(w), y.contiguous(), stats]
+            if not (torch.is_grad_enabled() or ctx.step.plan.in_forward):
+                results = kept.kept_with(stats)
         if results is None:
             more = *NO_MORE[:SEED], seed, *NO_MORE[SEED + 1 :]
             dx, dw, _ = differentiate(loss_backward, upstream, *saved, *ctx.arguments, *more)

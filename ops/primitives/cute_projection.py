@@ -28,9 +28,9 @@ from cutefce.ops.primitives.interface import forward_unfused
 from cutefce.ops.primitives.row_selection import (
     far_rows,
     gather_rows,
-    has_aligned_rows,
     row_count,
     row_range,
+    with_aligned_rows,
 )
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
@@ -100,7 +100,7 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         self.num_sms, self.clusters = num_sms, num_sms // self.config.cluster
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return h if has_aligned_rows(h) else h.clone(memory_format=torch.contiguous_format), w
+        return with_aligned_rows(h), w
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         kernel = self.kernels.target_logit

@@ -122,6 +122,11 @@ def select_rows(
     return RowSelection(order, y.index_select(0, order), None, chunk, tokens)
 
 
+def with_aligned_rows(x: Tensor) -> Tensor:
+    """Return x (N, D), or a copy of it if `has_aligned_rows` says that TMA cannot read it."""
+    return x if has_aligned_rows(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def has_aligned_rows(x: Tensor) -> bool:
     """Whether rows of x (N, D) are contiguous and begin at multiples of 16 bytes, as TMA needs."""
     pitch, unit = x.stride()

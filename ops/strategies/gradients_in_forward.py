@@ -59,7 +59,7 @@ def gradients_in_forward(
         part = replace(inputs, h=own_h, targets=targets.per_token(rows))
         last, selection, coefficients = rows.stop == tokens, part.targets.selection, None
         skips = None if selection is None else selection.skipping()
-        # dW's kernel begins the sums, and adds targets, even of no tokens
+        # dW's kernel begins the sums, and adds targets, even where no token counts
         must_run = len(dw.gradient) > 0 and (number == 0 or last)
         part.targets.selection, of_dw = skips, selection if must_run else skips
         own = own_columns(part.tokens, stored, chunks.own, block)

@@ -152,7 +152,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a denominator below 0": ({"denominator": -3}, ValueError, "denominator: got -3, expected"),
     "an unknown workspace": ({"workspace": "huge"}, ValueError, "workspace: got 'huge'"),
     "no index": ({"ignore_index": 1.0}, TypeError, "ignore_index: got 1.0"),
-    "no group": ({"group": "tp"}, TypeError, "group: got 'tp', expected a ProcessGroup"),
+    "no group": ({"group": "tp"}, TypeError, r"group: got 'tp' \(str\), expected a ProcessGroup"),
     "shards without a group": ({"shards": [5, 5]}, ValueError, "shards: got .* without a group"),
 }
 

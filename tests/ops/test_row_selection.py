@@ -17,7 +17,9 @@ from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.operators import operands
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives import dispatch
+from cutefce.ops.rows.blocks import matrix_of
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.strategies import gradients_in_forward
 from tests.support.kernel_models import model_of, serve_calls
 from tests.support.options import OPTIONS, assert_results_as_accurate, options_case
 from tests.support.reference import PLANS, Case, loss_of_plan, random_case
@@ -173,11 +175,13 @@ def test_a_selection_restores_what_it_takes() -> None:
 # The host code of the kernels, on models of these
 
 ARCHS = [Sm90(), Sm100()]
+KERNEL_PLANS = PLANS | {"in chunks of stages": ("gradients_in_forward", 0, 336, 100)}
+"""Also chunks of more tokens than a stage of dW's kernel reads."""
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: str(arch.name))
 @pytest.mark.parametrize("kept", [1.0, 0.5, 0.05, 0.0])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("plan", KERNEL_PLANS.values(), ids=KERNEL_PLANS)
 def test_every_strategy_on_the_kernels(
     plan: tuple[str, int, int, int],
     kept: float,
@@ -204,6 +208,9 @@ def test_every_strategy_on_the_kernels(
     want = all_rows(arch)
     case.h[~counts] = torch.nan
     serve_calls(monkeypatch, arch, small_tiles, selects=True)
+    # a chunk finds nothing of the one before
+    undefined = lambda *given: matrix_of(*given).fill_(torch.nan)  # noqa: E731
+    monkeypatch.setattr(gradients_in_forward, "matrix_of", undefined)
     got = results(case)
     assert not got[1][~counts].any()
     # dW's sums over chunks, which hold other tokens here, keep 16 significant bits
