@@ -13,6 +13,7 @@ from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.scalars import as_tensor
 from cutefce.ops.operators.context import autocast
+from cutefce.ops.parallel.dtensor import check_group
 
 T = TypeVar("T")
 Heads = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -31,11 +32,7 @@ def checked_heads(
     Raises:
         TypeError, ValueError: for tensors that do not fit together, or a wrong group.
     """
-    if group is not None and not isinstance(group, ProcessGroup):
-        raise TypeError(
-            f"group: got {group!r} ({type(group).__name__}), expected a ProcessGroup that this "
-            "rank is in"
-        )
+    check_group(group)
     checks.check_type("shards", shards)
     names = "student_input", "student_weight", "teacher_input", "teacher_weight"
     for name, x in zip(names, given, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 from cutefce.cute_kernels import process_cache
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import LossOptions, StepOptions
-from cutefce.ops.operators.context import PLAIN_TYPES, is_autocasting
+from cutefce.ops.operators.context import PLAIN_TYPES, can_bypass_dispatcher, is_autocasting
 from cutefce.ops.operators.plain_step import PlainStep, resolve
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.dispatch import primitives_for, problem_of
@@ -61,12 +61,11 @@ def is_eager(h: Tensor, w: Tensor, y: Tensor) -> bool:
 
     That is no mode, tracer, transform or autocast region.
     """
-    if torch_compat.has_function_mode() or torch_compat.has_dispatch_mode():
-        return False
     for x in (h, w, y):
-        if type(x) not in PLAIN_TYPES or x.layout != torch.strided or x.is_neg():
+        if type(x) not in PLAIN_TYPES:
             return False
-    return not (h.is_meta or is_autocasting(h.device.type))
+    watched = torch_compat.has_function_mode() or is_autocasting(h.device.type)
+    return not watched and can_bypass_dispatcher(h, w, y)
 
 
 def cached(key: CallKey | None) -> Any:

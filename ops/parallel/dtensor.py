@@ -28,6 +28,15 @@ class LocalCall(NamedTuple):
     """Dimension of the user's y, and of an unreduced loss, that is the first one here."""
 
 
+def check_group(group: Any) -> None:
+    """Raise TypeError unless it is a process group or None."""
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"group: got {group!r} ({type(group).__name__}), expected a ProcessGroup that this "
+            "rank is in"
+        )
+
+
 def localize(
     h: Tensor,
     w: Tensor,
@@ -50,11 +59,7 @@ def localize(
     Raises:
         TypeError, ValueError: naming the argument; on every rank, because all know all placements.
     """
-    if group is not None and not isinstance(group, ProcessGroup):
-        raise TypeError(
-            f"group: got {group!r} ({type(group).__name__}), expected a ProcessGroup that this "
-            "rank is in"
-        )
+    check_group(group)
     if not isinstance(w, DTensor):
         sizes = None if shards is None else list(shards)
         named = None if group is None else group.group_name

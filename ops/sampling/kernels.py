@@ -166,7 +166,7 @@ class KernelSamples:
         again = torch.where(self.counts > most, targets.index, ignored)
         arch = projection.kernels.row_sums.arch
         selection = select_on_device(arch, again, ignored, len(again))
-        selection = replace(selection, may_skip=True)
+        selection = selection.skipping()
         order, own_reference = selection.order, torch.empty_like(self.threshold)
         of_rows = stats.reference, stats.sum_exp
         log2_samples = math.log2(sampling.samples)
