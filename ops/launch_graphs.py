@@ -68,7 +68,8 @@ class LaunchGraphs:
             self._captures += 1
             try:
                 graph = LaunchGraph(launch)
-            except RuntimeError as error:  # this call is done, and others need no graph
+            except (RuntimeError, ImportError) as error:
+                # this call is done, and others need no graph
                 warn_once(f"launches are not captured: {error}")
                 self._captures = MOST_CAPTURES
                 return
@@ -101,6 +102,7 @@ class LaunchGraph:
 
         Raises:
             RuntimeError: the driver refused.
+            ImportError: without the driver's bindings.
         """
         from cuda.bindings import driver  # type: ignore[import-untyped]
 

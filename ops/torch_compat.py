@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FunctionType
@@ -26,6 +27,7 @@ _included_keys = torch._C._dispatch_tls_local_include_set
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 _compiled_functions: dict[tuple[Any, ...], Callable[..., None]] = {}
 """By function and layout; as loaded kernels, they are never cleared."""
+_unknown_captures = itertools.count(1)
 _shapes_config = cast(Any, torch.fx.experimental._config)
 _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 _BATCHING = torch._C._dispatch_key_parse("VmapMode")
@@ -191,10 +193,16 @@ def may_recompute() -> bool:
 
 
 def capture_id() -> int | None:
-    """Return a number of the CUDA graph capture that the current stream is in, None if in none."""
+    """Return a number of the CUDA graph capture that the current stream is in, None if in none.
+
+    Without the runtime's bindings every call in a capture returns another number.
+    """
     if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
         return None
-    from cuda.bindings import runtime  # type: ignore[import-untyped]
+    try:
+        from cuda.bindings import runtime  # type: ignore[import-untyped]
+    except ImportError:
+        return -next(_unknown_captures)
 
     _, _, number, *_ = runtime.cudaStreamGetCaptureInfo(torch.cuda.current_stream().cuda_stream)
     return int(number)

@@ -40,7 +40,6 @@ def interleaved(
     rounds: int,
     *,
     before: Call | None = None,
-    runs_per_sample: int = 1,
 ) -> dict[str, Timing]:
     """Time every call once per round, in a new random order each round.
 
@@ -53,14 +52,13 @@ def interleaved(
         device: "cpu", or a CUDA device whose current stream the calls use.
         rounds: number of samples of each call.
         before: runs untimed before each sample, such as `preceding_gemms(device)`.
-        runs_per_sample: consecutive runs whose mean is one sample.
 
     Returns:
         the timing of each call; sample i of every call is from round i.
     """
     for call in calls.values():
         call()
-    times = timing.interleaved(calls, device, rounds, runs_per_sample, before)
+    times = timing.interleaved(calls, device, rounds, before=before)
     return {name: Timing(samples) for name, samples in times.items()}
 
 

@@ -71,7 +71,7 @@ def divergence_of(
 
     loss = student.call.evaluate(fused, student.hidden)
     for x in (student, teacher):
-        x.call.counts.add()
+        x.call.note_fused()
     return loss
 
 

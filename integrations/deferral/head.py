@@ -14,6 +14,8 @@ from cutefce.ops.operators.context import PLAIN_TYPES, is_autocasting, outside_a
 
 Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Maps hidden states (..., D), weight (V, D) and bias (V,) or None to a result."""
+WATCHING = "retain_grad", "register_hook", "register_post_accumulate_grad_hook"
+"""Methods of tensors that watch their gradients."""
 
 
 class DeferringLinear(nn.Linear):
@@ -46,7 +48,10 @@ class DeferringLinear(nn.Linear):
             return compute(input, self.weight, self.bias)
         if not self.is_deferring:
             return super().forward(input)
-        if not self.in_evaluation and not (self.training and torch.is_grad_enabled()):
+        grad = torch.is_grad_enabled()
+        if not self.in_evaluation and not (self.training and grad):
+            if grad:  # a model that is to be trained, as `from_pretrained` returns it
+                self.counts.add("evaluation mode")
             return super().forward(input)
         obstacle = self._obstacle(input)
         if obstacle:
@@ -113,6 +118,21 @@ class HeadCall:
         self.versions = self._versions()
         self.made: list[tuple[Tensor, int]] = []
         """Logits that were made, and their versions then."""
+        self.is_fused = False
+        """Whether a loss was computed without logits."""
+
+    def note_fused(self) -> None:
+        """Count a loss that was computed without logits."""
+        self.is_fused = True
+        self.counts.add()
+
+    def check_hook(self, method: str) -> None:
+        """Raise RuntimeError if a method that watches logits' gradients would miss some."""
+        if method in WATCHING and self.is_fused:
+            raise RuntimeError(
+                f"logits: got {method} after a loss that was computed without them, expected it "
+                "before; the loss then makes logits"
+            )
 
     def evaluate(self, compute: Compute, hidden: Tensor) -> Tensor:
         """Return `compute` of hidden states that are taken from the call's, weight and bias.

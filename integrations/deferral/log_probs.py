@@ -48,7 +48,7 @@ def log_probs_of(
         )
 
     found: Any = logits.call.evaluate(fused, logits.hidden)
-    logits.call.counts.add()
+    logits.call.note_fused()
     return LogProbs(*found)
 
 

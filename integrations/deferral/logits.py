@@ -66,6 +66,7 @@ class DeferredLogits(LogitsRecord):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"DeferredLogits: got no attribute {name!r}, as of a tensor")
+        self.call.check_hook(name)
         return getattr(self.tensor(name), name)
 
     def __repr__(self) -> str:

@@ -99,7 +99,7 @@ def cross_entropy(
         return loss
 
     loss = input.call.evaluate(fused, input.hidden.movedim(input.class_dim, -1))
-    input.call.counts.add()
+    input.call.note_fused()
     if reduction == "mean":  # of no tokens, it is 0 / 0 in torch
         loss = loss + torch.where((target != ignore_index).any(), 0.0, torch.nan)
     return loss.to(_dtype_of_loss(input))

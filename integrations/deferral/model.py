@@ -94,6 +94,9 @@ def _deferred(model: nn.Module) -> list[DeferringLinear]:
 
 def _heads(model: nn.Module) -> Iterator[Any]:
     """Yield the output embeddings of a model, without their adapters."""
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model: got {got}, expected an nn.Module")
     head: Any = model
     while not isinstance(head, nn.Linear) and not hasattr(head, "get_output_embeddings"):
         if not isinstance(getattr(head, "module", None), nn.Module):

@@ -21,6 +21,8 @@ from cutefce.ops.primitives.row_selection import has_aligned_rows
 
 MAX_ENTRIES = 1024
 """Entries of the cache; it is cleared when it is full."""
+BUDGETS = int, str, type(None)
+"""Types of a `workspace` that may be right; others have no place in a key."""
 
 CallKey = tuple[Any, ...]
 
@@ -39,7 +41,7 @@ def call_key(
 
     `step` says which gradients are computed, and which copies of h and w the call makes.
     """
-    if not is_on_current_gpu(h):
+    if not is_on_current_gpu(h) or type(workspace) not in BUDGETS:
         return None
     try:
         aligned = h.data_ptr() % 16 == 0, w.data_ptr() % 16 == 0
@@ -48,7 +50,7 @@ def call_key(
     except RuntimeError:  # nested tensors, and those that a transform has left behind
         return None
     kinds = h.dtype, w.dtype, y.dtype, h.get_device(), w.get_device(), y.get_device()
-    return *aligned, type(workspace), workspace, step, *sizes, *kinds, *options.key()
+    return *aligned, workspace, step, *sizes, *kinds, *options.key()
 
 
 def is_on_current_gpu(x: Tensor) -> bool:

@@ -124,6 +124,7 @@ class LinearCrossEntropyLoss(nn.Module):
         """
         option_checks.check_linear(self.linear)
         weight: Tensor = self.linear.weight
+        option_checks.check_features(input, weight.shape[1])
         bias: Tensor | None = self.linear.bias
         if self.out_features:
             sizes = self.num_classes, *self.out_features

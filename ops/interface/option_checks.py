@@ -49,6 +49,15 @@ def check_linear(linear: Any) -> None:
     )
 
 
+def check_features(input: Tensor, in_features: int) -> None:
+    """Raise ValueError unless hidden states (..., D) fit a module's D."""
+    if isinstance(input, Tensor) and input.shape[-1:] != (in_features,):
+        raise ValueError(
+            f"input: got shape {tuple(input.shape)}, expected (..., {in_features}), the "
+            "in_features of the module"
+        )
+
+
 def check_sizes(in_features: int, num_classes: int, out_features: Sequence[int]) -> None:
     """Raise TypeError or ValueError unless they are the sizes of a head with rows and columns."""
     check_type("in_features", in_features)

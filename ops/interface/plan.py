@@ -36,9 +36,12 @@ def backend_for(input: Tensor, linear_weight: Tensor) -> Backend:
     Raises:
         TypeError, ValueError: for what `linear_cross_entropy` would not take.
     """
-    checks.check_head(input, linear_weight)
-    h = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
-    return dispatch.backend_of(h, linear_weight)
+    for name, x in (("input", input), ("linear_weight", linear_weight)):
+        checks.check_type(name, x)
+    h, w = autocast(input, linear_weight)
+    checks.check_head(h, w)
+    h = h if h.ndim == 2 else h.reshape(-1, h.shape[-1])
+    return dispatch.backend_of(h, w.detach().to(h.dtype) if is_mixed(h, w) else w)
 
 
 def plan(

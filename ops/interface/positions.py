@@ -88,6 +88,11 @@ def _checked_target(
         )
     checks.check_ignore_index(given.get("ignore_index", -100))
     sizes = linear_weight.shape[1:-1]
+    if 0 in sizes:
+        raise ValueError(
+            f"linear_weight: got shape {tuple(linear_weight.shape)}, expected a position or more "
+            "in (V, d_1, ..., d_K, D)"
+        )
     if input.ndim != 2 or target.shape != (input.shape[0], *sizes):
         raise ValueError(
             f"target: got shape {tuple(target.shape)} with input of shape {tuple(input.shape)}, "

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.interface import (
     PartialT,
     Projection,
@@ -80,11 +79,9 @@ class ShardProjection(WrappedProjection[PartialT]):
         drawn = own.gather_partials(drawn, gather)
         return own.estimate_lse(frequent, drawn, log_ratio, target_logit)
 
-    def partial_outputs(
-        self, partial: PartialT, target_logit: Tensor, options: LossOptions
-    ) -> PartialOutputs:
+    def partial_outputs(self, partial: PartialT, target_logit: Tensor) -> PartialOutputs:
         """Return those of all ranks, one part each."""
-        own = self.own.partial_outputs(partial, target_logit, options).combined()
+        own = self.own.partial_outputs(partial, target_logit).combined()
         if own.column is not None:
             own = own._replace(column=own.column + self.shard.first)
         given = [x for x in own if x is not None]

@@ -23,7 +23,6 @@ from cutefce.cute_kernels.problem import selects_rows
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
 from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.workspace import forward_semaphore_count
-from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.interface import forward_unfused
 from cutefce.ops.primitives.row_selection import (
     far_rows,
@@ -176,9 +175,7 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         more = [partial.reductions for partial in partials if partial.reductions is not None]
         return PartialLse(sums, partials[0].semaphores, torch.cat(more, 2) if more else None)
 
-    def partial_outputs(
-        self, partial: PartialLse, target_logit: Tensor, options: LossOptions
-    ) -> PartialOutputs:
+    def partial_outputs(self, partial: PartialLse, target_logit: Tensor) -> PartialOutputs:
         assert partial.reductions is not None
         planes, given = iter(partial.reductions), self.kernels.row_sums.reductions
         mean = next(planes) * math.log(2) if given.entropy else None

@@ -20,7 +20,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from cutefce.cute_kernels.config import WindowConfig
-from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
@@ -121,10 +120,8 @@ class Projection(Protocol[PartialT]):
         """
         ...
 
-    def partial_outputs(
-        self, partial: PartialT, target_logit: Tensor, options: LossOptions
-    ) -> PartialOutputs:
-        """Return the reductions that the outputs of `options` need, of all columns' partials."""
+    def partial_outputs(self, partial: PartialT, target_logit: Tensor) -> PartialOutputs:
+        """Return the reductions that were computed beside the row sums, of all partials."""
         ...
 
     def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:

@@ -17,7 +17,6 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.dense_targets.tiles import add_excess, write_gradient
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
     exponentials,
@@ -158,9 +157,7 @@ class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
             torch.cat(more, 2) if more else None,
         )
 
-    def partial_outputs(
-        self, partial: PartialSums, target_logit: Tensor, options: LossOptions
-    ) -> PartialOutputs:
+    def partial_outputs(self, partial: PartialSums, target_logit: Tensor) -> PartialOutputs:
         sums, more = partial.sums, partial.more
         assert more is not None
         distance = partial.references - target_logit[:, None]

@@ -111,7 +111,7 @@ def forward(
     if stat_rows(outputs):
         part = None
         if targets.options.reduces_rows and target_logit is not None:
-            part = projection.partial_outputs(partial, target_logit, targets.options)
+            part = projection.partial_outputs(partial, target_logit)
         classes = targets.index + targets.first
         more = reduce_outputs(part, stats.loss, classes, targets.class_logits, outputs)
     if h.dtype == torch.float16:

@@ -388,6 +388,35 @@ def test_evaluation_sees_tensors_unless_asked() -> None:
     torch.testing.assert_close(loss, expected.detach())
 
 
+def test_training_in_evaluation_mode_is_reported() -> None:
+    model = Model().eval()  # as from_pretrained returns it
+    cutefce.defer(model)
+    step(model, ce)
+    with torch.no_grad():
+        model(TOKENS)  # as it is meant to be
+    assert cutefce.deferral_report(model) == (0, {"evaluation mode": 1})
+
+
+@pytest.mark.parametrize("method", ["retain_grad", "register_hook"])
+def test_gradients_of_logits_are_watched_before_the_loss_alone(method: str) -> None:
+    def watched(model: Model, before: bool) -> list[Tensor]:
+        seen: list[Tensor] = []
+        logits = model(TOKENS)
+        loss = None if before else ce(logits, TARGETS)
+        given = (seen.append,) if method == "register_hook" else ()
+        getattr(logits, method)(*given)
+        (ce(logits, TARGETS) if loss is None else loss).backward()
+        return seen or [logits.grad]
+
+    model = Model()
+    (wanted,) = watched(model, before=False)
+    cutefce.defer(model)
+    (found,) = watched(model, before=True)
+    torch.testing.assert_close(found, wanted)
+    with pytest.raises(RuntimeError, match=f"^logits: got {method} after a loss that was"):
+        watched(model, before=False)
+
+
 def test_tied_weights() -> None:
     def tied() -> Model:
         model = Model()
@@ -533,6 +562,8 @@ def replaced() -> nn.Linear:
     ("model", "message"),
     [
         (nn.ReLU(), "model: got ReLU, expected one with get_output_embeddings"),
+        (Model, "model: got the class Model, expected an nn.Module"),
+        (None, "model: got NoneType, expected an nn.Module"),
         (headless(Quantized(D, V)), r"head: got \S*Quantized with another forward, expected a pl"),
         (headless(nn.Conv1d(1, 1, 1)), r"head: got torch\S*Conv1d, expected a plain torch.nn.Lin"),
         (headless(nn.Linear(D, V).to(torch.float8_e4m3fn)), "head: got a weight of torch.float8"),
@@ -540,7 +571,7 @@ def replaced() -> nn.Linear:
         (headless(None), "model: got Model without output embeddings, expected a causal"),
     ],
 )
-def test_other_heads_are_refused(model: nn.Module, message: str) -> None:
+def test_other_heads_are_refused(model: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         cutefce.defer(model)
 

@@ -1,6 +1,7 @@
 """What a forward keeps for its backward lives as long as the graph, and can be computed again."""
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -80,6 +81,20 @@ def test_a_backward_outside_of_the_forwards_capture_overwrites_nothing_of_it(
     owned = {x.untyped_storage().data_ptr() for x in made if x.numel()}
     assert not owned & {x.untyped_storage().data_ptr() for x in got}
     del results
+
+
+def test_without_bindings_no_two_captures_are_taken_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    plan, x = Plan("windows", 1, 0, 0, 1, True, True), torch.ones(1)
+    results = kept.Kept(plan, x)
+    assert results.capture is not None
+    assert results.own(x) is not x
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert kept.Kept(plan, x).own(x) is x
 
 
 @pytest.mark.gpu

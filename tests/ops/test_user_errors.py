@@ -131,6 +131,7 @@ NOT_OF_THEIR_TYPE: dict[str, tuple[dict[str, Any], str]] = {
     "no reduction": ({"reduction": None}, r"reduction: got None \(NoneType\), expected a string"),
     "fractions of bytes": ({"workspace": 2.5}, r"workspace: got 2.5 \(float\), expected bytes as"),
     "a bool as bytes": ({"workspace": True}, r"workspace: got True \(bool\), expected bytes as"),
+    "a list of bytes": ({"workspace": [1]}, r"workspace: got \[1\] \(list\), expected bytes as"),
     "bytes": ({"workspace": b"max"}, r"workspace: got b'max' \(bytes\), expected bytes as"),
     "a string": ({"ignore_index": "3"}, r"ignore_index: got '3' \(str\), expected an integer"),
     "a bool as index": (
@@ -305,6 +306,16 @@ def test_layouts_are_named() -> None:
         options: dict[str, Any] = {name: torch.ones(size).to_sparse()}
         with pytest.raises(TypeError, match=rf"^{name}: got layout torch\.sparse_coo"):
             cutefce.linear_cross_entropy(H, W, Y, **options)
+
+
+def test_a_loss_of_no_position_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"^linear_weight: got shape \(10, 0, 8\), expected a pos"):
+        cutefce.linear_cross_entropy(H, W[:, None][:, :0], Y[:, None][:, :0])
+
+
+def test_a_module_names_its_input() -> None:
+    with pytest.raises(ValueError, match=r"^input: got shape \(4, 8\), expected \(\.\.\., 10\)"):
+        cutefce.LinearCrossEntropyLoss(10, 8)(H, Y)
 
 
 CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
