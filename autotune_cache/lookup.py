@@ -8,7 +8,6 @@ or that others may write to, is ignored with one warning.
 
 import dataclasses
 import os
-from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,10 +89,7 @@ def user_folder() -> Path:
 @process_cache
 def dsl_version() -> str:
     """Return the version of the installed compiler, "none" without one."""
-    try:
-        return metadata.version(DSL_PACKAGE)
-    except metadata.PackageNotFoundError:
-        return "none"
+    return jit_cache.package_version(DSL_PACKAGE)
 
 
 def current_build() -> dict[str, str]:

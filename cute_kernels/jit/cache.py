@@ -81,7 +81,7 @@ def fingerprint() -> str:
     Covers the sources, the versions of the compiler and of its runtime, the machine's architecture
     and the compile options.
     """
-    versions = [_version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")]
+    versions = [package_version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")]
     parts = source_fingerprint(), versions, platform.machine(), OPTIONS
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -100,7 +100,8 @@ def source_fingerprint(folder: Path = SOURCES) -> str:
     return digest.hexdigest()[:16]
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Return the version of an installed package, "none" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -7,7 +7,9 @@ states of one group and read neighboring vocabulary tiles, and both stay in the 
 
 Kernels that add to memory can split K for the work tiles of an incomplete last wave.  With r full
 waves, index C·r + i then denotes one K split of one of these work tiles, numbered by work tile
-first, so that concurrent clusters share operands there too.
+first, so that concurrent clusters share operands there too.  Splits of a work tile are added one
+after the other.  If all are computed at once, the earlier ones have fewer K tiles, so that none
+waits long for its turn.
 """
 
 from typing import Any
@@ -20,6 +22,12 @@ PARTIAL_BYTES = 5 << 20
 """Limit on the memory of partial sums; more vocabulary splits balance the clusters better."""
 MAX_K_SPLITS, MIN_K_TILES_PER_SPLIT = 8, 16
 """Limits on K splits: each split is added to memory."""
+ADD_COLUMNS = 1664
+"""Adding a tile after the split before it takes as long as this many columns' MMAs of a K tile.
+
+3.7 us on an H200, of 128 to 256 columns a tile: mostly latency."""
+MIN_FIRST_K_TILES = 4
+"""K tiles of the first split of a work tile."""
 
 
 def tile_coord(
@@ -46,28 +54,58 @@ def split_k(index: Any, work_tiles: Any, clusters: Any) -> tuple[Any, Any]:
     return whole + (index - whole) % last_wave, (index - whole) // last_wave
 
 
+def split_start(
+    k_tiles: Any,
+    k_split: Any,
+    k_splits: Any,
+    add_tiles: Any,
+    minimum: Any = min,
+    maximum: Any = max,
+) -> Any:
+    """Return the first K tile of a K split, or `k_tiles` for the end of the last one.
+
+    Each split has `add_tiles` K tiles more than the one before it, if there are so many.  Takes
+    Python integers, or device integers and their `minimum` and `maximum`.
+    """
+    spare = 2 * (k_tiles // k_splits - MIN_FIRST_K_TILES)
+    more = minimum(add_tiles, maximum(spare, 0) // maximum(k_splits - 1, 1))
+    later = k_splits * k_split * (k_splits - k_split)
+    return (2 * k_tiles * k_split - more * later) // (2 * k_splits)
+
+
+def add_tiles(tile_n: int) -> int:
+    """Return the K tiles that take as long as adding a tile of `tile_n` columns."""
+    return ADD_COLUMNS // tile_n
+
+
 @process_cache
-def choose_k_splits(work_tiles: int, clusters: int, k_tiles: int) -> int:
+def choose_k_splits(work_tiles: int, clusters: int, k_tiles: int, add_tiles: int = 0) -> int:
     """Return the number of K splits for the last wave's work tiles: 1 to `MAX_K_SPLITS`.
 
-    Minimizes the number of waves; the fewest splits win a tie.
+    Minimizes the time of this wave, where each add takes that of `add_tiles` K tiles; the fewest
+    splits win a tie.
     """
-    return int(fewest_waves(work_tiles, clusters, k_tiles))
+    return int(fastest_k_splits(work_tiles, clusters, k_tiles, add_tiles))
 
 
-def fewest_waves(work_tiles: Any, clusters: Any, k_tiles: Any, number: Any = int) -> Any:
+def fastest_k_splits(
+    work_tiles: Any, clusters: Any, k_tiles: Any, add_tiles: Any, number: Any = int
+) -> Any:
     """Return what `choose_k_splits` does.
 
     Takes Python integers, or device integers and the `number` that makes one of a comparison.
     """
     last_wave, limit = work_tiles % clusters, k_tiles // MIN_K_TILES_PER_SPLIT
     best, waves = number(1), (last_wave + clusters - 1) // clusters
+    least = 2 * (k_tiles * waves + add_tiles)
     for k_splits in range(2, MAX_K_SPLITS + 1):
-        needed = (last_wave * k_splits + clusters - 1) // clusters
-        # needed / k_splits < waves / best, in integers
-        better = number(k_splits <= limit) * number(needed * best < waves * k_splits)
+        waves = (last_wave * k_splits + clusters - 1) // clusters
+        # twice the time, times splits: `split_start` hides half of the adds
+        time = 2 * k_tiles * waves + add_tiles * k_splits * (k_splits + 1)
+        # time / k_splits < least / best, in integers
+        better = number(k_splits <= limit) * number(time * best < least * k_splits)
         best += better * (k_splits - best)
-        waves += better * (needed - waves)
+        least += better * (time - least)
     return best
 
 

@@ -50,6 +50,8 @@ class TileScheduler:
     """K tiles of one tile: pipeline stages that it takes."""
     k_splits: Any
     """K splits of each work tile of the last wave; None if K is never split."""
+    add_tiles: Int32
+    """Those that take as long as adding a split, 0 if not all are computed at once."""
     cluster: Int32
     clusters: Int32
     rank: Int32
@@ -83,8 +85,11 @@ class TileScheduler:
             if index >= work_tiles - work_tiles % self.clusters:
                 number, k_split = order.split_k(index, work_tiles, self.clusters)
                 k_splits = self.k_splits
-        k_start = self.k_tiles * k_split // k_splits
-        k_end = self.k_tiles * (k_split + 1) // k_splits
+        k_start, k_end = Int32(0), self.k_tiles
+        if cutlass.const_expr(self.k_splits is not None):
+            more = k_splits, self.add_tiles, cutlass.min, cutlass.max
+            k_start = order.split_start(self.k_tiles, k_split, *more)
+            k_end = order.split_start(self.k_tiles, k_split + 1, *more)
         return WorkTile(number, k_start, k_end, k_split, k_splits - 1 - k_split)
 
     @cute.jit
@@ -138,6 +143,7 @@ def make_tile_scheduler(
         n_tiles=n_tiles,
         k_tiles=(inner + tile_k - 1) // tile_k,
         k_splits=None,
+        add_tiles=Int32(0),
         cluster=cluster,
         clusters=clusters,
         rank=rank,
@@ -185,7 +191,12 @@ def make_gemm_scheduler(
             rows, computes = counted_rows(row_count, rows)
             row_blocks = cutlass.max((rows + config.rows - 1) // config.rows, computes)
         if cutlass.const_expr(k_splits is not None):
-            splits = order.fewest_waves(row_blocks * n_tiles, clusters, k_tiles, Int32)
+            of_adds = order.add_tiles(config.tile_n), Int32
+            splits = order.fastest_k_splits(row_blocks * n_tiles, clusters, k_tiles, *of_adds)
+    adds = Int32(0)
+    if cutlass.const_expr(k_splits is not None):
+        if row_blocks * n_tiles % clusters * splits <= clusters:
+            adds = Int32(order.add_tiles(config.tile_n))
     if cutlass.const_expr(tokens_inside):
         last_k = cutlass.max(tokens - (k_tiles - 1) * tile_k, 1)
     return TileScheduler(
@@ -194,6 +205,7 @@ def make_gemm_scheduler(
         n_tiles=n_tiles,
         k_tiles=k_tiles,
         k_splits=splits,
+        add_tiles=adds,
         cluster=cluster,
         clusters=clusters,
         rank=rank,

@@ -19,7 +19,7 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.process_cache import process_cache
-from cutefce.cute_kernels.schedule.order import choose_k_splits
+from cutefce.cute_kernels.schedule.order import add_tiles, choose_k_splits
 from cutefce.cute_kernels.spec import GradGemmSpec, SortTargetsSpec
 from cutefce.cute_kernels.spec.groups import GradWeightKernels
 from cutefce.ops.primitives.cute_projection import Semaphores
@@ -287,6 +287,8 @@ def kept_sums_kernel(spec: GradGemmSpec, shape: tuple[int, int, int], num_sms: i
 
 def k_splits(spec: GradGemmSpec, shape: Sequence[int], inner: int, clusters: int) -> int:
     """Return how many parts the last tiles of sums of a `shape`, over `inner`, are split into."""
-    tiles = ceil_div(shape[0], spec.config.rows) * ceil_div(shape[1], spec.config.tile_n)
-    splits: int = choose_k_splits(tiles, clusters, ceil_div(inner, TILE_K))
+    config = spec.config
+    tiles = ceil_div(shape[0], config.rows) * ceil_div(shape[1], config.tile_n)
+    k_tiles, adds = ceil_div(inner, TILE_K), add_tiles(config.tile_n)
+    splits: int = choose_k_splits(tiles, clusters, k_tiles, adds)
     return splits

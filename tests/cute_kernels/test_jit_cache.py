@@ -403,7 +403,7 @@ def test_the_fingerprint_covers_sources_versions_and_options(
         patch.setattr(jit_cache, "source_fingerprint", lambda: "0123456789abcdef")
         found.add(fingerprint())
     with monkeypatch.context() as patch:
-        patch.setattr(jit_cache, "_version", lambda package: "1.0")
+        patch.setattr(jit_cache, "package_version", lambda package: "1.0")
         found.add(fingerprint())
     with monkeypatch.context() as patch:
         patch.setattr("platform.machine", lambda: "aarch64")

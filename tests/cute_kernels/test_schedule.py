@@ -1,5 +1,7 @@
 """Tile order: every tile is computed once, and splits balance the clusters within their limits."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,12 +10,15 @@ from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.schedule.order import (
+    MIN_FIRST_K_TILES,
     MIN_K_TILES_PER_SPLIT,
     PARTIAL_BYTES,
+    add_tiles,
     choose_k_splits,
     choose_vocab_splits,
     num_waves,
     split_k,
+    split_start,
     tile_coord,
     tiles_per_cluster,
 )
@@ -80,6 +85,38 @@ def test_k_splits_cover_the_last_wave(work_tiles: int, clusters: int, k_splits: 
     assert sorted(coords) == expected
     # a cluster that waits for an earlier split never waits for one that starts later
     assert [k for _, k in coords] == sorted(k for _, k in coords)
+
+
+@given(st.integers(1, 5000), st.integers(1, 8), st.integers(0, 30))
+def test_k_splits_cover_k_and_grow(k_tiles: int, k_splits: int, more: int) -> None:
+    starts = [split_start(k_tiles, k, k_splits, more) for k in range(k_splits + 1)]
+    assert starts[0] == 0 and starts[-1] == k_tiles
+    sizes = [b - a for a, b in itertools.pairwise(starts)]
+    if k_tiles // k_splits >= MIN_K_TILES_PER_SPLIT:
+        assert sizes[0] >= MIN_FIRST_K_TILES
+        assert all(b - a + 1 >= 0 and b - a <= more + 1 for a, b in itertools.pairwise(sizes))
+
+
+def test_adds_are_waited_for_little() -> None:
+    """Each split has computed its part when the one before it has been added."""
+    for k_tiles, columns in ((500, 128), (500, 256), (2048, 128)):
+        add, splits = add_tiles(columns), choose_k_splits(8, 66, k_tiles, add_tiles(columns))
+        assert splits == 8
+        ends = [
+            split_start(k_tiles, k + 1, splits, add) - split_start(k_tiles, k, splits, add)
+            for k in range(splits)
+        ]
+        done = 0
+        for end in ends:
+            done = max(done, end) + add
+        assert done <= ends[-1] + add + splits
+        assert done < k_tiles / splits + splits * add
+
+
+def test_short_sums_are_split_less() -> None:
+    assert choose_k_splits(8, 66, 128) == 8
+    assert choose_k_splits(8, 66, 128, add_tiles(128)) == 4
+    assert choose_k_splits(34, 66, 64, add_tiles(128)) == 3 == choose_k_splits(34, 66, 64)
 
 
 @pytest.mark.parametrize("work_tiles", [1024, 512, 576, 32, 100], ids=str)
