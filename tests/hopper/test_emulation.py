@@ -265,6 +265,7 @@ class Product:
 GRADIENTS = {
     "many K tiles": ((150, 136, 330), 1, 1),
     "many K tiles in splits": ((150, 136, 330), 3, 0),
+    "splits that grow": ((100, 64, 1400), 3, 0),
     "one row": ((1, 64, 200), 1, 1),
     "few columns": ((130, 8, 17), 3, 0),
 }
