@@ -22,6 +22,8 @@ PARTIAL_BYTES = 5 << 20
 """Limit on the memory of partial sums; more vocabulary splits balance the clusters better."""
 MAX_K_SPLITS, MIN_K_TILES_PER_SPLIT = 8, 16
 """Limits on K splits: each split is added to memory."""
+MAX_SPLIT_WAVES = 4
+"""Waves of work tiles that vocabulary splits are chosen for on the device."""
 ADD_COLUMNS = 1664
 """Adding a tile after the split before it takes as long as this many columns' MMAs of a K tile.
 
@@ -110,13 +112,31 @@ def fastest_k_splits(
 
 
 def rescale_vocab_splits(
-    vocab_splits: Any, planned_blocks: Any, row_blocks: Any, most: Any, minimum: Any = min
+    vocab_splits: Any,
+    planned_blocks: Any,
+    row_blocks: Any,
+    n_tiles: Any,
+    clusters: Any,
+    most: Any,
+    minimum: Any = min,
+    maximum: Any = max,
 ) -> Any:
-    """Return the splits that give `row_blocks` as many work tiles as planned, at most `most`.
+    """Return the splits of fewer row blocks than the planned ones that have `vocab_splits`.
 
-    Takes Python integers, or device integers and their `minimum`.
+    They have as many work tiles as planned, or as many as fit into a few waves: whatever leaves the
+    busiest cluster the fewest column tiles, with at most `most` splits.  Takes Python integers, or
+    device integers and their `minimum` and `maximum`.
     """
-    return minimum((vocab_splits * planned_blocks + row_blocks - 1) // row_blocks, most)
+    choices = [minimum((vocab_splits * planned_blocks + row_blocks - 1) // row_blocks, most)]
+    for waves in range(1, MAX_SPLIT_WAVES + 1):
+        choices.append(maximum(minimum(waves * clusters // row_blocks, most), 1))
+    best, base = None, most + 1
+    for splits in choices:
+        waves = (row_blocks * splits + clusters - 1) // clusters
+        tiles = waves * ((n_tiles + splits - 1) // splits)
+        number = tiles * base + splits
+        best = number if best is None else minimum(best, number)
+    return best % base
 
 
 def num_waves(work_tiles: int, clusters: int, k_splits: int) -> float:

@@ -120,7 +120,7 @@ def make_tile_scheduler(
 ) -> TileScheduler:
     """Return the scheduler for the tokens a (N, D) that count, and the weight b (V, D).
 
-    `vocab_splits` are those for all tokens; for fewer there are more, at most `most_splits`.  One
+    `vocab_splits` are those for all tokens; those for fewer are at most `most_splits`.  One
     row block is computed even of no tokens, so that what a GEMM over them reads is 0, unless
     `row_count` says that nothing is.
     """
@@ -129,14 +129,16 @@ def make_tile_scheduler(
     rows = Int32(size)
     row_blocks = (rows + config.rows - 1) // config.rows
     splits = vocab_splits
+    cluster, clusters, rank = place(config)
     if row_count.selects != 0:
         cute.arch.griddepcontrol_wait()
         rows, computes = counted_rows(row_count, rows)
         planned = row_blocks
         row_blocks = cutlass.max((rows + config.rows - 1) // config.rows, computes)
-        more = planned, cutlass.max(row_blocks, 1), most_splits, cutlass.min
-        splits = order.rescale_vocab_splits(vocab_splits, *more)
-    cluster, clusters, rank = place(config)
+        if row_blocks < planned:
+            blocks = planned, cutlass.max(row_blocks, 1)
+            more = n_tiles, clusters, most_splits, cutlass.min, cutlass.max
+            splits = order.rescale_vocab_splits(vocab_splits, *blocks, *more)
     return TileScheduler(
         row_blocks=row_blocks,
         vocab_splits=splits,

@@ -17,6 +17,7 @@ from cutefce.ops.primitives.row_selection import clear_first_rows, row_range
 from cutefce.ops.primitives.weighted_sum import add_soft_rows, weighted_sum
 from cutefce.ops.rows.blocks import matrix_of
 from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import Targets
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.bias_gradient import finish_dbias
 from cutefce.ops.strategies.chunk_windows import summing
@@ -46,12 +47,14 @@ def gradients_in_forward(
     primitives, h, w, targets = inputs.primitives, inputs.h, inputs.w, inputs.targets
     gradients, (tokens, vocab) = primitives.gradients, (inputs.tokens, w.shape[0])
     parts, excess, row = [], [], None
-    target_coefficient = loss_scale.new_empty(tokens)
+    target_coefficient = loss_scale.new_zeros(tokens)  # also of tokens that do not count
     every = None
     if targets.terms is not None and targets.terms.has_class_row:
         every = loss_scale.new_empty(tokens)
     # of all tokens at once: ranks wait for each other once, but for soft targets
     target_logit = primitives.projection.target_logit(h, w, targets)
+    on_device = targets.selection is not None and targets.selection.is_on_device
+    counted = targets.selection.count if targets.selection and on_device else None
     exps = memory = h.new_empty(chunks.own * stored)
     block = inputs.primitives.config.reference_block
     for number, rows in enumerate(chunks.slices()):
@@ -59,15 +62,15 @@ def gradients_in_forward(
         part = replace(inputs, h=own_h, targets=targets.per_token(rows))
         last, selection, coefficients = rows.stop == tokens, part.targets.selection, None
         skips = None if selection is None else selection.skipping()
-        # dW's kernel begins the sums, and adds targets, even where no token counts
-        must_run = len(dw.gradient) > 0 and (number == 0 or last)
+        # dW's kernel begins the sums, and adds what classes have in common, even of no tokens
+        must_run = len(dw.gradient) > 0 and (number == 0 or (last and every is not None))
         part.targets.selection, of_dw = skips, selection if must_run else skips
         own = own_columns(part.tokens, stored, chunks.own, block)
         columns: windows.StoredExps = [(0, matrix_of(memory, part.tokens, own))]
         if own < stored:
             free = dx.unwritten(rows.stop).view(h.dtype)
             columns = [*columns, (own, matrix_of(free, part.tokens, stored - own))]
-        if must_run and selection is not None and selection.is_on_device:
+        if must_run and on_device:
             for _, exps in columns:
                 clear_first_rows(exps)
         if stored < vocab:
@@ -123,14 +126,14 @@ def gradients_in_forward(
                 for (first, exps), is_scaled in zip(columns, are_scaled, strict=True):
                     soft.scale(exps, first, factor, own_dw.target, is_scaled=is_scaled)
             all_at_once = gradients.lists_targets
-            if factor is not None or (all_at_once and not last):
+            listed = _listed_with(rows, counted, targets) if all_at_once else part.targets
+            if factor is not None or listed is None:
                 target_grad = gradients.no_target_grad(own_h, part.targets)
             else:
-                tokens_of = inputs if all_at_once else part
                 at_target = target_coefficient if all_at_once else target_coefficient[rows]
                 if dw.factor is not None:
                     at_target = at_target * dw.factor
-                target_grad = gradients.target_grad(tokens_of.h, at_target, tokens_of.targets)
+                target_grad = gradients.target_grad(h if all_at_once else own_h, at_target, listed)
             own_row = windows.every_row(part, own_dw.every)
             if own_row is not None:
                 row = own_row if row is None else replace(own_row, row=row.row + own_row.row)
@@ -146,3 +149,19 @@ def gradients_in_forward(
     if dbias is not None:
         finish_dbias(dbias, targets, target_coefficient, every)
     return stats
+
+
+def _listed_with(rows: slice, counted: Tensor | None, targets: Targets) -> Targets | None:
+    """Return the targets that dW's kernel adds with the chunk of tokens `rows`; None of none.
+
+    They are all of them, with the last chunk, or with the last in which a token counts if `counted`
+    (1,) tells how many do: others compute nothing.
+    """
+    last = rows.stop == len(targets.index)
+    if counted is None or (last and rows.start == 0):
+        return targets if last else None
+    elsewhere = counted <= rows.start if last else counted > rows.stop
+    index = targets.index.masked_fill(elsewhere, targets.options.ignore_index)
+    listed = Targets(index, targets.vocab, targets.options, first=targets.first)
+    listed.selection = targets.selection
+    return listed

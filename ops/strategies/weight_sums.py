@@ -4,7 +4,7 @@ float32 sums would take twice the memory of a 16-bit dW, and 8 bytes an element 
 chunk.  So a sum is kept in 20 bits: 16 in the memory of its element of dW, and four beside it, two
 columns in a byte.  Sums over many chunks are kept in 24 bits, as those of dX are (`hidden_sums`).
 Each chunk adds its products in float32 and rounds to nearest; targets' terms are added with those
-of the last chunk, or of each.  dW is rounded once more, at the end.  Sums that are added to a
+of the last chunk with tokens, or of each.  dW is rounded once more, at the end.  Sums added to a
 buffer of the caller's are kept in 24 bits; with an upstream gradient that is known before the
 backward, they are in the buffer itself.
 

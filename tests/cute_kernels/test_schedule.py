@@ -16,7 +16,9 @@ from cutefce.cute_kernels.schedule.order import (
     add_tiles,
     choose_k_splits,
     choose_vocab_splits,
+    most_vocab_splits,
     num_waves,
+    rescale_vocab_splits,
     split_k,
     split_start,
     tile_coord,
@@ -132,3 +134,38 @@ def test_k_splits_are_not_too_short(work_tiles: int, clusters: int, k_tiles: int
     k_splits = choose_k_splits(work_tiles, clusters, k_tiles)
     assert k_splits == 1 or k_tiles // k_splits >= MIN_K_TILES_PER_SPLIT
     assert choose_k_splits(work_tiles * clusters, clusters, k_tiles) == 1
+
+
+@given(
+    st.integers(2, 200),
+    st.integers(1, 60),
+    st.integers(4, 700),
+    st.integers(1, 70),
+    st.integers(1, 90),
+)
+def test_splits_of_fewer_rows_are_within_limits_and_balance_no_worse(
+    planned: int, splits: int, n_tiles: int, clusters: int, most: int
+) -> None:
+    splits, most = min(splits, n_tiles), min(max(splits, most), n_tiles)
+
+    def busiest(rows: int, splits: int) -> int:
+        return ceil_div(rows * splits, clusters) * ceil_div(n_tiles, splits)
+
+    for rows in {1, planned // 2, planned - 1} - {0}:
+        chosen = rescale_vocab_splits(splits, planned, rows, n_tiles, clusters, most)
+        assert 1 <= chosen <= most
+        as_planned = min(ceil_div(splits * planned, rows), most)
+        in_waves = [max(min(waves * clusters // rows, most), 1) for waves in (1, 2, 3, 4)]
+        assert busiest(rows, chosen) == min(busiest(rows, x) for x in (as_planned, *in_waves))
+
+
+@pytest.mark.parametrize(("tokens", "vocab"), [(8192, 131072), (2816, 131072), (4096, 128256)])
+def test_fewer_rows_fill_the_clusters(tokens: int, vocab: int) -> None:
+    config = Sm90().default(tokens)
+    n_tiles, planned = ceil_div(vocab, config.columns), ceil_div(tokens, config.rows)
+    splits = choose_vocab_splits(tokens, vocab, config, 66)
+    most = max(splits, most_vocab_splits(tokens, vocab, config))
+    for rows in range(1, planned):
+        chosen = rescale_vocab_splits(splits, planned, rows, n_tiles, 66, most)
+        counts = tiles_per_cluster(rows, n_tiles, chosen, config.raster_group, 66)
+        assert max(counts) <= 1.1 * rows * n_tiles / 66

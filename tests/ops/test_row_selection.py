@@ -239,7 +239,7 @@ def test_every_option_on_the_kernels(
 def test_chunks_without_rows_compute_nothing(
     train_weight: bool, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
 ) -> None:
-    """But for dW's, which begins the sums in the first chunk, and adds targets in the last one."""
+    """But for dW's, which begins the sums in the first chunk."""
     pytest.importorskip("cutlass")
     computes: list[bool] = []
 
@@ -264,9 +264,36 @@ def test_chunks_without_rows_compute_nothing(
         h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_(train_weight)
         loss_of_plan(h, w, y, plan, LossOptions("sum")).backward()
         of_chunks = [computes[i : i + 2 + train_weight] for i in range(0, 12, 2 + train_weight)]
-        dw = [[True], [False], [False], [True]] if train_weight else [[]] * 4
+        dw = [[True], [False], [False], [False]] if train_weight else [[]] * 4
         want = [[rows > 0 and i == 0] * 2 + of_dw for i, of_dw in enumerate(dw)]
         assert of_chunks[:4] == want and len(computes) == 4 * (2 + train_weight)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 40, 41, 100, 120, 121, TOKENS])
+@pytest.mark.parametrize("smoothing", [0.0, 0.25])
+def test_targets_are_added_once_wherever_the_last_token_counts(
+    rows: int, smoothing: float, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
+) -> None:
+    """With any number of empty chunks behind it, dW is that of a call of these tokens."""
+    pytest.importorskip("cutlass")
+    serve_calls(monkeypatch, Sm90(), small_tiles, selects=True)
+    case = random_case(TOKENS, 48, 333, dtype=torch.bfloat16)
+    plan = Plan("gradients_in_forward", small_tiles.window, 0, 336, 40, True, True)
+    options = LossOptions("sum", label_smoothing=smoothing)
+    y = case.y.clamp(min=0)
+
+    def gradient(counted: int, given: int) -> torch.Tensor:
+        h, w = case.h[:given].clone().requires_grad_(), case.w.clone().requires_grad_()
+        target = y[:given].masked_fill(torch.arange(given) >= counted, -100)
+        h.data[counted:] = torch.nan
+        loss_of_plan(h, w, target, plan, options).backward()
+        assert w.grad is not None
+        return w.grad
+
+    found = gradient(rows, TOKENS)
+    assert bool(found.any()) == (rows > 0)
+    # but for the order in which the models' matrix products add
+    torch.testing.assert_close(found, gradient(rows, max(rows, 1)), rtol=2**-7, atol=2**-9)
 
 
 def test_chunks_count_their_own_rows() -> None:
