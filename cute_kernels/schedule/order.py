@@ -25,9 +25,8 @@ MAX_K_SPLITS, MIN_K_TILES_PER_SPLIT = 8, 16
 MAX_SPLIT_WAVES = 4
 """Waves of work tiles that vocabulary splits are chosen for on the device."""
 ADD_COLUMNS = 1664
-"""Adding a tile after the split before it takes as long as this many columns' MMAs of a K tile.
-
-3.7 us on an H200, of 128 to 256 columns a tile: mostly latency."""
+"""Adding one K split's tile to memory takes as long as the MMAs of one K tile over so many columns:
+3.7 us on an H200, mostly latency, for tiles of 128 to 256 columns."""
 MIN_FIRST_K_TILES = 4
 """K tiles of the first split of a work tile."""
 

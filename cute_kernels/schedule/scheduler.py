@@ -51,7 +51,7 @@ class TileScheduler:
     k_splits: Any
     """K splits of each work tile of the last wave; None if K is never split."""
     add_tiles: Int32
-    """Those that take as long as adding a split, 0 if not all are computed at once."""
+    """K tiles that take as long as adding a split; 0 unless all splits are computed at once."""
     cluster: Int32
     clusters: Int32
     rank: Int32

@@ -50,7 +50,8 @@ class DeferringLinear(nn.Linear):
             return super().forward(input)
         grad = torch.is_grad_enabled()
         if not self.in_evaluation and not (self.training and grad):
-            if grad:  # a model that is to be trained, as `from_pretrained` returns it
+            if grad and (input.requires_grad or self.weight.requires_grad):
+                # a model that is to be trained, as `from_pretrained` returns it
                 self.counts.add("evaluation mode")
             return super().forward(input)
         obstacle = self._obstacle(input)
@@ -118,21 +119,31 @@ class HeadCall:
         self.versions = self._versions()
         self.made: list[tuple[Tensor, int]] = []
         """Logits that were made, and their versions then."""
-        self.is_fused = False
-        """Whether a loss was computed without logits."""
+        self.is_fused = self.is_watched = False
+        """Whether a loss was computed without logits, and whether their gradient is watched."""
 
     def note_fused(self) -> None:
         """Count a loss that was computed without logits."""
+        self.check_watched()
         self.is_fused = True
         self.counts.add()
 
-    def check_hook(self, method: str) -> None:
-        """Raise RuntimeError if a method that watches logits' gradients would miss some."""
-        if method in WATCHING and self.is_fused:
+    def check_watched(self) -> None:
+        """Raise RuntimeError if gradients of these logits would pass those that are watched by."""
+        if self.is_watched:
+            raise RuntimeError(
+                "logits: got a use of a view that was taken before retain_grad or a hook of the "
+                "logits, which would miss its gradient; expected the view to be taken afterwards"
+            )
+
+    def watch(self, method: str) -> None:
+        """Raise RuntimeError if a method that watches gradients of logits would miss some."""
+        if self.is_fused:
             raise RuntimeError(
                 f"logits: got {method} after a loss that was computed without them, expected it "
                 "before; the loss then makes logits"
             )
+        self.is_watched = True
 
     def evaluate(self, compute: Compute, hidden: Tensor) -> Tensor:
         """Return `compute` of hidden states that are taken from the call's, weight and bias.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cutefce.integrations.deferral.head import is_inference_mode
+from cutefce.integrations.deferral.head import WATCHING, is_inference_mode
 from cutefce.integrations.deferral.loss import cross_entropy
 from cutefce.integrations.deferral.record import METHODS, LogitsRecord
 from cutefce.integrations.support.nested import replaced
@@ -41,6 +41,7 @@ class DeferredLogits(LogitsRecord):
                 "their gradient; pass logits + 0, or call cutefce.undefer(model)"
             )
         if self.made is None:
+            self.call.check_watched()
             with left_inference_mode(self.call.inference), torch.set_grad_enabled(self.call.grad):
                 hidden = self.hidden.movedim(self.class_dim, -1)
                 made = self.call.evaluate(self._compute, hidden).movedim(-1, self.class_dim)
@@ -66,8 +67,10 @@ class DeferredLogits(LogitsRecord):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"DeferredLogits: got no attribute {name!r}, as of a tensor")
-        self.call.check_hook(name)
-        return getattr(self.tensor(name), name)
+        logits = self.tensor(name)
+        if name in WATCHING:
+            self.call.watch(name)
+        return getattr(logits, name)
 
     def __repr__(self) -> str:
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -81,6 +84,8 @@ class DeferredLogits(LogitsRecord):
             first, rest = args[0], args[1:]
             if func is F.cross_entropy:
                 return cross_entropy(first, *made_all(name, rest), **made_all(name, kwargs))
+            if name in WATCHING:
+                return getattr(first, name)(*rest, **kwargs)
             if name in METHODS and func is getattr(torch, name) and not kwargs.keys() & OWN_NAMES:
                 return getattr(first, name)(*rest, **kwargs)
         return func(*made_all(name, args), **made_all(name, kwargs))

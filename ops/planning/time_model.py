@@ -215,7 +215,7 @@ def _kept_tile(p: Problem, window: int) -> tuple[int, float]:
 
 def _busy_part(p: Problem, rows: int, tile: int = TILE) -> tuple[float, int]:
     """Return the part of dX's waves that SMs compute, and the splits of the last wave's K."""
-    tiles, splits = ceil_div(rows, TILE) * ceil_div(p.hidden, tile), 1
+    tiles, splits = ceil_div(rows, TILE) * ceil_div(p.hidden, tile), 1  # adds are left out
     if tile == TILE:
         splits = choose_k_splits(tiles, CLUSTERS, MAX_K_SPLITS * MIN_K_TILES_PER_SPLIT)
     waves = num_waves(tiles, CLUSTERS, splits)

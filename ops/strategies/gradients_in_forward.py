@@ -155,7 +155,7 @@ def _listed_with(rows: slice, counted: Tensor | None, targets: Targets) -> Targe
     """Return the targets that dW's kernel adds with the chunk of tokens `rows`; None of none.
 
     They are all of them, with the last chunk, or with the last in which a token counts if `counted`
-    (1,) tells how many do: others compute nothing.
+    (1,) tells how many do.  Chunks behind it compute nothing, whatever they list.
     """
     last = rows.stop == len(targets.index)
     if counted is None or (last and rows.start == 0):

@@ -394,6 +394,10 @@ def test_training_in_evaluation_mode_is_reported() -> None:
     step(model, ce)
     with torch.no_grad():
         model(TOKENS)  # as it is meant to be
+    other = Model().eval().requires_grad_(False)
+    cutefce.defer(other)
+    other(TOKENS)
+    assert cutefce.deferral_report(other) == (0, {})
     assert cutefce.deferral_report(model) == (0, {"evaluation mode": 1})
 
 
@@ -415,6 +419,19 @@ def test_gradients_of_logits_are_watched_before_the_loss_alone(method: str) -> N
     torch.testing.assert_close(found, wanted)
     with pytest.raises(RuntimeError, match=f"^logits: got {method} after a loss that was"):
         watched(model, before=False)
+    uses: list[Callable[[Tensor], Tensor]] = [
+        lambda view: ce(view, TARGETS.flatten()),
+        lambda view: view.log_softmax(-1),
+    ]
+    for use in uses:
+        logits = model(TOKENS)
+        view = logits.view(-1, V)
+        if method == "register_hook":
+            torch.Tensor.register_hook(logits, print)  # type: ignore[no-untyped-call]
+        else:
+            logits.retain_grad()
+        with pytest.raises(RuntimeError, match=r"^logits: got a use of a view that was taken"):
+            use(view)
 
 
 def test_tied_weights() -> None:
