@@ -214,8 +214,11 @@ def _kept_tile(p: Problem, window: int) -> tuple[int, float]:
 
 
 def _busy_part(p: Problem, rows: int, tile: int = TILE) -> tuple[float, int]:
-    """Return the part of dX's waves that SMs compute, and the splits of the last wave's K."""
-    tiles, splits = ceil_div(rows, TILE) * ceil_div(p.hidden, tile), 1  # adds are left out
+    """Return the part of dX's waves that SMs compute, and the splits of the last wave's K.
+
+    The time in which splits are added is left out.
+    """
+    tiles, splits = ceil_div(rows, TILE) * ceil_div(p.hidden, tile), 1
     if tile == TILE:
         splits = choose_k_splits(tiles, CLUSTERS, MAX_K_SPLITS * MIN_K_TILES_PER_SPLIT)
     waves = num_waves(tiles, CLUSTERS, splits)

@@ -53,8 +53,8 @@ def gradients_in_forward(
         every = loss_scale.new_empty(tokens)
     # of all tokens at once: ranks wait for each other once, but for soft targets
     target_logit = primitives.projection.target_logit(h, w, targets)
-    on_device = targets.selection is not None and targets.selection.is_on_device
-    counted = targets.selection.count if targets.selection and on_device else None
+    of_all = targets.selection
+    counted = of_all.count if of_all is not None and of_all.is_on_device else None
     exps = memory = h.new_empty(chunks.own * stored)
     block = inputs.primitives.config.reference_block
     for number, rows in enumerate(chunks.slices()):
@@ -70,7 +70,7 @@ def gradients_in_forward(
         if own < stored:
             free = dx.unwritten(rows.stop).view(h.dtype)
             columns = [*columns, (own, matrix_of(free, part.tokens, stored - own))]
-        if must_run and on_device:
+        if must_run and counted is not None:
             for _, exps in columns:
                 clear_first_rows(exps)
         if stored < vocab:
@@ -126,8 +126,10 @@ def gradients_in_forward(
                 for (first, exps), is_scaled in zip(columns, are_scaled, strict=True):
                     soft.scale(exps, first, factor, own_dw.target, is_scaled=is_scaled)
             all_at_once = gradients.lists_targets
-            listed = _listed_with(rows, counted, targets) if all_at_once else part.targets
-            if factor is not None or listed is None:
+            listed = None
+            if factor is None:
+                listed = _listed_with(rows, counted, targets) if all_at_once else part.targets
+            if listed is None:
                 target_grad = gradients.no_target_grad(own_h, part.targets)
             else:
                 at_target = target_coefficient if all_at_once else target_coefficient[rows]
