@@ -18,7 +18,7 @@ from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.plan import Plan
 from cutefce.ops.planning.window_layout import WindowLayout, row_layouts
 from cutefce.ops.primitives.dispatch import kernels_for, problem_of
-from cutefce.ops.primitives.fused_step import ForBackward, FusedStep, can_fuse
+from cutefce.ops.primitives.fused.step import ForBackward, FusedStep, can_fuse
 from cutefce.ops.primitives.row_selection import with_aligned_rows
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -56,14 +56,15 @@ def _load(
     """
     tokens, hidden, vocab = 1, 64, 1000
     problem = Problem(tokens, hidden, vocab, "bfloat16", device.type, arch=kernels.row_sums.arch)
-    layout = WindowLayout.of(DwMemory(tokens, hidden, vocab, 256), 256, 256, 512)
-    kind = selects, hidden_bits, 300
-    step, options = FusedStep(problem, kernels, num_sms, [layout], *kind), LossOptions("none")
+    memory, options = DwMemory(tokens, hidden, vocab, 256), LossOptions("none")
     h = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
     w, y = h.new_zeros(vocab, hidden), torch.zeros(tokens, dtype=torch.int64, device=device)
-    for shape in ((), (tokens,)):
-        _, saved = step.forward(h, w, y, options)
-        step.backward(saved.stats.new_ones(shape), h, w, y, saved, options)
+    for aliased, kept in ((256, 256), (0, 1024)):
+        layout = WindowLayout.of(memory, aliased, kept, 512)
+        step = FusedStep(problem, kernels, num_sms, [layout], selects, hidden_bits, 300)
+        for shape in ((), (tokens,)):
+            _, saved = step.forward(h, w, y, options)
+            step.backward(saved.stats.new_ones(shape), h, w, y, saved, options)
 
 
 Fused = tuple[FusedStep, Tensor, Tensor, Tensor]
@@ -97,10 +98,11 @@ def run_fused_forward(
 
     If there is a selection, all but a reduced loss are in its order.
     """
-    loss, (stats, exps, dw, selected) = step.forward(h, w, y, options)
+    loss, (stats, exps, dw, selected, workspace) = step.forward(h, w, y, options)
     # where no backward overwrites what is kept, it does not matter which graph captures it
     capture = None if dw is None else torch_compat.capture_id()
-    return loss, RowStats(stats), Kept(plan, exps, dw, selected=selected, capture=capture)
+    results = Kept(plan, exps, dw, workspace, selected=selected, capture=capture)
+    return loss, RowStats(stats), results
 
 
 def run_fused_backward(
@@ -121,7 +123,8 @@ def run_fused_backward(
     """
     selected = results.selected
     assert not isinstance(selected, RowSelection), "expected the selection of a fused step"
-    saved = ForBackward(stats, results.exps, results.take_dw(), selected)
+    taken = results.take_dw(), selected, results.take_workspace()
+    saved = ForBackward(stats, results.exps, *taken)
     if saved.dw is None and step.aliases:
         if not step.has_layouts:
             return None

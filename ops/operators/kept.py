@@ -44,6 +44,8 @@ class Kept:
     """(N, K) exponentials of the kept columns, with "windows"."""
     dw: Tensor | None = None
     """(V, D) memory of dW, which holds the exponentials of aliased columns."""
+    workspace: Tensor | None = None
+    """The backward's, with dX's sums, of a small step."""
     sums: GradSums | None = None
     """Sums of the gradients, with gradients in forward."""
     samples: Samples | KernelSamples | None = None
@@ -76,6 +78,11 @@ class Kept:
         """Return the memory of dW, to be overwritten; later backwards get None."""
         dw: Tensor | None = vars(self).pop("dw", None)  # one step, for threads that share a graph
         return None if dw is None else self.own(dw)
+
+    def take_workspace(self) -> Tensor | None:
+        """Return the workspace, to be overwritten beside dX's sums; later backwards get None."""
+        workspace: Tensor | None = vars(self).pop("workspace", None)
+        return workspace
 
     def take_sums(self) -> GradSums | None:
         """Return the sums of the gradients, to be overwritten; later backwards get None."""

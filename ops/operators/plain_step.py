@@ -33,7 +33,7 @@ from cutefce.ops.primitives.dispatch import (
     problem_of,
     sampling_unsupported_reason,
 )
-from cutefce.ops.primitives.fused_step import FusedStep
+from cutefce.ops.primitives.fused.step import FusedStep
 from cutefce.ops.primitives.row_selection import select_on_device, with_aligned_rows
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats

@@ -19,9 +19,10 @@ from cutefce.ops.primitives import (
     cute_gradients,
     cute_projection,
     cute_rowwise,
-    fused_step,
     row_selection,
 )
+from cutefce.ops.primitives.fused import hidden_product
+from cutefce.ops.primitives.fused import step as fused_step
 from cutefce.ops.sampling import kernels as sampling
 from cutefce.ops.soft_targets import kernels as soft_kernels
 from cutefce.ops.soft_targets import rows as soft_rows
@@ -97,8 +98,8 @@ def noted(monkeypatch: pytest.MonkeyPatch, launched: set[spec.KernelSpec]) -> No
 
         return launch
 
-    modules = cute_gradients, cute_projection, cute_rowwise, fused_step, row_selection, sampling
-    for module in (*modules, logits, row_kernel, soft_rows, soft_kernels):
+    modules = cute_gradients, cute_projection, cute_rowwise, fused_step, hidden_product
+    for module in (*modules, row_selection, sampling, logits, row_kernel, soft_rows, soft_kernels):
         monkeypatch.setattr(module, "compiled", note)
 
 

@@ -39,11 +39,12 @@ from cutefce.ops.primitives import (
     cute_projection,
     cute_rowwise,
     dispatch,
-    fused_step,
 )
 from cutefce.ops.primitives.cute_projection import PartialLse
 from cutefce.ops.primitives.dispatch import kernel_primitives
-from cutefce.ops.primitives.fused_step import FusedStep
+from cutefce.ops.primitives.fused import hidden_product
+from cutefce.ops.primitives.fused import step as fused_step
+from cutefce.ops.primitives.fused.step import FusedStep
 from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.targets import Targets
@@ -712,7 +713,7 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
 
         return launch
 
-    for module in (cute_gradients, cute_projection, cute_rowwise, fused_step):
+    for module in (cute_gradients, cute_projection, cute_rowwise, fused_step, hidden_product):
         monkeypatch.setattr(module, "compiled", on_a_cpu)
     case = random_case(300, 64, 1500, dtype=torch.bfloat16)
     tiles = widest_window(Problem(300, 64, 1500, "bfloat16", "cuda"))

@@ -22,7 +22,7 @@ from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.window_layout import WindowLayout
 from cutefce.ops.primitives.dispatch import kernel_primitives
-from cutefce.ops.primitives.fused_step import FusedStep, can_fuse
+from cutefce.ops.primitives.fused.step import FusedStep, can_fuse
 from cutefce.ops.primitives.row_selection import select_on_device
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.strategies import windows
@@ -185,7 +185,7 @@ def test_graphs_know_what_launches_depend_on(
     layouts: list[WindowLayout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All memory of the arguments, and what numbers of the call they have."""
-    case, kernels = random_problem(far=False), kernels_of(COOPERATIVE, own_dx=False)
+    case, kernels = random_problem(far=False), kernels_of(COOPERATIVE, own_dx=True)
     problem = Problem(TOKENS, HIDDEN, VOCAB, "bfloat16", "cuda", arch="sm_90a")
     seen: list[tuple[Any, ...]] = []
     given: list[set[int]] = []
@@ -198,11 +198,16 @@ def test_graphs_know_what_launches_depend_on(
     def note(tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], launch: Any) -> None:
         launch()
         seen.append(numbers)
-        assert given[-1] <= storages(tensors)
+        assert given and set().union(*given) <= storages(tensors)
+        given.clear()
 
-    step = FusedStep(problem, kernels, NUM_SMS, layouts, selects=True, hidden_bits=4)
-    for name in ("_run_forward", "_run_backward"):
+    bits = None if len(layouts) == 1 else 4
+    step = FusedStep(problem, kernels, NUM_SMS, layouts, selects=True, hidden_bits=bits)
+    assert (step._product is None) == (len(layouts) > 1)
+    for name in ("_run_forward", "_run_backward", "_product"):
         run = getattr(step, name)
+        if run is None:
+            continue
 
         def call(*arguments: Any, run: Any = run) -> None:
             given.append(storages(arguments))
@@ -229,3 +234,6 @@ def test_graphs_know_what_launches_depend_on(
         step.backward(upstream, h, w, case.y, saved, options)
     forwards, backwards = seen[::2], seen[1::2]
     assert len(set(forwards)) == len(set(forwards[:5])) == 5 and len(set(backwards)) == 6
+    if step._product is not None:  # a second backward forms dX's sums
+        step.backward(upstream, h, w, case.y, saved._replace(workspace=None), options)
+        assert seen[-1] not in backwards

@@ -15,7 +15,7 @@ from torch import Tensor
 from cutefce.cute_kernels import process_cache
 from cutefce.ops import launch_graphs, torch_compat
 from cutefce.ops.launch_graphs import KEPT, MOST_CAPTURES, REMEMBERED, LaunchGraphs
-from cutefce.ops.primitives import fused_step
+from cutefce.ops.primitives.fused import step as fused_step
 from tests.support.reference import random_case
 
 SIZES = 512, 256, 30000

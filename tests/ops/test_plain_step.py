@@ -23,7 +23,9 @@ from cutefce.ops.operators import kept, operators, plain_step
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.planning import window_layout
 from cutefce.ops.planning.planner import MINIMUM, make_plan
-from cutefce.ops.primitives import dispatch, fused_step
+from cutefce.ops.primitives import dispatch
+from cutefce.ops.primitives.fused import hidden_product
+from cutefce.ops.primitives.fused import step as fused_step
 from cutefce.ops.primitives.row_selection import has_aligned_rows
 from tests.support.kernel_models import use_models
 from tests.support.modes import Seen
@@ -376,7 +378,8 @@ def test_a_first_step_launches_what_a_repeat_does(
 
         return launch
 
-    monkeypatch.setattr(fused_step, "compiled", note)
+    for module in (fused_step, hidden_product):
+        monkeypatch.setattr(module, "compiled", note)
     h, w, y = leaves(device)
     loss(h, w, y, workspace="max").backward()
     first = {type(kernel).__name__ for kernel in launched}
@@ -384,6 +387,35 @@ def test_a_first_step_launches_what_a_repeat_does(
     before = set(launched)
     loss(h, w, y, workspace="max").backward()
     assert {x for x in launched if "Fused" in type(x).__name__} <= before
+
+
+def test_a_small_step_forms_dx_sums_in_its_forward(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, but for a second backward, whose bits are equal; larger steps form them later."""
+    launched: list[Any] = []
+    compiled: Any = vars(hidden_product)["compiled"]
+
+    def note(kernel: Any) -> Any:
+        def launch(*arguments: Any) -> None:
+            launched.append(kernel)
+            compiled(kernel)(*arguments)
+
+        return launch
+
+    monkeypatch.setattr(hidden_product, "compiled", note)
+    h, w, y = leaves(device)
+    results = []
+    for small in (True, False):
+        monkeypatch.setattr(hidden_product, "is_small", lambda *_, small=small: small)
+        process_cache.reset()
+        loss(h, w, y, workspace="max").backward()
+        launched.clear()
+        result = loss(h, w, y, workspace="max")
+        assert len(launched) == small
+        results += [gradients(result, h, w, retain_graph=True) for _ in range(2)]
+        assert len(launched) == 2 * small
+    assert are_same(results)
 
 
 def test_a_target_that_a_transform_has_left_behind_is_unwrapped(

@@ -50,9 +50,10 @@ from cutefce.ops.primitives import (
     cute_projection,
     cute_rowwise,
     dispatch,
-    fused_step,
     row_selection,
 )
+from cutefce.ops.primitives.fused import hidden_product
+from cutefce.ops.primitives.fused import step as fused_step
 from cutefce.ops.rows.kept_sums import joined_sums, round_at_random_
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.statistics import RowStats
@@ -890,6 +891,6 @@ def use_models(
     replacement: Replacement = model_of,
 ) -> None:
     """Launch the models, or another replacement, in the place of compiled kernels."""
-    modules = cute_projection, cute_gradients, cute_rowwise, fused_step, row_selection, sampling
-    for module in (*modules, logits, row_kernel, soft_rows, soft_kernels):
+    modules = cute_projection, cute_gradients, cute_rowwise, fused_step, hidden_product
+    for module in (*modules, row_selection, sampling, logits, row_kernel, soft_rows, soft_kernels):
         monkeypatch.setattr(module, "compiled", replacement)

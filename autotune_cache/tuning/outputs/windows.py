@@ -17,7 +17,7 @@ from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.window_layout import WindowLayout
 from cutefce.ops.primitives.cute_gradients import CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection
-from cutefce.ops.primitives.fused_step import FusedStep
+from cutefce.ops.primitives.fused.step import FusedStep
 from cutefce.ops.primitives.row_selection import select_on_device
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets

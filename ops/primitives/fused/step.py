@@ -5,34 +5,25 @@ same memory, as those of a training loop mostly are, replay as CUDA graphs.  Whe
 selected, the memory of a step may have several layouts, see `planning.window_layout`.
 """
 
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
 from cutefce.cute_kernels.spec import FusedBackwardSpec, FusedForwardSpec
-from cutefce.cute_kernels.workspace import (
-    NUM_STATS,
-    BackwardWindow,
-    ForwardWindow,
-    GradHidden,
-    Stat,
-)
+from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.launch_graphs import LaunchGraphs
-from cutefce.ops.planning.window_layout import PlacedWindow, WindowLayout
-from cutefce.ops.primitives.cute_gradients import grad_hidden_kernel, is_small, k_splits
+from cutefce.ops.planning.window_layout import WindowLayout
+from cutefce.ops.primitives.fused import tables
+from cutefce.ops.primitives.fused.hidden_product import HiddenProduct
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.rows.selection import PackedSelection
 
-GRAD_HIDDEN, MOST_SPLITS = int(BackwardWindow.GRAD_HIDDEN), int(ForwardWindow.MOST_SPLITS)
 MAX_WORKSPACE = 1 << 31
 """Elements of 4 bytes that an int32 can count."""
 MAX_WINDOWS = 256
@@ -50,6 +41,8 @@ class ForBackward(NamedTuple):
     """(V, D) memory of dW, which holds others; None if it holds none."""
     selected: PackedSelection | None
     """Which tokens were computed, and come first; None for all."""
+    workspace: Tensor | None
+    """That of the backward, which overwrites it, with dX's sums; None if it has to form them."""
 
 
 class FusedStep:
@@ -76,19 +69,18 @@ class FusedStep:
         self.kept, self.aliases = (sizes[0], whole.kept), whole.aliased > 0
         self.has_layouts = len(layouts) > 1
         clusters = num_sms // forward.config.cluster
-        tables = [_forward_rows(problem, forward, clusters, x, selects) for x in layouts]
-        most = _equalize_splits(tables)
-        self._forward_table = _Table([row for table in tables for row in table])
+        of_layouts = [tables.forward_rows(problem, forward, clusters, x, selects) for x in layouts]
+        most = tables.equalize_splits(of_layouts)
+        self._forward_table = tables.Table([row for rows in of_layouts for row in rows])
         stored = [(x, window) for x in layouts for window in x.stored]
         windows = stored + [(x, w) for x in layouts for w in x.windows if w.recomputed]
         self.forward_size = forward.workspace_size(*sizes[:2], most, len(stored))
         self.forward_numbers = most, most, clusters
         of_dx = self.has_layouts, hidden_bits, short
         rows = [
-            _backward_row(problem, kernels, num_sms, (layout, window), selects, *of_dx)
-            for layout, window in windows
+            tables.backward_row(problem, kernels, num_sms, window, selects, *of_dx)
+            for window in windows
         ]
-        self._backward_table, self._num_sms = _Table(rows), num_sms
         self._backward_numbers, self._backward_sizes = [], []
         for uniform in (False, True):
             probabilities = len(stored if uniform else windows)
@@ -96,7 +88,12 @@ class FusedStep:
             self._backward_numbers.append((probabilities, whole.buffer, int(gathers)))
             more = len(rows), num_sms, whole.buffer, gathers
             self._backward_sizes.append(backward.workspace_size(sizes, *more))
-        self.dx_is_given = rows[0][GRAD_HIDDEN] == GradHidden.GIVEN
+        self._calls_cublas = tables.is_given(rows[0])
+        of_product = layouts, backward, short
+        self._product = HiddenProduct.of(problem, kernels, num_sms, *of_product)
+        if self._product is not None:
+            rows = [tables.given(rows[0])]
+        self._backward_table, self._num_sms = tables.Table(rows), num_sms
         self._run_forward, self._run_backward = compiled(forward), compiled(backward)
         self._forward_graphs, self._backward_graphs = LaunchGraphs(), LaunchGraphs()
 
@@ -112,7 +109,8 @@ class FusedStep:
         workspace = h.new_empty(self.forward_size, dtype=torch.float32)
         stats, loss = workspace.new_empty(NUM_STATS, h.shape[0]), workspace.new_empty(())
         selected = None if self.arch is None else PackedSelection.empty(y, self.arch)
-        saved = ForBackward(stats, exps, dw, selected)
+        later = None if self._product is None else stats.new_empty(self._backward_sizes[0])
+        saved = ForBackward(stats, exps, dw, selected, later)
         numbers = options.ignore_index, *self.forward_numbers, int(options.reduction == "mean")
 
         first = exps if dw is None else dw
@@ -123,9 +121,12 @@ class FusedStep:
             results = stats, loss, (*memories, *self._forward_table.arguments)
             order = None if selected is None else selected.parts()
             self._run_forward(h, w, y, workspace, *results, order, None, *numbers)
+            if self._product is not None and later is not None:
+                self._product(exps, w, later, selected)
 
         # sizes and dtypes are those of the step; all but h and w are contiguous
-        tensors = h, w, y, workspace, loss, stats, exps, first, chosen
+        of_dx = stats if later is None else later
+        tensors = h, w, y, workspace, loss, stats, exps, first, chosen, of_dx
         self._forward_graphs(tensors, (h.stride(), w.stride(), *numbers), launch)
         return loss if options.is_scalar else stats[Stat.LOSS], saved
 
@@ -140,12 +141,16 @@ class FusedStep:
     ) -> tuple[Tensor, Tensor]:
         """Return dX (N, D) and dW (V, D) for the upstream gradient of the loss, () or (N,).
 
-        That is in the order of the selection.  The memory of dW in `saved` is overwritten.
+        That is in the order of the selection.  The memory of dW in `saved`, and the workspace, are
+        overwritten.
         """
-        stats, exps, dw, selected = saved
-        uniform = upstream.ndim == 0
-        workspace = stats.new_empty(self._backward_sizes[uniform])
-        if self.dx_is_given:
+        stats, exps, dw, selected, workspace = saved
+        uniform, product = upstream.ndim == 0, self._product
+        if workspace is None:
+            workspace = stats.new_empty(self._backward_sizes[uniform])
+        else:
+            product = None
+        if self._calls_cublas:
             sums = workspace[: h.numel()].view(h.shape)
             kept = exps if exps.shape[1] == w.shape[0] else exps[:, : w.shape[0]]
             matmul_into(sums, kept, w, accumulate=False)
@@ -157,6 +162,8 @@ class FusedStep:
         of_options = options.ignore_index, int(options.reduction == "mean")
 
         def launch() -> None:
+            if product is not None:
+                product(exps, w, workspace, selected)
             stored = exps if self.kept[1] else dw
             order = None if selected is None else selected.parts()
             operands = h, w, y, order, stats, upstream.reshape(-1), stored
@@ -165,17 +172,9 @@ class FusedStep:
 
         chosen = stats if selected is None else selected.memory
         tensors = h, w, y, upstream, dx, dw, workspace, stats, exps, chosen
-        self._backward_graphs(tensors, (h.stride(), w.stride(), uniform, *of_options), launch)
+        kind = uniform, product is None, *of_options
+        self._backward_graphs(tensors, (h.stride(), w.stride(), *kind), launch)
         return dx, dw
-
-
-class _Table:
-    """Rows of numbers in memory of the host, where host functions read them."""
-
-    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
-        self._memory = array("q", [number for row in rows for number in row])
-        self.arguments = self._memory.buffer_info()[0], len(rows)
-        """Address and number of rows."""
 
 
 def fused_kernels(
@@ -188,78 +187,6 @@ def fused_kernels(
     backward = kernels.fused_backward_of(selects, hidden_bits)
     assert forward is not None and backward is not None
     return forward, backward
-
-
-def _forward_rows(
-    problem: Problem,
-    kernel: FusedForwardSpec,
-    clusters: int,
-    layout: WindowLayout,
-    selects: bool,
-) -> list[list[int]]:
-    """Return the table of the windows of a layout that a forward stores, see `ForwardWindow`."""
-    vocab, config, rows = problem.vocab, kernel.config, list[list[int]]()
-    affordable = most_vocab_splits(problem.tokens, vocab, config)
-    ends = [*[window.first for window in layout.stored[1:]], vocab]
-    for window, end in zip(layout.stored, ends, strict=True):
-        columns, stored = end - window.first, window.last - window.first
-        splits = most = choose_vocab_splits(layout.rows, columns, config, clusters)
-        if selects:  # a window's share of what is affordable for all
-            most = max(1, affordable * columns // vocab)
-            if layout.rows == problem.tokens:
-                most = max(splits, most)
-            splits = min(splits, most)
-        repaired = choose_vocab_splits(layout.rows, stored, config, clusters)
-        place = _window_fields(window, columns, layout, selects)
-        rows.append([*place, splits, most, stored, repaired])
-    return rows
-
-
-def _equalize_splits(tables: Sequence[list[list[int]]]) -> int:
-    """Return the most splits of any layout; the last windows of the others get what they lack."""
-    totals = [sum(row[MOST_SPLITS] for row in table) for table in tables]
-    for table, total in zip(tables, totals, strict=True):
-        table[-1][MOST_SPLITS] += max(totals) - total
-    return max(totals)
-
-
-def _window_fields(
-    window: PlacedWindow, columns: int, layout: WindowLayout, selects: bool
-) -> tuple[int, ...]:
-    """Return the fields of a `Window` of `columns`, in a layout."""
-    place = window.memory, window.offset, window.width
-    return window.first, columns, *place, layout.rows, int(selects) + layout.fewest
-
-
-def _backward_row(
-    problem: Problem,
-    kernels: KernelSet,
-    num_sms: int,
-    placed: tuple[WindowLayout, PlacedWindow],
-    selects: bool,
-    has_layouts: bool,
-    hidden_bits: int | None,
-    short: int | None,
-) -> tuple[int, ...]:
-    """Return the row of a window of a layout in a backward's table, see `BackwardWindow`.
-
-    cuBLAS has no part in dX if the step `has_layouts`, or dX `is_small`.  More than eight
-    parameters: the sizes, and how dX is added.
-    """
-    layout, window = placed
-    columns, splits, kind = window.last - window.first, 1, GradHidden.GIVEN
-    own = has_layouts or columns < problem.vocab
-    own = own or is_small(problem.tokens, problem.hidden, columns)
-    spec = grad_hidden_kernel(kernels, columns, own, short)
-    if hidden_bits is not None:
-        kind = GradHidden.LONG
-    elif spec is not None:
-        is_short = columns < (KernelConfigs.SHORT if short is None else short)
-        kind = GradHidden.SHORT if is_short else GradHidden.LONG
-        clusters = num_sms // spec.config.cluster
-        splits = k_splits(spec, (layout.rows, problem.hidden), columns, clusters)
-    place = _window_fields(window, columns, layout, selects)
-    return *place, int(window.recomputed), kind, splits
 
 
 def can_fuse(
