@@ -22,7 +22,7 @@ PARTIAL_BYTES = 5 << 20
 """Limit on the memory of partial sums; more vocabulary splits balance the clusters better."""
 MAX_K_SPLITS, MIN_K_TILES_PER_SPLIT = 8, 16
 """Limits on K splits: each split is added to memory."""
-MAX_SPLIT_WAVES = 4
+MAX_SPLIT_WAVES = 8
 """Waves of work tiles that vocabulary splits are chosen for on the device."""
 ADD_COLUMNS = 1664
 """Adding one K split's tile to memory takes as long as the MMAs of one K tile over so many columns:
@@ -131,11 +131,29 @@ def rescale_vocab_splits(
         choices.append(maximum(minimum(waves * clusters // row_blocks, most), 1))
     best, base = None, most + 1
     for splits in choices:
-        waves = (row_blocks * splits + clusters - 1) // clusters
-        tiles = waves * ((n_tiles + splits - 1) // splits)
+        tiles = busiest_cluster(row_blocks, n_tiles, splits, clusters, minimum, maximum)
         number = tiles * base + splits
         best = number if best is None else minimum(best, number)
     return best % base
+
+
+def busiest_cluster(
+    row_blocks: Any,
+    n_tiles: Any,
+    vocab_splits: Any,
+    clusters: Any,
+    minimum: Any = min,
+    maximum: Any = max,
+) -> Any:
+    """Return an upper bound of `tiles_per_cluster` for one raster group.
+
+    Takes Python integers, or device integers and their `minimum` and `maximum`.
+    """
+    short, longer = n_tiles // vocab_splits, n_tiles % vocab_splits
+    # the first splits have one tile more
+    waves = (row_blocks * vocab_splits + clusters - 1) // clusters
+    long_waves = (longer * row_blocks + clusters - 1) // clusters
+    return waves * short + minimum(long_waves, waves)
 
 
 def num_waves(work_tiles: int, clusters: int, k_splits: int) -> float:
