@@ -1,10 +1,12 @@
 """CPU time of eager calls on a GPU: until the call returns, with no wait for its kernels.
 
 Each size has a no-grad forward and training steps (forward and backward) at three budgets, of
-cutefce and of the two stages F.cross_entropy(F.linear(h, w), y).
+cutefce and of the two stages F.cross_entropy(F.linear(h, w), y).  Of small steps there is also the
+time until the GPU is done.
 """
 
 import functools
+import math
 import random
 import statistics
 import time
@@ -37,6 +39,8 @@ BUDGETS = FORWARD | {f", {name}": cutefce_loss(name) for name in ("max", "min")}
 """Losses of training steps, by what their budgets add to the name."""
 BATCH = 10
 """Consecutive calls before the GPU is waited for; few enough not to fill its launch queue."""
+SMALL = 1 << 34
+"""Multiplications of a product up to which the GPU takes less time than the CPU."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Row:
     hidden: int
     vocab: int
     call: str
-    """"forward", without gradients, or "training step", followed by a budget if not the default."""
+    """"forward", without gradients, or "training step", followed by a budget if not the default, or
+    by "until the GPU is done"."""
     cutefce_us: float
     cutefce_quartiles_us: tuple[float, float]
     torch_us: float
@@ -66,14 +71,15 @@ def command(output: Output, /) -> None:
 def run(shape: Shape, device: str) -> list[Row]:
     """Measure both kinds of call on random inputs."""
     h, w, y = random_inputs(shape, device)
-    rows = []
-    kinds = (("forward", _forward, FORWARD), ("training step", _step, BUDGETS))
-    for kind, evaluate, fused in kinds:
-        h, w = (x.requires_grad_(kind == "training step") for x in (h, w))
+    rows, sizes = [], (shape.tokens, shape.hidden, shape.vocab)
+    kinds = [("forward", _forward, FORWARD, False), ("training step", _step, BUDGETS, False)]
+    if math.prod(sizes) <= SMALL:
+        kinds.append(("training step until the GPU is done", _step, FORWARD, True))
+    for kind, evaluate, fused, waits in kinds:
+        h, w = (x.requires_grad_(kind != "forward") for x in (h, w))
         losses = *fused.values(), _torch_loss
         calls: list[Call] = [functools.partial(evaluate, loss, h, w, y) for loss in losses]
-        *samples, unfused = _interleaved_us(calls, device)
-        sizes = shape.tokens, shape.hidden, shape.vocab
+        *samples, unfused = _interleaved_us(calls, device, waits)
         rows += [
             Row(*sizes, kind + budget, *_summary(times), *_summary(unfused))
             for budget, times in zip(fused, samples, strict=True)
@@ -94,31 +100,41 @@ def _step(loss: Loss, h: Tensor, w: Tensor, y: Tensor) -> None:
     torch.autograd.grad(loss(h, w, y), (h, w))
 
 
-def _interleaved_us(calls: list[Call], device: str) -> list[list[float]]:
-    """Return the microseconds of every call, batches taking turns in a random order each round."""
+def _interleaved_us(calls: list[Call], device: str, waits: bool) -> list[list[float]]:
+    """Return the microseconds of every call, batches taking turns in a random order each round.
+
+    Until the call returns, or until the GPU is done if it `waits`, after each call then.
+    """
     end = time.perf_counter() + WARM_UP_SECONDS
     while time.perf_counter() < end:
         for call in calls:
-            _batch_us(call, device)
+            _batch_us(call, device, waits)
     samples: list[list[float]] = [[] for _ in calls]
     end, order = time.perf_counter() + SECONDS, random.Random(0)
     while not samples[0] or (len(samples[0]) < CALLS and time.perf_counter() < end):
         # what a call finds in the allocator depends on the one before
         for i in order.sample(range(len(calls)), len(calls)):
-            samples[i] += _batch_us(calls[i], device)
+            samples[i] += _batch_us(calls[i], device, waits)
     return samples
 
 
-def _batch_us(call: Call, device: str) -> list[float]:
-    """Time `BATCH` calls one by one, starting with an idle GPU."""
-    if device != "cpu":
-        torch.cuda.synchronize()
+def _batch_us(call: Call, device: str, waits: bool) -> list[float]:
+    """Time `BATCH` calls one by one, starting with an idle GPU; see `_interleaved_us`."""
     times = []
-    for _ in range(BATCH):
+    for i in range(BATCH):
+        if waits or not i:
+            _synchronize(device)
         begin = time.perf_counter()
         call()
+        if waits:
+            _synchronize(device)
         times.append((time.perf_counter() - begin) * 1e6)
     return times
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
 
 
 def _summary(samples: list[float]) -> tuple[float, tuple[float, float]]:
