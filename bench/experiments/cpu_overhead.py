@@ -6,7 +6,6 @@ time until the GPU is done.
 """
 
 import functools
-import math
 import random
 import statistics
 import time
@@ -21,6 +20,7 @@ import cutefce
 from bench.harness.cli import Output, gpu_only, per_shape
 from bench.harness.problems import Loss, Shape, cutefce_loss, random_inputs
 from bench.harness.timing import Call
+from cutefce.ops.primitives.cute_gradients import is_small
 
 SHAPES = (
     Shape(256, 512, 8192, "bfloat16"),
@@ -39,8 +39,6 @@ BUDGETS = FORWARD | {f", {name}": cutefce_loss(name) for name in ("max", "min")}
 """Losses of training steps, by what their budgets add to the name."""
 BATCH = 10
 """Consecutive calls before the GPU is waited for; few enough not to fill its launch queue."""
-SMALL = 1 << 34
-"""Multiplications of a product up to which the GPU takes less time than the CPU."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def run(shape: Shape, device: str) -> list[Row]:
     h, w, y = random_inputs(shape, device)
     rows, sizes = [], (shape.tokens, shape.hidden, shape.vocab)
     kinds = [("forward", _forward, FORWARD, False), ("training step", _step, BUDGETS, False)]
-    if math.prod(sizes) <= SMALL:
+    if is_small(*sizes):
         kinds.append(("training step until the GPU is done", _step, FORWARD, True))
     for kind, evaluate, fused, waits in kinds:
         h, w = (x.requires_grad_(kind != "forward") for x in (h, w))

@@ -59,9 +59,9 @@ def _load(
     memory, options = DwMemory(tokens, hidden, vocab, 256), LossOptions("none")
     h = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
     w, y = h.new_zeros(vocab, hidden), torch.zeros(tokens, dtype=torch.int64, device=device)
-    for aliased, kept in ((256, 256), (0, 1024)):
+    for aliased, kept, short in ((256, 256, 300), (0, 1024, 300), (0, 1024, 2000)):
         layout = WindowLayout.of(memory, aliased, kept, 512)
-        step = FusedStep(problem, kernels, num_sms, [layout], selects, hidden_bits, 300)
+        step = FusedStep(problem, kernels, num_sms, [layout], selects, hidden_bits, short)
         for shape in ((), (tokens,)):
             _, saved = step.forward(h, w, y, options)
             step.backward(saved.stats.new_ones(shape), h, w, y, saved, options)
@@ -99,7 +99,7 @@ def run_fused_forward(
     If there is a selection, all but a reduced loss are in its order.
     """
     loss, (stats, exps, dw, selected, workspace) = step.forward(h, w, y, options)
-    # where no backward overwrites what is kept, it does not matter which graph captures it
+    # where no backward overwrites exponentials, it does not matter which graph captures them
     capture = None if dw is None else torch_compat.capture_id()
     results = Kept(plan, exps, dw, workspace, selected=selected, capture=capture)
     return loss, RowStats(stats), results

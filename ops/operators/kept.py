@@ -45,7 +45,7 @@ class Kept:
     dw: Tensor | None = None
     """(V, D) memory of dW, which holds the exponentials of aliased columns."""
     workspace: Tensor | None = None
-    """The backward's, with dX's sums, of a small step."""
+    """Of a small step: that of the fused backward, with dX's sums."""
     sums: GradSums | None = None
     """Sums of the gradients, with gradients in forward."""
     samples: Samples | KernelSamples | None = None
@@ -80,9 +80,12 @@ class Kept:
         return None if dw is None else self.own(dw)
 
     def take_workspace(self) -> Tensor | None:
-        """Return the workspace, to be overwritten beside dX's sums; later backwards get None."""
+        """Return the workspace, to be overwritten beside dX's sums; later backwards get None.
+
+        So does one that is captured, whose replays need memory of its own.
+        """
         workspace: Tensor | None = vars(self).pop("workspace", None)
-        return workspace
+        return workspace if capture_id() is None else None
 
     def take_sums(self) -> GradSums | None:
         """Return the sums of the gradients, to be overwritten; later backwards get None."""

@@ -240,6 +240,7 @@ def run_windows_backward(
         soft, upstream = classes.take(upstream)
         inputs.targets.parts = inputs.targets.parts._replace(soft=soft)
     dw, exps = results.take_dw(), results.exps
+    results.take_workspace()  # not used here: freed before others are made
     if kept.consumes_exps(inputs.targets.options, inputs.targets.tensors):
         exps = results.own(exps)
     stored = results.samples or stored_exps(inputs, exps, dw, plan)

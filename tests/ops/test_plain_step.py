@@ -418,6 +418,42 @@ def test_a_small_step_forms_dx_sums_in_its_forward(
     assert are_same(results)
 
 
+@pytest.mark.gpu
+def test_a_backward_that_is_captured_has_its_own_workspace() -> None:
+    """Its replays are right when memory of the eager forward has other contents."""
+    h, w, y = leaves("cuda")
+    want = gradients(loss(h, w, y, workspace="max"), h, w)
+    result = loss(h, w, y, workspace="max")
+    graph, upstream = torch.cuda.CUDAGraph(), torch.linspace(-1, 2, 1, device="cuda").view(())
+    with torch.cuda.graph(graph):
+        got = torch.autograd.grad(result, (h, w), upstream, retain_graph=True)
+    others = [torch.full((1 << 16,), torch.nan, device="cuda") for _ in range(64)]
+    for _ in range(2):
+        graph.replay()
+        assert are_same([want, got])
+    assert all(x.isnan().all() for x in others)
+
+
+def test_other_backwards_free_the_workspace(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a graph that may be differentiated again, or in a capture, make sums of dX."""
+    made, keep = list[Any](), kept.keep
+
+    def note(stats: Tensor, results: Any) -> None:
+        made.append(results)
+        keep(stats, results)
+
+    monkeypatch.setattr(kept, "keep", note)
+    h, w, y = leaves(device)
+    want = gradients(loss(h, w, y, workspace="max"), h, w)
+    for captured in (False, True):
+        result = loss(h, w, y, workspace="max")
+        assert made[-1].workspace is not None
+        if captured:
+            monkeypatch.setattr(kept, "capture_id", lambda: 1)
+        assert are_same([want, gradients(result, h, w, create_graph=not captured)])
+        assert made[-1].workspace is None
+
+
 def test_a_target_that_a_transform_has_left_behind_is_unwrapped(
     device: str, steps: list[Any]
 ) -> None:

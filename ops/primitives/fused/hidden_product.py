@@ -45,14 +45,15 @@ class HiddenProduct(NamedTuple):
     ) -> "HiddenProduct | None":
         """Return the launch for a `FusedStep` with this `backward`.
 
-        None if the product is not small, cuBLAS adds it, it is not kept in float32, or exponentials
-        are in several places.
+        None if the product is not small, if the sums take more memory than the exponentials, or are
+        not kept in float32, if cuBLAS adds them, or if some exponentials have no memory of their
+        own.
         """
         sizes = problem.tokens, problem.hidden, problem.vocab
         windows = [window for layout in layouts for window in layout.windows]
         if len(windows) > 1 or windows[0].memory != ExpsMemory.KEPT or not is_small(*sizes):
             return None
-        if backward.hidden_bits is not None:
+        if backward.hidden_bits is not None or 4 * sizes[1] > problem.item_bytes * sizes[2]:
             return None
         kernel = grad_hidden_kernel(kernels, problem.vocab, True, short)
         if kernel is None:

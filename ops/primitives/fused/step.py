@@ -16,6 +16,7 @@ from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import FusedBackwardSpec, FusedForwardSpec
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
+from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.launch_graphs import LaunchGraphs
 from cutefce.ops.planning.window_layout import WindowLayout
@@ -42,7 +43,7 @@ class ForBackward(NamedTuple):
     selected: PackedSelection | None
     """Which tokens were computed, and come first; None for all."""
     workspace: Tensor | None
-    """That of the backward, which overwrites it, with dX's sums; None if it has to form them."""
+    """Memory for that of the backward, with dX's sums; None if the backward has to form them."""
 
 
 class FusedStep:
@@ -106,11 +107,15 @@ class FusedStep:
         is a selection, all but a reduced loss are in its order.
         """
         exps, dw = h.new_empty(self.kept), w.new_empty(w.shape) if self.aliases else None
-        workspace = h.new_empty(self.forward_size, dtype=torch.float32)
+        # a capture of the forward alone would not own what the backward writes
+        product = self._product if torch_compat.capture_id() is None else None
+        size = self.forward_size
+        if product is not None:
+            size = max(size, self._backward_sizes[0])
+        workspace = h.new_empty(size, dtype=torch.float32)
         stats, loss = workspace.new_empty(NUM_STATS, h.shape[0]), workspace.new_empty(())
         selected = None if self.arch is None else PackedSelection.empty(y, self.arch)
-        later = None if self._product is None else stats.new_empty(self._backward_sizes[0])
-        saved = ForBackward(stats, exps, dw, selected, later)
+        saved = ForBackward(stats, exps, dw, selected, None if product is None else workspace)
         numbers = options.ignore_index, *self.forward_numbers, int(options.reduction == "mean")
 
         first = exps if dw is None else dw
@@ -120,13 +125,13 @@ class FusedStep:
             memories = first, exps if self.kept[1] else dw
             results = stats, loss, (*memories, *self._forward_table.arguments)
             order = None if selected is None else selected.parts()
-            self._run_forward(h, w, y, workspace, *results, order, None, *numbers)
-            if self._product is not None and later is not None:
-                self._product(exps, w, later, selected)
+            own = workspace[: self.forward_size]
+            self._run_forward(h, w, y, own, *results, order, None, *numbers)
+            if product is not None:
+                product(exps, w, workspace, selected)
 
         # sizes and dtypes are those of the step; all but h and w are contiguous
-        of_dx = stats if later is None else later
-        tensors = h, w, y, workspace, loss, stats, exps, first, chosen, of_dx
+        tensors = h, w, y, workspace, loss, stats, exps, first, chosen
         self._forward_graphs(tensors, (h.stride(), w.stride(), *numbers), launch)
         return loss if options.is_scalar else stats[Stat.LOSS], saved
 
@@ -145,11 +150,10 @@ class FusedStep:
         overwritten.
         """
         stats, exps, dw, selected, workspace = saved
-        uniform, product = upstream.ndim == 0, self._product
+        uniform, product = upstream.ndim == 0, self._product if workspace is None else None
+        size = self._backward_sizes[uniform]
         if workspace is None:
-            workspace = stats.new_empty(self._backward_sizes[uniform])
-        else:
-            product = None
+            workspace = stats.new_empty(size)
         if self._calls_cublas:
             sums = workspace[: h.numel()].view(h.shape)
             kept = exps if exps.shape[1] == w.shape[0] else exps[:, : w.shape[0]]
@@ -168,7 +172,8 @@ class FusedStep:
             order = None if selected is None else selected.parts()
             operands = h, w, y, order, stats, upstream.reshape(-1), stored
             numbers = *self._backward_table.arguments, *self._backward_numbers[uniform]
-            self._run_backward(*operands, dx, dw, workspace, *numbers, *of_options, self._num_sms)
+            results = dx, dw, workspace[:size]
+            self._run_backward(*operands, *results, *numbers, *of_options, self._num_sms)
 
         chosen = stats if selected is None else selected.memory
         tensors = h, w, y, upstream, dx, dw, workspace, stats, exps, chosen
