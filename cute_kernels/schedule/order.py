@@ -122,8 +122,8 @@ def rescale_vocab_splits(
 ) -> Any:
     """Return the splits of fewer row blocks than the planned ones that have `vocab_splits`.
 
-    They have as many work tiles as planned, or as many as fit into a few waves: whatever leaves the
-    busiest cluster the fewest column tiles, with at most `most` splits.  Takes Python integers, or
+    They have as many work tiles as planned, or as many as fit into a few waves, with at most `most`
+    splits: whatever gives `busiest_cluster` the fewest column tiles.  Takes Python integers, or
     device integers and their `minimum` and `maximum`.
     """
     choices = [minimum((vocab_splits * planned_blocks + row_blocks - 1) // row_blocks, most)]
@@ -131,29 +131,20 @@ def rescale_vocab_splits(
         choices.append(maximum(minimum(waves * clusters // row_blocks, most), 1))
     best, base = None, most + 1
     for splits in choices:
-        tiles = busiest_cluster(row_blocks, n_tiles, splits, clusters, minimum, maximum)
-        number = tiles * base + splits
+        number = busiest_cluster(row_blocks, n_tiles, splits, clusters) * base + splits
         best = number if best is None else minimum(best, number)
     return best % base
 
 
-def busiest_cluster(
-    row_blocks: Any,
-    n_tiles: Any,
-    vocab_splits: Any,
-    clusters: Any,
-    minimum: Any = min,
-    maximum: Any = max,
-) -> Any:
+def busiest_cluster(row_blocks: Any, n_tiles: Any, vocab_splits: Any, clusters: Any) -> Any:
     """Return an upper bound of `tiles_per_cluster` for one raster group.
 
-    Takes Python integers, or device integers and their `minimum` and `maximum`.
+    Takes Python or device integers.
     """
-    short, longer = n_tiles // vocab_splits, n_tiles % vocab_splits
     # the first splits have one tile more
     waves = (row_blocks * vocab_splits + clusters - 1) // clusters
-    long_waves = (longer * row_blocks + clusters - 1) // clusters
-    return waves * short + minimum(long_waves, waves)
+    longer_waves = (n_tiles % vocab_splits * row_blocks + clusters - 1) // clusters
+    return waves * (n_tiles // vocab_splits) + longer_waves
 
 
 def num_waves(work_tiles: int, clusters: int, k_splits: int) -> float:
