@@ -249,13 +249,12 @@ def run_windows_backward(
         if dw is None:
             dw = w.new_empty(w.shape, dtype=inputs.dw_dtype)
     dbias = stats.rows.new_empty(w.shape[0]) if plan.grad_bias else None
-    result = dw if inputs.accumulate_into is None else None
     if isinstance(stored, KernelSamples):
         dx = sampled.backward(inputs, stats, stored, upstream, plan.grad_hidden, dw, dbias)
-        return dx, result, dbias
-    more = stats, stored, upstream, plan.window, plan.grad_hidden
-    dx = windows.backward(inputs, *more, dw, dbias, plan.aliased, plan.hidden_bits)
-    return dx, result, dbias
+    else:
+        more = stats, stored, upstream, plan.window, plan.grad_hidden
+        dx = windows.backward(inputs, *more, dw, dbias, plan.aliased, plan.hidden_bits)
+    return dx, dw if inputs.accumulate_into is None else None, dbias
 
 
 def _rounded(dbias: Tensor | None, w: Tensor, tensors: TensorOptions) -> Tensor:

@@ -419,19 +419,25 @@ def test_a_small_step_forms_dx_sums_in_its_forward(
 
 
 @pytest.mark.gpu
-def test_a_backward_that_is_captured_has_its_own_workspace() -> None:
+@pytest.mark.parametrize("device", ["cuda"])
+def test_a_backward_that_is_captured_has_its_own_workspace(device: str) -> None:
     """Its replays are right when memory of the eager forward has other contents."""
-    h, w, y = leaves("cuda")
-    want = gradients(loss(h, w, y, workspace="max"), h, w)
-    result = loss(h, w, y, workspace="max")
-    graph, upstream = torch.cuda.CUDAGraph(), torch.linspace(-1, 2, 1, device="cuda").view(())
-    with torch.cuda.graph(graph):
-        got = torch.autograd.grad(result, (h, w), upstream, retain_graph=True)
-    others = [torch.full((1 << 16,), torch.nan, device="cuda") for _ in range(64)]
-    for _ in range(2):
-        graph.replay()
-        assert are_same([want, got])
-    assert all(x.isnan().all() for x in others)
+    h, w, y = leaves(device)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    upstream = torch.full((), -1.0, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        want = torch.autograd.grad(loss(h, w, y, workspace="max"), (h, w), upstream)
+        result = loss(h, w, y, workspace="max")
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            got = torch.autograd.grad(result, (h, w), upstream, retain_graph=True)
+        others = [torch.full((1 << 16,), torch.nan, device=device) for _ in range(64)]
+        for _ in range(2):
+            graph.replay()
+            torch.cuda.synchronize()
+            assert are_same([want, got])
+        assert all(x.isnan().all() for x in others)
 
 
 def test_other_backwards_free_the_workspace(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
