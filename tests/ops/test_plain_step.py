@@ -18,6 +18,7 @@ from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
+from cutefce.ops import torch_compat
 from cutefce.ops.interface import call_cache
 from cutefce.ops.operators import kept, operators, plain_step
 from cutefce.ops.operators.plans import plan_for
@@ -389,10 +390,8 @@ def test_a_first_step_launches_what_a_repeat_does(
     assert {x for x in launched if "Fused" in type(x).__name__} <= before
 
 
-def test_a_small_step_forms_dx_sums_in_its_forward(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once, but for a second backward, whose bits are equal; larger steps form them later."""
+def note_products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that grows with each launch of a `HiddenProduct`."""
     launched: list[Any] = []
     compiled: Any = vars(hidden_product)["compiled"]
 
@@ -404,6 +403,14 @@ def test_a_small_step_forms_dx_sums_in_its_forward(
         return launch
 
     monkeypatch.setattr(hidden_product, "compiled", note)
+    return launched
+
+
+def test_a_small_step_forms_dx_sums_in_its_forward(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, but for a second backward, whose bits are equal; larger steps form them later."""
+    launched = note_products(monkeypatch)
     h, w, y = leaves(device)
     results = []
     for small in (True, False):
@@ -432,7 +439,7 @@ def test_a_backward_that_is_captured_has_its_own_workspace(device: str) -> None:
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
             got = torch.autograd.grad(result, (h, w), upstream, retain_graph=True)
-        others = [torch.full((1 << 16,), torch.nan, device=device) for _ in range(64)]
+        others = [torch.full((1 << 14,), torch.nan, device=device) for _ in range(256)]
         for _ in range(2):
             graph.replay()
             torch.cuda.synchronize()
@@ -442,7 +449,7 @@ def test_a_backward_that_is_captured_has_its_own_workspace(device: str) -> None:
 
 def test_other_backwards_free_the_workspace(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a graph that may be differentiated again, or in a capture, make sums of dX."""
-    made, keep = list[Any](), kept.keep
+    launched, made, keep = note_products(monkeypatch), list[Any](), kept.keep
 
     def note(stats: Tensor, results: Any) -> None:
         made.append(results)
@@ -454,10 +461,14 @@ def test_other_backwards_free_the_workspace(device: str, monkeypatch: pytest.Mon
     for captured in (False, True):
         result = loss(h, w, y, workspace="max")
         assert made[-1].workspace is not None
+        launched.clear()
         if captured:
             monkeypatch.setattr(kept, "capture_id", lambda: 1)
         assert are_same([want, gradients(result, h, w, create_graph=not captured)])
-        assert made[-1].workspace is None
+        assert made[-1].workspace is None and len(launched) == captured
+    monkeypatch.setattr(torch_compat, "capture_id", lambda: 1)
+    assert are_same([want, gradients(loss(h, w, y, workspace="max"), h, w)])
+    assert made[-1].workspace is None and len(launched) == 2  # each in a backward
 
 
 def test_a_target_that_a_transform_has_left_behind_is_unwrapped(
