@@ -369,18 +369,7 @@ def test_a_first_step_launches_what_a_repeat_does(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a CUDA graph may be captured after one eager step."""
-    launched: set[Any] = set()
-    compiled: Any = vars(fused_step)["compiled"]
-
-    def note(kernel: Any) -> Any:
-        def launch(*arguments: Any) -> None:
-            launched.add(kernel)
-            compiled(kernel)(*arguments)
-
-        return launch
-
-    for module in (fused_step, hidden_product):
-        monkeypatch.setattr(module, "compiled", note)
+    launched = note_launches(monkeypatch, fused_step, hidden_product)
     h, w, y = leaves(device)
     loss(h, w, y, workspace="max").backward()
     first = {type(kernel).__name__ for kernel in launched}
@@ -390,10 +379,10 @@ def test_a_first_step_launches_what_a_repeat_does(
     assert {x for x in launched if "Fused" in type(x).__name__} <= before
 
 
-def note_products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that grows with each launch of a `HiddenProduct`."""
+def note_launches(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> list[Any]:
+    """Return a list that grows with each launch by the `modules`."""
     launched: list[Any] = []
-    compiled: Any = vars(hidden_product)["compiled"]
+    compiled: Any = vars(modules[0])["compiled"]
 
     def note(kernel: Any) -> Any:
         def launch(*arguments: Any) -> None:
@@ -402,7 +391,8 @@ def note_products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return launch
 
-    monkeypatch.setattr(hidden_product, "compiled", note)
+    for module in modules:
+        monkeypatch.setattr(module, "compiled", note)
     return launched
 
 
@@ -410,7 +400,7 @@ def test_a_small_step_forms_dx_sums_in_its_forward(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, but for a second backward, whose bits are equal; larger steps form them later."""
-    launched = note_products(monkeypatch)
+    launched = note_launches(monkeypatch, hidden_product)
     h, w, y = leaves(device)
     results = []
     for small in (True, False):
@@ -449,7 +439,7 @@ def test_a_backward_that_is_captured_has_its_own_workspace(device: str) -> None:
 
 def test_other_backwards_free_the_workspace(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a graph that may be differentiated again, or in a capture, make sums of dX."""
-    launched, made, keep = note_products(monkeypatch), list[Any](), kept.keep
+    launched, made, keep = note_launches(monkeypatch, hidden_product), list[Any](), kept.keep
 
     def note(stats: Tensor, results: Any) -> None:
         made.append(results)

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import FusedBackwardSpec, GradGemmSpec
-from cutefce.cute_kernels.workspace import ExpsMemory
-from cutefce.ops.planning.window_layout import WindowLayout
-from cutefce.ops.primitives.cute_gradients import grad_hidden_kernel, is_small, k_splits
+from cutefce.cute_kernels.workspace import BackwardWindow, ExpsMemory, GradHidden, Window
+from cutefce.ops.primitives.cute_gradients import is_small
 from cutefce.ops.rows.selection import PackedSelection
 
 
@@ -37,33 +35,31 @@ class HiddenProduct(NamedTuple):
     def of(
         cls,
         problem: Problem,
-        kernels: KernelSet,
         num_sms: int,
-        layouts: Sequence[WindowLayout],
         backward: FusedBackwardSpec,
-        short: int | None,
+        rows: Sequence[Sequence[int]],
     ) -> "HiddenProduct | None":
-        """Return the launch for a `FusedStep` with this `backward`.
+        """Return the launch that stands in for that of `backward` with a table of these rows.
 
         None if the product is not small, if the sums take more memory than the exponentials, or are
         not kept in float32, if cuBLAS adds them, or if some exponentials have no memory of their
         own.
         """
-        sizes = problem.tokens, problem.hidden, problem.vocab
-        windows = [window for layout in layouts for window in layout.windows]
-        if len(windows) > 1 or windows[0].memory != ExpsMemory.KEPT or not is_small(*sizes):
+        row, shape = rows[0], (problem.tokens, problem.hidden)
+        if len(rows) > 1 or row[Window.MEMORY] != ExpsMemory.KEPT or backward.hidden_bits:
             return None
-        if backward.hidden_bits is not None or 4 * sizes[1] > problem.item_bytes * sizes[2]:
+        if 4 * problem.hidden > problem.item_bytes * problem.vocab:
             return None
-        kernel = grad_hidden_kernel(kernels, problem.vocab, True, short)
-        if kernel is None:
+        kind = row[BackwardWindow.GRAD_HIDDEN]
+        if kind == GradHidden.GIVEN or not is_small(*shape, problem.vocab):
             return None
+        kernel = backward.grad_hidden if kind == GradHidden.LONG else backward.grad_hidden_short
         clusters = num_sms // kernel.config.cluster
-        splits = k_splits(kernel, sizes[:2], problem.vocab, clusters)
         before, _, _ = backward.semaphore_places(problem.tokens, num_sms)
-        first = backward.sums_size(*sizes[:2]) + before
+        first = backward.sums_size(*shape) + before
         semaphores = slice(first, first + kernel.semaphore_count(clusters, problem.tokens))
-        return cls(kernel, clusters, splits, sizes[:2], sizes[2], semaphores)
+        splits = row[BackwardWindow.K_SPLITS]
+        return cls(kernel, clusters, splits, shape, problem.vocab, semaphores)
 
     def __call__(
         self, exps: Tensor, w: Tensor, workspace: Tensor, selected: PackedSelection | None

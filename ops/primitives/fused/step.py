@@ -90,8 +90,7 @@ class FusedStep:
             more = len(rows), num_sms, whole.buffer, gathers
             self._backward_sizes.append(backward.workspace_size(sizes, *more))
         self._calls_cublas = tables.is_given(rows[0])
-        of_product = layouts, backward, short
-        self._product = HiddenProduct.of(problem, kernels, num_sms, *of_product)
+        self._product = HiddenProduct.of(problem, num_sms, backward, rows)
         if self._product is not None:
             rows = [tables.given(rows[0])]
         self._backward_table, self._num_sms = tables.Table(rows), num_sms
