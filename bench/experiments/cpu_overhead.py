@@ -2,13 +2,14 @@
 
 Each size has a no-grad forward and training steps (forward and backward) at three budgets, of
 cutefce and of the two stages F.cross_entropy(F.linear(h, w), y).  Of small steps there is also the
-time until the GPU is done.
+time until the GPU is done: of each step alone, and of steps in a row, as in a training.
 """
 
 import functools
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import click
@@ -41,6 +42,10 @@ BATCH = 10
 """Consecutive calls before the GPU is waited for; few enough not to fill its launch queue."""
 
 
+Measure = Callable[[Call, str], list[float]]
+"""Takes samples of a call on a device, a batch of calls."""
+
+
 @dataclass(frozen=True)
 class Row:
     """Medians and quartiles of one kind of call, in microseconds."""
@@ -50,7 +55,7 @@ class Row:
     vocab: int
     call: str
     """"forward", without gradients, or "training step", followed by a budget if not the default, or
-    by "until the GPU is done"."""
+    by what else is waited for."""
     cutefce_us: float
     cutefce_quartiles_us: tuple[float, float]
     torch_us: float
@@ -70,14 +75,19 @@ def run(shape: Shape, device: str) -> list[Row]:
     """Measure both kinds of call on random inputs."""
     h, w, y = random_inputs(shape, device)
     rows, sizes = [], (shape.tokens, shape.hidden, shape.vocab)
-    kinds = [("forward", _forward, FORWARD, False), ("training step", _step, BUDGETS, False)]
+    kinds = [
+        ("forward", _forward, FORWARD, _calls_us),
+        ("training step", _step, BUDGETS, _calls_us),
+    ]
     if is_small(*sizes):
-        kinds.append(("training step until the GPU is done", _step, FORWARD, True))
-    for kind, evaluate, fused, waits in kinds:
+        until = "training step until the GPU is done"
+        kinds.append((until, _step, FORWARD, _waits_us))
+        kinds.append((f"{until}, {BATCH} in a row", _step, FORWARD, _row_us))
+    for kind, evaluate, fused, measure in kinds:
         h, w = (x.requires_grad_(kind != "forward") for x in (h, w))
         losses = *fused.values(), _torch_loss
         calls: list[Call] = [functools.partial(evaluate, loss, h, w, y) for loss in losses]
-        *samples, unfused = _interleaved_us(calls, device, waits)
+        *samples, unfused = _interleaved_us(calls, device, measure)
         rows += [
             Row(*sizes, kind + budget, *_summary(times), *_summary(unfused))
             for budget, times in zip(fused, samples, strict=True)
@@ -98,36 +108,54 @@ def _step(loss: Loss, h: Tensor, w: Tensor, y: Tensor) -> None:
     torch.autograd.grad(loss(h, w, y), (h, w))
 
 
-def _interleaved_us(calls: list[Call], device: str, waits: bool) -> list[list[float]]:
-    """Return the microseconds of every call, batches taking turns in a random order each round.
-
-    Until the call returns, or until the GPU is done if it `waits`, after each call then.
-    """
+def _interleaved_us(calls: list[Call], device: str, measure: Measure) -> list[list[float]]:
+    """Return the samples of every call, batches taking turns in a random order each round."""
     end = time.perf_counter() + WARM_UP_SECONDS
     while time.perf_counter() < end:
         for call in calls:
-            _batch_us(call, device, waits)
+            measure(call, device)
     samples: list[list[float]] = [[] for _ in calls]
     end, order = time.perf_counter() + SECONDS, random.Random(0)
     while not samples[0] or (len(samples[0]) < CALLS and time.perf_counter() < end):
         # what a call finds in the allocator depends on the one before
         for i in order.sample(range(len(calls)), len(calls)):
-            samples[i] += _batch_us(calls[i], device, waits)
+            samples[i] += measure(calls[i], device)
     return samples
 
 
-def _batch_us(call: Call, device: str, waits: bool) -> list[float]:
-    """Time `BATCH` calls one by one, starting with an idle GPU; see `_interleaved_us`."""
-    times = []
-    for i in range(BATCH):
-        if waits or not i:
-            _synchronize(device)
-        begin = time.perf_counter()
+def _calls_us(call: Call, device: str) -> list[float]:
+    """Return the microseconds until each of `BATCH` calls returns; the GPU is idle at first."""
+    _synchronize(device)
+    return [_elapsed_us(call) for _ in range(BATCH)]
+
+
+def _waits_us(call: Call, device: str) -> list[float]:
+    """Return the microseconds until the GPU is done with each of `BATCH` calls alone."""
+
+    def waited() -> None:
         call()
-        if waits:
-            _synchronize(device)
-        times.append((time.perf_counter() - begin) * 1e6)
-    return times
+        _synchronize(device)
+
+    _synchronize(device)
+    return [_elapsed_us(waited) for _ in range(BATCH)]
+
+
+def _row_us(call: Call, device: str) -> list[float]:
+    """Return the microseconds a call until the GPU is done with `BATCH` calls in a row."""
+
+    def row() -> None:
+        for _ in range(BATCH):
+            call()
+        _synchronize(device)
+
+    _synchronize(device)
+    return [_elapsed_us(row) / BATCH]
+
+
+def _elapsed_us(call: Call) -> float:
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e6
 
 
 def _synchronize(device: str) -> None:

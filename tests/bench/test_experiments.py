@@ -423,7 +423,8 @@ def test_cpu_overhead_has_a_row_for_forward_and_each_training_step(
     monkeypatch.setattr(cpu_overhead, "CALLS", 20)
     rows = {row.call: row for row in cpu_overhead.run(TINY, "cpu")}
     steps = ["training step", "training step, max", "training step, min"]
-    assert list(rows) == ["forward", *steps, "training step until the GPU is done"]
+    until = "training step until the GPU is done"
+    assert list(rows) == ["forward", *steps, until, f"{until}, 10 in a row"]
     forward, step_row = rows["forward"], rows["training step, min"]
     for low, median, high in (
         (forward.cutefce_quartiles_us[0], forward.cutefce_us, forward.cutefce_quartiles_us[1]),
