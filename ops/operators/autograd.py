@@ -279,11 +279,15 @@ def _loop(
 
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Save the inputs of the operator `forward`, whose backward makes the statistics again."""
-    h, w, _, *arguments = inputs
-    bias = unpack(arguments, *OPTIONS)[1].linear_bias
+    h, w, y, *arguments = inputs
+    options, tensors, sharding = unpack(arguments, *OPTIONS)
+    bias = tensors.linear_bias
     grad_bias = bias is not None and bias.requires_grad
     step = StepOptions(planner.DEFAULT, h.requires_grad, w.requires_grad, grad_bias)
-    _save(ctx, inputs, (*step.pack(), *arguments), output.new_empty(NUM_STATS, 0))
+    if options.is_sampled and tensors.seed is None:
+        tensors = dataclasses.replace(tensors, seed=torch.ops.cutefce.draw_seed(y))
+    arguments = [*step.pack(), *options.pack(), *tensors.pack(), *sharding.pack()]
+    _save(ctx, inputs, arguments, output.new_empty(NUM_STATS, 0))
 
 
 # graphs of operators, made without gradients or by a tracer, may be trained later

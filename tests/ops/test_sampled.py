@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -60,6 +61,22 @@ def eager(*arguments: Any, **options: Any) -> Tensor:
 def assert_close(got: tuple[Tensor, ...], want: tuple[Tensor, ...], rtol: float = 1e-9) -> None:
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.double(), b.double(), rtol=rtol, atol=rtol * float(b.norm()))
+
+
+def test_a_graph_that_is_traced_without_gradients_draws_a_seed_when_it_is_trained() -> None:
+    case = random_case(*SHAPE, dtype=torch.float64)
+
+    def loss(h: Tensor) -> Tensor:
+        result: Tensor = torch.ops.cutefce.loss(h, case.w, case.y, **SAMPLED)
+        return result
+
+    traced = make_fx(loss)(case.h)
+    found = []
+    for run, seed in ((traced, 0), (loss, 0), (traced, 1)):
+        torch.manual_seed(seed)
+        h = case.h.clone().requires_grad_()
+        found.append(torch.autograd.grad(run(h), h)[0])
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
 def test_the_bits_are_those_of_their_definition() -> None:
