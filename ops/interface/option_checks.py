@@ -147,9 +147,12 @@ def check_grad_output(grad_output: Tensor, h: Tensor, reduction: str, adds: bool
 
 
 def check_bias(bias: Tensor, h: Tensor, w: Tensor) -> None:
-    """Raise TypeError or ValueError unless it is (V,) floating-point on h's device, of w (V, D)."""
+    """Raise TypeError or ValueError unless it is (V, ...) floating-point on h's device.
+
+    The weight w is (V, ..., D).
+    """
     check_layout("linear_bias", bias)
-    _check_floats("linear_bias", bias, h, w.shape[:1])
+    _check_floats("linear_bias", bias, h, w.shape[:-1])
 
 
 def check_buffer(buffer: Tensor, h: Tensor, w: Tensor, bias: Tensor | None = None) -> None:

@@ -99,8 +99,13 @@ def _checked_target(
             f"expected (N, {', '.join(map(str, sizes))}) with (N, D), to match linear_weight of "
             f"shape {tuple(linear_weight.shape)}; a linear_weight (V, D) has no more dimensions"
         )
-    weights = {"weight": linear_weight.shape[:1], "token_weights": target.shape}
-    for name, shape in weights.items():
+    if "linear_bias" in given:
+        option_checks.check_bias(given["linear_bias"], input, linear_weight)
+    factors = {"weight": linear_weight.shape[:1], "token_weights": target.shape}
+    temperature = given.get("temperature")
+    if isinstance(temperature, Tensor) and temperature.ndim:
+        factors["temperature"] = target.shape
+    for name, shape in factors.items():
         if name in given:
             option_checks.check_factors(name, given[name], input, shape)
     return target

@@ -313,6 +313,17 @@ def test_a_loss_of_no_position_is_refused_by_name() -> None:
         cutefce.linear_cross_entropy(H, W[:, None][:, :0], Y[:, None][:, :0])
 
 
+@pytest.mark.parametrize("name", ["linear_bias", "temperature", "token_weights"])
+def test_options_have_a_value_of_every_position(name: str) -> None:
+    w, y = torch.stack([W, W], 1), torch.stack([Y, Y], 1)
+    size = len(W) if name == "linear_bias" else len(Y)
+    message = rf"^{name}: got shape \(.*\), expected \({size}, 2\)"
+    for shape in ((size,), (size, 3)):
+        options: dict[str, Any] = {name: torch.ones(shape)}
+        with pytest.raises(ValueError, match=message):
+            cutefce.linear_cross_entropy(H, w, y, **options)
+
+
 def test_a_module_names_its_input() -> None:
     with pytest.raises(ValueError, match=r"^input: got shape \(4, 8\), expected \(\.\.\., 10\)"):
         cutefce.LinearCrossEntropyLoss(10, 8)(H, Y)
@@ -399,9 +410,10 @@ def test_wrong_options(
     message: str,
 ) -> None:
     (name,) = given
-    if operands[1].ndim == 3 and name in FOUR and isinstance(given[name], torch.Tensor):
+    varies = name in FOUR or name == "linear_bias"
+    if operands[1].ndim == 3 and varies and isinstance(given[name], torch.Tensor):
         given = {name: given[name][:, None].expand(-1, 2)}  # a value for every position
-        message = message.replace(r"(3,\)", r"(3, 2\)" if name == "token_weights" else r"(3,\)")
+        message = message.replace(r"(3,\)", r"(3, 2\)")
     with pytest.raises(error, match=f"^{name}: {message}"):
         function(*operands, **given)
 
