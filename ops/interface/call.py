@@ -142,8 +142,6 @@ def _evaluate(
             target = check(target, h, options, tensors, parts)
     y, grad, bias, own = target, torch.is_grad_enabled(), tensors.linear_bias, w
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
-    if tensors.accumulate_into is not None and not grad:
-        tensors = dataclasses.replace(tensors, accumulate_into=None, grad_output=None)
     grad_bias = grad and bias is not None and bias.requires_grad
     needs_grad = grad_hidden or grad_weight or grad_bias
     more = tensors.pack() if arguments else ()
@@ -180,11 +178,13 @@ def _evaluate(
         sharding.check(w)
         adds = tensors.accumulate_into is not None
         option_checks.check_accumulates_in(options.accum_dtype, h, own, adds)
-        if adds:
+        if adds and grad:
             checks.check_accumulates(own)
         if not tensors.is_plain:
             tensors.check(h, w, y, options, sharding.vocab(w))
             tensors = tensors.prepared(h)
+        if adds and not grad:
+            tensors = dataclasses.replace(tensors, accumulate_into=None, grad_output=None)
         if tensors.grad_output is not None and torch_compat.may_recompute():
             # a forward that runs twice would add twice
             tensors = dataclasses.replace(tensors, grad_output=None)

@@ -363,6 +363,8 @@ def test_wrong_buffers(buffer: Any, error: type[Exception], message: str) -> Non
     for call in (cutefce.linear_cross_entropy, cutefce.linear_log_probs):
         with pytest.raises(error, match=f"^accumulate_into: {message}"):
             call(x, W, y, accumulate_into=buffer)
+        with torch.no_grad(), pytest.raises(error, match=f"^accumulate_into: {message}"):
+            call(x, W, y, accumulate_into=buffer)
     with pytest.raises(error, match=f"^accumulate_into: {message}"):
         cutefce.plan(x, W, accumulate_into=buffer)
 
