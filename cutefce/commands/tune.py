@@ -123,7 +123,7 @@ def tune(
     console.print(f"written: {path}")
     if len(outcomes) < len(todo):
         left = len(todo) - len(outcomes)
-        console.print(f"{left} problems are left; to continue, run: cutefce tune --resume")
+        console.print(f"{left} problems are left; to continue, run the same command with --resume")
 
 
 def _shipped_gpu() -> tuple[Gpu, str]:

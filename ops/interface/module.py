@@ -156,7 +156,7 @@ class LinearCrossEntropyLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Show what differs from call to call."""
+        """Show the common options, and others that are not at their defaults."""
         shown = {
             name: getattr(self, name)
             for name, default in (
