@@ -13,7 +13,7 @@ from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from cutefce.integrations.gradients import gradient_options
+from cutefce.integrations.gradients import fitting, gradient_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.api import linear_cross_entropy
 
@@ -129,8 +129,9 @@ class CutefceLoss(ChunkedCrossEntropy):
         weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
         if loss_weights is not None:
             loss_weights = loss_weights.to(hidden_states.device, torch.float32)
+        hidden_states = hidden_states.to(weight.dtype)
         loss: Tensor = linear_cross_entropy(
-            hidden_states.to(weight.dtype),
+            hidden_states,
             weight,
             labels,
             reduction=self.reduction if num_label_tokens is None else "mean",
@@ -138,6 +139,6 @@ class CutefceLoss(ChunkedCrossEntropy):
             ignore_index=self.ignore_index,
             token_weights=loss_weights,
             softcap=self.softcap,
-            **self.gradient_options,
+            **fitting(self.gradient_options, hidden_states, weight),
         )
         return loss

@@ -10,9 +10,11 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cutefce.ops.interface.checks import check_type
 from cutefce.ops.interface.option_checks import check_accum_dtype, check_sampling
+from cutefce.ops.operators.context import autocast_dtype
 
 _chosen: dict[str, Any] = {}
 
@@ -26,7 +28,7 @@ def set_gradients(
         gradient: "exact" or "sampled", as of `linear_cross_entropy`.
         samples: expected number of entries of a token, at most, with sampled gradients.
         accum_dtype: torch.bfloat16 lets reduced losses keep sums of dW in bfloat16, where hidden
-            states and weight are bfloat16; None keeps more bits.
+            states and weight are bfloat16, and has no effect elsewhere; None keeps more bits.
 
     Raises:
         TypeError, ValueError: for another `gradient` or `accum_dtype`, or `samples` out of their
@@ -58,9 +60,17 @@ def gradient_options(
     return options
 
 
-def loss_options() -> dict[str, Any]:
-    """Return the choice as arguments of a `linear_cross_entropy` that is reduced."""
-    return dict(_chosen)
+def loss_options(input: Tensor, linear_weight: Tensor) -> dict[str, Any]:
+    """Return the choice as arguments of a `linear_cross_entropy` of these that is reduced."""
+    return fitting(_chosen, input, linear_weight)
+
+
+def fitting(options: dict[str, Any], input: Tensor, linear_weight: Tensor) -> dict[str, Any]:
+    """Return `options` without an `accum_dtype` that these operands of the call do not have."""
+    dtype = options.get("accum_dtype")
+    if all(autocast_dtype(x) == dtype for x in (input, linear_weight)):
+        return dict(options)
+    return {name: value for name, value in options.items() if name != "accum_dtype"}
 
 
 def row_options() -> dict[str, Any]:

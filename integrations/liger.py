@@ -110,7 +110,7 @@ def fused_linear_cross_entropy(
             reduction=reduction,
             return_lse=True,
             **both,
-            **loss_options(),
+            **loss_options(input, weight),
         )
         assert lse is not None
         penalties = lse_square_scale * lse.square()

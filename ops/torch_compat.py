@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx import traceback
+from torch.utils import checkpoint
 
 from cutefce.cute_kernels.process_cache import process_cache
 
@@ -166,17 +167,24 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
 
 def apply_to_live(function: type[torch.autograd.Function], *arguments: Any) -> tuple[Any, ...]:
     """Do what `apply_function` does of arguments that no transform has left behind."""
-    result: tuple[Any, ...]
-    own_apply: Any = cast(Any, super(torch.autograd.Function, function)).apply
-    result = own_apply(*arguments)
-    return result
+    run: Callable[..., tuple[Any, ...]] = cast(Any, super(torch.autograd.Function, function)).apply
+    return run(*arguments)
 
 
 def is_in_autograd_function() -> bool:
     """Whether the forward of a `torch.autograd.Function` in Python is running, without a trace."""
     apply: Any = torch.autograd.Function.apply
+    return _is_running(apply.__func__)
+
+
+def is_in_reentrant_checkpoint() -> bool:
+    """Whether an activation checkpoint with use_reentrant=True runs its function again."""
+    return _is_running(checkpoint.CheckpointFunction.backward)
+
+
+def _is_running(function: Any) -> bool:
     frame = None if torch.compiler.is_compiling() else inspect.currentframe()
-    while frame is not None and frame.f_code is not apply.__func__.__code__:
+    while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
     return frame is not None
 

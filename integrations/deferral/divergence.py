@@ -67,9 +67,9 @@ def divergence_of(
                 **options,
             )
 
-        return teacher.call.evaluate(of_both, teacher.hidden)
+        return teacher.call.evaluate(of_both, teacher.hidden, teacher.memory)
 
-    loss = student.call.evaluate(fused, student.hidden)
+    loss = student.call.evaluate(fused, student.hidden, student.memory)
     for x in (student, teacher):
         x.call.note_fused()
     return loss

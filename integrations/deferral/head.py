@@ -81,6 +81,8 @@ class DeferringLinear(nn.Linear):
             return f"input: {type(input).__name__}"
         if getattr(self, "_is_replica", False):
             return "nn.DataParallel"
+        if torch_compat.is_in_reentrant_checkpoint():
+            return "checkpoint with use_reentrant=True"
         if self._backward_hooks or self._backward_pre_hooks:
             return "backward hooks of the head"
         casts = is_autocasting(input.device.type) and torch.float64 not in (
@@ -117,8 +119,10 @@ class HeadCall:
         self.inference = is_inference_mode()
         self.operands = hidden, head.weight, head.bias
         self.versions = self._versions()
-        self.made: list[tuple[Tensor, int]] = []
-        """Logits that were made, and their versions then."""
+        self.made: list[tuple[int, Tensor, int]] = []
+        """Logits that were made: the number of their memory, themselves, their version then."""
+        self.copies = 0
+        """Numbers of memories in use, beside that of the head's own logits, which is 0."""
         self.is_fused = self.is_watched = False
         """Whether a loss was computed without logits, and whether their gradient is watched."""
 
@@ -145,15 +149,22 @@ class HeadCall:
             )
         self.is_watched = True
 
-    def evaluate(self, compute: Compute, hidden: Tensor) -> Tensor:
+    def copy(self) -> int:
+        """Return the number of new memory, for logits that torch would copy."""
+        self.copies += 1
+        return self.copies
+
+    def evaluate(self, compute: Compute, hidden: Tensor, memory: int) -> Tensor:
         """Return `compute` of hidden states that are taken from the call's, weight and bias.
+
+        `memory` is the number of that of the logits.
 
         Raises:
             RuntimeError: if what logits are made of has changed since, or is not here.
         """
         is_same = self.versions in ([], self._versions()) or torch.compiler.is_compiling()
         self._check(is_same, "the head's weight, bias or input changed in place")
-        self.check_others(None)
+        self.check_others(memory, None)
         with outside_autocast(hidden.device.type):
             _, weight, bias = self.operands
             if _is_here(self.head, weight):  # the head may hold others, as after functional_call
@@ -163,16 +174,16 @@ class HeadCall:
             result: Tensor = self.head(hidden, compute)
             return result
 
-    def check_others(self, own: Tensor | None) -> None:
-        """Raise RuntimeError if logits that were made, but for `own`, have changed since."""
+    def check_others(self, memory: int, own: Tensor | None) -> None:
+        """Raise RuntimeError if logits of the same memory, but for `own`, have changed since."""
         is_same = torch.compiler.is_compiling() or all(
-            x is own or _version(x) == version for x, version in self.made
+            other != memory or x is own or _version(x) == version for other, x, version in self.made
         )
         self._check(is_same, "other logits of the same call changed in place")
 
-    def note_made(self, logits: Tensor) -> None:
-        """Watch logits that were made for changes that others of the call do not see."""
-        self.made.append((logits, _version(logits)))
+    def note_made(self, memory: int, logits: Tensor) -> None:
+        """Watch logits that were made for changes that others of their memory do not see."""
+        self.made.append((memory, logits, _version(logits)))
 
     def _versions(self) -> list[int]:
         """Return how often the operands were changed, nothing in a compiled graph."""

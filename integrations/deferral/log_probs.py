@@ -47,7 +47,7 @@ def log_probs_of(
             **options,
         )
 
-    found: Any = logits.call.evaluate(fused, logits.hidden)
+    found: Any = logits.call.evaluate(fused, logits.hidden, logits.memory)
     logits.call.note_fused()
     return LogProbs(*found)
 

@@ -44,12 +44,13 @@ class DeferredLogits(LogitsRecord):
             self.call.check_watched()
             with left_inference_mode(self.call.inference), torch.set_grad_enabled(self.call.grad):
                 hidden = self.hidden.movedim(self.class_dim, -1)
-                made = self.call.evaluate(self._compute, hidden).movedim(-1, self.class_dim)
-            self.call.note_made(made)
+                made = self.call.evaluate(self._compute, hidden, self.memory)
+                made = made.movedim(-1, self.class_dim)
+            self.call.note_made(self.memory, made)
             self.call.counts.add(reason)
             self.made = made
         else:
-            self.call.check_others(self.made)
+            self.call.check_others(self.memory, self.made)
         return self.made
 
     def _compute(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cutefce.integrations.gradients import fitting
 from cutefce.ops.interface.api import linear_cross_entropy
 from cutefce.ops.interface.checks import REDUCTIONS
 from cutefce.ops.operators.context import is_autocasting, is_mixed
@@ -94,11 +95,12 @@ def cross_entropy(
             label_smoothing=label_smoothing,
             logit_scale=scale,
             softcap=cap,
-            **input.call.loss_options,
+            **fitting(input.call.loss_options, hidden, w),
         )
         return loss
 
-    loss = input.call.evaluate(fused, input.hidden.movedim(input.class_dim, -1))
+    hidden = input.hidden.movedim(input.class_dim, -1)
+    loss = input.call.evaluate(fused, hidden, input.memory)
     input.call.note_fused()
     if reduction == "mean":  # of no tokens, it is 0 / 0 in torch
         loss = loss + torch.where((target != ignore_index).any(), 0.0, torch.nan)

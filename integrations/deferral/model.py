@@ -40,7 +40,7 @@ def defer(
         gradient: "exact" or "sampled", as of `linear_cross_entropy`.
         samples: expected number of entries of a token, at most, with sampled gradients.
         accum_dtype: torch.bfloat16 lets sums of the weight's gradient be bfloat16, where hidden
-            states and weight are; None keeps more bits.
+            states and weight are, and has no effect elsewhere; None keeps more bits.
 
     Raises:
         ValueError: for another `gradient` or `accum_dtype`, or `samples` out of their range.
@@ -63,6 +63,7 @@ def undefer(model: nn.Module) -> None:
     """Have deferred heads return logits again.
 
     Raises:
+        TypeError: for what is no module.
         RuntimeError: if the model has none.
     """
     for head in _deferred(model):
@@ -75,6 +76,7 @@ def deferral_report(model: nn.Module) -> DeferralReport:
     """Return how many losses were fused since `defer`, and what made logits instead.
 
     Raises:
+        TypeError: for what is no module.
         RuntimeError: if no head of the model is deferred.
     """
     counts = [head.counts for head in _deferred(model)]
@@ -83,6 +85,7 @@ def deferral_report(model: nn.Module) -> DeferralReport:
 
 
 def _deferred(model: nn.Module) -> list[DeferringLinear]:
+    _check_module(model)
     found = [m for m in model.modules() if isinstance(m, DeferringLinear) and m.is_deferring]
     if not found:
         raise RuntimeError(
@@ -92,11 +95,15 @@ def _deferred(model: nn.Module) -> list[DeferringLinear]:
     return found
 
 
-def _heads(model: nn.Module) -> Iterator[Any]:
-    """Yield the output embeddings of a model, without their adapters."""
+def _check_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
         got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"model: got {got}, expected an nn.Module")
+
+
+def _heads(model: nn.Module) -> Iterator[Any]:
+    """Yield the output embeddings of a model, without their adapters."""
+    _check_module(model)
     head: Any = model
     while not isinstance(head, nn.Linear) and not hasattr(head, "get_output_embeddings"):
         if not isinstance(getattr(head, "module", None), nn.Module):

@@ -33,6 +33,8 @@ class LogitsRecord:
     class_range: tuple[int, int]
     steps: tuple[Step, ...]
     dtype: torch.dtype
+    memory: int = 0
+    """Number of the memory that torch's logits would have; a copy has its own."""
     made: Tensor | None = None
     """The logits themselves, once something has needed them."""
 
@@ -43,7 +45,6 @@ class LogitsRecord:
             self.steps = (*self.steps, ("to", dtype))
 
     # what is known without the logits
-
     @property
     def classes(self) -> int:
         """V, or how many of them were selected."""
@@ -135,7 +136,7 @@ class LogitsRecord:
         return self.derived(hidden=tensors[0], made=made)
 
     def _step(self, name: str, value: Any = None, **changes: Any) -> Any:
-        return self.derived(steps=(*self.steps, (name, value)), **changes)
+        return self.derived(steps=(*self.steps, (name, value)), memory=self.call.copy(), **changes)
 
     def _scale(self, name: str, number: Any) -> Any:
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
@@ -156,7 +157,6 @@ class LogitsRecord:
         return dim % ndim
 
     # element by element
-
     def mul(self, other: Any) -> Any:
         return self._scale("mul", other)
 
@@ -205,10 +205,9 @@ class LogitsRecord:
         return self if is_whole and self.hidden.is_contiguous() else self.derived()
 
     def clone(self) -> Any:
-        return self.derived() if self.is_recorded else self.ask("clone")
+        return self.derived(memory=self.call.copy()) if self.is_recorded else self.ask("clone")
 
     # rows and classes
-
     def __getitem__(self, index: Any) -> Any:
         if self.is_recorded and self.class_dim == self.ndim - 1:
             found = select(index, self.ndim, self.classes)
@@ -228,10 +227,12 @@ class LogitsRecord:
         return self._reshape("view", shape)
 
     def _reshape(self, name: str, shape: tuple[Any, ...]) -> Any:
-        *sizes, last = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+        is_one = len(shape) == 1 and isinstance(shape[0], (tuple, list))
+        *sizes, last = shape[0] if is_one else shape
         if self.is_recorded and sizes and self.class_dim == self.ndim - 1:
             rows = self.numel() // self.classes
-            if last == self.classes or (last == -1 and math.prod(sizes) == rows):
+            open_rows = last == self.classes and -1 in sizes
+            if open_rows or (last in (self.classes, -1) and math.prod(sizes) == rows):
                 hidden = self.hidden.reshape(*sizes, self.hidden.shape[-1])
                 return self.derived(hidden=hidden, class_dim=hidden.ndim - 1)
         return self.ask(name, *shape)

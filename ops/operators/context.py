@@ -41,13 +41,14 @@ def autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Cast as `torch.nn.functional.linear` does: all but float64, to the region's dtype."""
     if not is_autocasting(h.device.type):
         return h, w
-    dtype = torch.get_autocast_dtype(h.device.type)
+    return h.to(autocast_dtype(h)), w.to(autocast_dtype(w))
 
-    def cast(x: Tensor) -> Tensor:
-        eligible = x.is_floating_point() and x.dtype != torch.float64
-        return x.to(dtype) if eligible else x
 
-    return cast(h), cast(w)
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that `autocast` casts x to, its own outside of an autocast region."""
+    is_cast = x.is_floating_point() and x.dtype != torch.float64
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if is_cast and is_autocasting(kind) else x.dtype
 
 
 def refuse_tangents() -> None:

@@ -53,7 +53,8 @@ def test_the_manager_defers_the_model(manager: Any, monkeypatch: pytest.MonkeyPa
     plain = {"gradient": "exact", "samples": 256, "accum_dtype": None}
     other = {"gradient": "sampled", "samples": 64, "accum_dtype": torch.bfloat16}
     assert deferred == [((model,), plain), ((model,), other)]
-    assert gradients.loss_options() == other
+    x = torch.zeros(2, 8, dtype=torch.bfloat16)
+    assert gradients.loss_options(x, x) == other
 
 
 @pytest.mark.parametrize("key", axolotl.OTHERS)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
 
 import cutefce
 from cutefce.integrations.deferral.logits import DeferredLogits
@@ -281,6 +282,52 @@ def test_a_change_of_the_bias_or_of_a_view_is_refused() -> None:
     copy[..., 0] = -9.0
     with pytest.raises(RuntimeError, match="logits: other logits of the same call changed in"):
         ce(part, TARGETS[:, :-1])
+
+
+@pytest.mark.parametrize(
+    "copy", [lambda x: x.clone(), lambda x: x.double(), lambda x: x / 2, lambda x: torch.tanh(x)]
+)
+def test_a_copy_of_the_logits_may_be_changed(copy: Any) -> None:
+    """The logits keep their loss, as do copies that were taken before these are changed."""
+    model = Model()
+    wanted = ce(model(TOKENS), TARGETS)
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    changed, other = copy(logits), logits.clone()
+    flat = changed.view(-1, V)
+    changed.mul_(2)
+    torch.testing.assert_close(ce(logits, TARGETS), wanted)
+    logits.sub_(1)
+    torch.testing.assert_close(ce(other, TARGETS), wanted)
+    with pytest.raises(RuntimeError, match="logits: other logits of the same call changed in"):
+        F.cross_entropy(flat, TARGETS.flatten())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_head_that_is_checkpointed(use_reentrant: bool) -> None:
+    model = Model()
+    found: list[Any] = []
+    for _ in range(2):
+        hidden = torch.ones(2, 6, D, requires_grad=True)
+        logits = checkpoint(model.head, hidden, use_reentrant=use_reentrant)
+        ce(logits, TARGETS).backward()
+        found.append(hidden.grad)
+        if len(found) == 1:
+            cutefce.defer(model)
+    torch.testing.assert_close(found[1], found[0])
+    reentrant = {"checkpoint with use_reentrant=True": 1}
+    wanted = (0, reentrant) if use_reentrant else (1, {})
+    assert cutefce.deferral_report(model) == wanted
+
+
+def test_views_have_the_shapes_of_the_logits() -> None:
+    model = Model()
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    assert logits.view([-1, V]).shape == logits.reshape((12, -1)).shape == (12, V)
+    assert cutefce.deferral_report(model) == (0, {})
+    with pytest.raises(RuntimeError, match=r"'\[5, 23\]' is invalid for input of size 276"):
+        logits.view(5, V)
 
 
 def test_the_parameters_are_those_of_the_heads_call() -> None:
@@ -591,6 +638,10 @@ def replaced() -> nn.Linear:
 def test_other_heads_are_refused(model: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         cutefce.defer(model)
+    if "expected an nn.Module" in message:
+        for call in (cutefce.undefer, cutefce.deferral_report):
+            with pytest.raises(TypeError, match=message):
+                call(model)
 
 
 def test_transforms_of_the_model_see_tensors() -> None:
@@ -664,3 +715,19 @@ def test_sums_are_bfloat16_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
     h, y = torch.randn(50, 8, dtype=torch.bfloat16), torch.randint(600, (50,))
     F.cross_entropy(head(h), y).backward()
     assert found == [torch.bfloat16] and cutefce.deferral_report(head).fused == 1
+
+
+def test_sums_are_not_bfloat16_of_a_float32_weight() -> None:
+    head = nn.Linear(8, 600, bias=False)
+    h, y = torch.randn(50, 8), torch.randint(600, (50,))
+    found: list[Any] = []
+    for accum_dtype in (None, torch.bfloat16):
+        cutefce.defer(head, accum_dtype=accum_dtype)
+        for autocast in (False, True):
+            head.weight.grad = None
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                F.cross_entropy(head(h), y).backward()
+            found.append(head.weight.grad)
+        assert cutefce.deferral_report(head).fused == 2
+        cutefce.undefer(head)
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])

@@ -24,7 +24,8 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_setting_is_checked_and_kept() -> None:
-    assert gradients.loss_options() == {}
+    h = torch.zeros(2, 8, dtype=torch.bfloat16)
+    assert gradients.loss_options(h, h) == {}
     set_gradients("sampled", samples=32, accum_dtype=torch.bfloat16)
     for wrong in ({"gradient": "some"}, {"samples": 2}, {"accum_dtype": torch.float16}):
         with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: got"):
@@ -35,11 +36,25 @@ def test_the_setting_is_checked_and_kept() -> None:
     for take in (set_gradients, functools.partial(cutefce.defer, torch.nn.Linear(8, 9))):
         with pytest.raises(TypeError, match=r"^accum_dtype: got 'bfloat16'"):
             take(accum_dtype="bfloat16")  # as a loss; names are for files
-    assert gradients.loss_options() == {**SAMPLED, "accum_dtype": torch.bfloat16}
+    assert gradients.loss_options(h, h) == {**SAMPLED, "accum_dtype": torch.bfloat16}
     assert gradients.row_options() == SAMPLED
     assert gradient_options("exact", 64, "bfloat16")["accum_dtype"] == torch.bfloat16
     set_gradients()
     assert gradients.row_options() == {"gradient": "exact", "samples": 256}
+
+
+def test_sums_in_bfloat16_are_of_losses_in_bfloat16() -> None:
+    """Elsewhere the permission has no effect, as a call would refuse it."""
+    set_gradients(accum_dtype=torch.bfloat16)
+    h, w, y = torch.randn(6, 8), torch.randn(11, 8), torch.randint(11, (6,))
+    wanted = of_liger(h, w, y)
+    for x, weight in ((h, w), (h.bfloat16(), w)):
+        assert "accum_dtype" not in gradients.loss_options(x, weight)
+    assert torch.equal(wanted, cutefce.linear_cross_entropy(h, w, y, reduction="none"))
+    with torch.autocast("cpu", torch.bfloat16):
+        for x in (h, h.bfloat16()):
+            assert gradients.loss_options(x, w)["accum_dtype"] == torch.bfloat16
+            of_liger(x, w, y)
 
 
 def of_trl(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
@@ -77,7 +92,7 @@ def of_prime_rl(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
 
 def of_automodel(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
     pytest.importorskip("nemo_automodel.components.loss.chunked_ce")
-    chosen = gradients.loss_options() or gradient_options("exact", 256, None)
+    chosen = gradients.loss_options(h, w) or gradient_options("exact", 256, None)
     loss: Tensor = module("automodel").CutefceLoss(**chosen)(h, y, w)
     return loss
 
