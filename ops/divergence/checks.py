@@ -223,8 +223,7 @@ def check_target(target: Tensor | None, h: Tensor) -> None:
 def check_temperature(temperature: Tensor, h: Tensor) -> None:
     """Raise TypeError or ValueError unless it is () or of the shape of h's tokens, a constant."""
     _check_device("temperature", temperature, h)
-    shape = h.shape[:-1] if temperature.ndim else ()
-    option_checks.check_factors("temperature", temperature, h, shape)
+    option_checks.check_temperature(temperature, h, h.shape[:-1])
 
 
 def check_denominator(denominator: Tensor, h: Tensor, reduction: str) -> None:

@@ -173,7 +173,9 @@ def _check_device(name: str, x: Tensor, h: Tensor) -> None:
 def check_dtype(name: str, x: Tensor) -> None:
     """Raise TypeError unless x has a floating-point dtype that calls take."""
     if x.dtype not in DTYPES:
-        raise TypeError(f"{name}: got dtype {x.dtype}, expected one of {', '.join(ITEM_BYTES)}")
+        expected = f"one of {', '.join(ITEM_BYTES)}"
+        hint = "" if x.is_floating_point() or x.is_complex() else f"; pass {name}.float()"
+        raise TypeError(f"{name}: got dtype {x.dtype}, expected {expected}{hint}")
 
 
 def _check_head_dtypes(h: Tensor, w: Tensor) -> None:

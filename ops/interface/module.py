@@ -171,6 +171,8 @@ class LinearCrossEntropyLoss(nn.Module):
             )
             if getattr(self, name) != default
         }
+        if self.out_features:
+            shown["num_classes"] = self.num_classes
         more = "".join(f", {name}={value!r}" for name, value in shown.items())
         return (
             f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, "

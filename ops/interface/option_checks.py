@@ -45,7 +45,8 @@ def check_linear(linear: Any) -> None:
     raise TypeError(
         f"linear: got {got}, expected a torch.nn.Linear without hooks: the loss uses its "
         "parameters and does not call it; merge an adapter into the weight, or apply fully_shard "
-        "to the module that holds it"
+        "to the module that holds it; of pruning and weight_norm, take torch.nn.utils."
+        "prune.remove and torch.nn.utils.parametrizations"
     )
 
 
@@ -214,6 +215,17 @@ def check_factors(name: str, x: Tensor, h: Tensor, shape: Sequence[int]) -> None
     """Raise TypeError or ValueError unless x has `shape`, is floating-point and on h's device."""
     _check_constant(name, x)
     _check_floats(name, x, h, shape)
+
+
+def check_temperature(x: Tensor, h: Tensor, shape: Sequence[int]) -> None:
+    """Raise TypeError or ValueError unless x is floating-point, one for all tokens or for each.
+
+    The target has `shape`.
+    """
+    if x.ndim and tuple(x.shape) != tuple(shape):
+        got, expected = tuple(x.shape), tuple(shape)
+        raise ValueError(f"temperature: got shape {got}, expected () or {expected}")
+    check_factors("temperature", x, h, x.shape)
 
 
 def _check_floats(name: str, x: Tensor, h: Tensor, shape: Sequence[int]) -> None:

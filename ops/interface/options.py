@@ -178,8 +178,7 @@ class TensorOptions(OperatorRecord):
         if self.token_weights is not None:
             option_checks.check_factors("token_weights", self.token_weights, h, y.shape)
         if self.temperature is not None:
-            shape = y.shape if self.temperature.ndim else ()
-            option_checks.check_factors("temperature", self.temperature, h, shape)
+            option_checks.check_temperature(self.temperature, h, y.shape)
         if self.accumulate_into is not None:
             option_checks.check_buffer(self.accumulate_into, h, w, self.linear_bias)
         if self.grad_output is not None:

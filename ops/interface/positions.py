@@ -101,10 +101,9 @@ def _checked_target(
         )
     if "linear_bias" in given:
         option_checks.check_bias(given["linear_bias"], input, linear_weight)
+    if isinstance(given.get("temperature"), Tensor):
+        option_checks.check_temperature(given["temperature"], input, target.shape)
     factors = {"weight": linear_weight.shape[:1], "token_weights": target.shape}
-    temperature = given.get("temperature")
-    if isinstance(temperature, Tensor) and temperature.ndim:
-        factors["temperature"] = target.shape
     for name, shape in factors.items():
         if name in given:
             option_checks.check_factors(name, given[name], input, shape)

@@ -136,7 +136,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "temperatures of other tokens": (
         {"temperature": torch.ones(3)},
         ValueError,
-        r"temperature: got shape \(3,\), expected \(4,\)",
+        r"temperature: got shape \(3,\), expected \(\) or \(4,\)",
     ),
     "a trained temperature": (
         {"temperature": torch.ones((), requires_grad=True)},

@@ -1,9 +1,10 @@
-"""What the constructor of the module checks."""
+"""What the module checks and shows."""
 
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 import cutefce
 
@@ -36,6 +37,20 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "sparse weights": ({"weight": torch.ones(10).to_sparse()}, TypeError, "weight: got layout"),
 }
+
+
+def test_a_pruned_head_is_refused_with_advice() -> None:
+    module = cutefce.LinearCrossEntropyLoss(8, 10)
+    h, y = torch.randn(4, 8), torch.randint(10, (4,))
+    prune.l1_unstructured(module.linear, "weight", 0.3)
+    with pytest.raises(TypeError, match=r"^linear: got hooks, .* torch.nn.utils.prune.remove"):
+        module(h, y)
+    prune.remove(module.linear, "weight")
+    module(h, y).backward()
+
+
+def test_a_module_shows_its_classes_where_its_head_does_not() -> None:
+    assert "num_classes=50" in repr(cutefce.LinearCrossEntropyLoss(8, 50, out_features=(3, 2)))
 
 
 @pytest.mark.parametrize(("change", "kind", "message"), WRONG.values(), ids=WRONG)

@@ -317,7 +317,8 @@ def test_a_loss_of_no_position_is_refused_by_name() -> None:
 def test_options_have_a_value_of_every_position(name: str) -> None:
     w, y = torch.stack([W, W], 1), torch.stack([Y, Y], 1)
     size = len(W) if name == "linear_bias" else len(Y)
-    message = rf"^{name}: got shape \(.*\), expected \({size}, 2\)"
+    scalar = r"\(\) or " if name == "temperature" else ""
+    message = rf"^{name}: got shape \(.*\), expected {scalar}\({size}, 2\)"
     for shape in ((size,), (size, 3)):
         options: dict[str, Any] = {name: torch.ones(shape)}
         with pytest.raises(ValueError, match=message):
@@ -340,6 +341,11 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
 TEN, FOUR = ("linear_bias", "weight"), ("token_weights", "temperature")
 LONG = torch.ones(10).long()
 WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a mask as token_weights": (
+        {"token_weights": torch.ones(4, dtype=torch.bool)},
+        TypeError,
+        r"got dtype torch.bool, expected one of .*; pass token_weights.float\(\)$",
+    ),
     "label_smoothing of None": ({"label_smoothing": None}, TypeError, "got None"),
     "label_smoothing of text": ({"label_smoothing": "x"}, TypeError, "got 'x'"),
     "label_smoothing of values": ({"label_smoothing": np.zeros(3)}, TypeError, "got array"),
