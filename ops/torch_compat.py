@@ -178,8 +178,8 @@ def is_in_autograd_function() -> bool:
 
 
 def is_in_reentrant_checkpoint() -> bool:
-    """Whether an activation checkpoint with use_reentrant=True runs its function again."""
-    return _is_running(checkpoint.CheckpointFunction.backward)
+    """Whether an activation checkpoint with use_reentrant=True runs its forward."""
+    return _is_running(checkpoint.CheckpointFunction.forward)
 
 
 def _is_running(function: Any) -> bool:

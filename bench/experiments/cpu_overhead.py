@@ -48,7 +48,7 @@ Measure = Callable[[Call, str], list[float]]
 
 @dataclass(frozen=True)
 class Row:
-    """Medians and quartiles of one kind of call, in microseconds."""
+    """Medians and quartiles of one kind of call, or of means in a row, in microseconds."""
 
     tokens: int
     hidden: int

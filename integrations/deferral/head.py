@@ -81,7 +81,7 @@ class DeferringLinear(nn.Linear):
             return f"input: {type(input).__name__}"
         if getattr(self, "_is_replica", False):
             return "nn.DataParallel"
-        if torch_compat.is_in_reentrant_checkpoint():
+        if not torch.is_grad_enabled() and torch_compat.is_in_reentrant_checkpoint():
             return "checkpoint with use_reentrant=True"
         if self._backward_hooks or self._backward_pre_hooks:
             return "backward hooks of the head"
@@ -149,8 +149,13 @@ class HeadCall:
             )
         self.is_watched = True
 
-    def copy(self) -> int:
-        """Return the number of new memory, for logits that torch would copy."""
+    def copy(self, memory: int) -> int:
+        """Return the number of new memory, for a copy of logits of `memory`.
+
+        Raises:
+            RuntimeError: if these have changed, which the copy would not see.
+        """
+        self.check_others(memory, None)
         self.copies += 1
         return self.copies
 
@@ -179,7 +184,7 @@ class HeadCall:
         is_same = torch.compiler.is_compiling() or all(
             other != memory or x is own or _version(x) == version for other, x, version in self.made
         )
-        self._check(is_same, "other logits of the same call changed in place")
+        self._check(is_same, "others that may share their memory changed in place")
 
     def note_made(self, memory: int, logits: Tensor) -> None:
         """Watch logits that were made for changes that others of their memory do not see."""

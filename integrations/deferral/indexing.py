@@ -1,5 +1,6 @@
-"""Which rows and classes an index of logits selects."""
+"""Which rows and classes an index of logits selects, and which views keep classes together."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,21 @@ def select(index: Any, ndim: int, classes: int) -> Selection | None:
         return None
     start, stop = _bound(last.start, 0, classes), _bound(last.stop, classes, classes)
     return Selection((*rows, slice(None)), start, stop) if start < stop else None
+
+
+def row_sizes(shape: tuple[Any, ...], rows: int, classes: int) -> list[Any] | None:
+    """Return the sizes of rows in a `shape` for a view of logits, as their method takes it.
+
+    Returns:
+        None for a shape that does not fit, or whose last dimension has not all `classes` of a row.
+    """
+    given = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    *sizes, last = given or (None,)
+    if not sizes or last not in (classes, -1) or (*sizes, last).count(-1) > 1:
+        return None
+    known = math.prod([size for size in sizes if size != -1])
+    fits = rows == known if -1 not in sizes else known > 0 and rows % known == 0
+    return sizes if fits else None
 
 
 def _bound(value: int | None, default: int, size: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cutefce.integrations.deferral.head import HeadCall
-from cutefce.integrations.deferral.indexing import select
+from cutefce.integrations.deferral.indexing import row_sizes, select
 from cutefce.ops.interface.checks import DTYPES
 
 Step = tuple[str, Any]
@@ -136,7 +136,8 @@ class LogitsRecord:
         return self.derived(hidden=tensors[0], made=made)
 
     def _step(self, name: str, value: Any = None, **changes: Any) -> Any:
-        return self.derived(steps=(*self.steps, (name, value)), memory=self.call.copy(), **changes)
+        memory = self.call.copy(self.memory)
+        return self.derived(steps=(*self.steps, (name, value)), memory=memory, **changes)
 
     def _scale(self, name: str, number: Any) -> Any:
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
@@ -205,7 +206,9 @@ class LogitsRecord:
         return self if is_whole and self.hidden.is_contiguous() else self.derived()
 
     def clone(self) -> Any:
-        return self.derived(memory=self.call.copy()) if self.is_recorded else self.ask("clone")
+        if not self.is_recorded:
+            return self.ask("clone")
+        return self.derived(memory=self.call.copy(self.memory))
 
     # rows and classes
     def __getitem__(self, index: Any) -> Any:
@@ -227,14 +230,10 @@ class LogitsRecord:
         return self._reshape("view", shape)
 
     def _reshape(self, name: str, shape: tuple[Any, ...]) -> Any:
-        is_one = len(shape) == 1 and isinstance(shape[0], (tuple, list))
-        *sizes, last = shape[0] if is_one else shape
-        if self.is_recorded and sizes and self.class_dim == self.ndim - 1:
-            rows = self.numel() // self.classes
-            open_rows = last == self.classes and -1 in sizes
-            if open_rows or (last in (self.classes, -1) and math.prod(sizes) == rows):
-                hidden = self.hidden.reshape(*sizes, self.hidden.shape[-1])
-                return self.derived(hidden=hidden, class_dim=hidden.ndim - 1)
+        sizes = row_sizes(shape, self.numel() // self.classes, self.classes)
+        if self.is_recorded and sizes is not None and self.class_dim == self.ndim - 1:
+            hidden = self.hidden.reshape(*sizes, self.hidden.shape[-1])
+            return self.derived(hidden=hidden, class_dim=hidden.ndim - 1)
         return self.ask(name, *shape)
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:

@@ -174,7 +174,7 @@ def check_dtype(name: str, x: Tensor) -> None:
     """Raise TypeError unless x has a floating-point dtype that calls take."""
     if x.dtype not in DTYPES:
         expected = f"one of {', '.join(ITEM_BYTES)}"
-        hint = "" if x.is_floating_point() or x.is_complex() else f"; pass {name}.float()"
+        hint = f"; pass {name}.float()" if x.dtype == torch.bool else ""
         raise TypeError(f"{name}: got dtype {x.dtype}, expected {expected}{hint}")
 
 

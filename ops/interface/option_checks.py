@@ -44,9 +44,9 @@ def check_linear(linear: Any) -> None:
         return
     raise TypeError(
         f"linear: got {got}, expected a torch.nn.Linear without hooks: the loss uses its "
-        "parameters and does not call it; merge an adapter into the weight, or apply fully_shard "
-        "to the module that holds it; of pruning and weight_norm, take torch.nn.utils."
-        "prune.remove and torch.nn.utils.parametrizations"
+        "parameters and does not call it; merge an adapter into the weight, apply fully_shard to "
+        "the module that holds it, call torch.nn.utils.prune.remove, or take weight_norm of "
+        "torch.nn.utils.parametrizations"
     )
 
 

@@ -258,7 +258,7 @@ def test_logits_after_a_change_are_refused() -> None:
     part = later[:, :-1]
     later[..., 0] = 0.0
     assert later[0, 0, 0] == 0
-    with pytest.raises(RuntimeError, match="logits: other logits of the same call changed in"):
+    with pytest.raises(RuntimeError, match="logits: others that may share their memory changed in"):
         ce(part, TARGETS[:, :-1])
 
 
@@ -275,18 +275,19 @@ def test_a_change_of_the_bias_or_of_a_view_is_refused() -> None:
     logits.argmax()
     flat.argmax()
     flat[:, 0] = -5.0
-    with pytest.raises(RuntimeError, match="logits: other logits of the same call changed in"):
+    with pytest.raises(RuntimeError, match="logits: others that may share their memory changed in"):
         ce(logits, TARGETS)
     part = model(TOKENS)[:, :-1]
     copy = part.contiguous()
     copy[..., 0] = -9.0
-    with pytest.raises(RuntimeError, match="logits: other logits of the same call changed in"):
+    with pytest.raises(RuntimeError, match="logits: others that may share their memory changed in"):
         ce(part, TARGETS[:, :-1])
 
 
-@pytest.mark.parametrize(
-    "copy", [lambda x: x.clone(), lambda x: x.double(), lambda x: x / 2, lambda x: torch.tanh(x)]
-)
+COPIES = [lambda x: x.clone(), lambda x: x.double(), lambda x: x / 2, lambda x: torch.tanh(x)]
+
+
+@pytest.mark.parametrize("copy", COPIES)
 def test_a_copy_of_the_logits_may_be_changed(copy: Any) -> None:
     """The logits keep their loss, as do copies that were taken before these are changed."""
     model = Model()
@@ -299,25 +300,49 @@ def test_a_copy_of_the_logits_may_be_changed(copy: Any) -> None:
     torch.testing.assert_close(ce(logits, TARGETS), wanted)
     logits.sub_(1)
     torch.testing.assert_close(ce(other, TARGETS), wanted)
-    with pytest.raises(RuntimeError, match="logits: other logits of the same call changed in"):
+    with pytest.raises(RuntimeError, match="logits: others that may share their memory changed in"):
         F.cross_entropy(flat, TARGETS.flatten())
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_head_that_is_checkpointed(use_reentrant: bool) -> None:
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_copy_of_changed_logits_is_refused(copy: Any) -> None:
     model = Model()
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    part = logits[:, :-1]
+    logits.mul_(2)
+    with pytest.raises(RuntimeError, match="others that may share their memory changed in"):
+        copy(part)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_loss_that_is_checkpointed(use_reentrant: bool) -> None:
+    model = Model()
+
+    def loss(hidden: Tensor) -> Tensor:
+        return ce(model.head(hidden), TARGETS)
+
     found: list[Any] = []
     for _ in range(2):
         hidden = torch.ones(2, 6, D, requires_grad=True)
-        logits = checkpoint(model.head, hidden, use_reentrant=use_reentrant)
-        ce(logits, TARGETS).backward()
+        checkpoint(loss, hidden, use_reentrant=use_reentrant).backward()
         found.append(hidden.grad)
         if len(found) == 1:
             cutefce.defer(model)
     torch.testing.assert_close(found[1], found[0])
-    reentrant = {"checkpoint with use_reentrant=True": 1}
-    wanted = (0, reentrant) if use_reentrant else (1, {})
-    assert cutefce.deferral_report(model) == wanted
+    assert cutefce.deferral_report(model) == (1, {})
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_a_head_that_is_checkpointed_has_a_gradient_or_an_error(evaluation: bool) -> None:
+    model, hidden = Model(), torch.ones(2, 6, D, requires_grad=True)
+    wanted = torch.autograd.grad(ce(model.head(hidden), TARGETS), hidden)[0]
+    cutefce.defer(model, evaluation=evaluation)
+    logits = checkpoint(model.head, hidden, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(ce(logits, TARGETS), hidden)[0], wanted)
+    logits = checkpoint(model.head, hidden, use_reentrant=True)
+    with pytest.raises(IndexError):
+        ce(logits, TARGETS).backward()
 
 
 def test_views_have_the_shapes_of_the_logits() -> None:
@@ -326,8 +351,9 @@ def test_views_have_the_shapes_of_the_logits() -> None:
     logits: Any = model(TOKENS)
     assert logits.view([-1, V]).shape == logits.reshape((12, -1)).shape == (12, V)
     assert cutefce.deferral_report(model) == (0, {})
-    with pytest.raises(RuntimeError, match=r"'\[5, 23\]' is invalid for input of size 276"):
-        logits.view(5, V)
+    for sizes, message in (((5, V), r"'\[5, 23\]'"), ((5, -1, V), r"'\[5, -1, 23\]'")):
+        with pytest.raises(RuntimeError, match=f"{message} is invalid for input of size 276"):
+            logits.view(*sizes)
 
 
 def test_the_parameters_are_those_of_the_heads_call() -> None:
