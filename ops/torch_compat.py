@@ -4,7 +4,8 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -30,6 +31,10 @@ _compiled_functions: dict[tuple[Any, ...], Callable[..., None]] = {}
 """By function and layout; as loaded kernels, they are never cleared."""
 _unknown_captures = itertools.count(1)
 _shapes_config = cast(Any, torch.fx.experimental._config)
+PIPELINE_STAGE = "torch.distributed.pipelining.stage"
+FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+DDP = "torch.nn.parallel.distributed"
+"""The modules of classes that run a model, and look for tensors in what it returns."""
 _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 _BATCHING = torch._C._dispatch_key_parse("VmapMode")
 _NO_DISPATCH_MODE = {
@@ -149,6 +154,16 @@ def register_node(cls: Kind) -> Kind:
     return cls
 
 
+def map_kind(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Return `value`, nested as outputs of modules are, with `function` of each x of `kind`."""
+    from torch.utils import _pytree
+
+    def changed(x: Any) -> Any:
+        return function(x) if isinstance(x, kind) else x
+
+    return _pytree.tree_map(changed, value, is_leaf=lambda x: isinstance(x, kind))
+
+
 def check_at_run_time(condition: Any, message: str) -> None:
     """Have a traced graph raise RuntimeError with `message` unless `condition`, a SymBool."""
     torch._check(condition, message.__str__)
@@ -187,6 +202,20 @@ def _is_running(function: Any) -> bool:
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+def running_objects(module: str) -> Iterator[Any]:
+    """Yield the objects whose methods `module` defines and that run now, the innermost first.
+
+    `module` is part of what trains on several ranks: without a process group there are none.
+    """
+    if module not in sys.modules or not (dist.is_available() and dist.is_initialized()):
+        return
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module and "self" in frame.f_locals:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
 
 
 def may_recompute() -> bool:

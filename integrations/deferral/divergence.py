@@ -22,8 +22,7 @@ class Side(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return hidden states, weight and bias, detached if the logits have no gradients."""
         w, b = self.logits.of_classes(weight), self.logits.of_classes(bias)
-        w, scale = w.to(hidden.dtype), self.transform.scale
-        b = b if b is None or scale == 1 else b * scale
+        w, b = w.to(hidden.dtype), self.transform.bias(b)
         if self.logits.call.grad:
             return hidden, w, b
         return hidden.detach(), w.detach(), b if b is None else b.detach()
@@ -84,7 +83,8 @@ def _obstacle(student: DeferredLogits, teacher: DeferredLogits) -> str:
         return "linear_divergence: a weight that is not a whole, plain tensor"
     if any(x.class_dim != x.ndim - 1 for x in sides):
         return "linear_divergence: classes not in the last dimension"
-    if student.shape != teacher.shape or student.device != teacher.device:
+    devices = {x.device for x in sides} | {x.hidden.device for x in sides}
+    if student.shape != teacher.shape or len(devices) > 1:
         return "linear_divergence: logits of other shapes or devices"
     if any(x.dtype == torch.float64 != x.hidden.dtype for x in sides):
         return "linear_divergence: logits cast to float64"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from cutefce.integrations.deferral import runners
 from cutefce.integrations.deferral.report import Counts
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.checks import DTYPES
@@ -23,7 +24,7 @@ class DeferringLinear(nn.Linear):
 
     counts: Counts
     in_evaluation: bool
-    """Whether logits are deferred in evaluation too."""
+    """Whether logits are deferred without gradients too."""
     loss_options: dict[str, Any]
     """Arguments of `linear_cross_entropy` beside those of the model's loss."""
 
@@ -46,26 +47,25 @@ class DeferringLinear(nn.Linear):
                     "the head"
                 )
             return compute(input, self.weight, self.bias)
-        if not self.is_deferring:
-            return super().forward(input)
-        grad = torch.is_grad_enabled()
-        if not self.in_evaluation and not (self.training and grad):
-            if grad and (input.requires_grad or self.weight.requires_grad):
-                # a model that is to be trained, as `from_pretrained` returns it
-                self.counts.add("evaluation mode")
+        if not self.is_deferring or not self._is_asked(input):
             return super().forward(input)
         obstacle = self._obstacle(input)
         if obstacle:
             self.counts.add(obstacle)
             return super().forward(input)
-        from cutefce.integrations.deferral.logits import DeferredLogits
+        from cutefce.integrations.deferral.logits import deferred
 
         if is_autocasting(input.device.type) and input.dtype != torch.float64:
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        logits = DeferredLogits(
-            HeadCall(self, input), input, input.ndim - 1, (0, self.out_features), (), input.dtype
-        )
-        return logits  # type: ignore[return-value]  # behaves like a tensor
+        logits: Tensor = deferred(HeadCall(self, input), input)  # behaves like one
+        return logits
+
+    def _is_asked(self, input: Tensor) -> bool:
+        """Whether logits are deferred here: where they have a gradient, or in evaluation too."""
+        if self.in_evaluation:
+            return True
+        operands = input, self.weight, self.bias
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
 
     def _obstacle(self, input: Tensor) -> str:
         """Return why the logits of input cannot be deferred, "" if they can."""
@@ -85,24 +85,27 @@ class DeferringLinear(nn.Linear):
             return "checkpoint with use_reentrant=True"
         if self._backward_hooks or self._backward_pre_hooks:
             return "backward hooks of the head"
+        runner = runners.obstacle()
+        if runner:
+            return runner
         casts = is_autocasting(input.device.type) and torch.float64 not in (
             input.dtype,
             weight.dtype,
         )
         if not {input.dtype, weight.dtype} <= DTYPES or not (casts or input.dtype == weight.dtype):
             return f"dtypes: {input.dtype} beside {weight.dtype}"
-        if input.device != weight.device or input.ndim == 0 or input.shape[-1] != self.in_features:
+        if input.device != weight.device or input.ndim == 0 or input.shape[-1] != weight.shape[1]:
             return "input: not on the weight's device, or of another size"
         return ""
 
 
 def is_whole(head: nn.Linear) -> bool:
     """Whether the weight is here, and not a shard or a placeholder of it."""
-    return _is_here(head, head.weight)
+    return _is_here(head.weight)
 
 
-def _is_here(head: nn.Linear, w: Tensor) -> bool:
-    if type(w) not in PLAIN_TYPES or w.numel() != head.out_features * head.in_features:
+def _is_here(w: Tensor) -> bool:
+    if type(w) not in PLAIN_TYPES or w.ndim != 2:
         return False
     return torch.compiler.is_compiling() or w.untyped_storage().size() > 0
 
@@ -117,14 +120,32 @@ class HeadCall:
         self.dtype = hidden.dtype
         self.grad = torch.is_grad_enabled()
         self.inference = is_inference_mode()
+        self.classes = head.weight.shape[0]
+        """V, which the weight tells: `out_features` is no more than a name of it."""
         self.operands = hidden, head.weight, head.bias
+        self.addends: list[Tensor] = []
+        """What was added to the logits."""
         self.versions = self._versions()
+        self.graph = self._graph() if self.grad and runners.looks_for_parameters() else ()
+        """Tensors without elements whose graphs contain the head's parameters."""
+        self.engine: Any = runners.deepspeed_engine() if self.grad else None
+        """DeepSpeed's engine that runs the model."""
         self.made: list[tuple[int, Tensor, int]] = []
         """Logits that were made: the number of their memory, themselves, their version then."""
         self.copies = 0
         """Numbers of memories in use, beside that of the head's own logits, which is 0."""
         self.is_fused = self.is_watched = False
         """Whether a loss was computed without logits, and whether their gradient is watched."""
+
+    def _graph(self) -> tuple[Tensor, ...]:
+        parameters = self.operands[1:]
+        return tuple(x[:0] for x in parameters if x is not None and x.requires_grad)
+
+    def add(self, x: Tensor) -> None:
+        """Watch x, which was added to the logits, for changes before they are used."""
+        self.addends.append(x)
+        if not torch.compiler.is_compiling():
+            self.versions.append(_version(x))
 
     def note_fused(self) -> None:
         """Count a loss that was computed without logits."""
@@ -168,16 +189,52 @@ class HeadCall:
             RuntimeError: if what logits are made of has changed since, or is not here.
         """
         is_same = self.versions in ([], self._versions()) or torch.compiler.is_compiling()
-        self._check(is_same, "the head's weight, bias or input changed in place")
+        self._check(
+            is_same, "the head's weight, bias or input, or what was added, changed in place"
+        )
         self.check_others(memory, None)
+        is_late = self._is_behind_engine()
         with outside_autocast(hidden.device.type):
-            _, weight, bias = self.operands
-            if _is_here(self.head, weight):  # the head may hold others, as after functional_call
-                return compute(hidden, weight, bias)
-            if is_whole(self.head):
-                return compute(hidden, self.head.weight, self.head.bias)
-            result: Tensor = self.head(hidden, compute)
-            return result
+            result = self._compute(compute, hidden)
+        if is_late:
+            for x in result if isinstance(result, tuple) else (result,):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    x.register_hook(self._check_engine)
+        return result
+
+    def _compute(self, compute: Compute, hidden: Tensor) -> Tensor:
+        _, weight, bias = self.operands
+        if _is_here(weight):  # the head may hold others, as after functional_call
+            return compute(hidden, weight, bias)
+        if is_whole(self.head):
+            return compute(hidden, self.head.weight, self.head.bias)
+        result: Tensor = self.head(hidden, compute)
+        return result
+
+    def _is_behind_engine(self) -> bool:
+        """Whether DeepSpeed's engine has returned and found nothing of these logits.
+
+        It begins its backward where it finds the gradient of a tensor that it returned.
+
+        Raises:
+            RuntimeError: under ZeRO-3, which cannot do without.
+        """
+        if self.engine is None or self.is_fused or runners.deepspeed_engine() is self.engine:
+            return False
+        if hasattr(self.head.weight, "ds_id"):
+            raise RuntimeError(
+                "logits: got a use of them after DeepSpeed's engine returned, under ZeRO-3, "
+                "expected it in the forward of the model; compute the loss there, return "
+                "logits + 0, or call cutefce.defer on the model in place of its head"
+            )
+        return True
+
+    def _check_engine(self, gradient: Tensor) -> None:
+        if not self.engine._running_engine_backward:
+            raise RuntimeError(
+                "loss: got backward() of one that was computed after DeepSpeed's engine returned, "
+                "expected engine.backward(loss)"
+            )
 
     def check_others(self, memory: int, own: Tensor | None) -> None:
         """Raise RuntimeError if logits of the same memory, but for `own`, have changed since."""
@@ -194,7 +251,7 @@ class HeadCall:
         """Return how often the operands were changed, nothing in a compiled graph."""
         if torch.compiler.is_compiling():
             return []
-        return [_version(x) for x in self.operands if x is not None]
+        return [_version(x) for x in (*self.operands, *self.addends) if x is not None]
 
     def _check(self, condition: bool, change: str) -> None:
         if not condition:

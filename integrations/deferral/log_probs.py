@@ -62,7 +62,9 @@ def _obstacle(
         return "linear_log_probs: a weight that is not a whole, plain tensor"
     if logits.class_dim != logits.ndim - 1 or logits.shape[:-1] != indices.shape[:-1]:
         return "linear_log_probs: classes of other tokens, or not in the last dimension"
-    if not 1 <= indices.shape[-1] <= MAX_CLASSES or indices.device != logits.device:
+    if not 1 <= indices.shape[-1] <= MAX_CLASSES or not (
+        indices.device == logits.device == logits.hidden.device
+    ):
         return "linear_log_probs: more classes than are served, or on another device"
     if logits.dtype == torch.float64 != logits.hidden.dtype:
         return "linear_log_probs: logits cast to float64"

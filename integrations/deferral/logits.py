@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cutefce.integrations.deferral.head import WATCHING, is_inference_mode
+from cutefce.integrations.deferral.head import WATCHING, HeadCall, is_inference_mode
 from cutefce.integrations.deferral.loss import cross_entropy
 from cutefce.integrations.deferral.record import METHODS, LogitsRecord
 from cutefce.integrations.support.nested import replaced
@@ -80,7 +80,9 @@ class DeferredLogits(LogitsRecord):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs, name = kwargs or {}, func.__name__
+        kwargs, name = kwargs or {}, getattr(func, "__name__", type(func).__name__)
+        if name in ("add", "mul") and not kwargs and [isinstance(x, cls) for x in args] == [0, 1]:
+            return getattr(args[1], name)(args[0])
         if args and isinstance(args[0], cls):
             first, rest = args[0], args[1:]
             if func is F.cross_entropy:
@@ -90,6 +92,29 @@ class DeferredLogits(LogitsRecord):
             if name in METHODS and func is getattr(torch, name) and not kwargs.keys() & OWN_NAMES:
                 return getattr(first, name)(*rest, **kwargs)
         return func(*made_all(name, args), **made_all(name, kwargs))
+
+
+def deferred(call: HeadCall, hidden: Tensor) -> Any:
+    """Return the logits (..., V) of a call of a head with hidden states (..., D)."""
+    return DeferredLogits(call, hidden, hidden.ndim - 1, (0, call.classes), (), hidden.dtype)
+
+
+def make_for_deepspeed(model: nn.Module, arguments: Any, outputs: Any) -> Any:
+    """Return the outputs of a model with logits where ZeRO-3 looks for tensors: a forward hook.
+
+    Its engine computes a backward from the tensors that the model returned.  A loss that is fused
+    in the model's forward is one of these; for another, the logits have to be.
+    """
+
+    def made(x: DeferredLogits) -> Any:
+        call = x.call
+        if call.engine is None or call.is_fused or not hasattr(call.head.weight, "ds_id"):
+            return x
+        return x.tensor("DeepSpeed ZeRO-3: a loss outside of the model")
+
+    if torch.compiler.is_compiling():
+        return outputs
+    return torch_compat.map_kind(outputs, DeferredLogits, made)
 
 
 def made_all(reason: str, value: Any) -> Any:
@@ -111,7 +136,7 @@ def _asked(name: str) -> Callable[..., Any]:
     return method
 
 
-OWN_NAMES = {"out", "split_size_or_sections"}
+OWN_NAMES = {"out", "split_size_or_sections", "alpha"}
 """Parameters of torch's functions that its methods do not have, or have by another name."""
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 OTHERS = (

@@ -18,31 +18,44 @@ if TYPE_CHECKING:
 
 
 class Transform(NamedTuple):
-    """The logits of steps: scale * products, or cap * tanh(scale * products / cap)."""
+    """The logits x of steps: x = scale * products + shift, or cap * tanh(x / cap)."""
 
     scale: float
     cap: float | None
+    shift: Tensor | None
+    """(V,) or None."""
+
+    def bias(self, of_head: Tensor | None) -> Tensor | None:
+        """Return what is added to scaled products: the shift, and the scaled bias of the head."""
+        scaled = of_head if of_head is None or self.scale == 1 else of_head * self.scale
+        given = [x for x in (scaled, self.shift) if x is not None]
+        return sum(given[1:], given[0]) if given else None
 
 
 def transform_of(steps: "tuple[Step, ...]") -> Transform | None:
     """Return what steps make of products, None if it is not served."""
     factor, divisor, cap = 1.0, 1.0, None
+    shift: Tensor | None = None
     for name, value in steps:
-        if name == "tanh":
-            if cap is not None:
-                return None
-            cap = 1.0
-        elif name == "to":
+        if name == "to":
             continue
+        if name == "tanh" and cap is None:
+            cap = 1.0
+        elif name in ("tanh", "add") and cap is not None:
+            return None
+        elif name == "add":
+            shift = value if shift is None else shift + value
         elif cap is not None:
             cap = cap * value if name == "mul" else cap / value
-        elif name == "mul":
-            factor *= value
         else:
-            divisor *= value
+            shift = None if shift is None else getattr(shift, name)(value)
+            factor, divisor = (
+                (factor * value, divisor) if name == "mul" else (factor, divisor * value)
+            )
     scale = (factor if cap is None else factor * cap) / divisor
-    served = math.isfinite(scale) and scale != 0 and (cap is None or cap > 0)
-    return Transform(scale, cap) if served else None
+    if not math.isfinite(scale) or scale == 0 or (cap is not None and cap <= 0):
+        return None
+    return Transform(scale, cap, shift if shift is None or cap is None else shift * cap)
 
 
 def cross_entropy(
@@ -78,7 +91,10 @@ def cross_entropy(
             reduction,
             label_smoothing,
         )
-    scale, cap = transform
+    hidden = input.hidden.movedim(input.class_dim, -1)
+    y, class_weight = target.to(hidden.device), weight
+    if weight is not None:
+        class_weight = weight.to(hidden.device)
 
     def fused(hidden: Tensor, head_weight: Tensor, bias: Tensor | None) -> Tensor:
         w, b = input.of_classes(head_weight), input.of_classes(bias)
@@ -87,20 +103,19 @@ def cross_entropy(
         loss: Tensor = linear_cross_entropy(
             hidden,
             w,
-            target,
-            linear_bias=b if b is None or scale == 1 else b * scale,
-            weight=weight,
+            y,
+            linear_bias=transform.bias(b),
+            weight=class_weight,
             reduction=reduction,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
-            logit_scale=scale,
-            softcap=cap,
+            logit_scale=transform.scale,
+            softcap=transform.cap,
             **fitting(input.call.loss_options, hidden, w),
         )
         return loss
 
-    hidden = input.hidden.movedim(input.class_dim, -1)
-    loss = input.call.evaluate(fused, hidden, input.memory)
+    loss = input.call.evaluate(fused, hidden, input.memory).to(input.device)
     input.call.note_fused()
     if reduction == "mean":  # of no tokens, it is 0 / 0 in torch
         loss = loss + torch.where((target != ignore_index).any(), 0.0, torch.nan)

@@ -2,13 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from cutefce.integrations.deferral import einops_backend
 from cutefce.integrations.deferral.head import DeferringLinear
+from cutefce.integrations.deferral.logits import make_for_deepspeed
 from cutefce.integrations.deferral.report import Counts, DeferralReport
 from cutefce.integrations.gradients import gradient_options
 from cutefce.ops.interface.checks import DTYPES, check_type
@@ -51,12 +54,16 @@ def defer(
     check_type("evaluation", evaluation)
     check_type("accum_dtype", accum_dtype)
     loss_options = gradient_options(gradient, samples, accum_dtype)
-    heads = [*_heads(model)]
+    owner = _owner(model)
+    heads = [*_heads(owner, model)]
     for head in heads:
         _check_head(head)
+    einops_backend.register()
     for head in heads:
-        head.__class__ = DeferringLinear
-        head.counts, head.in_evaluation, head.loss_options = Counts(), evaluation, loss_options
+        _defer_head(head, evaluation, loss_options)
+    if owner not in heads and make_for_deepspeed not in owner._forward_hooks.values():
+        owner.register_forward_pre_hook(defer_copies)
+        owner.register_forward_hook(make_for_deepspeed, prepend=True)
 
 
 def undefer(model: nn.Module) -> None:
@@ -68,8 +75,15 @@ def undefer(model: nn.Module) -> None:
     """
     for head in _deferred(model):
         del head.counts, head.in_evaluation, head.loss_options
+        if "_old_forward" in head.__dict__:
+            head._old_forward = MethodType(nn.Linear.forward, head)  # type: ignore[assignment]
         if type(head) is DeferringLinear:
             head.__class__ = nn.Linear  # type: ignore[assignment]
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in [*hooks.items()]:
+                if hook in (defer_copies, make_for_deepspeed):
+                    del hooks[key]
 
 
 def deferral_report(model: nn.Module) -> DeferralReport:
@@ -82,6 +96,26 @@ def deferral_report(model: nn.Module) -> DeferralReport:
     counts = [head.counts for head in _deferred(model)]
     fallbacks: Counter[str] = sum((each.fallbacks for each in counts), Counter())
     return DeferralReport(sum(each.fused for each in counts), dict(fallbacks))
+
+
+def defer_copies(model: Any, arguments: Any) -> None:
+    """Defer the copies of a deferred head that adapters of peft made since: a forward pre-hook.
+
+    Most are copies of the head, and deferred as it is; one with a tied weight is made anew.
+    """
+    head = None if torch.compiler.is_compiling() else model.get_output_embeddings()
+    copies, own = getattr(head, "modules_to_save", None), getattr(head, "original_module", None)
+    if isinstance(copies, nn.ModuleDict) and isinstance(own, DeferringLinear) and own.is_deferring:
+        for copy in copies.values():
+            if type(copy) is nn.Linear:
+                _defer_head(copy, own.in_evaluation, own.loss_options)
+
+
+def _defer_head(head: Any, evaluation: bool, loss_options: dict[str, Any]) -> None:
+    head.__class__ = DeferringLinear
+    head.counts, head.in_evaluation, head.loss_options = Counts(), evaluation, loss_options
+    if "_old_forward" in head.__dict__:  # kept by hooks of accelerate, which call it
+        head._old_forward = MethodType(DeferringLinear.forward, head)
 
 
 def _deferred(model: nn.Module) -> list[DeferringLinear]:
@@ -101,23 +135,33 @@ def _check_module(model: Any) -> None:
         raise TypeError(f"model: got {got}, expected an nn.Module")
 
 
-def _heads(model: nn.Module) -> Iterator[Any]:
-    """Yield the output embeddings of a model, without their adapters."""
+def _owner(model: nn.Module) -> nn.Module:
+    """Return the module with `get_output_embeddings` of a model, or the head that it is."""
     _check_module(model)
-    head: Any = model
-    while not isinstance(head, nn.Linear) and not hasattr(head, "get_output_embeddings"):
-        if not isinstance(getattr(head, "module", None), nn.Module):
+    owner: Any = model
+    while not isinstance(owner, nn.Linear) and not hasattr(owner, "get_output_embeddings"):
+        if not isinstance(getattr(owner, "module", None), nn.Module):
             raise TypeError(
                 f"model: got {type(model).__name__}, expected one with get_output_embeddings, or "
                 "its head, an nn.Linear"
             )
-        head = head.module  # of DDP and the like
-    if not isinstance(head, nn.Linear):
-        head = head.get_output_embeddings()
+        owner = owner.module  # of DDP and the like
+    found: nn.Module = owner
+    return found
+
+
+def _heads(owner: Any, model: nn.Module) -> Iterator[Any]:
+    """Yield the output embeddings of a module, without their adapters."""
+    head: Any = owner if isinstance(owner, nn.Linear) else owner.get_output_embeddings()
     if head is None:
         raise TypeError(
             f"model: got {type(model).__name__} without output embeddings, expected a causal "
             "language model, or its head, an nn.Linear"
+        )
+    if isinstance(head, nn.ModuleList):
+        raise TypeError(
+            f"model: got {type(model).__name__} with {len(head)} heads, expected one; call defer "
+            "on each head"
         )
     while isinstance(getattr(head, "base_layer", None), nn.Module):
         head = head.base_layer  # of an adapter of peft
@@ -133,9 +177,11 @@ def _check_head(head: Any) -> None:
     if isinstance(head, DeferringLinear) and head.is_deferring:
         raise RuntimeError("model: got a head that is deferred already, expected one call of defer")
     weight: Any = getattr(head, "weight", None)
-    if type(head) not in (nn.Linear, DeferringLinear) or "forward" in head.__dict__:
+    if type(head) not in (nn.Linear, DeferringLinear) or not _has_own_forward(head):
         got = f"{type(head).__module__}.{type(head).__name__}"
-        got += " with another forward" if isinstance(head, nn.Linear) else ""
+        if isinstance(head, nn.Linear):
+            is_another = type(head).forward is not nn.Linear.forward or "forward" in head.__dict__
+            got += " with another forward" if is_another else ", a subclass of it"
     elif not isinstance(weight, DTensor) and type(weight) not in PLAIN_TYPES:
         got = f"a weight of {type(weight).__name__}"
     elif weight.dtype not in DTYPES:
@@ -146,3 +192,12 @@ def _check_head(head: Any) -> None:
         f"head: got {got}, expected a plain torch.nn.Linear with a floating-point weight: not "
         "quantized, parametrized or wrapped, and not yet sharded"
     )
+
+
+def _has_own_forward(head: nn.Linear) -> bool:
+    """Whether the forward of a head is that of its class, between hooks of accelerate or not."""
+    forward = head.__dict__.get("forward")
+    if forward is None:
+        return True
+    inner = getattr(head.__dict__.get("_old_forward"), "__func__", None)
+    return hasattr(head, "_hf_hook") and inner in (nn.Linear.forward, DeferringLinear.forward)

@@ -11,9 +11,13 @@ from torch import Tensor
 from cutefce.integrations.deferral.head import HeadCall
 from cutefce.integrations.deferral.indexing import row_sizes, select
 from cutefce.ops.interface.checks import DTYPES
+from cutefce.ops.operators.context import PLAIN_TYPES
 
 Step = tuple[str, Any]
-"""A method of tensors that changes logits element by element, and its argument."""
+"""A method of tensors that changes logits element by element, and its argument.
+
+That of "add" is a tensor (V,) of the classes of the logits.
+"""
 
 
 @dataclass(eq=False, repr=False)
@@ -35,10 +39,15 @@ class LogitsRecord:
     dtype: torch.dtype
     memory: int = 0
     """Number of the memory that torch's logits would have; a copy has its own."""
+    place: torch.device | None = None
+    """Where they were moved to; None for the device of the hidden states."""
     made: Tensor | None = None
     """The logits themselves, once something has needed them."""
+    graph: tuple[Tensor, ...] = ()
+    """Those of the call, which has them where DDP looks for parameters in the outputs' graphs."""
 
     def __post_init__(self) -> None:
+        self.graph = self.graph or self.call.graph
         dtype = self.hidden.dtype
         if dtype != self.call.dtype:  # as FSDP casts outputs
             self.hidden, self.dtype = self.hidden.to(self.call.dtype), dtype
@@ -63,16 +72,16 @@ class LogitsRecord:
 
     @property
     def device(self) -> torch.device:
-        return self.hidden.device
+        return self.place or self.hidden.device
 
     @property
     def is_cuda(self) -> bool:
-        return self.hidden.is_cuda
+        return self.device.type == "cuda"
 
     @property
     def requires_grad(self) -> bool:
         head = self.call.head
-        operands = self.hidden, head.weight, head.bias
+        operands = self.hidden, head.weight, head.bias, *self.call.addends
         return self.call.grad and any(x is not None and x.requires_grad for x in operands)
 
     @property
@@ -103,7 +112,7 @@ class LogitsRecord:
 
     def of_classes(self, x: Any) -> Any:
         """Return the rows of a weight or bias x (V, ...) that belong to the classes, or None."""
-        if x is None or self.classes == self.call.head.out_features:
+        if x is None or self.classes == self.call.classes:
             return x
         return x[slice(*self.class_range)]
 
@@ -117,7 +126,7 @@ class LogitsRecord:
 
     def tensors(self) -> list[Tensor]:
         """Return what torch finds among the outputs of a module: the states, and made logits."""
-        return [self.hidden] if self.made is None else [self.hidden, self.made]
+        return [self.hidden, *self.graph, *(() if self.made is None else (self.made,))]
 
     def with_tensors(self, *tensors: Any) -> Any:
         """Return these logits with what a function has made of `tensors`.
@@ -132,14 +141,16 @@ class LogitsRecord:
                     "logits: got a function that was mapped over deferred ones, which it does not "
                     "see, expected one that returns its tensors; map it over logits + 0"
                 )
-        made = tensors[1] if len(tensors) > 1 else None
-        return self.derived(hidden=tensors[0], made=made)
+        graph, made = tensors[1 : 1 + len(self.graph)], tensors[1 + len(self.graph) :]
+        return self.derived(hidden=tensors[0], graph=graph, made=made[0] if made else None)
 
     def _step(self, name: str, value: Any = None, **changes: Any) -> Any:
         memory = self.call.copy(self.memory)
         return self.derived(steps=(*self.steps, (name, value)), memory=memory, **changes)
 
     def _scale(self, name: str, number: Any) -> Any:
+        if isinstance(number, Tensor) and self.is_recorded and _is_readable(number):
+            number = number.item()
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
         if self.is_recorded and is_number and math.isfinite(number) and number != 0:
             return self._step(name, number)
@@ -149,6 +160,19 @@ class LogitsRecord:
         if not self.is_recorded or dtype not in DTYPES:
             return self.ask("to", dtype)
         return self if dtype == self.dtype else self._step("to", dtype, dtype=dtype)
+
+    def _add(self, name: str, other: Any) -> Any:
+        if not (self.is_recorded and self.class_dim == self.ndim - 1 and self._is_bias(other)):
+            return self.ask(name, other)
+        self.call.add(other)
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        return self._step("add", other.reshape(-1), dtype=dtype)
+
+    def _is_bias(self, x: Any) -> bool:
+        """Whether x (V,), or with dimensions of 1 before, has a number for each class."""
+        if type(x) not in PLAIN_TYPES or x.dtype not in DTYPES or x.device != self.device:
+            return False
+        return bool(0 < x.ndim <= self.ndim and x.numel() == x.shape[-1] == self.classes)
 
     def _dim(self, dim: Any, ndim: int | None = None) -> int | None:
         """Return a dimension counted from 0, None if it is none."""
@@ -173,6 +197,15 @@ class LogitsRecord:
     def __truediv__(self, other: Any) -> Any:
         return self._scale("div", other)
 
+    def add(self, other: Any) -> Any:
+        return self._add("add", other)
+
+    def __add__(self, other: Any) -> Any:
+        return self._add("__add__", other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._add("__radd__", other)
+
     def tanh(self) -> Any:
         return self._step("tanh") if self.is_recorded else self.ask("tanh")
 
@@ -194,15 +227,21 @@ class LogitsRecord:
         devices = [torch.device(x) for x in given if isinstance(x, (torch.device, str))]
         flags = [x for x in given if x is None or isinstance(x, bool)]
         is_known = len(dtypes) + len(devices) + len(flags) == len(given)
-        if not is_known or kwargs.get("copy") or any(x != self.device for x in devices):
+        if not is_known or kwargs.get("copy"):
             return self.ask("to", *args, **kwargs)
-        return self._cast(dtypes[0]) if dtypes else self
+        moved = self
+        for device in devices:
+            if device != self.device:
+                if not self.is_recorded or (device.index is None and device.type != "cpu"):
+                    return self.ask("to", *args, **kwargs)
+                moved = self._step("to", device, place=device)
+        return moved._cast(dtypes[0]) if dtypes else moved
 
     def contiguous(self) -> Any:
         if not self.is_recorded:
             return self.ask("contiguous")
         is_last = self.class_dim == self.ndim - 1
-        is_whole = is_last and self.classes == self.call.head.out_features
+        is_whole = is_last and self.classes == self.call.classes
         return self if is_whole and self.hidden.is_contiguous() else self.derived()
 
     def clone(self) -> Any:
@@ -216,10 +255,12 @@ class LogitsRecord:
             found = select(index, self.ndim, self.classes)
             if found is not None:
                 hidden, first = self.hidden[found.rows], self.class_range[0]
+                cut = slice(found.start, found.stop)
                 return self.derived(
                     hidden=hidden,
                     class_dim=hidden.ndim - 1,
                     class_range=(first + found.start, first + found.stop),
+                    steps=tuple((n, x[cut] if n == "add" else x) for n, x in self.steps),
                 )
         return self.ask("__getitem__", index)
 
@@ -292,8 +333,15 @@ class LogitsRecord:
         return tuple(self.derived(hidden=x) for x in getattr(self.hidden, name)(count, dim))
 
 
+def _is_readable(x: Tensor) -> bool:
+    """Whether x is a number that needs no gradient, and can be read here."""
+    if x.ndim or x.requires_grad or x.is_meta or torch.compiler.is_compiling():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 METHODS = (
-    *("mul", "div", "tanh", "clone", "reshape", "flatten", "unsqueeze", "squeeze"),
+    *("mul", "div", "add", "tanh", "clone", "reshape", "flatten", "unsqueeze", "squeeze"),
     *("transpose", "permute", "split", "chunk"),
 )
 """The recorded methods that are functions of torch too, by the same name."""
