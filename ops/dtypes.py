@@ -10,4 +10,4 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of `dtype` are summed: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -11,6 +11,7 @@ from cutefce.ops import torch_compat
 from cutefce.ops.divergence import checks as own_checks
 from cutefce.ops.divergence import flops  # noqa: F401  (registers, as what it imports does)
 from cutefce.ops.interface import checks
+from cutefce.ops.interface.options import scalar_beside
 from cutefce.ops.interface.scalars import as_tensor
 from cutefce.ops.parallel.consistency import report_errors
 
@@ -105,9 +106,9 @@ def linear_divergence(
         temperatures = own_checks.temperatures(temperature, h)
         ignored = own_checks.checked_ignore_index(reduction, ignore_index)
         if denominator is not None:
-            denominator = as_tensor("denominator", denominator, h.device)
+            denominator = as_tensor("denominator", denominator, h)
             own_checks.check_denominator(denominator, h, reduction)
-            denominator = denominator.reshape(()).to(h.device)
+            denominator = scalar_beside(denominator, h)
         budget = checks.workspace_bytes(workspace)
     if target is not None and target.dtype == torch.bool:
         target = torch.where(target, ignored ^ 1, ignored)

@@ -69,7 +69,7 @@ def temperatures(temperature: Any, h: Tensor) -> tuple[Tensor | None, Tensor | N
         if not isinstance(given, Tensor) and given == 1:
             results.append(None)
             continue
-        x = as_tensor("temperature", given, h.device)
+        x = as_tensor("temperature", given, h)
         check_temperature(x, h)
         results.append(x.reshape(-1) if x.ndim else x)
     student, teacher = results

@@ -260,7 +260,7 @@ def _loss(
                 checks.check_type(name, given[name])  # the dispatcher takes True for 1
             if "ignore_index" in given:
                 checks.check_ignore_index(given["ignore_index"])
-            local = localize_options(part, with_tensors(given, input.device))
+            local = localize_options(part, with_tensors(given, input))
         if part.group is not None or shards is not None or sequence_parallel is not False:
             local = local | {
                 "group": part.group,

@@ -110,7 +110,7 @@ def linear_log_probs(
             given["temperature"] = temperature
         some = one_class(target, given)
         call = localize(input, linear_weight, some, group, shards, sequence_parallel)
-        tensors = localize_options(call, with_tensors(given, input.device))
+        tensors = localize_options(call, with_tensors(given, input))
         run = log_probs if torch_compat.is_transformed() else torch.ops.cutefce.log_probs
         names = [name for name in checks.OUTPUTS if name in outputs]
         own, lse, entropy, *stored = run(

@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.schema import OperatorRecord, argument
 
@@ -199,7 +200,7 @@ class TensorOptions(OperatorRecord):
         scalars = {"denominator": self.denominator, "grad_output": self.grad_output}
         for name, x in scalars.items():
             if x is not None and (x.ndim or x.device != h.device):
-                scalars[name] = x.reshape(()).to(h.device)
+                scalars[name] = scalar_beside(x, h)
         soft = {name: x.reshape(-1, x.shape[-1]) for name, x in self.soft_targets.items()}
         if "target_indices" in soft:  # of any integers; kernels read contiguous rows
             soft = {name: x.contiguous() for name, x in soft.items()}
@@ -211,6 +212,16 @@ class TensorOptions(OperatorRecord):
             **scalars,
             **soft,
         )
+
+
+def scalar_beside(x: Tensor, h: Tensor) -> Tensor:
+    """Return a scalar x, () or (1,), as () on h's device, a CPU's in the dtype of h's sums.
+
+    Some devices have no float64, so that a number is rounded before it gets there.
+    """
+    if x.device != h.device:
+        x = x.to(sum_dtype(h.dtype)).to(h.device)
+    return x.reshape(())
 
 
 @dataclass(frozen=True)

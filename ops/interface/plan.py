@@ -145,7 +145,7 @@ def plan(
             checks.check_accumulates(call.w)
         tensors = dataclasses.replace(tensors, accumulate_into=accumulate_into)
     if grad_output is not None:
-        number = as_tensor("grad_output", grad_output, h.device)
+        number = as_tensor("grad_output", grad_output, h)
         option_checks.check_grad_output(number, h, reduction, accumulate_into is not None)
         tensors = dataclasses.replace(tensors, grad_output=number)
     soft = {"target_indices": target_indices, "target_probs": target_probs}

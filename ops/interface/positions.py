@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.dense_targets.checks import is_probabilities
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.soft_targets import one_class
 
@@ -41,7 +42,8 @@ def loss_of_positions(
         varies = isinstance(x, Tensor) and x.shape[1:] == sizes
         each[name] = list(x.flatten(1).unbind(1)) if varies else [x] * count
     if reduction == "mean" and "denominator" not in given:
-        each["denominator"] = [_total_weight(target, ignore_index, given)] * count
+        weight = _total_weight(target, ignore_index, given, sum_dtype(input.dtype))
+        each["denominator"] = [weight] * count
     heads, targets = linear_weight.flatten(1, -2).unbind(1), target.flatten(1).unbind(1)
     results = [
         loss(
@@ -110,13 +112,15 @@ def _checked_target(
     return target
 
 
-def _total_weight(target: Tensor, ignore_index: int, given: dict[str, Any]) -> Tensor:
-    """Return () what all targets that are not ignored count in "mean"."""
+def _total_weight(
+    target: Tensor, ignore_index: int, given: dict[str, Any], dtype: torch.dtype
+) -> Tensor:
+    """Return () of `dtype` what all targets that are not ignored count in "mean"."""
     active = target != ignore_index
-    count = active.double()
+    count = active.to(dtype)
     if "token_weights" in given:
-        count = torch.where(active, given["token_weights"].double(), 0)
+        count = torch.where(active, given["token_weights"].to(dtype), 0)
     if "weight" in given:
-        kappa = given["weight"].double()
+        kappa = given["weight"].to(dtype)
         count = count * kappa[target.clamp(0, len(kappa) - 1)]
     return count.sum()

@@ -1,28 +1,35 @@
 """Numbers among the arguments, as tensors."""
 
+import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.parallel.dtensor import replicated
 
+SMALLEST = 2.0**-149
+"""The smallest float32 above 0."""
 
-def with_tensors(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return options by name, those that may be numbers as tensors."""
+
+def with_tensors(given: dict[str, Any], h: Tensor) -> dict[str, Any]:
+    """Return options by name, those that may be numbers as tensors; h (..., D) is the input."""
     result = dict(given)
     for name in ("denominator", "grad_output"):
         if name in given:
-            result[name] = as_tensor(name, given[name], device)
+            result[name] = as_tensor(name, given[name], h)
     temperature: Any = given.get("temperature")
     if "temperature" in given and not isinstance(temperature, Tensor):
-        result["temperature"] = as_tensor("temperature", temperature, device)
+        result["temperature"] = as_tensor("temperature", temperature, h)
     return result
 
 
-def as_tensor(name: str, value: Tensor | float, device: torch.device) -> Tensor:
-    """Return the argument `name` as a tensor, a number's on `device`.
+def as_tensor(name: str, value: Tensor | float, h: Tensor) -> Tensor:
+    """Return the argument `name` as a tensor, a number's on h's device in the dtype of h's sums.
+
+    Some devices have no float64, so that a number is rounded before it gets there.
 
     Raises:
         TypeError, ValueError: for another type, or a number out of the argument's range.
@@ -31,9 +38,15 @@ def as_tensor(name: str, value: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return replicated(name, value)
     option_checks.check_range(name, value)
+    dtype = sum_dtype(h.dtype)
+    if name == "denominator" and 0 < value < SMALLEST and dtype != torch.float64:
+        value = SMALLEST  # 0 stands for no token; the reciprocals of both are infinite
     if torch.compiler.is_compiling():  # a constant would be compiled for each value
-        return torch.ones((), dtype=torch.float64, device=device) * value
+        return torch.ones((), dtype=dtype, device=h.device) * value
     try:
-        return torch.full((), float(value), dtype=torch.float64, device=device)
+        number = float(value)
     except OverflowError:
         raise ValueError(f"{name}: got an integer beyond the range of a float") from None
+    if dtype != torch.float64:
+        number = ctypes.c_float(number).value  # infinite beyond its range, where torch raises
+    return torch.full((), number, dtype=dtype, device=h.device)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import cutefce
 from cutefce.integrations.deferral.logits import DeferredLogits
 from tests.support.deferral import assert_same, count_fused, gradients
+from tests.support.float64 import assert_no_float64
 
 D, V = 16, 23
 Use = Callable[[Any, Tensor], Tensor]
@@ -189,6 +190,15 @@ def test_a_loss_is_fused(name: str, bias: bool, monkeypatch: pytest.MonkeyPatch)
     assert_same(mine, theirs)
     assert len(calls) == (2 if name == "chunks" else 1)
     assert cutefce.deferral_report(model) == (len(calls), {})
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_loss_makes_no_float64(name: str) -> None:
+    """Some devices have none."""
+    model = Model(True)
+    cutefce.defer(model)
+    assert_no_float64(lambda: step(model, FUSED[name]))
+    assert cutefce.deferral_report(model).fused
 
 
 @pytest.mark.filterwarnings("ignore:size_average")

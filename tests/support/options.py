@@ -29,6 +29,12 @@ PER_TOKEN = "weight", "token_weights", "z_loss", "temperature (N,)"
 
 REFUSED_PAIR = {"label_smoothing", "softcap"}
 
+TOGETHER = {
+    f"all but {name}": [other for other in OPTIONS if other != name]
+    for name in sorted(REFUSED_PAIR)
+}
+"""Options of a call that has all of `OPTIONS` but one of the pair."""
+
 
 def _drawn(name: str, draw: Any, tokens: int, vocab: int) -> Tensor:
     """Return the values of a tensor option; a fifth of the tokens has the weight 0."""
