@@ -18,22 +18,27 @@ class LogitTransform(NamedTuple):
 
 
 class RowReductions(NamedTuple):
-    """Row reductions beside Σ exp, over all columns but the target's.
+    """Row reductions beside Σ exp.
 
     Their output is a launch argument; their arithmetic is in `common.row_reductions`.
     """
 
     entropy: bool = False
-    """The mean logit under the softmax."""
+    """The mean logit under the softmax of all columns."""
     sum_squares: bool = False
-    """The sum of squared exponentials."""
+    """The sum of squared exponentials of all columns."""
     argmax: bool = False
-    """The largest logit and its vocabulary entry."""
+    """The largest logit, of all columns but the target's, and its vocabulary entry."""
+
+    @property
+    def of_all(self) -> bool:
+        """Whether some are over all columns: those need their largest logit and Σ exp, too."""
+        return self.entropy or self.sum_squares
 
     @property
     def planes(self) -> int:
-        """Planes of the output (K, N, P): 1 for each sum, 2 for `argmax`."""
-        return self.entropy + self.sum_squares + 2 * self.argmax
+        """Planes of the output (K, N, P): 2 with `of_all`, 1 for each sum, 2 for `argmax`."""
+        return 2 * self.of_all + self.entropy + self.sum_squares + 2 * self.argmax
 
 
 IDENTITY, SUM_ONLY = LogitTransform(), RowReductions()

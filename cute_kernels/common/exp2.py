@@ -30,3 +30,8 @@ def poly_exp2(
     for coefficient in COEFFICIENTS[1:]:
         result = result * fraction + coefficient
     return result * shift_bits(shifted)
+
+
+def uses_poly_exp2(column: int, poly_per_16: int) -> bool:
+    """Return whether a column is one of `poly_per_16` in every 16, evenly spread."""
+    return column % 16 * poly_per_16 % 16 < poly_per_16

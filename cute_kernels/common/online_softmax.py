@@ -12,6 +12,7 @@ reductions is Σ 2^(z log2 e - t).
 
 Sums are relative to the running maximum until they are written (online softmax, the paper's
 Algorithm 1), so that they are exact for any logits; exps are relative to ρ and may overflow.
+Beside reductions over all columns, sums follow from these: there ρ is the target's own logit.
 
 Shapes: h (N, D), w (V, D), reference ρ (N,) float32, target (N,) int64 counted from `first`,
 semaphores int32 as in `workspace.Semaphore`, transform as in `logit_transform.Transform`, whose
@@ -38,6 +39,7 @@ from cutefce.cute_kernels.common.dsl import (
     matrix,
     vector,
 )
+from cutefce.cute_kernels.common.exp2 import uses_poly_exp2
 from cutefce.cute_kernels.common.logit_transform import Transform, transform_argument
 from cutefce.cute_kernels.common.row_reductions import finite
 from cutefce.cute_kernels.common.sampling import Samples, samples_argument
@@ -135,30 +137,14 @@ def reductions_argument(kernel: spec.ProjectExpSpec, tokens: Any, partials: Any)
 
 
 @cute.jit
-def accumulate(
-    z: cute.Tensor, row_max: Float32, row_sum: Float32, more: Any, poly_per_16: int = 0
-) -> Any:
-    """Add logits z of one row to its accumulators: (max of z·log2 e, Σ exp2(z·log2 e - max)).
-
-    `more` is (`RowReducer`, its accumulators, columns of z as `update_argmax` takes them).
-    """
+def accumulate(z: cute.Tensor, row_max: Float32, row_sum: Float32, poly_per_16: int = 0) -> Any:
+    """Add logits z of one row to its accumulators: (max of z·log2 e, Σ exp2(z·log2 e - max))."""
     z_max = z[0]
     for i in cutlass.range_constexpr(cute.size(z)):
         z_max = cute.arch.fmax(z_max, z[i])
     new_max = cute.arch.fmax(row_max, z_max * LOG2_E)
     base = finite(new_max)
     sums = [row_sum * exp2(row_max - base), Float32(0.0)]
-    reducer, acc, columns = more
-    reducer.update_argmax(acc, z, z_max, columns)
-    reducer.rescale(acc, row_sum, row_max - base)
     for i in cutlass.range_constexpr(cute.size(z)):
-        x = z[i] * LOG2_E - base
-        exp = exp2(x, uses_poly_exp2(i, poly_per_16))
-        sums[i % 2] += exp
-        reducer.add(acc, x, exp)
+        sums[i % 2] += exp2(z[i] * LOG2_E - base, uses_poly_exp2(i, poly_per_16))
     return new_max, sums[0] + sums[1]
-
-
-def uses_poly_exp2(column: int, poly_per_16: int) -> bool:
-    """Return whether a column is one of `poly_per_16` in every 16, evenly spread."""
-    return column % 16 * poly_per_16 % 16 < poly_per_16

@@ -17,6 +17,7 @@ from cutlass.utils import blackwell_helpers as sm100
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, partition
+from cutefce.cute_kernels.common.exp2 import uses_poly_exp2
 from cutefce.cute_kernels.common.logit_transform import (
     column_bias,
     load_bias,
@@ -29,7 +30,6 @@ from cutefce.cute_kernels.common.online_softmax import (
     Rows,
     accumulate,
     project_exp_arguments,
-    uses_poly_exp2,
 )
 from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum
 from cutefce.cute_kernels.common.sampling import append_entries, place_entries
@@ -185,13 +185,18 @@ class ProjectExpSm100(ProjectExp, MainloopSm100):
                         with cute.arch.elect_one():
                             acc_pipe.consumer_release(state)
                     self.transform(z, rows.transform, scale, biases)
+                    if cutlass.const_expr(self.reducer.options.of_all):
+                        self.mask(z, Int32(-1), limit - n_start)
+                        of_tile = target - n_start, range(epi_tile_n)
+                        more, poly = self.reducer.row(reduced, 0), config.poly_exp2_per_16
+                        self.reducer.add(more, z, of_tile, poly)
                     self.mask(z, target - n_start, limit - n_start)
                     if cutlass.const_expr(self.sums):
                         columns = rows.first + n_start, range(epi_tile_n)
-                        more = self.reducer, self.reducer.row(reduced, 0), columns
-                        row_max, row_sum = accumulate(
-                            z, row_max, row_sum, more, config.poly_exp2_per_16
-                        )
+                        self.reducer.update_argmax(self.reducer.row(reduced, 0), z, columns)
+                    if cutlass.const_expr(self.sums and not self.reducer.options.of_all):
+                        poly = config.poly_exp2_per_16
+                        row_max, row_sum = accumulate(z, row_max, row_sum, poly)
                     if cutlass.const_expr(rows.samples is not None):
                         capped, offsets = None, range(self.epi_tile_n)
                         if cutlass.const_expr(self.softcap):
@@ -206,12 +211,16 @@ class ProjectExpSm100(ProjectExp, MainloopSm100):
                 # sums for more splits than there are now receive those of no column
                 for written in cutlass.range(split, rows.sums.shape[1], vocab_splits, unroll=1):
                     if row < scheduler.rows:
-                        distance = row_max - base
-                        row_sum = bounded_sum(row_sum)
-                        log_sum = distance + cute.math.log2(row_sum, fastmath=True)
-                        rows.sums[row, written] = log_sum
-                        more, place = self.reducer.row(reduced, 0), (rows.reductions, row, written)
-                        self.reducer.write(more, row_sum, distance, *place)
+                        more = self.reducer.row(reduced, 0)
+                        if cutlass.const_expr(self.reducer.options.of_all):
+                            log_sum = self.reducer.log_sum(more, rows.reference[row])
+                            rows.sums[row, written] = log_sum
+                        else:
+                            distance = row_max - base
+                            row_sum = bounded_sum(row_sum)
+                            log_sum = distance + cute.math.log2(row_sum, fastmath=True)
+                            rows.sums[row, written] = log_sum
+                        self.reducer.write(more, rows.reductions, row, written)
                     row_max, row_sum = -Float32.inf, Float32(0.0)
                     self.reducer.reset(reduced)
         if cutlass.const_expr(self.store):

@@ -98,18 +98,21 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                     self.soft.read(logits, place)
                 if cutlass.const_expr(rows.transform is not None):
                     self.transform(logits)
+                if cutlass.const_expr(self.reducer.options.of_all):
+                    self.mask(logits, targets_too=False)
+                    self.add_all(logits, reduced)
                 self.mask(logits)
                 if cutlass.const_expr(self.sums):
                     columns = rows.first + n_start + consumer.tCcC[0][1], self.columns
                     for m_block in cutlass.range_constexpr(self.m_blocks):
                         for half in cutlass.range_constexpr(2):
                             more = self.reducer.row(reduced, 2 * m_block + half)
-                            row_max[half, m_block], row_sum[half, m_block] = accumulate(
-                                acc[(None, half, None), m_block, 0],
-                                row_max[half, m_block],
-                                row_sum[half, m_block],
-                                (self.reducer, more, columns),
-                            )
+                            z = acc[(None, half, None), m_block, 0]
+                            self.reducer.update_argmax(more, z, columns)
+                            if cutlass.const_expr(not self.reducer.options.of_all):
+                                row_max[half, m_block], row_sum[half, m_block] = accumulate(
+                                    z, row_max[half, m_block], row_sum[half, m_block]
+                                )
                 if cutlass.const_expr(rows.samples is not None):
                     self.sample(logits)
                 if cutlass.const_expr(self.store and self.logits):
@@ -117,6 +120,7 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                     self.epilogue.store_tile(consumer, self.m_halves, starts, e[1].shape[1], e)
                 elif cutlass.const_expr(self.store):
                     self.store_exps(logits, e)
+            first_parity = parity
             if cutlass.const_expr(config.pingpong):
                 tiles = (n_end - split + vocab_splits - 1) // vocab_splits
                 parity = (parity + cutlass.max(tiles, 0)) % 2
@@ -127,7 +131,10 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                 for written in cutlass.range(split, splits, vocab_splits, unroll=1):
                     partial = written * config.partials_per_row
                     if cutlass.const_expr(config.pingpong):
-                        partial += consumer.warp_group_idx
+                        if cutlass.const_expr(self.reducer.options.of_all):
+                            partial += first_parity  # in the same place for all row blocks
+                        else:
+                            partial += consumer.warp_group_idx
                     sums = row_max, row_sum, reduced
                     self.write_partials(consumer, sums, rows, m_start, partial, scheduler)
                     row_max.fill(-Float32.inf)
@@ -159,10 +166,10 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                             acc[(v, half, j), m_block, 0] = u
 
     @cute.jit
-    def mask(self, logits: LogitTile) -> None:
-        """Set the logits of targets, and of columns beyond the vocabulary, to -inf.
+    def mask(self, logits: LogitTile, targets_too: bool = True) -> None:
+        """Set the logits of columns beyond the vocabulary to -inf.
 
-        Also of rows that are stored but do not count.
+        If `targets_too`, also those of targets, and of rows that are stored but do not count.
         """
         consumer, rows, m_start, n_start, scheduler = logits
         acc, offset = consumer.acc, consumer.tCcC[0][1]
@@ -173,9 +180,8 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
             for half in cutlass.range_constexpr(2):
                 row = self.row(consumer.tCcC, m_start, m_block, half)
                 column = Int32(-1)
-                if cutlass.const_expr(rows.target is not None):
-                    if row < scheduler.rows:
-                        column = Int32(rows.target[row] - rows.first) - n_start
+                if cutlass.const_expr(targets_too and rows.target is not None):
+                    column = self.target_column(logits, row)
                 targets[half, m_block] = column - offset
                 needs_mask = needs_mask or (column >= 0 and column < self.tile[1])
         if needs_mask:
@@ -186,7 +192,7 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                             column = 8 * j + v
                             if targets[half, m_block] == column or limit <= column:
                                 acc[(v, half, j), m_block, 0] = -Float32.inf
-        if cutlass.const_expr(self.store):
+        if cutlass.const_expr(targets_too and self.store):
             last = m_start + (self.m_blocks - 1) * 64 * self.m_halves + 63
             if scheduler.selects != 0 and last >= scheduler.rows:
                 for m_block in cutlass.range_constexpr(self.m_blocks):
@@ -195,6 +201,26 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                             for j in cutlass.range_constexpr(self.tile[1] // 8):
                                 for v in cutlass.range_constexpr(2):
                                     acc[(v, half, j), m_block, 0] = -Float32.inf
+
+    @cute.jit
+    def target_column(self, logits: LogitTile, row: Int32) -> Int32:
+        """Return the column of the tile that is the row's target; outside of it if none is."""
+        rows, column = logits.rows, Int32(-1)
+        if row < logits.scheduler.rows:
+            column = Int32(rows.target[row] - rows.first) - logits.n_start
+        return column
+
+    @cute.jit
+    def add_all(self, logits: LogitTile, reduced: Any) -> None:
+        """Add the tile's logits, the targets' too, to the sums of all columns in `reduced`."""
+        consumer = logits.consumer
+        for m_block in cutlass.range_constexpr(self.m_blocks):
+            for half in cutlass.range_constexpr(2):
+                row = self.row(consumer.tCcC, logits.m_start, m_block, half)
+                target = self.target_column(logits, row) - consumer.tCcC[0][1]
+                more = self.reducer.row(reduced, 2 * m_block + half)
+                u = consumer.acc[(None, half, None), m_block, 0]
+                self.reducer.add(more, u, (target, self.columns))
 
     @cute.jit
     def sample(self, logits: LogitTile) -> None:
@@ -233,28 +259,32 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
         for m_block in cutlass.range_constexpr(self.m_blocks):
             for half in cutlass.range_constexpr(2):
                 row = self.row(consumer.tCcC, m_start, m_block, half)
-                thread_max = row_max[half, m_block]
-                quad_max = thread_max
-                for offset in cutlass.range_constexpr(1, 3):
-                    other = cute.arch.shuffle_sync_bfly(quad_max, offset=offset)
-                    quad_max = cute.arch.fmax(quad_max, other)
-                exponent = thread_max - finite(quad_max)
-                quad_sum = row_sum[half, m_block] * exp2(exponent)
                 more = self.reducer.row(reduced, 2 * m_block + half)
-                self.reducer.rescale(more, row_sum[half, m_block], exponent)
                 self.reducer.combine_lanes(more, 4)
-                for offset in cutlass.range_constexpr(1, 3):
-                    quad_sum += cute.arch.shuffle_sync_bfly(quad_sum, offset=offset)
-                if cutlass.const_expr(self.logits):
-                    if consumer.thread % 4 == 0 and row < scheduler.rows:
-                        rows.sums[row, partial] = quad_max
-                        rows.reductions[0, row, partial] = quad_sum
-                elif consumer.thread % 4 == 0 and row < scheduler.rows:
-                    distance = quad_max - rows.reference[row] * LOG2_E
-                    quad_sum = bounded_sum(quad_sum)
-                    rows.sums[row, partial] = distance + cute.math.log2(quad_sum, fastmath=True)
-                    place = rows.reductions, row, partial
-                    self.reducer.write(more, quad_sum, distance, *place)
+                writes = consumer.thread % 4 == 0 and row < scheduler.rows
+                if cutlass.const_expr(self.reducer.options.of_all):
+                    if writes:
+                        rows.sums[row, partial] = self.reducer.log_sum(more, rows.reference[row])
+                else:
+                    thread_max = row_max[half, m_block]
+                    quad_max = thread_max
+                    for offset in cutlass.range_constexpr(1, 3):
+                        other = cute.arch.shuffle_sync_bfly(quad_max, offset=offset)
+                        quad_max = cute.arch.fmax(quad_max, other)
+                    exponent = thread_max - finite(quad_max)
+                    quad_sum = row_sum[half, m_block] * exp2(exponent)
+                    for offset in cutlass.range_constexpr(1, 3):
+                        quad_sum += cute.arch.shuffle_sync_bfly(quad_sum, offset=offset)
+                    if cutlass.const_expr(self.logits):
+                        if writes:
+                            rows.sums[row, partial] = quad_max
+                            rows.reductions[0, row, partial] = quad_sum
+                    elif writes:
+                        distance = quad_max - rows.reference[row] * LOG2_E
+                        log_sum = cute.math.log2(bounded_sum(quad_sum), fastmath=True)
+                        rows.sums[row, partial] = distance + log_sum
+                if writes:
+                    self.reducer.write(more, rows.reductions, row, partial)
 
     @cute.jit
     def store_exps(self, logits: LogitTile, e: Any) -> None:

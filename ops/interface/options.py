@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks, option_checks
+from cutefce.ops.rows.outputs import OF_ALL, OF_OTHERS
 from cutefce.ops.schema import OperatorRecord, argument
 
 
@@ -61,8 +62,17 @@ class LossOptions(OperatorRecord):
     @property
     def reduces_rows(self) -> bool:
         """Whether outputs need reductions of the logits beside their log-sum-exp."""
-        reductions = {"entropy", "sum_p_squared", "is_top1", "argmax"}
-        return not reductions.isdisjoint(self.output_names)
+        return self.reduces_all or self.reduces_others
+
+    @property
+    def reduces_all(self) -> bool:
+        """Whether they need sums over all classes."""
+        return not OF_ALL.isdisjoint(self.output_names)
+
+    @property
+    def reduces_others(self) -> bool:
+        """Whether they need the largest logit of all classes but the target."""
+        return not OF_OTHERS.isdisjoint(self.output_names)
 
     @property
     def scales_exps(self) -> bool:

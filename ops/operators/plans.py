@@ -47,7 +47,7 @@ def plan_for(
     than the plan for all.  More than eight parameters: the arguments of a call, by kind.
     """
     problem = problem_of(h, w, step.grad_hidden, step.grad_weight, step.grad_bias)
-    copies = (options.softcap is not None) + options.reduces_rows
+    copies = max(int(options.softcap is not None), 2 * options.reduces_all)
     buffer = tensors.accumulate_into if step.grad_weight else None
     if tensors.weight_cast is not None or copies:
         wide = tensors.weight_cast is not None

@@ -84,10 +84,10 @@ class ShardProjection(WrappedProjection[PartialT]):
         own = self.own.partial_outputs(partial, target_logit).combined()
         if own.column is not None:
             own = own._replace(column=own.column + self.shard.first)
-        given = [x for x in own if x is not None]
-        parts = iter(self.shard.all_gather(torch.cat(given, 1)).movedim(0, 2).unbind(1))
-        others = (None if x is None else next(parts) for x in own[1:])
-        return PartialOutputs(next(parts), *others)
+        given = torch.cat([x for x in own if x is not None], 1)
+        # contiguous parts of a token are added in the same order for all tokens
+        parts = iter(self.shard.all_gather(given).permute(2, 1, 0).contiguous())
+        return PartialOutputs(*(None if x is None else next(parts) for x in own))
 
     def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
         return forward_unfused(cast(Projection[PartialT], self), h, w, targets)

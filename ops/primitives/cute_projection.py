@@ -178,11 +178,13 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
     def partial_outputs(self, partial: PartialLse, target_logit: Tensor) -> PartialOutputs:
         assert partial.reductions is not None
         planes, given = iter(partial.reductions), self.kernels.row_sums.reductions
-        mean = next(planes) * math.log(2) if given.entropy else None
-        squares = next(planes) * math.log(2) if given.sum_squares else None
-        largest = next(planes) - target_logit[:, None] if given.argmax else None
+        largest = next(planes) if given.of_all else None
+        others = next(planes) if given.of_all else None
+        distance = next(planes) * math.log(2) if given.entropy else None
+        squares = next(planes) if given.sum_squares else None
+        other = next(planes) - target_logit[:, None] if given.argmax else None
         column = next(planes) if given.argmax else None
-        return PartialOutputs(partial.sums * math.log(2), mean, squares, largest, column)
+        return PartialOutputs(largest, others, distance, squares, other, column)
 
     def gather_partials(
         self, partial: PartialLse, gather: Callable[[Tensor], Tensor]

@@ -105,7 +105,8 @@ def exponentials_(
     references: Tensor | None,
     exps: Tensor | None,
     cap: Tensor | None = None,
-    more: Tensor | None = None,
+    of_all: Tensor | None = None,
+    largest: Tensor | None = None,
 ) -> None:
     """Replace `logits` (R, P, C) by their exponentials, 0 at the `target` (R,).
 
@@ -113,18 +114,21 @@ def exponentials_(
     with `references` (R, P), a block whose largest logit is more than `SLACK` above it takes that
     logit instead, and `references` receives the choice.  `sums` (R, P) receives the row sums,
     `exps` (R, P, C) a copy of the result.  With `cap` (R,), κ of `LogitMap`, the results are
-    exponentials times 1 - (logit / κ)²; their sums are not.  `more` (4, R, P) receives Σ e (logit -
-    reference), Σ e², the largest logit and its vocabulary entry, the lowest of equal ones.  More
-    than eight parameters: fused kernels take tensors.
+    exponentials times 1 - (logit / κ)²; their sums are not.  `of_all` (4, R, P) receives the sums
+    over all logits, see `sum_all_`, and `largest` (2, R, P) the largest logit but the target's and
+    its vocabulary entry, the lowest of equal ones.  More than eight parameters: fused kernels take
+    tensors.
     """
+    if of_all is not None:
+        sum_all_(of_all, logits)
     _, blocks, width = logits.shape
     columns = start + torch.arange(blocks * width, device=logits.device).view(blocks, width)
     # the target's logit, rounded as by a GEMM, must not become the reference of the others
     logits.masked_fill_(target[:, None, None] == columns, -torch.inf)
     reference = reference[:, None]
     if references is not None:
-        largest = logits.amax(2)
-        reference = torch.where(largest - reference > SLACK, largest, reference)
+        highest = logits.amax(2)
+        reference = torch.where(highest - reference > SLACK, highest, reference)
         references.copy_(reference)
     reference = torch.where(reference == -torch.inf, 0, reference)  # -inf - -inf is NaN
     derivative = None
@@ -132,21 +136,33 @@ def exponentials_(
         cap = cap[:, None, None]
         # a masked logit is -inf
         derivative = logits.clamp(min=-cap.abs()).div_(cap).square_().neg_().add_(1)
-    if more is not None:
-        more[2], indices = logits.max(2)
-        more[3] = columns.gather(1, indices.t()).t().to(logits.dtype)
-    logits.sub_(reference[:, :, None])
-    distances = None if more is None else logits.clamp(min=-1e30)  # e of -inf is 0
-    logits.exp_()
-    if more is not None and distances is not None:
-        more[0] = distances.mul_(logits).sum(2)
-        more[1] = torch.mul(logits, logits, out=distances).sum(2)
+    if largest is not None:
+        largest[0], indices = logits.max(2)
+        largest[1] = columns.gather(1, indices.t()).t().to(logits.dtype)
+    logits.sub_(reference[:, :, None]).exp_()
     if sums is not None:
         sums.copy_(logits.sum(2))
     if derivative is not None:
         logits.mul_(derivative)
     if exps is not None:
         exps.copy_(logits)
+
+
+def sum_all_(out: Tensor, logits: Tensor) -> None:
+    """Write the sums over all columns of `logits` (R, P, C) to `out` (4, R, P).
+
+    They are the first fields of `PartialOutputs`: the largest logit m, Σ e with e = exp(logit - m),
+    Σ e (logit - m), and Σ e², without the e of the first largest logit.
+    """
+    out[0], place = logits.max(2)
+    base = torch.where(out[0] == -torch.inf, 0, out[0])  # -inf - -inf is NaN
+    distances = logits - base[:, :, None]
+    is_left_out = torch.arange(logits.shape[2], device=logits.device) == place[:, :, None]
+    distances.masked_fill_(is_left_out, -torch.inf)
+    exps = distances.exp()
+    out[1] = exps.sum(2)
+    out[2] = distances.clamp_(min=-1e30).mul_(exps).sum(2)  # the exponential of -inf is 0
+    out[3] = torch.mul(exps, exps, out=distances).sum(2)
 
 
 def exponentials(logits: Tensor, *rest: Tensor | None) -> None:

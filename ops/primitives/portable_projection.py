@@ -52,22 +52,32 @@ class PartialSums:
 
     sums: Tensor
     references: Tensor
-    more: Tensor | None = None
-    """(4, N, P) Σ e (u - reference), Σ e², the largest u and its class, if asked for."""
+    of_all: Tensor | None = None
+    """(4, N, P) the first fields of `PartialOutputs`, if asked for."""
+    largest: Tensor | None = None
+    """(2, N, P) the largest u of the classes but the target, and its class, if asked for."""
 
     @staticmethod
     def empty(like: Tensor, count: int, targets: Targets) -> "PartialSums":
         """Return uninitialized sums of `count` parts, with the dtype and rows of `like` (N,)."""
-        more = None
-        if targets.options.reduces_rows:
-            more = like.new_empty((4, len(like), count))
-        sums, references = like.new_empty((2, len(like), count))
-        return PartialSums(sums, references, more)
+        options, size = targets.options, (len(like), count)
+        of_all = like.new_empty((4, *size)) if options.reduces_all else None
+        largest = like.new_empty((2, *size)) if options.reduces_others else None
+        sums, references = like.new_empty((2, *size))
+        return PartialSums(sums, references, of_all, largest)
 
     def columns(self, parts: slice) -> "PartialSums":
         """Return the sums of a slice of the parts."""
-        more = None if self.more is None else self.more[:, :, parts]
-        return PartialSums(self.sums[:, parts], self.references[:, parts], more)
+        return self._map(lambda x: x[..., parts])
+
+    def rows(self, rows: slice) -> "PartialSums":
+        """Return the sums of a slice of the rows."""
+        return self._map(lambda x: x[..., rows, :])
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "PartialSums":
+        of_all = None if self.of_all is None else function(self.of_all)
+        largest = None if self.largest is None else function(self.largest)
+        return PartialSums(function(self.sums), function(self.references), of_all, largest)
 
 
 class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
@@ -150,20 +160,21 @@ class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
     def concat_partials(self, partials: Sequence[PartialSums]) -> PartialSums:
         if len(partials) == 1:
             return partials[0]
-        more = [partial.more for partial in partials if partial.more is not None]
+        of_all = [partial.of_all for partial in partials if partial.of_all is not None]
+        largest = [partial.largest for partial in partials if partial.largest is not None]
         return PartialSums(
             torch.cat([partial.sums for partial in partials], 1),
             torch.cat([partial.references for partial in partials], 1),
-            torch.cat(more, 2) if more else None,
+            torch.cat(of_all, 2) if of_all else None,
+            torch.cat(largest, 2) if largest else None,
         )
 
     def partial_outputs(self, partial: PartialSums, target_logit: Tensor) -> PartialOutputs:
-        sums, more = partial.sums, partial.more
-        assert more is not None
-        distance = partial.references - target_logit[:, None]
-        mean = torch.where(sums == 0, 0, more[0] / sums + distance)
-        squares, largest = more[1].log() + 2 * distance, more[2] - target_logit[:, None]
-        return PartialOutputs(sums.log() + distance, mean, squares, largest, more[3])
+        found = PartialOutputs() if partial.of_all is None else PartialOutputs(*partial.of_all)
+        if partial.largest is None:
+            return found
+        largest, column = partial.largest
+        return found._replace(other=largest - target_logit[:, None], column=column)
 
     def gather_partials(
         self, partial: PartialSums, gather: Callable[[Tensor], Tensor]
@@ -264,21 +275,22 @@ class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
                         write_gradient(tile_exps[:, :valid], *dense)
                         continue
                 logits[:, valid:].fill_(-torch.inf)
+                part = None if out is None else out.rows(rows).columns(parts)
                 run(
                     logits.unflatten(1, (-1, block)),
                     start,
                     reference[rows],
                     targets.index[rows],
-                    None if out is None else out.sums[rows, parts],
-                    None if out is None else out.references[rows, parts],
+                    None if part is None else part.sums,
+                    None if part is None else part.references,
                     None if copy is None else copy.unflatten(1, (-1, block)),
                     None if cap is None or exps is None else cap[rows],
-                    None if out is None or out.more is None else out.more[:, rows, parts],
+                    None if part is None else part.of_all,
+                    None if part is None else part.largest,
                 )
-                if sampler is not None and out is not None and tile_exps is not None:
-                    references = out.references[rows, parts]
+                if sampler is not None and part is not None and tile_exps is not None:
                     own = rows, first + tile.start, tile_exps.unflatten(1, (-1, block))
-                    sampler.take(*own, references)
+                    sampler.take(*own, part.references)
 
 
 def dense(x: Tensor) -> Tensor:

@@ -1,12 +1,17 @@
-"""Row reductions of the logits beside their log-sum-exp, from those of parts of the classes.
+"""Row reductions of the logits, from those of parts of the classes.
 
-With u_iv the logits and p_iv their softmax, the outputs of a token are
+With u_iv the logits, p_iv their softmax, and m_i the largest logit, the outputs of a token are
 
-    entropy          H_i = -Σ_v p_iv log p_iv = Σ_v p_iv (nll_i - (u_iv - u_iy))
+    lse              log Σ_v exp u_iv = m_i + log T_i                  T_i = Σ_v exp(u_iv - m_i)
+    entropy          H_i = -Σ_v p_iv log p_iv = log T_i - Σ_v exp(u_iv - m_i) (u_iv - m_i) / T_i
     sum_p_squared    Σ_v p_iv²
     mean_logit       Σ_v u_iv / V
     is_top1          whether no other logit is above the target's
     argmax           the class of the largest logit; the target of equal ones, else the lowest
+
+All but the last two are functions of the row alone, and the first three are formed so: equal rows
+have equal bits, whatever their targets are.  Both terms of the entropy are at least 0, and T_i - 1
+is a sum of its own: the digits of an entropy near 0 do not cancel.
 """
 
 from collections.abc import Sequence
@@ -17,54 +22,87 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
 
-STORED = "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax"
-"""Outputs that are rows of the statistics; lse follows from the others."""
+STORED = "lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax"
+"""Outputs that are rows of the statistics; lse only beside others `OF_ALL` classes, else it follows
+from the statistics of every call."""
+OF_ALL = {"entropy", "sum_p_squared"}
+"""Outputs of sums over all classes."""
+OF_OTHERS = {"is_top1", "argmax"}
+"""Outputs of reductions over all classes but the target."""
 
 
 class PartialOutputs(NamedTuple):
-    """Reductions over parts P of the classes without the target, relative to the target's logit.
+    """Reductions over parts P of the classes.
 
-    Each is (N, P) in the dtype of sums, or None if not asked for.
+    Each is a contiguous (N, P) in the dtype of sums, or None if not asked for.  Sums over all
+    classes are relative to the largest logit of the part; but for `distance`, they leave out that
+    logit's exponential, 1.  All are 0 of an empty part.
     """
 
-    lse: Tensor
-    """log Σ exp(u - u_y)"""
-    mean: Tensor | None
-    """Σ (u - u_y) exp(u) / Σ exp(u); 0 of an empty part."""
-    squares: Tensor | None
-    """log Σ exp(2 (u - u_y))"""
-    largest: Tensor | None
-    """The largest u - u_y; -inf of an empty part."""
-    column: Tensor | None
+    largest: Tensor | None = None
+    """The largest u of all classes; -inf of an empty part."""
+    others: Tensor | None = None
+    """Σ exp(u - largest)"""
+    distance: Tensor | None = None
+    """Σ (u - largest) exp(u - largest)"""
+    squares: Tensor | None = None
+    """Σ exp(2 (u - largest))"""
+    other: Tensor | None = None
+    """The largest u - u_y of the classes but the target; -inf of an empty part."""
+    column: Tensor | None = None
     """Its class, as a number of the dtype of sums; the lowest of equal ones."""
 
     def combined(self) -> "PartialOutputs":
         """Return the reductions of all parts together, P = 1."""
-        lse = self.lse.logsumexp(1, keepdim=True)
-        mean = squares = largest = column = None
-        if self.mean is not None:
-            weight = torch.where(self.lse == -torch.inf, 0, (self.lse - lse).exp())
-            # of distances from lse, which are small: weights add up to 1 but for rounding
-            distance = torch.where(weight == 0, 0, self.mean - lse)
-            mean = torch.where(lse == -torch.inf, 0, lse + (weight * distance).sum(1, keepdim=True))
+        result = PartialOutputs()
+        if self.largest is not None and self.others is not None:
+            result = self._combined_sums(self.largest, self.others)
+        if self.other is not None and self.column is not None:
+            other = self.other.amax(1, keepdim=True)
+            column = torch.where(self.other == other, self.column, torch.inf).amin(1, keepdim=True)
+            result = result._replace(other=other, column=column)
+        return result
+
+    def _combined_sums(self, of_parts: Tensor, others: Tensor) -> "PartialOutputs":
+        largest, owner = of_parts.max(1, keepdim=True)
+        # what each part left out joins the others, but for one of the largest
+        joins = torch.arange(of_parts.shape[1], device=owner.device) != owner
+        apart = of_parts - torch.where(largest == -torch.inf, 0, largest)
+        scale, total = apart.exp(), others + 1
+        distance = squares = None
+        if self.distance is not None:
+            moved = total * apart.clamp(min=-1e30)  # the exponential of -inf is 0
+            distance = (scale * (self.distance + moved)).sum(1, keepdim=True)
         if self.squares is not None:
-            squares = self.squares.logsumexp(1, keepdim=True)
-        if self.largest is not None and self.column is not None:
-            largest = self.largest.amax(1, keepdim=True)
-            is_largest = self.largest == largest
-            column = torch.where(is_largest, self.column, torch.inf).amin(1, keepdim=True)
-        return PartialOutputs(lse, mean, squares, largest, column)
+            squares = (scale.square() * (self.squares + joins)).sum(1, keepdim=True)
+        others = (scale * (others + joins)).sum(1, keepdim=True)
+        return PartialOutputs(largest, others, distance, squares)
+
+    def sums(self) -> dict[str, Tensor]:
+        """Return lse and the outputs `OF_ALL` that are asked for, (N,), of all parts together."""
+        if self.largest is None or self.others is None:
+            return {}
+        largest, others = self.largest[:, 0], self.others[:, 0]
+        total, log_total = others + 1, others.log1p()
+        found = {"lse": largest + log_total}
+        if self.distance is not None:
+            entropy = log_total - self.distance[:, 0] / total
+            found["entropy"] = torch.where(largest == -torch.inf, torch.nan, entropy)
+        if self.squares is not None:
+            squares = (self.squares[:, 0] + 1) / total.square()
+            found["sum_p_squared"] = torch.where(largest == -torch.inf, torch.nan, squares)
+        return found
 
 
 def stat_rows(outputs: Sequence[str]) -> dict[str, int]:
     """Return the row of each of `outputs` in the statistics, after those of every call."""
-    named = [name for name in STORED if name in outputs]
+    has_sums = not OF_ALL.isdisjoint(outputs)
+    named = [name for name in STORED if name in outputs and (name != "lse" or has_sums)]
     return {name: NUM_STATS + row for row, name in enumerate(named)}
 
 
 def reduce_outputs(
     partial: PartialOutputs | None,
-    nll: Tensor,
     target: Tensor,
     class_mean: Tensor | None,
     outputs: Sequence[str],
@@ -73,7 +111,6 @@ def reduce_outputs(
 
     Args:
         partial: reductions of the parts of all ranks; None if no output needs them.
-        nll: (N,) lse - u_y.
         target: (N,) classes in [0, V), of all ranks' classes.
         class_mean: (N,) Σ_v u / V; needed for "mean_logit" alone.
         outputs: names of outputs, at least one of `STORED`.
@@ -81,17 +118,11 @@ def reduce_outputs(
     rows: dict[str, Tensor] = {}
     if class_mean is not None:
         rows["mean_logit"] = class_mean
-    if partial is None:
-        return torch.stack([rows[name] for name in stat_rows(outputs)])
-    every = partial.combined()
-    if every.mean is not None:
-        # Σ_v p_v (lse - u_v), of the others and of the target
-        others = (every.lse[:, 0] - nll).exp() * (nll - every.mean[:, 0])
-        rows["entropy"] = others + (-nll).exp() * nll
-    if every.squares is not None:
-        rows["sum_p_squared"] = (every.squares[:, 0] - 2 * nll).exp() + (-2 * nll).exp()
-    if every.largest is not None and every.column is not None:
-        is_top1 = every.largest[:, 0] <= 0
-        rows["is_top1"] = is_top1.to(nll.dtype)
-        rows["argmax"] = torch.where(is_top1, target.to(nll.dtype), every.column[:, 0])
+    if partial is not None:
+        every = partial.combined()
+        rows |= every.sums()
+        if every.other is not None and every.column is not None:
+            is_top1 = every.other[:, 0] <= 0
+            rows["is_top1"] = is_top1.to(every.other.dtype)
+            rows["argmax"] = torch.where(is_top1, target.to(every.other.dtype), every.column[:, 0])
     return torch.stack([rows[name] for name in stat_rows(outputs)])

@@ -67,6 +67,11 @@ class RowStats:
         """(N,) ρ + log T, the log-sum-exp of the model's logits; +inf if ignored."""
         return self.reference + self.sum_exp.log()
 
+    def returned_lse(self, options: LossOptions) -> Tensor:
+        """(N,) lse as an output, which is formed without the target where it can be."""
+        stored = "lse" in stat_rows(options.output_names)
+        return self.output("lse", options) if stored else self.lse
+
 
 def token_losses(stats: RowStats, targets: Targets) -> Tensor:
     """Return the loss of every token (N,), 0 if ignored."""
@@ -91,7 +96,8 @@ def returned_rows(stats: RowStats, targets: Targets) -> Tensor:
     options, entropy = targets.options, torch.zeros_like(stats.loss)
     if "entropy" in options.output_names:
         entropy = stats.output("entropy", options)
-    rows, classes = torch.stack([-stats.loss, stats.lse, entropy]), targets.output_classes
+    lse, classes = stats.returned_lse(options), targets.output_classes
+    rows = torch.stack([-stats.loss, lse, entropy])
     if classes is not None:
         rows = torch.cat([classes.log_probs(stats).t(), rows[1:]])
     return torch.where(targets.active, rows, 0)

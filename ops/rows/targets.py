@@ -274,8 +274,8 @@ def variant_of(targets: Targets | None) -> KernelVariant:
     if logits is not None:
         given = logits.row_scale is not None, logits.bias is not None, logits.slope is not None
         transform = LogitTransform(*given)
-    argmax = "is_top1" in names or "argmax" in names
-    reductions = RowReductions("entropy" in names, "sum_p_squared" in names, argmax)
+    others = targets.options.reduces_others
+    reductions = RowReductions("entropy" in names, "sum_p_squared" in names, others)
     return KernelVariant(transform, reductions)
 
 

@@ -113,7 +113,7 @@ def forward(
         if targets.options.reduces_rows and target_logit is not None:
             part = projection.partial_outputs(partial, target_logit)
         classes = targets.index + targets.first
-        more = reduce_outputs(part, stats.loss, classes, targets.class_logits, outputs)
+        more = reduce_outputs(part, classes, targets.class_logits, outputs)
     if h.dtype == torch.float16:
         stats = as_probabilities(stats)
     if more is not None:

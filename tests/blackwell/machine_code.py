@@ -311,13 +311,14 @@ def exponentials(code: Code) -> Iterator[bool]:
     """The configured number of exponentials uses the hardware's unit."""
     fraction = 1 - code.config.poly_exp2_per_16 / 16
     columns = code.arch.EPI_TILE_COLUMNS * (code.kernel.sums + code.kernel.store)
-    # one more an epilogue tile rescales the row's sum, and one a column is its probability
-    expected = int(columns * fraction) + code.kernel.sums
+    # one more an epilogue tile rescales the row's sum, and one a column is its probability; beside
+    # sums of all columns, one is the target's
+    expected = int(columns * fraction) + code.kernel.sums + code.kernel.reductions.of_all
     expected += code.arch.EPI_TILE_COLUMNS * code.kernel.samples
     capped = code.arch.EPI_TILE_COLUMNS if code.kernel.transform.softcap else 0
     yield len(code.at(r"^ex2\.approx\.ftz\.f32")) == expected + capped
-    # one reciprocal a tanh, that of κ if derivatives are stored, and that of the sum in a mean
-    inverses = (capped > 0 and code.kernel.store) + code.kernel.reductions.entropy
+    # one reciprocal a tanh, and that of κ if derivatives are stored
+    inverses = capped > 0 and code.kernel.store
     yield len(code.at(r"^rcp\.approx\.ftz\.f32")) == capped + inverses
 
 

@@ -58,7 +58,7 @@ def test_polynomial_exponentials_of_extremes() -> None:
 
 def test_columns_with_polynomial_exponentials() -> None:
     pytest.importorskip("cutlass")
-    from cutefce.cute_kernels.common.online_softmax import uses_poly_exp2
+    from cutefce.cute_kernels.common.exp2 import uses_poly_exp2
 
     for emulated in range(17):
         columns = [uses_poly_exp2(column, emulated) for column in range(64)]

@@ -447,7 +447,10 @@ REDUCTIONS = {
 
 
 def check_reductions(config: GemmConfig, variant: KernelVariant, case: Case) -> None:
-    """Compare the reductions of whole rows with float64; row sums stay those without them."""
+    """Compare the reductions of whole rows, and row sums, with float64.
+
+    Row sums stay those without reductions, if none is of all columns.
+    """
     options, config = variant.reductions, ARCH.config_with_options(config, len(case.h))
     launches = Launches(config, variant, case)
     plain = variant._replace(reductions=SUM_ONLY)
@@ -455,21 +458,25 @@ def check_reductions(config: GemmConfig, variant: KernelVariant, case: Case) -> 
     others_.transform = launches.transform
     logit = launches.target_logit()
     reference = torch.where(case.y >= 0, logit, 0.0)
-    u = others(case, exact_logits(case, launches.operands)[0])
-    want = reduced(u, reference.double(), 4000, options)
+    u = exact_logits(case, launches.operands)[0]
+    target = torch.where(case.y < 0, case.y, case.y + 4000)
+    want, u = reduced(u, target, 4000, options), others(case, u)
+    total = (u - reference.double()[:, None]).logsumexp(1)
     expected = others_.project_exp(others_.kernels.row_sums, reference, 4000)[0]
     for kernel in (kernels.row_sums, kernels.row_sums_and_exps):
         sums, _, planes = launches.project_exp(kernel, reference, 4000)
-        assert torch.equal(sums, expected)
+        assert torch.equal(sums, expected) or options.of_all
+        got = (sums.double() * math.log(2)).logsumexp(1)
+        torch.testing.assert_close(got, total, rtol=1e-6, atol=1e-4)
         assert not planes.isnan().any()
-        got = merged(planes, sums, options)
+        got = merged(planes, options)
         if options.argmax:
             found = u.gather(1, got[-1].long()[:, None] - 4000)[:, 0]
             torch.testing.assert_close(found, want[-2], rtol=1e-6, atol=1e-5)
             if variant.transform == IDENTITY:
                 assert torch.equal(got[-2:], want[-2:])
         numbers = options.planes - options.argmax  # without vocabulary entries
-        torch.testing.assert_close(got[:numbers], want[:numbers], rtol=1e-5, atol=1e-3)
+        torch.testing.assert_close(got[:numbers], want[:numbers], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -501,8 +508,12 @@ def test_row_reductions_of_a_bad_row_and_of_no_column(config: GemmConfig) -> Non
     reference = torch.zeros(150, device="cuda")
     launches = Launches(config, variant, case)
     _, _, planes = launches.project_exp(launches.kernels.row_sums, reference)
-    assert not planes[[0, 3]].any()
-    assert bool((planes[1:3] == -torch.inf).all())
+    # the only column, in one partial, is all rows' target
+    largest, empty = planes[0], planes[0] == -torch.inf
+    own = launches.target_logit()[:, None].expand_as(largest)
+    assert torch.equal(largest[~empty], own[~empty]) and bool(((~empty).sum(1) == 1).all())
+    assert not planes[1:4].any() and not planes[5].any()
+    assert bool((planes[4] == -torch.inf).all())
     case = integers_case(150, 64, 333)
     launches = Launches(config, variant, case)
     clean = launches.project_exp(launches.kernels.row_sums, reference)[2]
@@ -510,7 +521,24 @@ def test_row_reductions_of_a_bad_row_and_of_no_column(config: GemmConfig) -> Non
     bad = launches.project_exp(launches.kernels.row_sums, reference)[2]
     rows = torch.arange(150, device="cuda") != 123
     assert torch.equal(bad[:, rows], clean[:, rows])
-    assert bool(bad[:2, 123].isnan().any(1).all())
+    assert bool(bad[1:4, 123].isnan().any(1).all())
+
+
+@pytest.mark.gpu
+@with_kernels
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_sums_of_all_columns_do_not_depend_on_the_target(config: GemmConfig) -> None:
+    """Nor on the row block, nor on the row in it."""
+    case = random_case(1100, 72, 3001, dtype=torch.bfloat16, device="cuda")
+    case.h[:] = case.h[7].clone()
+    u = case.h[0].float() @ case.w.float().t()
+    case.y[::5] = u.argmax()
+    reductions = RowReductions(entropy=True, sum_squares=True)
+    launches = Launches(config, KernelVariant(reductions=reductions), case)
+    reference = torch.where(case.y >= 0, launches.target_logit(), 0.0)
+    for kernel in (launches.kernels.row_sums, launches.kernels.row_sums_and_exps):
+        planes = launches.project_exp(kernel, reference)[2]
+        assert torch.equal(planes, planes[:, :1].expand_as(planes))
 
 
 @pytest.mark.gpu

@@ -181,10 +181,25 @@ def test_row_reductions(config: GemmConfig) -> None:
     case = Case(70, 8, 257, first=5000, scale=20.0)
     launch = case.launch(kernel, vocab_splits=3)
     launch.run(run, kernel, clusters=2)
-    planes, sums = torch.from_numpy(launch.reductions), torch.from_numpy(launch.sums)
-    got = merged(planes, sums, reductions)
-    want = reduced(case.others(), case.reference.double(), 5000, reductions)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    got = merged(torch.from_numpy(launch.reductions), reductions)
+    want = reduced(case.logits()[0], case.y, 5000, reductions)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    check(launch, case)
+
+
+@pytest.mark.parametrize("config", [TALL, PINGPONG, COOPERATIVE], ids=str)
+def test_sums_of_all_columns_do_not_depend_on_the_target(config: GemmConfig) -> None:
+    """Nor on the row block and the row in it; targets are the largest logit and others."""
+    reductions = RowReductions(entropy=True, sum_squares=True)
+    kernel = kernels_of(config, KernelVariant(reductions=reductions)).row_sums_and_exps
+    # of an odd number of tiles, warpgroups take turns in which of a row block's they compute
+    case = Case(2 * config.rows + 3, 8, 2 * config.columns + 9, scale=6.0)
+    case.repeat_row()
+    launch = case.launch(kernel, vocab_splits=1)
+    launch.run(run, kernel, clusters=1)
+    check(launch, case)
+    assert len({*case.y.tolist()}) > config.rows / 2
+    assert (launch.reductions == launch.reductions[:, :1]).all()
 
 
 @pytest.mark.parametrize("config", [TALL, SWAPPED], ids=str)

@@ -337,8 +337,8 @@ def _project_exp(
     assert (reductions is not None) == (kernel.reductions != SUM_ONLY)
     if reductions is not None:
         empty = torch.full((1, 1), -torch.inf)
-        reductions[:] = reduced(empty, torch.zeros(1), first, kernel.reductions)[:, :, None]
-        reductions[..., 0] = reduced(masked, reference, first, kernel.reductions)
+        reductions[:] = reduced(empty, target[:0], first, kernel.reductions)[:, :, None]
+        reductions[..., 0] = reduced(u, target, first, kernel.reductions)
     inside = torch.arange(len(h)) < counted
     assert (samples is not None) == kernel.samples
     if samples is not None:

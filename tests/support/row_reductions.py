@@ -9,34 +9,53 @@ from torch import Tensor
 from cutefce.cute_kernels.variant import RowReductions
 
 
-def reduced(u: Tensor, reference: Tensor, first: int, options: RowReductions) -> Tensor:
-    """Return the planes (K, N) of logits u (N, V), -inf at the targets, as one partial."""
-    return torch.stack(list(_planes(u, reference, first, options)))
+def reduced(u: Tensor, target: Tensor, first: int, options: RowReductions) -> Tensor:
+    """Return the planes (K, N) of logits u (N, V) with targets (N,), as one partial.
+
+    Column 0 is vocabulary entry `first`.
+    """
+    return torch.stack(list(_planes(u, target, first, options)))
 
 
-def _planes(u: Tensor, reference: Tensor, first: int, options: RowReductions) -> Iterator[Tensor]:
-    base = reference / math.log(2)
-    is_empty = u.amax(1) == -torch.inf
-    if options.entropy:
-        mean = (u.softmax(1) * u.where(u > -torch.inf, 0)).sum(1) / math.log(2) - base
-        yield mean.where(~is_empty, 0)
-    if options.sum_squares:
-        yield (2 * u).logsumexp(1) / math.log(2) - 2 * base
+def others(u: Tensor, target: Tensor, first: int) -> Tensor:
+    """Return logits u (N, V), -inf at the targets (N,)."""
+    columns = torch.arange(first, first + u.shape[1], device=u.device)
+    return u.masked_fill(target[:, None] == columns, -torch.inf)
+
+
+def _planes(u: Tensor, target: Tensor, first: int, options: RowReductions) -> Iterator[Tensor]:
+    if options.of_all:
+        largest, place = u.max(1, keepdim=True)
+        x = (u - largest.where(largest > -torch.inf, 0)).scatter(1, place, -torch.inf)
+        exps = x.exp()
+        yield largest[:, 0]
+        yield exps.sum(1)
+        if options.entropy:
+            yield (exps * x.where(exps > 0, 0)).sum(1) / math.log(2)
+        if options.sum_squares:
+            yield exps.square().sum(1)
     if options.argmax:
+        u = others(u, target, first)
         largest = u.amax(1)
         lowest = (u == largest[:, None]).int().argmax(1)  # the first of equal columns
         yield largest
-        yield (first + lowest).where(~is_empty, 0).to(u.dtype)
+        yield (first + lowest).where(largest > -torch.inf, 0).to(u.dtype)
 
 
-def merged(planes: Tensor, sums: Tensor, options: RowReductions) -> Tensor:
+def merged(planes: Tensor, options: RowReductions) -> Tensor:
     """Return the planes (K, N) of whole rows from those of partials (K, N, P), in float64."""
     parts, result = iter(planes.double()), []
-    if options.entropy:
-        shares = torch.softmax(sums.double() * math.log(2), 1)
-        result.append((shares * next(parts)).sum(1))
-    if options.sum_squares:
-        result.append((next(parts) * math.log(2)).logsumexp(1) / math.log(2))
+    if options.of_all:
+        of_parts, rest = next(parts), next(parts)
+        largest, owner = of_parts.max(1, keepdim=True)
+        apart = of_parts - largest
+        scale, joins = apart.exp(), torch.arange(planes.shape[2], device=owner.device) != owner
+        result += [largest[:, 0], (scale * (rest + joins)).sum(1)]
+        if options.entropy:
+            moved = (rest + 1) * apart.where(scale > 0, 0) / math.log(2)
+            result.append((scale * (next(parts) + moved)).sum(1))
+        if options.sum_squares:
+            result.append((scale.square() * (next(parts) + joins)).sum(1))
     if options.argmax:
         largest, entry = next(parts), next(parts)
         of_row = largest.amax(1, keepdim=True)
