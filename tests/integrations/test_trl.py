@@ -227,6 +227,9 @@ RUNS = [
     (grpo, "Llama", {"beta": 0.05, "entropy_coef": 0.1}),
     (grpo, "Phi", {"cast_lm_head_to_fp32": True}),
     (grpo, "Gemma2", {}),
+    # the first tokens of a prompt's completions have one distribution, at the threshold
+    (grpo, "Llama", {"top_entropy_quantile": 0.8}),
+    (grpo, "Llama", {"top_entropy_quantile": 0.9}),
     (rloo, "Llama", {}),
 ]
 
