@@ -8,6 +8,7 @@ or that others may write to, is ignored with one warning.
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,6 +123,11 @@ def shipped_table(gpu: Gpu) -> Table | None:
     return _table(SHIPPED_FOLDER, gpu)
 
 
+def shipped_tables() -> tuple[Table, ...]:
+    """Return every table that comes with the package."""
+    return _tables_in(SHIPPED_FOLDER)
+
+
 def tunes_on_first_use() -> bool:
     """Whether the user asked for new problems to be tuned at their first call."""
     return os.environ.get(AUTOTUNE_VARIABLE) == "1"
@@ -137,10 +143,20 @@ def _user_table(gpu: Gpu) -> Table | None:
 
 @process_cache
 def _table(folder: Path, gpu: Gpu) -> Table | None:
-    path = folder / file_name(gpu)
+    return _read(folder / file_name(gpu), lambda table: table.check_matches(gpu))
+
+
+@process_cache
+def _tables_in(folder: Path) -> tuple[Table, ...]:
+    found = (_read(path) for path in sorted(folder.glob("*.json")))
+    return tuple(table for table in found if table is not None)
+
+
+def _read(path: Path, check: Callable[[Table], object] = lambda table: None) -> Table | None:
+    """Return the table of a file that passes a check, else None, with a warning if it is bad."""
     try:
         table = read(path)
-        table.check_matches(gpu)
+        check(table)
         return table
     except FileNotFoundError:
         pass

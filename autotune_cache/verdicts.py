@@ -1,23 +1,30 @@
-"""Verdicts: whether the kernels of one dtype gave right results on a GPU model.
+"""Verdicts: whether configurations gave right results on an architecture.
 
-A verdict holds for the kernel sources, the compiler and the configurations that lookups return.  It
-is a file in the user's folder that `autotune_cache.tuning.verify` writes; without one, it follows
-from a shipped table that was verified with the same sources and compiler.  An entry of other
+GPU models of an architecture execute the same code.  So what proves a configuration, of the kernel
+sources and the compiler as they are, is a check on any of them: that of an entry of a tuned table,
+or one that is recorded in a file of the user's folder.  Tuning verifies all defaults before it
+writes a table that is shipped, so that one entry proves those of its dtype too.  An entry of other
 sources or of another compiler is a choice without proof.
+
+What is proven is a configuration of a kernel in a part of what calls launch (`cute_kernels.parts`).
 """
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
 from pathlib import Path
 
 from cutefce.autotune_cache import lookup
-from cutefce.autotune_cache.table import DSL_PACKAGE, Entry
-from cutefce.autotune_cache.table_io import file_name
+from cutefce.autotune_cache.ahead import with_gradients
+from cutefce.autotune_cache.table import DSL_PACKAGE, Entry, Table
 from cutefce.cute_kernels import cache_files
+from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.cache_files import CacheError
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.parts import PARTS, part_configs
 from cutefce.cute_kernels.process_cache import warn_once
 
 
@@ -30,76 +37,105 @@ class Verdict:
     """Why it failed."""
 
 
-def known(gpu: Gpu, dtype: str) -> Verdict | None:
-    """Return the verdict on the kernels of `dtype` on this kind of GPU, None without one."""
-    unproven_configs = unproven(gpu, dtype)
-    recorded = _recorded(gpu, dtype, unproven_configs)
-    if recorded is None and not unproven_configs and _is_shipped(gpu, dtype):
-        return Verdict(True)
-    return recorded
+@dataclass(frozen=True)
+class _Record:
+    """The contents of a file: a failure of the dtype, or the uses that passed."""
+
+    verdict: Verdict
+    uses: frozenset[str] = frozenset()
 
 
-def record(gpu: Gpu, dtype: str, verdict: Verdict, checked: set[str]) -> None:
-    """Write the verdict into the user's folder, if that can be written to.
+def uses(configs: KernelConfigs, parts: Iterable[str] = PARTS) -> set[str]:
+    """Return the names of what checks of `parts` with `configs` prove, and calls with both need."""
+    found = set()
+    for part in parts:
+        found |= {_name(part, *each) for each in part_configs(part, configs)} or {part}
+    return found
+
+
+def _name(part: str, kernel: str, config: GemmConfig) -> str:
+    return f"{part}: {kernel}: {config!r}"
+
+
+def known(gpu: Gpu, dtype: str, needed: Set[str]) -> Verdict | None:
+    """Return the verdict on what `uses` returned, None without one.
+
+    A recorded failure is one on all kernels of `dtype`, and outweighs what tables prove.
+    """
+    recorded = _recorded(gpu.arch, dtype)
+    if not recorded.verdict.passed:
+        return recorded.verdict
+    return Verdict(True) if needed <= recorded.uses | _of_tables(gpu, dtype) else None
+
+
+def failure(gpu: Gpu, dtype: str) -> Verdict | None:
+    """Return the recorded failure of the kernels of `dtype`, None without one."""
+    verdict = _recorded(gpu.arch, dtype).verdict
+    return None if verdict.passed else verdict
+
+
+def record(gpu: Gpu, dtype: str, verdict: Verdict, checked: Set[str]) -> None:
+    """Write a verdict into the user's folder, if that can be written to.
 
     Args:
-        gpu: The GPU model.
+        gpu: A GPU of the architecture.
         dtype: Dtype of hidden states and weight.
         verdict: The outcome.
-        checked: What `unproven` returned when the verification began.
+        checked: The uses that passed, which are added to those recorded before.
     """
-    data = asdict(verdict) | {"configs": sorted(checked)}
+    before = _recorded(gpu.arch, dtype).uses
+    passed = sorted(before | checked) if verdict.passed else []
+    data = {"passed": verdict.passed, "reason": verdict.reason, "uses": passed}
     with contextlib.suppress(OSError):
-        cache_files.write(record_path(gpu, dtype), f"{json.dumps(data)}\n".encode())
+        cache_files.write(record_path(gpu.arch, dtype), f"{json.dumps(data)}\n".encode())
 
 
-def record_path(gpu: Gpu, dtype: str) -> Path:
-    """Return the file of the verdict on these kernels, compiler and dtype.
+def record_path(arch: Arch, dtype: str) -> Path:
+    """Return the file of the verdicts on these kernels, compiler and dtype.
 
     Raises:
         CacheError: without a cache folder.
     """
-    stem = file_name(gpu).removesuffix(".json")
-    name = f"{stem}-{gpu.num_sms}-{dtype}-{jit_cache.fingerprint()}.json"
+    name = f"{arch.name}-{dtype}-{jit_cache.fingerprint()}.json"
     return cache_files.base_folder() / "verified" / name
 
 
-def _recorded(gpu: Gpu, dtype: str, configs: set[str]) -> Verdict | None:
-    """Return the recorded verdict if it covers `configs` and nobody else can have written it."""
+def _recorded(arch: Arch, dtype: str) -> _Record:
+    """Return what is recorded if nobody else can have written it; else that nothing has passed."""
+    nothing = _Record(Verdict(True))
     try:
-        data = json.loads(cache_files.read(record_path(gpu, dtype)))
-        covers = configs <= set(data["configs"])
-        return Verdict(data["passed"] is True, str(data["reason"])) if covers else None
+        data = json.loads(cache_files.read(record_path(arch, dtype)))
+        verdict = Verdict(data["passed"] is True, str(data["reason"]))
+        return _Record(verdict, frozenset(data["uses"]))
     except CacheError as error:
         warn_once(str(error))
-        return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+        pass
+    return nothing
 
 
-def _is_shipped(gpu: Gpu, dtype: str) -> bool:
-    """Whether the shipped table has an entry for `dtype`.
+def _of_tables(gpu: Gpu, dtype: str) -> set[str]:
+    """Return the uses that tables prove: shipped ones of the architecture, and those of the GPU."""
+    shipped = [table for table in lookup.shipped_tables() if table.gpu.arch == gpu.arch]
+    own = {each for table in (*shipped, *lookup.tables(gpu)) for each in _current(table, dtype)}
+    found = {_name(part, *each) for part in PARTS for each in own}
+    if any(_current(table, dtype) for table in shipped):
+        for project_exp in gpu.arch.prebuilt_configs():
+            for configs in with_gradients(gpu.arch, project_exp):
+                found |= uses(configs)
+    return found
 
-    Tuning verifies the defaults before it writes an entry, so that one entry of these sources and
-    this compiler proves the defaults too.
-    """
-    table = lookup.shipped_table(gpu)
-    return table is not None and any(
-        key.dtype == dtype and entry.verified and _is_current(entry)
+
+def _current(table: Table, dtype: str) -> set[tuple[str, GemmConfig]]:
+    """Return kernels and configurations that entries for `dtype` prove."""
+    return {
+        (key.kernel, entry.config)
         for key, entry in table.entries.items()
-    )
-
-
-def unproven(gpu: Gpu, dtype: str) -> set[str]:
-    """Return the configurations for `dtype` that lookups use and no current entry proves."""
-    entries = [
-        (f"{key.kernel}: {entry.config!r}", _is_current(entry))
-        for table in lookup.tables(gpu)
-        for key, entry in table.entries.items()
-        if key.dtype == dtype and entry.verified
-    ]
-    proven = {config for config, is_proven in entries if is_proven}
-    return {config for config, _ in entries} - proven
+        if key.dtype == dtype
+        and entry.verified
+        and _is_current(entry)
+        and isinstance(entry.config, GemmConfig)
+    }
 
 
 def _is_current(entry: Entry) -> bool:

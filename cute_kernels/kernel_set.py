@@ -5,7 +5,7 @@ This module does not import the DSL.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar
@@ -13,6 +13,7 @@ from typing import ClassVar
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
+from cutefce.cute_kernels.parts import FORWARD, FUSED, SAMPLES, SOFT_TARGETS, STEP
 from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS, LOW_BITS, WEIGHT_LOW_BITS, can_keep
 from cutefce.cute_kernels.spec import (
     ClearRowsSpec,
@@ -170,15 +171,83 @@ class KernelSet:
     )
     """Kernels that only plans with stored exponentials launch."""
 
+    OF_FORWARD: ClassVar = (
+        "select_rows",
+        "gather_rows",
+        "fused_forward",
+        "fused_selecting_forward",
+        "target_logit",
+        "row_sums",
+        "reduce_partials",
+    )
+    """Kernels of losses without gradients."""
+
+    OF_SAMPLES: ClassVar = (
+        "select_rows",
+        "gather_rows",
+        "target_logit",
+        "row_sums",
+        "reduce_partials",
+        "row_coefficients",
+    )
+    """Those beside `sampling_set` of sampled gradients."""
+
+    SOFT_ONLY: ClassVar = "soft_leads", "prepare_soft", "soft_logits", "put_soft", "scale_soft"
+    """Kernels that only calls with soft targets launch, beside `of_soft_targets`."""
+
+    OF_SOFT_TARGETS: ClassVar = (
+        *SOFT_ONLY,
+        "target_logit",
+        "row_sums",
+        "row_sums_and_exps",
+        "grad_hidden",
+        "grad_hidden_short",
+    )
+    """Kernels that compute what soft targets change, beside `of_soft_targets`."""
+
+    FUSED_ONLY: ClassVar = (
+        "fused_storing_forward",
+        "fused_selecting_storing_forward",
+        "fused_backward",
+        "fused_selecting_backward",
+    )
+    """Kernels that only fused steps launch."""
+
     def all(self) -> list[KernelSpec]:
         """Return every kernel of the set that a call may launch."""
+        kernels = self._named(field.name for field in dataclasses.fields(self))
+        if can_keep(self.row_sums.dtype):
+            fused = [self.fused_backward_of(*kind) for kind in product((False, True), LOW_BITS)]
+            kernels += [kernel for kernel in fused if kernel is not None]
+        return kernels
+
+    def of_part(self, part: str) -> list[KernelSpec]:
+        """Return the kernels of this set that compute a part of calls, of `cute_kernels.parts`."""
+        if part in FUSED:
+            return self._of_fused(*FUSED[part])
+        if part == STEP:
+            left_out = *self.FUSED_ONLY, *self.SOFT_ONLY
+            fields = (field.name for field in dataclasses.fields(self))
+            return self._named(name for name in fields if name not in left_out)
+        if part == SOFT_TARGETS:
+            return [*self._named(self.OF_SOFT_TARGETS), *self.of_soft_targets]
+        named = {FORWARD: self.OF_FORWARD, SAMPLES: self.OF_SAMPLES}
+        return self._named(named.get(part, ()))
+
+    def _of_fused(self, selects: bool, hidden_bits: int | None) -> list[KernelSpec]:
+        """Return what a `FusedStep` launches, and what forms dX's sums in its forward."""
+        backward = self.fused_backward_of(selects, hidden_bits)
+        if backward is None or not can_keep(self.row_sums.dtype):
+            return []
+        forward = "fused_selecting_storing_forward" if selects else "fused_storing_forward"
+        return [backward, *self._named((forward, "grad_hidden", "grad_hidden_short"))]
+
+    def _named(self, names: Iterable[str]) -> list[KernelSpec]:
+        """Return the kernels of fields that calls of this dtype launch."""
         unused = () if can_keep(self.row_sums.dtype) else self.STORED_EXPS_ONLY
-        names = (field.name for field in dataclasses.fields(self) if field.name not in unused)
         kernels: list[KernelSpec | None] = []
-        for found in (getattr(self, name) for name in names):
+        for found in (getattr(self, name) for name in names if name not in unused):
             kernels += found if isinstance(found, tuple) else [found]
-        if not unused:
-            kernels += [self.fused_backward_of(*kind) for kind in product((False, True), LOW_BITS)]
         return [kernel for kernel in kernels if kernel is not None]
 
 

@@ -546,7 +546,9 @@ def test_verify_records_a_verdict_for_each_dtype(
     assert result.exit_code == 0, result.output
     for dtype in GPU.arch.dtypes:
         assert f"the {dtype} kernels passed on {GPU.name}" in result.output
-        assert verdicts.known(GPU, dtype) == verdicts.Verdict(True)
+        checks = verify.configurations((TARGET,), dtype, ())
+        needed = {use for check in checks for use in check.uses()}
+        assert verdicts.known(GPU, dtype, needed) == verdicts.Verdict(True)
 
 
 def test_version() -> None:

@@ -11,6 +11,7 @@ from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
 from cutefce.autotune_cache.tuning.tuner import Tuner, build, header_for, missing
 from cutefce.autotune_cache.verdicts import Verdict
 from cutefce.cute_kernels import process_cache
+from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
 
@@ -18,15 +19,23 @@ _attempted: set[tuple[Gpu, Key]] = set()
 """Keys that this process tried to tune."""
 
 
-def verify_on_first_use(gpu: Gpu, device: str, dtype: str) -> Verdict:
-    """Return the verdict on the kernels of `dtype` on `gpu`; verify if there is none.
+def verify_on_first_use(
+    gpu: Gpu, device: str, dtype: str, configs: KernelConfigs, default: KernelConfigs, part: str
+) -> Verdict | None:
+    """Return the verdict on what a call launches; verify that if there is none.
 
     Args:
         gpu: The GPU model.
         device: The GPU that runs the check, as torch names it.
         dtype: Dtype of hidden states and weight, such as "bfloat16".
+        configs: The configurations of the call.
+        default: Those that it has if nothing was tuned.
+        part: What it launches, of `cute_kernels.parts`.
+
+    Returns:
+        None if tuned configurations were rejected: lookups return others now.
     """
-    return verify.verify_once(targets.all_targets(gpu, device), dtype)
+    return verify.verify_call(targets.all_targets(gpu, device), dtype, configs, default, part)
 
 
 def tune_on_first_use(gpu: Gpu, device: str, problem: Problem) -> None:
@@ -39,8 +48,7 @@ def tune_on_first_use(gpu: Gpu, device: str, problem: Problem) -> None:
         device: The GPU that runs the trials, as torch names it.
         problem: The problem of the call.
     """
-    every = targets.all_targets(gpu, device)
-    for target in every:
+    for target in targets.all_targets(gpu, device):
         key = key_of(target.name, problem)
         is_tuned = any(key in table.entries for table in lookup.tables(gpu))
         if (gpu, key) in _attempted or is_tuned:
@@ -60,5 +68,3 @@ def tune_on_first_use(gpu: Gpu, device: str, problem: Problem) -> None:
             reason = outcome.failures.get(job.candidates[0])
             warnings.warn(f"cutefce: {key} was not tuned: {reason}", stacklevel=2)
         process_cache.reset()
-        # what other processes wrote into the table meanwhile may be of other kernel sources
-        verify.verify_once(every, problem.dtype)

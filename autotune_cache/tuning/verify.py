@@ -1,25 +1,30 @@
-"""Verification: runs every configuration on a GPU once and compares with the portable path.
+"""Verification: runs configurations on a GPU once and compares with the portable path.
 
-A kernel that never ran on a GPU model may hang or give wrong results there.  Before the first
-launch, all configurations that lookups return run on small problems in a subprocess, under a time
-limit.  The verdict is recorded for the GPU model, kernels, compiler and dtype.
+A kernel that never ran on an architecture may hang or give wrong results there.  So before their
+first launch, kernels run on small problems in a subprocess, under a time limit: those of the
+configurations and of the part that a call launches, or all that lookups may return.  Verdicts are
+recorded for the architecture, kernels, compiler and dtype.
 """
 
 import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cutefce.autotune_cache import lookup, table_io, verdicts
-from cutefce.autotune_cache.table import DSL_PACKAGE, Candidate, Rejection, Table
+from cutefce.autotune_cache.table import DSL_PACKAGE, TUNED, Candidate, Rejection, Table
 from cutefce.autotune_cache.tuning import tuner, worker
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.autotune_cache.tuning.targets.base import TuningTarget
 from cutefce.autotune_cache.verdicts import Verdict
 from cutefce.cute_kernels import cache_files, process_cache
+from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.notices import announce_once
+from cutefce.cute_kernels.parts import PARTS, has_gradients, parts_of
+from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
 
 LOCK_SECONDS = 1200
@@ -32,14 +37,15 @@ Targets = Sequence[TuningTarget]
 
 @dataclass(frozen=True)
 class Check:
-    """One configuration to verify on the small problems of a dtype."""
+    """One configuration to verify on the small problems of a dtype, in the target's parts."""
 
     target: TuningTarget
     dtype: str
     candidate: Candidate
 
     def __str__(self) -> str:
-        return f"{self.target.name}, {self.dtype}, {self.candidate}"
+        parts = "" if self.target.parts == PARTS else f" in {', '.join(self.target.parts)}"
+        return f"{self.target.name}{parts}, {self.dtype}, {self.candidate}"
 
     def is_default(self) -> bool:
         """Whether the architecture may choose the configuration without a table."""
@@ -51,22 +57,24 @@ class Check:
 
     def kernels(self) -> Sequence[KernelSpec]:
         """Return the kernels to compile."""
-        problem = self.target.reference_problem(self.dtype)
-        return self.target.kernels(problem, self.candidate)
+        return self.target.kernels(self._problem, self.candidate)
+
+    def uses(self) -> set[str]:
+        """Return what it proves, as verdicts name it."""
+        configs = self.target.configs(self._problem, self.candidate)
+        return verdicts.uses(configs, self.target.parts)
+
+    @property
+    def _problem(self) -> Problem:
+        return self.target.reference_problem(self.dtype)
 
 
 def verify_once(targets: Targets, dtype: str) -> Verdict:
-    """Return the known verdict on `dtype`; verify without one, in one process at a time."""
+    """Return the known verdict on all that `verify` checks; verify without one."""
     gpu = targets[0].gpu
-    with contextlib.ExitStack() as stack:
-        try:
-            # one lock for all dtypes: two verifications would slow each other past the time limits
-            path = verdicts.record_path(gpu, dtype).with_name("verify")
-            stack.enter_context(cache_files.lock(path, LOCK_SECONDS))
-        except OSError:
-            pass  # without a lock, each process verifies
-        lookup.reload(gpu)  # another process may have verified, and rejected, meanwhile
-        return verdicts.known(gpu, dtype) or verify(targets, dtype)
+    with _alone(gpu, dtype):
+        checks = configurations(targets, dtype, lookup.tables(gpu))
+        return verdicts.known(gpu, dtype, _uses(checks)) or verify(targets, dtype)
 
 
 def verify(targets: Targets, dtype: str) -> Verdict:
@@ -78,34 +86,159 @@ def verify(targets: Targets, dtype: str) -> Verdict:
     defaults, is returned and not recorded.
     """
     gpu = targets[0].gpu
-    checked = verdicts.unproven(gpu, dtype)
     checks = configurations(targets, dtype, lookup.tables(gpu))
+    checks.sort(key=lambda check: not check.is_default())
     try:
-        verdict = _verdict(gpu, sorted(checks, key=lambda check: not check.is_default()))
+        faults = _faults(checks)
+        verdict = _verdict(faults)
+        if verdict.passed:
+            _reject(gpu, faults)
     except (OSError, RuntimeError) as error:
         return Verdict(False, f"not checked: {error}")
-    verdicts.record(gpu, dtype, verdict, checked)
+    verdicts.record(gpu, dtype, verdict, _uses(check for check in checks if check not in faults))
     return verdict
 
 
-def _verdict(gpu: Gpu, checks: Sequence[Check]) -> Verdict:
-    """Run checks, the defaults first; reject tuned configurations that fail.
+def verify_call(
+    targets: Targets, dtype: str, configs: KernelConfigs, default: KernelConfigs, part: str
+) -> Verdict | None:
+    """Return the verdict on a part of calls with `configs`; verify that part without one.
+
+    It is that of `verify`, and recorded likewise.
+
+    Args:
+        targets: All tuning targets.
+        dtype: Dtype of hidden states and weight.
+        configs: The configurations of the call.
+        default: Those that it has if nothing was tuned.
+        part: What it launches, of `cute_kernels.parts`.
+
+    Returns:
+        None if tuned configurations failed and were rejected: lookups return others now.
+    """
+    gpu, parts = targets[0].gpu, parts_of(part)
+    targets = [dataclasses.replace(target, base=configs, parts=parts) for target in targets]
+    checks = _of_call(targets, dtype, configs)
+    with _alone(gpu, dtype):
+        needed = verdicts.uses(configs, parts)
+        known = verdicts.known(gpu, dtype, needed)
+        if known is not None:
+            return known
+        kernels = {kernel for check in checks for kernel in check.kernels()}
+        announce_once(
+            f"compares {len(kernels)} kernels with the portable path on this {gpu.name}, once; "
+            "that may take a minute"
+        )
+        try:
+            verdict = _verdict_of_call(checks, _tuned(targets, dtype, configs, default))
+        except (OSError, RuntimeError) as error:
+            return Verdict(False, f"not checked: {error}")
+        if verdict is not None:
+            verdicts.record(gpu, dtype, verdict, needed)
+        return verdict
+
+
+def _of_call(targets: Targets, dtype: str, configs: KernelConfigs) -> list[Check]:
+    """Return the checks of all of `configs` together.
+
+    Small problems have windows of few columns, for which dX may have another configuration than for
+    many: a second check has that of many for them.
+    """
+    checks = [Check(targets[0], dtype, configs.project_exp)]
+    wide = configs.grad_hidden
+    if wide != configs.grad_hidden_short and has_gradients(targets[0].parts):
+        checks += [Check(target, dtype, wide) for target in targets if target.name == "grad_hidden"]
+    return checks
+
+
+def _tuned(
+    targets: Targets, dtype: str, configs: KernelConfigs, default: KernelConfigs
+) -> list[Check]:
+    """Return a check of each of `configs` that is not the default one, beside default ones."""
+    return [
+        Check(dataclasses.replace(target, base=default), dtype, getattr(configs, target.name))
+        for target in targets
+        if target.name in TUNED and getattr(configs, target.name) != getattr(default, target.name)
+    ]
+
+
+def _verdict_of_call(checks: Sequence[Check], tuned: Sequence[Check]) -> Verdict | None:
+    """Check all configurations of a call together; if that fails, the tuned ones one by one.
+
+    Return None if some of these have been rejected.
 
     Raises:
         OSError, RuntimeError: if the check itself fails.
     """
-    faults = _compile(checks, lambda _: None)
+    unusable = _compile(checks, _ignore)
+    faults = unusable or _failing(checks)
+    if not faults:
+        return Verdict(True)
+    of_tuned = _faults(tuned)
+    verdict = _verdict(of_tuned)
+    if not verdict.passed:
+        return verdict
+    if of_tuned:
+        _reject(tuned[0].target.gpu, of_tuned)
+        return None
+    check, fault = next(iter(faults.items()))
+    if unusable:
+        raise RuntimeError(fault)
+    return Verdict(False, f"{check}: {fault}")
+
+
+@contextlib.contextmanager
+def _alone(gpu: Gpu, dtype: str) -> Iterator[None]:
+    """Verify in one process at a time, with what others have found."""
+    with contextlib.ExitStack() as stack:
+        try:
+            # one lock for all dtypes: two verifications would slow each other past the time limits
+            path = verdicts.record_path(gpu.arch, dtype).with_name("verify")
+            stack.enter_context(cache_files.lock(path, LOCK_SECONDS))
+        except OSError:
+            pass  # without a lock, each process verifies
+        lookup.reload(gpu)  # another process may have verified, and rejected, meanwhile
+        yield
+
+
+def _uses(checks: Iterable[Check]) -> set[str]:
+    return {use for check in checks for use in check.uses()}
+
+
+def _ignore(_: str) -> None:
+    """Show no progress."""
+
+
+def _verdict(faults: Mapping[Check, str]) -> Verdict:
+    """Return the verdict on checks of which some failed."""
+    for check, fault in faults.items():
+        if check.is_default():
+            return Verdict(False, f"{check}: {fault}")
+    return Verdict(True)
+
+
+def _faults(checks: Sequence[Check]) -> dict[Check, str]:
+    """Compile and run checks until a default one fails; return those that failed, with reasons.
+
+    Raises:
+        OSError, RuntimeError: if the check itself fails.
+    """
+    faults = _compile(checks, _ignore)
     for check in faults:
         if check.is_default():
             raise RuntimeError(faults[check])
-    runnable = [check for check in checks if check not in faults]
-    for check, fault in run_checks(runnable, lambda _: None):
-        if fault is not None and check.is_default():
-            return Verdict(False, f"{check}: {fault}")
+    return faults | _failing([check for check in checks if check not in faults])
+
+
+def _failing(checks: Sequence[Check]) -> dict[Check, str]:
+    """Run checks until a default one fails; return those that failed, with the reasons."""
+    faults = {}
+    for check, fault in run_checks(checks, _ignore):
         if fault is not None:
             faults[check] = fault
-    _reject(gpu, faults)
-    return Verdict(True)
+            if check.is_default():
+                break
+    return faults
 
 
 def _compile(checks: Sequence[Check], advance: Callable[[str], None]) -> dict[Check, str]:

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
@@ -30,6 +31,7 @@ from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.cache_files import CacheError
 from cutefce.cute_kernels.jit.canonical import canonical_source
 from cutefce.cute_kernels.jit.compiler import OPTIONS, SYMBOL, Report, compile_kernel, report
+from cutefce.cute_kernels.notices import announce_once
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.spec import KernelSpec
 
@@ -40,9 +42,13 @@ PREBUILT_FOLDER = SOURCES / "prebuilt"
 LOCK_SECONDS = 120
 """Timeout for another process that compiles the same kernel."""
 
+NOTICE_SECONDS = 2
+"""Seconds of compiling after which the process says so."""
+
 compile_count = 0
 """Number of kernels that this process has compiled."""
 
+_compile_seconds = 0.0
 _lock = threading.Lock()
 _loaded: dict[KernelSpec, Any] = {}
 
@@ -163,9 +169,16 @@ def _load_or_compile(kernel: KernelSpec) -> Any:
 
 
 def _compile(kernel: KernelSpec) -> Any:
-    global compile_count
-    compile_count += 1
-    return compile_kernel(kernel)
+    global compile_count, _compile_seconds
+    if _compile_seconds > NOTICE_SECONDS:
+        announce_once(
+            f"compiles kernels for {kernel.arch}, which may take a minute; later processes load "
+            "them"
+        )
+    compile_count, begin = compile_count + 1, time.perf_counter()
+    function = compile_kernel(kernel)
+    _compile_seconds += time.perf_counter() - begin
+    return function
 
 
 def _write(path: Path, function: Any) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
+from cutefce.cute_kernels.parts import DIVERGENCES
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, num_waves
 from cutefce.cute_kernels.spec import ProjectExpSpec
@@ -31,7 +32,7 @@ def write_logits(out: Tensor, h: Tensor, w: Tensor, transform: LogitMap | None) 
     None if cuBLAS has multiplied.
     """
     kernel = None
-    if has_aligned_rows(h) and has_aligned_rows(out) and arch_of(h, w) is not None:
+    if has_aligned_rows(h) and has_aligned_rows(out) and arch_of(h, w, DIVERGENCES) is not None:
         kernel = _logits_kernel_on(h.device, dtype_name(h.dtype))
     if kernel is None or _utilization(*kernel, *out.shape) < MIN_UTILIZATION:
         matmul_into(out, h, w.t(), accumulate=False)

@@ -7,12 +7,17 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
+from cutefce.cute_kernels.parts import DIVERGENCES
 from cutefce.cute_kernels.spec.divergence import divergence_rows
 from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.options import STUDENT, TEACHER, Divergence
 from cutefce.ops.divergence.sides import Side
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.primitives.dispatch import device_unsupported_reason, gpu_of
+from cutefce.ops.primitives.dispatch import (
+    device_unsupported_reason,
+    gpu_of,
+    unproven_reason,
+)
 
 ALIGNMENT = 8
 """Classes that a row is a multiple of: it begins at 16 bytes, in 16 bits too."""
@@ -36,7 +41,7 @@ class RowKernel:
         if len(sides[STUDENT].w) % ALIGNMENT or any(side.cap is not None for side in sides):
             return None
         device = sides[STUDENT].h.device
-        if any(device_unsupported_reason(device, side.h.dtype) for side in sides):
+        if any(_unsupported_reason(side) for side in sides):
             return None
         if len({side.h.dtype for side in sides if side.is_trained}) > 1:
             return None  # verified kernels write the factors of both sides in one dtype
@@ -84,6 +89,15 @@ class RowKernel:
         shift = 31 if columns >= vocab else columns.bit_length() - 1
         places = first, columns, shift, pitches[a], pitches[b]
         compiled(spec)(*operands, self.numbers, a, *places)
+
+
+def _unsupported_reason(side: Side) -> str | None:
+    """Return why the kernel cannot read the logits of a side, None if it can."""
+    device, dtype = side.h.device, side.h.dtype
+    sizes = side.h.shape[0], side.h.shape[1], side.w.shape[0]
+    return device_unsupported_reason(device, dtype) or unproven_reason(
+        device, dtype_name(dtype), sizes, DIVERGENCES
+    )
 
 
 def _order(options: Divergence) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.parts import SOFT_TARGETS
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
 from cutefce.ops.dense_targets.checks import check_dense_target, is_probabilities
@@ -193,7 +194,8 @@ def _evaluate(
         y = possible_leads(y.flatten(), tensors).reshape(y.shape)
     elif tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
-        arch = arch_of(_flat(h, w, y)[0], w) if direct else None  # compilers know no kernels
+        rows = _flat(h, w, y)[0]
+        arch = arch_of(rows, w, SOFT_TARGETS) if direct else None  # compilers know no kernels
         y = chosen_leads(*soft, sharding.vocab(w), options.ignore_index, arch).reshape(y.shape)
     elif tensors.target_indices is not None:
         given = tensors.target_indices, sharding.vocab(w), options.ignore_index

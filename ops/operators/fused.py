@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.cute_kernels.parts import fused_part
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.process_cache import process_cache
+from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.variant import PLAIN
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
@@ -17,7 +18,7 @@ from cutefce.ops.operators.kept import Kept
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.plan import Plan
 from cutefce.ops.planning.window_layout import WindowLayout, row_layouts
-from cutefce.ops.primitives.dispatch import kernels_for, problem_of
+from cutefce.ops.primitives.dispatch import kernels_for, problem_of, unproven_reason
 from cutefce.ops.primitives.fused.step import ForBackward, FusedStep, can_fuse
 from cutefce.ops.primitives.row_selection import with_aligned_rows
 from cutefce.ops.rows.selection import RowSelection
@@ -39,6 +40,11 @@ def fused_step(problem: Problem, plan: Plan, device: torch.device) -> FusedStep 
     kind = problem.selects_rows, plan.hidden_bits
     for layouts in (row_layouts(problem, plan, whole, block), [whole]):
         if can_fuse(problem, *kernels, layouts, *kind):
+            sizes = problem.tokens, problem.hidden, problem.vocab
+            reason = unproven_reason(device, problem.dtype, sizes, fused_part(*kind))
+            if reason is not None:
+                warn_once(f"steps are launched kernel by kernel: {reason}")
+                return None
             step = FusedStep(problem, *kernels, layouts, *kind)
             if torch_compat.capture_id() is None:
                 _load(*kernels, *kind, device)

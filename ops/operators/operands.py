@@ -15,9 +15,9 @@ from cutefce.ops.parallel.class_row import needs_class_row, set_class_row
 from cutefce.ops.parallel.shard import Unsharded
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.dispatch import (
+    options_unsupported_reason,
     primitives_for,
     problem_of,
-    sampling_unsupported_reason,
 )
 from cutefce.ops.primitives.row_selection import select_rows
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
@@ -50,13 +50,12 @@ def prepare(
     h, grads = shard.gather_hidden(h) if gathers else h, NO_GRADIENTS
     if plan is not None:
         grads = plan.gradients
-    problem = problem_of(h, w, *grads)
-    if len(h) != len(y):
-        problem = replace(problem, tokens=len(y))
+    problem = problem_of(h, w, *grads, len(y))
     is_sampled = plan is not None and plan.is_sampled
-    given = options.samples, bool(tensors.soft_targets)
-    if tensors.is_dense or (is_sampled and sampling_unsupported_reason(problem, *given)):
-        problem = replace(problem, arch=None)
+    if problem.arch is not None:
+        given = h.device, options, tensors, is_sampled
+        if tensors.is_dense or options_unsupported_reason(problem, *given) is not None:
+            problem = replace(problem, arch=None)
     selection = None if known is None else known.selection
     if known is None:
         check_soft_values(y, options, tensors, shard.total_vocab(w))

@@ -30,8 +30,8 @@ from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.dispatch import (
     kernel_primitives,
     kernels_for,
+    options_unsupported_reason,
     problem_of,
-    sampling_unsupported_reason,
 )
 from cutefce.ops.primitives.fused.step import FusedStep
 from cutefce.ops.primitives.row_selection import select_on_device, with_aligned_rows
@@ -95,7 +95,8 @@ def resolve(h: Tensor, w: Tensor, step: StepOptions, options: LossOptions) -> Pl
     problem = problem_of(h, w, step.grad_hidden, step.grad_weight)
     if problem.arch is None:
         return None
-    if options.is_sampled and sampling_unsupported_reason(problem, options.samples, False):
+    given = h.device, options, TensorOptions(), options.is_sampled
+    if options_unsupported_reason(problem, *given) is not None:
         return None
     plan = plan_for(h, w, step, options, TensorOptions(), Sharding())
     kernels, fused = kernels_for(h.device, problem, PLAIN), fused_step(problem, plan, h.device)

@@ -17,8 +17,8 @@ from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, Te
 from cutefce.ops.planning import planner
 from cutefce.ops.planning.call_problem import CallProblem, forms_gradients, with_call
 from cutefce.ops.primitives.dispatch import (
+    options_unsupported_reason,
     problem_of,
-    sampling_unsupported_reason,
     window_configs_for,
 )
 from cutefce.ops.primitives.portable_projection import is_dense
@@ -46,7 +46,9 @@ def plan_for(
     says so, or if with a copy of their hidden states and one of their dX it takes no more memory
     than the plan for all.  More than eight parameters: the arguments of a call, by kind.
     """
-    problem = problem_of(h, w, step.grad_hidden, step.grad_weight, step.grad_bias)
+    ranks = sharding.ranks()
+    tokens = h.shape[0] * ranks if sharding.sequence_parallel else None
+    problem = problem_of(h, w, step.grad_hidden, step.grad_weight, step.grad_bias, tokens)
     copies = max(int(options.softcap is not None), 2 * options.reduces_all)
     buffer = tensors.accumulate_into if step.grad_weight else None
     if tensors.weight_cast is not None or copies:
@@ -70,18 +72,16 @@ def plan_for(
             knows_upstream=tensors.grad_output is not None,
         )
     if sharding.group is not None:
-        ranks, parallel = sharding.ranks(), sharding.sequence_parallel
-        problem = dataclasses.replace(
-            problem,
-            tokens=problem.tokens * ranks if parallel else problem.tokens,
-            ranks=ranks,
-            sequence_parallel=parallel,
-        )
-    if options.is_sampled and forms_gradients(problem):
-        given = options.samples, bool(tensors.soft_targets)
-        arch = None if sampling_unsupported_reason(problem, *given) else problem.arch
+        parallel = sharding.sequence_parallel
+        problem = dataclasses.replace(problem, ranks=ranks, sequence_parallel=parallel)
+    is_sampled = options.is_sampled and forms_gradients(problem)
+    if is_sampled:
         smooths = options.label_smoothing > 0
-        problem = with_call(problem, samples=options.samples, arch=arch, smooths=smooths)
+        problem = with_call(problem, samples=options.samples, smooths=smooths)
+    if problem.arch is not None:
+        given = h.device, options, tensors, is_sampled
+        if options_unsupported_reason(problem, *given) is not None:
+            problem = dataclasses.replace(problem, arch=None)
     own = _with_copies(problem, h, w, (step.copied_hidden, step.copied_weight))
     widest = max(sharding.shards) if sharding.shards else problem.vocab
     leading = own

@@ -12,15 +12,17 @@ from cutefce.autotune_cache import defaults, lookup, verdicts
 from cutefce.cute_kernels import kernel_set, spec
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import TILE_K, Arch
-from cutefce.cute_kernels.config import PortableTiles, WindowConfig
+from cutefce.cute_kernels.config import KernelConfigs, PortableTiles, WindowConfig
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.cute_kernels.parts import FORWARD, SAMPLES, SOFT_TARGETS, STEP
 from cutefce.cute_kernels.problem import MAX_SELECTED, Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from cutefce.ops.dtypes import dtype_name
+from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning.sample_sizes import slots as sample_slots
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
@@ -53,23 +55,24 @@ def set_strict(enabled: bool) -> None:
     _strict = enabled
 
 
-def backend_of(h: Tensor, w: Tensor) -> Backend:
-    """Return which backend serves h (N, D) and w (V, D), and why."""
-    reason = _unsupported_reason(h, w)
+def backend_of(h: Tensor, w: Tensor, tokens: int | None = None) -> Backend:
+    """Return which backend serves h (N, D), or a share of `tokens`, and w (V, D), and why."""
+    reason = _unsupported_reason(h, w, STEP, tokens)
     if reason is not None:
         return Backend("torch", reason)
     capability = torch.cuda.get_device_capability(h.device)
     return Backend("cute", f"{h.dtype} on compute capability {capability[0]}.{capability[1]}")
 
 
-def arch_of(h: Tensor, w: Tensor) -> str | None:
-    """Return the architecture whose kernels serve h (N, D) and w (V, D), None if there is none."""
+def arch_of(h: Tensor, w: Tensor, part: str = STEP, tokens: int | None = None) -> str | None:
+    """Return the architecture whose kernels serve a part of calls, None if there is none.
+
+    h is (N, D), or the rank's share of `tokens`; w is (V, D).
+    """
     if h.is_meta:
         served = dtype_name(h.dtype) in META_ARCH.dtypes
         return META_ARCH.name if served and not _layout_unsupported_reason(h, w) else None
-    if device_unsupported_reason(h.device, h.dtype) or _layout_unsupported_reason(h, w):
-        return None
-    return gpu_of(h.device).arch.name
+    return None if _unsupported_reason(h, w, part, tokens) else gpu_of(h.device).arch.name
 
 
 def planned_device(x: Tensor) -> str:
@@ -78,20 +81,28 @@ def planned_device(x: Tensor) -> str:
 
 
 def problem_of(
-    h: Tensor, w: Tensor, grad_hidden: bool, grad_weight: bool, grad_bias: bool = False
+    h: Tensor,
+    w: Tensor,
+    grad_hidden: bool,
+    grad_weight: bool,
+    grad_bias: bool = False,
+    tokens: int | None = None,
 ) -> Problem:
-    """Return the problem of h (N, D) against w (V, D), with the gradients to compute."""
-    (tokens, hidden), vocab = h.shape, w.shape[0]
+    """Return the problem of h (N, D) against w (V, D), with the gradients to compute.
+
+    It has `tokens`, if h is a share of these.
+    """
+    (rows, hidden), vocab = h.shape, w.shape[0]
     # equal problems are one object, which is faster to make and to compare
     return _problem(
-        tokens,
+        rows if tokens is None else tokens,
         hidden,
         vocab,
         dtype_name(h.dtype),
         planned_device(h),
         grad_hidden,
         grad_weight,
-        arch_of(h, w),
+        arch_of(h, w, _exact_part(grad_hidden, grad_weight, grad_bias), tokens),
         grad_bias,
     )
 
@@ -119,15 +130,55 @@ def primitives_for(
     if problem.arch is not None:
         kernels = kernels_for(h.device, problem, variant_of(targets))
         return kernel_primitives(*kernels, grad_bias=problem.grad_bias)
-    reason = _unsupported_reason(h, w)
-    if reason is None and targets is not None and targets.options.is_sampled:
-        given = targets.options.samples, bool(targets.tensors.soft_targets)
-        reason = sampling_unsupported_reason(problem, *given)
-    if targets is not None and targets.tensors.is_dense:
-        reason = reason or "target: got probabilities (N, V), expected class indices"
+    reason = _unsupported_reason(h, w, _part_of(problem), problem.tokens)
+    if reason is None and targets is not None:
+        options, tensors = targets.options, targets.tensors
+        is_sampled = options.is_sampled and _part_of(problem) == STEP
+        if tensors.is_dense:
+            reason = "target: got probabilities (N, V), expected class indices"
+        else:
+            given = h.device, options, tensors, is_sampled
+            reason = options_unsupported_reason(problem, *given)
     if problem.tokens and reason is not None:
         _report(reason, h.is_cuda)
     return portable_primitives(defaults.widest_window(problem))
+
+
+def options_unsupported_reason(
+    problem: Problem,
+    device: torch.device,
+    options: LossOptions,
+    tensors: TensorOptions,
+    is_sampled: bool,
+) -> str | None:
+    """Return why kernels that serve `problem` cannot with options of a call, None if they can.
+
+    These sample its gradients, if `is_sampled`.  Tensors on `meta` launch nothing.
+    """
+    if is_sampled:
+        reason = sampling_unsupported_reason(problem, options.samples, bool(tensors.soft_targets))
+        if reason is not None:
+            return reason
+    has_options = not (options.is_plain and tensors.is_plain) or bool(options.outputs)
+    parts = [_part_of(problem)] * has_options + [SAMPLES] * is_sampled
+    parts += [SOFT_TARGETS] * bool(tensors.soft_targets)
+    if device.type == "meta":
+        return None
+    sizes = problem.tokens, problem.hidden, problem.vocab
+    for part in parts:
+        reason = unproven_reason(device, problem.dtype, sizes, part, has_options)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _exact_part(*gradients: bool) -> str:
+    """Return the part of calls that compute a loss, with exact gradients if there are any."""
+    return STEP if any(gradients) else FORWARD
+
+
+def _part_of(problem: Problem) -> str:
+    return _exact_part(problem.grad_hidden, problem.grad_weight, problem.grad_bias)
 
 
 def sampling_unsupported_reason(problem: Problem, samples: int, is_soft: bool) -> str | None:
@@ -178,9 +229,13 @@ def _report(reason: str, on_gpu: bool) -> None:
         warn_once(f"served by the portable path: {reason}")
 
 
-def _unsupported_reason(h: Tensor, w: Tensor) -> str | None:
-    """Return why the kernels cannot serve h (N, D) and w (V, D), None if they can."""
-    return device_unsupported_reason(h.device, h.dtype) or _layout_unsupported_reason(h, w)
+def _unsupported_reason(h: Tensor, w: Tensor, part: str, tokens: int | None) -> str | None:
+    """Return why the kernels cannot serve a part of calls with h and w, None if they can."""
+    reason = device_unsupported_reason(h.device, h.dtype) or _layout_unsupported_reason(h, w)
+    if reason is not None:
+        return reason
+    sizes = h.shape[0] if tokens is None else tokens, h.shape[1], w.shape[0]
+    return unproven_reason(h.device, dtype_name(h.dtype), sizes, part)
 
 
 def _layout_unsupported_reason(h: Tensor, w: Tensor) -> str | None:
@@ -197,16 +252,16 @@ def _layout_unsupported_reason(h: Tensor, w: Tensor) -> str | None:
     return None
 
 
-def device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the kernels cannot serve `dtype` on `device`, None if they can."""
-    try:
-        return _device_unsupported_reason(device, dtype)
-    except _RetryLaterError as later:
-        return str(later)
-
-
 class _RetryLaterError(Exception):
     """A reason that must not be cached: a later call may be served."""
+
+
+def device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the kernels cannot serve `dtype` on `device`, None if they can.
+
+    They can before they are verified, unless they have failed.
+    """
+    return _device_unsupported_reason(device, dtype)
 
 
 @process_cache
@@ -222,18 +277,77 @@ def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str 
     name = dtype_name(dtype)
     if name not in arch.dtypes:
         return f"input: got dtype {dtype}, expected one of {', '.join(arch.dtypes)}"
-    return _compiler_unsupported_reason(arch, name) or _unverified_reason(device, name)
+    return _compiler_unsupported_reason(arch, name) or _failed_reason(
+        gpu_of(device), verdicts.failure(gpu_of(device), name)
+    )
 
 
-def _unverified_reason(device: torch.device, dtype: str) -> str | None:
-    """Return why the kernels must not be launched on this GPU; verifies them on first use."""
+def unproven_reason(
+    device: torch.device,
+    dtype: str,
+    sizes: tuple[int, int, int],
+    part: str,
+    has_options: bool = False,
+) -> str | None:
+    """Return why a part of calls must not launch its kernels on a GPU, None if it may.
+
+    Verifies them on first use.  The sizes are tokens, hidden and vocab.
+    """
+    try:
+        return _unproven_reason(device, dtype, sizes, part, has_options)
+    except _RetryLaterError as later:
+        return str(later)
+
+
+@process_cache
+def _unproven_reason(
+    device: torch.device,
+    dtype: str,
+    sizes: tuple[int, int, int],
+    part: str,
+    has_options: bool,
+) -> str | None:
+    gpu, verdict = gpu_of(device), None
+    problem = Problem(*sizes, dtype, device.type, arch=gpu.arch.name)
+    while verdict is None:
+        use = gpu.arch, sizes[0], part, has_options
+        configs = _used_configs(lookup.kernel_configs(problem, gpu), *use)
+        default = _used_configs(gpu.default_configs(*sizes[:2]), *use)
+        verdict = _verdict(device, dtype, configs, default, part)
+    return _failed_reason(gpu, verdict)
+
+
+def _used_configs(
+    configs: KernelConfigs, arch: Arch, tokens: int, part: str, has_options: bool
+) -> KernelConfigs:
+    """Return those of `configs` that a part of calls has, with options if so."""
+    project_exp = configs.project_exp
+    if has_options:
+        project_exp = arch.config_with_options(project_exp, tokens)
+    if part == SAMPLES:
+        project_exp = arch.sampling_config(project_exp, tokens)
+    return replace(configs, project_exp=project_exp)
+
+
+@process_cache
+def _verdict(
+    device: torch.device, dtype: str, configs: KernelConfigs, default: KernelConfigs, part: str
+) -> verdicts.Verdict | None:
+    """Return the verdict on a part of calls; None once tuned configurations were rejected."""
     gpu = gpu_of(device)
-    verdict = verdicts.known(gpu, dtype)
-    if verdict is None:
-        if torch.cuda.is_current_stream_capturing():
-            raise _RetryLaterError(f"the kernels never ran on {gpu.name}; first run: {VERIFY}")
-        verdict = _first_use().verify_on_first_use(gpu, str(device), dtype)
-    if verdict.passed:
+    verdict = verdicts.known(gpu, dtype, verdicts.uses(configs, (part,)))
+    if verdict is not None:
+        return verdict
+    if torch.cuda.is_current_stream_capturing():
+        raise _RetryLaterError(f"the kernels never ran on {gpu.name}; first run: {VERIFY}")
+    given = gpu, str(device), dtype, configs, default, part
+    found: verdicts.Verdict | None = _first_use().verify_on_first_use(*given)
+    return found
+
+
+def _failed_reason(gpu: Gpu, verdict: verdicts.Verdict | None) -> str | None:
+    """Return why the kernels must not be launched, None if they have not failed."""
+    if verdict is None or verdict.passed:
         return None
     return f"the kernels failed on {gpu.name} ({verdict.reason}); to try again: {VERIFY}"
 
@@ -270,6 +384,9 @@ def kernels_for(
     if lookup.tunes_on_first_use() and not _must_not_block():
         torch.cuda.synchronize(device)
         _first_use().tune_on_first_use(gpu, str(device), problem)
+        # what was found, or what other processes wrote meanwhile, replaces what was verified
+        sizes = problem.tokens, problem.hidden, problem.vocab
+        unproven_reason(device, problem.dtype, sizes, _part_of(problem))
     configs = lookup.kernel_configs(problem, gpu)
     if variant != PLAIN:
         with_options = gpu.arch.config_with_options(configs.project_exp, problem.tokens)

@@ -316,8 +316,8 @@ def test_without_a_cache_folder_the_defaults_serve(monkeypatch: pytest.MonkeyPat
     with pytest.warns(UserWarning, match="no cache folder: got 'relative'") as warned:
         assert look() == Sm90().default(8192)
         assert look(dataclasses.replace(PROBLEM, tokens=100)) == Sm90().default(100)
-        assert verdicts.known(GPU, "bfloat16") is None
-        verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), set())
+        assert verdicts.known(GPU, "bfloat16", {"a use"}) is None
+        verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), {"a use"})
     assert len(warned) == 1
     process_cache.reset()
 

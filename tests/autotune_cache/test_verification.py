@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,39 +13,65 @@ from typing import Any
 import pytest
 import torch
 
-from cutefce.autotune_cache import lookup, table, table_io, verdicts
+from cutefce.autotune_cache import ahead, lookup, table, table_io, verdicts
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import first_use, targets, tuner, verify, worker
-from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
+from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.cute_kernels import cache_files, process_cache, spec
 from cutefce.cute_kernels.arch.sm90 import Sm90
+from cutefce.cute_kernels.arch.sm100 import Sm100
+from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.kernel_set import kernel_set
+from cutefce.cute_kernels.parts import FORWARD, SAMPLES, STEP, parts_of
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.variant import PLAIN
+from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives import dispatch
 from tests.support.fake_tuner import TARGET, InlineWorker, tune_inline
-from tests.support.faulty_candidates import FaultyTarget, HangingTarget, Kind, config
+from tests.support.faulty_candidates import FaultyTarget, Kind, config
 from tests.support.tables import DSL, ENTRY, GPU, KERNELS, KEY, PROBLEM, TABLE
 
+PASSED = verdicts.Verdict(True)
+FAKE = (TARGET,)
+H100 = Gpu(Sm90(), "NVIDIA H100 80GB HBM3", 132)
+H20 = Gpu(Sm90(), "NVIDIA H20", 78)
+GH200 = Gpu(Sm90(), "NVIDIA GH200 480GB", 132)
 
-def test_verification_is_done_once_and_recorded(
+
+def known(
+    dtype: str = "bfloat16", of: verify.Targets = FAKE, gpu: Gpu = GPU
+) -> verdicts.Verdict | None:
+    """Return the verdict on the defaults `of` targets, and on what tables choose for `gpu`."""
+    checks = verify.configurations(of, dtype, lookup.tables(gpu))
+    return verdicts.known(gpu, dtype, verify._uses(checks))
+
+
+def known_really(dtype: str = "bfloat16") -> verdicts.Verdict | None:
+    """Return that on the defaults of the architecture."""
+    return known(dtype, targets.all_targets(GPU, "cpu"))
+
+
+def test_verification_is_done_once_and_recorded_for_the_architecture(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert verdicts.known(GPU, "bfloat16") is None
-    assert verify.verify_once((TARGET,), "bfloat16").passed
-    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
-    assert verdicts.known(GPU, "float16") is None
-    for other in ({"name": "NVIDIA Other"}, {"num_sms": 114}):
-        assert verdicts.known(dataclasses.replace(GPU, **other), "bfloat16") is None
+    assert known() is None
+    assert verify.verify_once(FAKE, "bfloat16").passed
+    assert known() == PASSED
+    assert known("float16") is None
+    for other in (H100, H20):
+        assert known(gpu=other) == PASSED
+    assert known(gpu=Gpu(Sm100(), "NVIDIA B200", 148)) is None
     (record,) = (folder / "verified").glob("*.json")
     monkeypatch.setattr(verify, "SubprocessWorker", None)
-    assert verify.verify_once((TARGET,), "bfloat16").passed
+    assert verify.verify_once(FAKE, "bfloat16").passed
     written = record.read_text()
     record.write_text("half of")
-    assert verdicts.known(GPU, "bfloat16") is None
+    assert known() is None
     record.write_text(written)
     monkeypatch.setattr(jit_cache, "fingerprint", lambda: "other kernels")
-    assert verdicts.known(GPU, "bfloat16") is None
+    assert known() is None
 
 
 @pytest.mark.parametrize(
@@ -52,30 +79,32 @@ def test_verification_is_done_once_and_recorded(
     [
         "[" * 200_000,
         "[]",
-        '{"configs": 3}',
-        '{"configs": [[]], "passed": true, "reason": ""}',
+        '{"uses": 3, "passed": true, "reason": ""}',
+        '{"uses": [[]], "passed": true, "reason": ""}',
         "{}",
     ],
     ids=["nested without end", "a list", "a number", "a list in a list", "empty"],
 )
 def test_a_damaged_verdict_is_none(text: str, folder: Path) -> None:
-    verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), set())
-    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
-    verdicts.record_path(GPU, "bfloat16").write_text(text)
-    assert verdicts.known(GPU, "bfloat16") is None
+    verdicts.record(GPU, "bfloat16", PASSED, {"a use"})
+    assert verdicts.known(GPU, "bfloat16", {"a use"}) == PASSED
+    verdicts.record_path(GPU.arch, "bfloat16").write_text(text)
+    assert verdicts.known(GPU, "bfloat16", {"a use"}) is None
+    verdicts.record(GPU, "bfloat16", PASSED, {"a use"})
+    assert verdicts.known(GPU, "bfloat16", {"a use"}) == PASSED
 
 
 @pytest.mark.parametrize("part", ["the verdict", "its folder", "the cache folder"])
 def test_a_verdict_that_others_may_have_written_is_none(part: str, folder: Path) -> None:
-    verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), set())
-    file = verdicts.record_path(GPU, "bfloat16")
+    verdicts.record(GPU, "bfloat16", PASSED, {"a use"})
+    file = verdicts.record_path(GPU.arch, "bfloat16")
     path = {"the verdict": file, "its folder": file.parent, "the cache folder": folder}[part]
     path.chmod(path.stat().st_mode | 0o020)
     with pytest.warns(UserWarning, match=f"ignored {path}: .*chmod go-w"):
-        assert verdicts.known(GPU, "bfloat16") is None
+        assert verdicts.known(GPU, "bfloat16", {"a use"}) is None
     verdicts.record(GPU, "bfloat16", verdicts.Verdict(False, "slow"), set())
     path.chmod(path.stat().st_mode & ~0o020)
-    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True), "it was not replaced"
+    assert verdicts.known(GPU, "bfloat16", {"a use"}) == PASSED, "it was not replaced"
 
 
 @dataclass
@@ -102,36 +131,184 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     process_cache.reset()
 
 
+DEVICE, SIZES = torch.device("cuda", 7), (8192, 4096, 131072)
+
+
+def reason(part: str = FORWARD, sizes: tuple[int, int, int] = SIZES) -> str:
+    """Return why a part of bfloat16 calls must not launch its kernels, "None" if it may."""
+    return str(dispatch.unproven_reason(DEVICE, "bfloat16", sizes, part))
+
+
+def defaults_are(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the architecture's default be a fake one."""
+    monkeypatch.setattr(targets, "all_targets", lambda gpu, _: (DefaultTarget(gpu, "cpu"),))
+    monkeypatch.setattr(DefaultTarget, "kind", kind)
+    monkeypatch.setattr(Sm90, "default", lambda *_: config(kind))
+
+
+class DefaultTarget(FaultyTarget):
+    """Has one default, of `kind`."""
+
+    kind = Kind.SLOW
+
+    def defaults(self) -> tuple[Any, ...]:
+        return (config(self.kind),)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[verify.Check]:
+    """Return a list of the checks that subprocesses would run, of which all pass."""
+    checks: list[verify.Check] = []
+
+    def all_pass(some: list[verify.Check], _: Any) -> Iterator[tuple[verify.Check, None]]:
+        for check in some:
+            checks.append(check)
+            yield check, None
+
+    monkeypatch.setattr(verify, "run_checks", all_pass)
+    monkeypatch.setattr(tuner, "build", lambda *_: {})
+    return checks
+
+
 def test_a_kernel_that_hangs_is_never_launched_here(
     folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Verification runs once outside of a graph capture, for each dtype."""
+    """Verification runs once outside of a graph capture; its failure is one of the dtype."""
     monkeypatch.setattr(verify, "CHECK_SECONDS", 2)
-    monkeypatch.setattr(targets, "all_targets", lambda *_: (HangingTarget(GPU, "cpu"),))
-    device, fake_gpu.capturing = torch.device("cuda", 7), True
-    assert "never ran on NVIDIA Test" in str(
-        dispatch.device_unsupported_reason(device, torch.bfloat16)
-    )
+    defaults_are(Kind.HANGS, monkeypatch)
+    assert dispatch.device_unsupported_reason(DEVICE, torch.bfloat16) is None
+    fake_gpu.capturing = True
+    assert "never ran on NVIDIA Test" in reason()
     fake_gpu.capturing = False
-    for dtype in (torch.bfloat16, torch.float16):
-        reason = str(dispatch.device_unsupported_reason(device, dtype))
-        assert "failed on NVIDIA Test 9000" in reason
-        assert "no answer within 2 s" in reason
-        assert "cutefce verify" in reason
+    assert "failed on NVIDIA Test 9000" in reason()
+    assert "no answer within 2 s" in reason()
+    assert "cutefce verify" in reason()
     monkeypatch.setattr(verify, "SubprocessWorker", None)
-    for dtype in (torch.bfloat16, torch.float16):
-        assert "no answer" in str(dispatch.device_unsupported_reason(device, dtype))
+    process_cache.reset()
+    assert "no answer" in reason() and "no answer" in reason(STEP, (20, 16, 300))
+    assert "no answer" in str(dispatch.device_unsupported_reason(DEVICE, torch.bfloat16))
+    assert dispatch.device_unsupported_reason(DEVICE, torch.float16) is None
 
 
-def test_a_shipped_table_counts_as_verification(
+@pytest.mark.parametrize("kind", [Kind.WRONG_SUMS, Kind.CRASHES])
+def test_a_wrong_default_is_refused_where_nothing_proves_the_architecture(
+    kind: Kind, folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
+    defaults_are(kind, monkeypatch)
+    assert "the kernels failed on NVIDIA Test 9000" in reason()
+    assert verdicts.failure(H20, "bfloat16") is not None
+    defaults_are(Kind.SLOW, monkeypatch)
+    assert verify.verify(targets.all_targets(GPU, "cpu"), "bfloat16").passed
+    process_cache.reset()
+    assert reason() == "None"
+
+
+def test_a_call_has_what_it_launches_checked_and_nothing_else(
+    folder: Path,
+    fake_gpu: FakeGpu,
+    asked: list[verify.Check],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
+    few, many = (20, 4096, 131072), SIZES
+    expected: list[Any] = []
+    for part, sizes in ((FORWARD, many), (FORWARD, few), (STEP, many), (SAMPLES, many)):
+        configs = GPU.default_configs(*sizes[:2])
+        expected.append((parts_of(part), configs.project_exp))
+        if part == STEP:
+            expected.append((parts_of(part), configs.grad_hidden))
+        for again in (False, True):
+            if again:  # in another process
+                process_cache.reset()
+            assert reason(part, sizes) == "None"
+            assert [(check.target.parts, check.candidate) for check in asked] == expected
+    of_step = {kernel for check in asked[2:4] for kernel in check.kernels()}
+    assert of_step == set(kernel_set(GPU.arch, "bfloat16", configs).of_part(STEP))
+    assert len(of_step) < 40 < len(ahead.all_kernels(GPU.arch))
+    for other in (H100, H20):  # the same code, of the same configurations
+        same = dataclasses.replace(GPU.default_configs(*few[:2]))
+        assert verdicts.known(other, "bfloat16", verdicts.uses(same, (FORWARD,))) == PASSED
+
+
+def test_an_exact_step_proves_a_forward_too(
+    folder: Path,
+    fake_gpu: FakeGpu,
+    asked: list[verify.Check],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
+    assert reason(STEP) == "None"
+    count = len(asked)
+    assert reason(FORWARD) == "None"
+    assert len(asked) == count
+
+
+def test_options_have_their_own_configuration_checked(
+    folder: Path,
+    fake_gpu: FakeGpu,
+    asked: list[verify.Check],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Few tokens with options have no operands swapped."""
+    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
+    problem = dataclasses.replace(PROBLEM, tokens=100, grad_hidden=False, grad_weight=False)
+    for options in (LossOptions(), LossOptions(softcap=30.0)):
+        assert reason(FORWARD, (100, 4096, 131072)) == "None"
+        given = DEVICE, options, TensorOptions(), False
+        assert dispatch.options_unsupported_reason(problem, *given) is None
+    swapped, plain = (check.candidate for check in asked)
+    assert isinstance(swapped, GemmConfig) and isinstance(plain, GemmConfig)
+    assert (swapped.swaps, plain.swaps) == (True, False)
+
+
+def test_a_check_is_announced_in_one_line(
+    folder: Path,
+    fake_gpu: FakeGpu,
+    asked: list[verify.Check],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
+    for _ in range(2):
+        reason()
+        process_cache.reset()
+    (line,) = caplog.messages
+    assert line.startswith("cutefce: compares 7 kernels with the portable path on this NVIDIA Test")
+
+
+@pytest.mark.parametrize("gpu", [GPU, H100, H20, GH200], ids=lambda gpu: str(gpu.name))
+def test_a_shipped_table_proves_all_defaults_of_its_architecture(
+    gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other cards execute the same code: theirs are among those that tuning has verified."""
+    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder)
+    tune_inline(folder / file_name(GPU), range(100, 101), lambda job: None)
+    assert known_really() == PASSED
+    assert known_really("float16") is None, "the table has no entry of this dtype"
+    for tokens, hidden in itertools.product((1, 64, 65, 300, 384, 385, 4096, 32768), HIDDEN):
+        configs = gpu.default_configs(tokens, hidden)
+        options = gpu.arch.config_with_options(configs.project_exp, tokens)
+        sampled = gpu.arch.sampling_config(configs.project_exp, tokens)
+        for project_exp in (configs.project_exp, options, sampled):
+            used = dataclasses.replace(configs, project_exp=project_exp)
+            assert verdicts.known(gpu, "bfloat16", verdicts.uses(used)) == PASSED
+            assert verdicts.known(gpu, "float16", verdicts.uses(used)) is None
+    blackwell = Gpu(Sm100(), "NVIDIA B200", 148)
+    needed = verdicts.uses(blackwell.default_configs(8192, 4096))
+    assert verdicts.known(blackwell, "bfloat16", needed) is None
+
+
+HIDDEN = 512, 1152, 2048, 2304, 4096, 7168, 16384
+
+
+def test_a_shipped_table_of_other_sms_chooses_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder)
     tune_inline(folder / file_name(GPU), range(100, 101), lambda job: None)
-    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
-    assert verdicts.known(GPU, "float16") is None, "the table has no entry of this dtype"
     with pytest.warns(UserWarning, match="num_sms: got 132"):
-        assert verdicts.known(dataclasses.replace(GPU, num_sms=114), "bfloat16") is None
+        assert not lookup.tables(dataclasses.replace(GPU, num_sms=114))
 
 
 OTHER_KEY = dataclasses.replace(KEY, vocab=32000)
@@ -155,8 +332,8 @@ def test_only_verified_entries_of_these_kernels_and_compiler_are_proof(
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder)
     entries = {KEY: dataclasses.replace(ENTRY, **changes)}
     table_io.write(folder / file_name(GPU), dataclasses.replace(TABLE, entries=entries))
-    assert verdicts.known(GPU, "bfloat16") == (verdicts.Verdict(True) if is_proof else None)
-    assert verdicts.known(GPU, "float16") is None
+    assert known_really() == (PASSED if is_proof else None)
+    assert known_really("float16") is None
 
 
 @foreign_builds
@@ -173,12 +350,12 @@ def test_one_entry_of_this_build_is_no_proof_for_those_of_another(
     table_io.write(shipped, new)
     table_io.update(shipped if owner == "shipped" else user, old)
     process_cache.reset()
-    assert verdicts.known(GPU, "bfloat16") is None
-    assert verdicts.known(GPU, "float16") is None
+    assert known_really() is None
+    assert known_really("float16") is None
     proof = dataclasses.replace(foreign, dsl=DSL, kernels=KERNELS)
     table_io.update(shipped, dataclasses.replace(new, entries={KEY: proof}))
     process_cache.reset()
-    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True), "by an entry of another key"
+    assert known_really() == PASSED, "by an entry of another key"
 
 
 @foreign_builds
@@ -189,16 +366,16 @@ def test_a_recorded_verdict_covers_the_configurations_that_it_checked(
     user = lookup.user_folder() / file_name(GPU)
     foreign = dataclasses.replace(ENTRY, config=OTHER_CONFIG, **changes)
     table_io.write(user, dataclasses.replace(TABLE, entries={OTHER_KEY: foreign}, rejected={}))
-    assert verdicts.known(GPU, "bfloat16") is None
+    assert known() is None
     assert verify.verify((TARGET,), "bfloat16").passed
-    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+    assert known() == PASSED
     another = dataclasses.replace(foreign, config=dataclasses.replace(OTHER_CONFIG, stages=5))
     table_io.update(user, dataclasses.replace(TABLE, entries={KEY: another}, rejected={}))
     process_cache.reset()
-    assert verdicts.known(GPU, "bfloat16") is None, "this one was not checked"
+    assert known() is None, "this one was not checked"
     table_io.update(user, dataclasses.replace(TABLE, entries={KEY: ENTRY}, rejected={}))
     process_cache.reset()
-    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+    assert known() == PASSED
 
 
 @foreign_builds
@@ -217,43 +394,48 @@ def test_a_tuned_configuration_that_fails_is_rejected_alone(
     table_io.write(folder / "shipped" / file_name(GPU), tuned)
     table_io.write(user, tuned)
     process_cache.reset()
-    assert verdicts.known(GPU, "bfloat16") is None
+    assert known() is None
     with pytest.warns(UserWarning, match="is rejected: .*sum of the other exponentials"):
         assert verify.verify((TARGET,), "bfloat16").passed
-    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+    assert known() == PASSED
     served = [entry.config for found in lookup.tables(GPU) for entry in found.entries.values()]
     assert served == [right, right], "from the user's table and the shipped one"
     assert "sum of the other exponentials" in table_io.read(user).rejected[KEY, wrong].reason
 
 
-def test_the_first_call_after_a_change_of_the_kernels_verifies_what_was_tuned(
+def test_a_call_after_a_change_of_the_kernels_verifies_what_was_tuned_for_it(
     folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is launched here before, and then the defaults in place of what failed."""
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
-    monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
+    defaults_are(Kind.SLOW, monkeypatch)
+    wrong = config(Kind.WRONG_SUMS)
     entries = {
-        KEY: dataclasses.replace(ENTRY, config=config(Kind.WRONG_SUMS)),
+        KEY: dataclasses.replace(ENTRY, config=wrong),
         dataclasses.replace(KEY, vocab=4096): dataclasses.replace(ENTRY, config=OTHER_CONFIG),
     }
     tuned = dataclasses.replace(TABLE, entries=entries, rejected={})
     table_io.write(folder / "shipped" / file_name(GPU), tuned)
     process_cache.reset()
-    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+    assert reason() == "None"
     monkeypatch.setattr(jit_cache, "source_fingerprint", lambda: "other kernels")
     process_cache.reset()
-    small = dataclasses.replace(PROBLEM, vocab=4096)
-    assert lookup.kernel_configs(PROBLEM, GPU).project_exp == config(Kind.WRONG_SUMS)
-    device, fake_gpu.capturing = torch.device("cuda", 7), True
-    assert "never ran on" in str(dispatch.device_unsupported_reason(device, torch.bfloat16))
+    small, of_small = dataclasses.replace(PROBLEM, vocab=4096), (8192, 4096, 4096)
+    assert lookup.kernel_configs(PROBLEM, GPU).project_exp == wrong
+    fake_gpu.capturing = True
+    assert "never ran on" in reason()
     fake_gpu.capturing = False
     with pytest.warns(UserWarning, match="is rejected: .*sum of the other exponentials"):
-        assert dispatch.device_unsupported_reason(device, torch.bfloat16) is None
-    assert lookup.kernel_configs(PROBLEM, GPU).project_exp == Sm90().default(8192)
+        assert reason() == "None"
+    assert lookup.kernel_configs(PROBLEM, GPU).project_exp == config(Kind.SLOW)
     assert lookup.kernel_configs(small, GPU).project_exp == OTHER_CONFIG
+    needed = verdicts.uses(lookup.kernel_configs(small, GPU), (FORWARD,))
+    assert verdicts.known(GPU, "bfloat16", needed) is None, "no call has needed it yet"
+    assert reason(sizes=of_small) == "None"
+    assert verdicts.known(GPU, "bfloat16", needed) == PASSED
     monkeypatch.setattr(verify, "SubprocessWorker", None)
     process_cache.reset()
-    assert dispatch.device_unsupported_reason(device, torch.bfloat16) is None
+    assert reason() == reason(sizes=of_small) == "None"
 
 
 def test_a_failing_default_rejects_nothing_and_outweighs_the_shipped_table(
@@ -267,7 +449,8 @@ def test_a_failing_default_rejects_nothing_and_outweighs_the_shipped_table(
     foreign = dataclasses.replace(ENTRY, config=config(Kind.WRONG_SUMS))
     table_io.write(user, dataclasses.replace(tuned, entries={KEY: foreign}))
     process_cache.reset()
-    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+    needed = verdicts.uses(GPU.default_configs(8192, 4096))
+    assert verdicts.known(GPU, "bfloat16", needed) == PASSED
     asked: list[Any] = []
 
     def all_fail(checks: list[verify.Check], advance: Any) -> Iterator[tuple[verify.Check, str]]:
@@ -279,7 +462,7 @@ def test_a_failing_default_rejects_nothing_and_outweighs_the_shipped_table(
     assert not verify.verify((TARGET,), "bfloat16").passed
     assert asked == [config(Kind.SLOW)], "the default first, and nothing after its failure"
     assert not table_io.read(user).rejected
-    verdict = verdicts.known(GPU, "bfloat16")
+    verdict = known()
     assert verdict is not None
     assert "wrong" in verdict.reason
 
@@ -292,11 +475,12 @@ def test_a_process_that_waited_uses_what_the_other_found(
     tuned = dataclasses.replace(TABLE, entries={KEY: wrong}, rejected={})
     table_io.write(user, tuned)
     process_cache.reset()
-    assert verdicts.known(GPU, "bfloat16") is None
+    assert known() is None
     rejection = table.Rejection("wrong", for_all_shapes=True)
     rejected = {(KEY, wrong.config): rejection}
     table_io.update(user, dataclasses.replace(tuned, entries={}, rejected=rejected))
-    verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), set())
+    checks = verify.configurations(FAKE, "bfloat16", ())
+    verdicts.record(GPU, "bfloat16", PASSED, verify._uses(checks))
     monkeypatch.setattr(verify, "SubprocessWorker", None)
     assert verify.verify_once((TARGET,), "bfloat16").passed
     assert not any(found.entries for found in lookup.tables(GPU))
@@ -324,7 +508,7 @@ def test_first_use_tunes_problems_that_no_table_has(
     monkeypatch.setattr(first_use, "SubprocessWorker", InlineWorker)
     process_cache.reset()
     monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
-    verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), set())
+    verdicts.record(GPU, "bfloat16", PASSED, set())
     fake_gpu.capturing, fake_gpu.ranks = state.capturing, state.ranks
     problem = TARGET.problem((20, 16, 300), "bfloat16")
     expected = config(Kind.FAST) if tuned else Sm90().default(20)
@@ -348,26 +532,30 @@ def test_first_use_does_not_tune_again_what_was_tuned_with_other_kernels(
 
 
 def test_what_other_processes_wrote_during_tuning_is_verified(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    fake_gpu: FakeGpu,
+    asked: list[verify.Check],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tuning reads the tables again, which processes with other kernels may have changed."""
+    monkeypatch.setenv(lookup.AUTOTUNE_VARIABLE, "1")
     monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
-    monkeypatch.setattr(verify, "run_checks", lambda *_: iter(()))
-    verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), set())
-    another = dataclasses.replace(OTHER_CONFIG, stages=5)  # not the one that tuning proves
+    problem = TARGET.problem((20, 16, 300), "bfloat16")
+    another = dataclasses.replace(OTHER_CONFIG, stages=5)
     foreign = dataclasses.replace(ENTRY, config=another, kernels="0123")
+    key = table.key_of("project_exp", problem)
 
     class Interrupted(InlineWorker):
         def ask(self, call: Any, seconds: float) -> Any:
             path = lookup.user_folder() / file_name(GPU)
-            table_io.update(path, dataclasses.replace(TABLE, entries={OTHER_KEY: foreign}))
-            return super().ask(call, seconds)
+            table_io.update(path, dataclasses.replace(TABLE, entries={key: foreign}))
+            raise WorkerError("out of memory")
 
     monkeypatch.setattr(first_use, "SubprocessWorker", Interrupted)
-    assert not verdicts.unproven(GPU, "bfloat16")
-    first_use.tune_on_first_use(GPU, "cpu", TARGET.problem((20, 16, 300), "bfloat16"))
-    assert verdicts.unproven(GPU, "bfloat16")
-    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+    with pytest.warns(UserWarning, match="was not tuned"):
+        _, kernels, _ = dispatch.kernels_for(DEVICE, problem, PLAIN)
+    assert kernels.row_sums.config == another
+    assert another in [check.candidate for check in asked]
 
 
 def test_first_use_without_a_subprocess_is_warned_about(
@@ -399,7 +587,7 @@ def test_a_check_without_a_subprocess_is_no_verdict(
     verdict = verify.verify((TARGET,), "bfloat16")
     assert not verdict.passed
     assert "not checked" in verdict.reason
-    assert verdicts.known(GPU, "bfloat16") is None
+    assert known() is None
 
 
 BUILT = spec.TargetLogitSpec("sm_90a", "bfloat16")
@@ -453,14 +641,14 @@ def test_a_tuned_configuration_that_no_longer_compiles_is_rejected_alone(
     assert ran == [config(Kind.SLOW)]
     assert table_io.read(user).rejected[KEY, OTHER_CONFIG].reason == "16 bytes spilled"
     assert lookup.entry_for("project_exp", PROBLEM, GPU) is None
-    assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
+    assert known() == PASSED
 
 
 def test_a_failed_compilation_is_no_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "build", lambda *_: {BUILT: "its process ended by SIGKILL"})
     verdict = verify.verify((BuiltTarget(GPU, "cpu"),), "bfloat16")
     assert verdict == verdicts.Verdict(False, "not checked: its process ended by SIGKILL")
-    assert verdicts.known(GPU, "bfloat16") is None
+    assert known() is None
 
 
 def test_a_process_killed_by_the_system_is_no_verdict(
@@ -476,16 +664,14 @@ def test_a_process_killed_by_the_system_is_no_verdict(
     monkeypatch.setattr(verify, "SubprocessWorker", Killed)
     verdict = verify.verify((TARGET,), "bfloat16")
     assert "not checked: its process ended by SIGKILL" in verdict.reason
-    assert verdicts.known(GPU, "bfloat16") is None
+    assert known() is None
 
 
 def test_a_verdict_that_cannot_be_recorded_holds_for_the_process(
     folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "verified").write_text("a file instead of the folder")
-    monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
-    device = torch.device("cuda", 7)
+    defaults_are(Kind.SLOW, monkeypatch)
     for _ in range(2):
-        for dtype in (torch.bfloat16, torch.float16):
-            assert dispatch.device_unsupported_reason(device, dtype) is None
+        assert reason() == "None"
         monkeypatch.setattr(verify, "SubprocessWorker", None)

@@ -20,6 +20,7 @@ from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.parts import STEP, parts_of
 from cutefce.ops.primitives import dispatch
 from tests.support.faulty_candidates import KernelTarget, Kind
 from tests.support.reference import assert_as_accurate, ours, random_case
@@ -42,11 +43,13 @@ class Gate:
     processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
     def targets(self, gpu: Gpu, device: str) -> tuple[TuningTarget, ...]:
-        return (KernelTarget(gpu, device, self.kind),)
+        return (KernelTarget(gpu, device, kind=self.kind),)
 
     def verdict(self) -> verdicts.Verdict | None:
-        """Return the recorded verdict."""
-        return verdicts.known(dispatch.gpu_of(torch.device("cuda", 0)), "bfloat16")
+        """Return the recorded verdict on the step of the calls below."""
+        gpu = dispatch.gpu_of(torch.device("cuda", 0))
+        needed = verdicts.uses(gpu.default_configs(300, 64), parts_of(STEP))
+        return verdicts.known(gpu, "bfloat16", needed)
 
 
 @pytest.fixture

@@ -14,6 +14,14 @@ from cutefce.autotune_cache.tuning.targets.window import WindowTarget
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.parts import (
+    DIVERGENCES,
+    FUSED,
+    PARTS,
+    SAMPLES,
+    SOFT_TARGETS,
+    parts_of,
+)
 from cutefce.ops.divergence import logits, row_kernel
 from cutefce.ops.primitives import (
     cute_gradients,
@@ -163,3 +171,21 @@ def test_steps_with_windows_of_any_width_are_right(
             worker._compare(target.outputs(case, width), expected, 1, name)
             widths.add(width)
     assert len(widths) > 2
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part != DIVERGENCES])
+def test_a_part_compiles_what_it_launches(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call waits for no kernels but its own, and none is compiled within a time limit."""
+    launched: set[spec.KernelSpec] = set()
+    noted(monkeypatch, launched)
+    parts, known = parts_of(part), set[spec.KernelSpec]()
+    for target in targets.all_targets(GPU, "cpu")[:2]:
+        of_part = dataclasses.replace(target, parts=parts)
+        candidate = of_part.default(of_part.reference_problem("bfloat16"))
+        known |= set(of_part.kernels(of_part.reference_problem("bfloat16"), candidate))
+        for name in SMALL_PROBLEMS:
+            case = worker._small_case(of_part, name, "bfloat16")[0]
+            of_part.outputs(case, candidate)
+    assert launched <= known
+    own = {SAMPLES: 1, SOFT_TARGETS: 3}.get(part, 1 if part in FUSED else 0)
+    assert len(known - launched) <= own, "some are those of a step, which come first"

@@ -18,6 +18,7 @@ from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm100 import TWO_CTA, Sm100
 from cutefce.cute_kernels.common.exp2 import poly_exp2
 from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.parts import STEP
 from cutefce.ops.primitives import dispatch
 
 BLACKWELL = [arch for arch in ARCHS if isinstance(arch, Sm100)]
@@ -116,13 +117,13 @@ def test_only_verified_kernels_are_dispatched(arch: Arch, monkeypatch: pytest.Mo
     monkeypatch.setattr(dispatch, "_compiler_unsupported_reason", lambda *_: None)
     monkeypatch.setattr(verdicts, "known", lambda *_: None)
     answers = iter((verdicts.Verdict(False, "it hung"), verdicts.Verdict(True)))
-    monkeypatch.setattr(verify, "verify_once", lambda *_: next(answers))
+    monkeypatch.setattr(verify, "verify_call", lambda *_: next(answers))
     process_cache.reset()
-    device = torch.device("cuda"), torch.bfloat16
-    obstacle = dispatch.device_unsupported_reason(*device)
+    call = torch.device("cuda"), "bfloat16", (4096, 2048, 128256), STEP
+    obstacle = dispatch.unproven_reason(*call)
     assert obstacle == ("the kernels failed on a new GPU (it hung); to try again: cutefce verify")
     process_cache.reset()
-    assert dispatch.device_unsupported_reason(*device) is None
+    assert dispatch.unproven_reason(*call) is None
     process_cache.reset()
 
 

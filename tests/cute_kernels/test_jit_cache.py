@@ -102,6 +102,44 @@ def test_four_processes_compile_once(folder: Path) -> None:
     assert output(start(COMPILE))[0] == "0", "a later process compiles nothing"
 
 
+@pytest.mark.parametrize("silenced", [False, True])
+def test_long_compilations_are_announced_on_stderr(silenced: bool, folder: Path) -> None:
+    """Once a process, before the kernel that exceeds a moment; users can silence it."""
+    code = f"""
+import logging
+from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.jit import cache as jit_cache
+jit_cache.compile_kernel, jit_cache._write = lambda kernel: None, lambda path, function: None
+jit_cache._load, jit_cache.NOTICE_SECONDS = lambda path: None, -1
+if {silenced!r}:
+    logging.getLogger("cutefce").setLevel(logging.ERROR)
+for dtype in ("bfloat16", "float16"):
+    jit_cache.compiled(spec.TargetLogitSpec("sm_90a", dtype))
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert not process.stdout
+    lines = process.stderr.splitlines()
+    assert len(lines) == (0 if silenced else 1), lines
+    for line in lines:
+        assert line.startswith("cutefce: compiles kernels for sm_90a") and "later" in line
+
+
+def test_a_short_compilation_is_not_announced(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit_cache, "_compile_seconds", 0.0)
+    monkeypatch.setattr(jit_cache, "compile_kernel", lambda kernel: None)
+    monkeypatch.setattr(jit_cache, "_write", lambda path, function: None)
+    monkeypatch.setattr(jit_cache, "_load", lambda path: None)
+    jit_cache.compiled(KERNEL)
+    assert not caplog.messages
+    monkeypatch.setattr(jit_cache, "_compile_seconds", jit_cache.NOTICE_SECONDS + 0.1)
+    for dtype in ("bfloat16", "float16"):
+        jit_cache.compiled(spec.TargetLogitSpec("sm_90a", dtype))
+    assert len(caplog.messages) == 1
+
+
 def test_a_process_that_dies_blocks_no_other(folder: Path) -> None:
     process = start(DIE + COMPILE)
     assert process.stdout is not None

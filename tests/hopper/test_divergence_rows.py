@@ -253,6 +253,7 @@ def test_factors_of_two_dtypes_have_no_kernel(
 ) -> None:
     """Verified kernels write those of both sides in one dtype."""
     monkeypatch.setattr(row_kernel, "device_unsupported_reason", lambda device, dtype: None)
+    monkeypatch.setattr(row_kernel, "unproven_reason", lambda *_: None)
     monkeypatch.setattr(row_kernel, "gpu_of", lambda device: Gpu(Sm90(), "NVIDIA H200", 132))
     sides = [
         Side(torch.zeros(4, 8, dtype=dtype), torch.zeros(16, 8, dtype=dtype), None, None, trained)

@@ -156,13 +156,6 @@ class FaultyTarget(ProjectExpTarget):
         return forward | outputs.smallest_step_outputs(case, primitives)
 
 
-class HangingTarget(FaultyTarget):
-    """The same with a hanging default."""
-
-    def defaults(self) -> Sequence[Candidate]:
-        return (config(Kind.HANGS),)
-
-
 @dataclass(frozen=True)
 class KernelTarget(ProjectExpTarget):
     """The kernels with one configuration and an optional fault."""

@@ -890,7 +890,8 @@ def use_models(
     monkeypatch: pytest.MonkeyPatch,
     replacement: Replacement = model_of,
 ) -> None:
-    """Launch the models, or another replacement, in the place of compiled kernels."""
+    """Launch the models, or another replacement, in the place of compiled kernels: unverified."""
+    monkeypatch.setattr(dispatch, "_unproven_reason", lambda *_: None)
     modules = cute_projection, cute_gradients, cute_rowwise, fused_step, hidden_product
     for module in (*modules, row_selection, sampling, logits, row_kernel, soft_rows, soft_kernels):
         monkeypatch.setattr(module, "compiled", replacement)

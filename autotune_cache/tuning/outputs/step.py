@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from cutefce.autotune_cache.tuning.outputs.soft_targets import LOGIT_ROUNDINGS, 
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.parts import DIVERGENCES, FORWARD, PARTS, SAMPLES, SOFT_TARGETS, STEP
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
@@ -28,6 +29,7 @@ from cutefce.ops.primitives.row_selection import restore_rows, select_on_device
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.dw_views import aliased_views, memory_of
@@ -97,19 +99,50 @@ def smallest_step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[s
     return {"loss": CheckedOutput(loss, 1)} | _gradients("", dx, dw)
 
 
-def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
-    """Return losses, stored and recomputed exponentials, and gradients, by name.
+def step_outputs(
+    case: TuningCase, primitives: AnyPrimitives, parts: Collection[str] = PARTS
+) -> dict[str, CheckedOutput]:
+    """Return what the `parts` of a call compute, by name.
 
-    With an upstream gradient, launches every kernel that a call without options may launch.
+    With an upstream gradient, launches every kernel of these parts that a call without options may
+    launch; without one, those of a forward that stores exponentials.
     """
-    vocab, dtype = case.problem.vocab, case.h.dtype
     inputs = loss_inputs(case, primitives)
+    if case.upstream is None:
+        return _stored_outputs(case, inputs)[0]
+    results: dict[str, CheckedOutput] = {}
+    if FORWARD in parts:
+        results |= _forward_outputs(case, inputs)
+    if STEP in parts:
+        results |= _gradient_outputs(case, inputs)
+    for suffix, loss, *gradients in window_outputs.fused_steps(inputs, case, parts):
+        results |= {f"loss{suffix}": CheckedOutput(loss, 1)} | _gradients(suffix, *gradients)
+    if SAMPLES in parts:
+        results |= _sampled_outputs(case, inputs)
+    if DIVERGENCES in parts:
+        for name, x in divergence_outputs(primitives, case.h, case.problem.arch).items():
+            results[name] = CheckedOutput(x, 1, floor=FLOOR, relative_to_row=True)
+        for name, x in logits_outputs(primitives, case.h, case.problem.arch).items():
+            results[name] = CheckedOutput(x, 1, floor=1.0, relative_to_row=x.ndim > 1)
+    if SOFT_TARGETS in parts:
+        for name, values in soft_outputs(inputs, case.y, case.problem.arch).items():
+            roundings = 1 if values.dtype == case.h.dtype else LOGIT_ROUNDINGS
+            in_row = values.ndim > 1
+            results[name] = CheckedOutput(values, roundings, floor=1.0, relative_to_row=in_row)
+    return results
+
+
+def _stored_outputs(
+    case: TuningCase, inputs: LossInputs[Any, Any]
+) -> tuple[dict[str, CheckedOutput], RowStats, list[tuple[int, Tensor]]]:
+    """Return losses, stored and recomputed exponentials; the statistics, and what is stored."""
+    vocab, dtype = case.problem.vocab, case.h.dtype
     (h, w), stored, window = (inputs.h, inputs.w), _stored(case), default_plan(case).window
     loss, stats = windows.forward(inputs, stored)
     recomputed = h.new_empty(h.shape[0], window)
     first, last = list(windows.split_windows(vocab, 0, window))[-1]
     rows = stats.reference, inputs.targets, recomputed
-    primitives.projection.recompute_exp(h, w, (first, last), *rows)
+    inputs.primitives.projection.recompute_exp(h, w, (first, last), *rows)
     # the smallest float16 exponentials underflow, relative to sums of at most FLOAT16_TOTAL
     floor = 2.0**-28 if dtype == torch.float16 else 1e-30
     results = {
@@ -124,42 +157,50 @@ def step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, Check
         kept = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         # the portable path rounds again when it changes the reference
         results["stored exponentials"] = CheckedOutput(kept[:, :vocab], 2, stats.sum_exp, floor)
-    if case.upstream is not None:
-        dw = torch.empty_like(w)
-        dx = windows.backward(inputs, stats, stored, case.upstream, window, True, dw)
-        results |= _gradients("", dx, dw)
-        dw = torch.empty_like(w)
-        dx = windows.backward(inputs, stats, (), case.upstream.new_ones(()), window, True, dw)
-        results |= _gradients(" of the sum, from probabilities", dx, dw)
-        sums, in_sums = w.new_empty(w.shape, dtype=loss.dtype), replace(inputs, dw_dtype=loss.dtype)
-        dx = windows.backward(in_sums, stats, (), case.upstream, window, True, sums)
-        results |= _gradients(" in the dtype of sums, then rounded", dx, sums.to(dtype))
-        if can_keep(case.problem.dtype):
-            block = defaults.widest_window(case.problem).reference_block
-            results |= _gradients_in_forward_outputs(inputs, block)
-            kept = window_outputs.hidden_of_windows_in_chunks(inputs, case.problem.arch, block)
-            results["dX of windows in chunks"] = _gradient(kept)
-            for suffix, dx, kept_dw in window_outputs.of_windows(inputs, case.problem.arch, block):
-                results |= _gradients(suffix, dx, kept_dw)
-        results |= _single_call_outputs(inputs, case.upstream)
-        results |= _counted_rows_outputs(case, primitives, "")
-        results |= _counted_rows_outputs(case, _clearing(primitives), ", the others cleared")
-        for suffix, loss, *gradients in window_outputs.fused_steps(inputs, case):
-            results |= {f"loss{suffix}": CheckedOutput(loss, 1)} | _gradients(suffix, *gradients)
-        loss, dx, dw = sampled_outputs.gradients_of_all(inputs, case.upstream, window)
-        results |= {"sampled loss": CheckedOutput(loss, 1)} | _gradients(" of samples", dx, dw)
-        entries = sampled_outputs.entries_of_few(inputs)
-        results["sampled entries"] = CheckedOutput(entries, sampled_outputs.FLIPS)
-        for name, x in divergence_outputs(primitives, case.h, case.problem.arch).items():
-            results[name] = CheckedOutput(x, 1, floor=FLOOR, relative_to_row=True)
-        for name, x in logits_outputs(primitives, case.h, case.problem.arch).items():
-            results[name] = CheckedOutput(x, 1, floor=1.0, relative_to_row=x.ndim > 1)
-        for name, values in sampled_outputs.estimates(inputs).items():
-            results[name] = CheckedOutput(values, 1, floor=1.0)
-        for name, values in soft_outputs(inputs, case.y, case.problem.arch).items():
-            roundings = 1 if values.dtype == dtype else LOGIT_ROUNDINGS
-            in_row = values.ndim > 1
-            results[name] = CheckedOutput(values, roundings, floor=1.0, relative_to_row=in_row)
+    return results, stats, stored
+
+
+def _gradient_outputs(case: TuningCase, inputs: LossInputs[Any, Any]) -> dict[str, CheckedOutput]:
+    """Return the outputs of steps by plans of exact gradients, but for fused steps."""
+    upstream, primitives = case.upstream, inputs.primitives
+    assert upstream is not None
+    w, dtype, window = inputs.w, case.h.dtype, default_plan(case).window
+    results, stats, stored = _stored_outputs(case, inputs)
+    dw = torch.empty_like(w)
+    dx = windows.backward(inputs, stats, stored, upstream, window, True, dw)
+    results |= _gradients("", dx, dw)
+    dw = torch.empty_like(w)
+    dx = windows.backward(inputs, stats, (), upstream.new_ones(()), window, True, dw)
+    results |= _gradients(" of the sum, from probabilities", dx, dw)
+    sum_type = stats.rows.dtype
+    sums, in_sums = w.new_empty(w.shape, dtype=sum_type), replace(inputs, dw_dtype=sum_type)
+    dx = windows.backward(in_sums, stats, (), upstream, window, True, sums)
+    results |= _gradients(" in the dtype of sums, then rounded", dx, sums.to(dtype))
+    if can_keep(case.problem.dtype):
+        block = defaults.widest_window(case.problem).reference_block
+        results |= _gradients_in_forward_outputs(inputs, block)
+        kept = window_outputs.hidden_of_windows_in_chunks(inputs, case.problem.arch, block)
+        results["dX of windows in chunks"] = _gradient(kept)
+        for suffix, dx, kept_dw in window_outputs.of_windows(inputs, case.problem.arch, block):
+            results |= _gradients(suffix, dx, kept_dw)
+    results |= _counted_rows_outputs(case, primitives, "")
+    results |= _counted_rows_outputs(case, _clearing(primitives), ", the others cleared")
+    sums, coefficients = inputs.h.to(upstream.dtype), RowCoefficients(upstream, upstream)
+    partial = torch.empty_like(sums)
+    primitives.gradients.finish_dx(partial, sums, w, inputs.targets, coefficients)
+    return results | {"partial dX of a rank": CheckedOutput(partial, 1, relative_to_row=True)}
+
+
+def _sampled_outputs(case: TuningCase, inputs: LossInputs[Any, Any]) -> dict[str, CheckedOutput]:
+    """Return the outputs of sampled gradients."""
+    assert case.upstream is not None
+    window = default_plan(case).window
+    loss, dx, dw = sampled_outputs.gradients_of_all(inputs, case.upstream, window)
+    results = {"sampled loss": CheckedOutput(loss, 1)} | _gradients(" of samples", dx, dw)
+    entries = sampled_outputs.entries_of_few(inputs)
+    results["sampled entries"] = CheckedOutput(entries, sampled_outputs.FLIPS)
+    for name, values in sampled_outputs.estimates(inputs).items():
+        results[name] = CheckedOutput(values, 1, floor=1.0)
     return results
 
 
@@ -172,20 +213,35 @@ def _clearing(primitives: AnyPrimitives) -> AnyPrimitives:
     return replace(primitives, projection=projection)
 
 
+def _partly_ignored(case: TuningCase) -> Tensor:
+    """Return the targets (N,) of a case, of which every third token is ignored too."""
+    is_third = torch.arange(case.problem.tokens, device=case.y.device) % 3 == 0
+    return torch.where(is_third, IGNORED, case.y)
+
+
+def _counting(
+    case: TuningCase, inputs: LossInputs[Any, Any]
+) -> tuple[LossInputs[Any, Any], RowSelection | None]:
+    """Return operands with more tokens ignored, of which kernels select the others."""
+    y, selection = _partly_ignored(case), None
+    if isinstance(inputs.primitives.projection, CuteProjection):
+        selection = select_on_device(case.problem.arch or "", y, IGNORED, len(y))
+        y = selection.targets
+    targets = Targets(y, case.problem.vocab, LossOptions("none", IGNORED))
+    targets.selection = selection
+    return replace(inputs, targets=targets), selection
+
+
 def _counted_rows_outputs(
     case: TuningCase, primitives: AnyPrimitives, how: str
 ) -> dict[str, CheckedOutput]:
     """Return losses and gradients of a step with ignored tokens, which kernels leave out."""
     assert case.upstream is not None
-    tokens, window = case.problem.tokens, default_plan(case).window
-    y = torch.where(torch.arange(tokens, device=case.y.device) % 3 == 0, IGNORED, case.y)
-    upstream, selection, counts = case.upstream, None, (y != IGNORED)[:, None]
-    if isinstance(primitives.projection, CuteProjection):
-        selection = select_on_device(case.problem.arch or "", y, IGNORED, tokens)
-        y, upstream = selection.targets, selection.take(upstream)
-    targets = Targets(y, case.problem.vocab, LossOptions("none", IGNORED))
-    targets.selection = selection
-    inputs, stored = replace(loss_inputs(case, primitives), targets=targets), _stored(case)
+    window, upstream, stored = default_plan(case).window, case.upstream, _stored(case)
+    inputs, selection = _counting(case, loss_inputs(case, primitives))
+    counts = (_partly_ignored(case) != IGNORED)[:, None]
+    if selection is not None:
+        upstream = selection.take(upstream)
     loss, stats = windows.forward(inputs, stored)
     dw = torch.empty_like(inputs.w)
     dx = windows.backward(inputs, stats, stored, upstream, window, True, dw)
@@ -229,22 +285,19 @@ def _gradients_in_forward_outputs(
     return results
 
 
-def _single_call_outputs(
-    inputs: LossInputs[Any, Any], upstream: Tensor
-) -> dict[str, CheckedOutput]:
-    """Return the outputs of no-grad forwards, fused and unfused, and a partial dX of one rank."""
-    h, w, targets = inputs.h, inputs.w, inputs.targets
-    projection = inputs.primitives.projection
-    results, unfused = {}, functools.partial(forward_unfused, projection)
+def _forward_outputs(case: TuningCase, inputs: LossInputs[Any, Any]) -> dict[str, CheckedOutput]:
+    """Return the outputs of forwards without gradients: fused and unfused, of all rows and some."""
+    results, projection = {}, inputs.primitives.projection
+    unfused = functools.partial(forward_unfused, projection)
     for name, forward in (("no-grad", projection.forward), ("unfused no-grad", unfused)):
-        stats, loss = forward(h, w, targets)
+        stats, loss = forward(inputs.h, inputs.w, inputs.targets)
         results[f"{name} loss"] = CheckedOutput(loss, 1)
         others = CheckedOutput(stats.sum_exp_others, 1, stats.sum_exp)
         results[f"{name} sum of the other exponentials"] = others
-    sums, coefficients = h.to(upstream.dtype), RowCoefficients(upstream, upstream)
-    partial = torch.empty_like(sums)
-    inputs.primitives.gradients.finish_dx(partial, sums, w, targets, coefficients)
-    return results | {"partial dX of a rank": CheckedOutput(partial, 1, relative_to_row=True)}
+        counted, selection = _counting(case, inputs)
+        _, loss = forward(inputs.h, inputs.w, counted.targets)
+        results[f"{name} loss of counted rows"] = CheckedOutput(_restored(loss, selection), 1)
+    return results
 
 
 def _gradients(suffix: str, dx: Tensor | None, dw: Tensor | None) -> dict[str, CheckedOutput]:

@@ -1,6 +1,6 @@
 """Gradients of a tuning case over windows: of fused steps, and of sums of dX in few bits."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cutefce.autotune_cache.tuning.targets.base import TuningCase
 from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.parts import FUSED, fused_part
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions
@@ -60,12 +61,14 @@ def layouts(problem: Problem) -> dict[str, tuple[list[WindowLayout], int | None]
     return found
 
 
-def fused_steps(inputs: Inputs, case: TuningCase) -> Iterator[Step]:
-    """Yield steps with ignored tokens, as `FusedStep` launches them, or exact ones.
+def fused_steps(inputs: Inputs, case: TuningCase, parts: Collection[str]) -> Iterator[Step]:
+    """Yield steps of `parts` with ignored tokens, as `FusedStep` launches them, or exact ones.
 
     The portable path yields none that are not exact: nothing is compared with them.
     """
     assert case.upstream is not None
+    if FUSED.keys().isdisjoint(parts):
+        return
     problem, gradients = case.problem, inputs.primitives.gradients
     options, h, w = LossOptions("none", IGNORED), inputs.h, inputs.w
     y = torch.where(torch.arange(problem.tokens, device=case.y.device) % 3 == 0, IGNORED, case.y)
@@ -73,7 +76,7 @@ def fused_steps(inputs: Inputs, case: TuningCase) -> Iterator[Step]:
         for name, (given, bits) in layouts(problem).items():
             # both kernels of dX
             short = 1 + min(window.last - window.first for window in given[-1].windows)
-            for selects in selections(given):
+            for selects in selections(given, bits, parts):
                 kind = given, selects, bits, short
                 step = FusedStep(problem, gradients.kernels, gradients.num_sms, *kind)
                 for of_sum in upstreams(given):
@@ -94,15 +97,18 @@ def fused_steps(inputs: Inputs, case: TuningCase) -> Iterator[Step]:
             dx = windows.backward(exact, stats, (), upstream, problem.vocab, True, dw)
             assert dx is not None
             results.append((dx, dw))
-        for name, (given, _) in layouts(problem).items():
-            for selects in selections(given):
+        for name, (given, bits) in layouts(problem).items():
+            for selects in selections(given, bits, parts):
                 for of_sum in upstreams(given):
                     yield _name(name, selects, of_sum), loss, *results[of_sum]
 
 
-def selections(given: list[WindowLayout]) -> tuple[bool, ...]:
-    """Return whether the rows that count are selected, as several layouts need."""
-    return (False, True) if len(given) == 1 else (True,)
+def selections(
+    given: list[WindowLayout], bits: int | None, parts: Collection[str]
+) -> tuple[bool, ...]:
+    """Return whether `parts` select the rows that count, as several layouts need."""
+    possible = (False, True) if len(given) == 1 else (True,)
+    return tuple(selects for selects in possible if fused_part(selects, bits) in parts)
 
 
 def upstreams(given: list[WindowLayout]) -> tuple[bool, ...]:

@@ -22,6 +22,7 @@ from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.kernel_set import kernel_set
+from cutefce.cute_kernels.parts import DIVERGENCES, PARTS, SAMPLES
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.cute_kernels.spec.divergence import divergence_kernels
@@ -100,6 +101,10 @@ class TuningTarget(abc.ABC):
     gpu: Gpu
     device: str = "cuda"
     """Device of the trials, as torch names it."""
+    base: KernelConfigs | None = None
+    """Configurations of the kernels not under test; None for those of `reference_problem`."""
+    parts: tuple[str, ...] = PARTS
+    """What small problems check, of `cute_kernels.parts`."""
 
     name: ClassVar[str]
     """Name in tables: a field of KernelConfigs, or WINDOW."""
@@ -156,17 +161,20 @@ class TuningTarget(abc.ABC):
         return tuple(distinct.values())
 
     def configs(self, problem: Problem, candidate: Candidate) -> KernelConfigs:
-        """Return the defaults of the reference problem with `candidate` in its place."""
+        """Return the configurations of the kernels not under test with `candidate` in its place."""
         changed: dict[str, Any] = {self.name: candidate}
-        reference = self.reference_problem(problem.dtype)
-        return dataclasses.replace(self.default_configs(reference), **changed)
+        base = self.base or self.default_configs(self.reference_problem(problem.dtype))
+        return dataclasses.replace(base, **changed)
 
     def kernels(self, problem: Problem, candidate: Candidate) -> Sequence[KernelSpec]:
-        """Return the kernels that verifying and timing a candidate on `problem` launches."""
+        """Return the kernels that checking `parts` and timing a candidate on `problem` launches."""
         every = kernel_set(self.arch, problem.dtype, self.configs(problem, candidate))
-        more = sampled_outputs.kernels(self.arch, every)
-        more += divergence_kernels(self.arch, problem.dtype)
-        return list(dict.fromkeys([*every.all(), *every.of_soft_targets, *more]))
+        found = [kernel for part in self.parts for kernel in every.of_part(part)]
+        if SAMPLES in self.parts:
+            found += sampled_outputs.kernels(self.arch, every)
+        if DIVERGENCES in self.parts:
+            found += divergence_kernels(self.arch, problem.dtype)
+        return list(dict.fromkeys(found))
 
     def tiles(self, problem: Problem, candidate: Candidate) -> PortableTiles:
         """Return the windows and tiles of the primitives under test."""

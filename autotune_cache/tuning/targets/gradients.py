@@ -31,7 +31,7 @@ class GradGemmTarget(TuningTarget):
 
     def compute(self, case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
         if case.upstream is not None:
-            return outputs.step_outputs(case, primitives)
+            return outputs.step_outputs(case, primitives, self.parts)
         result, call = self.gemm(case, primitives)
         call()
         # a 16-bit result is rounded once; float32 sums lose bits in the tensor cores at every step

@@ -35,7 +35,7 @@ class ProjectExpTarget(TuningTarget):
         return project_exp_cycles(problem, candidate, self.gpu.num_sms)
 
     def compute(self, case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
-        return outputs.step_outputs(case, primitives)
+        return outputs.step_outputs(case, primitives, self.parts)
 
     def call(self, case: TuningCase, candidate: Candidate) -> Callable[[], object]:
         projection = self.primitives(case.problem, candidate).projection
