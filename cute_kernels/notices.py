@@ -9,11 +9,7 @@ import logging
 
 LOGGER = logging.getLogger("cutefce")
 
-_announced: set[str] = set()
 
-
-def announce_once(text: str) -> None:
-    """Say what the process is about to do, unless it has said so."""
-    if text not in _announced:
-        LOGGER.warning("cutefce: %s", text)
-        _announced.add(text)
+def announce(text: str) -> None:
+    """Say what the process is about to do."""
+    LOGGER.warning("cutefce: %s", text)

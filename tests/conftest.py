@@ -12,7 +12,7 @@ import torch._functorch.config
 
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning import first_use
-from cutefce.cute_kernels import cache_files, notices, process_cache
+from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.config import PortableTiles
 
 if TYPE_CHECKING:
@@ -51,9 +51,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_happened_yet() -> None:
-    """Let each test see what a process does once: messages, and tuning a problem on first use."""
+    """Let each test see what a process does once: warnings, and tuning a problem on first use."""
     process_cache._warned.clear()
-    notices._announced.clear()
     first_use._attempted.clear()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cutefce.autotune_cache import lookup, table_io, verdicts
-from cutefce.autotune_cache.table import DSL_PACKAGE, TUNED, Candidate, Rejection, Table
+from cutefce.autotune_cache.table import DSL_PACKAGE, Candidate, Rejection, Table
 from cutefce.autotune_cache.tuning import tuner, worker
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.autotune_cache.tuning.targets.base import TuningTarget
@@ -22,8 +22,8 @@ from cutefce.autotune_cache.verdicts import Verdict
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
-from cutefce.cute_kernels.notices import announce_once
-from cutefce.cute_kernels.parts import PARTS, has_gradients, parts_of
+from cutefce.cute_kernels.notices import announce
+from cutefce.cute_kernels.parts import PARTS, has_gradients, part_configs, parts_of
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
 
@@ -125,12 +125,12 @@ def verify_call(
         if known is not None:
             return known
         kernels = {kernel for check in checks for kernel in check.kernels()}
-        announce_once(
+        announce(
             f"compares {len(kernels)} kernels with the portable path on this {gpu.name}, once; "
             "that may take a minute"
         )
         try:
-            verdict = _verdict_of_call(checks, _tuned(targets, dtype, configs, default))
+            verdict = _verdict_of_call(checks, _one_by_one(targets, dtype, configs, default))
         except (OSError, RuntimeError) as error:
             return Verdict(False, f"not checked: {error}")
         if verdict is not None:
@@ -146,23 +146,29 @@ def _of_call(targets: Targets, dtype: str, configs: KernelConfigs) -> list[Check
     """
     checks = [Check(targets[0], dtype, configs.project_exp)]
     wide = configs.grad_hidden
-    if wide != configs.grad_hidden_short and has_gradients(targets[0].parts):
+    if wide not in (None, configs.grad_hidden_short) and has_gradients(targets[0].parts):
         checks += [Check(target, dtype, wide) for target in targets if target.name == "grad_hidden"]
     return checks
 
 
-def _tuned(
+def _one_by_one(
     targets: Targets, dtype: str, configs: KernelConfigs, default: KernelConfigs
 ) -> list[Check]:
-    """Return a check of each of `configs` that is not the default one, beside default ones."""
-    return [
-        Check(dataclasses.replace(target, base=default), dtype, getattr(configs, target.name))
+    """Return a check of the default, then each of `configs` that differs, beside default ones.
+
+    There is none if nothing differs.
+    """
+    targets = [dataclasses.replace(target, base=default) for target in targets]
+    kernels = {kernel for part in targets[0].parts for kernel, _ in part_configs(part, configs)}
+    tuned = [
+        Check(target, dtype, getattr(configs, target.name))
         for target in targets
-        if target.name in TUNED and getattr(configs, target.name) != getattr(default, target.name)
+        if target.name in kernels and getattr(configs, target.name) != getattr(default, target.name)
     ]
+    return [Check(targets[0], dtype, default.project_exp), *tuned] if tuned else []
 
 
-def _verdict_of_call(checks: Sequence[Check], tuned: Sequence[Check]) -> Verdict | None:
+def _verdict_of_call(together: Sequence[Check], one_by_one: Sequence[Check]) -> Verdict | None:
     """Check all configurations of a call together; if that fails, the tuned ones one by one.
 
     Return None if some of these have been rejected.
@@ -170,16 +176,16 @@ def _verdict_of_call(checks: Sequence[Check], tuned: Sequence[Check]) -> Verdict
     Raises:
         OSError, RuntimeError: if the check itself fails.
     """
-    unusable = _compile(checks, _ignore)
-    faults = unusable or _failing(checks)
+    unusable = _compile(together, _ignore)
+    faults = unusable or _failing(together)
     if not faults:
         return Verdict(True)
-    of_tuned = _faults(tuned)
+    of_tuned = _faults(one_by_one)
     verdict = _verdict(of_tuned)
     if not verdict.passed:
         return verdict
     if of_tuned:
-        _reject(tuned[0].target.gpu, of_tuned)
+        _reject(together[0].target.gpu, of_tuned)
         return None
     check, fault = next(iter(faults.items()))
     if unusable:

@@ -15,6 +15,7 @@ trusted as the package's modules are.
 import contextlib
 import ctypes
 import hashlib
+import math
 import platform
 import shutil
 import subprocess
@@ -31,7 +32,7 @@ from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.cache_files import CacheError
 from cutefce.cute_kernels.jit.canonical import canonical_source
 from cutefce.cute_kernels.jit.compiler import OPTIONS, SYMBOL, Report, compile_kernel, report
-from cutefce.cute_kernels.notices import announce_once
+from cutefce.cute_kernels.notices import announce
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.spec import KernelSpec
 
@@ -171,10 +172,11 @@ def _load_or_compile(kernel: KernelSpec) -> Any:
 def _compile(kernel: KernelSpec) -> Any:
     global compile_count, _compile_seconds
     if _compile_seconds > NOTICE_SECONDS:
-        announce_once(
+        announce(
             f"compiles kernels for {kernel.arch}, which may take a minute; later processes load "
             "them"
         )
+        _compile_seconds = -math.inf  # once a process
     compile_count, begin = compile_count + 1, time.perf_counter()
     function = compile_kernel(kernel)
     _compile_seconds += time.perf_counter() - begin

@@ -270,11 +270,14 @@ def test_a_check_is_announced_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
-    for _ in range(2):
-        reason()
-        process_cache.reset()
-    (line,) = caplog.messages
-    assert line.startswith("cutefce: compares 7 kernels with the portable path on this NVIDIA Test")
+    said = "cutefce: compares 7 kernels with the portable path on this NVIDIA Test"
+    for tokens in (8192, 20):  # of two configurations
+        caplog.clear()
+        for _ in range(2):
+            assert reason(sizes=(tokens, *SIZES[1:])) == "None"
+            process_cache.reset()
+        (line,) = caplog.messages
+        assert line.startswith(said)
 
 
 @pytest.mark.parametrize("gpu", [GPU, H100, H20, GH200], ids=lambda gpu: str(gpu.name))
@@ -436,6 +439,33 @@ def test_a_call_after_a_change_of_the_kernels_verifies_what_was_tuned_for_it(
     monkeypatch.setattr(verify, "SubprocessWorker", None)
     process_cache.reset()
     assert reason() == reason(sizes=of_small) == "None"
+
+
+@pytest.mark.parametrize("part", [FORWARD, STEP, SAMPLES])
+def test_a_call_whose_default_fails_rejects_no_tuned_configuration(
+    part: str, folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a wrong default every tuned configuration seems to be wrong."""
+    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
+    monkeypatch.setattr(tuner, "build", lambda *_: {})
+    user = lookup.user_folder() / file_name(GPU)
+    others = Sm90().search_space()[:2]
+    entries = {
+        dataclasses.replace(KEY, kernel=kernel): dataclasses.replace(
+            ENTRY, config=other, kernels="0123"
+        )
+        for kernel, other in zip(("project_exp", "grad_weight"), others, strict=True)
+    }
+    table_io.write(user, dataclasses.replace(TABLE, entries=entries, rejected={}))
+    process_cache.reset()
+
+    def all_fail(checks: list[verify.Check], _: Any) -> Iterator[tuple[verify.Check, str]]:
+        for check in checks:
+            yield check, "wrong"
+
+    monkeypatch.setattr(verify, "run_checks", all_fail)
+    assert "failed on NVIDIA Test 9000" in reason(part)
+    assert not table_io.read(user).rejected
 
 
 def test_a_failing_default_rejects_nothing_and_outweighs_the_shipped_table(
