@@ -235,12 +235,13 @@ class KernelSet:
         return self._named(named.get(part, ()))
 
     def _of_fused(self, selects: bool, hidden_bits: int | None) -> list[KernelSpec]:
-        """Return what a `FusedStep` launches, and what forms dX's sums in its forward."""
+        """Return what a `FusedStep` launches, and what may form its float32 sums of dX."""
         backward = self.fused_backward_of(selects, hidden_bits)
         if backward is None or not can_keep(self.row_sums.dtype):
             return []
         forward = "fused_selecting_storing_forward" if selects else "fused_storing_forward"
-        return [backward, *self._named((forward, "grad_hidden", "grad_hidden_short"))]
+        products = () if hidden_bits is not None else ("grad_hidden", "grad_hidden_short")
+        return [backward, *self._named((forward, *products))]
 
     def _named(self, names: Iterable[str]) -> list[KernelSpec]:
         """Return the kernels of fields that calls of this dtype launch."""
