@@ -21,6 +21,10 @@ DTYPES = {getattr(torch, name) for name in ITEM_BYTES}
 REDUCTIONS = ("mean", "sum", "none")
 OUTPUTS = ("lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax")
 """What `linear_log_probs` can return beside the log-probabilities."""
+OF_ALL = {"entropy", "sum_p_squared"}
+"""Those of sums over all classes."""
+OF_OTHERS = {"is_top1", "argmax"}
+"""Those of reductions over all classes but the target."""
 INTEGERS = Integral, torch.SymInt
 NUMBERS = Real, torch.SymInt, torch.SymFloat
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks, option_checks
-from cutefce.ops.rows.outputs import OF_ALL, OF_OTHERS
+from cutefce.ops.interface.checks import OF_ALL, OF_OTHERS
 from cutefce.ops.schema import OperatorRecord, argument
 
 

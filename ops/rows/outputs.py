@@ -21,14 +21,11 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
+from cutefce.ops.interface.checks import OF_ALL
 
 STORED = "lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax"
 """Outputs that are rows of the statistics; lse only beside others `OF_ALL` classes, else it follows
 from the statistics of every call."""
-OF_ALL = {"entropy", "sum_p_squared"}
-"""Outputs of sums over all classes."""
-OF_OTHERS = {"is_top1", "argmax"}
-"""Outputs of reductions over all classes but the target."""
 
 
 class PartialOutputs(NamedTuple):
