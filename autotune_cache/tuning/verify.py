@@ -293,15 +293,15 @@ def verify_table(table: Table, targets: Targets, advance: Callable[[str], None])
     keep their times; the others become rejections.  Rejections of other kernels are dropped.
 
     Args:
-        table: A table for the GPU of `targets`.
+        table: A table of the architecture of `targets`, of any GPU: times are not measured.
         targets: All tuning targets.
         advance: Called with what has been compiled, then with each configuration before its check.
 
     Raises:
-        ValueError: if the table was made on another kind of GPU, or a default configuration fails.
+        ValueError: if the table was made on another architecture, or a default configuration fails.
         OSError, RuntimeError: if the check itself fails.
     """
-    table.check_matches(targets[0].gpu)
+    table.check_arch(targets[0].gpu)
     dtypes = sorted({key.dtype for key in table.entries})
     checks = [check for dtype in dtypes for check in configurations(targets, dtype, (table,))]
     faults = _compile(checks, advance)
