@@ -154,16 +154,6 @@ def register_node(cls: Kind) -> Kind:
     return cls
 
 
-def map_kind(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Return `value`, nested as outputs of modules are, with `function` of each x of `kind`."""
-    from torch.utils import _pytree
-
-    def changed(x: Any) -> Any:
-        return function(x) if isinstance(x, kind) else x
-
-    return _pytree.tree_map(changed, value, is_leaf=lambda x: isinstance(x, kind))
-
-
 def check_at_run_time(condition: Any, message: str) -> None:
     """Have a traced graph raise RuntimeError with `message` unless `condition`, a SymBool."""
     torch._check(condition, message.__str__)
@@ -195,6 +185,23 @@ def is_in_autograd_function() -> bool:
 def is_in_reentrant_checkpoint() -> bool:
     """Whether an activation checkpoint with use_reentrant=True runs its forward."""
     return _is_running(checkpoint.CheckpointFunction.forward)
+
+
+def checkpoint_returned(classes: int) -> bool:
+    """Whether a reentrant activation checkpoint runs its forward again, which returned logits.
+
+    Those of torch, DeepSpeed and Megatron are functions of autograd whose context has the forward
+    as `run_function`.  The logits' gradients (..., classes) are arguments of its backward.
+    """
+    frame = None if torch.compiler.is_compiling() else inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and hasattr(
+            frame.f_locals.get("ctx"), "run_function"
+        ):
+            given = [x for name in ("args", "grads") for x in frame.f_locals.get(name, ())]
+            return any(isinstance(x, Tensor) and x.shape[-1:] == (classes,) for x in given)
+        frame = frame.f_back
+    return False
 
 
 def _is_running(function: Any) -> bool:

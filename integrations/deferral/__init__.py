@@ -2,6 +2,7 @@
 
 model.py       defer, undefer and deferral_report: finding the heads of a model
 head.py        DeferringLinear, and what the logits of one call of it share
+runners.py     what runs a model, and looks for tensors in what it returns
 logits.py      DeferredLogits, the plain object that stands for logits
 record.py      which logits they are, and the operations that can be recorded
 indexing.py    which rows and classes an index of logits selects
@@ -9,6 +10,7 @@ loss.py        torch.nn.functional.cross_entropy of deferred logits
 divergence.py  linear_divergence of a student's and a teacher's deferred logits
 log_probs.py   linear_log_probs of classes, of deferred logits
 report.py      counts of fused losses and of fallbacks
+einops_backend.py  deferred logits among the tensors of einops
 """
 
 from cutefce.integrations.deferral.model import defer as defer

@@ -66,9 +66,9 @@ def divergence_of(
                 **options,
             )
 
-        return teacher.call.evaluate(of_both, teacher.hidden, teacher.memory)
+        return teacher.call.evaluate(of_both, teacher.states, teacher.memory)
 
-    loss = student.call.evaluate(fused, student.hidden, student.memory)
+    loss = student.call.evaluate(fused, student.states, student.memory)
     for x in (student, teacher):
         x.call.note_fused()
     return loss
@@ -86,6 +86,6 @@ def _obstacle(student: DeferredLogits, teacher: DeferredLogits) -> str:
     devices = {x.device for x in sides} | {x.hidden.device for x in sides}
     if student.shape != teacher.shape or len(devices) > 1:
         return "linear_divergence: logits of other shapes or devices"
-    if any(x.dtype == torch.float64 != x.hidden.dtype for x in sides):
+    if any(x.dtype == torch.float64 != x.call.dtype for x in sides):
         return "linear_divergence: logits cast to float64"
     return ""

@@ -24,7 +24,7 @@ class DeferringLinear(nn.Linear):
 
     counts: Counts
     in_evaluation: bool
-    """Whether logits are deferred without gradients too."""
+    """Whether logits are deferred in evaluation and without gradients too."""
     loss_options: dict[str, Any]
     """Arguments of `linear_cross_entropy` beside those of the model's loss."""
 
@@ -42,12 +42,13 @@ class DeferringLinear(nn.Linear):
         if compute is not None:
             if not is_whole(self):
                 raise RuntimeError(
-                    "logits: got a use of them where the head's weight is sharded, expected it in "
-                    "the forward of the model; compute the loss there, or apply fully_shard to "
-                    "the head"
+                    "logits: got a use of them where the head's weight is sharded, expected it "
+                    "before the backward, and in the forward of the model, or with FSDP2 applied "
+                    "to the head: fully_shard(head)"
                 )
             return compute(input, self.weight, self.bias)
-        if not self.is_deferring or not self._is_asked(input):
+        is_tensor = isinstance(input, Tensor)  # and not of a tracer
+        if not self.is_deferring or not is_tensor or not self._is_asked(input):
             return super().forward(input)
         obstacle = self._obstacle(input)
         if obstacle:
@@ -61,16 +62,17 @@ class DeferringLinear(nn.Linear):
         return logits
 
     def _is_asked(self, input: Tensor) -> bool:
-        """Whether logits are deferred here: where they have a gradient, or in evaluation too."""
-        if self.in_evaluation:
-            return True
+        """Whether logits are deferred here: in training, by mode or by gradients, or anywhere."""
         operands = input, self.weight, self.bias
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+        needs_grad = any(x is not None and x.requires_grad for x in operands)
+        return self.in_evaluation or (torch.is_grad_enabled() and (self.training or needs_grad))
 
     def _obstacle(self, input: Tensor) -> str:
         """Return why the logits of input cannot be deferred, "" if they can."""
         if torch_compat.is_transformed():
             return "torch.func"
+        if torch.compiler.is_exporting():
+            return "torch.export"
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return "torch.jit.trace"
         weight = self.weight
@@ -83,6 +85,8 @@ class DeferringLinear(nn.Linear):
             return "nn.DataParallel"
         if not torch.is_grad_enabled() and torch_compat.is_in_reentrant_checkpoint():
             return "checkpoint with use_reentrant=True"
+        if torch_compat.checkpoint_returned(self.weight.shape[0]):
+            return "checkpoint with use_reentrant=True: logits that it returns"
         if self._backward_hooks or self._backward_pre_hooks:
             return "backward hooks of the head"
         runner = runners.obstacle()
@@ -128,6 +132,7 @@ class HeadCall:
         self.versions = self._versions()
         self.graph = self._graph() if self.grad and runners.looks_for_parameters() else ()
         """Tensors without elements whose graphs contain the head's parameters."""
+        self.is_in_function = self.grad and torch_compat.is_in_autograd_function()
         self.engine: Any = runners.deepspeed_engine() if self.grad else None
         """DeepSpeed's engine that runs the model."""
         self.made: list[tuple[int, Tensor, int]] = []
@@ -145,7 +150,7 @@ class HeadCall:
         """Watch x, which was added to the logits, for changes before they are used."""
         self.addends.append(x)
         if not torch.compiler.is_compiling():
-            self.versions.append(_version(x))
+            self.versions.append((_version(x), x.requires_grad))
 
     def note_fused(self) -> None:
         """Count a loss that was computed without logits."""
@@ -190,9 +195,11 @@ class HeadCall:
         """
         is_same = self.versions in ([], self._versions()) or torch.compiler.is_compiling()
         self._check(
-            is_same, "the head's weight, bias or input, or what was added, changed in place"
+            is_same,
+            "the head's weight, bias or input, or what was added, changed, or its requires_grad,",
         )
         self.check_others(memory, None)
+        self.check_function()
         is_late = self._is_behind_engine()
         with outside_autocast(hidden.device.type):
             result = self._compute(compute, hidden)
@@ -211,6 +218,18 @@ class HeadCall:
         result: Tensor = self.head(hidden, compute)
         return result
 
+    def check_function(self) -> None:
+        """Raise RuntimeError in a torch.autograd.Function that got logits: it sees no tensor."""
+        if self.grad and not self.is_in_function and torch_compat.is_in_autograd_function():
+            raise RuntimeError(
+                "logits: got deferred ones in torch.autograd.Function.apply, which would lose "
+                "their gradient; pass logits + 0, or call cutefce.undefer(model)"
+            )
+
+    def is_lost_by_engine(self) -> bool:
+        """Whether DeepSpeed's engine would miss the gradient of these logits, under ZeRO-3."""
+        return self.engine is not None and not self.is_fused and hasattr(self.head.weight, "ds_id")
+
     def _is_behind_engine(self) -> bool:
         """Whether DeepSpeed's engine has returned and found nothing of these logits.
 
@@ -221,7 +240,7 @@ class HeadCall:
         """
         if self.engine is None or self.is_fused or runners.deepspeed_engine() is self.engine:
             return False
-        if hasattr(self.head.weight, "ds_id"):
+        if self.is_lost_by_engine():
             raise RuntimeError(
                 "logits: got a use of them after DeepSpeed's engine returned, under ZeRO-3, "
                 "expected it in the forward of the model; compute the loss there, return "
@@ -247,11 +266,15 @@ class HeadCall:
         """Watch logits that were made for changes that others of their memory do not see."""
         self.made.append((memory, logits, _version(logits)))
 
-    def _versions(self) -> list[int]:
-        """Return how often the operands were changed, nothing in a compiled graph."""
+    def _versions(self) -> list[tuple[int, bool]]:
+        """Return how often operands were changed, and whether they need gradients.
+
+        Return nothing in a compiled graph.
+        """
         if torch.compiler.is_compiling():
             return []
-        return [_version(x) for x in (*self.operands, *self.addends) if x is not None]
+        given = [x for x in (*self.operands, *self.addends) if x is not None]
+        return [(_version(x), x.requires_grad) for x in given]
 
     def _check(self, condition: bool, change: str) -> None:
         if not condition:

@@ -47,7 +47,7 @@ def log_probs_of(
             **options,
         )
 
-    found: Any = logits.call.evaluate(fused, logits.hidden, logits.memory)
+    found: Any = logits.call.evaluate(fused, logits.states, logits.memory)
     logits.call.note_fused()
     return LogProbs(*found)
 
@@ -66,7 +66,7 @@ def _obstacle(
         indices.device == logits.device == logits.hidden.device
     ):
         return "linear_log_probs: more classes than are served, or on another device"
-    if logits.dtype == torch.float64 != logits.hidden.dtype:
+    if logits.dtype == torch.float64 != logits.call.dtype:
         return "linear_log_probs: logits cast to float64"
     if "entropy" in outputs and transform is not None and transform.cap is not None:
         return "linear_log_probs: entropy of capped logits"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cutefce.integrations.deferral import runners
 from cutefce.integrations.deferral.head import WATCHING, HeadCall, is_inference_mode
 from cutefce.integrations.deferral.loss import cross_entropy
 from cutefce.integrations.deferral.record import METHODS, LogitsRecord
@@ -34,16 +35,11 @@ class DeferredLogits(LogitsRecord):
         Args:
             reason: what needs them, for the report.
         """
-        would_be_lost = self.call.grad and not torch.is_grad_enabled()
-        if would_be_lost and torch_compat.is_in_autograd_function():
-            raise RuntimeError(
-                "logits: got deferred ones in torch.autograd.Function.apply, which would lose "
-                "their gradient; pass logits + 0, or call cutefce.undefer(model)"
-            )
+        self.call.check_function()
         if self.made is None:
             self.call.check_watched()
             with left_inference_mode(self.call.inference), torch.set_grad_enabled(self.call.grad):
-                hidden = self.hidden.movedim(self.class_dim, -1)
+                hidden = self.states.movedim(self.class_dim, -1)
                 made = self.call.evaluate(self._compute, hidden, self.memory)
                 made = made.movedim(-1, self.class_dim)
             self.call.note_made(self.memory, made)
@@ -57,7 +53,12 @@ class DeferredLogits(LogitsRecord):
         w, b = self.of_classes(weight), self.of_classes(bias)
         logits = F.linear(hidden, w.to(hidden.dtype), b if b is None else b.to(hidden.dtype))
         for name, value in self.steps:
-            logits = logits.tanh() if name == "tanh" else getattr(logits, name)(value)
+            if name == "tanh":
+                logits = logits.tanh()
+            elif name == "add":
+                logits = logits + value.to(logits.device)
+            else:
+                logits = getattr(logits, name)(value)
         return logits
 
     def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -73,6 +74,14 @@ class DeferredLogits(LogitsRecord):
             self.call.watch(name)
         return getattr(logits, name)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        if self.requires_grad:
+            raise RuntimeError(
+                "logits: got a conversion that would lose their gradient, as by torch.as_tensor; "
+                "expected logits + 0"
+            )
+        return self.ask("__dlpack__", **options)
+
     def __repr__(self) -> str:
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -81,8 +90,10 @@ class DeferredLogits(LogitsRecord):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", type(func).__name__)
-        if name in ("add", "mul") and not kwargs and [isinstance(x, cls) for x in args] == [0, 1]:
-            return getattr(args[1], name)(args[0])
+        if name in ("add", "mul") and not kwargs and not isinstance(args[0], cls):
+            return getattr(args[1], name)(args[0])  # of either order
+        if func is torch.autograd.grad:
+            replaced(args[1], cls, lambda x: x.call.watch("torch.autograd.grad"))
         if args and isinstance(args[0], cls):
             first, rest = args[0], args[1:]
             if func is F.cross_entropy:
@@ -99,22 +110,33 @@ def deferred(call: HeadCall, hidden: Tensor) -> Any:
     return DeferredLogits(call, hidden, hidden.ndim - 1, (0, call.classes), (), hidden.dtype)
 
 
-def make_for_deepspeed(model: nn.Module, arguments: Any, outputs: Any) -> Any:
-    """Return the outputs of a model with logits where ZeRO-3 looks for tensors: a forward hook.
+def make_outputs(model: nn.Module, arguments: Any, outputs: Any) -> Any:
+    """Return the outputs of a model with logits where tensors are looked for: a forward hook.
 
-    Its engine computes a backward from the tensors that the model returned.  A loss that is fused
-    in the model's forward is one of these; for another, the logits have to be.
+    Backward hooks of the model look for them, and DeepSpeed's engine under ZeRO-3, which computes a
+    backward from the tensors that the model returned.  A loss that is fused in the model's forward
+    is one of these; for another, the logits have to be.
     """
+    is_hooked = bool(model._backward_hooks or model._backward_pre_hooks)
+    if not is_hooked and runners.deepspeed_engine() is None:
+        return None  # as they are
 
-    def made(x: DeferredLogits) -> Any:
-        call = x.call
-        if call.engine is None or call.is_fused or not hasattr(call.head.weight, "ds_id"):
-            return x
-        return x.tensor("DeepSpeed ZeRO-3: a loss outside of the model")
+    def made(x: Any) -> Any:
+        if isinstance(x, dict):  # in place, as outputs of transformers are dicts with more
+            for name, item in x.items():
+                x[name] = made(item)
+        elif isinstance(x, (tuple, list)):
+            items = [made(item) for item in x]
+            is_changed = any(a is not b for a, b in zip(items, x, strict=True))
+            named = hasattr(x, "_fields")
+            return (type(x)(*items) if named else type(x)(items)) if is_changed else x
+        elif isinstance(x, DeferredLogits) and is_hooked and not x.call.is_fused:
+            return x.tensor("backward hooks of the model")
+        elif isinstance(x, DeferredLogits) and x.call.is_lost_by_engine():
+            return x.tensor("DeepSpeed ZeRO-3: a loss outside of the model")
+        return x
 
-    if torch.compiler.is_compiling():
-        return outputs
-    return torch_compat.map_kind(outputs, DeferredLogits, made)
+    return made(outputs)
 
 
 def made_all(reason: str, value: Any) -> Any:
@@ -141,8 +163,8 @@ OWN_NAMES = {"out", "split_size_or_sections", "alpha"}
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 OTHERS = (
     *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "setitem", "iter"),
-    *("contains", "bool", "int", "float", "complex", "index", "array", "format", "deepcopy"),
-    *("reduce_ex", "dlpack", "dlpack_device"),
+    *("contains", "bool", "int", "float", "complex", "index", "array", "format"),
+    *("reduce_ex", "dlpack_device"),
 )
 
 

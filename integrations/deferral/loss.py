@@ -91,7 +91,7 @@ def cross_entropy(
             reduction,
             label_smoothing,
         )
-    hidden = input.hidden.movedim(input.class_dim, -1)
+    hidden = input.states.movedim(input.class_dim, -1)
     y, class_weight = target.to(hidden.device), weight
     if weight is not None:
         class_weight = weight.to(hidden.device)
@@ -133,7 +133,7 @@ def _obstacle(input: "DeferredLogits", target: Tensor, label_smoothing: float) -
         return "cross_entropy: targets that are not int64 class indices"
     if list(target.shape) != rows or target.device != input.device:
         return "cross_entropy: targets of another shape or device"
-    if input.dtype == torch.float64 != input.hidden.dtype:
+    if input.dtype == torch.float64 != input.call.dtype:
         return "cross_entropy: logits cast to float64"
     if label_smoothing and any(name == "tanh" for name, _ in input.steps):
         return "cross_entropy: label_smoothing with softcap"

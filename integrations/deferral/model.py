@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from cutefce.integrations.deferral import einops_backend
 from cutefce.integrations.deferral.head import DeferringLinear
-from cutefce.integrations.deferral.logits import make_for_deepspeed
+from cutefce.integrations.deferral.logits import make_outputs
 from cutefce.integrations.deferral.report import Counts, DeferralReport
 from cutefce.integrations.gradients import gradient_options
 from cutefce.ops.interface.checks import DTYPES, check_type
@@ -61,9 +61,9 @@ def defer(
     einops_backend.register()
     for head in heads:
         _defer_head(head, evaluation, loss_options)
-    if owner not in heads and make_for_deepspeed not in owner._forward_hooks.values():
+    if owner not in heads and make_outputs not in owner._forward_hooks.values():
         owner.register_forward_pre_hook(defer_copies)
-        owner.register_forward_hook(make_for_deepspeed, prepend=True)
+        owner.register_forward_hook(make_outputs, prepend=True)
 
 
 def undefer(model: nn.Module) -> None:
@@ -82,7 +82,7 @@ def undefer(model: nn.Module) -> None:
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in [*hooks.items()]:
-                if hook in (defer_copies, make_for_deepspeed):
+                if hook in (defer_copies, make_outputs):
                     del hooks[key]
 
 
@@ -139,13 +139,16 @@ def _owner(model: nn.Module) -> nn.Module:
     """Return the module with `get_output_embeddings` of a model, or the head that it is."""
     _check_module(model)
     owner: Any = model
-    while not isinstance(owner, nn.Linear) and not hasattr(owner, "get_output_embeddings"):
-        if not isinstance(getattr(owner, "module", None), nn.Module):
-            raise TypeError(
-                f"model: got {type(model).__name__}, expected one with get_output_embeddings, or "
-                "its head, an nn.Linear"
-            )
-        owner = owner.module  # of DDP and the like
+    while not isinstance(owner, nn.Linear) and not hasattr(type(owner), "get_output_embeddings"):
+        inner = getattr(owner, "module", None)  # of DDP, DeepSpeed's engine and the like
+        if not isinstance(inner, nn.Module):
+            break
+        owner = inner
+    if not isinstance(owner, nn.Linear) and not hasattr(owner, "get_output_embeddings"):
+        raise TypeError(
+            f"model: got {type(model).__name__}, expected one with get_output_embeddings, or "
+            "its head, an nn.Linear"
+        )
     found: nn.Module = owner
     return found
 
@@ -181,7 +184,7 @@ def _check_head(head: Any) -> None:
         got = f"{type(head).__module__}.{type(head).__name__}"
         if isinstance(head, nn.Linear):
             is_another = type(head).forward is not nn.Linear.forward or "forward" in head.__dict__
-            got += " with another forward" if is_another else ", a subclass of it"
+            got += " with another forward" if is_another else ", a subclass of nn.Linear"
     elif not isinstance(weight, DTensor) and type(weight) not in PLAIN_TYPES:
         got = f"a weight of {type(weight).__name__}"
     elif weight.dtype not in DTYPES:

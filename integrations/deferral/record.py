@@ -16,7 +16,7 @@ from cutefce.ops.operators.context import PLAIN_TYPES
 Step = tuple[str, Any]
 """A method of tensors that changes logits element by element, and its argument.
 
-That of "add" is a tensor (V,) of the classes of the logits.
+That of "add" is a tensor (V,) of the classes of the logits, on the hidden states' device.
 """
 
 
@@ -28,7 +28,8 @@ class LogitsRecord:
     logits but for the dimension of classes; selections of classes to the weight; the rest is a
     list of steps.  The methods below are those of tensors.
 
-    It is a dataclass since FSDP and DDP look for tensors in those, among the outputs of modules.
+    It is a dataclass since FSDP, DDP and Lightning look for tensors in those, among the outputs of
+    modules.  They may cast the states, which stands for a cast of the logits.
     """
 
     call: HeadCall
@@ -36,7 +37,7 @@ class LogitsRecord:
     class_dim: int
     class_range: tuple[int, int]
     steps: tuple[Step, ...]
-    dtype: torch.dtype
+    recorded_dtype: torch.dtype
     memory: int = 0
     """Number of the memory that torch's logits would have; a copy has its own."""
     place: torch.device | None = None
@@ -49,8 +50,8 @@ class LogitsRecord:
     def __post_init__(self) -> None:
         self.graph = self.graph or self.call.graph
         dtype = self.hidden.dtype
-        if dtype != self.call.dtype:  # as FSDP casts outputs
-            self.hidden, self.dtype = self.hidden.to(self.call.dtype), dtype
+        if dtype != self.call.dtype:
+            self.hidden, self.recorded_dtype = self.states, dtype
             self.steps = (*self.steps, ("to", dtype))
 
     # what is known without the logits
@@ -65,6 +66,16 @@ class LogitsRecord:
         sizes = list(self.hidden.shape)
         sizes[self.class_dim] = self.classes
         return torch.Size(sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        is_cast = self.hidden.dtype != self.call.dtype
+        return self.hidden.dtype if is_cast else self.recorded_dtype
+
+    @property
+    def states(self) -> Tensor:
+        """The hidden states as the head got them."""
+        return self.hidden.to(self.call.dtype)
 
     @property
     def ndim(self) -> int:
@@ -120,6 +131,11 @@ class LogitsRecord:
         """Return what the method `name` of the logits themselves returns."""
         raise NotImplementedError
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self.hidden) in memo:  # of one who then replaces the fields
+            return self.derived()
+        return self.ask("__deepcopy__", memo)
+
     def derived(self, **changes: Any) -> Any:
         """Return other logits of the same call: these, but for some arguments of __init__."""
         return dataclasses.replace(self, **changes)
@@ -159,14 +175,15 @@ class LogitsRecord:
     def _cast(self, dtype: torch.dtype) -> Any:
         if not self.is_recorded or dtype not in DTYPES:
             return self.ask("to", dtype)
-        return self if dtype == self.dtype else self._step("to", dtype, dtype=dtype)
+        return self if dtype == self.dtype else self._step("to", dtype, recorded_dtype=dtype)
 
     def _add(self, name: str, other: Any) -> Any:
         if not (self.is_recorded and self.class_dim == self.ndim - 1 and self._is_bias(other)):
             return self.ask(name, other)
         self.call.add(other)
         dtype = torch.promote_types(self.dtype, other.dtype)
-        return self._step("add", other.reshape(-1), dtype=dtype)
+        value = other.reshape(-1).to(self.hidden.device)
+        return self._step("add", value, recorded_dtype=dtype)
 
     def _is_bias(self, x: Any) -> bool:
         """Whether x (V,), or with dimensions of 1 before, has a number for each class."""

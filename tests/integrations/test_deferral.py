@@ -105,7 +105,7 @@ FUSED: dict[str, Use] = {
     "softcap and scale": capped_twice_scaled,
     "tensor scale": lambda x, y: ce(x * torch.tensor(0.5), y),
     "tensor from the left": lambda x, y: ce(torch.tensor(3) * x, y),
-    "tensor as temperature": lambda x, y: ce(x / torch.tensor(0.7, dtype=torch.float64), y),
+    "tensor as temperature": lambda x, y: ce(x / torch.tensor(0.7), y),
     "added": lambda x, y: ce(x + torch.arange(V) / 9, y),
     "added from the left": lambda x, y: ce(torch.arange(V)[None] / 9 + x, y),
     "torch.add": lambda x, y: ce(torch.add(x, torch.arange(V)[None, None] / 9), y),
@@ -278,9 +278,13 @@ def test_logits_after_a_change_are_refused() -> None:
     part = early[:, :-1]
     ce(logits, TARGETS).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    with pytest.raises(RuntimeError, match="logits: the head's weight, bias or input, or what"):
+    with pytest.raises(
+        RuntimeError, match="logits: the head's weight, bias or input, or what was added, chan"
+    ):
         logits.argmax(-1)
-    with pytest.raises(RuntimeError, match="logits: the head's weight, bias or input, or what"):
+    with pytest.raises(
+        RuntimeError, match="logits: the head's weight, bias or input, or what was added, chan"
+    ):
         ce(part, TARGETS[:, :-1])
     later: Any = model(TOKENS)
     part = later[:, :-1]
@@ -295,7 +299,9 @@ def test_a_change_of_what_was_added_is_refused() -> None:
     cutefce.defer(model)
     logits: Any = model(TOKENS) + more
     more.add_(1)
-    with pytest.raises(RuntimeError, match="logits: the head's weight, bias or input, or what"):
+    with pytest.raises(
+        RuntimeError, match="logits: the head's weight, bias or input, or what was added, chan"
+    ):
         ce(logits, TARGETS)
 
 
@@ -305,7 +311,9 @@ def test_a_change_of_the_bias_or_of_a_view_is_refused() -> None:
     logits: Any = model(TOKENS)
     with torch.no_grad():
         model.head.bias.add_(1)
-    with pytest.raises(RuntimeError, match="logits: the head's weight, bias or input, or what"):
+    with pytest.raises(
+        RuntimeError, match="logits: the head's weight, bias or input, or what was added, chan"
+    ):
         ce(logits, TARGETS)
     logits = model(TOKENS)
     flat = logits.view(-1, V)
@@ -371,15 +379,22 @@ def test_a_loss_that_is_checkpointed(use_reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
-def test_a_head_that_is_checkpointed_has_a_gradient_or_an_error(evaluation: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_head_that_is_checkpointed_has_a_gradient(evaluation: bool, reentrant: bool) -> None:
     model, hidden = Model(), torch.ones(2, 6, D, requires_grad=True)
-    wanted = torch.autograd.grad(ce(model.head(hidden), TARGETS), hidden)[0]
+    ce(model.head(hidden), TARGETS).backward()
+    wanted, theirs = hidden.grad, gradients(model)
     cutefce.defer(model, evaluation=evaluation)
-    logits = checkpoint(model.head, hidden, use_reentrant=False)
-    torch.testing.assert_close(torch.autograd.grad(ce(logits, TARGETS), hidden)[0], wanted)
-    logits = checkpoint(model.head, hidden, use_reentrant=True)
-    with pytest.raises(IndexError):
-        ce(logits, TARGETS).backward()
+    for function in (model.head, lambda x: model.head(x)[:, :-1], lambda x: model.head(x) * 2):
+        hidden.grad = None
+        logits: Any = checkpoint(function, hidden, use_reentrant=reentrant)
+        loss_of = F.cross_entropy(logits.flatten(0, 1), TARGETS[:, : logits.shape[1]].flatten())
+        loss_of.backward()
+        mine = gradients(model)
+        if function is model.head:
+            torch.testing.assert_close(hidden.grad, wanted)
+            assert_same(mine, theirs)
+        assert hidden.grad is not None and len(mine) == 1
 
 
 def test_views_have_the_shapes_of_the_logits() -> None:
@@ -505,7 +520,7 @@ def test_training_in_evaluation_mode_is_fused() -> None:
     torch.testing.assert_close(ours, loss, rtol=1e-6, atol=0)
     assert_same(mine, theirs)
     assert cutefce.deferral_report(model) == (1, {})
-    assert type(model.requires_grad_(False).train()(TOKENS)) is Tensor  # nothing is trained
+    assert type(model.requires_grad_(False)(TOKENS)) is Tensor  # nothing is trained
 
 
 @pytest.mark.parametrize("method", ["retain_grad", "register_hook"])
@@ -628,6 +643,174 @@ def test_replicas_of_data_parallel_return_tensors() -> None:
     assert cutefce.deferral_report(model) == (0, {"nn.DataParallel": 1})
 
 
+def test_a_weight_of_fewer_rows_tells_the_classes() -> None:
+    """As vocabularies are pruned: out_features stays."""
+    model = Model()
+    model.head.weight = nn.Parameter(model.head.weight[:19].detach().clone())
+    targets = TARGETS.clamp(max=18)
+    loss, theirs = step(model, ce, targets)
+    cutefce.defer(model)
+    ours, mine = step(model, ce, targets)
+    torch.testing.assert_close(ours, loss, rtol=1e-6, atol=0)
+    assert_same(mine, theirs)
+    assert cutefce.deferral_report(model) == (1, {})
+
+
+def test_a_change_of_requires_grad_is_refused() -> None:
+    """As `set_adapter` of peft changes it: torch has the gradients of the forward."""
+    model = Model()
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    model.head.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="logits: the head's weight, bias or input, or what was"):
+        ce(logits, TARGETS)
+    model.head.requires_grad_(True)
+    assert ce(logits, TARGETS).requires_grad
+
+
+class OwnLoss(torch.autograd.Function):
+    """A loss that computes its gradient in its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any, targets: Tensor) -> Tensor:
+        with torch.enable_grad():
+            loss = ce(logits, targets)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None
+
+
+def test_a_function_that_enables_gradients_is_refused() -> None:
+    model = Model()
+    cutefce.defer(model)
+    with pytest.raises(RuntimeError, match=r"logits: got deferred ones in torch.autograd.Function"):
+        OwnLoss.apply(model(TOKENS), TARGETS)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("allow_unused", [False, True])
+def test_a_gradient_by_logits_after_their_loss_is_refused(allow_unused: bool) -> None:
+    model = Model()
+    logits: Any = model(TOKENS)
+    (wanted,) = torch.autograd.grad(ce(logits, TARGETS), logits)
+    cutefce.defer(model)
+    logits = model(TOKENS)
+    loss = ce(logits, TARGETS)
+    with pytest.raises(RuntimeError, match=r"logits: got torch.autograd.grad after a loss"):
+        torch.autograd.grad(loss, [logits], allow_unused=allow_unused)
+    logits = model(TOKENS) + 0
+    torch.testing.assert_close(torch.autograd.grad(ce(logits, TARGETS), logits)[0], wanted)
+
+
+@pytest.mark.parametrize("convert", [torch.as_tensor, torch.asarray, torch.tensor])
+def test_a_conversion_that_loses_the_gradient_is_refused(convert: Any) -> None:
+    model = Model()
+    cutefce.defer(model, evaluation=True)
+    with pytest.raises(RuntimeError, match=r"logits: got a conversion .* logits \+ 0"):
+        convert(model(TOKENS))
+    with torch.no_grad():
+        assert convert(model(TOKENS)).shape == (2, 6, V)
+
+
+def test_a_backward_hook_of_a_model_sees_logits() -> None:
+    model, seen = Model(), list[Any]()
+
+    def hook(module: nn.Module, into: Any, out: Any) -> None:
+        seen.append(out[0].shape)
+
+    cutefce.defer(model)
+    model.register_full_backward_hook(hook)
+    step(model, ce)
+    assert seen == [(2, 6, V)]
+    assert cutefce.deferral_report(model) == (0, {"backward hooks of the model": 1})
+
+
+class Outputs(dict[str, Any]):
+    """Outputs with attributes of their own."""
+
+
+class WithOutputs(Model):
+    """A model that returns the same object each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs = Outputs()
+
+    def forward(self, tokens: Tensor) -> Any:
+        self.outputs["logits"] = super().forward(tokens)
+        return self.outputs
+
+
+def test_outputs_are_those_that_the_model_returns() -> None:
+    model = WithOutputs()
+    cutefce.defer(model)
+    assert model(TOKENS) is model.outputs and isinstance(model.outputs["logits"], DeferredLogits)
+
+
+def test_a_traced_or_exported_model_has_tensors() -> None:
+    model = Model()
+    expected = model(TOKENS)
+    cutefce.defer(model)
+    graph = torch.fx.symbolic_trace(model)
+    torch.testing.assert_close(graph(TOKENS), expected)
+    for strict in (True, False):
+        exported = torch.export.export(model, (TOKENS,), strict=strict)
+        torch.testing.assert_close(exported.module()(TOKENS), expected)
+
+
+def test_einops_rearranges_deferred_logits() -> None:
+    einops = pytest.importorskip("einops")
+
+    def rearranged(logits: Any, targets: Tensor) -> Tensor:
+        return F.cross_entropy(einops.rearrange(logits, "b n c -> b c n"), targets)
+
+    def flattened(logits: Any, targets: Tensor) -> Tensor:
+        return F.cross_entropy(einops.rearrange(logits, "b n c -> (b n) c"), targets.flatten())
+
+    def reduced(logits: Any, targets: Tensor) -> Tensor:
+        mean: Tensor = einops.reduce(logits.square(), "b n c -> ()", "mean")
+        return mean.sum()
+
+    for use, fused in ((rearranged, 1), (flattened, 1), (reduced, 0)):
+        model = Model()
+        loss, theirs = step(model, use)
+        cutefce.defer(model)
+        ours, mine = step(model, use)
+        torch.testing.assert_close(ours, loss, rtol=1e-6, atol=0)
+        assert_same(mine, theirs)
+        assert cutefce.deferral_report(model).fused == fused
+
+
+@torch.jit.script
+def scripted(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+def test_a_scripted_loss_takes_logits_plus_0() -> None:
+    """The documented remedy for functions that take nothing but tensors keeps the gradient."""
+    model = Model()
+    loss, theirs = step(model, lambda x, y: scripted(x + 0, y))
+    cutefce.defer(model)
+    with pytest.raises(RuntimeError, match="DeferredLogits"):
+        scripted(model(TOKENS), TARGETS)
+    ours, mine = step(model, lambda x, y: scripted(x + 0, y))
+    torch.testing.assert_close(ours, loss, rtol=1e-6, atol=0)
+    assert_same(mine, theirs)
+
+
+def test_logits_are_moved_where_a_model_moves_its_outputs() -> None:
+    """As hooks of accelerate do after the loss, which need not make logits for it."""
+    model = Model()
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    loss = ce(logits, TARGETS)
+    moved = logits.to("meta:0", non_blocking=True).float()
+    assert (moved.device.type, moved.shape) == ("meta", logits.shape)
+    assert cutefce.deferral_report(model) == (1, {}) and loss.isfinite()
+    assert (moved + 0).device.type == "meta"
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_loop_is_one_graph(backend: str) -> None:
     def train(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -676,6 +859,10 @@ def headless(head: Any) -> Model:
     return model
 
 
+class Named(nn.Linear):
+    """Another name, no other forward."""
+
+
 def replaced() -> nn.Linear:
     head = nn.Linear(D, V)
     head.forward = lambda input: input  # type: ignore[method-assign]
@@ -692,6 +879,11 @@ def replaced() -> nn.Linear:
         (headless(nn.Conv1d(1, 1, 1)), r"head: got torch\S*Conv1d, expected a plain torch.nn.Lin"),
         (headless(nn.Linear(D, V).to(torch.float8_e4m3fn)), "head: got a weight of torch.float8"),
         (headless(replaced()), "head: got .*Linear with another forward, expected a plain"),
+        (headless(Named(D, V)), r"head: got \S*Named, a subclass of nn.Linear, expected a plain"),
+        (
+            headless(nn.ModuleList([nn.Linear(D, V)] * 4)),
+            "model: got Model with 4 heads, expected ",
+        ),
         (headless(None), "model: got Model without output embeddings, expected a causal"),
     ],
 )
@@ -717,7 +909,7 @@ def test_transforms_of_the_model_see_tensors() -> None:
     assert_same(torch.func.grad(loss_of)(parameters), wanted)
     tangent = torch.func.jvp(loss_of, (parameters,), (parameters,))[1]
     assert tangent.isfinite()
-    assert cutefce.deferral_report(model).fallbacks == {"torch.func": 1}  # no gradient in jvp
+    assert cutefce.deferral_report(model).fallbacks == {"torch.func": 2}
 
 
 def test_a_head_that_was_replaced_is_named() -> None:

@@ -258,6 +258,143 @@ def test_a_loop_of_ones_own(name: str) -> None:
     assert cutefce.deferral_report(other) == (3, {})
 
 
+def test_lightning_leaves_evaluation_mode(tmp_path: Path) -> None:
+    """A model of from_pretrained is in evaluation mode, and Lightning trains it there."""
+    lightning = pytest.importorskip("lightning")
+    model: Any = tiny()
+    model.save_pretrained(tmp_path)
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+        def training_step(self, rows: dict[str, Tensor], index: int) -> Tensor:
+            loss: Tensor = self.model(**rows).loss
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    found = []
+    for is_deferred in (False, True):
+        module: Any = Module()
+        if is_deferred:
+            cutefce.defer(module.model)
+        trainer = lightning.Trainer(
+            max_steps=3,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        rows: Any = [batch() for _ in range(3)]
+        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=None))
+        assert not module.model.training
+        found.append(parameters(module))
+    assert cutefce.deferral_report(module) == (3, {})
+    for key, value in found[0].items():
+        assert (found[1][key] - value).abs().max() <= 1e-6, key
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_fabric(inside: bool, precision: Any) -> None:
+    """Fabric copies dataclasses among outputs, and casts and hooks the tensors in them."""
+    fabric = pytest.importorskip("lightning").Fabric(accelerator="cpu", precision=precision)
+    found = []
+    for is_deferred in (False, True):
+        model = tiny()
+        if is_deferred:
+            cutefce.defer(model)
+        wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+        for _ in range(2):
+            rows = batch()
+            outputs = wrapped(**rows)
+            logits = outputs.logits[:, :-1].flatten(0, 1)
+            assert logits.dtype == torch.float32
+            loss = (
+                outputs.loss if inside else F.cross_entropy(logits, rows["labels"][:, 1:].flatten())
+            )
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+        assert loss.dtype == torch.float32
+        found.append(parameters(model))
+    assert cutefce.deferral_report(model) == (2 if inside else 4, {})
+    tolerance = 1e-6 if precision == "32-true" else 1e-3
+    for key, value in found[0].items():
+        assert (found[1][key] - value).abs().max() <= tolerance, key
+
+
+BIASES = {
+    "Bart": ("BartForConditionalGeneration", "BartConfig", {}),
+    "mBART": ("MBartForConditionalGeneration", "MBartConfig", {}),
+    "Marian": ("MarianMTModel", "MarianConfig", {"decoder_vocab_size": VOCAB}),
+    "Blenderbot": ("BlenderbotForConditionalGeneration", "BlenderbotConfig", {}),
+    "Pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", {}),
+}
+"""Models that add a `final_logits_bias` (1, V), and classes and fields of their configuration."""
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_final_logits_bias(name: str) -> None:
+    kind, config, fields = BIASES[name]
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "d_model": 16, "vocab_size": VOCAB}
+    torch.manual_seed(0)
+    model: Any = getattr(transformers, kind)(
+        getattr(transformers, config)(
+            **sizes,
+            **fields,
+            dropout=0.0,
+            max_position_embeddings=32,
+            pad_token_id=0,
+            decoder_start_token_id=0,
+        )
+    ).train()
+    nn.init.normal_(model.final_logits_bias)
+    loss, theirs = step(model)
+    cutefce.defer(model)
+    ours, mine = step(model)
+    torch.testing.assert_close(ours, loss, rtol=1e-6, atol=1e-6)
+    assert_same(mine, theirs)
+    assert cutefce.deferral_report(model) == (1, {})
+
+
+@pytest.mark.parametrize("deferred_first", [True, False])
+@pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_tied_copies_of_peft(saved: list[str], deferred_first: bool) -> None:
+    """With `ensure_weight_tying` peft makes a head with in_features and out_features swapped."""
+
+    def adapted(defer: bool) -> Any:
+        model = build(tiny_config("llama", tie_word_embeddings=True))
+        if defer and deferred_first:
+            cutefce.defer(model)
+        torch.manual_seed(0)
+        config = peft.LoraConfig(
+            target_modules=["q_proj"],
+            modules_to_save=[*saved],
+            ensure_weight_tying=True,
+            init_lora_weights=False,
+        )
+        wrapped = peft.get_peft_model(model, config)
+        if defer and not deferred_first:
+            cutefce.defer(wrapped)
+        return wrapped.train()
+
+    loss, theirs = step(adapted(defer=False))
+    model = adapted(defer=True)
+    ours, mine = step(model)
+    torch.testing.assert_close(ours, loss, rtol=1e-6, atol=1e-6)
+    assert_same(mine, theirs)
+    assert cutefce.deferral_report(model) == (1, {})
+    cutefce.undefer(model)
+    assert type(model(**batch()).logits) is Tensor
+
+
 ADAPTERS: dict[str, tuple[dict[str, Any], int]] = {
     "layers": ({"target_modules": ["q_proj", "v_proj"]}, 1),
     "head": ({"target_modules": ["q_proj", "lm_head"]}, 0),

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from cutefce.autotune_cache import defaults
 from tests.conftest import SMALL_TILES
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 """How long a group waits for a rank, and a test for a result."""
 
 
