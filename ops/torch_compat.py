@@ -187,19 +187,24 @@ def is_in_reentrant_checkpoint() -> bool:
     return _is_running(checkpoint.CheckpointFunction.forward)
 
 
-def checkpoint_returned(classes: int) -> bool:
-    """Whether a reentrant activation checkpoint runs its forward again, which returned logits.
+def is_in_backward() -> bool:
+    """Whether autograd computes gradients in this thread now."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def checkpoint_returned_rows() -> bool:
+    """Whether a reentrant activation checkpoint that returned more than scalars runs again.
 
     Those of torch, DeepSpeed and Megatron are functions of autograd whose context has the forward
-    as `run_function`.  The logits' gradients (..., classes) are arguments of its backward.
+    as `run_function`.  The gradients of what it returned are arguments of its backward.
     """
-    frame = None if torch.compiler.is_compiling() else inspect.currentframe()
+    frame = inspect.currentframe() if is_in_backward() else None
     while frame is not None:
         if frame.f_code.co_name == "backward" and hasattr(
             frame.f_locals.get("ctx"), "run_function"
         ):
             given = [x for name in ("args", "grads") for x in frame.f_locals.get(name, ())]
-            return any(isinstance(x, Tensor) and x.shape[-1:] == (classes,) for x in given)
+            return any(isinstance(x, Tensor) and x.ndim > 0 for x in given)
         frame = frame.f_back
     return False
 

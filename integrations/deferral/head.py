@@ -1,5 +1,6 @@
 """The head, whose forward returns deferred logits where a loss may follow."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from cutefce.ops.operators.context import PLAIN_TYPES, is_autocasting, outside_a
 
 Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Maps hidden states (..., D), weight (V, D) and bias (V,) or None to a result."""
+State = tuple[int, bool] | None
 WATCHING = "retain_grad", "register_hook", "register_post_accumulate_grad_hook"
 """Methods of tensors that watch their gradients."""
 
@@ -27,6 +29,8 @@ class DeferringLinear(nn.Linear):
     """Whether logits are deferred in evaluation and without gradients too."""
     loss_options: dict[str, Any]
     """Arguments of `linear_cross_entropy` beside those of the model's loss."""
+    runner: str = ""
+    """Why what runs the model needs logits of the head itself, "" if it does not."""
 
     @property
     def is_deferring(self) -> bool:
@@ -85,13 +89,14 @@ class DeferringLinear(nn.Linear):
             return "nn.DataParallel"
         if not torch.is_grad_enabled() and torch_compat.is_in_reentrant_checkpoint():
             return "checkpoint with use_reentrant=True"
-        if torch_compat.checkpoint_returned(self.weight.shape[0]):
-            return "checkpoint with use_reentrant=True: logits that it returns"
+        if torch_compat.checkpoint_returned_rows():
+            return "checkpoint with use_reentrant=True that returns more than a loss"
         if self._backward_hooks or self._backward_pre_hooks:
             return "backward hooks of the head"
-        runner = runners.obstacle()
-        if runner:
-            return runner
+        if not torch_compat.is_in_backward():  # a checkpoint decides again as in its forward
+            self.runner = runners.obstacle()
+        if self.runner:
+            return self.runner
         casts = is_autocasting(input.device.type) and torch.float64 not in (
             input.dtype,
             weight.dtype,
@@ -127,9 +132,9 @@ class HeadCall:
         self.classes = head.weight.shape[0]
         """V, which the weight tells: `out_features` is no more than a name of it."""
         self.operands = hidden, head.weight, head.bias
-        self.addends: list[Tensor] = []
-        """What was added to the logits."""
-        self.versions = self._versions()
+        self.addends: list[tuple[Tensor, State]] = []
+        """What was added to the logits, and its state then."""
+        self.versions = [_state(x) for x in self.operands]
         self.graph = self._graph() if self.grad and runners.looks_for_parameters() else ()
         """Tensors without elements whose graphs contain the head's parameters."""
         self.is_in_function = self.grad and torch_compat.is_in_autograd_function()
@@ -148,9 +153,7 @@ class HeadCall:
 
     def add(self, x: Tensor) -> None:
         """Watch x, which was added to the logits, for changes before they are used."""
-        self.addends.append(x)
-        if not torch.compiler.is_compiling():
-            self.versions.append((_version(x), x.requires_grad))
+        self.addends.append((x, _state(x)))
 
     def note_fused(self) -> None:
         """Count a loss that was computed without logits."""
@@ -193,9 +196,9 @@ class HeadCall:
         Raises:
             RuntimeError: if what logits are made of has changed since, or is not here.
         """
-        is_same = self.versions in ([], self._versions()) or torch.compiler.is_compiling()
+        states = [*zip(self.operands, self.versions, strict=True), *self.addends]
         self._check(
-            is_same,
+            all(None in (state, _state(x)) or state == _state(x) for x, state in states),
             "the head's weight, bias or input, or what was added, changed, or its requires_grad,",
         )
         self.check_others(memory, None)
@@ -206,7 +209,7 @@ class HeadCall:
         if is_late:
             for x in result if isinstance(result, tuple) else (result,):
                 if isinstance(x, Tensor) and x.requires_grad:
-                    x.register_hook(self._check_engine)
+                    x.register_hook(functools.partial(_check_engine, self.engine))
         return result
 
     def _compute(self, compute: Compute, hidden: Tensor) -> Tensor:
@@ -248,13 +251,6 @@ class HeadCall:
             )
         return True
 
-    def _check_engine(self, gradient: Tensor) -> None:
-        if not self.engine._running_engine_backward:
-            raise RuntimeError(
-                "loss: got backward() of one that was computed after DeepSpeed's engine returned, "
-                "expected engine.backward(loss)"
-            )
-
     def check_others(self, memory: int, own: Tensor | None) -> None:
         """Raise RuntimeError if logits of the same memory, but for `own`, have changed since."""
         is_same = torch.compiler.is_compiling() or all(
@@ -266,16 +262,6 @@ class HeadCall:
         """Watch logits that were made for changes that others of their memory do not see."""
         self.made.append((memory, logits, _version(logits)))
 
-    def _versions(self) -> list[tuple[int, bool]]:
-        """Return how often operands were changed, and whether they need gradients.
-
-        Return nothing in a compiled graph.
-        """
-        if torch.compiler.is_compiling():
-            return []
-        given = [x for x in (*self.operands, *self.addends) if x is not None]
-        return [(_version(x), x.requires_grad) for x in given]
-
     def _check(self, condition: bool, change: str) -> None:
         if not condition:
             raise RuntimeError(
@@ -284,9 +270,25 @@ class HeadCall:
             )
 
 
+def _check_engine(engine: Any, gradient: Tensor) -> None:
+    """Raise RuntimeError in a backward that DeepSpeed's engine has not begun."""
+    if not engine._running_engine_backward:
+        raise RuntimeError(
+            "loss: got backward() of one that was computed after DeepSpeed's engine returned, "
+            "expected engine.backward(loss)"
+        )
+
+
 def is_inference_mode() -> bool:
     """Whether inference mode is on; False in a compiled graph, which does not know it."""
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+
+
+def _state(x: Tensor | None) -> State:
+    """Return how often x was changed, and whether it needs a gradient; None in a graph."""
+    if x is None or torch.compiler.is_compiling():
+        return None
+    return _version(x), x.requires_grad
 
 
 def _version(x: Tensor) -> int:

@@ -17,6 +17,8 @@ from cutefce.integrations.gradients import gradient_options
 from cutefce.ops.interface.checks import DTYPES, check_type
 from cutefce.ops.operators.context import PLAIN_TYPES
 
+FORWARDS = nn.Linear.forward, DeferringLinear.forward
+
 
 def defer(
     model: nn.Module,
@@ -75,8 +77,8 @@ def undefer(model: nn.Module) -> None:
     """
     for head in _deferred(model):
         del head.counts, head.in_evaluation, head.loss_options
-        if "_old_forward" in head.__dict__:
-            head._old_forward = MethodType(nn.Linear.forward, head)  # type: ignore[assignment]
+        head.__dict__.pop("runner", None)
+        _set_forward(head, nn.Linear)
         if type(head) is DeferringLinear:
             head.__class__ = nn.Linear  # type: ignore[assignment]
     for module in model.modules():
@@ -114,8 +116,18 @@ def defer_copies(model: Any, arguments: Any) -> None:
 def _defer_head(head: Any, evaluation: bool, loss_options: dict[str, Any]) -> None:
     head.__class__ = DeferringLinear
     head.counts, head.in_evaluation, head.loss_options = Counts(), evaluation, loss_options
-    if "_old_forward" in head.__dict__:  # kept by hooks of accelerate, which call it
-        head._old_forward = MethodType(DeferringLinear.forward, head)
+    _set_forward(head, DeferringLinear)
+
+
+def _set_forward(head: Any, kind: type[nn.Linear]) -> None:
+    """Have a head call the forward of `kind` where accelerate has kept the one of before.
+
+    Its hooks keep the forward that they call; removed hooks leave it in the module's dictionary.
+    """
+    if "_old_forward" in head.__dict__:
+        head._old_forward = MethodType(kind.forward, head)
+    if getattr(head.__dict__.get("forward"), "__func__", None) in FORWARDS:
+        del head.__dict__["forward"]
 
 
 def _deferred(model: nn.Module) -> list[DeferringLinear]:
@@ -199,8 +211,6 @@ def _check_head(head: Any) -> None:
 
 def _has_own_forward(head: nn.Linear) -> bool:
     """Whether the forward of a head is that of its class, between hooks of accelerate or not."""
-    forward = head.__dict__.get("forward")
-    if forward is None:
-        return True
-    inner = getattr(head.__dict__.get("_old_forward"), "__func__", None)
-    return hasattr(head, "_hf_hook") and inner in (nn.Linear.forward, DeferringLinear.forward)
+    kept = "_old_forward" if hasattr(head, "_hf_hook") else "forward"
+    forward = head.__dict__.get(kept)
+    return forward is None or getattr(forward, "__func__", None) in FORWARDS

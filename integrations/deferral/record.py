@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cutefce.integrations.deferral.head import HeadCall
 from cutefce.integrations.deferral.indexing import row_sizes, select
+from cutefce.ops import torch_compat
 from cutefce.ops.interface.checks import DTYPES
 from cutefce.ops.operators.context import PLAIN_TYPES
 
@@ -92,7 +93,7 @@ class LogitsRecord:
     @property
     def requires_grad(self) -> bool:
         head = self.call.head
-        operands = self.hidden, head.weight, head.bias, *self.call.addends
+        operands = self.hidden, head.weight, head.bias, *(x for x, _ in self.call.addends)
         return self.call.grad and any(x is not None and x.requires_grad for x in operands)
 
     @property
@@ -161,8 +162,9 @@ class LogitsRecord:
         return self.derived(hidden=tensors[0], graph=graph, made=made[0] if made else None)
 
     def _step(self, name: str, value: Any = None, **changes: Any) -> Any:
-        memory = self.call.copy(self.memory)
-        return self.derived(steps=(*self.steps, (name, value)), memory=memory, **changes)
+        memory, own = self.call.copy(self.memory), self.derived()  # with a cast among its steps
+        result: Any = own.derived(steps=(*own.steps, (name, value)), memory=memory, **changes)
+        return result
 
     def _scale(self, name: str, number: Any) -> Any:
         if isinstance(number, Tensor) and self.is_recorded and _is_readable(number):
@@ -188,6 +190,9 @@ class LogitsRecord:
     def _is_bias(self, x: Any) -> bool:
         """Whether x (V,), or with dimensions of 1 before, has a number for each class."""
         if type(x) not in PLAIN_TYPES or x.dtype not in DTYPES or x.device != self.device:
+            return False
+        gains_grad = x.requires_grad and not self.call.grad and torch.is_grad_enabled()
+        if gains_grad or x.is_inference() or torch_compat.is_transformed():
             return False
         return bool(0 < x.ndim <= self.ndim and x.numel() == x.shape[-1] == self.classes)
 
@@ -353,6 +358,8 @@ class LogitsRecord:
 def _is_readable(x: Tensor) -> bool:
     """Whether x is a number that needs no gradient, and can be read here."""
     if x.ndim or x.requires_grad or x.is_meta or torch.compiler.is_compiling():
+        return False
+    if torch_compat.is_transformed():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -726,6 +726,82 @@ def test_a_backward_hook_of_a_model_sees_logits() -> None:
     assert cutefce.deferral_report(model) == (0, {"backward hooks of the model": 1})
 
 
+@pytest.mark.parametrize("cut", ["sliced", "transposed", "with a loss"])
+def test_a_reentrant_checkpoint_may_return_any_rows(cut: str) -> None:
+    def forward(hidden: Tensor) -> Any:
+        logits = model.head(hidden)
+        if cut == "with a loss":
+            return ce(logits, TARGETS), logits[..., :9] * 1
+        return hidden * 2, logits[..., :9] if cut == "sliced" else logits.transpose(1, 2)
+
+    def train() -> dict[str, Tensor]:
+        hidden = torch.linspace(-1, 1, 12 * D).view(2, 6, D).requires_grad_()
+        first, second = checkpoint(forward, hidden, use_reentrant=True)
+        (first.sum() + second.square().mean()).backward()
+        return gradients(model)
+
+    model = Model()
+    theirs = train()
+    cutefce.defer(model)
+    assert_same(train(), theirs)
+
+
+def test_a_scale_has_derivatives_by_transforms() -> None:
+    def loss_of(scale: Tensor) -> Tensor:
+        return ce(model(TOKENS) * scale, TARGETS)
+
+    model, scale = Model(), torch.tensor(0.7)
+    wanted = torch.func.jacfwd(loss_of)(scale)
+    cutefce.defer(model)
+    torch.testing.assert_close(torch.func.jacfwd(loss_of)(scale), wanted)
+
+
+def test_a_bias_is_added_across_a_compiled_graph() -> None:
+    model, more = Model(), torch.arange(V) / 9
+    expected = ce(model(TOKENS) + more, TARGETS)
+    cutefce.defer(model)
+    torch._dynamo.reset()
+    logits = torch.compile(model, backend="aot_eager")(TOKENS)
+    torch.testing.assert_close(ce(logits + more, TARGETS), expected)
+
+
+def test_a_bias_has_a_gradient_beside_logits_without() -> None:
+    model, more = Model(), torch.zeros(V, requires_grad=True)
+    cutefce.defer(model, evaluation=True)
+    with torch.no_grad():
+        logits: Any = model(TOKENS)
+    ce(logits + more, TARGETS).backward()
+    assert more.grad is not None and more.grad.abs().max() > 0
+
+
+def test_hooks_of_accelerate_come_and_go() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = Model()
+    expected = model(TOKENS)
+    for first in (True, False):
+        if first:
+            cutefce.defer(model)
+        hooks.add_hook_to_module(model.head, hooks.ModelHook())
+        if not first:
+            cutefce.defer(model)
+        assert isinstance(model(TOKENS), DeferredLogits)
+        hooks.remove_hook_from_module(model.head)
+        assert isinstance(model(TOKENS), DeferredLogits)
+        cutefce.undefer(model)
+        assert torch.equal(model(TOKENS), expected)
+
+
+def test_casts_of_states_come_before_later_steps() -> None:
+    model = Model()
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    logits.hidden = logits.hidden.bfloat16()  # as Fabric casts the fields of outputs
+    assert logits.dtype == torch.bfloat16
+    assert logits.float().dtype == (logits * 2).float().dtype == torch.float32
+    assert (logits + torch.zeros(V)).dtype == torch.float32
+    assert (logits[:, 1:] * 2).dtype == torch.bfloat16
+
+
 class Outputs(dict[str, Any]):
     """Outputs with attributes of their own."""
 
