@@ -25,6 +25,7 @@ from cutefce.commands import compile as compile_command
 from cutefce.commands import verify as verify_command
 from cutefce.commands.common import make_console, read_table
 from cutefce.cute_kernels import cache_files
+from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.jit.compiler import Report
 from cutefce.cute_kernels.spec import TargetLogitSpec
 from cutefce.cute_kernels.variant import LogitTransform
@@ -477,11 +478,26 @@ def test_verify_leaves_the_table_if_a_default_fails(
     result = command("verify", "--table", str(path))
     assert result.exit_code == 1
     assert "was not changed: default configuration project_exp, bfloat16" in result.output
-    other = dataclasses.replace(TABLE, gpu=dataclasses.replace(GPU, num_sms=114))
+    assert path.read_text() == before
+    blackwell = dataclasses.replace(GPU, arch=arch_named("sm_100a"))
+    other = dataclasses.replace(TABLE, gpu=blackwell, entries={}, rejected={})
     table_io.write(path, other)
-    assert "num_sms: got 114" in command("verify", "--table", str(path)).output
+    assert (
+        "arch: got 'sm_100a', expected 'sm_90a'" in command("verify", "--table", str(path)).output
+    )
     assert table_io.read(path) == other
-    assert before != path.read_text()
+
+
+def test_any_gpu_of_an_architecture_verifies_its_tables(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.json"
+    stale = stale_table(bfloat16=[FAST])
+    table_io.write(path, dataclasses.replace(stale, gpu=dataclasses.replace(GPU, num_sms=114)))
+    monkeypatch.setattr(verify, "run_checks", Faults())
+    result = command("verify", "--table", str(path))
+    assert result.exit_code == 0, result.output
+    assert table_io.read(path).gpu.num_sms == 114
 
 
 @pytest.mark.parametrize(
