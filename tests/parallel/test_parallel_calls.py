@@ -127,7 +127,7 @@ def test_ranks_that_differ_all_raise(
 def served_by(names: tuple[str, str]) -> None:
     """Call as if this rank's part were served by its one of `names`."""
     backend = dispatch.Backend(names[dist.get_rank()], "as if")
-    with mock.patch.object(shard, "backend_of", lambda h, w: backend):
+    with mock.patch.object(shard, "backend_of", lambda *_: backend):
         call({}, {})
 
 
