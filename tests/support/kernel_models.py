@@ -336,8 +336,9 @@ def _project_exp(
         sums[:, 0] = relative.logsumexp(1) / math.log(2)
     assert (reductions is not None) == (kernel.reductions != SUM_ONLY)
     if reductions is not None:
-        empty = torch.full((1, 1), -torch.inf)
-        reductions[:] = reduced(empty, target[:0], first, kernel.reductions)[:, :, None]
+        no_logits, no_target = torch.full((1, 1), -torch.inf), target.new_tensor([-1])
+        of_none = reduced(no_logits, no_target, first, kernel.reductions)
+        reductions[:] = of_none[:, :, None]
         reductions[..., 0] = reduced(u, target, first, kernel.reductions)
     inside = torch.arange(len(h)) < counted
     assert (samples is not None) == kernel.samples
