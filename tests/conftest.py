@@ -30,12 +30,32 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu",
+        action="store_true",
+        help="run on an NVIDIA GPU what can run there, and nothing else",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `--gpu` does not ask for, and skip what needs a GPU without it."""
+    if config.getoption("gpu"):
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--gpu: torch finds no NVIDIA GPU here")
+        runs_there = [_is_of_gpu(item) for item in items]
+        config.hook.pytest_deselected(
+            items=[x for x, runs in zip(items, runs_there, strict=True) if not runs]
+        )
+        items[:] = [x for x, runs in zip(items, runs_there, strict=True) if runs]
         return
     for item in items:
         if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: make test-gpu"))
+
+
+def _is_of_gpu(item: pytest.Item) -> bool:
+    return "gpu" in item.keywords or "device" in getattr(item, "fixturenames", ())
 
 
 def pytest_collection_finish() -> None:
@@ -44,9 +64,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def device(pytestconfig: pytest.Config) -> str:
+    """Return where a test of any device runs: the CPU, or a GPU with `--gpu`."""
+    return "cuda" if pytestconfig.getoption("gpu") else "cpu"
 
 
 @pytest.fixture(autouse=True)
