@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-integrations test-gpu sanitize lint type kernels wheel wheel-check autotune bench clean
+.PHONY: demo test test-all test-gpu-smoke test-gpu test-integrations test-integrations-all faults \
+  sanitize lint type kernels wheel wheel-check autotune bench clean
 
 CONSTRAINTS := --constraint constraints.txt --constraint constraints-integrations.txt
 
@@ -16,18 +17,36 @@ CONSTRAINTS := --constraint constraints.txt --constraint constraints-integration
 demo: .venv/ready
 	$(BIN)/python -m examples.demo
 
-# all but those of integrations, which run beside the frameworks below
+# the default tier: minutes on two cores.  What needs a GPU is reported as skipped
 test: .venv/ready
 	$(BIN)/pytest --ignore=tests/integrations
 
-# against the frameworks themselves, in the versions of the constraints; DeepSpeed without its C++ operators
-test-integrations: .venv/ready
+# also what is slow: whole products, emulated kernels, machine code, subprocesses, most of the ranks
+test-all: .venv/ready
+	$(BIN)/pytest -m "" --ignore=tests/integrations
+
+# on a GPU, which the processes share: what is not slow, and everything
+test-gpu-smoke: .venv/ready
+	$(BIN)/pytest --gpu --ignore=tests/integrations
+test-gpu: .venv/ready
+	$(BIN)/pytest --gpu -m "" --ignore=tests/integrations
+
+# against the frameworks themselves, in the versions of the constraints: a case or two of each hook,
+# and everything
+test-integrations: .venv/integrations
+	$(BIN)/pytest tests/integrations
+test-integrations-all: .venv/integrations
+	$(BIN)/pytest -m "" tests/integrations
+
+# DeepSpeed without its C++ operators
+.venv/integrations: .venv/ready tests/integrations/requirements.txt
 	$(BIN)/pip install --quiet $(CONSTRAINTS) --editable '.[integrations]'
 	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-deps --requirement tests/integrations/requirements.txt
-	$(BIN)/pytest tests/integrations
+	touch $@
 
-test-gpu: .venv/ready
-	$(BIN)/pytest -m gpu --numprocesses=0
+# puts past bugs back, one by one, and records which tier notices; ARGS=--resume continues
+faults: .venv/ready
+	$(BIN)/python -m tests.faults $(ARGS)
 
 # compute-sanitizer over a step of every kind; TOOL=synccheck finds barriers that not all threads meet.
 # TOOL=racecheck takes buffers of kept_store for raced, as it follows the arrival of one lane of a warp
@@ -44,11 +63,11 @@ lint: .venv/ready
 type: .venv/ready
 	$(BIN)/mypy
 
-# every kernel that can be chosen compiles clean; needs no GPU
+# every kind of kernel compiles clean in its default configuration; needs no GPU
 kernels: .venv/ready
-	$(BIN)/python -m cutefce compile
+	$(BIN)/pytest -m "" tests/cute_kernels/test_compiled.py
 
-# a wheel with every kernel that can be chosen; it runs where the wheels of nvidia-cutlass-dsl do,
+# a wheel with every kernel that can be chosen, each compiled clean; it runs where the wheels of nvidia-cutlass-dsl do,
 # whose libraries are what the kernels need of a system
 PLATFORM := manylinux_2_28_$(shell uname -m)
 wheel: .venv/ready
