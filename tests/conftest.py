@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 import torch
 import torch._functorch.config
@@ -14,12 +15,12 @@ from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning import first_use
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.config import PortableTiles
+from tests.support import backends
+from tests.support.backends import Backend
+from tests.support.layouts import SMALL_TILES as SMALL_TILES
 
 if TYPE_CHECKING:
     from tests.support.ranks import Ranks
-
-SMALL_TILES = PortableTiles(window=64, reference_block=16, tile_columns=32, tile_rows=32)
-"""Configurations that give small problems many windows, tiles, row blocks and reference blocks."""
 
 
 # torch's cache of compiled graphs on the disk does not know that an operator's schema has changed
@@ -36,6 +37,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run on an NVIDIA GPU what can run there, and nothing else",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose, before tests are collected, where they run and how many examples they draw."""
+    if config.getoption("gpu"):
+        backends.use_gpu()
+    leaves_out = "not slow" in config.option.markexpr
+    checks = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
+    hypothesis.settings.register_profile(
+        "tier",
+        max_examples=10 if leaves_out else 100,
+        derandomize=leaves_out,
+        deadline=None,
+        suppress_health_check=checks,
+    )
+    hypothesis.settings.load_profile("tier")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -55,7 +72,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_of_gpu(item: pytest.Item) -> bool:
-    return "gpu" in item.keywords or "device" in getattr(item, "fixturenames", ())
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    fixtures = getattr(item, "fixturenames", ())
+    return (
+        "gpu" in item.keywords or "device" in fixtures or isinstance(given.get("backend"), Backend)
+    )
 
 
 def pytest_collection_finish() -> None:
@@ -93,6 +114,25 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[PortableTiles]:
     process_cache.reset()
     yield SMALL_TILES
     process_cache.reset()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test of any backend on each of them, unless it says on which."""
+    marks = metafunc.definition.iter_markers("parametrize")
+    says = any("backend" in mark.args[0] for mark in marks)
+    if "backend" in metafunc.fixturenames and not says:
+        named = backends.named()
+        metafunc.parametrize("backend", named.values(), ids=named.keys(), indirect=True)
+
+
+@pytest.fixture
+def backend(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
+) -> Backend:
+    """Route calls to torch on a CPU, to models of kernels, or with `--gpu` to a GPU."""
+    chosen: Backend = request.param
+    chosen.serve(monkeypatch, small_tiles)
+    return chosen
 
 
 @pytest.fixture(scope="session")

@@ -5,15 +5,18 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.config import PortableTiles
+from tests.support.backends import Backend, on_backends
+from tests.support.layouts import LAYOUTS, WINDOWS, Layout
 from tests.support.reference import (
-    PLANS,
+    Case,
     assert_as_accurate,
+    by_layout,
     exact,
     logits_case,
     ours,
-    planned,
     random_case,
 )
+from tests.support.tiers import pairwise
 
 SHAPES = {
     "a single class: every loss is 0": (5, 8, 1),
@@ -29,9 +32,7 @@ SHAPES = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("workspace", ["max", "min"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pairwise(shape=SHAPES, dtype=DTYPES, workspace=["max", "min"])
 def test_shapes(
     shape: tuple[int, int, int], dtype: torch.dtype, workspace: str, device: str
 ) -> None:
@@ -46,26 +47,20 @@ def test_logit_scales(dtype: torch.dtype, logit_std: float, device: str) -> None
     assert_as_accurate(ours(case), case)
 
 
-@pytest.mark.parametrize("logit_std", [0.1, 4, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_every_strategy(
-    plan: tuple[str, int, int, int],
-    dtype: torch.dtype,
-    logit_std: float,
-    small_tiles: PortableTiles,
-    device: str,
-) -> None:
-    case = random_case(150, 48, 333, dtype=dtype, device=device, logit_std=logit_std)
+@on_backends(float32=True, emulated=2, fast=True, layout=LAYOUTS, logit_std=[0.1, 4, 40])
+def test_every_strategy(layout: Layout, logit_std: float, backend: Backend) -> None:
+    sizes, ignored = (backend.tokens, 48, 333), 0.5 if backend.emulated else 0.1
+    more = {"dtype": backend.dtype, "device": backend.device}
+    case = random_case(*sizes, logit_std=logit_std, ignored=ignored, **more)
     case.upstream.fill_(1.0)
-    names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
-    assert_as_accurate(planned(case, small_tiles.window, *plan), case, names)
+    got = by_layout(case, layout)
+    assert_as_accurate(got, case, ("dx", "dw") if layout.in_chunks else ("loss", "dx", "dw"))
 
 
 @pytest.mark.parametrize("window", [32, 64, 96, 352])
 def test_every_window_gives_the_same(window: int, small_tiles: PortableTiles, device: str) -> None:
     case = random_case(70, 16, 333, device=device)
-    assert_as_accurate(planned(case, window, "windows", 0, 0, 70), case)
+    assert_as_accurate(by_layout(case, Layout(window=window)), case)
 
 
 @pytest.mark.parametrize("workspace", ["max", "min"])
@@ -124,32 +119,45 @@ def test_confident_rows_keep_relative_precision(gap: float, device: str) -> None
     assert_as_accurate(ours(case), case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("flagged", "height"),
-    [("none", 33.0), ("one", 1e30), ("last", 110.0), ("half", 33.0), ("half", 1e30), ("all", 1e4)],
-)
-@pytest.mark.parametrize("kept", [0, 64, 112])
+FAR_ROWS = {
+    "none": (range(0), 33.0),
+    "one": (range(7, 8), 1e4),
+    "the last": (range(39, 40), 110.0),
+    "half, near": (range(0, 40, 2), 33.0),
+    "half": (range(0, 40, 2), 1e4),
+    "a third, near": (range(0, 40, 3), 20.0),
+    "a third": (range(0, 40, 3), 60.0),
+    "all": (range(40), 1e4),
+}
+"""Rows of 40, and the height of a logit above their others."""
+FAR_LAYOUTS = {name: layout for name, layout in WINDOWS.items() if name != "some aliased"}
+
+
+@on_backends(float32=True, layout=FAR_LAYOUTS, far=FAR_ROWS)
 def test_rows_far_above_their_target(
-    flagged: str,
-    height: float,
-    kept: int,
-    dtype: torch.dtype,
-    small_tiles: PortableTiles,
-    device: str,
+    layout: Layout, far: tuple[range, float], backend: Backend
 ) -> None:
-    """Losses up to 1e30 nats beside ordinary ones: where a plain exp(z - r) would overflow."""
-    logits, y = _mixture()
-    rows = {"none": [], "one": [7], "last": [39], "half": range(0, 40, 2), "all": range(40)}[
-        flagged
-    ]
+    """Losses up to 10,000 nats beside ordinary ones: where a plain exp(z - r) would overflow."""
+    case = _far_case(*far, dtype=backend.dtype, device=backend.device)
+    assert_as_accurate(by_layout(case, layout), case, saturated=True)
+
+
+@pairwise(layout=FAR_LAYOUTS, rows=[range(7, 8), range(0, 40, 2)])
+def test_rows_as_far_as_can_be(
+    layout: Layout, rows: range, small_tiles: PortableTiles, device: str
+) -> None:
+    case = _far_case(rows, 1e30, device=device)
+    assert_as_accurate(by_layout(case, layout), case, saturated=True)
+
+
+def _far_case(
+    rows: range, height: float, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Case:
+    """Return a case with far logits in some rows; each window has some of their classes."""
+    logits, y = _mixture(vocab=333)
     for row in rows:
-        column = (int(y[row]) + 1 + row) % 97
-        logits[row, column if column != y[row] else column - 1] = height
-    case = logits_case(logits.to(dtype), y, device)
-    got = planned(case, small_tiles.window, "windows", 0, kept, 40)
-    assert bool(torch.isfinite(got.loss).all() and torch.isfinite(got.dx).all())
-    assert_as_accurate(got, case, saturated=True)
+        logits[row, (int(y[row]) + 1 + 13 * row) % 333] = height
+    return logits_case(logits.to(dtype), y, device)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -1,6 +1,5 @@
 """Rows that have diverged, or overflow, end as torch's do, and beside them nothing changes."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -9,8 +8,8 @@ import torch.nn.functional as F
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.planning.planner import Plan
+from tests.support.backends import Backend, on_backends
+from tests.support.layouts import LAYOUTS, Layout, pinned
 from tests.support.non_finite import (
     ALONE,
     GIVEN,
@@ -26,72 +25,66 @@ from tests.support.non_finite import (
 )
 from tests.support.options import assert_results_as_accurate, soft_case
 from tests.support.output_classes import classes_case
-from tests.support.reference import PLANS, Result, loss_of_plan, ours, planned
+from tests.support.reference import Case, Result, by_layout, ours
+from tests.support.tiers import pairwise
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-BROKEN = [(name, dtype) for dtype in DTYPES for name in names(dtype)]
+BROKEN = [*names(torch.float32)]
 BUDGETS: list[int | str | None] = ["max", "min", 1 << 18]
 OTHERS = torch.arange(150) != ROW
 
 
-@functools.cache
-def healthy(
-    dtype: torch.dtype, device: str, plan: Any = None, workspace: int | str | None = None
-) -> Result:
-    """Return the results of `healthy_case` in small tiles."""
-    case = healthy_case(dtype, device)
-    return ours(case, workspace=workspace) if plan is None else planned(case, *plan)
-
-
-broken = pytest.mark.parametrize(("name", "dtype"), BROKEN)
-
-
-@broken
+@pairwise(name=BROKEN, dtype=DTYPES, budget=BUDGETS)
 def test_losses_and_gradients_end_as_those_of_torch(
-    name: str, dtype: torch.dtype, small_tiles: PortableTiles, device: str
+    name: str,
+    dtype: torch.dtype,
+    budget: int | str | None,
+    small_tiles: PortableTiles,
+    device: str,
 ) -> None:
     case = broken_case(name, dtype, device)
-    want = torch_result(case)
-    for budget in BUDGETS:
-        got = ours(case, workspace=budget)
-        assert_same_kind(got.loss, want.loss)
-        assert_no_healthier(got.dx, want.dx)
-        assert_no_healthier(got.dw, want.dw)
-        if name not in WEIGHTS:
-            clean = healthy(dtype, device, workspace=budget)
-            for a, b in ((got.loss, clean.loss), (got.dx, clean.dx)):
-                # a run on a GPU that compiles fused kernels may take the unfused path
-                same = torch.equal if device == "cpu" else torch.allclose
-                assert same(a[OTHERS], b[OTHERS])
+    got, want = ours(case, workspace=budget), torch_result(case)
+    assert_same_kind(got.loss, want.loss)
+    assert_no_healthier(got.dx, want.dx)
+    assert_no_healthier(got.dw, want.dw)
+    if name not in WEIGHTS:
+        clean = ours(healthy_case(dtype, device), workspace=budget)
+        for a, b in ((got.loss, clean.loss), (got.dx, clean.dx)):
+            # a run on a GPU that compiles fused kernels may take the unfused path
+            same = torch.equal if device == "cpu" else torch.allclose
+            assert same(a[OTHERS], b[OTHERS])
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [pair for pair in BROKEN if pair[1] in (torch.float32, torch.bfloat16)]
-)
-def test_every_strategy_ends_as_torch(
-    name: str, dtype: torch.dtype, small_tiles: PortableTiles, device: str
+@on_backends(float32=True, layout=LAYOUTS, name=BROKEN)
+def test_every_layout_ends_as_torch(layout: Layout, name: str, backend: Backend) -> None:
+    case = broken_case(name, backend.dtype, backend.device)
+    got, want = by_layout(case, layout), torch_result(case)
+    assert_same_kind(got.loss, want.loss.sum() if layout.in_chunks else want.loss)
+    assert_no_healthier(got.dx, want.dx)
+    assert_no_healthier(got.dw, want.dw)
+    if name not in WEIGHTS:
+        clean = by_layout(healthy_case(backend.dtype, backend.device), layout)
+        assert torch.equal(got.dx[OTHERS], clean.dx[OTHERS])
+
+
+@on_backends(float32=True, layout=LAYOUTS, name=["h NaN", *OVERFLOWS])
+def test_an_ignored_row_of_any_layout_may_hold_anything(
+    layout: Layout, name: str, backend: Backend
 ) -> None:
-    case = broken_case(name, dtype, device)
-    want = torch_result(case)
-    for plan in PLANS.values():
-        got = planned(case, small_tiles.window, *plan)
-        assert_same_kind(got.loss, want.loss if plan[0] == "windows" else want.loss.sum())
-        assert_no_healthier(got.dx, want.dx)
-        assert_no_healthier(got.dw, want.dw)
-        if name not in WEIGHTS:
-            clean = healthy(dtype, device, plan=(small_tiles.window, *plan))
-            assert torch.equal(got.dx[OTHERS], clean.dx[OTHERS])
+    def of(case: Case) -> Result:
+        case.y[ROW] = -100
+        return by_layout(case, layout)
+
+    dtype, device = backend.dtype, backend.device
+    got, want = of(broken_case(name, dtype, device)), of(healthy_case(dtype, device))
+    assert torch.equal(got.loss, want.loss)
+    assert torch.equal(got.dx, want.dx)
+    assert not got.dx[ROW].any()
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "reduction"),
-    [
-        *((*pair, "mean") for pair in BROKEN),
-        *((name, torch.float32, "sum") for name in names(torch.float32)),
-    ],
-)
+@pairwise(name=BROKEN, dtype=DTYPES, reduction=["mean", "sum"], budget=BUDGETS)
 def test_reduced_losses_beside_ignored_rows(
-    name: str, dtype: torch.dtype, reduction: str, device: str
+    name: str, dtype: torch.dtype, reduction: str, budget: int | str | None, device: str
 ) -> None:
     case = broken_case(name, dtype, device)
     case.y[1::7] = -100
@@ -101,47 +94,37 @@ def test_reduced_losses_beside_ignored_rows(
     wide = torch.promote_types(dtype, torch.float32)
     want = F.cross_entropy(F.linear(h.to(wide), w.to(wide)), case.y, **options)
     (want_dx,) = torch.autograd.grad(want, h)
-    for budget in BUDGETS:
-        got = cutefce.linear_cross_entropy(h, w, case.y, workspace=budget, **options)
-        assert_same_kind(got.detach(), want)
-        (dx,) = torch.autograd.grad(got, h)
-        assert_no_healthier(dx[active], want_dx[active])
-        assert not dx[~active].any()  # torch's are NaN where the weight is not finite
+    got = cutefce.linear_cross_entropy(h, w, case.y, workspace=budget, **options)
+    assert_same_kind(got.detach(), want)
+    (dx,) = torch.autograd.grad(got, h)
+    assert_no_healthier(dx[active], want_dx[active])
+    assert not dx[~active].any()  # torch's are NaN where the weight is not finite
     with torch.no_grad():
         assert_same_kind(cutefce.linear_cross_entropy(h, w, case.y, **options), want)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "reduction"),
-    [
-        (*pair, reduction)
-        for reduction in ("mean", "none")
-        for pair in BROKEN
-        if pair[0] not in WEIGHTS and (reduction == "mean" or pair[1] == torch.bfloat16)
-    ],
-)
+IN_ROW = [name for name in BROKEN if name not in WEIGHTS]
+
+
+@pairwise(name=IN_ROW, dtype=DTYPES, reduction=["mean", "none"], budget=BUDGETS)
 def test_an_ignored_row_may_hold_anything(
-    name: str, dtype: torch.dtype, reduction: str, device: str
+    name: str, dtype: torch.dtype, reduction: str, budget: int | str | None, device: str
 ) -> None:
     """As with torch while the weight is frozen: 0 times what the row holds is added to dW."""
-    cases = broken_case(name, dtype, device), healthy_case(dtype, device)
-    for budget in BUDGETS:
-        results = []
-        for case in cases:
-            case.y[ROW] = -100
-            h = case.h.detach().requires_grad_()
-            loss = cutefce.linear_cross_entropy(
-                h, case.w, case.y, reduction=reduction, workspace=budget
-            )
-            (dx,) = torch.autograd.grad(loss.sum(), h)
-            results.append((loss.detach(), dx))
-        (loss, dx), (clean_loss, clean_dx) = results
-        assert torch.equal(loss, clean_loss) and bool(loss.isfinite().all())
-        assert torch.equal(dx, clean_dx) and not dx[ROW].any()
+    results = []
+    for case in (broken_case(name, dtype, device), healthy_case(dtype, device)):
+        case.y[ROW] = -100
+        h = case.h.detach().requires_grad_()
+        given: dict[str, Any] = {"reduction": reduction, "workspace": budget}
+        loss = cutefce.linear_cross_entropy(h, case.w, case.y, **given)
+        (dx,) = torch.autograd.grad(loss.sum(), h)
+        results.append((loss.detach(), dx))
+    (loss, dx), (clean_loss, clean_dx) = results
+    assert torch.equal(loss, clean_loss) and bool(loss.isfinite().all())
+    assert torch.equal(dx, clean_dx) and not dx[ROW].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("budget", BUDGETS)
+@pairwise(budget=BUDGETS, dtype=[torch.float64, torch.float32, torch.bfloat16])
 def test_a_target_of_no_probability_has_the_gradient_of_torch(
     budget: int | str | None, dtype: torch.dtype, small_tiles: PortableTiles
 ) -> None:
@@ -192,23 +175,16 @@ def test_confident_rows_with_large_logits(scale: float, dtype: torch.dtype, devi
         assert bool(gradient.isfinite().all())
 
 
-@pytest.mark.parametrize("upstream", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@on_backends(float32=True, layout=LAYOUTS, upstream=[torch.nan, torch.inf, -torch.inf])
 def test_ignored_rows_have_no_gradient_whatever_the_upstream_one_is(
-    plan: tuple[str, int, int, int],
-    dtype: torch.dtype,
-    upstream: float,
-    small_tiles: PortableTiles,
-    device: str,
+    layout: Layout, upstream: float, backend: Backend
 ) -> None:
-    case = healthy_case(dtype, device)
+    case = healthy_case(backend.dtype, backend.device)
     case.y[::3] = -100
     h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
-    strategy, aliased, stored, chunk = plan
-    fixed = Plan(strategy, small_tiles.window, aliased, stored, chunk, True, True)
-    loss = loss_of_plan(h, w, case.y, fixed, LossOptions("mean"))
-    dx = torch.autograd.grad(loss, h, torch.full_like(loss, upstream))[0]
+    with pinned(layout):
+        loss = cutefce.linear_cross_entropy(h, w, case.y)
+        dx = torch.autograd.grad(loss, h, torch.full_like(loss, upstream))[0]
     assert not dx[::3].any()
     assert not dx[1::3].isfinite().any()
 

@@ -18,6 +18,7 @@ from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, Te
 from cutefce.ops.operators import operands
 from cutefce.ops.operators.autograd import loss_and_stats
 from cutefce.ops.planning.planner import Plan
+from tests.support.layouts import Layout, pinned
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -173,6 +174,20 @@ def planned(case: Case, window: int, strategy: str, aliased: int, kept: int, chu
         return evaluate(case, loss)
     scalar = Case(case.h, case.w, case.y, torch.ones((), device=case.h.device))
     return evaluate(scalar, loss)
+
+
+def by_layout(case: Case, layout: Layout, **options: Any) -> Result:
+    """Evaluate cutefce in a layout; the loss of gradients in forward is the sum of all rows'."""
+    if layout.in_chunks:
+        ones = torch.ones((), dtype=case.upstream.dtype, device=case.h.device)
+        case = Case(case.h, case.w, case.y, ones)
+
+    def loss(h: Tensor, w: Tensor) -> Tensor:
+        given = {"reduction": layout.reduction, **options}
+        return cutefce.linear_cross_entropy(h, w, case.y, **given)
+
+    with pinned(layout):
+        return evaluate(case, loss)
 
 
 def assert_as_accurate(
