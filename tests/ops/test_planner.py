@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.planning import planner, time_model
 from cutefce.ops.planning.call_problem import CallProblem
 from cutefce.ops.planning.chunks import plans as chunked_plans
-from cutefce.ops.planning.chunks.sizes import Chunks
+from cutefce.ops.planning.chunks.plans import chunked_plan
+from cutefce.ops.planning.chunks.sizes import Chunks, own_columns, shrinking
 from cutefce.ops.planning.chunks.windows import split_columns, window_widths
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
@@ -37,7 +39,8 @@ from cutefce.ops.planning.planner import (
     Plan,
     make_plan,
 )
-from cutefce.ops.planning.time_model import chunked_seconds, windows_seconds
+from cutefce.ops.planning.time_model import DEVICE_RATES, chunked_seconds, windows_seconds
+from tests.support.tiers import rest_slow
 
 GIB = 1 << 30
 LLAMA = Problem(tokens=8192, hidden=4096, vocab=128256, dtype="bfloat16", device="cuda")
@@ -272,8 +275,12 @@ def test_the_plan_of_a_call_can_be_read() -> None:
     assert "windows, 0% kept, 100% computed again" in str(nothing)
     assert nothing.workspace_bytes < everything.workspace_bytes
     assert f"{nothing.workspace_bytes / 2**20:.1f} MiB" in str(nothing)
-    with pytest.raises(ValueError, match="linear_weight: got shape"):
-        cutefce.plan(h, w[0])
+
+
+def test_a_float32_weight_beside_16_bits_is_planned() -> None:
+    h = torch.randn(6, 8, dtype=torch.bfloat16, requires_grad=True)
+    plan = cutefce.plan(h, torch.randn(40, 8, requires_grad=True))
+    assert plan.grad_weight and plan.aliased == 0
 
 
 FROZEN_HEADS = {
@@ -559,3 +566,59 @@ def test_a_small_plan_is_printed_in_bytes_and_microseconds() -> None:
     text = str(Plan("windows", 64, 0, 0, 8, True, True, False, 50, 1000, 2e-5, budget=1, tokens=8))
     assert "50 columns at a time: 1000 bytes, 20.0 µs predicted" in text
     assert text.endswith("the workspace of 1 bytes")
+
+
+@pytest.mark.parametrize("seed", rest_slow(range(20), default=2))
+def test_what_lies_in_rows_of_dx_fits_there(seed: int) -> None:
+    r = random.Random(seed)
+    for _ in range(20):
+        tokens, hidden, count = r.randint(1, 40000), r.randint(1, 9000), r.randint(1, 80)
+        block = r.choice([16, 256])
+        columns = round_up(r.randint(1, 200000), block)
+        chunks = shrinking(tokens, hidden, columns, block, 256, count)
+        assert sum(chunks.sizes) == tokens and min(chunks.sizes) > 0 and len(chunks.sizes) <= count
+        assert len(chunks.sizes) == 1 or chunks.unit % 256 == 0
+        for rows in chunks.slices():
+            size = rows.stop - rows.start
+            own = own_columns(size, columns, chunks.own, block)
+            assert size * own <= chunks.own * columns and own % block == 0
+            if size > chunks.own:
+                beside = size * (columns - own)
+                assert beside <= (tokens - rows.stop) * hidden
+        most = Chunks.even(tokens, round_up(-(-tokens // count), 256)).own
+        assert chunks.own <= round_up(most, 16), "no more memory than even chunks"
+
+
+def test_large_problems_need_fewer_chunks() -> None:
+    chunks = shrinking(32768, 4096, 131072, 256, 256, 27)
+    assert chunks.shrink and chunks.own < 960 and chunks.largest > 1024, chunks
+
+
+def test_plans_that_add_to_a_buffer_in_the_forward_have_no_sums() -> None:
+    shape, more = (32768, 4096, 131072), {"wide_grad_weight": True, "accumulates": True}
+    ours: dict[str, Any] = {"arch": "sm_90a", **more}
+    p = CallProblem(*shape, "bfloat16", "cuda", knows_upstream=True, **ours)
+    without = dataclasses.replace(p, knows_upstream=False)
+    for budget, ratio in ((300 << 20, 1.2), (1 << 30, 1.05)):
+        plan, other = (make_plan(x, window_configs(x), budget, True) for x in (p, without))
+        assert plan.adds_in_forward and plan.workspace_bytes <= budget
+        products = 6 * p.tokens * p.hidden * p.vocab / DEVICE_RATES["cuda"][0]
+        assert plan.seconds <= ratio * products < other.seconds
+    chunks = Chunks.even(32768, 1024)
+    config = window_configs(p)[0]
+    first, second = (chunked_plan(x, config, chunks) for x in (p, without))
+    # 24 bits of each of dW's sums, and 4 of dX's beside 16
+    saved = 3 * p.vocab * p.hidden + p.tokens * p.hidden // 2
+    assert second.workspace_bytes - first.workspace_bytes == saved
+
+
+def test_a_rounded_dx_takes_no_memory_beside() -> None:
+    problem = Problem(32768, 4096, 131072, "bfloat16", "cuda", arch="sm_90a")
+    exact, rounds = (
+        make_plan(
+            dataclasses.replace(problem, random_sums=random), window_configs(problem), n, True
+        )
+        for random, n in ((False, 4 << 30), (True, 256 << 20))
+    )
+    assert (exact.in_forward, exact.hidden_bits) == (True, None)
+    assert (rounds.in_forward, rounds.hidden_bits, rounds.chunk >= 768) == (True, 0, True)
