@@ -1,13 +1,13 @@
-"""The Hopper kernels' PTX, emulated on numpy, against float64; injected faults are detected."""
+"""The PTX of Hopper's gradients and row kernels, emulated, against float64; faults are detected.
+
+`tests/emulation/test_project_exp.py` has the projection of both architectures.
+"""
 
 import dataclasses
-import functools
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,22 +16,19 @@ pytest.importorskip("cutlass")
 
 import cutefce
 from bench.harness.accuracy import relative_error
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import TILE_K
-from cutefce.cute_kernels.arch.sm90 import KEPT_128, KEPT_192
+from cutefce.cute_kernels.arch.sm90 import KEPT_192
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
 from cutefce.cute_kernels.integers import ceil_div, round_up
-from cutefce.cute_kernels.kernel_set import KernelSet, kernel_set
 from cutefce.cute_kernels.problem import LOW_BITS, LOWEST_LOGIT
 from cutefce.cute_kernels.spec import (
     COUNTED,
     OTHERS,
     OUT_AND_SUMS,
     GradGemmSpec,
-    KernelSpec,
     ScaleAddRowsSpec,
 )
-from cutefce.cute_kernels.variant import PLAIN, KernelVariant, LogitTransform, RowReductions
+from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.cute_kernels.workspace import (
     FIRST_FLAG,
     NO_CLASS,
@@ -41,7 +38,6 @@ from cutefce.cute_kernels.workspace import (
     Stat,
 )
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import joined_sums
@@ -51,181 +47,27 @@ from cutefce.ops.rows.scaling import scaling_of
 from cutefce.ops.rows.statistics import RowStats, token_losses
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.soft_targets.rows import leads, soft_rows
-from tests.emulation.cases import Case, check, check_counted, launch_of_counted, numbers
+from tests.emulation.configs import (
+    COOPERATIVE,
+    GRADIENTS,
+    HOPPER,
+    PINGPONG,
+    SHARED,
+    SWAPPED,
+    TALL,
+    broken,
+    kernels_of,
+)
 from tests.emulation.core import Stuck
 from tests.emulation.hopper import run
-from tests.emulation.host import host_function
+from tests.support.backends import PTX
 from tests.support.kept_sums import split_sums
-from tests.support.kernel_models import serve_calls
+from tests.support.layouts import CHUNKS, COLUMNS, pinned, windows_in_chunks
 from tests.support.options import exact, options_case
-from tests.support.reference import (
-    PLANS,
-    assert_as_accurate,
-    evaluate,
-    loss_of_plan,
-    planned,
-    random_case,
-)
-from tests.support.row_reductions import merged, reduced
+from tests.support.reference import assert_as_accurate, by_layout, random_case
+from tests.support.tiers import rest_slow
 
-ARCH = arch_named("sm_90a")
-PINGPONG = GemmConfig(64, 64, cluster=1, stages=2, pingpong=True)
-TALL = GemmConfig(128, 64, cluster=2, stages=3, pingpong=True)
-COOPERATIVE = GemmConfig(128, 64, cluster=1, stages=3, pingpong=False)
-SHARED = GemmConfig(128, 80, cluster=2, stages=2, pingpong=False)
-CONFIGS = (PINGPONG, TALL, COOPERATIVE, SHARED)
-SWAPPED = GemmConfig(64, 48, cluster=2, stages=2, pingpong=True, swaps=True)
-SWAPPED_TALL = GemmConfig(256, 32, cluster=1, stages=3, pingpong=False, swaps=True)
-PROJECTIONS = (*CONFIGS, SWAPPED, SWAPPED_TALL)
-"""Configurations of `project_exp`; those of gradients have no swapped operands."""
-
-
-@functools.cache
-def kernels_of(
-    config: GemmConfig, variant: KernelVariant = PLAIN, dtype: str = "bfloat16"
-) -> KernelSet:
-    gradient = COOPERATIVE if config.swaps else config
-    return kernel_set(
-        ARCH, dtype, KernelConfigs(config, gradient, gradient, kept_sums=KEPT_128), variant
-    )
-
-
-SHAPES = {
-    "many tiles": (300, 136, 300),
-    "one row": (1, 64, 200),
-    "fewer columns than a tile": (70, 8, 17),
-    "a last block of one row": (257, 72, 130),
-}
-
-
-@pytest.mark.parametrize("config", PROJECTIONS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_sums_and_exponentials(config: GemmConfig, shape: tuple[int, int, int]) -> None:
-    case, kernel = Case(*shape), kernels_of(config).row_sums_and_exps
-    launch = case.launch(kernel, vocab_splits=2)
-    launch.run(run, kernel, clusters=1 if shape[0] == 300 else 2)
-    check(launch, case)
-    assert (launch.semaphores[Semaphore.DONE_COUNTER :] == 0).all()
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("config", [TALL, COOPERATIVE, SWAPPED], ids=str)
-def test_every_order_of_events(config: GemmConfig, seed: int) -> None:
-    """More K tiles than stages, and several work tiles a cluster."""
-    case, kernel = Case(2 * config.rows + 9, 5 * 64, 200), kernels_of(config).row_sums_and_exps
-    launch = case.launch(kernel, vocab_splits=2)
-    launch.run(run, kernel, clusters=2, seed=seed)
-    check(launch, case)
-
-
-@pytest.mark.parametrize("config", [PINGPONG, SHARED, SWAPPED], ids=str)
-def test_sums_alone(config: GemmConfig) -> None:
-    case, kernel = Case(200, 72, 300, scale=60.0), kernels_of(config).row_sums
-    launch = case.launch(kernel, vocab_splits=2)
-    launch.run(run, kernel, clusters=2)
-    u = case.others() - case.reference.double()[:, None]
-    got = torch.from_numpy(launch.sums).double().mul(math.log(2)).logsumexp(1)
-    assert u.max() > 150, "exponentials overflow float32"
-    torch.testing.assert_close(got, u.logsumexp(1), rtol=1e-6, atol=1e-3)
-
-
-@pytest.mark.parametrize("scale", [20.0, 100.0])
-@pytest.mark.parametrize("config", [PINGPONG, SWAPPED, SWAPPED_TALL], ids=str)
-def test_logits_that_rise_from_tile_to_tile(config: GemmConfig, scale: float) -> None:
-    """Relative to the maximum of the first tile, the sum of the last one overflows."""
-    case, kernel = Case(50, 8, 1500, scale=scale), kernels_of(config).row_sums
-    case.w *= torch.arange(1, 1501)[:, None] / 1500
-    case.reference = case.logits()[0][case.rows, case.own].float()
-    launch = case.launch(kernel, vocab_splits=1)
-    launch.run(run, kernel, clusters=1)
-    got = torch.from_numpy(launch.sums).double().mul(math.log(2)).logsumexp(1)
-    want = (case.others() - case.reference.double()[:, None]).logsumexp(1)
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-3)
-
-
-@pytest.mark.parametrize("config", [TALL, COOPERATIVE, SWAPPED], ids=str)
-def test_recomputed_exponentials(config: GemmConfig) -> None:
-    case, kernel = Case(200, 72, 200, first=5000), kernels_of(config).exps
-    launch = case.launch(kernel, vocab_splits=2)
-    launch.run(run, kernel, clusters=2)
-    check(launch, case)
-
-
-@pytest.mark.parametrize("config", [PINGPONG, SHARED, SWAPPED], ids=str)
-def test_only_flagged_blocks_are_stored_again(config: GemmConfig) -> None:
-    case, kernel = Case(3 * config.rows + 1, 64, 200), kernels_of(config).repair_exps
-    launch = case.launch(kernel, vocab_splits=1)
-    launch.semaphores[Semaphore.REPAIR_FLAGS :] = [0, 1, 0, 1]
-    launch.run(run, kernel, clusters=3)
-    flagged = np.repeat([False, True, False, True], config.rows)[: len(case.y)]
-    assert (launch.exps[~flagged] == 0x7FFF).all()
-    got = numbers(launch.exps)[flagged]
-    np.testing.assert_allclose(got, case.exact()[flagged], rtol=1.01 * 2**-8, atol=1e-30)
-    assert launch.semaphores[Semaphore.REPAIR_FLAGS :].tolist() == [0, 1, 0, 1]
-
-
-@pytest.mark.parametrize("config", [PINGPONG, COOPERATIVE], ids=str)
-def test_logit_transforms(config: GemmConfig) -> None:
-    transform = LogitTransform(row_scale=True, bias=True, softcap=True)
-    kernel = kernels_of(config, KernelVariant(transform)).row_sums_and_exps
-    case = Case(130, 72, 150, first=5000, scale=1.0, transform=transform)
-    launch = case.launch(kernel, vocab_splits=1)
-    launch.run(run, kernel, clusters=1)
-    check(launch, case)
-
-
-@pytest.mark.parametrize("config", [TALL, COOPERATIVE], ids=str)
-def test_row_reductions(config: GemmConfig) -> None:
-    reductions = RowReductions(entropy=True, sum_squares=True, argmax=True)
-    kernel = kernels_of(config, KernelVariant(reductions=reductions)).row_sums
-    case = Case(70, 8, 257, first=5000, scale=20.0)
-    launch = case.launch(kernel, vocab_splits=3)
-    launch.run(run, kernel, clusters=2)
-    got = merged(torch.from_numpy(launch.reductions), reductions)
-    want = reduced(case.logits()[0], case.y, 5000, reductions)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    check(launch, case)
-
-
-@pytest.mark.parametrize("config", [TALL, PINGPONG, COOPERATIVE], ids=str)
-def test_sums_of_all_columns_do_not_depend_on_the_target(config: GemmConfig) -> None:
-    """Nor on the row block and the row in it; targets are the largest logit and others."""
-    reductions = RowReductions(entropy=True, sum_squares=True)
-    kernel = kernels_of(config, KernelVariant(reductions=reductions)).row_sums_and_exps
-    # of an odd number of tiles, warpgroups take turns in which of a row block's they compute
-    case = Case(2 * config.rows + 3, 8, 2 * config.columns + 9, scale=6.0)
-    case.repeat_row()
-    launch = case.launch(kernel, vocab_splits=1)
-    launch.run(run, kernel, clusters=1)
-    check(launch, case)
-    assert len({*case.y.tolist()}) > config.rows / 2
-    assert (launch.reductions == launch.reductions[:, :1]).all()
-
-
-@pytest.mark.parametrize("config", [TALL, SWAPPED], ids=str)
-def test_a_bad_row_stays_alone(config: GemmConfig) -> None:
-    case, kernel = Case(150, 72, 150), kernels_of(config).row_sums_and_exps
-    clean, bad = (case.launch(kernel, 1) for _ in range(2))
-    clean.run(run, kernel, clusters=1)
-    bad.h = bad.h.copy()
-    bad.h[123, 5] = 0x7FC0
-    bad.run(run, kernel, clusters=1)
-    others = np.arange(150) != 123
-    assert np.isnan(bad.sums[123].sum())
-    assert np.array_equal(bad.sums[others], clean.sums[others])
-    assert np.array_equal(bad.exps[others], clean.exps[others])
-
-
-def test_rows_have_the_same_bits_anywhere() -> None:
-    """Lanes add the sums of different tokens in the same order."""
-    case, kernel = Case(96, 72, 700), kernels_of(SWAPPED).row_sums_and_exps
-    for rows in (case.h, case.y, case.reference):
-        rows[:] = rows[0].clone()
-    launch = case.launch(kernel, vocab_splits=1)
-    launch.run(run, kernel, clusters=1)
-    assert (launch.sums == launch.sums[0]).all()
-    assert (launch.exps == launch.exps[0]).all()
-
+ARCH = HOPPER
 
 # Gradients
 
@@ -277,9 +119,9 @@ class Product:
         return before.diff(dim=0)
 
 
-GRADIENTS = {
-    "many K tiles": ((150, 136, 330), 1, 1),
+PRODUCTS = {
     "many K tiles in splits": ((150, 136, 330), 3, 0),
+    "many K tiles": ((150, 136, 330), 1, 1),
     "splits that grow": ((100, 64, 1400), 3, 0),
     "one row": ((1, 64, 200), 1, 1),
     "few columns": ((130, 8, 17), 3, 0),
@@ -311,28 +153,34 @@ def check_sums(
     torch.testing.assert_close(out[counted], want[counted].float(), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(("shape", "splits", "overwrite"), GRADIENTS.values(), ids=GRADIENTS)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("product", rest_slow(PRODUCTS))
+@pytest.mark.parametrize("config", rest_slow(GRADIENTS))
 def test_sums_of_gradients(
-    config: GemmConfig, shape: tuple[int, int, int], splits: int, overwrite: int
+    config: GemmConfig, product: tuple[tuple[int, int, int], int, int]
 ) -> None:
+    shape, splits, overwrite = product
     case, kernels = Product(*shape, torch.bfloat16), kernels_of(config)
     check_sums(kernels.grad_hidden, case, splits, overwrite)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("config", [PINGPONG, COOPERATIVE], ids=str)
+@pytest.mark.parametrize("seed", rest_slow(range(3)))
+@pytest.mark.parametrize("config", rest_slow([COOPERATIVE, PINGPONG]))
 def test_every_order_of_splits(config: GemmConfig, seed: int) -> None:
     """The first one overwrites what was there, others are added to it."""
     case = Product(150, 136, 330, torch.bfloat16)
     check_sums(kernels_of(config).grad_hidden, case, splits=3, overwrite=1, seed=seed)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "with_rank_one", "entries"), [("bfloat16", False, 3), ("float16", True, 1)]
-)
-@pytest.mark.parametrize("config", [PINGPONG, SHARED], ids=str)
-def test_final_gradients(config: GemmConfig, dtype: str, with_rank_one: bool, entries: int) -> None:
+FINAL = {
+    "several targets a token": ("bfloat16", False, 3),
+    "float16, a matrix of rank one": ("float16", True, 1),
+}
+
+
+@pytest.mark.parametrize("given", rest_slow(FINAL))
+@pytest.mark.parametrize("config", rest_slow([PINGPONG, SHARED]))
+def test_final_gradients(config: GemmConfig, given: tuple[str, bool, int]) -> None:
+    dtype, with_rank_one, entries = given
     case = Product(150, 136, 200, getattr(torch, dtype), entries=entries)
     kernel = kernels_of(config, dtype=dtype).grad_weight
     assert kernel is not None
@@ -353,7 +201,7 @@ def test_final_gradients(config: GemmConfig, dtype: str, with_rank_one: bool, en
 # Row-wise kernels
 
 
-@pytest.mark.parametrize("hidden", [8, 600, 1032, 9000])
+@pytest.mark.parametrize("hidden", rest_slow([600, 8, 1032, 9000]))
 def test_target_logits(hidden: int) -> None:
     transform = LogitTransform(row_scale=True, bias=True)
     h, w = (torch.randn(rows, hidden).bfloat16() for rows in (21, 30))
@@ -400,18 +248,17 @@ def check_reduced_partials(rows: int, **how: Any) -> None:
     assert semaphores[Semaphore.DONE_COUNTER] == (blocks if blocks > 1 else 0)
 
 
-@pytest.mark.parametrize("rows", [5, 45])
+@pytest.mark.parametrize("rows", rest_slow([45, 5]))
 def test_reduced_partials(rows: int) -> None:
     """One block, and several, of which the last to finish adds the losses."""
     check_reduced_partials(rows)
 
 
-@pytest.mark.parametrize(
-    ("z_loss", "smoothing", "possible"),
-    [(0.01, 0.1, True), (0.01, 0.0, True), (0.0, 0.1, True), (0.01, 0.1, False)],
-)
-def test_reduced_losses_with_terms(z_loss: float, smoothing: float, possible: bool) -> None:
+@pytest.mark.parametrize("possible", [True, False])
+@pytest.mark.parametrize("given", rest_slow([(0.01, 0.1), (0.01, 0.0), (0.0, 0.1)]))
+def test_reduced_losses_with_terms(given: tuple[float, float], possible: bool) -> None:
     """Beside a target whose logit is -inf, other terms may be NaN: the loss is +inf."""
+    z_loss, smoothing = given
     logit, partials = torch.randn(45), 4 * torch.randn(45, 70)
     target, class_logits = torch.randint(9, (45,)), torch.randn(45)
     target[::7] = -100
@@ -437,9 +284,9 @@ def test_reduced_losses_with_terms(z_loss: float, smoothing: float, possible: bo
 
 
 ROW_KERNELS = {
+    "last step of dX": ScaleAddRowsSpec(ARCH.name, "bfloat16", "float32", "bfloat16"),
     "scaled": ScaleAddRowsSpec(ARCH.name, "bfloat16", "bfloat16"),
     "scaled float32": ScaleAddRowsSpec(ARCH.name, "float16", "float32"),
-    "last step of dX": ScaleAddRowsSpec(ARCH.name, "bfloat16", "float32", "bfloat16"),
     "with a matrix of rank one": ScaleAddRowsSpec(
         ARCH.name, "float32", "float32", "float16", rank_one=True
     ),
@@ -447,16 +294,19 @@ ROW_KERNELS = {
 
 
 # only dX returns to the order of a call
-ROW_LAUNCHES = {f"{name}, in place": (kernel, 0) for name, kernel in ROW_KERNELS.items()}
-ROW_LAUNCHES |= {
-    f"{name}, scattered": (kernel, 1) for name, kernel in ROW_KERNELS.items() if kernel.table
+ROW_LAUNCHES = {
+    f"{name}, {place}": (kernel, scatters)
+    for name, kernel in ROW_KERNELS.items()
+    for scatters, place in enumerate(("in place", "scattered"))
+    if kernel.table or not scatters
 }
 
 
 @pytest.mark.parametrize("hidden", [8, 2064])
-@pytest.mark.parametrize(("kernel", "scatters"), ROW_LAUNCHES.values(), ids=ROW_LAUNCHES)
-def test_scaled_rows(kernel: ScaleAddRowsSpec, hidden: int, scatters: int) -> None:
+@pytest.mark.parametrize("given", rest_slow(ROW_LAUNCHES, default=2))
+def test_scaled_rows(given: tuple[ScaleAddRowsSpec, int], hidden: int) -> None:
     """Vectors that are fewer than a block's threads, and more."""
+    kernel, scatters = given
     out, x = (torch.randn(5, hidden).to(getattr(torch, name)) for name in (kernel.out, kernel.x))
     scale, gather_scale, factor, row = *torch.randn(3, 5), torch.randn(hidden)
     index, table, term = torch.tensor([7, 0, 3, -(1 << 62), 2]), None, None
@@ -478,11 +328,12 @@ def test_scaled_rows(kernel: ScaleAddRowsSpec, hidden: int, scatters: int) -> No
     torch.testing.assert_close(out.double(), want, rtol=1.01 * rounding, atol=1e-5)
 
 
-@pytest.mark.parametrize("scatters", [0, 1], ids=["in place", "scattered"])
-@pytest.mark.parametrize("rank_one", [False, True], ids=["plain", "with a matrix of rank one"])
-@pytest.mark.parametrize(("hidden", "low_bits"), [(8, 4), (2064, 4), (2064, 8)])
-def test_kept_sums(hidden: int, low_bits: int, rank_one: bool, scatters: int) -> None:
+@pytest.mark.parametrize("scatters", rest_slow({"scattered": 1, "in place": 0}))
+@pytest.mark.parametrize("rank_one", rest_slow({"plain": False, "with a matrix of rank one": True}))
+@pytest.mark.parametrize("size", rest_slow([(2064, 4), (8, 4), (2064, 8)]))
+def test_kept_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None:
     """Ignored rows, targets beyond the vocabulary, and sums of all sizes."""
+    hidden, low_bits = size
     kernels, generator = kernels_of(PINGPONG), torch.Generator().manual_seed(0)
     bits = torch.randint(-(1 << 31), 1 << 31, (7, hidden), generator=generator)
     sums, table = bits.to(torch.int32).view(torch.float32), torch.randn(4, hidden).bfloat16()
@@ -519,7 +370,7 @@ def test_kept_sums(hidden: int, low_bits: int, rank_one: bool, scatters: int) ->
         torch.testing.assert_close(dx[places], want, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-@pytest.mark.parametrize("low_bits", LOW_BITS)
+@pytest.mark.parametrize("low_bits", rest_slow(LOW_BITS))
 def test_rows_of_kept_sums_are_scaled(low_bits: int) -> None:
     kernels, sums, scale = kernels_of(PINGPONG), torch.randn(5, 72), torch.randn(5)
     scale[2] = torch.nan
@@ -534,17 +385,17 @@ def test_rows_of_kept_sums_are_scaled(low_bits: int) -> None:
 
 
 TARGETS = {
-    "few": (90, 40, 0),
-    "one": (1, 1, 0),
     "several blocks of classes": (300, 2100, 0),
     "several blocks of tokens": (2100, 1500, -100),
+    "few": (90, 40, 0),
+    "one": (1, 1, 0),
     "a multiple of a block": (64, 1024, 7),
 }
 
 
-@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
-@pytest.mark.parametrize("skewed", [False, True], ids=["even", "skewed"])
-@pytest.mark.parametrize("sizes", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("selects", rest_slow({"counted rows": True, "all rows": False}))
+@pytest.mark.parametrize("skewed", rest_slow({"skewed": True, "even": False}))
+@pytest.mark.parametrize("sizes", rest_slow(TARGETS, default=2))
 def test_sorted_targets(sizes: tuple[int, int, int], skewed: bool, selects: bool) -> None:
     """Some targets are ignored or no class, or most of them are one class."""
     tokens, vocab, ignored = sizes
@@ -570,21 +421,17 @@ def test_sorted_targets(sizes: tuple[int, int, int], skewed: bool, selects: bool
 
 
 TERMS: dict[str, dict[str, Any]] = {
+    "z-loss": {"label_smoothing": 0.2, "z_loss": 0.01},
     "plain": {},
     "smoothed": {"label_smoothing": 0.1},
-    "z-loss": {"label_smoothing": 0.2, "z_loss": 0.01},
 }
 
 
-@pytest.mark.parametrize(
-    ("mean", "selects"), [(1, True), (0, False)], ids=["mean of counted rows", "sum of all rows"]
-)
+@pytest.mark.parametrize("mean", [True, False], ids=["mean of counted rows", "sum of all rows"])
 @pytest.mark.parametrize("uniform", [True, False], ids=["one gradient", "one a token"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("given", TERMS.values(), ids=TERMS)
-def test_row_coefficients(
-    given: dict[str, Any], dtype: str, uniform: bool, selects: bool, mean: int
-) -> None:
+@pytest.mark.parametrize("dtype", rest_slow(["float16", "bfloat16"]))
+@pytest.mark.parametrize("given", rest_slow(TERMS))
+def test_row_coefficients(given: dict[str, Any], dtype: str, uniform: bool, mean: bool) -> None:
     tokens, vocab, ignored = 600, 9, 5
     kernels = kernels_of(PINGPONG, dtype=dtype)
     target = torch.randint(-2, vocab + 2, (tokens,))
@@ -604,7 +451,7 @@ def test_row_coefficients(
         got, grad_scale = torch.full((kernel.planes, tokens), torch.nan), torch.zeros(())
         zeros = torch.full((5000,), 7, dtype=torch.int32)
         operands = stats, target, upstream, got, grad_scale, zeros
-        numbers = count if selects else zeros, int(selects), ignored, mean
+        numbers = count if mean else zeros, int(mean), ignored, int(mean)
         run(kernel, *operands, *numbers, vocab, None if terms is None else terms.numbers)
         dtypes, in_reference = getattr(torch, dtype), kernel.in_reference
         targets = Targets(target, vocab, options, tensors, lambda: LossParts(terms))
@@ -635,28 +482,21 @@ def test_row_coefficients(
 # Rows that count
 
 
-@pytest.mark.parametrize("count", [0, 1, 64, 100])
-@pytest.mark.parametrize("config", PROJECTIONS, ids=str)
-def test_counted_rows_of_project_exp(config: GemmConfig, count: int) -> None:
-    case, kernel = Case(150, 72, 150), kernels_of(config).row_sums_and_exps
-    launch = launch_of_counted(case, kernel, count)
-    launch.run(run, kernel, clusters=2)
-    check_counted(launch, case, config.rows)
-
-
 @pytest.mark.parametrize(
-    ("count", "overwrite"), [(0, 1), (0, 0), (1, 1), (64, 0), (130, 1), (130, 0)]
+    "given", rest_slow([(0, 0), (130, 1), (0, 1), (1, 1), (64, 0), (130, 0)], default=2)
 )
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_counted_rows_of_gradients(config: GemmConfig, count: int, overwrite: int) -> None:
+@pytest.mark.parametrize("config", rest_slow(GRADIENTS))
+def test_counted_rows_of_gradients(config: GemmConfig, given: tuple[int, int]) -> None:
+    count, overwrite = given
     kernels, case = kernels_of(config), Product(150, 136, 330, torch.bfloat16, count)
     check_sums(kernels.grad_hidden, case, 2, overwrite, count)
 
 
-@pytest.mark.parametrize("count", [0, 1, 64, 97])
-def test_counted_rows_of_final_gradients(count: int) -> None:
+@pytest.mark.parametrize("count", rest_slow([0, 97, 1, 64], default=2))
+@pytest.mark.parametrize("config", rest_slow([PINGPONG, TALL]))
+def test_counted_rows_of_final_gradients(config: GemmConfig, count: int) -> None:
     """MMAs beyond the last token are skipped; without any token, accumulators are 0."""
-    case, kernel = Product(150, 136, 330, torch.bfloat16, count), kernels_of(TALL).grad_weight
+    case, kernel = Product(150, 136, 330, torch.bfloat16, count), kernels_of(config).grad_weight
     assert kernel is not None
     out, terms = torch.full((330, 136), torch.nan).bfloat16(), (*case.csr(), torch.tensor([0.25]))
     rows = torch.zeros(1, dtype=torch.int32), torch.tensor([count], dtype=torch.int32), 1
@@ -666,18 +506,11 @@ def test_counted_rows_of_final_gradients(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 150])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", rest_slow(GRADIENTS))
 def test_launches_that_may_skip(config: GemmConfig, count: int) -> None:
     """They write nothing of no rows, and all of all rows."""
-    case, kernels = Case(150, 72, 150), kernels_of(config)
-    launch = case.launch(kernels.exps, vocab_splits=2)
-    launch.count, launch.may_skip = count, True
-    launch.run(run, kernels.exps, clusters=2)
-    if count:
-        check(launch, case)
-    else:
-        assert (launch.exps == 0x7FFF).all()
-    product, kernel = Product(150, 136, 330, torch.bfloat16), kernels.grad_hidden_again
+    product = Product(150, 136, 330, torch.bfloat16)
+    kernel = kernels_of(config).grad_hidden_again
     assert kernel is not None
     before = torch.randn(150, 136)
     out, semaphores = before.clone(), torch.zeros(kernel.semaphore_count(4), dtype=torch.int32)
@@ -700,13 +533,13 @@ def check_selection(tokens: int, chunk: int, ignored: float, **how: Any) -> None
     assert torch.equal(counts.long(), (count - firsts).clamp(0, chunk))
 
 
-@pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize(("tokens", "chunk"), [(1, 1), (700, 256), (2100, 1024)])
-def test_selected_rows(tokens: int, chunk: int, ignored: float) -> None:
-    check_selection(tokens, chunk, ignored)
+@pytest.mark.parametrize("ignored", [0.4, 0.0, 1.0])
+@pytest.mark.parametrize("size", rest_slow([(700, 256), (1, 1), (2100, 1024)]))
+def test_selected_rows(size: tuple[int, int], ignored: float) -> None:
+    check_selection(*size, ignored)
 
 
-@pytest.mark.parametrize("count", [0, 1, 64, 70])
+@pytest.mark.parametrize("count", rest_slow([70, 0, 1, 64], default=2))
 def test_moved_rows(count: int) -> None:
     kernels, tokens, hidden = kernels_of(PINGPONG), 90, 264
     x, scale = torch.randn(tokens, hidden).bfloat16(), torch.randn(tokens)
@@ -752,7 +585,7 @@ def test_target_logits_of_selected_rows() -> None:
     assert not products[15:].any()
 
 
-@pytest.mark.parametrize("classes", [1, 7, 64, 256])
+@pytest.mark.parametrize("classes", rest_slow([7, 64, 1, 256], default=2))
 def test_rows_of_soft_targets(classes: int) -> None:
     """Leads, and the other classes: equal bits to those of plain torch, but for sums of a row."""
     index, q = torch.randint(-3, 50, (19, classes)), torch.rand(19, classes)
@@ -779,8 +612,9 @@ def test_rows_of_soft_targets(classes: int) -> None:
         torch.testing.assert_close(made[2], sums, rtol=1e-6, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("classes", "hidden"), [(1, 8), (7, 264), (70, 600)])
-def test_logits_of_soft_targets(classes: int, hidden: int) -> None:
+@pytest.mark.parametrize("size", rest_slow([(7, 264), (1, 8), (70, 600)]))
+def test_logits_of_soft_targets(size: tuple[int, int]) -> None:
+    classes, hidden = size
     h, w = torch.randn(9, hidden).bfloat16(), torch.randn(30, hidden).bfloat16()
     index, b = torch.randint(30, (5, classes)), torch.rand(5, classes)
     order, index[1, 0], b[1, 0] = torch.randperm(9)[:5], 99, 0.0
@@ -794,37 +628,6 @@ def test_logits_of_soft_targets(classes: int, hidden: int) -> None:
         counts = b != 0
         limits: Any = {"rtol": 1e-5, "atol": 1e-4, "equal_nan": True}
         torch.testing.assert_close(logits[counts].double(), want[counts], **limits)
-
-
-@pytest.mark.parametrize("count", [None, 70])
-@pytest.mark.parametrize("config", [PINGPONG, TALL, COOPERATIVE, SHARED], ids=str)
-def test_logits_of_soft_targets_beside_exponentials(config: GemmConfig, count: int | None) -> None:
-    """A launch computes those of its columns, of tokens that count, and nothing else changes."""
-    case = Case(130, 136, 300, first=40)
-    kernel = kernels_of(config).row_sums_and_exps
-    launches = [case.launch(kernel, vocab_splits=2) for _ in range(2)]
-    index = torch.rand(130, 380).topk(11, 1).indices.sort(1).values
-    index[1], index[2] = torch.arange(40, 51), torch.arange(329, 340)
-    b = torch.rand(130, 11).round() * torch.rand(130, 11)
-    index[4] = 77  # several times
-    b[1], b[2], b[3], b[4] = 1, 1, 0, 1
-    index[b == 0] = 0
-    logits = torch.full((130, 11), 7.0)
-    for launch in launches:
-        launch.count = count
-    launches[1].soft = index.numpy(), b.numpy(), logits.numpy()
-    for launch in launches:
-        soft = launch.soft is not None
-        launch.run(run, dataclasses.replace(kernel, soft=soft), clusters=2)
-    plain, with_soft = launches
-    np.testing.assert_array_equal(with_soft.sums, plain.sums)
-    np.testing.assert_array_equal(with_soft.exps, plain.exps)
-    inside = (b != 0) & (index >= 40) & (index < 340)
-    inside &= (torch.arange(130) < (count or 130))[:, None]
-    want = (case.h.double() @ case.w.double().t()).gather(1, (index - 40).clamp(0, 299))
-    limits: Any = {"rtol": 1e-5, "atol": 1e-4}
-    torch.testing.assert_close(logits[inside].double(), want[inside], **limits)
-    assert (logits[~inside] == 7).all()
 
 
 @pytest.mark.parametrize("first", [0, 40])
@@ -844,11 +647,12 @@ def test_entries_of_soft_targets(first: int) -> None:
         assert (memory[:, 50:] == 7).all()
 
 
-@pytest.mark.parametrize("is_scaled", [0, 1])
-@pytest.mark.parametrize(("columns", "first"), [(50, 0), (8200, 40), (16387, 0)])
+@pytest.mark.parametrize("is_scaled", rest_slow([0, 1]))
+@pytest.mark.parametrize("window", rest_slow([(8200, 40), (50, 0), (16387, 0)]))
 def test_scaled_exponentials_with_entries_of_soft_targets(
-    columns: int, first: int, is_scaled: int
+    window: tuple[int, int], is_scaled: int
 ) -> None:
+    columns, first = window
     index = torch.rand(5, first + columns).topk(37, 1).indices
     b, entries, scale = torch.rand(5, 37), torch.randn(5, 37), torch.randn(5)
     b[torch.rand(5, 37) < 0.3] = 0
@@ -869,11 +673,13 @@ def test_scaled_exponentials_with_entries_of_soft_targets(
     assert torch.equal(memory[:, columns:], before[:, columns:])
 
 
-# Whole calls
+# Whole calls; tests/ops runs those of every layout and option
+
+EMULATED = PTX["emulated sm_90a"]
 
 
-@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
-@pytest.mark.parametrize("config", [TALL, COOPERATIVE, SWAPPED], ids=str)
+@pytest.mark.parametrize("selects", rest_slow({"counted rows": True, "all rows": False}))
+@pytest.mark.parametrize("config", rest_slow([COOPERATIVE, TALL, SWAPPED]))
 def test_fused_forward(config: GemmConfig, selects: bool) -> None:
     case = random_case(150, 72, 333, dtype=torch.bfloat16, ignored=0.6 if selects else 0.1)
     kernels, splits, most = kernels_of(config), 1, 3 if selects else 1
@@ -888,30 +694,6 @@ def test_fused_forward(config: GemmConfig, selects: bool) -> None:
     torch.testing.assert_close(loss.double(), mean, rtol=1e-5, atol=1e-5)
 
 
-STRATEGIES = {f"{name}, counted rows": (plan, True) for name, plan in PLANS.items()}
-STRATEGIES |= {
-    f"{name}, all rows": (PLANS[name], False)
-    for name in ("nothing kept", "some aliased, some kept", "in chunks")
-}
-
-
-@pytest.mark.parametrize(("plan", "selects"), STRATEGIES.values(), ids=STRATEGIES)
-def test_every_strategy(
-    plan: tuple[str, int, int, int],
-    selects: bool,
-    small_tiles: PortableTiles,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The host's code on emulated kernels."""
-    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE, kept_sums=KEPT_192)
-    emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
-    serve_calls(monkeypatch, ARCH, small_tiles, selects=selects, configs=configs, **emulated)
-    case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0.5 if selects else 0.1)
-    case.upstream.fill_(1.0)
-    names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
-    assert_as_accurate(planned(case, small_tiles.window, *plan), case, names)
-
-
 @pytest.fixture
 def nan_memory() -> Iterator[None]:
     """Memory that torch allocates is NaN until it is written."""
@@ -921,6 +703,7 @@ def nan_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nan_memory")
 def test_row_blocks_that_end_inside_a_k_tile(
     small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
@@ -928,69 +711,44 @@ def test_row_blocks_that_end_inside_a_k_tile(
     """Sums of dW read a whole K tile of tokens, 40 of which count."""
     assert SWAPPED.rows < TILE_K
     configs = KernelConfigs(SWAPPED, COOPERATIVE, COOPERATIVE, kept_sums=KEPT_192)
-    emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
-    serve_calls(monkeypatch, ARCH, small_tiles, selects=True, configs=configs, **emulated)
+    EMULATED.serve(monkeypatch, small_tiles, configs=configs)
     case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0)
     case.y[40:] = -100
     case.upstream.fill_(1.0)
-    got = planned(case, small_tiles.window, *PLANS["in one chunk"])
-    assert_as_accurate(got, case, ("dx", "dw"))
+    assert_as_accurate(by_layout(case, CHUNKS["in one chunk"]), case, ("dx", "dw"))
 
 
-@pytest.mark.parametrize(("columns", "bits"), [((0, 0), 8), ((64, 128), 4)], ids=str)
-def test_windows_with_kept_sums(
-    columns: tuple[int, int],
-    bits: int,
-    small_tiles: PortableTiles,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Stored exponentials, then probabilities, of rows that count."""
-    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE, kept_sums=KEPT_192)
-    emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
-    serve_calls(monkeypatch, ARCH, small_tiles, selects=True, configs=configs, **emulated)
-    case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0.5)
-    case.upstream.fill_(-0.37)
-    scalar = dataclasses.replace(case, upstream=torch.tensor(-0.37))
-    plan = Plan("windows", small_tiles.window, *columns, 70, True, True, hidden_bits=bits)
-    got = evaluate(scalar, lambda h, w: loss_of_plan(h, w, case.y, plan, LossOptions("sum")))
-    assert_as_accurate(got, case, ("dx", "dw"))
-
-
-@pytest.mark.parametrize(
-    ("grad_hidden", "far"),
-    [(COOPERATIVE, 0), (COOPERATIVE, 1), (COOPERATIVE, 70), (None, 1)],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("far", [0, 1, 70], ids=["no far row", "one", "all"])
+@pytest.mark.parametrize("grad_hidden", [COOPERATIVE, None], ids=str)
 def test_windows_inside_chunks(
-    far: int,
     grad_hidden: GemmConfig | None,
+    far: int,
     small_tiles: PortableTiles,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     configs = KernelConfigs(COOPERATIVE, grad_hidden, COOPERATIVE, grad_hidden, KEPT_192)
-    emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
-    serve_calls(monkeypatch, ARCH, small_tiles, selects=True, configs=configs, **emulated)
+    EMULATED.serve(monkeypatch, small_tiles, configs=configs)
     case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0.5)
     case.h[:far] *= 40
     case.h[case.y == -100] = torch.nan
     results = []
-    for columns in (128, 336):
-        plan = Plan("gradients_in_forward", columns, 0, columns, 48, True, False, vocab=333)
+    for columns in (128, COLUMNS):
         h = case.h.detach().requires_grad_()
-        loss = loss_of_plan(h, case.w, case.y, plan, LossOptions("sum"))
+        with pinned(windows_in_chunks(48, columns)):
+            loss = cutefce.linear_cross_entropy(h, case.w, case.y, reduction="sum")
         results.append(torch.autograd.grad(loss, h)[0])
     assert not results[0][case.y == -100].any()
     assert relative_error(*results) < 2.0**-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workspace", ["max", "min"])
 def test_smoothed_losses(
     workspace: str, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Terms of the losses and class logits in the kernels that the host's code chooses."""
-    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE, kept_sums=KEPT_192)
-    emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
-    serve_calls(monkeypatch, ARCH, small_tiles, selects=True, configs=configs, **emulated)
+    EMULATED.serve(monkeypatch, small_tiles)
     x = options_case(["label_smoothing", "z_loss"], 70, 48, 333, dtype=torch.bfloat16, ignored=0.5)
     got, want = x.ours(reduction="mean", workspace=workspace), exact(x, reduction="mean")
     for a, b in zip(got, want, strict=True):
@@ -998,11 +756,10 @@ def test_smoothed_losses(
     torch.testing.assert_close(got[0].double(), want[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_expanded_gradient(small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a sum over tokens is one number, expanded."""
-    configs = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE, kept_sums=KEPT_192)
-    emulated: Any = {"replacement": lambda kernel: functools.partial(run, kernel), "num_sms": 2}
-    serve_calls(monkeypatch, ARCH, small_tiles, selects=False, configs=configs, **emulated)
+    PTX["emulated sm_90a, all rows"].serve(monkeypatch, small_tiles)
     case = random_case(30, 16, 70, dtype=torch.bfloat16)
     h = case.h.requires_grad_()
     (got,) = torch.autograd.grad(
@@ -1017,52 +774,6 @@ def test_an_expanded_gradient(small_tiles: PortableTiles, monkeypatch: pytest.Mo
 # Faults
 
 
-PROJECT_FAULTS: dict[str, tuple[GemmConfig, str, str, type[Exception]]] = {
-    "w reaches only one block": (
-        TALL, r"(mov\.b16\s+%rs\d+), 3;", r"\1, 1;", Stuck),
-    "more bytes are expected than come": (
-        TALL, r"(add\.s32\s+%r\d+, %r\d+), 8192;(?=\s*mbarrier\.arrive\.expect)", r"\1, 8208;",
-        Stuck),
-    "a stage is released by too few warps": (
-        COOPERATIVE, r"(mov\.b32\s+%r\d+), 8;(?=\s*mbarrier\.init)", r"\1, 7;", Stuck),
-    "a stage waits for too many warps": (
-        COOPERATIVE, r"(mov\.b32\s+%r\d+), 8;(?=\s*mbarrier\.init)", r"\1, 9;", Stuck),
-    "stages are released before the MMAs have read them": (
-        COOPERATIVE, r"(wgmma\.wait_group\.sync\.aligned\s+)1;", r"\g<1>3;", AssertionError),
-    "logits are read before the MMAs are complete": (
-        PINGPONG, r"wgmma\.wait_group\.sync\.aligned\s+0;", "", AssertionError),
-    "a warpgroup never yields its turn": (
-        PINGPONG, r"(wgmma\.commit_group[^#]*?)bar\.arrive[^\n]*", r"\1", Stuck),
-    "epilogue tiles are written while they are stored": (
-        TALL, r"cp\.async\.bulk\.wait_group\.read\s+0;(?=[^#]*stmatrix)", "", AssertionError),
-    "a block ends before its stores": (
-        TALL, r"cp\.async\.bulk\.wait_group\.read\s+0;(?=\s*[$\w]*:?\s*ret)", "", AssertionError),
-    "one row too many": (
-        PINGPONG, r"(ld\.param\.b32\s+(%r\d+), \[\w+_param_3\];)",
-        r"\1 \nadd.s32 \2, \2, 1;", AssertionError),
-    "one row too few": (
-        PINGPONG, r"(ld\.param\.b32\s+(%r\d+), \[\w+_param_3\];)",
-        r"\1 \nadd.s32 \2, \2, -1;", AssertionError),
-}  # fmt: skip
-
-
-def broken(kernel: KernelSpec, pattern: str, replacement: str) -> str:
-    """Return PTX with a fault."""
-    ptx, count = re.subn(pattern, replacement, host_function(kernel).ptx, count=1)
-    assert count == 1
-    return ptx
-
-
-@pytest.mark.parametrize("fault", PROJECT_FAULTS)
-def test_a_fault_of_project_exp_is_detected(fault: str) -> None:
-    config, pattern, replacement, outcome = PROJECT_FAULTS[fault]
-    case, kernel = Case(2 * config.rows, 5 * 64, 200), kernels_of(config).row_sums_and_exps
-    launch, ptx = case.launch(kernel, vocab_splits=1), broken(kernel, pattern, replacement)
-    with pytest.raises(outcome):
-        launch.run(run, kernel, clusters=1, ptx=ptx)
-        check(launch, case)
-
-
 GRADIENT_FAULTS = {
     "K splits do not wait for each other": (
         r"(setp\.lt\.s32\s+%p\d+, %r\d+), 1;(?=\s*@\S+ bra\s+\S+\s+setp\S+\s[^\n]*\s*@\S+ bra"
@@ -1073,7 +784,7 @@ GRADIENT_FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", GRADIENT_FAULTS)
+@pytest.mark.parametrize("fault", rest_slow([*GRADIENT_FAULTS]))
 def test_a_fault_of_gradients_is_detected(fault: str) -> None:
     case, kernel = Product(150, 136, 330, torch.bfloat16), kernels_of(COOPERATIVE).grad_hidden
     assert kernel is not None
@@ -1090,7 +801,7 @@ ROW_FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", ROW_FAULTS)
+@pytest.mark.parametrize("fault", rest_slow([*ROW_FAULTS]))
 def test_a_fault_of_reductions_is_detected(fault: str) -> None:
     ptx = broken(kernels_of(PINGPONG).reduce_partials, *ROW_FAULTS[fault])
     with pytest.raises((AssertionError, Stuck)):
