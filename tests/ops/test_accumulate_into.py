@@ -1,7 +1,6 @@
 """dW added to a buffer of the caller's: its value, its memory, and what is refused."""
 
 import dataclasses
-import re
 from typing import Any
 
 import pytest
@@ -325,21 +324,6 @@ def test_which_buffers_gemms_add_to() -> None:
     assert not can_add(torch.empty(4, 8), torch.float16, sums)
 
 
-ROWS = torch.zeros(12, 8)
-W = ROWS[1:11].requires_grad_()
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
-    "shape": (torch.zeros(5, 8), ValueError, r"got shape \(5, 8\), expected \(10, 8\)"),
-    "dtype": (torch.zeros(10, 8, dtype=torch.float16), TypeError, "got dtype torch.float16"),
-    "device": (torch.zeros(10, 8, device="meta"), ValueError, "got device meta"),
-    "strides": (torch.zeros(8, 10).t(), ValueError, r"got strides \(1, 10\)"),
-    "gradient": (torch.zeros(10, 8, requires_grad=True), ValueError, "got one that requires grad"),
-    "the weight": (W.detach(), ValueError, "got the memory of linear_weight"),
-    "the parameter": (W, ValueError, "got the memory of linear_weight"),
-    "rows of the weight": (ROWS[2:], ValueError, "got the memory of linear_weight"),
-    "type": (3, TypeError, r"got 3 \(int\), expected a tensor or None"),
-}
-
-
 def test_a_buffer_may_lie_beside_the_weight() -> None:
     rows = torch.randn(20, 8)
     w, sums = rows[:10].requires_grad_(), rows.detach()[10:].zero_()
@@ -348,51 +332,3 @@ def test_a_buffer_may_lie_beside_the_weight() -> None:
     (expected,) = torch.autograd.grad(torch.nn.functional.cross_entropy(x @ before.t(), y), before)
     torch.testing.assert_close(sums, expected)
     assert torch.equal(w, before)
-
-
-def test_a_buffer_has_none_of_the_memory_of_a_bias() -> None:
-    x, w = torch.zeros(4, 8), torch.zeros(10, 8, requires_grad=True)
-    sums, y = torch.zeros(10, 8), torch.zeros(4, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"^accumulate_into: got the memory of linear_bias"):
-        cutefce.linear_cross_entropy(x, w, y, linear_bias=sums.view(-1)[5:15], accumulate_into=sums)
-
-
-@pytest.mark.parametrize(("buffer", "error", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_buffers(buffer: Any, error: type[Exception], message: str) -> None:
-    x, y = torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
-    for call in (cutefce.linear_cross_entropy, cutefce.linear_log_probs):
-        with pytest.raises(error, match=f"^accumulate_into: {message}"):
-            call(x, W, y, accumulate_into=buffer)
-        with torch.no_grad(), pytest.raises(error, match=f"^accumulate_into: {message}"):
-            call(x, W, y, accumulate_into=buffer)
-    with pytest.raises(error, match=f"^accumulate_into: {message}"):
-        cutefce.plan(x, W, accumulate_into=buffer)
-
-
-def test_calls_that_add_nothing_raise() -> None:
-    x, y, buffer = torch.zeros(4, 8), torch.zeros(4, dtype=torch.long), torch.zeros(10, 8)
-    with pytest.raises(ValueError, match=r"^accumulate_into: got a buffer for a linear_weight"):
-        cutefce.linear_cross_entropy(x, W.detach(), y, accumulate_into=buffer)
-    with pytest.raises(ValueError, match=r"^accumulate_into: got a buffer for a linear_weight"):
-        cutefce.plan(x, W.detach(), accumulate_into=buffer)
-    positions = torch.zeros(10, 2, 8, requires_grad=True)
-    with pytest.raises(NotImplementedError, match=r"^accumulate_into: .* K dimensions"):
-        cutefce.linear_cross_entropy(
-            x, positions, torch.zeros(4, 2, dtype=torch.long), accumulate_into=buffer
-        )
-
-    loss_of_rows = cutefce.linear_cross_entropy(
-        x.requires_grad_(), W, y, reduction="none", accumulate_into=buffer
-    )
-    with pytest.raises(NotImplementedError, match=r"^accumulate_into: .* is_grads_batched"):
-        torch.autograd.grad(loss_of_rows, x, torch.eye(4), is_grads_batched=True)
-    x = x.detach()
-
-    def loss(h: Tensor) -> Tensor:
-        return cutefce.linear_cross_entropy(h, W, y, accumulate_into=buffer)
-
-    message = re.escape("accumulate_into: got a buffer under a transform")
-    with pytest.raises(NotImplementedError, match=f"^{message}"):
-        torch.func.grad(loss)(x)
-    with pytest.raises(NotImplementedError, match=f"^{message}"):
-        torch.func.jvp(loss, (x,), (x,))

@@ -340,41 +340,6 @@ def test_a_module_and_autocast() -> None:
     assert (buffer - weight.grad).norm() <= 2**-8 * buffer.norm()
 
 
-W = torch.zeros(10, 8, requires_grad=True)
-BUFFER = torch.zeros(10, 8)
-WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no buffer": ({"accumulate_into": None}, ValueError, "got one without accumulate_into"),
-    "many losses": ({"reduction": "none"}, ValueError, "got one with reduction='none'"),
-    "shape": ({"grad_output": torch.ones(2)}, ValueError, r"got shape \(2,\), expected \(\) or"),
-    "dtype": ({"grad_output": torch.ones((), dtype=torch.bool)}, TypeError, "got dtype torch.bool"),
-    "device": ({"grad_output": torch.ones((), device="meta")}, ValueError, "got device meta"),
-    "gradient": (
-        {"grad_output": torch.ones((), requires_grad=True)},
-        ValueError,
-        "got one that requires grad",
-    ),
-    "type": ({"grad_output": "1"}, TypeError, r"got '1' \(str\), expected a number, a tensor or"),
-    "not finite": ({"grad_output": float("nan")}, ValueError, "got nan, expected a finite number"),
-    "range": ({"grad_output": 10**400}, ValueError, "got an integer beyond the range of a float"),
-}
-
-
-@pytest.mark.parametrize(("given", "error", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_arguments(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    x, y = torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
-    arguments: dict[str, Any] = {"accumulate_into": BUFFER, "grad_output": 1.0} | given
-    for call in (cutefce.linear_cross_entropy, cutefce.plan):
-        target = (y,) if call is cutefce.linear_cross_entropy else ()
-        with pytest.raises(error, match=f"^grad_output: {message}"):
-            call(x, W, *target, **arguments)
-
-
-def test_log_probabilities_have_many_gradients() -> None:
-    given: dict[str, Any] = {"accumulate_into": BUFFER, "grad_output": torch.ones(())}
-    with pytest.raises(ValueError, match=r"^grad_output: got one with reduction="):
-        torch.ops.cutefce.log_probs(torch.zeros(4, 8), W, torch.zeros(4, dtype=torch.long), **given)
-
-
 def test_a_gradient_that_is_not_finite_is_never_the_right_one() -> None:
     h, w = torch.randn(64, 16, requires_grad=True), torch.randn(100, 16, requires_grad=True)
     y, buffer = torch.randint(100, (64,)), torch.zeros(100, 16)

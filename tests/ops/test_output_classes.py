@@ -1,6 +1,5 @@
 """Log-probabilities of several classes of each token, each with a gradient."""
 
-import re
 from typing import Any
 
 import pytest
@@ -245,48 +244,6 @@ def test_opcheck(device: str) -> None:
     h, w = x.own.leaves
     given = {"target_indices": x.index, "outputs": "lse,entropy"}
     torch.library.opcheck(torch.ops.cutefce.log_probs.default, (h, w), given)
-
-
-INDEX = torch.zeros(6, 3, dtype=torch.long)
-ERRORS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
-    "target: got None": ({"target_indices": None}, TypeError),
-    "target: got one": ({"target": INDEX[:, 0]}, ValueError),
-    "target_indices: got 7 (int)": ({"target_indices": 7}, TypeError),
-    "target_indices: got dtype": ({"target_indices": INDEX.float()}, TypeError),
-    "target_indices: got shape (5, 3)": ({"target_indices": INDEX[:5]}, ValueError),
-    "target_indices: got shape ()": ({"target_indices": INDEX.sum()}, ValueError),
-    "target_indices: got 0 classes": ({"target_indices": INDEX[:, :0]}, ValueError),
-    "target_indices: got 257 classes": (
-        {"target_indices": INDEX[:, :1].expand(6, 257)},
-        ValueError,
-    ),
-    "target_indices: got 20 at token 0, k = 0, expected 0": (
-        {"target_indices": INDEX + 20},
-        IndexError,
-    ),
-    "target_indices: got -1 at token 0, k = 0, expected 0": (
-        {"target_indices": INDEX[:, :1] - 1},
-        IndexError,
-    ),
-    "outputs: got 'is_top1'": ({"outputs": ("is_top1",)}, NotImplementedError),
-}
-
-
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors_name_the_argument(message: str) -> None:
-    change, kind = ERRORS[message]
-    with pytest.raises(kind, match=re.escape(message)):
-        cutefce.linear_log_probs(
-            torch.randn(6, 8), torch.randn(20, 8), **({"target_indices": INDEX} | change)
-        )
-
-
-def test_what_is_refused() -> None:
-    h, w = torch.randn(6, 8), torch.randn(20, 8)
-    with pytest.raises(ValueError, match=r"^target_probs: "):
-        torch.ops.cutefce.log_probs(h, w, target_indices=INDEX, target_probs=torch.ones(6, 3))
-    with pytest.raises(NotImplementedError, match=r"^gradient: "):
-        cutefce.linear_log_probs(h.half(), w.half(), target_indices=INDEX, gradient="sampled")
 
 
 @pytest.mark.gpu

@@ -163,34 +163,3 @@ def test_a_compiled_call_draws_from_the_same_generator() -> None:
         else:
             results.append(torch.autograd.grad(run(case.h, leaf, case.y), leaf)[0])
     assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "options", "error", "message"),
-    [
-        (torch.float32, {}, ValueError, "with input of dtype"),
-        (torch.float16, {}, ValueError, "with input of dtype"),
-        (
-            torch.bfloat16,
-            {"accum_dtype": torch.float16},
-            ValueError,
-            "accum_dtype: got",
-        ),
-        (torch.bfloat16, {"accum_dtype": "bfloat16"}, TypeError, "accum_dtype: got"),
-        (torch.bfloat16, {"accumulate_into": torch.zeros(50, 8)}, ValueError, "accumulate_into"),
-    ],
-    ids=str,
-)
-def test_what_is_refused(
-    dtype: torch.dtype, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    h, w = torch.randn(5, 8, dtype=dtype), torch.randn(50, 8, dtype=dtype).requires_grad_()
-    given: dict[str, Any] = {"accum_dtype": torch.bfloat16} | options
-    with pytest.raises(error, match=message):
-        cutefce.linear_cross_entropy(h, w, torch.arange(5), **given)
-
-
-def test_a_float32_weight_beside_16_bits_is_refused() -> None:
-    h, w = torch.randn(5, 8).bfloat16(), torch.randn(50, 8).requires_grad_()
-    with pytest.raises(ValueError, match=r"with linear_weight of dtype torch\.float32"):
-        cutefce.linear_cross_entropy(h, w, torch.arange(5), accum_dtype=torch.bfloat16)

@@ -434,26 +434,6 @@ def test_lse_is_returned() -> None:
         assert torch.equal(function(*x.leaves, x.case.y, **SAMPLED), loss)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"gradient": "some"}, ValueError, "gradient: got 'some', expected one of"),
-        ({"gradient": 3}, TypeError, "gradient: got"),
-        ({"samples": 15}, ValueError, "samples: got 15, expected an integer from 16 to 4096"),
-        ({"samples": 4097}, ValueError, "samples: got 4097"),
-        ({"samples": 20.0}, TypeError, "samples: got"),
-        ({"samples": True}, TypeError, "samples: got"),
-    ],
-    ids=str,
-)
-def test_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    case = random_case(4, 8, 9)
-    with pytest.raises(error, match=message):
-        cutefce.linear_cross_entropy(case.h, case.w, case.y, **options)
-    with pytest.raises(error, match=message):
-        cutefce.LinearCrossEntropyLoss(8, 9, **options)
-
-
 def test_the_option_is_in_the_key_of_cached_calls() -> None:
     options = (
         LossOptions(),
