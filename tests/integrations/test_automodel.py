@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from cutefce.integrations import automodel
 from tests.support.fused_calls import fused_calls
-from tests.support.ranks import Ranks, group, started
+from tests.support.ranks import Ranks, group
 
 SIZES = {
     "vocab_size": 160,
@@ -211,12 +211,18 @@ def sharded() -> list[Any]:
     return results
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Any:
-    with started(2) as found:
-        yield found
-
-
-def test_a_head_sharded_by_fsdp2(ranks: Ranks) -> None:
-    for theirs, ours in ranks.run(2, sharded):
+def test_a_head_sharded_by_fsdp2(two: Ranks) -> None:
+    for theirs, ours in two.run(2, sharded):
         assert_same(ours, theirs)
+
+
+def test_gradients_are_sampled_if_asked_for(calls: list[Any]) -> None:
+    found = []
+    for more in ({"gradient": "sampled", "samples": 32}, {}):
+        loss_fn = build_loss_module(automodel.CutefceLoss, **more)
+        found.append(loss_of(loss_fn, HiddenModel(tiny("Llama"))))
+    assert [call["gradient"] for call in calls] == ["sampled", "exact"]
+    assert calls[0]["samples"] == 32
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
+    sampled, exact = (gradients["inner.lm_head.weight"] for _, gradients in found)
+    assert not torch.equal(sampled, exact)

@@ -1,7 +1,6 @@
 """defer: the Trainer of transformers and GKD under DeepSpeed, on two ranks."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +18,7 @@ import cutefce
 import cutefce.integrations.trl
 from bench.harness.tiny_models import VOCAB, build, tiny_config
 from tests.integrations.test_surroundings import start_deepspeed
-from tests.support.ranks import Ranks, started
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with started(2) as ranks:
-        yield ranks
+from tests.support.ranks import Ranks
 
 
 class Run(NamedTuple):

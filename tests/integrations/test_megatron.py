@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from cutefce.integrations import gradients as setting
 from cutefce.integrations import megatron
 from tests.support.fused_calls import fused_calls
-from tests.support.ranks import Ranks, started
+from tests.support.ranks import Ranks
 
 VOCAB, SEQUENCE, BATCH = 192, 16, 2
 
@@ -48,12 +48,6 @@ class Step:
     fused: int
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """What multi-token prediction logs: losses and, from 0.19, acceptance counts."""
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with started(2) as found:
-        yield found
 
 
 class NoTracker:
@@ -201,33 +195,33 @@ def assert_same(ours: Step, theirs: Step, calls: int = 1) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_gpt(ranks: Ranks, tp: int, sequence_parallel: bool, tied: bool) -> None:
+def test_gpt(two: Ranks, tp: int, sequence_parallel: bool, tied: bool) -> None:
     options = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
-    theirs = ranks.run(2, step, False, tp, tied, options)
-    ours = ranks.run(2, step, True, tp, tied, options)
+    theirs = two.run(2, step, False, tp, tied, options)
+    ours = two.run(2, step, True, tp, tied, options)
     for pair in zip(ours, theirs, strict=True):
         assert_same(*pair)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_main_grad(ranks: Ranks, tp: int, sequence_parallel: bool, tied: bool) -> None:
+def test_main_grad(two: Ranks, tp: int, sequence_parallel: bool, tied: bool) -> None:
     """Megatron-Core's own fused accumulation, and its plain one, give the same sums."""
     options = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
-    plain = ranks.run(2, step, False, tp, tied, options, True)
+    plain = two.run(2, step, False, tp, tied, options, True)
     options["gradient_accumulation_fusion"] = True
-    theirs = ranks.run(2, step, False, tp, tied, options, True)
-    ours = ranks.run(2, step, True, tp, tied, options, True)
+    theirs = two.run(2, step, False, tp, tied, options, True)
+    ours = two.run(2, step, True, tp, tied, options, True)
     for own, fused, unfused in zip(ours, theirs, plain, strict=True):
         assert_same(own, fused)
         assert_same(own, unfused)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_multi_token_prediction(ranks: Ranks, tp: int) -> None:
+def test_multi_token_prediction(two: Ranks, tp: int) -> None:
     options = {"tensor_model_parallel_size": tp, "mtp_num_layers": 2}
-    theirs = ranks.run(2, step, False, tp, False, options)
-    ours = ranks.run(2, step, True, tp, False, options)
+    theirs = two.run(2, step, False, tp, False, options)
+    ours = two.run(2, step, True, tp, False, options)
     for pair in zip(ours, theirs, strict=True):
         assert_same(*pair, calls=3)
 

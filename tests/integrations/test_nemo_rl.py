@@ -87,8 +87,8 @@ def values_on_a_rank(count: int, first_class: int | None = None) -> list[Tensor]
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_ranks_have_the_values_of_all_logits(count: int, ranks: Ranks) -> None:
-    found = ranks.run(count, values_on_a_rank, count)
+def test_ranks_have_the_values_of_all_logits(count: int, two: Ranks) -> None:
+    found = two.run(count, values_on_a_rank, count)
     values, *both = expected()
     for result in found:
         torch.testing.assert_close(result[0].double(), values, rtol=0, atol=1e-5)
@@ -97,8 +97,8 @@ def test_ranks_have_the_values_of_all_logits(count: int, ranks: Ranks) -> None:
         torch.testing.assert_close(torch.cat(x).double(), y, rtol=0, atol=atol)
 
 
-def test_other_classes_are_named(ranks: Ranks) -> None:
-    ((failed, text),) = ranks.outcomes(1, values_on_a_rank, 1, 3)
+def test_other_classes_are_named(two: Ranks) -> None:
+    ((failed, text),) = two.outcomes(1, values_on_a_rank, 1, 3)
     assert failed and "vocab_start_index, vocab_end_index: got 3 and 65, expected 0" in text
 
 
@@ -108,8 +108,8 @@ def context_parallel() -> None:
     integration.log_probs(hidden, weight, None, target, 0, 62, pair, cp_group=pair)
 
 
-def test_context_parallelism_is_named(ranks: Ranks) -> None:
-    for failed, text in ranks.outcomes(2, context_parallel):
+def test_context_parallelism_is_named(two: Ranks) -> None:
+    for failed, text in two.outcomes(2, context_parallel):
         assert failed and "cp_group: got 2 ranks" in text
 
 
@@ -137,8 +137,8 @@ def sampled_on_a_rank() -> tuple[str, int]:
     return calls[0]["gradient"], calls[0]["samples"]
 
 
-def test_gradients_are_sampled_if_the_setting_says_so(ranks: Ranks) -> None:
-    assert ranks.run(1, sampled_on_a_rank) == [("sampled", 32)]
+def test_gradients_are_sampled_if_the_setting_says_so(two: Ranks) -> None:
+    assert two.run(1, sampled_on_a_rank) == [("sampled", 32)]
 
 
 @pytest.fixture

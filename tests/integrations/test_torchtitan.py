@@ -1,6 +1,5 @@
 """Torchtitan's llama3_debugmodel with our override, against its own chunked loss."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from cutefce.integrations import gradients as setting
 from cutefce.integrations import torchtitan
 from tests.support.fused_calls import fused_calls
-from tests.support.ranks import Ranks, started
+from tests.support.ranks import Ranks
 
 NAME = "cutefce.integrations.torchtitan.fused_loss"
 
@@ -198,12 +197,6 @@ def test_full_dtensor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         loss_fn(torch.zeros(1, 2, 256), torch.zeros(1, 2, dtype=torch.long))
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with started(2) as found:
-        yield found
-
-
 def parallel_step(fused: bool, parallelism: dict[str, Any], typechecked: bool = False) -> Step:
     """Return what two microbatches give on this rank, parallelized as torchtitan does."""
     parallel_dims.device_type = "cpu"  # it takes "cuda" where no accelerator is found
@@ -248,10 +241,10 @@ def parallelized(model: Any, config: Any, dims: ParallelDims) -> Any:
 
 
 @pytest.mark.parametrize("reshard", ["always", "default", "never"])
-def test_fsdp2(ranks: Ranks, reshard: str) -> None:
+def test_fsdp2(two: Ranks, reshard: str) -> None:
     parallelism = {"spmd_backend": "partial_dtensor", "fsdp_reshard_after_forward": reshard}
-    theirs = ranks.run(2, parallel_step, False, parallelism)
-    ours = ranks.run(2, parallel_step, True, parallelism)
+    theirs = two.run(2, parallel_step, False, parallelism)
+    ours = two.run(2, parallel_step, True, parallelism)
     for pair in zip(ours, theirs, strict=True):
         assert_same(*pair)
 
@@ -262,15 +255,15 @@ def test_fsdp2(ranks: Ranks, reshard: str) -> None:
     [("spmd_types", False), ("spmd_types", True), ("partial_dtensor", False)],
 )
 def test_tensor_parallel(
-    ranks: Ranks, backend: str, sequence_parallel: bool, typechecked: bool
+    two: Ranks, backend: str, sequence_parallel: bool, typechecked: bool
 ) -> None:
     parallelism = {
         "spmd_backend": backend,
         "tensor_parallel_degree": 2,
         "enable_sequence_parallel": sequence_parallel,
     }
-    theirs = ranks.run(2, parallel_step, False, parallelism, typechecked)
-    ours = ranks.run(2, parallel_step, True, parallelism, typechecked)
+    theirs = two.run(2, parallel_step, False, parallelism, typechecked)
+    ours = two.run(2, parallel_step, True, parallelism, typechecked)
     for pair in zip(ours, theirs, strict=True):
         assert_same(*pair)
 

@@ -60,7 +60,7 @@ class Setting(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def two(
+def setting(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Setting]:
     """Yield a setting; its model has random weights, of norms too."""
@@ -261,12 +261,12 @@ rounding of sums, which are first rounded on each rank.
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_losses_and_gradients_are_those_of_one_process(
-    two: Setting, plan: str, record_property: Callable[[str, object], None]
+    setting: Setting, plan: str, record_property: Callable[[str, object], None]
 ) -> None:
     if plan == "tensor parallel":
         pytest.importorskip("accelerate")  # transformers distributes models with it
-    dtype, sizes = ("bfloat16", LARGE) if two.is_gpu else ("float32", TINY)
-    for losses, gradients in two.ranks.run(2, compare, PLANS[plan], two.folder):
+    dtype, sizes = ("bfloat16", LARGE) if setting.is_gpu else ("float32", TINY)
+    for losses, gradients in setting.ranks.run(2, compare, PLANS[plan], setting.folder):
         differences = [abs(norms[0] - norms[1]) / norms[1] for norms, _ in gradients.values()]
         record_property("losses of two ranks and one process", losses)
         record_property("largest relative difference of a norm", max(differences))

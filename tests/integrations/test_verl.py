@@ -186,7 +186,7 @@ def values_on_a_rank(hidden: Tensor, weight: Tensor, labels: Tensor, gathers: bo
     return [*(x.detach() for x in values), *gradients((rows, classes), *values, 0.1)]
 
 
-def test_ranks_of_megatron_have_the_values_of_one(ranks: Ranks) -> None:
+def test_ranks_of_megatron_have_the_values_of_one(two: Ranks) -> None:
     pytest.importorskip("megatron.core")
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 1, 16, generator=generator) for n in (10, 62))
@@ -195,11 +195,11 @@ def test_ranks_of_megatron_have_the_values_of_one(ranks: Ranks) -> None:
     leaves = [x.clone().requires_grad_() for x in given[:2]]
     log_probs, entropy = kernel.linear_cross_entropy(*leaves, labels, 0.7, "none")
     expected = [log_probs, entropy, *gradients(leaves, log_probs, entropy, 0.1)]
-    first, second = ranks.run(2, values_on_a_rank, *given, True)
+    first, second = two.run(2, values_on_a_rank, *given, True)
     for found in (first, second):
         assert_equal(found[:2], expected[:2])
     assert_equal([torch.cat(x) for x in zip(first[2:], second[2:], strict=True)], expected[2:])
-    outcomes = ranks.outcomes(2, values_on_a_rank, *given, False)
+    outcomes = two.outcomes(2, values_on_a_rank, *given, False)
     assert all(
         failed and "hidden: got states that were not gathered" in x for failed, x in outcomes
     )

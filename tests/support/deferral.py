@@ -1,12 +1,72 @@
-"""Counting fused losses of deferred heads, and comparing training steps."""
+"""A small model to defer, its losses, and comparisons of training steps."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import cutefce
+from bench.harness import tiny_models
 from cutefce.integrations.deferral import loss as deferral_loss
+
+D, V = 16, 23
+Use = Callable[[Any, Tensor], Tensor]
+"""Maps logits (2, 6, V) and targets (2, 6) to a loss ()."""
+
+
+class Model(nn.Module):
+    """Hidden states of tokens, and a head."""
+
+    def __init__(self, bias: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(V, D, dtype=dtype)
+        self.layer = nn.Linear(D, D, dtype=dtype)
+        self.head = nn.Linear(D, V, bias=bias, dtype=dtype)
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.head(self.layer(self.embedding(tokens)).tanh())
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+TOKENS = torch.randint(V, (2, 6), generator=torch.Generator().manual_seed(1))
+TARGETS = TOKENS.roll(-1, 1).masked_fill(torch.arange(6) == 2, -100)
+
+
+def step(model: nn.Module, use: Use, targets: Tensor = TARGETS) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the gradients of a model."""
+    loss = use(model(TOKENS), targets)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def tiny_llama() -> nn.Module:
+    """Return a tiny Llama of transformers in training."""
+    return tiny_models.build(tiny_models.tiny_config("llama")).train()
+
+
+def own_step(model: Any, **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss that a model of transformers computes itself, and its gradients."""
+    loss = model(**tiny_models.batch(), **more).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def ce(logits: Any, targets: Tensor, **options: Any) -> Tensor:
+    """Return the loss that is fused."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
+
+
+def gathered(logits: Any, targets: Tensor) -> Tensor:
+    """Return a loss that is not."""
+    chosen = targets.clamp(0)[..., None]
+    loss: Tensor = -logits.log_softmax(-1).gather(-1, chosen).mean() + logits.logsumexp(-1).mean()
+    return loss
 
 
 def count_fused(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

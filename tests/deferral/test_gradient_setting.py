@@ -90,20 +90,13 @@ def of_prime_rl(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
     return log_probs
 
 
-def of_automodel(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    pytest.importorskip("nemo_automodel.components.loss.chunked_ce")
-    chosen = gradients.loss_options(h, w) or gradient_options("exact", 256, None)
-    loss: Tensor = module("automodel").CutefceLoss(**chosen)(h, y, w)
-    return loss
-
-
 def module(name: str) -> Any:
     return importlib.import_module(f"cutefce.integrations.{name}")
 
 
 @pytest.mark.parametrize(
     "integration",
-    [of_trl, of_liger, of_ligers_jsd, of_axolotls_kd, of_prime_rl, of_automodel],
+    [of_trl, of_liger, of_ligers_jsd, of_axolotls_kd, of_prime_rl],
 )
 def test_gradients_are_sampled(integration: Any) -> None:
     """Twice with one seed the same, with another one or exact ones not; the values are exact."""

@@ -1,0 +1,107 @@
+"""defer: what changed after the head's call is refused where the logits are made later."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import cutefce
+from tests.support.deferral import TARGETS, TOKENS, Model, V, ce
+
+CHANGED = "logits: the head's weight, bias or input, or what was added, chan"
+SHARED = "logits: others that may share their memory changed in"
+
+
+def test_logits_after_a_change_are_refused() -> None:
+    model = Model()
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    early: Any = model(TOKENS)
+    part = early[:, :-1]
+    ce(logits, TARGETS).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match=CHANGED):
+        logits.argmax(-1)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        ce(part, TARGETS[:, :-1])
+    later: Any = model(TOKENS)
+    part = later[:, :-1]
+    later[..., 0] = 0.0
+    assert later[0, 0, 0] == 0
+    with pytest.raises(RuntimeError, match=SHARED):
+        ce(part, TARGETS[:, :-1])
+
+
+def test_a_change_of_what_was_added_is_refused() -> None:
+    model, more = Model(), torch.zeros(V)
+    cutefce.defer(model)
+    logits: Any = model(TOKENS) + more
+    more.add_(1)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        ce(logits, TARGETS)
+
+
+def test_a_change_of_the_bias_or_of_a_view_is_refused() -> None:
+    model = Model(bias=True)
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    with torch.no_grad():
+        model.head.bias.add_(1)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        ce(logits, TARGETS)
+    logits = model(TOKENS)
+    flat = logits.view(-1, V)
+    logits.argmax()
+    flat.argmax()
+    flat[:, 0] = -5.0
+    with pytest.raises(RuntimeError, match=SHARED):
+        ce(logits, TARGETS)
+    part = model(TOKENS)[:, :-1]
+    copy = part.contiguous()
+    copy[..., 0] = -9.0
+    with pytest.raises(RuntimeError, match=SHARED):
+        ce(part, TARGETS[:, :-1])
+
+
+def test_a_change_of_requires_grad_is_refused() -> None:
+    """As `set_adapter` of peft changes it: torch has the gradients of the forward."""
+    model = Model()
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    model.head.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        ce(logits, TARGETS)
+    model.head.requires_grad_(True)
+    assert ce(logits, TARGETS).requires_grad
+
+
+COPIES = [lambda x: x.clone(), lambda x: x.double(), lambda x: x / 2, lambda x: torch.tanh(x)]
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_copy_of_the_logits_may_be_changed(copy: Any) -> None:
+    """The logits keep their loss, as do copies that were taken before these are changed."""
+    model = Model()
+    wanted = ce(model(TOKENS), TARGETS)
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    changed, other = copy(logits), logits.clone()
+    flat = changed.view(-1, V)
+    changed.mul_(2)
+    torch.testing.assert_close(ce(logits, TARGETS), wanted)
+    logits.sub_(1)
+    torch.testing.assert_close(ce(other, TARGETS), wanted)
+    with pytest.raises(RuntimeError, match=SHARED):
+        F.cross_entropy(flat, TARGETS.flatten())
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_copy_of_changed_logits_is_refused(copy: Any) -> None:
+    model = Model()
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    part = logits[:, :-1]
+    logits.mul_(2)
+    with pytest.raises(RuntimeError, match=SHARED):
+        copy(part)
