@@ -88,6 +88,11 @@ def trained(*size: int) -> Tensor:
     return torch.ones(size, requires_grad=True)
 
 
+def eight_bits(size: int) -> Tensor:
+    """Return floating-point numbers of a dtype that calls do not take."""
+    return torch.ones(size).to(torch.float8_e4m3fn)
+
+
 def weight(valid: dict[str, Any]) -> Any:
     """Return the weight of the call."""
     return valid["linear_weight"]
@@ -368,6 +373,7 @@ WRONG: dict[str, list[Row]] = {
     "linear_bias": [
         Row([1.0], TypeError, f"got [1.0] (list), {OPTIONAL}"),
         Row(torch.ones(10).long(), TypeError, f"got dtype torch.int64, {FLOATS}"),
+        Row(eight_bits(10), TypeError, f"got dtype torch.float8_e4m3fn, {FLOATS}"),
         Row(torch.ones(10).to_sparse(), TypeError, SPARSE),
         Row(torch.ones(10, device="meta"), ValueError, ELSEWHERE),
         Row(torch.ones(3), ValueError, "got shape (3,), expected (10,)", but=(K,)),
@@ -377,6 +383,7 @@ WRONG: dict[str, list[Row]] = {
     "weight": [
         Row([1.0], TypeError, f"got [1.0] (list), {OPTIONAL}"),
         Row(torch.ones(10).long(), TypeError, f"got dtype torch.int64, {FLOATS}"),
+        Row(eight_bits(10), TypeError, f"got dtype torch.float8_e4m3fn, {FLOATS}"),
         Row(torch.ones(10).to_sparse(), TypeError, SPARSE),
         Row(torch.ones(10, device="meta"), ValueError, ELSEWHERE, but=("module",)),
         Row(torch.ones(3), ValueError, "got shape (3,), expected (10,)"),
@@ -385,6 +392,7 @@ WRONG: dict[str, list[Row]] = {
     "token_weights": [
         Row([1.0], TypeError, f"got [1.0] (list), {OPTIONAL}"),
         Row(torch.ones(4).long(), TypeError, f"got dtype torch.int64, {FLOATS}"),
+        Row(eight_bits(4), TypeError, f"got dtype torch.float8_e4m3fn, {FLOATS}"),
         Row(
             torch.ones(4) > 0,
             TypeError,
@@ -411,6 +419,7 @@ WRONG: dict[str, list[Row]] = {
             (1, 2, 3), ValueError, "got a sequence of 3, expected a number, or two", on=DIVERGENCES
         ),
         Row(torch.ones(4).long(), TypeError, f"got dtype torch.int64, {FLOATS}"),
+        Row(eight_bits(4), TypeError, f"got dtype torch.float8_e4m3fn, {FLOATS}"),
         Row(torch.ones(4).to_sparse(), TypeError, SPARSE, but=(K,)),
         Row(torch.ones(4, device="meta"), ValueError, ELSEWHERE, but=DIVERGENCES),
         Row(torch.ones(4, device="meta"), ValueError, NOT_OF_STUDENT, on=DIVERGENCES),
@@ -810,7 +819,7 @@ WRONG: dict[str, list[Row]] = {
     ],
     "teacher_bias": [
         Row(
-            torch.ones(10).to(torch.float8_e4m3fn),
+            eight_bits(10),
             TypeError,
             f"got dtype torch.float8_e4m3fn, {FLOATS}",
         ),
