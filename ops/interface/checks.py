@@ -85,14 +85,19 @@ def check_type(name: str, value: Any) -> None:
         raise TypeError(f"{name}: got {_shown(value)}, expected {expected}")
 
 
+def check_types(**arguments: Any) -> None:
+    """Raise TypeError for the first argument that is not of its type."""
+    for name, value in arguments.items():
+        check_type(name, value)
+    for rows in arguments.get("shards") or ():
+        if isinstance(rows, bool) or not isinstance(rows, INTEGERS):
+            raise TypeError(f"shards: got {_shown(rows)} among them, expected integers")
+
+
 def type_error(**arguments: Any) -> TypeError | None:
     """Return the error of the first argument that is not of its type, None if all are."""
     try:
-        for name, value in arguments.items():
-            check_type(name, value)
-        for rows in arguments.get("shards") or ():
-            if isinstance(rows, bool) or not isinstance(rows, INTEGERS):
-                raise TypeError(f"shards: got {_shown(rows)} among them, expected integers")
+        check_types(**arguments)
     except TypeError as error:
         return error
     return None

@@ -100,6 +100,8 @@ def linear_log_probs(
         checks.check_type("outputs", outputs)
         option_checks.check_vocab(linear_weight, outputs)
         option_checks.check_outputs(outputs, softcap)
+        checks.check_types(logit_scale=logit_scale, softcap=softcap, samples=samples)
+        checks.workspace_bytes(workspace)
         if ignore_index is not None:
             checks.check_ignore_index(ignore_index)
         given: dict[str, Any] = {"linear_bias": linear_bias, "accumulate_into": accumulate_into}

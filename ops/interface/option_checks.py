@@ -247,8 +247,9 @@ def _check_scalar(name: str, x: Tensor, h: Tensor) -> None:
     if x.shape not in ((), (1,)):
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected () or (1,)")
     if x.device not in (h.device, torch.device("cpu")):
+        or_cpu = "" if h.device.type == "cpu" else ", or cpu"
         raise ValueError(
-            f"{name}: got device {x.device}, expected that of input, {h.device}, or cpu"
+            f"{name}: got device {x.device}, expected that of input, {h.device}{or_cpu}"
         )
 
 

@@ -96,7 +96,7 @@ def plan(
     Raises:
         TypeError, ValueError, NotImplementedError: as the call does.
     """
-    wrong = checks.type_error(
+    checks.check_types(
         input=input,
         linear_weight=linear_weight,
         reduction=reduction,
@@ -111,8 +111,6 @@ def plan(
         shards=shards,
         sequence_parallel=sequence_parallel,
     )
-    if wrong is not None:
-        raise wrong
     if target is not None:
         checks.check_type("target", target)
     some = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)

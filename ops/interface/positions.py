@@ -78,9 +78,7 @@ def _checked_target(
             f"target: got probabilities with linear_weight of shape "
             f"{tuple(linear_weight.shape)}, expected class indices with losses of K dimensions"
         )
-    wrong = checks.type_error(input=input, target=target, **given)
-    if wrong is not None:
-        raise wrong
+    checks.check_types(input=input, target=target, **given)
     for name, x in (("input", input), ("linear_weight", linear_weight), ("target", target)):
         checks.check_layout(name, x)
     if given.get("accumulate_into") is not None:

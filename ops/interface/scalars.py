@@ -46,7 +46,9 @@ def as_tensor(name: str, value: Tensor | float, h: Tensor) -> Tensor:
     try:
         number = float(value)
     except OverflowError:
-        raise ValueError(f"{name}: got an integer beyond the range of a float") from None
+        raise ValueError(
+            f"{name}: got an integer beyond the range of a float, expected a finite number"
+        ) from None
     if dtype != torch.float64:
         number = ctypes.c_float(number).value  # infinite beyond its range, where torch raises
     return torch.full((), number, dtype=dtype, device=h.device)
