@@ -16,7 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cutefce
 from cutefce.ops.parallel.consistency import StoreRounds, _rounds_of, exchange
-from tests.support.ranks import Ranks, group, mesh, started
+from tests.support.ranks import Ranks, each_value, group, mesh, started
+from tests.support.tiers import rest_slow
 
 H, W = (torch.linspace(-9, 9, rows * 8).sin().view(rows, 8) for rows in (8, 10))
 Y = torch.tensor([0, 1, 2, 9, 4, 5, -100, 7])
@@ -55,8 +56,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("given", REFUSED.values(), ids=REFUSED)
+@each_value(given=REFUSED, failing=[0, 1])
 def test_error_before_the_operator_reaches_every_rank(
     given: dict[str, Any], failing: int, ranks: Ranks
 ) -> None:
@@ -310,7 +310,7 @@ def lives(path: str, with_error: bool) -> list[str]:
     return losses
 
 
-@pytest.mark.parametrize("with_error", [False, True])
+@pytest.mark.parametrize("with_error", rest_slow([True, False]))
 def test_process_group_after_another_one_in_a_store_that_was_kept(
     with_error: bool, tmp_path: Any
 ) -> None:

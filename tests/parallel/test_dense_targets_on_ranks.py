@@ -6,17 +6,11 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cutefce
-from tests.parallel.test_options_on_ranks import (
-    SIZES,
-    WORKSPACES,
-    assert_equal_one,
-    shares,
-    sharings,
-)
+from tests.parallel.test_options_on_ranks import SIZES, WORKSPACES, assert_equal_one, shares
 from tests.parallel.test_soft_targets_on_ranks import NAMES
 from tests.parallel.test_vocab_parallel import part
 from tests.support.options import OptionsCase, dense_case
-from tests.support.ranks import Ranks, mesh
+from tests.support.ranks import Ranks, each_value, mesh
 
 
 def losses(x: OptionsCase, sequence_parallel: bool | None) -> list[tuple[Tensor, ...]]:
@@ -37,8 +31,7 @@ def losses(x: OptionsCase, sequence_parallel: bool | None) -> list[tuple[Tensor,
     return results
 
 
-@sharings
-@pytest.mark.parametrize("name", ["softcap", "label_smoothing"])
+@each_value(name=["softcap", "label_smoothing"], sequence_parallel=[False, True])
 def test_losses_equal_one_process(name: str, sequence_parallel: bool, ranks: Ranks) -> None:
     x = dense_case(NAMES[name], 60, 16, 333, dtype=torch.float64)
     results = ranks.run(2, losses, x, sequence_parallel)

@@ -10,7 +10,8 @@ from torch import Tensor
 import cutefce
 from tests.parallel.test_vocab_parallel import part
 from tests.support.divergence import FORMS, Heads, heads
-from tests.support.ranks import Ranks, group
+from tests.support.ranks import Ranks, each_value, group
+from tests.support.tiers import rest_slow
 
 SHARDS = {"2 ranks": (67, 66), "2 ranks, very unequal": (1, 132), "4 ranks": (40, 50, 3, 40)}
 OPTIONS: dict[str, Any] = {"softcap": (3.0, None), "logit_scale": (0.5, 2.0), "temperature": 1.5}
@@ -40,8 +41,7 @@ def results(
     return found
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("sizes", SHARDS.values(), ids=SHARDS)
+@each_value(form=FORMS, sizes=SHARDS)
 def test_divergences_equal_one_process(
     sizes: tuple[int, ...], form: dict[str, Any], ranks: Ranks
 ) -> None:
@@ -57,7 +57,7 @@ def test_divergences_equal_one_process(
                 torch.testing.assert_close(torch.cat(parts), one, rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", rest_slow([torch.bfloat16, torch.float32]))
 def test_shared_divergences_are_rounded_once(dtype: torch.dtype, ranks: Ranks) -> None:
     case, form = heads(60, (16, 12), 133, dtype=dtype), {"divergence": "jsd"}
     shares = ranks.run(2, results, case, (67, 66), form)

@@ -6,6 +6,7 @@ import torch
 from bench.experiments import parallel as bench
 from bench.harness.problems import Shape
 from tests.support.ranks import Ranks, mesh
+from tests.support.tiers import rest_slow
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tokenizers")
@@ -38,13 +39,14 @@ def torch_loss(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-@pytest.mark.parametrize("mode", parallel.MODES)
+@pytest.mark.parametrize("mode", rest_slow(parallel.MODES))
 def test_every_mode_trains_as_one_process_does(mode: str, ranks: Ranks) -> None:
     for got, validation, want in ranks.run(4, losses, mode):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
         assert got[-1] < got[0] and 0 < validation < 10
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_what_is_equal(ranks: Ranks) -> None:
     shape = Shape(tokens=64, hidden=16, vocab=336, dtype="float64")
     for rows in ranks.run(4, bench.run, shape, "cpu", 2, None):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from cutefce.ops.parallel import shard
-from tests.parallel.test_vocab_parallel import joined, planned_share, shared
+from tests.parallel.test_vocab_parallel import joined, share_in_layout, shared
+from tests.support.layouts import LAYOUTS, Layout
 from tests.support.non_finite import (
     OVERFLOWS,
     ROW,
@@ -19,36 +20,39 @@ from tests.support.non_finite import (
     names,
     torch_result,
 )
-from tests.support.ranks import Ranks, group
-from tests.support.reference import PLANS, Case
+from tests.support.ranks import Ranks, each_value, group
+from tests.support.reference import Case
+from tests.support.tiers import rest_slow
 
 SIZES = (167, 166)
-DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("name", list(names(torch.float32)))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+SOME_LAYOUTS = {
+    name: LAYOUTS[name] for name in ("nothing kept", "some aliased, some kept", "in chunks")
+}
+
+
+@each_value(
+    name=list(names(torch.float32)), layout=SOME_LAYOUTS, dtype=[torch.float32, torch.bfloat16]
+)
 def test_losses_and_gradients_end_as_those_of_torch(
-    name: str, dtype: torch.dtype, ranks: Ranks
+    name: str, layout: Layout, dtype: torch.dtype, ranks: Ranks
 ) -> None:
     """The target is on either rank, as may be the logit that is not finite."""
     case = broken_case(name, dtype)
     want = torch_result(case)
-    for plan in ("nothing kept", "some aliased, some kept", "in chunks"):
-        strategy = PLANS[plan]
-        results = ranks.run(2, planned_share, case, SIZES, False, *strategy)
-        for loss, dx, _ in results:
-            kept = want.loss if strategy[0] == "windows" else want.loss.sum()
-            assert_same_kind(loss, kept)
-            assert_no_healthier(dx, want.dx)
-        assert_no_healthier(torch.cat([dw for _, _, dw in results]), want.dw)
-        if name not in WEIGHTS:
-            clean = ranks.run(2, planned_share, healthy_case(dtype), SIZES, False, *strategy)
-            others = torch.arange(len(case.y)) != ROW
-            assert torch.equal(results[0][1][others], clean[0][1][others])
+    results = ranks.run(2, share_in_layout, case, SIZES, False, layout)
+    for loss, dx, _ in results:
+        assert_same_kind(loss, want.loss.sum() if layout.in_chunks else want.loss)
+        assert_no_healthier(dx, want.dx)
+    assert_no_healthier(torch.cat([dw for _, _, dw in results]), want.dw)
+    if name not in WEIGHTS:
+        clean = ranks.run(2, share_in_layout, healthy_case(dtype), SIZES, False, layout)
+        others = torch.arange(len(case.y)) != ROW
+        assert torch.equal(results[0][1][others], clean[0][1][others])
 
 
-@pytest.mark.parametrize("name", ["h NaN", *OVERFLOWS])
+@pytest.mark.parametrize("name", rest_slow(["h NaN", *OVERFLOWS], default=3))
 def test_an_ignored_row_may_hold_anything(name: str, ranks: Ranks) -> None:
     case, clean = broken_case(name, torch.float32), healthy_case(torch.float32)
     case.y[ROW] = clean.y[ROW] = -100

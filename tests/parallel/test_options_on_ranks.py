@@ -13,12 +13,13 @@ import cutefce
 from bench.harness.accuracy import relative_error
 from tests.parallel.test_vocab_parallel import part
 from tests.support.options import OPTIONS, OptionsCase, options_case
-from tests.support.ranks import Ranks, group, mesh
+from tests.support.ranks import Ranks, each_value, group, mesh
 from tests.support.reference import Case, random_case
+from tests.support.tiers import pairwise, rest_slow
 
 SIZES = (167, 166)
 OUTPUTS = ("lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax")
-TOGETHER = {name: [name] for name in OPTIONS} | {
+TOGETHER = {
     "smoothing and factors": [
         "linear_bias",
         "weight",
@@ -30,8 +31,10 @@ TOGETHER = {name: [name] for name in OPTIONS} | {
     ],
     "softcap and factors": ["linear_bias", "weight", "z_loss", "softcap", "temperature (N,)"],
 }
+ALONE = {name: [name] for name in OPTIONS}
 WORKSPACES = "max", "min", 60_000
-sharings = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+SHARINGS = {"tp": False, "sp": True}
+sharings = pytest.mark.parametrize("sequence_parallel", SHARINGS.values(), ids=SHARINGS)
 
 
 def shares(x: OptionsCase, sequence_parallel: bool) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
@@ -109,9 +112,19 @@ def assert_equal_one(
             torch.testing.assert_close(torch.cat([first[i], second[i]]), want[i])
 
 
-@sharings
-@pytest.mark.parametrize("names", TOGETHER.values(), ids=list(TOGETHER))
+@pairwise(names=TOGETHER, sequence_parallel=SHARINGS)
 def test_losses_equal_one_process(names: list[str], sequence_parallel: bool, ranks: Ranks) -> None:
+    check_losses(names, sequence_parallel, ranks)
+
+
+@each_value(names=ALONE, sequence_parallel=SHARINGS)
+def test_each_option_equals_one_process(
+    names: list[str], sequence_parallel: bool, ranks: Ranks
+) -> None:
+    check_losses(names, sequence_parallel, ranks)
+
+
+def check_losses(names: list[str], sequence_parallel: bool, ranks: Ranks) -> None:
     x = options_case(names, 60, 16, 333, dtype=torch.float64, ignored=0.3)
     results = ranks.run(2, losses, x, sequence_parallel)
     assert_equal_one(results, losses(x, None), sequence_parallel, len(x.leaves))
@@ -135,15 +148,14 @@ def added(
     return results
 
 
-@sharings
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@each_value(dtype=[torch.float64, torch.bfloat16], sequence_parallel=SHARINGS)
 def test_sums_equal_one_process(dtype: torch.dtype, sequence_parallel: bool, ranks: Ranks) -> None:
     x = options_case([], 60, 16, 333, dtype=dtype, ignored=0.3)
     results = ranks.run(2, added, x, sequence_parallel)
     assert_equal_one(results, added(x, None), sequence_parallel, 2)
 
 
-@sharings
+@pytest.mark.parametrize("sequence_parallel", rest_slow({"sp": True, "tp": False}))
 def test_sums_of_the_forward_equal_one_process(sequence_parallel: bool, ranks: Ranks) -> None:
     x = options_case([], 1100, 16, 333, dtype=torch.float64, ignored=0.3)
     given: dict[str, Any] = {"accumulate_into": torch.zeros_like(x.case.w), "grad_output": 0.25}
@@ -179,8 +191,7 @@ TRANSFORMS = {
 }
 
 
-@sharings
-@pytest.mark.parametrize("names", TRANSFORMS.values(), ids=list(TRANSFORMS))
+@each_value(names=TRANSFORMS, sequence_parallel=SHARINGS)
 def test_outputs_equal_one_process(names: list[str], sequence_parallel: bool, ranks: Ranks) -> None:
     x = options_case(names, 60, 16, 333, dtype=torch.float64, ignored=0.3)
     x.case.y[:20] = torch.where(
@@ -190,8 +201,10 @@ def test_outputs_equal_one_process(names: list[str], sequence_parallel: bool, ra
     assert_equal_one(results, log_probs(x, None), sequence_parallel, len(x.leaves))
 
 
-@sharings
-@pytest.mark.parametrize("names", [TOGETHER["smoothing and factors"], ["softcap"]], ids=str)
+@each_value(
+    names={"together": TOGETHER["smoothing and factors"], "softcap": ["softcap"]},
+    sequence_parallel=SHARINGS,
+)
 def test_16_bit_results_are_near_those_of_one_process(
     names: list[str], sequence_parallel: bool, ranks: Ranks
 ) -> None:
@@ -217,15 +230,17 @@ def on_gpu(
 
 
 @pytest.mark.gpu
-@sharings
-@pytest.mark.parametrize("results", [losses, log_probs])
-@pytest.mark.parametrize("names", TOGETHER.values(), ids=list(TOGETHER))
-@pytest.mark.parametrize("tokens", [60, 1200], ids=["all rows", "counted rows"])
+@pairwise(
+    names=TOGETHER | ALONE,
+    results={"losses": losses, "log_probs": log_probs},
+    sequence_parallel=SHARINGS,
+    tokens={"all rows": 60, "counted rows": 1200},
+)
 def test_gpus_share_every_option(
-    tokens: int,
     names: list[str],
     results: Callable[..., list[tuple[Tensor, ...]]],
     sequence_parallel: bool,
+    tokens: int,
     gpu_ranks: Ranks,
 ) -> None:
     if len(gpu_ranks.pipes) < 2:
@@ -327,7 +342,7 @@ def rounded_at_random(x: Case, sequence_parallel: bool) -> Tensor:
     return results[0]
 
 
-@sharings
+@pytest.mark.parametrize("sequence_parallel", rest_slow({"sp": True, "tp": False}))
 def test_ranks_round_sums_at_random(sequence_parallel: bool, ranks: Ranks) -> None:
     x = random_case(4000, 16, sum(SIZES), dtype=torch.bfloat16)
     w = x.w.double().requires_grad_()

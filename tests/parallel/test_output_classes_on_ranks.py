@@ -1,13 +1,12 @@
 """Log-probabilities of classes that different ranks own."""
 
-import pytest
 import torch
 from torch import Tensor
 
 import cutefce
-from tests.parallel.test_options_on_ranks import assert_equal_one, shares, sharings
+from tests.parallel.test_options_on_ranks import assert_equal_one, shares
 from tests.support.output_classes import ClassesCase, classes_case
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, each_value
 
 
 def values(x: ClassesCase, sequence_parallel: bool | None) -> list[tuple[Tensor, ...]]:
@@ -32,8 +31,10 @@ def values(x: ClassesCase, sequence_parallel: bool | None) -> list[tuple[Tensor,
     return results
 
 
-@sharings
-@pytest.mark.parametrize("names", [[], ["linear_bias", "temperature (N,)", "softcap"]], ids=str)
+@each_value(
+    names={"plain": [], "transformed": ["linear_bias", "temperature (N,)", "softcap"]},
+    sequence_parallel=[False, True],
+)
 def test_values_equal_one_process(names: list[str], sequence_parallel: bool, ranks: Ranks) -> None:
     outputs = ("lse",) if names else ("lse", "entropy")
     x = classes_case(names, 6, 60, 16, 333, outputs=outputs, dtype=torch.float64)

@@ -3,6 +3,8 @@
 import os
 import re
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -28,16 +30,12 @@ from bench.harness.timing import peak_bytes
 from cutefce.autotune_cache import defaults
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.interface.options import LossOptions, Sharding
 from cutefce.ops.parallel import shard
-from cutefce.ops.planning.chunks.sizes import Chunks
-from cutefce.ops.planning.memory_model import chunked_bytes
-from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives import dispatch
-from tests.support.ranks import Ranks, group, mesh, started
-from tests.support.reference import assert_as_accurate, loss_of_plan, ours, random_case
+from tests.support.layouts import Layout, predicted
+from tests.support.ranks import Ranks, each_value, group, mesh, started
+from tests.support.reference import assert_as_accurate, ours, random_case
+from tests.support.tiers import rest_slow
 
 H, W, Y = torch.randn(8, 8), torch.randn(10, 8), torch.tensor([0, 1, 2, 9, 4, 5, -100, 7])
 
@@ -224,29 +222,28 @@ def placed_share(
     return loss.detach(), dx.full_tensor(), dw.full_tensor(), want.detach(), *gradients
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(
-    ("shape", "h_placement", "vocab", "reduction"),
-    [
-        ((12,), Replicate(), 30, "mean"),
-        ((3, 4), Replicate(), 31, "none"),
-        ((12,), Shard(0), 31, "sum"),
-        ((3, 4), Shard(1), 30, "none"),
-        ((2, 4, 3), Shard(1), 31, "mean"),
-        ((2, 3, 4), Shard(2), 31, "none"),
-    ],
-    ids=str,
-)
-def test_placements_select_the_form(
-    shape: tuple[int, ...],
-    h_placement: Placement,
-    vocab: int,
-    reduction: str,
-    compiled: bool,
-    ranks: Ranks,
-) -> None:
-    arguments = shape, h_placement, vocab, reduction, compiled
-    for loss, dx, dw, *want in ranks.run(4, placed_share, *arguments):
+Placed = tuple[tuple[int, ...], Placement, int, str]
+PLACEMENTS: list[Placed] = [
+    ((2, 4, 3), Shard(1), 31, "mean"),
+    ((12,), Replicate(), 30, "mean"),
+    ((3, 4), Replicate(), 31, "none"),
+    ((12,), Shard(0), 31, "sum"),
+    ((3, 4), Shard(1), 30, "none"),
+    ((2, 3, 4), Shard(2), 31, "none"),
+]
+"""Shape and placement of the tokens, classes and reduction."""
+
+
+@pytest.mark.parametrize("given", PLACEMENTS, ids=str)
+def test_placements_select_the_form(given: Placed, ranks: Ranks) -> None:
+    for loss, dx, dw, *want in ranks.run(4, placed_share, *given, False):
+        torch.testing.assert_close([loss, dx, dw], want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", PLACEMENTS, ids=str)
+def test_compiled_placements_select_the_form(given: Placed, ranks: Ranks) -> None:
+    for loss, dx, dw, *want in ranks.run(4, placed_share, *given, True):
         torch.testing.assert_close([loss, dx, dw], want)
 
 
@@ -305,10 +302,9 @@ def microbatches(sequence_parallel: bool, workspace: str) -> tuple[Tensor, ...]:
     return total, torch.stack(dxs), w.grad, want.detach(), want_dx, want_dw
 
 
-@pytest.mark.parametrize("workspace", ["max", "min"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@each_value(workspace=["max", "min"], sequence_parallel=[False, True])
 def test_microbatches_of_replicas_equal_one_batch(
-    sequence_parallel: bool, workspace: str, ranks: Ranks
+    workspace: str, sequence_parallel: bool, ranks: Ranks
 ) -> None:
     for results in ranks.run(4, microbatches, sequence_parallel, workspace):
         torch.testing.assert_close(results[:3], results[3:])
@@ -340,8 +336,8 @@ def refused_tangents(sequence_parallel: bool, reduction: str) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("reduction", rest_slow(["mean", "none"]))
+@pytest.mark.parametrize("sequence_parallel", rest_slow([True, False]))
 def test_forward_mode_of_a_group_is_refused(
     sequence_parallel: bool, reduction: str, ranks: Ranks
 ) -> None:
@@ -365,8 +361,8 @@ def copied_on_one_rank(budget: int | str | None, strided: str) -> tuple[float, f
     return loss.item(), F.cross_entropy(h[:, ::2] @ w[:, ::2].T, y).item()
 
 
-@pytest.mark.parametrize("strided", ["weight", "hidden"])
-@pytest.mark.parametrize("budget", ["min", 9702927, None])
+@pytest.mark.parametrize("strided", rest_slow(["hidden", "weight"]))
+@pytest.mark.parametrize("budget", rest_slow([9702927, "min", None]))
 def test_ranks_that_copy_different_operands_plan_alike(
     budget: int | str | None, strided: str, ranks: Ranks
 ) -> None:
@@ -374,43 +370,33 @@ def test_ranks_that_copy_different_operands_plan_alike(
         assert loss == pytest.approx(expected, rel=1e-5)
 
 
-def collectives(sequence_parallel: bool, grad: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the collectives of a step, and what they were given."""
-    seen = []
-
-    class Watch(shard.VocabShard):
-        def all_gather(self, x: Tensor) -> Tensor:
-            seen.append(("all_gather", tuple(x.shape)))
-            return super().all_gather(x)
-
-        def all_reduce_(self, x: Tensor) -> Tensor:
-            seen.append(("all_reduce", tuple(x.shape)))
-            return super().all_reduce_(x)
-
-        def reduce_scatter(self, x: Tensor) -> Tensor:
-            seen.append(("reduce_scatter", tuple(x.shape)))
-            return super().reduce_scatter(x)
-
+def collectives(sequence_parallel: bool, grad: bool) -> list[tuple[str, list[int]]]:
+    """Return the collectives of a step in their order, and the shapes of what they were given."""
     h = (H[:4] if sequence_parallel else H).clone().requires_grad_(grad)
     w, y = W.split(5)[dist.get_rank()].clone().requires_grad_(grad), Y
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard, "VocabShard", Watch)
+    with torch.profiler.profile(record_shapes=True) as profile:
         loss = cutefce.linear_cross_entropy(
             h, w, y, group=group(2), sequence_parallel=sequence_parallel, reduction="none"
         )
         if grad:
             loss.sum().backward()
-    return seen
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    names = [(event.name.removeprefix("_c10d_functional::"), event) for event in events]
+    return [(name, event.input_shapes[0]) for name, event in names if name in COLLECTIVES]
+
+
+COLLECTIVES = "all_gather_into_tensor", "all_reduce_", "reduce_scatter_tensor"
 
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_what_is_exchanged(sequence_parallel: bool, grad: bool, ranks: Ranks) -> None:
-    forward = [("all_reduce", (2, 8)), ("all_gather", (2, 8))]
-    backward = [("reduce_scatter", (8, 8)), ("all_gather", (4, 8))]
+    gather, reduce, scatter = COLLECTIVES
+    forward = [(reduce, [2, 8]), (gather, [2, 8])]
+    backward = [(scatter, [8, 8]), (gather, [4, 8])]
     if sequence_parallel:
-        forward.insert(0, ("all_gather", (4, 8)))
-        backward = [("all_gather", (4, 8)), ("reduce_scatter", (8, 8))]
+        forward.insert(0, (gather, [4, 8]))
+        backward = [(gather, [4, 8]), (scatter, [8, 8])]
     for seen in ranks.run(2, collectives, sequence_parallel, grad):
         assert seen == (forward + backward if grad else forward)
 
@@ -520,7 +506,7 @@ def dying(when: str) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("when", rest_slow(["forward", "backward"]))
 def test_a_rank_that_dies_ends_the_others(when: str) -> None:
     timeout_s = 3.0
     with started(2, timeout_s) as two:
@@ -534,6 +520,7 @@ def test_a_rank_that_dies_ends_the_others(when: str) -> None:
     assert time.monotonic() - begin < timeout_s + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_opcheck(sequence_parallel: bool, ranks: Ranks) -> None:
     ranks.run(2, checked, sequence_parallel)
@@ -570,31 +557,35 @@ def peak(
         loss = cutefce.linear_cross_entropy(h, w, y, group=group(2), **options)
         torch.autograd.grad(loss.sum(), (h, w))
 
-    with pytest.MonkeyPatch.context() as patch:
-        tiles = PortableTiles(window=1024, reference_block=1024, tile_columns=1024, tile_rows=512)
-        patch.setitem(defaults.PORTABLE_TILES, "cpu", tiles)
-        process_cache.reset()
+    with served_with(PortableTiles(1024, 1024, 1024, 512)):
         step()
         plan = cutefce.plan(h, w, group=group(2), **options)
         gradient_bytes = sum(x.numel() * x.element_size() for x in (h, w))
         # of large exchanges, gloo's threads may free their copies late
         repeats = 6 if tokens > vocab else 1
         measured = min(peak_bytes(step, "cpu") for _ in range(repeats)) - gradient_bytes
-        process_cache.reset()
     return plan.workspace_bytes, measured
 
 
-@pytest.mark.parametrize(
-    ("tokens", "vocab", "beyond"), [(512, 8002, 0.1), (2050, 514, 0.2)], ids=["classes", "tokens"]
+@contextmanager
+def served_with(tiles: PortableTiles) -> Iterator[None]:
+    """Let a step have larger tiles, and so fewer operators, whose memory takes long to follow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(defaults.PORTABLE_TILES, "cpu", tiles)
+        process_cache.reset()
+        yield
+    process_cache.reset()
+
+
+@each_value(
+    sizes={"classes": (512, 8002, 0.1), "tokens": (2050, 514, 0.2)},
+    sequence_parallel=[False, True],
+    workspace=["max", "min"],
+    dtype=[torch.bfloat16, torch.float32],
+    reduction=["none", "mean"],
 )
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("workspace", ["max", "min"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_peak_is_predicted(
-    tokens: int,
-    vocab: int,
-    beyond: float,
+    sizes: tuple[int, int, float],
     sequence_parallel: bool,
     workspace: str,
     dtype: torch.dtype,
@@ -602,40 +593,43 @@ def test_peak_is_predicted(
     ranks: Ranks,
 ) -> None:
     """Where classes take most of the memory, and where the exchange of dX does."""
+    tokens, vocab, beyond = sizes
     arguments = tokens, vocab, sequence_parallel, workspace, dtype, reduction
-    for predicted, measured in ranks.run(2, peak, *arguments):
-        assert -0.1 * measured <= predicted - measured <= beyond * measured
+    for expected, measured in ranks.run(2, peak, *arguments):
+        assert -0.1 * measured <= expected - measured <= beyond * measured
 
 
 def peak_of_chunks(sequence_parallel: bool, dtype: torch.dtype) -> tuple[int, int]:
     """Return the predicted and the measured workspace of gradients in forward."""
-    tokens, hidden, vocab = 2048, 256, 4096
-    case = random_case(tokens, hidden, vocab, dtype=dtype, seed=dist.get_rank())
-    h = (case.h[: tokens // 2] if sequence_parallel else case.h).requires_grad_()
-    w, y = case.w.requires_grad_(), random_case(tokens, 8, 2 * vocab, ignored=0).y
-    name = dtype_name(dtype)
-    problem = Problem(tokens, hidden, vocab, name, "cpu", True, True, None, 2, sequence_parallel)
-    config, chunk = defaults.widest_window(problem), 512
-    stored = -(-vocab // config.reference_block) * config.reference_block
-    plan = "gradients_in_forward", config.window, 0, stored, chunk
-    sharding = Sharding(group(2).group_name, None, sequence_parallel)
+    tokens, vocab, chunks = 2048, 4096, Layout(in_chunks=True, chunk=512)
+    case = random_case(tokens, 256, vocab, dtype=dtype, seed=dist.get_rank())
+    every, w = case.h.requires_grad_(), case.w.requires_grad_()
+    y = random_case(tokens, 8, 2 * vocab, ignored=0).y
+    sharing: dict[str, Any] = {"sequence_parallel": sequence_parallel}
+    h = case.h.detach()[: tokens // 2 if sequence_parallel else tokens].requires_grad_()
 
     def step() -> None:
-        loss = loss_of_plan(h, w, y, Plan(*plan, True, True), LossOptions(), sharding)
+        loss = cutefce.linear_cross_entropy(h, w, y, group=group(2), **sharing)
         torch.autograd.grad(loss, (h, w))
 
-    step()
-    measured = peak_bytes(step, "cpu") - problem.gradient_bytes
-    return chunked_bytes(problem, config, stored, Chunks.even(problem.tokens, chunk)), measured
+    with ExitStack() as stack:
+        stack.enter_context(served_with(PortableTiles(256, 64, 128, 128)))
+        chosen = predicted(chunks, every, w, ranks=2, **sharing)
+        stack.enter_context(chosen.pinned())
+        step()
+        measured = peak_bytes(step, "cpu")
+    gradient_bytes = sum(x.numel() * x.element_size() for x in (h, w))
+    return chosen.workspace_bytes, measured - gradient_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_peak_of_chunks_is_predicted(
     sequence_parallel: bool, dtype: torch.dtype, ranks: Ranks
 ) -> None:
-    for predicted, measured in ranks.run(2, peak_of_chunks, sequence_parallel, dtype):
-        assert abs(predicted - measured) <= 0.1 * measured
+    for expected, measured in ranks.run(2, peak_of_chunks, sequence_parallel, dtype):
+        assert abs(expected - measured) <= 0.1 * measured
 
 
 @pytest.mark.gpu

@@ -8,9 +8,16 @@ import torch
 import cutefce
 from cutefce.cute_kernels.arch import arch_named
 from tests.conftest import SMALL_TILES
-from tests.parallel.test_vocab_parallel import Share, gradients, layouts, leaves, options_of
+from tests.parallel.test_vocab_parallel import (
+    SHARINGS,
+    Share,
+    Sharing,
+    gradients,
+    leaves,
+    options_of,
+)
 from tests.support.kernel_models import serve_calls
-from tests.support.ranks import Ranks, group
+from tests.support.ranks import Ranks, each_value, group
 from tests.support.reference import Case, random_case
 
 SAMPLED: dict[str, Any] = {"gradient": "sampled", "samples": 16}
@@ -25,34 +32,39 @@ def share(case: Case, sizes: tuple[int, ...], parallel: bool, options: dict[str,
     return gradients(case, loss, h, w)
 
 
-@layouts
+@each_value(sharing=SHARINGS, reduction=["none", "mean"])
 def test_ranks_keep_the_entries_of_one_device(
-    sizes: tuple[int, ...], sequence_parallel: bool, ranks: Ranks
+    sharing: Sharing, reduction: str, ranks: Ranks
 ) -> None:
     case = random_case(60, 24, 333, dtype=torch.float64, logit_std=2.0)
-    for reduction in ("none", "mean"):
-        options: dict[str, Any] = {"reduction": reduction, "z_loss": 1e-2, "logit_scale": 1.5}
-        results = ranks.run(len(sizes), share, case, sizes, sequence_parallel, options)
-        losses, dxs, dws = zip(*results, strict=True)
-        dx = torch.cat(dxs) if sequence_parallel else dxs[0]
-        torch.manual_seed(7)
-        h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
-        loss: Any = cutefce.linear_cross_entropy(h, w, case.y, **options, **SAMPLED)
-        found, wanted = (losses[0], dx, torch.cat(dws)), gradients(case, loss, h, w)
-        for got, want in zip(found, wanted, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+    options: dict[str, Any] = {"reduction": reduction, "z_loss": 1e-2, "logit_scale": 1.5}
+    results = ranks.run(len(sharing[0]), share, case, *sharing, options)
+    found, wanted = joined(results, sharing), of_one_device(case, options)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
+def joined(results: list[Share], sharing: Sharing) -> Share:
+    """Return the whole of what ranks returned."""
+    losses, dxs, dws = zip(*results, strict=True)
+    return losses[0], torch.cat(dxs) if sharing[1] else dxs[0], torch.cat(dws)
+
+
+def of_one_device(case: Case, options: dict[str, Any]) -> Share:
+    """Return the results of a generator in the state of the first rank's."""
+    torch.manual_seed(7)
+    h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
+    loss = cutefce.linear_cross_entropy(h, w, case.y, **options, **SAMPLED)
+    return gradients(case, loss, h, w)
 
 
 def test_ranks_draw_classes_of_one_device(ranks: Ranks) -> None:
     """Of 8192 classes each rank estimates the log-sum-exps of half of 4096."""
     case = random_case(20, 8, 8192, dtype=torch.float64, logit_std=2.0)
-    (_, dx, first), (_, _, second) = ranks.run(2, share, case, (4096, 4096), False, {})
-    torch.manual_seed(7)
-    h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
-    loss: Any = cutefce.linear_cross_entropy(h, w, case.y, **SAMPLED)
-    _, want_dx, want_dw = gradients(case, loss, h, w)
-    torch.testing.assert_close(dx, want_dx, rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(torch.cat([first, second]), want_dw, rtol=1e-9, atol=1e-10)
+    sharing: Sharing = (4096, 4096), False
+    found = joined(ranks.run(2, share, case, *sharing, {}), sharing)
+    for got, want in zip(found[1:], of_one_device(case, {})[1:], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 
 def share_on_models(*arguments: Any) -> Share:
@@ -62,19 +74,13 @@ def share_on_models(*arguments: Any) -> Share:
         return share(*arguments)
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
-@layouts
+@each_value(sharing=SHARINGS, options=[{}, {"label_smoothing": 0.1}])
 def test_kernels_of_ranks_keep_the_entries_of_one_device(
-    sizes: tuple[int, ...], sequence_parallel: bool, options: dict[str, Any], ranks: Ranks
+    sharing: Sharing, options: dict[str, Any], ranks: Ranks
 ) -> None:
     case = random_case(60, 24, 333, dtype=torch.bfloat16, logit_std=2.0)
-    results = ranks.run(len(sizes), share_on_models, case, sizes, sequence_parallel, options)
-    losses, dxs, dws = zip(*results, strict=True)
-    dx = torch.cat(dxs) if sequence_parallel else dxs[0]
-    torch.manual_seed(7)
-    h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
-    loss: Any = cutefce.linear_cross_entropy(h, w, case.y, **options, **SAMPLED)
-    found, wanted = (losses[0], dx, torch.cat(dws)), gradients(case, loss, h, w)
+    results = ranks.run(len(sharing[0]), share_on_models, case, *sharing, options)
+    found, wanted = joined(results, sharing), of_one_device(case, options)
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-5)
     for got, want in zip(found[1:], wanted[1:], strict=True):
         ulp = torch.finfo(torch.bfloat16).eps

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cutefce
-from tests.parallel.test_options_on_ranks import WORKSPACES, assert_equal_one, shares, sharings
+from tests.parallel.test_options_on_ranks import WORKSPACES, assert_equal_one, shares
 from tests.support.options import OptionsCase, soft_case
-from tests.support.ranks import Ranks, group
+from tests.support.ranks import Ranks, each_value, group
 
 NAMES = {
     "nothing": [],
@@ -34,8 +34,7 @@ def losses(x: OptionsCase, sequence_parallel: bool | None) -> list[tuple[Tensor,
     return results
 
 
-@sharings
-@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+@each_value(names=NAMES, sequence_parallel=[True, False])
 def test_losses_equal_one_process(names: list[str], sequence_parallel: bool, ranks: Ranks) -> None:
     x = soft_case(names, 6, 60, 16, 333, dtype=torch.float64)
     results = ranks.run(2, losses, x, sequence_parallel)

@@ -1,5 +1,6 @@
 """A loss that ranks share equals the loss on one device."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,20 +10,20 @@ from torch import Tensor
 
 import cutefce
 from bench.harness.accuracy import relative_error
-from cutefce.ops.interface.options import LossOptions, Sharding
 from cutefce.ops.planning.dw_aliasing import DwMemory
-from cutefce.ops.planning.planner import Plan
-from tests.conftest import SMALL_TILES
-from tests.support.ranks import Ranks, group
-from tests.support.reference import (
-    PLANS,
-    Case,
-    Result,
-    assert_as_accurate,
-    logits_case,
-    loss_of_plan,
-    random_case,
+from tests.support.layouts import (
+    CHUNKS,
+    COLUMNS,
+    LAYOUTS,
+    SMALL_TILES,
+    WINDOWS,
+    Layout,
+    pinned,
+    windows_in_chunks,
 )
+from tests.support.ranks import Ranks, each_value, group
+from tests.support.reference import Case, Result, assert_as_accurate, logits_case, random_case
+from tests.support.tiers import rest_slow
 
 SHARDS = {
     "2 ranks": (167, 166),
@@ -71,26 +72,19 @@ def shared(
     return gradients(case, loss, h, w)
 
 
-def planned_share(
-    case: Case,
-    sizes: tuple[int, ...],
-    sequence_parallel: bool,
-    strategy: str,
-    aliased: int,
-    kept: int,
-    chunk: int,
+def share_in_layout(
+    case: Case, sizes: tuple[int, ...], sequence_parallel: bool, layout: Layout
 ) -> Share:
-    """Run a given plan; aliased and kept columns are at most what there is room for, and all."""
+    """Run in a layout; aliased and kept columns are at most what there is room for, and all."""
     h, w = leaves(case, sizes, sequence_parallel)
     piece = min(SMALL_TILES.reference_block, -(-len(w) // 8) * 8)
     memory = DwMemory(len(case.h), w.shape[1], len(w), SMALL_TILES.reference_block)
-    aliased = min(aliased, memory.most_aliased(SMALL_TILES.reference_block))
-    kept = min(kept, -(-(len(w) - aliased) // piece) * piece)
-    reduction = "none" if strategy == "windows" else "sum"
-    plan = strategy, SMALL_TILES.window, aliased, kept, chunk
-    sharding = Sharding(group(len(sizes)).group_name, list(sizes), sequence_parallel)
-    loss = loss_of_plan(h, w, case.y, Plan(*plan, True, True), LossOptions(reduction), sharding)
-    return gradients(case, loss, h, w)
+    aliased = min(layout.aliased, memory.most_aliased(SMALL_TILES.reference_block))
+    kept = min(layout.kept, -(-(len(w) - aliased) // piece) * piece)
+    sharing = {**options_of(sizes, sequence_parallel), "reduction": layout.reduction}
+    with pinned(dataclasses.replace(layout, aliased=aliased, kept=kept)):
+        loss = cutefce.linear_cross_entropy(h, w, case.y, **sharing)
+        return gradients(case, loss, h, w)
 
 
 def joined(results: list[Share], sequence_parallel: bool) -> Result:
@@ -102,23 +96,21 @@ def joined(results: list[Share], sequence_parallel: bool) -> Result:
     return Result(losses[0], torch.cat(dxs) if sequence_parallel else dxs[0], torch.cat(dws))
 
 
-LAYOUTS = {f"tp {name}": (sizes, False) for name, sizes in SHARDS.items()}
-LAYOUTS |= {f"sp {name}": (SHARDS[name], True) for name in ("2 ranks", "4 ranks")}
-layouts = pytest.mark.parametrize(
-    ("sizes", "sequence_parallel"), LAYOUTS.values(), ids=list(LAYOUTS)
-)
+Sharing = tuple[tuple[int, ...], bool]
+"""Rows of the ranks' weights, and whether each has a part of the tokens."""
+
+SHARINGS: dict[str, Sharing] = {f"tp {name}": (sizes, False) for name, sizes in SHARDS.items()}
+SHARINGS |= {f"sp {name}": (SHARDS[name], True) for name in ("2 ranks", "4 ranks")}
 
 
-@layouts
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("workspace", ["max", "min"])
+@each_value(sharing=SHARINGS, reduction=["mean", "sum", "none"], workspace=["max", "min"])
 def test_reductions_equal_torch(
-    sizes: tuple[int, ...], sequence_parallel: bool, reduction: str, workspace: str, ranks: Ranks
+    sharing: Sharing, reduction: str, workspace: str, ranks: Ranks
 ) -> None:
     case = random_case(60, 16, 333, dtype=torch.float64, ignored=0.3)
     options = {"reduction": reduction, "workspace": workspace}
-    results = ranks.run(len(sizes), shared, case, sizes, sequence_parallel, options)
-    got = joined(results, sequence_parallel)
+    results = ranks.run(len(sharing[0]), shared, case, *sharing, options)
+    got = joined(results, sharing[1])
     h, w = case.h.requires_grad_(), case.w.requires_grad_()
     want = F.cross_entropy(F.linear(h, w), case.y, reduction=reduction)
     torch.testing.assert_close(got.loss, want)
@@ -126,37 +118,38 @@ def test_reductions_equal_torch(
     torch.testing.assert_close((got.dx, got.dw), torch.autograd.grad(want, (h, w), upstream))
 
 
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [*((layout, torch.bfloat16) for layout in LAYOUTS), ("tp 3 ranks", torch.float32)],
-    ids=str,
-)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_every_strategy(
-    plan: tuple[str, int, int, int], layout: str, dtype: torch.dtype, ranks: Ranks
-) -> None:
-    sizes, sequence_parallel = LAYOUTS[layout]
+@each_value(layout=LAYOUTS, sharing=SHARINGS)
+def test_every_layout(layout: Layout, sharing: Sharing, ranks: Ranks) -> None:
+    check_layout(layout, sharing, torch.bfloat16, ranks)
+
+
+@pytest.mark.parametrize("layout", rest_slow(LAYOUTS))
+def test_every_layout_in_float32(layout: Layout, ranks: Ranks) -> None:
+    check_layout(layout, SHARINGS["tp 3 ranks"], torch.float32, ranks)
+
+
+def check_layout(layout: Layout, sharing: Sharing, dtype: torch.dtype, ranks: Ranks) -> None:
     case = random_case(152, 48, 333, dtype=dtype)
-    if plan[0] != "windows":
+    if layout.in_chunks:
         case.upstream.fill_(1.0)
-    results = ranks.run(len(sizes), planned_share, case, sizes, sequence_parallel, *plan)
-    names = ("loss", "dx", "dw") if plan[0] == "windows" else ("dx", "dw")
-    assert_as_accurate(joined(results, sequence_parallel), case, names)
+    results = ranks.run(len(sharing[0]), share_in_layout, case, *sharing, layout)
+    names = ("dx", "dw") if layout.in_chunks else ("loss", "dx", "dw")
+    assert_as_accurate(joined(results, sharing[1]), case, names)
 
 
 def times_upstream(case: Case, sizes: tuple[int, ...], sequence_parallel: bool) -> list[Tensor]:
     """Return dX for an upstream gradient of 0.37: everything kept, and formed in the forward."""
     results = []
-    for strategy in ("windows", "gradients_in_forward"):
+    for layout in (WINDOWS["everything kept"], dataclasses.replace(CHUNKS["in chunks"], chunk=80)):
         h, w = leaves(case, sizes, sequence_parallel)
-        plan = strategy, SMALL_TILES.window, 0, 336, 80
-        sharding = Sharding(group(len(sizes)).group_name, list(sizes), sequence_parallel)
-        loss = loss_of_plan(h, w, case.y, Plan(*plan, True, True), LossOptions("sum"), sharding)
-        results.append(torch.autograd.grad(loss * 0.37, h)[0])
+        sharing = options_of(sizes, sequence_parallel)
+        with pinned(layout):
+            loss = cutefce.linear_cross_entropy(h, w, case.y, reduction="sum", **sharing)
+            results.append(torch.autograd.grad(loss * 0.37, h)[0])
     return results
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", rest_slow([True, False]))
 def test_gradients_in_forward_are_rounded_once(sequence_parallel: bool, ranks: Ranks) -> None:
     # rounded before they are multiplied, they would be off by 1.4 times as much
     case, sizes = random_case(1500, 64, 333, dtype=torch.bfloat16), SHARDS["2 ranks"]
@@ -175,21 +168,21 @@ def frozen_share(
 ) -> Tensor:
     """Return dX of a frozen head's losses of each token, by chunks in windows of `columns`."""
     h, w = leaves(case, sizes, sequence_parallel)
-    plan = Plan("gradients_in_forward", SMALL_TILES.window, 0, columns, 40, True, False)
-    sharding = Sharding(group(len(sizes)).group_name, list(sizes), sequence_parallel)
-    losses = loss_of_plan(h, w.detach(), case.y, plan, LossOptions("none"), sharding)
-    return torch.autograd.grad(losses, h, case.upstream)[0]
+    sharing = options_of(sizes, sequence_parallel)
+    with pinned(windows_in_chunks(chunk=40, window=SMALL_TILES.window, kept=columns)):
+        losses = cutefce.linear_cross_entropy(h, w.detach(), case.y, reduction="none", **sharing)
+        return torch.autograd.grad(losses, h, case.upstream)[0]
 
 
-@layouts
-@pytest.mark.parametrize("columns", [336, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_value(
+    sharing=SHARINGS, dtype=[torch.float32, torch.bfloat16], columns=[COLUMNS, SMALL_TILES.window]
+)
 def test_a_frozen_head_needs_no_scalar_loss(
-    sizes: tuple[int, ...], sequence_parallel: bool, dtype: torch.dtype, columns: int, ranks: Ranks
+    sharing: Sharing, dtype: torch.dtype, columns: int, ranks: Ranks
 ) -> None:
     case = random_case(152, 48, 333, dtype=dtype)
-    parts = ranks.run(len(sizes), frozen_share, case, sizes, sequence_parallel, columns)
-    got = Result(case.upstream, torch.cat(parts) if sequence_parallel else parts[0], case.w)
+    parts = ranks.run(len(sharing[0]), frozen_share, case, *sharing, columns)
+    got = Result(case.upstream, torch.cat(parts) if sharing[1] else parts[0], case.w)
     assert_as_accurate(got, case, ("dx",))
 
 
@@ -200,65 +193,58 @@ def shared_on_gpu(case: Case, *arguments: Any) -> Share:
 
 
 @pytest.mark.gpu
-@layouts
-@pytest.mark.parametrize(
-    ("workspace", "dtype"),
-    [
+@each_value(
+    given=[
         ("max", torch.bfloat16),
         ("min", torch.bfloat16),
         (1 << 20, torch.bfloat16),
         ("max", torch.float16),
     ],
-    ids=str,
+    sharing=SHARINGS,
 )
 def test_gpus_share_a_loss(
-    sizes: tuple[int, ...],
-    sequence_parallel: bool,
-    workspace: int | str,
-    dtype: torch.dtype,
-    gpu_ranks: Ranks,
+    given: tuple[int | str, torch.dtype], sharing: Sharing, gpu_ranks: Ranks
 ) -> None:
-    if len(sizes) > len(gpu_ranks.pipes):
-        pytest.skip(f"needs {len(sizes)} GPUs")
+    if len(sharing[0]) > len(gpu_ranks.pipes):
+        pytest.skip(f"needs {len(sharing[0])} GPUs")
+    workspace, dtype = given
     case = random_case(152, 48, 333, dtype=dtype)
     options = {"reduction": "none", "workspace": workspace}
-    results = gpu_ranks.run(len(sizes), shared_on_gpu, case, sizes, sequence_parallel, options)
-    assert_as_accurate(joined(results, sequence_parallel), case)
+    results = gpu_ranks.run(len(sharing[0]), shared_on_gpu, case, *sharing, options)
+    assert_as_accurate(joined(results, sharing[1]), case)
 
 
-@pytest.mark.parametrize(
-    ("logit_std", "dtype"),
-    [
-        (0.1, torch.float32),
-        (40, torch.float32),
-        (4, torch.bfloat16),
-        (40, torch.bfloat16),
-        (4, torch.float16),
-    ],
-    ids=str,
-)
-@layouts
-def test_logit_scales(
-    sizes: tuple[int, ...],
-    sequence_parallel: bool,
-    logit_std: float,
-    dtype: torch.dtype,
-    ranks: Ranks,
-) -> None:
+SCALES = {
+    "small, float32": (0.1, torch.float32),
+    "large, float32": (40.0, torch.float32),
+    "bfloat16": (4.0, torch.bfloat16),
+    "large, bfloat16": (40.0, torch.bfloat16),
+    "float16": (4.0, torch.float16),
+}
+"""Standard deviations of the logits, and the inputs' dtype."""
+
+
+@each_value(sharing=SHARINGS, scale=SCALES)
+def test_logit_scales(sharing: Sharing, scale: tuple[float, torch.dtype], ranks: Ranks) -> None:
+    logit_std, dtype = scale
     case = random_case(152, 48, 333, dtype=dtype, logit_std=logit_std)
-    options = {"reduction": "none"}
-    results = ranks.run(len(sizes), shared, case, sizes, sequence_parallel, options)
-    assert_as_accurate(joined(results, sequence_parallel), case)
+    results = ranks.run(len(sharing[0]), shared, case, *sharing, {"reduction": "none"})
+    assert_as_accurate(joined(results, sharing[1]), case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("height", [20.0, 60.0, 110.0, 1e30])
-@pytest.mark.parametrize(
-    ("strategy", "kept"),
-    [("windows", 0), ("windows", 32), ("windows", 336), ("gradients_in_forward", 336)],
+FAR_LAYOUTS = {
+    "nothing kept": Layout(),
+    "some kept": Layout(kept=32),
+    "everything kept": Layout(kept=COLUMNS),
+    "in chunks": Layout(in_chunks=True, kept=COLUMNS, chunk=16),
+}
+
+
+@each_value(
+    layout=FAR_LAYOUTS, height=[20.0, 60.0, 110.0, 1e30], dtype=[torch.bfloat16, torch.float32]
 )
 def test_rows_far_above_their_target_on_one_rank(
-    strategy: str, kept: int, height: float, dtype: torch.dtype, ranks: Ranks
+    layout: Layout, height: float, dtype: torch.dtype, ranks: Ranks
 ) -> None:
     """The target's rank, the far logit's rank, and a third must use one reference."""
     torch.manual_seed(1)
@@ -267,10 +253,9 @@ def test_rows_far_above_their_target_on_one_rank(
         column = (int(y[row]) + 1 + 13 * row) % 97
         logits[row, column if column != y[row] else column - 1] = height
     case, sizes = logits_case(logits.to(dtype), y), (40, 17, 40)
-    plan = strategy, 0, kept, 16
-    got = joined(ranks.run(3, planned_share, case, sizes, False, *plan), False)
+    got = joined(ranks.run(3, share_in_layout, case, sizes, False, layout), False)
     assert bool(torch.isfinite(got.loss).all() and torch.isfinite(got.dx).all())
-    names = ("loss", "dx", "dw") if strategy == "windows" else ("dx", "dw")
+    names = ("dx", "dw") if layout.in_chunks else ("loss", "dx", "dw")
     assert_as_accurate(got, case, names, saturated=True)
 
 
@@ -295,19 +280,19 @@ def compiled_share(
     return results
 
 
-@pytest.mark.parametrize(
-    ("count", "sequence_parallel", "dynamic", "workspace"),
-    [
-        (2, False, True, "max"),
-        (2, False, False, "min"),
-        (2, True, True, "min"),
-        (2, True, False, "max"),
-        (3, False, True, "min"),
-    ],
-)
-def test_compiled_equals_eager(
-    count: int, sequence_parallel: bool, dynamic: bool, workspace: str, ranks: Ranks
-) -> None:
+COMPILED = {
+    "sp, dynamic": (2, True, True, "min"),
+    "tp, dynamic": (2, False, True, "max"),
+    "tp": (2, False, False, "min"),
+    "sp": (2, True, False, "max"),
+    "3 ranks, dynamic": (3, False, True, "min"),
+}
+"""Ranks, whether they have parts of the tokens, whether shapes are dynamic, and workspaces."""
+
+
+@pytest.mark.parametrize("given", rest_slow(COMPILED))
+def test_compiled_equals_eager(given: tuple[int, bool, bool, str], ranks: Ranks) -> None:
+    count, sequence_parallel, dynamic, workspace = given
     sizes = SHARDS[f"{count} ranks"]
     for results in ranks.run(count, compiled_share, sizes, sequence_parallel, workspace, dynamic):
         for eager, compiled in zip(results[::2], results[1::2], strict=True):

@@ -12,39 +12,55 @@ from tests.parallel import test_dense_targets_on_ranks as dense_targets
 from tests.parallel import test_divergence_on_ranks as divergences
 from tests.parallel import test_sampled_on_ranks as sampled
 from tests.parallel import test_soft_targets_on_ranks as soft_targets
-from tests.parallel.test_options_on_ranks import SIZES, log_probs, losses, sharings
+from tests.parallel.test_options_on_ranks import SIZES, log_probs, losses
 from tests.parallel.test_vocab_parallel import part
 from tests.support.divergence import FORMS, heads
 from tests.support.float64 import assert_no_float64
 from tests.support.options import TOGETHER, dense_case, options_case, soft_case
 from tests.support.ranks import Ranks, group
 from tests.support.reference import Case, random_case
+from tests.support.tiers import rest_slow
 
 PROBLEM = 60, 16, sum(SIZES)
-NAMES: dict[str, list[str]] = {"no option": []} | TOGETHER
+NAMES: dict[str, list[str]] = TOGETHER | {"no option": []}
 
 
 def check(function: Callable[..., Any], *arguments: Any) -> None:
     assert_no_float64(partial(function, *arguments))
 
 
-@sharings
-@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
-def test_losses(names: list[str], sequence_parallel: bool, ranks: Ranks) -> None:
-    for made, function in (
-        (options_case(names, *PROBLEM), losses),
-        (soft_case(names, 6, *PROBLEM), soft_targets.losses),
-        (dense_case(names, *PROBLEM), dense_targets.losses),
-    ):
-        ranks.run(2, check, function, made, sequence_parallel)
+KINDS: dict[str, tuple[Callable[..., Any], Callable[[list[str]], Any]]] = {
+    "targets": (losses, lambda names: options_case(names, *PROBLEM)),
+    "soft targets": (soft_targets.losses, lambda names: soft_case(names, 6, *PROBLEM)),
+    "dense targets": (dense_targets.losses, lambda names: dense_case(names, *PROBLEM)),
+}
+"""What is called, and what draws its case."""
 
 
+@pytest.mark.parametrize("sequence_parallel", rest_slow({"tp": False, "sp": True}))
+@pytest.mark.parametrize("kind", rest_slow(KINDS))
+@pytest.mark.parametrize("names", rest_slow(NAMES))
+def test_losses(
+    names: list[str],
+    kind: tuple[Callable[..., Any], Callable[[list[str]], Any]],
+    sequence_parallel: bool,
+    ranks: Ranks,
+) -> None:
+    function, drawn = kind
+    ranks.run(2, check, function, drawn(names), sequence_parallel)
+
+
+sharings = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+
+
+@pytest.mark.slow
 @sharings
 def test_log_probs(sequence_parallel: bool, ranks: Ranks) -> None:
     x = options_case(["linear_bias", "logit_scale", "temperature"], *PROBLEM)
     ranks.run(2, check, log_probs, x, sequence_parallel)
 
 
+@pytest.mark.slow
 @sharings
 def test_sampled_gradients(sequence_parallel: bool, ranks: Ranks) -> None:
     options = {"z_loss": 1e-2, "logit_scale": 1.5}
@@ -52,6 +68,7 @@ def test_sampled_gradients(sequence_parallel: bool, ranks: Ranks) -> None:
     ranks.run(2, check, *share)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_divergences(form: dict[str, Any], ranks: Ranks) -> None:
     case = heads(60, (16, 12), sum(SIZES), biases=True)

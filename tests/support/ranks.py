@@ -1,6 +1,8 @@
 """Processes that run functions together as ranks, on the CPU or on one GPU each."""
 
 import functools
+import itertools
+import multiprocessing
 import os
 import tempfile
 import traceback
@@ -8,19 +10,39 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cutefce.autotune_cache import defaults
 from tests.conftest import SMALL_TILES
+from tests.support.tiers import Values, rest_slow
 
 TIMEOUT_S = 300
 """How long a group waits for a rank, and a test for a result."""
+PRELOADED = "bench.harness.accuracy", "torch._dynamo", "torch._functorch.aot_autograd"
+"""What takes long to import, and tests of ranks use."""
+
+
+def each_value(**axes: Values) -> pytest.MarkDecorator:
+    """Parametrize by the product of axes; what it takes to see each value is not slow.
+
+    How values work together is seen on one device: here it is seen that each works on ranks.
+    """
+    named = [rest_slow(values, len(values)) for values in axes.values()]
+    sizes, params = [len(values) for values in named], []
+    default = {tuple(number % size for size in sizes) for number in range(max(sizes))}
+    for places in itertools.product(*map(range, sizes)):
+        chosen = [values[place] for values, place in zip(named, places, strict=True)]
+        marks = [] if places in default else [pytest.mark.slow]
+        name = "-".join(str(param.id) for param in chosen)
+        params.append(pytest.param(*(param.values[0] for param in chosen), id=name, marks=marks))
+    return pytest.mark.parametrize(list(axes), params)
 
 
 def group(ranks: int) -> dist.ProcessGroup:
@@ -66,12 +88,12 @@ class Ranks:
 @contextmanager
 def started(count: int, timeout_s: float = TIMEOUT_S, backend: str = "gloo") -> Iterator[Ranks]:
     """Start `count` ranks, which wait for each other for `timeout_s`; with "nccl", on GPUs."""
-    context, pipes, processes = mp.get_context("spawn"), [], []
+    context, pipes, processes = _context(backend), [], []
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{Path(folder) / 'store'}"
         for rank in range(count):
             ours, theirs = context.Pipe()
-            arguments = rank, count, backend, store, timeout_s, theirs
+            arguments = rank, count, backend, store, timeout_s, theirs, dict(os.environ)
             processes.append(context.Process(target=_serve, args=arguments, daemon=True))
             processes[-1].start()
             theirs.close()  # so that a rank's death ends its pipe
@@ -84,9 +106,25 @@ def started(count: int, timeout_s: float = TIMEOUT_S, backend: str = "gloo") -> 
                 process.join()
 
 
+def _context(backend: str) -> SpawnContext | ForkServerContext:
+    """Return how ranks start: on the CPU as forks of a process that has imported all, once."""
+    if backend != "gloo":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *PRELOADED])
+    return context
+
+
 def _serve(
-    rank: int, count: int, backend: str, store: str, timeout_s: float, pipe: "Connection[Any, Any]"
+    rank: int,
+    count: int,
+    backend: str,
+    store: str,
+    timeout_s: float,
+    pipe: "Connection[Any, Any]",
+    environment: dict[str, str],
 ) -> None:
+    os.environ |= environment
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if backend == "nccl":
