@@ -4,16 +4,13 @@
 evaluated for each rank of a cluster, as far as they are constants.
 """
 
-import functools
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.arch.sm100 import Sm100
-from cutefce.cute_kernels.jit.compiler import compile_kernel
-from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec import ProjectExpSpec
 
 WAIT = re.compile(r"mbarrier\.try_wait\S* P1, \[(%r\d+)\]")
 DEFINITION = re.compile(r"(\S+) (%\w+|\{[%\w, ]+\})(?:\|%p\d+)?, (.*);")
@@ -122,15 +119,6 @@ class Code:
         for pattern in patterns:
             line = self.next(line, pattern)
         return line < len(self.lines)
-
-
-@functools.cache
-def artifacts(kernel: KernelSpec) -> tuple[str, bytes]:
-    """Return PTX and machine code."""
-    with tempfile.TemporaryDirectory() as folder:  # files of all kernels have the same name
-        options = f"--keep-ptx --keep-cubin --dump-dir {folder}"
-        found = compile_kernel(kernel, options).artifacts
-        return found.PTX, found.CUBIN
 
 
 Rule = Callable[[Code], Iterator[bool]]

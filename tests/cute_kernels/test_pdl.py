@@ -18,7 +18,8 @@ from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.divergence import divergence_rows, logits_kernel
 from cutefce.cute_kernels.variant import KernelVariant, LogitTransform
-from tests.blackwell.machine_code import artifacts
+from tests.emulation.compiled import compiled
+from tests.support.tiers import rest_slow
 
 SETS = {
     arch.name: kernel_set(arch, "bfloat16", arch.default_configs(8192, 4096, 132)) for arch in ARCHS
@@ -35,17 +36,26 @@ FEW = kernel_set(Sm90(), "bfloat16", Sm90().default_configs(300, 4096, 132))
 SAMPLING = sampling_kernels(Sm90(), KERNELS.row_sums, 8192, 500)
 KINDS: dict[str, KernelSpec | None] = {
     "sums": KERNELS.row_sums,
-    "exps": KERNELS.exps,
     "repair_exps": KERNELS.repair_exps,
+    "grad_hidden": KERNELS.grad_hidden,
+    "select_rows": KERNELS.select_rows,
+    "scatter_rows": KERNELS.scatter_rows,
+    "row_coefficients": KERNELS.row_coefficients,
+    "sort_targets": KERNELS.sort_targets,
+    "target_logit": KERNELS.target_logit,
+    "reduce_partials": KERNELS.reduce_partials,
+    "finish_dx": KERNELS.finish_dx,
+}
+"""Those of every plain step; `MORE` are slow to check."""
+MORE: dict[str, KernelSpec | None] = {
+    "exps": KERNELS.exps,
     "swapped sums": FEW.row_sums,
     "swapped sums and exps": FEW.row_sums_and_exps,
     "swapped repair_exps": FEW.repair_exps,
-    "grad_hidden": KERNELS.grad_hidden,
     "sums and logits of soft targets": KERNELS.of_soft_targets[0],
     "grad_hidden, exponentials scaled": KERNELS.of_soft_targets[-1],
     "grad_weight": KERNELS.grad_weight,
     "grad_weight_keep_32": KERNELS.grad_weight_keep[-1],
-    "sort_targets": KERNELS.sort_targets,
     "clear_rows": KERNELS.clear_rows,
     "soft_leads": KERNELS.soft_leads,
     "prepare_soft": KERNELS.prepare_soft,
@@ -63,19 +73,22 @@ KINDS: dict[str, KernelSpec | None] = {
     "logits": logits_kernel(Sm90(), "bfloat16"),
 }
 for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
-    KINDS |= {
-        f"{name} reduce_partials": kernels.reduce_partials,
-        f"{name} finish_dx": kernels.finish_dx,
+    MORE |= {
         f"{name} keep_sums": kernels.keep_sums,
         f"{name} finish_kept": kernels.finish_kept[0],
         f"{name} scale_kept_rows": kernels.scale_kept_rows[0],
-        f"{name} target_logit": kernels.target_logit,
-        f"{name} select_rows": kernels.select_rows,
         f"{name} gather_rows": kernels.gather_rows,
-        f"{name} scatter_rows": kernels.scatter_rows,
-        f"{name} row_coefficients": kernels.row_coefficients,
         f"{name} probability_coefficients": kernels.probability_coefficients,
     }
+    if kernels is not KERNELS:
+        MORE |= {
+            f"{name} reduce_partials": kernels.reduce_partials,
+            f"{name} finish_dx": kernels.finish_dx,
+            f"{name} target_logit": kernels.target_logit,
+            f"{name} select_rows": kernels.select_rows,
+            f"{name} scatter_rows": kernels.scatter_rows,
+            f"{name} row_coefficients": kernels.row_coefficients,
+        }
 ROLE = r"setmaxnreg\.\w+"
 WAIT, LET = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 ACCESS = re.compile(r"\b(ld|st|red|atom)\.[\w.:]*global\b|\bcp\.(reduce\.)?async\.bulk\.tensor\b")
@@ -94,10 +107,10 @@ def unguarded(ptx: str, every_role: bool = False) -> Iterator[str]:
                 yield line.strip()
 
 
-@pytest.mark.parametrize("kernel", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kernel", rest_slow(KINDS | MORE, default=len(KINDS)))
 def test_no_access_before_the_wait(kernel: KernelSpec | None) -> None:
     assert kernel is not None
-    ptx, _ = artifacts(kernel)
+    ptx = compiled(kernel).ptx
     assert not list(unguarded(ptx, isinstance(kernel, ProjectExpSpec)))
     assert LET in ptx
     if not isinstance(kernel, ProjectExpSpec):
@@ -107,8 +120,9 @@ def test_no_access_before_the_wait(kernel: KernelSpec | None) -> None:
         assert list(unguarded(without)), "detects a missing wait"
 
 
+@pytest.mark.slow
 def test_each_of_several_kernels_waits() -> None:
-    ptx, _ = artifacts(SAMPLING.list_classes)
+    ptx = compiled(SAMPLING.list_classes).ptx
     _, *entries = ptx.split(".entry")
     assert len(entries) == 5
     for entry in entries:
@@ -117,7 +131,7 @@ def test_each_of_several_kernels_waits() -> None:
 
 
 def test_each_role_waits() -> None:
-    ptx, _ = artifacts(KERNELS.row_sums)
+    ptx = compiled(KERNELS.row_sums).ptx
     _, *roles = re.split(ROLE, ptx)
     for role in roles:
         without = ptx.replace(role, role.replace(WAIT, ""))

@@ -1,24 +1,21 @@
 """Runs the host function of a kernel, whose launches are recorded instead of sent to a device.
 
-The function is the compiled one, linked with `driver.c` instead of the CUDA runtime.  So kernel
-parameters, tensor maps and launch shapes are what a GPU would get, of whatever arguments.
+The function is the compiled one.  So kernel parameters, tensor maps and launch shapes are what a
+GPU would get, of whatever arguments.
 """
 
 import ctypes
 import functools
 import re
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from cutefce.cute_kernels.jit.compiler import SYMBOL, compile_kernel
+from cutefce.cute_kernels.jit.compiler import SYMBOL
 from cutefce.cute_kernels.spec import KernelSpec
+from tests.emulation.compiled import compiled
 
 CUDA = 2
 """The device type of DLPack."""
@@ -81,19 +78,11 @@ class HostFunction:
         import tvm_ffi
 
         self._launches: list[Launch] = []
-        with tempfile.TemporaryDirectory() as folder:
-            compiled = compile_kernel(kernel, f"--keep-ptx --dump-dir {folder}")
-            self.ptx: str = compiled.artifacts.PTX
-            code, library = Path(folder, "kernel.o"), Path(folder, "kernel.so")
-            compiled.export_to_c(str(code), SYMBOL)
-            linker = shutil.which("cc") or shutil.which("gcc") or "clang"
-            driver = Path(__file__).with_name("driver.c")
-            # its own symbols come before those of a loaded runtime
-            options = "-shared", "-fPIC", "-w", "-Wl,-Bsymbolic", "-o", library
-            subprocess.run([linker, *options, code, driver], check=True)
-            self._function = tvm_ffi.load_module(str(library))[SYMBOL]
-            self._callback = _CALLBACK(self._record)
-            ctypes.CDLL(str(library)).on_launch(self._callback)
+        found = compiled(kernel)
+        self.ptx = found.ptx
+        self._function = tvm_ffi.load_module(str(found.library))[SYMBOL]
+        self._callback = _CALLBACK(self._record)
+        ctypes.CDLL(str(found.library)).on_launch(self._callback)
 
     def launches(self, arguments: Sequence[Any]) -> list[Launch]:
         """Return the launches of a call with `arguments`, of CPU tensors."""

@@ -1,0 +1,44 @@
+"""Configurations of the GEMM kernels that the emulator runs: small ones, and Blackwell's own."""
+
+import functools
+import re
+
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.arch.sm90 import KEPT_128
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.kernel_set import KernelSet, kernel_set
+from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.variant import PLAIN, KernelVariant
+from tests.emulation.host import host_function
+
+HOPPER, BLACKWELL = arch_named("sm_90a"), arch_named("sm_100a")
+
+PINGPONG = GemmConfig(64, 64, cluster=1, stages=2, pingpong=True)
+TALL = GemmConfig(128, 64, cluster=2, stages=3, pingpong=True)
+COOPERATIVE = GemmConfig(128, 64, cluster=1, stages=3, pingpong=False)
+SHARED = GemmConfig(128, 80, cluster=2, stages=2, pingpong=False)
+GRADIENTS = (COOPERATIVE, PINGPONG, TALL, SHARED)
+"""Configurations of Hopper's gradients, which have no swapped operands."""
+SWAPPED = GemmConfig(64, 48, cluster=2, stages=2, pingpong=True, swaps=True)
+SWAPPED_TALL = GemmConfig(256, 32, cluster=1, stages=3, pingpong=False, swaps=True)
+
+TWO_CTA, MULTICAST, SINGLE_CTA, POLY_EXP2 = BLACKWELL.prebuilt_configs()
+
+
+@functools.cache
+def kernels_of(
+    config: GemmConfig, variant: KernelVariant = PLAIN, dtype: str = "bfloat16"
+) -> KernelSet:
+    """Return the kernels of one of these configurations, on its architecture."""
+    if config in BLACKWELL.prebuilt_configs():
+        return kernel_set(BLACKWELL, dtype, KernelConfigs(config, None, None), variant)
+    gradient = COOPERATIVE if config.swaps else config
+    configs = KernelConfigs(config, gradient, gradient, kept_sums=KEPT_128)
+    return kernel_set(HOPPER, dtype, configs, variant)
+
+
+def broken(kernel: KernelSpec, pattern: str, replacement: str) -> str:
+    """Return PTX with a fault in one place."""
+    ptx, count = re.subn(pattern, replacement, host_function(kernel).ptx, count=1)
+    assert count == 1
+    return ptx
