@@ -20,15 +20,16 @@ from cutefce.ops.divergence.sides import Side
 from tests.emulation.hopper import run
 from tests.support.divergence import distance, heads, ours, planned, token_divergences
 from tests.support.divergence_models import sums_of
+from tests.support.tiers import rest_slow
 
 BETA = 0.25
 SIZES = {
-    "one vector of each thread": (3, 2000),
     "some blocks have no class": (2, 40),
+    "one vector of each thread": (3, 2000),
     "held and read again": (2, 5 * 2048 + 264),
 }
 STUDENT, TEACHER = 0, 1
-FORMS = {"forward_kl": TEACHER, "reverse_kl": STUDENT, "jsd": STUDENT}
+FORMS = {"jsd": STUDENT, "forward_kl": TEACHER, "reverse_kl": STUDENT}
 """The side that the kernel has first."""
 
 
@@ -132,12 +133,13 @@ def check(
             assert distance(factors, gradient) <= 1.05 * rounding + 1e-7 * float(gradient.norm())
 
 
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", rest_slow(SIZES))
+@pytest.mark.parametrize("form", rest_slow([*FORMS], default=2))
 def test_random_logits(form: str, size: tuple[int, int]) -> None:
     check(random_logits(*size), form)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [2048 + 264, 5 * 2048 + 264], ids=["all held", "not all held"])
 @pytest.mark.parametrize("form", FORMS)
 def test_several_vectors_are_held(form: str, vocab: int) -> None:
@@ -146,28 +148,36 @@ def test_several_vectors_are_held(form: str, vocab: int) -> None:
         check(logits, form, wanted=wanted, held=3)
 
 
-@pytest.mark.parametrize("held", [1, 2, 4])
-@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
-@pytest.mark.parametrize("form", FORMS)
-def test_sums_are_given(form: str, wanted: tuple[bool, bool], held: int) -> None:
-    for size, parts in (((2, 5 * 2048 + 264), 35), ((3, 40), 2)):
-        check(random_logits(*size), form, wanted=wanted, held=held, parts=parts)
+GIVEN_SUMS = {"few classes": ((3, 40), 2), "held and read again": ((2, 5 * 2048 + 264), 35)}
+"""Sizes, and parts of the sums."""
 
 
+@pytest.mark.parametrize("held", rest_slow([1, 2, 4]))
+@pytest.mark.parametrize("wanted", rest_slow([(True, True), (True, False), (False, True)]))
+@pytest.mark.parametrize("given", rest_slow(GIVEN_SUMS))
+@pytest.mark.parametrize("form", rest_slow([*FORMS]))
+def test_sums_are_given(
+    form: str, given: tuple[tuple[int, int], int], wanted: tuple[bool, bool], held: int
+) -> None:
+    size, parts = given
+    check(random_logits(*size), form, wanted=wanted, held=held, parts=parts)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_output_alone(form: str, wanted: tuple[bool, bool]) -> None:
     check(random_logits(2, 304), form, wanted=wanted, seed=1)
 
 
-@pytest.mark.parametrize("columns", [64, 256])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("columns", rest_slow([64, 256]))
+@pytest.mark.parametrize("form", rest_slow([*FORMS]))
 def test_factors_in_windows(form: str, columns: int) -> None:
     check(random_logits(2, 304), form, columns=columns)
 
 
-@pytest.mark.parametrize("spread", [1e-3, 0.1, 0.3])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("spread", rest_slow([1e-3, 0.1, 0.3]))
+@pytest.mark.parametrize("form", rest_slow([*FORMS], default=2))
 def test_close_and_far_sides(form: str, spread: float) -> None:
     check(random_logits(2, 304, spread), form, bound=1e-3 if spread < 0.01 else 5e-5)
 
@@ -181,7 +191,7 @@ def test_a_mixture_of_nearly_one_side(beta: float) -> None:
     check(random_logits(2, 304), "jsd", bound=2e-6, beta=beta)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", rest_slow([*FORMS], default=2))
 def test_classes_that_both_exclude(form: str) -> None:
     logits = random_logits(2, 304)
     for x in logits:
@@ -194,13 +204,13 @@ def test_classes_that_both_exclude(form: str) -> None:
         assert not a[:, 200:].any()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_rows_of_no_number_stay_alone(form: str) -> None:
+@pytest.mark.parametrize("parts", rest_slow([0, 2]))
+@pytest.mark.parametrize("form", rest_slow([*FORMS], default=2))
+def test_rows_of_no_number_stay_alone(form: str, parts: int) -> None:
     logits = random_logits(3, 304)
     good = computed(logits, form)
     logits[1][1, 7] = torch.nan
-    for parts in (0, 2):
-        check_alone(good, computed(logits, form, parts=parts), form)
+    check_alone(good, computed(logits, form, parts=parts), form)
 
 
 def check_alone(good: Result, bad: Result, form: str) -> None:
@@ -212,13 +222,11 @@ def check_alone(good: Result, bad: Result, form: str) -> None:
     assert all(x is not None and x[1].isnan().any() for x in bad.factors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "trained", "plan"),
-    [
-        *((form, "both", "some kept") for form in FORMS),
-        *((form, "student", "more kept than dW has room for") for form in FORMS),
-    ],
+    ("trained", "plan"), [("both", "some kept"), ("student", "more kept than dW has room for")]
 )
+@pytest.mark.parametrize("form", FORMS)
 def test_a_step_launches_it(
     form: str, trained: str, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

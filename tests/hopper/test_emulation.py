@@ -539,7 +539,7 @@ def test_selected_rows(size: tuple[int, int], ignored: float) -> None:
     check_selection(*size, ignored)
 
 
-@pytest.mark.parametrize("count", rest_slow([70, 0, 1, 64], default=2))
+@pytest.mark.parametrize("count", rest_slow([70, 0, 1, 64]))
 def test_moved_rows(count: int) -> None:
     kernels, tokens, hidden = kernels_of(PINGPONG), 90, 264
     x, scale = torch.randn(tokens, hidden).bfloat16(), torch.randn(tokens)
@@ -585,7 +585,7 @@ def test_target_logits_of_selected_rows() -> None:
     assert not products[15:].any()
 
 
-@pytest.mark.parametrize("classes", rest_slow([7, 64, 1, 256], default=2))
+@pytest.mark.parametrize("classes", rest_slow([7, 64, 1, 256]))
 def test_rows_of_soft_targets(classes: int) -> None:
     """Leads, and the other classes: equal bits to those of plain torch, but for sums of a row."""
     index, q = torch.randint(-3, 50, (19, classes)), torch.rand(19, classes)
@@ -678,8 +678,9 @@ def test_scaled_exponentials_with_entries_of_soft_targets(
 EMULATED = PTX["emulated sm_90a"]
 
 
-@pytest.mark.parametrize("selects", rest_slow({"counted rows": True, "all rows": False}))
-@pytest.mark.parametrize("config", rest_slow([COOPERATIVE, TALL, SWAPPED]))
+@pytest.mark.slow
+@pytest.mark.parametrize("selects", [True, False], ids=["counted rows", "all rows"])
+@pytest.mark.parametrize("config", [COOPERATIVE, TALL, SWAPPED], ids=str)
 def test_fused_forward(config: GemmConfig, selects: bool) -> None:
     case = random_case(150, 72, 333, dtype=torch.bfloat16, ignored=0.6 if selects else 0.1)
     kernels, splits, most = kernels_of(config), 1, 3 if selects else 1

@@ -17,10 +17,12 @@ from tests.hopper.test_kept_weight_sums import (
     any_floats,
     same_bits,
 )
+from tests.support.tiers import rest_slow
 
 KERNELS = ((LOW, 8), (LOW, 4), (KEPT_128, 4), (KEPT_192, 8), (KEPT_192, 4))
 """Configurations, and low bits of the sums."""
 PRODUCTS = {
+    "two K tiles": ((140, 136, 72), 0),
     "many K tiles": ((330, 136, 300), 0),
     "many K tiles, overwritten": ((330, 136, 300), 1),
     "one row": ((1, 64, 200), 0),
@@ -57,12 +59,13 @@ def add(
     assert (sums.wide[:, sums.low.shape[1] :] == 0x5A).all()
 
 
-@pytest.mark.parametrize(("shape", "overwrite"), PRODUCTS.values(), ids=PRODUCTS)
-@pytest.mark.parametrize(("config", "low_bits"), KERNELS, ids=str)
+@pytest.mark.parametrize("product", rest_slow(PRODUCTS))
+@pytest.mark.parametrize("kernel", rest_slow(KERNELS))
 def test_any_sums_are_rounded(
-    config: GemmConfig, low_bits: int, shape: tuple[int, int, int], overwrite: int
+    kernel: tuple[GemmConfig, int], product: tuple[tuple[int, int, int], int]
 ) -> None:
     """Whatever is overwritten; buffers are loaded and stored at any time at which they may be."""
+    (config, low_bits), (shape, overwrite) = kernel, product
     e, w = operands(*shape)
     sums = Sums(any_floats(shape[0], shape[1]), low_bits)
     want = e.float() @ w.float() + (0 if overwrite else sums.values)
@@ -71,11 +74,12 @@ def test_any_sums_are_rounded(
 
 
 @pytest.mark.parametrize(
-    ("count", "overwrite"), [(0, 1), (0, 0), (1, 1), (64, 0), (130, 1), (400, 0)]
+    "given", rest_slow([(64, 0), (0, 1), (0, 0), (1, 1), (130, 1), (400, 0)], default=2)
 )
-@pytest.mark.parametrize(("config", "low_bits"), [(LOW, 4), (TALL, 8)], ids=str)
-def test_counted_rows(config: GemmConfig, low_bits: int, count: int, overwrite: int) -> None:
+@pytest.mark.parametrize("kernel", rest_slow([(LOW, 8), (LOW, 4), (TALL, 8)]))
+def test_counted_rows(kernel: tuple[GemmConfig, int], given: tuple[int, int]) -> None:
     """Row blocks behind those that count are neither read nor written."""
+    (config, low_bits), (count, overwrite) = kernel, given
     e, w = operands(400, 136, 70)
     sums = Sums(any_floats(400, 136), low_bits)
     before, product = sums.values, e.float() @ w.float()

@@ -20,22 +20,23 @@ from tests.emulation.core import Stuck
 from tests.emulation.hopper import run
 from tests.emulation.host import host_function
 from tests.support.kept_sums import split_sums
+from tests.support.tiers import rest_slow
 
 LOW = GemmConfig(64, 128, cluster=1, stages=2, pingpong=True)
 TALL = GemmConfig(128, 128, cluster=2, stages=3, pingpong=True)
 WIDE = GemmConfig(64, 256, cluster=2, stages=3, pingpong=True)
 DEEP = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
-ROUNDED = ((LOW, 8), (KEPT_128, 8), (DEEP, 8), (KEPT_192, 8), (LOW, 4), (WIDE, 4), (KEPT_192, 4))
+ROUNDED = ((LOW, 4), (KEPT_128, 8), (DEEP, 8), (KEPT_192, 8), (LOW, 8), (WIDE, 4), (KEPT_192, 4))
 KERNELS = (*ROUNDED, (LOW, 16), (KEPT_192, 16))
 """Configurations, and low bits of the sums."""
 RANDOM = (LOW, 0), (KEPT_192, 0)
 """Those of sums that are rounded at random."""
 PRODUCTS = {
+    "no multiple of 16 columns": ((70, 40, 70), 0),
     "many K tiles": ((150, 136, 330), 0),
     "many K tiles, overwritten": ((150, 136, 330), 1),
     "one row": ((1, 64, 200), 0),
     "few columns": ((130, 8, 17), 0),
-    "no multiple of 16 columns": ((70, 40, 70), 0),
 }
 """Tokens, hidden and vocabulary, and whether the sums are overwritten."""
 CLUSTERS = 2
@@ -148,12 +149,13 @@ def any_floats(*shape: int) -> torch.Tensor:
     return values
 
 
-@pytest.mark.parametrize(("shape", "overwrite"), PRODUCTS.values(), ids=PRODUCTS)
-@pytest.mark.parametrize(("config", "low_bits"), KERNELS, ids=str)
+@pytest.mark.parametrize("product", rest_slow(PRODUCTS))
+@pytest.mark.parametrize("kernel", rest_slow(KERNELS))
 def test_integers_are_exact(
-    config: GemmConfig, low_bits: int, shape: tuple[int, int, int], overwrite: int
+    kernel: tuple[GemmConfig, int], product: tuple[tuple[int, int, int], int]
 ) -> None:
     """Whatever is overwritten."""
+    (config, low_bits), (shape, overwrite) = kernel, product
     tokens, hidden, vocab = shape
     e, h = operands(*shape)
     before = torch.randint(-(1 << 7 + low_bits), 1 << 7 + low_bits, (vocab, hidden)).float()
@@ -163,15 +165,17 @@ def test_integers_are_exact(
     same_bits(sums, e.float().t() @ h.float() + terms.sums + (0 if overwrite else before))
 
 
-@pytest.mark.parametrize(("config", "low_bits"), (*KERNELS, *RANDOM), ids=str)
-def test_any_sums_are_rounded(config: GemmConfig, low_bits: int) -> None:
-    e, h = operands(70, 200, 330)
-    sums = Sums(any_floats(330, 200), low_bits)
+@pytest.mark.parametrize("kernel", rest_slow((*RANDOM, *KERNELS)))
+def test_any_sums_are_rounded(kernel: tuple[GemmConfig, int]) -> None:
+    config, low_bits = kernel
+    e, h = operands(70, 136, 200)
+    sums = Sums(any_floats(200, 136), low_bits)
     want = sums.values + e.float().t() @ h.float()
     sums.add(e, h, config=config)
     same_bits(sums, want)
 
 
+@pytest.mark.slow
 def test_float16_products() -> None:
     """Which are added to float32 sums alone."""
     e, h = (x.half() for x in operands(70, 72, 136))
@@ -181,7 +185,7 @@ def test_float16_products() -> None:
     same_bits(sums, before + e.float().t() @ h.float() + terms.sums)
 
 
-@pytest.mark.parametrize("low_bits", [16, 8, 4])
+@pytest.mark.parametrize("low_bits", rest_slow([4, 8, 16]))
 def test_products_of_no_number(low_bits: int) -> None:
     e, h = operands(70, 72, 130)
     h[3, 5], h[7, 9] = torch.nan, torch.inf
@@ -192,6 +196,7 @@ def test_products_of_no_number(low_bits: int) -> None:
     assert torch.equal(sums.values.isfinite(), want.isfinite())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "low_bits"), ROUNDED, ids=str)
 def test_three_chunks(config: GemmConfig, low_bits: int) -> None:
     """Each addition errs by at most half a unit of the significant bits."""
@@ -209,13 +214,12 @@ def test_three_chunks(config: GemmConfig, low_bits: int) -> None:
     assert (errors > 0.1 * allowed).any()
 
 
-@pytest.mark.parametrize(("overwrite", "rank_one"), [(1, False), (0, True)])
-@pytest.mark.parametrize("count", [0, 1, 64, 130])
-@pytest.mark.parametrize(("config", "low_bits"), [(LOW, 4), (TALL, 8), (KEPT_192, 16)], ids=str)
-def test_counted_rows(
-    config: GemmConfig, low_bits: int, count: int, overwrite: int, rank_one: bool
-) -> None:
+@pytest.mark.parametrize("rank_one", rest_slow([False, True]))
+@pytest.mark.parametrize("count", rest_slow([64, 0, 1, 130], default=2))
+@pytest.mark.parametrize("kernel", rest_slow([(LOW, 4), (TALL, 8), (KEPT_192, 16)]))
+def test_counted_rows(kernel: tuple[GemmConfig, int], count: int, rank_one: bool) -> None:
     """Rows behind those that count are 0 up to a multiple of `TILE_K`, then anything."""
+    (config, low_bits), overwrite = kernel, int(not rank_one)
     e, h = operands(150, 136, 330)
     end = max(1, ceil_div(count, TILE_K)) * TILE_K
     for rows in (e, h):
@@ -228,7 +232,7 @@ def test_counted_rows(
     same_bits(sums, product + (0 if overwrite else before))
 
 
-@pytest.mark.parametrize("low_bits", [16, 8, 4])
+@pytest.mark.parametrize("low_bits", rest_slow([4, 8, 16]))
 def test_nothing_changes_where_nothing_counts(low_bits: int) -> None:
     e, h = operands(70, 72, 130)
     sums = Sums(torch.full((130, 72), -0.0), low_bits)
@@ -240,7 +244,7 @@ def test_nothing_changes_where_nothing_counts(low_bits: int) -> None:
     assert torch.equal(sums.values.view(torch.int32), before.view(torch.int32))
 
 
-@pytest.mark.parametrize("low_bits", [16, 8, 4])
+@pytest.mark.parametrize("low_bits", rest_slow([4, 8, 16]))
 def test_targets_of_other_tokens(low_bits: int) -> None:
     """The last chunk adds the targets' terms of all, also if none of its own tokens counts."""
     (e, h), (_, others) = operands(70, 72, 130), operands(200, 72, 130)
@@ -256,6 +260,7 @@ def test_targets_of_other_tokens(low_bits: int) -> None:
 ORDERS = [(*kernel, seed) for seed, kernel in enumerate((*KERNELS, (KEPT_192, 0)))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "low_bits", "seed"), ORDERS, ids=str)
 def test_every_order_of_events(config: GemmConfig, low_bits: int, seed: int) -> None:
     """Several tiles of each warpgroup: buffers are loaded again, and stored, at any time."""
@@ -280,8 +285,9 @@ FAULTY = [(fault, *kernel) for fault in FAULTS for kernel in ((LOW, 4), (DEEP, 8
 FAULTY += [(EARLY, KEPT_192, low_bits) for low_bits in (16, 8, 4)]
 
 
-@pytest.mark.parametrize(("fault", "config", "low_bits"), FAULTY, ids=str)
-def test_a_fault_is_detected(fault: str, config: GemmConfig, low_bits: int) -> None:
+@pytest.mark.parametrize("given", rest_slow(FAULTY))
+def test_a_fault_is_detected(given: tuple[str, GemmConfig, int]) -> None:
+    fault, config, low_bits = given
     pattern, replacement = FAULTS[fault]
     ptx, found = re.subn(pattern, replacement, host_function(kernel_of(config, low_bits)).ptx)
     assert found

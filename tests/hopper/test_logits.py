@@ -19,11 +19,13 @@ from cutefce.cute_kernels.spec.divergence import logits_kernel
 from cutefce.ops.divergence import logits
 from cutefce.ops.rows.logit_map import LogitMap
 from tests.emulation.hopper import run
+from tests.support.tiers import rest_slow
 
 SMALL = GemmConfig(64, 128, cluster=1, stages=2, pingpong=True)
 SHARED = GemmConfig(128, 128, cluster=2, stages=3, pingpong=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(150, 136, 328), (1, 8, 8), (257, 64, 520), (64, 72, 1000)])
 @pytest.mark.parametrize(
     ("config", "dtype"),
@@ -60,8 +62,8 @@ def check_sums(sums: Tensor, logits: Tensor) -> None:
     torch.testing.assert_close(lse, logits.logsumexp(1), rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e4])
-@pytest.mark.parametrize("cap", [None, 0.1])
+@pytest.mark.parametrize("scale", rest_slow([1e4, 1.0]))
+@pytest.mark.parametrize("cap", rest_slow([0.1, None]))
 def test_logits_of_a_model(
     scale: float, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,20 +84,19 @@ def test_logits_of_a_model(
     check_sums(sums[:, numbers], out[numbers].double())
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "launches"),
-    [
-        (256, slice(0, 384), 1),
-        (512, slice(8, 392), 1),
-        (200, slice(0, 384), 0),
-        (256, slice(0, 380), 0),
-    ],
-    ids=["whole tiles", "some classes", "part of a tile", "unaligned rows"],
-)
-def test_a_side_launches_it(
-    rows: int, columns: slice, launches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+SIDES = {
+    "part of a tile": (200, slice(0, 384), 0),
+    "unaligned rows": (256, slice(0, 380), 0),
+    "whole tiles": (256, slice(0, 384), 1),
+    "some classes": (512, slice(8, 392), 1),
+}
+"""Rows, columns and launches."""
+
+
+@pytest.mark.parametrize("side", rest_slow(SIDES, default=2))
+def test_a_side_launches_it(side: tuple[int, slice, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where its tiles and waves are full, and its rows are aligned."""
+    rows, columns, launches = side
     launched = []
 
     def emulated(kernel: ProjectExpSpec) -> Any:

@@ -7,14 +7,15 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.spec import GradGemmSpec
+from tests.emulation.configs import COOPERATIVE, PINGPONG, TALL, broken
 from tests.emulation.hopper import run
-from tests.hopper.test_emulation import COOPERATIVE, PINGPONG, TALL, broken
 from tests.hopper.test_kept_hidden_sums import operands
+from tests.support.tiers import rest_slow
 
 CLUSTERS = 3
 SHAPES = {
-    "several raster groups": (2200, 72, 133),
     "one raster group": (300, 136, 70),
+    "several raster groups": (2200, 72, 133),
     "several parts of a row": (140, 8, 1601),
     "one row": (1, 64, 200),
 }
@@ -46,19 +47,21 @@ def check(
     assert torch.equal(e, want.bfloat16())
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("config", [PINGPONG, TALL, COOPERATIVE], ids=str)
+@pytest.mark.parametrize("shape", rest_slow(SHAPES))
+@pytest.mark.parametrize("config", rest_slow([TALL, PINGPONG, COOPERATIVE]))
 def test_sums_are_those_of_exponentials_before(
     config: GemmConfig, shape: tuple[int, int, int]
 ) -> None:
     check(shape, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_every_k_split_reads_before(seed: int) -> None:
     check((300, 136, 300), TALL, splits=3, seed=seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 1, 130, 1600])
 @pytest.mark.parametrize("config", [PINGPONG, COOPERATIVE], ids=str)
 def test_counted_rows(config: GemmConfig, count: int) -> None:
@@ -72,6 +75,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_detected(fault: str) -> None:
     kernel = GradGemmSpec("sm_90a", "bfloat16", TALL, "hidden", final=False).scaling

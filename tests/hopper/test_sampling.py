@@ -27,13 +27,12 @@ from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.sampling.random_bits import strata_draws
 from tests.emulation.cases import Case
+from tests.emulation.configs import PINGPONG
 from tests.emulation.hopper import run
 from tests.emulation.samples import MASK, SEED, Sampled, hashes, row_hashes, signed
+from tests.support.tiers import rest_slow
 
 ARCH = arch_named("sm_90a")
-PINGPONG = GemmConfig(64, 64, cluster=1, stages=2, pingpong=True)
-TALL = GemmConfig(128, 64, cluster=2, stages=3, pingpong=True)
-COOPERATIVE = GemmConfig(128, 80, cluster=1, stages=3, pingpong=False)
 FIRST = PrepareSamplesSpec(ARCH.name, "first")
 
 
@@ -41,20 +40,7 @@ def project_exp(config: GemmConfig, *, samples: bool) -> ProjectExpSpec:
     return ProjectExpSpec(ARCH.name, "bfloat16", config, sums=True, store=False, samples=samples)
 
 
-@pytest.mark.parametrize("config", [PINGPONG, TALL, COOPERATIVE], ids=str)
-def test_entries_and_sums(config: GemmConfig) -> None:
-    """Ragged tokens and columns, an ignored row, and sums of the launch without samples."""
-    case, clusters = Case(150, 72, 203, first=5000), 2
-    sampled = Sampled(case, project_exp(config, samples=True), samples=16, capacity=60)
-    sampled.launch.run(run, project_exp(config, samples=True), clusters)
-    sampled.check()
-    assert sampled.counts[len(case.y) // 2] == 0, "ignored"
-    assert 5 < sampled.counts.mean() < 17
-    plain = case.launch(project_exp(config, samples=False), vocab_splits=2)
-    plain.run(run, project_exp(config, samples=False), clusters)
-    assert np.array_equal(plain.sums, sampled.launch.sums)
-
-
+@pytest.mark.slow
 def test_entries_of_transformed_logits() -> None:
     transform = LogitTransform(row_scale=True, bias=True, softcap=True)
     case = Case(70, 72, 150, first=5000, scale=1.0, transform=transform)
@@ -64,8 +50,9 @@ def test_entries_of_transformed_logits() -> None:
     sampled.check()
 
 
-@pytest.mark.parametrize(("count", "may_skip"), [(70, False), (70, True), (0, True)])
-def test_rows_that_do_not_count_have_no_entries(count: int, may_skip: bool) -> None:
+@pytest.mark.parametrize("given", rest_slow([(70, False), (70, True), (0, True)]))
+def test_rows_that_do_not_count_have_no_entries(given: tuple[int, bool]) -> None:
+    count, may_skip = given
     case = Case(150, 72, 203)
     sampled = Sampled(case, project_exp(PINGPONG, samples=True), samples=16, capacity=60)
     sampled.launch.count, sampled.launch.vocab_splits = count, 1
@@ -76,6 +63,7 @@ def test_rows_that_do_not_count_have_no_entries(count: int, may_skip: bool) -> N
         assert 5 < sampled.counts[:count].mean() < 17
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [7, 536, MAX_SAMPLE_SLOTS])
 def test_compiled_kernels_are_clean(slots: int) -> None:
     """No spills, no serialized MMAs; many slots differ from few in `sort` alone."""
@@ -107,11 +95,10 @@ def test_overflowing_rows_write_no_more_than_their_slots() -> None:
     assert (sampled.counts <= 2 * 64).all(), "warpgroups stop after their tiles, of 64 columns"
 
 
-@pytest.mark.parametrize(
-    ("vocab", "frequent", "drawn"), [(20000, 40, 70), (300, 150, 150), (50, 20, 1)]
-)
-def test_classes_of_the_estimate(vocab: int, frequent: int, drawn: int) -> None:
+@pytest.mark.parametrize("sizes", rest_slow([(300, 150, 150), (50, 20, 1), (20000, 40, 70)]))
+def test_classes_of_the_estimate(sizes: tuple[int, int, int]) -> None:
     """Those of the definition: many equally frequent ones, one with very many targets, shards."""
+    vocab, frequent, drawn = sizes
     generator, first = torch.Generator().manual_seed(0), 11
     few, some = torch.arange(17).repeat_interleave(3), torch.randperm(vocab, generator=generator)
     y = torch.cat([few * (vocab // 17), some[:33], torch.full((1100,), vocab - 1)])
@@ -134,7 +121,7 @@ def test_classes_of_the_estimate(vocab: int, frequent: int, drawn: int) -> None:
         assert not torch.isin((y + first)[~is_there], part).any() and bool((got >= -1).all())
 
 
-@pytest.mark.parametrize("only_drawn", [0, 1])
+@pytest.mark.parametrize("only_drawn", rest_slow([0, 1]))
 def test_estimates(only_drawn: int) -> None:
     generator = torch.Generator().manual_seed(0)
     partials, drawn = 30 * torch.randn(2, 150, 5, generator=generator)
@@ -200,9 +187,10 @@ def unpacked(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return entries >> 32, (entries & MASK).to(torch.int32).view(torch.float32)
 
 
-@pytest.mark.parametrize(("size", "softcap"), [(32, False), (512, True)])
-def test_sorted_entries(size: int, softcap: bool) -> None:
+@pytest.mark.parametrize("of_kernel", rest_slow([(32, True), (512, True), (32, False)]))
+def test_sorted_entries(of_kernel: tuple[int, bool]) -> None:
     """Where lse is above the estimate, far in every other row, it decides."""
+    size, softcap = of_kernel
     generator = torch.Generator().manual_seed(0)
     rows, capacity, shard_start = 12, size - 5, 7
     columns = torch.stack([torch.randperm(1000, generator=generator) for _ in range(rows)])
@@ -298,7 +286,7 @@ class Entries:
         return result
 
 
-@pytest.mark.parametrize("undefined", [None, "scale", "reference"])
+@pytest.mark.parametrize("undefined", rest_slow([None, "scale", "reference"]))
 def test_lists_of_classes(undefined: str | None) -> None:
     """Short and long lists, several passes over rows, and several blocks of classes."""
     tokens, vocab, capacity, maps = 300, 4200, 13, int(undefined is None)
@@ -331,11 +319,10 @@ def test_lists_of_classes(undefined: str | None) -> None:
     torch.testing.assert_close(values.double(), want[ranks, classes], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("scatters", "vectors", "long"), [(0, 1, 512), (1, 1, 512), (1, 1, 20), (0, 2, 20)]
-)
-def test_hidden_gradient(scatters: int, vectors: int, long: int) -> None:
+@pytest.mark.parametrize("given", rest_slow([(1, 1, 20), (0, 1, 512), (1, 1, 512), (0, 2, 20)]))
+def test_hidden_gradient(given: tuple[int, int, int]) -> None:
     """Long sums too, which warps share, and rows in another order."""
+    scatters, vectors, long = given
     tokens, vocab, hidden = 19, 90, 328
     case = Entries(tokens, vocab, 50)
     kernel = SparseRowsSpec(ARCH.name, "bfloat16", "hidden", vectors, long=long)
@@ -350,14 +337,13 @@ def test_hidden_gradient(scatters: int, vectors: int, long: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "vectors", "long", "hidden"),
-    [(torch.float16, 1, 512, 328), (torch.bfloat16, 4, 16, 1096)],
-    ids=str,
+    "given", rest_slow([(torch.float16, 1, 512, 328), (torch.bfloat16, 4, 16, 1096)])
 )
-@pytest.mark.parametrize(("adds", "start"), [(False, 0.0), (True, 0.0), (True, math.nan)])
+@pytest.mark.parametrize("sums", rest_slow([(True, 0.0), (True, math.nan), (False, 0.0)], 2))
 def test_weight_gradient(
-    dtype: torch.dtype, vectors: int, long: int, hidden: int, adds: bool, start: float
+    given: tuple[torch.dtype, int, int, int], sums: tuple[bool, float]
 ) -> None:
+    (dtype, vectors, long, hidden), (adds, start) = given, sums
     tokens, vocab, name = 40, 70, dtype_name(dtype)
     out_type = torch.float32 if adds else dtype
     out_name = "float32" if adds else None

@@ -1,0 +1,419 @@
+"""`project_exp` of Hopper and of Blackwell, emulated, against float64; faults are detected.
+
+Sizes count row blocks and tiles of a configuration.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.variant import IDENTITY, KernelVariant, LogitTransform, RowReductions
+from cutefce.cute_kernels.workspace import Semaphore
+from tests.emulation import blackwell, hopper
+from tests.emulation.cases import Case, check, check_counted, launch_of_counted, numbers
+from tests.emulation.configs import (
+    BLACKWELL,
+    COOPERATIVE,
+    MULTICAST,
+    PINGPONG,
+    POLY_EXP2,
+    SHARED,
+    SINGLE_CTA,
+    SWAPPED,
+    SWAPPED_TALL,
+    TALL,
+    TWO_CTA,
+    broken,
+    kernels_of,
+)
+from tests.emulation.core import Stuck
+from tests.emulation.samples import Sampled
+from tests.support.row_reductions import merged, reduced
+from tests.support.tiers import rest_slow
+
+assert hopper.run is blackwell.run, "one function runs both, with the instructions of both"
+run = hopper.run
+
+CONFIGS = (
+    *(COOPERATIVE, TALL, SWAPPED, TWO_CTA),
+    *(PINGPONG, SHARED, SWAPPED_TALL, MULTICAST, SINGLE_CTA, POLY_EXP2),
+)
+DEFAULT = 4
+"""The first of these are not slow: what they compile serves most tests here."""
+
+
+def case_of(config: GemmConfig, blocks: float, hidden: int, tiles: float, **more: Any) -> Case:
+    """Return a case of one row more than some row blocks."""
+    return Case(int(blocks * config.rows) + 1, hidden, int(tiles * config.columns), **more)
+
+
+SIZES = {
+    "more K tiles than stages": (1, 5 * 64 + 8, 3.1),
+    "many tiles": (3.2, 136, 4.7),
+    "one row": (0, 64, 3.1),
+    "fewer columns than a tile": (0.6, 8, 0.3),
+    "a last block of one row": (2, 72, 2.1),
+}
+"""Row blocks, hidden size and tiles."""
+
+
+@pytest.mark.parametrize("size", rest_slow(SIZES))
+@pytest.mark.parametrize("config", rest_slow(CONFIGS, DEFAULT))
+def test_sums_and_exponentials(config: GemmConfig, size: tuple[float, int, float]) -> None:
+    """Of several row blocks and splits: the last tile is partial."""
+    case, kernel = case_of(config, *size), kernels_of(config).row_sums_and_exps
+    launch = case.launch(kernel, vocab_splits=2)
+    launch.run(run, kernel, clusters=1 if size[0] > 3 else 2)
+    check(launch, case)
+    written = 0 if kernel.arch == BLACKWELL.name else 1  # Hopper's clusters keep in step
+    assert (launch.semaphores[written:] == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("config", [TALL, COOPERATIVE, SWAPPED, TWO_CTA, MULTICAST], ids=str)
+def test_every_order_of_events(config: GemmConfig, seed: int) -> None:
+    """More K tiles than stages, more tiles than accumulators, several work tiles a cluster."""
+    case, kernel = case_of(config, 1.5, 5 * 64, 4.1), kernels_of(config).row_sums_and_exps
+    launch = case.launch(kernel, vocab_splits=2)
+    launch.run(run, kernel, clusters=2, seed=seed)
+    check(launch, case)
+
+
+@pytest.mark.parametrize("config", rest_slow([PINGPONG, SHARED, SWAPPED, TWO_CTA]))
+def test_sums_alone(config: GemmConfig) -> None:
+    case, kernel = case_of(config, 1.5, 72, 3.2, scale=60.0), kernels_of(config).row_sums
+    launch = case.launch(kernel, vocab_splits=2)
+    launch.run(run, kernel, clusters=2)
+    u = case.others() - case.reference.double()[:, None]
+    got = torch.from_numpy(launch.sums).double().mul(math.log(2)).logsumexp(1)
+    assert u.max() > 150, "exponentials overflow float32"
+    torch.testing.assert_close(got, u.logsumexp(1), rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("scale", rest_slow([100.0, 20.0]))
+@pytest.mark.parametrize("config", rest_slow([PINGPONG, SWAPPED, SWAPPED_TALL, TWO_CTA]))
+def test_logits_that_rise_from_tile_to_tile(config: GemmConfig, scale: float) -> None:
+    """Relative to the maximum of the first tile, the sum of the last one overflows."""
+    case, kernel = Case(50, 8, 6 * config.columns - 9, scale=scale), kernels_of(config).row_sums
+    case.w *= torch.arange(1, len(case.w) + 1)[:, None] / len(case.w)
+    case.reference = case.logits()[0][case.rows, case.own].float()
+    launch = case.launch(kernel, vocab_splits=1)
+    launch.run(run, kernel, clusters=1)
+    got = torch.from_numpy(launch.sums).double().mul(math.log(2)).logsumexp(1)
+    want = (case.others() - case.reference.double()[:, None]).logsumexp(1)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("config", rest_slow([COOPERATIVE, TALL, SWAPPED, SINGLE_CTA]))
+def test_recomputed_exponentials(config: GemmConfig) -> None:
+    case, kernel = case_of(config, 1.5, 72, 2.3, first=5000), kernels_of(config).exps
+    launch = case.launch(kernel, vocab_splits=2)
+    launch.run(run, kernel, clusters=2)
+    check(launch, case)
+
+
+@pytest.mark.parametrize("config", rest_slow([PINGPONG, SHARED, SWAPPED, TWO_CTA]))
+def test_only_flagged_blocks_are_stored_again(config: GemmConfig) -> None:
+    case, kernel = case_of(config, 3, 64, 2.3), kernels_of(config).repair_exps
+    launch = case.launch(kernel, vocab_splits=1)
+    launch.semaphores[Semaphore.REPAIR_FLAGS :] = [0, 1, 0, 1]
+    launch.run(run, kernel, clusters=3)
+    flagged = np.repeat([False, True, False, True], config.rows)[: len(case.y)]
+    assert (launch.exps[~flagged] == 0x7FFF).all()
+    got = numbers(launch.exps)[flagged, : len(case.w)]
+    np.testing.assert_allclose(got, case.exact()[flagged], rtol=1.01 * 2**-8, atol=1e-30)
+    assert launch.semaphores[Semaphore.REPAIR_FLAGS :].tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("config", rest_slow([SWAPPED, TALL, POLY_EXP2]))
+def test_a_bad_row_stays_alone(config: GemmConfig) -> None:
+    case, kernel = case_of(config, 1.2, 72, 2.3), kernels_of(config).row_sums_and_exps
+    clean, bad = (case.launch(kernel, 1) for _ in range(2))
+    clean.run(run, kernel, clusters=1)
+    row = config.rows // 2
+    bad.h = bad.h.copy()
+    bad.h[row, 5] = 0x7FC0
+    bad.run(run, kernel, clusters=1)
+    others = np.arange(len(case.y)) != row
+    assert np.isnan(bad.sums[row].sum())
+    assert np.array_equal(bad.sums[others], clean.sums[others])
+    assert np.array_equal(bad.exps[others], clean.exps[others])
+
+
+def test_rows_have_the_same_bits_anywhere() -> None:
+    """Lanes add the sums of different tokens in the same order."""
+    case, kernel = Case(96, 72, 700), kernels_of(SWAPPED).row_sums_and_exps
+    for rows in (case.h, case.y, case.reference):
+        rows[:] = rows[0].clone()
+    launch = case.launch(kernel, vocab_splits=1)
+    launch.run(run, kernel, clusters=1)
+    assert (launch.sums == launch.sums[0]).all()
+    assert (launch.exps == launch.exps[0]).all()
+
+
+# Options
+
+
+ALL_TRANSFORMS = LogitTransform(row_scale=True, bias=True, softcap=True)
+TRANSFORMS = {
+    "all": (PINGPONG, ALL_TRANSFORMS),
+    "all, polynomials": (POLY_EXP2, ALL_TRANSFORMS),
+    "all, cooperative": (COOPERATIVE, ALL_TRANSFORMS),
+    "temperature": (TWO_CTA, LogitTransform(row_scale=True)),
+    "bias": (MULTICAST, LogitTransform(bias=True)),
+    "scale and bias": (SINGLE_CTA, LogitTransform(row_scale=True, bias=True)),
+    "softcap": (SINGLE_CTA, LogitTransform(row_scale=True, softcap=True)),
+}
+
+
+@pytest.mark.parametrize("name", rest_slow(["row_sums_and_exps", "exps"]))
+@pytest.mark.parametrize("given", rest_slow(TRANSFORMS))
+def test_logit_transforms(given: tuple[GemmConfig, LogitTransform], name: str) -> None:
+    config, transform = given
+    kernel = getattr(kernels_of(config, KernelVariant(transform)), name)
+    case = case_of(config, 1.2, 72, 1.2, first=5000, scale=1.0, transform=transform)
+    launch = case.launch(kernel, vocab_splits=1)
+    launch.run(run, kernel, clusters=1)
+    check(launch, case)
+
+
+@pytest.mark.parametrize("config", rest_slow([PINGPONG, SINGLE_CTA]))
+def test_softcap_of_huge_logits(config: GemmConfig) -> None:
+    """Raw logits of ±2¹⁰⁰ become ±κ, almost without gradient; NaN stays in its row."""
+    kernel = kernels_of(config, KernelVariant(ALL_TRANSFORMS)).row_sums_and_exps
+    case = Case(64, 8, 100, transform=ALL_TRANSFORMS)
+    signs = torch.randn(100, generator=torch.Generator().manual_seed(1)).sign()
+    case.h = torch.tensor([2.0**50, *[0.0] * 7]).bfloat16().repeat(64, 1)
+    case.w = (signs[:, None] * case.h[0]).bfloat16()
+    case.h[7, 3] = torch.nan
+    case.y[:] = -100
+    case.bias[:], case.reference[:] = 0.0, 0.0
+    launch = case.launch(kernel, vocab_splits=1)
+    launch.run(run, kernel, clusters=1)
+    others = np.arange(64) != 7
+    exact = torch.exp(case.row_scale.double()[:, None] * signs.double()).numpy()
+    sums = np.logaddexp2.reduce(launch.sums.astype(np.float64), axis=1)
+    np.testing.assert_allclose(sums[others], np.log2(exact.sum(1))[others], rtol=1e-6)
+    got = numbers(launch.exps)[others]
+    assert (got[:, :100] <= 5e-7 * exact[others]).all()
+    assert (got[:, 100:] == 0).all()
+    assert np.isnan(sums[7])
+    assert np.isnan(numbers(launch.exps)[7, :100]).all()
+
+
+ALL_REDUCTIONS = RowReductions(entropy=True, sum_squares=True, argmax=True)
+SCALE_AND_BIAS = LogitTransform(row_scale=True, bias=True)
+REDUCTIONS = {
+    "all, ping-pong": (PINGPONG, KernelVariant(SCALE_AND_BIAS, ALL_REDUCTIONS)),
+    "all, cooperative": (COOPERATIVE, KernelVariant(SCALE_AND_BIAS, ALL_REDUCTIONS)),
+    "all, polynomials": (POLY_EXP2, KernelVariant(SCALE_AND_BIAS, ALL_REDUCTIONS)),
+    "all, shared tiles": (TALL, KernelVariant(SCALE_AND_BIAS, ALL_REDUCTIONS)),
+    "all, no transform": (COOPERATIVE, KernelVariant(reductions=ALL_REDUCTIONS)),
+    "entropy": (TWO_CTA, KernelVariant(SCALE_AND_BIAS, RowReductions(entropy=True))),
+    "sum_squares": (MULTICAST, KernelVariant(SCALE_AND_BIAS, RowReductions(sum_squares=True))),
+    "argmax": (SINGLE_CTA, KernelVariant(SCALE_AND_BIAS, RowReductions(argmax=True))),
+}
+
+
+@pytest.mark.parametrize("name", rest_slow(["row_sums_and_exps", "row_sums"]))
+@pytest.mark.parametrize("given", rest_slow(REDUCTIONS))
+def test_row_reductions(given: tuple[GemmConfig, KernelVariant], name: str) -> None:
+    """Of every partial: one with a single column, which is a row's target, and one without any."""
+    config, variant = given
+    transform, reductions, own = variant.transform, variant.reductions, config.columns
+    kernel = getattr(kernels_of(config, variant), name)
+    case = Case(70, 8, own + 1, first=5000, transform=transform)
+    # integers, so that the largest logits are exact and equal to others
+    generator = torch.Generator().manual_seed(1)
+    case.h, case.w = (torch.randint(-4, 5, x.shape, generator=generator).bfloat16()
+                      for x in (case.h, case.w))  # fmt: skip
+    if transform == IDENTITY:
+        case.h *= torch.where(case.rows % 2 == 0, 8.0, 2.0**-5)[:, None]
+    else:
+        case.bias[:], case.row_scale[:] = case.bias.round(), 8.0
+        case.row_scale[1::2] = 2.0**-5  # rows to which all columns contribute
+    case.y[:3] = 5000 + own
+    case.own = (case.y - 5000).clamp(0)
+    case.reference[:] = case.logits()[0][case.rows, case.own].float()
+    launch = case.launch(kernel, vocab_splits=3)
+    launch.run(run, kernel, clusters=1)
+    u = case.logits()[0]
+    assert u.amax() - case.reference.double().amin() > 200, "exponentials overflow float32"
+    got, want = torch.from_numpy(launch.reductions), reduced(u, case.y, 5000, reductions)
+    rows = merged(got, reductions)
+    torch.testing.assert_close(rows, want, rtol=1e-5, atol=1e-6)
+    if reductions.argmax:
+        assert torch.equal(rows[-2:], want[-2:])
+    if config.partials_per_row == 1:
+        parts = u[:, :own], u[:, own:], torch.full((70, 1), -torch.inf).double()
+        for split, (part, first) in enumerate(zip(parts, (5000, 5000 + own, 0), strict=True)):
+            want = reduced(part, case.y, first, reductions)
+            torch.testing.assert_close(got[:, :, split].double(), want, rtol=1e-5, atol=1e-6)
+    sums = np.logaddexp2.reduce(launch.sums.astype(np.float64), axis=1)
+    exact = (case.others() - case.reference.double()[:, None]).logsumexp(1).numpy() / math.log(2)
+    np.testing.assert_allclose(sums, exact, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", rest_slow([PINGPONG, TALL, COOPERATIVE, TWO_CTA, POLY_EXP2]))
+def test_sums_of_all_columns_do_not_depend_on_the_target(config: GemmConfig) -> None:
+    """Nor on the row block and the row in it; targets are the largest logit and others."""
+    kernel = kernels_of(config, KernelVariant(SCALE_AND_BIAS, ALL_REDUCTIONS)).row_sums_and_exps
+    # of an odd number of tiles, warpgroups take turns in which of a row block's they compute
+    size = 2 * config.rows + 3, 8, 2 * config.columns + 9
+    case = Case(*size, first=5000, transform=SCALE_AND_BIAS)
+    case.repeat_row()
+    launch = case.launch(kernel, vocab_splits=1)
+    launch.run(run, kernel, clusters=1)
+    check(launch, case)
+    assert len({*case.y.tolist()}) > config.rows / 2
+    of_all = launch.reductions[:-2]  # the largest logit of other columns depends on it
+    assert (of_all == of_all[:, :1]).all()
+
+
+@pytest.mark.parametrize("config", rest_slow([PINGPONG, TALL, SHARED, TWO_CTA, POLY_EXP2]))
+def test_samples(config: GemmConfig) -> None:
+    """Ragged tokens and columns, an ignored row, and sums of the launch without samples."""
+    case, plain = Case(150, 72, 203, first=5000), kernels_of(config).row_sums
+    kernel = dataclasses.replace(plain, samples=True)
+    sampled, without = Sampled(case, kernel, samples=16, capacity=60), case.launch(plain, 2)
+    sampled.launch.run(run, kernel, clusters=2)
+    without.run(run, plain, clusters=2)
+    sampled.check()
+    assert sampled.counts[len(case.y) // 2] == 0, "ignored"
+    assert 5 < sampled.counts.mean() < 17
+    assert np.array_equal(without.sums, sampled.launch.sums)
+
+
+@pytest.mark.parametrize("count", rest_slow([70, None]))
+@pytest.mark.parametrize("config", rest_slow([COOPERATIVE, PINGPONG, TALL, SHARED]))
+def test_logits_of_soft_targets_beside_exponentials(config: GemmConfig, count: int | None) -> None:
+    """A launch computes those of its columns, of tokens that count, and nothing else changes."""
+    case = Case(130, 136, 300, first=40)
+    kernel = kernels_of(config).row_sums_and_exps
+    launches = [case.launch(kernel, vocab_splits=2) for _ in range(2)]
+    index = torch.rand(130, 380).topk(11, 1).indices.sort(1).values
+    index[1], index[2] = torch.arange(40, 51), torch.arange(329, 340)
+    b = torch.rand(130, 11).round() * torch.rand(130, 11)
+    index[4] = 77  # several times
+    b[1], b[2], b[3], b[4] = 1, 1, 0, 1
+    index[b == 0] = 0
+    logits = torch.full((130, 11), 7.0)
+    for launch in launches:
+        launch.count = count
+    launches[1].soft = index.numpy(), b.numpy(), logits.numpy()
+    for launch in launches:
+        soft = launch.soft is not None
+        launch.run(run, dataclasses.replace(kernel, soft=soft), clusters=2)
+    plain, with_soft = launches
+    np.testing.assert_array_equal(with_soft.sums, plain.sums)
+    np.testing.assert_array_equal(with_soft.exps, plain.exps)
+    inside = (b != 0) & (index >= 40) & (index < 340)
+    inside &= (torch.arange(130) < (count or 130))[:, None]
+    want = (case.h.double() @ case.w.double().t()).gather(1, (index - 40).clamp(0, 299))
+    limits: Any = {"rtol": 1e-5, "atol": 1e-4}
+    torch.testing.assert_close(logits[inside].double(), want[inside], **limits)
+    assert (logits[~inside] == 7).all()
+
+
+# Rows that count
+
+
+COUNTS = {
+    "one block and a half": 1.5,
+    "no row": 0,
+    "less than a block": 0.3,
+    "a whole block": 1,
+}
+
+
+@pytest.mark.parametrize("blocks", rest_slow(COUNTS, default=2))
+@pytest.mark.parametrize("config", rest_slow(CONFIGS))
+def test_counted_rows(config: GemmConfig, blocks: float) -> None:
+    case, kernel = case_of(config, 2.1, 72, 2.3), kernels_of(config).row_sums_and_exps
+    launch = launch_of_counted(case, kernel, int(blocks * config.rows))
+    launch.run(run, kernel, clusters=2)
+    check_counted(launch, case, config.rows)
+
+
+@pytest.mark.parametrize("counts", [False, True], ids=["no row", "all rows"])
+@pytest.mark.parametrize("config", rest_slow([COOPERATIVE, PINGPONG, TALL, SHARED]))
+def test_launches_that_may_skip(config: GemmConfig, counts: bool) -> None:
+    """They write nothing of no rows, and all of all rows."""
+    case, kernel = Case(150, 72, 150), kernels_of(config).exps
+    launch = case.launch(kernel, vocab_splits=2)
+    launch.count, launch.may_skip = 150 * counts, True
+    launch.run(run, kernel, clusters=2)
+    if counts:
+        check(launch, case)
+    else:
+        assert (launch.exps == 0x7FFF).all()
+
+
+# configuration, pattern, replacement, and the outcome: a deadlock or wrong results
+FAULTS: dict[str, tuple[GemmConfig, str, str, type[Exception]]] = {
+    "w reaches only one block": (
+        TALL, r"(mov\.b16\s+%rs\d+), 3;", r"\1, 1;", Stuck),
+    "epilogue tiles are written while they are stored": (
+        TALL, r"cp\.async\.bulk\.wait_group\.read\s+0;(?=[^#]*stmatrix)", "", AssertionError),
+    "a commit reaches only a pair's first block": (
+        TWO_CTA, r"(tcgen05\.commit[^\n]*), %rs\d+;", r"\1, 1;", Stuck),
+    "more bytes are expected than come": (
+        TALL, r"(add\.s32\s+%r\d+, %r\d+), 8192;(?=\s*mbarrier\.arrive\.expect)", r"\1, 8208;",
+        Stuck),
+    "a stage is released by too few warps": (
+        COOPERATIVE, r"(mov\.b32\s+%r\d+), 8;(?=\s*mbarrier\.init)", r"\1, 7;", Stuck),
+    "a stage waits for too many warps": (
+        COOPERATIVE, r"(mov\.b32\s+%r\d+), 8;(?=\s*mbarrier\.init)", r"\1, 9;", Stuck),
+    "stages are released before the MMAs have read them": (
+        COOPERATIVE, r"(wgmma\.wait_group\.sync\.aligned\s+)1;", r"\g<1>3;", AssertionError),
+    "logits are read before the MMAs are complete": (
+        PINGPONG, r"wgmma\.wait_group\.sync\.aligned\s+0;", "", AssertionError),
+    "a warpgroup never yields its turn": (
+        PINGPONG, r"(wgmma\.commit_group[^#]*?)bar\.arrive[^\n]*", r"\1", Stuck),
+    "a block ends before its stores": (
+        TALL, r"cp\.async\.bulk\.wait_group\.read\s+0;(?=\s*[$\w]*:?\s*ret)", "", AssertionError),
+    "one row too many": (
+        PINGPONG, r"(ld\.param\.b32\s+(%r\d+), \[\w+_param_3\];)",
+        r"\1 \nadd.s32 \2, \2, 1;", AssertionError),
+    "one row too few": (
+        PINGPONG, r"(ld\.param\.b32\s+(%r\d+), \[\w+_param_3\];)",
+        r"\1 \nadd.s32 \2, \2, -1;", AssertionError),
+    "w is multicast to only one block": (
+        MULTICAST, r"(mov\.b16\s+%rs\d+), 3;(?=[^$]*multicast::cluster)", r"\1, 1;", Stuck),
+    "a pair expects more bytes than come": (
+        TWO_CTA, r"(mov\.b32\s+%r\d+), 65536;", r"\1, 65552;", Stuck),
+    "accumulators are never released": (
+        SINGLE_CTA, r"mbarrier\.arrive\.shared[^\n]*\n", "", Stuck),
+    "K tiles overwrite each other": (
+        SINGLE_CTA, r"(mov\.pred\s+%p\d+), -1;", r"\1, 0;", AssertionError),
+    "a quarter of a stage is taken twice": (
+        SINGLE_CTA, r"(add\.s32\s+%r\d+, %r\d+), 4;", r"\1, 2;", AssertionError),
+    "stages are filled before they are drained": (
+        SINGLE_CTA, r"(mbarrier\.init\S+\s+\[%r1\+32\]), %r\d+", r"\1, 2", Stuck),
+    "a Blackwell warp writes epilogue tiles while they are stored": (
+        SINGLE_CTA, r"(cp\.async\.bulk\.wait_group\.read\s+)1;", r"\g<1>2;", AssertionError),
+    "a Blackwell block ends before its stores": (
+        SINGLE_CTA, r"cp\.async\.bulk\.wait_group\.read\s+0;", "", AssertionError),
+    "every lane releases an accumulator": (
+        SINGLE_CTA, r"elect\.sync[^\n]*\n[^\n]*\n[^\n]*\n(?=[^$]*mbarrier\.arrive\.shared)", "",
+        Stuck),
+    "tensor memory is not freed": (TWO_CTA, r"tcgen05\.dealloc[^\n]*\n", "", AssertionError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", rest_slow([*FAULTS], default=3))
+def test_a_fault_is_detected(fault: str) -> None:
+    config, pattern, replacement, outcome = FAULTS[fault]
+    case, kernel = case_of(config, 1, 5 * 64, 3.1), kernels_of(config).row_sums_and_exps
+    launch, ptx = case.launch(kernel, vocab_splits=1), broken(kernel, pattern, replacement)
+    with pytest.raises(outcome):
+        launch.run(run, kernel, clusters=1, ptx=ptx)
+        check(launch, case)
