@@ -21,6 +21,7 @@ from cutefce.cute_kernels.arch.sm100 import MULTICAST, SINGLE_CTA, TWO_CTA
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.sm100.project_exp import ProjectExpSm100
 from cutefce.cute_kernels.spec import ProjectExpSpec
+from tests.support.tiers import rest_slow
 
 CONFIGS = (TWO_CTA, MULTICAST, SINGLE_CTA)
 LANE = 1 << 16
@@ -49,7 +50,7 @@ def accumulators(kernel: ProjectExpSm100) -> Any:
     return cute.make_tensor(pointer, mma.make_fragment_C(shape).layout)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", rest_slow(CONFIGS))
 def test_mmas_write_a_row_to_a_lane(config: GemmConfig) -> None:
     kernel = kernel_of(config)
 
@@ -65,7 +66,7 @@ def test_mmas_write_a_row_to_a_lane(config: GemmConfig) -> None:
     on_the_host(check)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", rest_slow(CONFIGS))
 def test_accumulators_have_separate_columns(config: GemmConfig) -> None:
     kernel = kernel_of(config)
 
@@ -84,7 +85,7 @@ def test_accumulators_have_separate_columns(config: GemmConfig) -> None:
     on_the_host(check)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", rest_slow(CONFIGS))
 def test_a_thread_reads_its_row(
     config: GemmConfig,
 ) -> None:
@@ -142,7 +143,7 @@ def test_epilogue_tiles_have_the_layout_of_tma() -> None:
     on_the_host(check)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", rest_slow(CONFIGS))
 def test_stages_have_the_layout_of_tma(config: GemmConfig) -> None:
     kernel = kernel_of(config)
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.blackwell.protocol import Protocol, Step, explore
+from tests.support.tiers import rest_slow
 
 TWO_CTA: dict[str, Any] = {"mma_ctas": 2, "multicast": 1}
 MULTICAST: dict[str, Any] = {"mma_ctas": 1, "multicast": 2}
@@ -21,18 +22,17 @@ ENDED = "something lands in a block that has ended"
 Change = Callable[[str, Step], Step | list[Step]]
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {**SINGLE_CTA, "tiles": 5, "k_tiles": 2, "stages": 3, "epilogue_warps": 2},
-        {**SINGLE_CTA, "tiles": 3, "k_tiles": 3, "stages": 2},
-        {**TWO_CTA, "tiles": 3, "k_tiles": 1, "stages": 1, "epilogue_warps": 2},
-        {**TWO_CTA, "tiles": 3, "k_tiles": 1, "stages": 2},
-        {**TWO_CTA, "tiles": 2, "k_tiles": 2, "stages": 2},
-        {**MULTICAST, "tiles": 3, "k_tiles": 1, "stages": 1},
-    ],
-    ids=str,
-)
+SIZES: list[dict[str, Any]] = [
+    {**SINGLE_CTA, "tiles": 3, "k_tiles": 3, "stages": 2},
+    {**TWO_CTA, "tiles": 3, "k_tiles": 1, "stages": 1, "epilogue_warps": 2},
+    {**SINGLE_CTA, "tiles": 5, "k_tiles": 2, "stages": 3, "epilogue_warps": 2},
+    {**TWO_CTA, "tiles": 3, "k_tiles": 1, "stages": 2},
+    {**TWO_CTA, "tiles": 2, "k_tiles": 2, "stages": 2},
+    {**MULTICAST, "tiles": 3, "k_tiles": 1, "stages": 1},
+]
+
+
+@pytest.mark.parametrize("sizes", rest_slow(SIZES, default=2))
 def test_no_interleaving_has_a_fault(sizes: dict[str, Any]) -> None:
     states, faults = explore(Protocol(**sizes))
     assert not faults

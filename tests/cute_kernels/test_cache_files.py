@@ -78,6 +78,7 @@ def test_what_others_may_have_written_is_neither_read_nor_changed(
     assert list(file.parent.iterdir()) == [file], "and nothing is written beside it"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
 def test_files_of_root_are_trusted_by_other_users() -> None:
     """A shared cache that root fills, and others read and cannot write."""
@@ -152,6 +153,7 @@ def test_a_tilde_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert cache_files.base_folder() == tmp_path / "cache"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, "~/cache"])
 def test_without_a_home_there_is_no_cache_folder(given: str | None, tmp_path: Path) -> None:
     hidden = ("HOME", "XDG_CACHE_HOME", cache_files.CACHE_VARIABLE)

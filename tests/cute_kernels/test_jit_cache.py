@@ -25,6 +25,7 @@ from cutefce.__main__ import main
 from cutefce.cute_kernels import cache_files, process_cache, spec
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import compile_kernel
+from tests.support.tiers import rest_slow
 
 KERNEL = spec.ScaleAddRowsSpec("sm_90a", "bfloat16", "bfloat16")
 """The kernel that compiles fastest."""
@@ -82,7 +83,7 @@ def start(code: str) -> "subprocess.Popen[str]":
 
 
 def output(process: "subprocess.Popen[str]") -> list[str]:
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=600)
     assert process.returncode == 0
     return text.split()
 
@@ -94,14 +95,16 @@ def works(function: Any) -> bool:
     return True
 
 
-def test_four_processes_compile_once(folder: Path) -> None:
-    processes = [start(COMPILE) for _ in range(4)]
+@pytest.mark.parametrize("number", rest_slow([2, 4]))
+def test_processes_compile_once(number: int, folder: Path) -> None:
+    processes = [start(COMPILE) for _ in range(number)]
     results = [output(process) for process in processes]
     assert sum(int(count) for count, _ in results) == 1
     assert all(is_callable == "True" for _, is_callable in results)
     assert output(start(COMPILE))[0] == "0", "a later process compiles nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silenced", [False, True])
 def test_long_compilations_are_announced_on_stderr(silenced: bool, folder: Path) -> None:
     """Once a process, before the kernel that exceeds a moment; users can silence it."""
@@ -140,6 +143,7 @@ def test_a_short_compilation_is_not_announced(
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_blocks_no_other(folder: Path) -> None:
     process = start(DIE + COMPILE)
     assert process.stdout is not None
@@ -155,7 +159,7 @@ def test_a_process_that_dies_blocks_no_other(folder: Path) -> None:
 
 
 FOREIGN = b"\x7fELF of something else"
-DAMAGES = ["truncated", "empty", "foreign", "a bit"]
+DAMAGES = ["a bit", "truncated", "empty", "foreign"]
 
 
 def damaged(content: bytes, damage: str) -> bytes:
@@ -169,7 +173,7 @@ def damaged(content: bytes, damage: str) -> bytes:
     }[damage]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", rest_slow(DAMAGES))
 def test_a_damaged_library_is_compiled_again(damage: str, folder: Path) -> None:
     path = jit_cache.store(KERNEL, lambda: compile_kernel(KERNEL))
     content = path.read_bytes()
@@ -196,7 +200,7 @@ def test_a_folder_that_cannot_be_written(folder: Path, monkeypatch: pytest.Monke
     assert jit_cache.compile_count == 1
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("code", rest_slow([errno.ENOSPC, errno.EROFS, errno.EACCES]))
 def test_a_full_or_read_only_disk(code: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
@@ -206,6 +210,7 @@ def test_a_full_or_read_only_disk(code: int, folder: Path, monkeypatch: pytest.M
     assert not [path for path in folder.rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_finished_are_removed(folder: Path, tmp_path: Path) -> None:
     """As on a full disk, each file of the process ends after 4 KiB."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
@@ -222,7 +227,7 @@ def test_files_that_cannot_be_finished_are_removed(folder: Path, tmp_path: Path)
     assert not [path for path in left if path.is_file()]
 
 
-@pytest.mark.parametrize("part", ["the library", "its folder", "the cache folder"])
+@pytest.mark.parametrize("part", rest_slow(["the library", "its folder", "the cache folder"]))
 def test_a_library_that_others_may_have_written_is_neither_loaded_nor_replaced(
     part: str, folder: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +248,7 @@ def test_a_library_that_others_may_have_written_is_neither_loaded_nor_replaced(
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("given", ["relative", "~nobody-of-this-name/cache"])
+@pytest.mark.parametrize("given", rest_slow(["relative", "~nobody-of-this-name/cache"]))
 def test_without_a_cache_folder_kernels_serve_their_process(
     given: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +261,7 @@ def test_without_a_cache_folder_kernels_serve_their_process(
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_no_linker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(folder))
     assert callable(jit_cache.compiled(KERNEL))
@@ -306,7 +312,7 @@ def test_the_users_library_takes_precedence(
     assert loaded == [path, prebuilt]
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, "does not load"])
+@pytest.mark.parametrize("damage", rest_slow(["does not load", *DAMAGES]))
 def test_a_damaged_prebuilt_library_is_left_alone(
     damage: str, folder: Path, prebuilt: Path
 ) -> None:
@@ -318,6 +324,7 @@ def test_a_damaged_prebuilt_library_is_left_alone(
     assert prebuilt.read_bytes() == content
 
 
+@pytest.mark.slow
 def test_prebuilt_libraries_of_other_versions_are_not_used(folder: Path, prebuilt: Path) -> None:
     prebuilt.parent.rename(prebuilt.parent.with_name("0123456789abcdef"))
     assert not jit_cache.is_stored(KERNEL)

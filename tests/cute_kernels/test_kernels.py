@@ -629,6 +629,7 @@ def test_dw_with_a_matrix_of_rank_one(
     rank_one.check_dw(with_configs(configs, dtype).gradients, shape, dtype, "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [ARCHS[0], ARCHS[1]], ids=lambda arch: arch.name)
 def test_kernels_with_a_matrix_of_rank_one_are_clean(arch: Arch) -> None:
     pytest.importorskip("cutlass")
