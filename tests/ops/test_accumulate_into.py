@@ -8,23 +8,19 @@ import torch
 from torch import Tensor
 
 import cutefce
-from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning import step_memory
-from cutefce.ops.planning.planner import Plan
 from cutefce.ops.strategies import weight_gradient
-from tests.support.kernel_models import serve_calls
+from tests.support.backends import Backend, on_backends
+from tests.support.layouts import LAYOUTS, Layout, pinned
 from tests.support.memory import peaks
 from tests.support.options import OPTIONS, REFUSED_PAIR, exact, options_case
-from tests.support.reference import PLANS, Case, Result, loss_of_plan, random_case
+from tests.support.reference import Case, Result, random_case
 from tests.support.reference import exact as exact_of_case
+from tests.support.tiers import pairwise, rest_slow
 
-ALIASED = [name for name, (_, aliased, *_) in PLANS.items() if aliased]
-"""Plans that no call with a buffer has, as there is no dW whose memory exponentials could use."""
-SERVED = {name: plan for name, plan in PLANS.items() if name not in ALIASED}
+SERVED = {name: layout for name, layout in LAYOUTS.items() if not layout.aliased}
+"""Layouts of calls with a buffer: there is no dW whose memory exponentials could use."""
 PAIRS = [
     (torch.bfloat16, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -54,17 +50,15 @@ def assert_added(buffer: Tensor, before: Tensor, dw: Tensor, dtype: torch.dtype)
     assert error <= rounding(dtype) * dw.norm() + roundings * rounding(buffer.dtype) * want.norm()
 
 
-@pairs
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("workspace", ["min", 200 << 10, "max", None])
+@pairwise(pair=PAIRS, reduction=["mean", "sum", "none"], workspace=["min", 200 << 10, "max", None])
 def test_dw_is_added(
-    workspace: int | str | None,
+    pair: tuple[torch.dtype, torch.dtype],
     reduction: str,
-    dtype: torch.dtype,
-    sums: torch.dtype,
+    workspace: int | str | None,
     small_tiles: PortableTiles,
     device: str,
 ) -> None:
+    dtype, sums = pair
     case = random_case(150, 48, 333, dtype=dtype, device=device)
     h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
     before = torch.randn(333, 48, device=device).to(sums)
@@ -92,44 +86,25 @@ def test_dw_is_added(
     assert_added(buffer, before, want.dw, dtype)
 
 
-def added_by_plan(
-    case: Case, given: tuple[str, int, int, int], window: int, sums: torch.dtype
-) -> tuple[Tensor, ...]:
-    """Return the loss, dX and the buffer, of ones, to which a plan has added dW."""
-    strategy, aliased, kept, chunk = given
-    h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
-    buffer = torch.ones(*w.shape, dtype=sums)
-    plan = Plan(strategy, window, aliased, kept, chunk, True, True)
-    tensors = TensorOptions(accumulate_into=buffer)
-    loss = loss_of_plan(h, w, case.y, plan, LossOptions("sum"), tensors=tensors)
-    loss.backward()
-    assert w.grad is None and h.grad is not None
-    return loss.detach(), h.grad, buffer
-
-
-@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
-@pytest.mark.parametrize("arch", [Sm90(), Sm100()], ids=lambda arch: str(arch.name))
-@pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("plan", SERVED.values(), ids=SERVED)
-def test_every_strategy_on_the_kernels(
-    plan: tuple[str, int, int, int],
-    sums: torch.dtype,
-    arch: Arch,
-    selects: bool,
-    small_tiles: PortableTiles,
-    monkeypatch: pytest.MonkeyPatch,
+@on_backends(layout=SERVED, sums=[torch.float32, torch.bfloat16])
+def test_every_layout(
+    layout: Layout, sums: torch.dtype, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("cutlass")
     monkeypatch.setattr(step_memory, "MIN_ADDED_ROWS", 40)
     monkeypatch.setattr(step_memory, "row_block_bytes", lambda _: 1)
-    case = random_case(150, 48, 333, dtype=torch.bfloat16, ignored=0.4)
-    want = with_factors(case, torch.ones(150))
-    if selects:
-        case.h[case.y < 0] = torch.nan
-    serve_calls(monkeypatch, arch, small_tiles, selects=selects)
-    loss, dx, buffer = added_by_plan(case, plan, small_tiles.window, sums)
-    torch.testing.assert_close(loss.double(), want.loss.sum(), rtol=1e-5, atol=0)
-    assert (dx.double() - want.dx).norm() <= 2**-7 * want.dx.norm()
+    how: dict[str, Any] = {"dtype": backend.dtype, "device": backend.device}
+    case = random_case(150, 48, 333, ignored=0.4, **how)
+    want = with_factors(case, torch.ones_like(case.upstream))
+    backend.hide_ignored(case)
+    h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
+    buffer = torch.ones(*w.shape, dtype=sums, device=backend.device)
+    options: dict[str, Any] = {"accumulate_into": buffer, "reduction": "sum"}
+    with pinned(layout):
+        loss = cutefce.linear_cross_entropy(h, w, case.y, **options)
+        loss.backward()
+    assert w.grad is None and h.grad is not None
+    torch.testing.assert_close(loss.detach().double(), want.loss.sum(), rtol=1e-5, atol=0)
+    assert (h.grad.double() - want.dx).norm() <= 2**-7 * want.dx.norm()
     assert_added(buffer, torch.ones_like(buffer), want.dw, torch.bfloat16)
 
 
@@ -203,7 +178,12 @@ def test_all_options_can_be_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workspace", "backend"), [("min", "aot_eager"), ("max", "aot_eager"), ("min", "inductor")]
+    ("workspace", "backend"),
+    [
+        ("min", "aot_eager"),
+        pytest.param("max", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("min", "inductor", marks=pytest.mark.slow),
+    ],
 )
 def test_compiled(workspace: str, backend: str) -> None:
     def loss_of(h: Tensor, w: Tensor, y: Tensor, buffer: Tensor) -> Tensor:
@@ -276,19 +256,18 @@ def test_without_gradients_nothing_is_added() -> None:
     assert not buffer.any()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "sums", "workspace", "reduction"),
-    [
-        *((*pair, "min", "mean") for pair in PAIRS),
-        *((*pair, "max", "none") for pair in PAIRS),
-        (torch.bfloat16, torch.float32, 4 << 20, "mean"),
-        (torch.float32, torch.float32, "min", "none"),
-    ],
-    ids=str,
-)
-def test_peak_is_predicted(
-    workspace: int | str, reduction: str, dtype: torch.dtype, sums: torch.dtype
-) -> None:
+OF_CALLS = [
+    (torch.bfloat16, torch.bfloat16, "min", "mean"),
+    *((*pair, "min", "mean") for pair in PAIRS),
+    *((*pair, "max", "none") for pair in PAIRS),
+    (torch.bfloat16, torch.float32, 4 << 20, "mean"),
+    (torch.float32, torch.float32, "min", "none"),
+]
+
+
+@pytest.mark.parametrize("given", rest_slow([*dict.fromkeys(OF_CALLS)]))
+def test_peak_is_predicted(given: tuple[torch.dtype, torch.dtype, int | str, str]) -> None:
+    dtype, sums, workspace, reduction = given
     for shape in ((512, 128, 16001), (3000, 128, 4000)):
         case = random_case(*shape, dtype=dtype, ignored=0)
         h, w = case.h.requires_grad_(), case.w.requires_grad_()

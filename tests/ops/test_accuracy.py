@@ -1,5 +1,7 @@
 """Loss and gradients against float64: errors are at most those of the unfused loss."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -50,7 +52,7 @@ def test_logit_scales(dtype: torch.dtype, logit_std: float, device: str) -> None
 @on_backends(float32=True, emulated=2, fast=True, layout=LAYOUTS, logit_std=[0.1, 4, 40])
 def test_every_strategy(layout: Layout, logit_std: float, backend: Backend) -> None:
     sizes, ignored = (backend.tokens, 48, 333), 0.5 if backend.emulated else 0.1
-    more = {"dtype": backend.dtype, "device": backend.device}
+    more: dict[str, Any] = {"dtype": backend.dtype, "device": backend.device}
     case = random_case(*sizes, logit_std=logit_std, ignored=ignored, **more)
     case.upstream.fill_(1.0)
     got = by_layout(case, layout)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.planning.planner import Plan
 from tests.ops.test_soft_targets import EACH
+from tests.support.layouts import Layout, pinned
 from tests.support.options import OptionsCase, assert_results_as_accurate, dense_case, exact
-from tests.support.reference import fixed_plan, random_case
+from tests.support.reference import random_case
 
 SIZES = 150, 16, 333
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -51,9 +51,7 @@ def test_is_as_accurate_as_the_unfused_loss(
 def test_sums_in_20_bits(names: list[str], small_tiles: PortableTiles, device: str) -> None:
     """Of dX, over windows, as small workspaces have them."""
     x = dense_case(names, 150, 64, 333, dtype=torch.bfloat16, device=device)
-    bias = "linear_bias" in x.options
-    plan = Plan("windows", 64, 0, 0, 150, True, True, bias, 333, tokens=150, hidden_bits=4)
-    with fixed_plan(plan):
+    with pinned(Layout(hidden_bits=4)):
         assert_results_as_accurate(x.ours(), x)
 
 

@@ -23,6 +23,7 @@ from tests.support.options import (
     options_case,
     soft_case,
 )
+from tests.support.tiers import pairwise, rest_slow
 
 SIZES = TOKENS, HIDDEN, VOCAB = 60, 16, 100
 WORKSPACES: tuple[int | str, ...] = "min", 12_000, "max"
@@ -42,7 +43,9 @@ linear_cross_entropy: Callable[..., Any] = cutefce.linear_cross_entropy
 linear_log_probs: Callable[..., Any] = cutefce.linear_log_probs
 linear_divergence: Callable[..., Any] = cutefce.linear_divergence
 
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+few_dtypes = pytest.mark.parametrize("dtype", rest_slow(DTYPES))
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -55,9 +58,7 @@ def test_float64_is_seen(way: Callable[[Callable[[], object]], list[str]]) -> No
     assert not way(lambda: torch.ones(3, requires_grad=True).mul(0.5).sum().backward())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
-@pytest.mark.parametrize("targets", TARGETS)
+@pairwise(targets=[*TARGETS], names=NAMES, dtype=[torch.bfloat16, torch.float32])
 def test_options(
     targets: str, names: list[str], dtype: torch.dtype, small_tiles: PortableTiles
 ) -> None:
@@ -135,7 +136,7 @@ def step(dtype: torch.dtype, **options: Any) -> None:
         value.backward(torch.full_like(value, float(upstream)))
 
 
-@dtypes
+@few_dtypes
 @pytest.mark.parametrize("name", parameters(linear_cross_entropy))
 def test_arguments_of_the_loss(name: str, dtype: torch.dtype, small_tiles: PortableTiles) -> None:
     for options in ARGUMENTS[name]:
@@ -144,7 +145,7 @@ def test_arguments_of_the_loss(name: str, dtype: torch.dtype, small_tiles: Porta
         assert_no_float64(partial(step, dtype, **options))
 
 
-@dtypes
+@few_dtypes
 @pytest.mark.parametrize("name", parameters(linear_log_probs))
 def test_arguments_of_log_probs(name: str, dtype: torch.dtype, small_tiles: PortableTiles) -> None:
     def run(options: dict[str, Any]) -> None:
@@ -183,7 +184,7 @@ DIVERGENCES: dict[str, list[dict[str, Any]]] = {
 """Calls with each argument of a divergence; a new one needs its own here."""
 
 
-@dtypes
+@few_dtypes
 @pytest.mark.parametrize("name", parameters(linear_divergence))
 def test_arguments_of_divergences(
     name: str, dtype: torch.dtype, small_tiles: PortableTiles
@@ -271,8 +272,10 @@ def test_forward_mode() -> None:
     assert_no_float64(run)
 
 
-@pytest.mark.parametrize("number", [17.5, 1 / 3, 16777217, 1e-30, 1e-50, 1e30, 1e300])
-@pytest.mark.parametrize("name", ["denominator", "temperature", "grad_output"])
+@pairwise(
+    name=["denominator", "temperature", "grad_output"],
+    number=[17.5, 1 / 3, 16777217, 1e-30, 1e-50, 1e30, 1e300],
+)
 def test_numbers_have_the_results_of_float64_tensors(name: str, number: float) -> None:
     """Also those that float32 has not: a number is rounded once, and only 0 counts as 0."""
     results = []

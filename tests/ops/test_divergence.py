@@ -26,6 +26,7 @@ from tests.support.divergence import (
     several,
     token_divergences,
 )
+from tests.support.tiers import pairwise, pairwise_of, rest_slow
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = {
@@ -57,30 +58,28 @@ forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "form"),
-    [
-        (torch.float32, "forward KL"),
-        (torch.float32, "JSD, nearly teacher"),
-        (torch.bfloat16, "forward KL"),
-        (torch.bfloat16, "reverse KL"),
-        (torch.bfloat16, "JSD, mostly student"),
-        (torch.float16, "JSD"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("plan", "reduction"), RUNS)
-def test_every_plan(plan: str, reduction: str, dtype: torch.dtype, form: str, device: str) -> None:
+KINDS = [
+    (torch.bfloat16, "forward KL"),
+    (torch.float32, "JSD, nearly teacher"),
+    (torch.float16, "JSD"),
+    (torch.float32, "forward KL"),
+    (torch.bfloat16, "reverse KL"),
+    (torch.bfloat16, "JSD, mostly student"),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("kind", rest_slow(KINDS, default=3))
+def test_every_plan(run: tuple[str, str], kind: tuple[torch.dtype, str], device: str) -> None:
+    (plan, reduction), (dtype, form) = run, kind
     cases = several(150, (48, 40), 333, dtype=dtype, device=device, logit_std=2)
     with planned(plan):
         assert_as_accurate(cases, reduction=reduction, **FORMS[form])
 
 
-@forms
-@pytest.mark.parametrize(("plan", "reduction"), RUNS)
-def test_every_plan_in_float64(
-    plan: str, reduction: str, form: dict[str, Any], device: str
-) -> None:
+@pairwise(run=RUNS, form=FORMS)
+def test_every_plan_in_float64(run: tuple[str, str], form: dict[str, Any], device: str) -> None:
+    plan, reduction = run
     case = heads(150, (48, 40), 333, dtype=torch.float64, device=device, biases=True)
     options = {"reduction": reduction, "softcap": (4.0, None), **form}
     want = expected(case, **options)
@@ -89,18 +88,13 @@ def test_every_plan_in_float64(
             assert distance(got, truth) <= 1e-12 * float(truth.norm())
 
 
-@pytest.mark.parametrize(
-    ("workspace", "dtype", "form"),
-    [
-        *((workspace, dtype, "JSD") for workspace in ("max", "min") for dtype in DTYPES),
-        *(("min", torch.bfloat16, form) for form in OTHER_FORMS),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+SMALL = {name: shape for name, shape in SHAPES.items() if shape[0] * shape[2] < 1 << 19}
+
+
+@pairwise_of({"shape": SMALL}, shape=SHAPES, workspace=["max", "min"], dtype=DTYPES, form=[*FORMS])
 def test_shapes(
-    workspace: str,
     shape: tuple[int, tuple[int, int], int],
+    workspace: str,
     dtype: torch.dtype,
     form: str,
     device: str,
@@ -113,21 +107,15 @@ def test_shapes(
         assert_as_accurate(cases, **options)
 
 
-@forms
-@dtypes
-@pytest.mark.parametrize("logit_std", [0.01, 3, 16])
+@pairwise(form=FORMS, dtype=DTYPES, logit_std=[0.01, 3, 16])
 def test_logit_sizes(
-    logit_std: float, dtype: torch.dtype, form: dict[str, Any], device: str
+    form: dict[str, Any], dtype: torch.dtype, logit_std: float, device: str
 ) -> None:
     cases = several(100, (32, 64), 1000, dtype=dtype, device=device, logit_std=logit_std)
     assert_as_accurate(cases, **form)
 
 
-@pytest.mark.parametrize(
-    ("plan", "form"),
-    [*((plan, "JSD") for plan in PLANS), *(("two passes", form) for form in OTHER_FORMS)],
-)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pairwise(options=OPTIONS, plan=[*PLANS], form=[*FORMS])
 def test_options(options: dict[str, Any], plan: str, form: str, device: str) -> None:
     case = heads(60, (16, 12), 133, dtype=torch.float64, device=device, logit_std=2, biases=True)
 
@@ -142,8 +130,7 @@ def test_options(options: dict[str, Any], plan: str, form: str, device: str) -> 
             assert distance(got, truth) <= 1e-12 * float(truth.norm())
 
 
-@forms
-@dtypes
+@pairwise(form=FORMS, dtype=DTYPES)
 def test_16_bit_options_are_as_accurate(
     dtype: torch.dtype, form: dict[str, Any], device: str
 ) -> None:
@@ -171,8 +158,7 @@ def test_a_frozen_teacher_has_the_same_student(
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("wanted", [[0], [1], [2], [3], [0, 3], [1, 2]], ids=str)
-@pytest.mark.parametrize("workspace", ["max", "min"])
+@pairwise(wanted=[[0], [1], [2], [3], [0, 3], [1, 2]], workspace=["max", "min"])
 def test_each_gradient_alone(workspace: str, wanted: list[int], device: str) -> None:
     case = heads(60, (16, 12), 133, dtype=torch.float64, device=device)
     every = expected(case, divergence="jsd")[1:]
@@ -212,9 +198,7 @@ def test_dw_of_scaled_hidden_states(
             assert distance(got, truth) <= 1e-12 * float(truth.norm())
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("workspace", ["max", "min"])
-@dtypes
+@pairwise(dtype=DTYPES, workspace=["max", "min"], reduction=["mean", "sum"])
 def test_reductions(dtype: torch.dtype, workspace: str, reduction: str, device: str) -> None:
     case = heads(90, (16, 24), 333, dtype=dtype, device=device)
     count = int((case.target != -100).sum()) if reduction == "mean" else 1
@@ -234,7 +218,7 @@ def test_reductions(dtype: torch.dtype, workspace: str, reduction: str, device: 
             assert distance(a, b) <= 4 * torch.finfo(dtype).eps * float(b.norm()) + 1e-6
 
 
-@forms
+@pytest.mark.parametrize("form", rest_slow(FORMS))
 def test_gradcheck(form: dict[str, Any]) -> None:
     case = heads(5, (3, 4), 11, dtype=torch.float64, biases=True)
     options = {"softcap": (2.0, 3.0), "temperature": 1.5, "reduction": "none", **form}
@@ -305,9 +289,7 @@ def test_close_heads_keep_relative_precision(
     assert float(((got - want) / want).abs().max()) < 0.02
 
 
-@pytest.mark.parametrize("beta", [0.999, 0.001, 0.99999])
-@pytest.mark.parametrize("workspace", ["max", "min"])
-@pytest.mark.parametrize("size", [1, 4])
+@pairwise(beta=[0.999, 0.001, 0.99999], workspace=["max", "min"], size=[1, 4])
 def test_a_mixture_of_nearly_one_side_keeps_relative_precision(
     size: float, workspace: str, beta: float, device: str
 ) -> None:
@@ -326,9 +308,7 @@ def test_a_mixture_of_nearly_one_side_keeps_relative_precision(
         assert distance(a, b) <= 2e-6 * float(b.norm())
 
 
-@forms
-@pytest.mark.parametrize("workspace", ["max", "min"])
-@pytest.mark.parametrize("size", [1e2, 1e4, 1e30])
+@pairwise(form=FORMS, size=[1e2, 1e4, 1e30], workspace=["max", "min"])
 def test_far_logits(size: float, workspace: str, form: dict[str, Any], device: str) -> None:
     """Sides that are sure of different classes, and a common offset."""
     eye = torch.eye(97, device=device)
@@ -364,7 +344,7 @@ def test_classes_that_both_sides_exclude(workspace: str, form: dict[str, Any], d
         assert name not in NAMES[1::2] or not a[150:].any()
 
 
-@forms
+@pytest.mark.parametrize("form", rest_slow(FORMS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bits_keep_small_factors(dtype: torch.dtype, form: dict[str, Any], device: str) -> None:
     """Probabilities of 1e-5, as of large vocabularies, are below the normal numbers of float16."""

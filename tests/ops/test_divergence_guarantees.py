@@ -19,21 +19,22 @@ from tests.support.divergence import (
     ours,
     planned,
 )
+from tests.support.tiers import pairwise, rest_slow
 
 
-@pytest.mark.parametrize(
-    ("value", "form"),
-    [
+@pairwise(
+    run=RUNS,
+    given=[
         (torch.nan, "forward KL"),
         (torch.nan, "JSD"),
         (torch.inf, "reverse KL"),
         (1e38, "JSD, mostly student"),
     ],
 )
-@pytest.mark.parametrize(("plan", "reduction"), RUNS)
 def test_ignored_tokens_may_hold_anything(
-    plan: str, reduction: str, value: float, form: str, device: str
+    run: tuple[str, str], given: tuple[float, str], device: str
 ) -> None:
+    (plan, reduction), (value, form) = run, given
     options = {"reduction": reduction, **FORMS[form]}
     case = heads(60, (16, 12), 133, device=device, ignored=0.4)
     with planned(plan):
@@ -49,9 +50,7 @@ def test_ignored_tokens_may_hold_anything(
         assert not results[i][case.target == -100].any()
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pairwise(plan=[*PLANS], dtype=[torch.float32, torch.bfloat16], reduction=["mean", "sum", "none"])
 def test_nothing_to_compute(reduction: str, dtype: torch.dtype, plan: str, device: str) -> None:
     for tokens in (0, 5):
         case = heads(tokens, (16, 12), 133, dtype=dtype, device=device, ignored=1)
@@ -62,8 +61,7 @@ def test_nothing_to_compute(reduction: str, dtype: torch.dtype, plan: str, devic
         assert not loss.any() and not any(x.any() for x in gradients)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("side", [0, 2])
+@pairwise(plan=[*PLANS], side=[0, 2])
 def test_a_bad_token_stays_alone(side: int, plan: str, device: str) -> None:
     case = heads(60, (16, 12), 133, device=device, ignored=0)
     with planned(plan):
@@ -160,8 +158,8 @@ def test_derivatives_that_are_not_there() -> None:
         cutefce.linear_divergence(h, *(x.detach() for x in case.tensors[1:]))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("workspace", ["max", "min"])
+@pytest.mark.parametrize("reduction", rest_slow(["mean", "none"]))
+@pytest.mark.parametrize("workspace", rest_slow(["max", "min"]))
 def test_compiled_calls_are_those_of_eager(workspace: str, reduction: str, device: str) -> None:
     torch.compiler.reset()
 

@@ -14,6 +14,7 @@ from cutefce.ops.planning.divergence.planner import make_plan
 from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
 from cutefce.ops.planning.planner import MAXIMUM
 from tests.support.divergence import heads
+from tests.support.tiers import rest_slow
 
 SHAPES = {
     "a small model": (512, (128, 192), 16001),
@@ -34,6 +35,7 @@ CALLS: dict[str, dict[str, Any]] = {
 NARROW = "narrow heads, many tokens"
 BUDGETS = "max", "min", 12 << 20
 MEMORY = [
+    ("few tokens, a wide vocabulary", "student", torch.float32, "min"),
     *((size, "student", torch.bfloat16, budget) for size in SHAPES for budget in BUDGETS),
     *((size, "student", torch.float32, "min") for size in SHAPES),
     *((NARROW, use, torch.bfloat16, budget) for use in USES for budget in ("min", 12 << 20)),
@@ -41,10 +43,9 @@ MEMORY = [
 ]
 
 
-@pytest.mark.parametrize(("size", "use", "dtype", "workspace"), dict.fromkeys(MEMORY), ids=str)
-def test_memory_is_what_is_predicted(
-    workspace: int | str, size: str, use: str, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("call", rest_slow([*dict.fromkeys(MEMORY)]))
+def test_memory_is_what_is_predicted(call: tuple[str, str, torch.dtype, int | str]) -> None:
+    size, use, dtype, workspace = call
     shape, options = SHAPES[size], {"ignored": 0, **USES[use]}
     case = heads(*shape, dtype=dtype, **options)
     form = {"divergence": "jsd", "workspace": workspace, **case.biases, **CALLS.get(use, {})}

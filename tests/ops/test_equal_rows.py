@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 import cutefce
-from cutefce.cute_kernels.arch import ARCHS
-from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.planning.planner import Plan
-from tests.support.kernel_models import serve_calls
+from tests.support.backends import Backend, on_backends
+from tests.support.layouts import LAYOUTS, Layout, pinned
 from tests.support.options import OptionsCase, model_logits, options_case, row_values
-from tests.support.reference import PLANS, fixed_plan, logits_case
+from tests.support.reference import logits_case
+from tests.support.tiers import pairwise
 
 OUTPUTS = "lse", "entropy", "sum_p_squared"
 OPTIONS: dict[str, list[str]] = {
@@ -27,7 +26,6 @@ OPTIONS: dict[str, list[str]] = {
     "softcap": ["softcap"],
     "all": ["linear_bias", "logit_scale", "temperature (N,)", "softcap"],
 }
-each_option = pytest.mark.parametrize("names", OPTIONS.values(), ids=list(OPTIONS))
 
 
 def equal_rows(names: list[str], *sizes: int, **more: Any) -> tuple[OptionsCase, Tensor]:
@@ -53,13 +51,18 @@ def equal_rows(names: list[str], *sizes: int, **more: Any) -> tuple[OptionsCase,
 
 
 def assert_equal_bits(
-    x: OptionsCase, rows: Tensor, outputs: tuple[str, ...] = OUTPUTS, **more: Any
+    x: OptionsCase,
+    rows: Tensor,
+    outputs: tuple[str, ...] = OUTPUTS,
+    frozen: bool = False,
+    **more: Any,
 ) -> None:
     """Assert that the outputs of `rows` are equal, and right."""
     if "target_indices" not in more:
         more["target"] = x.case.y
         assert len({*x.case.y[rows].tolist()}) > 4
-    h, w = (leaf.requires_grad_() for leaf in x.leaves[:2])
+    h, w = x.leaves[:2]
+    w.requires_grad_(not frozen)
     found = cutefce.linear_log_probs(h, w, outputs=outputs, **x.options, **more)
     u = model_logits(x.case.h.double() @ x.case.w.double().t(), **x.options)
     truth = row_values(u, x.case.y)
@@ -69,13 +72,21 @@ def assert_equal_bits(
         torch.testing.assert_close(values.double(), getattr(truth, name)[rows], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@each_option
-def test_rows_of_other_targets(names: list[str], dtype: torch.dtype, device: str) -> None:
-    for sizes in ((64, 24, 1030), (700, 8, 333)):
-        x, rows = equal_rows(names, *sizes, dtype=dtype, device=device)
-        for workspace in ("max", "min", None):
-            assert_equal_bits(x, rows, workspace=workspace)
+@pairwise(
+    names=OPTIONS,
+    dtype=[torch.float64, torch.float32, torch.bfloat16],
+    sizes=[(64, 24, 1030), (700, 8, 333)],
+    workspace=["max", "min", None],
+)
+def test_rows_of_other_targets(
+    names: list[str],
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    workspace: str | None,
+    device: str,
+) -> None:
+    x, rows = equal_rows(names, *sizes, dtype=dtype, device=device)
+    assert_equal_bits(x, rows, workspace=workspace)
 
 
 @pytest.mark.parametrize("outputs", [("entropy",), ("sum_p_squared",), (*OUTPUTS, "argmax")])
@@ -88,22 +99,17 @@ def test_some_of_the_outputs(outputs: tuple[str, ...], device: str) -> None:
     assert_equal_bits(x, rows, found)
 
 
-@pytest.mark.parametrize("plan", [*PLANS.values()], ids=list(PLANS))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_plan(
-    dtype: torch.dtype, plan: tuple[str, int, int, int], small_tiles: PortableTiles, device: str
-) -> None:
+@on_backends(float32=True, layout=LAYOUTS)
+def test_every_layout(layout: Layout, backend: Backend) -> None:
     """Chunks of tokens, of which the last is shorter, are those of a frozen weight."""
-    in_chunks = plan[0] != "windows"
-    outputs = ("lse", "sum_p_squared") if in_chunks else OUTPUTS
-    made = Plan(plan[0], small_tiles.window, *plan[1:], True, not in_chunks, False)
-    x, rows = equal_rows(["temperature (N,)"], 150, 48, 333, dtype=dtype, device=device)
-    with fixed_plan(made):
-        assert_equal_bits(x, rows, outputs)
+    outputs = ("lse", "sum_p_squared") if layout.in_chunks else OUTPUTS
+    how: dict[str, Any] = {"dtype": backend.dtype, "device": backend.device}
+    x, rows = equal_rows(["temperature (N,)"], 150, 48, 333, **how)
+    with pinned(layout):
+        assert_equal_bits(x, rows, outputs, frozen=layout.in_chunks)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@each_option
+@pairwise(names=OPTIONS, dtype=[torch.float32, torch.bfloat16])
 def test_rows_of_several_classes(names: list[str], dtype: torch.dtype, device: str) -> None:
     x, rows = equal_rows(names, 64, 24, 333, dtype=dtype, device=device)
     index = torch.randint(333, (64, 3), device=device)
@@ -111,41 +117,25 @@ def test_rows_of_several_classes(names: list[str], dtype: torch.dtype, device: s
     assert_equal_bits(x, rows, target_indices=index)
 
 
-@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "selected rows"])
-@pytest.mark.parametrize("arch", [ARCHS[0], ARCHS[1]], ids=lambda arch: arch.name)
-@each_option
+@on_backends(names=OPTIONS, workspace=["max", "min", 200_000], classes=[1, 3])
 def test_the_kernels_host_code(
-    names: list[str],
-    arch: Arch,
-    selects: bool,
-    small_tiles: PortableTiles,
-    monkeypatch: pytest.MonkeyPatch,
+    names: list[str], workspace: int | str, classes: int, backend: Backend
 ) -> None:
-    serve_calls(monkeypatch, arch, small_tiles, selects=selects)
-    x, rows = equal_rows(names, 150, 48, 333, dtype=torch.bfloat16, ignored=0.3)
-    index = torch.randint(333, (150, 3))
-    index[:, 0] = x.case.y
-    for workspace in ("max", "min", 200_000):
-        assert_equal_bits(x, rows, workspace=workspace)
-        assert_equal_bits(x, rows, workspace=workspace, target_indices=index)
+    how: dict[str, Any] = {"dtype": backend.dtype, "device": backend.device}
+    x, rows = equal_rows(names, 150, 48, 333, ignored=0.3, **how)
+    given: dict[str, Any] = {"workspace": workspace}
+    if classes > 1:
+        given["target_indices"] = torch.randint(333, (150, classes), device=backend.device)
+        given["target_indices"][:, 0] = x.case.y
+    assert_equal_bits(x, rows, **given)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("height", [3.0, 16.0, 40.0, 80.0, 1e4])
-@pytest.mark.parametrize("kernels", [False, True], ids=["portable", "kernels"])
-def test_an_entropy_near_0_keeps_its_digits(
-    kernels: bool,
-    height: float,
-    dtype: torch.dtype,
-    small_tiles: PortableTiles,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@on_backends(float32=True, height=[3.0, 16.0, 40.0, 80.0, 1e4])
+def test_an_entropy_near_0_keeps_its_digits(height: float, backend: Backend) -> None:
     """Where one probability is almost 1, for the target of it and for all others."""
-    if kernels:
-        serve_calls(monkeypatch, ARCHS[0], small_tiles, selects=False)
     logits = torch.zeros(96, 96)
     logits[:, 7], logits[:, 50:52] = height, torch.tensor([-2.0, height - 9])
-    case = logits_case(logits.to(dtype), torch.arange(96))
+    case = logits_case(logits.to(backend.dtype), torch.arange(96), backend.device)
     found = cutefce.linear_log_probs(case.h, case.w, case.y, outputs=("entropy",))
     assert found.entropy is not None
     assert len({*found.entropy.tolist()}) == 1
@@ -155,16 +145,11 @@ def test_an_entropy_near_0_keeps_its_digits(
     torch.testing.assert_close(found.log_probs.double(), log_p.diagonal(), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["portable", "kernels"])
-def test_targets_of_probability_0(
-    kernels: bool, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_targets_of_probability_0(backend: Backend) -> None:
     """Values are finite beside a log-probability of -inf; those of a row without any are NaN."""
-    if kernels:
-        serve_calls(monkeypatch, ARCHS[0], small_tiles, selects=False)
-    logits = torch.randn(1, 96).repeat(96, 1).bfloat16()
-    case = logits_case(logits, torch.arange(96))
-    bias = torch.where(torch.arange(96) % 3 == 0, -torch.inf, 0.0)
+    logits = torch.randn(1, 96).repeat(96, 1).bfloat16().to(backend.device)
+    case = logits_case(logits, torch.arange(96), backend.device)
+    bias = torch.where(torch.arange(96) % 3 == 0, -torch.inf, 0.0).to(backend.device)
     found = cutefce.linear_log_probs(
         case.h, case.w, case.y, outputs=("entropy", "sum_p_squared"), linear_bias=bias
     )
@@ -175,7 +160,7 @@ def test_targets_of_probability_0(
         exact = want if want.ndim == 1 else want.sum(1)
         torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=0)
     assert bool((found.log_probs[::3] == -torch.inf).all())
-    none = torch.full((96,), -torch.inf)
+    none = torch.full((96,), -torch.inf, device=backend.device)
     found = cutefce.linear_log_probs(
         case.h, case.w, case.y, outputs=("entropy", "sum_p_squared"), linear_bias=none
     )

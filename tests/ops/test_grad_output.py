@@ -10,17 +10,16 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import cutefce
-from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators import agreement, kept
-from cutefce.ops.planning.chunks.sizes import Chunks, shrinking
-from cutefce.ops.planning.plan import Plan
-from tests.support.kernel_models import serve_calls
+from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.planning.planner import MINIMUM
+from tests.support.backends import Backend, on_backends
+from tests.support.layouts import SHRINKING, Layout, pinned
 from tests.support.options import OPTIONS, options_case, soft_case
-from tests.support.reference import Case, Result, exact, loss_of_plan, random_case
+from tests.support.reference import Case, Result, exact, random_case
+from tests.support.tiers import pairwise, rest_slow
 
 PAIRS = [
     (torch.bfloat16, torch.float32),
@@ -55,12 +54,14 @@ def is_in_forward(case: Case, buffer: Tensor, workspace: int | str | None) -> bo
     return cutefce.plan(h, w, workspace=workspace, **given).adds_in_forward
 
 
-@pytest.mark.parametrize(("dtype", "sums"), PAIRS, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("workspace", [IN_FORWARD, 200 << 10, "max", None])
+@pairwise(pair=PAIRS, reduction=["mean", "sum"], workspace=[IN_FORWARD, 200 << 10, "max", None])
 def test_results_are_those_without_it(
-    workspace: int | str | None, reduction: str, dtype: torch.dtype, sums: torch.dtype, device: str
+    pair: tuple[torch.dtype, torch.dtype],
+    reduction: str,
+    workspace: int | str | None,
+    device: str,
 ) -> None:
+    dtype, sums = pair
     case = random_case(1100, 48, 333, dtype=dtype, device=device)
     before = torch.randn(333, 48, device=device).to(sums)
     options: dict[str, Any] = {"reduction": reduction, "workspace": workspace}
@@ -127,9 +128,7 @@ def test_the_forward_adds() -> None:
         torch.testing.assert_close(h.grad, backwards * once, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("trained", ["both", "weight"])
-@pytest.mark.parametrize("gradient", ["exact", "sampled"])
-@pytest.mark.parametrize("workspace", [IN_FORWARD, "max"])
+@pairwise(workspace=[IN_FORWARD, "max"], gradient=["exact", "sampled"], trained=["both", "weight"])
 def test_another_gradient_does_not_pass(
     workspace: int | str,
     gradient: str,
@@ -208,46 +207,92 @@ def test_every_option(name: str) -> None:
         torch.testing.assert_close(own, want, rtol=1e-5, atol=1e-6)
 
 
-SHRINKING = shrinking(150, 48, 336, 16, 8, 5)
+CHUNKED = {
+    "even": Layout(in_chunks=True, kept=336, chunk=40),
+    "one": Layout(in_chunks=True, kept=336),
+    "shrinking": SHRINKING,
+}
 
 
-@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "counted rows"])
-@pytest.mark.parametrize("arch", [Sm90(), Sm100()], ids=lambda arch: str(arch.name))
-@pytest.mark.parametrize("chunks", [Chunks.even(150, 40), Chunks.even(150, 150), SHRINKING])
-def test_kernels(
-    chunks: Chunks,
-    arch: Arch,
-    selects: bool,
-    small_tiles: PortableTiles,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("cutlass")
-    case = random_case(150, 48, 333, dtype=torch.bfloat16, ignored=0.4)
+@on_backends(layout=CHUNKED)
+def test_every_layout(layout: Layout, backend: Backend) -> None:
+    case = random_case(150, 48, 333, dtype=torch.bfloat16, device=backend.device, ignored=0.4)
     want = wanted(case, PROMISED)
-    if selects:
-        case.h[case.y < 0] = torch.nan
-    serve_calls(monkeypatch, arch, small_tiles, selects=selects)
+    backend.hide_ignored(case)
     h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
-    buffer = torch.ones(333, 48)
-    sizes = small_tiles.window, 0, 336, chunks.largest
-    plan = Plan("gradients_in_forward", *sizes, True, True, adds_in_forward=True)
-    plan = dataclasses.replace(plan, shrinking=chunks if chunks.shrink else None)
-    tensors = TensorOptions(accumulate_into=buffer, grad_output=torch.tensor(PROMISED))
-    loss = loss_of_plan(h, w, case.y, plan, LossOptions("sum"), tensors=tensors)
-    error = (buffer.double() - 1 - want.dw).norm()
-    assert error <= 2**-7 * want.dw.norm(), "it was added in the forward"
-    loss.backward(torch.tensor(PROMISED))
+    buffer, promised = torch.ones(333, 48, device=backend.device), torch.tensor(PROMISED)
+    options: dict[str, Any] = {"accumulate_into": buffer, "reduction": "sum"}
+    with pinned(dataclasses.replace(layout, adds_in_forward=True)):
+        loss = cutefce.linear_cross_entropy(h, w, case.y, grad_output=PROMISED, **options)
+        error = (buffer.double() - 1 - want.dw).norm()
+        assert error <= 2**-7 * want.dw.norm(), "it was added in the forward"
+        loss.backward(promised.to(loss))
     assert h.grad is not None
     assert (h.grad.double() - want.dx).norm() <= 2**-7 * want.dx.norm()
+
+
+def test_dx_is_rounded_once_with_nothing_beside(small_tiles: PortableTiles, device: str) -> None:
+    case = random_case(1100, 48, 333, dtype=torch.bfloat16, device=device)
+    want = wanted(case, 0.37)
+    layout = Layout(in_chunks=True, kept=336, chunk=256)
+    known = dataclasses.replace(layout, hidden_bits=0, adds_in_forward=True)
+    errors, upstream = [], torch.tensor(0.37, device=device)
+    for given, own in ((None, layout), (upstream, known)):
+        h, w = (x.clone().requires_grad_() for x in (case.h, case.w))
+        buffer = torch.zeros(333, 48, device=device)
+        options: dict[str, Any] = {"accumulate_into": buffer, "grad_output": given}
+        with pinned(own):
+            loss = cutefce.linear_cross_entropy(h, w, case.y, reduction="sum", **options)
+            loss.backward(upstream.to(loss.dtype))
+        assert h.grad is not None
+        errors.append((h.grad.double() - want.dx).norm())
+    assert errors[1] <= 1.01 * errors[0]
+
+
+def test_a_plan_says_where_dw_is_added() -> None:
+    h = torch.empty(2048, 256, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.empty(32000, 256, dtype=torch.bfloat16, requires_grad=True)
+    plans = {}
+    for sums in (torch.float32, torch.bfloat16):
+        buffer = torch.empty(w.shape, dtype=sums)
+        for given in (None, 0.5, torch.tensor([0.5])):
+            options: dict[str, Any] = {"accumulate_into": buffer, "grad_output": given}
+            plan = cutefce.plan(h, w, workspace="min", **options)
+            plans[sums, given is not None] = plan
+            assert plan.adds_in_forward == ("caller's buffer" in str(plan))
+    assert plans[torch.float32, True].adds_in_forward
+    assert not plans[torch.float32, False].adds_in_forward
+    # a buffer of 16 bits is not added to by GEMMs
+    assert plans[torch.bfloat16, True] == plans[torch.bfloat16, False]
+
+
+def test_ranks_have_the_same_chunks_whatever_their_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One whose buffer GEMMs cannot add to keeps sums, and adds them in the backward."""
+    h = torch.empty(2048, 256, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.empty(32000, 256, dtype=torch.bfloat16, requires_grad=True)
+    monkeypatch.setattr(Sharding, "ranks", lambda _: 2)
+    step, sharding = StepOptions(MINIMUM, True, True, False), Sharding("group")
+    plans = []
+    for sums in (torch.float32, torch.bfloat16):
+        tensors = TensorOptions(
+            accumulate_into=torch.empty(w.shape, dtype=sums), grad_output=torch.ones(())
+        )
+        plans.append(plan_for(h, w, step, LossOptions(), tensors, sharding))
+    first, second = plans
+    assert (first.strategy, first.chunk) == (second.strategy, second.chunk)
+    assert first.adds_in_forward and not second.adds_in_forward
+    assert first.workspace_bytes < second.workspace_bytes
 
 
 @pytest.mark.parametrize(
     ("workspace", "backend", "as_tensor"),
     [
-        (IN_FORWARD, "aot_eager", False),
         (IN_FORWARD, "aot_eager", True),
-        (IN_FORWARD, "inductor", True),
-        ("max", "aot_eager", False),
+        pytest.param(IN_FORWARD, "aot_eager", False, marks=pytest.mark.slow),
+        pytest.param(IN_FORWARD, "inductor", True, marks=pytest.mark.slow),
+        pytest.param("max", "aot_eager", False, marks=pytest.mark.slow),
     ],
 )
 def test_compiled(workspace: int | str, backend: str, as_tensor: bool) -> None:
@@ -273,7 +318,7 @@ def test_compiled(workspace: int | str, backend: str, as_tensor: bool) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", rest_slow([None, "aot_eager", "inductor"]))
 @pytest.mark.parametrize("how", ["reentrant", "hooks", "offloaded"])
 @pytest.mark.parametrize("gradient", [PROMISED, 0.5])
 def test_what_runs_again_or_moves_adds_once(gradient: float, how: str, backend: str | None) -> None:

@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.operators import kept
-from cutefce.ops.planning.planner import Plan
-from tests.support.reference import PLANS, are_same, fixed_plan, loss_of_plan, random_case
+from tests.support.backends import Backend, on_backends
+from tests.support.layouts import LAYOUTS, WINDOWS, Layout, pinned, plan_of
+from tests.support.reference import are_same, random_case
+from tests.support.tiers import pairwise
 
 
 @pytest.fixture(autouse=True)
@@ -34,40 +35,30 @@ def leaves(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
     return case.h.requires_grad_(), case.w.requires_grad_(), case.y
 
 
-def loss_of(
-    plan: tuple[str, int, int, int], h: Tensor, w: Tensor, y: Tensor, window: int
-) -> Tensor:
-    return loss_of_plan(h, w, y, make(plan, window), LossOptions("sum"))
+def loss_of(layout: Layout, h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    with pinned(layout):
+        return cutefce.linear_cross_entropy(h, w, y, reduction="sum")
 
 
-def make(plan: tuple[str, int, int, int], window: int) -> Plan:
-    strategy, aliased, stored, chunk = plan
-    return Plan(strategy, window, aliased, stored, chunk, True, True)
+@on_backends(float32=True, layout=LAYOUTS)
+def test_every_backward_has_the_bits_of_the_first(layout: Layout, backend: Backend) -> None:
+    h, w, y = leaves(backend.dtype, backend.device)
+    with pinned(layout):
+        loss = cutefce.linear_cross_entropy(h, w, y, reduction="sum")
+        first, *others = (torch.autograd.grad(loss, (h, w), retain_graph=True) for _ in range(3))
+    for other in others:
+        assert all(map(torch.equal, first, other))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_every_backward_has_the_bits_of_the_first(
-    plan: tuple[str, int, int, int], dtype: torch.dtype, small_tiles: PortableTiles, device: str
-) -> None:
-    h, w, y = leaves(dtype, device)
-    loss = loss_of(plan, h, w, y, small_tiles.window)
-    first, second, third = (torch.autograd.grad(loss, (h, w), retain_graph=True) for _ in range(3))
-    for a, b, c in zip(first, second, third, strict=True):
-        assert torch.equal(a, b) and torch.equal(b, c)
-
-
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_backward_outside_of_the_forwards_capture_overwrites_nothing_of_it(
-    plan: tuple[str, int, int, int],
-    small_tiles: PortableTiles,
-    monkeypatch: pytest.MonkeyPatch,
+    layout: Layout, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replay of either graph would find, or overwrite, what the other has written."""
     h, w, y = leaves(torch.bfloat16, "cpu")
-    want = torch.autograd.grad(loss_of(plan, h, w, y, small_tiles.window), (h, w))
+    want = torch.autograd.grad(loss_of(layout, h, w, y), (h, w))
     monkeypatch.setattr(kept, "capture_id", lambda: 1)
-    loss = loss_of(plan, h, w, y, small_tiles.window)
+    loss = loss_of(layout, h, w, y)
     ((_, results),) = kept._kept.values()
     made = [] if results.dw is None else [results.dw]
     if results.sums is not None:
@@ -89,7 +80,8 @@ def test_without_bindings_no_two_captures_are_taken_for_one(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    plan, x = Plan("windows", 1, 0, 0, 1, True, True), torch.ones(1)
+    x = torch.ones(1)
+    plan = plan_of(WINDOWS["nothing kept"], 1, x[None], (True, True, False))
     results = kept.Kept(plan, x)
     assert results.capture is not None
     assert results.own(x) is not x
@@ -120,16 +112,16 @@ def test_replays_of_a_captured_forward_leave_gradients_alone(workspace: str) -> 
     assert all(map(torch.equal, got, first)) and all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_graph_that_is_dropped_frees_it(
-    plan: tuple[str, int, int, int], small_tiles: PortableTiles, device: str
+    layout: Layout, small_tiles: PortableTiles, device: str
 ) -> None:
     h, w, y = leaves(torch.float32, device)
-    loss = loss_of(plan, h, w, y, small_tiles.window)
+    loss = loss_of(layout, h, w, y)
     assert len(kept._kept) == 1
     del loss
     assert not kept._kept  # at once, without a garbage collection
-    loss_of(plan, h, w, y, small_tiles.window).backward()
+    loss_of(layout, h, w, y).backward()
     assert not kept._kept
 
 
@@ -140,18 +132,14 @@ def copied() -> AbstractContextManager[None]:
 HOOKS: dict[str, Callable[[], Any]] = {"copied": copied, "on the CPU": save_on_cpu}
 
 
-@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pairwise(layout=LAYOUTS, hooks=HOOKS)
 def test_saved_tensors_may_be_moved(
-    hooks: Callable[[], Any],
-    plan: tuple[str, int, int, int],
-    small_tiles: PortableTiles,
-    device: str,
+    layout: Layout, hooks: Callable[[], Any], small_tiles: PortableTiles, device: str
 ) -> None:
     h, w, y = leaves(torch.float32, device)
     results = []
     for context in (nullcontext, hooks):
-        with fixed_plan(make(plan, small_tiles.window)):
+        with pinned(layout):
             with context():
                 loss = cutefce.linear_cross_entropy(h, w, y)
             results.append(torch.autograd.grad(loss, (h, w)))
@@ -159,8 +147,7 @@ def test_saved_tensors_may_be_moved(
         assert are_same(a, b)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("workspace", ["min", 1 << 16, "max"])
+@pairwise(workspace=["min", 1 << 16, "max"], use_reentrant=[False, True])
 def test_checkpoints_keep_nothing(
     workspace: int | str, use_reentrant: bool, small_tiles: PortableTiles, device: str
 ) -> None:

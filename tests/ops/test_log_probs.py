@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.planning.planner import Plan
+from tests.support.backends import Backend, on_backends
+from tests.support.layouts import WINDOWS, Layout, pinned
 from tests.support.options import OptionsCase, model_logits, options_case, row_values
-from tests.support.reference import PLANS, are_same, fixed_plan, logits_case
+from tests.support.reference import are_same, logits_case
+from tests.support.tiers import pairwise
 
 OUTPUTS = "lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax"
 DIFFERENTIABLE = "log_probs", "lse", "entropy"
@@ -30,7 +32,6 @@ TRANSFORMS: dict[str, list[str]] = {
     "all but softcap": ["linear_bias", "logit_scale", "temperature (N,)"],
     "all": ["linear_bias", "logit_scale", "temperature (N,)", "softcap"],
 }
-each_transform = pytest.mark.parametrize("names", TRANSFORMS.values(), ids=list(TRANSFORMS))
 
 
 def served(outputs: tuple[str, ...], options: dict[str, Any]) -> tuple[str, ...]:
@@ -180,20 +181,7 @@ def with_hits(x: OptionsCase) -> OptionsCase:
     return x
 
 
-@pytest.mark.parametrize(
-    ("dtype", "workspace"),
-    [
-        (torch.float64, "min"),
-        (torch.float32, "max"),
-        (torch.float32, "min"),
-        (torch.bfloat16, "max"),
-        (torch.bfloat16, "min"),
-        (torch.bfloat16, 200_000),
-        (torch.float16, "max"),
-    ],
-    ids=str,
-)
-@each_transform
+@pairwise(names=TRANSFORMS, dtype=DTYPES, workspace=["max", "min", 200_000])
 def test_all_outputs(
     names: list[str],
     dtype: torch.dtype,
@@ -206,9 +194,11 @@ def test_all_outputs(
     assert_as_accurate(x, outputs, ours(x, outputs, workspace))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("outputs", [(), *((name,) for name in OUTPUTS)], ids=str)
-@pytest.mark.parametrize("names", [[], ["linear_bias", "temperature (N,)"]], ids=str)
+@pairwise(
+    outputs=[(), *((name,) for name in OUTPUTS)],
+    names=[[], ["linear_bias", "temperature (N,)"]],
+    dtype=[torch.float64, torch.bfloat16],
+)
 def test_each_output(
     names: list[str], outputs: tuple[str, ...], dtype: torch.dtype, device: str
 ) -> None:
@@ -220,31 +210,21 @@ def test_each_output(
         assert asked == set(outputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "plan",
-    [plan for plan in PLANS.values() if plan[0] == "windows"],
-    ids=[name for name, plan in PLANS.items() if plan[0] == "windows"],
+@on_backends(
+    float32=True,
+    layout=WINDOWS,
+    names=[[], TRANSFORMS["all but softcap"], TRANSFORMS["all"]],
+    outputs=[("lse",), ("entropy",), OUTPUTS],
 )
-@pytest.mark.parametrize("names", [[], TRANSFORMS["all but softcap"], TRANSFORMS["all"]], ids=str)
-def test_every_plan(
-    names: list[str],
-    plan: tuple[str, int, int, int],
-    dtype: torch.dtype,
-    small_tiles: PortableTiles,
-    device: str,
+def test_every_layout(
+    layout: Layout, names: list[str], outputs: tuple[str, ...], backend: Backend
 ) -> None:
-    x = with_hits(options_case(names, 150, 48, 333, dtype=dtype, device=device))
-    strategy, aliased, kept, chunk = plan
-    if dtype == torch.float16:
-        aliased = kept = 0  # lacks the range of kept exponentials
-    bias = "linear_bias" in x.options
-    made = Plan(strategy, small_tiles.window, aliased, kept, chunk, True, True, bias)
-    for outputs in (("lse",), ("entropy",), OUTPUTS):
-        some = served(outputs, x.options)
-        with fixed_plan(made):
-            got = ours(x, some)
-        assert_as_accurate(x, some, got)
+    how: dict[str, Any] = {"dtype": backend.dtype, "device": backend.device}
+    x = with_hits(options_case(names, 150, 48, 333, **how))
+    some = served(outputs, x.options)
+    with pinned(layout):
+        got = ours(x, some)
+    assert_as_accurate(x, some, got)
 
 
 CALLS = st.fixed_dictionaries(
@@ -261,7 +241,6 @@ CALLS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(CALLS)
 def test_any_call(call: dict[str, Any]) -> None:
     more = {name: call[name] for name in ("ignored", "seed")}
@@ -270,9 +249,9 @@ def test_any_call(call: dict[str, Any]) -> None:
     assert_as_accurate(x, outputs, ours(x, outputs, call["workspace"]))
 
 
-@pytest.mark.parametrize("height", [33.0, 110.0, 1e4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("workspace", ["max", "min"])
+@pairwise(
+    height=[33.0, 110.0, 1e4], dtype=[torch.float32, torch.bfloat16], workspace=["max", "min"]
+)
 def test_rows_far_above_their_target(
     workspace: str, dtype: torch.dtype, height: float, small_tiles: PortableTiles, device: str
 ) -> None:
@@ -365,8 +344,7 @@ POLICY: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("objective", POLICY.values(), ids=POLICY)
-@pytest.mark.parametrize("train", [p for p in itertools.product([True, False], repeat=3) if any(p)])
+@pairwise(objective=POLICY, train=[p for p in itertools.product([True, False], repeat=3) if any(p)])
 def test_objectives_and_frozen_inputs(
     train: tuple[bool, ...], objective: Callable[[Any], Tensor], device: str
 ) -> None:

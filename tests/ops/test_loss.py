@@ -24,6 +24,7 @@ from tests.support.reference import (
     ours,
     random_case,
 )
+from tests.support.tiers import pairwise, rest_slow
 
 WORKSPACES = ["max", "min", 1 << 20, None]
 
@@ -58,10 +59,12 @@ def test_ignore_index(ignore_index: int, device: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(got, (h, w)), torch.autograd.grad(want, (h, w)))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("workspace", ["max", "min"])
-@pytest.mark.parametrize("tokens", [0, 1, 6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pairwise(
+    dtype=[torch.float32, torch.bfloat16],
+    tokens=[0, 1, 6],
+    reduction=["mean", "sum", "none"],
+    workspace=["max", "min"],
+)
 def test_nothing_counts(
     dtype: torch.dtype, tokens: int, reduction: str, workspace: str, device: str
 ) -> None:
@@ -99,7 +102,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("workspace", ["max", "min"])
+@pytest.mark.parametrize("workspace", rest_slow(["min", "max"]))
 @pytest.mark.parametrize(
     ("h_layout", "w_layout"),
     [
@@ -218,8 +221,9 @@ def test_a_denominator_of_nothing(workspace: str, device: str) -> None:
     assert not loss.any() and not dx.any() and not dw.any()
 
 
-@pytest.mark.parametrize("workspace", WORKSPACES)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+# one of a number of bytes, one of a name
+@pytest.mark.parametrize("workspace", rest_slow([None, "min", "max", 1 << 20], default=2))
+@pytest.mark.parametrize("reduction", rest_slow(["mean", "none"]))
 def test_opcheck(workspace: int | str | None, reduction: str, device: str) -> None:
     case = random_case(20, 8, 50, device=device)
     overload = torch.ops.cutefce.loss.default
@@ -236,8 +240,8 @@ def test_opcheck_of_the_forward_alone(reduction: str, device: str) -> None:
     torch.library.opcheck(torch.ops.cutefce.forward.default, arguments)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("workspace", WORKSPACES)
+@pytest.mark.parametrize("dynamic", rest_slow([True, False]))
+@pytest.mark.parametrize("workspace", rest_slow([None, "max", "min", 1 << 20]))
 def test_compiled_equals_eager(
     workspace: int | str | None, dynamic: bool, small_tiles: PortableTiles, device: str
 ) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,20 +12,19 @@ import torch
 
 import cutefce
 from bench.harness.timing import peak_bytes
-from cutefce.autotune_cache.defaults import widest_window, window_configs
+from cutefce.autotune_cache.defaults import window_configs
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators.plans import plan_for
-from cutefce.ops.planning.chunks.sizes import Chunks
-from cutefce.ops.planning.memory_model import chunked_bytes
-from cutefce.ops.planning.planner import Plan, make_plan
-from cutefce.ops.planning.step_memory import kept_low_bits
+from cutefce.ops.planning.planner import make_plan
 from cutefce.ops.primitives.dispatch import arch_of
 from cutefce.ops.rows.targets import OUTPUTS
+from tests.support.layouts import Layout, predicted
 from tests.support.memory import peaks
-from tests.support.reference import loss_of_plan, random_case
+from tests.support.reference import random_case
+from tests.support.tiers import pairwise, rest_slow
 
 SHAPES = {
     "tokens and vocabulary of a small model": (512, 128, 16001),
@@ -73,9 +72,11 @@ def measure(
     return plan.workspace_bytes, peak_bytes(step, device) - problem.gradient_bytes, problem
 
 
-@pytest.mark.parametrize("workspace", ["max", "min", 20 << 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pairwise(
+    shape=SHAPES,
+    dtype=[torch.float32, torch.bfloat16],
+    workspace=["max", "min", 20 << 20],
+)
 def test_peak_is_predicted(
     shape: tuple[int, int, int], dtype: torch.dtype, workspace: int | str, device: str
 ) -> None:
@@ -83,6 +84,7 @@ def test_peak_is_predicted(
     assert abs(predicted - measured) <= 0.1 * measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("workspace", ["max", "min"])
 def test_peak_is_predicted_for_every_use(workspace: str, mode: dict[str, Any], device: str) -> None:
@@ -94,49 +96,87 @@ def test_peak_is_predicted_for_every_use(workspace: str, mode: dict[str, Any], d
         assert measured < p.tokens * p.vocab * p.item_bytes, "room for the logits"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "trained", "windows"),
-    [
-        (torch.float32, (True, True), (1, 1)),
-        (torch.bfloat16, (True, True), (1, 1)),
-        (torch.bfloat16, (True, False), (1, 1)),
-        (torch.float32, (False, True), (1, 1)),
-        (torch.bfloat16, (True, False), (3, 1)),
-        (torch.bfloat16, (True, False), (4, 2)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("shape", "chunk"), [((4096, 256, 8192), 1024), ((3000, 128, 20000), 768)])
-def test_the_peak_of_chunks_is_predicted(
-    shape: tuple[int, int, int],
-    chunk: int,
-    dtype: torch.dtype,
-    trained: tuple[bool, bool],
-    windows: tuple[int, int],
-    device: str,
-) -> None:
-    """`windows` are how many have equal width, and how many of them have the memory of the last."""
+@dataclass(frozen=True)
+class Pinned:
+    """A call whose layout is given: sizes, what it trains, and arguments of `predicted`."""
+
+    shape: tuple[int, int, int]
+    layout: Layout
+    dtype: torch.dtype = torch.bfloat16
+    trained: tuple[bool, bool] = (True, True)
+    how: dict[str, Any] = field(default_factory=dict)
+
+
+MANY = 8192, 128, 16001
+"""So many tokens that blocks of rows are small beside them."""
+SQUARE, WIDE = (4096, 256, 8192), (3000, 128, 20000)
+CHUNKS = {SQUARE: Layout(in_chunks=True, chunk=1024), WIDE: Layout(in_chunks=True, chunk=768)}
+KINDS: dict[str, dict[str, Any]] = {
+    "dX and dW, float32": {"dtype": torch.float32},
+    "dX and dW": {},
+    "dX": {"trained": (True, False)},
+    "dW, float32": {"dtype": torch.float32, "trained": (False, True)},
+    "dX in 3 windows": {"trained": (True, False), "how": {"windows": 3}},
+    "dX in 4 windows, a wide one": {"trained": (True, False), "how": {"windows": 4, "wider": 2}},
+}
+BUFFER = {"wide_grad_weight": True, "accumulates": True}
+SHRINKING = Layout(in_chunks=True, shrinking=4)
+PINNED = {
+    "windows, dX in 20 bits, all stored": Pinned(MANY, Layout(kept=8192 + 4096, hidden_bits=4)),
+    "windows, dX in 24 bits": Pinned(MANY, Layout(hidden_bits=8)),
+    "windows, dX in 24 bits, half stored": Pinned(MANY, Layout(kept=8192, hidden_bits=8)),
+    "chunks that shrink": Pinned((512, 1024, 8192), SHRINKING),
+    "chunks that shrink, random sums": Pinned(
+        (512, 1024, 8192), replace(SHRINKING, hidden_bits=0), how={"random_sums": True}
+    ),
+    "chunks that shrink, float32": Pinned((512, 1024, 8192), SHRINKING, torch.float32),
+}
+PINNED |= {
+    f"chunks of {layout.chunk}, {name}": Pinned(shape, layout, **kind)
+    for name, kind in KINDS.items()
+    for shape, layout in CHUNKS.items()
+}
+PINNED |= {
+    f"chunks into a buffer in the {place}, {str(dtype)[6:]}, {'both' if both else 'dW'}": Pinned(
+        WIDE,
+        replace(CHUNKS[WIDE], adds_in_forward=known, hidden_bits=0 if known and both else None),
+        dtype,
+        (both, True),
+        {**BUFFER, "knows_upstream": known},
+    )
+    for place, known in (("backward", False), ("forward", True))
+    for dtype in (torch.float32, torch.bfloat16)
+    for both in (True, False)
+}
+
+
+# layouts of each strategy at the smallest sizes are not slow
+FEW = "windows, dX in 24 bits", "chunks that shrink, random sums"
+PINNED = {name: PINNED[name] for name in sorted(PINNED, key=lambda name: name not in FEW)}
+
+
+@pytest.mark.parametrize("given", rest_slow(PINNED, default=len(FEW)))
+def test_the_peak_of_a_layout_is_predicted(given: Pinned, device: str) -> None:
     torch.compiler.reset()
-    case = random_case(*shape, dtype=dtype, device=device, ignored=0)
-    h, w = (x.requires_grad_(grad) for x, grad in zip((case.h, case.w), trained, strict=True))
+    case = random_case(*given.shape, dtype=given.dtype, device=device, ignored=0)
+    h, w = (x.requires_grad_(on) for x, on in zip((case.h, case.w), given.trained, strict=True))
+    found, options = predicted(given.layout, h, w, **given.how), dict[str, Any]()
     leaves = [x for x in (h, w) if x.requires_grad]
-    name = dtype_name(dtype)
-    problem = Problem(*shape, name, device, *trained, arch_of(h, w))
-    config = widest_window(problem)
-    (parts, wider), blocks = windows, -(-shape[2] // config.reference_block)
-    width = blocks // parts * config.reference_block
-    stored = wider * width
-    chunks = Chunks.even(problem.tokens, chunk)
-    sizes, low_bits = (width, 0, stored, chunk), kept_low_bits(problem, len(chunks.sizes))
-    plan = Plan("gradients_in_forward", *sizes, *trained, low_bits=low_bits)
+    if "accumulates" in given.how:
+        options["accumulate_into"], leaves = torch.zeros(*w.shape, device=device), [h]
+        if given.how["knows_upstream"]:
+            options["grad_output"] = torch.ones((), device=device)
+    results = sum(x.nbytes for x in leaves if x.requires_grad)
 
     def step() -> None:
-        loss = loss_of_plan(h, w, case.y, plan, LossOptions())
-        torch.autograd.grad(loss, leaves)
+        with found.pinned():
+            loss = cutefce.linear_cross_entropy(h, w, case.y, **options)
+        loss.backward()
+        h.grad = w.grad = None
 
     step()
-    measured = peak_bytes(step, device) - problem.gradient_bytes
-    assert abs(chunked_bytes(problem, config, stored, chunks) - measured) <= 0.05 * measured
+    measured = peak_bytes(step, device) - results
+    assert abs(found.workspace_bytes - measured) <= 0.05 * measured
 
 
 def test_a_forward_alone_needs_a_tile() -> None:
@@ -179,7 +219,7 @@ def test_less_budget_takes_no_more_memory() -> None:
     assert taken == sorted(taken) and taken[0] < taken[-1]
 
 
-@pytest.mark.parametrize("sizes", [(1, 700, 3000), (60, 700, 30000)], ids=str)
+@pytest.mark.parametrize("sizes", rest_slow([(1, 700, 3000), (60, 700, 30000)]))
 def test_a_scaled_dw_takes_no_row_for_each_class(sizes: tuple[int, int, int]) -> None:
     """Where gradients in forward are scaled in the backward, dW has more rows than dX."""
     tokens, hidden, vocab = sizes
@@ -189,6 +229,7 @@ def test_a_scaled_dw_takes_no_row_for_each_class(sizes: tuple[int, int, int]) ->
     assert taken < w.nbytes / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workspace", ["min", "max"])
 @pytest.mark.parametrize("trains_weight", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -201,7 +242,7 @@ def test_copies_of_autocast_are_predicted(
     assert abs(predicted - taken) <= 0.05 * taken
 
 
-@pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cast", rest_slow([torch.bfloat16, None]))
 def test_copies_of_operands_are_predicted(cast: torch.dtype | None) -> None:
     """A weight of every other column, and hidden states of all but each sequence's last token."""
     w = torch.randn(16001, 512)[:, ::2].detach().requires_grad_()
@@ -211,8 +252,10 @@ def test_copies_of_operands_are_predicted(cast: torch.dtype | None) -> None:
         assert abs(predicted - taken) <= 0.05 * taken
 
 
-BATCH, BATCHES = 25, 10
-"""Calls measured at once, and how often a seed does so."""
+BATCH = 25
+"""Calls measured at once."""
+DRAWS = [(0, 1), *((seed, 10) for seed in range(1, 6))]
+"""A seed, and how often so many are drawn."""
 UNPREDICTED_BYTES = 1 << 20
 """Several small tensors of all tokens."""
 BLOCK_BYTES = 3 << 20
@@ -306,11 +349,14 @@ def undisturbed() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_no_call_takes_more_than_predicted_and_budgeted(seed: int, undisturbed: None) -> None:
+@pytest.mark.parametrize("draws", rest_slow(DRAWS))
+def test_no_call_takes_more_than_predicted_and_budgeted(
+    draws: tuple[int, int], undisturbed: None
+) -> None:
+    seed, batches = draws
     r = random.Random(seed)
     torch.manual_seed(seed)
-    for _ in range(BATCHES):
+    for _ in range(batches):
         calls = [random_call(r) for _ in range(BATCH)]
         for call, peak in zip(calls, peaks([call.run for call in calls]), strict=True):
             taken = peak - call.gradient_bytes
@@ -321,8 +367,8 @@ def test_no_call_takes_more_than_predicted_and_budgeted(seed: int, undisturbed: 
             assert call.ignores or call.predicted <= 1.1 * taken + BLOCK_BYTES, found
 
 
-@pytest.mark.parametrize("workspace", ["max", "min", 20 << 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("workspace", rest_slow(["min", "max", 20 << 20]))
+@pytest.mark.parametrize("dtype", rest_slow([torch.bfloat16, torch.float32]))
 def test_the_peak_of_soft_targets_is_predicted(
     dtype: torch.dtype, workspace: int | str, device: str
 ) -> None:
@@ -345,7 +391,7 @@ def test_the_peak_of_soft_targets_is_predicted(
     assert abs(predicted - measured) <= 0.1 * measured
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", rest_slow([torch.bfloat16, torch.float32]))
 def test_the_peak_of_probabilities_is_predicted(dtype: torch.dtype, device: str) -> None:
     """Of all classes: no tensor of their size is made."""
     torch.compiler.reset()
@@ -365,8 +411,8 @@ def test_the_peak_of_probabilities_is_predicted(dtype: torch.dtype, device: str)
     assert abs(predicted - measured) <= 0.1 * measured
 
 
-@pytest.mark.parametrize("workspace", ["max", "min"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("workspace", rest_slow(["min", "max"]))
+@pytest.mark.parametrize("dtype", rest_slow([torch.bfloat16, torch.float32]))
 def test_the_peak_of_log_probabilities_of_classes_is_predicted(
     dtype: torch.dtype, workspace: str, device: str
 ) -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
-from tests.support.non_finite import ROW, assert_no_healthier, assert_same_kind, broken_case
+from tests.support.non_finite import FEW, ROW, assert_no_healthier, assert_same_kind, broken_case
 from tests.support.non_finite import names as broken_names
 from tests.support.options import (
     OPTIONS,
@@ -23,6 +23,7 @@ from tests.support.options import (
     row_values,
 )
 from tests.support.reference import are_same
+from tests.support.tiers import pairwise, pairwise_of, rest_slow
 
 OUTPUTS = ("lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax")
 TOGETHER: dict[str, list[str]] = {name: [name] for name in OPTIONS} | {
@@ -48,7 +49,8 @@ TOGETHER: dict[str, list[str]] = {name: [name] for name in OPTIONS} | {
 MOST = {name: names for name, names in TOGETHER.items() if len(names) > 1}
 each = pytest.mark.parametrize("names", TOGETHER.values(), ids=list(TOGETHER))
 most = pytest.mark.parametrize("names", MOST.values(), ids=list(MOST))
-workspaces = pytest.mark.parametrize("workspace", ["min", "max", None])
+# one of each schema is not slow: of a number of bytes, and of a name
+BY_SCHEMA = {"smoothing and all factors": MOST["smoothing and all factors"]} | TOGETHER
 
 
 def arguments_of(x: OptionsCase, leaves: tuple[Tensor, ...]) -> dict[str, Any]:
@@ -60,8 +62,8 @@ def arguments_of(x: OptionsCase, leaves: tuple[Tensor, ...]) -> dict[str, Any]:
     return options
 
 
-@workspaces
-@each
+@pytest.mark.parametrize("names", rest_slow(BY_SCHEMA))
+@pytest.mark.parametrize("workspace", rest_slow(["min", None, "max"], default=2))
 def test_opcheck(names: list[str], workspace: str | None, device: str) -> None:
     x = options_case(names, 20, 8, 50, device=device)
     leaves = x.leaves
@@ -72,7 +74,7 @@ def test_opcheck(names: list[str], workspace: str | None, device: str) -> None:
     torch.library.opcheck(overload, (leaves[0], leaves[1], x.case.y), options)
 
 
-@pytest.mark.parametrize("outputs", ["lse", "entropy", ",".join(OUTPUTS)])
+@pytest.mark.parametrize("outputs", rest_slow([",".join(OUTPUTS), "lse", "entropy"]))
 def test_opcheck_of_outputs(outputs: str, device: str) -> None:
     x = options_case(["linear_bias", "logit_scale", "temperature (N,)"], 20, 8, 50, device=device)
     leaves = x.leaves
@@ -86,8 +88,8 @@ def values_of(results: Any) -> list[Tensor]:
     return [x for x in results if isinstance(x, Tensor)]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@most
+@pytest.mark.parametrize("dynamic", rest_slow([True, False]))
+@pytest.mark.parametrize("names", rest_slow(MOST))
 def test_compiled_equals_eager(
     names: list[str], dynamic: bool, small_tiles: PortableTiles, device: str
 ) -> None:
@@ -160,13 +162,11 @@ def test_changing_numbers_share_graphs(device: str) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(
-    ("reduction", "workspace"), [("mean", "min"), ("mean", "max"), ("none", None)]
-)
-@each
+@pairwise(names=TOGETHER, given=[("mean", "min"), ("mean", "max"), ("none", None)])
 def test_backward_twice_and_runs_are_bitwise_equal(
-    names: list[str], reduction: str, workspace: str | None, small_tiles: PortableTiles, device: str
+    names: list[str], given: tuple[str, str | None], small_tiles: PortableTiles, device: str
 ) -> None:
+    reduction, workspace = given
     x = options_case(names, 150, 48, 333, dtype=torch.bfloat16, device=device)
     runs = []
     for _ in range(2):
@@ -221,15 +221,7 @@ TRANSFORMS: dict[str, Callable[[Functions, Callable[..., Tensor]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-@pytest.mark.parametrize(
-    ("names", "reduction"),
-    [
-        *((names, "none") for names in TOGETHER.values()),
-        *((names, "mean") for names in MOST.values()),
-    ],
-    ids=str,
-)
+@pairwise(names=TOGETHER, transform=TRANSFORMS, reduction=["none", "mean"])
 def test_transforms_equal_the_unfused_form(
     names: list[str],
     reduction: str,
@@ -302,10 +294,14 @@ def test_transforms_of_log_probs(device: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", sorted(broken_names(torch.float32)))
-@each
+@pairwise_of(
+    {"name": FEW},
+    names=TOGETHER,
+    name=sorted(broken_names(torch.float32)),
+    workspace=["min", 200_000, "max"],
+)
 def test_non_finite_inputs_end_as_those_of_torch(
-    names: list[str], name: str, small_tiles: PortableTiles
+    names: list[str], name: str, workspace: int | str, small_tiles: PortableTiles
 ) -> None:
     """Losses have torch's kind, gradients are finite nowhere where torch's are not.
 
@@ -322,18 +318,17 @@ def test_non_finite_inputs_end_as_those_of_torch(
     losses = losses_of_logits(model_logits(t, **options), case.y, **options)
     wanted = torch.autograd.grad(losses, leaves, case.upstream)
     want, counts = losses.detach(), options.get("token_weights", torch.ones(150)) != 0
-    for workspace in ("min", 200_000, "max"):
-        loss, *gradients = x.ours(workspace=workspace)
-        if "label_smoothing" not in options:
-            assert_same_kind(loss, want)
-        else:
-            assert torch.equal(loss.isfinite(), want.isfinite()) or "near the" in name
-            torch.testing.assert_close(loss[want.isfinite()], want[want.isfinite()])
-        for gradient, other in zip(gradients, wanted, strict=True):
-            rows = counts if gradient is gradients[0] else slice(None)
-            assert_no_healthier(gradient[rows], other[rows])
-        # 0 times what is not finite, in torch
-        assert not gradients[0][~counts].any()
+    loss, *gradients = x.ours(workspace=workspace)
+    if "label_smoothing" not in options:
+        assert_same_kind(loss, want)
+    else:
+        assert torch.equal(loss.isfinite(), want.isfinite()) or "near the" in name
+        torch.testing.assert_close(loss[want.isfinite()], want[want.isfinite()])
+    for gradient, other in zip(gradients, wanted, strict=True):
+        rows = counts if gradient is gradients[0] else slice(None)
+        assert_no_healthier(gradient[rows], other[rows])
+    # 0 times what is not finite, in torch
+    assert not gradients[0][~counts].any()
 
 
 @pytest.mark.gpu
@@ -373,9 +368,7 @@ def test_graph_capture_replays_the_eager_result(names: list[str], workspace: str
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("gradient", ["exact", "sampled"])
-@pytest.mark.parametrize("classes", [None, 3])
+@pairwise(classes=[None, 3], gradient=["exact", "sampled"], use_reentrant=[False, True])
 def test_outputs_are_checkpointed(
     classes: int | None, gradient: str, use_reentrant: bool, device: str
 ) -> None:

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.planning.planner import Plan
+from tests.support.backends import Backend, on_backends
+from tests.support.layouts import LAYOUTS, Layout, pinned
 from tests.support.options import (
     OPTIONS,
     PER_TOKEN,
@@ -25,14 +25,8 @@ from tests.support.options import (
     model_logits,
     options_case,
 )
-from tests.support.reference import (
-    PLANS,
-    Case,
-    are_same,
-    logits_case,
-    loss_of_plan,
-    random_case,
-)
+from tests.support.reference import Case, are_same, logits_case, random_case
+from tests.support.tiers import pairwise
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EACH = [[name] for name in OPTIONS]
@@ -49,61 +43,25 @@ PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if are_served(pair)
 TRIPLES = [names for names in itertools.combinations(OPTIONS, 3) if are_served(names)]
 
 
-def by_plan(x: OptionsCase, window: int, plan: tuple[str, int, int, int]) -> tuple[Tensor, ...]:
-    """Return losses and gradients of a given plan; of gradients in forward, of the sum."""
-    leaves, given = x.leaves, dict(x.options)
-    per_token = plan[0] == "windows"
-    divisor = given.pop("temperature", None)
-    if divisor is not None:
-        given["temperature"] = torch.as_tensor(divisor, device=x.case.h.device)
-    numbers = {name: value for name, value in given.items() if name in LossOptions.names()}
-    tensors = {name: value for name, value in given.items() if name not in numbers}
-    if len(leaves) > 2:
-        tensors["linear_bias"] = leaves[2]
-    loss = loss_of_plan(
-        leaves[0],
-        leaves[1],
-        x.case.y,
-        Plan(plan[0], window, *plan[1:], True, True, len(leaves) > 2),
-        LossOptions("none" if per_token else "sum", **numbers),
-        tensors=TensorOptions(**tensors),
-    )
-    upstream = x.case.upstream.to(loss.dtype) if per_token else None
-    return loss.detach(), *torch.autograd.grad(loss, leaves, upstream)
+def by_layout(x: OptionsCase, layout: Layout) -> tuple[Tensor, ...]:
+    """Return losses and gradients in a layout; of gradients in forward, of the sum."""
+    with pinned(layout):
+        return x.ours(reduction=layout.reduction)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "workspace"),
-    [
-        (torch.float64, "min"),
-        (torch.float32, "max"),
-        (torch.bfloat16, "max"),
-        (torch.bfloat16, "min"),
-        (torch.float16, "max"),
-    ],
-    ids=str,
-)
-@each_option
-def test_each_option(names: list[str], dtype: torch.dtype, workspace: str, device: str) -> None:
-    x = options_case(names, 70, 64, 333, dtype=dtype, device=device)
+@pairwise(name=[*OPTIONS], dtype=DTYPES, workspace=["max", "min"])
+def test_each_option(name: str, dtype: torch.dtype, workspace: str, device: str) -> None:
+    x = options_case([name], 70, 64, 333, dtype=dtype, device=device)
     assert_results_as_accurate(x.ours(workspace=workspace), x)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "sizes"),
-    [
-        (torch.float32, (40, 13, 257)),
-        (torch.bfloat16, (40, 13, 257)),
-        (torch.bfloat16, (33, 64, 7)),
-        (torch.bfloat16, (1100, 24, 1300)),
-    ],
-    ids=str,
+@pairwise(
+    name=[*OPTIONS],
+    sizes=[(40, 13, 257), (33, 64, 7), (1100, 24, 1300)],
+    dtype=[torch.bfloat16, torch.float32],
 )
-@each_option
-def test_ragged_sizes(
-    names: list[str], dtype: torch.dtype, sizes: tuple[int, ...], device: str
-) -> None:
-    x = options_case(names, *sizes, dtype=dtype, device=device)
+def test_ragged_sizes(name: str, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    x = options_case([name], *sizes, dtype=dtype, device=device)
     assert_results_as_accurate(x.ours(), x)
 
 
@@ -114,11 +72,12 @@ def test_one_token(names: list[str], vocab: int, device: str) -> None:
     torch.testing.assert_close(x.ours(), tuple(want.float() for want in exact(x)))
 
 
-@pytest.mark.parametrize("names", PAIRS, ids=" with ".join)
-def test_pairs_are_exact_in_float64(names: tuple[str, ...], small_tiles: PortableTiles) -> None:
+@pairwise(names={" with ".join(names): names for names in PAIRS}, workspace=["max", "min"])
+def test_pairs_are_exact_in_float64(
+    names: tuple[str, ...], workspace: str, small_tiles: PortableTiles
+) -> None:
     x = options_case([*names], 60, 16, 333, dtype=torch.float64, ignored=0.3)
-    for workspace in ("max", "min"):
-        assert_results_as_accurate(x.ours(workspace=workspace), x)
+    assert_results_as_accurate(x.ours(workspace=workspace), x)
 
 
 CALLS = st.fixed_dictionaries(
@@ -138,7 +97,6 @@ CALLS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(CALLS)
 def test_any_options_together(call: dict[str, Any]) -> None:
     more = {name: call[name] for name in ("dtype", "logit_std", "ignored", "seed")}
@@ -173,103 +131,89 @@ def test_any_options_together(call: dict[str, Any]) -> None:
         assert float((result.detach().double() - want).norm()) <= limit, call
 
 
-@pytest.mark.parametrize(
-    ("dtype", "logit_std"), [(torch.float32, 0.1), (torch.bfloat16, 4)], ids=str
-)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@each_option
-def test_every_strategy(
-    names: list[str],
-    plan: tuple[str, int, int, int],
-    dtype: torch.dtype,
-    logit_std: float,
-    small_tiles: PortableTiles,
-    device: str,
-) -> None:
-    in_forward = plan[0] == "gradients_in_forward"
-    if in_forward and names[0] in PER_TOKEN:
+@on_backends(float32=True, emulated=1, name=[*OPTIONS], layout=LAYOUTS, logit_std=[0.1, 4])
+def test_every_strategy(name: str, layout: Layout, logit_std: float, backend: Backend) -> None:
+    """Also on kernels, which write the same bits whatever rows hold that do not count."""
+    if layout.in_chunks and name in PER_TOKEN:
         pytest.skip("no plan: tokens' factors are known after the forward")
-    x = options_case(names, 150, 48, 333, dtype=dtype, device=device, logit_std=logit_std)
-    if in_forward:
+    sizes, how = (backend.tokens, 48, 333), {"dtype": backend.dtype, "device": backend.device}
+    x = options_case([name], *sizes, logit_std=logit_std, **how)
+    if layout.in_chunks:
         x.case.upstream.fill_(1.0)
-    got = by_plan(x, small_tiles.window, plan)
-    assert_results_as_accurate(got, x, first=int(in_forward))
-    if in_forward:
+    got = by_layout(x, layout)
+    assert_results_as_accurate(got, x, first=int(layout.in_chunks))
+    if layout.in_chunks and backend.device == "cpu" and not backend.emulated:
         # losses of a sum are those of tokens, added in the same dtype
         torch.testing.assert_close(got[0], x.ours()[0].sum())
+    if backend.selects:
+        backend.hide_ignored(x.case)
+        for a, b in zip(by_layout(x, layout), got, strict=True):
+            assert torch.equal(a, b), "what ignored rows hold does not matter"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "workspace"),
-    [
-        (torch.float32, "max"),
-        (torch.float32, "min"),
-        (torch.bfloat16, "max"),
-        (torch.bfloat16, "min"),
-        (torch.bfloat16, 100_000),
-        (torch.float16, "max"),
-    ],
-    ids=str,
-)
-@each_option
+@pairwise(name=[*OPTIONS], dtype=DTYPES[1:], workspace=["max", "min", 100_000])
 def test_gradients_of_sums(
-    names: list[str],
-    dtype: torch.dtype,
-    workspace: int | str,
-    small_tiles: PortableTiles,
-    device: str,
+    name: str, dtype: torch.dtype, workspace: int | str, small_tiles: PortableTiles, device: str
 ) -> None:
     """Tokens share an upstream gradient, which is applied where it costs least."""
-    x = options_case(names, 150, 48, 333, dtype=dtype, device=device)
+    x = options_case([name], 150, 48, 333, dtype=dtype, device=device)
     x.case.upstream.fill_(1.0)
     got = x.ours(reduction="sum", workspace=workspace)
     torch.testing.assert_close(got[0], x.ours()[0].sum())
     assert_results_as_accurate(got, x, first=1)
 
 
-@pytest.mark.parametrize(
-    ("flagged", "height"), [("one", 33.0), ("one", 1e4), ("half", 110.0), ("all", 1e4)]
+FAR = {
+    "one, near": (range(7, 8), 33.0),
+    "one": (range(7, 8), 1e4),
+    "half": (range(0, 40, 2), 110.0),
+    "all": (range(40), 1e4),
+}
+
+
+@pairwise(
+    name=[name for name in OPTIONS if name not in ("softcap", "z_loss")],
+    kept=[0, 64, 112],
+    far=FAR,
 )
-@pytest.mark.parametrize("kept", [0, 64, 112])
-@pytest.mark.parametrize("names", [n for n in EACH if n not in (["softcap"], ["z_loss"])], ids=str)
 def test_rows_far_above_their_target(
-    names: list[str],
-    kept: int,
-    height: float,
-    flagged: str,
-    small_tiles: PortableTiles,
-    device: str,
+    name: str, kept: int, far: tuple[range, float], small_tiles: PortableTiles, device: str
 ) -> None:
     """Exponentials of such rows are repaired, with the options."""
     torch.manual_seed(1)
     logits, y = torch.randn(40, 97), torch.randint(97, (40,))
-    for row in {"one": [7], "half": range(0, 40, 2), "all": range(40)}[flagged]:
+    rows, height = far
+    for row in rows:
         column = (int(y[row]) + 1 + row) % 97
         logits[row, column if column != y[row] else column - 1] = height
-    given = options_case(names, 40, 97, 97, device=device).options
+    given = options_case([name], 40, 97, 97, device=device).options
     scale = given.get("logit_scale", 1.0)
     x = OptionsCase(logits_case(logits / scale, y, device), given)
-    got = by_plan(x, small_tiles.window, ("windows", 0, kept, 40))
+    got = by_layout(x, Layout(kept=kept))
     assert all(bool(torch.isfinite(result).all()) for result in got)
     assert_results_as_accurate(got, x, saturated=True)
 
 
-@pytest.mark.parametrize("workspace", ["max", "min", None])
-@pytest.mark.parametrize("train", [p for p in itertools.product([True, False], repeat=3) if any(p)])
-def test_frozen_inputs(train: tuple[bool, ...], workspace: str | None, device: str) -> None:
+@pairwise(
+    train=[p for p in itertools.product([True, False], repeat=3) if any(p)],
+    workspace=["max", "min", None],
+    reduction=["mean", "none"],
+)
+def test_frozen_inputs(
+    train: tuple[bool, ...], workspace: str | None, reduction: str, device: str
+) -> None:
     """What is frozen has no gradient, and the others' gradients are those of all."""
     names = ["linear_bias", "label_smoothing", "logit_scale", "temperature (N,)"]
-    for reduction in ("mean", "none"):
-        x = options_case(names, 70, 16, 333, device=device)
-        leaves = (*(leaf.requires_grad_(on) for leaf, on in zip(x.leaves, train, strict=True)),)
-        options = x.with_leaves(leaves) | {"reduction": reduction, "workspace": workspace}
-        loss = cutefce.linear_cross_entropy(leaves[0], leaves[1], x.case.y, **options)
-        loss.backward(x.case.upstream if loss.ndim else None)
-        want = exact(x, reduction=reduction)
-        for leaf, on, gradient in zip(leaves, train, want[1:], strict=True):
-            assert (leaf.grad is not None) == on
-            if leaf.grad is not None:
-                torch.testing.assert_close(leaf.grad, gradient.float())
+    x = options_case(names, 70, 16, 333, device=device)
+    leaves = (*(leaf.requires_grad_(on) for leaf, on in zip(x.leaves, train, strict=True)),)
+    options = x.with_leaves(leaves) | {"reduction": reduction, "workspace": workspace}
+    loss = cutefce.linear_cross_entropy(leaves[0], leaves[1], x.case.y, **options)
+    loss.backward(x.case.upstream if loss.ndim else None)
+    want = exact(x, reduction=reduction)
+    for leaf, on, gradient in zip(leaves, train, want[1:], strict=True):
+        assert (leaf.grad is not None) == on
+        if leaf.grad is not None:
+            torch.testing.assert_close(leaf.grad, gradient.float())
 
 
 REDUCTIONS: dict[str, dict[str, Any]] = {
@@ -318,10 +262,12 @@ def test_tokens_of_weight_0_may_hold_anything(workspace: str, device: str) -> No
     assert are_same(loss, want[0]) and are_same(dx, want[1]) and not dx[off].any()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("workspace", ["max", "min"])
+@pairwise(
+    workspace=["max", "min"],
+    weighted=[False, True],
+    smoothing=[0.0, 0.2, 1.0],
+    reduction=["mean", "sum", "none"],
+)
 def test_as_the_cross_entropy_of_torch(
     workspace: str, weighted: bool, smoothing: float, reduction: str, device: str
 ) -> None:
@@ -342,17 +288,16 @@ def test_as_the_cross_entropy_of_torch(
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs torch 2.13")
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("positions", [(), (3,), (2, 3)], ids=str)
-@pytest.mark.parametrize(
-    ("weighted", "options"),
-    [(False, {}), (True, {"label_smoothing": 0.1}), (True, {"ignore_index": 2})],
-    ids=str,
+@pairwise(
+    given=[(False, {}), (True, {"label_smoothing": 0.1}), (True, {"ignore_index": 2})],
+    positions=[(), (3,), (2, 3)],
+    reduction=["mean", "sum", "none"],
 )
 def test_as_the_linear_cross_entropy_of_torch(
-    weighted: bool, options: dict[str, Any], positions: tuple[int, ...], reduction: str, device: str
+    given: tuple[bool, dict[str, Any]], positions: tuple[int, ...], reduction: str, device: str
 ) -> None:
     """Of a bias, and of losses of K dimensions."""
+    weighted, options = given
     torch.manual_seed(0)
     double: dict[str, Any] = {"dtype": torch.float64, "device": device}
     h = torch.randn(20, 8, **double).requires_grad_()

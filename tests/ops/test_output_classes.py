@@ -7,40 +7,24 @@ import torch
 from torch import Tensor
 
 import cutefce
-from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.planning.planner import Plan
-from tests.support.kernel_models import serve_calls
+from tests.support.backends import Backend, on_backends
+from tests.support.layouts import WINDOWS, Layout, pinned
 from tests.support.options import OptionsCase
 from tests.support.output_classes import UPSTREAMS, ClassesCase, classes_case
-from tests.support.reference import PLANS, fixed_plan, logits_case, random_case
+from tests.support.reference import logits_case, random_case
+from tests.support.tiers import pairwise
 
 FACTORS = ["linear_bias", "logit_scale", "temperature (N,)"]
 EACH = {"nothing": [], "factors": FACTORS, "softcap": [*FACTORS, "softcap"]}
-each = pytest.mark.parametrize("names", EACH.values(), ids=EACH)
-kinds = pytest.mark.parametrize("kind", UPSTREAMS)
-WINDOWS = {name: plan for name, plan in PLANS.items() if plan[0] == "windows"}
-every_plan = pytest.mark.parametrize("plan", WINDOWS.values(), ids=WINDOWS)
 
 
-def planned(x: ClassesCase, plan: tuple[str, int, int, int]) -> Plan:
-    strategy, aliased, kept, chunk = plan
-    (tokens, vocab), bias = (len(x.index), len(x.own.case.w)), "linear_bias" in x.own.options
-    return Plan(strategy, 64, aliased, kept, chunk, True, True, bias, vocab, tokens=tokens)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "workspace"),
-    [
-        (torch.float64, "max"),
-        (torch.float32, "min"),
-        (torch.bfloat16, "max"),
-        (torch.float16, "min"),
-    ],
-    ids=str,
+@pairwise(
+    names=EACH,
+    kind=UPSTREAMS,
+    dtype=[torch.float64, torch.float32, torch.bfloat16, torch.float16],
+    workspace=["max", "min"],
 )
-@kinds
-@each
 def test_is_as_accurate_as_the_unfused_form(
     names: list[str],
     kind: str,
@@ -56,32 +40,52 @@ def test_is_as_accurate_as_the_unfused_form(
         x.check(x.ours(workspace=workspace))
 
 
-@every_plan
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_plan(
-    plan: tuple[str, int, int, int], dtype: torch.dtype, small_tiles: PortableTiles, device: str
+GIVEN: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "nothing": ([], ()),
+    "entropy": ([], ("lse", "entropy")),
+    "softcap": (EACH["softcap"], ("lse",)),
+    "factors": (FACTORS, ("lse", "entropy")),
+}
+"""Options of a call, and its outputs."""
+
+
+@on_backends(float32=True, emulated=1, layout=WINDOWS, given=GIVEN)
+def test_every_layout(
+    layout: Layout, given: tuple[list[str], tuple[str, ...]], backend: Backend
 ) -> None:
-    if dtype == torch.float16 and plan[1] + plan[2]:
-        return  # no plan of float16 keeps exponentials
-    more: dict[str, Any] = {"dtype": dtype, "device": device}
-    for names, outputs in (
-        (EACH["nothing"], ()),
-        (EACH["softcap"], ("lse",)),
-        (EACH["factors"], ("lse", "entropy")),
-    ):
-        x = classes_case(names, 7, 150, 64, 333, outputs=outputs, **more)
-        with fixed_plan(planned(x, plan)):
-            x.check(x.ours())
+    (names, outputs), sizes = given, (backend.tokens, 64, 333)
+    how: dict[str, Any] = {"dtype": backend.dtype, "device": backend.device}
+    x = classes_case(names, 7, *sizes, outputs=outputs, **how)
+    with pinned(layout):
+        values, gradients = x.ours()
+    x.check((values, gradients))
+    if backend.selects:
+        backend.hide(x.own.case.h, (x.index == -100).all(1))
+        with pinned(layout):
+            again = x.ours()
+        for a, b in zip(again[0] + again[1], values + gradients, strict=True):
+            assert torch.equal(a, b), "what ignored rows hold does not matter"
 
 
-@pytest.mark.parametrize(
-    ("entropy", "logit_std"), [(False, 0.1), (False, 2), (False, 8), (True, 2), (True, 8)]
+@pytest.mark.parametrize(("names", "outputs"), GIVEN.values(), ids=GIVEN)
+def test_float16(
+    names: list[str], outputs: tuple[str, ...], small_tiles: PortableTiles, device: str
+) -> None:
+    """No plan of it stores exponentials."""
+    how: dict[str, Any] = {"dtype": torch.float16, "device": device}
+    x = classes_case(names, 7, 150, 64, 333, outputs=outputs, **how)
+    with pinned(WINDOWS["nothing kept"]):
+        x.check(x.ours())
+
+
+@pairwise(
+    given=[(False, 0.1), (False, 2), (False, 8), (True, 2), (True, 8)], workspace=["min", "max"]
 )
-@pytest.mark.parametrize("workspace", ["min", "max"])
 def test_gradients_that_cancel(
-    entropy: bool, workspace: str, logit_std: float, small_tiles: PortableTiles, device: str
+    given: tuple[bool, float], workspace: str, small_tiles: PortableTiles, device: str
 ) -> None:
     """Of a divergence whose teacher is close to the student p - q is smaller than a rounding."""
+    entropy, logit_std = given
     for dtype in (torch.bfloat16, torch.float16):
         case = random_case(200, 40, 61, dtype=dtype, device=device, logit_std=logit_std, ignored=0)
         logits = case.h.float() @ case.w.float().t()
@@ -114,31 +118,6 @@ def test_rows_with_a_class_far_above(height: float, dtype: torch.dtype, device: 
             for got, want in zip(gradients, exact, strict=True):
                 error = float((got.double() - want).norm() / want.norm())
                 assert error <= 2 * torch.finfo(dtype).eps
-
-
-@pytest.mark.parametrize("arch", ARCHS[:2], ids=lambda arch: str(arch.name))
-@pytest.mark.parametrize("selects", [False, True])
-@every_plan
-def test_every_plan_on_the_kernels(
-    plan: tuple[str, int, int, int],
-    selects: bool,
-    arch: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    small_tiles: PortableTiles,
-) -> None:
-    pytest.importorskip("cutlass")
-    serve_calls(monkeypatch, arch, small_tiles, selects=selects)
-    for names, outputs in ((EACH["softcap"], ("lse",)), ([], ("lse", "entropy"))):
-        x = classes_case(names, 7, 150, 64, 333, outputs=outputs, dtype=torch.bfloat16)
-        with fixed_plan(planned(x, plan)):
-            values, gradients = x.ours()
-        x.check((values, gradients))
-        if selects:
-            x.own.case.h[(x.index == -100).all(1)] = torch.nan
-            with fixed_plan(planned(x, plan)):
-                again = x.ours()
-            for a, b in zip(again[0] + again[1], values + gradients, strict=True):
-                assert torch.equal(a, b), "what ignored rows hold does not matter"
 
 
 def test_one_class_is_the_plain_call(device: str) -> None:

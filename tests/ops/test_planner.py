@@ -101,8 +101,9 @@ def test_time_falls_and_memory_stays_within_a_growing_budget(
     assert seconds[-1] < seconds[0]
 
 
-PROBLEMS = 250
-"""Random problems of a seed."""
+DRAWS = [(0, 25), *((seed, 250) for seed in range(1, 5))]
+"""A seed, and how many random problems it draws."""
+draws = pytest.mark.parametrize("draws", rest_slow(DRAWS))
 
 
 def random_problem(r: random.Random) -> tuple[Problem, tuple[PortableTiles, ...]]:
@@ -127,10 +128,11 @@ def random_problem(r: random.Random) -> tuple[Problem, tuple[PortableTiles, ...]
     return problem, (PortableTiles(16, 16, 16, 32), PortableTiles(8, 8, 8, 32))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_more_memory_is_never_slower_and_less_is_never_larger(seed: int) -> None:
+@draws
+def test_more_memory_is_never_slower_and_less_is_never_larger(draws: tuple[int, int]) -> None:
+    seed, problems = draws
     r = random.Random(seed)
-    for _ in range(PROBLEMS):
+    for _ in range(problems):
         problem, configs = random_problem(r)
         upstream = r.choice([True, False]), r.choice([True, False])
         largest = make_plan(problem, configs, MAXIMUM, *upstream).workspace_bytes
@@ -144,11 +146,12 @@ def test_more_memory_is_never_slower_and_less_is_never_larger(seed: int) -> None
             assert smaller.workspace_bytes <= larger.workspace_bytes, problem
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_no_plan_is_better_than_the_chosen_one(seed: int) -> None:
+@draws
+def test_no_plan_is_better_than_the_chosen_one(draws: tuple[int, int]) -> None:
     """Whatever is aliased, kept and recomputed, a plan that fits is no faster."""
+    seed, problems = draws
     r = random.Random(seed)
-    for _ in range(PROBLEMS):
+    for _ in range(problems):
         problem, configs = random_problem(r)
         if not (can_keep(problem.dtype) and problem.gradient_bytes):
             continue
@@ -242,18 +245,19 @@ def test_a_budget_that_nearly_keeps_everything_aliases_no_negative_number() -> N
         assert 0 <= make_plan(problem, (tiles,), budget, scalar_upstream=True).aliased <= 100
 
 
-@pytest.mark.parametrize(
-    ("dtype", "grads"),
-    [
-        ("bfloat16", (True, True)),
-        ("bfloat16", (True, False)),
-        ("bfloat16", (False, True)),
-        ("float16", (True, True)),
-    ],
-)
+OF_MODELS = [
+    ("bfloat16", (True, False)),
+    ("bfloat16", (True, True)),
+    ("bfloat16", (False, True)),
+    ("float16", (True, True)),
+]
+
+
+@pytest.mark.parametrize("given", rest_slow(OF_MODELS))
 def test_bytes_are_a_limit_down_to_the_smallest_plan_of_a_model(
-    dtype: str, grads: tuple[bool, bool]
+    given: tuple[str, tuple[bool, bool]],
 ) -> None:
+    dtype, grads = given
     for sizes in {sizes for named in NAMED.values() for sizes in named}:
         problem = Problem(*sizes, dtype, "cuda", *grads, arch="sm_90a")
         for scalar_upstream in (True, False):
@@ -543,10 +547,9 @@ def test_planner_needs_no_torch() -> None:
 
 
 def test_a_plan_in_chunks_prints_them() -> None:
-    sizes = 64, 0, 336, 40, True, False, False, 333, 1 << 20, 0.5
-    plan = Plan("gradients_in_forward", *sizes, tokens=100)
-    assert "chunks of 0 tokens" in str(dataclasses.replace(plan, tokens=0))
-    assert "chunks of 40 tokens" in str(plan) and "1.0 MiB" in str(plan)
+    chosen = plan(LONG, 4 * GIB)
+    assert f"chunks of {chosen.chunk} tokens" in str(chosen) and " GiB" not in str(chosen)
+    assert "chunks of 0 tokens" in str(dataclasses.replace(chosen, tokens=0))
 
 
 def test_a_plan_above_its_budget_says_so() -> None:
@@ -563,9 +566,11 @@ def test_a_sampled_plan_above_a_budget_says_what_helps() -> None:
 
 
 def test_a_small_plan_is_printed_in_bytes_and_microseconds() -> None:
-    text = str(Plan("windows", 64, 0, 0, 8, True, True, False, 50, 1000, 2e-5, budget=1, tokens=8))
-    assert "50 columns at a time: 1000 bytes, 20.0 µs predicted" in text
-    assert text.endswith("the workspace of 1 bytes")
+    tiny = plan(Problem(8, 8, 50, "float32", "cpu"), 1)
+    assert tiny.workspace_bytes < 1 << 20 and tiny.seconds < 1e-3
+    cost = f"{tiny.workspace_bytes} bytes, {tiny.seconds * 1e6:.1f} µs predicted"
+    assert f"50 columns at a time: {cost}" in str(tiny)
+    assert str(tiny).endswith("the workspace of 1 bytes")
 
 
 @pytest.mark.parametrize("seed", rest_slow(range(20), default=2))

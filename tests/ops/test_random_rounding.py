@@ -8,11 +8,10 @@ from torch import Tensor
 
 import cutefce
 from bench.harness.accuracy import relative_error
-from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.portable_gradients import scale_at_random
 from cutefce.ops.rows.kept_sums import round_at_random_
-from tests.support.reference import Case, fixed_plan, loss_of_plan, random_case
+from tests.support.layouts import Layout, pinned, pinned_plan
+from tests.support.reference import Case, random_case
 
 
 def rounded(values: Tensor, seed: int) -> Tensor:
@@ -78,11 +77,8 @@ def test_a_factor_is_rounded_at_random_too() -> None:
 
 def grad_weight(case: Case, chunk: int, low_bits: int) -> Tensor:
     """Return dW of a sum of losses over chunks."""
-    leaf = case.w.detach().requires_grad_()
-    sizes = "gradients_in_forward", 1024, 0, 1024, chunk
-    plan = Plan(*sizes, False, True, low_bits=low_bits)
-    loss = loss_of_plan(case.h, leaf, case.y, plan, LossOptions("sum"))
-    return torch.autograd.grad(loss, leaf)[0]
+    with pinned(Layout(in_chunks=True, kept=1024, chunk=chunk, low_bits=low_bits)):
+        return call(case)
 
 
 @pytest.mark.parametrize("chunk", [600, 100, 37])
@@ -128,7 +124,7 @@ def test_the_option_takes_sums_of_16_bits() -> None:
     torch.manual_seed(0)
     first = call(case, **options)
     torch.manual_seed(0)
-    with fixed_plan(plan):
+    with pinned_plan(plan):
         assert torch.equal(call(case), first)
     assert not torch.equal(call(case, **options), first)
     head = cutefce.LinearCrossEntropyLoss(

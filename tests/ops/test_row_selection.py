@@ -1,7 +1,6 @@
 """Rows that do not count: neither computed nor seen, by the portable path and the host code."""
 
 import dataclasses
-import itertools
 from typing import Any
 
 import pytest
@@ -9,20 +8,20 @@ import torch
 from torch import Tensor
 
 import cutefce
-from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.spec import GradGemmSpec, ProjectExpSpec
-from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.interface.options import TensorOptions
 from cutefce.ops.operators import operands
-from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives import dispatch
 from cutefce.ops.rows.blocks import matrix_of
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.strategies import gradients_in_forward
-from tests.support.kernel_models import model_of, serve_calls
-from tests.support.options import OPTIONS, assert_results_as_accurate, options_case
-from tests.support.reference import PLANS, Case, loss_of_plan, random_case
+from tests.support.backends import KERNELS, Backend
+from tests.support.kernel_models import model_of
+from tests.support.layouts import LAYOUTS, Layout, pinned
+from tests.support.options import OPTIONS, options_case
+from tests.support.reference import Case, random_case
+from tests.support.tiers import pairwise
 
 TOKENS = 150
 
@@ -47,25 +46,28 @@ def compacted(case: Case, counts: Tensor) -> Case:
     return Case(case.h[counts], case.w, case.y[counts], case.upstream[counts])
 
 
-@pytest.mark.parametrize("kept", [0.5, 0.2, 0.05])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("workspace", ["min", None, "max"])
+@pairwise(
+    kept=[0.5, 0.2, 0.05],
+    dtype=[torch.bfloat16, torch.float16, torch.float32],
+    workspace=["min", None, "max"],
+    reduction=["mean", "sum", "none"],
+)
 def test_results_equal_those_of_the_compacted_rows(
-    workspace: str | None, dtype: torch.dtype, kept: float
+    kept: float, dtype: torch.dtype, workspace: str | None, reduction: str
 ) -> None:
     case, counts = masked(random_case(TOKENS, 48, 333, dtype=dtype), kept)
-    for arguments in ({"reduction": "mean"}, {"reduction": "sum"}, {"reduction": "none"}):
-        per_token = arguments["reduction"] == "none"
-        upstream = case.upstream if per_token else None
-        got = step(case, upstream, workspace=workspace, **arguments)
-        own = None if upstream is None else upstream[counts]
-        want = step(compacted(case, counts), own, workspace=workspace, **arguments)
-        loss = got[0][counts] if per_token else got[0]
-        assert torch.equal(loss, want[0])
-        assert torch.equal(got[1][counts], want[1])
-        assert torch.equal(got[2], want[2])
-        assert not got[1][~counts].any()
-        assert not per_token or not got[0][~counts].any()
+    given: dict[str, Any] = {"workspace": workspace, "reduction": reduction}
+    per_token = reduction == "none"
+    upstream = case.upstream if per_token else None
+    got = step(case, upstream, **given)
+    own = None if upstream is None else upstream[counts]
+    want = step(compacted(case, counts), own, **given)
+    loss = got[0][counts] if per_token else got[0]
+    assert torch.equal(loss, want[0])
+    assert torch.equal(got[1][counts], want[1])
+    assert torch.equal(got[2], want[2])
+    assert not got[1][~counts].any()
+    assert not per_token or not got[0][~counts].any()
 
 
 def test_a_cpu_multiplies_only_rows_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +87,12 @@ def test_a_cpu_multiplies_only_rows_that_count(monkeypatch: pytest.MonkeyPatch) 
     assert set(sizes) == {int(counts.sum())}
 
 
-@pytest.mark.parametrize("workspace", ["min", None, "max"])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("kept", [0.99, 0.8, 0.5, 0.1])
-@pytest.mark.parametrize("sizes", [(TOKENS, 48, 333), (1500, 128, 96)], ids=str)
+@pairwise(
+    sizes=[(TOKENS, 48, 333), (1500, 128, 96)],
+    kept=[0.99, 0.8, 0.5, 0.1],
+    bad=[torch.nan, torch.inf],
+    workspace=["min", None, "max"],
+)
 def test_what_ignored_rows_hold_does_not_matter(
     sizes: tuple[int, int, int], kept: float, bad: float, workspace: str | None
 ) -> None:
@@ -127,18 +131,25 @@ def test_no_row_counts(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
         assert dw.shape == case.w.shape and not dw.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("sizes", [(TOKENS, 48, 333), (1, 1, 1030)], ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
+@pairwise(
+    name=[*OPTIONS],
+    sizes=[(TOKENS, 48, 333), (1, 1, 1030)],
+    dtype=[torch.bfloat16, torch.float32, torch.float64],
+    workspace=["min", None, "max"],
+    reduction=["sum", "none"],
+)
 def test_no_row_counts_with_an_option(
-    name: str, sizes: tuple[int, int, int], dtype: torch.dtype
+    name: str,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    workspace: str | None,
+    reduction: str,
 ) -> None:
     x = options_case([name], *sizes, dtype=dtype, ignored=1.0)
-    for workspace, reduction in itertools.product(("min", None, "max"), ("sum", "none")):
-        loss, *grads = x.ours(workspace=workspace, reduction=reduction)
-        assert not loss.any()
-        for gradient, leaf in zip(grads, x.leaves, strict=True):
-            assert gradient.shape == leaf.shape and not gradient.any()
+    loss, *grads = x.ours(workspace=workspace, reduction=reduction)
+    assert not loss.any()
+    for gradient, leaf in zip(grads, x.leaves, strict=True):
+        assert gradient.shape == leaf.shape and not gradient.any()
 
 
 def test_outputs_of_tokens_that_do_not_count_are_0() -> None:
@@ -174,65 +185,40 @@ def test_a_selection_restores_what_it_takes() -> None:
 
 # The host code of the kernels, on models of these
 
-ARCHS = [Sm90(), Sm100()]
-KERNEL_PLANS = PLANS | {"in chunks of stages": ("gradients_in_forward", 0, 336, 100)}
-"""Also chunks of more tokens than a stage of dW's kernel reads."""
+SELECTING = {name: backend for name, backend in KERNELS.items() if backend.selects}
+STAGES = {"in chunks of stages": Layout(in_chunks=True, kept=336, chunk=100)}
+"""Chunks of more tokens than a stage of dW's kernel reads."""
 
 
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: str(arch.name))
-@pytest.mark.parametrize("kept", [1.0, 0.5, 0.05, 0.0])
-@pytest.mark.parametrize("plan", KERNEL_PLANS.values(), ids=KERNEL_PLANS)
-def test_every_strategy_on_the_kernels(
-    plan: tuple[str, int, int, int],
+@pairwise(layout=LAYOUTS | STAGES, kept=[1.0, 0.5, 0.05, 0.0], kernels=SELECTING)
+def test_every_layout_on_the_kernels(
+    layout: Layout,
     kept: float,
-    arch: Any,
+    kernels: Backend,
     monkeypatch: pytest.MonkeyPatch,
     small_tiles: PortableTiles,
 ) -> None:
     """Undefined memory, which the models fill with NaN, reaches no result."""
-    pytest.importorskip("cutlass")
     case, counts = masked(random_case(TOKENS, 48, 333, dtype=torch.bfloat16), kept)
-    strategy, aliased, stored, chunk = plan
-    given = Plan(strategy, small_tiles.window, aliased, stored, chunk, True, True)
 
     def results(case: Case) -> tuple[Tensor, ...]:
-        h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
-        loss = loss_of_plan(h, w, case.y, given, LossOptions("sum"))
-        return loss.detach(), *torch.autograd.grad(loss, (h, w))
+        with pinned(layout):
+            return step(case, reduction="sum")
 
-    def all_rows(arch: Any) -> tuple[Tensor, ...]:
-        with monkeypatch.context() as patch:
-            serve_calls(patch, arch, small_tiles, selects=False)
-            return results(case)
-
-    want = all_rows(arch)
+    with monkeypatch.context() as patch:
+        dataclasses.replace(kernels, selects=False).serve(patch, small_tiles)
+        want = results(case)
     case.h[~counts] = torch.nan
-    serve_calls(monkeypatch, arch, small_tiles, selects=True)
+    kernels.serve(monkeypatch, small_tiles)
     # a chunk finds nothing of the one before
     undefined = lambda *given: matrix_of(*given).fill_(torch.nan)  # noqa: E731
     monkeypatch.setattr(gradients_in_forward, "matrix_of", undefined)
     got = results(case)
     assert not got[1][~counts].any()
     # dW's sums over chunks, which hold other tokens here, keep 16 significant bits
-    rounding = 2**-15 * float(want[2].abs().max()) if strategy == "gradients_in_forward" else 0
+    rounding = 2**-15 * float(want[2].abs().max()) if layout.in_chunks else 0
     for a, b, more in zip(got, want, (0, 0, rounding), strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6 + more)
-
-
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: str(arch.name))
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_on_the_kernels(
-    name: str, arch: Any, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
-) -> None:
-    pytest.importorskip("cutlass")
-    x = options_case([name], 70, 48, 333, dtype=torch.bfloat16)
-    serve_calls(monkeypatch, arch, small_tiles, selects=True)
-    assert_results_as_accurate(x.ours(), x)
-    ignored = x.case.y == -100
-    want = x.ours(reduction="mean", workspace="min")
-    x.case.h[ignored] = torch.nan
-    for a, b in zip(x.ours(reduction="mean", workspace="min"), want, strict=True):
-        assert torch.equal(a, b), "what ignored rows hold does not matter"
 
 
 @pytest.mark.parametrize("train_weight", [True, False])
@@ -240,7 +226,6 @@ def test_chunks_without_rows_compute_nothing(
     train_weight: bool, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
 ) -> None:
     """But for dW's, which begins the sums in the first chunk."""
-    pytest.importorskip("cutlass")
     computes: list[bool] = []
 
     def noting(kernel: Any) -> Any:
@@ -255,38 +240,36 @@ def test_chunks_without_rows_compute_nothing(
 
         return launch
 
-    serve_calls(monkeypatch, Sm90(), small_tiles, selects=True, replacement=noting)
+    KERNELS["kernels of sm_90a"].serve(monkeypatch, small_tiles, replacement=noting)
     case = random_case(TOKENS, 48, 333, dtype=torch.bfloat16)
-    plan = Plan("gradients_in_forward", small_tiles.window, 0, 336, 40, True, train_weight)
     for rows in (30, 0):
         computes.clear()
         y = case.y.clamp(min=0).masked_fill(torch.arange(TOKENS) >= rows, -100)
         h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_(train_weight)
-        loss_of_plan(h, w, y, plan, LossOptions("sum")).backward()
+        with pinned(LAYOUTS["in chunks"]):
+            cutefce.linear_cross_entropy(h, w, y, reduction="sum").backward()
         of_chunks = [computes[i : i + 2 + train_weight] for i in range(0, 12, 2 + train_weight)]
         dw = [[True], [False], [False], [False]] if train_weight else [[]] * 4
         want = [[rows > 0 and i == 0] * 2 + of_dw for i, of_dw in enumerate(dw)]
         assert of_chunks[:4] == want and len(computes) == 4 * (2 + train_weight)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 40, 41, 100, 120, 121, TOKENS])
-@pytest.mark.parametrize("smoothing", [0.0, 0.25])
+@pairwise(rows=[0, 1, 40, 41, 100, 120, 121, TOKENS], smoothing=[0.0, 0.25])
 def test_targets_are_added_once_wherever_the_last_token_counts(
     rows: int, smoothing: float, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
 ) -> None:
     """With any number of empty chunks behind it, dW is that of a call of these tokens."""
-    pytest.importorskip("cutlass")
-    serve_calls(monkeypatch, Sm90(), small_tiles, selects=True)
+    KERNELS["kernels of sm_90a"].serve(monkeypatch, small_tiles)
     case = random_case(TOKENS, 48, 333, dtype=torch.bfloat16)
-    plan = Plan("gradients_in_forward", small_tiles.window, 0, 336, 40, True, True)
-    options = LossOptions("sum", label_smoothing=smoothing)
+    options: dict[str, Any] = {"reduction": "sum", "label_smoothing": smoothing}
     y = case.y.clamp(min=0)
 
     def gradient(counted: int, given: int) -> torch.Tensor:
         h, w = case.h[:given].clone().requires_grad_(), case.w.clone().requires_grad_()
         target = y[:given].masked_fill(torch.arange(given) >= counted, -100)
         h.data[counted:] = torch.nan
-        loss_of_plan(h, w, target, plan, options).backward()
+        with pinned(LAYOUTS["in chunks"]):
+            cutefce.linear_cross_entropy(h, w, target, **options).backward()
         assert w.grad is not None
         return w.grad
 

@@ -24,17 +24,21 @@ from cutefce.ops.sampling import kernels
 from cutefce.ops.strategies import sampled as strategy
 from tests.ops.test_sampled import CASES, GREAT, SAMPLED, SHAPE, TOGETHER, drawn, eager
 from tests.support import sampled as model
-from tests.support.kernel_models import model_of, serve_calls
+from tests.support.backends import Backend
+from tests.support.kernel_models import model_of
 from tests.support.memory import peaks
 from tests.support.options import OptionsCase, options_case
 from tests.support.reference import random_case
+from tests.support.tiers import pairwise, rest_slow
 
 HOPPER = arch_named("sm_90a")
 NAMES = "none", "smoothing and factors", "softcap and factors", "temperature", "token_weights"
 
 
 def serve(patch: pytest.MonkeyPatch, tiles: PortableTiles, **how: Any) -> None:
-    serve_calls(patch, how.pop("arch", HOPPER), tiles, selects=how.pop("selects", True), **how)
+    """Serve calls by models of kernels, by default of those of Hopper that select rows."""
+    arch, selects = how.pop("arch", HOPPER.name), how.pop("selects", True)
+    Backend(arch=arch, selects=selects).serve(patch, tiles, **how)
 
 
 def assert_same_entries(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
@@ -45,9 +49,7 @@ def assert_same_entries(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> No
         assert float((a.double() - b.double()).norm()) <= half_ulp * float(b.double().norm())
 
 
-@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "selected rows"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pairwise(name=NAMES, dtype=[torch.bfloat16, torch.float16], selects=[False, True])
 def test_gradients_are_those_of_the_portable_path(
     name: str,
     dtype: torch.dtype,
@@ -71,7 +73,7 @@ def test_reduced_losses(
 ) -> None:
     x = options_case([], *SHAPE, dtype=torch.bfloat16, logit_std=2.0)
     want = drawn(x, reduction=reduction)
-    serve(monkeypatch, small_tiles, arch=arch_named("sm_100a"))
+    serve(monkeypatch, small_tiles, arch="sm_100a")
     assert_same_entries(drawn(x, reduction=reduction), want)
 
 
@@ -161,9 +163,11 @@ def test_a_frozen_operand_changes_nothing(
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("names", [[], ["linear_bias", "label_smoothing"]], ids=["plain", "both"])
-@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pairwise(
+    names=[[], ["linear_bias", "label_smoothing"]],
+    offset={"aligned": 0, "unaligned": 1},
+    dtype=[torch.float32, torch.bfloat16],
+)
 def test_gradients_are_added_to_a_buffer(
     dtype: torch.dtype,
     offset: int,
@@ -229,17 +233,14 @@ def launches_nothing(kernel: KernelSpec) -> Any:
     return model_of(kernel) if isinstance(kernel, SelectRowsSpec) else lambda *_: None
 
 
-@pytest.mark.parametrize(
-    ("samples", "smoothing"), [(64, 0.0), (256, 0.0), (64, 0.1)], ids=["64", "256", "smoothing"]
-)
-@pytest.mark.parametrize(
-    "trained", [(True, True), (True, False), (False, True)], ids=["both", "hidden", "weight"]
-)
+@pytest.mark.parametrize("given", rest_slow([(64, 0.1), (64, 0.0), (256, 0.0)]))
+@pytest.mark.parametrize("trained", rest_slow([(True, True), (True, False), (False, True)]))
 def test_peak_memory_is_predicted(
-    trained: tuple[bool, bool], samples: int, smoothing: float, monkeypatch: pytest.MonkeyPatch
+    trained: tuple[bool, bool], given: tuple[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of what the host allocates between launches."""
     tokens, hidden, vocab = 2048, 1024, 16384
+    samples, smoothing = given
     tiles = PORTABLE_TILES["cpu"]
     serve(monkeypatch, tiles, replacement=launches_nothing)
     monkeypatch.setattr(kernels, "added_rows", lambda d, size, _: added_rows(d, size, "cuda"))

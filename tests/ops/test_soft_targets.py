@@ -1,6 +1,5 @@
 """Soft targets: a few classes of each token with probabilities."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -9,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
-from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops import torch_compat
 from cutefce.ops.interface import call
 from cutefce.ops.interface.options import TensorOptions
 from cutefce.ops.operators import operands
-from cutefce.ops.planning.planner import Plan
-from tests.support.kernel_models import model_of, serve_calls
+from tests.support.backends import KERNELS, Backend, on_backends
+from tests.support.kernel_models import model_of
+from tests.support.layouts import LAYOUTS, WINDOWS, Layout, can_store, pinned, windows_in_chunks
 from tests.support.modes import Seen, launches, unseen
 from tests.support.options import (
     OptionsCase,
@@ -24,7 +23,8 @@ from tests.support.options import (
     exact,
     soft_case,
 )
-from tests.support.reference import PLANS, Case, fixed_plan, random_case
+from tests.support.reference import Case, random_case
+from tests.support.tiers import pairwise, rest_slow
 
 EACH: dict[str, list[str]] = {
     "nothing": [],
@@ -47,10 +47,7 @@ EACH: dict[str, list[str]] = {
         "temperature (N,)",
     ],
 }
-each = pytest.mark.parametrize("names", EACH.values(), ids=list(EACH))
-most = pytest.mark.parametrize("names", list(EACH.values())[1:], ids=list(EACH)[1:])
-classes = pytest.mark.parametrize("classes", [1, 7, 64])
-workspaces = pytest.mark.parametrize("workspace", ["min", 100_000, "max"])
+MOST = {name: names for name, names in EACH.items() if names}
 SIZES = 150, 16, 333
 
 
@@ -61,10 +58,7 @@ def loss_of(x: OptionsCase, leaves: tuple[Tensor, ...], **more: Any) -> Tensor:
     return loss
 
 
-@workspaces
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("classes", [1, 7])
-@each
+@pairwise(names=EACH, classes=[1, 7], reduction=["none", "mean"], workspace=["min", 100_000, "max"])
 def test_equals_float64(
     names: list[str],
     classes: int,
@@ -82,34 +76,47 @@ def test_equals_float64(
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("names", [EACH["nothing"], EACH["softcap and all factors"]], ids=str)
-def test_every_plan_is_as_accurate_as_the_unfused_loss(
-    names: list[str],
-    dtype: torch.dtype,
-    plan: tuple[str, int, int, int],
-    small_tiles: PortableTiles,
-    device: str,
+@on_backends(
+    float32=True,
+    emulated=1,
+    layout=LAYOUTS,
+    names=[EACH["nothing"], EACH["softcap and all factors"]],
+)
+def test_every_layout_is_as_accurate_as_the_unfused_loss(
+    layout: Layout, names: list[str], backend: Backend
 ) -> None:
-    strategy, aliased, kept, chunk = plan
-    if dtype == torch.float16 and (aliased or kept):
-        return  # no plan of float16 keeps exponentials
-    x = soft_case(names, 7, 150, 64, 333, dtype=dtype, device=device)
-    bias = "linear_bias" in x.options
-    made = Plan(strategy, 64, aliased, kept, chunk, True, True, bias, 333, tokens=150)
-    in_forward = strategy == "gradients_in_forward"
-    if in_forward:
-        upstream = torch.ones_like(x.case.upstream)
-        x = OptionsCase(dataclasses.replace(x.case, upstream=upstream), x.options)
-    with fixed_plan(made):
-        got = x.ours(reduction="sum" if in_forward else "none")
-    assert_results_as_accurate(got, x, first=in_forward)
+    sizes, how = (backend.tokens, 64, 333), {"dtype": backend.dtype, "device": backend.device}
+    x = soft_case(names, 7, *sizes, **how)
+    if layout.in_chunks:
+        x.case.upstream.fill_(1.0)
+
+    def results() -> tuple[Tensor, ...]:
+        with pinned(layout):
+            return x.ours(reduction=layout.reduction)
+
+    got = results()
+    assert_results_as_accurate(got, x, first=layout.in_chunks)
+    if backend.selects:
+        backend.hide(x.case.h, (x.options["target_probs"] == 0).all(1))
+        for a, b in zip(results(), got, strict=True):
+            assert torch.equal(a, b), "what ignored rows hold does not matter"
 
 
-@pytest.mark.parametrize("logit_std", [0.1, 1, 4, 12])
-@pytest.mark.parametrize("sizes", [(150, 16, 333), (64, 96, 1001), (331, 40, 61)], ids=str)
-@classes
+@pytest.mark.parametrize("names", [EACH["nothing"], EACH["softcap and all factors"]], ids=str)
+def test_float16_is_as_accurate_as_the_unfused_loss(
+    names: list[str], small_tiles: PortableTiles, device: str
+) -> None:
+    """No plan of it stores exponentials."""
+    x = soft_case(names, 7, 150, 64, 333, dtype=torch.float16, device=device)
+    with pinned(WINDOWS["nothing kept"]):
+        assert_results_as_accurate(x.ours(), x)
+
+
+@pairwise(
+    classes=[1, 7, 64],
+    sizes=[(150, 16, 333), (64, 96, 1001), (331, 40, 61)],
+    logit_std=[0.1, 1, 4, 12],
+)
 def test_is_as_accurate_as_the_unfused_loss(
     classes: int, sizes: tuple[int, int, int], logit_std: float, device: str
 ) -> None:
@@ -139,9 +146,9 @@ def test_small_logits_whether_stored_or_not(
     kind: str, plan: str, small_tiles: PortableTiles, device: str
 ) -> None:
     """The target's part of the gradients is nearly all: roundings of it add up."""
-    strategy, aliased, kept, chunk = PLANS[plan]
+    layout = WINDOWS[plan]
     for dtype in (torch.bfloat16, torch.float16):
-        if dtype == torch.float16 and kept + aliased:
+        if layout.stores and not can_store(dtype):
             continue
         case = random_case(400, 40, 333, dtype=dtype, device=device, logit_std=0.1, ignored=0)
         if kind == "uniform":
@@ -155,8 +162,7 @@ def test_small_logits_whether_stored_or_not(
             teacher = (logits + 0.1 * torch.randn_like(logits)).softmax(1).topk(48, 1)
             index, probs = teacher.indices, teacher.values
         x = OptionsCase(case, {"target_indices": index, "target_probs": probs})
-        made = Plan(strategy, 64, aliased, kept, chunk, True, True, False, 333, tokens=400)
-        with fixed_plan(made):
+        with pinned(layout):
             assert_results_as_accurate(x.ours(), x)
 
 
@@ -181,22 +187,10 @@ def test_a_derivative_by_the_log_sum_exp_of_0(
         assert float((a.double() - b).norm()) <= limit
 
 
-@pytest.mark.parametrize("on_kernels", [False, True])
-@pytest.mark.parametrize(
-    "options", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-3}, {"weight": 20}]
-)
-def test_a_class_that_cannot_be(
-    options: dict[str, float],
-    on_kernels: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    small_tiles: PortableTiles,
-    device: str,
-) -> None:
+@on_backends(options=[{}, {"label_smoothing": 0.1}, {"z_loss": 1e-3}, {"weight": 20}])
+def test_a_class_that_cannot_be(options: dict[str, float], backend: Backend) -> None:
     """A logit of -inf has an infinite loss, be it of the lead or not, and so has it in torch."""
-    if on_kernels:
-        pytest.importorskip("cutlass")
-        serve_calls(monkeypatch, ARCHS[0], small_tiles, selects=False)
-        device = "cpu"
+    device = backend.device
     h, w = torch.randn(2, 64, device=device), torch.randn(5, 64, device=device)
     bias, probs = torch.zeros(5, device=device), torch.tensor([[0.7, 0.2]] * 2, device=device)
     bias[0] = -torch.inf
@@ -210,40 +204,6 @@ def test_a_class_that_cannot_be(
         assert bool((losses == torch.inf).all())
 
 
-@pytest.mark.parametrize("arch", ARCHS[:2], ids=lambda arch: str(arch.name))
-@pytest.mark.parametrize("selects", [False, True])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
-def test_every_plan_on_the_kernels(
-    plan: tuple[str, int, int, int],
-    selects: bool,
-    arch: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    small_tiles: PortableTiles,
-) -> None:
-    pytest.importorskip("cutlass")
-    strategy, aliased, kept, chunk = plan
-    in_forward = strategy == "gradients_in_forward"
-    names = EACH["softcap and all factors"] if selects else []
-    x = soft_case(names, 7, 150, 64, 333, dtype=torch.bfloat16)
-    if in_forward:
-        upstream = torch.ones_like(x.case.upstream)
-        x = OptionsCase(dataclasses.replace(x.case, upstream=upstream), x.options)
-    bias = "linear_bias" in x.options
-    made = Plan(strategy, 64, aliased, kept, chunk, True, True, bias, 333, tokens=150)
-    serve_calls(monkeypatch, arch, small_tiles, selects=selects)
-    reduction = "sum" if in_forward else "none"
-    with fixed_plan(made):
-        got = x.ours(reduction=reduction)
-    assert_results_as_accurate(got, x, first=in_forward)
-    if selects:
-        ignored = (x.options["target_probs"] == 0).all(1)
-        x.case.h[ignored] = torch.nan
-        with fixed_plan(made):
-            again = x.ours(reduction=reduction)
-        for a, b in zip(again, got, strict=True):
-            assert torch.equal(a, b), "what ignored rows hold does not matter"
-
-
 def test_a_step_on_the_kernels_launches_little_beside_them(
     monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
 ) -> None:
@@ -251,7 +211,7 @@ def test_a_step_on_the_kernels_launches_little_beside_them(
     pytest.importorskip("cutlass")
     x = soft_case([], 7, 150, 64, 333, dtype=torch.bfloat16)
     models = lambda kernel: unseen(model_of(kernel))  # noqa: E731
-    serve_calls(monkeypatch, ARCHS[0], small_tiles, selects=True, replacement=models)
+    KERNELS["kernels of sm_90a"].serve(monkeypatch, small_tiles, replacement=models)
     monkeypatch.setattr(call, "chosen_leads", unseen(call.chosen_leads))  # a kernel
     monkeypatch.setattr(operands, "check_soft_values", lambda *_: None)  # of a CPU
     monkeypatch.setattr(torch_compat, "has_dispatch_mode", lambda: False)
@@ -264,18 +224,13 @@ def test_a_step_on_the_kernels_launches_little_beside_them(
     assert len(names[0]) <= 24 + 4 and len(names[1]) <= 36 + 3, names
 
 
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: str(arch.name))
-@pytest.mark.parametrize("kept", [128, 336])
-def test_a_frozen_head_on_the_kernels(
-    kept: int, arch: Any, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
-) -> None:
+@on_backends(layout={f"{kept} columns": windows_in_chunks(40, kept) for kept in (128, 336)})
+def test_a_frozen_head(layout: Layout, backend: Backend) -> None:
     """Sums of dX are kept in 24 bits, and formed in windows inside a chunk."""
-    pytest.importorskip("cutlass")
-    x = soft_case(["label_smoothing", "z_loss"], 7, 150, 64, 333, dtype=torch.bfloat16)
-    serve_calls(monkeypatch, arch, small_tiles, selects=True)
-    plan = Plan("gradients_in_forward", 64, 0, kept, 40, True, False, False, 333, tokens=150)
+    how = {"dtype": backend.dtype, "device": backend.device}
+    x = soft_case(["label_smoothing", "z_loss"], 7, 150, 64, 333, **how)
     h = x.case.h.clone().requires_grad_()
-    with fixed_plan(plan):
+    with pinned(layout):
         loss = loss_of(x, (h, x.case.w), reduction="none")
         (dx,) = torch.autograd.grad(loss, h, x.case.upstream)
     assert_results_as_accurate((loss.detach(), dx, exact(x)[2]), x)
@@ -340,7 +295,7 @@ def test_a_common_offset_of_logits_changes_nothing(device: str) -> None:
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
 
 
-@most
+@pytest.mark.parametrize("names", rest_slow(MOST))
 def test_compiled_equals_eager(names: list[str], small_tiles: PortableTiles, device: str) -> None:
     def step(h: Tensor, w: Tensor, options: dict[str, Any]) -> Tensor:
         loss: Tensor = cutefce.linear_cross_entropy(h * 2, w, **options)
@@ -360,7 +315,7 @@ def test_compiled_equals_eager(names: list[str], small_tiles: PortableTiles, dev
             torch.testing.assert_close(fast, eager)
 
 
-@most
+@pytest.mark.parametrize("names", rest_slow(MOST))
 def test_opcheck(names: list[str], device: str) -> None:
     x = soft_case(names, 5, 20, 8, 50, device=device)
     leaves = x.leaves

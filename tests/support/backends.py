@@ -1,7 +1,7 @@
 """What runs the calls of a test: torch on a CPU, models of the kernels, their PTX, or a GPU."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from cutefce.cute_kernels.arch.sm90 import KEPT_192
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
 from tests.support import kernel_models
 from tests.support.reference import Case
-from tests.support.tiers import Values, pairwise
+from tests.support.tiers import Values, pairwise_of
 
 COOPERATIVE = GemmConfig(128, 64, cluster=1, stages=3, pingpong=False)
 EMULATED = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE, kept_sums=KEPT_192)
@@ -93,14 +93,19 @@ def named(float32: bool = False) -> dict[str, Backend]:
 
 
 def on_backends(
-    *, float32: bool = False, emulated: int = 0, fast: bool = False, **axes: Values
+    *,
+    float32: bool = False,
+    emulated: int = 0,
+    fast: bool = False,
+    few: Mapping[str, Values] | None = None,
+    **axes: Values,
 ) -> pytest.MarkDecorator:
-    """Parametrize by backends and other axes, of which pairs of values are not slow.
+    """Parametrize by backends and other axes, as `pairwise_of` does.
 
     The first so many `emulated` backends are slow, and have each value of an axis once; the first
     of these cases may be `fast`.
     """
-    params = list(pairwise(backend=named(float32), **axes).args[1])
+    params = list(pairwise_of(few or {}, backend=named(float32), **axes).args[1])
     for name, backend in [] if _on_gpu else list(PTX.items())[:emulated]:
         params += _each_once(name, backend, [_named(values) for values in axes.values()], fast)
         fast = False

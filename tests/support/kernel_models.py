@@ -875,7 +875,7 @@ def serve_calls(
 
     def plan_of(h: Tensor, w: Tensor, _: Tensor, *call: Any) -> Plan:
         """Plan without knowing how many tokens count, as on a GPU."""
-        # that of `reference.fixed_plan`, if there is one
+        # that of `layouts.pinned`, if there is one
         plan: Plan = vars(operands)["plan_for"](h, w, *call)
         return plan
 

@@ -4,8 +4,8 @@ Tests call the public functions inside `pinned(...)`.  What a plan is, only this
 """
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface import call_cache
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators import operands, plain_step
-from cutefce.ops.planning.call_problem import CallProblem
+from cutefce.ops.planning.call_problem import with_call
 from cutefce.ops.planning.chunks.sizes import Chunks, shrinking
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.planner import Plan
@@ -147,7 +147,7 @@ def pinned(
 ) -> Iterator[None]:
     """Run calls in this layout; without one, as they are planned.
 
-    On a GPU it skips a test whose columns in dW's memory are no blocks of the kernels.
+    On a GPU it skips a test whose columns in gradients' memory are no blocks of the kernels.
     """
     if layout is None:
         yield
@@ -163,14 +163,26 @@ def pinned(
         counted: int | None = None,
         leaves_out: bool = False,
     ) -> Plan:
-        if layout.aliased and step.grad_weight and h.is_cuda and h.dtype.itemsize == 2:
-            pytest.skip("kernels have wider blocks of columns in the memory of dW")
+        shares = (layout.aliased and step.grad_weight) or layout.shrinking
+        if shares and tiles is SMALL_TILES and h.is_cuda and h.dtype.itemsize == 2:
+            pytest.skip("kernels have wider blocks of columns in the memory of gradients")
         tokens = len(h) * (sharding.ranks() if sharding.sequence_parallel else 1)
         if leaves_out and counted is not None:
             tokens = counted
         gradients = step.grad_hidden, step.grad_weight, step.grad_bias
         return plan_of(layout, tokens, w, gradients, tiles, unit)
 
+    with _planned_by(plan_for):
+        yield
+
+
+def pinned_plan(plan: Plan) -> AbstractContextManager[None]:
+    """Return a context in which calls run by the plan of another call."""
+    return _planned_by(lambda *_, **__: plan)
+
+
+@contextmanager
+def _planned_by(plan_for: Callable[..., Plan]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in (operands, plain_step):
             stack.enter_context(mock.patch.object(module, "plan_for", plan_for))
@@ -199,18 +211,19 @@ def predicted(
     w: Tensor,
     *,
     windows: int = 1,
+    wider: int = 1,
     unit: int = 16,
     **call: Any,
 ) -> Predicted:
-    """Return the memory of a call with h (N, D) and w (V, D), of which those are trained.
+    """Return the memory of a call with h (N, D) and w (V, D), which train what requires gradients.
 
-    The columns of a chunk are all of them, or in `windows` windows of equal width of which those of
-    `layout.kept` windows have memory; `call` are fields of `CallProblem`.
+    A chunk has all columns at once, or `windows` of them of equal width but for a last one that has
+    the memory of `wider` others; `call` are fields of `CallProblem`.
     """
-    sizes, name = (*h.shape, len(w)), dtype_name(h.dtype)
-    own = CallProblem if call.keys() - {"random_sums"} else Problem
-    arch, trained = arch_of(h, w), (h.requires_grad, w.requires_grad)
-    problem = own(*sizes, name, h.device.type, *trained, arch, **call)
+    sizes = h.shape[0], h.shape[1], w.shape[0]
+    where = dtype_name(h.dtype), h.device.type
+    problem = Problem(*sizes, *where, h.requires_grad, w.requires_grad, arch_of(h, w))
+    problem = with_call(problem, **call) if call else problem
     tiles = widest_window(problem)
     if not layout.in_chunks:
         layout = dataclasses.replace(layout, window=tiles.window)
@@ -219,7 +232,7 @@ def predicted(
         return Predicted(layout, tiles, unit, needed)
     every = round_up(len(w), tiles.reference_block)
     width = every // tiles.reference_block // windows * tiles.reference_block
-    kept = layout.kept * width if windows > 1 else every
+    kept = wider * width if windows > 1 else every
     layout = dataclasses.replace(layout, window=width, kept=kept)
     chunks = chunks_of(layout, len(h), h.shape[1], tiles, unit)
     low_bits = kept_low_bits(problem, len(chunks.sizes))

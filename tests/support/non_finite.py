@@ -40,6 +40,9 @@ GIVEN: dict[str, tuple[int, float, int]] = {
 WEIGHTS = {"w NaN": torch.nan, "w +inf": torch.inf, "w -inf": -torch.inf}
 """A value in the weight, which gives every row a logit that is not finite."""
 
+FEW = ["target +inf", "all -inf", "another near the largest number", "h NaN", "w NaN", "w -inf"]
+"""One of each kind."""
+
 
 def names(dtype: torch.dtype) -> Iterator[str]:
     """Yield what can be broken: products of float16 do not overflow float32."""

@@ -2,12 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,10 +12,9 @@ from torch import Tensor
 import cutefce
 from bench.harness.reference import float64_reference, unfused
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
-from cutefce.ops.operators import operands
 from cutefce.ops.operators.autograd import loss_and_stats
 from cutefce.ops.planning.planner import Plan
-from tests.support.layouts import Layout, pinned
+from tests.support.layouts import Layout, pinned, pinned_plan
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -118,33 +114,6 @@ def ours(case: Case, **options: Any) -> Result:
     )
 
 
-PLANS = {
-    "nothing kept": ("windows", 0, 0, 150),
-    "some kept": ("windows", 0, 64, 150),
-    "everything kept": ("windows", 0, 336, 150),
-    "some aliased": ("windows", 64, 0, 150),
-    "some aliased, some kept": ("windows", 64, 128, 150),
-    "the rest kept": ("windows", 64, 272, 150),
-    "in chunks": ("gradients_in_forward", 0, 336, 40),
-    "in one chunk": ("gradients_in_forward", 0, 336, 150),
-}
-"""Strategy, aliased and kept columns of 333 in small tiles, and a chunk's tokens of 150."""
-
-
-def fixed_plan(plan: Plan) -> AbstractContextManager[Any]:
-    """Return a context in which all calls have this plan.
-
-    On a GPU it skips a test whose columns in dW's memory are no blocks of the kernels.
-    """
-
-    def plan_for(h: Tensor, *_: Any, **_options: Any) -> Plan:
-        if plan.aliased and h.is_cuda and h.dtype.itemsize == 2:
-            pytest.skip("kernels have wider blocks of columns in the memory of dW")
-        return plan
-
-    return mock.patch.object(operands, "plan_for", plan_for)
-
-
 def loss_of_plan(
     h: Tensor,
     w: Tensor,
@@ -158,22 +127,8 @@ def loss_of_plan(
     plan = dataclasses.replace(plan, tokens=plan.tokens or len(y))
     packed = *options.pack(), *tensors.pack(), *sharding.pack()
     step = StepOptions(0, *plan.gradients).pack()
-    with fixed_plan(plan):
+    with pinned_plan(plan):
         return loss_and_stats(h, w, y, *step, *packed)[0]
-
-
-def planned(case: Case, window: int, strategy: str, aliased: int, kept: int, chunk: int) -> Result:
-    """Evaluate a given plan; the loss of gradients in forward is the sum of all rows'."""
-    reduction = "none" if strategy == "windows" else "sum"
-
-    def loss(h: Tensor, w: Tensor) -> Tensor:
-        plan = Plan(strategy, window, aliased, kept, chunk, True, True)
-        return loss_of_plan(h, w, case.y, plan, LossOptions(reduction))
-
-    if strategy == "windows":
-        return evaluate(case, loss)
-    scalar = Case(case.h, case.w, case.y, torch.ones((), device=case.h.device))
-    return evaluate(scalar, loss)
 
 
 def by_layout(case: Case, layout: Layout, **options: Any) -> Result:
@@ -183,8 +138,9 @@ def by_layout(case: Case, layout: Layout, **options: Any) -> Result:
         case = Case(case.h, case.w, case.y, ones)
 
     def loss(h: Tensor, w: Tensor) -> Tensor:
-        given = {"reduction": layout.reduction, **options}
-        return cutefce.linear_cross_entropy(h, w, case.y, **given)
+        given: dict[str, Any] = {"reduction": layout.reduction, **options}
+        result: Tensor = cutefce.linear_cross_entropy(h, w, case.y, **given)
+        return result
 
     with pinned(layout):
         return evaluate(case, loss)

@@ -34,6 +34,16 @@ def pairwise(**axes: Values) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(list(axes), params)
 
 
+def pairwise_of(few: Mapping[str, Values], **axes: Values) -> pytest.MarkDecorator:
+    """Do so with the pairs of a `few` values of some axes; all others are slow."""
+    default = {x.id for x in pairwise(**{**axes, **few}).args[1] if not x.marks}
+    params = [
+        pytest.param(*x.values, id=x.id, marks=[] if x.id in default else [pytest.mark.slow])
+        for x in pairwise(**axes).args[1]
+    ]
+    return pytest.mark.parametrize(list(axes), params)
+
+
 def covering_pairs(sizes: Sequence[int]) -> set[tuple[int, ...]]:
     """Return few places of a grid of `sizes` among which each pair of two axes' values is.
 

@@ -1,0 +1,170 @@
+"""Sums of gradients that are kept in 16 bits and low bits: how they are rounded."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bench.harness.accuracy import relative_error
+from cutefce.cute_kernels.problem import LOW_BITS, Problem
+from cutefce.ops.planning.step_memory import kept_low_bits
+from cutefce.ops.primitives.portable_gradients import PortableGradients
+from cutefce.ops.rows.kept_sums import joined_sums
+from cutefce.ops.strategies.hidden_sums import HiddenSums
+from tests.support.kept_sums import split_sums
+
+
+def kept(values: Tensor, low_bits: int) -> Tensor:
+    """Return what is kept of float32 sums (N, D)."""
+    upper = torch.empty(values.shape, dtype=torch.bfloat16)
+    low = torch.empty(len(values), values.shape[1] * low_bits // 8, dtype=torch.uint8)
+    split_sums(upper, low, values)
+    return joined_sums(upper, low)
+
+
+def as_float(bits: list[int]) -> Tensor:
+    return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)[None]
+
+
+FLOATS = st.integers(-(1 << 31), (1 << 31) - 1)
+"""The bits of any float32."""
+HALF_WAY = st.builds(
+    lambda upper, lower: (upper << 16) + lower,
+    st.integers(-(1 << 15), (1 << 15) - 1),
+    st.integers(0x7F00, 0x8100),
+)
+"""Those of numbers near the middle between two bfloat16."""
+
+
+@pytest.mark.parametrize("low_bits", LOW_BITS)
+@given(bits=st.lists(FLOATS | HALF_WAY, min_size=1, max_size=64))
+@example(bits=[0x17F80, 0x3F807F80, 0x7F7FFFFF, 0x3F808080])
+def test_what_is_kept_of_any_sum(low_bits: int, bits: list[int]) -> None:
+    """Rounding what is kept gives the rounded sum, unless that is nearly half-way to another."""
+    values, half_unit = as_float(bits + bits[: len(bits) % 2]), 1 << 15 - low_bits
+    got = kept(values, low_bits)
+    assert torch.equal(got.isnan(), values.isnan())
+    assert torch.equal(got.to(torch.bfloat16).isnan(), values.isnan())
+    numbers = ~values.isnan()
+    got, values = got[numbers], values[numbers]
+    halves, rounded = got.to(torch.bfloat16), values.to(torch.bfloat16)
+    assert not (values.isinf() & ~got.isinf()).any() and not (got.isinf() & ~rounded.isinf()).any()
+    assert torch.equal(got.signbit(), values.signbit())
+    beyond_half = (values.view(torch.int32) & 0xFFFF) - 0x8000
+    apart = (halves.view(torch.int16).int() - rounded.view(torch.int16).int()).abs()
+    assert (apart <= (beyond_half.abs() <= half_unit)).all()
+    normal = got.isfinite() & (values.abs() >= torch.finfo(torch.float32).tiny)
+    got, values = got[normal].double(), values[normal].double()
+    assert ((got - values).abs() <= values.abs() * 2.0 ** -(8 + low_bits)).all()
+
+
+@pytest.mark.parametrize("low_bits", LOW_BITS)
+def test_no_bias_is_in_what_is_kept(low_bits: int) -> None:
+    values = torch.rand(1000, 100) + 1
+    errors = (kept(values, low_bits).double() - values.double()) / values.double()
+    spread = float(errors.std()) / math.sqrt(errors.numel())
+    assert abs(float(errors.mean())) < 5 * spread
+
+
+def test_sums_in_the_dtype_of_the_gradient_are_the_gradient() -> None:
+    gradient = torch.empty(5, 8)
+    sums = HiddenSums.empty(gradient, torch.float32)
+    assert not sums.low.numel()
+    assert sums.room(slice(1, 3), torch.float32).data_ptr() == gradient[1:].data_ptr()
+
+
+@pytest.mark.parametrize("low_bits", LOW_BITS)
+def test_each_window_errs_by_half_a_unit(low_bits: int) -> None:
+    """Also where rows are scaled in between."""
+    torch.manual_seed(0)
+    gradients, scale = PortableGradients(64), torch.rand(1100)
+    kept = torch.empty(1100, 24).bfloat16()
+    low = torch.empty(1100, 24 * low_bits // 8, dtype=torch.uint8)
+    want, allowed = torch.zeros(1100, 24).double(), torch.zeros(1100, 24).double()
+    for window in range(20):
+        e, w = torch.rand(1100, 40).bfloat16(), torch.randn(40, 24).bfloat16()
+        gradients.keep_dx(kept, low, e, w, accumulate=window > 0)
+        want += e.double() @ w.double()
+        allowed += 2.0 ** -(8 + low_bits) * want.abs() + 1e-6 * (e.double() @ w.double().abs())
+        if window == 9:
+            gradients.scale_kept_rows(kept, low, scale)
+            want *= scale[:, None]
+            allowed = allowed * scale[:, None] + 2.0 ** -(8 + low_bits) * want.abs()
+    errors = (joined_sums(kept, low).double() - want).abs()
+    assert (errors <= 1.01 * allowed).all() and (errors > 0.1 * allowed).any()
+
+
+@pytest.mark.parametrize("windows", [1, 8, 32])
+def test_20_bits_suffice_for_32_windows(windows: int) -> None:
+    """The error of dX is at most 1.05 of that of its rounding."""
+    torch.manual_seed(0)
+    parts = torch.randn(windows, 200, 500)
+    exact, kept = parts.double().sum(0), torch.zeros(200, 500).bfloat16()
+    low = torch.zeros(200, 250, dtype=torch.uint8)
+    for part in parts:
+        split_sums(kept, low, joined_sums(kept, low) + part)
+    rounding = (exact.to(torch.bfloat16).double() - exact).norm()
+    assert (joined_sums(kept, low).bfloat16().double() - exact).norm() <= 1.05 * rounding
+
+
+def bits_of(*patterns: int) -> Tensor:
+    """Return the float32 numbers of these bits."""
+    return torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+SPECIAL = bits_of(
+    # NaN of any sign and bits, infinities, the largest and the smallest numbers, zeros, ties
+    0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF, 0xFF800001, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF,
+    0x00000001, 0x80000001, 0x007FFFFF, 0x00000800, 0x00000000, 0x80000000, 0x3F800800, 0x3F801800,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("low_bits", LOW_BITS)
+@pytest.mark.parametrize("hidden", [2, 8, 26])
+def test_sums_are_rounded_to_nearest_and_ties_to_even(hidden: int, low_bits: int) -> None:
+    """Against arithmetic of float64, which is exact here."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(1 << 31), 1 << 31, (200, hidden), generator=generator)
+    values = bits.to(torch.int32).view(torch.float32)
+    values.view(-1)[: len(SPECIAL)] = SPECIAL
+    kept = torch.empty(200, hidden, dtype=torch.bfloat16)
+    low = torch.empty(200, hidden * low_bits // 8, dtype=torch.uint8)
+    split_sums(kept, low, values)
+    got = joined_sums(kept, low)
+    exponent = values.double().frexp().exponent.clamp(min=-125)
+    unit = torch.ldexp(torch.ones_like(exponent).double(), exponent - 8 - low_bits)
+    want = ((values.double() / unit).round() * unit).float()
+    want = torch.where(values.isinf(), values, want)
+    is_nan = values.isnan()
+    assert torch.equal(got.isnan(), is_nan)
+    assert torch.equal(got.view(torch.int32)[~is_nan], want.view(torch.int32)[~is_nan])
+
+
+def growing(chunks: int, numbers: int) -> dict[str, Tensor]:
+    """Return parts of sums over chunks (chunks, numbers), by how the sums grow."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(chunks, numbers, generator=generator)
+    return {"in all directions": normal, "in one": normal.abs() + 1}
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4, 8, 16, 24, 32, 33, 64])
+def test_no_number_of_chunks_adds_a_twentieth_to_the_rounding_error(chunks: int) -> None:
+    problem = Problem(chunks * 512, 8, 1000, "bfloat16", "cuda")
+    low_bits = kept_low_bits(problem, chunks)
+    for parts in growing(chunks, 1 << 16).values():
+        exact, sums = parts.double().sum(0), torch.zeros(1, parts.shape[1])
+        kept = torch.empty_like(sums, dtype=torch.bfloat16)
+        low = torch.empty(1, sums.shape[1] * low_bits // 8, dtype=torch.uint8)
+        for part in parts:
+            split_sums(kept, low, sums + part)
+            sums = joined_sums(kept, low)
+        error, least = (relative_error(x, exact) for x in (sums[0].bfloat16(), exact.bfloat16()))
+        assert error <= 1.05 * least
+
+
+def test_an_odd_number_of_columns_shares_no_bytes() -> None:
+    even, odd = (Problem(4096, hidden, 1000, "bfloat16", "cpu") for hidden in (64, 63))
+    assert (kept_low_bits(even, 8), kept_low_bits(odd, 8)) == LOW_BITS

@@ -1,0 +1,365 @@
+"""Sums of gradients over windows and chunks: in fewer bits, or in memory that is needed later."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutefce
+from bench.harness.accuracy import relative_error
+from bench.harness.reference import unfused
+from cutefce.cute_kernels.problem import LOW_BITS
+from tests.support.backends import Backend, on_backends
+from tests.support.layouts import (
+    CHUNKS,
+    COLUMNS,
+    SHRINKING,
+    SMALL_TILES,
+    WINDOWS,
+    Layout,
+    pinned,
+    windows_in_chunks,
+)
+from tests.support.options import OPTIONS, PER_TOKEN, OptionsCase, options_case
+from tests.support.reference import (
+    Case,
+    assert_as_accurate,
+    evaluate,
+    logits_case,
+    random_case,
+    wide_logits,
+)
+from tests.support.tiers import pairwise
+
+UPSTREAM = -0.37
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Another way to sum gradients, and how far its results may be from the plain way's."""
+
+    layout: Layout
+    plain: Layout
+    dx: float
+    """Relative to the norm, as are those of dW; for an upstream gradient that is a power of 2."""
+    dw: float = 0.0
+    frozen: bool = False
+    """Whether it serves frozen weights alone."""
+
+
+STORED = WINDOWS["some aliased, some kept"]
+EVEN = Layout(in_chunks=True, kept=COLUMNS, chunk=32)
+ROUNDED = Layout(in_chunks=True, kept=COLUMNS, chunk=64, hidden_bits=0)
+FROZEN = windows_in_chunks(64, COLUMNS)
+VARIANTS = {
+    "dX in 20 bits": Variant(replace(STORED, hidden_bits=4), STORED, 2.0**-10),
+    "dX in 24 bits": Variant(replace(STORED, hidden_bits=8), STORED, 2.0**-12),
+    "dX rounded": Variant(ROUNDED, replace(ROUNDED, hidden_bits=None), 2.0**-10),
+    "chunks that shrink": Variant(SHRINKING, EVEN, 2.0**-9, 2.0**-9),
+    "dX rounded, chunks that shrink": Variant(
+        replace(SHRINKING, hidden_bits=0), EVEN, 2.0**-9, 2.0**-9
+    ),
+    "windows in chunks": Variant(windows_in_chunks(64, 128), FROZEN, 2.0**-12, frozen=True),
+    "windows in chunks, a wide one": Variant(
+        windows_in_chunks(40, 72, 128), FROZEN, 2.0**-12, frozen=True
+    ),
+}
+
+
+def skip_unserved(layout: Layout, backend: Backend) -> None:
+    """Skip layouts of the kernels' host code alone."""
+    if backend.arch is None and layout.window % SMALL_TILES.reference_block:
+        pytest.skip("the portable path has windows of whole reference blocks")
+
+
+def step(
+    x: OptionsCase, layout: Layout | None, upstream: float = 1.0, **more: Any
+) -> tuple[Tensor, ...]:
+    """Return the gradients that x has with an upstream gradient for all tokens."""
+    leaves = x.leaves
+    with pinned(layout):
+        loss = cutefce.linear_cross_entropy(
+            leaves[0], leaves[1], x.case.y, **x.with_leaves(leaves), **more
+        )
+        return torch.autograd.grad(loss, leaves, torch.full_like(loss, upstream))
+
+
+def gradients(
+    x: OptionsCase, variant: Variant, layout: Layout, upstream: float = 1.0, **more: Any
+) -> tuple[Tensor, ...]:
+    """Return the gradients that a variant has: of all, or of h alone."""
+    if not variant.frozen:
+        return step(x, layout, upstream, **more)
+    h, w, *_ = x.leaves
+    with pinned(layout):
+        loss = cutefce.linear_cross_entropy(h, w.detach(), x.case.y, **x.options, **more)
+        return torch.autograd.grad(loss, h, torch.full_like(loss, upstream))
+
+
+@on_backends(emulated=1, variant=VARIANTS, name=[*OPTIONS])
+def test_options(variant: Variant, name: str, backend: Backend) -> None:
+    """Rows that do not count are 0, whatever they hold."""
+    skip_unserved(variant.layout, backend)
+    per_token = name in PER_TOKEN
+    if per_token and not (variant.frozen or not variant.layout.in_chunks):
+        pytest.skip("no plan: tokens' factors are known after the forward")
+    sizes, how = (backend.tokens, 48, 333), {"dtype": backend.dtype, "device": backend.device}
+    x = options_case([name], *sizes, ignored=0.3, **how)
+    backend.hide_ignored(x.case)
+    ignored, more = x.case.y == -100, {"reduction": "none" if per_token else "mean"}
+    powers = (1.0, -4.0, 0.37) if variant.layout.hidden_bits == 0 else (1.0,)
+    for upstream in powers:
+        want = gradients(x, variant, variant.plain, upstream, **more)
+        got = gradients(x, variant, variant.layout, upstream, **more)
+        assert not got[0][ignored].any()
+        allowed = variant.dx if upstream != 0.37 else 2.0**-8
+        assert relative_error(got[0], want[0]) <= allowed
+        if not variant.frozen:
+            apart = relative_error(got[1], want[1])
+            assert apart <= variant.dw, f"dW: {apart}"
+
+
+@on_backends(
+    columns=[layout for layout in WINDOWS.values() if layout.kept != COLUMNS],
+    bits=[None, *LOW_BITS],
+    emulated=1,
+)
+def test_sums_over_windows_are_as_accurate_as_unfused(
+    columns: Layout, bits: int | None, backend: Backend
+) -> None:
+    case = random_case(backend.tokens, 48, 333, dtype=backend.dtype, device=backend.device)
+    case.upstream.fill_(UPSTREAM)
+    scalar = replace(case, upstream=torch.tensor(UPSTREAM, device=backend.device))
+
+    def loss(h: Tensor, w: Tensor) -> Tensor:
+        return cutefce.linear_cross_entropy(h, w, case.y, reduction="sum")
+
+    with pinned(replace(columns, hidden_bits=bits)):
+        assert_as_accurate(evaluate(scalar, loss), case, ("dx", "dw"))
+
+
+@on_backends(variant=VARIANTS, ignored=[0.0, 0.5, 0.95, 1.0])
+def test_ignored_rows(variant: Variant, ignored: float, backend: Backend) -> None:
+    """Rows move to their places in their own memory; a second call has the same bits."""
+    skip_unserved(variant.layout, backend)
+    case = random_case(150, 48, 333, dtype=backend.dtype, device=backend.device, ignored=0)
+    off = torch.rand(150) < ignored
+    case.y[off] = -100
+    backend.hide_ignored(case)
+    x = OptionsCase(case, {"reduction": "sum"})
+    want = gradients(x, variant, variant.plain, 0.37)
+    got = gradients(x, variant, variant.layout, 0.37)
+    again = gradients(x, variant, variant.layout, 0.37)
+    assert not got[0][off].any()
+    assert relative_error(got[0], want[0]) <= 2.0**-8 * (ignored < 1)
+    for a, b in zip(got[1:], want[1:], strict=True):
+        assert relative_error(a, b) <= 2.0**-7 * (ignored < 1)
+    assert all(map(torch.equal, got, again)), "equal bits of a second call"
+
+
+@on_backends(variant=VARIANTS, upstream=[torch.inf, torch.nan, 0.0])
+def test_ignored_rows_are_0_whatever_the_upstream_gradient_is(
+    variant: Variant, upstream: float, backend: Backend
+) -> None:
+    skip_unserved(variant.layout, backend)
+    case = random_case(150, 48, 333, dtype=backend.dtype, device=backend.device)
+    got, *_ = gradients(OptionsCase(case, {}), variant, variant.layout, upstream)
+    ignored = case.y == -100
+    assert ignored.any() and not got[ignored].any()
+    assert got[~ignored].isfinite().all() == (upstream == 0)
+
+
+@on_backends(variant=VARIANTS)
+def test_bad_values_stay_in_their_rows(variant: Variant, backend: Backend) -> None:
+    skip_unserved(variant.layout, backend)
+    case = random_case(150, 48, 333, dtype=backend.dtype, device=backend.device)
+    want, *_ = gradients(OptionsCase(case, {"reduction": "sum"}), variant, variant.layout)
+    for row, value in ((3, torch.nan), (60, torch.inf), (90, -torch.inf), (100, torch.nan)):
+        case.h[row, 5], case.y[row] = value, 7
+    case.y[100] = -100
+    got, *_ = gradients(OptionsCase(case, {"reduction": "sum"}), variant, variant.layout)
+    bad = got.isnan().any(1)
+    assert bad.nonzero()[:, 0].tolist() == [3, 60, 90] and not got[100].any()
+    bad[100] = True
+    assert relative_error(got[~bad], want[~bad]) < 2.0**-12
+
+
+@on_backends(variant=VARIANTS)
+def test_equal_bits_from_later_backwards(variant: Variant, backend: Backend) -> None:
+    skip_unserved(variant.layout, backend)
+    case = random_case(150, 48, 333, dtype=backend.dtype, device=backend.device)
+    case.h[10] *= 100
+    h, w = case.h.requires_grad_(), case.w.requires_grad_(not variant.frozen)
+    leaves = [x for x in (h, w) if x.requires_grad]
+    with pinned(variant.layout):
+        loss = cutefce.linear_cross_entropy(h, w, case.y, reduction="sum")
+        first, second = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+# a frozen head, a frozen model
+
+
+def gradient(
+    case: Case, upstream: Tensor, trained: str, layout: Layout | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of a frozen head's h, or of w for frozen h, and that of float64."""
+    h, w = case.h.clone().requires_grad_(trained == "h"), case.w.clone()
+    w.requires_grad_(trained == "w")
+    reduction = "sum" if upstream.ndim == 0 else "none"
+    with pinned(layout):
+        loss = cutefce.linear_cross_entropy(h, w, case.y, reduction=reduction, **options)
+        leaf = h if trained == "h" else w
+        (got,) = torch.autograd.grad(loss, leaf, upstream.to(loss.dtype))
+    wide_h, wide_w = (x.detach().double() for x in (h, w))
+    leaf = (wide_h if trained == "h" else wide_w).requires_grad_()
+    exact = unfused(wide_h, wide_w, case.y, reduction=reduction)
+    return got, torch.autograd.grad(exact, leaf, upstream.double())[0]
+
+
+def assert_close(case: Case, got: Tensor, exact: Tensor, upstream: Tensor, trained: str) -> None:
+    """Assert that the error is at most the project's factor of that of float32 logits."""
+    if case.h.dtype != torch.bfloat16:
+        assert relative_error(got, exact) < 100 * torch.finfo(case.h.dtype).eps
+        return
+    rows = upstream.expand(len(case.y)).float()
+    wide = wide_logits(Case(case.h, case.w, case.y, rows))
+    other = wide.dx if trained == "h" else wide.dw
+    assert relative_error(got, exact) <= 1.35 * relative_error(other, exact)
+
+
+BUDGETS: tuple[int | str | None, ...] = ("min", 1 << 20, 3 << 20, 5 << 20, None, "max")
+UPSTREAMS = {"one": torch.ones(()), "0.37": torch.tensor(0.37), "each token's": None}
+
+
+@pairwise(
+    trained=["h", "w"],
+    upstream=UPSTREAMS,
+    dtype=[torch.bfloat16, torch.float32, torch.float64],
+    workspace=BUDGETS,
+)
+def test_one_gradient_at_every_budget(
+    trained: str,
+    upstream: Tensor | None,
+    dtype: torch.dtype,
+    workspace: int | str | None,
+    device: str,
+) -> None:
+    case = random_case(700, 64, 2500, dtype=dtype, device=device)
+    upstream = case.upstream if upstream is None else upstream.to(device)
+    got, exact = gradient(case, upstream, trained, None, workspace=workspace)
+    assert_close(case, got, exact, upstream, trained)
+
+
+FROZEN_LAYOUTS = CHUNKS | {
+    "chunks of 40, windows of 64": windows_in_chunks(40, 64),
+    "one chunk, windows of 128": windows_in_chunks(150, 128),
+    "chunks of 64, windows of 304": windows_in_chunks(64, 304),
+    "chunks of 64, windows of 72 and 80": windows_in_chunks(64, 72, 80),
+    "chunks of 40, windows of 72 and 128": windows_in_chunks(40, 72, 128),
+}
+
+
+@on_backends(layout=FROZEN_LAYOUTS, upstream=UPSTREAMS)
+def test_a_frozen_head(layout: Layout, upstream: Tensor | None, backend: Backend) -> None:
+    skip_unserved(layout, backend)
+    case = random_case(150, 48, 333, dtype=backend.dtype, device=backend.device)
+    upstream = case.upstream if upstream is None else upstream.to(backend.device)
+    got, exact = gradient(case, upstream, "h", layout)
+    assert_close(case, got, exact, upstream, "h")
+
+
+HIGH = {
+    "in the first window": lambda rows: rows % 60,
+    "in the last window": lambda rows: 320 + rows % 13,
+    "in any window": lambda rows: rows * 37 % 333,
+}
+FAR_LAYOUTS = {
+    "whole": windows_in_chunks(16, COLUMNS),
+    "windows of 64": windows_in_chunks(16, 64),
+    "windows of 72 and 128": windows_in_chunks(16, 72, 128),
+}
+
+
+@on_backends(
+    emulated=1,
+    layout=FAR_LAYOUTS,
+    place=HIGH,
+    every={"all rows": 1, "some rows": 7, "one row": 39},
+    height=[20.0, 60.0, 1e4],
+)
+def test_far_rows_of_chunks_are_computed_again(
+    layout: Layout, place: Any, every: int, height: float, backend: Backend
+) -> None:
+    """Their first sums overflow, those of other chunks stay."""
+    skip_unserved(layout, backend)
+    torch.manual_seed(1)
+    logits, y = torch.randn(40, 333), torch.randint(333, (40,))
+    rows = torch.arange(1, 40, every)
+    high = place(rows)
+    y[rows] = torch.where(y[rows] == high, (high + 1) % 333, y[rows])
+    logits[rows, high] = height
+    y[::5] = -100
+    case = logits_case(logits.to(backend.dtype), y, backend.device)
+    clean = case.h.clone()
+    backend.hide_ignored(case)
+    got, _ = gradient(case, case.upstream, "h", layout)
+    _, exact = gradient(replace(case, h=clean), case.upstream, "h", None)
+    assert not got[::5].any()
+    assert relative_error(got, exact) < 2.0**-8
+
+
+@on_backends(layout=FROZEN_LAYOUTS)
+def test_outputs_of_chunks_are_those_of_windows(layout: Layout, backend: Backend) -> None:
+    skip_unserved(layout, backend)
+    case = random_case(150, 48, 333, dtype=backend.dtype, device=backend.device)
+    case.h[20] *= 100  # a far row
+    names = "lse", "sum_p_squared", "mean_logit", "is_top1", "argmax"
+    results = []
+    for own in (layout, WINDOWS["everything kept"]):
+        h = case.h.clone().requires_grad_()
+        with pinned(own):
+            got = cutefce.linear_log_probs(h, case.w, case.y, outputs=names)
+            assert got.lse is not None
+            loss = (got.log_probs * case.upstream + got.lse * case.upstream.flip(0)).sum()
+            (dx,) = torch.autograd.grad(loss, h)
+        results.append((*(x.detach() for x in got if x is not None), dx))
+    for a, b in zip(*(result[:-1] for result in results), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert relative_error(results[0][-1], results[1][-1]) < 4 * torch.finfo(backend.dtype).eps
+
+
+def test_entropys_gradient_has_no_chunks() -> None:
+    """Its factors of exponentials are those of the backward."""
+    case = random_case(1500, 64, 3000, dtype=torch.float32)
+    h = case.h.requires_grad_()
+    got = cutefce.linear_log_probs(h, case.w, case.y, outputs=("entropy",), workspace="min")
+    assert got.entropy is not None
+    dx = torch.autograd.grad(got.entropy.sum(), h)[0]
+    wide = h.detach().double().requires_grad_()
+    log_p = (wide @ case.w.double().t()).log_softmax(1)[case.y >= 0]
+    exact = torch.autograd.grad(-(log_p.exp() * log_p).sum(), wide)[0]
+    assert relative_error(dx, exact) < 1e-5
+
+
+@pairwise(upstream=[1.0, 0.37], chunk=[400, 64], low_bits=[8, 4], name=["plain", "label_smoothing"])
+def test_sums_over_chunks_are_rounded_once(
+    name: str, upstream: float, chunk: int, low_bits: int, device: str
+) -> None:
+    """Rounded before they are multiplied, they would be off by 1.4 times as much."""
+    names = [] if name == "plain" else [name]
+    x = options_case(names, 1500, 64, 3000, dtype=torch.bfloat16, device=device)
+    x = OptionsCase(x.case, x.options | {"reduction": "sum"})
+    wide = replace(x.case, h=x.case.h.double(), w=x.case.w.double())
+    exact = step(OptionsCase(wide, x.options), None, upstream)
+    of_windows, of_chunks = (
+        [relative_error(a, b) for a, b in zip(step(x, layout, upstream), exact, strict=True)]
+        for layout in (
+            Layout(window=4096, kept=3072),
+            Layout(in_chunks=True, window=4096, kept=3072, chunk=chunk, low_bits=low_bits),
+        )
+    )
+    for windows, chunks in zip(of_windows, of_chunks, strict=True):
+        assert chunks <= 1.05 * windows
