@@ -15,12 +15,17 @@ from torch.export import Dim, export
 
 import cutefce
 from bench.harness.timing import peak_bytes
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.operators import kept, operators
 from tests.support.reference import are_same, random_case
+from tests.support.stand_in_gpu import served_by_kernels
+from tests.support.steps import WORKSPACES, gradients, have_same_bits, operands
+from tests.support.tiers import rest_slow
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 BUDGETS = [None, "min", 1 << 30, "max"]
+MARKED = {"automatic": False, "marked": True}
 DYNAMIC = {"min": 2, "max": 1 << 20}
 
 
@@ -71,15 +76,18 @@ def graphs(
     return int(counter.frame_count)
 
 
-@pytest.mark.parametrize("marked", [False, True], ids=["automatic", "marked"])
-@pytest.mark.parametrize(
-    ("workspace", "dtype"),
-    [*((budget, torch.bfloat16) for budget in BUDGETS), *((None, other) for other in DTYPES[1:])],
-    ids=str,
-)
+KINDS: dict[str, tuple[int | str | None, torch.dtype]] = {
+    **{f"workspace {budget}": (budget, torch.bfloat16) for budget in BUDGETS},
+    **{str(dtype): (None, dtype) for dtype in DTYPES[1:]},
+}
+
+
+@pytest.mark.parametrize("marked", rest_slow(MARKED))
+@pytest.mark.parametrize("kind", rest_slow(KINDS))
 def test_no_more_graphs_than_torch(
-    workspace: int | str | None, dtype: torch.dtype, marked: bool, device: str
+    kind: tuple[int | str | None, torch.dtype], marked: bool, device: str
 ) -> None:
+    workspace, dtype = kind
     w = torch.randn(40, 8, device=device).to(dtype).requires_grad_()
 
     def make(tokens: int) -> tuple[Tensor, ...]:
@@ -93,8 +101,8 @@ def test_no_more_graphs_than_torch(
     assert graphs(ours, sizes, make, marked) <= graphs(torch_loss, sizes[:10], make, marked)
 
 
-@pytest.mark.parametrize("marked", [False, True], ids=["automatic", "marked"])
-@pytest.mark.parametrize("workspace", BUDGETS)
+@pytest.mark.parametrize("marked", rest_slow({"marked": True, "automatic": False}))
+@pytest.mark.parametrize("workspace", rest_slow(BUDGETS))
 def test_no_more_graphs_than_torch_for_large_heads(
     workspace: int | str | None, marked: bool
 ) -> None:
@@ -120,6 +128,7 @@ def of_some_tokens(loss: Loss) -> Callable[..., Tensor]:
     return lambda h, w, y, one, other: loss(h[one], w, y[other])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_token_counts_that_depend_on_data(backend: str, device: str) -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
@@ -156,6 +165,7 @@ def test_export_of_token_counts_that_depend_on_data() -> None:
         assert torch.equal(exported(*arguments), Loss()(*arguments))
 
 
+@pytest.mark.slow
 def test_sizes_that_are_never_guarded(device: str) -> None:
     case = random_case(12, 8, 40, device=device)
     h, y = case.h.view(3, 4, 8), case.y.view(3, 4)
@@ -192,6 +202,7 @@ def test_float_denominators_share_graphs(device: str) -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workspace", ["min", 300_000, "max"])
 def test_compiled_steps_take_the_memory_of_eager_ones(
     workspace: int | str, monkeypatch: pytest.MonkeyPatch
@@ -227,8 +238,8 @@ def test_compiled_steps_take_the_memory_of_eager_ones(
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("dim", ["a range", "automatic"])
+@pytest.mark.parametrize("strict", rest_slow([False, True]))
+@pytest.mark.parametrize("dim", rest_slow(["a range", "automatic"]))
 def test_exported_programs_take_any_number_of_tokens(
     dim: str, strict: bool, grad: bool, tmp_path: Path
 ) -> None:
@@ -249,7 +260,7 @@ def test_exported_programs_take_any_number_of_tokens(
                 assert torch.equal(dh, torch.autograd.grad(expected, h)[0])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", rest_slow(DTYPES))
 @pytest.mark.parametrize("grad", [False, True])
 def test_decomposed_programs_can_be_trained(grad: bool, dtype: torch.dtype) -> None:
     head = cutefce.LinearCrossEntropyLoss(8, 20, dtype=dtype)
@@ -263,8 +274,24 @@ def test_decomposed_programs_can_be_trained(grad: bool, dtype: torch.dtype) -> N
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("workspace", ["min", None])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+# on a GPU, kernels serve bfloat16 and the portable path float32
+@pytest.mark.parametrize("dtype", rest_slow([torch.bfloat16, torch.float32]))
+def test_compiled_without_gradients_equals_eager(
+    dtype: torch.dtype, small_tiles: PortableTiles, device: str
+) -> None:
+    def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            return cutefce.linear_cross_entropy(h, w, y)
+
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    case = random_case(40, 16, 333, dtype=dtype, device=device)
+    compiled(case.h, case.w, case.y)  # the run that compiles may take the portable path unfused
+    assert torch.equal(compiled(case.h, case.w, case.y), loss(case.h, case.w, case.y))
+
+
+@pytest.mark.parametrize("workspace", rest_slow(["min", None]))
+@pytest.mark.parametrize("reduction", rest_slow(["none", "mean"]))
 def test_compiled_backwards_of_eager_forwards(reduction: str, workspace: str | None) -> None:
     h, w, y = torch.randn(6, 8), torch.randn(20, 8), torch.randint(20, (6,))
     gradients = []
@@ -279,6 +306,26 @@ def test_compiled_backwards_of_eager_forwards(reduction: str, workspace: str | N
         gradients.append(h.grad)
     assert gradients[0] is not None and gradients[1] is not None
     assert torch.equal(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("workspace", rest_slow(WORKSPACES))
+def test_compiled_steps_take_turns_with_eager_ones(workspace: int | str, device: str) -> None:
+    """On the kernels, and in one graph."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
+
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    with served_by_kernels(device):
+        h, w, y = operands(device)
+        for number in range(4):
+            given = h, w, y.roll(number)
+            first, other, again = (f(*given) for f in (loss, compiled, loss))
+            assert have_same_bits(
+                *((value, *gradients(value, h, w)) for value in (first, other, again))
+            )
+    assert counter.frame_count == 1
 
 
 @pytest.mark.gpu

@@ -1,0 +1,204 @@
+"""Steps in CUDA graphs of the user, on streams and in threads of a GPU: replays follow the data."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutefce
+from tests.support.reference import random_case
+from tests.support.stand_in_gpu import forget
+from tests.support.tiers import pairwise
+
+pytestmark = pytest.mark.gpu
+
+SIZES = 512, 256, 30000
+SOME = 8 << 20
+"""A workspace in which some windows are stored and others computed again."""
+WORKSPACES = "min", SOME, "max"
+
+each_workspace = pytest.mark.parametrize("workspace", WORKSPACES)
+
+
+@pytest.fixture(autouse=True)
+def own_memory() -> Iterator[None]:
+    """Let equal steps find their operands at equal addresses, as those of a training loop do.
+
+    Memory that another test or a garbage collection frees between two steps would change that.
+    """
+    forget()
+    gc.collect()
+    gc.disable()
+    torch.cuda.empty_cache()
+    yield
+    gc.enable()
+    forget()
+
+
+def operands() -> tuple[Tensor, Tensor, Tensor]:
+    case = random_case(*SIZES, dtype=torch.bfloat16, device="cuda")
+    return case.h.requires_grad_(), case.w.requires_grad_(), case.y
+
+
+def step(
+    h: Tensor, w: Tensor, y: Tensor, workspace: int | str = "max", reduction: str = "mean"
+) -> list[Tensor]:
+    """Return the loss, dX and dW, of leaves that share the memory of h and w."""
+    h, w = h.detach().requires_grad_(), w.detach().requires_grad_()
+    loss = cutefce.linear_cross_entropy(h, w, y, workspace=workspace, reduction=reduction)
+    return [loss.detach(), *gradients(loss, h, w)]
+
+
+def gradients(loss: Tensor, h: Tensor, w: Tensor, **more: Any) -> tuple[Tensor, ...]:
+    upstream = torch.linspace(1, 2, loss.numel(), device=loss.device).view(loss.shape)
+    return torch.autograd.grad(loss, (h, w), upstream, **more)
+
+
+def on_cpu(results: list[Tensor]) -> list[Tensor]:
+    """Return copies that take no memory of the GPU, so that the next step finds what it had."""
+    return [x.cpu() for x in results]
+
+
+def are_equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def fewer_targets(y: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(y.device).manual_seed(seed)
+    return y.masked_fill(torch.rand(y.shape, generator=generator, device=y.device) < 0.5, -100)
+
+
+def fill_free_memory() -> None:
+    """Write NaN to memory that torch has allocated and freed outside of graphs."""
+    held = []
+    for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22):
+        held += [torch.full((size,), torch.nan, device="cuda") for _ in range(16)]
+
+
+@pairwise(workspace=WORKSPACES, reduction=["mean", "none"], steps_before=[1, 4])
+def test_a_captured_step_replays_with_other_data(
+    workspace: int | str, reduction: str, steps_before: int
+) -> None:
+    """After one eager step, or many, whatever other memory holds meanwhile."""
+    h, w, y = operands()
+    values = [(h.detach().roll(i, 0), w.detach().roll(i, 0), fewer_targets(y, i)) for i in range(3)]
+    want = [on_cpu(step(*each, workspace, reduction)) for each in values]
+    forget()
+    for _ in range(steps_before):
+        on_cpu(step(h, w, y, workspace, reduction))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        results = step(h, w, y, workspace, reduction)
+    for each, wanted in zip(values, want, strict=True):
+        for x, value in zip((h, w, y), each, strict=True):
+            x.data.copy_(value)
+        fill_free_memory()
+        for _ in range(2):
+            graph.replay()
+            assert are_equal(on_cpu(results), wanted)
+        # an eager step beside the graph
+        assert are_equal(on_cpu(step(h, w, y, workspace, reduction)), wanted)
+        assert are_equal(on_cpu(results), wanted)
+
+
+@each_workspace
+def test_a_captured_backward_of_an_eager_forward(workspace: int | str) -> None:
+    """Its replays are right, and write to no memory of others."""
+    h, w, y = operands()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        want = on_cpu(step(h, w, y, workspace))[1:]
+        loss = cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
+        upstream = torch.ones_like(loss)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            got = torch.autograd.grad(loss, (h, w), upstream, retain_graph=True)
+        others = [torch.full((1 << 14,), torch.nan, device="cuda") for _ in range(256)]
+        for _ in range(2):
+            graph.replay()
+            torch.cuda.synchronize()
+            assert are_equal(on_cpu([*got]), want)
+        assert all(x.isnan().all() for x in others)
+
+
+@each_workspace
+def test_loops_follow_their_operands(workspace: int | str) -> None:
+    h, w, y = operands()
+    targets = [fewer_targets(y, seed) for seed in range(6)]
+    want = [on_cpu(step(h, w, each, workspace)) for each in targets]
+    for _ in range(4):
+        on_cpu(step(h, w, y, workspace))
+    for each, wanted in zip(targets, want, strict=True):
+        y.copy_(each)
+        assert are_equal(on_cpu(step(h, w, y, workspace)), wanted)
+
+
+def test_steps_of_two_reductions_at_the_same_addresses() -> None:
+    """A gradient of the loss and one of each token may begin at the same address."""
+    h, w, y = operands()
+    h, y = h[:100], y[:100]
+    for reduction in ("sum", "none", "sum", "none"):
+        want = on_cpu(step(h.clone(), w.clone(), y, reduction=reduction))
+        for _ in range(4):
+            assert are_equal(on_cpu(step(h, w, y, reduction=reduction)), want)
+
+
+def test_steps_run_on_the_current_stream() -> None:
+    h, w, y = operands()
+    want, stream = on_cpu(step(h, w, y)), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            assert are_equal(on_cpu(step(h, w, y)), want)
+        torch.cuda._sleep(1 << 28)
+        results = step(h, w, y)
+        assert not stream.query(), "the last step did not wait for the stream"
+        assert are_equal(on_cpu(results), want)
+
+
+@each_workspace
+def test_a_backward_follows_its_forward_to_another_stream(workspace: int | str) -> None:
+    """Autograd runs it on the stream of the forward, and lets the caller's stream wait."""
+    h, w, y = operands()
+    want, stream = on_cpu(step(h, w, y, workspace)), torch.cuda.Stream()
+    for _ in range(4):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1 << 26)
+            loss = cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
+            upstream = torch.ones_like(loss)
+        torch.cuda.current_stream().wait_stream(stream)
+        got = torch.autograd.grad(loss, (h, w), upstream)
+        assert are_equal(on_cpu([loss.detach(), *got]), want)
+
+
+def test_other_threads_run_and_allocate_meanwhile() -> None:
+    h, w, y = operands()
+    want, done, failures = on_cpu(step(h, w, y)), threading.Event(), []
+
+    def work() -> None:
+        try:
+            # its own stream: otherwise steps would find other addresses each time
+            with torch.cuda.stream(torch.cuda.Stream()):
+                while not done.is_set():
+                    torch.rand(1 << 16, device="cuda").add_(1)
+        except RuntimeError as error:
+            failures.append(error)
+
+    other = threading.Thread(target=work)
+    other.start()
+    try:
+        for _ in range(20):
+            forget()
+            for _ in range(4):
+                assert are_equal(on_cpu(step(h, w, y)), want)
+    finally:
+        done.set()
+        other.join()
+    assert not failures

@@ -1,0 +1,314 @@
+"""What torch does around calls: modes and tracers see the operators, and loops go on as before."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import cutefce
+from cutefce.ops.primitives import portable_gradients, portable_projection
+from tests.support.modes import Seen
+from tests.support.reference import random_case
+from tests.support.stand_in_gpu import select_rows, served_by_kernels
+from tests.support.steps import (
+    ROWS,
+    WORKSPACES,
+    Results,
+    gradients,
+    have_same_bits,
+    operands,
+    step,
+)
+from tests.support.tiers import rest_slow
+
+OPS = torch.ops.cutefce
+FORWARD = OPS.forward.default
+
+each_workspace = pytest.mark.parametrize("workspace", WORKSPACES)
+
+
+@pytest.fixture
+def kernels(device: str) -> Iterator[pytest.MonkeyPatch]:
+    with served_by_kernels(device) as patch:
+        yield patch
+
+
+def loss_of(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    return cutefce.linear_cross_entropy(h, w, y)
+
+
+def without_gradients(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        return loss_of(h, w, y)
+
+
+def dispatch_mode(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
+    with Seen() as seen:
+        assert have_same_bits(step(h, w, y), want)
+        assert torch.equal(without_gradients(h, w, y), want[0])
+    expected = [OPS.loss_forward.default, OPS.loss_backward.default, FORWARD]
+    assert [x for x in seen.operators if x.namespace == "cutefce"] == expected
+
+
+def function_mode(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
+    functions = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            functions.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Functions():
+        result = loss_of(h, w, y)
+    assert torch.equal(result, want[0])
+    assert "cutefce.loss" in functions
+
+
+def tensor_subclass(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
+    functions = []
+
+    class Watched(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            functions.append(str(function))
+            run: Any = super().__torch_function__
+            return run(function, types, args, kwargs or {})
+
+    result = loss_of(h.as_subclass(Watched), w, y)
+    assert torch.equal(result.as_subclass(Tensor), want[0])
+    assert "cutefce.loss" in functions
+
+
+def fake_tensors(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
+    mode: Any = FakeTensorMode()
+    with mode:
+        results = step(mode.from_tensor(h), mode.from_tensor(w), mode.from_tensor(y))
+    assert all(type(x) is FakeTensor for x in results)
+    assert [x.shape for x in results] == [x.shape for x in want]
+
+
+def regions_without_gradients(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
+    for region in (torch.no_grad, torch.inference_mode):
+        with region():
+            assert torch.equal(loss_of(h, w, y), want[0])
+
+
+def autocast(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
+    with torch.autocast(h.device.type, torch.bfloat16):
+        assert have_same_bits(step(h, w, y), want)
+        loss = loss_of(h, w, y)
+    assert have_same_bits((loss, *gradients(loss, h, w)), want)
+    with torch.autocast(h.device.type, torch.float16):
+        cast = step(h, w, y)
+    narrow = step(h.detach().half().requires_grad_(), w.detach().half().requires_grad_(), y)
+    assert have_same_bits(cast, (narrow[0], *(x.bfloat16() for x in narrow[1:])))
+
+
+def anomaly_detection(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
+    with torch.autograd.detect_anomaly(check_nan=True):
+        assert have_same_bits(step(h, w, y), want)
+
+
+def memory_that_begins_as_nan(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
+    """What torch fills with NaN in its deterministic mode has no influence on results."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert have_same_bits(step(h, w, y), want)
+        assert torch.equal(without_gradients(h, w, y), want[0])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def transforms(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
+    h, w = h.detach(), w.detach()
+    dx, dw = torch.func.grad(loss_of, argnums=(0, 1))(h, w, y)
+    assert have_same_bits((-dx, -dw), want[1:])
+    samples = torch.func.vmap(loss_of, in_dims=(0, None, 0))(h[None], w, y[None])
+    assert torch.equal(samples[0], want[0])
+
+
+def leaked_tensors(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
+    """A tensor that a transform has left behind is the tensor that it wraps."""
+    left: list[Tensor] = []
+
+    def leak(a: Tensor) -> Tensor:
+        left.append(y + (a.sum() * 0).long())
+        return a.sum()
+
+    torch.func.grad(leak)(torch.ones(3, device=h.device))
+    for _ in range(2):
+        assert have_same_bits(step(h, w, left[0]), want)
+        assert torch.equal(without_gradients(h, w, left[0]), want[0])
+
+
+def batched_gradients(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
+    loss, upstreams = loss_of(h, w, y), torch.tensor([-1.0, 2.0], device=h.device)
+    batched = torch.autograd.grad(loss, (h, w), upstreams, is_grads_batched=True)
+    assert have_same_bits(tuple(x[0] for x in batched), want[1:])
+
+
+def second_derivatives(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
+    (dx,) = torch.autograd.grad(-loss_of(h, w, y), h, create_graph=True)
+    assert torch.equal(dx, want[1])
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        dx.sum().backward()
+
+
+def tracer(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
+    traced = make_fx(without_gradients)(h, w, y)
+    assert "cutefce.forward.default" in {str(node.target) for node in traced.graph.nodes}
+    assert torch.equal(traced(h, w, y), want[0])
+
+
+CONTEXTS = {
+    x.__name__: x
+    for x in (
+        dispatch_mode,
+        function_mode,
+        tensor_subclass,
+        fake_tensors,
+        regions_without_gradients,
+        autocast,
+        anomaly_detection,
+        memory_that_begins_as_nan,
+        transforms,
+        leaked_tensors,
+        batched_gradients,
+        second_derivatives,
+        tracer,
+    )
+}
+"""What happens between two steps, and what must come out of it, given the results of a step."""
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+@pytest.mark.parametrize("selects", ROWS.values(), ids=ROWS)
+def test_steps_and_what_is_between_them(
+    selects: bool, context: Callable[..., None], device: str, kernels: pytest.MonkeyPatch
+) -> None:
+    select_rows(kernels, selects)
+    given = operands(device)
+    want = step(*given)
+    for _ in range(2):
+        context(*given, want)
+        assert have_same_bits(step(*given), want)
+
+
+@pytest.mark.parametrize("workspace", rest_slow(WORKSPACES))
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("selects", rest_slow({"selected rows": True, "all rows": False}))
+def test_a_graph_compiler_may_trace_the_backward(
+    workspace: int | str, reduction: str, selects: bool, device: str, kernels: pytest.MonkeyPatch
+) -> None:
+    select_rows(kernels, selects)
+    h, w, y = operands(device)
+    more: dict[str, Any] = {"reduction": reduction, "workspace": workspace}
+    want = step(h, w, y, **more)
+    for _ in range(2):
+        loss = cutefce.linear_cross_entropy(h, w, y, **more)
+        with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+            assert have_same_bits((loss, *gradients(loss, h, w)), want)
+
+
+@each_workspace
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints(
+    use_reentrant: bool, workspace: int | str, device: str, kernels: pytest.MonkeyPatch
+) -> None:
+    h, w, y = operands(device)
+
+    def run(h: Tensor, w: Tensor) -> Tensor:
+        return cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
+
+    want = torch.autograd.grad(run(h, w), (h, w))
+    for _ in range(3):
+        h.grad = w.grad = None
+        checkpoint(run, h, w, use_reentrant=use_reentrant).backward()
+        assert h.grad is not None and w.grad is not None
+        assert have_same_bits((h.grad, w.grad), want)
+
+
+def unaligned(x: Tensor) -> Tensor:
+    """Return x at an address that no kernel takes, or with gaps between its elements."""
+    if x.ndim == 1:
+        return torch.stack([x, x], 1)[:, 0]
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+@each_workspace
+@pytest.mark.parametrize("restored", [torch.bfloat16, torch.int64], ids=["h and w", "y"])
+def test_saved_tensors_may_come_back_with_another_layout(
+    restored: torch.dtype, workspace: int | str, device: str, kernels: pytest.MonkeyPatch
+) -> None:
+    h, w, y = operands(device)
+    want = step(h, w, y, workspace=workspace)
+
+    def unpack(x: Tensor) -> Tensor:
+        return unaligned(x) if x.dtype == restored else x
+
+    for _ in range(2):
+        with saved_tensors_hooks(lambda x: x, unpack):
+            loss = cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
+        assert have_same_bits((loss, *gradients(loss, h, w)), want)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_forward_on_kernels_is_what_its_fake_says(
+    reduction: str, device: str, kernels: pytest.MonkeyPatch
+) -> None:
+    h, w, y = (x.detach() for x in operands(device))
+    torch.library.opcheck(FORWARD, (h, w, y, reduction, -100))
+
+
+# on a GPU, kernels serve bfloat16 and the portable path float32
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@each_dtype
+def test_modes_see_the_portable_operator(dtype: torch.dtype, device: str) -> None:
+    case = random_case(20, 8, 50, dtype=dtype, device=device)
+    given = case.h, case.w, case.y
+    with Seen() as seen:
+        result = without_gradients(*given)
+    assert FORWARD in seen.operators
+    assert torch.equal(result, without_gradients(*given))
+
+
+@each_dtype
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_tracers_see_the_portable_operator(
+    pre_dispatch: bool, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = random_case(20, 8, 50, dtype=dtype, device=device)
+    given = case.h, case.w, case.y
+    with monkeypatch.context() as as_on_a_gpu:
+        for module in (portable_gradients, portable_projection):
+            as_on_a_gpu.setattr(module, "can_fuse", lambda x: True)
+        traced = make_fx(without_gradients, pre_dispatch=pre_dispatch)(*given)
+    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert any(str(target).startswith("cutefce.") for target in called)
+    assert torch.equal(traced(*given), without_gradients(*given))
+
+
+@pytest.mark.parametrize("without", [FakeTensorMode, lambda: torch.device("meta")])
+def test_tensors_without_numbers_stay_without(
+    without: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    with without():
+        h, w, y = torch.empty(20, 8), torch.empty(50, 8), torch.empty(20, dtype=torch.long)
+        result = without_gradients(h, w, y)
+    assert type(result) is type(h) and result.device == h.device
+    assert result.shape == () and result.dtype == torch.float32

@@ -1,0 +1,55 @@
+"""A CPU that stands in for a Hopper GPU: calls take a GPU's ways, and launch models of the kernels.
+
+Tests that use it call the public functions, and are the same on a GPU.  What makes a call one of a
+GPU, and what a process remembers of calls, only this file knows.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from cutefce.autotune_cache import lookup
+from cutefce.cute_kernels import problem, process_cache
+from cutefce.cute_kernels.arch.sm90 import Sm90
+from cutefce.cute_kernels.gpu import Gpu
+from cutefce.ops.divergence import logits
+from cutefce.ops.interface import call_cache
+from cutefce.ops.operators import operators
+from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.primitives import dispatch
+from tests.support.kernel_models import Replacement, model_of, use_models
+
+
+@contextmanager
+def served_by_kernels(
+    device: str, replacement: Replacement = model_of
+) -> Iterator[pytest.MonkeyPatch]:
+    """Serve calls by a GPU's kernels, or on a CPU by models of them or another `replacement`.
+
+    The process has computed nothing yet, and forgets what it computes.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cpu":
+            pytest.importorskip("cutlass")
+            use_models(patch, replacement)
+            patch.setattr(dispatch, "_device_unsupported_reason", lambda device, dtype: None)
+            for module in (dispatch, logits):
+                patch.setattr(module, "gpu_of", lambda device: Gpu(Sm90(), "a model", 132))
+            patch.setattr(lookup, "tables", lambda gpu: ())
+            patch.setattr(call_cache, "is_on_current_gpu", lambda x: True)
+            # without knowing how many tokens count
+            patch.setattr(operators, "plan_of", lambda h, w, y, *call: plan_for(h, w, *call))
+        forget()
+        yield patch
+    forget()
+
+
+def select_rows(patch: pytest.MonkeyPatch, selects: bool) -> None:
+    """Have kernels compute only the rows that count, of however few tokens, or all rows."""
+    patch.setattr(problem, "MIN_SELECTED", 1 if selects else 1 << 30)
+
+
+def forget() -> None:
+    """Forget what calls have found out, as if the process began."""
+    process_cache.reset()
