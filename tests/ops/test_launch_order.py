@@ -1,16 +1,19 @@
-"""The order in which the host launches what a step takes, on models of the kernels."""
+"""What the host launches for a step, and in which order, on models of the kernels."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import cutefce
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.spec import (
     GatherRowsSpec,
+    GradGemmSpec,
     KernelSpec,
     PrepareSoftSpec,
     ProjectExpSpec,
@@ -20,6 +23,98 @@ from cutefce.cute_kernels.spec import (
 )
 from cutefce.ops.rows import loss_parts
 from tests.support.kernel_models import model_of, serve_calls
+
+FORWARD = "SelectRows TargetLogit GatherRows ProjectExp ReducePartials"
+REPAIR = "ProjectExp"
+"""Of stored exponentials whose reference was too far from the logits, which the device knows."""
+BEFORE_DW = "RowCoefficients SortTargets GatherRows"
+STEPS: dict[str, tuple[str, str, str, str, str]] = {
+    "a plain step": (
+        "max",
+        "hw",
+        f"{FORWARD} {REPAIR}",
+        f"{BEFORE_DW} GradHidden GradWeight ScaleAddRows",
+        f"{BEFORE_DW} GradHidden GradWeight ScaleAddRows",
+    ),
+    "in little memory": (
+        "min",
+        "hw",
+        FORWARD,
+        f"{BEFORE_DW}( ProjectExp GradHidden GradWeight)+ ScaleAddRows",
+        f"{BEFORE_DW}( ProjectExp GradHidden GradWeight)+ ScaleAddRows",
+    ),
+    "a frozen head": (
+        "max",
+        "h",
+        f"{FORWARD} {REPAIR} GradHidden KeptSums",
+        "RowCoefficients KeptSums",
+        f"{FORWARD} {REPAIR} GradHidden KeptSums RowCoefficients KeptSums",
+    ),
+    "a frozen head in little memory": (
+        "min",
+        "h",
+        FORWARD,
+        "RowCoefficients GatherRows( ProjectExp GradHidden)+ ScaleAddRows",
+        "RowCoefficients GatherRows( ProjectExp GradHidden)+ ScaleAddRows",
+    ),
+    "frozen hidden states": (
+        "max",
+        "w",
+        f"{FORWARD} {REPAIR}",
+        f"{BEFORE_DW} GradWeight",
+        f"{BEFORE_DW} GradWeight",
+    ),
+}
+"""Workspace, what is trained, and the launches of the forward, a backward, and a second one.
+
+Each has a regular expression, in which windows repeat.
+"""
+
+
+@pytest.mark.parametrize(
+    ("workspace", "trained", "forward", "backward", "again"), STEPS.values(), ids=STEPS
+)
+def test_launches_of_steps(
+    workspace: str,
+    trained: str,
+    forward: str,
+    backward: str,
+    again: str,
+    monkeypatch: pytest.MonkeyPatch,
+    small_tiles: PortableTiles,
+) -> None:
+    """A second backward computes again only what was not stored, or is overwritten."""
+    pytest.importorskip("cutlass")
+    launched: list[str] = []
+
+    def recorded(kernel: KernelSpec) -> Callable[..., None]:
+        name = type(kernel).__name__.removesuffix("Spec")
+        if isinstance(kernel, GradGemmSpec):
+            name = f"Grad{kernel.wrt.capitalize()}"
+
+        def launch(*arguments: Any) -> None:
+            launched.append(name)
+            model_of(kernel)(*arguments)
+
+        return launch
+
+    def launches(run: Callable[[], Any]) -> tuple[Any, str]:
+        launched.clear()
+        return run(), " ".join(launched)
+
+    serve_calls(monkeypatch, arch_named("sm_90a"), small_tiles, selects=True, replacement=recorded)
+    h = torch.randn(150, 64, dtype=torch.bfloat16, requires_grad="h" in trained)
+    w = torch.randn(333, 64, dtype=torch.bfloat16, requires_grad="w" in trained)
+    y = torch.randint(333, (150,))
+
+    def run() -> Tensor:
+        return cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
+
+    loss, names = launches(run)
+    assert re.fullmatch(forward, names)
+    for expected in (backward, again):
+        _, names = launches(lambda: loss.backward(retain_graph=True))
+        assert re.fullmatch(expected, names), names
 
 
 @pytest.mark.parametrize("outputs", [False, True], ids=["soft targets", "outputs"])
