@@ -211,6 +211,7 @@ def sharded() -> list[Any]:
     return results
 
 
+@pytest.mark.slow
 def test_a_head_sharded_by_fsdp2(two: Ranks) -> None:
     for theirs, ours in two.run(2, sharded):
         assert_same(ours, theirs)

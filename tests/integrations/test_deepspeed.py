@@ -102,6 +102,7 @@ def assert_equal(ours: Run, theirs: Run) -> None:
         assert (ours.parameters[name] - x).abs().max() <= 1e-6, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", TRAINERS)
 def test_trainer(two: Ranks, name: str, stage: int, tmp_path: Path) -> None:
@@ -148,6 +149,7 @@ def distill(enabled: bool) -> Run:
     return Run(losses, whole_parameters(student), None)
 
 
+@pytest.mark.slow
 def test_gkd_under_zero_3(two: Ranks) -> None:
     pytest.importorskip("trl")
     runs = [two.run(2, distill, enabled) for enabled in (False, True)]

@@ -5,13 +5,12 @@ import torch
 
 import cutefce
 from tests.support.divergence import token_divergences
+from tests.support.tiers import pairwise
 
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
-@pytest.mark.parametrize("items", [None, 50])
+@pairwise(items=[None, 50], beta=[0.0, 0.1, 0.5, 1.0], temperature=[1.0, 0.7])
 def test_distillation_is_that_of_logits(items: int | None, beta: float, temperature: float) -> None:
     """The loss of TRL's trainers: its mean over labels, or a sum over `num_items_in_batch`."""
     torch.manual_seed(0)

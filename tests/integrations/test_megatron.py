@@ -35,8 +35,15 @@ from cutefce.integrations import gradients as setting
 from cutefce.integrations import megatron
 from tests.support.fused_calls import fused_calls
 from tests.support.ranks import Ranks
+from tests.support.tiers import rest_slow
 
 VOCAB, SEQUENCE, BATCH = 192, 16, 2
+LAYOUTS = [
+    (2, True),
+    pytest.param(1, False, marks=pytest.mark.slow),
+    pytest.param(2, False, marks=pytest.mark.slow),
+]
+"""Ranks of tensor parallelism, and whether sequences are parallel, too."""
 
 
 @dataclass
@@ -193,8 +200,8 @@ def assert_same(ours: Step, theirs: Step, calls: int = 1) -> None:
         assert error <= 1e-5 * expected.abs().max() + 1e-8, name
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("tied", rest_slow([False, True]))
+@pytest.mark.parametrize(("tp", "sequence_parallel"), LAYOUTS)
 def test_gpt(two: Ranks, tp: int, sequence_parallel: bool, tied: bool) -> None:
     options = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
     theirs = two.run(2, step, False, tp, tied, options)
@@ -203,8 +210,9 @@ def test_gpt(two: Ranks, tp: int, sequence_parallel: bool, tied: bool) -> None:
         assert_same(*pair)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), LAYOUTS)
 def test_main_grad(two: Ranks, tp: int, sequence_parallel: bool, tied: bool) -> None:
     """Megatron-Core's own fused accumulation, and its plain one, give the same sums."""
     options = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
@@ -217,6 +225,7 @@ def test_main_grad(two: Ranks, tp: int, sequence_parallel: bool, tied: bool) -> 
         assert_same(own, unfused)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_multi_token_prediction(two: Ranks, tp: int) -> None:
     options = {"tensor_model_parallel_size": tp, "mtp_num_layers": 2}

@@ -16,6 +16,7 @@ from examples.losses.dpo import dpo_loss
 from examples.losses.grpo import grpo_loss
 from examples.losses.orpo import orpo_loss
 from tests.integrations.test_trl import reward, small_model, text, tokenizer
+from tests.support.tiers import rest_slow
 
 PAIRS = [
     {"prompt": text(i, 3), "chosen": " " + text(3 * i, 4), "rejected": " " + text(5 * i, 3 + i)}
@@ -95,7 +96,7 @@ def test_orpo(tmp_path: Path) -> None:
     assert_same(model, orpo_loss(own, model.lm_head.weight, labels, completions, 0.3), theirs)
 
 
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+@pytest.mark.parametrize("entropy_coef", rest_slow([0.1, 0.0]))
 def test_grpo(entropy_coef: float, tmp_path: Path) -> None:
     model = small_model("Llama", tmp_path)
     config: dict[str, Any] = {"num_generations": 4, "max_completion_length": 6, "temperature": 0.9}

@@ -240,6 +240,7 @@ def parallelized(model: Any, config: Any, dims: ParallelDims) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reshard", ["always", "default", "never"])
 def test_fsdp2(two: Ranks, reshard: str) -> None:
     parallelism = {"spmd_backend": "partial_dtensor", "fsdp_reshard_after_forward": reshard}
@@ -249,6 +250,7 @@ def test_fsdp2(two: Ranks, reshard: str) -> None:
         assert_same(*pair)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize(
     ("backend", "typechecked"),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import cutefce
 from bench.harness.tiny_models import VOCAB, batch
 from tests.support.deferral import assert_same, gradients, own_step, parameters, tiny_llama
+from tests.support.tiers import rest_slow
 
 
 class Rows(torch.utils.data.Dataset[dict[str, list[int]]]):
@@ -52,15 +53,15 @@ def train(model: nn.Module, folder: Path, **options: Any) -> tuple[Any, dict[str
 
 TRAINER: dict[str, dict[str, Any]] = {
     "float32": {},
+    "label smoothing": {"label_smoothing_factor": 0.1},
     "AdamW": {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4},
     "gradient checkpointing": {"gradient_checkpointing": True},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1},
-    "label smoothing": {"label_smoothing_factor": 0.1},
     "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
 }
 
 
-@pytest.mark.parametrize("name", TRAINER)
+@pytest.mark.parametrize("name", rest_slow([*TRAINER], default=2))
 def test_trainer(name: str, tmp_path: Path) -> None:
     options = TRAINER[name]
     theirs, expected = train(tiny_llama(), tmp_path, **options)
@@ -91,6 +92,7 @@ def test_trainer(name: str, tmp_path: Path) -> None:
         assert report == (4, {})
 
 
+@pytest.mark.slow
 def test_trainer_in_bfloat16(tmp_path: Path) -> None:
     """The fused loss does not round logits: it is nearer to float32 than the model's own."""
     _, exact = train(tiny_llama(), tmp_path)

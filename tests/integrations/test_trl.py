@@ -216,15 +216,17 @@ def train(
 
 RUNS = [
     (sft, "Llama", {}),
+    (dpo, "Llama", {}),
+    (kto, "Llama", {}),
+    (grpo, "Llama", {"beta": 0.05, "entropy_coef": 0.1}),
+]
+MORE_RUNS = [
     (sft, "Cohere", {}),
     (sft, "Gemma2", {}),
     (sft, "Phi", {}),
     (sft, "Qwen3Moe", {}),
     (sft, "Llama", {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj"])}),
-    (dpo, "Llama", {}),
     (dpo, "Cohere", {"loss_type": "sigmoid_norm", "use_weighting": True}),
-    (kto, "Llama", {}),
-    (grpo, "Llama", {"beta": 0.05, "entropy_coef": 0.1}),
     (grpo, "Phi", {"cast_lm_head_to_fp32": True}),
     (grpo, "Gemma2", {}),
     # the first tokens of a prompt's completions have one distribution, at the threshold
@@ -234,7 +236,10 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "name", "settings"), RUNS)
+@pytest.mark.parametrize(
+    ("make", "name", "settings"),
+    [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in MORE_RUNS)],
+)
 def test_a_trainer_logs_and_learns_the_same(
     make: Callable[..., Any],
     name: str,
@@ -258,8 +263,8 @@ def test_a_trainer_logs_and_learns_the_same(
     ("make", "settings", "left"),
     [
         (dpo, {}, ("mean_logits",)),
-        (kto, {}, ("mean_logits",)),
-        (grpo, {"entropy_coef": 0.1}, ("entropy",)),
+        pytest.param(kto, {}, ("mean_logits",), marks=pytest.mark.slow),
+        pytest.param(grpo, {"entropy_coef": 0.1}, ("entropy",), marks=pytest.mark.slow),
     ],
 )
 def test_what_a_softcap_excludes_is_left_to_trl(
@@ -416,6 +421,7 @@ def test_other_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         integration.enable()
 
 
+@pytest.mark.slow
 def test_the_example_runs(
     calls: dict[str, list[Any]],
     monkeypatch: pytest.MonkeyPatch,

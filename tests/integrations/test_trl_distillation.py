@@ -21,6 +21,7 @@ from cutefce.integrations.deferral import divergence as deferred_divergence
 from cutefce.integrations.distillation import trl as trl_distillation
 from tests.integrations.test_trl import CLOCKS, small_model, text, tokenizer, trainer_arguments
 from tests.support.divergence import token_divergences
+from tests.support.tiers import pairwise
 
 OWN = distillation_trainer._chunked_divergence_loss
 
@@ -123,8 +124,13 @@ def compare(one: tuple[Any, dict[str, Tensor]], other: tuple[Any, dict[str, Tens
     ("names", "settings"),
     [
         (("Llama", "Llama"), {"beta": 1.0}),
-        (("Cohere", "Gemma2"), {"beta": 0.0, "temperature": 0.8}),
-        (("Gemma2", "Phi"), {"beta": 0.3, "gradient_accumulation_steps": 2}),
+        pytest.param(
+            *(("Cohere", "Gemma2"), {"beta": 0.0, "temperature": 0.8}), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *(("Gemma2", "Phi"), {"beta": 0.3, "gradient_accumulation_steps": 2}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_distillation_learns_the_same(
@@ -142,8 +148,11 @@ def test_distillation_learns_the_same(
     ("names", "settings"),
     [
         (("Llama", "Llama"), {"lmbda": 0.0, "beta": 0.5}),
-        (("Cohere", "Gemma2"), {"lmbda": 1.0, "beta": 0.0}),
-        (("Phi", "Llama"), {"lmbda": 0.0, "beta": 1.0, "seq_kd": True}),
+        pytest.param(*(("Cohere", "Gemma2"), {"lmbda": 1.0, "beta": 0.0}), marks=pytest.mark.slow),
+        pytest.param(
+            *(("Phi", "Llama"), {"lmbda": 0.0, "beta": 1.0, "seq_kd": True}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_gkd_learns_the_same(
@@ -164,9 +173,11 @@ def heads(teacher_hidden: int = 24) -> tuple[torch.nn.Linear, torch.nn.Linear]:
     return student, teacher
 
 
-@pytest.mark.parametrize("labelled", [True, False])
-@pytest.mark.parametrize("items", [None, 7, torch.tensor(9.0)])
-@pytest.mark.parametrize("reduction", ["batchmean", "sum", "mean", "none"])
+@pairwise(
+    reduction=["batchmean", "sum", "mean", "none"],
+    items={"None": None, "number": 7, "tensor": torch.tensor(9.0)},
+    labelled=[True, False],
+)
 def test_gkds_loss_is_the_same(
     reduction: str, items: Any, labelled: bool, calls: list[dict[str, Any]]
 ) -> None:
@@ -245,10 +256,12 @@ def test_a_weight_of_zero_3_is_left_to_trl(calls: list[dict[str, Any]]) -> None:
     assert not calls and all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("items", [None, 5, torch.tensor(11)])
-@pytest.mark.parametrize("counted", [0.0, 0.6])
+@pairwise(
+    counted=[0.0, 0.6],
+    items={"None": None, "number": 5, "tensor": torch.tensor(11)},
+    autocast=[False, True],
+    dtype=[torch.float32, torch.bfloat16],
+)
 def test_the_loss_is_as_accurate_as_that_of_trl(
     counted: float, items: Any, autocast: bool, dtype: torch.dtype
 ) -> None:

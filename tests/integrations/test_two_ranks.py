@@ -31,6 +31,7 @@ from torch.nn import functional as F
 import cutefce
 from tests.support.modes import Seen
 from tests.support.ranks import Ranks, started
+from tests.support.tiers import rest_slow
 
 TINY = {
     "vocab_size": 202,
@@ -237,8 +238,8 @@ def compare(parallel: Callable[[Path], Step], folder: Path) -> tuple[Any, dict[s
 
 
 PLANS = {
-    "FSDP2": with_fsdp,
     "tensor parallel": with_tensor_parallel_plan,
+    "FSDP2": with_fsdp,
     "tensor and sequence parallel": with_sequence_parallel_plan,
 }
 
@@ -259,7 +260,7 @@ rounding of sums, which are first rounded on each rank.
 """
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", rest_slow([*PLANS]))
 def test_losses_and_gradients_are_those_of_one_process(
     setting: Setting, plan: str, record_property: Callable[[str, object], None]
 ) -> None:

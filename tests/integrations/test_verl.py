@@ -186,6 +186,7 @@ def values_on_a_rank(hidden: Tensor, weight: Tensor, labels: Tensor, gathers: bo
     return [*(x.detach() for x in values), *gradients((rows, classes), *values, 0.1)]
 
 
+@pytest.mark.slow
 def test_ranks_of_megatron_have_the_values_of_one(two: Ranks) -> None:
     pytest.importorskip("megatron.core")
     generator = torch.Generator().manual_seed(0)
@@ -216,6 +217,7 @@ def test_it_is_enabled_once() -> None:
         integration.enable()
 
 
+@pytest.mark.slow
 def test_verl_imports_it_by_name() -> None:
     code = (
         "import verl\n"
