@@ -170,19 +170,14 @@ class Warp:
         base, _, offset = operand.partition("+")
         if offset:
             return self.value(base) + int(offset)
-        if operand in SPECIAL:
-            number = SPECIAL[operand](self)
-        elif operand.startswith("0f"):
-            number = int(np.uint32(int(operand[2:], 16)).view(np.int32))
-        elif "_param_" in operand:
-            number = PARAMETERS + int(operand.rsplit("_", 1)[1])
+        special = SPECIAL.get(operand)
+        if special is None:
+            found = constant(operand)
         else:
-            assert operand[0] != "%", f"{operand} is read before it is written"
-            number = int(operand, 0)
-        narrow = operand[0] != "%" and -(1 << 31) <= number < 1 << 31
-        constant = np.broadcast_to(np.asarray(number, np.int32 if narrow else np.int64), LANES)
-        self.registers[operand] = constant
-        return constant
+            kind = np.int64 if operand[0] == "%" else np.int32
+            found = same(np.asarray(special(self), kind))
+        self.registers[operand] = found
+        return found
 
     def values(self, operands: list[str]) -> list[Any]:
         """Return operands of every lane."""
@@ -249,6 +244,26 @@ SPECIAL: dict[str, Callable[[Warp], Any]] = {
     "__dynamic_shmem__0": lambda warp: (warp.block.rank << 24) + SHARED,
 }
 """Special registers."""
+
+
+@functools.cache
+def constant(operand: str) -> Any:
+    """Return a number that is written in the code, for every lane."""
+    if operand.startswith("0f"):
+        number = int(np.uint32(int(operand[2:], 16)).view(np.int32))
+    elif "_param_" in operand:
+        number = PARAMETERS + int(operand.rsplit("_", 1)[1])
+    else:
+        assert operand[0] != "%", f"{operand} is read before it is written"
+        number = int(operand, 0)
+    narrow = -(1 << 31) <= number < 1 << 31
+    return same(np.asarray(number, np.int32 if narrow else np.int64))
+
+
+def same(number: Any) -> Any:
+    """Return a number of every lane."""
+    return np.broadcast_to(number, LANES)
+
 
 Code = Callable[[Warp, Any], Pause | None]
 Handler = Callable[[Warp, Any, str, list[str]], Pause | None]
@@ -383,6 +398,8 @@ class Grid:
             for i, data in enumerate(launch.parameters)
             if len(data) == 128
         }
+        self.parameters: dict[str, Any] = {}
+        """What instructions have loaded of the parameters."""
 
     def run(self) -> None:
         """Run all clusters to their end, in their order as far as not all are resident."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.emulation.core import LANES, Barrier, Code, Handler, Pause, Warp
+from tests.emulation.core import LANES, Barrier, Code, Handler, Pause, Warp, same
 from tests.emulation.memory import OFFSET, SHARED, UNSIGNED, TensorMap
 
 WAIT = re.compile(r"mbarrier\.try_wait\S* P1, \[(%r\d+)\], (%r\d+)")
@@ -304,11 +304,14 @@ def to_register(words: Any) -> Any:
 @handles("ld.param")
 def load_parameter(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     *targets, place = operands
-    name, _, offset = place.partition("+")
-    data = warp.grid.launch.parameters[int(name.rsplit("_", 1)[1])]
-    words = np.frombuffer(data, UNSIGNED[width(line)], len(targets), int(offset or 0))
-    for target, word in zip(targets, to_register(words), strict=True):
-        warp.put(target, np.broadcast_to(word, LANES), mask)
+    found = warp.grid.parameters.get(line)
+    if found is None:
+        name, _, offset = place.partition("+")
+        data = warp.grid.launch.parameters[int(name.rsplit("_", 1)[1])]
+        words = np.frombuffer(data, UNSIGNED[width(line)], len(targets), int(offset or 0))
+        found = warp.grid.parameters[line] = [same(word) for word in to_register(words)]
+    for target, value in zip(targets, found, strict=True):
+        warp.put(target, value, mask)
 
 
 @handles("ld.global", "ld.relaxed.gpu.global", "ld.acquire.gpu.global")
