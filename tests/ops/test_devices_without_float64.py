@@ -23,7 +23,7 @@ from tests.support.options import (
     options_case,
     soft_case,
 )
-from tests.support.tiers import pairwise, rest_slow
+from tests.support.tiers import pairwise, pairwise_of, rest_slow
 
 SIZES = TOKENS, HIDDEN, VOCAB = 60, 16, 100
 WORKSPACES: tuple[int | str, ...] = "min", 12_000, "max"
@@ -44,7 +44,6 @@ linear_log_probs: Callable[..., Any] = cutefce.linear_log_probs
 linear_divergence: Callable[..., Any] = cutefce.linear_divergence
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 few_dtypes = pytest.mark.parametrize("dtype", rest_slow(DTYPES))
 
 
@@ -58,7 +57,9 @@ def test_float64_is_seen(way: Callable[[Callable[[], object]], list[str]]) -> No
     assert not way(lambda: torch.ones(3, requires_grad=True).mul(0.5).sum().backward())
 
 
-@pairwise(targets=[*TARGETS], names=NAMES, dtype=[torch.bfloat16, torch.float32])
+@pairwise_of(
+    {"names": TOGETHER}, targets=[*TARGETS], names=NAMES, dtype=[torch.bfloat16, torch.float32]
+)
 def test_options(
     targets: str, names: list[str], dtype: torch.dtype, small_tiles: PortableTiles
 ) -> None:
@@ -145,8 +146,12 @@ def test_arguments_of_the_loss(name: str, dtype: torch.dtype, small_tiles: Porta
         assert_no_float64(partial(step, dtype, **options))
 
 
+OF_LOG_PROBS = sorted(parameters(linear_log_probs), key=lambda name: name != "outputs")
+"""First what a loss has not."""
+
+
 @few_dtypes
-@pytest.mark.parametrize("name", parameters(linear_log_probs))
+@pytest.mark.parametrize("name", rest_slow(OF_LOG_PROBS))
 def test_arguments_of_log_probs(name: str, dtype: torch.dtype, small_tiles: PortableTiles) -> None:
     def run(options: dict[str, Any]) -> None:
         given = inputs(dtype) | options
@@ -199,7 +204,7 @@ def test_arguments_of_divergences(
         assert_no_float64(partial(run, options))
 
 
-@dtypes
+@few_dtypes
 def test_positions(dtype: torch.dtype) -> None:
     given = inputs(dtype, (VOCAB, 2, 3))
     factors = {"weight": torch.rand(VOCAB), "token_weights": torch.rand(TOKENS, 2, 3)}

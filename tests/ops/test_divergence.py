@@ -59,17 +59,17 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 KINDS = [
-    (torch.bfloat16, "forward KL"),
-    (torch.float32, "JSD, nearly teacher"),
-    (torch.float16, "JSD"),
-    (torch.float32, "forward KL"),
-    (torch.bfloat16, "reverse KL"),
     (torch.bfloat16, "JSD, mostly student"),
+    (torch.float16, "JSD"),
+    (torch.float32, "JSD, nearly teacher"),
+    (torch.float32, "forward KL"),
+    (torch.bfloat16, "forward KL"),
+    (torch.bfloat16, "reverse KL"),
 ]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-@pytest.mark.parametrize("kind", rest_slow(KINDS, default=3))
+@pytest.mark.parametrize("kind", rest_slow(KINDS, default=2))
 def test_every_plan(run: tuple[str, str], kind: tuple[torch.dtype, str], device: str) -> None:
     (plan, reduction), (dtype, form) = run, kind
     cases = several(150, (48, 40), 333, dtype=dtype, device=device, logit_std=2)

@@ -99,7 +99,7 @@ def test_some_of_the_outputs(outputs: tuple[str, ...], device: str) -> None:
     assert_equal_bits(x, rows, found)
 
 
-@on_backends(float32=True, layout=LAYOUTS)
+@on_backends(few_backends=True, float32=True, layout=LAYOUTS)
 def test_every_layout(layout: Layout, backend: Backend) -> None:
     """Chunks of tokens, of which the last is shorter, are those of a frozen weight."""
     outputs = ("lse", "sum_p_squared") if layout.in_chunks else OUTPUTS
@@ -130,7 +130,7 @@ def test_the_kernels_host_code(
     assert_equal_bits(x, rows, **given)
 
 
-@on_backends(float32=True, height=[3.0, 16.0, 40.0, 80.0, 1e4])
+@on_backends(few_backends=True, float32=True, height=[3.0, 16.0, 40.0, 80.0, 1e4])
 def test_an_entropy_near_0_keeps_its_digits(height: float, backend: Backend) -> None:
     """Where one probability is almost 1, for the target of it and for all others."""
     logits = torch.zeros(96, 96)

@@ -24,7 +24,7 @@ from cutefce.ops.rows.targets import OUTPUTS
 from tests.support.layouts import Layout, predicted
 from tests.support.memory import peaks
 from tests.support.reference import random_case
-from tests.support.tiers import pairwise, rest_slow
+from tests.support.tiers import pairwise_of, rest_slow
 
 SHAPES = {
     "tokens and vocabulary of a small model": (512, 128, 16001),
@@ -72,7 +72,8 @@ def measure(
     return plan.workspace_bytes, peak_bytes(step, device) - problem.gradient_bytes, problem
 
 
-@pairwise(
+@pairwise_of(
+    {"shape": ["a narrow head, more rows than a tile"], "dtype": [torch.bfloat16]},
     shape=SHAPES,
     dtype=[torch.float32, torch.bfloat16],
     workspace=["max", "min", 20 << 20],
@@ -150,12 +151,11 @@ PINNED |= {
 }
 
 
-# layouts of each strategy at the smallest sizes are not slow
-FEW = "windows, dX in 24 bits", "chunks that shrink, random sums"
-PINNED = {name: PINNED[name] for name in sorted(PINNED, key=lambda name: name not in FEW)}
+# the smallest one is not slow
+PINNED = {"chunks that shrink, random sums": PINNED["chunks that shrink, random sums"]} | PINNED
 
 
-@pytest.mark.parametrize("given", rest_slow(PINNED, default=len(FEW)))
+@pytest.mark.parametrize("given", rest_slow(PINNED))
 def test_the_peak_of_a_layout_is_predicted(given: Pinned, device: str) -> None:
     torch.compiler.reset()
     case = random_case(*given.shape, dtype=given.dtype, device=device, ignored=0)
@@ -213,6 +213,7 @@ def taken_by(
     return predicted, peak_bytes(step, "cpu") - sum(x.numel() * x.element_size() for x in wanted)
 
 
+@pytest.mark.slow
 def test_less_budget_takes_no_more_memory() -> None:
     h, w = torch.randn(256, 64, requires_grad=True), torch.randn(50257, 64, requires_grad=True)
     taken = [taken_by(h, w, workspace)[1] for workspace in (0, 3_600_000, 4_501_771, "max")]
@@ -391,7 +392,8 @@ def test_the_peak_of_soft_targets_is_predicted(
     assert abs(predicted - measured) <= 0.1 * measured
 
 
-@pytest.mark.parametrize("dtype", rest_slow([torch.bfloat16, torch.float32]))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_peak_of_probabilities_is_predicted(dtype: torch.dtype, device: str) -> None:
     """Of all classes: no tensor of their size is made."""
     torch.compiler.reset()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import cutefce
+from tests.support.tiers import rest_slow
 
 transformers = pytest.importorskip("transformers")
 
@@ -78,7 +79,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
 
-@pytest.mark.parametrize("workspace", ["max", "min"])
+@pytest.mark.parametrize("workspace", rest_slow(["min", "max"]))
 @pytest.mark.parametrize(("family", "more", "options"), MODELS.values(), ids=MODELS)
 def test_losses_of_models(
     family: str, more: dict[str, Any], options: Options, workspace: str

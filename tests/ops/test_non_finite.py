@@ -69,7 +69,7 @@ def test_every_layout_ends_as_torch(layout: Layout, name: str, backend: Backend)
         assert torch.equal(got.dx[OTHERS], clean.dx[OTHERS])
 
 
-@on_backends(float32=True, layout=LAYOUTS, name=IN_ROW, few={"name": FEW[:4]})
+@on_backends(few_backends=True, float32=True, layout=LAYOUTS, name=IN_ROW, few={"name": FEW[:4]})
 def test_an_ignored_row_of_any_layout_may_hold_anything(
     layout: Layout, name: str, backend: Backend
 ) -> None:
@@ -174,7 +174,9 @@ def test_confident_rows_with_large_logits(scale: float, dtype: torch.dtype, devi
         assert bool(gradient.isfinite().all())
 
 
-@on_backends(float32=True, layout=LAYOUTS, upstream=[torch.nan, torch.inf, -torch.inf])
+@on_backends(
+    few_backends=True, float32=True, layout=LAYOUTS, upstream=[torch.nan, torch.inf, -torch.inf]
+)
 def test_ignored_rows_have_no_gradient_whatever_the_upstream_one_is(
     layout: Layout, upstream: float, backend: Backend
 ) -> None:

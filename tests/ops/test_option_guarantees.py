@@ -232,7 +232,7 @@ def test_transforms_equal_the_unfused_form(
     torch.testing.assert_close(transform(x, x.ours), transform(x, x.unfused))
 
 
-@most
+@pytest.mark.parametrize("names", rest_slow(MOST))
 def test_gradcheck(names: list[str], device: str) -> None:
     x = Functions(names, "mean", device)
     assert torch.autograd.gradcheck(x.ours, x.leaves, check_batched_grad=True)

@@ -49,7 +49,7 @@ GIVEN: dict[str, tuple[list[str], tuple[str, ...]]] = {
 """Options of a call, and its outputs."""
 
 
-@on_backends(float32=True, emulated=1, layout=WINDOWS, given=GIVEN)
+@on_backends(few_backends=True, float32=True, emulated=1, layout=WINDOWS, given=GIVEN)
 def test_every_layout(
     layout: Layout, given: tuple[list[str], tuple[str, ...]], backend: Backend
 ) -> None:

@@ -82,11 +82,16 @@ def test_long_batches_put_gradients_in_the_forward() -> None:
     assert plan(LONG, 4 * GIB, scalar_upstream=False).strategy == "windows"
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [LLAMA, LONG, CPU, *(dataclasses.replace(p, arch="sm_90a") for p in (LLAMA, LONG))],
-    ids=["Llama", "long", "CPU", "Llama on kernels", "long on kernels"],
-)
+OF_BUDGETS = {
+    "long on kernels": dataclasses.replace(LONG, arch="sm_90a"),
+    "CPU": CPU,
+    "Llama on kernels": dataclasses.replace(LLAMA, arch="sm_90a"),
+    "Llama": LLAMA,
+    "long": LONG,
+}
+
+
+@pytest.mark.parametrize("problem", rest_slow(OF_BUDGETS, default=2))
 @pytest.mark.parametrize("scalar_upstream", [True, False])
 def test_time_falls_and_memory_stays_within_a_growing_budget(
     problem: Problem, scalar_upstream: bool
@@ -245,20 +250,23 @@ def test_a_budget_that_nearly_keeps_everything_aliases_no_negative_number() -> N
         assert 0 <= make_plan(problem, (tiles,), budget, scalar_upstream=True).aliased <= 100
 
 
-OF_MODELS = [
-    ("bfloat16", (True, False)),
-    ("bfloat16", (True, True)),
-    ("bfloat16", (False, True)),
-    ("float16", (True, True)),
-]
+SIZES = sorted({sizes for named in NAMED.values() for sizes in named})
+OF_MODELS = {
+    "some frozen heads": ("bfloat16", (True, False), SIZES[:: len(SIZES) // 3]),
+    "both": ("bfloat16", (True, True), SIZES),
+    "hidden states": ("bfloat16", (True, False), SIZES),
+    "weight": ("bfloat16", (False, True), SIZES),
+    "both, float16": ("float16", (True, True), SIZES),
+}
+"""What is trained, of heads of these sizes."""
 
 
 @pytest.mark.parametrize("given", rest_slow(OF_MODELS))
 def test_bytes_are_a_limit_down_to_the_smallest_plan_of_a_model(
-    given: tuple[str, tuple[bool, bool]],
+    given: tuple[str, tuple[bool, bool], list[tuple[int, int, int]]],
 ) -> None:
-    dtype, grads = given
-    for sizes in {sizes for named in NAMED.values() for sizes in named}:
+    dtype, grads, every = given
+    for sizes in every:
         problem = Problem(*sizes, dtype, "cuda", *grads, arch="sm_90a")
         for scalar_upstream in (True, False):
             small, least = (plan(problem, n, scalar_upstream) for n in (MINIMUM, 0))
@@ -468,7 +476,7 @@ def test_only_columns_that_exceed_the_budget_are_aliased() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1024, 2048, 4096, 8192, 16384, 32768])
-@pytest.mark.parametrize("vocab", [32768, 65536, 128256, 262144])
+@pytest.mark.parametrize("vocab", rest_slow([128256, 32768, 65536, 262144]))
 def test_narrower_windows_save_time_and_memory(tokens: int, vocab: int) -> None:
     problem = dataclasses.replace(LLAMA, tokens=tokens, vocab=vocab, arch="sm_90a")
     configs = window_configs(problem)

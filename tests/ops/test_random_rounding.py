@@ -12,6 +12,7 @@ from cutefce.ops.primitives.portable_gradients import scale_at_random
 from cutefce.ops.rows.kept_sums import round_at_random_
 from tests.support.layouts import Layout, pinned, pinned_plan
 from tests.support.reference import Case, random_case
+from tests.support.tiers import rest_slow
 
 
 def rounded(values: Tensor, seed: int) -> Tensor:
@@ -81,7 +82,7 @@ def grad_weight(case: Case, chunk: int, low_bits: int) -> Tensor:
         return call(case)
 
 
-@pytest.mark.parametrize("chunk", [600, 100, 37])
+@pytest.mark.parametrize("chunk", rest_slow([100, 600, 37]))
 def test_the_error_of_the_mean_of_64_steps_is_an_eighth(chunk: int, device: str) -> None:
     """Beside sums in 24 bits, which differ by the rounding of these alone."""
     case = random_case(600, 32, 900, dtype=torch.bfloat16, device=device)

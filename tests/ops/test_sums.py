@@ -159,7 +159,7 @@ def test_ignored_rows(variant: Variant, ignored: float, backend: Backend) -> Non
     assert all(map(torch.equal, got, again)), "equal bits of a second call"
 
 
-@on_backends(variant=VARIANTS, upstream=[torch.inf, torch.nan, 0.0])
+@on_backends(few_backends=True, variant=VARIANTS, upstream=[torch.inf, torch.nan, 0.0])
 def test_ignored_rows_are_0_whatever_the_upstream_gradient_is(
     variant: Variant, upstream: float, backend: Backend
 ) -> None:
@@ -171,7 +171,7 @@ def test_ignored_rows_are_0_whatever_the_upstream_gradient_is(
     assert got[~ignored].isfinite().all() == (upstream == 0)
 
 
-@on_backends(variant=VARIANTS)
+@on_backends(few_backends=True, variant=VARIANTS)
 def test_bad_values_stay_in_their_rows(variant: Variant, backend: Backend) -> None:
     skip_unserved(variant.layout, backend)
     case = random_case(150, 48, 333, dtype=backend.dtype, device=backend.device)
@@ -186,7 +186,7 @@ def test_bad_values_stay_in_their_rows(variant: Variant, backend: Backend) -> No
     assert relative_error(got[~bad], want[~bad]) < 2.0**-12
 
 
-@on_backends(variant=VARIANTS)
+@on_backends(few_backends=True, variant=VARIANTS)
 def test_equal_bits_from_later_backwards(variant: Variant, backend: Backend) -> None:
     skip_unserved(variant.layout, backend)
     case = random_case(150, 48, 333, dtype=backend.dtype, device=backend.device)
@@ -311,7 +311,7 @@ def test_far_rows_of_chunks_are_computed_again(
     assert relative_error(got, exact) < 2.0**-8
 
 
-@on_backends(layout=FROZEN_LAYOUTS)
+@on_backends(few_backends=True, layout=FROZEN_LAYOUTS)
 def test_outputs_of_chunks_are_those_of_windows(layout: Layout, backend: Backend) -> None:
     skip_unserved(layout, backend)
     case = random_case(150, 48, 333, dtype=backend.dtype, device=backend.device)

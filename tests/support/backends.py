@@ -69,6 +69,7 @@ KERNELS = {
     "kernels of sm_90a, all rows": Backend(arch="sm_90a"),
     "kernels of sm_100a, all rows": Backend(arch="sm_100a"),
 }
+OTHER_KERNELS = [*KERNELS][1:]
 PTX = {
     "emulated sm_90a": Backend(arch="sm_90a", selects=True, emulated=True),
     "emulated sm_90a, all rows": Backend(arch="sm_90a", emulated=True),
@@ -98,14 +99,20 @@ def on_backends(
     emulated: int = 0,
     fast: bool = False,
     few: Mapping[str, Values] | None = None,
+    few_backends: bool = False,
     **axes: Values,
 ) -> pytest.MarkDecorator:
     """Parametrize by backends and other axes, as `pairwise_of` does.
 
+    With `few_backends`, not all kernels are among those that are not slow: where another test has
+    every kernel in the same layouts.
     The first so many `emulated` backends are slow, and have each value of an axis once; the first
     of these cases may be `fast`.
     """
-    params = list(pairwise_of(few or {}, backend=named(float32), **axes).args[1])
+    some = dict(few or {})
+    if few_backends:
+        some["backend"] = [name for name in named(float32) if name not in OTHER_KERNELS]
+    params = list(pairwise_of(some, backend=named(float32), **axes).args[1])
     for name, backend in [] if _on_gpu else list(PTX.items())[:emulated]:
         params += _each_once(name, backend, [_named(values) for values in axes.values()], fast)
         fast = False
