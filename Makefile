@@ -6,12 +6,14 @@ BIN := .venv/bin
   sanitize lint type kernels wheel wheel-check autotune bench clean
 
 CONSTRAINTS := --constraint constraints.txt --constraint constraints-integrations.txt
+# what is never imported is not compiled to bytecode: half of the installation's time
+INSTALL := $(BIN)/pip install --quiet --no-compile
 
 # torch comes first and pinned, so that no other package chooses its build
 .venv/ready: pyproject.toml constraints.txt constraints-integrations.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet $(CONSTRAINTS) torch
-	$(BIN)/pip install --quiet $(CONSTRAINTS) --editable '.[demo,test,dev]'
+	$(INSTALL) $(CONSTRAINTS) torch
+	$(INSTALL) $(CONSTRAINTS) --editable '.[demo,test,dev]'
 	touch $@
 
 demo: .venv/ready
@@ -36,12 +38,12 @@ test-gpu: .venv/ready
 test-integrations: .venv/integrations
 	$(BIN)/pytest tests/integrations
 test-integrations-all: .venv/integrations
-	$(BIN)/pytest -m "" tests/integrations
+	$(BIN)/pytest -m "" --dist=loadfile tests/integrations
 
 # DeepSpeed without its C++ operators
 .venv/integrations: .venv/ready tests/integrations/requirements.txt
-	$(BIN)/pip install --quiet $(CONSTRAINTS) --editable '.[integrations]'
-	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-deps --requirement tests/integrations/requirements.txt
+	$(INSTALL) $(CONSTRAINTS) --editable '.[integrations]'
+	DS_BUILD_OPS=0 $(INSTALL) --no-deps --requirement tests/integrations/requirements.txt
 	touch $@
 
 # puts past bugs back, one by one, and records which tier notices; ARGS=--resume continues
@@ -87,7 +89,7 @@ wheel-check: .venv/ready
 # the tests against the wheel in a folder, where the checkout is not importable; then, which entries
 # of its tuned tables no longer prove its kernels: renew them before a release
 define check-wheel
-	$(BIN)/pip install --quiet --no-deps --target build/site $(1)/cutefce-*.whl
+	$(INSTALL) --no-deps --target build/site $(1)/cutefce-*.whl
 	ln -s $(CURDIR)/tests $(CURDIR)/bench build/site/
 	cd build/site && PYTHONPATH=. ../../$(BIN)/python -m pytest --rootdir=. -c ../../pyproject.toml \
 	  -o pythonpath=. tests/test_packaging.py tests/ops/test_loss.py
@@ -103,7 +105,7 @@ BENCHMARKS := paper step peers steady-state max-tokens breakdown stability loss-
 GPU_BENCHMARKS := forward few-tokens cpu-overhead first-call tuned training-step sampled-curves
 BENCHMARKS += $(if $(shell nvidia-smi -L 2>&1 | grep GPU),$(GPU_BENCHMARKS))
 bench: .venv/ready
-	$(BIN)/pip install --quiet $(CONSTRAINTS) --editable '.[bench]'
+	$(INSTALL) $(CONSTRAINTS) --editable '.[bench]'
 	for name in $(BENCHMARKS); do $(BIN)/python -m bench $(ARGS) $$name || exit 1; done
 	$(BIN)/python -m bench report
 
