@@ -26,13 +26,21 @@ from cutefce.commands import verify as verify_command
 from cutefce.commands.common import make_console, read_table
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import Report
 from cutefce.cute_kernels.spec import TargetLogitSpec
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.version import __version__
-from tests.support.fake_tuner import TARGET, InlineWorker, job
+from tests.support.fake_tuner import TARGET, InlineWorker, InProcess, job
 from tests.support.faulty_candidates import Kind, config
-from tests.support.tables import ENTRY, GPU, TABLE
+from tests.support.tables import ENTRY, GPU, KERNELS, TABLE
+from tests.support.tiers import rest_slow
+
+
+@pytest.fixture(autouse=True)
+def sources_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read those of the kernels once, and not after every reset of a process's caches."""
+    monkeypatch.setattr(jit_cache, "source_fingerprint", lambda: KERNELS)
 
 
 @pytest.fixture
@@ -43,6 +51,7 @@ def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
     monkeypatch.setattr(verify_command, "all_targets", lambda *_: (TARGET,))
     monkeypatch.setattr(tune, "SubprocessWorker", InlineWorker)
+    monkeypatch.setattr(verify, "SubprocessWorker", InProcess)
     monkeypatch.setattr(verify, "verify_once", lambda *_: verdicts.Verdict(True))
     return lambda *arguments: CliRunner().invoke(main, arguments)
 
@@ -71,7 +80,7 @@ def test_tune(command: Any, folder: Path) -> None:
     assert "got nan, expected a number of minutes" in refused.output
 
 
-@pytest.mark.parametrize("field", ["kernels", "dsl"])
+@pytest.mark.parametrize("field", rest_slow(["kernels", "dsl"]))
 def test_tune_resumes_with_entries_of_other_kernels_or_compilers(
     field: str, command: Any, folder: Path
 ) -> None:
@@ -280,9 +289,10 @@ def test_output_that_is_ascii(folder: Path) -> None:
     strange: Any = {(key, rejected): Rejection("§ 1 × 2 …", for_all_shapes=True)}
     path = lookup.user_folder() / file_name(GPU)
     table_io.write(path, dataclasses.replace(TABLE, rejected=strange))
-    shown = run_in_shell("cache", "show", PYTHONIOENCODING="ascii")
-    assert shown.returncode == 0, shown.stderr
-    assert "8192x4096x131072" in shown.stdout
+    shown = CliRunner(charset="ascii").invoke(main, ["cache", "show"])
+    assert shown.exit_code == 0, shown.output
+    assert "8192x4096x131072" in shown.output
+    assert "1 \\xd7 2" in shown.output
 
 
 def test_info_prints_whole_paths_into_a_pipe(folder: Path) -> None:
@@ -327,11 +337,13 @@ def test_commands_without_a_cache_folder_say_why(monkeypatch: pytest.MonkeyPatch
 
 def test_compile_into_a_file_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "file").write_text("")
-    result = run_in_shell("compile", CUTEFCE_CACHE_DIR=str(folder / "file"))
-    assert result.returncode == 1
-    assert result.stderr.startswith("Error: [Errno") and result.stderr.count("\n") == 1
+    environment = {cache_files.CACHE_VARIABLE: str(folder / "file")}
+    result = CliRunner().invoke(main, ["compile"], env=environment)
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: [Errno") and result.output.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_compile_without_the_compiler_says_what_to_install(folder: Path) -> None:
     blocked = folder / "blocked"
     (blocked / "cutlass").mkdir(parents=True)
@@ -418,7 +430,7 @@ def stale_table(**winners: Any) -> Table:
 
 
 def test_verify_renews_a_table(command: Any, tmp_path: Path) -> None:
-    """Configurations run in a subprocess; right ones are stamped, wrong ones are rejected."""
+    """Right configurations are stamped, wrong ones are rejected."""
     path = tmp_path / "table.json"
     stale = stale_table(bfloat16=[FAST, WRONG, FAST], float16=[FAST])
     table_io.write(path, stale)
@@ -583,7 +595,3 @@ def test_help_of_every_command() -> None:
     assert sorted(main.commands) == sorted(commands)
     for name in commands:
         assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0
-    ran = subprocess.run(
-        [sys.executable, "-m", "cutefce", "--help"], capture_output=True, text=True, check=True
-    )
-    assert all(name in ran.stdout for name in commands)

@@ -14,10 +14,19 @@ from cutefce.autotune_cache.tuning import subprocess_worker
 from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 
 
-def test_after_a_failure_a_new_subprocess_serves() -> None:
+def test_one_subprocess_serves_until_a_call_takes_too_long() -> None:
     with SubprocessWorker() as process:
         pid = process.ask(os.getpid, 10)
         assert process.ask(os.getpid, 10) == pid
+        with pytest.raises(WorkerError, match="no answer within 0"):
+            process.ask(functools.partial(time.sleep, 3600), 0.1)
+        assert not is_running(pid)
+
+
+@pytest.mark.slow
+def test_after_a_failure_a_new_subprocess_serves() -> None:
+    with SubprocessWorker() as process:
+        pid = process.ask(os.getpid, 10)
         with pytest.raises(WorkerError, match="ZeroDivisionError"):
             process.ask(functools.partial(divmod, 1, 0), 10)
         other = process.ask(os.getpid, 10)
@@ -27,6 +36,7 @@ def test_after_a_failure_a_new_subprocess_serves() -> None:
     assert not is_running(other)
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess_worker, "END_SECONDS", 0.1)
     with SubprocessWorker() as process:
@@ -39,6 +49,7 @@ def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.Monk
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_hanging_call_does_not_outlive_the_tuner() -> None:
     code = (
         "import functools, os, time\n"

@@ -35,27 +35,35 @@ from tests.support.fake_tuner import (
     HEADER,
     SIZES,
     InlineWorker,
+    InProcess,
     job,
     nothing,
     tune_inline,
 )
 from tests.support.faulty_candidates import FaultyTarget, Kind, config
 from tests.support.tables import GPU
+from tests.support.tiers import rest_slow
+
+WRONG = {Kind.WRONG_GRADIENTS: "MismatchError: one row: dW is off by 0.0"}
+FAULTS = {
+    Kind.HANGS: "no answer within 30 s",
+    Kind.CRASHES: "its process ended by SIGSEGV",
+    **WRONG,
+    Kind.LEAKS: "can't allocate memory",
+}
 
 
+@pytest.mark.parametrize(
+    ("reasons", "process"),
+    [(WRONG, InProcess()), pytest.param(FAULTS, SubprocessWorker(), marks=pytest.mark.slow)],
+    ids=["here", "in a subprocess"],
+)
 def test_faults_are_rejected_with_their_reason_and_tuning_goes_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    reasons: dict[Kind, str], process: SubprocessWorker, folder: Path
 ) -> None:
-    monkeypatch.setattr(tuner, "TRIAL_SECONDS", 30)
-    path, kinds = folder / "table.json", tuple(kind for kind in Kind if kind is not Kind.WRONG_SUMS)
-    with SubprocessWorker() as process:
+    path, kinds = folder / "table.json", (Kind.SLOW, Kind.FAST, *reasons)
+    with process:
         outcome = Tuner(path, HEADER, process, {}).tune(job(kinds), nothing)
-    reasons = {
-        Kind.HANGS: "no answer within 30 s",
-        Kind.CRASHES: "its process ended by SIGSEGV",
-        Kind.WRONG_GRADIENTS: "MismatchError: one row: dW is off by 0.0",
-        Kind.LEAKS: "can't allocate memory",
-    }
     assert outcome.failures.keys() == {config(kind) for kind in reasons}
     held = table_io.read(path)
     for kind, reason in reasons.items():
@@ -95,10 +103,11 @@ def fork(work: Callable[[], object]) -> int:
     return pid
 
 
-def test_killed_at_any_time_the_file_is_right(folder: Path) -> None:
+@pytest.mark.parametrize("attempts", rest_slow([10, 60]))
+def test_killed_at_any_time_the_file_is_right(attempts: int, folder: Path) -> None:
     path, chance = folder / "table.json", random.Random(0)
     table, reported, killed = HEADER, set(), 0
-    for attempt in range(60):
+    for attempt in range(attempts):
         ours, theirs = os.pipe()
         vocabularies = range(1 + 1000 * attempt, 1001 + 1000 * attempt)
         note = functools.partial(report, theirs)
@@ -117,8 +126,8 @@ def test_killed_at_any_time_the_file_is_right(folder: Path) -> None:
         for entry in table.entries.values():
             assert entry.verified
             assert entry.config == config(Kind.FAST)
-    assert killed == 60
-    assert len(reported) >= 30
+    assert killed == attempts
+    assert len(reported) >= attempts / 2
     faulty = {kind for kind in Kind if kind not in (Kind.SLOW, Kind.FAST)}
     assert {candidate for _, candidate in table.rejected} == {config(kind) for kind in faulty}
 
@@ -195,6 +204,7 @@ def test_a_kernel_that_does_not_compile_is_rejected(folder: Path) -> None:
     assert outcome.entry.config == config(Kind.SLOW)
 
 
+@pytest.mark.slow
 def test_compiling_ahead(folder: Path) -> None:
     pytest.importorskip("cutlass")
     good = spec.ScaleAddRowsSpec("sm_90a", "bfloat16", "bfloat16")
@@ -227,9 +237,10 @@ def test_on_a_gpu(folder: Path) -> None:
         assert table_io.read(path).entries[todo.key] == outcome.entry
 
 
-def test_pruned_candidates() -> None:
+@pytest.mark.parametrize("name", rest_slow(sorted(shapes.NAMED)))
+def test_pruned_candidates(name: str) -> None:
     target, arch = ProjectExpTarget(GPU), Sm90()
-    for sizes in [sizes for some in shapes.NAMED.values() for sizes in some]:
+    for sizes in shapes.NAMED[name]:
         todo = candidates.make_job(target, target.problem(sizes, "bfloat16"))
         kept = todo.candidates
         assert kept[0] == arch.default(sizes[0])

@@ -29,9 +29,10 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.variant import PLAIN
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives import dispatch
-from tests.support.fake_tuner import TARGET, InlineWorker, tune_inline
+from tests.support.fake_tuner import TARGET, InlineWorker, InProcess, tune_inline
 from tests.support.faulty_candidates import FaultyTarget, Kind, config
 from tests.support.tables import DSL, ENTRY, GPU, KERNELS, KEY, PROBLEM, TABLE
+from tests.support.tiers import rest_slow
 
 PASSED = verdicts.Verdict(True)
 FAKE = (TARGET,)
@@ -45,7 +46,12 @@ def known(
 ) -> verdicts.Verdict | None:
     """Return the verdict on the defaults `of` targets, and on what tables choose for `gpu`."""
     checks = verify.configurations(of, dtype, lookup.tables(gpu))
-    return verdicts.known(gpu, dtype, verify._uses(checks))
+    return verdicts.known(gpu, dtype, uses_of(checks))
+
+
+def uses_of(checks: list[verify.Check]) -> set[str]:
+    """Return what checks prove together."""
+    return {use for check in checks for use in check.uses()}
 
 
 def known_really(dtype: str = "bfloat16") -> verdicts.Verdict | None:
@@ -170,30 +176,61 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[verify.Check]:
     return checks
 
 
-def test_a_kernel_that_hangs_is_never_launched_here(
-    folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run checks in this process, where wrong results are the only faults."""
+    monkeypatch.setattr(verify, "SubprocessWorker", InProcess)
+
+
+FAULTS: dict[str, tuple[Kind, type[SubprocessWorker], str]] = {
+    "wrong": (Kind.WRONG_SUMS, InProcess, "sum of the other exponentials is off"),
+    "hangs": (Kind.HANGS, SubprocessWorker, "no answer within 2 s"),
+}
+"""A fault, what runs the check, and what is said of it."""
+
+
+@pytest.mark.parametrize("fault", rest_slow(FAULTS))
+def test_a_kernel_that_fails_is_never_launched_here(
+    fault: tuple[Kind, type[SubprocessWorker], str],
+    folder: Path,
+    fake_gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Verification runs once outside of a graph capture; its failure is one of the dtype."""
+    kind, process, said = fault
+    monkeypatch.setattr(verify, "SubprocessWorker", process)
     monkeypatch.setattr(verify, "CHECK_SECONDS", 2)
-    defaults_are(Kind.HANGS, monkeypatch)
+    defaults_are(kind, monkeypatch)
     assert dispatch.device_unsupported_reason(DEVICE, torch.bfloat16) is None
     fake_gpu.capturing = True
     assert "never ran on NVIDIA Test" in reason()
     fake_gpu.capturing = False
     assert "failed on NVIDIA Test 9000" in reason()
-    assert "no answer within 2 s" in reason()
+    assert said in reason()
     assert "cutefce verify" in reason()
     monkeypatch.setattr(verify, "SubprocessWorker", None)
     process_cache.reset()
-    assert "no answer" in reason() and "no answer" in reason(STEP, (20, 16, 300))
-    assert "no answer" in str(dispatch.device_unsupported_reason(DEVICE, torch.bfloat16))
+    assert said in reason() and said in reason(STEP, (20, 16, 300))
+    assert said in str(dispatch.device_unsupported_reason(DEVICE, torch.bfloat16))
     assert dispatch.device_unsupported_reason(DEVICE, torch.float16) is None
 
 
-@pytest.mark.parametrize("kind", [Kind.WRONG_SUMS, Kind.CRASHES])
+@pytest.mark.parametrize(
+    ("kind", "process"),
+    [
+        (Kind.WRONG_SUMS, InProcess),
+        pytest.param(Kind.CRASHES, SubprocessWorker, marks=pytest.mark.slow),
+    ],
+    ids=["wrong", "crashes"],
+)
 def test_a_wrong_default_is_refused_where_nothing_proves_the_architecture(
-    kind: Kind, folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    kind: Kind,
+    process: type[SubprocessWorker],
+    folder: Path,
+    fake_gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(verify, "SubprocessWorker", process)
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
     defaults_are(kind, monkeypatch)
     assert "the kernels failed on NVIDIA Test 9000" in reason()
@@ -280,7 +317,9 @@ def test_a_check_is_announced_in_one_line(
         assert line.startswith(said)
 
 
-@pytest.mark.parametrize("gpu", [GPU, H100, H20, GH200], ids=lambda gpu: str(gpu.name))
+@pytest.mark.parametrize(
+    "gpu", rest_slow({gpu.name: gpu for gpu in (H20, GPU, H100, GH200)}, default=2)
+)
 def test_a_shipped_table_proves_all_defaults_of_its_architecture(
     gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,7 +360,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "another compiler": {"dsl": "0.1"},
 }
 """What an entry is of whose choice is used and whose proof is not."""
-foreign_builds = pytest.mark.parametrize("changes", FOREIGN.values(), ids=FOREIGN)
+foreign_builds = pytest.mark.parametrize("changes", rest_slow(FOREIGN))
 
 
 @pytest.mark.parametrize(
@@ -383,7 +422,7 @@ def test_a_recorded_verdict_covers_the_configurations_that_it_checked(
 
 @foreign_builds
 def test_a_tuned_configuration_that_fails_is_rejected_alone(
-    changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], folder: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The defaults still serve, so that one bad entry does not cost the kernels."""
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
@@ -407,7 +446,7 @@ def test_a_tuned_configuration_that_fails_is_rejected_alone(
 
 
 def test_a_call_after_a_change_of_the_kernels_verifies_what_was_tuned_for_it(
-    folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    folder: Path, fake_gpu: FakeGpu, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is launched here before, and then the defaults in place of what failed."""
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
@@ -510,7 +549,7 @@ def test_a_process_that_waited_uses_what_the_other_found(
     rejected = {(KEY, wrong.config): rejection}
     table_io.update(user, dataclasses.replace(tuned, entries={}, rejected=rejected))
     checks = verify.configurations(FAKE, "bfloat16", ())
-    verdicts.record(GPU, "bfloat16", PASSED, verify._uses(checks))
+    verdicts.record(GPU, "bfloat16", PASSED, uses_of(checks))
     monkeypatch.setattr(verify, "SubprocessWorker", None)
     assert verify.verify_once((TARGET,), "bfloat16").passed
     assert not any(found.entries for found in lookup.tables(GPU))
@@ -681,6 +720,7 @@ def test_a_failed_compilation_is_no_verdict(folder: Path, monkeypatch: pytest.Mo
     assert known() is None
 
 
+@pytest.mark.slow
 def test_a_process_killed_by_the_system_is_no_verdict(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -698,7 +738,7 @@ def test_a_process_killed_by_the_system_is_no_verdict(
 
 
 def test_a_verdict_that_cannot_be_recorded_holds_for_the_process(
-    folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    folder: Path, fake_gpu: FakeGpu, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "verified").write_text("a file instead of the folder")
     defaults_are(Kind.SLOW, monkeypatch)

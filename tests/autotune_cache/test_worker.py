@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +10,9 @@ import torch
 
 from cutefce.autotune_cache.tuning import targets, timing, worker
 from cutefce.autotune_cache.tuning.shapes import SMALL_PROBLEMS
+from cutefce.autotune_cache.tuning.targets.base import TuningTarget
 from cutefce.autotune_cache.tuning.targets.window import WindowTarget
-from cutefce.cute_kernels import spec
+from cutefce.cute_kernels import process_cache, spec
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.parts import (
@@ -21,22 +22,11 @@ from cutefce.cute_kernels.parts import (
     SOFT_TARGETS,
     parts_of,
 )
-from cutefce.ops.divergence import logits, row_kernel
-from cutefce.ops.primitives import (
-    cute_gradients,
-    cute_projection,
-    cute_rowwise,
-    row_selection,
-)
-from cutefce.ops.primitives.fused import hidden_product
-from cutefce.ops.primitives.fused import step as fused_step
-from cutefce.ops.sampling import kernels as sampling
-from cutefce.ops.soft_targets import kernels as soft_kernels
-from cutefce.ops.soft_targets import rows as soft_rows
 from tests.support.fake_tuner import SIZES, TARGET
 from tests.support.faulty_candidates import Kind, config
 from tests.support.kernel_models import model_of, use_models
 from tests.support.tables import GPU
+from tests.support.tiers import rest_slow
 
 
 @pytest.mark.parametrize(
@@ -46,7 +36,7 @@ from tests.support.tables import GPU
         (Kind.WRONG_GRADIENTS, "dW is off by"),
     ],
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float16"]))
 def test_slightly_wrong_results_are_found(kind: Kind, said: str, dtype: str) -> None:
     worker.check_small(TARGET, dtype, config(Kind.FAST))
     with pytest.raises(worker.MismatchError, match=said):
@@ -91,12 +81,23 @@ def test_calls_per_sample(ms: int, calls: int, monkeypatch: pytest.MonkeyPatch) 
     assert set(taken[:-2]) <= {1, calls} and taken[-2:] == [calls, calls]
 
 
-def noted(monkeypatch: pytest.MonkeyPatch, launched: set[spec.KernelSpec]) -> None:
-    """Note kernels instead of launching them, but for what addresses memory depends on."""
+@pytest.fixture
+def no_results(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compute no expected outputs, which take most of the time and which no launch depends on."""
+    monkeypatch.setattr(TuningTarget, "expected", lambda *_: {})
+    process_cache.reset()
+    yield
+    process_cache.reset()
+
+
+@pytest.fixture
+def launched(no_results: None, monkeypatch: pytest.MonkeyPatch) -> set[spec.KernelSpec]:
+    """Return the kernels that would be launched; only what addresses memory depends on runs."""
+    kernels: set[spec.KernelSpec] = set()
 
     def note(kernel: spec.KernelSpec) -> Callable[..., None]:
         def launch(*arguments: Any) -> None:
-            launched.add(kernel)
+            kernels.add(kernel)
             if isinstance(kernel, spec.SelectRowsSpec | spec.SoftLeadsSpec | spec.PrepareSoftSpec):
                 model_of(kernel)(*arguments)
             if isinstance(kernel, spec.FusedForwardSpec) and kernel.stores and kernel.selects:
@@ -105,59 +106,68 @@ def noted(monkeypatch: pytest.MonkeyPatch, launched: set[spec.KernelSpec]) -> No
 
         return launch
 
-    modules = cute_gradients, cute_projection, cute_rowwise, fused_step, hidden_product
-    for module in (*modules, row_selection, sampling, logits, row_kernel, soft_rows, soft_kernels):
-        monkeypatch.setattr(module, "compiled", note)
+    use_models(monkeypatch, note)
+    return kernels
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_all_kernels_are_checked(arch: Arch, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: set[spec.KernelSpec] = set()
+@pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float16"]))
+@pytest.mark.parametrize("arch", rest_slow({arch.name: arch for arch in ARCHS}))
+def test_all_kernels_are_checked(arch: Arch, dtype: str, launched: set[spec.KernelSpec]) -> None:
+    checks = [
+        (target, candidate)
+        for target in targets.all_targets(dataclasses.replace(GPU, arch=arch), "cpu")
+        for candidate in target.defaults()
+    ]
+    known: set[spec.KernelSpec] = set()
+    for target, candidate in checks:
+        known |= set(target.kernels(target.reference_problem(dtype), candidate))
+    for name in ("rows far above their targets", "one row", *SMALL_PROBLEMS):
+        for target, candidate in checks:
+            target.outputs(worker._small_case(target, name, dtype)[0], candidate)
+        if known <= launched:
+            break
+    assert known <= launched
 
-    noted(monkeypatch, launched)
-    known: list[spec.KernelSpec] = []
-    for target in targets.all_targets(dataclasses.replace(GPU, arch=arch), "cpu"):
-        for candidate in target.defaults():
-            known += target.kernels(target.reference_problem(dtype), candidate)
-            for name in SMALL_PROBLEMS:
-                target.outputs(worker._small_case(target, name, dtype)[0], candidate)
-    assert set(known) <= launched
+
+@pytest.fixture
+def new_process() -> Iterator[None]:
+    process_cache.reset()
+    yield
+    process_cache.reset()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_models_of_the_kernels_pass(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float16"]))
+@pytest.mark.parametrize("name", rest_slow(list(SMALL_PROBLEMS)))
+def test_models_of_the_kernels_pass(
+    name: str, dtype: str, new_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Right kernels are not rejected: what is compared is the same value twice."""
     use_models(monkeypatch)
+    monkeypatch.setattr(worker, "SMALL_PROBLEMS", {name: SMALL_PROBLEMS[name]})
     for target in targets.all_targets(GPU, "cpu"):
         for candidate in target.defaults()[:1]:
             worker.check_small(target, dtype, candidate)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+@pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float16"]))
+@pytest.mark.parametrize("arch", rest_slow({arch.name: arch for arch in ARCHS}))
 def test_trials_launch_nothing_that_was_not_compiled_ahead(
-    arch: Arch, dtype: str, monkeypatch: pytest.MonkeyPatch
+    arch: Arch, dtype: str, launched: set[spec.KernelSpec]
 ) -> None:
     """Compiling takes longer than a trial may."""
-    launched: set[spec.KernelSpec] = set()
-
-    noted(monkeypatch, launched)
     for target in targets.all_targets(dataclasses.replace(GPU, arch=arch), "cpu"):
         problem = target.problem((130, 64, 1500), dtype)
         case, _ = worker._full_case(target, problem)
         candidate = target.default(problem)
-        for some in (
-            case,
-            *(worker._small_case(target, x, dtype)[0] for x in SMALL_PROBLEMS),
-        ):
+        small = (worker._small_case(target, name, dtype)[0] for name in SMALL_PROBLEMS)
+        for some in (case, *small):
             target.outputs(some, candidate)
         target.call(case, candidate)()
         assert launched and launched <= set(target.kernels(problem, candidate))
         launched.clear()
 
 
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+@pytest.mark.parametrize("arch", rest_slow({arch.name: arch for arch in ARCHS}))
 def test_steps_with_windows_of_any_width_are_right(
     arch: Arch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,10 +183,8 @@ def test_steps_with_windows_of_any_width_are_right(
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part != DIVERGENCES])
-def test_a_part_compiles_what_it_launches(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_compiles_what_it_launches(part: str, launched: set[spec.KernelSpec]) -> None:
     """A call waits for no kernels but its own, and none is compiled within a time limit."""
-    launched: set[spec.KernelSpec] = set()
-    noted(monkeypatch, launched)
     parts, known = parts_of(part), set[spec.KernelSpec]()
     for target in targets.all_targets(GPU, "cpu")[:2]:
         of_part = dataclasses.replace(target, parts=parts)
