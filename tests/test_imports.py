@@ -7,6 +7,7 @@ Inside `ops` the folders follow the order of a call, above the records that all 
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,9 +55,15 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield ".".join(parts if top == "cutefce" else ("cutefce", *parts)), path
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """Return the tree of a module, which several rules look at."""
+    return ast.parse(source)
+
+
 def imported(source: str) -> Iterator[str]:
     """Yield what a module imports, also inside functions and by name."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
@@ -120,7 +127,7 @@ def test_private_names_of_torch_are_in_one_file() -> None:
     for module, path in modules():
         if module == "cutefce.ops.torch_compat":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             if isinstance(node, ast.Attribute):
                 text = ast.unparse(node)
                 parts = text.split(".")

@@ -35,6 +35,7 @@ def test_every_package_is_listed() -> None:
     assert sorted(listed) == sorted(packages())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs a checkout")
 def test_a_source_distribution_has_the_tests_with_their_helpers(tmp_path: Path) -> None:
     build = pytest.importorskip("setuptools.build_meta")
@@ -59,7 +60,14 @@ def test_every_folder_with_code_is_a_package() -> None:
     assert nested <= folders | {ROOT / "cutefce"}
 
 
-@pytest.mark.parametrize("name", sorted(packages()))
+FRAMEWORKS = "cutefce.integrations"
+"""The package whose modules import frameworks, which takes long where these are installed."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*sorted(packages().keys() - {FRAMEWORKS}), pytest.param(FRAMEWORKS, marks=pytest.mark.slow)],
+)
 def test_modules_are_installed(name: str) -> None:
     for path in packages()[name].glob("*.py"):
         if path.stem == "__main__" or is_device_code(path):
@@ -67,7 +75,7 @@ def test_modules_are_installed(name: str) -> None:
         try:
             importlib.import_module(name if path.stem == "__init__" else f"{name}.{path.stem}")
         except ImportError as error:
-            if name != "cutefce.integrations" or "cutefce" in str(error):
+            if name != FRAMEWORKS or "cutefce" in str(error):
                 raise  # not that of a framework, which need not be installed
 
 

@@ -42,6 +42,7 @@ from cutefce.autotune_cache.tuning.subprocess_worker import WorkerError
 from cutefce.cute_kernels.jit import cache as jit_cache
 from examples.corpus import Corpus
 from examples.training import Sizes
+from tests.support.tiers import rest_slow
 
 SIZES = Sizes(hidden=16, layers=1, heads=2, context=8, batch=4, steps=2, learning_rate=1e-2)
 TINY = Shape(tokens=48, hidden=16, vocab=256, dtype="float32")
@@ -108,27 +109,37 @@ def right(function: object) -> problems.Loss:
     return reference.unfused
 
 
-def test_a_peer_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    fakes = {
-        name: peers.Peer("bench.harness.reference", "unfused", adapt)
-        for name, adapt in (("crash", crash), ("refuse", refuse), ("half", half), ("right", right))
-    }
-    fakes["absent"] = peers.Peer("no_such_package", "loss", right)
-    fakes["older"] = peers.Peer("bench.harness.reference", "no_such_loss", right)
+FAKES = {
+    "absent": peers.Peer("no_such_package", "loss", right),
+    "older": peers.Peer("bench.harness.reference", "no_such_loss", right),
+    "half": peers.Peer("bench.harness.reference", "unfused", half),
+    "crash": peers.Peer("bench.harness.reference", "unfused", crash),
+    "refuse": peers.Peer("bench.harness.reference", "unfused", refuse),
+    "right": peers.Peer("bench.harness.reference", "unfused", right),
+}
+SAID = {
+    "absent": "not available: No module named 'no_such_package'",
+    "older": "not available: bench.harness.reference has no no_such_loss",
+    "half": "relative errors of loss, dX and dW are 0.5, 0.5, 0.5",
+    "crash": "SIGABRT",
+    "refuse": "no such sizes",
+}
+
+
+@pytest.mark.parametrize("count", rest_slow({"not available": 2, "all": len(FAKES)}))
+def test_a_peer_that_fails_is_a_row(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are available run in processes of their own."""
+    fakes = dict(list(FAKES.items())[:count])
     monkeypatch.setattr(peers, "PEERS", fakes)
     usable = peers.usable(tuple(fakes), TINY, "cpu", (step.PLAIN, step.Task(ignored_percent=50)))
     rows = {row.implementation: row for row in step.run(TINY, "cpu", 2, ("max", "min"), usable)}
-    for name, text in {
-        "crash": "SIGABRT",
-        "refuse": "no such sizes",
-        "half": "relative errors of loss, dX and dW are 0.5, 0.5, 0.5",
-        "absent": "not available: No module named 'no_such_package'",
-        "older": "not available: bench.harness.reference has no no_such_loss",
-    }.items():
-        assert text in rows[name].note
-        assert rows[name].median_ms is None
-    assert rows["right"].note == "" and rows["right"].median_ms
-    assert rows["right"].dx_error == rows["unfused"].dx_error
+    for name in fakes:
+        if name == "right":
+            assert rows[name].note == "" and rows[name].median_ms
+            assert rows[name].dx_error == rows["unfused"].dx_error
+        else:
+            assert SAID[name] in rows[name].note
+            assert rows[name].median_ms is None
 
 
 def test_peers_run_at_once_but_for_those_that_tune_or_need_the_memory(
@@ -233,6 +244,21 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_a_command_records_once_and_its_data_makes_a_report(tmp_path: Path, tiny: None) -> None:
+    run(tmp_path, "step", "--repeats", "2")
+    path = tmp_path / "cpu" / "step.jsonl"
+    assert_same(path)
+    run(tmp_path, "report")
+    measured, _, missing = (path.parent / "report.md").read_text().partition("## Not measured")
+    assert "`python -m bench step`" in measured and "`python -m bench step`" not in missing
+    before = path.read_text()
+    output = run(tmp_path, "--resume", "step", "--repeats", "2").output
+    assert output.count(": already recorded") == 2
+    assert path.read_text() == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_every_command_runs_on_a_cpu_and_its_data_makes_a_report(
     tmp_path: Path, tiny: None
 ) -> None:
@@ -254,7 +280,6 @@ def test_every_command_runs_on_a_cpu_and_its_data_makes_a_report(
     text = (folder / "report.md").read_text()
     measured, _, missing = text.partition("## Not measured")
     assert "`python -m bench training-step`" in missing and "`python -m bench step`" in measured
-    assert "`python -m bench step`" not in missing
     for picture in ("paper", "peers", *PEERS, "loss_curves", "sampled_curves"):
         assert (folder / f"{picture}.png").stat().st_size and f"({picture}.png)" in text
     frozen, ignored = (read(folder / f"{name}.jsonl")[1] for name in sorted(PEERS))
@@ -268,10 +293,6 @@ def test_every_command_runs_on_a_cpu_and_its_data_makes_a_report(
     exact, _, few = (row["losses"] for row in read(folder / "sampled_curves.jsonl")[1])
     assert exact[0] == pytest.approx(few[0], rel=1e-6), "the same parameters and batch"
     assert exact[2] != few[2], "another gradient"
-    before = (folder / "step.jsonl").read_text()
-    output = run(tmp_path, "--resume", "step", "--repeats", "2").output
-    assert output.count(": already recorded") == 2
-    assert (folder / "step.jsonl").read_text() == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
@@ -360,6 +381,7 @@ def test_other_sizes_have_separate_results(tmp_path: Path, tiny: None) -> None:
     assert {"GEMMs", "unfused", "cutefce max"} <= {row["implementation"] for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_a_training_step_has_the_loss_of_the_library(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -433,6 +455,7 @@ def test_cpu_overhead_has_a_row_for_forward_and_each_training_step(
         assert 0 < low <= median <= high
 
 
+@pytest.mark.slow
 def test_the_first_call_is_that_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_call, "SHAPE", TINY)
     monkeypatch.setattr(jit_cache, "compile_count", 0)  # other tests may have compiled kernels
