@@ -7,7 +7,6 @@ import torch
 
 import cutefce
 from cutefce.cute_kernels.arch import arch_named
-from tests.conftest import SMALL_TILES
 from tests.parallel.test_vocab_parallel import (
     SHARINGS,
     Share,
@@ -17,6 +16,7 @@ from tests.parallel.test_vocab_parallel import (
     options_of,
 )
 from tests.support.kernel_models import serve_calls
+from tests.support.layouts import SMALL_TILES
 from tests.support.ranks import Ranks, each_value, group
 from tests.support.reference import Case, random_case
 

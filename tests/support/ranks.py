@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cutefce.autotune_cache import defaults
-from tests.conftest import SMALL_TILES
+from tests.support.layouts import SMALL_TILES
 from tests.support.tiers import Values, rest_slow
 
 TIMEOUT_S = 300
