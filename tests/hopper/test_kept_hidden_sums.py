@@ -15,6 +15,7 @@ from tests.hopper.test_kept_weight_sums import (
     TALL,
     Sums,
     any_floats,
+    named,
     same_bits,
 )
 from tests.support.tiers import rest_slow
@@ -60,7 +61,7 @@ def add(
 
 
 @pytest.mark.parametrize("product", rest_slow(PRODUCTS))
-@pytest.mark.parametrize("kernel", rest_slow(KERNELS))
+@pytest.mark.parametrize("kernel", rest_slow(named(*KERNELS)))
 def test_any_sums_are_rounded(
     kernel: tuple[GemmConfig, int], product: tuple[tuple[int, int, int], int]
 ) -> None:
@@ -76,7 +77,7 @@ def test_any_sums_are_rounded(
 @pytest.mark.parametrize(
     "given", rest_slow([(64, 0), (0, 1), (0, 0), (1, 1), (130, 1), (400, 0)], default=2)
 )
-@pytest.mark.parametrize("kernel", rest_slow([(LOW, 8), (LOW, 4), (TALL, 8)]))
+@pytest.mark.parametrize("kernel", rest_slow(named((LOW, 8), (LOW, 4), (TALL, 8))))
 def test_counted_rows(kernel: tuple[GemmConfig, int], given: tuple[int, int]) -> None:
     """Row blocks behind those that count are neither read nor written."""
     (config, low_bits), (count, overwrite) = kernel, given

@@ -59,6 +59,11 @@ class Terms(NamedTuple):
     """(V, D): their sums."""
 
 
+def named(*kernels: tuple[GemmConfig, int]) -> dict[str, tuple[GemmConfig, int]]:
+    """Return configurations and low bits by their names."""
+    return {f"{config}, {low_bits} low bits": (config, low_bits) for config, low_bits in kernels}
+
+
 def terms_of(h: torch.Tensor, vocab: int, *, count: int = 0, rank_one: bool = False) -> Terms:
     """Return terms of the first `count` tokens, small integers; some targets have several."""
     generator = torch.Generator().manual_seed(3)
@@ -150,7 +155,7 @@ def any_floats(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("product", rest_slow(PRODUCTS))
-@pytest.mark.parametrize("kernel", rest_slow(KERNELS))
+@pytest.mark.parametrize("kernel", rest_slow(named(*KERNELS)))
 def test_integers_are_exact(
     kernel: tuple[GemmConfig, int], product: tuple[tuple[int, int, int], int]
 ) -> None:
@@ -165,7 +170,7 @@ def test_integers_are_exact(
     same_bits(sums, e.float().t() @ h.float() + terms.sums + (0 if overwrite else before))
 
 
-@pytest.mark.parametrize("kernel", rest_slow((*RANDOM, *KERNELS)))
+@pytest.mark.parametrize("kernel", rest_slow(named(*RANDOM, *KERNELS)))
 def test_any_sums_are_rounded(kernel: tuple[GemmConfig, int]) -> None:
     config, low_bits = kernel
     e, h = operands(70, 136, 200)
@@ -216,7 +221,7 @@ def test_three_chunks(config: GemmConfig, low_bits: int) -> None:
 
 @pytest.mark.parametrize("rank_one", rest_slow([False, True]))
 @pytest.mark.parametrize("count", rest_slow([64, 0, 1, 130], default=2))
-@pytest.mark.parametrize("kernel", rest_slow([(LOW, 4), (TALL, 8), (KEPT_192, 16)]))
+@pytest.mark.parametrize("kernel", rest_slow(named((LOW, 4), (TALL, 8), (KEPT_192, 16))))
 def test_counted_rows(kernel: tuple[GemmConfig, int], count: int, rank_one: bool) -> None:
     """Rows behind those that count are 0 up to a multiple of `TILE_K`, then anything."""
     (config, low_bits), overwrite = kernel, int(not rank_one)
@@ -285,7 +290,7 @@ FAULTY = [(fault, *kernel) for fault in FAULTS for kernel in ((LOW, 4), (DEEP, 8
 FAULTY += [(EARLY, KEPT_192, low_bits) for low_bits in (16, 8, 4)]
 
 
-@pytest.mark.parametrize("given", rest_slow(FAULTY))
+@pytest.mark.parametrize("given", rest_slow({", ".join(map(str, x)): x for x in FAULTY}))
 def test_a_fault_is_detected(given: tuple[str, GemmConfig, int]) -> None:
     fault, config, low_bits = given
     pattern, replacement = FAULTS[fault]
