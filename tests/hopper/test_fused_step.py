@@ -1,4 +1,7 @@
-"""The host functions of a training step, with emulated kernels: right, and those kernels' bits."""
+"""The host functions of a training step, which these tests go with: they have their kernels' bits.
+
+The kernels are emulated.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -31,6 +34,7 @@ from cutefce.ops.strategies.loss_inputs import LossInputs
 from tests.emulation.hopper import run
 from tests.support.kernel_models import use_models
 from tests.support.reference import Case, random_case
+from tests.support.tiers import rest_slow
 
 TALL = GemmConfig(128, 64, cluster=2, stages=3, pingpong=True)
 COOPERATIVE = GemmConfig(128, 64, cluster=1, stages=3, pingpong=False)
@@ -54,9 +58,13 @@ Results = tuple[Tensor, ...]
 
 
 @pytest.fixture(autouse=True)
+def two_kernels_of_dx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelConfigs, "SHORT", SHORT)
+
+
+@pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     use_models(monkeypatch, lambda kernel: functools.partial(run, kernel))
-    monkeypatch.setattr(KernelConfigs, "SHORT", SHORT)
 
 
 @functools.cache
@@ -148,10 +156,12 @@ Without far rows, the loss is the mean.
 """
 
 
-@pytest.mark.parametrize(("layout", "bits", "selects", "far"), STEPS.values(), ids=STEPS)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STEPS.values(), ids=STEPS)
 def test_it_equals_its_kernels(
-    layout: WindowLayout, bits: int | None, selects: bool, far: bool
+    kind: tuple[WindowLayout, int | None, bool, bool], emulated: None
 ) -> None:
+    layout, bits, selects, far = kind
     case, options = random_problem(far), LossOptions("none" if far else "mean")
     kernels = kernels_of(SWAPPED if far else COOPERATIVE, own_dx=far)
     got = fused(case, kernels, selects, options, [layout], bits)
@@ -160,11 +170,19 @@ def test_it_equals_its_kernels(
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("count", "bits"), [(None, None), (91, 4), (90, None), (41, 4), (40, None), (0, 4)]
-)
-def test_it_is_right(count: int | None, bits: int | None) -> None:
+COUNTS: dict[str, tuple[int | None, int | None]] = {
+    "40": (40, None),
+    **{str(count): (count, 4) for count in (0, 41, 91)},
+    "90": (90, None),
+    "all": (None, None),
+}
+"""How many rows count, None for all without a selection, and low bits of dX's sums."""
+
+
+@pytest.mark.parametrize("kind", rest_slow(COUNTS))
+def test_it_is_right(kind: tuple[int | None, int | None], emulated: None) -> None:
     """Also where the number of rows that count chooses the layout: others write nothing to it."""
+    count, bits = kind
     case, kernels = random_problem(far=False), kernels_of(TALL, own_dx=True)
     layouts = [WINDOWS]
     if count is not None:
@@ -184,7 +202,8 @@ def test_it_is_right(count: int | None, bits: int | None) -> None:
 def test_graphs_know_what_launches_depend_on(
     layouts: list[WindowLayout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All memory of the arguments, and what numbers of the call they have."""
+    """All memory of the arguments, and what numbers of the call they have; on models of kernels."""
+    use_models(monkeypatch)
     case, kernels = random_problem(far=False), kernels_of(COOPERATIVE, own_dx=True)
     problem = Problem(TOKENS, HIDDEN, VOCAB, "bfloat16", "cuda", arch="sm_90a")
     seen: list[tuple[Any, ...]] = []

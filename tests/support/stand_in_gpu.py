@@ -4,10 +4,14 @@ Tests that use it call the public functions, and are the same on a GPU.  What ma
 GPU, and what a process remembers of calls, only this file knows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from cutefce.autotune_cache import lookup
 from cutefce.cute_kernels import problem, process_cache
@@ -32,8 +36,8 @@ def served_by_kernels(
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":
             pytest.importorskip("cutlass")
-            use_models(patch, replacement)
-            patch.setattr(dispatch, "_device_unsupported_reason", lambda device, dtype: None)
+            use_models(patch, lambda kernel: _checked(replacement(kernel)))
+            patch.setattr(dispatch, "_device_unsupported_reason", _unsupported_reason)
             for module in (dispatch, logits):
                 patch.setattr(module, "gpu_of", lambda device: Gpu(Sm90(), "a model", 132))
             patch.setattr(lookup, "tables", lambda gpu: ())
@@ -43,6 +47,31 @@ def served_by_kernels(
         forget()
         yield patch
     forget()
+
+
+def _unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None if dtype.itemsize == 2 else f"input: got dtype {dtype}"
+
+
+def _checked(launch: Callable[..., None]) -> Callable[..., None]:
+    """Return `launch`, which refuses operands that no kernel can read."""
+
+    def run(*operands: Any) -> None:
+        for x in tree_leaves(operands):
+            if isinstance(x, Tensor):
+                assert _is_readable(x), (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+        launch(*operands)
+
+    return run
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether x has the layout that kernels read: TMA needs multiples of 16 bytes of matrices."""
+    if x.ndim != 2 or x.dtype.itemsize != 2:
+        return x.ndim != 1 or x.is_contiguous()
+    rows = x if x.stride(1) == 1 else x.t()
+    pitch = rows.stride(0) if len(rows) > 1 else 0
+    return rows.stride(1) == 1 and x.data_ptr() % 16 == 0 and pitch % 8 == 0
 
 
 def select_rows(patch: pytest.MonkeyPatch, selects: bool) -> None:
