@@ -25,7 +25,12 @@ from tests.support.tiers import Values, rest_slow
 
 TIMEOUT_S = 300
 """How long a group waits for a rank, and a test for a result."""
-PRELOADED = "bench.harness.accuracy", "torch._dynamo", "torch._functorch.aot_autograd"
+PRELOADED = (
+    "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "bench.experiments.parallel",
+    "examples.parallel",
+)
 """What takes long to import, and tests of ranks use."""
 
 
