@@ -14,7 +14,7 @@ import cutefce
 from cutefce.ops.interface import call_cache, checks
 from tests.support.reference import random_case
 from tests.support.stand_in_gpu import served_by_kernels
-from tests.support.steps import alone, have_same_bits, operands, step
+from tests.support.steps import have_same_bits, operands, step
 
 
 @pytest.fixture(autouse=True)
@@ -47,16 +47,3 @@ def test_the_cache_is_bounded(device: str, monkeypatch: pytest.MonkeyPatch) -> N
         given = case.h.requires_grad_(), case.w.requires_grad_(), case.y
         assert have_same_bits(step(*given), step(*given))
         assert len(call_cache._entries) <= 3
-
-
-def test_each_operand_may_be_unaligned(device: str) -> None:
-    """Entries of calls whose hidden states are copied serve no weight that kernels cannot take."""
-    h, w, y = (x.detach() for x in operands(device))
-    pitch = h.shape[1] + 1
-    wide = torch.zeros(len(h) * pitch + 1, dtype=h.dtype, device=device)[1:]
-    wide = wide.view(len(h), pitch)[:, : h.shape[1]].copy_(h)
-    own = torch.zeros(len(h), pitch, dtype=h.dtype, device=device)[:, : h.shape[1]].copy_(h)
-    unaligned = torch.cat([w.new_zeros(1), w.flatten()])[1:].view(w.shape)
-    want = alone(lambda: step(own, unaligned, y))
-    step(wide, w, y)
-    assert have_same_bits(step(own, unaligned, y), want)
