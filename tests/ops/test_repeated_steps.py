@@ -73,6 +73,13 @@ def wide(x: Tensor) -> Tensor:
     return x.detach().repeat(1, 2)[:, : x.shape[1]].requires_grad_()
 
 
+def with_gaps(x: Tensor, offset: int = 0) -> Tensor:
+    """Return a copy of x as sequences that a call has to copy, which begin at an `offset`."""
+    memory = x.new_zeros(offset + TOKENS * HIDDEN + 4 * HIDDEN).detach()
+    sequences = memory[offset:].view(4, -1, HIDDEN)[:, :-1]
+    return sequences.copy_(x.detach().view(4, -1, HIDDEN)).requires_grad_()
+
+
 def transposed(x: Tensor) -> Tensor:
     """Return a copy of x that is contiguous by columns."""
     return x.detach().t().contiguous().t().requires_grad_()
@@ -194,6 +201,12 @@ CALLS: dict[str, Make] = {
     "unaligned hidden states": with_others(lambda h, w, y: (unaligned(h), w, y)),
     "an unaligned weight": with_others(lambda h, w, y: (h, unaligned(w), y)),
     "both unaligned": with_others(lambda h, w, y: (unaligned(h), unaligned(w), y)),
+    "unaligned sequences that are copied": with_others(
+        lambda h, w, y: (with_gaps(h, offset=1), w, y.view(4, -1))
+    ),
+    "an unaligned weight beside sequences that are copied": with_others(
+        lambda h, w, y: (with_gaps(h), unaligned(w), y.view(4, -1))
+    ),
     "transposed hidden states": with_others(lambda h, w, y: (transposed(h), w, y)),
     "narrow targets": with_others(lambda h, w, y: (h, w, y.int())),
     "spread targets": with_others(lambda h, w, y: (h, w, y.repeat_interleave(2)[::2])),
