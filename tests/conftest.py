@@ -29,6 +29,7 @@ torch._functorch.config.enable_autograd_cache = False
 # several test processes share the cores, and threads that wait for each other take them
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
