@@ -20,6 +20,7 @@ from cutefce.cute_kernels.common.exp2 import poly_exp2
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.parts import STEP
 from cutefce.ops.primitives import dispatch
+from tests.support.tiers import rest_slow
 
 BLACKWELL = [arch for arch in ARCHS if isinstance(arch, Sm100)]
 
@@ -108,7 +109,7 @@ def test_architectures_by_capability() -> None:
     assert not any(config.poly_exp2_per_16 for config in arch_named("sm_103a").prebuilt_configs())
 
 
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+@pytest.mark.parametrize("arch", rest_slow({arch.name: arch for arch in ARCHS}))
 def test_only_verified_kernels_are_dispatched(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(name="a new GPU", multi_processor_count=148)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: arch.capability)

@@ -85,10 +85,9 @@ def test_accumulators_have_separate_columns(config: GemmConfig) -> None:
     on_the_host(check)
 
 
-@pytest.mark.parametrize("config", rest_slow(CONFIGS))
-def test_a_thread_reads_its_row(
-    config: GemmConfig,
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_thread_reads_its_row(config: GemmConfig) -> None:
     kernel = kernel_of(config)
     epi_tile_n = kernel.epi_tile_n
 

@@ -19,6 +19,7 @@ from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.divergence import divergence_rows, logits_kernel
 from cutefce.cute_kernels.variant import KernelVariant, LogitTransform
 from tests.emulation.compiled import compiled
+from tests.emulation.configs import COOPERATIVE, PINGPONG, kernels_of
 from tests.support.tiers import rest_slow
 
 SETS = {
@@ -34,21 +35,24 @@ CAPPED = kernel_set(
 FEW = kernel_set(Sm90(), "bfloat16", Sm90().default_configs(300, 4096, 132))
 """With swapped operands."""
 SAMPLING = sampling_kernels(Sm90(), KERNELS.row_sums, 8192, 500)
+SMALL = kernels_of(PINGPONG)
 KINDS: dict[str, KernelSpec | None] = {
-    "sums": KERNELS.row_sums,
-    "repair_exps": KERNELS.repair_exps,
-    "grad_hidden": KERNELS.grad_hidden,
+    "small sums": SMALL.row_sums,
+    "small repair_exps": SMALL.repair_exps,
+    "small grad_hidden": kernels_of(COOPERATIVE).grad_hidden,
     "select_rows": KERNELS.select_rows,
     "scatter_rows": KERNELS.scatter_rows,
-    "row_coefficients": KERNELS.row_coefficients,
     "sort_targets": KERNELS.sort_targets,
     "target_logit": KERNELS.target_logit,
-    "reduce_partials": KERNELS.reduce_partials,
+    "reduce_partials": SMALL.reduce_partials,
     "finish_dx": KERNELS.finish_dx,
 }
-"""Those of every plain step; `MORE` are slow to check."""
+"""Those of every plain step, which the emulator compiles too; `MORE` are slow to compile."""
 MORE: dict[str, KernelSpec | None] = {
+    "sums": KERNELS.row_sums,
     "exps": KERNELS.exps,
+    "repair_exps": KERNELS.repair_exps,
+    "grad_hidden": KERNELS.grad_hidden,
     "swapped sums": FEW.row_sums,
     "swapped sums and exps": FEW.row_sums_and_exps,
     "swapped repair_exps": FEW.repair_exps,
@@ -79,16 +83,13 @@ for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
         f"{name} scale_kept_rows": kernels.scale_kept_rows[0],
         f"{name} gather_rows": kernels.gather_rows,
         f"{name} probability_coefficients": kernels.probability_coefficients,
+        f"{name} reduce_partials": kernels.reduce_partials,
+        f"{name} finish_dx": kernels.finish_dx,
+        f"{name} target_logit": kernels.target_logit,
+        f"{name} select_rows": kernels.select_rows,
+        f"{name} scatter_rows": kernels.scatter_rows,
+        f"{name} row_coefficients": kernels.row_coefficients,
     }
-    if kernels is not KERNELS:
-        MORE |= {
-            f"{name} reduce_partials": kernels.reduce_partials,
-            f"{name} finish_dx": kernels.finish_dx,
-            f"{name} target_logit": kernels.target_logit,
-            f"{name} select_rows": kernels.select_rows,
-            f"{name} scatter_rows": kernels.scatter_rows,
-            f"{name} row_coefficients": kernels.row_coefficients,
-        }
 ROLE = r"setmaxnreg\.\w+"
 WAIT, LET = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 ACCESS = re.compile(r"\b(ld|st|red|atom)\.[\w.:]*global\b|\bcp\.(reduce\.)?async\.bulk\.tensor\b")
@@ -131,7 +132,7 @@ def test_each_of_several_kernels_waits() -> None:
 
 
 def test_each_role_waits() -> None:
-    ptx = compiled(KERNELS.row_sums).ptx
+    ptx = compiled(SMALL.row_sums).ptx
     _, *roles = re.split(ROLE, ptx)
     for role in roles:
         without = ptx.replace(role, role.replace(WAIT, ""))
