@@ -268,6 +268,7 @@ def test_no_linker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(folder.rglob("*.so"))
 
 
+@pytest.mark.slow
 def test_loading_does_not_need_the_compiler(folder: Path) -> None:
     jit_cache.store(KERNEL, lambda: compile_kernel(KERNEL))
     code = COMPILE + "import sys; assert 'cutlass' not in sys.modules"
