@@ -284,7 +284,6 @@ FAR_LAYOUTS = {
 
 
 @on_backends(
-    emulated=1,
     layout=FAR_LAYOUTS,
     place=HIGH,
     every={"all rows": 1, "some rows": 7, "one row": 39},
