@@ -720,18 +720,31 @@ def test_a_failed_compilation_is_no_verdict(folder: Path, monkeypatch: pytest.Mo
     assert known() is None
 
 
-@pytest.mark.slow
-def test_a_process_killed_by_the_system_is_no_verdict(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Killed(SubprocessWorker):
-        def ask(self, call: Any, seconds: float) -> Any:
-            if call.func is worker.check_small:
-                assert self._process is not None
-                self._process.kill()
-            return super().ask(functools.partial(int), seconds)
+class Killed(SubprocessWorker):
+    """Has a process that the system ends during the first check."""
 
-    monkeypatch.setattr(verify, "SubprocessWorker", Killed)
+    def ask(self, call: Any, seconds: float) -> Any:
+        if call.func is worker.check_small:
+            assert self._process is not None
+            self._process.kill()
+        return super().ask(functools.partial(int), seconds)
+
+
+class SaidToBeKilled(InProcess):
+    """Answers the first check as if it were."""
+
+    def ask(self, call: Any, seconds: float) -> Any:
+        if call.func is worker.check_small:
+            raise WorkerError("its process ended by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    "process", rest_slow({"said to be": SaidToBeKilled, "in a subprocess": Killed})
+)
+def test_a_process_killed_by_the_system_is_no_verdict(
+    process: type[SubprocessWorker], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "SubprocessWorker", process)
     verdict = verify.verify((TARGET,), "bfloat16")
     assert "not checked: its process ended by SIGKILL" in verdict.reason
     assert known() is None

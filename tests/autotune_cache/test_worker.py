@@ -136,17 +136,21 @@ def new_process() -> Iterator[None]:
     process_cache.reset()
 
 
+IGNORED = "rows far above their targets"
+"""The small problem of which some tokens are ignored."""
+
+
 @pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float16"]))
-@pytest.mark.parametrize("name", rest_slow(list(SMALL_PROBLEMS)))
+@pytest.mark.parametrize("name", rest_slow(sorted(SMALL_PROBLEMS, key=IGNORED.__ne__)))
+@pytest.mark.parametrize("kernel", rest_slow(["project_exp", "grad_hidden", "grad_weight"]))
 def test_models_of_the_kernels_pass(
-    name: str, dtype: str, new_process: None, monkeypatch: pytest.MonkeyPatch
+    kernel: str, name: str, dtype: str, new_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Right kernels are not rejected: what is compared is the same value twice."""
     use_models(monkeypatch)
     monkeypatch.setattr(worker, "SMALL_PROBLEMS", {name: SMALL_PROBLEMS[name]})
-    for target in targets.all_targets(GPU, "cpu"):
-        for candidate in target.defaults()[:1]:
-            worker.check_small(target, dtype, candidate)
+    (target,) = (each for each in targets.all_targets(GPU, "cpu") if each.name == kernel)
+    worker.check_small(target, dtype, target.defaults()[0])
 
 
 @pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float16"]))
