@@ -20,6 +20,7 @@ from cutefce.cute_kernels.parts import (
     PARTS,
     SAMPLES,
     SOFT_TARGETS,
+    STEP,
     parts_of,
 )
 from tests.support.fake_tuner import SIZES, TARGET
@@ -140,17 +141,34 @@ IGNORED = "rows far above their targets"
 """The small problem of which some tokens are ignored."""
 
 
-@pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float16"]))
-@pytest.mark.parametrize("name", rest_slow(sorted(SMALL_PROBLEMS, key=IGNORED.__ne__)))
-@pytest.mark.parametrize("kernel", rest_slow(["project_exp", "grad_hidden", "grad_weight"]))
+KERNELS = "project_exp", "grad_hidden", "grad_weight"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "parts", "name", "dtype"),
+    [
+        pytest.param("project_exp", parts_of(STEP), IGNORED, "bfloat16", id="a step"),
+        *(
+            pytest.param(kernel, PARTS, name, dtype, marks=pytest.mark.slow)
+            for kernel in KERNELS
+            for name in SMALL_PROBLEMS
+            for dtype in ("bfloat16", "float16")
+        ),
+    ],
+)
 def test_models_of_the_kernels_pass(
-    kernel: str, name: str, dtype: str, new_process: None, monkeypatch: pytest.MonkeyPatch
+    kernel: str,
+    parts: tuple[str, ...],
+    name: str,
+    dtype: str,
+    new_process: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Right kernels are not rejected: what is compared is the same value twice."""
     use_models(monkeypatch)
     monkeypatch.setattr(worker, "SMALL_PROBLEMS", {name: SMALL_PROBLEMS[name]})
     (target,) = (each for each in targets.all_targets(GPU, "cpu") if each.name == kernel)
-    worker.check_small(target, dtype, target.defaults()[0])
+    worker.check_small(dataclasses.replace(target, parts=parts), dtype, target.defaults()[0])
 
 
 @pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float16"]))
