@@ -15,6 +15,7 @@ from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning import first_use
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.cute_kernels.jit import cache as jit_cache
 from tests.support import backends
 from tests.support.backends import Backend
 from tests.support.layouts import SMALL_TILES as SMALL_TILES
@@ -30,6 +31,13 @@ torch._functorch.config.enable_autograd_cache = False
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+# a process runs the sources that it has imported: their digest, half a second, outlives resets
+process_cache._clears[:] = [
+    clear
+    for clear in process_cache._clears
+    if getattr(clear, "__self__", None) is not jit_cache.source_fingerprint
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
