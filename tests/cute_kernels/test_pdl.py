@@ -20,6 +20,7 @@ from cutefce.cute_kernels.spec.divergence import divergence_rows, logits_kernel
 from cutefce.cute_kernels.variant import KernelVariant, LogitTransform
 from tests.emulation.compiled import compiled
 from tests.emulation.configs import COOPERATIVE, PINGPONG, kernels_of
+from tests.emulation.core import parse
 from tests.support.tiers import rest_slow
 
 SETS = {
@@ -92,6 +93,7 @@ for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
     }
 ROLE = r"setmaxnreg\.\w+"
 WAIT, LET = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+BRANCH = re.compile(r"(@\S+ )?bra\S* (?P<label>\S+);")
 ACCESS = re.compile(r"\b(ld|st|red|atom)\.[\w.:]*global\b|\bcp\.(reduce\.)?async\.bulk\.tensor\b")
 
 
@@ -108,12 +110,38 @@ def unguarded(ptx: str, every_role: bool = False) -> Iterator[str]:
                 yield line.strip()
 
 
+def reached_without_waiting(ptx: str) -> list[str]:
+    """Return memory accesses on any way through a warpgroup that multiplies, up to its wait.
+
+    A warpgroup may have no tile: then it leaves out the loop over its tiles, and waits in it.
+    """
+    (entry,) = re.findall(r"\.entry (\w+)\(", ptx)
+    lines, labels = parse(ptx, entry)
+    (start,) = (at for at, line in enumerate(lines) if line.startswith("setmaxnreg.inc"))
+    ahead, seen, found = [start], set[int](), []
+    while ahead:
+        at = ahead.pop()
+        if at in seen or at == len(lines) or WAIT in lines[at]:
+            continue
+        seen.add(at)
+        if ACCESS.search(lines[at]):
+            found.append(lines[at])
+        branch = BRANCH.match(lines[at])
+        if branch:
+            ahead.append(labels[branch["label"]])
+        if not lines[at].startswith(("ret", "bra")):
+            ahead.append(at + 1)
+    return found
+
+
 @pytest.mark.parametrize("kernel", rest_slow(KINDS | MORE, default=len(KINDS)))
 def test_no_access_before_the_wait(kernel: KernelSpec | None) -> None:
     assert kernel is not None
     ptx = compiled(kernel).ptx
     assert not list(unguarded(ptx, isinstance(kernel, ProjectExpSpec)))
     assert LET in ptx
+    if isinstance(kernel, ProjectExpSpec):
+        assert not reached_without_waiting(ptx)
     if not isinstance(kernel, ProjectExpSpec):
         assert ptx.count(WAIT) == 1
         assert ptx.index(WAIT) < ptx.index(LET), "waits before the next kernel starts"
@@ -137,3 +165,5 @@ def test_each_role_waits() -> None:
     for role in roles:
         without = ptx.replace(role, role.replace(WAIT, ""))
         assert list(unguarded(without, every_role=True)), "detects a missing wait"
+    before, after = ptx.rsplit(WAIT, 1)
+    assert reached_without_waiting(before + after), "detects one that is missing behind a loop"

@@ -207,6 +207,7 @@ def test_target_logits(hidden: int) -> None:
     h, w = (torch.randn(rows, hidden).bfloat16() for rows in (21, 30))
     y = torch.randperm(30)[:21]
     y[3], y[4], y[5], h[6, 1], h[7], w[y[7]] = -100, 30, -1, torch.nan, 1e38, -1e38
+    h[8], w[y[8]] = 1e38, 1e38  # +inf is the mark of an ignored token
     scale, bias = torch.rand(21), torch.randn(30)
     z = (h.double() * w[y.clamp(0, 29)].double()).sum(1)
     for operands in (None, (scale, bias, None)):
@@ -218,7 +219,7 @@ def test_target_logits(hidden: int) -> None:
         logit, zeros = torch.zeros(21), torch.full((40,), 7, dtype=torch.int32)
         run(kernel, h, w, y, logit, zeros, operands, y, -100, 0, None)
         want = want.clamp(min=LOWEST_LOGIT)
-        want[3], want[4:6] = torch.inf, torch.nan
+        want[3], want[4:6], want[8] = torch.inf, torch.nan, torch.nan
         torch.testing.assert_close(logit.double(), want, rtol=1e-5, atol=1e-5, equal_nan=True)
         assert not zeros.any()
 
