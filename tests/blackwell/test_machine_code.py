@@ -191,19 +191,20 @@ def test_a_fault_is_detected(fault: str) -> None:
     assert rule in violations(broken(kernel, pattern, replacement), kernel)
 
 
-@pytest.mark.parametrize(
-    ("config", "found", "wrong"),
-    [
-        (0, "UTCHMMA.2CTA", "UTCHMMA"),
-        (0, "LDTM.x64", "LDTM.x32"),
-        (0, "UTMASTG.2D", "STL"),
-        pytest.param(1, "UTMALDG.2D.MULTICAST", "UTMALDG.2D", marks=pytest.mark.slow),
-        pytest.param(1, "UTCBAR.MULTICAST", "UTCBAR", marks=pytest.mark.slow),
-    ],
-)
+SASS_FAULTS = [
+    (0, "UTCHMMA.2CTA", "UTCHMMA"),
+    (0, "LDTM.x64", "LDTM.x32"),
+    (0, "UTMASTG.2D", "STL"),
+    (1, "UTMALDG.2D.MULTICAST", "UTMALDG.2D"),
+    (1, "UTCBAR.MULTICAST", "UTCBAR"),
+]
+
+
+@pytest.mark.parametrize("fault", rest_slow(SASS_FAULTS))
 def test_a_fault_in_the_machine_code_is_detected(
-    config: int, found: str, wrong: str, tmp_path: Path
+    fault: tuple[int, str, str], tmp_path: Path
 ) -> None:
+    config, found, wrong = fault
     kernel = sums_and_exps(config)
     sass = disassemble(compiled(kernel).cubin, tmp_path)
     changed = re.sub(rf"{re.escape(found)}\b(?!\.)", wrong, sass, count=1)

@@ -32,7 +32,7 @@ SIZES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("sizes", rest_slow(SIZES, default=2))
+@pytest.mark.parametrize("sizes", rest_slow(SIZES))
 def test_no_interleaving_has_a_fault(sizes: dict[str, Any]) -> None:
     states, faults = explore(Protocol(**sizes))
     assert not faults
