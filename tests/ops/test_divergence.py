@@ -69,7 +69,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-@pytest.mark.parametrize("kind", rest_slow(KINDS, default=2))
+@pytest.mark.parametrize("kind", rest_slow(KINDS))
 def test_every_plan(run: tuple[str, str], kind: tuple[torch.dtype, str], device: str) -> None:
     (plan, reduction), (dtype, form) = run, kind
     cases = several(150, (48, 40), 333, dtype=dtype, device=device, logit_std=2)
@@ -91,7 +91,13 @@ def test_every_plan_in_float64(run: tuple[str, str], form: dict[str, Any], devic
 SMALL = {name: shape for name, shape in SHAPES.items() if shape[0] * shape[2] < 1 << 19}
 
 
-@pairwise_of({"shape": SMALL}, shape=SHAPES, workspace=["max", "min"], dtype=DTYPES, form=[*FORMS])
+@pairwise_of(
+    {"shape": SMALL, "form": ["JSD", "forward KL"]},
+    shape=SHAPES,
+    workspace=["max", "min"],
+    dtype=DTYPES,
+    form=[*FORMS],
+)
 def test_shapes(
     shape: tuple[int, tuple[int, int], int],
     workspace: str,
@@ -130,7 +136,7 @@ def test_options(options: dict[str, Any], plan: str, form: str, device: str) -> 
             assert distance(got, truth) <= 1e-12 * float(truth.norm())
 
 
-@pairwise(form=FORMS, dtype=DTYPES)
+@pairwise_of({"form": ["JSD", "forward KL"]}, form=FORMS, dtype=DTYPES)
 def test_16_bit_options_are_as_accurate(
     dtype: torch.dtype, form: dict[str, Any], device: str
 ) -> None:

@@ -117,7 +117,7 @@ def test_the_number_of_windows_is_predicted(tokens: int, hidden: int, vocab: int
 
 def least_aliasing(h: torch.Tensor, w: torch.Tensor) -> Plan:
     """Return the smallest plan of a call that aliases columns."""
-    plans = (cutefce.plan(h, w, workspace=budget) for budget in range(0, 1 << 22, 1 << 10))
+    plans = (cutefce.plan(h, w, workspace=budget) for budget in range(0, 1 << 22, 1 << 12))
     return next(plan for plan in plans if plan.aliased)
 
 

@@ -23,10 +23,14 @@ from tests.support.tiers import pairwise
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    gc.collect()
-    assert not kept._kept
+    assert_nothing_is_left()
     yield
-    gc.collect()
+    assert_nothing_is_left()
+
+
+def assert_nothing_is_left() -> None:
+    if kept._kept:
+        gc.collect()
     assert not kept._kept
 
 

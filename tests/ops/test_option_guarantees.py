@@ -162,7 +162,9 @@ def test_changing_numbers_share_graphs(device: str) -> None:
     assert counter.frame_count == 1
 
 
-@pairwise(names=TOGETHER, given=[("mean", "min"), ("mean", "max"), ("none", None)])
+@pairwise_of(
+    {"names": MOST}, names=TOGETHER, given=[("mean", "min"), ("mean", "max"), ("none", None)]
+)
 def test_backward_twice_and_runs_are_bitwise_equal(
     names: list[str], given: tuple[str, str | None], small_tiles: PortableTiles, device: str
 ) -> None:

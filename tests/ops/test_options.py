@@ -26,7 +26,7 @@ from tests.support.options import (
     options_case,
 )
 from tests.support.reference import Case, are_same, logits_case, random_case
-from tests.support.tiers import pairwise
+from tests.support.tiers import pairwise, rest_slow
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EACH = [[name] for name in OPTIONS]
@@ -72,7 +72,8 @@ def test_one_token(names: list[str], vocab: int, device: str) -> None:
     torch.testing.assert_close(x.ours(), tuple(want.float() for want in exact(x)))
 
 
-@pairwise(names={" with ".join(names): names for names in PAIRS}, workspace=["max", "min"])
+@pytest.mark.parametrize("names", PAIRS, ids=" with ".join)
+@pytest.mark.parametrize("workspace", rest_slow(["min", "max"]))
 def test_pairs_are_exact_in_float64(
     names: tuple[str, ...], workspace: str, small_tiles: PortableTiles
 ) -> None:

@@ -12,12 +12,13 @@ from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from tests.support import rank_one
 from tests.support.kernel_models import use_models
+from tests.support.tiers import rest_slow
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", rank_one.SHAPES, ids=str)
+@pytest.mark.parametrize("shape", rest_slow(rank_one.SHAPES, default=2))
 def test_the_portable_path(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     gradients = PortableGradients(window=300)
     rank_one.check_dx(gradients, shape, dtype, device)
@@ -33,7 +34,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return kernel_primitives(tiles, kernel_set.kernel_set(request.param, "bfloat16", configs), 132)
 
 
-@pytest.mark.parametrize("shape", rank_one.SHAPES, ids=str)
+@pytest.mark.parametrize("shape", rest_slow(rank_one.SHAPES, default=2))
 def test_the_launches_of_kernels(shape: tuple[int, int, int], launches: AnyPrimitives) -> None:
     rank_one.check_dx(launches.gradients, shape, torch.bfloat16, "cpu")
     rank_one.check_dw(launches.gradients, shape, torch.bfloat16, "cpu")

@@ -28,6 +28,7 @@ from tests.support import sampled as model
 from tests.support.memory import peaks
 from tests.support.options import OPTIONS, OptionsCase, options_case
 from tests.support.reference import are_same, random_case
+from tests.support.tiers import rest_slow
 
 SHAPE = (60, 24, 333)
 SAMPLED: dict[str, Any] = {"gradient": "sampled", "samples": 16}
@@ -149,7 +150,7 @@ def test_estimates_are_of_frequent_targets_and_of_drawn_classes(
     assert bool(((counts[others] - expected).abs() < 5 * expected**0.5).all())
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("reduction", rest_slow(["mean", "none"]))
 @pytest.mark.parametrize("names", TOGETHER.values(), ids=TOGETHER)
 def test_gradients_are_those_of_the_kept_entries(
     names: list[str], reduction: str, small_tiles: None
@@ -455,7 +456,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("loss", rest_slow(LOSSES))
 def test_the_same_seed_gives_the_same_bits(loss: Callable[..., Tensor]) -> None:
     torch.compiler.reset()
     x = options_case(["linear_bias", "temperature (N,)"], *SHAPE)
