@@ -1,0 +1,54 @@
+"""The faults fit the sources of today, and some test noticed each of them."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.faults.__main__ import NOTICED, has_test, read_noticed
+from tests.faults.catalogue import FAULTS, KINDS, Fault
+
+ROOT = Path(__file__).parents[2]
+LEAST = {
+    **{"kernels": 8, "numerics": 8, "options": 8, "ranks": 5},
+    **{"planner": 5, "deferral": 5, "cache": 5, "errors": 4},
+}
+"""Faults of each kind."""
+
+each_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+
+
+@each_fault
+def test_a_fault_is_an_edit_of_todays_sources(fault: Fault) -> None:
+    texts: dict[str, str] = {}
+    for edit in fault.edits:
+        assert edit.before != edit.after
+        path = ROOT / edit.path
+        assert path.resolve() == path, "not through a link"
+        source = texts.get(edit.path) or path.read_text()
+        texts[edit.path] = edit.applied(source)
+    for text in texts.values():
+        ast.parse(text)
+
+
+@each_fault
+def test_a_fault_says_what_it_is(fault: Fault) -> None:
+    assert fault.kind in KINDS
+    assert re.fullmatch(r"[a-z0-9-]+", fault.name)
+    assert re.fullmatch(r"[0-9a-f]{7}", fault.fixed_in)
+    assert re.fullmatch(r"(?:[A-Z]|dW|dX).*\w\.", fault.what)
+    assert 1 <= len(fault.tests) <= 3
+    assert all(has_test(ROOT, test) for test in fault.tests)
+
+
+def test_names_are_unique_and_every_kind_is_there() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    kinds = [fault.kind for fault in FAULTS]
+    assert all(kinds.count(kind) >= least for kind, least in LEAST.items())
+
+
+def test_what_is_recorded_is_of_the_faults_as_they_are() -> None:
+    recorded = {name: one.sha for name, one in read_noticed().items()}
+    faults = {fault.name: fault.sha for fault in FAULTS}
+    assert recorded.items() <= faults.items(), f"run them; see {NOTICED.name}"
