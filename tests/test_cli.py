@@ -26,21 +26,14 @@ from cutefce.commands import verify as verify_command
 from cutefce.commands.common import make_console, read_table
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import Report
 from cutefce.cute_kernels.spec import TargetLogitSpec
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.version import __version__
 from tests.support.fake_tuner import TARGET, InlineWorker, InProcess, job
 from tests.support.faulty_candidates import Kind, config
-from tests.support.tables import ENTRY, GPU, KERNELS, TABLE
+from tests.support.tables import ENTRY, GPU, TABLE
 from tests.support.tiers import rest_slow
-
-
-@pytest.fixture(autouse=True)
-def sources_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read those of the kernels once, and not after every reset of a process's caches."""
-    monkeypatch.setattr(jit_cache, "source_fingerprint", lambda: KERNELS)
 
 
 @pytest.fixture
@@ -297,9 +290,10 @@ def test_output_that_is_ascii(folder: Path) -> None:
 
 def test_info_prints_whole_paths_into_a_pipe(folder: Path) -> None:
     cache_folder = folder / "a[b]c" / "[/x]" / ("long" * 40)
-    shown = run_in_shell("info", CUTEFCE_CACHE_DIR=str(cache_folder))
-    assert shown.returncode == 0, shown.stderr
-    assert f"{cache_folder}{os.sep}" in shown.stdout
+    environment = {cache_files.CACHE_VARIABLE: str(cache_folder)}
+    shown = CliRunner().invoke(main, ["info"], env=environment)
+    assert shown.exit_code == 0, shown.output
+    assert f"{cache_folder}{os.sep}" in shown.output
 
 
 def test_info_tells_why_the_cache_folder_cannot_be_used(

@@ -42,7 +42,6 @@ from cutefce.autotune_cache.tuning.subprocess_worker import WorkerError
 from cutefce.cute_kernels.jit import cache as jit_cache
 from examples.corpus import Corpus
 from examples.training import Sizes
-from tests.support.tiers import rest_slow
 
 SIZES = Sizes(hidden=16, layers=1, heads=2, context=8, batch=4, steps=2, learning_rate=1e-2)
 TINY = Shape(tokens=48, hidden=16, vocab=256, dtype="float32")
@@ -126,20 +125,17 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("count", rest_slow({"not available": 2, "all": len(FAKES)}))
-def test_a_peer_that_fails_is_a_row(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_peer_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are available run in processes of their own."""
-    fakes = dict(list(FAKES.items())[:count])
-    monkeypatch.setattr(peers, "PEERS", fakes)
-    usable = peers.usable(tuple(fakes), TINY, "cpu", (step.PLAIN, step.Task(ignored_percent=50)))
+    monkeypatch.setattr(peers, "PEERS", FAKES)
+    usable = peers.usable(tuple(FAKES), TINY, "cpu", (step.PLAIN, step.Task(ignored_percent=50)))
     rows = {row.implementation: row for row in step.run(TINY, "cpu", 2, ("max", "min"), usable)}
-    for name in fakes:
-        if name == "right":
-            assert rows[name].note == "" and rows[name].median_ms
-            assert rows[name].dx_error == rows["unfused"].dx_error
-        else:
-            assert SAID[name] in rows[name].note
-            assert rows[name].median_ms is None
+    for name, text in SAID.items():
+        assert text in rows[name].note
+        assert rows[name].median_ms is None
+    assert rows["right"].note == "" and rows["right"].median_ms
+    assert rows["right"].dx_error == rows["unfused"].dx_error
 
 
 def test_peers_run_at_once_but_for_those_that_tune_or_need_the_memory(
@@ -412,6 +408,7 @@ def test_a_training_step_names_the_missing_package(
     assert "training-step needs transformers (pip install transformers)" in outcome.output
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_is_left_out_of_a_training_step() -> None:
     pytest.importorskip("transformers")
 

@@ -6,7 +6,6 @@ import torch
 from bench.experiments import parallel as bench
 from bench.harness.problems import Shape
 from tests.support.ranks import Ranks, mesh
-from tests.support.tiers import rest_slow
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tokenizers")
@@ -39,7 +38,8 @@ def torch_loss(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-@pytest.mark.parametrize("mode", rest_slow(parallel.MODES))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", parallel.MODES)
 def test_every_mode_trains_as_one_process_does(mode: str, ranks: Ranks) -> None:
     for got, validation, want in ranks.run(4, losses, mode):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=0)

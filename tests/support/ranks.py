@@ -25,12 +25,7 @@ from tests.support.tiers import Values, rest_slow
 
 TIMEOUT_S = 300
 """How long a group waits for a rank, and a test for a result."""
-PRELOADED = (
-    "torch._dynamo",
-    "torch._functorch.aot_autograd",
-    "bench.experiments.parallel",
-    "examples.parallel",
-)
+PRELOADED = "torch._dynamo", "torch._functorch.aot_autograd", "bench.harness.accuracy"
 """What takes long to import, and tests of ranks use."""
 
 
