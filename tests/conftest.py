@@ -18,7 +18,7 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit import cache as jit_cache
 from tests.support import backends
 from tests.support.backends import Backend
-from tests.support.layouts import SMALL_TILES as SMALL_TILES
+from tests.support.layouts import SMALL_TILES
 
 if TYPE_CHECKING:
     from tests.support.ranks import Ranks

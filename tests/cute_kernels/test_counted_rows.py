@@ -12,14 +12,12 @@ import cutefce
 from bench.harness.accuracy import relative_error
 from bench.harness.timing import peak_bytes
 from cutefce.cute_kernels.problem import MIN_SELECTED
-from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.planning.planner import Plan
+from tests.support.layouts import pinned, windows_in_chunks
 from tests.support.options import OPTIONS, assert_results_as_accurate, options_case
 from tests.support.reference import (
     Case,
     Result,
     assert_as_accurate,
-    loss_of_plan,
     ours,
     random_case,
 )
@@ -100,9 +98,9 @@ def test_windows_inside_chunks(far: int) -> None:
     case, results = case_of(0.6), []
     case.h[:far] *= 40
     for columns in (2304, 9216):
-        plan = Plan("gradients_in_forward", columns, 0, columns, 512, True, False, vocab=VOCAB)
         h = case.h.detach().requires_grad_()
-        loss = loss_of_plan(h, case.w, case.y, plan, LossOptions("sum"))
+        with pinned(windows_in_chunks(chunk=512, window=columns)):
+            loss = cutefce.linear_cross_entropy(h, case.w, case.y, reduction="sum")
         first, second = (torch.autograd.grad(loss, h, retain_graph=True)[0] for _ in range(2))
         assert torch.equal(first, second)
         results.append(first)

@@ -9,9 +9,8 @@ import cutefce
 from cutefce.autotune_cache import lookup
 from cutefce.autotune_cache.tuning import first_use
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.planning.planner import Plan
-from tests.support.reference import loss_of_plan, random_case
+from tests.support.layouts import Layout, pinned
+from tests.support.reference import random_case
 from tests.support.stand_in_gpu import served_by_kernels
 from tests.support.tiers import rest_slow
 
@@ -44,6 +43,6 @@ def test_gradients_in_forward_tune_no_other_problem(tuned: list[Problem]) -> Non
     """Its backward only scales rows, which is no problem of tokens against a vocabulary."""
     case = random_case(1100, 16, 3000, dtype=torch.bfloat16, ignored=0)
     h, w = case.h.requires_grad_(), case.w.requires_grad_()
-    plan = Plan("gradients_in_forward", 1024, 0, 3072, 512, True, True)
-    loss_of_plan(h, w, case.y, plan, LossOptions()).backward()
+    with pinned(Layout(in_chunks=True, window=1024, kept=3072, chunk=512)):
+        cutefce.linear_cross_entropy(h, w, case.y).backward()
     assert {(p.tokens, p.hidden, p.vocab) for p in tuned} == {(1100, 16, 3000)}

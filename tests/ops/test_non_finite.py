@@ -79,8 +79,9 @@ def test_an_ignored_row_of_any_layout_may_hold_anything(
 
     dtype, device = backend.dtype, backend.device
     got, want = of(broken_case(name, dtype, device)), of(healthy_case(dtype, device))
-    # a sum of the rows that count has other roundings than one with a 0 between them
-    rounding = 4 * torch.finfo(torch.float32).eps if layout.in_chunks else 0
+    # where the portable path leaves rows out, a sum of the others has other roundings
+    leaves_out = layout.in_chunks and backend.arch is None
+    rounding = 4 * torch.finfo(torch.float32).eps if leaves_out else 0
     torch.testing.assert_close(got.loss, want.loss, rtol=rounding, atol=0)
     assert are_same(got.dx, want.dx)
     assert not got.dx[ROW].any()

@@ -12,7 +12,7 @@ from torch import Tensor
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.sm90 import KEPT_192
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
-from tests.support import kernel_models
+from tests.support import kernel_models, tiers
 from tests.support.reference import Case
 from tests.support.tiers import Values, pairwise_of
 
@@ -114,7 +114,7 @@ def on_backends(
         some["backend"] = [name for name in named(float32) if name not in OTHER_KERNELS]
     params = list(pairwise_of(some, backend=named(float32), **axes).args[1])
     for name, backend in [] if _on_gpu else list(PTX.items())[:emulated]:
-        params += _each_once(name, backend, [_named(values) for values in axes.values()], fast)
+        params += _each_once(name, backend, [tiers.named(values) for values in axes.values()], fast)
         fast = False
     return pytest.mark.parametrize(["backend", *axes], params, indirect=["backend"])
 
@@ -130,9 +130,3 @@ def _each_once(
         id = "-".join([name, *(label for label, _ in chosen)])
         params.append(pytest.param(backend, *(value for _, value in chosen), id=id, marks=marks))
     return params
-
-
-def _named(values: Values) -> list[tuple[str, Any]]:
-    if hasattr(values, "items"):
-        return list(values.items())
-    return [(str(value), value) for value in values]

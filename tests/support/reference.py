@@ -1,6 +1,5 @@
 """What results are compared with, and how far they may be from it."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +10,7 @@ from torch import Tensor
 
 import cutefce
 from bench.harness.reference import float64_reference, unfused
-from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
-from cutefce.ops.operators.autograd import loss_and_stats
-from cutefce.ops.planning.planner import Plan
-from tests.support.layouts import Layout, pinned, pinned_plan
+from tests.support.layouts import Layout, pinned
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -112,23 +108,6 @@ def ours(case: Case, **options: Any) -> Result:
         case,
         lambda h, w: cutefce.linear_cross_entropy(h, w, case.y, reduction="none", **options),
     )
-
-
-def loss_of_plan(
-    h: Tensor,
-    w: Tensor,
-    y: Tensor,
-    plan: Plan,
-    options: LossOptions,
-    sharding: Sharding = Sharding(),  # noqa: B008 (frozen)
-    tensors: TensorOptions = TensorOptions(),  # noqa: B008 (frozen)
-) -> Tensor:
-    """Return the loss by a given plan."""
-    plan = dataclasses.replace(plan, tokens=plan.tokens or len(y))
-    packed = *options.pack(), *tensors.pack(), *sharding.pack()
-    step = StepOptions(0, *plan.gradients).pack()
-    with pinned_plan(plan):
-        return loss_and_stats(h, w, y, *step, *packed)[0]
 
 
 def by_layout(case: Case, layout: Layout, **options: Any) -> Result:

@@ -14,7 +14,7 @@ def rest_slow(values: Values, default: int = 1) -> list[Any]:
     """Return parameters of which all but the first `default` are slow."""
     return [
         pytest.param(value, id=name, marks=[pytest.mark.slow] if number >= default else [])
-        for number, (name, value) in enumerate(_named(values))
+        for number, (name, value) in enumerate(named(values))
     ]
 
 
@@ -23,11 +23,11 @@ def pairwise(**axes: Values) -> pytest.MarkDecorator:
 
     Most faults need two things to meet: a strategy and an option, a dtype and a size.
     """
-    named = [_named(values) for values in axes.values()]
-    default = covering_pairs([len(values) for values in named])
+    of_axes = [named(values) for values in axes.values()]
+    default = covering_pairs([len(values) for values in of_axes])
     params = []
-    for places in itertools.product(*(range(len(values)) for values in named)):
-        chosen = [values[place] for values, place in zip(named, places, strict=True)]
+    for places in itertools.product(*(range(len(values)) for values in of_axes)):
+        chosen = [values[place] for values, place in zip(of_axes, places, strict=True)]
         marks = [] if places in default else [pytest.mark.slow]
         name = "-".join(name for name, _ in chosen)
         params.append(pytest.param(*(value for _, value in chosen), id=name, marks=marks))
@@ -63,7 +63,8 @@ def _pairs(places: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
     return set(itertools.combinations(enumerate(places), 2))
 
 
-def _named(values: Values) -> list[tuple[str, Any]]:
+def named(values: Values) -> list[tuple[str, Any]]:
+    """Return the values of an axis with their names."""
     pairs: Iterable[tuple[str, Any]] = (
         values.items() if isinstance(values, Mapping) else ((str(value), value) for value in values)
     )
