@@ -423,6 +423,7 @@ def stale_table(**winners: Any) -> Table:
     return Table(GPU, {"torch": "2.0", **STALE}, entries, old)
 
 
+@pytest.mark.slow
 def test_verify_renews_a_table(command: Any, tmp_path: Path) -> None:
     """Right configurations are stamped, wrong ones are rejected."""
     path = tmp_path / "table.json"

@@ -445,6 +445,7 @@ def test_a_tuned_configuration_that_fails_is_rejected_alone(
     assert "sum of the other exponentials" in table_io.read(user).rejected[KEY, wrong].reason
 
 
+@pytest.mark.slow
 def test_a_call_after_a_change_of_the_kernels_verifies_what_was_tuned_for_it(
     folder: Path, fake_gpu: FakeGpu, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

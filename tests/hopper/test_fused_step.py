@@ -34,7 +34,6 @@ from cutefce.ops.strategies.loss_inputs import LossInputs
 from tests.emulation.hopper import run
 from tests.support.kernel_models import use_models
 from tests.support.reference import Case, random_case
-from tests.support.tiers import rest_slow
 
 TALL = GemmConfig(128, 64, cluster=2, stages=3, pingpong=True)
 COOPERATIVE = GemmConfig(128, 64, cluster=1, stages=3, pingpong=False)
@@ -179,7 +178,8 @@ COUNTS: dict[str, tuple[int | None, int | None]] = {
 """How many rows count, None for all without a selection, and low bits of dX's sums."""
 
 
-@pytest.mark.parametrize("kind", rest_slow(COUNTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", COUNTS)
 def test_it_is_right(kind: tuple[int | None, int | None], emulated: None) -> None:
     """Also where the number of rows that count chooses the layout: others write nothing to it."""
     count, bits = kind

@@ -120,6 +120,7 @@ def test_tensors_on_meta_are_planned_for_a_gpu() -> None:
         cutefce.plan_divergence(h, w, h, w, torch.empty(8, 1024, dtype=torch.long, device="meta"))
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower() -> None:
     heads_of_both = (Problem(8192, 4096, 128256, "bfloat16", "cuda"),) * 2
     problem = DivergenceProblem(*heads_of_both, 8192)

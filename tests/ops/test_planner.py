@@ -92,7 +92,7 @@ OF_BUDGETS = {
 
 
 @pytest.mark.parametrize("problem", rest_slow(OF_BUDGETS, default=2))
-@pytest.mark.parametrize("scalar_upstream", [True, False])
+@pytest.mark.parametrize("scalar_upstream", rest_slow([True, False]))
 def test_time_falls_and_memory_stays_within_a_growing_budget(
     problem: Problem, scalar_upstream: bool
 ) -> None:
@@ -243,6 +243,7 @@ def all_windows(
                 yield workspace, windows_seconds(p, width, aliased, kept, bits)
 
 
+@pytest.mark.slow
 def test_a_budget_that_nearly_keeps_everything_aliases_no_negative_number() -> None:
     problem = Problem(2, 40, 100, "bfloat16", "cpu")
     tiles = PortableTiles(window=32, reference_block=16, tile_columns=16, tile_rows=8)
@@ -475,7 +476,7 @@ def test_only_columns_that_exceed_the_budget_are_aliased() -> None:
     assert aliased == sorted(aliased, reverse=True) and aliased[0] > aliased[-1]
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 1024, 2048, 4096, 8192, 16384, 32768])
+@pytest.mark.parametrize("tokens", rest_slow([4096, 1, 64, 1024, 2048, 8192, 16384, 32768], 3))
 @pytest.mark.parametrize("vocab", rest_slow([128256, 32768, 65536, 262144]))
 def test_narrower_windows_save_time_and_memory(tokens: int, vocab: int) -> None:
     problem = dataclasses.replace(LLAMA, tokens=tokens, vocab=vocab, arch="sm_90a")
