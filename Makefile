@@ -1,6 +1,8 @@
 # Everything runs in .venv, which the first target that needs it creates.
 PYTHON ?= python3
 BIN := .venv/bin
+# many processes of the tests import the same modules
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-gpu-smoke test-gpu test-integrations test-integrations-all faults \
   sanitize lint type kernels wheel wheel-check autotune bench clean
@@ -65,7 +67,7 @@ lint: .venv/ready
 type: .venv/ready
 	$(BIN)/mypy
 
-# every kind of kernel compiles clean in its default configuration; needs no GPU
+# each kind of kernel compiles clean in its default configuration; needs no GPU
 kernels: .venv/ready
 	$(BIN)/pytest -m "" tests/cute_kernels/test_compiled.py
 

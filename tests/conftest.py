@@ -16,6 +16,7 @@ from cutefce.autotune_cache.tuning import first_use
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.ops.primitives import elementwise
 from tests.support import backends
 from tests.support.backends import Backend
 from tests.support.layouts import SMALL_TILES
@@ -98,6 +99,18 @@ def pytest_collection_finish() -> None:
 def device(pytestconfig: pytest.Config) -> str:
     """Return where a test of any device runs: the CPU, or a GPU with `--gpu`."""
     return "cuda" if pytestconfig.getoption("gpu") else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def few_compilations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, have torch compile row-wise functions only for what the full tier adds not.
+
+    It compiles each for each layout of its arguments, which takes seconds: more than most tests.
+    """
+    config, marks = request.config, request.node.keywords
+    leaves_out = "not slow" in config.option.markexpr or "slow" in marks
+    if config.getoption("gpu") and leaves_out and "compiled_rows" not in marks:
+        monkeypatch.setattr(elementwise, "_has_triton", lambda: False)
 
 
 @pytest.fixture(autouse=True)

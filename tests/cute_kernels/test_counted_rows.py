@@ -24,6 +24,7 @@ from tests.support.reference import (
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.compiled_rows,
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
         reason="needs a GPU that the kernels serve",

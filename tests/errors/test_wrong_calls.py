@@ -142,7 +142,9 @@ def test_a_buffer_is_refused_under_a_transform(transform: str, device: str) -> N
         elif transform == "jvp":
             torch.func.jvp(loss, (h,), (h,))
         else:
-            torch.autograd.grad(loss(h, "none"), h, torch.eye(4), is_grads_batched=True)
+            torch.autograd.grad(
+                loss(h, "none"), h, torch.eye(4, device=device), is_grads_batched=True
+            )
     assert not sums.any()
 
 

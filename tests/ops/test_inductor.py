@@ -6,6 +6,8 @@ from torch import Tensor
 
 from cutefce.ops.primitives.elementwise import can_fuse, fused, scale_by_log_
 
+pytestmark = [pytest.mark.gpu, pytest.mark.compiled_rows]
+
 
 def scaled(rows: int, columns: int, pitch: int) -> Tensor:
     """Return the result for exponentials (rows, columns) with rows of `pitch`."""
@@ -19,7 +21,6 @@ def scaled(rows: int, columns: int, pitch: int) -> Tensor:
     return exps
 
 
-@pytest.mark.gpu
 def test_bits_do_not_depend_on_what_was_compiled_before() -> None:
     if not can_fuse(torch.zeros(2, device="cuda")):
         pytest.skip("needs Triton")
@@ -29,7 +30,6 @@ def test_bits_do_not_depend_on_what_was_compiled_before() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, reversed(again), strict=True))
 
 
-@pytest.mark.gpu
 def test_a_layout_is_compiled_once() -> None:
     from torch._dynamo.utils import counters
 

@@ -26,6 +26,7 @@ from tests.support.memory import peaks
 from tests.support.reference import random_case
 from tests.support.tiers import pairwise_of, rest_slow
 
+pytestmark = pytest.mark.compiled_rows
 SHAPES = {
     "tokens and vocabulary of a small model": (512, 128, 16001),
     "a narrow head, more rows than a tile": (1500, 32, 8003),

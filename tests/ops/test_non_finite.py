@@ -52,9 +52,9 @@ def test_losses_and_gradients_end_as_those_of_torch(
     if name not in WEIGHTS:
         clean = ours(healthy_case(dtype, device), workspace=budget)
         for a, b in ((got.loss, clean.loss), (got.dx, clean.dx)):
-            # a run on a GPU that compiles fused kernels may take the unfused path
-            same = torch.equal if device == "cpu" else torch.allclose
-            assert same(a[OTHERS], b[OTHERS])
+            # what is compiled first may sum in another order
+            exact = {"rtol": 0, "atol": 0} if device == "cpu" else {"rtol": 1e-5, "atol": 1e-6}
+            torch.testing.assert_close(a[OTHERS], b[OTHERS], **exact)
 
 
 @on_backends(float32=True, layout=LAYOUTS, name=BROKEN, few={"name": FEW})
