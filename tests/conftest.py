@@ -103,13 +103,11 @@ def device(pytestconfig: pytest.Config) -> str:
 
 @pytest.fixture(autouse=True)
 def few_compilations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, have torch compile row-wise functions only for what the full tier adds not.
+    """On a GPU, have torch compile row-wise functions for tests of `compiled_rows` alone.
 
     It compiles each for each layout of its arguments, which takes seconds: more than most tests.
     """
-    config, marks = request.config, request.node.keywords
-    leaves_out = "not slow" in config.option.markexpr or "slow" in marks
-    if config.getoption("gpu") and leaves_out and "compiled_rows" not in marks:
+    if request.config.getoption("gpu") and "compiled_rows" not in request.node.keywords:
         monkeypatch.setattr(elementwise, "_has_triton", lambda: False)
 
 

@@ -42,6 +42,7 @@ def test_shapes(
     assert_as_accurate(ours(case, workspace=workspace), case)
 
 
+@pytest.mark.compiled_rows
 @pytest.mark.parametrize("logit_std", rest_slow([0.01, 1, 16, 0.3, 3, 8], default=3))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logit_scales(dtype: torch.dtype, logit_std: float, device: str) -> None:
@@ -49,6 +50,7 @@ def test_logit_scales(dtype: torch.dtype, logit_std: float, device: str) -> None
     assert_as_accurate(ours(case), case)
 
 
+@pytest.mark.compiled_rows
 @on_backends(float32=True, emulated=2, fast=True, layout=LAYOUTS, logit_std=[0.1, 4, 40])
 def test_every_strategy(layout: Layout, logit_std: float, backend: Backend) -> None:
     sizes, ignored = (backend.tokens, 48, 333), 0.5 if backend.emulated else 0.1

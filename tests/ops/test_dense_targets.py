@@ -25,6 +25,7 @@ def loss_of(x: OptionsCase, leaves: tuple[Tensor, ...], **more: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.compiled_rows
 @pytest.mark.parametrize(
     ("names", "reduction"), zip(EACH.values(), ["none", "mean", "sum"], strict=True), ids=str
 )

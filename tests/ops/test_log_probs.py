@@ -194,6 +194,7 @@ def test_all_outputs(
     assert_as_accurate(x, outputs, ours(x, outputs, workspace))
 
 
+@pytest.mark.compiled_rows
 @pairwise(
     outputs=[(), *((name,) for name in OUTPUTS)],
     names=[[], ["linear_bias", "temperature (N,)"]],

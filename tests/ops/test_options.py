@@ -49,6 +49,7 @@ def by_layout(x: OptionsCase, layout: Layout) -> tuple[Tensor, ...]:
         return x.ours(reduction=layout.reduction)
 
 
+@pytest.mark.compiled_rows
 @pairwise(name=[*OPTIONS], dtype=DTYPES, workspace=["max", "min"])
 def test_each_option(name: str, dtype: torch.dtype, workspace: str, device: str) -> None:
     x = options_case([name], 70, 64, 333, dtype=dtype, device=device)

@@ -19,6 +19,7 @@ FACTORS = ["linear_bias", "logit_scale", "temperature (N,)"]
 EACH = {"nothing": [], "factors": FACTORS, "softcap": [*FACTORS, "softcap"]}
 
 
+@pytest.mark.compiled_rows
 @pairwise(
     names=EACH,
     kind=UPSTREAMS,

@@ -58,6 +58,7 @@ def loss_of(x: OptionsCase, leaves: tuple[Tensor, ...], **more: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.compiled_rows
 @pairwise(names=EACH, classes=[1, 7], reduction=["none", "mean"], workspace=["min", 100_000, "max"])
 def test_equals_float64(
     names: list[str],
