@@ -111,6 +111,7 @@ def launched(no_results: None, monkeypatch: pytest.MonkeyPatch) -> set[spec.Kern
     return kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float16"]))
 @pytest.mark.parametrize("arch", rest_slow({arch.name: arch for arch in ARCHS}))
 def test_all_kernels_are_checked(arch: Arch, dtype: str, launched: set[spec.KernelSpec]) -> None:

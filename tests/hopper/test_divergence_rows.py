@@ -133,6 +133,7 @@ def check(
             assert distance(factors, gradient) <= 1.05 * rounding + 1e-7 * float(gradient.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", rest_slow(SIZES))
 @pytest.mark.parametrize("form", rest_slow([*FORMS], default=2))
 def test_random_logits(form: str, size: tuple[int, int]) -> None:
@@ -152,6 +153,7 @@ GIVEN_SUMS = {"few classes": ((3, 40), 2), "held and read again": ((2, 5 * 2048 
 """Sizes, and parts of the sums."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", rest_slow([1, 2, 4]))
 @pytest.mark.parametrize("wanted", rest_slow([(True, True), (True, False), (False, True)]))
 @pytest.mark.parametrize("given", rest_slow(GIVEN_SUMS))
@@ -170,12 +172,14 @@ def test_each_output_alone(form: str, wanted: tuple[bool, bool]) -> None:
     check(random_logits(2, 304), form, wanted=wanted, seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", rest_slow([64, 256]))
 @pytest.mark.parametrize("form", rest_slow([*FORMS]))
 def test_factors_in_windows(form: str, columns: int) -> None:
     check(random_logits(2, 304), form, columns=columns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", rest_slow([1e-3, 0.1, 0.3]))
 @pytest.mark.parametrize("form", rest_slow([*FORMS], default=2))
 def test_close_and_far_sides(form: str, spread: float) -> None:
@@ -191,6 +195,7 @@ def test_a_mixture_of_nearly_one_side(beta: float) -> None:
     check(random_logits(2, 304), "jsd", bound=2e-6, beta=beta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", rest_slow([*FORMS], default=2))
 def test_classes_that_both_exclude(form: str) -> None:
     logits = random_logits(2, 304)
@@ -204,6 +209,7 @@ def test_classes_that_both_exclude(form: str) -> None:
         assert not a[:, 200:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", rest_slow([0, 2]))
 @pytest.mark.parametrize("form", rest_slow([*FORMS], default=2))
 def test_rows_of_no_number_stay_alone(form: str, parts: int) -> None:
@@ -255,6 +261,7 @@ def test_a_step_launches_it(
         assert distance(a, b) <= 2**-9 * float(b.double().norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains_both", [False, True])
 def test_factors_of_two_dtypes_have_no_kernel(
     trains_both: bool, monkeypatch: pytest.MonkeyPatch

@@ -154,6 +154,7 @@ def any_floats(*shape: int) -> torch.Tensor:
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("product", rest_slow(PRODUCTS))
 @pytest.mark.parametrize("kernel", rest_slow(named(*KERNELS)))
 def test_integers_are_exact(
@@ -170,6 +171,7 @@ def test_integers_are_exact(
     same_bits(sums, e.float().t() @ h.float() + terms.sums + (0 if overwrite else before))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", rest_slow(named(*KERNELS, *RANDOM)))
 def test_any_sums_are_rounded(kernel: tuple[GemmConfig, int]) -> None:
     config, low_bits = kernel
@@ -190,6 +192,7 @@ def test_float16_products() -> None:
     same_bits(sums, before + e.float().t() @ h.float() + terms.sums)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low_bits", rest_slow([4, 8, 16]))
 def test_products_of_no_number(low_bits: int) -> None:
     e, h = operands(70, 72, 130)
@@ -219,6 +222,7 @@ def test_three_chunks(config: GemmConfig, low_bits: int) -> None:
     assert (errors > 0.1 * allowed).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank_one", rest_slow([False, True]))
 @pytest.mark.parametrize("count", rest_slow([64, 0, 1, 130], default=2))
 @pytest.mark.parametrize("kernel", rest_slow(named((LOW, 4), (TALL, 8), (KEPT_192, 16))))
@@ -237,6 +241,7 @@ def test_counted_rows(kernel: tuple[GemmConfig, int], count: int, rank_one: bool
     same_bits(sums, product + (0 if overwrite else before))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low_bits", rest_slow([4, 8, 16]))
 def test_nothing_changes_where_nothing_counts(low_bits: int) -> None:
     e, h = operands(70, 72, 130)
@@ -249,6 +254,7 @@ def test_nothing_changes_where_nothing_counts(low_bits: int) -> None:
     assert torch.equal(sums.values.view(torch.int32), before.view(torch.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low_bits", rest_slow([4, 8, 16]))
 def test_targets_of_other_tokens(low_bits: int) -> None:
     """The last chunk adds the targets' terms of all, also if none of its own tokens counts."""
@@ -290,6 +296,7 @@ FAULTY = [(fault, *kernel) for fault in FAULTS for kernel in ((LOW, 4), (DEEP, 8
 FAULTY += [(EARLY, KEPT_192, low_bits) for low_bits in (16, 8, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", rest_slow({", ".join(map(str, x)): x for x in FAULTY}))
 def test_a_fault_is_detected(given: tuple[str, GemmConfig, int]) -> None:
     fault, config, low_bits = given

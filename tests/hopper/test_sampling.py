@@ -286,6 +286,7 @@ class Entries:
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("undefined", rest_slow([None, "scale", "reference"]))
 def test_lists_of_classes(undefined: str | None) -> None:
     """Short and long lists, several passes over rows, and several blocks of classes."""

@@ -139,6 +139,7 @@ def test_graphs_get_gradients_of_their_own(dtype: torch.dtype, small_tiles: Port
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_memory_that_is_saved(small_tiles: PortableTiles) -> None:
     """Of exponentials as large as dW, those of all windows but few take none."""
     case = random_case(256, 256, 4000)

@@ -113,6 +113,7 @@ def call(case: Case, **options: Any) -> Tensor:
     return torch.autograd.grad(loss, leaf)[0]
 
 
+@pytest.mark.slow
 def test_the_option_takes_sums_of_16_bits() -> None:
     case = random_case(6144, 32, 8000, dtype=torch.bfloat16)
     leaf = case.w.detach().requires_grad_()

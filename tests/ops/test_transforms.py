@@ -159,6 +159,7 @@ def test_tangents_in_float16_stay_finite(device: str) -> None:
     torch.testing.assert_close(tangent(torch.float16), tangent(torch.float64), rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.slow
 def test_tangents_of_float16_means_over_many_tokens(device: str) -> None:
     """A row of dX divided by the tokens is below what float16 can hold."""
     torch.manual_seed(0)
