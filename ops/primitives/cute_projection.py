@@ -159,7 +159,11 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         sums, more = reference.new_empty(h.shape[0], most * config.partials_per_row), None
         if kernel.reductions.planes:
             more = reference.new_empty(kernel.reductions.planes, *sums.shape)
-        rows = reference, targets.index, sums, exps, semaphores, launch_transform(targets, window)
+        index = targets.index
+        if kernel.reductions.of_all:
+            # a class behind the window may be in its last tile, where the kernel would leave it out
+            index = torch.where(index < last, index, -1)
+        rows = reference, index, sums, exps, semaphores, launch_transform(targets, window)
         count = row_count(targets.selection, semaphores)
         soft = None
         if targets.soft_logits is not None and targets.soft is not None:

@@ -339,6 +339,8 @@ def _project_exp(
         no_logits, no_target = torch.full((1, 1), -torch.inf), target.new_tensor([-1])
         of_none = reduced(no_logits, no_target, first, kernel.reductions)
         reductions[:] = of_none[:, :, None]
+        if kernel.reductions.of_all:
+            assert (target < first + len(w)).all(), "classes behind the window are -1"
         reductions[..., 0] = reduced(u, target, first, kernel.reductions)
     inside = torch.arange(len(h)) < counted
     assert (samples is not None) == kernel.samples
